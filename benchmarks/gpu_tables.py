@@ -45,7 +45,7 @@ class Figures:
     runs: list[dict[str, Any]] = field(default_factory=list)
     wrong: str | None = None
 
-    def steps(self, name: str) -> list[float]:
+    def steps(self, name: str) -> list[Any]:
         """A figure of every step that counts."""
         return [value for run in self.runs for value in run[name][1:]]
 

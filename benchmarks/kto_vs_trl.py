@@ -40,7 +40,13 @@ from typing import Any
 
 NUM_ROWS, MAX_TOKENS = 8, 384
 PROMPT_TOKENS, RESPONSE_TOKENS = (32, 128), (64, 256)  # any prompt with any response fits into MAX_TOKENS
-OPTIMIZER = {"learning_rate": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
+OPTIMIZER: dict[str, Any] = {
+    "learning_rate": 1e-6,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+}
 BETA = 0.1
 LORA = [
     "model.peft.peft_scheme=lora",
@@ -81,6 +87,7 @@ class Clock:
     def start(self) -> None:
         """The first step starts."""
         self._laps = 0
+        self._profile: Any = None
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def lap(self) -> None:

@@ -157,7 +157,9 @@ def work_table(rows: Sequence[dict[str, Any]], model: Path) -> str:
         "|---|---|---|---|",
     ]
     for ranks in RANKS:
-        by_cost, by_number, padding = [], [], []
+        by_cost: list[float] = []
+        by_number: list[float] = []
+        padding: list[float] = []
         for start in range(0, len(examples) - GLOBAL_BATCH + 1, GLOBAL_BATCH):
             batch = examples[start : start + GLOBAL_BATCH]
             costs_N = costs(batch)

@@ -1,4 +1,4 @@
-"""The documents name what exists: files, links, commands, keys. They speak of the project and of nothing else."""
+"""Files, links, commands and keys in the documents exist, and the documents speak only of the project."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import pytest
 
 from nemo_kto.algorithms.recipes import KTO, RECIPES
 from nemo_kto.config import compose
-from nemo_kto.config.migration_tables import ALIGNER
+from nemo_kto.config.migration import aligner_keys
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-SPAN = re.compile(r"`([^`\n]+)`")
 # A key after + is an option that the configuration lacks.
 KEY = re.compile(
     r"(?<![\w./+])((?:trainer|exp_manager|pretrained_checkpoint|model|export)(?:\.[a-z][a-z_0-9]*)+)(?![\w.(/])"
@@ -41,9 +40,9 @@ def names(document: Path) -> str:
 
 @cache
 def known_keys() -> set[str]:
-    sources = [compose.Source(recipe.config_name) for recipe in RECIPES.values()]
+    sources = [compose.Source(config_name=recipe.config_name) for recipe in RECIPES.values()]
     ours = {key for source in sources for key in compose.known_keys(compose.load(source=source), sections=True)}
-    return ours | {entry.of(name).key for entry in ALIGNER for name in RECIPES}
+    return ours | {*aligner_keys()}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names)
@@ -77,11 +76,11 @@ def test_commands_exist(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names)
-def test_nothing_out_of_place(document: Path) -> None:
+def test_no_foreign_words(document: Path) -> None:
     assert not OUT_OF_PLACE.findall(text_of(document))
 
 
-def test_the_map_names_functions_that_exist() -> None:
+def test_the_documented_calls_exist() -> None:
     rows = re.findall(r"^\|.*\]\((nemo_kto/[\w/]+\.py)\), `(\w+)`", text_of(REPOSITORY / "README.md"), re.MULTILINE)
     assert len(rows) >= 3, "the loss, the step and the loop"
     missing = [f"{file}: {name}" for file, name in rows if f"def {name}(" not in text_of(REPOSITORY / file)]
@@ -101,18 +100,6 @@ def test_the_command_lines_of_the_readme_compose() -> None:
         assert not mistakes
         assert cfg is not None
         assert cfg.model.data.data_prefix == "rows.jsonl"
-
-
-def test_files_named_in_the_design_exist() -> None:
-    packages = re.findall(r"^\| `(\w+)/` \| (.*) \|$", text_of(REPOSITORY / "docs/design.md"), re.MULTILINE)
-    assert {name for name, _ in packages} == {path.parent.name for path in (REPOSITORY / "nemo_kto").glob("*/__init__.py")}
-    missing = [
-        f"{package}/{name}"
-        for package, content in packages
-        for name in SPAN.findall(content)
-        if name.endswith((".py", "/")) and not (REPOSITORY / "nemo_kto" / package / name).exists()
-    ]
-    assert not missing
 
 
 # Words of our own for which the field has one, see docs/glossary.md: resumed, again, zero, the same, an integer, variants,

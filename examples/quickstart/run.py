@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from prepare import SEED, default_cache
 
@@ -85,7 +86,13 @@ def stage(title: str, command: Sequence[str], *, shown: Sequence[str] | None = N
     )
     assert process.stdout is not None
     said: queue.Queue[str | None] = queue.Queue()
-    threading.Thread(target=lambda out: [*map(said.put, out), said.put(None)], args=(process.stdout,), daemon=True).start()
+
+    def read(output: IO[str]) -> None:
+        for line in output:
+            said.put(line)
+        said.put(None)
+
+    threading.Thread(target=read, args=(process.stdout,), daemon=True).start()
     began, lines = time.monotonic(), []
     try:
         while True:

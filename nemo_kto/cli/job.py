@@ -20,15 +20,15 @@ from omegaconf import DictConfig
 from nemo_kto.algorithms.recipes import Recipe
 from nemo_kto.config import compose
 from nemo_kto.config.check import Checker, InvalidConfig
+from nemo_kto.config.mistakes import does_not_compose
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.gpu import check_transformer_engine
 from nemo_kto.config.rules.training import run_errors, unused_keys
 from nemo_kto.config.saved_config import redact_file, redacted
 from nemo_kto.device import device
 from nemo_kto.errors import ConfigError, UserError
-from nemo_kto.processes import open_files, ranks, signals
-from nemo_kto.processes.slurm import requeue
-from nemo_kto.telemetry.logs import set_up_logging, take_over
+from nemo_kto.processes import ranks, signals
+from nemo_kto.telemetry.console import set_up_logging, take_over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,7 @@ class Job:
 
     def refuse(self, overrides: Sequence[str], error: BaseException, *, sweep: bool) -> NoReturn:
         """Print why a command line does not compose, and exit."""
-        unexplained = ConfigError("The command line", f"does not compose: {compose.reason(error)}")
-        refuse_mistakes(self.checker(sweep=sweep).errors(overrides) or [unexplained], self.world)
+        refuse_mistakes(self.checker(sweep=sweep).errors(overrides) or [does_not_compose(error)], self.world)
 
     def run_in_hydra(self, config: DictConfig) -> None:
         """Run one job with the configuration from Hydra; each job of a sweep has a separate run folder."""
@@ -120,7 +119,7 @@ class Job:
         return ["-u", *program, *self.source.flags(), *overrides]
 
     def _train(self, run: ResolvedRun) -> None:
-        open_files.raise_limit()
+        ranks.raise_open_files()
         stop_signals, requeues = run.cfg.trainer.stop_signals, run.cfg.trainer.requeue
         try:
             signals.listen(stop_signals, ends_at_second_interrupt=not ranks.has_launcher())
@@ -144,13 +143,13 @@ class Job:
                 self._end_early(stopped, requeues=requeues)
             from nemo_kto.processes import watchdog
 
-            error = open_files.explained(error)
+            error = ranks.explain_open_files(error)
             watchdog.explain(error)
             ranks.fail(error, world=self.world)
 
     def _end_early(self, stop: signals.Stopped, *, requeues: bool) -> NoReturn:
         if str(stop) and requeues and os.environ.get("RANK", "0") == "0":
-            requeue(os.environ)  # with an empty message, the job was already requeued when the checkpoint was saved
+            ranks.requeue(os.environ)  # with an empty message, the job was already requeued when the checkpoint was saved
         ranks.end_early(str(stop), world=self.world)
 
 
@@ -183,5 +182,5 @@ def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None) 
     elif world.local_rank == 0 and all(mistake.about_files for mistake in mistakes):
         print(f"on {socket.gethostname()}: {text}", file=sys.stderr)
     else:
-        time.sleep(ranks.SECONDS_TO_SPEAK)  # torchrun stops rank 0 when this rank exits, perhaps before it printed
+        time.sleep(ranks.PRINT_SECONDS)  # torchrun stops rank 0 when this rank exits, perhaps before it printed
     sys.exit(ranks.USAGE_ERROR)

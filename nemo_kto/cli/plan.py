@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     if not any(text.startswith(f"{_DATA}=") for text in given):
         given.append(f"{_DATA}=rows.jsonl")  # required, but not read
     rules = partial(_errors, ranks=None if searches else flags.gpus)
-    source = compose.Source(flags.config_name or recipe.config_name, None, flags.config_dir)
+    source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
     title = "nothing can be planned"
     gpus = None if flags.gpus is None else 0  # those of this machine, or of no particular one
     run = Checker(recipe=recipe, source=source, rules=rules, gpus=gpus, title=title).resolve(given)

@@ -10,7 +10,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"FILE must be a jsonl file, got the folder {flags.file}; name one of its files")
     named = {_MODEL: flags.model, "model.data.data_prefix": flags.file}
     overrides = [f"{key}={_quoted(value)}" for key, value in named.items() if value is not None]
-    source, title = compose.Source(recipe.config_name), "nothing can be shown"
+    source, title = compose.Source(config_name=recipe.config_name), "the rows cannot be shown"
     checker = Checker(recipe=recipe, source=source, rules=_errors, gpus=0, title=title)
     run = checker.resolve([*overrides, *flags.overrides])
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -102,8 +101,9 @@ def _lines(run: ResolvedRun, file: Path, *, rows: int, coloured: bool) -> Iterat
         dataset: Any = splits.train
         examples = dataset.__getitems__(range(min(len(dataset), batch_size)))
         shown = dataset.examples_of_lines(rows)
-        loss = cfg.loss.record if len(examples) > 1 else replace(cfg.loss.record, needs_z0=False)
-        take, collate_fn = cfg.recipe.collation(loss, collate_settings(cfg, tokenizer, micro_batch_limits(run)))
+        with_kl = cfg.loss.record.needs_z0 and len(examples) > 1  # a KL example takes the response of another example
+        settings = collate_settings(cfg, tokenizer, micro_batch_limits(run))
+        take, collate_fn = cfg.recipe.collation(settings, with_kl=with_kl)
         batch = collate_fn(take(examples, kept=range(min(shown, len(examples)))))
         decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         preview = Preview(decode=decode, seq_length=cfg.model.data.seq_length, marks=Marks(coloured=coloured))
@@ -111,7 +111,7 @@ def _lines(run: ResolvedRun, file: Path, *, rows: int, coloured: bool) -> Iterat
         yield f"Marks: {preview.marks.legend()}."
         for warning in splits.warnings:
             yield f"Of the first rows, {warning.removeprefix(f'{beginning}: ')}."
-        yield from cfg.recipe.preview(preview, dataset, batch, examples, loss)
+        yield from cfg.recipe.preview(preview, dataset, batch, examples, cfg.loss.record)
 
 
 def _first_rows(file: Path, count: int) -> Iterator[bytes]:

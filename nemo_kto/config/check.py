@@ -9,10 +9,10 @@ from omegaconf import DictConfig
 
 from nemo_kto.algorithms.recipes.recipe import Recipe
 from nemo_kto.config import compose
+from nemo_kto.config.mistakes import does_not_compose, find_mistakes
 from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.schema import RunConfig
 from nemo_kto.errors import ConfigError, UserError
-
-Rules = Callable[[ResolvedRun], list[ConfigError]]
 
 
 class InvalidConfig(UserError):
@@ -38,7 +38,7 @@ class Checker:
 
     recipe: Recipe
     source: compose.Source
-    rules: Rules
+    rules: Callable[[ResolvedRun], list[ConfigError]]
     gpus: int | None = None
     sweep: bool = False
     title: str = "the configuration is invalid"
@@ -50,28 +50,20 @@ class Checker:
             InvalidConfig: the command line or one of its values is invalid.
         """
         try:
-            run, errors = self._resolve(compose.load(overrides, source=self.source) if config is None else config)
-            if run is not None and not (errors := self.rules(run)):
-                return run
+            config = compose.load(overrides, source=self.source) if config is None else config
+            cfg, errors = compose.to_config(config, recipe=self.recipe)
+            if cfg is not None:
+                run = ResolvedRun.of(cfg, gpus=self.gpus)
+                if not (errors := self.rules(run)):
+                    return run
         except compose.WRONG as error:
-            errors = [ConfigError("The command line", f"does not compose: {compose.reason(error)}")]
+            errors = [does_not_compose(error)]
         raise InvalidConfig(title=self.title, errors=self.errors(overrides) or errors)
 
     def errors(self, overrides: Sequence[str]) -> list[ConfigError]:
         """Find all errors in a command line; in a sweep, those of all jobs."""
-        return compose.find_mistakes(
-            overrides, source=self.source, recipe=self.recipe, judge=self.errors_in, sweep=self.sweep
-        )
+        return find_mistakes(overrides, source=self.source, recipe=self.recipe, rules=self.rule_errors, sweep=self.sweep)
 
-    def errors_in(self, config: DictConfig, fallback: DictConfig) -> list[ConfigError]:
-        """Find all errors in a configuration; values of ``fallback`` replace invalid ones."""
-        run, errors = self._resolve(config, fallback)
-        wrong = {error.key for error in errors}
-        further = [] if run is None else self.rules(run)
-        return [*errors, *(error for error in further if wrong.isdisjoint({error.key, *error.reads}))]
-
-    def _resolve(
-        self, config: DictConfig, fallback: DictConfig | None = None
-    ) -> tuple[ResolvedRun | None, list[ConfigError]]:
-        cfg, errors = compose.to_config(config, recipe=self.recipe, fallback=fallback)
-        return None if cfg is None else ResolvedRun.of(cfg, gpus=self.gpus), errors
+    def rule_errors(self, cfg: RunConfig) -> list[ConfigError]:
+        """Find the errors in a configuration that its types do not show."""
+        return self.rules(ResolvedRun.of(cfg, gpus=self.gpus))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import itertools
 import mmap
 import os
 import resource
+import shutil
 import sys
+import sysconfig
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,19 +32,17 @@ _DRIVER_FILES = ("nvidia*", "nvhost*", "dxg", "kfd")  # in /dev: files of NVIDIA
 
 def on_gpu() -> bool:
     """Return whether CUDA is present and used (``NEMO_KTO_FORCE_CPU=1`` hides it)."""
-    return os.environ.get("NEMO_KTO_FORCE_CPU") != "1" and _may_have_gpu() and torch.cuda.is_available()
-
-
-def _may_have_gpu() -> bool:
-    """Return False on a machine without a GPU driver, so that torch need not be imported to find no GPU."""
-    return "torch" in sys.modules or any(next(Path("/dev").glob(name), None) for name in _DRIVER_FILES)
+    if os.environ.get("NEMO_KTO_FORCE_CPU") == "1":
+        return False
+    # torch need not be imported to find no GPU on a machine without a driver
+    has_driver = "torch" in sys.modules or any(next(Path("/dev").glob(name), None) for name in _DRIVER_FILES)
+    return has_driver and torch.cuda.is_available()
 
 
 def force_cpu() -> None:
     """Make this process and its child processes compute on the CPU, even if there are GPUs.
 
-    Must be called before torch has looked for GPUs and before megatron-core is imported. Libraries that look for GPUs
-    themselves find none.
+    Must be called before torch has looked for GPUs and before megatron-core is imported.
     """
     os.environ["NEMO_KTO_FORCE_CPU"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -91,15 +92,31 @@ def compute_capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability(current_device())
 
 
+def missing_for_compiling() -> list[str]:
+    """Return the missing requirements for compiling for a GPU, each with its package; empty if none is missing.
+
+    torch.compile generates Triton kernels, and Triton builds their launchers with a C compiler and Python's headers. It
+    looks for these in the first step (triton/runtime/build.py), where their absence would end the run.
+    """
+    compiler = os.environ.get("CC")
+    scheme = sysconfig.get_default_scheme()
+    if scheme == "posix_local":  # Debian's default, for packages that the user installs, has no headers
+        scheme = "posix_prefix"
+    found = {
+        "triton (pip install triton)": importlib.util.find_spec("triton"),
+        "a C compiler (gcc)": shutil.which(compiler) if compiler else shutil.which("gcc") or shutil.which("clang"),
+        f"Python.h (python{sys.version_info.major}.{sys.version_info.minor}-dev)": Path(
+            sysconfig.get_paths(scheme)["include"], "Python.h"
+        ).exists(),
+    }
+    return [name for name, is_found in found.items() if not is_found]
+
+
 def upload(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
     """Copy host tensors to this rank's device, in one asynchronous transfer for each dtype.
 
-    The copies go through page-locked memory, because a copy from other host memory would make the host wait for the device.
-    The memory is from torch's allocator, which keeps such a block and gives it to the next upload once the copy has ended;
-    its rounding up of sizes wastes no more than about 100 KB.
-
-    Returns:
-        The tensors in the given order; None for None. Tensors that are on the device already are returned unchanged.
+    The copies go through page-locked memory of torch's allocator, because a copy from other host memory would make the host
+    wait for the device. Tensors on the device, and None, are returned unchanged.
     """
     uploaded = list(tensors)
     if not on_gpu():
@@ -136,10 +153,10 @@ class _HostBlock(mmap.mmap):
             # After a fork, copy-on-write could give the registered pages to the child, and new ones to this process.
             self.madvise(mmap.MADV_DONTFORK)
             runtime, address = torch.cuda.cudart(), torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-            if (answer := runtime.cudaHostRegister(address, size, 0)) != runtime.cudaError.success:
+            if (error := runtime.cudaHostRegister(address, size, 0)) != runtime.cudaError.success:
                 raise RuntimeError(
-                    f"{size / 1e9:.1f} GB of host memory must be page-locked for the GPU, got CUDA's error {int(answer)}; "
-                    "give the job more host memory (`nemo-kto plan` says how much a rank needs)"
+                    f"cannot page-lock {size / 1e9:.1f} GB of host memory for the GPU: CUDA error {int(error)}; "
+                    "give the job more host memory (`nemo-kto plan` reports the requirement of a rank)"
                 )
             self._unlock = functools.partial(runtime.cudaHostUnregister, address)
 
@@ -155,9 +172,7 @@ def host_tensors(like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     own storage, so ``torch.save`` of one does not write the others.
     """
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in like]
-    if not sum(sizes):
-        return [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in like]
-    block, starts = _HostBlock(sum(sizes)), itertools.accumulate(sizes, initial=0)
+    block, starts = _HostBlock(sum(sizes)) if sum(sizes) else None, itertools.accumulate(sizes, initial=0)
     return [
         torch.frombuffer(block, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
         if tensor.numel()
@@ -321,14 +336,14 @@ def total_memory_bytes() -> int:
 def host_memory_bytes() -> int:
     """Return the memory of this machine, or the limit of this process's control group if that is lower."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in _memory_limits():
+    for file in _memory_limit_files():
         with contextlib.suppress(OSError, ValueError):  # the file contains "max" if there is no limit
             limits.append(int(file.read_text(encoding="ascii")))
     return min(limits)
 
 
-def _memory_limits() -> Iterator[Path]:
-    """Yield the files that may hold a limit, for this process's control group and all its parents (cgroup v2 and v1)."""
+def _memory_limit_files() -> Iterator[Path]:
+    """Yield the files with memory limits of this process's control group and all its parents (cgroup v2 and v1)."""
     root = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():

@@ -14,7 +14,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel import layers
 
-from nemo_kto.device import device, imports
+from nemo_kto.device import device
 
 MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -34,7 +34,7 @@ def fused_rope() -> bool:
 
 def compiles() -> bool:
     """Return whether torch can compile fused kernels; otherwise compilation is disabled for all libraries."""
-    return device.on_gpu() and not imports.missing_for_compiling()
+    return device.on_gpu() and not device.missing_for_compiling()
 
 
 def adds_products() -> bool:
@@ -77,58 +77,49 @@ def varlen_attention(dtype: torch.dtype) -> Callable[..., Any] | None:
     options = inspect.signature(varlen_attn).parameters
     if "window_size" not in options:
         return None
-    return varlen_attn if "enable_gqa" in options else functools.partial(_with_repeated_heads, varlen_attn)
+    if "enable_gqa" in options:
+        return varlen_attn
 
+    def with_repeated_heads(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *lengths: Any, enable_gqa: bool, **options: Any
+    ) -> Any:
+        if enable_gqa:  # tensors are [tokens, heads, size]
+            repeats = query.size(1) // key.size(1)
+            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        return varlen_attn(query, key, value, *lengths, **options)
 
-def _with_repeated_heads(
-    kernel: Callable[..., Any],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *lengths: object,
-    enable_gqa: bool,
-    **options: object,
-) -> Any:
-    """Compute grouped-query attention with a kernel that needs equal numbers of heads; tensors are [tokens, heads, size]."""
-    if enable_gqa:
-        repeats = query.size(1) // key.size(1)
-        key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
-    return kernel(query, key, value, *lengths, **options)
+    return with_repeated_heads
 
 
 def slow_paths(
     dtype: torch.dtype,
     *,
     tensor_parallel: int,
-    not_in_engine: Sequence[str] = (),
+    unsupported_by_te: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> list[str]:
     """Return one line for each fast path that a run on this GPU cannot use, with its remedy; empty on the CPU.
 
-    Args:
-        dtype: dtype of the model.
-        tensor_parallel: tensor-parallel size.
-        not_in_engine: features of the model that Transformer Engine's layers do not support.
-        environment: environment variables.
+    ``unsupported_by_te`` are features of the model that Transformer Engine's layers do not support.
     """
     if not device.on_gpu():
         return []
-    found, engine = [], uses_transformer_engine(dtype) and not not_in_engine
+    found, te_layers = [], uses_transformer_engine(dtype) and not unsupported_by_te
     if dtype == torch.float32:
         found.append("fp32: no tensor cores; trainer.precision=bf16 is many times faster")
-    elif not_in_engine:
-        found.append(f"layers without Transformer Engine's kernels, which lack {' and '.join(not_in_engine)}")
-    elif not engine:
-        found.append("layers without Transformer Engine's kernels; install transformer-engine[pytorch]")
-    if not engine and not adds_products():
-        found.append("gradients of linear layers are made before they are added; install apex with its CUDA extensions")
+    elif unsupported_by_te:
+        found.append(f"layers without Transformer Engine, which does not support {' and '.join(unsupported_by_te)}")
+    elif not te_layers:
+        found.append("layers without Transformer Engine; install transformer-engine[pytorch]")
+    if not te_layers and not adds_products():
+        found.append("no fused accumulation of the gradients of linear layers; install apex with its CUDA extensions")
     if not fused_rope():
-        found.append("rotary embeddings in several kernels; install transformer-engine[pytorch]")
+        found.append("rotary embedding not fused; install transformer-engine[pytorch]")
     if not compiles():
-        missing = " and ".join(imports.missing_for_compiling())
-        found.append(f"nothing is compiled, activations take several kernels; install {missing}")
+        missing = " and ".join(device.missing_for_compiling())
+        found.append(f"torch.compile disabled, so that activations are not fused; install {missing}")
     if optimizer.USING_PYTORCH_OPTIMIZER:
-        found.append("the optimizer in several kernels; install transformer-engine[pytorch] or apex")
+        found.append("optimizer not fused; install transformer-engine[pytorch] or apex")
     if tensor_parallel > 1 and environment.get(MAX_CONNECTIONS) != "1" and device.compute_capability() < (10, 0):
         found.append(f"tensor-parallel communication does not overlap; unset {MAX_CONNECTIONS} or set it to 1")
     return found

@@ -38,14 +38,12 @@ def add_products_to_main_grads(chunk: torch.nn.Module) -> None:
     """Make the linear layers of a chunk accumulate weight gradients into main_grad inside the matrix product.
 
     Transformer Engine's layers support it. megatron-core's own layers need a kernel of apex on a GPU, which may not be
-    compiled; on the CPU one call does it, for weights in fp32. megatron-core's configuration option is not used, because it
-    would apply to layers of every kind.
+    compiled; on the CPU ``device.patches`` replaces it, for weights in fp32. megatron-core's configuration option is not
+    used, because it would apply to layers of every kind.
 
     Args:
         chunk: model chunk wrapped in DistributedDataParallel.
     """
-    if not device.on_gpu():
-        layers.fused_weight_gradient_mlp_cuda = _CPUKernel
     modules: Iterator[Any] = chunk.modules()
     for module in modules:
         if isinstance(module, layers.ColumnParallelLinear | layers.RowParallelLinear):
@@ -53,14 +51,6 @@ def add_products_to_main_grads(chunk: torch.nn.Module) -> None:
             module.gradient_accumulation_fusion = kernels.adds_products() if device.on_gpu() else is_fp32
         elif hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
-
-
-class _CPUKernel:
-    """CPU replacement of the apex module that megatron-core calls to accumulate a weight gradient."""
-
-    @staticmethod
-    def wgrad_gemm_accum_fp32(input_TI: Tensor, grad_output_TO: Tensor, main_grad_OI: Tensor) -> None:
-        main_grad_OI.addmm_(grad_output_TO.t(), input_TI)
 
 
 def schedule_reductions(chunks: Sequence[DistributedDataParallel]) -> None:

@@ -138,7 +138,7 @@ def build_gpt(
     Raises:
         SplitError: if the layers cannot be partitioned like this.
     """
-    engine = uses_transformer_engine(params_dtype) and not empty and not architecture.not_in_engine
+    engine = uses_transformer_engine(params_dtype) and not empty and not architecture.unsupported_by_te
     config = transformer_config(
         architecture,
         engine=engine,

@@ -1,7 +1,7 @@
 """Activation memory: bytes that a forward pass saves for its backward pass, from the shapes of the layers.
 
-The counts are those that autograd actually saves (compared in tests/distributed/test_plan_activations.py). The terms are
-those of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), for RMS norms, gated MLPs, grouped heads and fused
+The counts are those that autograd actually saves (compared in tests/distributed/planner/test_plan_activations.py). The terms
+are those of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), for RMS norms, gated MLPs, grouped heads and fused
 attention, and without dropout. They depend neither on values nor on the length of a sequence: each token takes the same
 number of bytes.
 """
@@ -140,7 +140,7 @@ class Activations:
         architecture, query, key_value = self.architecture, self._query(), self._key_value()
         heads = (architecture.padded_attention_heads + architecture.padded_query_groups) / architecture.tensor_parallel
         # otherwise the core attention saves its inputs: queries, and two views
-        rotates_before = core or (self.on_gpu and not architecture.not_in_engine)
+        rotates_before = core or (self.on_gpu and not architecture.unsupported_by_te)
         # attention in blocks does not save its output; the output projection saves it if it needs its input
         output = query * (not architecture.attends_in_blocks or self._keeps_input("o_proj"))
         # the fused queries, keys and values, of which the values are a view, and the output

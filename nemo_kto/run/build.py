@@ -25,7 +25,7 @@ from nemo_kto.algorithms.callbacks import (
 )
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import fraction_of
-from nemo_kto.algorithms.skipping import SkippedSteps
+from nemo_kto.algorithms.stopping import SkippedSteps
 from nemo_kto.artifacts.checkpoint_files import INFO, named_checkpoints
 from nemo_kto.checkpoint.distributed import CheckpointManager
 from nemo_kto.checkpoint.restricted import reading
@@ -236,7 +236,7 @@ def build_skipping(run: ResolvedRun, data: RunData, checkpoints: CheckpointManag
         max_in_a_row=run.cfg.trainer.max_skipped_steps,
         name_rows=None if data.splits.train is None else data.splits.train.names,
         last_checkpoint=last_checkpoint,
-        speaks=state.is_rank_zero(),
+        logs=state.is_rank_zero(),
     )
 
 

@@ -66,7 +66,7 @@ def build_data(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase) -> RunData:
     if state.is_rank_zero():
         _warn(cfg, splits, rows=len(splits.train))
     limits = micro_batch_limits(run)
-    take, collate_fn = cfg.recipe.collation(cfg.loss.record, collate_settings(cfg, tokenizer, limits))
+    take, collate_fn = cfg.recipe.collation(collate_settings(cfg, tokenizer, limits), with_kl=cfg.loss.record.needs_z0)
 
     def loader(examples: Any, *, training: bool) -> Any:  # torch's type of batch_sampler lacks set_position
         return build_dataloader(

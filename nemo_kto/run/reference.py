@@ -16,9 +16,9 @@ from megatron.core.utils import get_model_config
 
 from nemo_kto.algorithms.duration import (
     batches_to_epoch_end,
-    number_of_validation_batches,
     steps_to_epoch_end,
     validation_batches,
+    validation_sets,
 )
 from nemo_kto.artifacts.checkpoint_files import is_checkpoint
 from nemo_kto.artifacts.sources import ModelSource
@@ -224,11 +224,12 @@ class Precomputation:
         if has_later_epochs and length.steps_per_epoch(epoch_batches) == epoch_batches and not run.cfg.loss.record.needs_z0:
             loader = every_example(self.data.train)  # one pass over all examples gives the log-probs of all later epochs
             train, number = iter(loader), len(loader)
-        number += number_of_validation_batches(length, self.data.validation)
+        validation = validation_sets(self.data.validation, limit=length.limit_val_batches)
+        number += sum(each.batches for each in validation)
         settings = run.cfg.model.data
         rows = [settings.data_prefix, settings.splits_string, settings.fields, settings.seq_length, settings.truncation_mode]
         with self.timers.phase("reference"), cache.one_job(str(rows)), signals.deferred():
-            known, batches = cache.size, chain(train, validation_batches(length, self.data.validation))
+            known, batches = cache.size, chain(train, validation_batches(validation))
             reason = self._compute(batches, number, active=contextlib.nullcontext)
             if reason is not None:
                 text = f"stopped by {reason.text} in the reference pass, with {cache.size} log-probs in {cache.folder}"

@@ -71,7 +71,7 @@ def print_start(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         reference=f"{run.reference.name} ({run.reference.reason}){'' if other is None else f', {other}'}",
         folder=str(run.folder),
         slow_paths=slow_paths(
-            run.dtype, tensor_parallel=model.tensor_model_parallel_size, not_in_engine=architecture.not_in_engine
+            run.dtype, tensor_parallel=model.tensor_model_parallel_size, unsupported_by_te=architecture.unsupported_by_te
         ),
     )
     print(start, flush=True)

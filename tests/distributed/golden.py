@@ -23,7 +23,7 @@ FILE = Path(__file__).parents[1] / "data" / "golden.json"
 LOSSES = [*(("kto", loss) for loss in kto.LOSSES), *(("dpo", loss) for loss in preference.LOSSES)]
 STEPS, DIGITS = 3, 7
 # Small, so that a run takes half a second. A step clips its gradients, and the second has a rate of its own.
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 OVERRIDES = [
     "model.global_batch_size=8",
     "model.micro_batch_size=4",

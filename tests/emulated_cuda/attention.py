@@ -1,4 +1,4 @@
-"""Fused kernels of attention and RMS norm that the CPU lacks: computed in fp32, one after another, with CUDA's rules."""
+"""Fused kernels of attention and RMS norm that the CPU lacks, computed in fp32 with CUDA's constraints."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _dense(
     dropout = None
     if rate:
         dropout = (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) >= rate) / (1 - rate)
-    hidden = _hidden(*shape[-2:], None, 0, first=first) if causal else None
+    hidden = _hidden(shape[-2], shape[-1], None, 0, first=first) if causal else None
     return Attended.of(q, k, v, scale=scale, hidden=hidden, bias=bias, dropout=dropout)
 
 
@@ -171,8 +171,8 @@ def _lower_right(
     order: int, logsumexp: bool = False, *, scale: Any = None, **_: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     seed = torch.randint(2**31, ())
-    heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
-    found = _dense(*heads_first, bias, order != _NO_ORDER, scale, dropout_p, int(seed), first=order == _FIRST)
+    first_q, first_k, first_v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    found = _dense(first_q, first_k, first_v, bias, order != _NO_ORDER, scale, dropout_p, int(seed), first=order == _FIRST)
     out = found.output().to(q.dtype).transpose(1, 2).contiguous()
     return out, found.logsumexp, seed, seed.clone(), q.shape[1], k.shape[1]
 
@@ -182,8 +182,8 @@ def _lower_right_backward(
     max_k: Any, lse: Tensor, dropout_p: float, seed: Tensor, offset: Any, order: int, of_bias: bool, *, scale: Any = None,
     **_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    grad, *heads_first = (tensor.transpose(1, 2) for tensor in (grad, q, k, v))
-    found = _dense(*heads_first, bias, order != _NO_ORDER, scale, dropout_p, int(seed), first=order == _FIRST)
+    grad, first_q, first_k, first_v = (tensor.transpose(1, 2) for tensor in (grad, q, k, v))
+    found = _dense(first_q, first_k, first_v, bias, order != _NO_ORDER, scale, dropout_p, int(seed), first=order == _FIRST)
     return (*(tensor.to(q.dtype).transpose(1, 2).contiguous() for tensor in found.gradients(grad)[:3]), torch.empty(0))
 
 

@@ -1,4 +1,4 @@
-"""NCCL is gloo, which a process group of the backend "nccl" uses for tensors of devices only."""
+"""NCCL is emulated by gloo, which the backend "nccl" uses for device tensors only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 class _GlooAsNCCL(dist.ProcessGroupGloo):
     """Constructed as ProcessGroupNCCL is."""
 
-    Options = distributed_c10d.ProcessGroupNCCL.Options
+    Options: Any = distributed_c10d.ProcessGroupNCCL.Options  # type: ignore[assignment]
 
     def __init__(self, store: Any, rank: int, size: int, options: Any = None, *_: Any) -> None:
         timeout = distributed_c10d.default_pg_timeout if options is None else options._timeout
@@ -25,4 +25,4 @@ class _GlooAsNCCL(dist.ProcessGroupGloo):
 
 def install() -> None:
     """Let torch.distributed construct gloo's groups in place of NCCL's."""
-    distributed_c10d.ProcessGroupNCCL = _GlooAsNCCL
+    setattr(distributed_c10d, "ProcessGroupNCCL", _GlooAsNCCL)  # noqa: B010

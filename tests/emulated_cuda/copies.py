@@ -1,4 +1,4 @@
-"""Copies between host and device that are in flight: one that does not block arrives when the host has waited for it.
+"""Asynchronous copies between host and device: a non-blocking copy is visible after the host has waited for it.
 
 Until then the page-locked memory that a copy writes to holds NaN, and the memory that it reads from must not change.
 """
@@ -149,7 +149,7 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
 
 def install() -> None:
     """Count the calls that synchronize; copies arrive in these and in calls that query whether work is finished."""
-    torch.cuda.set_sync_debug_mode = waits.set_debug_mode
+    torch.cuda.set_sync_debug_mode = waits.set_debug_mode  # type: ignore[assignment]
     for owner, name, kind in (
         (torch.cuda, "synchronize", "device synchronize"),
         (torch.cuda.Stream, "synchronize", "stream synchronize"),

@@ -1,4 +1,4 @@
-"""Kernels of the emulated devices: each checks its arguments' devices as CUDA's do, and calls the CPU's on the same memory.
+"""Operators of the emulated devices: each checks the devices of its arguments, and calls the CPU's on the same memory.
 
 They are registered for the dispatch key CUDA: autograd, type promotion and operators composed of others work as on a GPU.
 """
@@ -36,7 +36,7 @@ _library = torch.library.Library("aten", "IMPL")
 def install() -> None:
     """Replace the kernel of each operator that has one for CUDA."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # torch chooses among its other kernels of attention
-    torch._C._set_sdp_use_cudnn = lambda on: None
+    torch._C._set_sdp_use_cudnn = lambda arg: None
     own = {"copy_": copies.copy_, "_local_scalar_dense": _local_scalar_dense}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of each kernel that is replaced

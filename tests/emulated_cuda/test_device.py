@@ -1,4 +1,4 @@
-"""The emulated device finds what a GPU refuses and what would go wrong on one, and computes what the CPU computes."""
+"""The emulated device detects errors that a GPU would raise or cause, and computes the values of the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nemo_kto.device import device
 from nemo_kto.models.engine.reference import SwappedWeights
 from tests.emulated_cuda import copies, waits
 
-CLOSE = {torch.float32: {}, torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2}}
+CLOSE: dict[torch.dtype, dict[str, Any]] = {torch.float32: {}, torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2}}
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_numbers_and_indices_may_be_on_the_host() -> None:
     assert x[torch.tensor([2])].tolist() == [2]
 
 
-def test_a_layer_and_its_gradients_are_those_of_the_cpu() -> None:
+def test_a_layer_and_its_gradients_equal_the_cpu() -> None:
     layer = torch.nn.Linear(5, 3)
     x = torch.randn(4, 5)
     found = []
@@ -65,7 +65,7 @@ def test_a_layer_and_its_gradients_are_those_of_the_cpu() -> None:
         torch.testing.assert_close(other.cpu(), expected)
 
 
-def test_draws_are_those_of_the_generators_state() -> None:
+def test_random_numbers_follow_the_generator_state() -> None:
     x, state = torch.ones(64, device="cuda"), torch.cuda.get_rng_state()
     first, second = F.dropout(x), F.dropout(x)
     torch.cuda.set_rng_state(state)
@@ -75,7 +75,7 @@ def test_draws_are_those_of_the_generators_state() -> None:
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("kind", ["causal", "mask", "lower right"])
-def test_attention_is_that_of_the_cpu(kind: str, dtype: torch.dtype) -> None:
+def test_attention_equals_the_cpu(kind: str, dtype: torch.dtype) -> None:
     queries = 7 if kind == "causal" else 5
     made = [torch.randn(2, heads, tokens, 8, dtype=dtype) for heads, tokens in ((4, queries), (2, 7), (2, 7))]
     mask = torch.ones(5, 7, dtype=torch.bool).tril(2)
@@ -85,22 +85,25 @@ def test_attention_is_that_of_the_cpu(kind: str, dtype: torch.dtype) -> None:
         q, k, v = parts = [part.to(place).requires_grad_() for part in made]
         if kind == "lower right":  # its kernel takes as many heads of keys as of queries
             k, v = (part.repeat_interleave(2, 1) for part in (k, v))
-            chosen = causal_lower_right(5, 7) if place == "cuda" else mask
+            chosen: Any = causal_lower_right(5, 7) if place == "cuda" else mask
         else:
             chosen = mask.to(place) if kind == "mask" else None
-        options = {"attn_mask": chosen, "is_causal": kind == "causal", "enable_gqa": kind != "lower right"}
+        options: dict[str, Any] = {"attn_mask": chosen, "is_causal": kind == "causal", "enable_gqa": kind != "lower right"}
         out = F.scaled_dot_product_attention(q, k, v, **options)
         found.append([out, *torch.autograd.grad(out, parts, grad.to(place))])
     for expected, other in zip(*found, strict=True):
         torch.testing.assert_close(other.cpu(), expected, **CLOSE[dtype])
 
 
-def test_packed_attention_is_that_of_each_sequence() -> None:
+def test_packed_attention_equals_attention_of_each_sequence() -> None:
     made = [torch.randn(10, heads, 8, dtype=torch.bfloat16, device="cuda", requires_grad=True) for heads in (4, 2, 2)]
     starts = torch.tensor([0, 3, 10], dtype=torch.int32, device="cuda")
-    found = varlen_attn(*made, starts, starts, 7, 7, window_size=(-1, 0), enable_gqa=True)
+    q, k, v = made
+    found: Any = varlen_attn(q, k, v, starts, starts, 7, 7, window_size=(-1, 0), enable_gqa=True)
     parts = [[part[a:b].float().cpu().transpose(0, 1)[None] for part in made] for a, b in ((0, 3), (3, 10))]
-    expected = [F.scaled_dot_product_attention(*each, is_causal=True, enable_gqa=True)[0].transpose(0, 1) for each in parts]
+    expected = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1) for q, k, v in parts
+    ]
     grad = torch.randn(10, 4, 8)
     torch.testing.assert_close(found.float().cpu(), torch.cat(expected), **CLOSE[torch.bfloat16])
     ours = torch.autograd.grad(found, made, grad.bfloat16().cuda())
@@ -109,7 +112,7 @@ def test_packed_attention_is_that_of_each_sequence() -> None:
         torch.testing.assert_close(mine, other, **CLOSE[torch.bfloat16])
 
 
-def test_packed_attention_refuses_what_its_kernel_would_leave_out() -> None:
+def test_packed_attention_refuses_options_that_its_kernel_ignores() -> None:
     x = torch.zeros(10, 2, 8, dtype=torch.bfloat16, device="cuda")
     starts = torch.tensor([0, 3, 10], dtype=torch.int32, device="cuda")
     with pytest.raises(RuntimeError, match="leave out"):
@@ -118,7 +121,7 @@ def test_packed_attention_refuses_what_its_kernel_would_leave_out() -> None:
         varlen_attn(x, x, x, starts.long(), starts.long(), 7, 7, window_size=(-1, 0))
 
 
-def test_a_copy_to_the_host_arrives_when_the_host_has_waited_for_it() -> None:
+def test_a_copy_to_the_host_is_visible_after_a_wait() -> None:
     host = torch.zeros(3, pin_memory=True)
     host.copy_(torch.arange(3.0, device="cuda"), non_blocking=True)
     assert host.isnan().all()
@@ -126,7 +129,7 @@ def test_a_copy_to_the_host_arrives_when_the_host_has_waited_for_it() -> None:
     assert host.tolist() == [0, 1, 2]
 
 
-def test_an_event_of_another_stream_does_not_make_a_copy_arrive() -> None:
+def test_an_event_of_another_stream_does_not_complete_a_copy() -> None:
     host, other = torch.zeros(3, pin_memory=True), torch.cuda.Stream()
     host.copy_(torch.ones(3, device="cuda"), non_blocking=True)
     other.record_event().synchronize()
@@ -136,7 +139,7 @@ def test_an_event_of_another_stream_does_not_make_a_copy_arrive() -> None:
     assert host.tolist() == [1, 1, 1]
 
 
-def test_memory_that_changes_while_it_is_copied_is_found() -> None:
+def test_memory_changed_during_a_copy_is_detected() -> None:
     host = torch.ones(3, pin_memory=True)
     host.to("cuda", non_blocking=True)
     host.zero_()
@@ -145,23 +148,23 @@ def test_memory_that_changes_while_it_is_copied_is_found() -> None:
 
 
 @pytest.mark.parametrize("left_out", ["stream synchronize", "upload before download"])
-def test_a_swap_without_its_synchronization_is_found(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_swap_without_synchronization_is_detected(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both of swap_'s; with them the swap is exact."""
     parameters = [torch.nn.Parameter(torch.randn(9, device="cuda")) for _ in range(3)]
     before = [parameter.detach().cpu() for parameter in parameters]
-    held = SwappedWeights(parameters=parameters)
+    swapped = SwappedWeights(parameters=parameters)
     for parameter in parameters:
         parameter.data.mul_(2)
-    with held.active():
-        assert all(torch.equal(host, 2 * reference) for host, reference in zip(held.host, before, strict=True))
+    with swapped.active():
+        assert all(torch.equal(host, 2 * reference) for host, reference in zip(swapped.host, before, strict=True))
     if left_out == "stream synchronize":
         monkeypatch.setattr(torch.cuda.Stream, "synchronize", lambda self: None)
-        with held.active():
-            assert any(host.isnan().any() for host in held.host)
+        with swapped.active():
+            assert any(host.isnan().any() for host in swapped.host)
     else:
         down, wait = device._copy_streams(0)[1], torch.cuda.Stream.wait_stream
         monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: self == down or wait(self, other))
-        with pytest.raises(RuntimeError, match="changed"), held.active():
+        with pytest.raises(RuntimeError, match="changed"), swapped.active():
             torch.cuda.synchronize()
     monkeypatch.undo()
     copies.in_flight.__init__()  # type: ignore[misc]
@@ -207,7 +210,7 @@ class AsksInBackward(torch.autograd.Function):
         return grad * grad.sum().item()
 
 
-def test_a_wait_of_the_backward_pass_is_one_of_a_micro_batch() -> None:
+def test_a_wait_in_the_backward_pass_belongs_to_the_micro_batch() -> None:
     x = torch.ones(4, device="cuda", requires_grad=True)
     waits.counted.clear()
     AsksInBackward.apply(x).sum().backward()
@@ -216,7 +219,7 @@ def test_a_wait_of_the_backward_pass_is_one_of_a_micro_batch() -> None:
     assert wait.site.endswith("(backward)")
 
 
-def test_work_that_is_queued_is_no_wait() -> None:
+def test_queued_work_is_not_a_wait() -> None:
     x, host = torch.ones(4, device="cuda", requires_grad=True), torch.ones(4).pin_memory()
     optimizer = torch.optim.AdamW([x], fused=True)
     waits.counted.clear()

@@ -1,4 +1,4 @@
-"""The model and the data of these tests, and runs that several of them look at."""
+"""Model, data and shared runs of these tests."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ EXPECTED["experts"] = ("kto", EXPERTS)
 
 
 @pytest.fixture(autouse=True)
-def _no_groups_are_left() -> Iterator[None]:
-    """By a test that fails before it destroys them: the next one could not form its own."""
+def _destroy_groups() -> Iterator[None]:
+    """Destroy the process groups that a test leaves: the next one could not form its own."""
     yield
     state.destroy()
+
+
+@pytest.fixture
+def one_rank() -> None:
+    state.init_distributed(layout=state.Layout(), seed=3)
 
 
 @pytest.fixture(scope="package")

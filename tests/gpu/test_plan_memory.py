@@ -1,8 +1,9 @@
-"""The plan's memory of a GPU, compared with the most that a real run of it allocates."""
+"""The planned memory of a GPU, compared with the measured peak of a run."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.helpers.training_jobs import train
 pytestmark = pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU")
 
 
-def test_a_run_takes_what_was_planned(tmp_path: Path) -> None:
+def test_a_run_uses_the_planned_memory(tmp_path: Path) -> None:
     from nemo_kto.planner import plan_run
 
     plans = []
@@ -23,7 +24,7 @@ def test_a_run_takes_what_was_planned(tmp_path: Path) -> None:
     def planned(run: ResolvedRun, ranks: int, local: int) -> None:
         plans.append(plan_run.make_plan(run, plan_run.these_machines(run, ranks=ranks, local=local, timed=False)))
 
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32768}
+    sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32768}
     model = make_checkpoint(tmp_path / "model", "llama", **sizes)
     rows = write_rows(tmp_path / "rows.jsonl", [{**row, "response": "a" * 4096} for row in make_rows(16)])
     overrides = ["trainer.accelerator=gpu", "trainer.precision=bf16", "model.data.seq_length=2048"]

@@ -1,4 +1,4 @@
-"""Jobs of two ranks on GPUs compute what one rank on the CPU computes; without GPUs, what they compute on the CPU."""
+"""Runs of two ranks on GPUs equal one rank on the CPU; without GPUs both run on the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.gpu.test_jobs import BF16, DEVICE, FP32, IN_BF16, PACKED, QUICK, REPE
 
 @needs_two
 @repeats
-def test_two_ranks_hear_each_other(place: Workplace) -> None:
+def test_collectives_of_two_ranks(place: Workplace) -> None:
     """They meet in a file and over the loopback interface, over NCCL where there are GPUs."""
     heard = place.folder / "heard"
     env = {} if GPUS else {"NEMO_KTO_FORCE_CPU": "1"}
@@ -56,7 +56,7 @@ def test_two_ranks(case: Case, place: Workplace, expected: Callable[[str], Path]
     algorithm = "dpo" if case.expected == "dpo" else "kto"
     run = place.run(case.name, *on(DEVICE, ranks=2), *case.overrides, algorithm=algorithm)
     assert_close(run, expected(case.expected), tolerance=FP32)
-    assert place.noted(case.name)["backend"] == ("nccl" if GPUS else "gloo")
+    assert place.recorded(case.name)["backend"] == ("nccl" if GPUS else "gloo")
 
 
 @repeats
@@ -68,7 +68,7 @@ def test_two_ranks(case: Case, place: Workplace, expected: Callable[[str], Path]
         pytest.param("cp2-packed", 2, (*CONTEXT, *PACKED), marks=needs_two),
     ],
 )
-def test_in_bf16_they_are_one_rank_with_padded_rows(
+def test_two_ranks_in_bf16_equal_one_rank_with_padding(
     name: str, ranks: int, overrides: tuple[str, ...], place: Workplace
 ) -> None:
     """Both are off the run in fp32 by what bf16 rounds away, and not from each other."""

@@ -1,4 +1,4 @@
-"""The engine and the KTO model of a test, on a rank."""
+"""The log-prob engine and the KTO model of a test, on a rank."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def engine(
     )
     group = config.pipeline_model_parallel_size if len(chunks) > 1 else 1
     return LogProbEngine(
-        chunks=chunks,
+        chunks=list(chunks),
         vocab_size=architecture.vocab_size,
         limits=MicroBatchLimits(
             prompts=micro_batch_size,

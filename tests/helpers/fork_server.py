@@ -1,4 +1,4 @@
-"""Run Python commands in processes of their own that need not import torch again.
+"""Run Python commands in separate processes that need not import torch again.
 
 A fork server is a Python that imports what it is told to and does nothing else. For each command it forks a process, which
 becomes what a new interpreter would be: arguments, working directory, environment, search path and sitecustomize, output,
@@ -89,7 +89,7 @@ def run(
         ranks: the process may start ranks of its own.
         timeout: seconds.
     """
-    said = ["", ""]
+    output = ["", ""]
     ends = [os.pipe(), os.pipe()]
     try:
         process = Process(arguments, cwd=cwd, env=env, preload=preload, ranks=ranks, stdout=ends[0][1], stderr=ends[1][1])
@@ -99,7 +99,7 @@ def run(
 
     def read(number: int) -> None:
         with os.fdopen(ends[number][0], encoding="utf-8") as stream:
-            said[number] = stream.read()
+            output[number] = stream.read()
 
     readers = [threading.Thread(target=read, args=(number,), daemon=True) for number in (0, 1)]
     for reader in readers:
@@ -113,8 +113,8 @@ def run(
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
-        raise subprocess.TimeoutExpired(list(arguments), timeout, *said) from None
-    return subprocess.CompletedProcess(list(arguments), status, *said)
+        raise subprocess.TimeoutExpired(list(arguments), timeout, *output) from None
+    return subprocess.CompletedProcess(list(arguments), status, *output)
 
 
 def search_path(*before: Path) -> str:
@@ -146,7 +146,8 @@ def _serve(address: str, alive: IO[bytes]) -> tuple[dict[str, Any], list[int]]:
     listener.listen()
     print("ready", flush=True)
     while True:
-        readable, _, _ = select.select([listener, alive], [], [])
+        sources: list[Any] = [listener, alive]
+        readable, _, _ = select.select(sources, [], [])
         if alive in readable:
             os.unlink(address)
             os.rmdir(os.path.dirname(address))
@@ -220,7 +221,7 @@ _INSTALLED: list[str] = []  # the search path without what PYTHONPATH and the sc
 class _Rank:
     """What the launcher takes for a subprocess.Popen of a rank; it was forked from a process without threads."""
 
-    nursery: socket.socket
+    forker: socket.socket
 
     def __init__(
         self, args: Sequence[str], *, env: dict[str, str], start_new_session: bool, pass_fds: Sequence[int]
@@ -229,8 +230,9 @@ class _Rank:
         assert start_new_session
         blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]  # which a new process inherits
         request = {"arguments": args[2:], "cwd": os.getcwd(), "env": env, "blocked": blocked, "pass_fds": list(pass_fds)}
-        socket.send_fds(self.nursery, [json.dumps(request).encode()], [1, 2, *pass_fds])
-        self.args, self.pid, self.returncode = args, int(self.nursery.recv(_SIZE)), None
+        socket.send_fds(self.forker, [json.dumps(request).encode()], [1, 2, *pass_fds])
+        self.args, self.pid = args, int(self.forker.recv(_SIZE))
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -246,36 +248,36 @@ class _Rank:
         self.send_signal(signal.SIGKILL)
 
 
-def _nurse() -> tuple[dict[str, Any], list[int]]:
+def _fork_ranks() -> tuple[dict[str, Any], list[int]]:
     """Fork what will fork the ranks; returns in the ranks with their request, and in the process that would start them.
 
     A rank's parent ends at once, and the rank is adopted by the process that starts it, which has asked the kernel for that
     (nemo_kto/processes/ranks.py).
     """
-    launcher = os.getpid()
+    parent = os.getpid()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork():
         theirs.close()
-        _Rank.nursery = ours
+        _Rank.forker = ours
         from nemo_kto.processes import launcher
 
-        launcher.Popen = _Rank
+        setattr(launcher, "Popen", _Rank)  # noqa: B010
         return {}, []
     ours.close()
     while True:
         message, files, _, _ = socket.recv_fds(theirs, _SIZE, 16)
         if not message:
             os._exit(0)
-        if not (parent := os.fork()):
+        if not (child := os.fork()):
             if os.fork():
                 os._exit(0)
-            while os.getppid() != launcher:
+            while os.getppid() != parent:
                 time.sleep(0.001)
             os.setsid()
             theirs.send(str(os.getpid()).encode())
             theirs.close()
             return json.loads(message), files
-        os.waitpid(parent, 0)
+        os.waitpid(child, 0)
         for file in files:
             os.close(file)
 
@@ -297,7 +299,7 @@ def _status_of(program: Callable[[], None]) -> int:
 
 def _end(status: int) -> NoReturn:
     """End as the interpreter does, but for taking apart what was imported, which takes longer than most of the commands."""
-    threading._shutdown()  # waits for threads
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
@@ -312,7 +314,7 @@ def _main() -> None:
     request, files = _serve(sys.argv[1], sys.stdin.buffer)
     if request["ranks"]:
         # The output is held by ranks and not by what forks them.
-        rank, its_files = _nurse()
+        rank, its_files = _fork_ranks()
         if rank:
             for file in files:
                 os.close(file)

@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of adapters, and what peft and transformers say of the same."""
+"""Functions that the ranks of the LoRA tests run."""
 
 from __future__ import annotations
 
@@ -64,8 +64,9 @@ def build(
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
     )
-    for gpt in built if settings is not None else ():
-        add_adapters(gpt, settings, architecture=architecture, seed=3)
+    if settings is not None:
+        for gpt in built:
+            add_adapters(gpt, settings, architecture=architecture, seed=3)
     chunks = wrap_data_parallel(built, use_distributed_optimizer=distributed, overlap=overlap)
     get_model_config(chunks[0]).finalize_model_grads_func = finalize_model_grads
     load_weights(chunks, architecture, folder)
@@ -185,11 +186,11 @@ def replicated_after_dropout(layout: state.Layout, folder: Path, settings: LoRAS
     for _ in range(2):
         backward(chunks)
         norms.append(float(optimizer.step()[1]))
-    held = {}
+    replicated = {}
     for name, parameter in unwrap_model(chunks[0]).named_parameters():
         if parameter.requires_grad and not getattr(parameter, "tensor_model_parallel", False):
-            held[name] = parameter.detach().numpy().copy()
-    return norms, held, torch.get_rng_state().tolist()
+            replicated[name] = parameter.detach().numpy().copy()
+    return norms, replicated, torch.get_rng_state().tolist()
 
 
 def dropped(layout: state.Layout, folder: Path, settings: LoRASettings) -> dict[str, Any]:
@@ -266,9 +267,9 @@ def _where_zeros_belong(chunks: list[Any]) -> float:
 
 def manager_of(chunks: list[Any], optimizer: Any, folder: Path, source: Path, **schedule: Any) -> CheckpointManager:
     """Checkpoints of a model; ``schedule``: what differs from a constant learning rate."""
-    constant = {"name": "constant", "lr": LR, "min_lr": LR, "weight_decay": WEIGHT_DECAY}
-    steps = {"warmup_steps": 0, "constant_steps": 0, "max_steps": 10}
-    scheduler = build_scheduler(optimizer=optimizer, **(constant | steps | schedule))
+    constant: dict[str, Any] = {"name": "constant", "lr": LR, "min_lr": LR, "weight_decay": WEIGHT_DECAY}
+    constant |= {"warmup_steps": 0, "constant_steps": 0, "max_steps": 10}
+    scheduler = build_scheduler(optimizer=optimizer, **(constant | schedule))
     return CheckpointManager(
         folder=folder,
         chunks=chunks,

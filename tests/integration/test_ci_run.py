@@ -1,4 +1,4 @@
-""".ci/run with stages that do nothing: what its table and its last line say of each way in which a stage may end."""
+""".ci/run with stub stages: the table and the last line for each way in which a stage may end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCRIPTS = {
 }
 
 
-def test_each_stage_has_a_line_and_the_last_line_counts_all(tmp_path: Path) -> None:
+def test_each_stage_has_a_line_and_the_last_line_has_the_totals(tmp_path: Path) -> None:
     scripts = tmp_path / ".ci"
     scripts.mkdir()
     (tmp_path / "Makefile").write_text(MAKEFILE)

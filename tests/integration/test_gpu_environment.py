@@ -1,4 +1,4 @@
-"""The environment of `make gpu`: without a package index, where Python is that of another one, and its versions."""
+"""The environment of `make gpu`: without a package index, inside another environment, and its versions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write_wheel(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.full  # a minute, of which most are imports of torch
-def test_the_environment_of_an_environment_without_an_index(tmp_path: Path) -> None:
+def test_an_environment_without_a_package_index(tmp_path: Path) -> None:
     """Three deep: this one, which has torch; one that sees it; that of `make gpu`, which sees both."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
@@ -62,9 +62,11 @@ def test_the_environment_of_an_environment_without_an_index(tmp_path: Path) -> N
     done = make_environment(str(outer / "bin" / "python"), tmp_path / "new", wheels)
     assert done.returncode == 0, done.stderr
     program = "import carried, megatron.core, nemo_kto, torch; print(carried.value, torch.__file__, nemo_kto.__file__)"
-    expected = f"42 {importlib.util.find_spec('torch').origin} {REPOSITORY / 'nemo_kto' / '__init__.py'}\n"
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None
+    expected = f"42 {torch.origin} {REPOSITORY / 'nemo_kto' / '__init__.py'}\n"
     for name in ("new", "new-trl"):
-        command = [tmp_path / name / "bin" / "python", "-W", "ignore", "-c", program]
+        command = [str(tmp_path / name / "bin" / "python"), "-W", "ignore", "-c", program]
         shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert shown.stdout == expected, shown.stderr
     assert sorted(each.name for each in site.iterdir()) == ["carried.py", "this.pth"], "it is left as it was"
@@ -76,7 +78,7 @@ def test_a_folder_without_wheels_is_refused(tmp_path: Path) -> None:
     assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
 
 
-def test_an_environment_that_pip_takes_for_the_outer_one_is_refused() -> None:
+def test_an_environment_that_pip_confuses_with_the_outer_one_is_refused() -> None:
     """pip decides by the letters of paths: all of .venv-py312 would be in .venv, and it would remove packages there."""
     venv = Path(os.path.realpath(sys.prefix)[:-1])
     done = make_environment(sys.executable, venv, REPOSITORY / "wheels")
@@ -96,7 +98,7 @@ def test_too_many_wheels_are_refused(tmp_path: Path) -> None:
     assert line.index("large-1") < line.index("small-1.0"), "the largest come first"
 
 
-def test_the_wheels_are_all_that_torch_and_transformers_do_not_bring() -> None:
+def test_the_wheels_exclude_torch_and_transformers_with_their_dependencies() -> None:
     """Whatever a carried package requires is carried too, or among what the machine has."""
     needed = {gpu_wheels.normal(name) for name in gpu_wheels.NEEDED.split()}
     present = {gpu_wheels.normal(name) for name in gpu_wheels.PRESENT.split()}

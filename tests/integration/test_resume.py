@@ -1,4 +1,4 @@
-"""The command line as a user types it: a whole job, killed at some moment and started again, and its export.
+"""Complete command lines: a job that is killed and restarted, and its export.
 
 Five steps, in processes that are forked; --matrix=full does it all again in 27 steps and with interpreters of their own.
 """
@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from tests.helpers import fork_server
-from tests.helpers.commands import CLI, REPOSITORY, TRAINING, environment, run, run_anew, start
+from tests.helpers.commands import CLI, REPOSITORY, TRAINING, environment, run, run_interpreter, start
 from tests.helpers.messages import Naming, assert_names
 from tests.helpers.tiny_models import make_rows
 
@@ -45,7 +45,7 @@ class Job:
 
     rows: int
     overrides: tuple[str, ...]
-    anew: bool
+    fresh: bool
     steps: int
     validated: list[int]
     validation_rows: int
@@ -57,7 +57,7 @@ class Job:
 SHORT = Job(
     rows=28,
     overrides=("trainer.kto.max_steps=5", "trainer.kto.val_check_interval=1.0", "model.micro_batch_size=4"),
-    anew=False,
+    fresh=False,
     steps=5,
     validated=[2, 4, 5],
     validation_rows=6,
@@ -68,7 +68,7 @@ SHORT = Job(
 LONG = Job(
     rows=96,
     overrides=("trainer.kto.val_check_interval=0.5",),
-    anew=True,
+    fresh=True,
     steps=27,
     validated=[4, 8, 12, 16, 20, 24, 27],
     validation_rows=19,
@@ -105,8 +105,8 @@ def command(model: Path, rows: Path, folder: Path, job: Job) -> list[str]:
 
 def finish(words: list[str], job: Job, *, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The finished command."""
-    if job.anew:
-        return run_anew(words, cwd=cwd, env=environment(), timeout=300)
+    if job.fresh:
+        return run_interpreter(words, cwd=cwd, env=environment(), timeout=300)
     return run(words, cwd=cwd, env=environment(), preload=TRAINING, timeout=300)
 
 
@@ -143,7 +143,7 @@ def whole(job: Job, rows: Path, tiny_llama: Path, tmp_path_factory: pytest.TempP
     return folder
 
 
-def test_the_job_of_the_contract(job: Job, whole: Path) -> None:
+def test_the_reference_job(job: Job, whole: Path) -> None:
     steps = [row for row in trained(whole) if "train/loss" in row]
     assert [row["step"] for row in steps] == list(range(1, job.steps + 1))
     assert steps[0]["train/loss"] == pytest.approx(0.5, abs=1e-6)
@@ -183,18 +183,18 @@ def test_export_of_a_checkpoint_equals_the_export_of_the_run(job: Job, whole: Pa
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_the_command_of_a_finished_run_touches_nothing(
+def test_repeating_a_finished_run_changes_nothing(
     job: Job, rows: Path, whole: Path, tiny_llama: Path, tmp_path: Path
 ) -> None:
     before = snapshot(whole)
     done = finish(command(tiny_llama, rows, whole, job), job, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    (told,) = [line for line in done.stdout.splitlines() if line.startswith("nemo-kto:")]
-    assert_names(told, "nemo-kto", f"{job.steps}")
+    (last_line,) = [line for line in done.stdout.splitlines() if line.startswith("nemo-kto:")]
+    assert_names(last_line, "nemo-kto", f"{job.steps}")
     assert snapshot(whole) == before
 
 
-def test_another_run_in_the_same_folder_is_refused_once_and_touches_nothing(
+def test_another_run_in_the_same_folder_is_refused_and_changes_nothing(
     job: Job, rows: Path, whole: Path, tiny_llama: Path, tmp_path: Path
 ) -> None:
     before = snapshot(whole)
@@ -221,7 +221,7 @@ def test_killed_and_started_again(victim: int, job: Job, rows: Path, whole: Path
     words = command(tiny_llama, rows, folder, job)
     process: subprocess.Popen[bytes] | fork_server.Process
     with (tmp_path / "output").open("w") as output:
-        if job.anew:
+        if job.fresh:
             process = subprocess.Popen(words, cwd=tmp_path, env=environment(), stdout=output, stderr=subprocess.STDOUT)
         else:
             number = output.fileno()

@@ -1,4 +1,4 @@
-"""A training in which one rank is slow, and then stays in a callback for ever: the others say both."""
+"""A rank that is slow and later stuck in a callback: the others report both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_hangs import free_port
+from tests.distributed.processes.test_hangs import free_port
 from tests.helpers import fork_server
 from tests.helpers.commands import TRAINING, environment
 from tests.helpers.tiny_models import make_rows, write_rows
@@ -46,7 +46,7 @@ class Stays(Callback):
 
 
 @pytest.mark.full
-def test_a_slow_rank_and_a_rank_that_stays_in_a_callback(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_slow_rank_and_a_rank_stuck_in_a_callback(tiny_llama: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(96))
     (tmp_path / "own.py").write_text(CALLBACK)
     words = [
@@ -69,8 +69,8 @@ def test_a_slow_rank_and_a_rank_that_stays_in_a_callback(tiny_llama: Path, tmp_p
     processes = []
     for rank in range(2):
         env = environment(tmp_path) | given | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with (tmp_path / f"said{rank}").open("w") as said:
-            output = said.fileno()
+        with (tmp_path / f"log{rank}").open("w") as log:
+            output = log.fileno()
             processes.append(
                 fork_server.Process(
                     ["-c", PROGRAM, *words], cwd=tmp_path, env=env, stdout=output, stderr=output, preload=TRAINING

@@ -1,4 +1,4 @@
-"""What is installed from a wheel works outside the repository: the command, its configuration, all keys."""
+"""An installed wheel works outside the repository: command, configuration, and all keys."""
 
 from __future__ import annotations
 
@@ -56,12 +56,13 @@ def test_the_source_archive_is_complete(built: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_wheel_of_the_archive_is_that_of_the_sources(built: Path) -> None:
+def test_the_wheel_from_the_archive_equals_the_wheel_from_the_sources(built: Path) -> None:
     (wheel,), (direct,) = built.glob("*.whl"), built.glob("of_the_sources/*.whl")
     assert contents(wheel) == contents(direct)
     assert "nemo_kto/py.typed" in contents(wheel)
     written = {file.relative_to(REPOSITORY).as_posix() for file in (REPOSITORY / "conf").rglob("*.yaml")}
-    assert {f"nemo_kto/{name}" for name in written} <= contents(wheel).keys()
+    tables = {f"config/{name}.yaml" for name in ("nemo_aligner", "other_trainers")}
+    assert {f"nemo_kto/{name}" for name in written | tables} <= contents(wheel).keys()
 
 
 @pytest.mark.full
@@ -73,12 +74,12 @@ def test_the_page_of_an_index_has_no_broken_link(built: Path, monkeypatch: pytes
     links = re.compile(r"\]\(([^)]*)\)")
     relative = [link for link in links.findall((REPOSITORY / "README.md").read_text()) if not link.startswith(("http", "#"))]
     assert relative, "else there is nothing to look at"
-    assert not [link for link in links.findall(page.get_payload()) if not link.startswith(("http", "#"))]
+    assert not [link for link in links.findall(str(page.get_payload())) if not link.startswith(("http", "#"))]
     assert not page.get_all("Project-URL"), "the repository has no address of its own"
     monkeypatch.setenv("NEMO_KTO_REPOSITORY", "https://example.org/nemo_kto/")
     command = [sys.executable, "setup.py", "--long-description", "--url"]
-    said = subprocess.run(command, cwd=built / "source", capture_output=True, text=True, check=True).stdout
-    assert set(links.findall(said)) >= {f"https://example.org/nemo_kto/blob/main/{link}" for link in relative}
+    printed = subprocess.run(command, cwd=built / "source", capture_output=True, text=True, check=True).stdout
+    assert set(links.findall(printed)) >= {f"https://example.org/nemo_kto/blob/main/{link}" for link in relative}
 
 
 def bounds() -> dict[str, SpecifierSet]:
@@ -95,7 +96,7 @@ def pins(file: Path) -> dict[str, str]:
     return dict(line.split("==") for line in lines if line)
 
 
-def test_every_package_has_bounds_and_the_lower_ones_are_those_that_are_tested() -> None:
+def test_every_package_has_bounds_and_the_lower_bounds_are_tested() -> None:
     unbound = [name for name, found in bounds().items() if {each.operator for each in found} != {">=", "<"}]
     assert not unbound
     lowest, tested = {}, pins(REPOSITORY / "constraints-lowest.txt")

@@ -1,4 +1,4 @@
-"""gpt-oss as it is published, with its experts in MXFP4: what transformers makes of it, at one rank and at several."""
+"""gpt-oss with MXFP4 experts as published, against transformers, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from nemo_kto.distributed.state import Layout
 from tests.helpers import hf_jobs, hf_models
-from tests.parity.test_huggingface import weights
+from tests.helpers.hf_models import weights
 
 LAYOUTS = {
     "one": (1, Layout()),
@@ -29,7 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Blocks and scales of a matrix lie in two files; biases, norms and the rest are in bf16."""
     folder: Path = tmp_path_factory.mktemp(NAME)
     hf_models.write_model(NAME, folder, dtype=torch.bfloat16, max_shard_size="1GB")
-    draw, files = torch.Generator().manual_seed(7), ({}, {})
+    draw = torch.Generator().manual_seed(7)
+    files: tuple[dict[str, torch.Tensor], ...] = ({}, {})
     for name, values in load_file(folder / "model.safetensors").items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             files[0][name] = values
@@ -50,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_it_is_the_dequantized_model_of_transformers(case: str, ranks: Any, folder: Path, tmp_path: Path) -> None:
+def test_weights_equal_the_dequantized_model_of_transformers(case: str, ranks: Any, folder: Path, tmp_path: Path) -> None:
     world_size, layout = LAYOUTS[case]
     results = ranks.run(world_size, hf_jobs.check_models, layout, {NAME: folder}, tmp_path)
     settings = {"quantization_config": Mxfp4Config(dequantize=True), "dtype": torch.float32}
@@ -67,7 +68,7 @@ def test_it_is_the_dequantized_model_of_transformers(case: str, ranks: Any, fold
         assert torch.equal(again.state_dict()[name], values), name
 
 
-def test_it_is_read_in_bf16_to_the_last_bit(ranks: Any, folder: Path, tmp_path: Path) -> None:
+def test_weights_are_read_in_bf16_bitwise(ranks: Any, folder: Path, tmp_path: Path) -> None:
     assert ranks.run(1, hf_jobs.convert_type, Layout(), folder, tmp_path / "out") == ["torch.bfloat16"]
     settings = {"quantization_config": Mxfp4Config(dequantize=True), "dtype": torch.bfloat16}
     expected = AutoModelForCausalLM.from_pretrained(folder, **settings).state_dict()

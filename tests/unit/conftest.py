@@ -1,4 +1,4 @@
-"""Configurations that are right as they stand, of every algorithm."""
+"""Valid configurations of every algorithm."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from nemo_kto.algorithms.recipes import KTO, RECIPES, Recipe
 from nemo_kto.cli.job import Job
 from nemo_kto.config import compose
+from nemo_kto.config.mistakes import judge
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.processes.ranks import World
 from tests.helpers.messages import Message
@@ -28,38 +28,31 @@ class Load(Protocol):
     def __call__(self, *overrides: str, recipe: Recipe = KTO) -> RunConfig: ...
 
 
-class Said(Protocol):
-    """``said("key=value", ...)``: what is said of a configuration that is wrong, on so many ranks."""
+class FindErrors(Protocol):
+    """``find_errors("key=value", ...)``: what is said of a configuration that is wrong, on so many ranks."""
 
     def __call__(
         self, *overrides: str, recipe: Recipe = KTO, ranks: int = 1, sweep: bool = False, torchrun: bool = False
     ) -> list[str]: ...
 
 
-def source_of(recipe: Recipe) -> compose.Source:
-    return compose.Source(recipe.config_name)
-
-
 @cache
-def _composed(config_name: str) -> DictConfig:
-    return compose.load(source=compose.Source(config_name))
+def source_of(recipe: Recipe) -> compose.Source:
+    """Our files, which are composed once a process."""
+    return compose.Source(config_name=recipe.config_name)
 
 
 def composed(overrides: Sequence[str], recipe: Recipe = KTO) -> DictConfig:
-    """What ``compose.load`` gives (test_compose.py compares), with the YAML files read and merged once a process.
-
-    Overrides of values are applied to what the files give. Other files (``hardware=cpu``) cannot be chosen.
-    """
-    config = _composed(recipe.config_name).copy()
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=override.is_add())
-    return config
+    return compose.load(overrides, source=source_of(recipe))
 
 
-def said_of(config: DictConfig, recipe: Recipe, *, ranks: int = 1, sweep: bool = False, torchrun: bool = False) -> list[str]:
+def errors_of(
+    config: DictConfig, recipe: Recipe, *, ranks: int = 1, sweep: bool = False, torchrun: bool = False
+) -> list[str]:
     world = None if ranks == 1 else World(rank=0, size=ranks, local_rank=0, local_size=ranks, sees_same=torchrun)
     job = Job(recipe=recipe, source=source_of(recipe), world=world)
-    return [str(error) for error in job.checker(sweep=sweep).errors_in(config, _composed(recipe.config_name))]
+    rules = job.checker(sweep=sweep).rule_errors
+    return [str(mistake) for mistake in judge(config, recipe=recipe, rules=rules, fallback=composed([], recipe))]
 
 
 def mistakes(overrides: Sequence[str], recipe: Recipe = KTO, *, sweep: bool = False) -> list[str]:
@@ -74,7 +67,7 @@ def of(recipe: Recipe, texts: Sequence[Text]) -> list[Text]:
     return [text.replace("ALGORITHM", recipe.name) for text in texts]
 
 
-@pytest.fixture(params=RECIPES.values(), ids=RECIPES)
+@pytest.fixture(params=list(RECIPES.values()), ids=list(RECIPES))
 def recipe(request: pytest.FixtureRequest) -> Recipe:
     """One after the other."""
     found: Recipe = request.param
@@ -115,10 +108,10 @@ def load(good: list[str]) -> Load:
 
 
 @pytest.fixture
-def said(good: list[str]) -> Said:
+def find_errors(good: list[str]) -> FindErrors:
     """What judges overrides."""
 
     def get(*overrides: str, recipe: Recipe = KTO, ranks: int = 1, sweep: bool = False, torchrun: bool = False) -> list[str]:
-        return said_of(composed([*good, *overrides], recipe), recipe, ranks=ranks, sweep=sweep, torchrun=torchrun)
+        return errors_of(composed([*good, *overrides], recipe), recipe, ranks=ranks, sweep=sweep, torchrun=torchrun)
 
     return get

@@ -152,7 +152,7 @@ def model_gpu_rules(run: ResolvedRun, computes: Computes) -> Iterator[ConfigErro
     uses_engine = computes.engine is not None and PRECISIONS[run.cfg.trainer.precision] != "32"
     if model.context_parallel_size > 1 and model.data.packing and uses_engine:
         architecture = run.architecture
-        if any(window is not None for window in architecture.windows) and not architecture.not_in_engine:
+        if any(window is not None for window in architecture.windows) and not architecture.unsupported_by_te:
             text = "must be false with model.context_parallel_size above 1 and layers with a sliding window, got true"
             remedy = "Transformer Engine cannot combine the three; leave one out"
             yield ConfigError("model.data.packing", f"{text}; {remedy}", ("model.context_parallel_size",))
@@ -165,8 +165,8 @@ def _fp8_rules(run: ResolvedRun) -> Iterator[ConfigError]:
     from nemo_kto.architecture.parameters import rank_parameters
 
     architecture, got = run.architecture, f"got {run.cfg.model.fp8}"
-    if architecture.not_in_engine:
-        parts = f"{' and '.join(architecture.not_in_engine)} ({architecture.family.name})"
+    if architecture.unsupported_by_te:
+        parts = f"{' and '.join(architecture.unsupported_by_te)} ({architecture.family.name})"
         text = f"must be null for a model with {parts}, which Transformer Engine's layers lack, {got}; leave it out"
         yield ConfigError(_FP8, text, ("pretrained_checkpoint.restore_from_path",))
         return

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nemo_kto.architecture.config_file import layers_with_experts, number_of_experts
-from nemo_kto.architecture.families import Family
+from nemo_kto.architecture.families import ExpertFields, Family
 from nemo_kto.architecture.lora import NEMO_TARGETS, LoRASettings, has_adaptable_experts
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit, SplitError
 from nemo_kto.config.resolved import ResolvedRun
@@ -31,7 +30,6 @@ _KEYS = {
     "counts_embedding": "model.account_for_embedding_in_pipeline_split",
     "counts_loss": "model.account_for_loss_in_pipeline_split",
 }
-_EXPERT_WIDTHS = ("moe_intermediate_size", "intermediate_size")  # names in config.json; the first one present counts
 
 
 def rank_rules(run: ResolvedRun, ranks: int) -> Errors:
@@ -146,8 +144,8 @@ def _switched_off(value: object) -> str:
 
 def expert_rules(run: ResolvedRun, config: Mapping[str, Any], family: Family) -> Errors:
     """Check the settings for experts against the content of config.json and the family that it names."""
-    model, source = run.cfg.model, run.files.source
-    if family.experts is None:
+    model, source, fields = run.cfg.model, run.files.source, family.experts
+    if fields is None:
         for key, (off, text) in {
             _EXPERT: (1, "1"),
             _EXPERT_TENSOR: (None, "null"),
@@ -157,13 +155,13 @@ def expert_rules(run: ResolvedRun, config: Mapping[str, Any], family: Family) ->
                 got = f"got {value} with {source} ({family.name})"
                 yield ConfigError(key, f"must be {text} for a model without experts, {got}; leave it out", (_MODEL,))
         return
-    number, parallel = number_of_experts(config), model.expert_model_parallel_size
+    number, parallel = config.get(fields.number), model.expert_model_parallel_size
     if number is not None and number % parallel:
         text = f"must divide the {number} experts of {source}, got {parallel}; use {divisor_below(number, parallel)}"
         yield ConfigError(_EXPERT, text, (_MODEL,))
     tensor, shards = model.tensor_model_parallel_size, model.expert_tensor_parallel_size
     key, shards = (_TENSOR, tensor) if shards is None else (_EXPERT_TENSOR, shards)
-    name, width = next(((name, config[name]) for name in _EXPERT_WIDTHS if name in config), ("", None))
+    name, width = fields.ffn_hidden_size, config.get(fields.ffn_hidden_size)
     if width is not None and width % shards:
         remedy = f"use {_EXPERT_TENSOR}={divisor_below(width, shards)}"
         yield ConfigError(key, f"must divide {name} = {width} of {source}, got {shards}; {remedy}", (_MODEL, _EXPERT_TENSOR))
@@ -182,7 +180,7 @@ def expert_rules(run: ResolvedRun, config: Mapping[str, Any], family: Family) ->
     if has_adapted_experts:
         yield from _adapted_expert_rules(run, modules, shards)
     if adapters is None or has_adapted_experts:
-        yield from _trained_expert_rules(run, config, adapters)
+        yield from _trained_expert_rules(run, config, fields, adapters)
 
 
 def _adapted_expert_rules(run: ResolvedRun, modules: list[str], shards: int) -> Errors:
@@ -197,7 +195,9 @@ def _adapted_expert_rules(run: ResolvedRun, modules: list[str], shards: int) -> 
         yield ConfigError(_TARGETS, f"{text}, got {got}; use mlp_fc1 for both", (_SCHEME, _MODEL))
 
 
-def _trained_expert_rules(run: ResolvedRun, config: Mapping[str, Any], adapters: LoRASettings | None) -> Errors:
+def _trained_expert_rules(
+    run: ResolvedRun, config: Mapping[str, Any], fields: ExpertFields, adapters: LoRASettings | None
+) -> Errors:
     """Check that either all pipeline stages train experts or none does.
 
     This is required because the gradient norm of the experts is summed over all stages.
@@ -205,7 +205,7 @@ def _trained_expert_rules(run: ResolvedRun, config: Mapping[str, Any], adapters:
     layers, split = config.get("num_hidden_layers"), run.split
     if layers is None or not split.fits(layers):
         return
-    trained = layers_with_experts(config, layers)
+    trained = fields.layers(config, layers)
     if adapters is not None and adapters.layers is not None:
         trained &= {number - 1 for number in adapters.layers}
     stages = [{layer for chunk in stage for layer in chunk} for stage in split.layers(layers)]

@@ -13,8 +13,7 @@ from nemo_kto.config.rules.layout import rank_rules
 from nemo_kto.config.rules.validation import best_rules, early_stopping_rules, monitor_rules, set_name_rules
 from nemo_kto.config.user_callbacks import find_callback
 from nemo_kto.errors import ConfigError, either, error_of
-from nemo_kto.processes.open_files import limit_mistake
-from nemo_kto.processes.ranks import World
+from nemo_kto.processes.ranks import World, check_open_files
 from nemo_kto.telemetry.loggers import installed, missing_package
 
 Errors = Iterator[ConfigError]
@@ -52,7 +51,7 @@ def run_errors(
 def _machine_rules(run: ResolvedRun, *, world: World | None) -> Errors:
     """Check the ranks and devices of the run against this machine and the ranks that were started."""
     nodes, devices, gpus = run.cfg.trainer.num_nodes, run.cfg.trainer.devices, run.gpus
-    if (text := limit_mistake()) is not None:
+    if (text := check_open_files()) is not None:
         yield ConfigError("ulimit -n", text)
     if world is None and nodes > 1:
         remedy = "start the ranks with torchrun or srun, see examples/slurm"

@@ -1,4 +1,4 @@
-"""A least-squares model behind the trainers' real loop: its steps have a closed form, and it remembers the rows it saw."""
+"""Test doubles for the trainers' loop: a least-squares model whose steps have a closed form and that records its rows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader
 
 from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig
-from nemo_kto.algorithms.early_stopping import EarlyStopping
-from nemo_kto.algorithms.skipping import SkippedSteps
-from nemo_kto.algorithms.validation import ValidationLoaders
+from nemo_kto.algorithms.duration import ValidationLoaders
+from nemo_kto.algorithms.stopping import EarlyStopping, SkippedSteps
 from nemo_kto.data.batches.sampler import GlobalBatchSampler
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
@@ -154,7 +153,7 @@ class Notebook:
         return [trainer_state["step"] for trainer_state, _ in self.saved]
 
 
-def loader(rows: int, *, batch: int, training: bool, workers: int = 0) -> DataLoader[Any]:
+def loader(rows: int, *, batch: int, training: bool, workers: int = 0) -> Any:
     """Rows 0.0, 1.0, ... in global batches."""
     sampler = GlobalBatchSampler(
         num_examples=rows, global_batch_size=batch, seed=5, shuffle=training, drop_last=training, needs_kl_examples=False

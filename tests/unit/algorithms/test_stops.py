@@ -1,4 +1,4 @@
-"""A run that is asked to stop: what it still does, and what the resumed run makes up for."""
+"""Stopping a run by a signal or max_time, and the resumed run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def losses(*runs: Run) -> list[tuple[int, str, float]]:
 
 
 def test_a_signal_during_a_step() -> None:
-    settings = {"val_check_interval": 3, "save_interval": 5}
+    settings: dict[str, Any] = {"val_check_interval": 3, "save_interval": 5}
     run = stopped(lambda run: len(run.model.trained_on) == 4, **settings)
     assert (run.trainer.step, run.notes.saved_steps, run.notes.steps_with("val/loss")) == (4, [4], [3])
     assert (run.trainer.ended_early, run.trainer.stop) == (True, StopReason("SIGTERM", early=True))
@@ -50,9 +50,9 @@ def test_a_signal_during_a_step() -> None:
 
 @pytest.mark.parametrize("batches", [0, 1, 2])
 @pytest.mark.parametrize("step", [3, 10])
-def test_a_signal_where_a_validation_is_due_leaves_it_to_the_resumed_run(step: int, batches: int) -> None:
+def test_a_signal_before_a_validation_leaves_it_to_the_resumed_run(step: int, batches: int) -> None:
     """Also at the last step, and whether none, some or (of three) all but one of its batches are done."""
-    settings = {"val_check_interval": 3}
+    settings: dict[str, Any] = {"val_check_interval": 3}
     before = 3 * (step // 3 - (step == 3))
 
     def when(run: Run) -> bool:
@@ -68,14 +68,14 @@ def test_a_signal_where_a_validation_is_due_leaves_it_to_the_resumed_run(step: i
     assert again.notes.saved[-1][0]["validation_due"] == 0
 
 
-def test_a_signal_during_the_last_batch_of_a_validation_does_not_cost_it() -> None:
+def test_a_signal_during_the_last_batch_of_a_validation_keeps_its_result() -> None:
     run = stopped(lambda run: len(run.model.validated_on) == 3, val_check_interval=3, save_interval=5)
     assert run.notes.steps_with("val/loss") == run.notes.saved_steps == [3]
     assert run.notes.saved[0][0]["validation_due"] == 0
 
 
 def test_a_signal_during_the_validation_before_the_first_step() -> None:
-    settings = {"val_before_training": True}
+    settings: dict[str, Any] = {"val_before_training": True}
     run = stopped(lambda run: len(run.model.validated_on) == 1, **settings)
     assert (run.trainer.step, run.notes.saved, run.model.trained_on) == (0, [], [])
     assert run.trainer.ended_early
@@ -89,7 +89,7 @@ def test_a_signal_at_the_last_step_of_a_run_without_validation_changes_nothing()
 
 
 def test_a_resumed_validation_that_is_interrupted_again() -> None:
-    settings = {"val_check_interval": 3}
+    settings: dict[str, Any] = {"val_check_interval": 3}
     run = stopped(lambda run: run.trainer.step == 3, **settings)
     again = Run(**settings)
     again.trainer.run_timer.received = lambda: int(signal.SIGUSR1)
@@ -100,7 +100,7 @@ def test_a_resumed_validation_that_is_interrupted_again() -> None:
 
 
 def test_a_resumed_validation_that_is_interrupted_in_its_last_batch_is_saved() -> None:
-    settings = {"val_check_interval": 3}
+    settings: dict[str, Any] = {"val_check_interval": 3}
     run = stopped(lambda run: run.trainer.step == 3, **settings)
     again = Run(**settings)
     again.trainer.run_timer.received = lambda: int(signal.SIGUSR1) * (len(again.model.validated_on) == 3)
@@ -110,7 +110,7 @@ def test_a_resumed_validation_that_is_interrupted_in_its_last_batch_is_saved() -
     assert again.trainer.ended_early
 
 
-def test_the_time_is_up() -> None:
+def test_max_time_is_reached() -> None:
     run = Run(max_epochs=9, max_time="00:00:01:00")
     run.trainer.run_timer.clock = lambda: 25.0 * len(run.model.trained_on)
     run.fit()
@@ -120,7 +120,7 @@ def test_the_time_is_up() -> None:
     assert not run.trainer.ended_early, "the model is exported"
 
 
-def test_the_time_is_up_and_the_run_will_be_requeued() -> None:
+def test_max_time_is_reached_and_the_run_is_requeued() -> None:
     run = Run(max_epochs=9, max_time="00:00:01:00")
     run.trainer.run_timer.clock = lambda: 25.0 * len(run.model.trained_on)
     run.trainer.run_timer.requeue = True
@@ -129,7 +129,7 @@ def test_the_time_is_up_and_the_run_will_be_requeued() -> None:
     assert run.trainer.ended_early
 
 
-def test_a_signal_during_the_validation_after_the_time_is_up() -> None:
+def test_a_signal_during_the_validation_after_max_time() -> None:
     run = Run(max_epochs=9, max_time="00:00:01:00")
     run.trainer.run_timer.clock = lambda: 25.0 * len(run.model.trained_on)
     run.trainer.run_timer.received = lambda: int(signal.SIGTERM) if run.model.validated_on else 0
@@ -166,7 +166,8 @@ def test_each_epoch_is_prepared_before_its_first_step_and_where_the_run_resumes(
 @pytest.mark.parametrize("interval", [0, 10])
 def test_a_signal_while_an_epoch_is_prepared(interval: int) -> None:
     """The last step is saved once, whether that was due or not, and nothing else is done."""
-    preparation, settings = Preparation(stops_at=10), {"max_epochs": 3, "save_interval": interval}
+    preparation = Preparation(stops_at=10)
+    settings: dict[str, Any] = {"max_epochs": 3, "save_interval": interval}
     run = stopped(lambda run: preparation.stops, callbacks=[preparation], **settings)
     assert (run.trainer.step, run.notes.saved_steps, run.notes.steps_with("val/loss")) == (10, [10], [])
     assert (run.trainer.ended_early, run.notes.ended) == (True, ["success"])
@@ -175,17 +176,22 @@ def test_a_signal_while_an_epoch_is_prepared(interval: int) -> None:
 
 
 @pytest.mark.parametrize(("interval", "validated"), [(0, [10]), (5, [5, 10])])
-def test_the_time_is_up_while_an_epoch_is_prepared(interval: int, validated: list[int]) -> None:
+def test_max_time_is_reached_while_an_epoch_is_prepared(interval: int, validated: list[int]) -> None:
     """The run ends as after any last step: it has a validation, the lines of the log that are left, and a checkpoint."""
     preparation = Preparation(stops_at=10)
-    settings = {"max_epochs": 3, "val_check_interval": interval, "log_every_n_steps": 4, "callbacks": [preparation]}
+    settings: dict[str, Any] = {
+        "max_epochs": 3,
+        "val_check_interval": interval,
+        "log_every_n_steps": 4,
+        "callbacks": [preparation],
+    }
     run = Run(max_time="00:00:01:00", clock=lambda: 100.0 * preparation.stops, **settings).fit()
     assert run.notes.steps_with("val/loss") == validated
     assert (run.notes.steps_with("train/loss"), run.notes.saved_steps) == ([4, 8, 10], [10])
     assert not run.trainer.ended_early, "the model is exported"
 
 
-def test_the_time_of_a_run_begins_with_its_process_and_one_step_is_taken_at_least() -> None:
+def test_max_time_counts_from_the_start_and_at_least_one_step_is_taken() -> None:
     run = Run(max_time="00:00:01:00", clock=lambda: 1000.0)
     run.trainer.run_timer.started = 0.0
     run.fit()

@@ -1,4 +1,4 @@
-"""Metadata of a checkpoint as some versions of Python write it, without getattr for anything else."""
+"""Checkpoint metadata as pickled by several versions of Python is loaded without allowing other uses of getattr."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import enum
 import io
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,14 +20,14 @@ from tests.helpers.messages import Message
 class _Pickler(pickle.Pickler):
     """Writes members of an enum by name, as Python 3.11.0 to 3.11.3 do."""
 
-    def reducer_override(self, value: object) -> object:
+    def reducer_override(self, value: object) -> Any:
         return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
 
 
 class _Reaches:
     """Asks for an attribute of a class that metadata may name."""
 
-    def __reduce__(self) -> object:
+    def __reduce__(self) -> Any:
         return getattr, (BytesStorageMetadata, "__init__")
 
 

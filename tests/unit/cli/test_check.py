@@ -1,8 +1,9 @@
-"""`nemo-kto data check`: the exact report, and what is said of rows and command lines that cannot be used."""
+"""`nemo-kto data check`: the report, and errors for unusable rows and command lines."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.helpers.messages import Message
 from tests.helpers.tiny_models import make_rows, write_rows
 
 HELLO = [{"role": "user", "content": "hello"}]
-ROWS = [
+ROWS: list[Any] = [
     {"prompt": "p", "response": "yes", "preference": "chosen"},
     {"prompt": "p", "response": "yes", "preference": "rejected", "id": 3},
     {"prompt": "q", "response": "yes", "preference": "chosen"},
@@ -77,7 +78,7 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, "rows.jsonl") == REPORT
 
 
-def test_rows_count_in_the_balance_with_their_weights(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_balance_uses_row_weights(capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(Path("rows.jsonl"), [*ROWS[:2], {**ROWS[1], "weight": 2.5}])
     assert shown(capsys, "rows.jsonl")[3:5] == [
         "examples        3: 1 desirable, 2 undesirable",
@@ -91,15 +92,13 @@ def test_rows_count_in_the_balance_with_their_weights(capsys: pytest.CaptureFixt
     ]
 
 
-def test_with_a_model_it_counts_tokens_and_what_is_truncated(
-    tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokens_and_truncations_are_counted_with_a_model(tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(Path("rows.jsonl"), ROWS)
     model = ("--model", str(tokenizer_folder))
     assert shown(capsys, "rows.jsonl", *model) == [*REPORT, *TOKENS]
-    for length, told in ((33, "1 prompt and 0 answers"), (10, "1 prompt and 1 answer"), (4, "1 prompt and 5 answers")):
+    for length, counts in ((33, "1 prompt and 0 answers"), (10, "1 prompt and 1 answer"), (4, "1 prompt and 5 answers")):
         lines = shown(capsys, "rows.jsonl", *model, "--seq-length", str(length))
-        assert lines[len(REPORT + TOKENS) :] == [Message("truncated", f"{told}", f"model.data.seq_length={length}", "5")]
+        assert lines[len(REPORT + TOKENS) :] == [Message("truncated", f"{counts}", f"model.data.seq_length={length}", "5")]
 
 
 def test_pairs_of_several_files(tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,12 +145,12 @@ def test_broken_rows_are_counted_after_the_report(tokenizer_folder: Path, capsys
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "rows.jsonl: 18 rows"
     assert lines[3] == "examples        6: 5 desirable, 1 undesirable"
-    said = refused("rows.jsonl", "more.jsonl", "--model", str(tokenizer_folder))  # an empty prompt is found by tokenising
-    assert said[0] == "13 broken rows:"
-    assert said[2] == Message("more.jsonl:1", "prompt", "token")
+    refusal = refused("rows.jsonl", "more.jsonl", "--model", str(tokenizer_folder))  # an empty prompt is found by tokenising
+    assert refusal[0] == "13 broken rows:"
+    assert refusal[2] == Message("more.jsonl:1", "prompt", "token")
 
 
-def test_a_file_of_one_kind_and_one_of_broken_rows_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_one_label_and_of_broken_rows(capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(Path("rows.jsonl"), ROWS[2:3])
     lines = shown(capsys, "rows.jsonl")
     assert lines[3:5] == [Message("balance", "all", "desirable"), Message("prompts", "1")]
@@ -178,7 +177,7 @@ def test_parts_and_renamed_columns_change_nothing(
     assert shown(capsys, "rows.jsonl", "--workers", "1", "--fields", "prompt:question,response:answer") == whole
 
 
-def test_mistakes() -> None:
+def test_invalid_command_lines() -> None:
     Path("empty").mkdir()
     assert refused("none.jsonl", "empty") == [
         Message("FILE", "file", "folder", "files"),

@@ -1,4 +1,4 @@
-"""What only some GPUs can do: what is said where it is asked for and cannot be done."""
+"""Rules of features that only some GPUs support."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, raises
 from tests.helpers.tiny_models import make_checkpoint
-from tests.unit.conftest import Load, Said
+from tests.unit.conftest import FindErrors, Load
 from tests.unit.device.test_kernels import RICH, gpu
 
 CPU = Computes(on_gpu=False, engine=None)
@@ -27,7 +27,7 @@ SHARDED = "model.optim.use_distributed_optimizer"
 HOPPER = Computes(on_gpu=True, engine=(2, 9), capability=(9, 0))
 
 
-class Asked(NamedTuple):
+class GpuSetting(NamedTuple):
     """An override, its key, how a refusal begins and what it found; whether it needs the distributed optimizer."""
 
     override: str
@@ -40,16 +40,16 @@ class Asked(NamedTuple):
         return Message(self.key, self.off, self.got, *names)
 
 
-ASKED = [
-    Asked("model.optim.moments_dtype=bf16", "model.optim.moments_dtype", "fp32", "bf16"),
-    Asked("model.optim.offload_fraction=0.5", "model.optim.offload_fraction", "0", "0.5"),
-    Asked("model.fp8=hybrid", "model.fp8", "null", "hybrid", sharded=False),
+GPU_SETTINGS = [
+    GpuSetting("model.optim.moments_dtype=bf16", "model.optim.moments_dtype", "fp32", "bf16"),
+    GpuSetting("model.optim.offload_fraction=0.5", "model.optim.offload_fraction", "0", "0.5"),
+    GpuSetting("model.fp8=hybrid", "model.fp8", "null", "hybrid", sharded=False),
 ]
 
 
-@pytest.fixture(params=ASKED, ids=lambda each: each.key)
-def asked(request: pytest.FixtureRequest) -> Asked:
-    found: Asked = request.param
+@pytest.fixture(params=GPU_SETTINGS, ids=lambda each: each.key)
+def setting(request: pytest.FixtureRequest) -> GpuSetting:
+    found: GpuSetting = request.param
     return found
 
 
@@ -68,29 +68,29 @@ def asked(request: pytest.FixtureRequest) -> Asked:
         ([], OLD, ["2.3", "2.1", *INSTALL]),
     ],
 )
-def test_one_line_each(
-    asked: Asked, overrides: list[str], computes: Computes | None, names: list[str] | None, load: Load
+def test_one_error_per_setting(
+    setting: GpuSetting, overrides: list[str], computes: Computes | None, names: list[str] | None, load: Load
 ) -> None:
-    found = [str(mistake) for mistake in gpu_rules(ResolvedRun.of(load(asked.override, *overrides)), computes)]
-    nothing = names is None or (f"{SHARDED}=false" in overrides and not asked.sharded)
-    assert found == ([] if nothing else [asked.refused(*names)])
+    found = [str(mistake) for mistake in gpu_rules(ResolvedRun.of(load(setting.override, *overrides)), computes)]
+    nothing = names is None or (f"{SHARDED}=false" in overrides and not setting.sharded)
+    assert found == ([] if nothing else [setting.refused(*(names or ()))])
 
 
-def test_what_is_on_the_host_is_in_fp32(load: Load) -> None:
+def test_offloaded_moments_must_be_in_fp32(load: Load) -> None:
     run = ResolvedRun.of(load("model.optim.moments_dtype=bf16", "model.optim.offload_fraction=1"))
-    told = Message("model.optim.moments_dtype", "fp32", "model.optim.offload_fraction", "0", "bf16", "set")
-    assert [str(mistake) for mistake in gpu_rules(run, GPU)] == [told]
+    expected = Message("model.optim.moments_dtype", "fp32", "model.optim.offload_fraction", "0", "bf16", "set")
+    assert [str(mistake) for mistake in gpu_rules(run, GPU)] == [expected]
 
 
 @pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)])
-def test_gpus_that_have_fp8(capability: tuple[int, int], refused: bool, load: Load) -> None:
+def test_gpus_with_fp8(capability: tuple[int, int], refused: bool, load: Load) -> None:
     computes = Computes(on_gpu=True, engine=(2, 9), capability=capability)
-    told = Message("model.fp8", "null", "GPU", "8.0", "e4m3", "8.9", "leave")
-    assert [str(mistake) for mistake in gpu_rules(ResolvedRun.of(load("model.fp8=e4m3")), computes)] == [told] * refused
+    expected = Message("model.fp8", "null", "GPU", "8.0", "e4m3", "8.9", "leave")
+    assert [str(mistake) for mistake in gpu_rules(ResolvedRun.of(load("model.fp8=e4m3")), computes)] == [expected] * refused
     assert list(gpu_rules(ResolvedRun.of(load("model.optim.moments_dtype=bf16")), computes)) == []
 
 
-def test_sizes_that_can_be_multiplied_in_fp8(
+def test_sizes_supported_in_fp8(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Eight heads of eight in four groups, MLPs 96 wide: two ranks have 48 of them, and four have 24."""
@@ -99,11 +99,11 @@ def test_sizes_that_can_be_multiplied_in_fp8(
     tensor = "model.tensor_model_parallel_size={}"
     assert list(model_gpu_rules(ResolvedRun.of(load(*base, tensor.format(2))), HOPPER)) == []
     weight = "decoder.layers.0.mlp.linear_fc2.weight"
-    told = Message("model.fp8", "null", "16", "hybrid", weight, "64 x 24", "model.tensor_model_parallel_size", "4")
-    assert [str(mistake) for mistake in model_gpu_rules(ResolvedRun.of(load(*base, tensor.format(4))), HOPPER)] == [told]
+    expected = Message("model.fp8", "null", "16", "hybrid", weight, "64 x 24", "model.tensor_model_parallel_size", "4")
+    assert [str(mistake) for mistake in model_gpu_rules(ResolvedRun.of(load(*base, tensor.format(4))), HOPPER)] == [expected]
     with pytest.raises(UserError) as error:
         plan.main(["kto", *base, tensor.format(4), "--gpus", "4"])
-    assert str(error.value) == told
+    assert str(error.value) == expected
     assert plan.main(["kto", *base, tensor.format(2), "--gpus", "2"]) == 0
     assert "precision        bf16, fp8 hybrid" in capsys.readouterr().out
     with raises(UserError, "GPU", "8.0"):
@@ -113,7 +113,7 @@ def test_sizes_that_can_be_multiplied_in_fp8(
     check_gpu(ResolvedRun.of(load(*base, tensor.format(2))))
     with pytest.raises(UserError) as error:
         check_gpu(ResolvedRun.of(load(*base, tensor.format(4))))
-    assert str(error.value) == told
+    assert str(error.value) == expected
 
 
 @pytest.mark.parametrize(
@@ -134,13 +134,12 @@ def test_packed_rows_with_windows_on_several_ranks(
     """Torch's attention can do all of it, Transformer Engine cannot."""
     model = make_checkpoint(tmp_path / "windows", "mistral", sliding_window=window)
     base = ("model.context_parallel_size=2", "model.data.packing=true", f"pretrained_checkpoint.restore_from_path={model}")
-    told = Message("model.data.packing", "false", "model.context_parallel_size", "1", "window", "true", "leave")
-    assert [str(mistake) for mistake in model_gpu_rules(ResolvedRun.of(load(*base, *overrides)), computes)] == [
-        told
-    ] * is_refused
+    run = ResolvedRun.of(load(*base, *overrides))
+    expected = Message("model.data.packing", "false", "model.context_parallel_size", "1", "window", "true", "leave")
+    assert [str(mistake) for mistake in model_gpu_rules(run, computes)] == [expected] * is_refused
 
 
-def test_models_without_layers_that_multiply_in_fp8(load: Load, tmp_path: Path) -> None:
+def test_models_without_fp8_layers(load: Load, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", "olmo2")
     run = ResolvedRun.of(load("model.fp8=e4m3", f"pretrained_checkpoint.restore_from_path={model}"))
     assert [str(mistake) for mistake in model_gpu_rules(run, HOPPER)] == [
@@ -148,33 +147,33 @@ def test_models_without_layers_that_multiply_in_fp8(load: Load, tmp_path: Path) 
     ]
 
 
-def test_a_rank_looks_at_what_it_could_import(asked: Asked, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_checks_its_installed_packages(setting: GpuSetting, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.0")
     gpu(monkeypatch, **RICH | {"te": False})  # type: ignore[arg-type]
     with pytest.raises(UserError) as error:
-        check_gpu(ResolvedRun.of(load(asked.override)))
-    line = asked.refused("2.3", "none", *INSTALL)
+        check_gpu(ResolvedRun.of(load(setting.override)))
+    line = setting.refused("2.3", "none", *INSTALL)
     assert str(error.value) == line
 
 
-def test_nothing_is_said_of_defaults(load: Load) -> None:
+def test_defaults_give_no_error(load: Load) -> None:
     assert list(gpu_rules(ResolvedRun.of(load("trainer.precision=32", f"{SHARDED}=false")), CPU)) == []
 
 
-def test_a_command_line_a_rank_and_a_plan_are_refused(
-    asked: Asked, said: Said, load: Load, good: list[str], monkeypatch: pytest.MonkeyPatch
+def test_errors_on_the_command_line_on_a_rank_and_in_a_plan(
+    setting: GpuSetting, find_errors: FindErrors, load: Load, good: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = asked.refused("CPU", "GPU", "leave")
-    assert said(asked.override) == [line]
+    line = setting.refused("CPU", "GPU", "leave")
+    assert find_errors(setting.override) == [line]
     with pytest.raises(UserError) as of_rank:
-        check_gpu(ResolvedRun.of(load(asked.override)))
+        check_gpu(ResolvedRun.of(load(setting.override)))
     assert str(of_rank.value) == line
     with pytest.raises(UserError) as of_plan:
-        plan.main(["kto", *good, asked.override])
+        plan.main(["kto", *good, setting.override])
     assert str(of_plan.value) == line
     monkeypatch.setattr(device, "device_count", lambda: 1)
-    without = asked.refused("2.3", "none", *INSTALL)
-    assert said("trainer.accelerator=gpu", asked.override) == [without]
+    without = setting.refused("2.3", "none", *INSTALL)
+    assert find_errors("trainer.accelerator=gpu", setting.override) == [without]
 
 
 @pytest.mark.parametrize(("text", "version"), [("2.9.0+cu12", (2, 9)), ("1.13.0", (1, 13)), ("unknown", None)])

@@ -1,4 +1,4 @@
-"""The loader: shares of the ranks, workers, and going on in the middle of an epoch."""
+"""The data loader: shards of the ranks, workers, and resuming in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -25,15 +26,15 @@ EOS = TOKENIZER.eos_token_id
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> KTODataset:
     folder = tmp_path_factory.mktemp("data")
     path = write_rows(folder / "a.jsonl", numbered_rows(26))
-    settings = {"seq_length": 16, "truncation_mode": "keep_end", "cache_dir": folder / "cache", "seed": 0}
+    settings: dict[str, Any] = {"seq_length": 16, "truncation_mode": "keep_end", "cache_dir": folder / "cache", "seed": 0}
     settings |= {"kind": KTO_EXAMPLES, "make": KTODataset}
     splits = build_splits(data_prefix=path, splits_string=None, tokenizer=TOKENIZER, **settings)
     assert splits.train is not None
     return splits.train
 
 
-def loader(dataset: KTODataset, *, rank: int = 0, size: int = 1, num_workers: int = 0, training: bool = True):
-    order = {"num_examples": len(dataset), "global_batch_size": 8, "seed": 1}
+def loader(dataset: KTODataset, *, rank: int = 0, size: int = 1, num_workers: int = 0, training: bool = True) -> Any:
+    order: dict[str, Any] = {"num_examples": len(dataset), "global_batch_size": 8, "seed": 1}
     sampler = GlobalBatchSampler(**order, shuffle=training, drop_last=training)
     return build_dataloader(
         dataset=dataset,
@@ -51,7 +52,7 @@ def same(a: list[dict], b: list[dict]) -> bool:
     )
 
 
-def test_every_example_is_the_first_epoch_and_what_it_leaves_out(dataset: KTODataset) -> None:
+def test_all_examples_are_the_first_epoch_and_its_remainder(dataset: KTODataset) -> None:
     training = loader(dataset)
     training.batch_sampler.set_position(3, 8)  # where a run may stand does not matter
     everything = every_example(training)
@@ -77,7 +78,7 @@ def test_the_ranks_share_each_global_batch(dataset: KTODataset, size: int, train
         assert share[-1]["samples"].shape == (0, 16)
 
 
-def test_kl_rows_have_the_prompt_of_one_and_the_answer_of_the_next_row(dataset: KTODataset) -> None:
+def test_kl_examples_combine_a_prompt_with_the_next_answer(dataset: KTODataset) -> None:
     batch = next(iter(loader(dataset, training=False)))
     texts = [
         TOKENIZER.decode(row[:length]) for row, length in zip(batch["kl_samples"], batch["kl_sample_lengths"], strict=True)
@@ -86,8 +87,8 @@ def test_kl_rows_have_the_prompt_of_one_and_the_answer_of_the_next_row(dataset: 
     assert batch["preference"].tolist() == [1, 0] * 4
 
 
-def test_kl_rows_are_cut_to_seq_length() -> None:
-    rows = [
+def test_kl_examples_are_truncated_to_seq_length() -> None:
+    rows: Any = [
         KTOExample(prompt_ids=[1] * 6, response_ids=[2], desirable=True),
         KTOExample(prompt_ids=[3], response_ids=[4] * 6, desirable=False),
     ]
@@ -98,7 +99,7 @@ def test_kl_rows_are_cut_to_seq_length() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_going_on_in_the_middle_of_an_epoch(dataset: KTODataset, num_workers: int) -> None:
+def test_resuming_in_the_middle_of_an_epoch(dataset: KTODataset, num_workers: int) -> None:
     reference = loader(dataset)
     expected = []
     for epoch in (0, 1, 2):
@@ -130,7 +131,7 @@ def test_stopping_early_and_starting_over_with_the_same_workers(dataset: KTOData
     assert same(list(workers), expected)
 
 
-def test_workers_outlive_signals_that_are_for_the_rank(dataset: KTODataset) -> None:
+def test_workers_survive_signals_to_the_rank(dataset: KTODataset) -> None:
     """Some clusters send a signal to every process of a job."""
     expected = list(loader(dataset, training=False))
     others = multiprocessing.active_children()  # such as the ranks of other tests
@@ -138,6 +139,7 @@ def test_workers_outlive_signals_that_are_for_the_rank(dataset: KTODataset) -> N
     got = [next(batches)]
     (worker,) = set(multiprocessing.active_children()) - set(others)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        assert worker.pid is not None
         os.kill(worker.pid, number)
     assert same([*got, *batches], expected)
 

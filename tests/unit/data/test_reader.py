@@ -1,14 +1,15 @@
-"""The columns of a row: what is renamed, counted, or refused because it would be lost."""
+"""Columns of a row: renamed, counted, or refused because they would be lost."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
-from nemo_kto.data.rows.records import DataError, DPORecord, KTORecord, RowErrors
+from nemo_kto.data.rows.records import DataError, DPORecord, RowErrors
 from tests.helpers.messages import Message
 
 USER = {"role": "user", "content": "What is the capital of France?"}
@@ -16,19 +17,19 @@ PARIS, LYON = "The capital of France is Paris.", "The capital of France is Lyon.
 QUESTION = "What is the capital of France?"
 
 
-def said(text: str) -> dict[str, str]:
+def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
 def read(
     tmp_path: Path, *rows: dict, fields: dict[str, str] | None = None, pairs: bool = False
-) -> tuple[list[KTORecord] | list[DPORecord], FileColumns, str]:
+) -> tuple[list[Any], FileColumns, str]:
     """Records and columns of a file, and what is wrong with its rows."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     broken, columns = RowErrors(), FileColumns()
     reader = FileReader(fields=Fields(fields or {}), broken=broken)
-    records = list(reader.dpo_records(path, columns) if pairs else reader.kto_records(path, columns))
+    records: list[Any] = list(reader.dpo_records(path, columns) if pairs else reader.kto_records(path, columns))
     try:
         broken.raise_if_any()
     except DataError as error:
@@ -37,7 +38,7 @@ def read(
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-def test_a_question_is_never_dropped_from_a_pair(tmp_path: Path, pairs: bool) -> None:
+def test_a_prompt_is_never_dropped_from_a_pair(tmp_path: Path, pairs: bool) -> None:
     row = {"question": QUESTION, "chosen": PARIS, "rejected": LYON}
     records, _, wrong = read(tmp_path, *[row] * 3, pairs=pairs)
     assert records == []
@@ -52,11 +53,16 @@ def test_a_question_is_never_dropped_from_a_pair(tmp_path: Path, pairs: bool) ->
             Message("instruction", "prompt", "input"),
         ),
         (
-            {"Question": QUESTION, "chosen": [USER, said("a")], "rejected": [USER, said("b")], "context": "Europe"},
+            {
+                "Question": QUESTION,
+                "chosen": [USER, assistant("a")],
+                "rejected": [USER, assistant("b")],
+                "context": "Europe",
+            },
             Message("context", "prompt", "Question"),
         ),
         (
-            {"system": "Be brief.", "chosen": [USER, said("a")], "rejected": [USER, said("b")]},
+            {"system": "Be brief.", "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]},
             Message("system", "prompt"),
         ),
         (
@@ -84,7 +90,7 @@ def test_a_question_is_never_dropped_from_a_pair(tmp_path: Path, pairs: bool) ->
             ),
         ),
         (
-            {"question": QUESTION, "chosen": said(PARIS), "rejected": said(LYON)},
+            {"question": QUESTION, "chosen": assistant(PARIS), "rejected": assistant(LYON)},
             Message("chosen", "model.data.fields={prompt:question}"),
         ),
         (
@@ -92,7 +98,7 @@ def test_a_question_is_never_dropped_from_a_pair(tmp_path: Path, pairs: bool) ->
             Message("system", "prompt", "list", "role", "content", "first"),
         ),
         (
-            {"messages": [USER, said("a")], "history": [["hi", "hello"]], "label": True},
+            {"messages": [USER, assistant("a")], "history": [["hi", "hello"]], "label": True},
             Message("history", "prompt"),
         ),
         (
@@ -101,7 +107,7 @@ def test_a_question_is_never_dropped_from_a_pair(tmp_path: Path, pairs: bool) ->
         ),
     ],
 )
-def test_a_row_that_would_lose_a_part_of_its_prompt_is_refused(tmp_path: Path, row: dict, text: str) -> None:
+def test_a_row_whose_prompt_would_lose_text_is_refused(tmp_path: Path, row: dict, text: str) -> None:
     _, _, wrong = read(tmp_path, row)
     assert wrong == text
 
@@ -112,8 +118,8 @@ def test_a_row_that_would_lose_a_part_of_its_prompt_is_refused(tmp_path: Path, r
         {"prompt": QUESTION, "question": "What?", "response": PARIS, "label": True},
         {"prompt": QUESTION, "system": "", "images": [], "context": None, "response": PARIS, "label": True},
         {"prompt": f"Be brief. {QUESTION}", "system": " Be brief. ", "response": PARIS, "label": True},
-        {"question": QUESTION, "chosen": [USER, said("a")], "rejected": [USER, said("b")]},
-        {"messages": [USER, said("a")], "chosen": [USER, said("a")], "rejected": [USER, said("b")]},
+        {"question": QUESTION, "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]},
+        {"messages": [USER, assistant("a")], "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]},
         {
             "system": "Be brief.",
             "prompt": [{"role": "system", "content": "Be brief."}, USER],
@@ -122,13 +128,13 @@ def test_a_row_that_would_lose_a_part_of_its_prompt_is_refused(tmp_path: Path, r
         },
     ],
 )
-def test_a_part_that_the_prompt_holds_or_that_is_empty_is_not_lost(tmp_path: Path, row: dict) -> None:
+def test_columns_that_repeat_the_prompt_or_are_empty_are_accepted(tmp_path: Path, row: dict) -> None:
     records, _, wrong = read(tmp_path, row)
     assert wrong == ""
     assert len(records) >= 1
 
 
-def test_columns_are_renamed_and_an_own_column_of_that_name_gives_way(tmp_path: Path) -> None:
+def test_a_renamed_column_has_priority(tmp_path: Path) -> None:
     row = {"question": QUESTION, "prompt": "other", "good": PARIS, "bad": LYON}
     fields = {"prompt": "question", "chosen": "good", "rejected": "bad"}
     records, columns, wrong = read(tmp_path, row, fields=fields, pairs=True)
@@ -139,7 +145,7 @@ def test_columns_are_renamed_and_an_own_column_of_that_name_gives_way(tmp_path: 
     assert columns.unused == {"prompt": 1}
 
 
-def test_a_file_without_a_renamed_column_is_read_as_it_is(tmp_path: Path) -> None:
+def test_a_file_without_a_renamed_column_is_read_unchanged(tmp_path: Path) -> None:
     records, _, wrong = read(tmp_path, {"prompt": "p", "response": "r", "label": False}, fields={"prompt": "question"})
     assert wrong == ""
     assert [record.prompt for record in records] == ["p"]
@@ -154,13 +160,13 @@ def test_a_file_without_a_renamed_column_is_read_as_it_is(tmp_path: Path) -> Non
         ({"prompt": "q", "response": "q"}, Message("q", "leave")),
     ],
 )
-def test_fields_mistakes(fields: dict[str, str], text: str) -> None:
+def test_invalid_fields(fields: dict[str, str], text: str) -> None:
     with pytest.raises(DataError) as error:
         Fields(fields)
     assert str(error.value) == text
 
 
-def test_columns_that_are_not_used_are_counted_by_the_form_of_the_row(tmp_path: Path) -> None:
+def test_unused_columns_are_counted_per_row_format(tmp_path: Path) -> None:
     row = {"prompt": "p", "response": "r", "label": True, "id": 1, "source": "web"}
     pair = {"prompt": "p", "chosen": "a", "rejected": "b", "chosen_reward": 1, "rejected_reward": 0, "id": 3}
     _, columns, _ = read(tmp_path, row, row, pair)
@@ -180,7 +186,7 @@ def test_columns_that_are_not_used_are_counted_by_the_form_of_the_row(tmp_path: 
     assert columns.unused_text() == "id (3 rows), source (2 rows), chosen_reward, rejected_reward (1 row)"
     _, columns, _ = read(tmp_path, pair, pairs=True)
     assert columns.unused == {"id": 1}
-    _, columns, _ = read(tmp_path, {"messages": [USER, said("a")], "prompt": QUESTION, "label": True})
+    _, columns, _ = read(tmp_path, {"messages": [USER, assistant("a")], "prompt": QUESTION, "label": True})
     assert columns.unused_text() == "prompt (1 row)"
 
 
@@ -197,14 +203,15 @@ def test_columns_that_are_not_used_are_counted_by_the_form_of_the_row(tmp_path: 
         ),
     ],
 )
-def test_arguments_of_the_chat_template_that_are_none(tmp_path: Path, given: dict, text: str) -> None:
-    _, _, wrong = read(tmp_path, {"messages": [USER, said("a")], "label": True, **given})
+def test_invalid_chat_template_arguments(tmp_path: Path, given: dict, text: str) -> None:
+    _, _, wrong = read(tmp_path, {"messages": [USER, assistant("a")], "label": True, **given})
     assert wrong == text
 
 
 def test_plain_strings_cannot_have_tools(tmp_path: Path) -> None:
     row = {"prompt": "p", "chosen": "a", "rejected": "b"}
-    for given in ({"tools": [{}]}, {"chat_template_kwargs": {"x": 1}}):
+    additions: tuple[dict[str, Any], ...] = ({"tools": [{}]}, {"chat_template_kwargs": {"x": 1}})
+    for given in additions:
         (name,) = given
         for pairs in (False, True):
             _, _, wrong = read(tmp_path, row | given, pairs=pairs)

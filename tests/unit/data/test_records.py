@@ -1,4 +1,4 @@
-"""Every form of a row, and what is said about rows that have none."""
+"""Every row format, and errors of rows in no known format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ USER = {"role": "user", "content": "hi"}
 SYSTEM = {"role": "system", "content": "be brief"}
 
 
-def said(text: str) -> dict[str, str]:
+def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
@@ -30,15 +30,15 @@ def triples(row: dict) -> list[tuple]:
         ({"prompt": "p", "response": "r", "preference": "rejected"}, [("p", "r", False)]),
         ({"prompt": "p", "completion": "r", "label": True}, [("p", "r", True)]),
         ({"prompt": "p", "completion": "r", "label": False, "source": "x"}, [("p", "r", False)]),
-        ({"messages": [SYSTEM, USER, said("r")], "label": False}, [([SYSTEM, USER], [said("r")], False)]),
-        ({"prompt": [USER], "completion": [said("r")], "label": True}, [([USER], [said("r")], True)]),
-        ({"prompt": [USER], "completion": "r", "label": True}, [([USER], [said("r")], True)]),
-        ({"prompt": "hi", "completion": [said("r")], "label": True}, [([USER], [said("r")], True)]),
-        ({"prompt": [USER], "completion": [USER, said("r")], "label": True}, [([USER], [said("r")], True)]),
+        ({"messages": [SYSTEM, USER, assistant("r")], "label": False}, [([SYSTEM, USER], [assistant("r")], False)]),
+        ({"prompt": [USER], "completion": [assistant("r")], "label": True}, [([USER], [assistant("r")], True)]),
+        ({"prompt": [USER], "completion": "r", "label": True}, [([USER], [assistant("r")], True)]),
+        ({"prompt": "hi", "completion": [assistant("r")], "label": True}, [([USER], [assistant("r")], True)]),
+        ({"prompt": [USER], "completion": [USER, assistant("r")], "label": True}, [([USER], [assistant("r")], True)]),
         # one message in the place of a list of one
-        ({"prompt": [USER], "completion": said("r"), "label": True}, [([USER], [said("r")], True)]),
-        ({"prompt": USER, "completion": said("r"), "label": True}, [([USER], [said("r")], True)]),
-        ({"prompt": "hi", "completion": said("r"), "label": True}, [([USER], [said("r")], True)]),
+        ({"prompt": [USER], "completion": assistant("r"), "label": True}, [([USER], [assistant("r")], True)]),
+        ({"prompt": USER, "completion": assistant("r"), "label": True}, [([USER], [assistant("r")], True)]),
+        ({"prompt": "hi", "completion": assistant("r"), "label": True}, [([USER], [assistant("r")], True)]),
     ],
 )
 def test_single_forms(row: dict, expected: list) -> None:
@@ -50,12 +50,22 @@ def test_single_forms(row: dict, expected: list) -> None:
     [
         ({"prompt": "p", "chosen": "a", "rejected": "b"}, "p", "a", "b"),
         ({"prompt": "p", "chosen_response": "a", "rejected_response": "b"}, "p", "a", "b"),
-        ({"prompt": [USER], "chosen": [said("a")], "rejected": [said("b")]}, [USER], [said("a")], [said("b")]),
-        ({"prompt": [USER], "chosen": [USER, said("a")], "rejected": "b"}, [USER], [said("a")], [said("b")]),
-        ({"prompt": USER, "chosen": said("a"), "rejected": said("b")}, [USER], [said("a")], [said("b")]),
+        (
+            {"prompt": [USER], "chosen": [assistant("a")], "rejected": [assistant("b")]},
+            [USER],
+            [assistant("a")],
+            [assistant("b")],
+        ),
+        ({"prompt": [USER], "chosen": [USER, assistant("a")], "rejected": "b"}, [USER], [assistant("a")], [assistant("b")]),
+        ({"prompt": USER, "chosen": assistant("a"), "rejected": assistant("b")}, [USER], [assistant("a")], [assistant("b")]),
         # the form of UltraFeedback: the prompt as a text and again in both conversations
-        ({"prompt": "hi", "chosen": [USER, said("a")], "rejected": [USER, said("b")]}, [USER], [said("a")], [said("b")]),
-        ({"chosen": [USER, said("a")], "rejected": [USER, said("b")]}, [USER], [said("a")], [said("b")]),
+        (
+            {"prompt": "hi", "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]},
+            [USER],
+            [assistant("a")],
+            [assistant("b")],
+        ),
+        ({"chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]}, [USER], [assistant("a")], [assistant("b")]),
         ({"chosen": "say it: yes", "rejected": "say it: no"}, "say it:", " yes", " no"),
         ({"chosen": "say it: yes", "rejected": "say it: yesterday"}, "say it:", " yes", " yesterday"),
         # the form of HH: answers that begin alike still begin after the mark
@@ -84,22 +94,22 @@ def test_pairs_become_two_records(row: dict, prompt: object, good: object, bad: 
         ({"prompt": 3, "response": "r", "preference": "chosen"}, ["prompt", "string", "3"]),
         ({"prompt": "p", "response": None, "preference": "chosen"}, ["response", "string", "None"]),
         ({"prompt": [], "response": "r", "preference": "chosen"}, ['"prompt"', "empty", "[]"]),
-        ({"messages": [said("r")], "label": True}, ["messages", "answer"]),
-        ({"messages": [said("r"), USER], "label": True}, ['role "assistant"', "['user']"]),
-        ({"messages": [{"from": "human", "value": "x"}, said("r")], "label": True}, ["role", "content", "'from'"]),
-        ({"messages": [{"role": "user", "content": 1}, said("r")], "label": True}, ['"content"', "1"]),
+        ({"messages": [assistant("r")], "label": True}, ["messages", "answer"]),
+        ({"messages": [assistant("r"), USER], "label": True}, ['role "assistant"', "['user']"]),
+        ({"messages": [{"from": "human", "value": "x"}, assistant("r")], "label": True}, ["role", "content", "'from'"]),
+        ({"messages": [{"role": "user", "content": 1}, assistant("r")], "label": True}, ['"content"', "1"]),
         (
-            {"prompt": [USER], "completion": [said("a"), said("b")], "label": True},
+            {"prompt": [USER], "completion": [assistant("a"), assistant("b")], "label": True},
             ["completion", "'assistant', 'assistant'"],
         ),
-        ({"prompt": "other", "chosen": [USER, said("a")], "rejected": [USER, said("b")]}, ["prompt", "other"]),
+        ({"prompt": "other", "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]}, ["prompt", "other"]),
         ({"prompt": "p", "chosen": "a"}, ["chosen", "rejected"]),
         ({"chosen": "yes", "rejected": "no"}, ["prompt", "yes"]),
         ({"chosen": "same text", "rejected": "same text"}, ["prompt"]),
-        ({"chosen": [USER, said("a")], "rejected": [SYSTEM, said("b")]}, ["prompt"]),
+        ({"chosen": [USER, assistant("a")], "rejected": [SYSTEM, assistant("b")]}, ["prompt"]),
     ],
 )
-def test_a_broken_row_says_key_value_and_remedy(row: dict, words: list[str]) -> None:
+def test_a_broken_row_names_key_value_and_remedy(row: dict, words: list[str]) -> None:
     with raises(RowError, *words):
         records_of_row(row, line=1)
 
@@ -121,7 +131,7 @@ def test_lines_are_counted_from_one_and_empty_lines_count(tmp_path: Path) -> Non
     assert records[0] == KTORecord(prompt="p", response="r", desirable=True, line=1)
 
 
-def test_of_one_fault_the_first_row_is_shown(tmp_path: Path) -> None:
+def test_the_first_row_of_each_error_is_shown(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": "p", "response": "r", "preference": "good" if i % 2 else "chosen"} for i in range(46)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -129,7 +139,7 @@ def test_of_one_fault_the_first_row_is_shown(tmp_path: Path) -> None:
         read(path)
 
 
-def test_of_different_faults_the_first_ten_are_shown_and_all_are_counted(tmp_path: Path) -> None:
+def test_ten_errors_are_shown_and_all_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": "p", "response": "r", "preference": f"good {i}" if i % 2 else "chosen"} for i in range(46)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -140,7 +150,7 @@ def test_of_different_faults_the_first_ten_are_shown_and_all_are_counted(tmp_pat
     assert [line.split()[0] for line in lines[1:]] == [f"{path}:{number}:" for number in range(2, 22, 2)]
 
 
-def test_broken_rows_of_several_files_come_together(tmp_path: Path) -> None:
+def test_broken_rows_of_several_files_are_reported_together(tmp_path: Path) -> None:
     broken = RowErrors()
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("[1]\n", encoding="utf-8")
@@ -158,7 +168,7 @@ def test_broken_rows_of_several_files_come_together(tmp_path: Path) -> None:
         (b'"text"', ["JSON", "object", "text"]),
     ],
 )
-def test_lines_that_are_no_rows(tmp_path: Path, raw: bytes, words: list[str]) -> None:
+def test_lines_that_are_not_rows(tmp_path: Path, raw: bytes, words: list[str]) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(raw)
     with raises(DataError, f"{path}:1", *words):

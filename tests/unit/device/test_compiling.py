@@ -1,4 +1,4 @@
-"""A machine with a GPU that lacks what torch.compile needs: nothing is compiled, and the values are the same."""
+"""Without the requirements of torch.compile nothing is compiled, and the values are the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.device import imports
+from nemo_kto.device import device
 
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 TRITON, COMPILER, HEADERS = "triton (pip install triton)", "a C compiler (gcc)", f"Python.h (python{VERSION}-dev)"
@@ -38,7 +38,7 @@ class Machine:
             patch.delenv("CC", raising=False)
             for name, value in environment.items():
                 patch.setenv(name, value)
-            return imports.missing_for_compiling()
+            return device.missing_for_compiling()
 
 
 @pytest.fixture
@@ -56,14 +56,14 @@ def machine(tmp_path: Path) -> Machine:
         (["gcc", "include/Python.h"], [COMPILER, HEADERS]),
     ],
 )
-def test_what_is_missing(absent: list[str], missing: list[str], machine: Machine) -> None:
+def test_missing_parts_of_a_compiler(absent: list[str], missing: list[str], machine: Machine) -> None:
     for name in absent:
         place = machine.folder / name
         place.rmdir() if place.is_dir() else place.unlink()
     assert machine.missing() == missing
 
 
-def test_the_compiler_that_is_named_counts(machine: Machine) -> None:
+def test_an_explicit_compiler_is_used(machine: Machine) -> None:
     assert machine.missing(CC="missing-cc") == [COMPILER]
     (machine.folder / "gcc").rename(machine.folder / "clang")
     assert machine.missing(CC=str(machine.folder / "clang")) == []
@@ -79,9 +79,9 @@ RANK = """
 import json, os, sys
 import torch
 import nemo_kto.device
-from nemo_kto.device import device, imports
+from nemo_kto.device import device
 device.on_gpu = lambda: True
-imports.missing_for_compiling = lambda: json.loads(os.environ["MISSING"])
+device.missing_for_compiling = lambda: json.loads(os.environ["MISSING"])
 from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -113,7 +113,7 @@ print(json.dumps(result))
 
 
 @pytest.mark.parametrize("missing", [[], [HEADERS]], ids=["all_there", "no_headers"])
-def test_nothing_is_compiled_where_it_would_fail(missing: list[str]) -> None:
+def test_nothing_is_compiled_without_a_compiler(missing: list[str]) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCH")}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", RANK],

@@ -1,4 +1,4 @@
-"""Token log-probs of a model in bf16: inputs that bf16 holds exactly, against float64."""
+"""Token log-probs of a model in bf16 against float64."""
 
 from __future__ import annotations
 
@@ -58,8 +58,10 @@ def test_the_log_ratio_of_slightly_moved_weights() -> None:
 def test_gradients_are_rounded_once(has_main_grad: bool) -> None:
     """To bf16 where a gradient is handed on in bf16, and not at all where it is added to an fp32 ``main_grad``."""
     hidden_TH, weight_VH, target_T, arriving_T = problem()
-    exact = [tensor.double().requires_grad_() for tensor in (hidden_TH, weight_VH)]
-    true_hidden_grad, true_weight_grad = torch.autograd.grad(in_float64(*exact, target_T), exact, arriving_T.double())
+    hidden, weight = (tensor.double().requires_grad_() for tensor in (hidden_TH, weight_VH))
+    true_hidden_grad, true_weight_grad = torch.autograd.grad(
+        in_float64(hidden, weight, target_T), (hidden, weight), arriving_T.double()
+    )
     hidden_TH.requires_grad_(), weight_VH.requires_grad_()
     if has_main_grad:
         weight_VH.main_grad = torch.zeros(VOCAB, HIDDEN, device=weight_VH.device)  # type: ignore[attr-defined]
@@ -75,7 +77,7 @@ def test_gradients_are_rounded_once(has_main_grad: bool) -> None:
         assert relative_error(weight_VH.grad, true_weight_grad) == pytest.approx(rounded, rel=0.02)
 
 
-def test_two_bf16_summands_hold_16_bits() -> None:
+def test_two_bf16_terms_represent_16_bits() -> None:
     """As which the gradient of the logits takes part in the products of a GPU."""
     values = torch.randn(7, 1000, generator=torch.Generator().manual_seed(2)) * torch.logspace(-9, 0, 1000)
     summands = logprobs._as_summands(values.clone(), torch.bfloat16)

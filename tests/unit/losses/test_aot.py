@@ -1,4 +1,4 @@
-"""AOT: a loss of pairs that are sorted is the sorted loss, value and gradient, in whatever parts its pairs come."""
+"""AOT: the sum over any parts of the sorted pairs equals the sorted loss and its gradient."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def values() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("split", [[7], [3, 4], [1] * 7], ids=str)
-def test_parts_add_up_to_the_sorted_loss_and_its_gradient(split: list[int]) -> None:
+def test_parts_sum_to_the_sorted_loss_and_gradient(split: list[int]) -> None:
     first, second = values()
     given = zip(*(each.split(split) for each in (first, second, *rank_partners(first, second))), strict=True)
     options: dict[str, Any] = {"beta": BETA, "label_smoothing": SMOOTHING}
@@ -49,13 +49,13 @@ def test_partners_have_the_same_rank() -> None:
 
 def test_one_pair_is_dpo() -> None:
     """Its margins meet each other: beta (m - n) is beta h."""
-    chosen, rejected, held = torch.tensor([-3.0]), torch.tensor([-5.0]), torch.tensor([0.5])
-    of_first, of_second = rank_partners(chosen - rejected, held)
-    ours = aot_losses(chosen - rejected, held, beta=BETA, first_partners_P=of_first, second_partners_P=of_second)
-    torch.testing.assert_close(ours, LOSSES["dpo"].function(chosen - held, rejected, beta=BETA))
+    chosen, rejected, reference = torch.tensor([-3.0]), torch.tensor([-5.0]), torch.tensor([0.5])
+    of_first, of_second = rank_partners(chosen - rejected, reference)
+    ours = aot_losses(chosen - rejected, reference, beta=BETA, first_partners_P=of_first, second_partners_P=of_second)
+    torch.testing.assert_close(ours, LOSSES["dpo"].function(chosen - reference, rejected, beta=BETA))
 
 
-def test_what_is_sorted_needs_a_reference() -> None:
+def test_a_sorting_loss_needs_a_reference() -> None:
     assert {name: loss.sorts for name, loss in LOSSES.items() if loss.sorts} == {"aot": "margins", "aot_unpaired": "answers"}
     assert all(LOSSES[name].looks_ahead == (name in ("aot", "aot_unpaired")) for name in LOSSES)
     with raises(ValueError, "log-ratios", "reference"):

@@ -1,33 +1,34 @@
-"""What a loss says of itself, and how one is found by its name or its path."""
+"""The Loss record, and finding a loss by name or path."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import pytest
 import torch
 from annotated_types import Gt
 
 from nemo_kto.errors import UserError
-from nemo_kto.losses.kto import LOSSES
+from nemo_kto.losses.kto import LOSSES, bco_losses, kto_losses
 from nemo_kto.losses.loss import Loss, find_loss
+from nemo_kto.losses.preference import aot_losses
 from tests.helpers.messages import Message
 
 
-def tempered(
+def tempered(  # type: ignore[no-untyped-def]
     chosen_logratios_P: torch.Tensor,
     rejected_logratios_P: torch.Tensor,
     *,
     beta: float,
     tau: Annotated[float, Gt(0)] = 0.5,
-    steps=3,  # type: ignore[no-untyped-def]
+    steps=3,
 ) -> torch.Tensor:
     return beta * (chosen_logratios_P - rejected_logratios_P) / tau + steps
 
 
-def test_options_are_keywords_with_a_default_and_inputs_those_without() -> None:
+def test_options_have_defaults_and_inputs_have_none() -> None:
     loss = Loss(function=tempered)
     assert {name: option.default for name, option in loss.options.items()} == {"tau": 0.5, "steps": 3}
     assert get_args(loss.options["tau"].annotation) == (float, Gt(0))
@@ -36,13 +37,14 @@ def test_options_are_keywords_with_a_default_and_inputs_those_without() -> None:
     assert LOSSES["kto"].inputs == {"z0", "beta", "desirable_weight", "undesirable_weight"}
 
 
-def test_a_loss_needs_a_reference_and_nothing_else_unless_it_says_so() -> None:
+def test_a_loss_needs_a_reference_and_what_its_function_takes() -> None:
     loss = Loss(function=tempered)
     assert (loss.needs_reference, loss.average_log_probs, loss.needs_rewards) == (True, False, False)
     assert (loss.needs_z0, loss.needs_delta, loss.anchor) == (False, False, None)
+    assert (LOSSES["kto"].needs_z0, LOSSES["bco"].needs_delta, LOSSES["bco"].anchor) == (True, True, "delta")
 
 
-def test_a_name_and_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_by_name_and_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_loss("kto", LOSSES) is LOSSES["kto"]
     (tmp_path / "own_losses_of_a_test.py").write_text(
         "from nemo_kto.losses.kto import LOSSES\n\nOWN = LOSSES['kto']\nNO = 1\n"
@@ -76,30 +78,32 @@ NAMES = "kto, apo_zero_unpaired or bco"
         ),
     ],
 )
-def test_what_is_no_loss(name: str, text: str) -> None:
+def test_invalid_losses(name: str, text: str) -> None:
     with pytest.raises(UserError) as raised:
         find_loss(name, LOSSES)
     assert str(raised.value) == text
 
 
+def takes_both(log_ratios_N: torch.Tensor, desirable_N: torch.Tensor, *, z0: float, delta: float) -> torch.Tensor:
+    raise AssertionError
+
+
+def takes_one_partner(first_P: torch.Tensor, second_P: torch.Tensor, *, first_partners_P: torch.Tensor) -> torch.Tensor:
+    raise AssertionError
+
+
 @pytest.mark.parametrize(
-    ("needs", "text"),
+    ("function", "settings", "text"),
     [
-        (
-            {"needs_z0": True, "needs_reference": False},
-            Message("z0", "KL(policy"),
-        ),
-        (
-            {"needs_delta": True, "needs_reference": False},
-            Message("pi_ref"),
-        ),
-        (
-            {"needs_z0": True, "needs_delta": True},
-            Message("z0", "delta"),
-        ),
+        (kto_losses, {"needs_reference": False}, Message("z0", "KL(policy")),
+        (bco_losses, {"needs_reference": False}, Message("pi_ref")),
+        (takes_both, {}, Message("z0", "delta")),
+        (takes_one_partner, {"sorts": "answers"}, Message("first_partners_P", "second_partners_P")),
+        (aot_losses, {}, Message("sorts", "first_partners_P")),
+        (tempered, {"sorts": "margins"}, Message("sorts", "first_partners_P")),
     ],
 )
-def test_needs_that_contradict_each_other(needs: dict[str, bool], text: str) -> None:
+def test_contradicting_needs(function: Any, settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError) as raised:
-        Loss(function=tempered, **needs)
+        Loss(function=function, **settings)
     assert str(raised.value) == text

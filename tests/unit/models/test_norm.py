@@ -17,7 +17,7 @@ def config(**settings: Any) -> TransformerConfig:
 
 
 def test_rms_norm() -> None:
-    norm = TorchNorm(config(), hidden_size=8, eps=1e-2)
+    norm: Any = TorchNorm(config(), hidden_size=8, eps=1e-2)
     values = torch.randn(3, 8)
     with torch.no_grad():
         norm.weight.copy_(torch.arange(8.0))
@@ -25,15 +25,15 @@ def test_rms_norm() -> None:
     torch.testing.assert_close(norm(values), expected)
 
 
-def norm_with_weight(zero_centered: bool = False) -> torch.nn.Module:
-    norm = TorchNorm(config(layernorm_zero_centered_gamma=zero_centered), hidden_size=8, eps=1e-2)
+def norm_with_weight(zero_centered: bool = False) -> Any:
+    norm: Any = TorchNorm(config(layernorm_zero_centered_gamma=zero_centered), hidden_size=8, eps=1e-2)
     with torch.no_grad():
         norm.weight.copy_(torch.linspace(-1, 2, 8))
     return norm
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_gradients_are_those_of_torch(zero_centered: bool) -> None:
+def test_gradients_equal_torch(zero_centered: bool) -> None:
     torch.manual_seed(0)
     norm, values, grad = norm_with_weight(zero_centered), torch.randn(3, 2, 8, requires_grad=True), torch.randn(3, 2, 8)
     exact_weight, exact_values = (each.detach().double().requires_grad_() for each in (norm.weight, values))
@@ -45,7 +45,7 @@ def test_gradients_are_those_of_torch(zero_centered: bool) -> None:
         torch.testing.assert_close(one, other.float(), rtol=2e-6, atol=2e-6)
 
 
-def test_the_weights_gradient_is_added_where_it_is_summed() -> None:
+def test_the_weight_gradient_is_added_to_main_grad() -> None:
     torch.manual_seed(0)
     norm, values = norm_with_weight(), torch.randn(3, 2, 8)
     norm(values).square().sum().backward()
@@ -68,7 +68,7 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_parameters_tell_of_sequence_parallelism(sequence_parallel: bool) -> None:
+def test_parameters_are_marked_for_sequence_parallelism(sequence_parallel: bool) -> None:
     settings = config(
         tensor_model_parallel_size=2,
         sequence_parallel=sequence_parallel,
@@ -76,7 +76,7 @@ def test_parameters_tell_of_sequence_parallelism(sequence_parallel: bool) -> Non
         pipeline_dtype=torch.bfloat16,
     )
     for parameter in TorchNorm(config=settings, hidden_size=4, eps=1e-6).parameters():
-        assert parameter.sequence_parallel is sequence_parallel
+        assert getattr(parameter, "sequence_parallel") is sequence_parallel  # noqa: B009
         assert parameter.dtype == torch.bfloat16
 
 
@@ -85,10 +85,10 @@ def test_another_norm_is_refused() -> None:
         TorchNorm(config(normalization="LayerNorm"), hidden_size=8)
 
 
-def test_in_bf16_one_and_the_weight_is_not_rounded() -> None:
+def test_one_plus_the_weight_is_not_rounded_in_bf16() -> None:
     """1 + 2^-9 is no number of bf16: rounded it would be 1."""
     settings = config(layernorm_zero_centered_gamma=True, params_dtype=torch.bfloat16)
-    norm = TorchNorm(settings, hidden_size=64, eps=0.0)
+    norm: Any = TorchNorm(settings, hidden_size=64, eps=0.0)
     with torch.no_grad():
         norm.weight.fill_(2**-9)
     values = torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -1,4 +1,4 @@
-"""What the launcher makes of the ends of its ranks, and of signals."""
+"""Handling of ended ranks and of signals in the launcher."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -17,33 +19,31 @@ from tests.helpers.commands import environment
 from tests.helpers.messages import Message, assert_names
 
 
-class Failure:
-    def __init__(self, rank: int, exitcode: int, timestamp: int) -> None:
-        self.local_rank, self.exitcode, self.timestamp = rank, exitcode, timestamp
-        self.error_file = "/nowhere"
+def failure_of(rank: int, status: int, ended: int) -> Any:
+    return SimpleNamespace(number=rank, status=status, ended_ns=ended * 10**9, error_file="/nowhere")
 
 
 @pytest.mark.parametrize(
     ("failures", "rank"),
     [
-        ([Failure(0, 1, 20), Failure(1, 1, 10)], 1),  # who came first
-        ([Failure(0, 1, 10), Failure(1, -9, 30)], 1),  # who was killed is noticed late
-        ([Failure(0, 1, 10), Failure(1, 2, 30)], 1),  # who has said what is wrong
-        ([Failure(0, -15, 5), Failure(1, 1, 30)], 1),  # who was ended because of another
+        ([failure_of(0, 1, 20), failure_of(1, 1, 10)], 1),  # who came first
+        ([failure_of(0, 1, 10), failure_of(1, -9, 30)], 1),  # who was killed is noticed late
+        ([failure_of(0, 1, 10), failure_of(1, 2, 30)], 1),  # who has said what is wrong
+        ([failure_of(0, -15, 5), failure_of(1, 1, 30)], 1),  # who was ended because of another
     ],
 )
-def test_the_failure_that_caused_the_others(failures: list[Failure], rank: int) -> None:
-    assert launcher._first(failures).local_rank == rank
+def test_the_failure_that_caused_the_others(failures: list[Any], rank: int) -> None:
+    assert launcher._first(failures).number == rank
 
 
-def test_failures_within_one_second_are_told_apart_by_their_files(tmp_path: Path) -> None:
-    failures = [Failure(0, 1, 10), Failure(1, 1, 10)]
+def test_failures_within_one_second_are_ordered_by_their_files(tmp_path: Path) -> None:
+    failures = [failure_of(0, 1, 10), failure_of(1, 1, 10)]
     for failure, moment in zip(failures, (10.9, 10.8), strict=True):
-        file = tmp_path / str(failure.local_rank)
+        file = tmp_path / str(failure.number)
         file.write_text("why")
         os.utime(file, (moment, moment))
         failure.error_file = str(file)
-    assert launcher._first(failures).local_rank == 1
+    assert launcher._first(failures).number == 1
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_failures_within_one_second_are_told_apart_by_their_files(tmp_path: Path
         (2, 2, ""),
     ],
 )
-def test_what_is_said_of_a_failure(exitcode: int, status: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launcher._report(Failure(1, exitcode, 0), 4) == status
+def test_the_report_of_a_failure(exitcode: int, status: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launcher._report(failure_of(1, exitcode, 0), 4) == status
     assert capsys.readouterr().err == text
 
 
@@ -92,7 +92,7 @@ launcher.spawn_ranks(1, ["rank.py"], stop_signals=[])
     return fork_server.run(["-c", code], cwd=folder, env=env, preload=["nemo_kto.processes.launcher"], timeout=100)
 
 
-def test_processes_that_were_not_started_by_a_rank_are_spared(tmp_path: Path) -> None:
+def test_processes_not_started_by_a_rank_are_not_ended(tmp_path: Path) -> None:
     """Such as a TensorBoard that a script starts before its training."""
     before = """
 other = subprocess.Popen(["sh", "-c", "sleep 60 & wait"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""Too few rows, which are said before the model is built."""
+"""Too few rows are reported before the model is built."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.tiny_models import make_tokenizer
 
 def resolved(*overrides: str, name: str = "kto") -> ResolvedRun:
     given = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix=rows.jsonl", *overrides]
-    cfg, mistakes = compose.to_config(compose.load(given, source=compose.Source(f"gpt_{name}")))
+    cfg, mistakes = compose.to_config(compose.load(given, source=compose.Source(config_name=f"gpt_{name}")))
     assert cfg is not None, mistakes
     return ResolvedRun.of(cfg)
 
@@ -45,11 +45,11 @@ def test_the_largest_batch_that_fits_is_named(
 ) -> None:
     for name, remedy in (("kto", kto), ("dpo", dpo)):
         cfg = resolved(f"model.micro_batch_size={micro}", name=name).cfg
-        said = too_few_rows(cfg, rows, data_parallel=data_parallel)
+        error = too_few_rows(cfg, rows, data_parallel=data_parallel)
         if remedy is None:
-            assert said is None
+            assert error is None
         else:
-            assert said == Message("model.global_batch_size", f"{rows}", "64", *remedy, "model.data.data_prefix")
+            assert error == Message("model.global_batch_size", f"{rows}", "64", *remedy, "model.data.data_prefix")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_the_largest_batch_that_fits_is_named(
         (["model.micro_batch_size=2", "model.micro_batch_tokens=256"], 2, 256),
     ],
 )
-def test_micro_batches_hold_some_tokens_unless_told(keys: list[str], prompts: int | None, tokens: int | None) -> None:
+def test_the_default_limit_of_tokens(keys: list[str], prompts: int | None, tokens: int | None) -> None:
     limits = micro_batch_limits(resolved(*keys))
     assert (limits.prompts, limits.tokens) == (prompts, tokens)
 
@@ -79,7 +79,7 @@ def test_kto_needs_two_validation_rows_and_its_variant_without_z0_one() -> None:
     ("loss", "training", "validation"),
     [("kto", (4, 2), (2, 2)), ("apo_zero_unpaired", (4, 0), (2, 0)), ("bco", (5, 0), (2, 0))],
 )
-def test_packed_shares_count_the_passes_of_the_loss(
+def test_costs_of_packed_shards_include_the_passes_of_the_loss(
     loss: str, training: tuple[int, int], validation: tuple[int, int], tiny_llama: Path
 ) -> None:
     """Reference, forward, two for the backward pass, and one more for delta; over samples, and over KL examples."""
@@ -110,7 +110,7 @@ def test_rows_are_read_before_the_model_is_built(monkeypatch: pytest.MonkeyPatch
         build.train(resolved())
 
 
-def test_reference_log_probs_in_fp8_are_kept_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_log_probs_in_fp8_have_a_separate_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "ReferenceCache", lambda **kept: kept["settings"])
     policy: Any = SimpleNamespace(base_model=Path("model"))
     engine: Any = SimpleNamespace(average_log_probs=False)
