@@ -18,7 +18,7 @@ MOST_CALLS = 4
 def documented() -> list[tuple[str, str]]:
     """(function, file) of each line of the list."""
     text = (REPOSITORY / "docs/design.md").read_text(encoding="utf-8")
-    section = text.split("## The walk from `fit` to the loss")[1].split("\n## ")[0]
+    section = text.split("## The walk of a batch")[1].split("\n## ")[0]
     return re.findall(r"^\d+\. \[`([\w.]+)`\]\(\.\./([\w/]+\.py)\)", section, re.MULTILINE)
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_kto.device import device
 from nemo_kto.distributed.collectives import global_sums, ranks_where, to_host
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import Derive, Metrics, balance_metrics
-from nemo_kto.models.engine.engine import LogProbEngine
+from nemo_kto.models.engine.engine import LogProbEngine, SequenceLoss
 from nemo_kto.models.engine.reference import Phase, ReferencePolicy
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import Passes
@@ -38,6 +39,12 @@ class Objective:
     preference_loss_weight: float = 1.0
     sft_loss_weight: float = 0.0
     sft_average_log_probs: bool = False
+
+
+def upload_values(**values: Tensor | None) -> dict[str, Tensor]:
+    """Copy values of a batch to the device, once, so that no micro-batch waits for a transfer; None is left out."""
+    present = {name: value for name, value in values.items() if value is not None}
+    return dict(zip(present, device.upload([*present.values()]), strict=True))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -90,7 +97,7 @@ class MegatronGPTModel:
             RuntimeError: if the loss has no reference.
         """
         if self.reference is None:
-            raise RuntimeError("the loss of this model needs no reference, so that there is none to evaluate")
+            raise RuntimeError("the model has no reference policy, because its loss does not need one")
         with self.phase("reference"):
             return self.reference.logprobs(*parts)
 
@@ -120,7 +127,7 @@ class MegatronGPTModel:
         self,
         parts: Sequence[Mapping[str, Tensor]],
         *,
-        zeros: Mapping[str, Tensor],
+        loss: SequenceLoss,
         batch_sums: dict[str, Tensor],
         derive: Derive,
     ) -> tuple[float, Metrics]:
@@ -128,10 +135,12 @@ class MegatronGPTModel:
 
         Args:
             parts: sums of each micro-batch, as the engine's ``forward_backward`` returns them.
-            zeros: the same sums over no examples: the contribution of a pipeline stage without a loss.
+            loss: the loss; over no examples it gives the contribution of a pipeline stage without micro-batch losses.
             batch_sums: sums over the global batch that every stage already has, 0-d float64 on the device.
             derive: function from sums to metrics, which must include ``loss``.
         """
+        nothing = torch.zeros(0, device=device.current_device())
+        zeros = loss(nothing.long(), nothing).sums
         sums = {name: sum((part[name] for part in parts), start=zero) for name, zero in zeros.items()}
         self._local_loss = sums["loss_sum"]
         metrics = Metrics(
