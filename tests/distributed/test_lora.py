@@ -239,6 +239,6 @@ def test_adapters_in_the_wrong_order(ranks: RankPool, models: Any) -> None:
         "",
         Naming("RuntimeError", "adapters"),
         Naming("RuntimeError", "adapters"),
-        Naming("TypeError", "ColumnParallelLinear", "RowParallelLinear", "RowEmbedding", "LoRAColumnParallelLinear"),
+        Naming("TypeError", "ColumnParallelLinear", "RowParallelLinear", "SparseGradEmbedding", "LoRAColumnParallelLinear"),
         Naming("UserError", "1", "4", "number", "5"),
     ]

@@ -156,7 +156,7 @@ def model_that_changes(folder: Path) -> list[str]:
 def test_a_reference_that_is_not_the_same_any_more_is_not_read_again(ranks: RankPool, tmp_path: Path) -> None:
     ((changed, gone),) = ranks.run(1, model_that_changes, tmp_path)
     for text in (changed, gone):
-        assert_names(text, str(tmp_path / "model"), "changed or are gone", "restore", "same command")
+        assert_names(text, str(tmp_path / "model"), "changed or are missing", "restore", "same command")
 
 
 def two_jobs(folder: Path) -> dict[str, Any]:

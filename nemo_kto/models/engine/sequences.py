@@ -20,10 +20,10 @@ from torch import Tensor
 from nemo_kto.device import device
 from nemo_kto.device.precision import FP8_MULTIPLE
 from nemo_kto.losses.sequence import IGNORED, response_counts, response_positions
-from nemo_kto.models.layers.spans import packed_rows, row_places
+from nemo_kto.models.layers.packing import local_token_indices, pack_lengths
 
 if TYPE_CHECKING:  # so that the planner does not import megatron-core
-    from nemo_kto.models.layers.packed_sequences import PackedSequences
+    from nemo_kto.models.layers.attention import PackedSequences
 
 _GPU_WIDTHS = 64  # rounds widths up on a GPU, because attention kernels are set up again for every new width
 
@@ -236,7 +236,7 @@ class SequenceBatch:
         prompts = len(self) // self.answers
         if limits.packed:
             of_prompt = limits.in_row(self.lengths_B).view(self.answers, prompts).sum(dim=0)
-            rows = packed_rows(of_prompt.tolist(), tokens=limits.tokens, prompts=limits.prompts)
+            rows = pack_lengths(of_prompt.tolist(), tokens=limits.tokens, prompts=limits.prompts)
             parts: Iterable[Tensor] = map(torch.tensor, rows)
         else:
             longest_of_prompt = self.lengths_B.view(self.answers, prompts).amax(dim=0)
@@ -381,7 +381,7 @@ class MicroBatch:
         if size == 1:
             return self
         rows, width = self.tokens_bs.shape
-        place_s = row_places(self.lengths or (width,), rank=rank, size=size)
+        place_s = local_token_indices(self.lengths or (width,), rank=rank, size=size)
         index_s = torch.full((width,), -1).index_copy(0, place_s, torch.arange(len(place_s)))  # -1: on another rank
         index_T, row_T = index_s[self.hidden_index_T // rows], self.hidden_index_T % rows
         is_here_T = index_T >= 0
@@ -401,7 +401,7 @@ class MicroBatch:
 
         The host does not have to wait for further transfers between micro-batches.
         """
-        from nemo_kto.models.layers.packed_sequences import PackedSequences
+        from nemo_kto.models.layers.attention import PackedSequences
 
         names = (
             "sequence_index_b", "tokens_bs", "positions_bs", "mask_b1ss", "owner_bs",
