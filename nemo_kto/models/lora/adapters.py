@@ -63,11 +63,7 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
     embedding from a normal distribution. It is drawn separately for each layer of the Hugging Face model, so that it is the
     same at every layout. B starts at zero; DoRA's magnitudes start at the norms of the rows.
 
-    Args:
-        chunk: model chunk built by ``models.gpt.build_gpt``; without grouped experts if experts are adapted.
-        settings: LoRA settings.
-        architecture: the model's architecture.
-        seed: random seed for A.
+    If experts are adapted, the chunk must be built without grouped experts.
 
     Raises:
         UserError: if a layer number exceeds the number of layers, or the embedding cannot be adapted.
@@ -81,7 +77,7 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)
     for mapping in adapted_mappings(architecture, settings):
-        for linear, place in _linears(chunk, mapping, settings, architecture):
+        for linear, indices in _linears(chunk, mapping, settings, architecture):
             adapt_linear(
                 linear,
                 rank=settings.rank,
@@ -91,7 +87,7 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
                 part_of_row=_part_of_row(linear.weight, mapping, architecture),
                 magnitudes=[settings.dora and hf_module(name) in settings.modules for name in mapping.hf_names],
             )
-            _draw_a(linear.lora_a, mapping, place, settings, architecture=architecture, seed=seed)
+            _initialise_a(linear.lora_a, mapping, indices, settings, architecture=architecture, seed=seed)
     chunk.adapters = settings
 
     def require_grad(embedding: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -207,11 +203,11 @@ def _linears(
     for layer in chunk.decoder.layers:
         if settings.layers is not None and layer.layer_number not in settings.layers:
             continue
-        for place in architecture.instances(mapping, [layer.layer_number - 1]):
+        for indices in architecture.instances(mapping, [layer.layer_number - 1]):
             if not mapping.of_expert:
-                yield layer.get_submodule(path), place
-            elif place["expert"] in (local := layer.mlp.local_expert_indices):
-                yield layer.get_submodule(path.format(expert=local.index(place["expert"]))), place
+                yield layer.get_submodule(path), indices
+            elif indices["expert"] in (local := layer.mlp.local_expert_indices):
+                yield layer.get_submodule(path.format(expert=local.index(indices["expert"]))), indices
 
 
 def _adapters(chunks: Iterable[nn.Module]) -> list[Adapter]:
@@ -233,16 +229,16 @@ def _part_of_row(weight: Tensor, mapping: ParamMapping, architecture: Architectu
 
 
 @torch.no_grad()
-def _draw_a(
+def _initialise_a(
     lora_a: Tensor,
     mapping: ParamMapping,
-    place: Mapping[str, int],
+    indices: Mapping[str, int],
     settings: LoRASettings,
     *,
     architecture: Architecture,
     seed: int,
 ) -> None:
-    names = [name.format(**place) for name in mapping.hf_names]
+    names = [name.format(**indices) for name in mapping.hf_names]
     widths = [shape[1] for shape in source_shapes(mapping, architecture)]
     mapping_a = adapter_mappings(mapping, settings)[0]
     rank = dist.get_rank(state.tensor_group(of_expert=mapping.of_expert))

@@ -49,19 +49,12 @@ def upload_values(**values: Tensor | None) -> dict[str, Tensor]:
 
 @dataclass(kw_only=True, eq=False)
 class MegatronGPTModel:
-    """A policy with its objective and its reference; the engine runs the forward and backward passes.
-
-    Attributes:
-        engine: runs the model.
-        reference: the reference policy; None for losses that need none.
-        objective: the training objective.
-        phase: context manager that reports a named phase of a step to a timer.
-    """
+    """A policy with its objective and its reference; the engine runs the forward and backward passes."""
 
     engine: LogProbEngine
-    reference: ReferencePolicy | None
+    reference: ReferencePolicy | None  # None for losses that need none
     objective: Objective
-    phase: Phase = nullcontext
+    phase: Phase = nullcontext  # reports a named phase of a step to a timer
     _local_loss: Tensor = field(init=False, default_factory=lambda: torch.zeros(()))  # this rank's part of the last loss
 
     @property
@@ -72,9 +65,7 @@ class MegatronGPTModel:
     def passes(self, *, forward_only: bool, looks_ahead: bool = False) -> Passes:
         """Return the passes that one step makes over a sequence, including those of the reference.
 
-        Args:
-            forward_only: no backward pass.
-            looks_ahead: one more forward pass, needed before the loss (for delta, or to sort the global batch).
+        ``looks_ahead`` adds a forward pass, needed before the loss (for delta, or to sort the global batch).
         """
         forward, disabled, backward = Passes() if self.reference is None else self.reference.passes
         return Passes(forward + 1 + looks_ahead, disabled, backward + (not forward_only))
