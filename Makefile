@@ -43,7 +43,7 @@ NOT_SILENT := echo 'installing (the first time this takes minutes)'; $(STILL_RUN
 DISTRIBUTED312 := {layouts,experts,pipeline_stages,gradients,logprobs,context,load_balance,main_grad,fp8,offload}
 DISTRIBUTED312 += {lora*,dora,checkpoint*,elastic,export,moments,overlap,traffic,plan_activations,engine_names,no_waiting}
 TESTS312 := tests/unit/models/test_attention.py tests/unit/device/test_kernels.py
-TESTS312 += $(patsubst %,tests/distributed/test_%.py,$(DISTRIBUTED312)) tests/parity/test_{huggingface,mixtures}.py \
+TESTS312 += $(patsubst %,tests/distributed/*/test_%.py,$(DISTRIBUTED312)) tests/parity/test_{huggingface,mixtures}.py \
 	tests/integration/test_resume.py -k 'not (tp4 or dp4 or micro_batch or recompute)'
 
 .PHONY: help quickstart quickstart-pairs check golden test test-full test-slow test-py312 test-lowest test-emulated chaos test-slurm gpu gpu-wheels image-test audit lint bench wheel clean
@@ -132,7 +132,7 @@ $(VENV_LOWEST)/.test: pyproject.toml setup.py constraints-lowest.txt
 
 test-lowest: $(VENV_LOWEST)/.test
 	$(VENV_LOWEST)/bin/python $(PYTEST) -m 'not slow' $(PYTEST_FLAGS) \
-		tests/unit tests/distributed/test_{gradients,logprobs,checkpoint,export}.py
+		tests/unit tests/distributed/*/test_{gradients,logprobs,checkpoint,export}.py
 
 # On emulated GPUs: their own tests, and the tests for a GPU. One takes ten minutes there, because it computes in bf16 on the CPU.
 $(VENV_EMULATED)/.test: $(VENV)/.test .ci/emulated-environment

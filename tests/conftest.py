@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
-def logging_as_it_was() -> Iterator[None]:
+def restore_logging() -> Iterator[None]:
     """Undoes afterwards what a command sets up in this process."""
     handlers, form, level = logging.root.handlers[:], warnings.formatwarning, logging.getLogger("nemo_kto").level
     yield

@@ -76,11 +76,11 @@ def test_commands_exist(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names)
-def test_nothing_out_of_place(document: Path) -> None:
+def test_no_foreign_words(document: Path) -> None:
     assert not OUT_OF_PLACE.findall(text_of(document))
 
 
-def test_the_map_names_functions_that_exist() -> None:
+def test_the_documented_calls_exist() -> None:
     rows = re.findall(r"^\|.*\]\((nemo_kto/[\w/]+\.py)\), `(\w+)`", text_of(REPOSITORY / "README.md"), re.MULTILINE)
     assert len(rows) >= 3, "the loss, the step and the loop"
     missing = [f"{file}: {name}" for file, name in rows if f"def {name}(" not in text_of(REPOSITORY / file)]

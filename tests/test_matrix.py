@@ -33,7 +33,7 @@ for matrix in ("quick", "full", "0/3", "1/3", "2/3"):
 """
 
 
-def test_what_each_part_of_the_matrix_holds(tmp_path: Path) -> None:
+def test_parts_of_the_matrix(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_addoption, pytest_collection_modifyitems\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full\n")
     (tmp_path / "test_cases.py").write_text(CASES)

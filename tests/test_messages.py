@@ -34,19 +34,19 @@ def repeated(package: set[str], tests: set[str]) -> list[str]:
     return sorted(text for text in tests if any(run in of_package for run in runs_of_words(text)))
 
 
-def test_no_test_repeats_a_text_of_the_package() -> None:
+def test_no_test_repeats_a_message_of_the_package() -> None:
     package = {text for file in (REPOSITORY / "nemo_kto").rglob("*.py") for text in texts_of(file)}
     files = [file for file in (REPOSITORY / "tests").rglob("*.py") if file != Path(__file__)]
     assert repeated(package, {text for file in files for text in texts_of(file)}) == []
 
 
-def test_a_text_that_is_repeated_is_found() -> None:
+def test_a_repeated_message_is_detected() -> None:
     package = {"must be at least", "; name the folder of a Hugging Face model"}
     assert repeated(package, {"x must be at least 1, got 0", "name the folder of a model"}) == ["name the folder of a model"]
     assert repeated(package, {"name the folder of the model"}) == []
 
 
-def test_each_part_has_a_place_of_its_own() -> None:
+def test_each_part_matches_a_separate_place() -> None:
     text = "model.seed must be from 0 to 10, got -1; e.g. model.seed=1234"
     assert missing(text, ["model.seed=1234", "model.seed", "0", "10", "-1"]) == []
     assert missing(text, ["model.seed=12", "1", "see", "model.seed=1234", "model.seed", "model.seed"]) == [
@@ -79,7 +79,7 @@ def stored(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     return texts
 
 
-def test_a_message_names_its_parts_and_reads_as_in_the_snapshot(stored: list[str]) -> None:
+def test_a_message_contains_its_parts_and_equals_the_snapshot(stored: list[str]) -> None:
     message = Message("model.seed", "-1")
     assert message != "model.seed is -1", "it has no entry yet"
     stored += ["model.seed is -1", "model.seed is 7"]
@@ -96,7 +96,7 @@ def test_a_message_names_its_parts_and_reads_as_in_the_snapshot(stored: list[str
 
 def test_an_update_keeps_the_messages_of_tests_that_did_not_run() -> None:
     here, other = "tests/test_messages.py", "tests/test_docs.py"
-    one, two = "test_each_part_has_a_place_of_its_own", "test_a_text_that_is_repeated_is_found"
+    one, two = "test_each_part_matches_a_separate_place", "test_a_repeated_message_is_detected"
     before = {
         here: {f"{one}[a]": ["old"], f"{one}[gone]": ["old"], two: ["kept"], "test_that_was_renamed": ["gone"]},
         "tests/test_that_was_deleted.py": {"test_x": ["gone"]},

@@ -13,16 +13,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from nemo_kto.algorithms.callbacks import Callback, CheckpointCallback, Event, LoggerCallback
-from nemo_kto.algorithms.duration import TrainerConfig, interval_steps
-from nemo_kto.algorithms.early_stopping import EarlyStopping
+from nemo_kto.algorithms.callbacks import Callback, CheckpointCallback, Event, LoggerCallback, StepLog
+from nemo_kto.algorithms.duration import TrainerConfig, ValidationLoaders, interval_steps, validation_sets
 from nemo_kto.algorithms.protocols import CheckpointWriter, Loader, MetricsLogger, Optimizer, PolicyModel, Scheduler
-from nemo_kto.algorithms.skipping import SkippedSteps
-from nemo_kto.algorithms.step_log import StepLog
-from nemo_kto.algorithms.validation import ValidationLoaders, metrics_by_set, validation_sets
+from nemo_kto.algorithms.stopping import EarlyStopping, SkippedSteps
 from nemo_kto.data.batches.collate import DPOBatch, dpo_custom_collate
 from nemo_kto.errors import UserError
-from nemo_kto.losses.metrics import Metrics
+from nemo_kto.losses.metrics import Metrics, metrics_by_set
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason
 
 __all__ = ["DPOTrainer", "TrainerConfig", "dpo_custom_collate"]
@@ -77,24 +74,15 @@ class DPOTrainer:
     def __post_init__(self) -> None:
         checkpoints = CheckpointCallback(writer=self.ckpt_callback, logger=self.logger)
         self.callbacks = [*self.callbacks, checkpoints, LoggerCallback(logger=self.logger)]
-        self._cfg = self._read_cfg()
-        self.step = 0
-        self.step_log = StepLog()
-        self.validation_due = False  # the validation due at the current step was skipped because the run had to stop
-        self.stop: StopReason | None = None
-        self.monitored: dict[str, float] = {}
-        self._set_lengths(len(self.train_dataloader.batch_sampler))
-
-    def _read_cfg(self) -> TrainerConfig:
+        sampler = self.train_dataloader.batch_sampler
         if isinstance(self.cfg, TrainerConfig):
-            return self.cfg
-        batch_size = getattr(self.train_dataloader.batch_sampler, "global_batch_size", None)
-        clips = getattr(getattr(self.optimizer, "config", None), "clip_grad", None)
-        return TrainerConfig.of(self.cfg, global_batch_size=batch_size, clip_grad=clips)
-
-    def _set_lengths(self, batches: int) -> None:
-        self.steps_per_epoch = self._cfg.steps_per_epoch(batches)
-        self.max_steps = self._cfg.total_steps(batches)
+            self._cfg = self.cfg
+        else:
+            batch_size = getattr(sampler, "global_batch_size", None)
+            clip_grad = getattr(getattr(self.optimizer, "config", None), "clip_grad", None)
+            self._cfg = TrainerConfig.of(self.cfg, global_batch_size=batch_size, clip_grad=clip_grad)
+        self.steps_per_epoch = self._cfg.steps_per_epoch(len(sampler))
+        self.max_steps = self._cfg.total_steps(len(sampler))
         if self.max_steps < 1:
             raise UserError(
                 f"the run must have at least one step, got {self.max_steps}; "
@@ -103,6 +91,11 @@ class DPOTrainer:
         self.val_interval = interval_steps(self._cfg.val_check_interval, self.steps_per_epoch)
         self.save_interval = interval_steps(self._cfg.save_interval, self.steps_per_epoch)
         self.val_sets = validation_sets(self.val_dataloader, limit=self._cfg.limit_val_batches)
+        self.step = 0
+        self.step_log = StepLog()
+        self.validation_due = False  # the validation due at the current step was skipped because the run had to stop
+        self.stop: StopReason | None = None
+        self.monitored: dict[str, float] = {}
 
     @property
     def epoch(self) -> int:
@@ -117,7 +110,7 @@ class DPOTrainer:
     @property
     def ended_early(self) -> bool:
         """Whether the run was stopped with work left for a resumed run."""
-        return self._ends_early and (not self._is_over or self.validation_due)
+        return self._interrupted and (not self._finished or self.validation_due)
 
     @property
     def stopped_early(self) -> str | None:
@@ -125,9 +118,14 @@ class DPOTrainer:
         return None if self.early_stopping is None else self.early_stopping.reason
 
     @property
-    def _is_over(self) -> bool:
+    def _finished(self) -> bool:
         """Whether no step is left."""
         return self.step >= self.max_steps or self.stopped_early is not None
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether the run must end at once, without further validation."""
+        return self.stop is not None and self.stop.early
 
     def fit(self) -> None:
         """Train until the run ends, with validations, checkpoints and log lines at their intervals.
@@ -142,110 +140,138 @@ class DPOTrainer:
         """
         self.run_timer.start_time()
         try:
-            self._begin()
+            self._call_callbacks("on_fit_start")
+            if self.validation_due or (self._cfg.val_before_training and self.step == 0):
+                self._validate()
+                if self.step and (self._finished or self._interrupted) and not self.validation_due:
+                    self._save()  # replaces the checkpoint that was saved with the validation still due
             for started, batch in self._remaining_batches():
                 self.optimizer.zero_grad()
                 self.model.zero_grad()
-                before = self.model.state_dict()
+                model_state = self.model.state_dict()
                 loss, metrics = self.model.get_loss_and_metrics(batch, forward_only=False)
-                figures = self._optimizer_step(loss, before)
-                self._report_step(metrics, figures, started=started)
-                if self._end_step():
+                step_values = self._optimizer_step(loss, model_state)
+                self.step += 1
+                self._report_step(metrics, step_values, started=started)
+                is_last = self._must_stop() or self._finished
+                if self._is_due(self.val_interval) or self._finished or (is_last and not self._interrupted):
+                    self._validate()
+                    is_last = is_last or self._interrupted or self._finished  # interrupted, or early stopping
+                if is_last and not self.ended_early:  # a resumed run continues the unfinished log line
+                    self._log()
+                if is_last or self._is_due(self.save_interval):
+                    self._save()
+                if is_last:
                     break
         except BaseException as error:
-            for callback in self.callbacks:
-                callback.on_exception(self, error)
+            self._call_callbacks("on_exception", error)
             raise
-        for callback in self.callbacks:
-            callback.on_fit_end(self)
-
-    def _begin(self) -> None:
-        """Call ``on_fit_start`` and run the validation that is due before the first step of a new or resumed run."""
-        self._first_step = self.step
-        for callback in self.callbacks:
-            callback.on_fit_start(self)
-        if self.validation_due or (self._cfg.val_before_training and self.step == 0):
-            self._validate()
-            if self.step and (self._is_over or self._ends_early) and not self.validation_due:
-                self._save()  # replaces the checkpoint that was saved with the validation still due
-
-    def _begin_epoch(self) -> bool:
-        """Call ``on_train_epoch_start``; return False if the run must stop now, after the last step done."""
-        for callback in self.callbacks:
-            callback.on_train_epoch_start(self)
-        self.timers.report_and_reset()  # the time of these callbacks is not part of a step
-        if self.step == self._first_step or not self._must_stop():
-            return True
-        if not self._ends_early and not self._due(self.val_interval):
-            self._validate()
-        if not self.ended_early:
-            self._log()
-        if not self._ends_early or not self._due(self.save_interval):
-            self._save()
-        return False
+        self._call_callbacks("on_fit_end")
 
     def _remaining_batches(self) -> Iterator[tuple[float, Any]]:
         """Yield (time at which loading began, augmented batch) for each remaining step, over all epochs."""
-        while not self._is_over and not self._ends_early and self._begin_epoch():
+        first_step = self.step
+        while not self._finished and not self._interrupted:
+            self._call_callbacks("on_train_epoch_start")
+            self.timers.report_and_reset()  # the time of these callbacks is not part of a step
+            if self.step > first_step and self._must_stop():
+                self._end_before_epoch()
+                return
             self._set_position()
-            left = self.steps_per_epoch - self.step % self.steps_per_epoch
+            remaining = self.steps_per_epoch - self.step % self.steps_per_epoch
             started = time.perf_counter()
-            for batch in islice(self.augment_dataloader(self.train_dataloader), left):
+            for batch in islice(self.augment_dataloader(self.train_dataloader), remaining):
                 yield started, batch
                 started = time.perf_counter()
 
-    def _end_step(self) -> bool:
-        """Validate and save if due; return True if the run ends after this step."""
-        done = self._must_stop() or self._is_over
-        if self._due(self.val_interval) or self._is_over or (done and not self._ends_early):
+    def _end_before_epoch(self) -> None:
+        """End a run that must stop before the first step of an epoch: do what its last step has left to do."""
+        if not self._interrupted and not self._is_due(self.val_interval):
             self._validate()
-        done = done or self._ends_early or self._is_over  # validation may have been interrupted, or triggered early stopping
-        if done and not self.ended_early:  # a resumed run continues the unfinished log line
+        if not self.ended_early:
             self._log()
-        if done or self._due(self.save_interval):
+        if not self._interrupted or not self._is_due(self.save_interval):
             self._save()
-        return done
 
-    @property
-    def _ends_early(self) -> bool:
-        return self.stop is not None and self.stop.early
+    def _optimizer_step(self, loss: float, model_state: Mapping[str, Any]) -> dict[str, float]:
+        """Apply the gradient, or skip the step on all ranks if loss or gradient are not finite.
 
-    def _must_stop(self) -> bool:
-        """Return whether the run must stop now, as agreed by all ranks; collective. An early end is never revoked."""
-        if not self._ends_early:
-            self.stop = self.run_timer.stop_reason() or self.stop
-        return self.stop is not None
+        Args:
+            loss: loss of the global batch.
+            model_state: state of the model before the step, restored if the step is skipped.
 
-    def _optimizer_step(self, loss: float, before: Mapping[str, Any]) -> dict[str, float]:
-        """Apply the gradient, or skip the step on all ranks; return lr, grad_norm and skipped_steps (the total so far)."""
+        Returns:
+            lr, grad_norm if known, and skipped_steps, the total so far.
+        """
+        updated, grad_norm = False, None
         with self.timers.phase("optimizer"):
             self.scheduler.step(1)  # before the optimizer, so that the first warm-up step has a learning rate above 0
             ranks = self.model.ranks_not_finite()
-            wrong = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient is not finite" if ranks else None
-            updated, grad_norm, _ = (False, None, None) if wrong else self.optimizer.step()
-        figures = {"lr": self.optimizer.param_groups[0]["lr"]}
-        self._note(None if updated else wrong or f"the gradient norm is {grad_norm}", ranks, before)
-        if updated and grad_norm is not None:  # the optimizer may not compute the norm if it does not clip
-            figures["grad_norm"] = float(grad_norm)
-        self.step += 1
-        return figures | {"skipped_steps": self.skipped.total}
-
-    def _note(self, wrong: str | None, ranks: Sequence[int], before: Mapping[str, Any]) -> None:
-        """Record that a step was applied or skipped; if it was skipped, restore the state of the model.
-
-        Args:
-            wrong: reason for skipping the step, as text; None if it was applied.
-            ranks: ranks with non-finite values.
-            before: state of the model before the step.
-        """
-        if wrong is None:
+            if math.isfinite(loss) and not ranks:
+                updated, grad_norm, _ = self.optimizer.step()
+        step_values = {"lr": self.optimizer.param_groups[0]["lr"]}
+        if updated:
             self.skipped.applied()
+            if grad_norm is not None:  # the optimizer may not compute the norm if it does not clip
+                step_values["grad_norm"] = float(grad_norm)
+        else:
+            if not math.isfinite(loss):
+                reason = f"the loss is {loss}"
+            else:
+                reason = "the gradient is not finite" if ranks else f"the gradient norm is {grad_norm}"
+            self.model.load_state_dict(model_state)
+            self._set_position()  # to the current batch; does not affect the running iteration
+            examples = next(iter(self.train_dataloader.batch_sampler))
+            self.skipped.skip(reason, step=self.step + 1, ranks=ranks, examples=examples)
+        return step_values | {"skipped_steps": self.skipped.total}
+
+    def _report_step(self, metrics: Metrics, step_values: Mapping[str, float], *, started: float) -> None:
+        values = {**metrics, **step_values}
+        self._monitor("train", values)
+        report = {f"train/{name}": value for name, value in values.items()}
+        report |= {"train/epoch": self.epoch, "train/consumed_samples": self.consumed_samples}
+        report |= {f"timing/{name}": value for name, value in self.timers.report_and_reset().items()}
+        seconds = time.perf_counter() - started  # report_and_reset() has synchronised with the device
+        event = Event(step=self.step, metrics=metrics, seconds=seconds, report=report | {"timing/step_time": seconds})
+        self._call_callbacks("on_train_step_end", event)
+        self.step_log.add(event)
+        if self._is_due(self._cfg.log_every_n_steps) or self.step >= self.max_steps:
+            self._log()
+
+    def _log(self) -> None:
+        """Log the steps since the last log line."""
+        if (line := self.step_log.take()) is not None:
+            self._call_callbacks("on_log", line)
+
+    def _validate(self) -> None:
+        """Validate now, or leave it to the resumed run if the run must end early."""
+        if not self.val_sets:
             return
-        self.model.load_state_dict(before)
-        sampler = self.train_dataloader.batch_sampler
-        self._set_position()  # to the current batch; does not affect the running iteration
-        examples = next(iter(sampler))
-        self.skipped.skip(wrong, step=self.step + 1, ranks=ranks, examples=examples)
+        self.validation_due = True
+        if self._interrupted:
+            return
+        with self.timers.phase("validation"):
+            parts, batches = [], sum(each.batches for each in self.val_sets)
+            for part in self._validation_batches():
+                parts.append(part)
+                if self._must_stop() and self._interrupted and len(parts) < batches:
+                    return
+        metrics = metrics_by_set(parts)
+        self.validation_due = False
+        seconds = self.timers.report_and_reset()["validation"]  # phases inside a validation are not part of a step
+        self._monitor("val", metrics)
+        if self.early_stopping is not None and self.step:  # the initial model is not a result of training
+            self.early_stopping.update(metrics, step=self.step)
+        report = {f"val/{name}": value for name, value in metrics.items()} | {"timing/validation": seconds}
+        event = Event(step=self.step, metrics=metrics, seconds=seconds, report=report)
+        self._call_callbacks("on_validation_end", event)
+
+    def _save(self) -> None:
+        if not self.model.has_finite_weights():
+            text = f"the weights are not finite after step {self.step}; no checkpoint is written"
+            raise UserError(f"{text}{self.skipped.advice}")
+        report: dict[str, float] = {}
+        self._call_callbacks("on_save", report)
 
     def run_validation(self) -> tuple[float, dict[str, float]]:
         """Return loss and metrics over all validation examples, with equal weight for each example.
@@ -257,7 +283,7 @@ class DPOTrainer:
         """
         if not self.val_sets:
             raise ValueError(
-                "validation must have at least one batch, got none; give val_dataloader or raise limit_val_batches"
+                "validation must have at least one batch, got none; set val_dataloader or raise limit_val_batches"
             )
         parts = list(self._validation_batches())
         loss = functools.reduce(operator.add, (metrics for _, metrics in parts))["loss"]
@@ -324,8 +350,8 @@ class DPOTrainer:
         length = int(state.get("steps_per_epoch", self.steps_per_epoch))
         if length != self.steps_per_epoch:
             raise ValueError(
-                f"an epoch must stay {length} steps long in a resumed run, got {self.steps_per_epoch}; take the same "
-                "training rows and limit_train_batches, or start a new run in another folder"
+                f"the number of steps per epoch must stay {length} in a resumed run, got {self.steps_per_epoch}; use the "
+                "same training data and limit_train_batches, or start a new run in another folder"
             )
         self.step = step
         self.skipped.total = int(state.get("skipped_steps", 0))
@@ -342,60 +368,19 @@ class DPOTrainer:
         done = self.step % self.steps_per_epoch
         self.train_dataloader.batch_sampler.set_position(self.epoch, done * self._cfg.global_batch_size)
 
-    def _due(self, interval: int) -> bool:
+    def _is_due(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0
 
-    def _report_step(self, metrics: Metrics, figures: Mapping[str, float], *, started: float) -> None:
-        self._monitor("train", values := {**metrics, **figures})
-        report = {f"train/{name}": value for name, value in values.items()}
-        report |= {"train/epoch": self.epoch, "train/consumed_samples": self.consumed_samples}
-        report |= {f"timing/{name}": value for name, value in self.timers.report_and_reset().items()}
-        seconds = time.perf_counter() - started  # report_and_reset() has synchronised with the device
-        event = Event(step=self.step, metrics=metrics, seconds=seconds, report=report | {"timing/step_time": seconds})
-        for callback in self.callbacks:
-            callback.on_train_step_end(self, event)
-        self.step_log.add(event)
-        if self._due(self._cfg.log_every_n_steps) or self.step >= self.max_steps:
-            self._log()
-
-    def _log(self) -> None:
-        """Log the steps since the last log line."""
-        if (line := self.step_log.take()) is not None:
-            for callback in self.callbacks:
-                callback.on_log(self, line)
-
-    def _validate(self) -> None:
-        """Validate now, or leave it to the resumed run if the run must end early."""
-        if not self.val_sets:
-            return
-        self.validation_due = True
-        if self._ends_early:
-            return
-        with self.timers.phase("validation"):
-            parts, batches = [], sum(each.batches for each in self.val_sets)
-            for part in self._validation_batches():
-                parts.append(part)
-                if self._must_stop() and self._ends_early and len(parts) < batches:
-                    return
-        metrics = metrics_by_set(parts)
-        self.validation_due = False
-        seconds = self.timers.report_and_reset()["validation"]  # phases inside a validation are not part of a step
-        self._monitor("val", metrics)
-        if self.early_stopping is not None and self.step:  # the initial model is not a result of training
-            self.early_stopping.update(metrics, step=self.step)
-        report = {f"val/{name}": value for name, value in metrics.items()} | {"timing/validation": seconds}
-        event = Event(step=self.step, metrics=metrics, seconds=seconds, report=report)
-        for callback in self.callbacks:
-            callback.on_validation_end(self, event)
+    def _must_stop(self) -> bool:
+        """Return whether the run must stop now, as agreed by all ranks; collective. An interruption is never revoked."""
+        if not self._interrupted:
+            self.stop = self.run_timer.stop_reason() or self.stop
+        return self.stop is not None
 
     def _monitor(self, prefix: str, values: Mapping[str, float]) -> None:
         """Update the metrics that rank checkpoints; non-finite values, as in a skipped step, are left out."""
         self.monitored |= {f"{prefix}_{name}": value for name, value in values.items() if math.isfinite(value)}
 
-    def _save(self) -> None:
-        if not self.model.has_finite_weights():
-            text = f"the weights are not finite after step {self.step}, so that no checkpoint of it is written"
-            raise UserError(f"{text}{self.skipped.advice}")
-        report: dict[str, float] = {}
+    def _call_callbacks(self, hook: str, *arguments: object) -> None:
         for callback in self.callbacks:
-            callback.on_save(self, report)
+            getattr(callback, hook)(self, *arguments)

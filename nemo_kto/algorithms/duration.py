@@ -1,15 +1,17 @@
-"""Run length, intervals of validation and checkpoints, and the batches that a run uses."""
+"""Run length, intervals of validation and checkpoints, and the batches that a run uses for training and validation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from itertools import islice
 from typing import Any, TypeVar
 
 from nemo_kto.algorithms.protocols import Loader
+from nemo_kto.data.rows.sources import UNNAMED
 
 Raw = TypeVar("Raw")
+ValidationLoaders = Loader[Any] | Mapping[str, Loader[Any]] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,27 +50,24 @@ class TrainerConfig:
         Args:
             section: values of the attributes by name; may contain ``gradient_clip_val``, which is only compared with
                 ``clip_grad``.
-            global_batch_size: used if ``section`` does not contain it.
+            global_batch_size: default for ``section``.
             clip_grad: norm to which the optimizer clips gradients; None if it does not clip.
 
         Raises:
             ValueError: a name is unknown or missing, or ``gradient_clip_val`` differs from ``clip_grad``.
         """
-        asked = section.get("gradient_clip_val", clip_grad)
-        if clip_grad is not None and asked != clip_grad:
-            raise ValueError(f"gradient_clip_val must be that of the optimizer, which clips, {clip_grad}, got {asked}")
+        clip_val = section.get("gradient_clip_val", clip_grad)
+        if clip_grad is not None and clip_val != clip_grad:
+            raise ValueError(f"gradient_clip_val must equal clip_grad={clip_grad} of the optimizer, got {clip_val}")
         given = {str(name): value for name, value in section.items() if name != "gradient_clip_val"}
         if global_batch_size is not None:
             given.setdefault("global_batch_size", global_batch_size)
-        known = {each.name: each.default is MISSING for each in fields(cls)}
-        wrong = [
-            *(name for name in given if name not in known),
-            *(name for name in known if known[name] and name not in given),
-        ]
-        if wrong:
-            raise ValueError(
-                f"cfg must have the keys {', '.join(known)}, got {', '.join(given)}; look at {', '.join(wrong)}"
-            )
+        known = [each.name for each in fields(cls)]
+        required = {each.name for each in fields(cls) if each.default is MISSING}
+        problems = {"unknown": sorted(given.keys() - set(known)), "missing": sorted(required - given.keys())}
+        if any(problems.values()):
+            texts = [f"{problem}: {', '.join(names)}" for problem, names in problems.items() if names]
+            raise ValueError(f"cfg must have the keys {', '.join(known)}; got {'; '.join(texts)}")
         return cls(**given)
 
     def steps_per_epoch(self, batches: int) -> int:
@@ -128,12 +127,38 @@ def batches_to_epoch_end(cfg: TrainerConfig, train: Loader[Raw], *, step: int) -
     yield from islice(train, steps_to_epoch_end(cfg, batches, step=step))
 
 
-def validation_batches(cfg: TrainerConfig, validation: Mapping[str, Loader[Raw]]) -> Iterator[Raw]:
-    """Yield the items of one validation; ``validation`` maps the name of each set to its loader."""
-    for loader in validation.values():
-        yield from islice(loader, limit_batches(len(loader.batch_sampler), cfg.limit_val_batches))
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ValidationSet:
+    """A validation set with its own metrics.
+
+    Attributes:
+        name: prefix of the names of its metrics; empty for an unnamed set.
+        loader: yields the global batches of the set.
+        batches: number of batches to use per validation.
+    """
+
+    name: str
+    loader: Loader[Any]
+    batches: int
 
 
-def number_of_validation_batches(cfg: TrainerConfig, validation: Mapping[str, Loader[Raw]]) -> int:
-    """Return the number of items that :func:`validation_batches` yields."""
-    return sum(limit_batches(len(loader.batch_sampler), cfg.limit_val_batches) for loader in validation.values())
+def validation_sets(loaders: ValidationLoaders, *, limit: int | float) -> tuple[ValidationSet, ...]:
+    """Return the validation sets in order, without empty ones.
+
+    Args:
+        loaders: the loader of one unnamed set, a mapping from the names of several sets to their loaders, or None for no
+            validation.
+        limit: global batches to use of each set; a float is a fraction of the set, see :func:`limit_batches`.
+    """
+    named = loaders if isinstance(loaders, Mapping) else {} if loaders is None else {UNNAMED: loaders}
+    sets = (
+        ValidationSet(name=name, loader=loader, batches=limit_batches(len(loader.batch_sampler), limit))
+        for name, loader in named.items()
+    )
+    return tuple(each for each in sets if each.batches)
+
+
+def validation_batches(sets: Iterable[ValidationSet]) -> Iterator[Any]:
+    """Yield the items of the loaders for one validation."""
+    for each in sets:
+        yield from islice(each.loader, each.batches)

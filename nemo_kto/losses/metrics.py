@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,17 +57,23 @@ def metric_prefix(name: str) -> str:
     return f"{name}_" if name else ""
 
 
-def side_by_side(sets: Mapping[str, Metrics]) -> Metrics:
-    """Combine the metrics of several validation sets: metrics are named NAME_METRIC, sums are named NAME/SUM.
+def metrics_by_set(parts: Iterable[tuple[str, Metrics]]) -> Metrics:
+    """Combine the metrics of the batches of a validation, separately for each set.
 
-    A single set with an empty name is returned unchanged.
+    Metrics are named NAME_METRIC and sums NAME/SUM. The metrics of a single unnamed set keep their names.
+
+    Args:
+        parts: name of the set and metrics of each batch.
 
     Examples:
         >>> mean = lambda sums: {"loss": sums["loss_sum"] / sums["rows"]}
         >>> one, two = Metrics({"loss_sum": 1.0, "rows": 1}, mean), Metrics({"loss_sum": 6.0, "rows": 2}, mean)
-        >>> side_by_side({"a": one, "b": two})
+        >>> metrics_by_set([("a", one), ("b", two), ("a", one)])
         {'a_loss': 1.0, 'b_loss': 3.0}
     """
+    sets: dict[str, Metrics] = {}
+    for name, metrics in parts:
+        sets[name] = sets[name] + metrics if name in sets else metrics
     if list(sets) == [""]:
         return sets[""]
 

@@ -1,7 +1,7 @@
 """Activation memory: bytes that a forward pass saves for its backward pass, from the shapes of the layers.
 
-The counts are those that autograd actually saves (compared in tests/distributed/test_plan_activations.py). The terms are
-those of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), for RMS norms, gated MLPs, grouped heads and fused
+The counts are those that autograd actually saves (compared in tests/distributed/planner/test_plan_activations.py). The terms
+are those of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), for RMS norms, gated MLPs, grouped heads and fused
 attention, and without dropout. They depend neither on values nor on the length of a sequence: each token takes the same
 number of bytes.
 """

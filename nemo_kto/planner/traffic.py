@@ -2,8 +2,8 @@
 
 In a ring of k ranks each rank sends 2 n (k - 1) / k bytes for an all-reduce of n bytes, and half of that for each of its
 halves, an all-gather or a reduce-scatter. A message is a collective, or a tensor that is sent to the next stage.
-tests/distributed/test_traffic.py counts both on real ranks. Not counted is communication that does not grow with the model
-or the batch (sums of metrics, flags that ranks agree on), and with DoRA and dropout the products W dropout(x).
+tests/distributed/planner/test_traffic.py counts both on real ranks. Not counted is communication that does not grow with
+the model or the batch (sums of metrics, flags that ranks agree on), and with DoRA and dropout the products W dropout(x).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from nemo_kto.algorithms.callbacks import (
 )
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import TrainerConfig, fraction_of
-from nemo_kto.algorithms.skipping import SkippedSteps
+from nemo_kto.algorithms.stopping import SkippedSteps
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, INFO, named_checkpoints
 from nemo_kto.checkpoint.distributed import CheckpointManager
 from nemo_kto.checkpoint.restricted import reading
@@ -203,7 +203,7 @@ def build_trainer(cfg: RunConfig, policy: Policy, start: Start, run_timer: RunTi
             max_in_a_row=cfg.trainer.max_skipped_steps,
             name_rows=None if data.splits.train is None else data.splits.train.names,
             last_checkpoint=last_good,
-            speaks=state.is_rank_zero(),
+            logs=state.is_rank_zero(),
         ),
         early_stopping=build_early_stopping(cfg, agree=state.largest),
     )

@@ -17,9 +17,9 @@ from megatron.core.utils import get_model_config
 from nemo_kto.algorithms.duration import (
     TrainerConfig,
     batches_to_epoch_end,
-    number_of_validation_batches,
     steps_to_epoch_end,
     validation_batches,
+    validation_sets,
 )
 from nemo_kto.artifacts.checkpoint_files import is_checkpoint
 from nemo_kto.artifacts.sources import ModelSource, find_source
@@ -263,16 +263,17 @@ class Precomputation:
         Raises:
             Stopped: the run must stop before all log-probs are computed.
         """
-        length, validation = self.trainer_cfg, self.data.validation
+        length = self.trainer_cfg
+        validation = validation_sets(self.data.validation, limit=length.limit_val_batches)
         train, number = batches_to_epoch_end(length, self.data.train, step=self.first_step), self._steps(self.first_step)
         if self._covers_later_epochs():
             loader = every_example(self.data.train)
             train, number = iter(loader), len(loader)
-        number += number_of_validation_batches(length, validation)
+        number += sum(each.batches for each in validation)
         cache, settings = self.cached.cache, self.cfg.model.data
         rows = [settings.data_prefix, settings.splits_string, settings.fields, settings.seq_length, settings.truncation_mode]
         with self.timers.phase("reference"), cache.one_job(str(rows)), signals.deferred():
-            known, batches = cache.size, chain(train, validation_batches(length, validation))
+            known, batches = cache.size, chain(train, validation_batches(validation))
             reason = self._compute(batches, number, active=contextlib.nullcontext)
             if reason is not None:
                 text = f"stopped by {reason.text} in the reference pass, with {cache.size} log-probs in {cache.folder}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_kto.algorithms.duration import TrainerConfig
-from nemo_kto.algorithms.early_stopping import EarlyStopping
+from nemo_kto.algorithms.stopping import EarlyStopping
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, INFO, Checkpoint, named_checkpoints
 from nemo_kto.checkpoint.choose import newest_checkpoint
 from nemo_kto.checkpoint.restricted import reading
@@ -35,7 +35,7 @@ def build_early_stopping(cfg: RunConfig, *, agree: Callable[[int], int] | None =
         mode=settings.mode,
         min_delta=settings.min_delta,
         patience=settings.patience,
-        agree=agree,
+        reduce_max=agree,
     )
 
 

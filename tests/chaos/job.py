@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from tests.helpers.commands import REPOSITORY, TRAINING, environment, start
-from tests.helpers.consumed_rows import noted_rows
+from tests.helpers.consumed_rows import recorded_rows
 from tests.helpers.tiny_models import make_checkpoint, make_rows, write_rows
 
 HOOK = Path(__file__).parent / "hook"
@@ -57,7 +57,7 @@ class Job:
             f"model.data.data_prefix={{train: {self.rows}, validation: {self.validation}}}",
             f"model.data.cache_dir={folder / 'cache'}",
             f"exp_manager.explicit_log_dir={folder / 'run'}",
-            f"trainer.callbacks=[{{_target_: tests.helpers.consumed_rows.NoteRows, folder: {folder / 'rows'}}}]",
+            f"trainer.callbacks=[{{_target_: tests.helpers.consumed_rows.RecordRows, folder: {folder / 'rows'}}}]",
             f"trainer.devices={self.ranks}",
             "trainer.accelerator=cpu",
             "trainer.precision=32",
@@ -261,9 +261,9 @@ def _compare_losses(folder: Path, whole: Path, found: Comparison) -> None:
 
 
 def _compare_rows(folder: Path, whole: Path, found: Comparison) -> None:
-    expected = noted_rows(whole / "rows")
+    expected = recorded_rows(whole / "rows")
     try:
-        rows = noted_rows(folder / "rows")
+        rows = recorded_rows(folder / "rows")
     except (OSError, ValueError) as error:
         rows = {}
         found.differences.append(str(error))

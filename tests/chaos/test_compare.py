@@ -80,7 +80,7 @@ CASES: dict[str, tuple[Callable[[Path], object], Comparison]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_found(case: str, tmp_path: Path) -> None:
+def test_comparison_findings(case: str, tmp_path: Path) -> None:
     change, expected = CASES[case]
     whole, folder = write_run(tmp_path / "whole"), write_run(tmp_path / "run")
     change(folder)
@@ -88,7 +88,7 @@ def test_what_is_found(case: str, tmp_path: Path) -> None:
     assert expected.clean == (expected == Comparison())
 
 
-def test_a_step_that_was_taken_again_with_other_rows(tmp_path: Path) -> None:
+def test_a_repeated_step_with_other_rows(tmp_path: Path) -> None:
     whole, folder = write_run(tmp_path / "whole"), write_run(tmp_path / "run")
     with (folder / "rows/0.jsonl").open("a") as notes:
         print(json.dumps({"step": 2, "share": 0, "shares": 1, "rows": ["row0"]}), file=notes)

@@ -101,7 +101,7 @@ def killed(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str,
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_damage_is_found_and_repaired(
+def test_damage_is_detected_and_repaired(
     case: str, killed: Callable[[str, Path], Job], whole: Callable[[Job], Path], tmp_path: Path
 ) -> None:
     mode, find, damage, said = CASES[case]
@@ -112,7 +112,7 @@ def test_damage_is_found_and_repaired(
 
 
 @pytest.mark.parametrize("damage", [cut, flip])
-def test_a_run_without_a_checkpoint_that_can_be_used_is_not_started_over(
+def test_a_run_without_a_usable_checkpoint_does_not_start_over(
     damage: Callable[[Path], None], killed: Callable[[str, Path], Job], tmp_path: Path
 ) -> None:
     job = killed(SWAP, tmp_path)

@@ -54,7 +54,7 @@ FULL = {
 
 
 @pytest.mark.parametrize("case", FULL)
-def test_full(case: str, job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
+def test_full_disk(case: str, job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
     point, count, left, kept = FULL[case]
     first = finishing_saves(job) if case == "before_a_save" else job
     with small_disk(tmp_path / "run"):
@@ -69,7 +69,7 @@ def test_full(case: str, job: Job, whole: Callable[[Job], Path], tmp_path: Path)
         assert_resumes(job, tmp_path, whole(job))
 
 
-def test_read_only_at_a_save(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
+def test_disk_read_only_during_a_save(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     with small_disk(folder):
         read_only = Crash(point="checkpoint", count=2, shell=f"mount -o remount,ro {folder}")
@@ -83,7 +83,7 @@ def test_read_only_at_a_save(job: Job, whole: Callable[[Job], Path], tmp_path: P
         assert_resumes(job, tmp_path, whole(job))
 
 
-def test_read_only_from_the_start(job: Job, tmp_path: Path) -> None:
+def test_disk_read_only_from_the_start(job: Job, tmp_path: Path) -> None:
     with small_disk(tmp_path / "run"):
         subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "run")], check=True)
         ended = run(job, tmp_path)

@@ -15,7 +15,7 @@ import pytest
 
 from nemo_kto.artifacts.checkpoint_files import find_checkpoints
 from tests.chaos.job import Crash, Ended, Job, assert_resumes, metrics, run
-from tests.helpers.consumed_rows import noted_rows
+from tests.helpers.consumed_rows import recorded_rows
 
 # Where a run may be, by the phase: point, and how often it has been there before.
 POINTS: dict[str, tuple[str, int]] = {
@@ -90,7 +90,7 @@ def assert_ended_as_told(ended: Ended, crash: Crash, ranks: int) -> None:
 
 
 @pytest.mark.full
-def test_killed_on_and_on(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
+def test_killed_at_random_many_times(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
     for phase, who in QUICK:
         crash = of(phase, VICTIMS[who])
         assert_ended_as_told(run(job, tmp_path, crash=crash), crash, 2)
@@ -98,7 +98,7 @@ def test_killed_on_and_on(job: Job, whole: Callable[[Job], Path], tmp_path: Path
 
 
 @pytest.mark.full
-def test_a_mean_of_rewards_outlives_a_kill(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
+def test_the_mean_of_rewards_survives_a_kill(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
     """At the same layout to the last bit; at another one, whose ranks hold the same rows, to 1e-5."""
     same, other = (tmp_path / name for name in ("same", "other"))
     same.mkdir()
@@ -113,8 +113,8 @@ def test_a_mean_of_rewards_outlives_a_kill(job: Job, whole: Callable[[Job], Path
     ended = run(replace(job, overrides=(*BCO, "model.tensor_model_parallel_size=2")), other)
     assert ended.status == 0, ended.output
     ours = metrics(other / "run")
-    rows = noted_rows(whole(job) / "rows")
-    assert noted_rows(other / "rows") == {step: rows[step] for step in rows if step > saved[-1]}
+    rows = recorded_rows(whole(job) / "rows")
+    assert recorded_rows(other / "rows") == {step: rows[step] for step in rows if step > saved[-1]}
     assert ours != expected, "computed again, and rounded otherwise"
     deltas = [line["train/delta"] for line in expected if "train/delta" in line]
     assert min(abs(delta) for delta in deltas[saved[-1] - 1 :]) > 1e-3, "a mean that began again must show"
@@ -136,7 +136,7 @@ def test_killed_and_started_again(
 @pytest.mark.slow
 @pytest.mark.chaos
 @pytest.mark.parametrize("who", VICTIMS)
-def test_killed_again_while_it_resumes(who: str, job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
+def test_killed_again_while_resuming(who: str, job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
     for phase in ("optimizer", "load", "data"):
         crash = of(phase, VICTIMS[who])
         assert_ended_as_told(run(job, tmp_path, crash=crash), crash, 2)

@@ -20,7 +20,7 @@ def assert_refused(ended: Ended, folder: Path) -> None:
     assert "Traceback" not in ended.output
 
 
-def test_the_second_is_refused(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
+def test_a_second_job_is_refused(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
     over = tmp_path / "second_is_over"
     wait = Crash(point="data", count=5, shell=f"while [ ! -e {over} ]; do sleep 0.05; done")
     with ThreadPoolExecutor() as pool:
@@ -35,7 +35,7 @@ def test_the_second_is_refused(job: Job, whole: Callable[[Job], Path], tmp_path:
     assert compare(tmp_path, whole(job)).clean, str(compare(tmp_path, whole(job)))
 
 
-def test_of_two_that_start_at_once_one_trains(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
+def test_one_of_two_simultaneous_jobs_trains(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
     over = tmp_path / "one_is_over"
     wait = Crash(point="data", count=5, shell=f"while [ ! -e {over} ]; do sleep 0.05; done")
     with ThreadPoolExecutor() as pool:

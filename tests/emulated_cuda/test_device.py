@@ -50,7 +50,7 @@ def test_numbers_and_indices_may_be_on_the_host() -> None:
     assert x[torch.tensor([2])].tolist() == [2]
 
 
-def test_a_layer_and_its_gradients_are_those_of_the_cpu() -> None:
+def test_a_layer_and_its_gradients_equal_the_cpu() -> None:
     layer = torch.nn.Linear(5, 3)
     x = torch.randn(4, 5)
     found = []
@@ -65,7 +65,7 @@ def test_a_layer_and_its_gradients_are_those_of_the_cpu() -> None:
         torch.testing.assert_close(other.cpu(), expected)
 
 
-def test_draws_are_those_of_the_generators_state() -> None:
+def test_random_numbers_follow_the_generator_state() -> None:
     x, state = torch.ones(64, device="cuda"), torch.cuda.get_rng_state()
     first, second = F.dropout(x), F.dropout(x)
     torch.cuda.set_rng_state(state)
@@ -75,7 +75,7 @@ def test_draws_are_those_of_the_generators_state() -> None:
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("kind", ["causal", "mask", "lower right"])
-def test_attention_is_that_of_the_cpu(kind: str, dtype: torch.dtype) -> None:
+def test_attention_equals_the_cpu(kind: str, dtype: torch.dtype) -> None:
     queries = 7 if kind == "causal" else 5
     made = [torch.randn(2, heads, tokens, 8, dtype=dtype) for heads, tokens in ((4, queries), (2, 7), (2, 7))]
     mask = torch.ones(5, 7, dtype=torch.bool).tril(2)
@@ -95,7 +95,7 @@ def test_attention_is_that_of_the_cpu(kind: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(other.cpu(), expected, **CLOSE[dtype])
 
 
-def test_packed_attention_is_that_of_each_sequence() -> None:
+def test_packed_attention_equals_attention_of_each_sequence() -> None:
     made = [torch.randn(10, heads, 8, dtype=torch.bfloat16, device="cuda", requires_grad=True) for heads in (4, 2, 2)]
     starts = torch.tensor([0, 3, 10], dtype=torch.int32, device="cuda")
     q, k, v = made
@@ -112,7 +112,7 @@ def test_packed_attention_is_that_of_each_sequence() -> None:
         torch.testing.assert_close(mine, other, **CLOSE[torch.bfloat16])
 
 
-def test_packed_attention_refuses_what_its_kernel_would_leave_out() -> None:
+def test_packed_attention_refuses_options_that_its_kernel_ignores() -> None:
     x = torch.zeros(10, 2, 8, dtype=torch.bfloat16, device="cuda")
     starts = torch.tensor([0, 3, 10], dtype=torch.int32, device="cuda")
     with pytest.raises(RuntimeError, match="leave out"):
@@ -121,7 +121,7 @@ def test_packed_attention_refuses_what_its_kernel_would_leave_out() -> None:
         varlen_attn(x, x, x, starts.long(), starts.long(), 7, 7, window_size=(-1, 0))
 
 
-def test_a_copy_to_the_host_arrives_when_the_host_has_waited_for_it() -> None:
+def test_a_copy_to_the_host_is_visible_after_a_wait() -> None:
     host = torch.zeros(3, pin_memory=True)
     host.copy_(torch.arange(3.0, device="cuda"), non_blocking=True)
     assert host.isnan().all()
@@ -129,7 +129,7 @@ def test_a_copy_to_the_host_arrives_when_the_host_has_waited_for_it() -> None:
     assert host.tolist() == [0, 1, 2]
 
 
-def test_an_event_of_another_stream_does_not_make_a_copy_arrive() -> None:
+def test_an_event_of_another_stream_does_not_complete_a_copy() -> None:
     host, other = torch.zeros(3, pin_memory=True), torch.cuda.Stream()
     host.copy_(torch.ones(3, device="cuda"), non_blocking=True)
     other.record_event().synchronize()
@@ -139,7 +139,7 @@ def test_an_event_of_another_stream_does_not_make_a_copy_arrive() -> None:
     assert host.tolist() == [1, 1, 1]
 
 
-def test_memory_that_changes_while_it_is_copied_is_found() -> None:
+def test_memory_changed_during_a_copy_is_detected() -> None:
     host = torch.ones(3, pin_memory=True)
     host.to("cuda", non_blocking=True)
     host.zero_()
@@ -148,7 +148,7 @@ def test_memory_that_changes_while_it_is_copied_is_found() -> None:
 
 
 @pytest.mark.parametrize("left_out", ["stream synchronize", "upload before download"])
-def test_a_swap_without_its_synchronization_is_found(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_swap_without_synchronization_is_detected(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both of swap_'s; with them the swap is exact."""
     parameters = [torch.nn.Parameter(torch.randn(9, device="cuda")) for _ in range(3)]
     before = [parameter.detach().cpu() for parameter in parameters]
@@ -210,7 +210,7 @@ class AsksInBackward(torch.autograd.Function):
         return grad * grad.sum().item()
 
 
-def test_a_wait_of_the_backward_pass_is_one_of_a_micro_batch() -> None:
+def test_a_wait_in_the_backward_pass_belongs_to_the_micro_batch() -> None:
     x = torch.ones(4, device="cuda", requires_grad=True)
     waits.counted.clear()
     AsksInBackward.apply(x).sum().backward()
@@ -219,7 +219,7 @@ def test_a_wait_of_the_backward_pass_is_one_of_a_micro_batch() -> None:
     assert wait.site.endswith("(backward)")
 
 
-def test_work_that_is_queued_is_no_wait() -> None:
+def test_queued_work_is_not_a_wait() -> None:
     x, host = torch.ones(4, device="cuda", requires_grad=True), torch.ones(4).pin_memory()
     optimizer = torch.optim.AdamW([x], fused=True)
     waits.counted.clear()

@@ -16,10 +16,15 @@ EXPECTED["experts"] = ("kto", EXPERTS)
 
 
 @pytest.fixture(autouse=True)
-def _no_groups_are_left() -> Iterator[None]:
-    """By a test that fails before it destroys them: the next one could not form its own."""
+def _destroy_groups() -> Iterator[None]:
+    """Destroy the process groups that a test leaves: the next one could not form its own."""
     yield
     state.destroy()
+
+
+@pytest.fixture
+def one_rank() -> None:
+    state.init_distributed(layout=state.Layout(), seed=3)
 
 
 @pytest.fixture(scope="package")

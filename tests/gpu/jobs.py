@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_kto.device import device
-from tests.helpers.commands import CLI, TRAINING, environment, run, run_anew
+from tests.helpers.commands import CLI, TRAINING, environment, run, run_interpreter
 from tests.helpers.training_jobs import trajectory
 
 GPUS = device.device_count()
@@ -47,7 +47,7 @@ class Workplace:
     def command(self, name: str, *overrides: str, algorithm: str = "kto", callbacks: Sequence[str] = ()) -> list[str]:
         """The command line of the job whose run folder is ``folder``/``name``."""
         data = {"kto": self.rows, "dpo": self.pairs}[algorithm]
-        noted = f"{{_target_: tests.gpu.noted.Noted, file: {self.folder / name}.json}}"
+        noted = f"{{_target_: tests.gpu.recorders.RecordModel, file: {self.folder / name}.json}}"
         return [
             *CLI,
             algorithm,
@@ -90,14 +90,14 @@ class Workplace:
         """Run a Python command; what it printed to stdout."""
         where = environment() | {"OMP_NUM_THREADS": "1"} | (env or {})
         if GPUS and not IS_EMULATED:  # CUDA does not survive a fork
-            done = run_anew(words, cwd=self.folder, env=where, timeout=300)
+            done = run_interpreter(words, cwd=self.folder, env=where, timeout=300)
         else:
             done = run(words, cwd=self.folder, env=where, preload=TRAINING, timeout=300)
         assert done.returncode == status, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
         return done.stdout
 
     def noted(self, name: str) -> dict[str, list[str]]:
-        """What :class:`tests.gpu.noted.Noted` wrote of a run."""
+        """What :class:`tests.gpu.recorders.RecordModel` wrote of a run."""
         found: dict[str, list[str]] = json.loads((self.folder / f"{name}.json").read_text())
         return found
 

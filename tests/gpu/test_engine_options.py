@@ -23,14 +23,14 @@ IN_FP8 = {"fp8": ("model.fp8=hybrid",), "fp8-lora": ("model.fp8=e4m3", *LORA, "m
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_run_is_that_of_the_cpu(name: str, place: Workplace, expected: Callable[[str], Path]) -> None:
+def test_a_run_equals_the_cpu(name: str, place: Workplace, expected: Callable[[str], Path]) -> None:
     run = place.run(name, *on("gpu"), IN_BF16, *OPTIONS[name])
     assert_close(run, expected("kto"), tolerance=BF16, in_bf16=True)
 
 
 @FP8
 @pytest.mark.parametrize("name", IN_FP8)
-def test_fp8_is_near(name: str, place: Workplace, expected: Callable[[str], Path]) -> None:
+def test_fp8_is_close_to_bf16(name: str, place: Workplace, expected: Callable[[str], Path]) -> None:
     """Log-probs and losses within the error of fp8."""
     ours = trajectory(place.run(name, *on("gpu"), IN_BF16, *IN_FP8[name]))
     theirs = trajectory(expected("lora" if "lora" in name else "kto"))
@@ -42,8 +42,8 @@ def test_fp8_is_near(name: str, place: Workplace, expected: Callable[[str], Path
 
 @pytest.mark.parametrize("name", [*OPTIONS, *(pytest.param(name, marks=FP8) for name in IN_FP8)])
 def test_a_resumed_run_is_the_same_run(name: str, place: Workplace) -> None:
-    always = "{_target_: tests.gpu.noted.Deterministic}"
-    stop = "{_target_: tests.gpu.noted.StopAfter, step: 2}"
+    always = "{_target_: tests.gpu.recorders.Deterministic}"
+    stop = "{_target_: tests.gpu.recorders.StopAfter, step: 2}"
     settings = [*on("gpu"), IN_BF16, *(OPTIONS | IN_FP8)[name]]
     whole = place.run(f"whole-{name}", *settings, callbacks=[always], env=DETERMINISTIC)
     place.run(f"stopped-{name}", *settings, callbacks=[always, stop], env=DETERMINISTIC, status=85)

@@ -7,7 +7,7 @@ may be sent to others than those of transformers, so that a few tokens may diffe
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.device import device
 from nemo_kto.device.kernels import uses_transformer_engine
-from nemo_kto.distributed import state
 from nemo_kto.huggingface.adapter import load_adapter
 from nemo_kto.huggingface.huggingface import load_weights
 from nemo_kto.huggingface.mapping import rank_weights
@@ -28,16 +27,10 @@ from nemo_kto.models import gpt
 from nemo_kto.models.lora.adapters import add_adapters
 from tests.helpers import hf_models
 
-pytestmark = pytest.mark.skipif(
-    not uses_transformer_engine(torch.bfloat16), reason="needs a GPU that is used, and Transformer Engine"
-)
-
-
-@pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    state.init_distributed(layout=state.Layout(), seed=3)
-    yield
-    state.destroy()
+pytestmark = [
+    pytest.mark.skipif(not uses_transformer_engine(torch.bfloat16), reason="needs a GPU and Transformer Engine"),
+    pytest.mark.usefixtures("one_rank"),
+]
 
 
 def built(folder: Path) -> tuple[Any, Any]:
@@ -48,7 +41,7 @@ def built(folder: Path) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_logits_are_those_of_transformers(
+def test_logits_equal_transformers(
     family: str, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpt, "uses_transformer_engine", lambda dtype: True)
@@ -68,7 +61,7 @@ def test_logits_are_those_of_transformers(
     assert wrong_bs.float().mean() < 0.05
 
 
-def test_both_kinds_have_the_same_weights_and_checkpoints(
+def test_both_kinds_of_layers_have_the_same_weights_and_checkpoints(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, names, keys = tiny_checkpoint("qwen3_moe"), [], []
@@ -86,7 +79,7 @@ def test_both_kinds_have_the_same_weights_and_checkpoints(
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_adapted_experts_are_those_of_the_merged_model(
+def test_adapted_experts_equal_the_merged_model(
     family: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each by itself, in megatron-core's own layers, among Transformer Engine's."""

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.gpu.jobs import DETERMINISTIC, EXPERTS, GPUS, IS_EMULATED, LORA, STEPS, Workplace, assert_close, on
 from tests.helpers.commands import CLI, environment
+from tests.helpers.hf_models import weights
 from tests.helpers.training_jobs import trajectory
 
 DEVICE = "gpu" if GPUS else "cpu"
@@ -82,7 +82,7 @@ REPEATING = [
 @pytest.mark.parametrize(
     "case", [*QUICK, *(pytest.param(case, marks=repeats) for case in REPEATING)], ids=lambda case: case.name
 )
-def test_a_run_is_that_of_the_cpu(case: Case, place: Workplace, expected: Callable[[str], Path]) -> None:
+def test_a_run_equals_the_cpu(case: Case, place: Workplace, expected: Callable[[str], Path]) -> None:
     algorithm = "dpo" if case.expected == "dpo" else "kto"
     run = place.run(case.name, *on(DEVICE), *case.overrides, algorithm=algorithm)
     assert_close(run, expected(case.expected), tolerance=BF16 if case.in_bf16 else FP32, in_bf16=case.in_bf16)
@@ -129,8 +129,8 @@ def test_a_resumed_run_is_the_same_run(
 
     With deterministic kernels: others sum in any order in the backward passes of attention and of the embedding.
     """
-    always = "{_target_: tests.gpu.noted.Deterministic}"
-    stop = "{_target_: tests.gpu.noted.StopAfter, step: 2}"
+    always = "{_target_: tests.gpu.recorders.Deterministic}"
+    stop = "{_target_: tests.gpu.recorders.StopAfter, step: 2}"
     name, settings = f"{precision}-{ranks}", [*on(DEVICE, ranks=ranks), f"trainer.precision={precision}", *SAVING]
     settings.append(f"model.tensor_model_parallel_size={ranks}")
     whole = place.run(f"whole-{name}", *settings, callbacks=[always], env=DETERMINISTIC)
@@ -145,12 +145,14 @@ def test_a_resumed_run_is_the_same_run(
 
 
 @pytest.mark.parametrize("precision", ["32", pytest.param("bf16", marks=repeats)])
-def test_what_a_resumed_run_has_of_the_first_with_the_default_kernels(precision: str, place: Workplace) -> None:
+def test_a_resumed_run_with_the_default_kernels(precision: str, place: Workplace) -> None:
     """All that was saved, and the figures of the first forward passes, to the last bit; later steps within rounding."""
     name, again = f"bits-{precision}", f"bits-{precision}-again"
-    bits = [f"{{_target_: tests.gpu.noted.Bits, file: {place.folder / each}.bits}}" for each in (name, again)]
+    bits = [f"{{_target_: tests.gpu.recorders.RecordHashes, file: {place.folder / each}.bits}}" for each in (name, again)]
     settings = [*on(DEVICE), f"trainer.precision={precision}"]
-    stopped = place.run(name, *settings, callbacks=[bits[0], "{_target_: tests.gpu.noted.StopAfter, step: 2}"], status=85)
+    stopped = place.run(
+        name, *settings, callbacks=[bits[0], "{_target_: tests.gpu.recorders.StopAfter, step: 2}"], status=85
+    )
     shutil.copytree(stopped, place.folder / again)
     place.run(name, *settings, callbacks=bits[:1])
     place.run(again, *settings, callbacks=bits[1:])
@@ -172,10 +174,6 @@ def test_what_a_resumed_run_has_of_the_first_with_the_default_kernels(precision:
     whole = place.run(f"bits-{precision}-whole", *settings)
     for other in (place.folder / again, whole):
         assert_close(stopped, other, tolerance=BF16 if precision == "bf16" else FP32, in_bf16=precision == "bf16")
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: weight for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
 
 
 def assert_same_files(ours: Path, theirs: Path) -> None:

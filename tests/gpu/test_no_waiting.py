@@ -1,12 +1,16 @@
-"""What only a GPU can show of test_no_waiting: torch itself refuses to wait within the schedule, and counts in a step."""
+"""The host waits for the device at most a few times per step, and never within a micro-batch.
+
+On a GPU torch itself rejects waits within the schedule and counts those of a step. Emulated devices report the line that
+causes each wait.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,24 +21,23 @@ from nemo_kto.models.engine import engine as engine_module
 from nemo_kto.models.engine.engine import MicroBatchLoss
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.telemetry.timers import PhaseTimers
-from tests.gpu.jobs import LORA, STEPS, Workplace, on
+from tests.gpu.jobs import EXPERTS, IS_EMULATED, LORA, STEPS, Workplace, on
 from tests.helpers import lora_jobs
 from tests.helpers.engines import engine
 
-pytestmark = pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU")
+needs_gpu = pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU")
 ROWS, WIDTH = 6, 11
-MAX_WAITS = 15  # of a step, whatever the number of its micro-batches, tensors and parameters
+MAX_WAITS = 15  # per step, for any number of micro-batches, tensors and parameters
 
 
 @pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
+def nccl_rank(tmp_path: Path) -> None:
     torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     state.init_distributed(layout=state.Layout(), seed=3)
-    yield
-    state.destroy()
 
 
-@pytest.mark.usefixtures("one_rank")
+@needs_gpu
+@pytest.mark.usefixtures("nccl_rank")
 def test_a_pass_does_not_wait(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chunks, architecture = lora_jobs.build(tiny_llama, state.Layout(), None)
     runs = engine(chunks, architecture)
@@ -69,6 +72,7 @@ def test_a_pass_does_not_wait(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(watched_calls) == 2
 
 
+@needs_gpu
 @pytest.mark.parametrize(
     ("algorithm", "overrides"),
     [
@@ -83,7 +87,7 @@ def test_a_pass_does_not_wait(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_step_waits_a_few_times(algorithm: str, overrides: tuple[str, ...], micro_batch: int, place: Workplace) -> None:
     name = f"waits-{algorithm}-{overrides[0].partition('=')[2]}-{micro_batch}"
     file = place.folder / f"{name}-steps.json"
-    callback = f"{{_target_: tests.gpu.noted.Waits, file: {file}}}"
+    callback = f"{{_target_: tests.gpu.recorders.RecordWaits, file: {file}}}"
     once = (f"trainer.{algorithm}.limit_val_batches=0", f"model.micro_batch_size={micro_batch}")
     place.run(name, *on("gpu"), *overrides, *once, algorithm=algorithm, callbacks=[callback])
     steps = json.loads(file.read_text())
@@ -91,7 +95,68 @@ def test_a_step_waits_a_few_times(algorithm: str, overrides: tuple[str, ...], mi
     assert all(0 < len(waits) <= MAX_WAITS for waits in steps[1:]), steps[1:]
 
 
-def test_an_upload_is_what_was_given() -> None:
+RECOMPUTE = (
+    "model.activations_checkpoint_granularity=full",
+    "model.activations_checkpoint_method=uniform",
+    "model.activations_checkpoint_num_layers=1",
+)
+EMULATED_JOBS = {
+    "swapped": ("kto", ()),
+    "tp2": ("kto", ("trainer.devices=2", "model.tensor_model_parallel_size=2")),
+    "cached": ("kto", ("model.reference.mode=cached",)),
+    "adapter": ("kto", (*LORA, "model.reference.mode=adapter")),
+    "dpo-recompute": ("dpo", RECOMPUTE),
+    "experts": ("kto", EXPERTS),
+}
+# megatron-core's token dispatcher, in addition to MAX_WAITS: sizes of the permuted tokens and of their probabilities,
+# numbers of tokens on the host.
+DISPATCHER = {
+    "masked_select @ megatron/core/transformer/moe/moe_utils.py(permute)": 2,
+    "event synchronize @ megatron/core/transformer/moe/token_dispatcher.py(_maybe_dtoh_and_synchronize)": 1,
+}
+EXPERT_LAYERS = 3
+MICRO_BATCHES, PASSES = 2, 4  # the policy and the reference, each of the samples and of the KL examples
+
+
+class Wait(NamedTuple):
+    """As tests.emulated_cuda.recorder writes it."""
+
+    kind: str
+    site: str
+    in_micro_batch: bool
+    times: int
+
+    def __str__(self) -> str:
+        return f"{self.times} {self.kind} @ {self.site}"
+
+    @property
+    def place(self) -> str:
+        """Without the number of the line and the callers."""
+        file, _, line_and_function = self.site.split(" < ")[0].partition(":")
+        return f"{self.kind} @ {file}({line_and_function.partition('(')[2]}"
+
+
+@pytest.mark.skipif(not IS_EMULATED, reason="needs emulated devices: make test-emulated")
+@pytest.mark.parametrize("name", EMULATED_JOBS)
+def test_each_wait_of_a_step_is_known(name: str, place: Workplace) -> None:
+    """The first and the last step also start and end the run; they are not counted."""
+    (algorithm, overrides), file = EMULATED_JOBS[name], place.folder / f"known-waits-{name}.json"
+    callback = f"{{_target_: tests.emulated_cuda.recorder.RecordWaits, file: {file}}}"
+    place.run(f"known-waits-{name}", *on("gpu"), *overrides, algorithm=algorithm, callbacks=[callback])
+    steps = [[Wait(*wait) for wait in step] for step in json.loads(file.read_text())]
+    assert len(steps) == STEPS
+    passes = EXPERT_LAYERS * MICRO_BATCHES * PASSES if name == "experts" else 0
+    for step in steps[1:-1]:
+        in_micro_batch: Counter[str] = Counter()
+        for wait in step:
+            in_micro_batch[wait.place] += wait.times * wait.in_micro_batch
+        assert +in_micro_batch == +Counter({found: each * passes for found, each in DISPATCHER.items()})
+        others = [wait for wait in step if not wait.in_micro_batch]
+        assert sum(wait.times for wait in others) <= MAX_WAITS, "\n".join(map(str, others))
+
+
+@needs_gpu
+def test_uploaded_tensors_are_unchanged() -> None:
     parts = [
         torch.arange(7),
         torch.arange(6).view(2, 3),
@@ -109,7 +174,8 @@ def test_an_upload_is_what_was_given() -> None:
     assert all(torch.equal(each.cpu(), part.cpu()) for each, part in pairs)
 
 
-def test_phases_have_the_seconds_of_the_device() -> None:
+@needs_gpu
+def test_phases_are_timed_by_the_device() -> None:
     values = torch.randn(500, 500, device=device.current_device())
     torch.cuda.synchronize()
     timers, began = PhaseTimers(clock=device.moment), time.perf_counter()

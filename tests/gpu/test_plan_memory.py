@@ -16,7 +16,7 @@ from tests.helpers.training_jobs import train
 pytestmark = pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU")
 
 
-def test_a_run_takes_what_was_planned(tmp_path: Path) -> None:
+def test_a_run_uses_the_planned_memory(tmp_path: Path) -> None:
     from nemo_kto.planner import plan_run
 
     plans = []

@@ -16,7 +16,7 @@ from nemo_kto.models.engine.reference import SwappedWeights
 pytestmark = pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU")
 
 
-def test_a_swap_there_and_back_is_exact() -> None:
+def test_a_swap_and_its_reverse_are_exact() -> None:
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(size, device=device.current_device())) for size in (7, 1000, 123_457, 1)]
     reference = [parameter.detach().clone() for parameter in parameters]
@@ -31,7 +31,7 @@ def test_a_swap_there_and_back_is_exact() -> None:
         assert all(torch.equal(now, then) for now, then in zip(parameters, policy, strict=True))
 
 
-def test_page_locked_memory_is_what_is_needed() -> None:
+def test_page_locked_memory_has_the_size_of_the_weights() -> None:
     """Not the next power of two of each tensor, from torch's allocator."""
     odd = [torch.nn.Parameter(torch.ones(size, device=device.current_device())) for size in (2**18 + 1, 1000, 5 * 2**16 + 3)]
     before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
@@ -42,7 +42,7 @@ def test_page_locked_memory_is_what_is_needed() -> None:
     assert all(host.is_pinned() for host in held.host)
 
 
-def test_the_next_swaps_take_no_more_memory() -> None:
+def test_later_swaps_allocate_nothing() -> None:
     parameters = [torch.nn.Parameter(torch.ones(2**20, device=device.current_device())) for _ in range(4)]
     held = SwappedWeights(parameters=parameters)
     reserved = []
@@ -53,7 +53,7 @@ def test_the_next_swaps_take_no_more_memory() -> None:
     assert reserved == reserved[:1] * 5
 
 
-def test_a_swap_needs_room_for_two_tensors() -> None:
+def test_a_swap_needs_memory_for_two_tensors() -> None:
     size, count = 4 * 2**20, 16  # 16 MiB each
     parameters = [torch.nn.Parameter(torch.ones(size, device=device.current_device())) for _ in range(count)]
     held = SwappedWeights(parameters=parameters)
@@ -108,7 +108,7 @@ for step in range(3):
 """
 
 
-def test_no_stream_reads_what_another_one_writes() -> None:
+def test_streams_do_not_race() -> None:
     command = [sys.executable, "-c", _WATCHED]  # it watches a whole process
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -6,7 +6,7 @@ such products, and still tighter than those of bf16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,22 +24,16 @@ from nemo_kto.huggingface.adapter import load_adapter
 from nemo_kto.models import gpt
 from nemo_kto.models.lora import adapters
 from nemo_kto.models.lora.adapters import disable_adapters, merge_adapters
-from tests.distributed.test_lora import peft_model
 from tests.helpers import lora_jobs
+from tests.helpers.hf_models import peft_model
 
-pytestmark = pytest.mark.skipif(
-    not uses_transformer_engine(torch.bfloat16), reason="needs a GPU that is used, and Transformer Engine"
-)
+pytestmark = [
+    pytest.mark.skipif(not uses_transformer_engine(torch.bfloat16), reason="needs a GPU and Transformer Engine"),
+    pytest.mark.usefixtures("one_rank"),
+]
 SETTINGS = LoRASettings(rank=4, alpha=8, target_modules=("all",))
 DORA = replace(SETTINGS, dora=True)
 CLOSE: dict[str, Any] = {"rtol": 2e-3, "atol": 2e-3}  # logits and gradients of about 1
-
-
-@pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    state.init_distributed(layout=state.Layout(), seed=3)
-    yield
-    state.destroy()
 
 
 def logits(chunks: list[Any], tokens: torch.Tensor) -> torch.Tensor:
@@ -54,7 +48,7 @@ def names_of_adapted(chunks: list[Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, DORA], ids=["lora", "dora"])
-def test_adapters_are_those_of_peft(
+def test_adapters_equal_peft(
     settings: LoRASettings, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpt, "uses_transformer_engine", lambda dtype: True)
@@ -104,7 +98,7 @@ def trained(
 
 @pytest.mark.parametrize("settings", [None, SETTINGS, DORA], ids=["weights", "adapters", "dora"])
 @pytest.mark.parametrize("engine_first", [True, False], ids=["engine_to_local", "local_to_engine"])
-def test_checkpoints_pass_between_both_kinds(
+def test_checkpoints_are_exchanged_between_both_kinds_of_layers(
     engine_first: bool,
     settings: LoRASettings | None,
     tiny_checkpoint: Callable[..., Path],

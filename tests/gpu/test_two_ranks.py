@@ -15,7 +15,7 @@ from tests.gpu.test_jobs import BF16, DEVICE, FP32, IN_BF16, PACKED, QUICK, REPE
 
 @needs_two
 @repeats
-def test_two_ranks_hear_each_other(place: Workplace) -> None:
+def test_collectives_of_two_ranks(place: Workplace) -> None:
     """They meet in a file and over the loopback interface, over NCCL where there are GPUs."""
     heard = place.folder / "heard"
     env = {} if GPUS else {"NEMO_KTO_FORCE_CPU": "1"}
@@ -68,7 +68,7 @@ def test_two_ranks(case: Case, place: Workplace, expected: Callable[[str], Path]
         pytest.param("cp2-packed", 2, (*CONTEXT, *PACKED), marks=needs_two),
     ],
 )
-def test_in_bf16_they_are_one_rank_with_padded_rows(
+def test_two_ranks_in_bf16_equal_one_rank_with_padding(
     name: str, ranks: int, overrides: tuple[str, ...], place: Workplace
 ) -> None:
     """Both are off the run in fp32 by what bf16 rounds away, and not from each other."""

@@ -20,7 +20,7 @@ from nemo_kto.algorithms.protocols import Trainer
 _SEQUENCES = (("samples", "sample_lengths"), ("chosen", "chosen_lengths"))
 
 
-class NoteRows(Callback):
+class RecordRows(Callback):
     """Appends a line for each step to FOLDER/RANK.jsonl: the examples that this rank trained on, in their order.
 
     What counts is what the model is given, so that nothing between the files and the loss can hide a row.
@@ -60,7 +60,7 @@ def _names(batch: Mapping[str, torch.Tensor]) -> list[str]:
     ]
 
 
-def noted_rows(folder: Path) -> dict[int, list[str]]:
+def recorded_rows(folder: Path) -> dict[int, list[str]]:
     """Step -> its rows in the order of the global batch.
 
     A step that was taken again, after a crash, must have had the same rows; so must ranks that share their examples.

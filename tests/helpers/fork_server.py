@@ -221,7 +221,7 @@ _INSTALLED: list[str] = []  # the search path without what PYTHONPATH and the sc
 class _Rank:
     """What the launcher takes for a subprocess.Popen of a rank; it was forked from a process without threads."""
 
-    nursery: socket.socket
+    forker: socket.socket
 
     def __init__(
         self, args: Sequence[str], *, env: dict[str, str], start_new_session: bool, pass_fds: Sequence[int]
@@ -230,8 +230,8 @@ class _Rank:
         assert start_new_session
         blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]  # which a new process inherits
         request = {"arguments": args[2:], "cwd": os.getcwd(), "env": env, "blocked": blocked, "pass_fds": list(pass_fds)}
-        socket.send_fds(self.nursery, [json.dumps(request).encode()], [1, 2, *pass_fds])
-        self.args, self.pid = args, int(self.nursery.recv(_SIZE))
+        socket.send_fds(self.forker, [json.dumps(request).encode()], [1, 2, *pass_fds])
+        self.args, self.pid = args, int(self.forker.recv(_SIZE))
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -248,7 +248,7 @@ class _Rank:
         self.send_signal(signal.SIGKILL)
 
 
-def _nurse() -> tuple[dict[str, Any], list[int]]:
+def _fork_ranks() -> tuple[dict[str, Any], list[int]]:
     """Fork what will fork the ranks; returns in the ranks with their request, and in the process that would start them.
 
     A rank's parent ends at once, and the rank is adopted by the process that starts it, which has asked the kernel for that
@@ -258,7 +258,7 @@ def _nurse() -> tuple[dict[str, Any], list[int]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork():
         theirs.close()
-        _Rank.nursery = ours
+        _Rank.forker = ours
         from nemo_kto.processes import launcher
 
         setattr(launcher, "Popen", _Rank)  # noqa: B010
@@ -314,7 +314,7 @@ def _main() -> None:
     request, files = _serve(sys.argv[1], sys.stdin.buffer)
     if request["ranks"]:
         # The output is held by ranks and not by what forks them.
-        rank, its_files = _nurse()
+        rank, its_files = _fork_ranks()
         if rank:
             for file in files:
                 os.close(file)

@@ -1,4 +1,4 @@
-"""What the ranks do in the Hugging Face tests."""
+"""Functions that the ranks of the Hugging Face tests run."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.enums import AttnMaskType
 
 from nemo_kto.architecture.architecture import Architecture, read_architecture
+from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.segments import cut, segments, split_dimension
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout
 from nemo_kto.huggingface import stream
+from nemo_kto.huggingface.adapter import export_adapter, load_adapter
 from nemo_kto.huggingface.huggingface import export, load_weights
 from nemo_kto.huggingface.mapping import rank_weights
 from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.gpt import HiddenStateGPT, build_gpt
+from nemo_kto.models.lora.adapters import add_adapters, disable_adapters, merge_adapters
 from tests.helpers import hf_models
+
+ADAPTER_SEED = 5
 
 
 def build(folder: Path, layout: Layout, **settings: Any) -> tuple[HiddenStateGPT, Architecture]:
@@ -79,18 +84,56 @@ def gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
     return parts
 
 
+def adapted_model(folder: Path, layout: Layout, settings: LoRASettings | None) -> tuple[HiddenStateGPT, Architecture]:
+    """A model in evaluation mode with its weights, and with new adapters unless ``settings`` is None."""
+    model, architecture = build(folder, layout)
+    if settings is not None:
+        add_adapters(model, settings, architecture=architecture, seed=ADAPTER_SEED)
+    load_weights([model], architecture, folder)
+    return model.eval(), architecture
+
+
+def logits_of_tokens(model: HiddenStateGPT, architecture: Architecture) -> Any:
+    """Logits of hf_models.tokens(), as an array, on the ranks of the last stage; else None."""
+    with torch.no_grad():
+        result = logits(model, architecture, hf_models.tokens())
+    return None if result is None else result.numpy()
+
+
 def check_models(layout: Layout, folders: dict[str, Path], out: Path) -> dict[str, Any]:
     """Load, run and export each model; returns the logits (on the last stage)."""
     state.init_distributed(layout=layout, seed=3)
     results: dict[str, Any] = {}
     for name, folder in folders.items():
-        model, architecture = build(folder, layout)
-        load_weights([model], architecture, folder)
-        model.eval()
-        with torch.no_grad():
-            result = logits(model, architecture, hf_models.tokens())
-        results[name] = None if result is None else result.numpy()
+        model, architecture = adapted_model(folder, layout, None)
+        results[name] = logits_of_tokens(model, architecture)
         export([model], architecture, source=folder, out=out / name, max_shard_bytes=40_000)
+    return results
+
+
+def check_adapters(
+    layout: Layout, folders: dict[str, Path], adapters: dict[str, Path], settings: dict[str, LoRASettings], out: Path
+) -> dict[str, dict[str, Any]]:
+    """For each model: logits with its new, loaded, disabled and merged adapters, and without adapters.
+
+    Writes the new adapters, the loaded ones and the merged weights to ``out``/NAME/first, again and merged.
+    """
+    state.init_distributed(layout=layout, seed=3)
+    results: dict[str, dict[str, Any]] = {}
+    for name, folder in folders.items():
+        model, architecture = adapted_model(folder, layout, settings[name])
+        export_adapter([model], architecture, out=out / name / "first", base_model=folder)
+        found = {"first": logits_of_tokens(model, architecture)}
+        load_adapter([model], architecture, adapters[name])
+        found["adapted"] = logits_of_tokens(model, architecture)
+        export_adapter([model], architecture, out=out / name / "again", base_model=folder)
+        with disable_adapters([model]):
+            found["off"] = logits_of_tokens(model, architecture)
+        merge_adapters([model])
+        found["merged"] = logits_of_tokens(model, architecture)
+        export([model], architecture, source=folder, out=out / name / "merged", max_shard_bytes=10**9)
+        found["base"] = logits_of_tokens(*adapted_model(folder, layout, None))
+        results[name] = found
     return results
 
 

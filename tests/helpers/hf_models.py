@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -163,9 +164,7 @@ CONFIGS = {
         **_SIZES,
         rope_parameters=_rope(2e6),
         no_rope_layers=[1, 0, 1, 0],
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
+        **_NO_TOKENS,
     ),
     "smollm3-window-yarn-rope": lambda: SmolLM3Config(
         **_SIZES,
@@ -302,6 +301,44 @@ def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, 
     write_tokenizer(folder)
 
 
+def write_models(names: Iterable[str], root: Path) -> dict[str, Path]:
+    """Write several models; returns their folders."""
+    folders = {name: root / name for name in names}
+    for name, folder in folders.items():
+        write_model(name, folder)
+    return folders
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's safetensors files."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def peft_model(folder: Path, settings: LoRASettings) -> Any:
+    """The model at ``folder`` under peft, with random A and B; magnitudes are scaled by random factors of 0.5 to 1.5."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft computes with a float too
+        use_rslora=settings.rslora,
+        use_dora=settings.dora,
+        lora_dropout=settings.dropout,
+        target_modules=list(settings.modules),
+        layers_to_transform=None if settings.layers is None else [layer - 1 for layer in settings.layers],
+        task_type="CAUSAL_LM",
+    )
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config)
+    draw = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in (each for each in model.parameters() if each.requires_grad):
+            if parameter.dim() == 1:
+                parameter.mul_(0.5 + torch.rand(parameter.shape, generator=draw))
+            else:
+                parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.2)
+    return model
+
+
 def write_adapters(base: Path, folder: Path, settings: LoRASettings) -> dict[str, torch.Tensor]:
     """Write random adapters in PEFT's format, beside the weights that a model's files name.
 
@@ -310,7 +347,7 @@ def write_adapters(base: Path, folder: Path, settings: LoRASettings) -> dict[str
     """
     draw = torch.Generator().manual_seed(3)
     tensors: dict[str, torch.Tensor] = {}
-    merged = {name: values for file in base.glob("*.safetensors") for name, values in load_file(file).items()}
+    merged = weights(base)
     for weight, values in merged.items():
         module = OTHER_NAMES.get(weight.split(".")[-2], weight.split(".")[-2])
         if values.dim() < 2 or module not in settings.modules:

@@ -20,7 +20,7 @@ from nemo_kto.huggingface.huggingface import check_weights
 from nemo_kto.huggingface.mapping import wanted_adapters, wanted_weights
 from nemo_kto.run.rows import model_tokenizer
 from tests.helpers.tiny_models import write_safetensors
-from tests.unit.conftest import composed, said_of
+from tests.unit.conftest import composed, errors_of
 
 Break = Callable[[Path], object]
 GONE = object()
@@ -175,7 +175,7 @@ def launcher_says(model: Path, rows: Path, *overrides: str) -> list[str]:
     """What the launcher finds before it starts anything."""
     given = [f"pretrained_checkpoint.restore_from_path='{model}'", f"model.data.data_prefix='{rows}'"]
     given += ["trainer.accelerator=cpu", "model.data.seq_length=64", f"exp_manager.exp_dir='{rows.parent}/results'"]
-    return said_of(composed([*given, *overrides]), KTO)
+    return errors_of(composed([*given, *overrides]), KTO)
 
 
 def ranks_say(model: Path, adapter: Path | None = None) -> str | None:

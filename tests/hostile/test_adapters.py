@@ -105,14 +105,14 @@ ADAPTERS: dict[str, tuple[Break, Message]] = {
 }  # fmt: skip
 
 
-def test_nothing_is_said_of_what_is_whole(here: Path) -> None:
+def test_valid_folders_give_no_error(here: Path) -> None:
     given = [LORA, f"model.peft.restore_from_path='{here / 'adapter'}'"]
     assert launcher_says(here / "model", here / "rows.jsonl", *given) == []
     assert ranks_say(here / "model", here / "adapter") is None
 
 
 @pytest.mark.parametrize("case", ADAPTERS)
-def test_an_adapter_is_looked_at_before_anything_starts(here: Path, case: str) -> None:
+def test_an_adapter_is_checked_before_the_start(here: Path, case: str) -> None:
     breaks, expected = ADAPTERS[case]
     breaks(here / "adapter")
     said = launcher_says(here / "model", here / "rows.jsonl", LORA, f"model.peft.restore_from_path='{here / 'adapter'}'")
@@ -145,7 +145,7 @@ CHECKPOINTS: dict[str, tuple[str, Message]] = {
 
 
 @pytest.mark.parametrize("case", CHECKPOINTS)
-def test_a_checkpoint_of_ours_is_looked_at_too(here: Path, case: str) -> None:
+def test_a_checkpoint_is_checked_before_the_start(here: Path, case: str) -> None:
     text, expected = CHECKPOINTS[case]
     checkpoint = here / "step_000003"
     checkpoint.mkdir()
@@ -156,7 +156,7 @@ def test_a_checkpoint_of_ours_is_looked_at_too(here: Path, case: str) -> None:
     assert said == expected
 
 
-def test_layers_to_adapt_that_the_model_does_not_have(here: Path) -> None:
+def test_target_modules_that_the_model_lacks(here: Path) -> None:
     assert launcher_says(here / "model", here / "rows.jsonl", LORA, "model.peft.lora_tuning.layer_selection=[1,3]") == [
         Message("model.peft.lora_tuning.layer_selection", "1", "2", f"{here / 'model'}", "layer", "3", "correct")
     ]

@@ -122,7 +122,7 @@ CASES: dict[str, tuple[Command, Callable[[Path], None], Message]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_runs_and_the_file_is_named(case: str, whole: Path, tmp_path: Path) -> None:
+def test_no_code_runs_and_the_error_names_the_file(case: str, whole: Path, tmp_path: Path) -> None:
     command, breaks, told = CASES[case]
     folder = tmp_path / "copy"
     shutil.copytree(whole, folder)

@@ -17,7 +17,7 @@ from nemo_kto.processes import launcher
 from tests.helpers.messages import Message
 from tests.helpers.tiny_models import write_stub_adapter, write_stub_model
 
-pytestmark = pytest.mark.usefixtures("logging_as_it_was")
+pytestmark = pytest.mark.usefixtures("restore_logging")
 
 GOOD = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix=rows.jsonl", "trainer.accelerator=cpu"]
 OWN_FILES = {
@@ -105,7 +105,7 @@ def said_of(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     [pytest.param(command, marks=[pytest.mark.full] * (number % 4 > 0)) for number, command in enumerate(CORPUS)],
     ids=lambda command: command[:60],
 )
-def test_it_is_said_what_is_wrong(
+def test_the_error_names_the_cause(
     here: Path, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = sorted(here.rglob("*"))
@@ -114,7 +114,7 @@ def test_it_is_said_what_is_wrong(
     assert sorted(here.rglob("*")) == before, "something was written"
 
 
-def test_all_wrong_keys_of_a_file_are_said_at_once(
+def test_all_unknown_keys_of_a_file_are_in_one_error(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = said_of("kto --config-dir . --config-name mine export.path=file", capsys, monkeypatch)

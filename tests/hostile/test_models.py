@@ -105,9 +105,12 @@ AT_START: dict[str, tuple[Break, Message]] = {
     ),
     "a limit of zero": (
         config(architectures=["GptOssForCausalLM"], model_type="gpt_oss", swiglu_limit=0.0),
-        Message("swiglu_limit", "number", "0.0", "save_pretrained"),
+        Message("swiglu_limit", "float", "0.0", "save_pretrained"),
     ),
-    "a limit that is null": (config(swiglu_limit=None), Message("swiglu_limit", "number", "None")),
+    "a limit that is null": (
+        config(architectures=["GptOssForCausalLM"], model_type="gpt_oss", swiglu_limit=None),
+        Message("swiglu_limit", "float", "None"),
+    ),
     "a Llama 4 of several experts a token": (
         config(architectures=["Llama4ForCausalLM"], model_type="llama4_text", num_experts_per_tok=2),
         Message("num_experts_per_tok", "1", "llama4_text", "2", "choose"),
@@ -159,8 +162,11 @@ AT_START: dict[str, tuple[Break, Message]] = {
         config(attn_logit_softcapping=50.0),
         Message("attn_logit_softcapping", "null", "50.0", "choose"),
     ),
-    "a soft cap of zero": (config(final_logit_softcapping=0.0), Message("final_logit_softcapping", "number")),
-    "a scalar that is null": (config(query_pre_attn_scalar=None), Message("query_pre_attn_scalar", "number")),
+    "a soft cap of zero": (config(final_logit_softcapping=0.0), Message("final_logit_softcapping", "float")),
+    "a scalar that is null": (
+        config(architectures=["Gemma2ForCausalLM"], model_type="gemma2", query_pre_attn_scalar=None),
+        Message("query_pre_attn_scalar", "float"),
+    ),
     "another activation of gemma2": (
         config(architectures=["Gemma2ForCausalLM"], model_type="gemma2", hidden_activation="gelu"),
         Message("hidden_activation", "gelu_pytorch_tanh", "gelu", "choose"),
@@ -186,9 +192,9 @@ AT_START: dict[str, tuple[Break, Message]] = {
         Message("hidden_size", "num_attention_heads", "8", "3", "save_pretrained"),
     ),
     "an odd head": (config(head_dim=3), Message("head_dim", "3")),
-    "rms_norm_eps is a string": (config(rms_norm_eps="1e-5"), Message("rms_norm_eps", "number", "1e-5")),
-    "rms_norm_eps is negative": (config(rms_norm_eps=-1e-5), Message("rms_norm_eps", "number", "-1e-05")),
-    "rms_norm_eps is NaN": (content("config.json", b'{"rms_norm_eps": NaN}'), Message("number", "nan")),
+    "rms_norm_eps is a string": (config(rms_norm_eps="1e-5"), Message("rms_norm_eps", "float", "1e-5")),
+    "rms_norm_eps is negative": (config(rms_norm_eps=-1e-5), Message("rms_norm_eps", "float", "-1e-05")),
+    "rms_norm_eps is NaN": (content("config.json", b'{"rms_norm_eps": NaN}'), Message("float", "nan")),
     "tie_word_embeddings is a string": (
         config(tie_word_embeddings="yes"),
         Message("tie_word_embeddings", "true", "false", "yes"),
@@ -196,11 +202,11 @@ AT_START: dict[str, tuple[Break, Message]] = {
     "attention_bias is a number": (config(attention_bias=1), Message("attention_bias", "true", "false", "1")),
     "several fields": (
         config(hidden_size="8", vocab_size=0, rope_theta="x"),
-        Message("hidden_size", "integer", "1", "2147483647", "8", "vocab_size", "0", "rope_theta", "number", "x",
+        Message("hidden_size", "integer", "1", "2147483647", "8", "vocab_size", "0", "rope_theta", "float", "x",
                 "save_pretrained"),
     ),
     # positions
-    "rope_theta is zero": (config(rope_theta=0), Message("rope_theta", "number", "0")),
+    "rope_theta is zero": (config(rope_theta=0), Message("rope_theta", "float", "0")),
     "rope_scaling is a string": (config(rope_scaling="linear"), Message("rope_scaling", "object", "linear")),
     "rope of a type that is not there": (
         config(rope_scaling={"rope_type": "proportional", "factor": 4.0}),
@@ -216,7 +222,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
     ),
     "rope factor is a string": (
         config(rope_scaling={"rope_type": "linear", "factor": "4"}),
-        Message("rope_scaling.factor", "number", "4"),
+        Message("rope_scaling.factor", "float", "4"),
     ),
     "rope for each layer type": (
         config(rope_parameters={"full_attention": {"rope_type": "default"}}),
@@ -228,7 +234,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
     ),
     "rope of a layer type has a wrong number": (
         config(rope_parameters={"full_attention": {"rope_theta": "x"}}),
-        Message("rope_parameters.full_attention.rope_theta", "number", "x", "save_pretrained"),
+        Message("rope_parameters.full_attention.rope_theta", "float", "x", "save_pretrained"),
     ),
     "windowed rope of a type that is not there": (
         config(
@@ -477,13 +483,13 @@ ON_RANKS: dict[str, tuple[Break, Message]] = {
 }  # fmt: skip
 
 
-def test_nothing_is_said_of_what_is_whole(here: Path) -> None:
+def test_valid_folders_give_no_error(here: Path) -> None:
     assert launcher_says(here / "model", here / "rows.jsonl") == []
     assert ranks_say(here / "model") is None
 
 
 @pytest.mark.parametrize("case", AT_START)
-def test_found_before_anything_starts(here: Path, case: str) -> None:
+def test_damage_found_before_the_start(here: Path, case: str) -> None:
     breaks, expected = AT_START[case]
     breaks(here / "model")
     said = launcher_says(here / "model", here / "rows.jsonl")
@@ -504,7 +510,7 @@ def test_files_that_the_index_does_not_name_are_not_read(here: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ON_RANKS)
-def test_found_where_it_is_read(here: Path, case: str) -> None:
+def test_damage_found_on_reading(here: Path, case: str) -> None:
     breaks, expected = ON_RANKS[case]
     breaks(here / "model")
     said = ranks_say(here / "model")
@@ -514,7 +520,7 @@ def test_found_where_it_is_read(here: Path, case: str) -> None:
     assert_harmless(said)
 
 
-def test_all_that_is_wrong_with_a_folder_is_in_one_list(here: Path) -> None:
+def test_all_errors_of_a_folder_are_in_one_list(here: Path) -> None:
     model = here / "model"
     config(vocab_size=100, num_hidden_layers=3)(model)
     cut(WEIGHTS, 0.9)(model)
@@ -540,7 +546,7 @@ def test_all_that_is_wrong_with_a_folder_is_in_one_list(here: Path) -> None:
     ]
 
 
-def test_longrope_is_as_long_as_its_short_factors_are_for(here: Path) -> None:
+def test_longrope_is_limited_to_the_length_of_its_short_factors(here: Path) -> None:
     settings = {"rope_type": "longrope", "short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
     config(rope_scaling={**settings, "original_max_position_embeddings": 32})(here / "model")
     assert launcher_says(here / "model", here / "rows.jsonl", "model.data.seq_length=32") == []
@@ -567,7 +573,7 @@ def test_adapters_of_layers_that_phi3_fuses(here: Path) -> None:
     assert launcher_says(here / "model", here / "rows.jsonl", *lora) == []
 
 
-def test_tensor_parallel_sizes_that_the_model_cannot_have(here: Path) -> None:
+def test_unsupported_tensor_parallel_sizes(here: Path) -> None:
     overrides = ["model.tensor_model_parallel_size=8", "trainer.devices=8"]
     assert launcher_says(here / "model", here / "rows.jsonl", *overrides) == [
         Message("model.tensor_model_parallel_size", "intermediate_size", "12", f"{here / 'model'}", "8", "6")
@@ -593,7 +599,7 @@ def test_messages_need_a_template(here: Path) -> None:
     ]
 
 
-def test_a_model_in_the_cache_of_hugging_face_is_a_whole_model(here: Path) -> None:
+def test_a_model_in_the_hugging_face_cache_is_complete(here: Path) -> None:
     snapshots, blobs = here / "models--a--b" / "snapshots", here / "models--a--b" / "blobs"
     snapshots.mkdir(parents=True)
     model = (here / "model").rename(snapshots / "0123")

@@ -264,7 +264,7 @@ IRREGULAR: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)
-def test_what_is_no_file_is_refused_by_name(kind: str, here: Path) -> None:
+def test_special_files_are_refused_by_name(kind: str, here: Path) -> None:
     """Reading a pipe would wait for its writer for ever, and a device might never end."""
     IRREGULAR[kind](here / "data.jsonl")
     named = here if kind == "a folder" else here / "data.jsonl"  # a folder may be named, but not be among the files
@@ -275,7 +275,7 @@ def test_what_is_no_file_is_refused_by_name(kind: str, here: Path) -> None:
     assert_names(raised.value, str(here / "data.jsonl"), kind, "regular file")
 
 
-def test_files_of_other_formats_are_all_named_before_anything_starts(here: Path) -> None:
+def test_all_files_of_other_formats_are_named_before_the_start(here: Path) -> None:
     (folder := here / "data").mkdir()
     (folder / "a.jsonl").write_bytes(gzip.compress(row()))
     (folder / "b.jsonl").write_bytes(row() + b"\n")
@@ -286,7 +286,7 @@ def test_files_of_other_formats_are_all_named_before_anything_starts(here: Path)
     assert_names(said[1], "model.data.data_prefix", "c.jsonl", "git lfs pull")
 
 
-def test_a_line_without_end_is_refused_where_it_begins(encoder: RecordEncoder, tmp_path: Path) -> None:
+def test_an_endless_line_is_refused_at_its_start(encoder: RecordEncoder, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     with path.open("wb") as file:
         file.write((row() + b"\n") * 8)

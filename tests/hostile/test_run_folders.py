@@ -32,7 +32,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)
-def test_metrics_that_are_no_file_are_refused(kind: str, tmp_path: Path) -> None:
+def test_a_metrics_path_that_is_not_a_file_is_refused(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     IRREGULAR[kind](file)
     with pytest.raises(UserError) as raised:
@@ -41,13 +41,13 @@ def test_metrics_that_are_no_file_are_refused(kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)
-def test_an_identity_that_is_no_file_is_not_used(kind: str, tmp_path: Path) -> None:
+def test_an_identity_path_that_is_not_a_file_is_ignored(kind: str, tmp_path: Path) -> None:
     IRREGULAR[kind](tmp_path / "wandb_run_id")
     assert _known_identity(tmp_path / "wandb_run_id", 1) is None
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)
-def test_a_configuration_that_is_no_file_is_written_again(
+def test_a_configuration_path_that_is_not_a_file_is_replaced(
     kind: str, tmp_path: Path, config: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "config.yaml"
@@ -58,7 +58,7 @@ def test_a_configuration_that_is_no_file_is_written_again(
     assert not file.is_symlink()
 
 
-def test_metrics_without_lines_are_kept_aside(tmp_path: Path) -> None:
+def test_metrics_without_lines_are_set_aside(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     with file.open("wb") as handle:
         handle.write(b'{"step": 1, "train/loss": 0.5}\n')

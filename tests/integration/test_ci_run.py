@@ -27,7 +27,7 @@ SCRIPTS = {
 }
 
 
-def test_each_stage_has_a_line_and_the_last_line_counts_all(tmp_path: Path) -> None:
+def test_each_stage_has_a_line_and_the_last_line_has_the_totals(tmp_path: Path) -> None:
     scripts = tmp_path / ".ci"
     scripts.mkdir()
     (tmp_path / "Makefile").write_text(MAKEFILE)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import CLI, GOOD, pretend, start
+from tests.helpers.commands import CLI, GOOD, start, stub_training
 from tests.helpers.messages import assert_names
 
 
@@ -27,7 +27,7 @@ def run(command: list[str], folder: Path, env: dict[str, str], *, full: bool) ->
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_run_is_finished(tmp_path: Path, devices: int) -> None:
     body = "print('started', flush=True)\nopen(f'finished{rank}', 'w').close()\nprint('finished', flush=True)"
-    env = pretend(tmp_path, body)
+    env = stub_training(tmp_path, body)
     status, said = run([*CLI, "kto", *GOOD, f"trainer.devices={devices}"], tmp_path, env, full=True)
     assert status == 0, said
     assert "Traceback" not in said
@@ -40,9 +40,9 @@ def test_a_run_is_finished(tmp_path: Path, devices: int) -> None:
     [["--version"], ["kto", "--help"], ["data", "check", "rows.jsonl"], ["checkpoint", "ls", "results"]],
     ids=" ".join,
 )
-def test_a_command_that_only_shows_something(tmp_path: Path, words: list[str]) -> None:
+def test_closed_output_of_a_printing_command(tmp_path: Path, words: list[str]) -> None:
     """Without a traceback; it has not done its work if its output is lost, and has if its reader had enough."""
-    env = pretend(tmp_path, "")
+    env = stub_training(tmp_path, "")
     (tmp_path / "results/checkpoints/step_000001").mkdir(parents=True)
     status, said = run([*CLI, *words], tmp_path, env, full=True)
     assert status == 1, said

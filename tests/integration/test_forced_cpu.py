@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import CLI, environment, run_anew
+from tests.helpers.commands import CLI, environment, run_interpreter
 
 # Python runs sitecustomize at its start, in the ranks too. Torch says that there is a GPU until it is told otherwise, and
 # notes who uses it; this torch, built without CUDA, then raises as well.
@@ -51,13 +51,13 @@ def test_neither_training_nor_export_uses_the_gpu(ranks: int, tiny_llama: Path, 
         "model.data.seq_length=64",
         "export.path=whole",
     ]
-    done = run_anew([*CLI, "kto", *job], cwd=tmp_path, env=env, timeout=300)
+    done = run_interpreter([*CLI, "kto", *job], cwd=tmp_path, env=env, timeout=300)
     used = tmp_path / "used"
     assert not used.exists(), used.read_text()
     assert done.returncode == 0, done.stderr
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert json.loads((checkpoint / "trainer.json").read_text())["trainer"]["step"] == 1
-    exported = run_anew([*CLI, "export", "run", "again"], cwd=tmp_path, env=env, timeout=300)
+    exported = run_interpreter([*CLI, "export", "run", "again"], cwd=tmp_path, env=env, timeout=300)
     assert not used.exists(), used.read_text()
     assert exported.returncode == 0, exported.stderr
     for file in sorted((tmp_path / "whole").iterdir()):

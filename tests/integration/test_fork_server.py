@@ -38,7 +38,7 @@ def env(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("form", ["-c", "-m", "script"])
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_it_does_what_an_interpreter_does(tmp_path: Path, env: dict[str, str], program: str, form: str) -> None:
+def test_a_forked_command_behaves_like_an_interpreter(tmp_path: Path, env: dict[str, str], program: str, form: str) -> None:
     (tmp_path / "program.py").write_text(program)
     begin = {"-c": ["-c", program], "-m": ["-m", "program"], "script": ["program.py"]}[form]
     command = [*begin, "--flag", "a b"]
@@ -62,7 +62,7 @@ def test_an_error_is_shown(tmp_path: Path, env: dict[str, str]) -> None:
     assert done.stderr.endswith("\nRuntimeError: enough\n")
 
 
-def test_one_that_takes_too_long_is_ended(tmp_path: Path, env: dict[str, str]) -> None:
+def test_a_command_that_exceeds_its_timeout_is_killed(tmp_path: Path, env: dict[str, str]) -> None:
     program = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(60)"
     with pytest.raises(subprocess.TimeoutExpired):
         fork_server.run(["-c", program], cwd=tmp_path, env=env, timeout=1)
@@ -71,7 +71,7 @@ def test_one_that_takes_too_long_is_ended(tmp_path: Path, env: dict[str, str]) -
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-def test_a_signal_reaches_it(tmp_path: Path, env: dict[str, str]) -> None:
+def test_a_signal_reaches_the_command(tmp_path: Path, env: dict[str, str]) -> None:
     with (tmp_path / "said").open("w") as said:
         program = "import time; open('there', 'w'); time.sleep(60)"
         number = said.fileno()
@@ -88,17 +88,17 @@ def test_packages_may_be_installed_in_a_folder_of_pythonpath(tmp_path: Path) -> 
     """As by pip install --target: the server imports them beforehand, and so do processes that begin with nothing."""
     (tmp_path / "carried.py").write_text("value = 41 + 1")
     program = (
-        "from pathlib import Path; from tests.helpers.commands import environment, run, run_anew; import sys\n"
+        "from pathlib import Path; from tests.helpers.commands import environment, run, run_interpreter; import sys\n"
         f"shared = {{'cwd': Path({str(tmp_path)!r}).parent, 'env': environment()}}\n"
         "command = [sys.executable, '-c', 'import carried; print(carried.value)']\n"
-        "print([done.stdout for done in (run(command, **shared, preload=('carried',)), run_anew(command, **shared))])"
+        "print([done.stdout for done in (run(command, **shared, preload=('carried',)), run_interpreter(command, **shared))])"
     )
     command, env = [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=commands.REPOSITORY, env=env, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("['42\\n', '42\\n']\n", 0), done.stderr
 
 
-def test_what_pythonpath_had_is_behind_what_a_test_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_test_prepends_to_pythonpath(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/one:/two")
     assert commands.environment(Path("/first"))["PYTHONPATH"] == f"/first:{commands.REPOSITORY}:/one:/two"
     monkeypatch.delenv("PYTHONPATH")

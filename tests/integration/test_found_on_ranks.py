@@ -47,7 +47,7 @@ def assert_said_once(done: subprocess.CompletedProcess[str], *names: str) -> Non
     assert "Traceback" not in done.stderr
 
 
-def test_what_one_rank_finds(model: Path, tmp_path: Path) -> None:
+def test_an_error_on_one_rank(model: Path, tmp_path: Path) -> None:
     weights = load_file(model / "model.safetensors")
     weights[DOWN][0, -1] = torch.nan  # of the last column, which the second rank holds
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
@@ -57,7 +57,7 @@ def test_what_one_rank_finds(model: Path, tmp_path: Path) -> None:
     assert left <= {".lock", ".lock.owner"}, "the first rank is killed where it waits, and a lock of the dead is no obstacle"
 
 
-def test_what_all_ranks_find(model: Path, tmp_path: Path) -> None:
+def test_an_error_on_all_ranks(model: Path, tmp_path: Path) -> None:
     weights = load_file(model / "model.safetensors")
     del weights[DOWN]
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
@@ -65,12 +65,12 @@ def test_what_all_ranks_find(model: Path, tmp_path: Path) -> None:
     assert_said_once(done, "model", "config.json", "LlamaForCausalLM", "1", DOWN, "download", "save_pretrained")
 
 
-def test_what_the_first_rank_tells_the_others(model: Path, tmp_path: Path) -> None:
+def test_an_error_that_rank_0_passes_to_the_others(model: Path, tmp_path: Path) -> None:
     done = train(tmp_path, [*make_rows(8), {"prompt": "p", "response": "r", "preference": "good"}])
     assert_said_once(done, "rows.jsonl:9", '"preference"', '"chosen"', '"rejected"', "'good'", "remove")
 
 
-def test_a_folder_that_another_job_uses(model: Path, tmp_path: Path) -> None:
+def test_a_run_folder_in_use_by_another_job(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "results" / "gpt_kto"
     folder.mkdir(parents=True)
     with locked(folder / ".lock", when_held=print):
@@ -82,7 +82,7 @@ def test_a_folder_that_another_job_uses(model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_defect_of_ours_still_shows_where_it_is(model: Path, tmp_path: Path) -> None:
+def test_an_internal_error_has_a_traceback(model: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from nemo_kto.algorithms.callbacks import Callback\n\nclass Own(Callback):\n"
         "    def __init__(self):\n        raise ValueError('not of the user')\n"

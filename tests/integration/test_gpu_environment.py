@@ -44,7 +44,7 @@ def write_wheel(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.full  # a minute, of which most are imports of torch
-def test_the_environment_of_an_environment_without_an_index(tmp_path: Path) -> None:
+def test_an_environment_without_a_package_index(tmp_path: Path) -> None:
     """Three deep: this one, which has torch; one that sees it; that of `make gpu`, which sees both."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
@@ -78,7 +78,7 @@ def test_a_folder_without_wheels_is_refused(tmp_path: Path) -> None:
     assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
 
 
-def test_an_environment_that_pip_takes_for_the_outer_one_is_refused() -> None:
+def test_an_environment_that_pip_confuses_with_the_outer_one_is_refused() -> None:
     """pip decides by the letters of paths: all of .venv-py312 would be in .venv, and it would remove packages there."""
     venv = Path(os.path.realpath(sys.prefix)[:-1])
     done = make_environment(sys.executable, venv, REPOSITORY / "wheels")
@@ -98,7 +98,7 @@ def test_too_many_wheels_are_refused(tmp_path: Path) -> None:
     assert line.index("large-1") < line.index("small-1.0"), "the largest come first"
 
 
-def test_the_wheels_are_all_that_torch_and_transformers_do_not_bring() -> None:
+def test_the_wheels_exclude_torch_and_transformers_with_their_dependencies() -> None:
     """Whatever a carried package requires is carried too, or among what the machine has."""
     needed = {gpu_wheels.normal(name) for name in gpu_wheels.NEEDED.split()}
     present = {gpu_wheels.normal(name) for name in gpu_wheels.PRESENT.split()}

@@ -25,7 +25,7 @@ without_gpu = pytest.mark.skipif(gpu_report.gpu_count() > 0, reason="there is a 
 
 
 @without_gpu
-def test_without_a_gpu_it_says_what_it_needs_and_makes_nothing(tmp_path: Path) -> None:
+def test_without_a_gpu_the_report_explains_and_writes_nothing(tmp_path: Path) -> None:
     command = ["make", "--no-print-directory", "gpu", f"PYTHON={sys.executable}", f"VENV={tmp_path / 'environment'}"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
@@ -36,7 +36,7 @@ def test_without_a_gpu_it_says_what_it_needs_and_makes_nothing(tmp_path: Path) -
 
 @without_gpu
 @pytest.mark.full  # two minutes of processes of their own
-def test_the_page(tmp_path: Path) -> None:
+def test_the_report_page(tmp_path: Path) -> None:
     """Everything that `make gpu` runs after installing, a sample of it, on the CPU, in two parts."""
     for part in ("tests", "llama-1b"):
         command = [sys.executable, "benchmarks/gpu_report.py", "--toy", "--part", part, "--folder", str(tmp_path)]
@@ -45,8 +45,8 @@ def test_the_page(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
     text = (tmp_path / "cpu.md").read_text()
-    assert "| test_jobs.py::test_a_run_is_that_of_the_cpu[tokens] | passed | " in text
-    assert "| test_swap.py::test_a_swap_there_and_back_is_exact | skipped: " in text
+    assert "| test_jobs.py::test_a_run_equals_the_cpu[tokens] | passed | " in text
+    assert "| test_swap.py::test_a_swap_and_its_reverse_are_exact | skipped: " in text
     assert "PASSED: tests/gpu: 1 passed, 0 failed, 1 skipped." in text
     assert "| nemo_kto, swap | " in text
     assert_names(text, "PASSED", "benchmarks/gpu.py", "0")
@@ -67,8 +67,8 @@ def test_a_page_names_the_versions_of_each_part_where_they_differ() -> None:
     assert places == sorted(places)
 
 
-def test_a_part_keeps_what_others_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The benchmark itself is replaced, which takes minutes; test_the_page runs it."""
+def test_a_part_keeps_the_measurements_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark itself is replaced, which takes minutes; test_the_report_page runs it."""
     file = tmp_path / "cpu.json"
     first = part_of("PASSED: tests/gpu: 7 passed, 0 failed, 0 skipped.", sources="then") | {"cases": {}}
     file.write_text(json.dumps({"tests": first}))
@@ -171,12 +171,12 @@ def test_tests_that_have_passed_are_not_run_again(tmp_path: Path) -> None:
         (["passed", "not run"], True, ("UNFINISHED", "1 not run", "PART=tests")),
     ],
 )
-def test_verdicts(results: list[str], ended: bool, words: tuple[str, ...]) -> None:
+def test_the_verdicts_of_parts(results: list[str], ended: bool, words: tuple[str, ...]) -> None:
     cases = {str(number): {"result": result} for number, result in enumerate(results)}
     assert_names(gpu_report.tests_verdict(cases, ended=ended), *words)
 
 
-def test_an_interrupted_process_takes_what_it_started_with_it(tmp_path: Path) -> None:
+def test_an_interrupted_process_ends_its_children(tmp_path: Path) -> None:
     program = (
         "import signal, subprocess, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit(3));"
         "print(subprocess.Popen(['sleep', '600']).pid, flush=True); signal.pause()"
@@ -200,13 +200,13 @@ def is_running(process: int) -> bool:
 
 
 @pytest.mark.parametrize(("changed", "same"), [("commit", True), ("sources", False), ("torch", False), ("device", False)])
-def test_results_are_kept_for_the_same_sources_and_versions(changed: str, same: bool) -> None:
+def test_results_are_reused_for_the_same_sources_and_versions(changed: str, same: bool) -> None:
     now = {"device": "CPU", "torch": "2.11", "sources": "a", "commit": "b"}
     assert gpu_report.is_comparable(now, now | {changed: "another"}) is same
     assert not gpu_report.is_comparable({}, now)
 
 
-def test_sources_are_known_by_their_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_are_compared_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_report, "REPOSITORY", tmp_path)
     (tmp_path / "nemo_kto").mkdir()
     (tmp_path / "README.md").write_text("one")
@@ -218,13 +218,13 @@ def test_sources_are_known_by_their_contents(tmp_path: Path, monkeypatch: pytest
     assert gpu_report.source_digest() != first
 
 
-def test_pins_are_what_was_compiled_with_torch() -> None:
+def test_pins_are_the_packages_compiled_with_torch() -> None:
     names = [pin.split("==")[0].lower() for pin in gpu_report.pins()]
     assert "torch" in names
     assert not {"numpy", "transformers", "megatron-core"} & set(names)
 
 
-def test_pins_hold_the_torch_that_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pins_contain_the_imported_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not also the one of an outer environment, which it hides: pip could not install both."""
     (tmp_path / "torch-9.9.dist-info").mkdir()
     (tmp_path / "torch-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
@@ -240,5 +240,5 @@ def test_pins_hold_the_torch_that_is_imported(tmp_path: Path, monkeypatch: pytes
         ("CPU", "cpu"),
     ],
 )
-def test_the_name_of_the_page(device: str, name: str) -> None:
+def test_the_file_name_of_the_page(device: str, name: str) -> None:
     assert gpu_report.slug(device) == name

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tests.helpers.commands import CLI, REPOSITORY, TRAINING, environment, pretend, run
+from tests.helpers.commands import CLI, REPOSITORY, TRAINING, environment, run, stub_training
 from tests.helpers.messages import assert_names
 from tests.helpers.tiny_models import make_rows, write_rows
 
@@ -46,7 +46,7 @@ def test_gpt_kto_of_nemo_aligner_trains(tiny_llama: Path, tmp_path: Path) -> Non
 
 
 def test_the_ranks_of_a_job_of_a_sweep_read_the_same_file(tmp_path: Path) -> None:
-    env = pretend(tmp_path, "open(f'rank{rank}', 'w').write(str(cfg.model.optim.sched.constant_steps))")
+    env = stub_training(tmp_path, "open(f'rank{rank}', 'w').write(str(cfg.model.optim.sched.constant_steps))")
     given = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix=rows.jsonl", "trainer.num_nodes=1"]
     given += [
         "trainer.accelerator=cpu",
@@ -68,8 +68,8 @@ def test_the_ranks_of_a_job_of_a_sweep_read_the_same_file(tmp_path: Path) -> Non
         ("model: {kto: 1}\ntrainer: [3]\n", ["compose", "gpt_kto", "gpt_dpo"]),
     ],
 )
-def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, said: list[str]) -> None:
-    env = pretend(tmp_path, "raise AssertionError('started')")
+def test_a_file_without_a_configuration(tmp_path: Path, text: str, said: list[str]) -> None:
+    env = stub_training(tmp_path, "raise AssertionError('started')")
     (tmp_path / "mine.yaml").write_text(text)
     done = run([*CLI, "kto", "--config-dir", ".", "--config-name", "mine"], cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout) == (2, "")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.device import device
-from tests.helpers.commands import CLI, GOOD, REPOSITORY, TRAINING, environment, pretend, run
+from tests.helpers.commands import CLI, GOOD, REPOSITORY, TRAINING, environment, run, stub_training
 from tests.helpers.messages import Naming, assert_names
 from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
 
@@ -113,7 +113,7 @@ def start_table(model: Path, steps: str) -> list[object]:
     ]
 
 
-def test_a_run_whose_time_is_up(stopped_and_resumed: tuple[Path, list[list[str]]], tiny_llama: Path) -> None:
+def test_a_run_that_reaches_max_time(stopped_and_resumed: tuple[Path, list[list[str]]], tiny_llama: Path) -> None:
     folder, (out, errors, _, _) = stopped_and_resumed
     before = json.loads((folder / "results/gpt_kto/metrics.jsonl").read_text().splitlines()[0])
     end = out[len(start_table(tiny_llama, "")) :]
@@ -138,7 +138,7 @@ def test_a_run_whose_time_is_up(stopped_and_resumed: tuple[Path, list[list[str]]
     assert errors[1] == "tokenised 64 rows of rows.jsonl"
 
 
-def test_a_run_that_is_resumed_and_ends(stopped_and_resumed: tuple[Path, list[list[str]]], tiny_llama: Path) -> None:
+def test_a_resumed_run_that_finishes(stopped_and_resumed: tuple[Path, list[list[str]]], tiny_llama: Path) -> None:
     folder, (_, _, out, errors) = stopped_and_resumed
     results = folder / "results/gpt_kto"
     step, value = best_of(results, "val_loss")
@@ -221,7 +221,7 @@ def test_the_best_adapters_of_two_ranks_are_exported(tiny_llama: Path, tmp_path:
         assert files_of(tmp_path / again.replace("again", "best")) == files_of(tmp_path / again)
 
 
-def test_what_is_logged_and_warned_of(tmp_path: Path) -> None:
+def test_logged_steps_and_warnings(tmp_path: Path) -> None:
     """Each job of a sweep warns of its own; in one job nothing is said twice, and other libraries only warn."""
     body = """
 import logging, warnings
@@ -231,7 +231,7 @@ for _ in range(2):
 logging.getLogger("nemo_kto.run").info("told in job %s", cfg.model.seed)
 logging.getLogger("library").info("not told")
 """
-    env = pretend(tmp_path, body)
+    env = stub_training(tmp_path, body)
     done = run([*CLI, "kto", *GOOD, "--multirun", "model.seed=1,2"], cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout) == (0, "")
     lines = [re.sub(r" \(FutureWarning, .*job\.py:\d+\)", " (FutureWarning)", line) for line in done.stderr.splitlines()]

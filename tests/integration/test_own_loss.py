@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import CLI, GOOD, pretend, run
+from tests.helpers.commands import CLI, GOOD, run, stub_training
 from tests.helpers.messages import Naming
 
 FILES = {
@@ -70,7 +70,7 @@ CONSTRAINTS = {"kto": "1", "dpo": "0.25"}
 
 def train(folder: Path, name: str, *given: str) -> tuple[int, str, str]:
     """Status, output and what was said of the mistakes."""
-    env = pretend(folder, "print(cfg.loss.preference_loss, cfg.loss.record.needs_z0, cfg.loss.loss_options())")
+    env = stub_training(folder, "print(cfg.loss.preference_loss, cfg.loss.record.needs_z0, cfg.loss.loss_options())")
     (folder / "own.py").write_text(FILES[name])
     done = run([*CLI, name, *GOOD, *given], cwd=folder, env=env)
     return done.returncode, done.stdout, done.stderr.partition("nothing was started\n")[2] or done.stderr
@@ -106,7 +106,7 @@ def test_a_loss_is_found_by_its_path(tmp_path: Path, name: str, given: list[str]
         ),
     ],
 )
-def test_what_is_wrong_with_a_loss_or_its_options(tmp_path: Path, name: str, given: str, names: list[str]) -> None:
+def test_errors_in_a_custom_loss_or_its_options(tmp_path: Path, name: str, given: str, names: list[str]) -> None:
     done = train(tmp_path, name, f"model.{name}.preference_loss=own.LOSS", given.replace("NAME", name))
     names = [part.replace("NAME", name).replace("CONSTRAINT", CONSTRAINTS[name]) for part in names]
     assert done == (2, "", Naming(*names))
@@ -122,13 +122,13 @@ def test_what_is_wrong_with_a_loss_or_its_options(tmp_path: Path, name: str, giv
         ("dpo", ["reward_delta_P", "own.OTHER"]),
     ],
 )
-def test_a_loss_whose_function_does_not_take_what_it_would_be_given(tmp_path: Path, name: str, names: list[str]) -> None:
+def test_a_custom_loss_with_wrong_parameters(tmp_path: Path, name: str, names: list[str]) -> None:
     done = train(tmp_path, name, f"model.{name}.preference_loss=own.OTHER")
     assert done == (2, "", Naming(f"model.{name}.preference_loss", *names))
 
 
 @pytest.mark.parametrize(("name", "need"), [("kto", "needs_rewards"), ("dpo", "needs_z0")])
-def test_a_loss_that_needs_what_the_algorithm_does_not_have(tmp_path: Path, name: str, need: str) -> None:
+def test_a_custom_loss_with_needs_of_another_algorithm(tmp_path: Path, name: str, need: str) -> None:
     done = train(tmp_path, name, f"model.{name}.preference_loss=own.FOREIGN")
     assert done == (2, "", Naming(f"model.{name}.preference_loss", need, f"nemo-kto {name}", "own.FOREIGN"))
 
@@ -148,5 +148,5 @@ def test_a_loss_that_needs_what_the_algorithm_does_not_have(tmp_path: Path, name
         ("[{every: 10}]", ["None", "ValueError"]),
     ],
 )
-def test_a_callback_that_is_none(tmp_path: Path, given: str, names: list[str]) -> None:
+def test_a_path_that_is_not_a_callback(tmp_path: Path, given: str, names: list[str]) -> None:
     assert train(tmp_path, "kto", f"trainer.callbacks={given}") == (2, "", Naming("trainer.callbacks", *names))

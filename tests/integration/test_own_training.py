@@ -101,7 +101,7 @@ def test_a_kto_like_loss_with_z0_and_an_option(tiny_llama: Path, tmp_path: Path,
     assert ratio == pytest.approx(4 / (0.5 if tau is None else tau), rel=1e-4)
 
 
-def test_the_loss_of_the_documents(tiny_llama: Path, tmp_path: Path) -> None:
+def test_the_loss_of_the_documentation(tiny_llama: Path, tmp_path: Path) -> None:
     text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8").split("    # my_losses.py\n")[1]
     block = itertools.takewhile(lambda line: line.startswith("    ") or not line, text.splitlines())
     (tmp_path / "my_losses.py").write_text("\n".join(line[4:] for line in block))

@@ -41,7 +41,7 @@ def test_margin(scripts: dict[str, Any]) -> None:
     assert scripts["score"].margin(rewards, [True, False, True]) == pytest.approx(-0.5 - 5.0)
 
 
-def test_answer_logps_are_those_of_a_plain_forward(scripts: dict[str, Any], tiny_llama: Path) -> None:
+def test_answer_logps_equal_a_plain_forward_pass(scripts: dict[str, Any], tiny_llama: Path) -> None:
     score = scripts["score"]
     conversations = [
         [{"role": "user", "content": "a longer question"}, {"role": "assistant", "content": "yes"}],
@@ -87,7 +87,7 @@ def test_rows_are_balanced_disjoint_and_the_same_every_time(
         prepare.prepare_rows(tmp_path, tiny_llama, train=200, validation=40, seed=7)
 
 
-def test_a_wheel_that_is_another_is_refused(
+def test_a_wheel_with_another_hash_is_refused(
     scripts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare = scripts["prepare"]
@@ -133,7 +133,7 @@ def test_accuracy_counts_ties_as_half(scripts: dict[str, Any]) -> None:
     assert scripts["score"].accuracy(rewards) == 2.5 / 4
 
 
-def test_figures_are_those_of_implied_rewards(scripts: dict[str, Any]) -> None:
+def test_metrics_of_implied_rewards(scripts: dict[str, Any]) -> None:
     reference, aligned = torch.tensor([-5.0, -7.0, -6.0, -9.0]), torch.tensor([-3.0, -8.0, -6.0, -8.0])
     figures = scripts["score"].measure([reference, aligned], [True, False, True, False], pairs=True)
     assert figures == pytest.approx(  # rewards 0.2, -0.1, 0, 0.1
@@ -160,7 +160,7 @@ def test_samples_are_drawn_with_the_seed(scripts: dict[str, Any], tiny_llama: Pa
     assert first == again != other
 
 
-def test_the_work_counted_is_that_of_the_model(scripts: dict[str, Any]) -> None:
+def test_flops_equal_those_of_the_model(scripts: dict[str, Any]) -> None:
     plan = scripts["plan"]
     norms = 61 * 576
     assert plan.LAYER_WEIGHTS + plan.OUTPUT_WEIGHTS + norms == 134_515_008, "parameters of SmolLM2-135M"
@@ -169,7 +169,7 @@ def test_the_work_counted_is_that_of_the_model(scripts: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["kto", "dpo"])
-def test_the_length_suits_the_machine(scripts: dict[str, Any], algorithm: str) -> None:
+def test_the_number_of_steps_follows_the_machine(scripts: dict[str, Any], algorithm: str) -> None:
     plan, workload = scripts["plan"], scripts["plan"].WORKLOADS[algorithm]
 
     def made(gflops: float, steps: int | None = None) -> Any:
@@ -191,7 +191,7 @@ def test_the_length_suits_the_machine(scripts: dict[str, Any], algorithm: str) -
     assert (made(50.0, 2).steps, made(50.0, 2).train, made(50.0, 2).held_out) == (2, 2 * workload.batch, 8)
 
 
-def test_the_plan_is_told_and_written(tmp_path: Path) -> None:
+def test_the_plan_is_printed_and_saved(tmp_path: Path) -> None:
     command = [sys.executable, str(FOLDER / "plan.py"), "dpo", "--precision", "fp32", "--out", str(tmp_path / "plan.json")]
     environment = {**os.environ, "PYTHONPATH": fork_server.search_path(REPOSITORY), "QUICKSTART_STEPS": "3"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -206,7 +206,7 @@ def test_the_plan_is_told_and_written(tmp_path: Path) -> None:
     assert_names(wrong.stderr, "error", "number", "QUICKSTART_STEPS", "1", "0")
 
 
-def test_a_stage_is_shown_and_never_silent(
+def test_a_stage_reports_that_it_is_running(
     scripts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = scripts["run"]

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from tests.helpers import fork_server
-from tests.helpers.commands import CLI, REPOSITORY, TRAINING, environment, run, run_anew, start
+from tests.helpers.commands import CLI, REPOSITORY, TRAINING, environment, run, run_interpreter, start
 from tests.helpers.messages import Naming, assert_names
 from tests.helpers.tiny_models import make_rows
 
@@ -106,7 +106,7 @@ def command(model: Path, rows: Path, folder: Path, job: Job) -> list[str]:
 def finish(words: list[str], job: Job, *, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The finished command."""
     if job.anew:
-        return run_anew(words, cwd=cwd, env=environment(), timeout=300)
+        return run_interpreter(words, cwd=cwd, env=environment(), timeout=300)
     return run(words, cwd=cwd, env=environment(), preload=TRAINING, timeout=300)
 
 
@@ -143,7 +143,7 @@ def whole(job: Job, rows: Path, tiny_llama: Path, tmp_path_factory: pytest.TempP
     return folder
 
 
-def test_the_job_of_the_contract(job: Job, whole: Path) -> None:
+def test_the_reference_job(job: Job, whole: Path) -> None:
     steps = [row for row in trained(whole) if "train/loss" in row]
     assert [row["step"] for row in steps] == list(range(1, job.steps + 1))
     assert steps[0]["train/loss"] == pytest.approx(0.5, abs=1e-6)
@@ -183,7 +183,7 @@ def test_export_of_a_checkpoint_equals_the_export_of_the_run(job: Job, whole: Pa
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_the_command_of_a_finished_run_touches_nothing(
+def test_repeating_a_finished_run_changes_nothing(
     job: Job, rows: Path, whole: Path, tiny_llama: Path, tmp_path: Path
 ) -> None:
     before = snapshot(whole)
@@ -194,7 +194,7 @@ def test_the_command_of_a_finished_run_touches_nothing(
     assert snapshot(whole) == before
 
 
-def test_another_run_in_the_same_folder_is_refused_once_and_touches_nothing(
+def test_another_run_in_the_same_folder_is_refused_and_changes_nothing(
     job: Job, rows: Path, whole: Path, tiny_llama: Path, tmp_path: Path
 ) -> None:
     before = snapshot(whole)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.helpers.commands import CLI, GOOD, TRAINING, pretend, start
+from tests.helpers.commands import CLI, GOOD, TRAINING, start, stub_training
 
 # As a training job meets; then the ranks wait until they have been looked at.
 MEET_AND_WAIT = """
@@ -45,7 +45,7 @@ def listening(process: psutil.Process) -> set[str]:
 
 def watch(folder: Path, devices: int) -> tuple[list[str], list[set[str]]]:
     """What ``devices`` ranks said when they had met, and at which addresses each process listened: launcher, then ranks."""
-    env = pretend(folder, MEET_AND_WAIT)
+    env = stub_training(folder, MEET_AND_WAIT)
     if (interface := outside()) is not None:  # as profiles of clusters do, for jobs of several machines
         env |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     with (folder / "said").open("w") as said:
@@ -68,7 +68,7 @@ def assert_loopback_alone(found: list[set[str]]) -> None:
     assert [address for addresses in found for address in addresses if not ipaddress.ip_address(address).is_loopback] == []
 
 
-def test_launcher_and_ranks_listen_on_the_loopback_interface_alone(tmp_path: Path) -> None:
+def test_launcher_and_ranks_listen_only_on_the_loopback_interface(tmp_path: Path) -> None:
     met, found = watch(tmp_path, 2)
     assert_loopback_alone(found)
     assert found[0] == set()  # the launcher listens nowhere
@@ -76,7 +76,7 @@ def test_launcher_and_ranks_listen_on_the_loopback_interface_alone(tmp_path: Pat
     assert met == ["2 /memfd:nemo_kto (deleted)"] * 2  # a store without a name in any folder
 
 
-def test_one_process_listens_on_the_loopback_interface_alone(tmp_path: Path) -> None:
+def test_one_process_listens_only_on_the_loopback_interface(tmp_path: Path) -> None:
     met, found = watch(tmp_path, 1)
     assert met == ["1 None"]
     assert_loopback_alone(found)

@@ -111,13 +111,13 @@ def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return made
 
 
-def test_a_signal_on_the_way_out_changes_nothing(runs: Runs) -> None:
+def test_a_signal_during_shutdown_changes_nothing(runs: Runs) -> None:
     """Whoever started the ranks ends the others, where one is gone."""
     said = runs.stopped("late", f"{pass_of_model(1)} launcher SIGTERM;nemo_kto.processes.ranks end_early 1 all SIGTERM")
     assert said.startswith("nemo-kto: stopped by SIGTERM at step 1 of 5, checkpoint late/checkpoints/step_000001"), said
 
 
-def test_a_job_that_is_stopped_again_and_again_is_the_job_that_was_not(runs: Runs) -> None:
+def test_a_repeatedly_stopped_job_equals_an_uninterrupted_one(runs: Runs) -> None:
     nothing = Naming("nemo-kto", "SIGTERM", "first step", "start")
     assert runs.stopped("run", f"{DATA} 0 SIGTERM") == nothing
     said = runs.stopped("run", f"{REFERENCE} 1 SIGUSR1")

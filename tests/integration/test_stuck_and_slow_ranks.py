@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_hangs import free_port
+from tests.distributed.processes.test_hangs import free_port
 from tests.helpers import fork_server
 from tests.helpers.commands import TRAINING, environment
 from tests.helpers.tiny_models import make_rows, write_rows
@@ -46,7 +46,7 @@ class Stays(Callback):
 
 
 @pytest.mark.full
-def test_a_slow_rank_and_a_rank_that_stays_in_a_callback(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_slow_rank_and_a_rank_stuck_in_a_callback(tiny_llama: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(96))
     (tmp_path / "own.py").write_text(CALLBACK)
     words = [

@@ -56,7 +56,7 @@ def test_the_source_archive_is_complete(built: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_wheel_of_the_archive_is_that_of_the_sources(built: Path) -> None:
+def test_the_wheel_from_the_archive_equals_the_wheel_from_the_sources(built: Path) -> None:
     (wheel,), (direct,) = built.glob("*.whl"), built.glob("of_the_sources/*.whl")
     assert contents(wheel) == contents(direct)
     assert "nemo_kto/py.typed" in contents(wheel)
@@ -95,7 +95,7 @@ def pins(file: Path) -> dict[str, str]:
     return dict(line.split("==") for line in lines if line)
 
 
-def test_every_package_has_bounds_and_the_lower_ones_are_those_that_are_tested() -> None:
+def test_every_package_has_bounds_and_the_lower_bounds_are_tested() -> None:
     unbound = [name for name, found in bounds().items() if {each.operator for each in found} != {">=", "<"}]
     assert not unbound
     lowest, tested = {}, pins(REPOSITORY / "constraints-lowest.txt")

@@ -33,7 +33,7 @@ GOOD, BAD = {"role": "assistant", "content": "Yes, it is."}, {"role": "assistant
 @pytest.fixture(params=["qwen2_5", "qwen3"])
 def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
     """The byte-level tokenizer with the chat template of a real model, as TRL ships it."""
-    trl = pytest.importorskip("trl", reason="TRL 1.5.1 ships the templates and is the oracle")
+    trl = pytest.importorskip("trl", reason="TRL 1.5.1 ships the templates")
     made: PreTrainedTokenizerBase = make_tokenizer()
     made.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{request.param}.jinja").read_text()
     return made

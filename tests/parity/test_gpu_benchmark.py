@@ -31,7 +31,7 @@ TRL_PYTHON = os.environ.get("NEMO_KTO_TEST_TRL_PYTHON", sys.executable)
         pytest.param("qwen-7b", [ADAPTER, CACHED, TRL, PRECOMPUTED], marks=pytest.mark.full),
     ],
 )
-def test_the_toy(size: str, names: list[str], tmp_path: Path) -> None:
+def test_the_benchmark_on_a_toy_model(size: str, names: list[str], tmp_path: Path) -> None:
     pytest.importorskip("trl")
     result = tmp_path / "result.json"
     words = ["--toy", "--steps", "1", "--size", size, "--result", str(result), "--trl-python", TRL_PYTHON]
@@ -78,7 +78,7 @@ def found_of(*, theirs: dict[str, Any]) -> Found:
     return Found(size=SIZES["llama-1b"], results=[swap, trl], tried=[trl])
 
 
-def test_figures_by_hand() -> None:
+def test_figures_against_manual_values() -> None:
     found = found_of(theirs=run_of(5.0))
     (mine, ours), (other, theirs) = found.results
     assert (ours.tokens_per_second, theirs.tokens_per_second) == (500, 200)
@@ -95,7 +95,7 @@ def test_figures_by_hand() -> None:
     assert "Medians of 1 repetitions or more. Layers of Transformer Engine." in text
 
 
-def test_other_work_is_noticed() -> None:
+def test_other_load_is_detected() -> None:
     assert inconsistent(found_of(theirs=run_of(5.0, tokens=999)), tolerance=1e-4) == [
         Naming(SWAP, "{1000}", "TRL", "8", "sdpa", "{999}")
     ]
@@ -104,7 +104,7 @@ def test_other_work_is_noticed() -> None:
     ]
 
 
-def test_a_run_that_failed_is_shown_and_the_others_are_too() -> None:
+def test_failed_and_successful_runs_are_reported() -> None:
     found = found_of(theirs=run_of(5.0))
     found.results[1][1].runs.clear()
     found.results[1][1].wrong = "torch.OutOfMemoryError: CUDA out of memory"

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_kto.distributed.state import Layout
 from tests.helpers import hf_jobs, hf_models
+from tests.helpers.hf_models import weights
 
 LAYOUTS = {
     "tp1": Layout(),
@@ -29,10 +29,7 @@ WORLD = {"tp2-dp2": 4}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    for name in hf_models.CONFIGS:
-        hf_models.write_model(name, root / name)
-    return {name: root / name for name in hf_models.CONFIGS}
+    return hf_models.write_models(hf_models.CONFIGS, tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +51,8 @@ def outcome(
     return results, out
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
-def test_logits_are_those_of_transformers(outcome: Any, expected: dict[str, torch.Tensor], name: str) -> None:
+def test_logits_equal_transformers(outcome: Any, expected: dict[str, torch.Tensor], name: str) -> None:
     found = [result[name] for result in outcome[0] if result[name] is not None]
     assert found
     for logits in found:
@@ -67,7 +60,7 @@ def test_logits_are_those_of_transformers(outcome: Any, expected: dict[str, torc
 
 
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
-def test_weights_come_back_bit_for_bit(outcome: Any, folders: dict[str, Path], name: str) -> None:
+def test_weights_round_trip_bitwise(outcome: Any, folders: dict[str, Path], name: str) -> None:
     before, after = weights(folders[name]), weights(outcome[1] / name)
     assert before.keys() == after.keys()
     for weight, tensor in before.items():
@@ -107,7 +100,7 @@ def gradients(
 
 
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
-def test_gradients_are_those_of_transformers(gradients: Any, folders: dict[str, Path], name: str) -> None:
+def test_gradients_equal_transformers(gradients: Any, folders: dict[str, Path], name: str) -> None:
     expected, found = hf_models.transformers_gradients(folders[name]), weights(gradients[1] / name)
     assert expected.keys() == found.keys()
     for weight, gradient in expected.items():

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from nemo_kto.artifacts.safetensors_files import INDEX, ShardWriter
 from nemo_kto.distributed.state import Layout
 from tests.helpers import hf_jobs, hf_models
+from tests.helpers.hf_models import weights
 from tests.helpers.messages import Naming, assert_names, raises
-from tests.parity.test_huggingface import weights
 
 TP2, PP2 = Layout(tensor=2), Layout(pipeline=2)
 
@@ -66,7 +66,7 @@ def test_all_differences_are_in_one_error_on_every_rank(ranks: Any, model: Path)
         assert_names(message, "model.layers.3.self_attn.k_proj.weight", "[12, 36]", "[4, 36]")
 
 
-def test_what_old_files_hold_besides_is_left_alone(ranks: Any, model: Path) -> None:
+def test_extra_tensors_of_old_files_are_ignored(ranks: Any, model: Path) -> None:
     extra = {"lm_head.weight": torch.zeros(259, 36), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
     rewrite(model, **extra)
     assert ranks.run(1, hf_jobs.load_only, Layout(), model) == [""]
@@ -85,7 +85,7 @@ def test_no_safetensors(ranks: Any, model: Path) -> None:
     assert "save_pretrained" in message
 
 
-def test_a_file_of_the_index_is_absent(ranks: Any, sharded_model: Path, tmp_path: Path) -> None:
+def test_a_missing_file_of_the_index(ranks: Any, sharded_model: Path, tmp_path: Path) -> None:
     shutil.copytree(sharded_model, tmp_path / "model")
     file = max((tmp_path / "model").glob("model-*.safetensors"))
     file.unlink()
@@ -94,13 +94,13 @@ def test_a_file_of_the_index_is_absent(ranks: Any, sharded_model: Path, tmp_path
     assert file.name in message
 
 
-def test_layers_that_the_pipeline_cannot_share_out(ranks: Any, model: Path) -> None:
+def test_layers_that_the_pipeline_size_does_not_divide(ranks: Any, model: Path) -> None:
     hf_models.edit_config(model, num_hidden_layers=3)
     with raises(RuntimeError, Naming("SplitError", "3", "2")):
         ranks.run(2, hf_jobs.load_only, PP2, model)
 
 
-def test_a_rank_reads_its_own_slices_and_nothing_twice(ranks: Any, sharded_model: Path) -> None:
+def test_a_rank_reads_only_its_slices_and_each_once(ranks: Any, sharded_model: Path) -> None:
     whole = sum(tensor.numel() * 4 for tensor in weights(sharded_model).values())
     results = ranks.run(2, hf_jobs.bytes_read, TP2, sharded_model)
     for read, most, held in results:
@@ -110,7 +110,7 @@ def test_a_rank_reads_its_own_slices_and_nothing_twice(ranks: Any, sharded_model
     assert sum(read for read, _, _ in results) == whole + replicated
 
 
-def test_types_are_converted_and_written_as_they_are(ranks: Any, sharded_model: Path, tmp_path: Path) -> None:
+def test_dtypes_are_converted_on_import_and_kept_on_export(ranks: Any, sharded_model: Path, tmp_path: Path) -> None:
     assert ranks.run(2, hf_jobs.convert_type, TP2, sharded_model, tmp_path / "out") == ["torch.bfloat16"] * 2
     before, after = weights(sharded_model), weights(tmp_path / "out")
     assert all(torch.equal(after[name], tensor.to(torch.bfloat16)) for name, tensor in before.items())
@@ -118,12 +118,12 @@ def test_types_are_converted_and_written_as_they_are(ranks: Any, sharded_model: 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
 
 
-def test_arbitrary_mask_keeps_texts_apart(ranks: Any, sharded_model: Path) -> None:
+def test_arbitrary_mask_separates_texts(ranks: Any, sharded_model: Path) -> None:
     ((together, alone),) = ranks.run(1, hf_jobs.arbitrary_mask, sharded_model)
     np.testing.assert_allclose(together, alone, rtol=0, atol=1e-4)
 
 
-def test_export_replaces_an_earlier_export_and_what_an_interrupted_one_left(ranks: Any, model: Path, tmp_path: Path) -> None:
+def test_export_replaces_an_earlier_and_an_interrupted_export(ranks: Any, model: Path, tmp_path: Path) -> None:
     interrupted = tmp_path / f".out.export-{'0' * 32}"
     interrupted.mkdir()
     (interrupted / "part-0").write_text("half")
@@ -136,7 +136,7 @@ def test_export_replaces_an_earlier_export_and_what_an_interrupted_one_left(rank
     assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
 
 
-def test_export_does_not_touch_a_folder_that_is_not_its_own(ranks: Any, model: Path, tmp_path: Path) -> None:
+def test_export_does_not_change_a_foreign_folder(ranks: Any, model: Path, tmp_path: Path) -> None:
     before = (model / "model.safetensors").read_bytes()
     for message in ranks.run(2, hf_jobs.export_only, TP2, model, model):
         assert message == Naming("UserError", "failed", f"{model}", "folder")
@@ -151,7 +151,7 @@ def test_source_of_an_export_must_be_a_model(ranks: Any, model: Path, tmp_path: 
 @pytest.mark.parametrize(
     "layout", [TP2, *(pytest.param(layout, marks=pytest.mark.full) for layout in (PP2, Layout(tensor=2, pipeline=2)))]
 )
-def test_a_disk_that_fails_is_an_error_on_every_rank_and_leaves_no_folder(
+def test_a_disk_error_is_raised_on_every_rank_and_leaves_no_folder(
     ranks: Any, sharded_model: Path, tmp_path: Path, layout: Layout
 ) -> None:
     job = hf_jobs.export_to_broken_disk
@@ -207,7 +207,7 @@ def test_norms_and_sinks_of_all_heads_in_a_distributed_checkpoint(
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def test_shards_are_no_larger_than_asked_unless_one_weight_is(tmp_path: Path) -> None:
+def test_shards_have_at_most_the_given_size_except_for_single_weights(tmp_path: Path) -> None:
     writer = ShardWriter(folder=tmp_path, max_shard_bytes=100)
     sizes = {"a": 10, "b": 15, "c": 1, "d": 40, "e": 3}  # of four bytes
     for name, size in sizes.items():

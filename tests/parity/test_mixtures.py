@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_kto.distributed.state import Layout
 from tests.helpers import hf_jobs, hf_models
-from tests.parity.test_huggingface import weights
+from tests.helpers.hf_models import weights
 
 LAYOUTS = {
     "one": (1, Layout()),
@@ -33,10 +33,7 @@ CASES = [pytest.param(name, marks=[pytest.mark.full] * (name not in QUICK)) for 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("mixtures")
-    for name in hf_models.MIXTURES:
-        hf_models.write_model(name, root / name)
-    return {name: root / name for name in hf_models.MIXTURES}
+    return hf_models.write_models(hf_models.MIXTURES, tmp_path_factory.mktemp("mixtures"))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -65,7 +62,7 @@ def test_exports_load_in_transformers(ranks: Any, folders: dict[str, Path], tmp_
         assert torch.equal(model.eval()(hf_models.tokens()).logits, hf_models.transformers_logits(folder)), name
 
 
-def test_llama4_chooses_by_logits_where_sigmoids_are_alike(ranks: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_llama4_routes_by_logits_if_sigmoids_are_equal(ranks: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     """Of a router so sure that in fp32 the sigmoid is 1 for several experts."""
     shutil.copytree(folder := folders["llama4-norms-everywhere"], sure := tmp_path / "sure")
     routers = {name: 40 * values for name, values in weights(folder).items() if name.endswith("router.weight")}
@@ -91,7 +88,7 @@ def gradients(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_those_of_transformers(
+def test_gradients_equal_transformers(
     case: str, ranks: Any, folders: dict[str, Path], gradients: dict[str, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     world_size, layout = LAYOUTS[case]

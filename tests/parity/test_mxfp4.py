@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from nemo_kto.distributed.state import Layout
 from tests.helpers import hf_jobs, hf_models
-from tests.parity.test_huggingface import weights
+from tests.helpers.hf_models import weights
 
 LAYOUTS = {
     "one": (1, Layout()),
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_it_is_the_dequantized_model_of_transformers(case: str, ranks: Any, folder: Path, tmp_path: Path) -> None:
+def test_weights_equal_the_dequantized_model_of_transformers(case: str, ranks: Any, folder: Path, tmp_path: Path) -> None:
     world_size, layout = LAYOUTS[case]
     results = ranks.run(world_size, hf_jobs.check_models, layout, {NAME: folder}, tmp_path)
     settings = {"quantization_config": Mxfp4Config(dequantize=True), "dtype": torch.float32}
@@ -68,7 +68,7 @@ def test_it_is_the_dequantized_model_of_transformers(case: str, ranks: Any, fold
         assert torch.equal(again.state_dict()[name], values), name
 
 
-def test_it_is_read_in_bf16_to_the_last_bit(ranks: Any, folder: Path, tmp_path: Path) -> None:
+def test_weights_are_read_in_bf16_bitwise(ranks: Any, folder: Path, tmp_path: Path) -> None:
     assert ranks.run(1, hf_jobs.convert_type, Layout(), folder, tmp_path / "out") == ["torch.bfloat16"]
     settings = {"quantization_config": Mxfp4Config(dequantize=True), "dtype": torch.bfloat16}
     expected = AutoModelForCausalLM.from_pretrained(folder, **settings).state_dict()

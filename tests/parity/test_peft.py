@@ -13,16 +13,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.lora import HUGGING_FACE_TARGETS, LoRASettings
-from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.adapter import export_adapter, load_adapter, read_adapter_settings
-from nemo_kto.huggingface.huggingface import export, load_weights
-from nemo_kto.models.gpt import build_gpt
-from nemo_kto.models.lora.adapters import add_adapters, disable_adapters, merge_adapters
 from tests.helpers import hf_jobs, hf_models
 from tests.helpers.messages import Naming, raises
 
@@ -50,87 +45,20 @@ SETTINGS = {
     ),
     "qwen3": LoRASettings(rank=2, alpha=16, target_modules=("k_proj", "mlp"), layers=(2,)),
 }
-SEED = 5
-
-
-def build(folder: Path, layout: Layout, settings: LoRASettings | None) -> tuple[Any, Any]:
-    from megatron.core import parallel_state
-
-    architecture = read_architecture(folder, tensor_parallel=layout.tensor)
-    model = build_gpt(
-        architecture,
-        params_dtype=torch.float32,
-        split=PipelineSplit(stages=layout.pipeline),
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        sequence_parallel=layout.sequence_parallel,
-    )
-    if settings is not None:
-        add_adapters(model, settings, architecture=architecture, seed=SEED)
-    load_weights([model], architecture, folder)
-    return model.eval(), architecture
-
-
-def logits(model: Any, architecture: Any) -> Any:
-    with torch.no_grad():
-        result = hf_jobs.logits(model, architecture, hf_models.tokens())
-    return None if result is None else result.numpy()
-
-
-def check_adapters(layout: Layout, folders: dict[str, Path], adapters: dict[str, Path], out: Path) -> dict[str, Any]:
-    """On a rank, for each model: logits in every state it can be in, and its adapters and merged weights written."""
-    state.init_distributed(layout=layout, seed=3)
-    results: dict[str, Any] = {}
-    for name, folder in folders.items():
-        model, architecture = build(folder, layout, SETTINGS[name])
-        export_adapter([model], architecture, out=out / name / "first", base_model=folder)
-        found = {"first": logits(model, architecture)}
-        load_adapter([model], architecture, adapters[name])
-        found["adapted"] = logits(model, architecture)
-        export_adapter([model], architecture, out=out / name / "again", base_model=folder)
-        with disable_adapters([model]):
-            found["off"] = logits(model, architecture)
-        merge_adapters([model])
-        found["merged"] = logits(model, architecture)
-        export([model], architecture, source=folder, out=out / name / "merged", max_shard_bytes=10**9)
-        plain, _ = build(folder, layout, None)
-        found["base"] = logits(plain, architecture)
-        results[name] = found
-    return results
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    for name in SETTINGS:
-        hf_models.write_model(name, root / name)
-    return {name: root / name for name in SETTINGS}
+    return hf_models.write_models(SETTINGS, tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
 def adapters(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Adapters that peft made and wrote, A and B random, and magnitudes that have moved by up to a half."""
+    """Random adapters that peft wrote."""
     root = tmp_path_factory.mktemp("adapters")
     for name, settings in SETTINGS.items():
-        config = LoraConfig(
-            r=settings.rank,
-            lora_alpha=int(settings.alpha),
-            use_rslora=settings.rslora,
-            use_dora=settings.dora,
-            lora_dropout=settings.dropout,
-            target_modules=list(settings.modules),
-            layers_to_transform=None if settings.layers is None else [layer - 1 for layer in settings.layers],
-            task_type="CAUSAL_LM",
-        )
-        model = get_peft_model(AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32), config)
-        draw = torch.Generator().manual_seed(3)
-        with torch.no_grad():
-            for parameter in (each for each in model.parameters() if each.requires_grad):
-                if parameter.dim() == 1:
-                    parameter.mul_(0.5 + torch.rand(parameter.shape, generator=draw))
-                else:
-                    parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.2)
-        model.save_pretrained(str(root / name), save_embedding_layers=False)
+        model = hf_models.peft_model(folders[name], settings)
+        model.save_pretrained(root / name, save_embedding_layers=False)
     return {name: root / name for name in SETTINGS}
 
 
@@ -143,7 +71,7 @@ def outcome(
 ) -> tuple[list[dict[str, Any]], Path]:
     layout = LAYOUTS[request.param]
     out = tmp_path_factory.mktemp(f"adapted-{request.param}")
-    return ranks.run(layout.model_ranks, check_adapters, layout, folders, adapters, out), out
+    return ranks.run(layout.model_ranks, hf_jobs.check_adapters, layout, folders, adapters, SETTINGS, out), out
 
 
 def peft_logits(folder: Path, adapter: Path) -> torch.Tensor:
@@ -153,7 +81,7 @@ def peft_logits(folder: Path, adapter: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_logits_are_those_of_peft(outcome: Any, folders: Any, adapters: Any, name: str) -> None:
+def test_logits_equal_peft(outcome: Any, folders: Any, adapters: Any, name: str) -> None:
     results, out = outcome
     expected = peft_logits(folders[name], adapters[name]).numpy()
     base = hf_models.transformers_logits(folders[name]).numpy()
@@ -173,7 +101,7 @@ def test_logits_are_those_of_peft(outcome: Any, folders: Any, adapters: Any, nam
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_files_come_back(outcome: Any, folders: Any, adapters: Any, name: str) -> None:
+def test_adapter_files_round_trip(outcome: Any, folders: Any, adapters: Any, name: str) -> None:
     """What peft wrote, we write, bit for bit; and both say the same of themselves."""
     again = outcome[1] / name / "again"
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapters[name], again))
@@ -191,10 +119,10 @@ def test_files_come_back(outcome: Any, folders: Any, adapters: Any, name: str) -
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_first_values_are_the_same_at_every_layout(outcome: Any, folders: Any, name: str) -> None:
+def test_initial_values_are_equal_at_every_layout(outcome: Any, folders: Any, name: str) -> None:
     """A is uniform within 1 / sqrt(in), drawn from the seed and the name of the weight; B is zero; a magnitude is a norm."""
     first = load_file(outcome[1] / name / "first" / "adapter_model.safetensors")
-    weights = {key: values for file in folders[name].glob("*.safetensors") for key, values in load_file(file).items()}
+    weights = hf_models.weights(folders[name])
     assert any("magnitude" in tensor for tensor in first) == SETTINGS[name].dora
     for tensor, values in first.items():
         if tensor.endswith("lora_magnitude_vector"):
@@ -236,7 +164,7 @@ def test_rank_stabilised_scaling(adapters: Any, tmp_path: Path) -> None:
     assert (settings.alpha, settings.rslora, settings.scale) == (8.0, True, 8 / 4**0.5)
 
 
-def test_magnitudes_and_their_switch_go_together(adapters: Any, tmp_path: Path) -> None:
+def test_magnitudes_require_use_dora(adapters: Any, tmp_path: Path) -> None:
     for name, dora in (("qwen2", True), ("qwen3", False)):
         folder = edited(adapters[name], tmp_path / name, use_dora=not dora)
         with pytest.raises(UserError) as error:
@@ -259,7 +187,7 @@ def test_layers_by_pattern(adapters: Any, tmp_path: Path) -> None:
     assert (settings.modules, settings.layers) == (("q_proj",), (1,))
 
 
-def test_what_we_cannot_be_is_refused_at_once(adapters: Any, tmp_path: Path) -> None:
+def test_all_unsupported_settings_are_in_one_error(adapters: Any, tmp_path: Path) -> None:
     tensors = load_file(adapters["llama-odd-heads"] / "adapter_model.safetensors")
     tensors = {name: values for name, values in tensors.items() if ".layers.0.self_attn.q_proj" not in name}
     tensors["base_model.model.lm_head.weight"] = torch.zeros(2)
@@ -304,7 +232,7 @@ def test_what_we_cannot_be_is_refused_at_once(adapters: Any, tmp_path: Path) -> 
 def load_only(folder: Path, adapter: Path, settings: LoRASettings | None) -> str:
     """On a rank: load an adapter; returns the error."""
     state.init_distributed(layout=Layout(), seed=3)
-    model, architecture = build(folder, Layout(), settings)
+    model, architecture = hf_jobs.adapted_model(folder, Layout(), settings)
     return hf_jobs.message_of(lambda: load_adapter([model], architecture, adapter))
 
 
@@ -331,11 +259,11 @@ def test_an_adapter_of_another_shape_is_refused(ranks: Any, folders: Any, adapte
 def export_only(folder: Path, out: Path) -> str:
     """On a rank: export new adapters; returns the error."""
     state.init_distributed(layout=Layout(), seed=3)
-    model, architecture = build(folder, Layout(), SETTINGS["qwen3"])
+    model, architecture = hf_jobs.adapted_model(folder, Layout(), SETTINGS["qwen3"])
     return hf_jobs.message_of(lambda: export_adapter([model], architecture, out=out, base_model=folder))
 
 
-def test_what_an_export_may_replace(ranks: Any, folders: Any, adapters: Any, tmp_path: Path) -> None:
+def test_an_export_replaces_only_its_own_adapters(ranks: Any, folders: Any, adapters: Any, tmp_path: Path) -> None:
     assert ranks.run(1, export_only, folders["qwen3"], tmp_path / "out") == [""]
     assert ranks.run(1, export_only, folders["qwen3"], tmp_path / "out") == [""]
     for other in (adapters["qwen3"], folders["qwen3"]):
@@ -346,7 +274,7 @@ def test_what_an_export_may_replace(ranks: Any, folders: Any, adapters: Any, tmp
         assert sorted((file.name, file.stat().st_size) for file in other.iterdir()) == before
 
 
-def test_what_peft_writes_of_an_embedding_besides_its_adapter_is_refused(folders: Any, tmp_path: Path) -> None:
+def test_embedding_weights_written_by_peft_are_refused(folders: Any, tmp_path: Path) -> None:
     config = LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folders["mistral"], dtype=torch.float32), config)
     model.save_pretrained(str(tmp_path))

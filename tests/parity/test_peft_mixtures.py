@@ -24,9 +24,7 @@ from nemo_kto.artifacts.adapter_files import read_adapter_settings
 from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout
 from nemo_kto.errors import UserError
-from nemo_kto.huggingface.adapter import export_adapter, load_adapter
-from nemo_kto.huggingface.huggingface import export, load_weights
-from nemo_kto.models.lora.adapters import add_adapters, disable_adapters, merge_adapters
+from nemo_kto.huggingface.adapter import load_adapter
 from tests.helpers import hf_jobs, hf_models
 from tests.helpers.messages import Naming
 
@@ -48,36 +46,6 @@ LAYOUTS = {
 }
 QUICK = ("one", "tp2-ep2-whole-experts")
 FIRST_VALUES: dict[str, dict[str, torch.Tensor]] = {}
-SEED = 5
-
-
-def check_adapters(layout: Layout, folders: dict[str, Path], adapters: dict[str, Path], out: Path) -> dict[str, Any]:
-    """On a rank, for each model: logits in every state it can be in, and its adapters and merged weights written."""
-    state.init_distributed(layout=layout, seed=3)
-    results: dict[str, Any] = {}
-    for name, folder in folders.items():
-        model, architecture = hf_jobs.build(folder, layout)
-        add_adapters(model, SETTINGS[name], architecture=architecture, seed=SEED)
-        load_weights([model], architecture, folder)
-        model.eval()
-        found = {"first": logits(model, architecture)}
-        export_adapter([model], architecture, out=out / name / "first", base_model=folder)
-        load_adapter([model], architecture, adapters[name])
-        found["adapted"] = logits(model, architecture)
-        export_adapter([model], architecture, out=out / name / "again", base_model=folder)
-        with disable_adapters([model]):
-            found["off"] = logits(model, architecture)
-        merge_adapters([model])
-        found["merged"] = logits(model, architecture)
-        export([model], architecture, source=folder, out=out / name / "merged", max_shard_bytes=10**9)
-        results[name] = found
-    return results
-
-
-def logits(model: Any, architecture: Any) -> Any:
-    with torch.no_grad():
-        result = hf_jobs.logits(model, architecture, hf_models.tokens())
-    return None if result is None else result.numpy()
 
 
 def transformers_logits(model: Any) -> np.ndarray:
@@ -87,10 +55,7 @@ def transformers_logits(model: Any) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("mixtures")
-    for name in SETTINGS:
-        hf_models.write_model(name, root / name)
-    return {name: root / name for name in SETTINGS}
+    return hf_models.write_models(SETTINGS, tmp_path_factory.mktemp("mixtures"))
 
 
 @pytest.fixture(scope="module")
@@ -114,11 +79,11 @@ def outcome(
 ) -> tuple[list[dict[str, Any]], Path]:
     world_size, layout = LAYOUTS[request.param]
     out = tmp_path_factory.mktemp(f"adapted-{request.param}")
-    return ranks.run(world_size, check_adapters, layout, folders, adapters, out), out
+    return ranks.run(world_size, hf_jobs.check_adapters, layout, folders, adapters, SETTINGS, out), out
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_logits_are_those_of_peft(outcome: Any, folders: Any, adapters: Any, name: str) -> None:
+def test_logits_equal_peft(outcome: Any, folders: Any, adapters: Any, name: str) -> None:
     results, out = outcome
     expected = hf_models.transformers_logits(adapters[name].with_name(f"{name}-merged")).numpy()
     base = hf_models.transformers_logits(folders[name]).numpy()
@@ -131,17 +96,18 @@ def test_logits_are_those_of_peft(outcome: Any, folders: Any, adapters: Any, nam
     np.testing.assert_allclose(transformers_logits(peft), expected, **tolerance)
     merged = hf_models.transformers_logits(out / name / "merged").numpy()
     np.testing.assert_allclose(merged, expected, **tolerance)
-    seen = [result[name] for result in results if result[name]["off"] is not None]
+    seen = [result[name] for result in results if result[name]["base"] is not None]
     assert seen
     for found in seen:
         for which in ("adapted", "merged"):
             np.testing.assert_allclose(found[which], expected, **tolerance, err_msg=which)
-        np.testing.assert_array_equal(found["first"], found["off"])
-        np.testing.assert_allclose(found["off"], base, rtol=0, atol=1e-5 * np.abs(base).max())
+        np.testing.assert_array_equal(found["off"], found["base"])
+        np.testing.assert_array_equal(found["first"], found["base"])
+        np.testing.assert_allclose(found["base"], base, rtol=0, atol=1e-5 * np.abs(base).max())
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_files_come_back(outcome: Any, adapters: Any, name: str) -> None:
+def test_adapter_files_round_trip(outcome: Any, adapters: Any, name: str) -> None:
     again, settings = outcome[1] / name / "again", SETTINGS[name]
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapters[name], again))
     assert before.keys() == after.keys()
@@ -152,7 +118,7 @@ def test_files_come_back(outcome: Any, adapters: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_first_values_are_the_same_at_every_layout(outcome: Any, name: str) -> None:
+def test_initial_values_are_equal_at_every_layout(outcome: Any, name: str) -> None:
     """A is uniform within 1 / sqrt(in), drawn from the seed and the name of the expert's weight; B is zero."""
     first = load_file(outcome[1] / name / "first" / "adapter_model.safetensors")
     assert not any(values.any() for tensor, values in first.items() if ".lora_B." in tensor)
@@ -175,14 +141,12 @@ def test_first_values_are_the_same_at_every_layout(outcome: Any, name: str) -> N
 def dora_logits(layout: Layout, folder: Path, adapter: Path) -> Any:
     """On a rank."""
     state.init_distributed(layout=layout, seed=3)
-    model, architecture = hf_jobs.build(folder, layout)
-    add_adapters(model, read_adapter_settings(adapter), architecture=architecture, seed=SEED)
-    load_weights([model], architecture, folder)
+    model, architecture = hf_jobs.adapted_model(folder, layout, read_adapter_settings(adapter))
     load_adapter([model], architecture, adapter)
-    return logits(model.eval(), architecture)
+    return hf_jobs.logits_of_tokens(model, architecture)
 
 
-def test_magnitudes_of_a_shared_expert_are_those_of_peft(ranks: Any, folders: Any, tmp_path: Path) -> None:
+def test_magnitudes_of_a_shared_expert_equal_peft(ranks: Any, folders: Any, tmp_path: Path) -> None:
     """Of Llama 4, whose other experts have no adapters; what peft has written."""
     config = LoraConfig(r=2, lora_alpha=4, use_dora=True, target_modules=["o_proj", "gate_proj", "up_proj", "down_proj"])
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folders["llama4"], dtype=torch.float32), config)

@@ -45,14 +45,14 @@ def run_task(folder: Path, line: str, *, task: int = 2) -> tuple[int, list[str] 
     ],
     ids=["one", "quoted", "quotes in quotes", "carriage return"],
 )
-def test_a_line_is_split_as_in_a_shell(tmp_path: Path, line: str, overrides: list[str]) -> None:
+def test_sweep_lines_are_split_as_in_a_shell(tmp_path: Path, line: str, overrides: list[str]) -> None:
     assert run_task(tmp_path, line) == (0, overrides, "")
 
 
 @pytest.mark.parametrize(
     "line", ["model.seed=2 'model.optim.betas=[0.8, 0.9] model.optim.lr=2e-4", 'model.seed=2 "model.optim.lr=2e-4']
 )
-def test_a_line_with_a_broken_quote_is_refused_and_nothing_is_started(tmp_path: Path, line: str) -> None:
+def test_a_line_with_an_unclosed_quote_is_refused(tmp_path: Path, line: str) -> None:
     status, started, said = run_task(tmp_path, line)
     assert (status, started) == (2, None)
     assert_names(said, "sweep.txt:2", line, "quote")

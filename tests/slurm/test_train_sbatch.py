@@ -34,7 +34,7 @@ def test_signal_checkpoint_requeue(cluster: Cluster, work: Path, uninterrupted: 
     assert metrics(folder_of(job, work)) == uninterrupted  # each step once, to the last bit
 
 
-def test_what_the_ranks_find(cluster: Cluster, work: Path, tmp_path: Path) -> None:
+def test_errors_found_by_ranks(cluster: Cluster, work: Path, tmp_path: Path) -> None:
     """The layout of the tasks, with a GPU for each of them alone, and threads for the CPUs of a task."""
     shows = tmp_path / "nemo-kto"
     shows.write_text('#!/bin/sh\necho "node $SLURM_NODEID gpu $CUDA_VISIBLE_DEVICES threads $OMP_NUM_THREADS $2 $3"\n')
@@ -64,7 +64,7 @@ def test_a_cancelled_job_is_not_requeued(cluster: Cluster, work: Path, tmp_path:
 
 
 @pytest.mark.full
-def test_a_mistake_is_said_once_and_not_requeued(cluster: Cluster, work: Path) -> None:
+def test_a_configuration_error_is_printed_once_and_not_requeued(cluster: Cluster, work: Path) -> None:
     (job,) = cluster.submit(*kto_on_four_ranks("model.optim.lr=fast"), cwd=work)
     state = job.finish(seconds=SECONDS)
     assert (state["JobState"], state["Restarts"]) == ("FAILED", "0"), job.said()
@@ -84,7 +84,7 @@ def test_time_limit(cluster: Cluster, work: Path, uninterrupted: Metrics) -> Non
 
 
 @pytest.mark.full
-def test_signal_to_the_ranks_only(cluster: Cluster, work: Path, uninterrupted: Metrics) -> None:
+def test_signal_only_to_the_ranks(cluster: Cluster, work: Path, uninterrupted: Metrics) -> None:
     """As an administrator sends it; the script learns of it by the status of the ranks."""
     (job,) = cluster.submit(*kto_on_four_ranks(), cwd=work)
     after_step(job, 2, work)

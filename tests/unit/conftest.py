@@ -28,8 +28,8 @@ class Load(Protocol):
     def __call__(self, *overrides: str, recipe: Recipe = KTO) -> RunConfig: ...
 
 
-class Said(Protocol):
-    """``said("key=value", ...)``: what is said of a configuration that is wrong, on so many ranks."""
+class FindErrors(Protocol):
+    """``find_errors("key=value", ...)``: what is said of a configuration that is wrong, on so many ranks."""
 
     def __call__(
         self, *overrides: str, recipe: Recipe = KTO, ranks: int = 1, sweep: bool = False, torchrun: bool = False
@@ -56,7 +56,9 @@ def composed(overrides: Sequence[str], recipe: Recipe = KTO) -> DictConfig:
     return config
 
 
-def said_of(config: DictConfig, recipe: Recipe, *, ranks: int = 1, sweep: bool = False, torchrun: bool = False) -> list[str]:
+def errors_of(
+    config: DictConfig, recipe: Recipe, *, ranks: int = 1, sweep: bool = False, torchrun: bool = False
+) -> list[str]:
     world = None if ranks == 1 else World(rank=0, size=ranks, local_rank=0, local_size=ranks, sees_same=torchrun)
     job = Job(recipe=recipe, source=source_of(recipe), world=world)
     return [str(mistake) for mistake in job.judge(config, _composed(recipe.config_name), sweep=sweep)]
@@ -116,10 +118,10 @@ def load(good: list[str]) -> Load:
 
 
 @pytest.fixture
-def said(good: list[str]) -> Said:
+def find_errors(good: list[str]) -> FindErrors:
     """What judges overrides."""
 
     def get(*overrides: str, recipe: Recipe = KTO, ranks: int = 1, sweep: bool = False, torchrun: bool = False) -> list[str]:
-        return said_of(composed([*good, *overrides], recipe), recipe, ranks=ranks, sweep=sweep, torchrun=torchrun)
+        return errors_of(composed([*good, *overrides], recipe), recipe, ranks=ranks, sweep=sweep, torchrun=torchrun)
 
     return get

@@ -25,7 +25,7 @@ def test_text_from_outside_is_one_line_of_limited_length(text: str, expected: st
     assert printable(text) == expected
 
 
-def test_a_message_keeps_its_own_lines_and_nothing_else_that_controls_a_terminal() -> None:
+def test_messages_contain_no_terminal_control_characters() -> None:
     message = "first\n  second \x1b[31m\n" + "y" * 100_000
     for error in (UserError(message), DataError(message)):
         first, second, third = str(error).split("\n")

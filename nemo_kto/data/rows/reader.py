@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +22,6 @@ from nemo_kto.data.rows.records import (
     Row,
     RowError,
     RowErrors,
-    TextOrMessages,
     pair_of_row,
     records_of_row,
     show,
@@ -62,12 +61,14 @@ class Fields:
     def __post_init__(self) -> None:
         for name in self.columns:
             if name not in COLUMNS:
-                near = difflib.get_close_matches(name, COLUMNS, n=1)
-                swapped = self.columns[name] in COLUMNS and f"did you mean {{{self.columns[name]}:{name}}}?"
-                remedy = swapped or (f"did you mean {near[0]}?" if near else "write {OURS:COLUMN}")
+                remedy = "write {OURS:COLUMN}"
+                if self.columns[name] in COLUMNS:
+                    remedy = f"did you mean {{{self.columns[name]}:{name}}}?"
+                elif near := difflib.get_close_matches(name, COLUMNS, n=1):
+                    remedy = f"did you mean {near[0]}?"
                 raise DataError(f"must map names out of {', '.join(COLUMNS)} to columns, got {name}; {remedy}")
         if twice := [column for column, times in Counter(self.columns.values()).items() if times > 1]:
-            raise DataError(f"must take each column once, got {twice[0]} twice; leave one out")
+            raise DataError(f"must name each column once, got {twice[0]} twice; leave one out")
 
     def rename(self, row: Row) -> tuple[Row, dict[str, str]]:
         """Return the row with its columns renamed, and for each renamed column its new name -> its name in the file."""
@@ -113,15 +114,12 @@ class FileColumns:
         by_count: dict[int, list[str]] = {}
         for column, count in sorted(self.unused.items()):
             by_count.setdefault(count, []).append(printable(column, 60))
-        parts = [
-            f"{_list(columns)} ({count} row{'s' if count > 1 else ''})" for count, columns in sorted(by_count.items())[::-1]
-        ]
+        parts = []
+        for count, columns in sorted(by_count.items(), reverse=True):
+            more = len(columns) - _MAX_LISTED
+            names = ", ".join(columns[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+            parts.append(f"{names} ({count} row{'s' if count > 1 else ''})")
         return ", ".join(parts)
-
-
-def _list(columns: Sequence[str]) -> str:
-    shown = columns[:_MAX_LISTED]
-    return ", ".join(shown) + (f" and {len(columns) - len(shown)} more" if len(shown) < len(columns) else "")
 
 
 @dataclass(kw_only=True)
@@ -137,7 +135,7 @@ class PartErrors(RowErrors):
 
 @dataclass(frozen=True, kw_only=True)
 class FileReader:
-    """Reader of jsonl files that holds one line in memory at a time and skips empty lines.
+    """Reader of files that keeps one row in memory at a time.
 
     Attributes:
         fields: the columns to rename.
@@ -168,80 +166,19 @@ class FileReader:
             if raw.isspace():
                 continue
             try:
-                given = _parse(raw)
+                given = _parse_json(raw)
                 row, renamed = self.fields.rename(given)
                 used = used_columns(tuple(row), as_pair=as_pair)
                 columns.add(given, {renamed.get(name, name) for name in used} if renamed else used)
-                records = _records(row, line, records_of)
+                records = _complete_records(row, line, records_of)
             except RowError as error:
                 self.broken.add(path, line, str(error))
                 continue
             yield from records
 
 
-def _records(row: Row, line: int, records_of: Callable[[Row, int], list[Record]]) -> list[Record]:
-    """Return the records of a row, after checking that no unused column holds a part of the prompt.
-
-    Raises:
-        RowError: the row has images, video or audio, cannot be used, or would lose a part of its prompt.
-    """
-    if media := _columns_like(row, _MEDIA):
-        raise RowError(f'"{media[0]}" is not supported: models are trained on text only; leave such rows out')
-    told = any(row.get(name) for name in {"prompt", "messages"} & used_columns(tuple(row), as_pair=False))
-    try:
-        records = records_of(row, line)
-    except RowError as error:
-        raise RowError(f"{error}{'' if told else _naming_remedy(row)}") from error
-    prompt = _text_of(records[0].prompt)
-    lost = [
-        column for column in _columns_like(row, _BEFORE_PROMPT if told else _PROMPT_LIKE) if _is_lost(row[column], prompt)
-    ]
-    if lost and told:
-        raise RowError(
-            f'"{lost[0]}" would be lost, the prompt does not hold it; make "prompt" a list of messages that holds it '
-            f'({{"role": "system", "content": ...}} first), and leave "{lost[0]}" out'
-        )
-    if lost:
-        raise RowError(f'"{lost[0]}" would be lost, the row has no "prompt"{_naming_remedy(row)}')
-    return records
-
-
-def _naming_remedy(row: Row) -> str:
-    """Return the end of an error message that suggests a value of model.data.fields; empty if no column looks suitable."""
-    prompts, answers = _columns_like(row, _PROMPT_LIKE), _columns_like(row, _ANSWER_LIKE)
-    if len(prompts) > 1:
-        return f'; join {" and ".join(prompts)} into one "prompt" (or "messages" with their roles)'
-    has_answer = any(name in row for name in COLUMNS if name not in ("prompt", "preference", "label"))
-    named = [f"prompt:{column}" for column in prompts] + [f"response:{column}" for column in answers[: not has_answer]]
-    return f"; name the columns with 'model.data.fields={{{','.join(named)}}}'" if prompts else ""
-
-
-def _columns_like(row: Row, names: frozenset[str]) -> list[str]:
-    return [column for column in _names_like(tuple(row), names) if not _is_empty(row[column])]
-
-
-@lru_cache(maxsize=1024)  # most rows of a file have the same columns
-def _names_like(columns: tuple[str, ...], names: frozenset[str]) -> list[str]:
-    return [column for column in columns if column.lower() in names]
-
-
-def _is_lost(value: object, prompt: str) -> bool:
-    if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("content"), str) for part in value):
-        return any(part["content"].strip() not in prompt for part in value if part.get("role") != "assistant")
-    return not isinstance(value, str) or value.strip() not in prompt
-
-
-def _is_empty(value: object) -> bool:
-    return value in (None, "", [], {}) or (isinstance(value, str) and value.isspace())
-
-
-def _text_of(prompt: TextOrMessages) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(str(message.get("content")) for message in prompt)
-
-
-def _parse(raw: bytes) -> Row:
+def _parse_json(raw: bytes) -> Row:
+    """Parse a line of a jsonl file."""
     if len(raw) > MAX_LINE_BYTES:
         raise RowError(f"a line must have at most {MAX_LINE_BYTES:,} bytes, got more; write one object per line")
     try:
@@ -252,7 +189,67 @@ def _parse(raw: bytes) -> Row:
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise RowError(f"not valid UTF-8 ({error.reason}); save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:  # not JSON, a huge integer, or too deep nesting
-        raise RowError(f"not JSON ({error}); write one object per line") from error
+        raise RowError(f"not valid JSON ({error}); write one object per line") from error
     if not isinstance(row, dict):
         raise RowError(f"a row must be a JSON object, got {show(row)}")
     return row
+
+
+def _complete_records(row: Row, line: int, records_of: Callable[[Row, int], list[Record]]) -> list[Record]:
+    """Return the records of a row, after checking that no unused column holds a part of the prompt.
+
+    Raises:
+        RowError: the row has images, video or audio, cannot be used, or would lose a part of its prompt.
+    """
+    if media := _columns_like(row, _MEDIA):
+        raise RowError(f'"{media[0]}" is not supported: models are trained on text only; leave such rows out')
+    has_prompt = any(row.get(name) for name in {"prompt", "messages"} & used_columns(tuple(row), as_pair=False))
+    try:
+        records = records_of(row, line)
+    except RowError as error:
+        raise RowError(f"{error}{'' if has_prompt else _naming_remedy(row)}") from error
+    prompt = records[0].prompt
+    text = prompt if isinstance(prompt, str) else "\n".join(str(message.get("content")) for message in prompt)
+    candidates = _columns_like(row, _BEFORE_PROMPT if has_prompt else _PROMPT_LIKE)
+    unused = next((column for column in candidates if not _is_contained(row[column], text)), None)
+    if unused is not None and has_prompt:
+        raise RowError(
+            f'"{unused}" would be ignored, but the prompt does not contain it; make "prompt" a list of messages with it '
+            f'({{"role": "system", "content": ...}} first), and remove "{unused}"'
+        )
+    if unused is not None:
+        raise RowError(f'"{unused}" would be ignored, and the row has no "prompt"{_naming_remedy(row)}')
+    return records
+
+
+def _naming_remedy(row: Row) -> str:
+    """Return the end of an error message that suggests a value of model.data.fields; empty if no column looks suitable."""
+    prompts, answers = _columns_like(row, _PROMPT_LIKE), _columns_like(row, _ANSWER_LIKE)
+    if len(prompts) > 1:
+        return f'; join {" and ".join(prompts)} into one "prompt" (or "messages" with their roles)'
+    if not prompts:
+        return ""
+    has_answer = any(name in row for name in COLUMNS if name not in ("prompt", "preference", "label"))
+    names = [f"prompt:{prompts[0]}"] + ([] if has_answer else [f"response:{column}" for column in answers])
+    return f"; name the columns with 'model.data.fields={{{','.join(names)}}}'"
+
+
+def _columns_like(row: Row, names: frozenset[str]) -> list[str]:
+    """Return the columns that have one of the names, in any case, and are not empty in this row."""
+    found = []
+    for column in _names_like(tuple(row), names):
+        value = row[column]
+        if not (value in (None, "", [], {}) or (isinstance(value, str) and value.isspace())):
+            found.append(column)
+    return found
+
+
+@lru_cache(maxsize=1024)  # most rows of a file have the same columns
+def _names_like(columns: tuple[str, ...], names: frozenset[str]) -> list[str]:
+    return [column for column in columns if column.lower() in names]
+
+
+def _is_contained(value: object, prompt: str) -> bool:
+    if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("content"), str) for part in value):
+        return all(part["content"].strip() in prompt for part in value if part.get("role") != "assistant")
+    return isinstance(value, str) and value.strip() in prompt

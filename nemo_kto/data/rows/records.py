@@ -20,6 +20,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,30 +31,21 @@ Message = Mapping[str, object]
 TextOrMessages = str | list[Message]
 
 _PAIR_KEYS = (("chosen", "rejected"), ("chosen_response", "rejected_response"))
-_PREFERENCES = {"chosen": True, "rejected": False}
-_DIALOGUE_ANSWER = "\n\nAssistant:"
 _REWARDS = ("chosen_reward", "rejected_reward")
-_TEMPLATE_KEYS = ("tools", "chat_template_kwargs")
-_LABELS = ("preference", "label")
 _ANSWERS = ("response", "completion")
+_TEMPLATE_KEYS = ("tools", "chat_template_kwargs")
 _WEIGHT = "weight"
-_FP32_MIN, _FP32_MAX = 2.0**-126, 2.0**128 - 2.0**104  # losses and their weights are in fp32
+# Label column -> its value for a desirable and for an undesirable answer.
+_LABELS: Mapping[str, tuple[object, object]] = {"preference": ("chosen", "rejected"), "label": (True, False)}
 # The columns that are interpreted; model.data.fields maps columns of other names to them.
-COLUMNS = (
-    "prompt",
-    *_ANSWERS,
-    "messages",
-    *_LABELS,
-    *(key for keys in _PAIR_KEYS for key in keys),
-    *_REWARDS,
-    *_TEMPLATE_KEYS,
-    _WEIGHT,
-)
+COLUMNS = ("prompt", *_ANSWERS, "messages", *_LABELS, *chain(*_PAIR_KEYS), *_REWARDS, *_TEMPLATE_KEYS, _WEIGHT)
 # Arguments of apply_chat_template that are not template variables.
 _NOT_FOR_TEMPLATES = frozenset(
     "conversation tools add_generation_prompt continue_final_message tokenize padding truncation max_length "
     "return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
 )
+_DIALOGUE_ANSWER = "\n\nAssistant:"  # begins an answer in a pair of strings without a "prompt", as in HH-RLHF
+_FP32_MIN, _FP32_MAX = 2.0**-126, 2.0**128 - 2.0**104  # losses and their weights are in fp32
 
 
 class DataError(UserError):
@@ -89,60 +81,50 @@ class RowErrors:
 
     def raise_if_any(self) -> None:
         """Raise one DataError for all recorded rows, if there are any."""
-        if self.total:
-            rest = self.total - sum(count for *_, count in self.shown.values())
-            first = f", the first {self.SHOWN} faults" if rest else ""
-            head = f"{self.total} broken row{'s' if self.total > 1 else ''}{first}:"
-            raise DataError("\n  ".join([head, *self._lines()]))
-
-    def _lines(self) -> list[str]:
-        lines = []
-        for (path, what), (first, last, count) in self.shown.items():
+        if not self.total:
+            return
+        is_complete = self.total == sum(count for *_, count in self.shown.values())
+        first = "" if is_complete else f", the first {self.SHOWN} faults"
+        lines = [f"{self.total} broken row{'s' if self.total > 1 else ''}{first}:"]
+        for (path, what), (line, last, count) in self.shown.items():
             more = f" (the same in {count - 1} more, up to line {last})" if count > 1 else ""
-            lines.append(f"{path}:{first}: {what}{more}")
-        return lines
+            lines.append(f"{path}:{line}: {what}{more}")
+        raise DataError("\n  ".join(lines))
 
 
 @dataclass(frozen=True, kw_only=True)
-class KTORecord:
-    """One prompt with one answer and its label.
+class _Record:
+    """What records of both kinds have.
 
     Attributes:
         prompt: plain text, or the messages before the answer.
-        response: plain text, or one assistant message in a list; of the same kind as ``prompt``.
-        desirable: label of the answer: True for desirable, False for undesirable.
         line: line of the file, counted from 1; the two records of a pair have the same line.
-        template: arguments of the chat template besides the messages: ``tools`` and custom template variables.
+        template: arguments of the chat template besides the messages: ``tools`` and template variables.
         weight: weight of the loss of this record.
     """
 
     prompt: TextOrMessages
-    response: TextOrMessages
-    desirable: bool
     line: int
     template: Mapping[str, object] = field(default_factory=dict)
     weight: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPORecord:
-    """One prompt with a chosen and a rejected answer.
+class KTORecord(_Record):
+    """One prompt with one labelled answer: plain text, or one assistant message in a list if the prompt is messages."""
 
-    Attributes:
-        prompt: plain text, or the messages before the answer.
-        chosen, rejected: plain text, or one assistant message in a list; of the same kind as ``prompt``.
-        chosen_reward, rejected_reward: rewards of the answers from the row; both None if the row has none.
-        line, template, weight: see :class:`KTORecord`.
-    """
+    response: TextOrMessages
+    desirable: bool
 
-    prompt: TextOrMessages
+
+@dataclass(frozen=True, kw_only=True)
+class DPORecord(_Record):
+    """One prompt with a chosen and a rejected answer; both rewards are None if the row has none."""
+
     chosen: TextOrMessages
     rejected: TextOrMessages
     chosen_reward: float | None
     rejected_reward: float | None
-    line: int
-    template: Mapping[str, object] = field(default_factory=dict)
-    weight: float = 1.0
 
     @property
     def sides(self) -> tuple[KTORecord, KTORecord]:
@@ -159,19 +141,23 @@ def records_of_row(row: Row, line: int) -> list[KTORecord]:
         RowError: the row has none of the known forms, or an invalid value.
     """
     if keys := _pair_keys(row):
-        chosen, rejected = _pair(row, *keys)
-        return [_record(chosen, True, line, row), _record(rejected, False, line, row)]
-    desirable = _label(row)
-    if "messages" in row:
-        return [_record(_conversation(row["messages"], "messages"), desirable, line, row)]
-    answer_keys = [key for key in _ANSWERS if key in row]
-    if "prompt" not in row or len(answer_keys) != 1:
-        raise RowError(
-            'a row must have "prompt" and one of "response" or "completion", or "messages", or "chosen" and "rejected"; '
-            f"got the keys {show(sorted(row), 300)}"
-        )
-    key = answer_keys[0]
-    return [_record(_prompt_and_answer(row["prompt"], row[key], key), desirable, line, row)]
+        answers = list(zip(_pair(row, *keys), (True, False), strict=True))
+    else:
+        desirable = _label(row)
+        answer_keys = [key for key in _ANSWERS if key in row]
+        if "messages" in row:
+            answers = [(_conversation(row["messages"], "messages"), desirable)]
+        elif "prompt" in row and len(answer_keys) == 1:
+            answers = [(_prompt_and_answer(row["prompt"], row[answer_keys[0]], answer_keys[0]), desirable)]
+        else:
+            raise RowError(
+                'a row must have "prompt" and one of "response" or "completion", or "messages", or "chosen" and "rejected"; '
+                f"got the keys {show(sorted(row), 300)}"
+            )
+    return [
+        KTORecord(response=answer, desirable=desirable, **_shared(row, line, prompt))
+        for (prompt, answer), desirable in answers
+    ]
 
 
 def pair_of_row(row: Row, line: int) -> DPORecord:
@@ -186,24 +172,20 @@ def pair_of_row(row: Row, line: int) -> DPORecord:
             'a row must have "chosen" and "rejected" (or "chosen_response" and "rejected_response"), '
             f"got the keys {show(sorted(row), 300)}; unpaired feedback is for KTO"
         )
-    good, bad = keys
-    chosen, rejected = _pair(row, good, bad)
-    if chosen[0] != rejected[0]:
+    (prompt, chosen), (other_prompt, rejected) = _pair(row, *keys)
+    if prompt != other_prompt:
+        good, bad = keys
         raise RowError(f'"{good}" and "{bad}" must answer the same prompt; make the messages before the answers equal')
-    rewards = {key: _reward(row, key) for key in _REWARDS}
+    rewards: dict[str, Any] = dict.fromkeys(_REWARDS, None) | {
+        key: _number(row[key]) for key in _REWARDS if row.get(key) is not None
+    }
+    for key, reward in rewards.items():
+        if reward is not None and not math.isfinite(reward):
+            raise RowError(f'"{key}" must be a finite number, got {show(row[key])}; correct it or remove both rewards')
     missing = [key for key, reward in rewards.items() if reward is None]
     if len(missing) == 1:
         raise RowError(f'a pair must have both "chosen_reward" and "rejected_reward" or neither; "{missing[0]}" is missing')
-    prompt, template = chosen[0], _template(row, plain=isinstance(chosen[0], str))
-    return DPORecord(
-        prompt=prompt,
-        chosen=chosen[1],
-        rejected=rejected[1],
-        line=line,
-        template=template,
-        weight=_weight(row),
-        **rewards,
-    )
+    return DPORecord(chosen=chosen, rejected=rejected, **rewards, **_shared(row, line, prompt))
 
 
 @lru_cache(maxsize=1024)  # most rows of a file have the same columns
@@ -222,18 +204,13 @@ def used_columns(columns: tuple[str, ...], *, as_pair: bool) -> frozenset[str]:
     return frozenset(read | {*_TEMPLATE_KEYS, _WEIGHT})
 
 
-def _reward(row: Row, key: str) -> float | None:
-    value = row.get(key)
-    if value is not None and not math.isfinite(reward := _number(value)):
-        raise RowError(f'"{key}" must be a finite number, got {show(value)}; correct it or leave both rewards out')
-    return None if value is None else reward
-
-
-def _weight(row: Row) -> float:
-    value = row.get(_WEIGHT)
+def _shared(row: Row, line: int, prompt: TextOrMessages) -> dict[str, Any]:
+    """Return the fields of a record that do not depend on its answers."""
+    template, weight, value = _template(row, prompt), 1.0, row.get(_WEIGHT)
     if value is not None and not _FP32_MIN <= (weight := _number(value)) <= _FP32_MAX:
-        raise RowError(f'"{_WEIGHT}" must be a number above 0 that fp32 has, got {show(value)}; correct it or leave it out')
-    return 1.0 if value is None else weight
+        got = f"got {show(value)}; correct it or remove it"
+        raise RowError(f'"{_WEIGHT}" must be a number above 0 in the range of fp32, {got}')
+    return {"prompt": prompt, "line": line, "template": template, "weight": weight}
 
 
 def _number(value: object) -> float:
@@ -244,55 +221,41 @@ def _number(value: object) -> float:
         return math.inf
 
 
-def _record(side: tuple[TextOrMessages, TextOrMessages], desirable: bool, line: int, row: Row) -> KTORecord:
-    template = _template(row, plain=isinstance(side[0], str))
-    shared: dict[str, Any] = {"line": line, "template": template, "weight": _weight(row)}
-    return KTORecord(prompt=side[0], response=side[1], desirable=desirable, **shared)
-
-
-def _template(row: Row, *, plain: bool) -> dict[str, object]:
-    """Return the chat template arguments of a row; ``plain``: its texts are strings, to which no template is applied."""
+def _template(row: Row, prompt: TextOrMessages) -> dict[str, object]:
+    """Return the chat template arguments of a row."""
     given = [key for key in _TEMPLATE_KEYS if row.get(key)]
     if not given:
         return {}
-    if plain:
-        raise RowError(
-            f'"{given[0]}" is for the chat template, which strings do not go through; make "prompt" a list of messages'
-        )
+    if isinstance(prompt, str):
+        raise RowError(f'"{given[0]}" needs a chat template, which strings do not have; make "prompt" a list of messages')
     variables = row.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
         raise RowError(f'"chat_template_kwargs" must be an object, got {show(variables)}')
     if wrong := sorted(_NOT_FOR_TEMPLATES & variables.keys()):
-        raise RowError(f'"chat_template_kwargs" must hold variables of the chat template, got "{wrong[0]}"; remove it')
-    tools = _tools(row.get("tools") or [])
-    return {**variables, **({"tools": tools} if tools else {})}
-
-
-def _tools(value: object) -> list[object]:
+        raise RowError(f'"chat_template_kwargs" must contain template variables only, got "{wrong[0]}"; remove it')
+    tools = row.get("tools") or []
     try:
-        tools = json.loads(value) if isinstance(value, str) else value
+        tools = json.loads(tools) if isinstance(tools, str) else tools
     except (ValueError, RecursionError) as error:  # not JSON, a huge integer, or too deep nesting
         raise RowError(f'"tools" must be a list of JSON schemas, got a string that is not JSON ({error})') from error
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError(f'"tools" must be a list of JSON schemas, or that as a string of JSON, got {show(value)}')
-    return tools
+        raise RowError(f'"tools" must be a list of JSON schemas, or such a list as a JSON string, got {show(tools)}')
+    return {**variables, **({"tools": tools} if tools else {})}
 
 
 def _label(row: Row) -> bool:
-    keys = [key for key in _LABELS if key in row]
-    if len(keys) != 1:
+    columns = [column for column in _LABELS if column in row]
+    if len(columns) != 1:
         raise RowError(
             'a row must have one of "preference" ("chosen" or "rejected") or "label" (true or false); '
             f"got the keys {show(sorted(row), 300)}"
         )
-    value = row[keys[0]]
-    if keys[0] == "label":
-        if not isinstance(value, bool):
-            raise RowError(f'"label" must be true or false, got {show(value)}; correct it or remove the row')
-        return value
-    if not isinstance(value, str) or value not in _PREFERENCES:
-        raise RowError(f'"preference" must be "chosen" or "rejected", got {show(value)}; correct it or remove the row')
-    return _PREFERENCES[value]
+    column, values = columns[0], _LABELS[columns[0]]
+    for value, desirable in zip(values, (True, False), strict=True):
+        if type(row[column]) is type(value) and row[column] == value:
+            return desirable
+    good, bad = map(json.dumps, values)
+    raise RowError(f'"{column}" must be {good} or {bad}, got {show(row[column])}; correct it or remove the row')
 
 
 def _pair_keys(row: Collection[str]) -> tuple[str, str] | None:
@@ -309,32 +272,24 @@ def _pair(row: Row, good: str, bad: str) -> list[tuple[TextOrMessages, TextOrMes
     if "prompt" in row:
         return [_prompt_and_answer(row["prompt"], row[key], key) for key in (good, bad)]
     if isinstance(chosen, str) and isinstance(rejected, str):
-        cut = _shared_prompt(chosen, rejected, good, bad)
-        return [(side[:cut], side[cut:]) for side in (chosen, rejected)]
-    sides: list[tuple[TextOrMessages, TextOrMessages]] = [_conversation(row[key], key) for key in (good, bad)]
+        # The common prompt ends with the last answer marker if there is one, otherwise with a whole word.
+        differs = (i for i, (x, y) in enumerate(zip(chosen, rejected, strict=False)) if x != y)
+        shared = chosen[: next(differs, min(len(chosen), len(rejected)))]
+        if (marker := shared.rfind(_DIALOGUE_ANSWER)) >= 0:
+            end = marker + len(_DIALOGUE_ANSWER)
+        else:
+            end = max((i for i, character in enumerate(shared) if character.isspace()), default=0)
+            if end == 0 or chosen == rejected:
+                got = f"{show(chosen)}, {show(rejected)}"
+                raise RowError(f'"{good}" and "{bad}" must begin with the same prompt, got {got}; give the row a "prompt"')
+        return [(side[:end], side[end:]) for side in (chosen, rejected)]
+    sides = [_conversation(row[key], key) for key in (good, bad)]
     if sides[0][0] != sides[1][0]:
         raise RowError(
             f'"{good}" and "{bad}" must be the same conversation up to their last message; '
             'give the row a "prompt" or make the messages before the answers equal'
         )
     return sides
-
-
-def _shared_prompt(chosen: str, rejected: str, good: str, bad: str) -> int:
-    """Return the length of the common prompt: up to the last answer marker if there is one, otherwise whole words."""
-    shared = chosen[: _shared_length(chosen, rejected)]
-    mark = shared.rfind(_DIALOGUE_ANSWER)
-    if mark >= 0:
-        return mark + len(_DIALOGUE_ANSWER)
-    cut = max((i for i, character in enumerate(shared) if character.isspace()), default=0)
-    if cut == 0 or chosen == rejected:
-        sides = f"{show(chosen)}, {show(rejected)}"
-        raise RowError(f'"{good}" and "{bad}" show no prompt that both share ({sides}); give the row a "prompt"')
-    return cut
-
-
-def _shared_length(a: str, b: str) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _prompt_and_answer(prompt: object, answer: object, key: str) -> tuple[TextOrMessages, TextOrMessages]:
@@ -348,8 +303,8 @@ def _prompt_and_answer(prompt: object, answer: object, key: str) -> tuple[TextOr
         if len(messages) == 1:
             return [{"role": "user", "content": prompt}], _answer(messages, key)
         before, last = _conversation(messages, key)
-        if all(message.get("content") != prompt for message in before):
-            raise RowError(f'"{key}" is a conversation that does not hold the prompt {show(prompt)}')
+        if not any(isinstance(message, dict) and message.get("content") == prompt for message in before):
+            raise RowError(f'"{key}" must contain the prompt, got a conversation without {show(prompt)}')
         return before, last
     before = _messages(prompt, "prompt")
     if len(messages) > len(before) and messages[: len(before)] == before:
@@ -357,7 +312,7 @@ def _prompt_and_answer(prompt: object, answer: object, key: str) -> tuple[TextOr
     return before, _answer(messages, key)
 
 
-def _conversation(value: object, key: str) -> tuple[list[Message], list[Message]]:
+def _conversation(value: object, key: str) -> tuple[TextOrMessages, TextOrMessages]:
     """Return the messages before the last one, and the last one, which is the answer."""
     messages = _messages(value, key)
     if len(messages) < 2:

@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_kto.artifacts.tokenizer_files import chat_template_file, check_ids, check_tokenizer
-from nemo_kto.data.rows.records import KTORecord, RowError, TextOrMessages
-from nemo_kto.data.tokens.rendering import RenderedText, render_rows
+from nemo_kto.data.rows.records import KTORecord, LastRowError, Message, RowError
+from nemo_kto.data.tokens.template_trial import REMEDY, Conversation, out_of_memory, try_template
 from nemo_kto.errors import UserError, printable, show
 
+_TRIAL_ROWS = 100  # number of rows on which a chat template is tried
+_MAX_CHARACTERS = 10**7  # of a rendered row
+_tried_templates: set[str] = set()  # by this process, without reaching a limit
 _AGAIN = "download the tokenizer's files again, or write them with save_pretrained"
 
 
@@ -158,26 +161,58 @@ class RecordEncoder:
         return encoded["input_ids"]
 
     def _texts(self, records: Sequence[KTORecord]) -> list[_Text | RowError]:
-        messages = [record for record in records if not isinstance(record.prompt, str)]
-        rendered = iter(render_rows(self._render_row, messages, template=self._template_name) if messages else [])
+        """Return the texts of each record; a LastRowError for the first row at a limit and all rows of messages after it."""
+        failed = self._try_template(records)
         texts: list[_Text | RowError] = []
+        last: LastRowError | None = None
         for record in records:
+            text: _Text | RowError
             if isinstance(record.prompt, str) and isinstance(record.response, str):
-                texts.append(_Text(record.prompt, record.response, templated=False))
+                text = _Text(record.prompt, record.response, templated=False)
+            elif last is not None:
+                text = last
+            elif failed is not None and record is failed[0]:
+                text = last = failed[1]
             else:
-                text = next(rendered)
-                texts.append(text if isinstance(text, RowError) else _Text(*text, templated=True))
+                try:
+                    text = self._render_row(record)
+                except LastRowError as error:
+                    text = last = error
+                except RowError as error:
+                    text = error
+            texts.append(text)
         return texts
 
-    def _render_row(self, record: KTORecord) -> RenderedText:
+    def _try_template(self, records: Sequence[KTORecord]) -> tuple[KTORecord, LastRowError] | None:
+        """Try the chat template on the first rows of messages, once in each process.
+
+        Returns:
+            The first record for which the template exceeds a limit, and the error; None if there is no such record.
+        """
+        first = [record for record in records if isinstance(record.prompt, list)][:_TRIAL_ROWS]
+        if not first or self._template in _tried_templates:
+            return None
+        rows = []
+        for record in first:
+            with contextlib.suppress(ValueError):  # no template: the rendering names the reason
+                template = self._tokenizer.get_chat_template(tools=record.template.get("tools"))
+                variables = {**self._tokenizer.special_tokens_map, **record.template}
+                rows.append(Conversation(template, record.prompt, record.response, variables))
+        failed = try_template(rows, name=self._template_name)
+        if failed is None:
+            _tried_templates.add(self._template)
+        return None if failed is None else (first[failed[0]], failed[1])
+
+    def _render_row(self, record: KTORecord) -> _Text:
         assert isinstance(record.prompt, list)
         assert isinstance(record.response, list)
         if "tools" in record.template and "tools" not in self._template:
-            raise RowError(
-                '"tools" would be lost: the tokenizer\'s chat template does not use them; change it or remove the key'
-            )
-        prompt = self._render(record.prompt, record.template, asks=True)
-        whole = self._render([*record.prompt, *record.response], record.template, asks=False)
+            raise RowError('"tools" is not used by the tokenizer\'s chat template; change the template or remove the key')
+        prompt = self._render(record.prompt, record.template, add_generation_prompt=True)
+        whole = self._render([*record.prompt, *record.response], record.template, add_generation_prompt=False)
+        if len(whole) > _MAX_CHARACTERS:
+            message = f"{self._template_name} must render a row as at most {_MAX_CHARACTERS:,} characters"
+            raise LastRowError(f"{message}, got {len(whole):,}; {REMEDY}")
         if not whole.startswith(prompt):
             raise RowError(
                 f"the chat template must render the prompt the same with and without the answer after it, got "
@@ -187,13 +222,15 @@ class RecordEncoder:
         answer = whole[len(prompt) :]
         if answer.rstrip().endswith(self._special_tokens):
             answer = answer.rstrip()
-        return RenderedText(prompt, answer)
+        return _Text(prompt, answer, templated=True)
 
-    def _render(self, messages: TextOrMessages, given: Mapping[str, Any], *, asks: bool) -> str:
+    def _render(self, messages: list[Message], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
         try:
-            rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks, **given)
-        except MemoryError:
-            raise
+            rendered = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+            )
+        except MemoryError as error:
+            raise LastRowError(out_of_memory(self._template_name)) from error
         except Exception as error:  # a template is a program and may raise any exception
             message = f"the tokenizer's chat template refuses the messages: {printable(str(error))}"
             raise RowError(f"{message}; correct chat_template.jinja, or write the row as plain strings") from error

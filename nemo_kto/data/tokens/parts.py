@@ -177,12 +177,12 @@ def map_parts(
 
 def _in_processes(pickled: Path, parts: Iterable[Any], processes: int, doing: str, setting: str) -> Iterator[Any]:
     context = multiprocessing.get_context("spawn")
-    with _isolated_starts():  # the pool starts Python's resource tracker
+    with isolated_starts():  # the pool starts Python's resource tracker
         pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(str(pickled),))
     pending: deque[Future[Any]] = deque()
     try:
         for part in parts:
-            with _isolated_starts():
+            with isolated_starts():
                 pending.append(pool.submit(_do, part))
             if len(pending) > 2 * processes:
                 yield pending.popleft().result()
@@ -200,7 +200,7 @@ def _in_processes(pickled: Path, parts: Iterable[Any], processes: int, doing: st
 
 
 @contextlib.contextmanager
-def _isolated_starts() -> Iterator[None]:
+def isolated_starts() -> Iterator[None]:
     """Start processes in the block that import neither the running program nor files of the working directory.
 
     The program may have no ``if __name__ == "__main__"`` guard, and the working directory may be the folder of an untrusted

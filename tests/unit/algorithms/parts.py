@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader
 
 from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig
-from nemo_kto.algorithms.early_stopping import EarlyStopping
-from nemo_kto.algorithms.skipping import SkippedSteps
-from nemo_kto.algorithms.validation import ValidationLoaders
+from nemo_kto.algorithms.duration import ValidationLoaders
+from nemo_kto.algorithms.stopping import EarlyStopping, SkippedSteps
 from nemo_kto.data.batches.sampler import GlobalBatchSampler
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer

@@ -62,7 +62,7 @@ def test_stragglers_are_compared_every_few_steps() -> None:
     assert warnings[0].startswith("rank 1 of 2 on far is slower")
 
 
-def test_every_method_in_its_place() -> None:
+def test_hooks_are_called_in_order() -> None:
     diary = Diary()
     run = Run(max_steps=3, save_interval=2, val_check_interval=2, val_rows=4, callbacks=[diary]).fit()
     validation = sum(row**2 / 2 for row in range(4)) / 4
@@ -88,7 +88,7 @@ def test_what_a_callback_adds_is_logged() -> None:
     assert [step for step, report in run.notes.logged if "mine/saved" in report] == [2]
 
 
-def test_a_checkpoint_is_logged_when_it_is_complete_under_its_step() -> None:
+def test_a_checkpoint_is_logged_after_completion_under_its_step() -> None:
     notes = Run(max_steps=5, save_interval=2, val_rows=None).fit().notes
     written = {"timing/checkpoint": 3.0, "timing/checkpoint_stall": 0.25}
     order = [(step, report if "timing/checkpoint" in report else "step") for step, report in notes.logged]
@@ -99,7 +99,7 @@ def test_a_checkpoint_is_logged_when_it_is_complete_under_its_step() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), FloatingPointError("nan")])
-def test_an_error_is_told_and_raised(error: BaseException) -> None:
+def test_an_error_is_passed_to_callbacks_and_raised(error: BaseException) -> None:
     class Raises(Callback):
         def on_train_step_end(self, trainer: Any, event: Event) -> None:
             raise error

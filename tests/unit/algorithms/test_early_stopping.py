@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.algorithms.early_stopping import EarlyStopping
+from nemo_kto.algorithms.stopping import EarlyStopping
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message
 from tests.unit.algorithms.parts import Run
@@ -44,7 +44,7 @@ def of_lightning(values: list[float], **settings: Any) -> int:
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("min_delta", [0.0, 0.1])
-def test_it_is_the_rule_of_lightning(mode: str, min_delta: float) -> None:
+def test_early_stopping_equals_lightning(mode: str, min_delta: float) -> None:
     draw = random.Random(3)
     found = []
     for patience in (1, 2, 3, 5):
@@ -58,12 +58,12 @@ def test_it_is_the_rule_of_lightning(mode: str, min_delta: float) -> None:
     assert len(set(found)) > 6, "the cases differ"
 
 
-def test_an_improvement_by_min_delta_is_none() -> None:
+def test_an_improvement_by_min_delta_does_not_count() -> None:
     assert steps_until_it_stops([1.0, 0.75, 0.5], min_delta=0.25, patience=2) == 0  # 0.5 is better than 1.0 by more
     assert steps_until_it_stops([1.0, 0.75, 0.75], min_delta=0.25, patience=2) == 3
 
 
-def test_what_is_said() -> None:
+def test_the_reason_to_stop() -> None:
     early = stopping(min_delta=0.01)
     for step, value in ((10, 0.5), (20, 0.495), (30, 0.6)):
         assert early.reason is None
@@ -89,7 +89,7 @@ def test_ranks_decide_together() -> None:
     for early, value in ((first, 1.0), (second, 1.0)):
         early.update({"loss": value}, step=1)
     for early, value in ((first, 1.0 - 1e-9), (second, 1.0)):
-        early.agree = lambda answer: max(answer, 1)
+        early.reduce_max = lambda answer: max(answer, 1)
         early.update({"loss": value}, step=2)
     assert first.reason == second.reason == Message("val_loss", "last", "validation", "1.0000", "1")
 
@@ -110,7 +110,7 @@ def run(stop: EarlyStopping | None = None, **settings: Any) -> Run:
     return made
 
 
-def test_the_run_ends_as_after_its_last_step() -> None:
+def test_early_stopping_ends_the_run_as_its_last_step() -> None:
     made = run().fit()
     assert made.notes.steps_with("val/loss") == [2, 4, 6, 8, 10, 12], "8 is the best, 10 and 12 are not better"
     assert (made.trainer.step, made.notes.saved_steps) == (12, [6, 12])
@@ -121,7 +121,7 @@ def test_the_run_ends_as_after_its_last_step() -> None:
     assert (longer.trainer.step, longer.trainer.stopped_early) == (20, None)
 
 
-def test_the_last_line_of_the_log_is_not_lost() -> None:
+def test_the_last_log_line_is_written() -> None:
     made = run(log_every_n_steps=5).fit()
     assert made.notes.steps_with("train/loss") == [5, 10, 12]
 
@@ -135,7 +135,7 @@ def resumed(first: Run, stop: EarlyStopping | None = None, **settings: Any) -> R
 
 
 @pytest.mark.parametrize("step", [1, 2, 8, 9, 10, 11])
-def test_a_resumed_run_ends_where_the_whole_one_does(step: int) -> None:
+def test_a_resumed_run_stops_at_the_same_step(step: int) -> None:
     first = run()
     first.trainer.run_timer.received = lambda: int(signal.SIGTERM) if len(first.model.trained_on) == step else 0
     first.fit()
@@ -151,7 +151,7 @@ def test_a_signal_after_the_validation_that_ends_the_run_changes_nothing() -> No
     assert (first.trainer.step, first.trainer.ended_early, first.notes.saved_steps[-1]) == (12, False, 12)
 
 
-def test_a_run_that_was_stopped_takes_no_step_more() -> None:
+def test_a_stopped_run_takes_no_further_step() -> None:
     second = resumed(run().fit())
     assert (second.trainer.step, second.model.trained_on, second.notes.saved) == (12, [], [])
     assert second.trainer.stopped_early is not None
@@ -160,7 +160,7 @@ def test_a_run_that_was_stopped_takes_no_step_more() -> None:
 @pytest.mark.parametrize(
     ("settings", "end"), [({"patience": 3}, 14), ({"patience": 9}, 20), ({"monitor": "val_rows", "mode": "max"}, 18)]
 )
-def test_with_other_settings_it_goes_on(settings: dict[str, Any], end: int) -> None:
+def test_a_stopped_run_continues_with_other_settings(settings: dict[str, Any], end: int) -> None:
     """Another metric begins anew: 14 is the best, 16 and 18 are not better."""
     assert resumed(run().fit(), stopping(**settings)).trainer.step == end
 

@@ -35,7 +35,7 @@ def trainer(**changes: Any) -> KTOTrainer:
     return KTOTrainer(**{**arguments, "ckpt_callback": run.notes, "model": Reference(), **changes})
 
 
-def test_halves_of_the_reference_log_probs() -> None:
+def test_reference_log_probs_of_examples_and_kl_examples() -> None:
     batch: Any = {"preference": torch.tensor([1, 0, 1]), "kl_samples": torch.zeros(3, 4, dtype=torch.int64)}
     (augmented,) = trainer().augment_dataloader([batch])
     assert augmented["ref_policy_log_probs_samples"].tolist() == [-1.0, -2.0, -3.0]
@@ -56,14 +56,14 @@ def test_a_rank_without_examples_in_the_last_batch() -> None:
     assert augmented["ref_policy_log_probs_samples"].shape == augmented["ref_policy_log_probs_kl_samples"].shape == (0,)
 
 
-def test_a_loss_without_a_reference_is_given_none() -> None:
+def test_a_loss_without_a_reference_gets_no_log_probs() -> None:
     reference = Reference()
     reference.uses_reference = False
     batch: Any = {"preference": torch.tensor([1, 0])}
     assert list(trainer(model=reference).augment_dataloader([batch])) == [batch]
 
 
-def test_takes_no_collate_fn_and_no_argument_by_position() -> None:
+def test_rejects_collate_fn_and_positional_arguments() -> None:
     with pytest.raises(TypeError, match="collate_fn"):
         trainer(collate_fn=lambda raw: raw)
     with pytest.raises(TypeError, match="positional"):

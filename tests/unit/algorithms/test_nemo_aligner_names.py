@@ -116,7 +116,7 @@ def test_dpo_trainer() -> None:
     assert float(model.weight) == LEARNING_RATE * (2.0 + 3.5)
 
 
-def test_the_signatures_say_every_argument() -> None:
+def test_constructor_arguments() -> None:
     own = {"timers", "callbacks", "skipped", "early_stopping"}  # with defaults
     for trainer, names in ((DPOTrainer, CONTRACT), (KTOTrainer, [name for name in CONTRACT if name != "collate_fn"])):
         arguments = inspect.signature(trainer).parameters
@@ -125,18 +125,18 @@ def test_the_signatures_say_every_argument() -> None:
         assert {name for name, argument in arguments.items() if argument.default is not argument.empty} == own
 
 
-def test_a_section_that_is_not_right() -> None:
+def test_an_invalid_section() -> None:
     with raises(ValueError, "max_epochs", "save_intervall", "save_interval"):
         TrainerConfig.of(
             {**{k: v for k, v in SECTION.items() if k != "save_interval"}, "save_intervall": 3, "global_batch_size": 2}
         )
-    with pytest.raises(ValueError, match=r"look at global_batch_size$"):
+    with pytest.raises(ValueError, match=r"missing: global_batch_size$"):
         TrainerConfig.of(SECTION)
     wanted: dict[str, Any] = {name: value for name, value in SECTION.items() if name != "gradient_clip_val"}
     assert TrainerConfig.of(SECTION, global_batch_size=2) == TrainerConfig(**wanted, global_batch_size=2)
 
 
-def test_clipping_is_the_optimizers() -> None:
+def test_clipping_is_done_by_the_optimizer() -> None:
     arguments = parts(Batches(lambda batch: batch["preference"]), SINGLES, partial(kto_custom_collate, eos_id=EOS))
     arguments["optimizer"].config = OmegaConf.create({"clip_grad": 0.5})
     with raises(ValueError, "gradient_clip_val", "0.5", "1.0"):
@@ -148,7 +148,7 @@ def as_lists(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tensor.tolist() for name, tensor in batch.items()}
 
 
-def test_singles_of_aligner_are_collated_as_ours() -> None:
+def test_aligner_examples_are_collated_alike() -> None:
     ours = [
         KTOExample(prompt_ids=[1, 2], response_ids=[3, 0], desirable=True),
         KTOExample(prompt_ids=[4], response_ids=[5, 6, 0], desirable=False),
@@ -165,7 +165,7 @@ def test_singles_of_aligner_are_collated_as_ours() -> None:
         kto_custom_collate([wrong, *SINGLES], EOS)
 
 
-def test_pairs_of_aligner_are_collated_as_ours() -> None:
+def test_aligner_pairs_are_collated_alike() -> None:
     reward = {"chosen_reward": 2.0, "rejected_reward": 0.5}
     ours = [
         DPOExample(prompt_ids=[1, 2], chosen_ids=[3, 0], rejected_ids=[5, 6, 0], **reward),

@@ -21,7 +21,7 @@ def rows(batch: list[float]) -> str:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_skips_the_step(value: float, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_non_finite_loss_skips_the_step(value: float, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(save_interval=5)
     run.model.spoil = lambda step: value if step == 3 else 0.0
     with caplog.at_level(logging.WARNING):
@@ -39,7 +39,7 @@ def test_a_loss_that_is_not_finite_skips_the_step(value: float, caplog: pytest.L
     ]
 
 
-def test_a_gradient_that_is_not_finite_skips_the_step() -> None:
+def test_a_non_finite_gradient_skips_the_step() -> None:
     run = Run()
     run.optimizer.skip = {2, 5}
     run.fit()
@@ -48,7 +48,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step() -> None:
     assert 2 not in run.notes.steps_with("train/grad_norm")
 
 
-def test_too_many_in_a_row_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_too_many_skipped_steps_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
     run = Run(save_interval=4)
     run.optimizer.skip = {2, 3, 6, 7, 8}
     with caplog.at_level(logging.WARNING), pytest.raises(UserError) as ended:
@@ -73,7 +73,7 @@ def test_too_many_in_a_row_end_the_run(caplog: pytest.LogCaptureFixture) -> None
     assert (run.notes.saved_steps, run.notes.ended) == ([4], ["failed"])
 
 
-def test_one_can_be_too_many() -> None:
+def test_a_limit_of_one_skipped_step() -> None:
     run = Run(max_skipped_steps=1)
     run.optimizer.skip = {1}
     with raises(UserError, "1", "trainer.max_skipped_steps=1", "last"):
@@ -93,7 +93,7 @@ def test_a_resumed_run_keeps_both_counts() -> None:
     assert resumed(first, max_epochs=2).notes.series("train/skipped_steps")[0] == (6, 3)
 
 
-def test_weights_that_are_not_finite_are_not_saved() -> None:
+def test_non_finite_weights_are_not_saved() -> None:
     run = Run(save_interval=2)
 
     def spoil(step: int) -> float:

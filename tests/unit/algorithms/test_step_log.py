@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.algorithms.callbacks import Callback, Event, SpikeCallback, ThroughputCallback
-from nemo_kto.algorithms.step_log import StepLog
+from nemo_kto.algorithms.callbacks import Callback, Event, SpikeCallback, StepLog, ThroughputCallback
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.throughput import ThroughputMeter
 from tests.helpers.messages import Message
@@ -26,7 +25,7 @@ def mean_over(values: dict[int, float]) -> list[tuple[int, Any]]:
     return [(line, pytest.approx(sum(values[step] for step in steps) / len(steps))) for line, steps in LINES.items()]
 
 
-def test_a_line_is_of_the_steps_since_the_last_one() -> None:
+def test_a_log_line_covers_the_steps_since_the_previous_line() -> None:
     every, third = Run().fit().notes, Run(log_every_n_steps=3).fit().notes
     assert third.steps_with("train/loss") == [3, 6, 9, 10]
     assert third.series("train/loss") == mean_over(dict(every.series("train/loss")))
@@ -37,7 +36,7 @@ def test_a_line_is_of_the_steps_since_the_last_one() -> None:
     assert third.series("val/loss") == every.series("val/loss")
 
 
-def test_examples_weigh_the_same_seconds_are_means_and_the_rest_is_the_newest() -> None:
+def test_aggregation_of_each_kind_of_metric() -> None:
     log = StepLog()
     for step, (total, rows, seconds) in enumerate([(1.0, 1, 2.0), (math.nan, 4, 3.0), (9.0, 3, 4.0)], start=1):
         metrics = Metrics({"sum": total, "rows": rows}, lambda sums: {"loss": sums["sum"] / sums["rows"]})
@@ -56,7 +55,7 @@ def test_examples_weigh_the_same_seconds_are_means_and_the_rest_is_the_newest() 
     assert log.state_dict() == {}
 
 
-def test_a_line_of_skipped_steps_only_shows_what_they_were() -> None:
+def test_a_log_line_of_skipped_steps() -> None:
     run = Run(log_every_n_steps=2, max_steps=4, max_skipped_steps=9)
     run.model.spoil = lambda step: math.inf if step in (1, 2, 3) else 0.0
     run.fit()
@@ -67,7 +66,7 @@ def test_a_line_of_skipped_steps_only_shows_what_they_were() -> None:
     assert run.notes.series("train/skipped_steps") == [(2, 2), (4, 3)]
 
 
-def test_throughput_is_of_all_steps_of_a_line() -> None:
+def test_throughput_covers_all_steps_of_a_line() -> None:
     meter = ThroughputMeter(world_size=1, peak_memory=lambda: 0)
     log = StepLog()
     for tokens, seconds in ((30.0, 1.0), (10.0, 4.0)):
@@ -98,7 +97,7 @@ class Counts(Callback):
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 5, 9])
-def test_a_resumed_run_has_the_lines_of_the_whole_one(stop: int) -> None:
+def test_a_resumed_run_logs_the_same_lines(stop: int) -> None:
     settings: dict[str, Any] = {"log_every_n_steps": 3, "callbacks": [Counts()]}
     whole = Run(**settings).fit()
     first = Run(**settings)
@@ -120,14 +119,14 @@ def clock_of(seconds: list[float]) -> Callable[[], float]:
     return lambda: seconds.pop(0) if len(seconds) > 1 else seconds[0]
 
 
-def test_a_run_whose_time_is_over_logs_what_is_left() -> None:
+def test_a_run_that_reaches_max_time_logs_the_last_steps() -> None:
     run = Run(log_every_n_steps=3, max_time="00:00:00:10", clock=clock_of([0.0, *[1.0] * 3, 11.0])).fit()
     assert run.trainer.step == 4
     assert run.notes.steps_with("train/loss") == [3, 4]
     assert "unlogged" not in run.notes.saved[-1][0]
 
 
-def test_spikes_are_looked_for_at_every_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_spikes_are_checked_at_every_step(caplog: pytest.LogCaptureFixture) -> None:
     run = Run(rows=80, max_skipped_steps=1, log_every_n_steps=100, callbacks=[SpikeCallback()])
     run.model.spoil = lambda step: 1e6 if step == 31 else 0.0
     with caplog.at_level(logging.WARNING):

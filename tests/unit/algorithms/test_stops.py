@@ -50,7 +50,7 @@ def test_a_signal_during_a_step() -> None:
 
 @pytest.mark.parametrize("batches", [0, 1, 2])
 @pytest.mark.parametrize("step", [3, 10])
-def test_a_signal_where_a_validation_is_due_leaves_it_to_the_resumed_run(step: int, batches: int) -> None:
+def test_a_signal_before_a_validation_leaves_it_to_the_resumed_run(step: int, batches: int) -> None:
     """Also at the last step, and whether none, some or (of three) all but one of its batches are done."""
     settings: dict[str, Any] = {"val_check_interval": 3}
     before = 3 * (step // 3 - (step == 3))
@@ -68,7 +68,7 @@ def test_a_signal_where_a_validation_is_due_leaves_it_to_the_resumed_run(step: i
     assert again.notes.saved[-1][0]["validation_due"] == 0
 
 
-def test_a_signal_during_the_last_batch_of_a_validation_does_not_cost_it() -> None:
+def test_a_signal_during_the_last_batch_of_a_validation_keeps_its_result() -> None:
     run = stopped(lambda run: len(run.model.validated_on) == 3, val_check_interval=3, save_interval=5)
     assert run.notes.steps_with("val/loss") == run.notes.saved_steps == [3]
     assert run.notes.saved[0][0]["validation_due"] == 0
@@ -110,7 +110,7 @@ def test_a_resumed_validation_that_is_interrupted_in_its_last_batch_is_saved() -
     assert again.trainer.ended_early
 
 
-def test_the_time_is_up() -> None:
+def test_max_time_is_reached() -> None:
     run = Run(max_epochs=9, max_time="00:00:01:00")
     run.trainer.run_timer.clock = lambda: 25.0 * len(run.model.trained_on)
     run.fit()
@@ -120,7 +120,7 @@ def test_the_time_is_up() -> None:
     assert not run.trainer.ended_early, "the model is exported"
 
 
-def test_the_time_is_up_and_the_run_will_be_requeued() -> None:
+def test_max_time_is_reached_and_the_run_is_requeued() -> None:
     run = Run(max_epochs=9, max_time="00:00:01:00")
     run.trainer.run_timer.clock = lambda: 25.0 * len(run.model.trained_on)
     run.trainer.run_timer.requeue = True
@@ -129,7 +129,7 @@ def test_the_time_is_up_and_the_run_will_be_requeued() -> None:
     assert run.trainer.ended_early
 
 
-def test_a_signal_during_the_validation_after_the_time_is_up() -> None:
+def test_a_signal_during_the_validation_after_max_time() -> None:
     run = Run(max_epochs=9, max_time="00:00:01:00")
     run.trainer.run_timer.clock = lambda: 25.0 * len(run.model.trained_on)
     run.trainer.run_timer.received = lambda: int(signal.SIGTERM) if run.model.validated_on else 0
@@ -176,7 +176,7 @@ def test_a_signal_while_an_epoch_is_prepared(interval: int) -> None:
 
 
 @pytest.mark.parametrize(("interval", "validated"), [(0, [10]), (5, [5, 10])])
-def test_the_time_is_up_while_an_epoch_is_prepared(interval: int, validated: list[int]) -> None:
+def test_max_time_is_reached_while_an_epoch_is_prepared(interval: int, validated: list[int]) -> None:
     """The run ends as after any last step: it has a validation, the lines of the log that are left, and a checkpoint."""
     preparation = Preparation(stops_at=10)
     settings: dict[str, Any] = {
@@ -191,7 +191,7 @@ def test_the_time_is_up_while_an_epoch_is_prepared(interval: int, validated: lis
     assert not run.trainer.ended_early, "the model is exported"
 
 
-def test_the_time_of_a_run_begins_with_its_process_and_one_step_is_taken_at_least() -> None:
+def test_max_time_counts_from_the_start_and_at_least_one_step_is_taken() -> None:
     run = Run(max_time="00:00:01:00", clock=lambda: 1000.0)
     run.trainer.run_timer.started = 0.0
     run.fit()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nemo_kto.algorithms.callbacks import Callback, Event
-from nemo_kto.algorithms.early_stopping import EarlyStopping
+from nemo_kto.algorithms.stopping import EarlyStopping
 from tests.helpers.messages import assert_names, raises
 from tests.unit.algorithms.parts import Run
 from tests.unit.algorithms.test_stops import resumed, stopped
@@ -21,7 +21,7 @@ def figures(run: Run, prefix: str = "") -> list[tuple[int, float, float]]:
     return [(step, values[f"val/{prefix}loss"], values[f"val/{prefix}rows"]) for step, values in logged]
 
 
-def test_each_set_has_the_metrics_of_a_run_with_that_set_only() -> None:
+def test_each_set_has_the_metrics_of_a_separate_run() -> None:
     settings: dict[str, Any] = {"val_check_interval": 4, "val_before_training": True}
     run = Run(val_rows=SETS, **settings).fit()
     for name, rows in SETS.items():
@@ -33,14 +33,14 @@ def test_each_set_has_the_metrics_of_a_run_with_that_set_only() -> None:
     assert names == {"val/small_loss", "val/small_rows", "val/large_loss", "val/large_rows"}, "and none of all sets together"
 
 
-def test_one_name_stands_before_the_metrics_of_one_set() -> None:
+def test_metric_prefix_of_one_set() -> None:
     assert figures(Run(val_rows={"only": 5}).fit(), "only_") == figures(Run(val_rows=5).fit())
     assert figures(Run(val_rows={"": 5}).fit()) == figures(Run(val_rows=5).fit())
     assert Run(val_rows={}).fit().model.validated_on == []
 
 
 @pytest.mark.parametrize(("limit", "batches"), [(1.0, 5), (2, 4), (1, 2), (0.5, 2), (0, 0)])
-def test_the_limit_is_of_each_set(limit: float, batches: int) -> None:
+def test_the_limit_applies_to_each_set(limit: float, batches: int) -> None:
     run = Run(val_rows=SETS, limit_val_batches=limit).fit()
     assert len(run.model.validated_on) == batches
 
@@ -52,7 +52,7 @@ def test_the_checkpoint_has_the_metrics_of_each_set() -> None:
     assert metrics["val_large_loss"] == figures(run, "large_")[0][1]
 
 
-def test_the_loss_of_a_validation_is_over_the_examples_of_all_sets() -> None:
+def test_the_validation_loss_covers_the_examples_of_all_sets() -> None:
     run = Run(val_rows=SETS)
     loss, metrics = run.trainer.run_validation()
     # the weight is 0, so that row x has the loss x^2 / 2
@@ -61,7 +61,7 @@ def test_the_loss_of_a_validation_is_over_the_examples_of_all_sets() -> None:
     assert loss == (small + large) / 8
 
 
-def test_what_a_callback_is_given() -> None:
+def test_arguments_of_validation_callbacks() -> None:
     events: list[Event] = []
 
     class Notes(Callback):
@@ -95,13 +95,13 @@ def test_a_signal_within_or_between_sets_leaves_the_whole_validation_to_the_resu
         assert figures(run, f"{name}_") + figures(again, f"{name}_") == figures(whole, f"{name}_")
 
 
-def test_a_signal_in_the_last_batch_of_the_last_set_does_not_cost_the_validation() -> None:
+def test_a_signal_in_the_last_batch_of_the_last_set_keeps_the_validation() -> None:
     run = stopped(lambda run: len(run.model.validated_on) == 5, val_check_interval=3, val_rows=SETS)
     assert [step for step, _, _ in figures(run, "large_")] == run.notes.saved_steps == [3]
     assert run.notes.saved[0][0]["validation_due"] == 0
 
 
-def test_early_stopping_looks_at_one_set() -> None:
+def test_early_stopping_monitors_one_set() -> None:
     """The weight comes from 0 to about 9.5: the loss of small rows rises at once, that of large ones falls."""
     ends = {}
     for monitor in ("val_low_loss", "val_high_loss"):
@@ -115,7 +115,7 @@ def test_early_stopping_looks_at_one_set() -> None:
     assert ends["val_high_loss"][0] > 3
 
 
-def test_early_stopping_by_a_metric_of_no_set() -> None:
+def test_early_stopping_by_a_metric_of_an_unknown_set() -> None:
     stopping = EarlyStopping(monitor="val_loss", mode="min", min_delta=0.0, patience=2)
     with raises(ValueError, "val_loss", "val_small_loss", "val_small_rows", "val_large_loss"):
         Run(val_rows=SETS, early_stopping=stopping).fit()

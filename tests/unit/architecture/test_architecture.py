@@ -3,14 +3,12 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, BartConfig, GptOssConfig, PretrainedConfig, T5Config
+from transformers import BartConfig, PretrainedConfig, T5Config
 
 from nemo_kto.architecture.architecture import read_architecture
-from nemo_kto.architecture.config_file import layers_with_experts
 from nemo_kto.architecture.families import FAMILIES, Experts, Temperature
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, raises
@@ -81,7 +79,7 @@ def test_biases_and_norms(tmp_path: Path, architecture: str, changes: dict[str, 
     assert (read.qkv_bias, read.output_bias, read.mlp_bias, read.qk_norm) == flags
 
 
-def test_what_transformer_engine_has_no_layers_for(tmp_path: Path) -> None:
+def test_features_that_transformer_engine_lacks(tmp_path: Path) -> None:
     found = {
         name: read_architecture(folder(tmp_path, **of(name)), tensor_parallel=1).unsupported_by_te
         for name in (
@@ -119,8 +117,8 @@ def test_numbers_of_gemma2(tmp_path: Path) -> None:
     assert (read.windows, read.tied) == ((4096, None, 4096, None), True)
 
 
-def test_numbers_of_gpt_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the form of the published files, and with a transformers whose configuration lacks two of them."""
+def test_numbers_of_gpt_oss(tmp_path: Path) -> None:
+    """In the form of the published files."""
     scaling = {
         "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
         "original_max_position_embeddings": 4096,
@@ -132,15 +130,6 @@ def test_numbers_of_gpt_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert read.softmax_scale == pytest.approx((0.1 * math.log(32) + 1) ** 2 / 8**0.5)
     assert read.experts is not None
     assert (read.experts.number, read.experts.per_token, read.experts.normalized) == (32, 4, True)
-
-    def older(*arguments: Any, **settings: Any) -> SimpleNamespace:
-        config = GptOssConfig.from_pretrained(*arguments, **settings).to_dict()
-        known = {name: value for name, value in config.items() if not name.startswith("swiglu")}
-        return SimpleNamespace(**known, to_dict=lambda: known)
-
-    monkeypatch.setattr(AutoConfig, "from_pretrained", older)
-    read = read_architecture(tmp_path, tensor_parallel=2)
-    assert (read.swiglu_alpha, read.swiglu_limit) == (1.702, 7.0)
 
 
 def test_llama4_as_published(tmp_path: Path) -> None:
@@ -163,9 +152,9 @@ def test_llama4_as_published(tmp_path: Path) -> None:
     )
     assert read.unsupported_by_te == (
         Message("attention", "chunks"),
-        Message("neighbouring", "rotation"),
-        Message("rotation", "norms"),
-        Message("position", "queries"),
+        "interleaved RoPE",
+        Message("RoPE", "norms"),
+        "attention temperature scaling",
     )
 
 
@@ -182,7 +171,8 @@ def test_layers_of_llama4_with_experts(tmp_path: Path, changes: dict[str, Any], 
     given = {**BASE, **of("Llama4ForCausalLM"), **changes}
     read = read_architecture(folder(tmp_path, **given), tensor_parallel=1)
     assert read.sparse_layers == sparse
-    assert layers_with_experts(given, 3) == {layer for layer in range(3) if sparse[layer]}, "as the launcher has it"
+    assert read.family.experts is not None
+    assert read.family.experts.layers(given, 3) == {layer for layer in range(3) if sparse[layer]}, "as the launcher has it"
 
 
 def test_llama4_without_its_extras(tmp_path: Path) -> None:
@@ -192,7 +182,7 @@ def test_llama4_without_its_extras(tmp_path: Path) -> None:
     read = read_architecture(folder(tmp_path, **of("Llama4ForCausalLM"), **given), tensor_parallel=1)
     assert (read.windows, read.temperature, read.rotated_norm) == ((None, None, None), None, False)
     assert (read.qkv_bias, read.output_bias, read.rope.factor_in_table) == (True, True, False)
-    assert read.unsupported_by_te == (Message("neighbouring", "rotation"),)
+    assert read.unsupported_by_te == ("interleaved RoPE",)
 
 
 LINEAR = {"rope_type": "linear", "factor": 8.0}
@@ -230,7 +220,7 @@ def test_gemma3_has_two_ropes(
     assert (read.qk_norm, read.attention_softcap, read.logit_softcap) == (True, None, None)
 
 
-def test_head_size_of_its_own(tmp_path: Path) -> None:
+def test_explicit_head_size(tmp_path: Path) -> None:
     read = read_architecture(folder(tmp_path, **of("Qwen3ForCausalLM"), head_dim=32), tensor_parallel=1)
     assert read.head_dim == 32
     assert read.sizes["query"] == 256
@@ -274,7 +264,7 @@ def test_layers_without_rotary_embeddings(tmp_path: Path, changes: dict[str, Any
 
 
 @pytest.mark.parametrize(("part", "channels"), [(1.0, 8), (0.75, 6), (0.5, 4)])
-def test_phi3_may_rotate_a_part_of_each_head(tmp_path: Path, part: float, channels: int) -> None:
+def test_phi3_with_partial_rotation(tmp_path: Path, part: float, channels: int) -> None:
     phi3 = folder(tmp_path, **of("Phi3ForCausalLM"), partial_rotary_factor=part, pad_token_id=0)
     frequencies = [5e5 ** -(channel / channels) for channel in range(0, channels, 2)]
     assert read_architecture(phi3, tensor_parallel=1).rope.frequencies == pytest.approx(frequencies, rel=1e-6)
@@ -297,7 +287,7 @@ LONGROPE = {"rope_type": "longrope", "long_factor": [4.0] * 3, "original_max_pos
         ("Phi3ForCausalLM", {"partial_rotary_factor": 0.75}, False),  # there is no factor
     ],
 )
-def test_an_attention_factor_that_some_scores_do_not_have_is_in_the_table(
+def test_an_attention_factor_of_some_layers_is_in_the_rotary_table(
     tmp_path: Path, architecture: str, changes: dict[str, Any], in_table: bool
 ) -> None:
     given = {**of(architecture), "original_max_position_embeddings": 16, "max_position_embeddings": 64, "pad_token_id": 0}
@@ -325,7 +315,7 @@ def test_every_layer_of_other_families_has_rotary_embeddings(tmp_path: Path) -> 
         (6, 1, 4, (24, 4)),  # six query heads cannot be shared out over four ranks
     ],
 )
-def test_heads_are_padded_only_where_ranks_cannot_share_them_out(
+def test_heads_are_padded_only_if_ranks_cannot_divide_them(
     tmp_path: Path, heads: int, groups: int, tensor_parallel: int, padded: tuple[int, int]
 ) -> None:
     changes = {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": 8}
@@ -398,7 +388,7 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: Message) -> None:
+def test_unsupported_settings_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: Message) -> None:
     with raises(ValueError, *message.parts) as error:
         read_architecture(folder(tmp_path, **changes), tensor_parallel=2)
     assert str(tmp_path / "config.json") in str(error.value)

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from nemo_kto.architecture.families import FAMILIES
 from nemo_kto.architecture.rope import Rope, longest_sequence, read_rope
 from nemo_kto.models.layers.rope_tables import RopeTable
 from tests.helpers.messages import Message, raises
@@ -43,7 +44,7 @@ def of_theta(theta: float, head_dim: int = 8) -> Rope:
         ({"rope_type": "longrope", "rope_theta": 1e4, **LONGROPE}, math.sqrt(1 + math.log(4) / math.log(512))),
     ],
 )
-def test_frequencies_are_those_of_a_model_of_transformers(settings: dict[str, Any], attention_factor: float) -> None:
+def test_frequencies_equal_those_of_a_transformers_model(settings: dict[str, Any], attention_factor: float) -> None:
     config = LlamaConfig(
         hidden_size=512, num_attention_heads=4, head_dim=128, max_position_embeddings=2048, rope_parameters=dict(settings)
     )
@@ -86,11 +87,13 @@ def test_frequencies_are_those_of_a_model_of_transformers(settings: dict[str, An
     ],
 )
 def test_longest_sequence(config: dict[str, Any], expected: tuple[str, int | None]) -> None:
-    assert longest_sequence(config) == expected
+    families = {family.name: family for family in FAMILIES.values()}
+    family = families[config.get("model_type", "llama")]
+    assert longest_sequence(family.rope(config, "full_attention")) == expected
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_the_frequencies_of_transformers_stay_up_to_the_longest_sequence_and_change_beyond(kind: str) -> None:
+def test_transformers_frequencies_change_only_beyond_the_longest_sequence(kind: str) -> None:
     more = LONGROPE if kind == "longrope" else {"factor": 4.0}
     settings = {"rope_type": kind, "rope_theta": 1e4, **more}
     config = LlamaConfig(
@@ -105,7 +108,7 @@ def test_the_frequencies_of_transformers_stay_up_to_the_longest_sequence_and_cha
     assert same == [True, False]
 
 
-def test_the_attention_factor_is_a_factor_on_the_scores() -> None:
+def test_the_attention_factor_scales_the_scores() -> None:
     """Cosines and sines of queries and of keys have it in transformers, so that it is there twice."""
     assert Rope(frequencies=(1.0,)).softmax_scale(64) is None
     assert Rope(frequencies=(1.0,), attention_factor=1.5).softmax_scale(64) == 1.5 * 1.5 / 8
@@ -134,7 +137,7 @@ def rotated_by_transformers(heads_sbhd: torch.Tensor) -> torch.Tensor:
     return apply_rotary_pos_emb(heads_bhsd, heads_bhsd, cos, sin)[0].permute(2, 0, 1, 3)
 
 
-def test_heads_are_rotated_as_by_transformers_forward_and_backward() -> None:
+def test_rotation_equals_transformers_forward_and_backward() -> None:
     torch.manual_seed(0)
     table = RopeTable(rope=of_theta(1e4))
     for length in (5, 9, 7):  # the table grows, and serves what is shorter
@@ -146,7 +149,7 @@ def test_heads_are_rotated_as_by_transformers_forward_and_backward() -> None:
         torch.testing.assert_close(found_grad, expected_grad, rtol=1e-6, atol=1e-6)
 
 
-def test_neighbouring_channels_are_rotated_as_complex_numbers() -> None:
+def test_interleaved_rotation_equals_complex_multiplication() -> None:
     """As transformers does for Llama 4; gradients too, and each sequence of a row from zero."""
     from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
@@ -175,7 +178,7 @@ def test_rotated_heads_keep_their_dtype() -> None:
     assert torch.equal(table.rotate(heads_sbhd), rotated), "the table is fp32 again"
 
 
-def test_each_sequence_of_a_row_begins_at_zero() -> None:
+def test_positions_start_at_zero_for_each_packed_sequence() -> None:
     table, heads_sbhd = RopeTable(rope=of_theta(1e4)), torch.randn(9, 1, 2, 8)
     for lengths in ((2, 4, 3), (2, 4, 3), (8, 1)):
         parts = heads_sbhd.split(lengths)
@@ -233,6 +236,6 @@ def test_old_and_new_forms(config: dict[str, Any], theta: float, factor: float) 
         ),
     ],
 )
-def test_what_is_not_supported_is_refused(config: dict[str, Any], message: Message) -> None:
+def test_unsupported_ropes_are_refused(config: dict[str, Any], message: Message) -> None:
     with raises(ValueError, *message.parts):
         read_rope({**config, "hidden_size": 32, "num_attention_heads": 4})

@@ -28,7 +28,7 @@ SPLITS = [
 
 
 @pytest.mark.parametrize(("layers", "split"), SPLITS, ids=str)
-def test_a_stage_holds_the_layers_that_megatron_core_builds(layers: int, split: PipelineSplit) -> None:
+def test_layers_of_a_stage_equal_megatron_core(layers: int, split: PipelineSplit) -> None:
     config = TransformerConfig(
         num_layers=layers, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32, **pipeline_settings(split)
     )
@@ -53,7 +53,7 @@ def test_a_stage_holds_the_layers_that_megatron_core_builds(layers: int, split: 
         ),
     ],
 )
-def test_what_cannot_be_shared_out(layers: int, split: PipelineSplit, told: str) -> None:
+def test_layers_that_cannot_be_divided(layers: int, split: PipelineSplit, told: str) -> None:
     assert not split.fits(layers)
     with pytest.raises(SplitError) as error:
         split.layers(layers)
@@ -75,14 +75,14 @@ def test_in_words(layers: int, split: PipelineSplit, text: str) -> None:
     assert split.text(layers) == text
 
 
-def test_1f1b_keeps_as_many_micro_batches_as_there_are_stages_from_a_stage_on() -> None:
+def test_in_flight_micro_batches_of_1f1b() -> None:
     split = PipelineSplit(stages=4)
     assert [split.most_kept(stage, 100, [1.5]) for stage in range(4)] == [6.0, 4.5, 3.0, 1.5]
     assert [split.most_kept(stage, 2, [1.0]) for stage in range(4)] == [2, 2, 2, 1]
     assert PipelineSplit().most_kept(0, 9, [7.0]) == 7
 
 
-def test_the_interleaved_schedule_keeps_more() -> None:
+def test_in_flight_micro_batches_of_the_interleaved_schedule() -> None:
     """Narayanan et al. 2021 and megatron-core: 2 (p - s - 1) + (v - 1) p passes come first, and one more is begun."""
     split = PipelineSplit(stages=4, chunks=2)
     assert [split.most_kept(stage, 100, [1, 1]) for stage in range(4)] == [11, 9, 7, 5]
@@ -91,7 +91,7 @@ def test_the_interleaved_schedule_keeps_more() -> None:
     assert PipelineSplit(stages=2, chunks=3).most_kept(0, 8, [1, 1, 1]) == 7
 
 
-def test_the_bubble_is_as_many_times_smaller_as_there_are_chunks() -> None:
+def test_the_bubble_is_divided_by_the_number_of_chunks() -> None:
     assert PipelineSplit().bubble(8) == 0
     assert PipelineSplit(stages=4).bubble(8) == 3 / 11
     assert PipelineSplit(stages=4, chunks=2).bubble(8) == 3 / 19

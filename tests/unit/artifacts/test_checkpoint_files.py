@@ -98,7 +98,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
     case: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     damages, told = DAMAGES[case]
@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert [record.getMessage() for record in caplog.records] == [Message(f"{folder}/step_000006", "damaged", *told)]
 
 
-def test_a_whole_one_is_used_without_a_word(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_complete_checkpoint_is_used_without_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     newest = newest_checkpoint(folder)
     assert newest is not None
     assert (newest.step, newest.info["trainer"]) == (6, {"step": 6})
@@ -134,7 +134,7 @@ def earlier(checkpoint: Path) -> None:
     (checkpoint / "trainer.json").write_text(json.dumps(info))
 
 
-def test_of_an_earlier_version_the_sizes_are_compared(folder: Path) -> None:
+def test_file_sizes_of_an_earlier_version_are_compared(folder: Path) -> None:
     earlier(folder / "step_000006")
     flip(folder / "step_000006/state/__0_0.distcp")
     newest = newest_checkpoint(folder)
@@ -145,7 +145,7 @@ def test_of_an_earlier_version_the_sizes_are_compared(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("code", "is_damage"), [(errno.EACCES, False), (errno.ESTALE, False), (errno.EIO, True)])
-def test_a_missing_permission_is_no_damage(code: int, is_damage: bool, folder: Path) -> None:
+def test_a_missing_permission_is_not_reported_as_damage(code: int, is_damage: bool, folder: Path) -> None:
     """Root may read everything, so that the refusal is made up."""
 
     def refused(file: Path) -> object:
@@ -166,7 +166,7 @@ def test_a_missing_permission_is_no_damage(code: int, is_damage: bool, folder: P
     )
 
 
-def test_only_what_is_used_is_read(folder: Path) -> None:
+def test_only_the_needed_files_are_read(folder: Path) -> None:
     checkpoint = folder / "step_000006"
     flip(checkpoint / "rng/00000.pt")
     verify(checkpoint, ("state", "hf"))
@@ -177,7 +177,7 @@ def test_only_what_is_used_is_read(folder: Path) -> None:
         assert str(caught.value) == Message(f"{checkpoint}", "hf/tokenizer.json", "checkpoint")
 
 
-def test_the_base_model_of_adapters_may_be_corrected_by_hand(folder: Path) -> None:
+def test_the_base_model_of_adapters_may_be_edited(folder: Path) -> None:
     adapters = {"settings": {"rank": 2, "alpha": 4.0}, "base_model": "/models/old"}
     checkpoint = folder / "step_000006"
     info = json.loads((checkpoint / "trainer.json").read_text()) | {"adapters": adapters}

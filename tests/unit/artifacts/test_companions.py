@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_configuration_tokenizer_and_templates_and_nothing_else(model: Path) -> None:
+def test_only_configuration_tokenizer_and_templates_are_copied(model: Path) -> None:
     for file in model.rglob("*"):
         file.chmod(0o500 if file.is_dir() else 0o400)
     assert read_companions(model, into="the checkpoints") == NEEDED
@@ -61,9 +61,7 @@ ODD: dict[str, tuple[Callable[[Path], object], str | None]] = {
 
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("name", ["merges.txt", "tokenizer_2.json", "odd.json"])
-def test_what_cannot_be_copied_is_named_and_left_out(
-    kind: str, name: str, model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_special_files_are_named_and_skipped(kind: str, name: str, model: Path, caplog: pytest.LogCaptureFixture) -> None:
     make, why = ODD[kind]
     make(model / name)
     assert read_companions(model, into="the checkpoints") == NEEDED
@@ -72,7 +70,7 @@ def test_what_cannot_be_copied_is_named_and_left_out(
     assert [record.getMessage() for record in caplog.records] == expected
 
 
-def test_what_may_not_be_read_is_named_and_left_out(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_files_are_named_and_skipped(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As a user who is not root sees a file of mode 0000: for root all files open."""
     opened = os.open
 
@@ -88,7 +86,7 @@ def test_what_may_not_be_read_is_named_and_left_out(model: Path, caplog: pytest.
     assert [record.getMessage() for record in caplog.records] == [text]
 
 
-def test_what_is_too_large_is_named_and_left_out(
+def test_too_large_files_are_named_and_skipped(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(content, "_MAX_BYTES", 200)

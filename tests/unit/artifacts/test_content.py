@@ -40,13 +40,13 @@ def hashed(folder: Path) -> str:
     return content_hash(folder, model_files(folder), cache_dir=folder.parent / "cache")
 
 
-def test_what_belongs_to_a_model(model: Path) -> None:
+def test_files_of_a_model(model: Path) -> None:
     assert [file.name for file in model_files(model)] == ["config.json", "model.safetensors"]
     names = [str(file.relative_to(model)) for file in tokenizer_files(model)]
     assert names == ["additional_chat_templates/tools.jinja", "chat_template.jinja", "tokenizer.json"]
 
 
-def test_the_shards_of_an_index_and_no_others(model: Path) -> None:
+def test_only_the_shards_of_the_index(model: Path) -> None:
     weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     write(model, **{"model-1_dot_safetensors": "1", "model-2_dot_safetensors": "2", "consolidated_dot_safetensors": "all"})
@@ -54,7 +54,7 @@ def test_the_shards_of_an_index_and_no_others(model: Path) -> None:
     assert [file.name for file in model_files(model)] == names
 
 
-def test_a_checkpoint_of_ours_and_adapters(tmp_path: Path) -> None:
+def test_files_of_a_checkpoint_and_of_adapters(tmp_path: Path) -> None:
     files = ("trainer_dot_json", "state__common_dot_pt", "state__0_dot_distcp", "hf__config_dot_json", "rng__0_dot_pt")
     ours = write(tmp_path / "step_000002", **dict.fromkeys(files, "{}"))
     names = [str(file.relative_to(ours)) for file in model_files(ours)]
@@ -63,7 +63,7 @@ def test_a_checkpoint_of_ours_and_adapters(tmp_path: Path) -> None:
     assert [file.name for file in model_files(adapters)] == ["adapter_config.json", "adapter_model.safetensors"]
 
 
-def test_a_folder_may_move_and_one_value_may_not_change(model: Path) -> None:
+def test_a_hash_depends_on_values_but_not_on_the_path(model: Path) -> None:
     before = hashed(model)
     assert hashed(Path(shutil.copytree(model, model.parent / "moved"))) == before
     state = (model / "model.safetensors").stat()
@@ -73,7 +73,7 @@ def test_a_folder_may_move_and_one_value_may_not_change(model: Path) -> None:
     assert hashed(model) != before
 
 
-def test_the_names_of_files_count(model: Path) -> None:
+def test_a_hash_depends_on_file_names(model: Path) -> None:
     before = hashed(model)
     write(model, config_dot_json="weights", model_dot_safetensors="{}")
     assert hashed(model) != before
@@ -91,7 +91,7 @@ def test_a_large_file_is_read_once(model: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("shared", "mode"), [(False, 0o600), (True, 0o644)])
-def test_kept_hashes_are_for_the_user_only_unless_they_are_shared(
+def test_cached_hashes_are_private_unless_shared(
     shared: bool, mode: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hashes, "MIN_KEPT_BYTES", 0)
@@ -104,7 +104,7 @@ def test_kept_hashes_are_for_the_user_only_unless_they_are_shared(
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff\0", b"0" * 63, b"[]"])
-def test_a_damaged_hash_is_computed_again(
+def test_a_damaged_cached_hash_is_recomputed(
     damage: bytes, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(hashes, "MIN_KEPT_BYTES", 7)
@@ -119,7 +119,7 @@ def test_a_damaged_hash_is_computed_again(
     assert kept.read_bytes() == text
 
 
-def test_another_file_of_the_same_name_size_and_time_is_another(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_file_of_equal_name_size_and_time_is_detected(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashes, "MIN_KEPT_BYTES", 7)
     before, weights = hashed(model), model / "model.safetensors"
     state = weights.stat()

@@ -12,7 +12,7 @@ from nemo_kto.artifacts.safetensors_files import tensor_shapes
 
 
 @pytest.mark.parametrize("magic", [b"\x80\x02", b"\x80\x04", b"\xff\xfe", b"\x1f\x8b"])
-def test_a_length_that_begins_like_another_format(magic: bytes, tmp_path: Path) -> None:
+def test_a_header_length_that_looks_like_another_format(magic: bytes, tmp_path: Path) -> None:
     """The first eight bytes are the length of the header, any number; the header may be padded with spaces."""
     file, length = tmp_path / "model.safetensors", int.from_bytes(magic, "little")
     header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.algorithms.early_stopping import EarlyStopping
+from nemo_kto.algorithms.stopping import EarlyStopping
 from nemo_kto.artifacts.checkpoint_files import (
     Checkpoint,
     DamagedCheckpoint,
@@ -133,7 +133,7 @@ def use(found: Checkpoint) -> None:
     main(["verify", str(found.folder)])
 
 
-def said_of(checkpoint: Path) -> str | None:
+def errors_of(checkpoint: Path) -> str | None:
     """What is said of a checkpoint that is used; any error but these two is a defect."""
     try:
         use(read_checkpoint(checkpoint))
@@ -142,12 +142,12 @@ def said_of(checkpoint: Path) -> str | None:
     return None
 
 
-def test_what_this_program_writes_is_used(checkpoint: Path) -> None:
-    assert said_of(checkpoint) is None
+def test_saved_values_are_accepted(checkpoint: Path) -> None:
+    assert errors_of(checkpoint) is None
 
 
 @pytest.mark.parametrize("place", list(places(INFO)), ids=lambda place: ".".join(map(str, place)))
-def test_any_other_value_is_refused_or_used(place: tuple[str | int, ...], checkpoint: Path) -> None:
+def test_any_other_value_is_refused_or_accepted(place: tuple[str | int, ...], checkpoint: Path) -> None:
     info = json.loads((checkpoint / "trainer.json").read_text())
     *way, last = place
     for value in ("absent", *VALUES):
@@ -163,7 +163,7 @@ def test_any_other_value_is_refused_or_used(place: tuple[str | int, ...], checkp
             write(checkpoint, changed)
         except (RecursionError, ValueError):  # cannot be written as JSON at all
             continue
-        if (told := said_of(checkpoint)) is not None:
+        if (told := errors_of(checkpoint)) is not None:
             assert_names(told, "trainer.json")
             assert len(told) < 1000
 
@@ -186,7 +186,7 @@ WRONG: dict[str, tuple[tuple[str, ...], object]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_values_that_cannot_be_are_named(case: str, checkpoint: Path) -> None:
+def test_impossible_values_are_named(case: str, checkpoint: Path) -> None:
     (*way, last), value = WRONG[case]
     info = json.loads((checkpoint / "trainer.json").read_text())
     inner = info
@@ -201,7 +201,7 @@ def test_values_that_cannot_be_are_named(case: str, checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["/etc/hostname", "../../secret", "state/../../secret", "a" * 5000, "a\0b", "\ud800"])
-def test_names_of_files_do_not_lead_out_of_the_folder(name: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_names_cannot_leave_the_folder(name: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (checkpoint.parent.parent / "secret").write_text("secret")
     info = json.loads((checkpoint / "trainer.json").read_text())
     info["files"][name] = {"size": 6, "sha256": "0" * 64}

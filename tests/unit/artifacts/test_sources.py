@@ -29,21 +29,21 @@ def base(tmp_path: Path) -> Path:
     return folder(tmp_path / "base", config={})
 
 
-def test_whole_models(base: Path, tmp_path: Path) -> None:
+def test_complete_models(base: Path, tmp_path: Path) -> None:
     assert find_source(base) == ModelSource(base=base)
     checkpoint = folder(tmp_path / "step", trainer={"trainer": {}})
     assert find_source(checkpoint) == ModelSource(base=checkpoint)
     assert str(find_source(checkpoint)) == str(checkpoint)
 
 
-def test_a_checkpoint_of_adapters_brings_its_base_model(base: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_adapters_names_its_base_model(base: Path, tmp_path: Path) -> None:
     checkpoint = folder(tmp_path / "step", trainer={"adapters": {"base_model": str(base), "settings": {}}})
     assert find_source(checkpoint) == ModelSource(base=base, adapters=checkpoint)
     assert str(find_source(checkpoint)) == f"the adapters {checkpoint} on {base}"
 
 
 @pytest.mark.parametrize("name", [None, "", "organisation/model"])
-def test_adapters_of_a_base_model_that_is_only_named(name: str | None, base: Path, tmp_path: Path) -> None:
+def test_adapters_whose_base_model_is_only_named(name: str | None, base: Path, tmp_path: Path) -> None:
     adapters = peft(tmp_path / "adapters", name)
     assert named_base(adapters) is None
     assert find_source(adapters, default_base=base) == ModelSource(base=base, adapters=adapters)
@@ -59,7 +59,7 @@ def test_adapters_of_another_base_model(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["gone", "adapters"])
-def test_a_path_that_is_no_model_is_refused(what: str, base: Path, tmp_path: Path) -> None:
+def test_a_path_without_a_model_is_refused(what: str, base: Path, tmp_path: Path) -> None:
     lost = tmp_path / what
     adapters = peft(tmp_path / "on_nothing", str(lost))
     if what == "adapters":

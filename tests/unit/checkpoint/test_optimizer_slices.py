@@ -12,7 +12,7 @@ from nemo_kto.checkpoint.optimizer_slices import Block, blocks
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (1, 3, 4), (2, 1, 3)])
-def test_rectangles_are_the_piece(shape: tuple[int, ...]) -> None:
+def test_slices_make_up_the_range(shape: tuple[int, ...]) -> None:
     length = math.prod(shape)
     whole = torch.arange(length).view(shape)
     for start, end in itertools.combinations(range(length + 1), 2):
@@ -24,7 +24,7 @@ def test_rectangles_are_the_piece(shape: tuple[int, ...]) -> None:
         assert len(found) <= 2 * len(shape) - 1
 
 
-def test_the_rest_of_a_row_whole_rows_and_the_beginning_of_a_row() -> None:
+def test_a_range_is_a_partial_row_complete_rows_and_a_partial_row() -> None:
     assert list(blocks((4, 5), 3, 17)) == [
         Block(3, (0, 3), (1, 2)),
         Block(5, (1, 0), (2, 5)),

@@ -78,7 +78,7 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, "rows.jsonl") == REPORT
 
 
-def test_rows_count_in_the_balance_with_their_weights(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_balance_uses_row_weights(capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(Path("rows.jsonl"), [*ROWS[:2], {**ROWS[1], "weight": 2.5}])
     assert shown(capsys, "rows.jsonl")[3:5] == [
         "examples        3: 1 desirable, 2 undesirable",
@@ -92,9 +92,7 @@ def test_rows_count_in_the_balance_with_their_weights(capsys: pytest.CaptureFixt
     ]
 
 
-def test_with_a_model_it_counts_tokens_and_what_is_truncated(
-    tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokens_and_truncations_are_counted_with_a_model(tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(Path("rows.jsonl"), ROWS)
     model = ("--model", str(tokenizer_folder))
     assert shown(capsys, "rows.jsonl", *model) == [*REPORT, *TOKENS]
@@ -152,7 +150,7 @@ def test_broken_rows_are_counted_after_the_report(tokenizer_folder: Path, capsys
     assert said[2] == Message("more.jsonl:1", "prompt", "token")
 
 
-def test_a_file_of_one_kind_and_one_of_broken_rows_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_one_label_and_of_broken_rows(capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(Path("rows.jsonl"), ROWS[2:3])
     lines = shown(capsys, "rows.jsonl")
     assert lines[3:5] == [Message("balance", "all", "desirable"), Message("prompts", "1")]
@@ -179,7 +177,7 @@ def test_parts_and_renamed_columns_change_nothing(
     assert shown(capsys, "rows.jsonl", "--workers", "1", "--fields", "prompt:question,response:answer") == whole
 
 
-def test_mistakes() -> None:
+def test_invalid_command_lines() -> None:
     Path("empty").mkdir()
     assert refused("none.jsonl", "empty") == [
         Message("FILE", "file", "folder", "files"),

@@ -98,7 +98,7 @@ def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == told
 
 
-def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("ls", tmp_path) == 2
     assert capsys.readouterr().err == Message("nemo-kto checkpoint", "RUN", f"{tmp_path}/checkpoints")
     assert command("verify", tmp_path / "gone") == 2

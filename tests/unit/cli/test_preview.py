@@ -114,7 +114,7 @@ def test_one_row_and_a_loss_without_kl_examples(model: str, capsys: pytest.Captu
         assert lines[2:] == ["", Message("1", "undesirable", "2", "3", "2048"), "  | q[[a<|im_end|>]]"]
 
 
-def test_colours_end_with_the_line() -> None:
+def test_colours_are_reset_at_the_end_of_a_line() -> None:
     marks = Marks(coloured=True)
     assert marks.mark("answer", "a\nb") == "\x1b[32ma\x1b[0m\n\x1b[32mb\x1b[0m"
     assert marks.mark("prompt", "a\n") == "\x1b[2ma\x1b[0m\n"
@@ -125,11 +125,11 @@ def test_a_file_without_a_model() -> None:
     assert refused("rows.jsonl") == [Message("--model", "folder", "tokenizer", "template", "none", "rows.jsonl", "MODEL")]
 
 
-def test_a_folder_in_the_place_of_a_file(model: str) -> None:
+def test_a_folder_instead_of_a_file(model: str) -> None:
     assert refused(".", "--model", model) == [Message("FILE", "file", "folder", "files")]
 
 
-def test_mistakes_come_together_and_those_of_the_machine_do_not_matter(model: str) -> None:
+def test_all_errors_together_without_those_of_the_machine(model: str) -> None:
     said = refused("none.jsonl", "--model", "nowhere", "trainer.devices=64", "model.data.seq_length=1")
     assert said[0] == Message("nothing", "shown")
     assert [line.split()[0] for line in said[1:]] == [
@@ -142,7 +142,7 @@ def test_mistakes_come_together_and_those_of_the_machine_do_not_matter(model: st
     assert misspelt[1] == Message("model.data.seq_lenght", "model.data.seq_length?")
 
 
-def test_broken_rows_are_named_by_the_file_that_was_given(model: str) -> None:
+def test_broken_rows_are_named_with_the_given_path(model: str) -> None:
     write_rows(Path("rows.jsonl"), [{"question": "Q?", "chosen": "it is a", "rejected": "it is b"}])
     assert refused("rows.jsonl", "--model", model) == [
         "1 broken row:",
@@ -160,7 +160,7 @@ def test_only_the_rows_of_one_global_batch_are_read(model: str, capsys: pytest.C
     assert lines[-2] == Message("KL", "line 2")
 
 
-def test_numbers_of_rows_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_numbers_of_rows(capsys: pytest.CaptureFixture[str]) -> None:
     for number in ("0", "-1", "x"):
         with pytest.raises(SystemExit) as ended:
             preview.main(["rows.jsonl", f"--rows={number}"])
@@ -168,5 +168,5 @@ def test_numbers_of_rows_that_are_none(capsys: pytest.CaptureFixture[str]) -> No
         assert_names(capsys.readouterr().err, "--rows", "integer", "1", number)
 
 
-def test_the_tokenizer_of_the_tests_has_one_token_a_byte() -> None:
+def test_the_test_tokenizer_has_one_token_per_byte() -> None:
     assert len(make_tokenizer()("hello")["input_ids"]) == 5  # the numbers above are those of bytes

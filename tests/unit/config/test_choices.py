@@ -28,7 +28,7 @@ def test_every_key_of_the_adapters_is_used() -> None:
     assert found.scale == 2.0
 
 
-def test_a_cached_reference_is_evaluated_epoch_by_epoch_where_kl_examples_are_new() -> None:
+def test_a_cached_reference_is_evaluated_per_epoch_for_new_kl_examples() -> None:
     """The start table says so, and the plan counts the policy's weights that are in host memory meanwhile."""
     two, short = "trainer.kto.max_epochs=2", "KL examples"
     for overrides, by_epoch, swapped in (

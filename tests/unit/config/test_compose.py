@@ -36,14 +36,14 @@ from tests.unit.conftest import Load, composed, mistakes, of, source_of
     ],
     ids=["none", "many"],
 )
-def test_the_short_way_of_the_tables_gives_what_composing_gives(recipe: Recipe, overrides: list[str]) -> None:
+def test_fast_composition_equals_hydra(recipe: Recipe, overrides: list[str]) -> None:
     slow, fast = compose.load(overrides, source=source_of(recipe)), composed(overrides, recipe)
     assert compose.recipe_of(fast) is compose.recipe_of(slow) is recipe
     assert OmegaConf.to_yaml(fast) == OmegaConf.to_yaml(slow)  # nan is not equal to itself
     assert str(compose.to_config(fast)) == str(compose.to_config(slow))
 
 
-def test_the_short_way_knows_the_keys() -> None:
+def test_fast_composition_knows_the_keys() -> None:
     with pytest.raises(OmegaConfBaseException, match="Key 'seeds' is not in struct"):
         composed(["model.seeds=3"], KTO)
     assert composed([], KTO).model.seed == 1234
@@ -131,7 +131,7 @@ def test_a_wrong_override(recipe: Recipe, override: str, text: Message) -> None:
     assert mistakes([*of(recipe, [override]), "model.optim.weight_decay=0.5"], recipe) == of(recipe, [text])
 
 
-def test_all_wrong_overrides_at_once() -> None:
+def test_all_wrong_overrides_in_one_list() -> None:
     """Each for itself, as above, takes four times as long."""
     batches: list[dict[str, tuple[str, Message]]] = []  # a key counts once on a command line
     for override, text in WRONG:
@@ -144,7 +144,7 @@ def test_all_wrong_overrides_at_once() -> None:
         assert mistakes([*overrides, "model.optim.weight_decay=0.5"]) == of(KTO, [text for _, text in batch.values()])
 
 
-def test_what_is_said_of_wrong_overrides_names_the_algorithm(other: Recipe) -> None:
+def test_errors_of_overrides_name_the_algorithm(other: Recipe) -> None:
     """Those of the table that bear its name, in the override or in the text."""
     named = [entry for entry in WRONG if "ALGORITHM" in f"{entry}"]
     assert len(named) >= 4
@@ -180,11 +180,11 @@ def test_what_is_said_of_wrong_overrides_names_the_algorithm(other: Recipe) -> N
         (DPO, "model.data.default_chosen_reward=x", Message("model.data.default_chosen_reward", "null", "x")),
     ],
 )
-def test_a_key_of_the_other_algorithm_and_those_of_one_alone(recipe: Recipe, override: str, text: str) -> None:
+def test_keys_of_the_other_algorithm(recipe: Recipe, override: str, text: str) -> None:
     assert mistakes([override], recipe) == [text]
 
 
-def test_mistakes_are_listed_in_the_order_of_the_command_line_and_then_the_rest(recipe: Recipe) -> None:
+def test_errors_are_listed_in_the_order_of_the_command_line(recipe: Recipe) -> None:
     overrides = ["model.seed=x", "model.micro_batch_size=4", "foo=1", "hardware=tpu", "model.global_batch_size=6"]
     job = Job(recipe=recipe, source=source_of(recipe), world=None)
     found = job.mistakes(overrides, sweep=False)
@@ -192,7 +192,7 @@ def test_mistakes_are_listed_in_the_order_of_the_command_line_and_then_the_rest(
     assert [mistake.key for mistake in found] == [*keys, "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"]
 
 
-def test_what_is_wrong_takes_its_default_and_hides_what_is_made_of_it(recipe: Recipe) -> None:
+def test_an_invalid_key_takes_its_default_and_hides_derived_errors(recipe: Recipe) -> None:
     loss, dim = f"model.{recipe.name}.preference_loss", "model.peft.lora_tuning.adapter_dim"
     config = composed(["model.micro_batch_size=two", f"{dim}=four", "model.seed=7", f"{loss}=none"], recipe)
     cfg, found = compose.to_config(config, fallback=composed(["model.micro_batch_size=4", f"{dim}=8"], recipe))
@@ -203,7 +203,7 @@ def test_what_is_wrong_takes_its_default_and_hides_what_is_made_of_it(recipe: Re
     assert cfg.loss.preference_loss == recipe.name
 
 
-def test_each_value_of_a_sweep_is_looked_at() -> None:
+def test_each_value_of_a_sweep_is_checked() -> None:
     sweep = ["model.optim.lr=1e-6,fast", "model.optim.sched.min_lr=0", "model.seed=5,six"]
     assert mistakes(sweep, sweep=True) == [
         Message("model.optim.lr", "fast"),
@@ -211,21 +211,21 @@ def test_each_value_of_a_sweep_is_looked_at() -> None:
     ]
 
 
-def test_types_are_kept_where_integers_and_fractions_differ(load: Load) -> None:
+def test_integer_and_float_types_are_kept(load: Load) -> None:
     loop = load("trainer.kto.limit_val_batches=1", "trainer.kto.val_check_interval=0.5").loop
     assert (type(loop.limit_val_batches), loop.limit_val_batches) == (int, 1)
     assert (type(loop.limit_train_batches), loop.limit_train_batches) == (float, 1.0)
     assert loop.val_check_interval == 0.5
 
 
-def test_a_float_may_be_given_as_an_integer_and_a_name_as_a_number(load: Load) -> None:
+def test_an_integer_is_accepted_for_a_float_and_a_number_for_a_name(load: Load) -> None:
     cfg = load("trainer.precision=32", "exp_manager.name=7", "model.optim.weight_decay=1")
     assert (cfg.trainer.precision, cfg.exp_manager.name, cfg.exp_manager.explicit_log_dir) == ("32", "7", "results/7")
     assert (type(cfg.model.optim.weight_decay), cfg.model.optim.weight_decay) == (float, 1.0)
 
 
 @pytest.mark.parametrize("value", ["true", "2.0", "'3'"])
-def test_an_integer_must_be_one(value: str) -> None:
+def test_a_float_is_refused_for_an_integer(value: str) -> None:
     assert mistakes([f"model.seed={value}"]) == [Message("model.seed", "integer", f"{value}")]
 
 
@@ -254,7 +254,7 @@ def test_callbacks_are_paths_or_mappings(load: Load) -> None:
         ),
     ],
 )
-def test_the_forms_of_data_prefix(override: str, expected: object) -> None:
+def test_forms_of_data_prefix(override: str, expected: object) -> None:
     typed, problems = compose.to_config(compose.load([override, "pretrained_checkpoint.restore_from_path=a"]))
     assert problems == []
     assert typed is not None
@@ -262,7 +262,7 @@ def test_the_forms_of_data_prefix(override: str, expected: object) -> None:
     assert typed.model.data.cache_dir == os.path.expanduser("~/.cache/nemo_kto")
 
 
-def test_what_must_be_given(recipe: Recipe) -> None:
+def test_required_keys(recipe: Recipe) -> None:
     cfg, found = compose.to_config(compose.load(source=source_of(recipe)))
     assert cfg is None
     assert [str(mistake) for mistake in found] == [
@@ -271,13 +271,13 @@ def test_what_must_be_given(recipe: Recipe) -> None:
     ]
 
 
-def test_what_follows_from_the_name_of_a_run(load: Load, recipe: Recipe) -> None:
+def test_values_derived_from_the_run_name(load: Load, recipe: Recipe) -> None:
     cfg = load(recipe=recipe)
     assert cfg.export.path == f"results/gpt_{recipe.name}/hf"
     assert cfg.export.adapter_path == f"results/gpt_{recipe.name}/adapter"
 
 
-def test_a_configuration_knows_its_recipe_and_the_sections_that_bear_its_name(load: Load, recipe: Recipe) -> None:
+def test_a_configuration_has_its_recipe_and_sections(load: Load, recipe: Recipe) -> None:
     cfg = load(f"trainer.{recipe.name}.max_steps=3", f"model.{recipe.name}.ref_policy_kl_penalty=0.5", recipe=recipe)
     assert cfg.recipe is recipe
     assert cfg.algorithm == recipe.name
@@ -286,11 +286,11 @@ def test_a_configuration_knows_its_recipe_and_the_sections_that_bear_its_name(lo
     assert (cfg.loop.max_steps, cfg.loss.ref_policy_kl_penalty) == (3, 0.5)
 
 
-def test_kto_is_what_is_loaded_unless_another_is_named() -> None:
+def test_kto_is_the_default_algorithm() -> None:
     assert compose.recipe_of(compose.load()) is KTO
 
 
-def test_a_configuration_of_no_algorithm_is_told_what_it_lacks(tmp_path: Path) -> None:
+def test_a_configuration_without_an_algorithm(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("model:\n  seed: 7\n")
     config = compose.load(source=compose.Source(config_name="mine", config_dir=str(tmp_path)))
     with pytest.raises(UserError) as raised:
@@ -299,7 +299,7 @@ def test_a_configuration_of_no_algorithm_is_told_what_it_lacks(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("averaged", ["true", "false"])
-def test_the_sft_loss_averages_where_the_preference_loss_does_unless_told(recipe: Recipe, averaged: str) -> None:
+def test_the_sft_loss_averages_like_the_preference_loss_by_default(recipe: Recipe, averaged: str) -> None:
     def loss(*overrides: str) -> DictConfig:
         return composed(overrides, recipe).model[recipe.name]
 
@@ -310,7 +310,7 @@ def test_the_sft_loss_averages_where_the_preference_loss_does_unless_told(recipe
     assert (own.preference_average_log_probs, own.sft_average_log_probs) == (averaged == "true", averaged != "true")
 
 
-def test_adapters_are_scaled_by_one_unless_told() -> None:
+def test_adapters_have_scale_one_by_default() -> None:
     tuning = composed(["model.peft.lora_tuning.adapter_dim=8"], KTO).model.peft.lora_tuning
     assert (tuning.adapter_dim, tuning.alpha) == (8, 8.0)
     both = ["model.peft.lora_tuning.adapter_dim=8", "model.peft.lora_tuning.alpha=16"]
@@ -335,7 +335,7 @@ def test_a_tilde_in_a_path_is_the_home_folder_and_null_stays_null(load: Load) ->
     assert (cfg.model.reference.restore_from_path, cfg.model.peft.restore_from_path) == (None, None)
 
 
-def test_an_interpolation_that_leads_nowhere() -> None:
+def test_an_interpolation_of_an_unknown_key() -> None:
     assert mistakes(["model.optim.eps='${nowhere}'", "model.optim.lr='${model.optim.name}'"]) == [
         Message("model.optim.eps", "resolve", "nowhere"),
         Message("model.optim.lr", "adam"),
@@ -347,7 +347,7 @@ def test_resolvers() -> None:
     assert (config.product, config.quotient) == (24, 3)
 
 
-def test_a_configuration_of_ones_own(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_user_configuration(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(f"defaults:\n  - gpt_{recipe.name}\n  - _self_\nmodel:\n  seed: 7\n")
     source = compose.Source(config_name="mine", config_dir=str(tmp_path))
     config = compose.load(["model.micro_batch_size=2"], source=source)
@@ -360,7 +360,7 @@ def test_a_configuration_of_ones_own(recipe: Recipe, tmp_path: Path) -> None:
     ]
 
 
-def test_the_configuration_is_found_without_an_installation_and_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configuration_is_found_with_and_without_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compose.importlib.util, "find_spec", lambda name: None)
     assert (Path(compose.config_path()) / "gpt_kto.yaml").is_file()
     monkeypatch.setattr(compose.importlib.util, "find_spec", lambda name: object())

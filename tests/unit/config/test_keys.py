@@ -38,7 +38,7 @@ def test_every_key_has_a_comment(recipe: Recipe) -> None:
     assert [key.name for key in keys.all_keys(recipe) if len(key.comment) < 8] == []
 
 
-def test_a_default_is_what_hydra_makes_of_it(recipe: Recipe) -> None:
+def test_defaults_equal_those_of_hydra(recipe: Recipe) -> None:
     config = defaults(recipe)
     for key in keys.all_keys(recipe):
         if "${" in key.default or key.default == "???":
@@ -49,12 +49,12 @@ def test_a_default_is_what_hydra_makes_of_it(recipe: Recipe) -> None:
         assert node[name] == (float(expected) if isinstance(node[name], float) else expected), key.name
 
 
-def test_the_page_in_docs_is_up_to_date() -> None:
+def test_the_configuration_page_is_up_to_date() -> None:
     page = REPOSITORY / "docs" / "configuration.md"
     assert page.read_text() == keys.as_markdown(), "python -m nemo_kto.config.keys > docs/configuration.md"
 
 
-def test_the_page_has_shared_keys_once_and_those_of_an_algorithm_under_its_name() -> None:
+def test_the_page_lists_shared_keys_once() -> None:
     tables: dict[str, list[str]] = {}
     for line in keys.as_markdown().splitlines():
         if line.startswith("## "):
@@ -75,7 +75,7 @@ def read(name: str, code: str) -> bool:
     return re.search(rf'\.{name}\b|"{name}"', code) is not None
 
 
-def test_every_key_is_read_by_something(recipe: Recipe) -> None:
+def test_every_key_is_used(recipe: Recipe) -> None:
     """A key that is accepted and changes nothing would be a lie."""
     package = REPOSITORY / "nemo_kto"
     others = (package / f"{name}.py" for name in ("config/choices", "cli/job", f"algorithms/recipes/{recipe.name}"))
@@ -135,12 +135,12 @@ def test_every_key_is_read_by_something(recipe: Recipe) -> None:
     ],
     ids=lambda value: value.name if isinstance(value, Recipe) else "",
 )
-def test_an_algorithm_adds_to_the_shared_files_and_repeats_nothing(recipe: Recipe, own: dict[str, str]) -> None:
+def test_algorithm_files_do_not_repeat_shared_keys(recipe: Recipe, own: dict[str, str]) -> None:
     file = REPOSITORY / "conf" / f"{recipe.config_name}.yaml"
     assert {key.name: key.default for key in keys._keys(file.read_text(), "")} == own
 
 
-def test_what_a_pair_is_counted_as_is_said_in_its_own_file() -> None:
+def test_comments_of_an_algorithm_file_have_priority() -> None:
     """The shared file says examples; all_keys must give the comment of the algorithm's file."""
     comments = {key.name: key.comment for key in keys.all_keys(DPO)}
     null = "null: as many as micro_batch_tokens allows"

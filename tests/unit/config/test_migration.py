@@ -14,7 +14,7 @@ from nemo_kto.config.migration_tables import ALIASES, ALIGNER
 from nemo_kto.config.schema import RunConfig, config_type
 from nemo_kto.utils.field_errors import names
 from tests.helpers.messages import Message
-from tests.unit.conftest import Said, composed, mistakes
+from tests.unit.conftest import FindErrors, composed, mistakes
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FILES = REPOSITORY / "tests/data/nemo_aligner"  # names and values of the files of NeMo-Aligner
@@ -39,7 +39,7 @@ def aligner(recipe: Recipe, *overrides: str) -> tuple[RunConfig | None, list[str
     return cfg, compose.notes(config), [str(mistake) for mistake in wrong]
 
 
-def test_the_files_of_aligner_run_unchanged(recipe: Recipe, good: list[str]) -> None:
+def test_aligner_files_run_unchanged(recipe: Recipe, good: list[str]) -> None:
     job = Job(recipe=recipe, source=of_aligner(recipe), world=None)
     assert job.mistakes([*good, *LAPTOP], sweep=False) == []
     cfg, notes, wrong = aligner(recipe, *good)
@@ -58,7 +58,7 @@ def test_the_files_of_aligner_run_unchanged(recipe: Recipe, good: list[str]) -> 
     assert cfg.loss.log_prob_forward_micro_batch_size == (2 if recipe is KTO else 1)
 
 
-def test_what_is_set_on_top_of_such_a_file(good: list[str]) -> None:
+def test_overrides_of_an_aligner_file(good: list[str]) -> None:
     given = ["+model.tensor_model_parallel_size=2", "++model.seed=7", "model.encoder_seq_length=512", "hardware=cpu"]
     cfg, notes, wrong = aligner(
         KTO, *good[:2], *given, "model.megatron_amp_O2=false", "+model.optim.overlap_param_sync=true"
@@ -74,14 +74,14 @@ def test_what_is_set_on_top_of_such_a_file(good: list[str]) -> None:
     ]
 
 
-def test_what_must_be_given_to_such_a_file(recipe: Recipe) -> None:
+def test_required_overrides_of_an_aligner_file(recipe: Recipe) -> None:
     assert aligner(recipe)[2] == [
         Message("pretrained_checkpoint.restore_from_path", "nothing", "folder"),
         Message("model.data.data_prefix", "nothing", "file", "folder", "list"),
     ]
 
 
-def test_values_that_ask_for_what_is_not_there_are_refused_with_the_reason(good: list[str]) -> None:
+def test_aligner_values_without_equivalent_are_refused_with_the_reason(good: list[str]) -> None:
     asked = {
         "model.mcore_gpt=false": Message("model.mcore_gpt", "true", "false", "megatron-core"),
         "trainer.max_steps=5": Message("trainer.max_steps", "trainer.kto.max_steps", "-1", "5", "set"),
@@ -95,7 +95,7 @@ def test_values_that_ask_for_what_is_not_there_are_refused_with_the_reason(good:
     assert [str(wrong) for wrong in job.mistakes([*good, *LAPTOP, *asked], sweep=False)] == [*asked.values()]
 
 
-def test_keys_of_aligner_on_a_command_line_of_ours(load: Any, good: list[str]) -> None:
+def test_aligner_keys_on_the_command_line(load: Any, good: list[str]) -> None:
     job = Job(recipe=KTO, source=compose.Source("gpt_kto"), world=None)
     right = ["model.mcore_gpt=True", "+model.megatron_amp_O2=True", "model.optim.name=mcore_distributed_optim"]
     assert job.mistakes([*good, *right, "+trainer.kto.max_steps=3"], sweep=False) == []
@@ -103,7 +103,7 @@ def test_keys_of_aligner_on_a_command_line_of_ours(load: Any, good: list[str]) -
     assert compose.notes(config) == [Message("model.max_position_embeddings", "config.json")]
 
 
-def test_a_file_of_aligner_that_the_user_has_changed(tmp_path: Path, good: list[str]) -> None:
+def test_an_edited_aligner_file(tmp_path: Path, good: list[str]) -> None:
     text = (FILES / "gpt_kto.yaml").read_text().replace("lr: 9e-6", "learning_rate: 9e-6").replace("True", "maybe", 1)
     file = tmp_path / "gpt_kto.yaml"
     file.write_text(text)
@@ -115,7 +115,7 @@ def test_a_file_of_aligner_that_the_user_has_changed(tmp_path: Path, good: list[
     ]
 
 
-def test_the_wrong_keys_of_a_file_are_listed_all_at_once_with_their_lines(tmp_path: Path, good: list[str]) -> None:
+def test_all_wrong_keys_of_a_file_are_listed_with_their_lines(tmp_path: Path, good: list[str]) -> None:
     file = tmp_path / "mine.yaml"
     wrong = "model:\n  optim:\n    lrr: 3\n  foo: {a: 1}\n  seed: x\ntrainer:\n  stps: 3\n  beta: 1\nbar: 1\n"
     file.write_text(f"defaults:\n  - gpt_kto\n  - _self_\n{wrong}")
@@ -217,7 +217,7 @@ MEANT = {
 }
 
 
-def test_names_of_other_trainers_lead_to_our_keys() -> None:
+def test_names_of_other_trainers_suggest_our_keys() -> None:
     said = [Message(name, f"{name}=1", *ours) for name, ours in (NAMES | MEANT).items()]
     said += [Message("ld_alpha", "ld_alpha=1")]
     said += [Message("learning_rat", "learning_rate", "model.optim.lr", "learning_rat=1")]
@@ -225,7 +225,7 @@ def test_names_of_other_trainers_lead_to_our_keys() -> None:
     assert mistakes([f"{name}=1" for name in (*NAMES, *MEANT, "ld_alpha", "learning_rat")]) == said
 
 
-def test_the_same_with_the_keys_of_the_other_algorithm() -> None:
+def test_names_of_other_trainers_with_the_other_algorithm() -> None:
     ours = {"beta": "model.dpo.ref_policy_kl_penalty"}
     ours |= {"epochs": "trainer.dpo.max_epochs", "loss_type": "model.dpo.preference_loss"}
     assert mistakes([f"{name}=1" for name in ours], DPO) == [
@@ -237,7 +237,7 @@ def test_the_same_with_the_keys_of_the_other_algorithm() -> None:
     assert mistakes(["label_smoothing=1"]) == [Message("label_smoothing", "label_smoothing=1", "kto", "--help", "all")]
 
 
-def test_every_key_that_a_table_names_exists() -> None:
+def test_every_key_in_the_tables_exists() -> None:
     known = {recipe.name: set(names(config_type(recipe))) for recipe in RECIPES.values()}
     for name, keys in known.items():
         aliases = {**ALIASES, **RECIPES[name].aliases}
@@ -247,7 +247,7 @@ def test_every_key_that_a_table_names_exists() -> None:
         assert not [entry.key for entry in entries if entry.key in keys], "ours needs no entry"
 
 
-def test_the_table_has_every_key_of_the_files(recipe: Recipe) -> None:
+def test_the_table_has_every_key_of_the_aligner_files(recipe: Recipe) -> None:
     theirs: Any = OmegaConf.load(FILES / f"gpt_{recipe.name}.yaml")
     del theirs["defaults"]
     ours = names(config_type(recipe))
@@ -255,13 +255,13 @@ def test_the_table_has_every_key_of_the_files(recipe: Recipe) -> None:
     assert known == compose.known_keys(theirs)
 
 
-def test_a_default_of_another_loss_may_be_given(said: Said) -> None:
+def test_a_default_value_of_another_loss_is_accepted(find_errors: FindErrors) -> None:
     given = ["model.dpo.gt_reward_scale=1", "model.data.default_chosen_reward=1", "model.data.default_rejected_reward=0"]
-    assert said(*given, recipe=DPO) == []
+    assert find_errors(*given, recipe=DPO) == []
 
 
-def test_a_constant_learning_rate_has_no_last_steps(said: Said) -> None:
-    assert said("model.optim.sched.name=constant", "model.optim.sched.constant_steps=5") == [
+def test_a_constant_learning_rate_has_no_final_phase(find_errors: FindErrors) -> None:
+    assert find_errors("model.optim.sched.name=constant", "model.optim.sched.constant_steps=5") == [
         Message("model.optim.sched.constant_steps", "0", "min_lr", "5")
     ]
 

@@ -28,7 +28,7 @@ def given(folder: Path, *, host: str) -> list[str]:
     ]
 
 
-def test_files_of_a_run_have_no_secrets(
+def test_files_of_a_run_contain_no_secrets(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(state, "is_rank_zero", lambda: True)
@@ -49,7 +49,7 @@ def test_files_of_a_run_have_no_secrets(
     assert b"https://***@host/mlflow" in events.read_bytes()
 
 
-def test_mistakes_are_said_without_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_contain_no_secrets(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         refuse_mistakes([ConfigError("tracking", "got tracking=https://me:pass1word@host/x")], None)
     assert capsys.readouterr().err.splitlines()[1] == "  tracking got tracking=https://***@host/x"
@@ -65,11 +65,11 @@ def test_mistakes_are_said_without_secrets(capsys: pytest.CaptureFixture[str]) -
         ("me@host and a: b", "me@host and a: b"),
     ],
 )
-def test_what_is_left_of_a_text(text: str, shown: str) -> None:
+def test_redaction_of_a_string(text: str, shown: str) -> None:
     assert redacted(text) == shown
 
 
-def test_secrets_of_a_file_that_hydra_wrote(tmp_path: Path) -> None:
+def test_secrets_in_a_hydra_file(tmp_path: Path) -> None:
     file = tmp_path / "multirun.yaml"
     redact_file(file)
     file.write_text(

@@ -22,13 +22,13 @@ def matching(rules: tuple[Rule, ...], name: str, key: str) -> bool:
     return found is not None and found[0] in rules
 
 
-def test_every_key_is_in_the_table() -> None:
+def test_every_key_has_a_resume_policy() -> None:
     assert len(KEYS) > 150
     assert not [key for name, key in KEYS if rule_of(key, name=name) is None], "say whether it may change, in identity.py"
 
 
 @pytest.mark.parametrize("pattern", [pattern for rule in (*MUST_STAY, *MAY_CHANGE) for pattern in rule.keys])
-def test_every_row_of_the_table_is_of_a_key(pattern: str) -> None:
+def test_every_resume_policy_belongs_to_a_key(pattern: str) -> None:
     rules = tuple(rule for rule in (*MUST_STAY, *MAY_CHANGE) if pattern in rule.keys)
     assert len(rules) == 1
     assert [key for name, key in KEYS if matching(rules, name, key)]
@@ -49,13 +49,13 @@ def test_every_row_of_the_table_is_of_a_key(pattern: str) -> None:
         ("trainer.kto.max_steps", False),
     ],
 )
-def test_what_a_key_of_its_own_says_comes_before_a_pattern(key: str, stays: bool) -> None:
+def test_an_exact_key_has_priority_over_a_pattern(key: str, stays: bool) -> None:
     found = rule_of(key, name="kto")
     assert found is not None
     assert found[1] is stays
 
 
-def test_the_page_has_the_table() -> None:
+def test_the_resume_page_has_the_table() -> None:
     assert as_markdown() in PAGE.read_text(encoding="utf-8"), "python -m nemo_kto.config.resume_policy prints it"
 
 
@@ -127,11 +127,11 @@ FACTS: dict[str, Any] = {
         ),
     ],
 )
-def test_every_difference_is_told(change: dict[str, Any], told: list[str]) -> None:
+def test_every_difference_is_reported(change: dict[str, Any], told: list[str]) -> None:
     assert differences(FACTS, {**FACTS, **change}) == told
 
 
-def test_what_only_one_of_two_losses_takes_is_not_compared() -> None:
+def test_options_of_only_one_of_two_losses_are_not_compared() -> None:
     before, now = ({"model.dpo.preference_loss": loss} for loss in ("dpo", "simpo"))
     told = differences({**before, "model.dpo.label_smoothing": 0.0}, {**now, "model.dpo.simpo_gamma": 0.5})
     assert told == [Message("model.dpo.preference_loss", "dpo", "simpo")]
@@ -145,7 +145,7 @@ EARLIER: dict[str, Any] = {
 }
 
 
-def test_an_earlier_version_noted_less() -> None:
+def test_a_checkpoint_of_an_earlier_version() -> None:
     now = {**FACTS, "model.optim.use_distributed_optimizer": True, "model.peft.peft_scheme": "none"}
     assert differences(facts_of_earlier(EARLIER, now), now) == []
     adapters = {"rank": 3, "alpha": 6, "dropout": 0.1, "target_modules": ["attention_qkv"], "layers": None}

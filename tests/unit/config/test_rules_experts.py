@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.messages import Message, raises
 from tests.helpers.tiny_models import write_stub_model
-from tests.unit.conftest import Said
+from tests.unit.conftest import FindErrors
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "intermediate_size": 7}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -175,12 +175,12 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("family", "overrides", "ranks", "texts"), BROKEN, ids=lambda value: str(value)[:60])
-def test_a_rule_that_is_broken(
-    said: Said, tmp_path: Path, family: str, overrides: list[str], ranks: int, texts: list[str]
+def test_violated_rules(
+    find_errors: FindErrors, tmp_path: Path, family: str, overrides: list[str], ranks: int, texts: list[str]
 ) -> None:
     folder = model(tmp_path / "mixture", family)
     given = [f"pretrained_checkpoint.restore_from_path={folder}", BATCH, ONE_BY_ONE, *overrides]
-    assert said(*given, ranks=ranks) == [text.replace("MODEL", str(folder)) for text in texts]
+    assert find_errors(*given, ranks=ranks) == [text.replace("MODEL", str(folder)) for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -203,10 +203,12 @@ def test_a_rule_that_is_broken(
         ("half_dense", ["model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2"], 2),
     ],
 )
-def test_nothing_is_said_of_what_is_right(said: Said, tmp_path: Path, family: str, overrides: list[str], ranks: int) -> None:
+def test_valid_gpu_settings_give_no_error(
+    find_errors: FindErrors, tmp_path: Path, family: str, overrides: list[str], ranks: int
+) -> None:
     folder = model(tmp_path / "mixture", family)
     given = [f"pretrained_checkpoint.restore_from_path={folder}", BATCH, ONE_BY_ONE, *overrides]
-    assert said(*given, ranks=ranks) == []
+    assert find_errors(*given, ranks=ranks) == []
 
 
 @pytest.mark.parametrize(
@@ -221,7 +223,7 @@ def test_nothing_is_said_of_what_is_right(said: Said, tmp_path: Path, family: st
         ("qwen3_moe", {"num_experts": 0}, ["num_experts", "integer", "1", "10000", "0"]),
     ],
 )
-def test_a_configuration_that_is_refused(tmp_path: Path, family: str, changes: dict[str, object], names: list[str]) -> None:
+def test_invalid_gpu_settings(tmp_path: Path, family: str, changes: dict[str, object], names: list[str]) -> None:
     from nemo_kto.architecture.config_file import read_config_file
     from nemo_kto.errors import UserError
 

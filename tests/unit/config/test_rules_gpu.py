@@ -1,4 +1,4 @@
-"""What only some GPUs can do: what is said where it is asked for and cannot be done."""
+"""What only some GPUs can do: what is said where it is setting for and cannot be done."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, raises
 from tests.helpers.tiny_models import make_checkpoint
-from tests.unit.conftest import Load, Said
+from tests.unit.conftest import FindErrors, Load
 from tests.unit.device.test_kernels import RICH, gpu
 
 CPU = Computes(on_gpu=False, engine=None)
@@ -25,7 +25,7 @@ INSTALL = ("transformer-engine[pytorch]", "docs/gpu/README.md")
 SHARDED = "model.optim.use_distributed_optimizer"
 
 
-class Asked(NamedTuple):
+class GpuSetting(NamedTuple):
     """An override, its key, how a refusal begins and what it found; whether it needs the distributed optimizer."""
 
     override: str
@@ -38,16 +38,16 @@ class Asked(NamedTuple):
         return Message(self.key, self.off, self.got, *names)
 
 
-ASKED = [
-    Asked("model.optim.moments_dtype=bf16", "model.optim.moments_dtype", "fp32", "bf16"),
-    Asked("model.optim.offload_fraction=0.5", "model.optim.offload_fraction", "0", "0.5"),
-    Asked("model.fp8=hybrid", "model.fp8", "null", "hybrid", sharded=False),
+GPU_SETTINGS = [
+    GpuSetting("model.optim.moments_dtype=bf16", "model.optim.moments_dtype", "fp32", "bf16"),
+    GpuSetting("model.optim.offload_fraction=0.5", "model.optim.offload_fraction", "0", "0.5"),
+    GpuSetting("model.fp8=hybrid", "model.fp8", "null", "hybrid", sharded=False),
 ]
 
 
-@pytest.fixture(params=ASKED, ids=lambda each: each.key)
-def asked(request: pytest.FixtureRequest) -> Asked:
-    found: Asked = request.param
+@pytest.fixture(params=GPU_SETTINGS, ids=lambda each: each.key)
+def setting(request: pytest.FixtureRequest) -> GpuSetting:
+    found: GpuSetting = request.param
     return found
 
 
@@ -66,29 +66,29 @@ def asked(request: pytest.FixtureRequest) -> Asked:
         ([], OLD, ["2.3", "2.1", *INSTALL]),
     ],
 )
-def test_one_line_each(
-    asked: Asked, overrides: list[str], computes: Computes | None, names: list[str] | None, load: Load
+def test_one_error_per_setting(
+    setting: GpuSetting, overrides: list[str], computes: Computes | None, names: list[str] | None, load: Load
 ) -> None:
-    found = [str(mistake) for mistake in gpu_rules(load(asked.override, *overrides), computes)]
-    nothing = names is None or (f"{SHARDED}=false" in overrides and not asked.sharded)
-    assert found == ([] if nothing else [asked.refused(*(names or ()))])
+    found = [str(mistake) for mistake in gpu_rules(load(setting.override, *overrides), computes)]
+    nothing = names is None or (f"{SHARDED}=false" in overrides and not setting.sharded)
+    assert found == ([] if nothing else [setting.refused(*(names or ()))])
 
 
-def test_what_is_on_the_host_is_in_fp32(load: Load) -> None:
+def test_offloaded_moments_must_be_in_fp32(load: Load) -> None:
     cfg = load("model.optim.moments_dtype=bf16", "model.optim.offload_fraction=1")
     told = Message("model.optim.moments_dtype", "fp32", "model.optim.offload_fraction", "0", "bf16", "set")
     assert [str(mistake) for mistake in gpu_rules(cfg, GPU)] == [told]
 
 
 @pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)])
-def test_gpus_that_have_fp8(capability: tuple[int, int], refused: bool, load: Load) -> None:
+def test_gpus_with_fp8(capability: tuple[int, int], refused: bool, load: Load) -> None:
     computes = Computes(on_gpu=True, engine=(2, 9), capability=capability)
     told = Message("model.fp8", "null", "GPU", "8.0", "e4m3", "8.9", "leave")
     assert [str(mistake) for mistake in gpu_rules(load("model.fp8=e4m3"), computes)] == [told] * refused
     assert list(gpu_rules(load("model.optim.moments_dtype=bf16"), computes)) == []
 
 
-def test_sizes_that_can_be_multiplied_in_fp8(
+def test_sizes_supported_in_fp8(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Eight heads of eight in four groups, MLPs 96 wide: two ranks have 48 of them, and four have 24."""
@@ -136,40 +136,40 @@ def test_packed_rows_with_windows_on_several_ranks(
     assert [str(mistake) for mistake in packed_windows(load(*base, *overrides), computes)] == [told] * is_refused
 
 
-def test_models_without_layers_that_multiply_in_fp8(load: Load, tmp_path: Path) -> None:
+def test_models_without_fp8_layers(load: Load, tmp_path: Path) -> None:
     cfg = load("model.fp8=e4m3", f"pretrained_checkpoint.restore_from_path={make_checkpoint(tmp_path / 'model', 'olmo2')}")
     assert [str(mistake) for mistake in fp8_model(cfg)] == [
         Message("model.fp8", "null", "MLP", "all", "olmo2", "e4m3", "leave")
     ]
 
 
-def test_a_rank_looks_at_what_it_could_import(asked: Asked, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_checks_its_installed_packages(setting: GpuSetting, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.0")
     gpu(monkeypatch, **RICH | {"te": False})  # type: ignore[arg-type]
     with pytest.raises(UserError) as error:
-        check_gpu(load(asked.override))
-    line = asked.refused("2.3", "none", *INSTALL)
+        check_gpu(load(setting.override))
+    line = setting.refused("2.3", "none", *INSTALL)
     assert str(error.value) == line
 
 
-def test_nothing_is_said_of_defaults(load: Load) -> None:
+def test_defaults_give_no_error(load: Load) -> None:
     assert list(gpu_rules(load("trainer.precision=32", f"{SHARDED}=false"), CPU)) == []
 
 
-def test_a_command_line_a_rank_and_a_plan_are_refused(
-    asked: Asked, said: Said, load: Load, good: list[str], monkeypatch: pytest.MonkeyPatch
+def test_errors_on_the_command_line_on_a_rank_and_in_a_plan(
+    setting: GpuSetting, find_errors: FindErrors, load: Load, good: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = asked.refused("CPU", "GPU", "leave")
-    assert said(asked.override) == [line]
+    line = setting.refused("CPU", "GPU", "leave")
+    assert find_errors(setting.override) == [line]
     with pytest.raises(UserError) as of_rank:
-        check_gpu(load(asked.override))
+        check_gpu(load(setting.override))
     assert str(of_rank.value) == line
     with pytest.raises(UserError) as of_plan:
-        plan.main(["kto", *good, asked.override])
+        plan.main(["kto", *good, setting.override])
     assert str(of_plan.value) == line
     monkeypatch.setattr(device, "device_count", lambda: 1)
-    without = asked.refused("2.3", "none", *INSTALL)
-    assert said("trainer.accelerator=gpu", asked.override) == [without]
+    without = setting.refused("2.3", "none", *INSTALL)
+    assert find_errors("trainer.accelerator=gpu", setting.override) == [without]
 
 
 @pytest.mark.parametrize(("text", "version"), [("2.9.0+cu12", (2, 9)), ("1.13.0", (1, 13)), ("unknown", None)])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.messages import Message
-from tests.unit.conftest import Said
+from tests.unit.conftest import FindErrors
 
 STAGES, CHUNKS = "model.pipeline_model_parallel_size", "model.virtual_pipeline_model_parallel_size"
 FIRST, LAST = (f"model.num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
@@ -88,9 +88,11 @@ def layers(folder: Path, number: int) -> str:
         ),
     ],
 )
-def test_layers_that_do_not_fit(said: Said, tmp_path: Path, number: int, overrides: list[str], told: str) -> None:
+def test_uneven_layers_that_are_refused(
+    find_errors: FindErrors, tmp_path: Path, number: int, overrides: list[str], told: str
+) -> None:
     model = layers(tmp_path, number)
-    assert said(*overrides, ranks=8 if f"{STAGES}=3" not in overrides else 6, torchrun=True)[-1:] == [
+    assert find_errors(*overrides, ranks=8 if f"{STAGES}=3" not in overrides else 6, torchrun=True)[-1:] == [
         told.replace("MODEL", model)
     ]
 
@@ -104,27 +106,27 @@ def test_layers_that_do_not_fit(said: Said, tmp_path: Path, number: int, overrid
         (12, [f"{STAGES}=2", f"{CHUNKS}=3", *FULL, f"{GROUP}=2"]),
     ],
 )
-def test_layers_that_fit(said: Said, tmp_path: Path, number: int, overrides: list[str]) -> None:
+def test_uneven_layers_that_are_accepted(find_errors: FindErrors, tmp_path: Path, number: int, overrides: list[str]) -> None:
     layers(tmp_path, number)
-    assert said(*overrides, ranks=4) == []
+    assert find_errors(*overrides, ranks=4) == []
 
 
-def test_what_needs_a_pipeline(said: Said) -> None:
-    assert said(f"{CHUNKS}=2", f"{LAST}=3", f"{LOSS}=true") == [
+def test_settings_that_need_a_pipeline(find_errors: FindErrors) -> None:
+    assert find_errors(f"{CHUNKS}=2", f"{LAST}=3", f"{LOSS}=true") == [
         Message(CHUNKS, STAGES, "1", "2", f"{CHUNKS}=null"),
         Message(LAST, STAGES, "1", "3", f"{LAST}=null"),
         Message(LOSS, STAGES, "1", "true", f"{LOSS}=false"),
     ]
 
 
-def test_what_says_the_same_twice(said: Said) -> None:
-    assert said(f"{STAGES}=2", f"{FIRST}=3", f"{EMBEDDING}=true", ranks=2) == [
+def test_redundant_pipeline_settings(find_errors: FindErrors) -> None:
+    assert find_errors(f"{STAGES}=2", f"{FIRST}=3", f"{EMBEDDING}=true", ranks=2) == [
         Message(EMBEDDING, "false", FIRST, "true", "give")
     ]
 
 
-def test_impossible_numbers(said: Said) -> None:
-    assert said(f"{STAGES}=2", f"{CHUNKS}=1", f"{FIRST}=0", ranks=2) == [
+def test_impossible_pipeline_sizes(find_errors: FindErrors) -> None:
+    assert find_errors(f"{STAGES}=2", f"{CHUNKS}=1", f"{FIRST}=0", ranks=2) == [
         Message(CHUNKS, "2", "1", "null"),
         Message(FIRST, "1", "0"),
     ]

@@ -24,7 +24,7 @@ DAMAGES += [
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=range(len(DAMAGES)))
-def test_a_damaged_configuration_is_written_again(
+def test_a_damaged_configuration_is_replaced(
     damage: bytes, load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, file = load(f"exp_manager.explicit_log_dir={tmp_path}"), tmp_path / "config.yaml"

@@ -35,7 +35,7 @@ DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_rows_are_tokenised_again(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_cache_files_are_replaced(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kind, change = DAMAGES[damage]
     path = write_rows(tmp_path / "a.jsonl", numbered_rows(7))
     splits(path, tmp_path)
@@ -50,7 +50,7 @@ def test_damaged_rows_are_tokenised_again(damage: str, tmp_path: Path, caplog: p
 
 
 @pytest.mark.parametrize("kind", ["json", "arrow"])
-def test_of_two_files_that_belong_together_one_is_missing(kind: str, tmp_path: Path) -> None:
+def test_one_of_two_cache_files_is_missing(kind: str, tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", numbered_rows(7))
     splits(path, tmp_path)
     (file,) = (tmp_path / "cache").glob(f"*.{kind}")

@@ -37,7 +37,7 @@ def texts(tokenizer: PreTrainedTokenizerFast, row: EncodedExample) -> tuple[str,
     return tokenizer.decode(row.prompt_ids), tokenizer.decode(row.response_ids)
 
 
-def test_chat_row_trains_on_the_answer_and_its_end_of_turn_alone() -> None:
+def test_chat_row_trains_only_on_the_answer_and_its_end_of_turn() -> None:
     tokenizer = chatml_tokenizer()
     row = encode(tokenizer, [USER], [ANSWER])
     assert texts(tokenizer, row) == (
@@ -58,19 +58,19 @@ def test_chat_row_with_history_and_a_template_that_writes_bos() -> None:
     assert row.response_ids.count(tokenizer.eos_token_id) == 1
 
 
-def test_an_end_of_turn_that_is_not_eos_ends_the_answer() -> None:
+def test_an_end_of_turn_other_than_eos_ends_the_answer() -> None:
     tokenizer = llama_tokenizer(CHATML.replace("<|im_start|>", "## ").replace("<|im_end|>", "<|eot|>"))
     row = encode(tokenizer, [USER], [ANSWER])
     assert texts(tokenizer, row)[1] == "the film<|eot|>"
 
 
-def test_eos_is_added_where_the_template_ends_a_turn_with_no_special_token() -> None:
+def test_eos_is_added_after_a_template_without_end_of_turn() -> None:
     tokenizer = chatml_tokenizer("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
     row = encode(tokenizer, [USER], [ANSWER])
     assert texts(tokenizer, row) == ("user: what is a good film?\n", "assistant: the film\n<|im_end|>")
 
 
-def test_plain_row_gets_bos_only_where_the_tokenizer_adds_one_and_eos_once() -> None:
+def test_plain_row_gets_bos_only_from_the_tokenizer_and_eos_once() -> None:
     plain, llama = chatml_tokenizer(), llama_tokenizer()
     assert texts(plain, encode(plain, "the film was", " good")) == ("the film was", " good<|im_end|>")
     assert texts(llama, encode(llama, "the film was", " good")) == ("<s>the film was", " good</s>")
@@ -103,7 +103,7 @@ def test_a_batch_gives_the_same_rows_as_one_at_a_time() -> None:
     assert encoder.encode(records) == [encoder.encode([each])[0] for each in records]
 
 
-def test_a_template_that_refuses_is_a_broken_row_and_others_go_on() -> None:
+def test_a_template_error_is_a_broken_row() -> None:
     template = "{{ raise_exception('system is not supported') if messages[0]['role'] == 'system' else '' }}" + CHATML
     encoder = RecordEncoder(tokenizer=chatml_tokenizer(template))
     system = {"role": "system", "content": "x"}
@@ -126,7 +126,7 @@ def test_a_tokenizer_without_eos_is_refused() -> None:
         RecordEncoder(tokenizer=tokenizer)
 
 
-def test_the_fingerprint_follows_what_decides_the_ids(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_everything_that_determines_ids(tmp_path: Path) -> None:
     def fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
         return RecordEncoder(tokenizer=tokenizer).fingerprint()
 
@@ -142,7 +142,7 @@ def test_the_fingerprint_follows_what_decides_the_ids(tmp_path: Path) -> None:
     assert fingerprint(tokenizer) != before
 
 
-def test_a_token_beyond_the_vocabulary_is_refused_in_the_row_that_has_it(tmp_path: Path) -> None:
+def test_a_token_outside_the_vocabulary_is_a_broken_row(tmp_path: Path) -> None:
     """Gemma 3's models of text come with a tokenizer that has one more token, for images."""
     tokenizer = make_tokenizer()
     vocab_size = len(tokenizer)

@@ -93,7 +93,7 @@ def test_every_tensor_of_a_small_batch() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_shares_of_the_ranks_make_up_the_batch(size: int) -> None:
+def test_shards_of_the_ranks_make_up_the_batch(size: int) -> None:
     rows = [row([k, k], list(range(1, 2 + k % 3)), bool(k % 2)) for k in range(1, 8)]
     whole: Any = kto_custom_collate(rows, EOS, pad_to_multiple=16)
     for rank in range(size):
@@ -102,7 +102,7 @@ def test_shares_of_the_ranks_make_up_the_batch(size: int) -> None:
             assert torch.equal(share[name], tensor[rank::size]), name
 
 
-def test_a_kl_row_is_cut_at_its_end() -> None:
+def test_a_kl_example_is_truncated_at_its_end() -> None:
     rows = [row([1, 2, 3], [4]), row([5], [6, 7, EOS])]
     batch = kto_custom_collate(rows, EOS, seq_length=4)
     assert batch["kl_samples"].tolist() == [[1, 2, 3, 6], [5, 4, 0, 0]]
@@ -112,7 +112,7 @@ def test_a_kl_row_is_cut_at_its_end() -> None:
         kto_custom_collate(rows, EOS, seq_length=3)
 
 
-def test_without_kl_rows_one_row_is_enough() -> None:
+def test_without_kl_examples_one_row_suffices() -> None:
     batch = kto_custom_collate(THREE[:1], EOS, with_kl=False)
     assert not [name for name in batch if name.startswith("kl_")]
     assert batch["samples"].tolist() == [[1, 2, 3, 0]]
@@ -120,7 +120,7 @@ def test_without_kl_rows_one_row_is_enough() -> None:
         kto_custom_collate(THREE[:1], EOS)
 
 
-def test_an_empty_share() -> None:
+def test_an_empty_shard() -> None:
     batch = kto_custom_collate(THREE, EOS, pad_to_multiple=8, kept=range(3, 3, 4), reset_attention_mask=True)
     assert batch["samples"].shape == batch["kl_samples"].shape == batch["position_ids"].shape == (0, 8)
     assert batch["attention_mask"].shape == (0, 1, 8, 8)
@@ -135,7 +135,7 @@ def test_same_prompts_are_marked() -> None:
     assert sorted(batch["kl_samples"][:, 1].tolist()) == [2, 3, 4, 5]
 
 
-def test_lists_do_as_well_as_arrays() -> None:
+def test_lists_and_arrays_give_the_same_batch() -> None:
     expected: Any = kto_custom_collate(THREE, EOS)
     lists: Any = [replace(each, prompt_ids=list(each.prompt_ids), response_ids=list(each.response_ids)) for each in THREE]
     found: Any = kto_custom_collate(lists, EOS)
@@ -147,7 +147,7 @@ def test_lists_do_as_well_as_arrays() -> None:
 DOCUMENTS = [row([1, EOS, 2], [3, EOS, 4, EOS]), row([5], [6])]
 
 
-def test_positions_start_anew_after_eos_but_not_in_padding() -> None:
+def test_positions_restart_after_eos_but_not_in_padding() -> None:
     batch = kto_custom_collate(DOCUMENTS, EOS, True, pad_to_multiple=9)
     assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0, 1, 0, 1], list(range(9))]
     # KL rows have documents of their own: [1 EOS] [2 6 padding] and [5 3 EOS] [4 EOS] [padding]
@@ -168,7 +168,7 @@ def test_the_attention_mask_hides_later_tokens_and_other_documents() -> None:
     assert batch["position_ids"][0].tolist() == list(range(8))
 
 
-def test_the_loss_mask_after_an_eos_is_that_of_megatron() -> None:
+def test_the_loss_mask_after_an_eos_equals_megatron() -> None:
     """Its mask is of the tokens that are put in; the label of each is the token after it."""
     from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 

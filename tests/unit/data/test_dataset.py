@@ -48,7 +48,7 @@ def named(count: int, name: str = "row", first: int = 0) -> list[str]:
     return [f"{name} {i}:" for i in range(first, count)]
 
 
-def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+def test_rows_round_trip_through_the_cache(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", numbered_rows(7))
     dataset = splits(str(path), tmp_path).train
     assert dataset is not None
@@ -62,7 +62,7 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert dataset.counts.desirable == 4
 
 
-def test_rows_are_cut_to_seq_length(tmp_path: Path) -> None:
+def test_rows_are_truncated_to_seq_length(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": "abcdefgh" * 9, "response": "x", "preference": "chosen"}])
     ends = {}
     for mode in ("keep_end", "keep_start"):
@@ -74,7 +74,7 @@ def test_rows_are_cut_to_seq_length(tmp_path: Path) -> None:
     assert ("abcdefgh" * 9).startswith(ends["keep_start"])
 
 
-def test_splits_string_cuts_a_file_into_disjoint_parts_that_cover_it(tmp_path: Path) -> None:
+def test_splits_string_partitions_a_file(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", numbered_rows(50))
     built = splits(path, tmp_path, "80,12,8")
     assert prompts(built.train) == named(40)
@@ -102,7 +102,7 @@ def test_a_folder_is_its_files_in_order(tmp_path: Path) -> None:
         assert (built.validation, built.test) == ({}, None)
 
 
-def test_a_folder_may_name_its_splits(tmp_path: Path) -> None:
+def test_a_folder_with_files_named_after_splits(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     for name in ("train", "validation"):
@@ -144,7 +144,7 @@ def test_a_weighted_blend_has_the_exact_proportion(tmp_path: Path, weights: tupl
     assert found != prompts(splits([weights[0], str(a), weights[1], str(b)], tmp_path, seed=6).train)
 
 
-def test_a_blend_of_shares_of_files(tmp_path: Path) -> None:
+def test_a_blend_with_fractions_of_files(tmp_path: Path) -> None:
     a = str(write_rows(tmp_path / "a.jsonl", numbered_rows(10, "a")))
     b = str(write_rows(tmp_path / "b.jsonl", numbered_rows(20, "b")))
     built = splits([1, a, 2, b], tmp_path, "50,50")
@@ -199,7 +199,7 @@ def test_split_ranges_adjoin(num_rows: int, parts: list[int]) -> None:
         (".", Message("folder", "files", "none")),
     ],
 )
-def test_data_prefix_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: object, words: Message) -> None:
+def test_invalid_data_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: object, words: Message) -> None:
     write_rows(tmp_path / "a.jsonl", numbered_rows(2))
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty" if prefix == "." else tmp_path)
@@ -208,13 +208,13 @@ def test_data_prefix_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, p
 
 
 @pytest.mark.parametrize("text", ["", "a,b", "0,1,1", "1,2,3,4", "1,-1"])
-def test_splits_string_mistakes(tmp_path: Path, text: str) -> None:
+def test_invalid_splits_string(tmp_path: Path, text: str) -> None:
     path = write_rows(tmp_path / "a.jsonl", numbered_rows(2))
     with raises(ValueError, "auto", "first", "0", "98,2"):
         splits(path, tmp_path, text)
 
 
-def test_broken_rows_of_reading_and_tokenising_are_listed_together(tmp_path: Path) -> None:
+def test_errors_of_reading_and_tokenising_are_listed_together(tmp_path: Path) -> None:
     bad_label = {"prompt": "p", "response": "r", "preference": "good"}
     no_prompt = {"prompt": "", "response": "r", "preference": "chosen"}
     a = write_rows(tmp_path / "a.jsonl", [*numbered_rows(2), bad_label, no_prompt])
@@ -311,7 +311,7 @@ def test_a_second_process_does_not_tokenise_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_many_rows_cost_little_memory(tmp_path: Path) -> None:
+def test_many_rows_take_little_memory(tmp_path: Path) -> None:
     write_rows(tmp_path / "small.jsonl", numbered_rows(20))
     write_rows(tmp_path / "a.jsonl", numbered_rows(200_000))
     lines = python(READ, tmp_path, "tokenise", fork=False)
@@ -323,7 +323,7 @@ def test_many_rows_cost_little_memory(tmp_path: Path) -> None:
     assert grown < 10, f"{grown} MiB after reading"
 
 
-def test_processes_that_tokenise_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
+def test_concurrent_processes_share_the_cache(tmp_path: Path) -> None:
     for name in ("a", "small"):
         write_rows(tmp_path / f"{name}.jsonl", numbered_rows(3000))
     with ThreadPoolExecutor(2) as pool:
@@ -333,7 +333,7 @@ def test_processes_that_tokenise_at_the_same_time_do_not_disturb_each_other(tmp_
     assert sorted(file.suffix for file in (tmp_path / "cache").iterdir()) == [".arrow", ".json"]
 
 
-def test_a_dataset_travels_to_another_process_as_a_file_name(tmp_path: Path) -> None:
+def test_a_dataset_is_pickled_as_a_file_name(tmp_path: Path) -> None:
     dataset = splits(write_rows(tmp_path / "a.jsonl", numbered_rows(3000)), tmp_path, "1,1").validation[UNNAMED]
     packed = pickle.dumps(dataset)
     assert len(packed) < 8 * len(dataset) + 20_000  # the index, and nothing of the rows

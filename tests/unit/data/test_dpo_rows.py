@@ -39,7 +39,7 @@ def pair(prompt: list[int], chosen: list[int], rejected: list[int]) -> DPOExampl
     )
 
 
-def test_the_names_of_nemo_aligner_and_of_trl() -> None:
+def test_column_names_of_nemo_aligner_and_trl() -> None:
     theirs = pair_of_row({"prompt": "p", "chosen_response": "a", "rejected_response": "b"}, 7)
     assert theirs == pair_of_row(PAIR, 7)
     assert (theirs.prompt, theirs.chosen, theirs.rejected, theirs.line) == ("p", "a", "b", 7)
@@ -59,13 +59,13 @@ def test_the_names_of_nemo_aligner_and_of_trl() -> None:
         ({"prompt": "p", "chosen": "a"}, Message("chosen", "rejected")),
     ],
 )
-def test_a_broken_pair_says_why(row: dict, text: Message) -> None:
+def test_errors_of_a_broken_pair(row: dict, text: Message) -> None:
     with pytest.raises(RowError) as error:
         pair_of_row(row, 1)
     assert str(error.value) == text
 
 
-def test_a_broken_pair_says_where(tmp_path: Path) -> None:
+def test_location_of_a_broken_pair(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [PAIR, {"prompt": "p", "chosen": "a"}])
     broken = RowErrors()
     assert len(list(FileReader(fields=Fields(), broken=broken).dpo_records(file, FileColumns()))) == 1
@@ -73,7 +73,7 @@ def test_a_broken_pair_says_where(tmp_path: Path) -> None:
         broken.raise_if_any()
 
 
-def test_the_prompt_is_cut_once_so_that_the_longer_answer_fits() -> None:
+def test_the_prompt_is_truncated_once_for_the_longer_answer() -> None:
     cut = Truncation(5, "keep_end", None)
     assert cut.truncate_pair([1, 2, 3, 4], [5], [6, 7, 8]) == ([3, 4], [5], [6, 7, 8])
     cut = Truncation(4, "keep_start", None)
@@ -97,7 +97,7 @@ def test_every_tensor_of_a_batch_of_pairs() -> None:
     assert dpo_custom_collate([], EOS)["chosen"].shape == (0, 1)
 
 
-def test_one_file_serves_both_algorithms_and_defaults_are_not_cached(tmp_path: Path) -> None:
+def test_one_file_works_for_both_algorithms_and_defaults_are_not_cached(tmp_path: Path) -> None:
     rows: list[Any] = [{**PAIR, "prompt": f"{number}"} for number in range(4)]
     rows[1] |= {"chosen_reward": 5, "rejected_reward": 4}
     file = write_rows(tmp_path / "rows.jsonl", rows)
@@ -117,7 +117,7 @@ def test_one_file_serves_both_algorithms_and_defaults_are_not_cached(tmp_path: P
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6), st.floats(0.1, 10), st.floats(0.1, 10))
-def test_balanced_weights_balance(good: int, bad: int, w_good: float, w_bad: float) -> None:
+def test_auto_balanced_weights(good: int, bad: int, w_good: float, w_bad: float) -> None:
     balanced = balanced_weights(good, bad, w_good, w_bad)
     balance = loss_balance(good, bad, *balanced)
     assert balance is not None
@@ -127,7 +127,7 @@ def test_balanced_weights_balance(good: int, bad: int, w_good: float, w_bad: flo
     assert balance_warning(good, bad, *balanced) is None
 
 
-def test_what_is_said_of_rows_that_do_not_balance() -> None:
+def test_the_warning_about_unbalanced_rows() -> None:
     assert balance_warning(30, 60, 1.0, 1.0) == Message(
         "desirable_loss_weight",
         "desirable",

@@ -35,7 +35,7 @@ def fingerprint(data_prefix: object, tmp_path: Path, **changes: Any) -> str:
     return dataset.fingerprint()
 
 
-def test_other_files_with_the_same_rows_are_the_same(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_rows_and_not_on_files(tmp_path: Path) -> None:
     rows = numbered_rows(5)
     a, b = (write_rows(tmp_path / f"{name}.jsonl", rows) for name in "ab")
     b.write_text("\n" + b.read_text().replace("\n", "\n\n"))  # other lines, in another file
@@ -52,14 +52,14 @@ CHANGES: dict[str, Callable[[list[dict[str, Any]]], object]] = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_what_is_trained_on_counts(what: str, tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_trained_tokens(what: str, tmp_path: Path) -> None:
     rows = numbered_rows(5)
     before = fingerprint(str(write_rows(tmp_path / "a.jsonl", rows)), tmp_path)
     CHANGES[what](rows)
     assert fingerprint(str(write_rows(tmp_path / "b.jsonl", rows)), tmp_path) != before
 
 
-def test_where_a_token_ends_up_counts(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_token_positions(tmp_path: Path) -> None:
     """The same tokens one after the other, with another border between two prompts."""
     rows = [{"prompt": prompt, "response": "r", "preference": "chosen"} for prompt in ("ab", "c")]
     moved = [{"prompt": prompt, "response": "r", "preference": "chosen"} for prompt in ("a", "bc")]
@@ -67,7 +67,7 @@ def test_where_a_token_ends_up_counts(tmp_path: Path) -> None:
     assert len({fingerprint(str(file), tmp_path) for file in files}) == 2
 
 
-def test_which_rows_are_used_and_how_they_are_blended_counts(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_splits_and_blends(tmp_path: Path) -> None:
     a, b = (str(write_rows(tmp_path / f"{name}.jsonl", numbered_rows(count))) for name, count in (("a", 20), ("b", 10)))
     prefixes: list[object] = [[a, b], [b, a], [1, a, 2, b], [2, a, 1, b]]
     assert len({fingerprint(prefix, tmp_path) for prefix in prefixes}) == 4
@@ -75,7 +75,7 @@ def test_which_rows_are_used_and_how_they_are_blended_counts(tmp_path: Path) -> 
     assert len({fingerprint(a, tmp_path, splits_string=shares) for shares in ("9,1", "8,2", None)}) == 3
 
 
-def test_rewards_count(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_rewards(tmp_path: Path) -> None:
     pairs = [{"prompt": f"{number}", "chosen": "yes", "rejected": "no"} for number in range(3)]
     rewarded = [{**pair, "chosen_reward": 2.0, "rejected_reward": 1.0} for pair in pairs]
     make = partial(DPODataset, default_rewards=(1.0, 0.0))
@@ -93,9 +93,7 @@ def test_a_file_is_hashed_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("shared", "folder_mode", "file_mode"), [(False, 0o700, 0o600), (True, 0o755, 0o644)])
-def test_what_is_made_of_rows_is_for_the_user_only_unless_it_is_shared(
-    shared: bool, folder_mode: int, file_mode: int, tmp_path: Path
-) -> None:
+def test_cached_rows_are_private_unless_shared(shared: bool, folder_mode: int, file_mode: int, tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         fingerprint(str(write_rows(tmp_path / "a.jsonl", numbered_rows(5))), tmp_path, cache_shared=shared)
@@ -107,7 +105,7 @@ def test_what_is_made_of_rows_is_for_the_user_only_unless_it_is_shared(
     assert found == [("", folder_mode), ("", folder_mode), *files]
 
 
-def test_a_damaged_hash_is_computed_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_cached_hash_is_recomputed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_rows(tmp_path / "a.jsonl", numbered_rows(5))
     before = fingerprint(str(path), tmp_path)
     (kept,) = (tmp_path / "cache" / "hashes").iterdir()

@@ -52,7 +52,7 @@ def same(a: list[dict], b: list[dict]) -> bool:
     )
 
 
-def test_every_example_is_the_first_epoch_and_what_it_leaves_out(dataset: KTODataset) -> None:
+def test_all_examples_are_the_first_epoch_and_its_remainder(dataset: KTODataset) -> None:
     training = loader(dataset)
     training.batch_sampler.set_position(3, 8)  # where a run may stand does not matter
     everything = every_example(training)
@@ -78,7 +78,7 @@ def test_the_ranks_share_each_global_batch(dataset: KTODataset, size: int, train
         assert share[-1]["samples"].shape == (0, 16)
 
 
-def test_kl_rows_have_the_prompt_of_one_and_the_answer_of_the_next_row(dataset: KTODataset) -> None:
+def test_kl_examples_combine_a_prompt_with_the_next_answer(dataset: KTODataset) -> None:
     batch = next(iter(loader(dataset, training=False)))
     texts = [
         TOKENIZER.decode(row[:length]) for row, length in zip(batch["kl_samples"], batch["kl_sample_lengths"], strict=True)
@@ -87,7 +87,7 @@ def test_kl_rows_have_the_prompt_of_one_and_the_answer_of_the_next_row(dataset: 
     assert batch["preference"].tolist() == [1, 0] * 4
 
 
-def test_kl_rows_are_cut_to_seq_length() -> None:
+def test_kl_examples_are_truncated_to_seq_length() -> None:
     rows: Any = [
         KTOExample(prompt_ids=[1] * 6, response_ids=[2], desirable=True),
         KTOExample(prompt_ids=[3], response_ids=[4] * 6, desirable=False),
@@ -99,7 +99,7 @@ def test_kl_rows_are_cut_to_seq_length() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_going_on_in_the_middle_of_an_epoch(dataset: KTODataset, num_workers: int) -> None:
+def test_resuming_in_the_middle_of_an_epoch(dataset: KTODataset, num_workers: int) -> None:
     reference = loader(dataset)
     expected = []
     for epoch in (0, 1, 2):
@@ -131,7 +131,7 @@ def test_stopping_early_and_starting_over_with_the_same_workers(dataset: KTOData
     assert same(list(workers), expected)
 
 
-def test_workers_outlive_signals_that_are_for_the_rank(dataset: KTODataset) -> None:
+def test_workers_survive_signals_to_the_rank(dataset: KTODataset) -> None:
     """Some clusters send a signal to every process of a job."""
     expected = list(loader(dataset, training=False))
     others = multiprocessing.active_children()  # such as the ranks of other tests

@@ -81,7 +81,7 @@ def test_parts_are_whole_lines_with_their_numbers(
     assert 1 <= len(found) <= expected
 
 
-def test_examples_of_any_number_of_processes_are_the_same_to_the_last_byte(tmp_path: Path) -> None:
+def test_examples_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", mixed_rows(120))
     whole, columns, _ = opened(path, tmp_path / "whole", part_bytes=WHOLE)
     shown: list[tuple[str, int, int]] = []
@@ -106,7 +106,7 @@ def test_examples_of_any_number_of_processes_are_the_same_to_the_last_byte(tmp_p
     )
 
 
-def test_pairs_in_parts(tmp_path: Path) -> None:
+def test_pairs_tokenised_in_parts(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": f"p{n}", "chosen": "y", "rejected": "n"} for n in range(50)])
     whole, *_ = opened(path, tmp_path / "whole", part_bytes=WHOLE, kind=DPO_EXAMPLES)
     table, *_ = opened(path, tmp_path / "parts", part_bytes=300, kind=DPO_EXAMPLES)
@@ -114,7 +114,7 @@ def test_pairs_in_parts(tmp_path: Path) -> None:
     assert table["line"][-1] == 50
 
 
-def test_broken_rows_of_all_parts_are_counted_as_those_of_a_whole_file(tmp_path: Path) -> None:
+def test_broken_rows_of_all_parts_are_counted(tmp_path: Path) -> None:
     rows = mixed_rows(90)
     for number in range(5, 90, 7):
         rows[number] = {"prompt": "p", "response": "r", "label": f"value {number}" if number < 70 else 5}
@@ -128,7 +128,7 @@ def test_broken_rows_of_all_parts_are_counted_as_those_of_a_whole_file(tmp_path:
     assert list((tmp_path / "parts").iterdir()) == []
 
 
-def test_what_an_interrupted_run_has_tokenised_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_tokenised_by_an_interrupted_run_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, folder = write_rows(tmp_path / "a.jsonl", mixed_rows(90)), tmp_path / "cache"
     tokenised: list[int] = []
     encode = RecordEncoder.encode
@@ -169,7 +169,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_the_process_that_was_second_reads_what_the_first_has_written(tmp_path: Path) -> None:
+def test_the_second_process_reads_the_cache_of_the_first(tmp_path: Path) -> None:
     """Without a lock, as on file systems that have none: the first removes the parts when it is done."""
     path, folder = write_rows(tmp_path / "a.jsonl", mixed_rows(30)), tmp_path / "cache"
 
@@ -182,7 +182,7 @@ def test_the_process_that_was_second_reads_what_the_first_has_written(tmp_path: 
     assert (len(table), columns.rows) == (30, 30)
 
 
-def test_how_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts.os, "sched_getaffinity", lambda _: set(range(6)))
     assert [number_of_processes(None, count) for count in (1, 3, 4, 100)] == [1, 1, 2, 6]
     assert [number_of_processes(3, count) for count in (1, 5, 100)] == [1, 2, 3]
@@ -195,7 +195,7 @@ def numbered(count: int) -> list[FilePart]:
     return [FilePart(number=number) for number in range(count)]
 
 
-def test_the_parts_come_back_in_order_from_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_from_worker_processes_are_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They import nothing from the working directory, which may be the folder of a model that somebody else made."""
     monkeypatch.chdir(tmp_path)
     for module in ("multiprocessing", "pickle", "signal"):  # what a new process imports first, or its resource tracker
@@ -232,7 +232,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30) -> bool:
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
-def test_processes_end_with_a_program_of_any_kind_and_do_not_run_it(ending: signal.Signals, tmp_path: Path) -> None:
+def test_worker_processes_do_not_run_the_main_program(ending: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(UNGUARDED)
     output = tmp_path / "output"
     with output.open("wb") as file:

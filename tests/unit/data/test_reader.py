@@ -38,7 +38,7 @@ def read(
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-def test_a_question_is_never_dropped_from_a_pair(tmp_path: Path, pairs: bool) -> None:
+def test_a_prompt_is_never_dropped_from_a_pair(tmp_path: Path, pairs: bool) -> None:
     row = {"question": QUESTION, "chosen": PARIS, "rejected": LYON}
     records, _, wrong = read(tmp_path, *[row] * 3, pairs=pairs)
     assert records == []
@@ -102,7 +102,7 @@ def test_a_question_is_never_dropped_from_a_pair(tmp_path: Path, pairs: bool) ->
         ),
     ],
 )
-def test_a_row_that_would_lose_a_part_of_its_prompt_is_refused(tmp_path: Path, row: dict, text: str) -> None:
+def test_a_row_whose_prompt_would_lose_text_is_refused(tmp_path: Path, row: dict, text: str) -> None:
     _, _, wrong = read(tmp_path, row)
     assert wrong == text
 
@@ -123,13 +123,13 @@ def test_a_row_that_would_lose_a_part_of_its_prompt_is_refused(tmp_path: Path, r
         },
     ],
 )
-def test_a_part_that_the_prompt_holds_or_that_is_empty_is_not_lost(tmp_path: Path, row: dict) -> None:
+def test_columns_that_repeat_the_prompt_or_are_empty_are_accepted(tmp_path: Path, row: dict) -> None:
     records, _, wrong = read(tmp_path, row)
     assert wrong == ""
     assert len(records) >= 1
 
 
-def test_columns_are_renamed_and_an_own_column_of_that_name_gives_way(tmp_path: Path) -> None:
+def test_a_renamed_column_has_priority(tmp_path: Path) -> None:
     row = {"question": QUESTION, "prompt": "other", "good": PARIS, "bad": LYON}
     fields = {"prompt": "question", "chosen": "good", "rejected": "bad"}
     records, columns, wrong = read(tmp_path, row, fields=fields, pairs=True)
@@ -140,7 +140,7 @@ def test_columns_are_renamed_and_an_own_column_of_that_name_gives_way(tmp_path: 
     assert columns.unused == {"prompt": 1}
 
 
-def test_a_file_without_a_renamed_column_is_read_as_it_is(tmp_path: Path) -> None:
+def test_a_file_without_a_renamed_column_is_read_unchanged(tmp_path: Path) -> None:
     records, _, wrong = read(tmp_path, {"prompt": "p", "response": "r", "label": False}, fields={"prompt": "question"})
     assert wrong == ""
     assert [record.prompt for record in records] == ["p"]
@@ -155,13 +155,13 @@ def test_a_file_without_a_renamed_column_is_read_as_it_is(tmp_path: Path) -> Non
         ({"prompt": "q", "response": "q"}, Message("q", "leave")),
     ],
 )
-def test_fields_mistakes(fields: dict[str, str], text: str) -> None:
+def test_invalid_fields(fields: dict[str, str], text: str) -> None:
     with pytest.raises(DataError) as error:
         Fields(fields)
     assert str(error.value) == text
 
 
-def test_columns_that_are_not_used_are_counted_by_the_form_of_the_row(tmp_path: Path) -> None:
+def test_unused_columns_are_counted_per_row_format(tmp_path: Path) -> None:
     row = {"prompt": "p", "response": "r", "label": True, "id": 1, "source": "web"}
     pair = {"prompt": "p", "chosen": "a", "rejected": "b", "chosen_reward": 1, "rejected_reward": 0, "id": 3}
     _, columns, _ = read(tmp_path, row, row, pair)
@@ -198,7 +198,7 @@ def test_columns_that_are_not_used_are_counted_by_the_form_of_the_row(tmp_path: 
         ),
     ],
 )
-def test_arguments_of_the_chat_template_that_are_none(tmp_path: Path, given: dict, text: str) -> None:
+def test_invalid_chat_template_arguments(tmp_path: Path, given: dict, text: str) -> None:
     _, _, wrong = read(tmp_path, {"messages": [USER, said("a")], "label": True, **given})
     assert wrong == text
 

@@ -99,7 +99,7 @@ def test_pairs_become_two_records(row: dict, prompt: object, good: object, bad: 
         ({"chosen": [USER, said("a")], "rejected": [SYSTEM, said("b")]}, ["prompt"]),
     ],
 )
-def test_a_broken_row_says_key_value_and_remedy(row: dict, words: list[str]) -> None:
+def test_a_broken_row_names_key_value_and_remedy(row: dict, words: list[str]) -> None:
     with raises(RowError, *words):
         records_of_row(row, line=1)
 
@@ -121,7 +121,7 @@ def test_lines_are_counted_from_one_and_empty_lines_count(tmp_path: Path) -> Non
     assert records[0] == KTORecord(prompt="p", response="r", desirable=True, line=1)
 
 
-def test_of_one_fault_the_first_row_is_shown(tmp_path: Path) -> None:
+def test_the_first_row_of_each_error_is_shown(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": "p", "response": "r", "preference": "good" if i % 2 else "chosen"} for i in range(46)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -129,7 +129,7 @@ def test_of_one_fault_the_first_row_is_shown(tmp_path: Path) -> None:
         read(path)
 
 
-def test_of_different_faults_the_first_ten_are_shown_and_all_are_counted(tmp_path: Path) -> None:
+def test_ten_errors_are_shown_and_all_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": "p", "response": "r", "preference": f"good {i}" if i % 2 else "chosen"} for i in range(46)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -140,7 +140,7 @@ def test_of_different_faults_the_first_ten_are_shown_and_all_are_counted(tmp_pat
     assert [line.split()[0] for line in lines[1:]] == [f"{path}:{number}:" for number in range(2, 22, 2)]
 
 
-def test_broken_rows_of_several_files_come_together(tmp_path: Path) -> None:
+def test_broken_rows_of_several_files_are_reported_together(tmp_path: Path) -> None:
     broken = RowErrors()
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("[1]\n", encoding="utf-8")
@@ -158,7 +158,7 @@ def test_broken_rows_of_several_files_come_together(tmp_path: Path) -> None:
         (b'"text"', ["JSON", "object", "text"]),
     ],
 )
-def test_lines_that_are_no_rows(tmp_path: Path, raw: bytes, words: list[str]) -> None:
+def test_lines_that_are_not_rows(tmp_path: Path, raw: bytes, words: list[str]) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(raw)
     with raises(DataError, f"{path}:1", *words):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from nemo_kto.data.rows.records import DataError, KTORecord, LastRowError, RowError, RowErrors
-from nemo_kto.data.tokens import rendering
+from nemo_kto.data.tokens import chat, template_trial
 from nemo_kto.data.tokens.cache import KTO_EXAMPLES
 from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
-from nemo_kto.data.tokens.rendering import RenderedText, render_rows
+from nemo_kto.data.tokens.template_trial import Conversation, try_template
 from nemo_kto.data.tokens.truncation import Truncation
 from tests.helpers.messages import Message, assert_names
 from tests.unit.data.toys import CHATML, chatml_tokenizer
@@ -30,7 +32,7 @@ WITHOUT_END = {
     ),
     "a long output": (
         "{{ 'x' * 10**7 }}",
-        ("10,000,000", "10,000,066", "template", "strings"),
+        ("10,000,000", "10,000,067", "template", "strings"),
     ),
 }
 
@@ -40,12 +42,16 @@ def record(text: str, line: int) -> KTORecord:
     return KTORecord(prompt=[user], response=[answer], desirable=True, line=line)
 
 
+def conversation(text: str, template: str) -> Conversation:
+    return Conversation(template, record(text, 1).prompt, record(text, 1).response, {})
+
+
 @pytest.mark.parametrize("kind", WITHOUT_END)
-def test_a_template_without_end_is_one_error_that_names_its_file_and_the_row(
+def test_an_endless_template_is_one_error_with_file_and_row(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template, told = WITHOUT_END[kind]
-    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.2 if told == TIME else 20)
+    monkeypatch.setattr(template_trial, "MAX_SECONDS", 0.2 if told == TIME else 20)
     tokenizer = chatml_tokenizer("{% if 'now' in messages[0]['content'] %}" + template + "{% endif %}" + CHATML)
     tokenizer.name_or_path = str(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("as in the tokenizer")
@@ -67,57 +73,73 @@ def test_a_template_that_calls_itself_is_a_broken_row() -> None:
     assert_names(refused, "chat template", "maximum recursion depth exceeded")
 
 
-def test_the_first_row_at_a_limit_is_the_last_one_rendered(tmp_path: Path) -> None:
-    def render(row: int) -> RenderedText:
-        (tmp_path / str(row)).touch()
-        if row == 1:
-            raise RowError("of this row")
-        return RenderedText("", "x" * (rendering.MAX_CHARACTERS + 1) if row == 2 else f"{row}")
-
-    first, broken, *rest = render_rows(render, range(5), template="T")
-    assert first == RenderedText("", "0")
+def test_only_the_first_row_is_rendered_with_limits() -> None:
+    template = "{% if 'bad' in messages[0]['content'] %}{{ raise_exception('of this row') }}{% endif %}"
+    template += "{% if 'long' in messages[0]['content'] %}{{ 'x' * 10**7 }}{% endif %}" + CHATML
+    encoder = RecordEncoder(tokenizer=chatml_tokenizer(template))
+    strings = KTORecord(prompt="a", response="b", desirable=True, line=5)
+    messages = [record(text, n) for n, text in enumerate(("hi", "bad", "long", "hi"), start=1)]
+    first, broken, limit, after, plain = encoder.encode([*messages, strings])
+    assert isinstance(first, EncodedExample)
     assert type(broken) is RowError
-    assert str(broken) == "of this row"
-    told = Message("T", "10,000,000", "10,000,001", "template", "strings")
-    assert [(type(each), str(each)) for each in rest] == [(LastRowError, told)] * 3
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["0", "1", "2"]
+    assert "of this row" in str(broken)
+    assert type(limit) is LastRowError
+    assert str(limit) == Message("10,000,000", "10,000,068", "template", "strings")
+    assert after is limit
+    assert isinstance(plain, EncodedExample)
 
 
-def test_a_process_that_is_ended_by_others_is_an_error_and_signals_to_the_job_are_not_its_business() -> None:
-    def render(row: int) -> RenderedText:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            os.kill(os.getpid(), number)
-        if row == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return RenderedText("a", "b")
+def test_a_template_is_tried_once_and_only_on_rows_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials: list[list[str]] = []
 
-    first, second = render_rows(render, range(2), template="T")
-    assert first == RenderedText("a", "b")
-    assert str(second) == Message("9", "template", "strings")
+    def tried(rows: list[Conversation], *, name: str) -> None:
+        trials.append([str(row.prompt) for row in rows])
+
+    monkeypatch.setattr(chat, "try_template", tried)
+    monkeypatch.setattr(chat, "_tried_templates", set())
+    encoder = RecordEncoder(tokenizer=chatml_tokenizer())
+    encoder.encode([KTORecord(prompt="a", response="b", desirable=True, line=1)])
+    assert not trials
+    encoder.encode([record(f"{n}", n) for n in range(200)])
+    encoder.encode([record("more", 1)])
+    assert trials == [[str(record(f"{n}", n).prompt) for n in range(100)]]
 
 
-def test_an_interrupted_parent_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(text: bytes) -> None:
+def test_a_killed_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(self: object) -> bytes:
+        for child in multiprocessing.active_children():
+            child.kill()
+        raise EOFError
+
+    monkeypatch.setattr(Connection, "recv_bytes", ended)
+    monkeypatch.setattr(template_trial, "MAX_SECONDS", 60)
+    looping = conversation("hi", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
+    failed = try_template([looping], name="T")
+    assert failed is not None
+    assert str(failed[1]) == Message("T", "-9", "template", "strings")
+
+
+def test_an_interrupted_parent_kills_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: object) -> bytes:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rendering, "MAX_SECONDS", 60)
-    monkeypatch.setattr(rendering.json, "loads", interrupted)
-    children: list[int] = []
-    fork = os.fork
-    monkeypatch.setattr(rendering.os, "fork", lambda: children.append(fork()) or children[0])
-
-    def render(row: int) -> RenderedText:
-        while row:
-            pass
-        return RenderedText("a", "b")
-
+    monkeypatch.setattr(Connection, "recv_bytes", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        render_rows(render, range(2), template="T")
-    with pytest.raises(ProcessLookupError):
-        os.kill(children[0], 0)
+        try_template([conversation("hi", CHATML)], name="T")
+    assert not multiprocessing.active_children()
 
 
-def test_text_that_is_not_unicode_is_rendered_as_it_is() -> None:
-    assert render_rows(lambda row: RenderedText(row, "é\n"), ["\ud800 \0"], template="T") == [
-        RenderedText("\ud800 \0", "é\n")
-    ]
+def test_signals_to_the_job_do_not_end_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    receive = Connection.recv_bytes
+    received: list[bytes] = []
+
+    def signalled(self: Connection) -> bytes:
+        received.append(receive(self))
+        for child in multiprocessing.active_children():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                os.kill(child.pid or 0, number)
+        return received[-1]
+
+    monkeypatch.setattr(Connection, "recv_bytes", signalled)
+    assert try_template([conversation("hi", CHATML)] * 20, name="T") is None
+    assert len(received) == 20

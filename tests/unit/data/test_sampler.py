@@ -32,7 +32,7 @@ def validation(num_examples: int, size: int = 4, needs_kl_examples: bool = True)
     )
 
 
-def test_training_batches_are_whole_and_no_row_comes_twice() -> None:
+def test_training_batches_are_complete_and_without_repeated_rows() -> None:
     batches = list(training())
     assert [len(batch) for batch in batches] == [4, 4]
     rows = flat(batches)
@@ -41,7 +41,7 @@ def test_training_batches_are_whole_and_no_row_comes_twice() -> None:
     assert len(training()) == 2
 
 
-def test_the_order_is_that_of_seed_and_epoch_alone() -> None:
+def test_the_order_depends_only_on_seed_and_epoch() -> None:
     first, again, other_seed = training(100), training(100), training(100, seed=4)
     epochs = []
     for epoch in (0, 1):
@@ -63,7 +63,7 @@ def test_the_order_is_that_of_seed_and_epoch_alone() -> None:
     steps=st.integers(0, 9),
     drop_last=st.booleans(),
 )
-def test_from_any_position_the_rest_of_the_epoch_is_the_same(
+def test_resuming_at_any_position_gives_the_rest_of_the_epoch(
     num_examples: int, size: int, seed: int, epoch: int, steps: int, drop_last: bool
 ) -> None:
     sampler = GlobalBatchSampler(
@@ -83,7 +83,7 @@ def test_from_any_position_the_rest_of_the_epoch_is_the_same(
     ("num_examples", "sizes"),
     [(8, [4, 4]), (10, [4, 4, 2]), (9, [4, 5]), (5, [5]), (3, [3]), (2, [2])],
 )
-def test_validation_uses_every_row_in_order_and_no_batch_has_one(num_examples: int, sizes: list[int]) -> None:
+def test_validation_uses_every_row_in_order_without_batches_of_one(num_examples: int, sizes: list[int]) -> None:
     batches = list(validation(num_examples))
     assert [len(batch) for batch in batches] == sizes
     assert flat(batches) == list(range(num_examples))
@@ -95,7 +95,7 @@ def test_without_pairs_a_batch_may_have_one_row() -> None:
     assert list(validation(2, size=1, needs_kl_examples=False)) == [[0], [1]]
 
 
-def test_going_on_with_another_batch_size_leaves_no_row_out() -> None:
+def test_resuming_with_another_batch_size_skips_no_row() -> None:
     before = training(24, size=4)
     consumed = flat(list(before)[:2])
     after = training(24, size=8)
@@ -103,7 +103,7 @@ def test_going_on_with_another_batch_size_leaves_no_row_out() -> None:
     assert sorted(consumed + flat(after)) == list(range(24))
 
 
-def test_a_finished_epoch_has_no_batch_left() -> None:
+def test_a_finished_epoch_has_no_remaining_batch() -> None:
     sampler = training()
     sampler.set_position(0, 8)
     assert list(sampler) == []

@@ -19,7 +19,7 @@ def kto_example(prompt: list[int], answer: int) -> KTOExample:
     return KTOExample(prompt_ids=prompt, response_ids=[0] * answer, desirable=True)
 
 
-def test_a_kto_example_costs_its_sample_and_its_kl_example() -> None:
+def test_the_cost_of_a_kto_example_includes_its_kl_example() -> None:
     """Prompts of 1, 2 and 3 tokens; each KL example has the answer of the next, cut to 7 tokens in all."""
     batch = [kto_example([1], 2), kto_example([1, 2], 4), kto_example([1, 2, 3], 6)]
     samples = [4 * (300 + 6), 4 * (600 + 21), 4 * (900 + 45)]
@@ -29,20 +29,20 @@ def test_a_kto_example_costs_its_sample_and_its_kl_example() -> None:
     assert KTOCosts(cost=lambda length: 4 * cost(length), kl_cost=None, seq_length=7)(batch) == samples
 
 
-def test_a_pair_costs_both_answers() -> None:
+def test_the_cost_of_a_pair_includes_both_answers() -> None:
     pair = DPOExample(prompt_ids=[1], chosen_ids=[2, 3], rejected_ids=[4], chosen_reward=1.0, rejected_reward=0.0)
     assert DPOCosts(cost=cost)([pair]) == [306 + 203]
 
 
 @given(costs=st.lists(st.floats(0.1, 100.0), max_size=40), ranks=st.integers(1, 6))
-def test_each_example_has_one_rank_and_none_has_much_more(costs: list[float], ranks: int) -> None:
+def test_each_example_is_on_one_rank_and_costs_are_balanced(costs: list[float], ranks: int) -> None:
     shares = balanced_shares(costs, ranks=ranks)
     assert sorted(number for share in shares for number in share) == list(range(len(costs)))
     sums = [sum(costs[number] for number in share) for share in shares]
     assert max(sums) - min(sums) <= max(costs, default=0.0) + 1e-9, "the rank with the least always came first"
 
 
-def test_ranks_differ_by_less_than_one_percent_where_lengths_vary_as_in_reviews() -> None:
+def test_costs_of_ranks_differ_by_less_than_one_percent() -> None:
     draw = random.Random(0)
     costs = [cost(min(512, max(8, int(draw.lognormvariate(5.0, 0.7))))) for _ in range(64)]
     sums = [sum(costs[number] for number in share) for share in balanced_shares(costs, ranks=8)]

@@ -37,7 +37,7 @@ def sizes(rows: int, splits_string: str, least: int) -> tuple[list[int], list[st
 
 
 @pytest.mark.parametrize("least", [1, 2])  # DPO, KTO
-def test_the_default_gives_every_row_to_a_split_that_is_read(least: int) -> None:
+def test_the_default_split_leaves_no_row_unused(least: int) -> None:
     small = dict.fromkeys((2, 3, 40, 63, 64, 65, *range(75, 177), 199), 0)
     large = {200: 2, 1000: 10, 999_999: 9999, 1_000_000: 10_000, 40_000_000: 10_000}
     for rows, validation in {**small, **large}.items():
@@ -58,7 +58,7 @@ def test_the_default_gives_every_row_to_a_split_that_is_read(least: int) -> None
         )
 
 
-def test_a_validation_split_of_one_row_is_joined_where_the_loss_needs_two() -> None:
+def test_a_validation_split_of_one_row_joins_training_if_two_are_needed() -> None:
     found, said = sizes(100, "98,1,1", 2)
     assert found == [99, 0, 1]
     assert said == [
@@ -70,7 +70,7 @@ def test_a_validation_split_of_one_row_is_joined_where_the_loss_needs_two() -> N
     assert sizes(10, "1", 2) == ([10, 0, 0], [])
 
 
-def test_joined_rows_are_trained_on_in_the_order_of_the_file(tmp_path: Path) -> None:
+def test_joined_rows_keep_the_order_of_the_file(tmp_path: Path) -> None:
     files = [str(write_rows(tmp_path / f"{name}.jsonl", numbered_rows(10, name))) for name in ("a", "b")]
     built = splits(files, tmp_path, "95,5", min_validation_rows=3)
     assert built.validation == {}
@@ -81,7 +81,7 @@ def test_joined_rows_are_trained_on_in_the_order_of_the_file(tmp_path: Path) -> 
     assert built.train is not None
 
 
-def test_a_named_validation_split_that_is_too_small_is_left_out(tmp_path: Path) -> None:
+def test_a_too_small_named_validation_split_is_dropped(tmp_path: Path) -> None:
     files = {name: str(write_rows(tmp_path / f"{name}.jsonl", numbered_rows(n, name))) for name, n in (("a", 4), ("b", 1))}
     built = splits({"train": files["a"], "validation": files["b"], "test": files["a"]}, tmp_path)
     assert built.train is not None
@@ -95,7 +95,7 @@ def test_a_named_validation_split_that_is_too_small_is_left_out(tmp_path: Path) 
     assert [len(examples) for examples in built.validation.values()] == [1]
 
 
-def test_a_split_of_one_label_is_warned_of(tmp_path: Path) -> None:
+def test_a_split_with_one_label_gives_a_warning(tmp_path: Path) -> None:
     rows = sorted(numbered_rows(10), key=lambda row: row["preference"])
     built = splits(write_rows(tmp_path / "a.jsonl", rows), tmp_path, "50,50")
     assert built.train is not None
@@ -112,7 +112,7 @@ LONG = [
 ]
 
 
-def test_what_truncation_took_is_counted_from_the_cache_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncations_are_counted_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_rows(tmp_path / "a.jsonl", LONG)
     for _ in range(2):
         built = splits(path, tmp_path, None, seq_length=10)
@@ -125,7 +125,7 @@ def test_what_truncation_took_is_counted_from_the_cache_too(tmp_path: Path, monk
         monkeypatch.setattr(RecordEncoder, "encode", None)  # the second time it is not needed
 
 
-def test_counts_of_a_part_of_two_files(tmp_path: Path) -> None:
+def test_counts_of_splits_of_two_files(tmp_path: Path) -> None:
     files = [str(write_rows(tmp_path / f"{name}.jsonl", LONG)) for name in "ab"]
     built = splits(files, tmp_path, "50,50", seq_length=12)
     assert built.train is not None
@@ -150,13 +150,13 @@ def test_counts_of_pairs(tmp_path: Path) -> None:
     )
 
 
-def test_unused_columns_are_said_from_the_cache_too(tmp_path: Path) -> None:
+def test_unused_columns_are_reported_from_the_cache(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [row | {"id": i, "source": "x"} for i, row in enumerate(numbered_rows(3))])
     for _ in range(2):
         assert splits(path, tmp_path, None).warnings == (Message(f"{path}", "used", "id", "3"),)
 
 
-def test_a_renamed_column_that_no_row_has_is_refused(tmp_path: Path) -> None:
+def test_a_renamed_column_in_no_row_is_refused(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"question": "q", "response": "r", "label": True}])
     with pytest.raises(DataError) as error:
         splits(path, tmp_path, fields={"prompt": "qestion"})
@@ -165,7 +165,7 @@ def test_a_renamed_column_that_no_row_has_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["appended", "blended"])
-def test_the_row_that_an_example_comes_from_has_a_name(prefix: str, tmp_path: Path) -> None:
+def test_the_source_row_of_an_example(prefix: str, tmp_path: Path) -> None:
     pairs = [{"prompt": f"p {i}:", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(3)]
     files = [write_rows(tmp_path / "a.jsonl", numbered_rows(6, "a")), write_rows(tmp_path / "b.jsonl", pairs)]
     names = [str(file) for file in files]

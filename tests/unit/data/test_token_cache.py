@@ -68,7 +68,7 @@ def test_a_rank_whose_machine_has_verified_the_cache_reads_nothing(tmp_path: Pat
         assert len(read) == times
 
 
-def test_small_files_cost_no_waiting_for_the_disk_and_no_line_of_the_log_each(
+def test_many_small_files_need_few_syncs_and_log_lines(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits, fsync = list[int](), os.fsync
@@ -103,7 +103,7 @@ def cached_files(data: Path, cache: Path, **changes: Any) -> list[Path]:
     return [file for file in cache.iterdir() if file.suffix == ".arrow"]
 
 
-def test_files_that_an_interrupted_run_has_tokenised_are_kept(
+def test_files_tokenised_by_an_interrupted_run_are_kept(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "MIN_BYTES", 1)
@@ -125,7 +125,7 @@ def test_files_that_an_interrupted_run_has_tokenised_are_kept(
     assert sum(encoded) == 3 * (FILES - 5)
 
 
-def test_what_a_killed_run_has_left_of_a_file_is_removed(folder: Path, tmp_path: Path) -> None:
+def test_partial_files_of_a_killed_run_are_removed(folder: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     names = {file.name for file in cached_files(folder, cache)}
     (absent,) = cache.glob("kto-05-*.arrow")
@@ -138,7 +138,7 @@ def test_what_a_killed_run_has_left_of_a_file_is_removed(folder: Path, tmp_path:
     assert of_others.exists(), "another job may be writing it"
 
 
-def test_broken_rows_of_many_files_are_said_together(folder: Path, tmp_path: Path) -> None:
+def test_broken_rows_of_many_files_are_one_error(folder: Path, tmp_path: Path) -> None:
     write_rows(folder / "03.jsonl", [*numbered_rows(2), {"prompt": "p", "response": "r", "label": "perhaps"}])
     (folder / "05.jsonl").write_text("")
     write_rows(folder / "07.jsonl", [{"prompt": "p", "label": True}])
@@ -148,7 +148,7 @@ def test_broken_rows_of_many_files_are_said_together(folder: Path, tmp_path: Pat
     assert len(list((tmp_path / "cache").glob("*.arrow"))) == FILES - 3
 
 
-def test_columns_that_are_not_used_in_many_files_are_one_warning(folder: Path, tmp_path: Path) -> None:
+def test_unused_columns_of_many_files_are_one_warning(folder: Path, tmp_path: Path) -> None:
     for file in folder.iterdir():
         rows = [json.loads(line) | {"id": 1} for line in file.read_text().splitlines()]
         write_rows(file, [{**row, "source": "x"} for row in rows] if file.stem == "02" else rows)

@@ -22,7 +22,9 @@ from tests.helpers.messages import raises
         ([1, 2, 3], [7, 8, 9], 2, "keep_start", None, ([1], [7])),
     ],
 )
-def test_fit(prompt: list, response: list, seq_length: int, mode: str, bos_id: int | None, expected: tuple) -> None:
+def test_truncation_examples(
+    prompt: list, response: list, seq_length: int, mode: str, bos_id: int | None, expected: tuple
+) -> None:
     assert Truncation(seq_length, mode, bos_id).truncate(prompt, response) == expected
 
 
@@ -33,7 +35,7 @@ def test_fit(prompt: list, response: list, seq_length: int, mode: str, bos_id: i
     mode=st.sampled_from(["keep_end", "keep_start"]),
     bos_id=st.sampled_from([None, 0]),
 )
-def test_a_row_fits_and_loses_no_answer_token_it_need_not(
+def test_a_truncated_row_fits_and_keeps_all_answer_tokens_it_can(
     prompt: list, response: list, seq_length: int, mode: str, bos_id: int | None
 ) -> None:
     short, answer = Truncation(seq_length, mode, bos_id).truncate(prompt, response)

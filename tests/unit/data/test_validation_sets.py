@@ -35,7 +35,7 @@ def test_each_set_has_the_rows_of_its_own_files(tmp_path: Path) -> None:
     assert len(built.warnings) == 1, "only of the test rows"
 
 
-def test_a_set_may_be_the_only_one_and_an_empty_one_is_left_out(tmp_path: Path) -> None:
+def test_a_single_set_and_an_empty_set(tmp_path: Path) -> None:
     files = write(tmp_path, a=4, b=3)
     built = splits({"train": files["a"], "validation": {"one": files["b"], "two": None}}, tmp_path)
     assert built.validation.keys() == {"one"}
@@ -47,11 +47,11 @@ def test_a_set_may_be_the_only_one_and_an_empty_one_is_left_out(tmp_path: Path) 
 @pytest.mark.parametrize(
     "prefix", ["rows.jsonl", ["a", "b"], {"train": "a", "validation": ["b", "c"]}, {"train": {"a": "b"}}]
 )
-def test_what_has_no_names(prefix: object) -> None:
+def test_prefixes_without_set_names(prefix: object) -> None:
     assert validation_names(prefix) == (UNNAMED,)
 
 
-def test_names_that_cannot_stand_in_those_of_metrics_are_all_told(tmp_path: Path) -> None:
+def test_all_set_names_unsuitable_for_metrics_are_reported(tmp_path: Path) -> None:
     file = write(tmp_path, a=4)["a"]
     sets = dict.fromkeys(["help ful", "ok_1", "", "a/b", "größe", 2024], file)
     with pytest.raises(DataError) as error:
@@ -71,7 +71,7 @@ def test_a_set_is_made_of_files(tmp_path: Path, value: object, words: Message) -
         splits({"train": write(tmp_path, a=4)["a"], "validation": value}, tmp_path)
 
 
-def test_sets_that_are_too_small_are_refused_together(tmp_path: Path) -> None:
+def test_too_small_sets_are_refused_together(tmp_path: Path) -> None:
     files = write(tmp_path, a=4, b=1, c=1)
     prefix = {"train": files["a"], "validation": {"good": files["a"], "b": files["b"], "c": files["c"]}}
     with pytest.raises(UserError) as error:

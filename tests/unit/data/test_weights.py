@@ -24,7 +24,7 @@ MESSAGES = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "
 PAIRS = partial(DPODataset, default_rewards=(1.0, 0.0))
 
 
-def test_any_form_of_a_row_may_have_a_weight() -> None:
+def test_rows_of_every_format_may_have_a_weight() -> None:
     rows: list[Any] = [{"prompt": "p", "response": "a", "preference": "chosen"}, PAIR]
     rows.append({"messages": MESSAGES, "label": False})
     for row in rows:
@@ -67,7 +67,7 @@ def test_the_examples_of_a_file_have_the_weights_of_its_rows(tmp_path: Path) -> 
     assert [example.weight for example in pairs.__getitems__([1, 0])] == [4.0, 1.0]
 
 
-def test_other_weights_are_other_data_but_weights_of_1_are_none(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_weights_other_than_1(tmp_path: Path) -> None:
     rows = numbered_rows(5)
     forms = [rows, [{**row, "weight": 1.0} for row in rows], [*rows[:4], {**rows[4], "weight": 2}]]
     files = [str(write_rows(tmp_path / f"{number}.jsonl", form)) for number, form in enumerate(forms)]
@@ -77,7 +77,7 @@ def test_other_weights_are_other_data_but_weights_of_1_are_none(tmp_path: Path) 
     assert none == "9daeee2f954c98c701e4e658896eeabff188e4215aacfba1673a323b3d518e75"
 
 
-def test_the_kinds_of_examples_weigh_what_their_rows_do(tmp_path: Path) -> None:
+def test_auto_balance_uses_row_weights(tmp_path: Path) -> None:
     rows = [{**row, "weight": weight} for row, weight in zip(numbered_rows(4), (2.0, 1.0, 3.5, 1.0), strict=True)]
     train = splits(str(write_rows(tmp_path / "a.jsonl", rows)), tmp_path, kind=KTO_EXAMPLES, make=KTODataset).train
     assert train is not None

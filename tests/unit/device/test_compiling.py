@@ -56,14 +56,14 @@ def machine(tmp_path: Path) -> Machine:
         (["gcc", "include/Python.h"], [COMPILER, HEADERS]),
     ],
 )
-def test_what_is_missing(absent: list[str], missing: list[str], machine: Machine) -> None:
+def test_missing_parts_of_a_compiler(absent: list[str], missing: list[str], machine: Machine) -> None:
     for name in absent:
         place = machine.folder / name
         place.rmdir() if place.is_dir() else place.unlink()
     assert machine.missing() == missing
 
 
-def test_the_compiler_that_is_named_counts(machine: Machine) -> None:
+def test_an_explicit_compiler_is_used(machine: Machine) -> None:
     assert machine.missing(CC="missing-cc") == [COMPILER]
     (machine.folder / "gcc").rename(machine.folder / "clang")
     assert machine.missing(CC=str(machine.folder / "clang")) == []
@@ -113,7 +113,7 @@ print(json.dumps(result))
 
 
 @pytest.mark.parametrize("missing", [[], [HEADERS]], ids=["all_there", "no_headers"])
-def test_nothing_is_compiled_where_it_would_fail(missing: list[str]) -> None:
+def test_nothing_is_compiled_without_a_compiler(missing: list[str]) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCH")}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", RANK],

@@ -21,7 +21,7 @@ print([tensor.device.type for tensor in inside], [tensor.device.type for tensor 
 """
 
 
-def test_a_default_device_is_heeded() -> None:
+def test_a_default_device_is_respected() -> None:
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1] == "['meta', 'meta', 'meta', 'meta'] ['cpu', 'cpu', 'cpu']"
@@ -47,7 +47,9 @@ print(len(seen), os.environ["CUDA_DEVICE_MAX_CONNECTIONS"])
         pytest.param("cpu", "0", {}, "1", marks=pytest.mark.full),
     ],
 )
-def test_what_a_gpu_goes_without_is_not_silenced(machine: str, seen: str, given: dict[str, str], connections: str) -> None:
+def test_warnings_about_missing_gpu_features_are_shown(
+    machine: str, seen: str, given: dict[str, str], connections: str
+) -> None:
     unset = ("CUDA_DEVICE_MAX_CONNECTIONS", "NEMO_KTO_FORCE_CPU")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     run = subprocess.run(

@@ -12,7 +12,7 @@ import torch
 from nemo_kto.device import device
 
 
-def test_the_least_limit_of_all_control_groups_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lowest_limit_of_all_control_groups_applies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = {"none": "max\n", "own": "3000000\n", "above": "2000000\n", "more": f"{whole + 1}\n"}
     for name, text in limits.items():
@@ -27,14 +27,14 @@ def test_the_least_limit_of_all_control_groups_counts(tmp_path: Path, monkeypatc
     assert least() == whole
 
 
-def test_products_of_fp32_are_not_those_of_tf32() -> None:
+def test_fp32_products_do_not_use_tf32() -> None:
     """NVIDIA's images allow them by an environment variable."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     device.select()
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (False, False)
 
 
-def test_where_limits_are_looked_for() -> None:
+def test_locations_of_memory_limits() -> None:
     files = list(device._memory_limit_files())
     assert all(file.name in ("memory.max", "memory.limit_in_bytes") for file in files)
     assert all(file.is_relative_to("/sys/fs/cgroup") for file in files)
@@ -45,7 +45,7 @@ def test_nothing_is_uploaded_to_the_cpu() -> None:
     assert all(there is here for there, here in zip(device.upload(tensors), tensors, strict=True))
 
 
-def test_a_stopwatch_adds_blocks_up_and_begins_again() -> None:
+def test_a_stopwatch_sums_blocks_and_resets() -> None:
     watch, begin = device.Stopwatch(), device.moment()
     for _ in range(2):
         with watch.running():

@@ -42,7 +42,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_a_block_has_the_bytes_that_are_needed(blocks: list[int]) -> None:
+def test_a_block_has_the_needed_size(blocks: list[int]) -> None:
     """Less than powers of two: torch's allocator would take 64 + 2 + 16,384 + 256 bytes."""
     given = tensors()
     assert [each.nbytes for each in given] == BYTES
@@ -55,7 +55,7 @@ def test_a_block_has_the_bytes_that_are_needed(blocks: list[int]) -> None:
     assert all(copy.data_ptr() % 64 == 0 for copy in copies if copy.numel())
 
 
-def test_tensors_of_a_block_do_not_touch_each_other() -> None:
+def test_tensors_of_a_block_do_not_overlap() -> None:
     first, second, third = device.host_tensors([torch.empty(3), torch.empty(2, dtype=torch.bfloat16), torch.empty(33)])
     second.fill_(7)
     assert not first.any()
@@ -69,13 +69,13 @@ def test_tensors_of_a_block_do_not_touch_each_other() -> None:
     assert len(stored.getvalue()) == len(alone.getvalue())
 
 
-def test_nothing_needs_no_block(blocks: list[int]) -> None:
+def test_no_tensors_need_no_block(blocks: list[int]) -> None:
     assert [each.shape for each in device.copied_to_host([torch.empty(0, 3)])] == [(0, 3)]
     assert device.host_tensors([]) == []
     assert blocks == []
 
 
-def test_a_reference_of_odd_sizes_is_swapped_to_the_last_bit(blocks: list[int]) -> None:
+def test_a_reference_of_odd_sizes_is_swapped_bitwise(blocks: list[int]) -> None:
     draw = torch.Generator().manual_seed(1)
     shapes, dtypes = [(7,), (129, 3), (1,), (33, 31)], [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
     parameters = [
@@ -95,7 +95,7 @@ def test_a_reference_of_odd_sizes_is_swapped_to_the_last_bit(blocks: list[int]) 
         assert all(torch.equal(now, then) for now, then in zip(held.host, reference, strict=True))
 
 
-def test_the_copies_of_a_checkpoint_are_in_one_block_that_is_kept(blocks: list[int]) -> None:
+def test_copies_of_a_checkpoint_are_in_one_reused_block(blocks: list[int]) -> None:
     planned, live = PlannedSave(), tensors()
     first = planned._copied(live)
     for tensor in live:
@@ -132,7 +132,7 @@ def flags_of(address: int) -> list[str]:
     return next(line for line in lines if line.startswith("VmFlags:")).split()[1:]
 
 
-def test_pages_are_locked_until_the_last_tensor_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_locked_until_the_last_tensor_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime()
     monkeypatch.setattr(device, "on_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)

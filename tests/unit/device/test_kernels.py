@@ -16,7 +16,7 @@ from megatron.core.utils import local_multi_tensor_applier, local_multi_tensor_l
 
 from nemo_kto.device import device, kernels, patches
 from nemo_kto.distributed import gradients
-from tests.distributed.test_no_waiting import Asked
+from tests.distributed.training.test_no_waiting import Asked
 from tests.helpers.messages import Message
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -43,7 +43,7 @@ def test_fp32_never_takes_layers_that_compute_in_tf32(monkeypatch: pytest.Monkey
     assert not kernels.uses_transformer_engine(FP32)
 
 
-def test_a_cpu_has_no_kernels_and_misses_none() -> None:
+def test_a_cpu_has_no_kernels_and_reports_none_missing() -> None:
     assert kernels.slow_paths(FP32, tensor_parallel=2) == []
     assert [kernels.uses_transformer_engine(BF16), kernels.fused_rope()] == [False, False]
     assert [kernels.compiles(), kernels.adds_products()] == [False, False]
@@ -75,7 +75,7 @@ SLOW_TYPE = Message("fp32", "trainer.precision=bf16")
         ({**RICH, "hopper": False}, BF16, 2, "32", []),
     ],
 )
-def test_each_slow_path_is_a_line(
+def test_each_slow_path_is_reported(
     machine: dict[str, Any],
     dtype: torch.dtype,
     tensor_parallel: int,
@@ -88,7 +88,7 @@ def test_each_slow_path_is_a_line(
     assert kernels.slow_paths(dtype, tensor_parallel=tensor_parallel, environment=environment) == expected
 
 
-def test_a_model_that_transformer_engine_has_no_layers_for_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_transformer_engine_layers_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, **{**RICH, "apex": False})
     parts = ["norms over all heads", "a clamped activation"]
     assert kernels.slow_paths(BF16, tensor_parallel=1, unsupported_by_te=parts, environment={}) == [
@@ -99,7 +99,7 @@ def test_a_model_that_transformer_engine_has_no_layers_for_says_why(monkeypatch:
 
 
 @pytest.mark.parametrize("apex", [False, True])
-def test_layers_add_products_where_their_kernel_is_there(apex: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_accumulation_is_fused_if_its_kernel_exists(apex: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, **{**RICH, "apex": apex})
     own = layers.ColumnParallelLinear.__new__(layers.ColumnParallelLinear)
     torch.nn.Module.__init__(own)
@@ -123,7 +123,7 @@ def test_the_router_of_experts_needs_no_transformer_engine(monkeypatch: pytest.M
     torch.testing.assert_close(logits, tokens @ weight.t())
 
 
-def test_the_norm_of_the_gradient_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gradient_norm_needs_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the kernel of Transformer Engine or apex, megatron-core asks for that of each parameter."""
     monkeypatch.setattr(clip_grads, "l2_norm_impl", local_multi_tensor_l2_norm)
     patches.keep_norm_on_device()
@@ -135,7 +135,7 @@ def test_the_norm_of_the_gradient_is_asked_for_once(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(norm_1, torch.cat(gradients).norm().view(1))
 
 
-def test_a_kernel_for_the_norm_of_the_gradient_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_gradient_norm_kernel_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clip_grads, "l2_norm_impl", print)
     patches.keep_norm_on_device()
     assert clip_grads.l2_norm_impl is print

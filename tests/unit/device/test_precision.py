@@ -56,14 +56,14 @@ def test_on_a_gpu(has: bool, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"avx2": True}, False),
     ],
 )
-def test_what_torch_says(capabilities: dict[str, Any], has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_by_the_report_of_torch(capabilities: dict[str, Any], has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     assert precision.cpu_has_bf16() is has
     monkeypatch.delattr(torch.cpu, "get_capabilities")
     assert precision.cpu_has_bf16() is None
 
 
-def test_the_measurement_is_short_and_leaves_the_threads_as_they_were() -> None:
+def test_the_measurement_is_short_and_restores_the_threads() -> None:
     threads, began = torch.get_num_threads(), time.process_time()
     slowdown = precision.bf16_slowdown()
     assert math.isfinite(slowdown)

@@ -77,7 +77,7 @@ def test_gradients_are_rounded_once(has_main_grad: bool) -> None:
         assert relative_error(weight_VH.grad, true_weight_grad) == pytest.approx(rounded, rel=0.02)
 
 
-def test_two_bf16_summands_hold_16_bits() -> None:
+def test_two_bf16_terms_represent_16_bits() -> None:
     """As which the gradient of the logits takes part in the products of a GPU."""
     values = torch.randn(7, 1000, generator=torch.Generator().manual_seed(2)) * torch.logspace(-9, 0, 1000)
     summands = logprobs._as_summands(values.clone(), torch.bfloat16)

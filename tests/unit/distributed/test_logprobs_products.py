@@ -106,7 +106,7 @@ def test_no_product_is_as_large_as_the_weight(has_main_grad: bool, adds: bool) -
     assert not found_VH[COLUMNS:].any(), "rows that pad the vocabulary"
 
 
-def test_what_is_called_is_in_the_installed_torch(monkeypatch: pytest.MonkeyPatch, adds: bool) -> None:
+def test_the_called_functions_exist_in_the_installed_torch(monkeypatch: pytest.MonkeyPatch, adds: bool) -> None:
     """A name or an argument that torch lacks is an error of another type than a refusal."""
     assert kernels.adds_wide_products() is adds
     total, factor = torch.ones(2, 2), torch.ones(2, 2, dtype=BF16)

@@ -50,7 +50,7 @@ DIVIDED = [
 ]
 
 
-def test_the_weights_that_are_divided_are_these() -> None:
+def test_the_list_of_sharded_weights() -> None:
     divided = {mapping.mcore_name.removeprefix("decoder.layers.{layer}.") for mapping in DIVIDED}
     layer = {"self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias", "self_attention.linear_proj.weight"}
     layer |= {"mlp.linear_fc1.weight", "mlp.linear_fc1.bias", "mlp.linear_fc2.weight"}
@@ -78,7 +78,7 @@ def assert_every_value_has_one_place(mapping: ParamMapping, *, tensor_parallel: 
     assert all((count == 1).all() for count in counts), case
 
 
-def test_every_value_has_one_place() -> None:
+def test_every_value_is_in_one_shard() -> None:
     """Two and four heads to a group, one group for all and one for each, whether the ranks divide them or not."""
     shapes = [(6, 3), (8, 2), (5, 1), (9, 9)]
     for mapping, tensor_parallel, (heads, groups) in product(DIVIDED, (1, 2, 3, 4), shapes):
@@ -92,14 +92,14 @@ def test_every_value_has_one_place() -> None:
     groups=st.integers(1, 12),
     heads_in_group=st.integers(1, 5),
 )
-def test_every_value_has_one_place_at_any_size(
+def test_every_value_is_in_one_shard_at_any_size(
     mapping: ParamMapping, tensor_parallel: int, groups: int, heads_in_group: int
 ) -> None:
     heads = groups * heads_in_group
     assert_every_value_has_one_place(mapping, tensor_parallel=tensor_parallel, heads=heads, groups=groups)
 
 
-def test_query_heads_lie_beside_their_key_and_value() -> None:
+def test_query_heads_are_grouped_with_their_key_and_value() -> None:
     mapping = next(each for each in FAMILIES["LlamaForCausalLM"].mappings if each.mcore_name.endswith("linear_qkv.weight"))
     found = segments(mapping, architecture("LlamaForCausalLM", tensor_parallel=2))
     # three groups of two query heads of two channels, and a fourth of zeros
@@ -109,7 +109,7 @@ def test_query_heads_lie_beside_their_key_and_value() -> None:
     assert found == [*expected, Segment(source=None, start=0, length=8)]
 
 
-def test_fused_tensors_are_found_below_each_other() -> None:
+def test_fused_tensors_are_concatenated() -> None:
     mappings = {mapping.mcore_name.split(".", 4)[-1]: mapping for mapping in FAMILIES["Phi3ForCausalLM"].mappings}
     model = architecture("Phi3ForCausalLM", tensor_parallel=2)
     # of the queries' twelve rows, the keys' six from the twelfth on, and the values' six from the eighteenth on
@@ -120,13 +120,13 @@ def test_fused_tensors_are_found_below_each_other() -> None:
     assert segments(mappings["linear_fc1.weight"], model) == [Segment(source=0, start=a, length=12) for a in (0, 24, 12, 36)]
 
 
-def test_gate_and_up_lie_together_on_each_rank() -> None:
+def test_gate_and_up_are_concatenated_on_each_rank() -> None:
     mapping = next(each for each in FAMILIES["LlamaForCausalLM"].mappings if each.mcore_name.endswith("fc1.weight"))
     found = segments(mapping, architecture("LlamaForCausalLM", tensor_parallel=2))
     assert found == [Segment(source=s, start=a, length=12) for a in (0, 12) for s in (0, 1)]
 
 
-def test_a_cut_may_begin_and_end_within_segments() -> None:
+def test_a_slice_may_start_and_end_within_segments() -> None:
     parts = [Segment(source=0, start=5, length=4), Segment(source=1, start=0, length=4)]
     assert list(cut(parts, start=2, length=4)) == [
         (0, Segment(source=0, start=7, length=2)),
@@ -134,7 +134,7 @@ def test_a_cut_may_begin_and_end_within_segments() -> None:
     ]
 
 
-def test_wanted_weights_follow_the_flags() -> None:
+def test_required_weights_follow_the_flags() -> None:
     full = wanted_weights(architecture())
     assert full["model.layers.1.self_attn.q_norm.weight"] == (2,)
     assert full["model.layers.0.self_attn.k_proj.bias"] == (6,)

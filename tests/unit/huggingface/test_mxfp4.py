@@ -8,7 +8,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from nemo_kto.huggingface.mxfp4 import dequantize, dequantized_shapes
 
 
-def test_each_code_and_scale_is_its_number() -> None:
+def test_every_code_and_scale_of_mxfp4() -> None:
     """Two values in a byte, the first in the lower bits."""
     blocks = torch.arange(0, 256, 17, dtype=torch.uint8)  # the bytes 00, 11, ..., ff
     found = dequantize(blocks.expand(2, 1, 16), torch.tensor([[127], [120]], dtype=torch.uint8))
@@ -19,11 +19,11 @@ def test_each_code_and_scale_is_its_number() -> None:
     assert mixed.tolist() == [[4.0, 24.0] * 16]
 
 
-def test_a_scale_that_is_no_number() -> None:
+def test_the_nan_scale_of_mxfp4() -> None:
     assert dequantize(torch.zeros(1, 1, 16, dtype=torch.uint8), torch.full((1, 1), 255, dtype=torch.uint8)).isnan().all()
 
 
-def test_values_are_those_of_transformers() -> None:
+def test_values_equal_transformers() -> None:
     draw = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (3, 10, 4, 16), dtype=torch.uint8, generator=draw)
     scales = torch.randint(100, 140, (3, 10, 4), dtype=torch.uint8, generator=draw)
@@ -31,7 +31,7 @@ def test_values_are_those_of_transformers() -> None:
     assert torch.equal(dequantize(blocks, scales).mT, expected)
 
 
-def test_shapes_of_what_blocks_and_scales_stand_for() -> None:
+def test_shapes_of_dequantized_tensors() -> None:
     others = {
         "a.weight": (3, 4),
         "b_scales": (1, 2, 3),

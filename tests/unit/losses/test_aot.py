@@ -28,7 +28,7 @@ def values() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("split", [[7], [3, 4], [1] * 7], ids=str)
-def test_parts_add_up_to_the_sorted_loss_and_its_gradient(split: list[int]) -> None:
+def test_parts_sum_to_the_sorted_loss_and_gradient(split: list[int]) -> None:
     first, second = values()
     given = zip(*(each.split(split) for each in (first, second, *rank_partners(first, second))), strict=True)
     options: dict[str, Any] = {"beta": BETA, "label_smoothing": SMOOTHING}
@@ -55,7 +55,7 @@ def test_one_pair_is_dpo() -> None:
     torch.testing.assert_close(ours, LOSSES["dpo"].function(chosen - held, rejected, beta=BETA))
 
 
-def test_what_is_sorted_needs_a_reference() -> None:
+def test_a_sorting_loss_needs_a_reference() -> None:
     assert {name: loss.sorts for name, loss in LOSSES.items() if loss.sorts} == {"aot": "margins", "aot_unpaired": "answers"}
     assert all(LOSSES[name].looks_ahead == (name in ("aot", "aot_unpaired")) for name in LOSSES)
     with raises(ValueError, "log-ratios", "reference"):

@@ -53,7 +53,7 @@ def test_the_name_table() -> None:
     assert [loss.anchor for loss in LOSSES.values()] == ["z0", None, "delta"]
 
 
-def test_kto_is_its_closed_form() -> None:
+def test_kto_equals_its_closed_form() -> None:
     ratios, desirable, z0, beta = [2.0, -3.0, 0.5, -1.0], [1, 1, 0, 0], 0.8, 0.3
     expected = [
         1.3 * (1 - sigmoid(beta * (2.0 - z0))),
@@ -65,7 +65,7 @@ def test_kto_is_its_closed_form() -> None:
     torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-6, atol=0)
 
 
-def test_apo_zero_is_its_closed_form() -> None:
+def test_apo_zero_equals_its_closed_form() -> None:
     ratios, desirable, beta = [2.0, -3.0, 0.5, -1.0], [1, 1, 0, 0], 0.3
     expected = [
         1.3 * (1 - sigmoid(beta * 2.0)),
@@ -77,7 +77,7 @@ def test_apo_zero_is_its_closed_form() -> None:
     torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-6, atol=0)
 
 
-def test_bco_is_its_closed_form() -> None:
+def test_bco_equals_its_closed_form() -> None:
     ratios, desirable, delta, beta = [2.0, -3.0, 0.5, -1.0], [1, 1, 0, 0], 0.4, 0.3
     expected = [
         -1.3 * math.log(sigmoid(beta * 2.0 - delta)),
@@ -90,7 +90,7 @@ def test_bco_is_its_closed_form() -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_where_policy_is_reference_each_loss_is_its_weight_times_a_constant(name: str) -> None:
+def test_losses_at_policy_equal_to_reference(name: str) -> None:
     desirable, constant = torch.tensor([1, 0, 0, 1, 0]), math.log(2) if name == "bco" else 0.5
     losses = losses_by_name(name)(torch.zeros(5), desirable)
     assert losses.mean().item() == pytest.approx(constant * (2 * 1.3 + 3 * 0.7) / 5, abs=1e-6)
@@ -98,7 +98,7 @@ def test_where_policy_is_reference_each_loss_is_its_weight_times_a_constant(name
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("label", [0, 1])
-def test_one_class_alone(name: str, label: int) -> None:
+def test_one_class_only(name: str, label: int) -> None:
     ratios = torch.tensor([1.0, -2.0, 0.0])
     losses = losses_by_name(name)
     alone, among_others = losses(ratios, torch.full((3,), label)), losses(ratios.repeat(2), torch.tensor([1] * 3 + [0] * 3))
@@ -133,7 +133,7 @@ def test_extreme_inputs_stay_finite(name: str, size: float) -> None:
     assert (losses <= (2 * size if name == "bco" else 1)).all()
 
 
-def test_a_small_loss_keeps_its_digits() -> None:
+def test_a_small_loss_is_accurate() -> None:
     """1 - sigmoid(x) in fp32 is 0 from x = 17 on, and 6 % wrong at 14."""
     losses = losses_by_name("kto", beta=1.0, **ONES)(torch.tensor([14.0, 30.0]), torch.tensor([1, 1]))
     torch.testing.assert_close(losses, torch.tensor([sigmoid(-14.0), sigmoid(-30.0)]), rtol=1e-6, atol=0)
@@ -153,14 +153,14 @@ def test_gradient_in_float64(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_gradient_is_the_closed_form(name: str) -> None:
+def test_gradient_equals_the_closed_form(name: str) -> None:
     ratios = torch.tensor([0.5, 0.5], requires_grad=True)
     losses_by_name(name, beta=2.0)(ratios, torch.tensor([1, 0])).sum().backward()
     good, bad = (sigmoid(-1.0), sigmoid(1.0)) if name == "bco" else [sigmoid(1.0) * (1 - sigmoid(1.0))] * 2
     torch.testing.assert_close(ratios.grad, torch.tensor([-1.3 * 2.0 * good, 0.7 * 2.0 * bad]), rtol=1e-5, atol=0)
 
 
-def test_no_gradient_goes_through_the_reference_point() -> None:
+def test_no_gradient_through_z0() -> None:
     kl_ratios = torch.tensor([1.0, 2.0], requires_grad=True)
     z0 = kl_reference_point(kl_ratios.sum(), torch.tensor(2))
     assert z0.item() == 1.5
@@ -172,20 +172,20 @@ def test_no_gradient_goes_through_the_reference_point() -> None:
     assert ratios.grad is not None
 
 
-def test_no_gradient_goes_through_delta() -> None:
+def test_no_gradient_through_delta() -> None:
     ratios, delta = torch.zeros(2, requires_grad=True), torch.tensor(1.5, requires_grad=True)
     bco_losses(ratios, torch.tensor([1, 0]), delta=delta, beta=0.1, **ONES).sum().backward()
     assert delta.grad is None
     assert ratios.grad is not None
 
 
-def test_reward_sums_leave_invalid_rows_out_and_keep_their_digits() -> None:
+def test_reward_sums_exclude_invalid_rows_and_are_accurate() -> None:
     ratios = torch.tensor([2.0**24, float("nan"), 1.0, 1.0])  # in fp32 2**24 + 1 is 2**24
     sums = reward_sums(ratios, torch.tensor([True, False, True, True]), beta=0.5)
     assert (sums["reward_sum"].item(), sums["reward_rows"].item()) == (2**23 + 1, 3)
 
 
-def test_the_reference_point_is_clamped_once_after_the_sum() -> None:
+def test_z0_is_clamped_once_after_the_sum() -> None:
     parts = [torch.tensor([-5.0, -3.0]), torch.tensor([4.0]), torch.tensor([1.0, 2.0, 7.0])]  # micro-batches, or ranks
     sums = [kl_sums(part, torch.ones(len(part), dtype=torch.bool)) for part in parts]
     total, count = (torch.stack([s[name] for s in sums]).sum() for name in ("kl_sum", "kl_rows"))
@@ -193,7 +193,7 @@ def test_the_reference_point_is_clamped_once_after_the_sum() -> None:
     assert kl_reference_point(-total, count).item() == 0.0
 
 
-def test_the_reference_point_without_rows_is_zero() -> None:
+def test_z0_without_rows_is_zero() -> None:
     sums = kl_sums(torch.tensor([float("nan"), 3.0]), torch.tensor([False, False]))
     assert kl_reference_point(sums["kl_sum"], sums["kl_rows"]).item() == 0.0
 
@@ -203,6 +203,6 @@ def test_a_broken_row_is_not_hidden() -> None:
     assert kl_reference_point(sums["kl_sum"], sums["kl_rows"]).isnan()
 
 
-def test_kl_sums_leave_invalid_rows_out() -> None:
+def test_kl_sums_exclude_invalid_rows() -> None:
     sums = kl_sums(torch.tensor([1.0, float("nan"), 2.0, 100.0]), torch.tensor([True, False, True, False]))
     assert (sums["kl_sum"].item(), sums["kl_rows"].item()) == (3.0, 2)

@@ -27,7 +27,7 @@ def tempered(  # type: ignore[no-untyped-def]
     return beta * (chosen_logratios_P - rejected_logratios_P) / tau + steps
 
 
-def test_options_are_keywords_with_a_default_and_inputs_those_without() -> None:
+def test_options_have_defaults_and_inputs_have_none() -> None:
     loss = Loss(function=tempered)
     assert {name: option.default for name, option in loss.options.items()} == {"tau": 0.5, "steps": 3}
     assert get_args(loss.options["tau"].annotation) == (float, Gt(0))
@@ -36,13 +36,13 @@ def test_options_are_keywords_with_a_default_and_inputs_those_without() -> None:
     assert LOSSES["kto"].inputs == {"z0", "beta", "desirable_weight", "undesirable_weight"}
 
 
-def test_a_loss_needs_a_reference_and_nothing_else_unless_it_says_so() -> None:
+def test_by_default_a_loss_needs_only_a_reference() -> None:
     loss = Loss(function=tempered)
     assert (loss.needs_reference, loss.average_log_probs, loss.needs_rewards) == (True, False, False)
     assert (loss.needs_z0, loss.needs_delta, loss.anchor) == (False, False, None)
 
 
-def test_a_name_and_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_by_name_and_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_loss("kto", LOSSES) is LOSSES["kto"]
     (tmp_path / "own_losses_of_a_test.py").write_text(
         "from nemo_kto.losses.kto import LOSSES\n\nOWN = LOSSES['kto']\nNO = 1\n"
@@ -76,7 +76,7 @@ NAMES = "kto, apo_zero_unpaired or bco"
         ),
     ],
 )
-def test_what_is_no_loss(name: str, text: str) -> None:
+def test_invalid_losses(name: str, text: str) -> None:
     with pytest.raises(UserError) as raised:
         find_loss(name, LOSSES)
     assert str(raised.value) == text
@@ -99,7 +99,7 @@ def test_what_is_no_loss(name: str, text: str) -> None:
         ),
     ],
 )
-def test_needs_that_contradict_each_other(needs: dict[str, Any], text: str) -> None:
+def test_contradicting_needs(needs: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError) as raised:
         Loss(function=tempered, **needs)
     assert str(raised.value) == text

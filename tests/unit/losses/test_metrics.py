@@ -50,7 +50,7 @@ def test_docstring_examples() -> None:
     assert result.attempted > 0
 
 
-def test_every_metric_by_hand() -> None:
+def test_every_metric_against_manual_values() -> None:
     ratios, logps = torch.tensor([2.0, 4.0, -1.0, 9.0]), torch.tensor([-10.0, -30.0, -5.0, -7.0])
     desirable, valid = torch.tensor([1, 1, 0, 0]), torch.tensor([True, True, True, False])
     sums = kto_metric_sums(
@@ -100,7 +100,7 @@ def test_any_split_gives_the_same_metrics(batch: tuple[torch.Tensor, ...], split
     assert total["invalid_rows"] == 2
 
 
-def test_what_stands_in_an_invalid_row_does_not_matter(batch: tuple[torch.Tensor, ...]) -> None:
+def test_values_of_invalid_rows_are_ignored(batch: tuple[torch.Tensor, ...]) -> None:
     ratios, logps, desirable, valid = batch
     subset = sums_of(*(values[valid] for values in batch))
     spoilt = torch.where(valid, ratios, float("nan")), torch.where(valid, logps, float("inf")), desirable, valid
@@ -122,7 +122,7 @@ def test_invalid_rows_get_no_gradient() -> None:
     assert [name for name, value in sums.items() if value.requires_grad] == ["loss_sum"]
 
 
-def test_sums_of_many_rows_keep_their_digits() -> None:
+def test_sums_of_many_rows_are_accurate() -> None:
     rows, valid = torch.tensor([2.0**24, 1.0, 1.0]), torch.ones(3, dtype=torch.bool)  # in fp32 2**24 + 1 is 2**24
     sums = sums_of(rows, rows, torch.ones(3), valid) | {"kl_sum": kl_sums(rows, valid)["kl_sum"].item()}
     assert sums["kl_sum"] == sums["logps_chosen_sum"] == 2**24 + 2
@@ -138,7 +138,7 @@ def test_an_absent_class_is_not_logged(label: int, present: str, absent: str) ->
     assert {f"rewards_{absent}_mean", f"logps_{absent}_mean", "rewards_margin"}.isdisjoint(got)
 
 
-def test_one_row_has_no_deviation_and_none_has_no_mean() -> None:
+def test_statistics_of_one_row_and_of_none() -> None:
     one, true = torch.tensor([1.0]), torch.tensor([True])
     assert "rewards_all_std" not in kto_metrics(sums_of(one, one, one, true))
     nothing = kto_metrics(sums_of(one, one, one, ~true))
@@ -161,19 +161,19 @@ def test_the_kl_estimate_is_clamped_once_over_all_examples_and_logged_unclamped_
     assert ((below + above)["kl"], (below + above)["kl_unclamped"]) == (0.0, -0.5), "not the mean of 0 and 0.5"
 
 
-def test_delta_is_logged_as_it_was_and_over_several_batches_as_their_mean(batch: tuple[torch.Tensor, ...]) -> None:
+def test_delta_is_logged_as_the_mean_of_several_batches(batch: tuple[torch.Tensor, ...]) -> None:
     assert "delta" not in kto_metrics(sums_of(*batch, kl=False))
     one, other = (Metrics(sums_of(*batch, kl=False) | {"delta_sum": d, "delta_batches": 1}, kto_metrics) for d in (0.1, 0.4))
     assert one["delta"] == 0.1
     assert (one + other)["delta"] == 0.25
 
 
-def test_the_deviation_of_equal_rewards_is_no_root_of_a_negative_number(batch: tuple[torch.Tensor, ...]) -> None:
+def test_the_deviation_of_equal_rewards_is_not_nan(batch: tuple[torch.Tensor, ...]) -> None:
     rounded_down = {"rows": 3, "rewards_chosen_sum": 3.0, "rewards_rejected_sum": 0.0, "rewards_square_sum": 3.0 - 1e-12}
     assert kto_metrics(sums_of(*batch) | rounded_down)["rewards_all_std"] == 0.0
 
 
-def test_the_deviation_of_close_rewards_far_from_zero_keeps_its_digits() -> None:
+def test_the_deviation_of_close_rewards_far_from_zero_is_accurate() -> None:
     torch.manual_seed(0)
     rows = 1000 + 0.01 * torch.randn(64)
     got = kto_metrics(sums_of(rows, rows, torch.ones(64), torch.ones(64, dtype=torch.bool)))

@@ -117,7 +117,7 @@ def test_the_name_table() -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_each_loss_is_its_closed_form(name: str) -> None:
+def test_each_loss_equals_its_closed_form(name: str) -> None:
     expected = [FORMULAS[name](*pair) for pair in zip(CHOSEN, REJECTED, DELTAS, strict=True)]
     losses = loss_of(name, torch.tensor(DELTAS))(torch.tensor(CHOSEN), torch.tensor(REJECTED))
     torch.testing.assert_close(losses, torch.tensor(expected), rtol=2e-6, atol=1e-7)
@@ -142,13 +142,13 @@ def test_each_loss_is_its_closed_form(name: str) -> None:
         ("rpo_fwd_kl", bernoulli_kl(0.5, sigmoid(3.0))),
     ],
 )
-def test_where_policy_is_reference(name: str, expected: float) -> None:
+def test_losses_at_policy_equal_to_reference(name: str, expected: float) -> None:
     losses = loss_of(name)(torch.zeros(3), torch.zeros(3))
     torch.testing.assert_close(losses, torch.full((3,), expected), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_pair_alone_and_no_pair_at_all(name: str) -> None:
+def test_single_pairs_and_no_pairs(name: str) -> None:
     chosen, rejected, deltas = torch.tensor(CHOSEN), torch.tensor(REJECTED), torch.tensor(DELTAS)
     together = loss_of(name, deltas)(chosen, rejected)
     alone = [loss_of(name, d[None])(c[None], r[None]) for c, r, d in zip(chosen, rejected, deltas, strict=True)]
@@ -170,7 +170,7 @@ ANCHORED = ["nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "orpo"]
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name not in ANCHORED])
-def test_only_the_difference_counts(name: str) -> None:
+def test_losses_depend_only_on_the_difference(name: str) -> None:
     chosen, rejected = torch.tensor(CHOSEN, requires_grad=True), torch.tensor(REJECTED, requires_grad=True)
     loss = loss_of(name, torch.tensor(DELTAS))
     torch.testing.assert_close(loss(chosen + 8, rejected + 8), loss(chosen, rejected), rtol=1e-5, atol=1e-6)
@@ -180,7 +180,7 @@ def test_only_the_difference_counts(name: str) -> None:
     torch.testing.assert_close(chosen.grad, -rejected.grad, rtol=1e-6, atol=0)
 
 
-def test_gradient_of_dpo_is_the_closed_form() -> None:
+def test_gradient_of_dpo_equals_the_closed_form() -> None:
     """Rafailov et al., section 4: the weight of a pair is beta sigmoid(rejected reward - chosen reward)."""
     chosen, rejected = torch.tensor(CHOSEN, requires_grad=True), torch.tensor(REJECTED)
     loss_of("dpo", label_smoothing=0.0)(chosen, rejected).sum().backward()
@@ -201,7 +201,7 @@ MINIMA: dict[str, tuple[dict[str, Any], float, float]] = {
 
 
 @pytest.mark.parametrize("name", MINIMA)
-def test_where_a_loss_is_least(name: str) -> None:
+def test_minimum_of_each_loss(name: str) -> None:
     options, best, least = MINIMA[name]
     chosen = torch.tensor([best, best - 1, best + 1, best - 20, best + 20], dtype=torch.float64, requires_grad=True)
     losses = loss_of(name, torch.tensor(2.0, dtype=torch.float64), **options)(chosen, torch.zeros_like(chosen))
@@ -231,7 +231,7 @@ def test_robust_dpo_is_unbiased() -> None:
     assert (robust(torch.tensor([30.0]), torch.zeros(1)) < 0).all()
 
 
-def test_where_an_anchored_loss_is_least() -> None:
+def test_minimum_of_anchored_losses() -> None:
     """NCA holds sigmoid of the chosen reward at 2/3, SPPO both log-ratios at 1 / (2 beta) from the reference."""
     for name, chosen_at, rejected_at in [
         ("nca_pair", math.log(2) / BETA, None),
@@ -257,7 +257,7 @@ def test_apo_down_makes_both_answers_less_likely_and_apo_zero_only_the_rejected_
     assert signs == {"apo_zero": (-1.0, 1.0), "apo_down": (1.0, 1.0)}
 
 
-def test_the_hinge_lets_go_of_pairs_that_are_far_enough_apart() -> None:
+def test_the_hinge_ignores_pairs_beyond_the_margin() -> None:
     chosen = torch.tensor([1 / BETA + 0.1, 1 / BETA - 0.1], requires_grad=True)
     losses = loss_of("hinge")(chosen, torch.zeros(2))
     losses.sum().backward()
@@ -265,7 +265,7 @@ def test_the_hinge_lets_go_of_pairs_that_are_far_enough_apart() -> None:
     torch.testing.assert_close(chosen.grad, torch.tensor([0.0, -BETA]))
 
 
-def test_the_two_divergences_weigh_their_own_side() -> None:
+def test_forward_and_backward_divergences_differ() -> None:
     """The first mean is over the rewards' preference, the second over the policy's: they differ, and swap with the sides."""
     h, d = torch.tensor([4.0]), torch.tensor([0.5])
     backward = loss_of("rpo_bwd_kl", d, gt_reward_scale=2.0, beta=0.25)(h, torch.zeros(1))
@@ -295,7 +295,7 @@ def test_extreme_log_ratios_stay_finite(name: str, size: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["dpo", "simpo"])
-def test_a_small_loss_keeps_its_digits(name: str) -> None:
+def test_a_small_loss_is_accurate(name: str) -> None:
     """log(sigmoid(x)) in fp32 is 0 from x = 17 on."""
     options: dict[str, Any] = {"beta": 1.0, **dict.fromkeys(LOSSES[name].options, 0.0)}
     losses = loss_of(name, **options)(torch.tensor([20.0, 40.0]), torch.zeros(2))
@@ -303,7 +303,7 @@ def test_a_small_loss_keeps_its_digits(name: str) -> None:
 
 
 @pytest.mark.parametrize("distance", [1e-6, 1e-4, 1e-2, 1.0, 20.0, 100.0, 1e4])
-def test_odds_keep_their_digits_from_the_surest_to_the_least_likely_answer(distance: float) -> None:
+def test_odds_are_accurate_at_extreme_probabilities(distance: float) -> None:
     """1 - p, with p rounded to fp32, would have one digit left at a log-prob of -1e-6."""
     logps = torch.tensor([-distance, -1.0])
     exact = logps.double()
@@ -416,7 +416,7 @@ def test_one_mean_over_the_tokens_of_several_batches() -> None:
     assert together["loss"] == pytest.approx(1 + 0.5 * 20 / 10)
 
 
-def test_what_stands_in_an_invalid_pair_does_not_matter(batch: Sides) -> None:
+def test_values_of_invalid_pairs_are_ignored(batch: Sides) -> None:
     *values, valid = batch
     subset = sums_of(*(tensor[valid] for tensor in values), valid[valid])
     for spoiler in (float("nan"), float("inf")):
@@ -424,7 +424,7 @@ def test_what_stands_in_an_invalid_pair_does_not_matter(batch: Sides) -> None:
         assert sums_of(*spoilt, valid) == pytest.approx(subset | {"invalid_rows": 2}, rel=1e-6)
 
 
-def test_the_loss_alone_has_a_gradient_and_valid_pairs_alone_get_it() -> None:
+def test_only_the_loss_of_valid_pairs_has_a_gradient() -> None:
     chosen, rejected = torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)
     losses = LOSSES["dpo"].function(chosen, rejected, beta=BETA)
     sums = preference_metric_sums(
@@ -451,12 +451,12 @@ def test_the_loss_alone_has_a_gradient_and_valid_pairs_alone_get_it() -> None:
     torch.testing.assert_close(rejected.grad, torch.tensor([BETA / 2, 0.0, BETA / 2]))
 
 
-def test_equal_rewards_are_not_right() -> None:
+def test_equal_rewards_do_not_count_as_correct() -> None:
     chosen, rejected, valid = torch.tensor([1.0, 2.0, 3.0, 0.0]), torch.tensor([1.0, 1.0, 4.0, 0.0]), torch.ones(4).bool()
     assert preference_metrics(sums_of(chosen, rejected, chosen, rejected, valid))["acc"] == 0.25
 
 
-def test_one_pair_has_no_deviation_of_margins_and_none_has_no_mean() -> None:
+def test_statistics_of_one_pair_and_of_none() -> None:
     one, two, valid = torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([True])
     got = preference_metrics(sums_of(one, two, one, two, valid))
     assert "rewards_margin_std" not in got
@@ -468,14 +468,14 @@ def test_one_pair_has_no_deviation_of_margins_and_none_has_no_mean() -> None:
     assert preference_metrics(sums_of(*[torch.zeros(0)] * 4, valid[:0])) == {"loss": 0.0, "rows": 0, "invalid_rows": 0}
 
 
-def test_sums_of_many_pairs_keep_their_digits() -> None:
+def test_sums_of_many_pairs_are_accurate() -> None:
     rows = torch.tensor([2.0**24, 1.0, 1.0])  # in fp32 2**24 + 1 is 2**24
     sums = sums_of(rows, rows, rows, rows, torch.ones(3).bool())
     assert sums["logps_chosen_sum"] == sums["logps_rejected_sum"] == -sums["sft_loss_sum"] == 2**24 + 2
     assert sums["rewards_chosen_sum"] == sums["rewards_rejected_sum"] == BETA * (2**24 + 2)
 
 
-def test_deviations_of_equal_rewards_are_no_root_of_a_negative_number(batch: Sides) -> None:
+def test_deviations_of_equal_rewards_are_not_nan(batch: Sides) -> None:
     equal = dict.fromkeys(("rewards_chosen_sum", "rewards_rejected_sum"), 3.0)
     rounded_down = {"rows": 3, **equal, "rewards_square_sum": 6.0 - 1e-12, "margin_square_sum": -1e-12}
     got = preference_metrics(sums_of(*batch) | rounded_down)

@@ -38,7 +38,7 @@ def test_token_0_is_a_token() -> None:
     assert response_counts(torch.tensor([[-100, 0]])).tolist() == [1]
 
 
-def test_sequences_with_a_response_are_those_that_give_a_position() -> None:
+def test_only_sequences_with_a_response_have_positions() -> None:
     valid_B = response_counts(LABELS) > 0
     assert valid_B.tolist() == [True, True, False, True]
     assert valid_B.nonzero().squeeze(1).tolist() == response_positions(LABELS)[0].unique().tolist()

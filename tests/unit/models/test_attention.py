@@ -88,7 +88,7 @@ def test_causal_with_grouped_heads() -> None:
     torch.testing.assert_close(attention()(*heads(), None), reference(CAUSAL))
 
 
-def test_a_mask_is_not_read_where_the_type_is_causal() -> None:
+def test_a_mask_is_ignored_for_the_causal_type() -> None:
     torch.testing.assert_close(attention()(*heads(), torch.ones(1, 1, S, S, dtype=torch.bool)), reference(CAUSAL))
 
 
@@ -153,7 +153,7 @@ def test_chunks_begin_with_each_sequence_of_a_row() -> None:
     torch.testing.assert_close(found, torch.cat(alone))
 
 
-def test_what_is_rotated_is_then_normalised() -> None:
+def test_normalisation_follows_rotation() -> None:
     """In layers with a rotation: the sum of the squares of a head is its size, up to epsilon."""
     query, key, value = heads()
     rope = read_rope({"rope_theta": 1e4, "hidden_size": D, "num_attention_heads": 1})
@@ -166,7 +166,7 @@ def test_what_is_rotated_is_then_normalised() -> None:
     torch.testing.assert_close(found, reference(CAUSAL), msg="a layer without a rotation has no norm")
 
 
-def test_queries_grow_in_layers_without_a_rotation() -> None:
+def test_queries_are_scaled_in_layers_without_rotation() -> None:
     query, key, value = heads()
     table = TemperatureTable(temperature=Temperature(floor=4, scale=0.5))
     # positions 0 to 2 stay below the floor; from position 3 on it is reached once, from position 7 on twice
@@ -194,7 +194,7 @@ def test_sinks(window: tuple[int, int] | None, is_masked: bool) -> None:
     torch.testing.assert_close(found, reference(seen, sinks=SINKS))
 
 
-def test_sinks_of_a_row_of_sequences() -> None:
+def test_sinks_of_packed_sequences() -> None:
     module = attention(sinks=True)
     assert module.softmax_offset is not None
     module.softmax_offset.data = SINKS
@@ -205,7 +205,7 @@ def test_sinks_of_a_row_of_sequences() -> None:
     torch.testing.assert_close(found, reference(seen, sinks=SINKS)[:, 0])
 
 
-def test_a_rank_has_the_sinks_of_its_heads() -> None:
+def test_a_rank_uses_the_sinks_of_its_heads() -> None:
     """In the norm of the gradient they count on every rank."""
     sinks: Any = attention(sinks=True, tensor_model_parallel_size=2).softmax_offset
     assert (sinks.shape, sinks.tensor_model_parallel, sinks.partition_dim) == ((HEADS // 2,), True, 0)
@@ -239,7 +239,7 @@ def row_of(lengths: tuple[int, ...]) -> PackedSequences:
 
 
 @pytest.mark.parametrize("window", [None, (2, 0)])
-def test_sequences_of_a_row_are_evaluated_as_each_by_itself(window: tuple[int, int] | None) -> None:
+def test_packed_sequences_equal_separate_ones(window: tuple[int, int] | None) -> None:
     layer = attention(window_size=window)
     layer.rope = RopeTable(rope=read_rope({"rope_theta": 1e4, "hidden_size": D, "num_attention_heads": 1}))
     row = [each[:, 0].clone().requires_grad_() for each in heads()]
@@ -255,7 +255,7 @@ def test_sequences_of_a_row_are_evaluated_as_each_by_itself(window: tuple[int, i
 
 
 @pytest.mark.parametrize(("window", "chunked"), [(None, False), ((2, 0), False), ((3, 0), True), ((5, 0), True)])
-def test_the_kernel_for_rows_is_told_what_the_layer_does(
+def test_arguments_of_the_kernel_for_packed_sequences(
     window: tuple[int, int] | None, chunked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only a GPU has it. What it is asked for is written out here by torch's own description of its arguments. It is not
@@ -302,7 +302,7 @@ def without_grouped_heads(
 
 
 @pytest.mark.parametrize("is_installed", [True, False], ids=["installed", "torch_2_11"])
-def test_the_kernel_for_rows_takes_the_arguments_of_each_torch(is_installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_the_packed_kernel_in_each_torch(is_installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = inspect.signature(varlen.varlen_attn)
     called: list[inspect.BoundArguments] = []
 
@@ -325,7 +325,7 @@ def test_the_kernel_for_rows_takes_the_arguments_of_each_torch(is_installed: boo
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.01)
 
 
-def test_a_row_of_sequences_takes_no_mask() -> None:
+def test_packed_sequences_reject_a_mask() -> None:
     row = [each[:, 0] for each in heads()]
     with raises(ValueError, "attn_mask_type", "arbitrary"):
         attention(kind=AttnMaskType.arbitrary)(*row, torch.zeros(1), packed_seq_params=row_of((S,)))
@@ -338,7 +338,7 @@ def test_a_row_of_sequences_takes_no_mask() -> None:
         ({"attn_mask_type": AttnMaskType.padding}, Message("attn_mask_type", "padding")),
     ],
 )
-def test_what_it_cannot_do_it_refuses(arguments: dict[str, Any], message: Message) -> None:
+def test_unsupported_arguments_are_refused(arguments: dict[str, Any], message: Message) -> None:
     with raises(ValueError, *message.parts):
         attention()(*heads(), None, **arguments)
 
@@ -350,6 +350,6 @@ def test_what_it_cannot_do_it_refuses(arguments: dict[str, Any], message: Messag
         ({"softmax_type": "off-by-one"}, Message("softmax_type", "vanilla", "off-by-one")),
     ],
 )
-def test_configurations_it_would_ignore_are_refused(settings: dict[str, Any], message: Message) -> None:
+def test_unsupported_configurations_are_refused(settings: dict[str, Any], message: Message) -> None:
     with raises(ValueError, *message.parts):
         attention(**settings)

@@ -66,7 +66,7 @@ def test_values_and_gradients(mask: torch.Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("cap", [None, CAP], ids=["no cap", "cap"])
-def test_a_sink_takes_its_part_of_the_softmax(cap: float | None) -> None:
+def test_a_sink_is_part_of_the_softmax(cap: float | None) -> None:
     *parts, grad = heads()
     parts.append(torch.tensor([-1.0, 0.0, 2.0, 30.0], requires_grad=True))  # the last head sees almost nothing else
     exact_parts = [part.detach().double().requires_grad_() for part in parts]
@@ -78,7 +78,7 @@ def test_a_sink_takes_its_part_of_the_softmax(cap: float | None) -> None:
 
 
 @pytest.mark.parametrize("before", [0, 20])
-def test_a_window_is_that_of_a_mask(before: int) -> None:
+def test_a_window_equals_a_mask(before: int) -> None:
     """Also where there are more keys than queries, so that the window of the first block begins past the first key."""
     *parts, grad = heads()
     query, key, value = parts
@@ -89,8 +89,8 @@ def test_a_window_is_that_of_a_mask(before: int) -> None:
     assert_alike(found, exact, parts, exact_parts, grad[:, :, before:])
 
 
-def test_keys_beyond_the_window_of_a_block_are_not_looked_at() -> None:
-    from tests.distributed.test_logprobs import LargestTensor
+def test_keys_beyond_the_window_of_a_block_are_not_read() -> None:
+    from tests.distributed.models.test_logprobs import LargestTensor
 
     long = [torch.randn(1, 1, 4 * BLOCK, 2, requires_grad=True) for _ in range(3)]
     with LargestTensor() as largest:
@@ -108,7 +108,7 @@ def test_fewer_queries_than_keys_are_the_last_ones() -> None:
     assert_alike(attend(query[:, :, before:], key, value, mask=mask), exact, parts, exact_parts, grad[:, :, before:])
 
 
-def test_bf16_computes_in_fp32_what_lies_between_the_products() -> None:
+def test_bf16_uses_fp32_between_the_products() -> None:
     *parts, grad = heads(torch.bfloat16)
     exact_parts = [part.detach().double().requires_grad_() for part in parts]
     exact = written_out(*exact_parts, seen=CAUSAL)
@@ -121,9 +121,9 @@ def test_bf16_computes_in_fp32_what_lies_between_the_products() -> None:
         torch.testing.assert_close(one.double(), other, rtol=5e-2, atol=5e-2)
 
 
-def test_no_tensor_holds_the_scores_of_all_queries() -> None:
+def test_no_tensor_contains_the_scores_of_all_queries() -> None:
     """Of 4 blocks: the largest tensors are the scores of one of them."""
-    from tests.distributed.test_logprobs import LargestTensor
+    from tests.distributed.models.test_logprobs import LargestTensor
 
     long = [torch.randn(1, 1, 4 * BLOCK, 2, requires_grad=True) for _ in range(3)]
     with LargestTensor() as largest:
@@ -140,7 +140,7 @@ def test_no_tensor_holds_the_scores_of_all_queries() -> None:
         ({"enable_gqa": False}, Message("enable_gqa", "4", "2")),
     ],
 )
-def test_what_it_cannot_do_it_refuses(changes: dict[str, object], message: Message) -> None:
+def test_unsupported_arguments_are_refused(changes: dict[str, object], message: Message) -> None:
     *parts, _ = heads()
     with raises(ValueError, *message.parts):
         attend(*parts, **{"mask": None, **changes})  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from nemo_kto.models.layers.embedding import scale_of
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 55.5), (torch.float32, 55.42562484741211)])
-def test_the_scale_is_the_rounded_one_of_transformers(dtype: torch.dtype, scale: float) -> None:
+def test_the_scale_is_rounded_as_in_transformers(dtype: torch.dtype, scale: float) -> None:
     theirs = Gemma2TextScaledWordEmbedding(2, 4, 0, embed_scale=3072**0.5).to(dtype)
     assert scale_of(3072, dtype) == scale
     with torch.no_grad():

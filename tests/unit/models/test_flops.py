@@ -76,12 +76,12 @@ def counted(model: Any, *, trained: bool = True) -> tuple[int, int]:
     return forward.get_total_flops(), backward.get_total_flops()
 
 
-def test_by_hand() -> None:
+def test_flops_against_manual_values() -> None:
     flops = Flops(per_token=1000, per_token_mlp=600, per_token_pair={AttentionWindow(None): 10}, per_response_token=7)
     assert flops.of(sequences([3, 5], [1, 2])).item() == 1000 * 8 + 10 * (6 + 15) + 7 * 3
 
 
-def test_llama4_by_hand(tmp_path: Path) -> None:
+def test_flops_of_llama4_against_manual_values(tmp_path: Path) -> None:
     """Of transformers torch counts every expert for every token."""
     flops = ModelFlops.of_model(read_architecture(make_checkpoint(tmp_path, "llama4_text"), tensor_parallel=1)).forward
     mixture = 64 * 8 + 2 * 3 * 64 * 48  # the router, the chosen expert and the shared one, which has no gate
@@ -91,7 +91,7 @@ def test_llama4_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "llama", "qwen2_moe", "qwen3_moe"])
-def test_what_torch_counts_of_the_hugging_face_model(tmp_path: Path, family: str) -> None:
+def test_flops_equal_the_count_of_torch(tmp_path: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = make_checkpoint(tmp_path, family)
@@ -116,7 +116,7 @@ ADAPTERS = {
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_what_torch_counts_of_a_model_with_adapters(tiny_llama: Path, name: str) -> None:
+def test_flops_with_adapters_equal_the_count_of_torch(tiny_llama: Path, name: str) -> None:
     """Frozen weights have no gradient, nor has what lies before the first adapter; adapters have all of theirs."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM

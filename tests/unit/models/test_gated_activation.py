@@ -22,7 +22,7 @@ def gated(kind: type[SwiGLU | GeGLU]) -> SwiGLU | GeGLU:
 
 
 @KINDS
-def test_values_are_those_of_the_two_halves(kind: type[SwiGLU | GeGLU], activation: Activation) -> None:
+def test_values_equal_the_two_halves(kind: type[SwiGLU | GeGLU], activation: Activation) -> None:
     torch.manual_seed(0)
     gate_and_up = torch.randn(5, 2, 12)
     gate, up = gate_and_up.chunk(2, dim=-1)
@@ -30,7 +30,7 @@ def test_values_are_those_of_the_two_halves(kind: type[SwiGLU | GeGLU], activati
 
 
 @KINDS
-def test_gradients_are_those_of_autograd_to_the_last_bit(kind: type[SwiGLU | GeGLU], activation: Activation) -> None:
+def test_gradients_equal_autograd_bitwise(kind: type[SwiGLU | GeGLU], activation: Activation) -> None:
     torch.manual_seed(0)
     gate_and_up, grad = torch.randn(5, 2, 12, requires_grad=True), torch.randn(5, 2, 6)
     gate, up = gate_and_up.chunk(2, dim=-1)
@@ -39,7 +39,7 @@ def test_gradients_are_those_of_autograd_to_the_last_bit(kind: type[SwiGLU | GeG
     assert torch.equal(found, expected)
 
 
-def test_only_the_input_is_kept_for_the_backward_pass() -> None:
+def test_only_the_input_is_saved_for_the_backward_pass() -> None:
     kept: list[int] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ def test_only_the_input_is_kept_for_the_backward_pass() -> None:
     assert kept == [gate_and_up.data_ptr()]
 
 
-def test_the_clamped_form_is_that_of_autograd() -> None:
+def test_the_clamped_form_equals_autograd() -> None:
     """Values beyond the limits too, and on them, where torch's clamp still has a slope."""
     from transformers import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts

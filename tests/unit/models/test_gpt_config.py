@@ -80,12 +80,12 @@ def test_chunks_of_a_stage_do_not_exchange_in_batches(architecture: Architecture
     assert chunks.variable_seq_lengths
 
 
-def test_a_scalar_takes_the_place_of_the_head_size_in_the_softmax_scale(architecture: Architecture) -> None:
+def test_query_pre_attn_scalar_replaces_the_head_size(architecture: Architecture) -> None:
     scales = [config_of(replace(architecture, query_pre_attn_scalar=scalar)).softmax_scale for scalar in (None, 8, 24)]
     assert scales == [None, None, 1 / math.sqrt(24)]
 
 
-def test_only_silu_is_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_silu_has_a_fused_activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """megatron-core's fused gelu is chosen by another function than the one it computes."""
     gpu(monkeypatch, **RICH)  # type: ignore[arg-type]
     gemma2 = read_architecture(make_checkpoint(tmp_path, "gemma2"), tensor_parallel=1)
@@ -95,9 +95,7 @@ def test_only_silu_is_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("fp8", [None, "hybrid", "e4m3"])
-def test_fp8_has_scales_that_nothing_has_to_remember(
-    fp8: str | None, architecture: Architecture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp8_scales_are_stateless(fp8: str | None, architecture: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and attention stay in bf16."""
     gpu(monkeypatch, **RICH)  # type: ignore[arg-type]
     config = config_of(architecture, fp8=fp8)
@@ -106,9 +104,7 @@ def test_fp8_has_scales_that_nothing_has_to_remember(
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_experts_of_a_rank_multiply_together_where_they_can(
-    on_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_are_grouped_if_possible(on_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if on_gpu:
         gpu(monkeypatch, **RICH)  # type: ignore[arg-type]
     folder = make_checkpoint(tmp_path, "qwen3_moe", norm_topk_prob=False)
@@ -122,7 +118,7 @@ def test_experts_of_a_rank_multiply_together_where_they_can(
     assert (config.moe_aux_loss_coeff, config.moe_expert_capacity_factor) == (0.0, None), "no loss per micro-batch, no drops"
 
 
-def test_what_recomputes_mlps_recomputes_experts(architecture: Architecture, tmp_path: Path) -> None:
+def test_recomputation_of_mlps_includes_experts(architecture: Architecture, tmp_path: Path) -> None:
     mixture = read_architecture(make_checkpoint(tmp_path, "mixtral"), tensor_parallel=1)
     options: dict[str, Any] = {"recompute_granularity": "selective"}
     assert config_of(mixture, recompute_modules=["mlp"], **options).recompute_modules == ["mlp", "moe"]

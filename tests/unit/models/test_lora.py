@@ -143,7 +143,7 @@ def test_every_other_family_has_every_module(family: str) -> None:
     assert mapping.mcore_name.endswith("linear_qkv.weight"), "and not its bias"
 
 
-def test_rows_of_a_fused_layer() -> None:
+def test_output_rows_of_a_fused_layer() -> None:
     (mapping,) = adapted_mappings(ARCHITECTURE, settings("q_proj"))
     mapping_a, mapping_b = adapter_mappings(mapping, settings("all"))
     assert (mapping_a.mcore_name, mapping_b.mcore_name) == tuple(
@@ -175,7 +175,7 @@ def test_rows_of_a_row_parallel_layer() -> None:
     assert torch.equal(values, torch.tensor([[1.0] * 4 + [0.0] * 4] * 3))
 
 
-def test_an_embedding_is_the_other_way_round_to_peft() -> None:
+def test_an_embedding_is_transposed_for_peft() -> None:
     embedding = LoRASettings(rank=3, alpha=6, target_modules=("embed_tokens", "o_proj"))
     assert embedding.modules == ("o_proj", "embed_tokens")
     mapping_a, mapping_b = adapter_mappings(adapted_mappings(ARCHITECTURE, embedding)[0], embedding)

@@ -33,7 +33,7 @@ def norm_with_weight(zero_centered: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_gradients_are_those_of_torch(zero_centered: bool) -> None:
+def test_gradients_equal_torch(zero_centered: bool) -> None:
     torch.manual_seed(0)
     norm, values, grad = norm_with_weight(zero_centered), torch.randn(3, 2, 8, requires_grad=True), torch.randn(3, 2, 8)
     exact_weight, exact_values = (each.detach().double().requires_grad_() for each in (norm.weight, values))
@@ -45,7 +45,7 @@ def test_gradients_are_those_of_torch(zero_centered: bool) -> None:
         torch.testing.assert_close(one, other.float(), rtol=2e-6, atol=2e-6)
 
 
-def test_the_weights_gradient_is_added_where_it_is_summed() -> None:
+def test_the_weight_gradient_is_added_to_main_grad() -> None:
     torch.manual_seed(0)
     norm, values = norm_with_weight(), torch.randn(3, 2, 8)
     norm(values).square().sum().backward()
@@ -68,7 +68,7 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_parameters_tell_of_sequence_parallelism(sequence_parallel: bool) -> None:
+def test_parameters_are_marked_for_sequence_parallelism(sequence_parallel: bool) -> None:
     settings = config(
         tensor_model_parallel_size=2,
         sequence_parallel=sequence_parallel,
@@ -85,7 +85,7 @@ def test_another_norm_is_refused() -> None:
         TorchNorm(config(normalization="LayerNorm"), hidden_size=8)
 
 
-def test_in_bf16_one_and_the_weight_is_not_rounded() -> None:
+def test_one_plus_the_weight_is_not_rounded_in_bf16() -> None:
     """1 + 2^-9 is no number of bf16: rounded it would be 1."""
     settings = config(layernorm_zero_centered_gamma=True, params_dtype=torch.bfloat16)
     norm: Any = TorchNorm(settings, hidden_size=64, eps=0.0)

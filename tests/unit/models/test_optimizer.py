@@ -31,7 +31,7 @@ def rates(
     return found
 
 
-def test_the_last_steps_are_at_the_lowest_rate() -> None:
+def test_the_last_steps_have_the_minimum_rate() -> None:
     falling = [0.5, 1.0, 0.7, 0.4, 0.1]
     assert rates(name="LinearAnnealing", warmup_steps=2, constant_steps=0, max_steps=5) == pytest.approx(falling)
     assert rates(name="LinearAnnealing", warmup_steps=2, constant_steps=3, max_steps=8) == pytest.approx(
@@ -53,7 +53,7 @@ def of_transformers(make: Callable[..., Any], steps: int, **lengths: Any) -> lis
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("linear", "linear"), ("cosine", "cosine"), ("minus_sqrt", "1-sqrt")])
-def test_wsd_is_that_of_transformers(ours: str, theirs: str) -> None:
+def test_wsd_equals_transformers(ours: str, theirs: str) -> None:
     found = rates(
         name="WSD", warmup_steps=3, constant_steps=0, max_steps=12, min_lr=0.0, wsd_decay_steps=5, wsd_decay_style=ours
     )
@@ -63,7 +63,7 @@ def test_wsd_is_that_of_transformers(ours: str, theirs: str) -> None:
     assert (found[2:7], found[-1]) == ([1.0] * 5, 0.0)
 
 
-def test_wsd_stays_above_its_lowest_rate() -> None:
+def test_wsd_stays_above_its_minimum_rate() -> None:
     """2 * 0.5 ** progress - 1 of the way from 0.1 to 1, and then the last step once more."""
     found = rates(
         name="WSD", warmup_steps=0, constant_steps=1, max_steps=4, wsd_decay_steps=2, wsd_decay_style="exponential"
@@ -72,7 +72,7 @@ def test_wsd_stays_above_its_lowest_rate() -> None:
 
 
 @pytest.mark.parametrize(("warmup", "steps", "cycles"), [(0, 12, 3), (2, 14, 4), (3, 13, 3), (4, 10, 1), (0, 7, 1)])
-def test_restarts_are_those_of_transformers(warmup: int, steps: int, cycles: int) -> None:
+def test_restarts_equal_transformers(warmup: int, steps: int, cycles: int) -> None:
     found = rates(
         name="CosineWithRestarts", warmup_steps=warmup, constant_steps=0, max_steps=steps, min_lr=0.0, cycles=cycles
     )
@@ -86,6 +86,6 @@ def test_a_restart_has_the_full_rate() -> None:
     assert found == pytest.approx([1.0, 0.55, 1.0, 0.55, 0.1, 0.1, 0.1])
 
 
-def test_one_cycle_is_the_cosine() -> None:
+def test_one_cycle_equals_cosine() -> None:
     lengths = {"warmup_steps": 3, "constant_steps": 1, "max_steps": 9}
     assert rates(name="CosineWithRestarts", cycles=1, **lengths) == rates(name="CosineAnnealing", **lengths)

@@ -48,9 +48,7 @@ def test_a_row_of_two_sequences_on_two_ranks() -> None:
     chunks=st.lists(st.integers(1, 3), min_size=1, max_size=4),
     window=st.none() | st.integers(1, 9),
 )
-def test_each_token_is_on_one_rank_and_sees_what_it_would_in_the_whole_row(
-    size: int, chunks: list[int], window: int | None
-) -> None:
+def test_each_token_is_on_one_rank_and_attends_to_the_same_tokens(size: int, chunks: list[int], window: int | None) -> None:
     lengths = tuple(2 * size * width for width in chunks)
     places = [local_token_indices(lengths, rank=rank, size=size) for rank in range(size)]
     whole = token_positions(lengths)
@@ -66,7 +64,7 @@ def test_ranks_have_equal_work() -> None:
     assert len(set(pairs)) == 1
 
 
-def test_a_length_that_cannot_be_shared_out_is_refused() -> None:
+def test_an_indivisible_length_is_refused() -> None:
     with raises(ValueError, "2", "4", "6"):
         causal_spans((8, 6), rank=0, size=2)
 

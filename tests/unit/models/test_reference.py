@@ -8,7 +8,7 @@ import torch
 from nemo_kto.models.engine.reference import SwappedWeights
 
 
-def test_twenty_small_moves_in_bf16_arrive_where_the_closed_form_says() -> None:
+def test_twenty_small_updates_in_bf16_equal_the_closed_form() -> None:
     """Of steps of 2e-5 bf16 shows one now and then; the reference must not lose any."""
     draw = torch.Generator().manual_seed(0)
     start = (torch.randn(1000, generator=draw) * 0.05).bfloat16().float()
@@ -28,7 +28,7 @@ def test_twenty_small_moves_in_bf16_arrive_where_the_closed_form_says() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_model_computes_with_the_rounded_reference_and_is_the_policy_again(dtype: torch.dtype) -> None:
+def test_the_rounded_reference_is_swapped_in_and_out(dtype: torch.dtype) -> None:
     policy = torch.nn.Parameter(torch.linspace(-1, 1, 7).to(dtype))
     held = SwappedWeights(parameters=[policy], moves=True)
     policy.data.add_(0.3)
@@ -44,6 +44,6 @@ def test_the_model_computes_with_the_rounded_reference_and_is_the_policy_again(d
     assert (held.values[0] is held.host[0]) == (dtype == torch.float32), "fp32 is not kept twice"
 
 
-def test_a_reference_that_does_not_move_is_kept_once() -> None:
+def test_a_fixed_reference_is_stored_once() -> None:
     held = SwappedWeights(parameters=[torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])
     assert held.values is held.host

@@ -44,11 +44,11 @@ def cut(batch: SequenceBatch, **limits: int | None) -> list[tuple[list[int], int
         ({"tokens": 16, "multiple": 4}, [([1, 4], 8), ([0, 2, 3], 4)]),
     ],
 )
-def test_what_a_micro_batch_holds(limits: dict[str, int], expected: list[tuple[list[int], int]]) -> None:
+def test_contents_of_a_micro_batch(limits: dict[str, int], expected: list[tuple[list[int], int]]) -> None:
     assert cut(batch_of([3, 8, 2, 2, 7]), **limits) == expected, "the longest first, as wide as needed"
 
 
-def test_empty_micro_batches_make_the_groups_whole() -> None:
+def test_empty_micro_batches_complete_the_groups() -> None:
     """They have no sequence and no response token, and as few tokens as the width allows."""
     batch = batch_of([3, 8, 2, 2, 7])
     assert cut(batch, prompts=2, group=2) == [([1, 4], 8), ([0, 2], 3), ([3], 2), ([], 1)]
@@ -63,7 +63,7 @@ def test_empty_micro_batches_make_the_groups_whole() -> None:
     assert batch.padded_tokens(limits) == 2 * 8 + 2 * 4 + 2 + 2
 
 
-def test_both_answers_to_a_prompt_count() -> None:
+def test_both_answers_to_a_prompt_stay_together() -> None:
     pairs = batch_of([5, 4, 1, 2, 4, 3], answers=2)
     assert cut(pairs, tokens=16) == [([0, 3], 5), ([1, 2, 4, 5], 4)]
     assert cut(pairs, tokens=9) == [([0, 3], 5), ([1, 4], 4), ([2, 5], 3)]
@@ -102,7 +102,7 @@ def test_every_sequence_is_in_one_micro_batch_within_its_limits(
     tokens=st.none() | st.integers(1, 200),
     multiple=st.integers(1, 8),
 )
-def test_packed_rows_hold_every_sequence_once_and_whole(
+def test_packed_rows_contain_every_sequence_once(
     lengths: list[int], answers: int, prompts: int | None, tokens: int | None, multiple: int
 ) -> None:
     batch = batch_of(lengths * answers, answers=answers)
@@ -128,7 +128,7 @@ def test_packed_rows_hold_every_sequence_once_and_whole(
     assert batch.padded_tokens(limits) == carried
 
 
-def test_where_the_predictors_of_a_packed_row_are() -> None:
+def test_predictor_positions_of_a_packed_row() -> None:
     """Sequences of 4 and 2 tokens; the last two of the first, and the last of the second, are the response."""
     labels_BS = torch.tensor([[-100, 9, -100, -100], [-100, -100, 7, 8]])
     batch = replace(batch_of([2, 4]), labels_BS=labels_BS)
@@ -154,7 +154,7 @@ def test_the_log_probs_of_prompts() -> None:
         assert row.num_logprobs == 4
 
 
-def test_no_sequences_make_no_rows() -> None:
+def test_no_sequences_give_no_rows() -> None:
     batch = replace(batch_of([1]), tokens_BS=torch.zeros(0, 1), lengths_B=torch.zeros(0, dtype=torch.long))
     assert batch.micro_batches(MicroBatchLimits(prompts=None, tokens=8, multiple=1, packed=True)) == []
 
@@ -172,7 +172,7 @@ def test_widths(on_gpu: bool, tensor: int, sharded: bool, expected: int, monkeyp
     ("on_gpu", "tensor", "context", "expected"),
     [(False, 1, 2, 4), (False, 2, 2, 8), (False, 3, 4, 24), (True, 2, 4, 64), (True, 8, 8, 128)],
 )
-def test_widths_of_two_chunks_a_rank(on_gpu: bool, tensor: int, context: int, expected: int) -> None:
+def test_widths_with_two_chunks_per_rank(on_gpu: bool, tensor: int, context: int, expected: int) -> None:
     found = width_multiple(tensor_parallel=tensor, sequence_parallel=True, context_parallel=context, on_gpu=on_gpu)
     assert found == expected
 
@@ -182,7 +182,7 @@ def test_shards_in_fp8_are_multiples_of_16(tensor: int, sharded: bool, expected:
     assert width_multiple(tensor_parallel=tensor, sequence_parallel=sharded, fp8=True, on_gpu=True) == expected
 
 
-def test_ranks_that_share_sequences_have_their_tokens_and_what_these_predict() -> None:
+def test_context_parallel_ranks_have_their_tokens_and_targets() -> None:
     tokens_BS = torch.tensor([[10, 11, 12, 13, 14, 15, 16, 17], [20, 21, 22, 0, 0, 0, 0, 0]])
     labels_BS = torch.where((torch.arange(8) > 1) & (tokens_BS > 0), tokens_BS, -100)
     positions_BS = torch.arange(8).expand_as(tokens_BS)
@@ -204,7 +204,7 @@ def test_ranks_that_share_sequences_have_their_tokens_and_what_these_predict() -
     assert first.sequence_index_b.tolist() == second.sequence_index_b.tolist() == [0, 1]
 
 
-def test_the_limits_in_words() -> None:
+def test_the_description_of_the_limits() -> None:
     assert str(MicroBatchLimits(prompts=4, tokens=None, multiple=1)) == "4"
     assert str(MicroBatchLimits(prompts=None, tokens=8192, multiple=64)) == "up to 8,192 tokens"
     assert str(MicroBatchLimits(prompts=4, tokens=8192, multiple=1)) == "4, up to 8,192 tokens"

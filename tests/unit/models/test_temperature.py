@@ -31,34 +31,34 @@ def ones(tokens: int) -> torch.Tensor:
     return torch.ones(tokens, 1, 2, 4)
 
 
-def test_a_step_at_each_multiple_of_the_floor() -> None:
+def test_the_scale_grows_at_each_multiple_of_the_floor() -> None:
     assert grown(ones(9)) == by_hand(0, 0, 1, 1, 1, 2, 2, 2, 3)
 
 
-def test_each_sequence_of_a_row_begins_at_zero() -> None:
+def test_positions_start_at_zero_for_each_packed_sequence() -> None:
     assert grown(ones(9), (4, 2, 3)) == by_hand(0, 0, 1, 1, 0, 0, 0, 0, 1)
 
 
-def test_ranks_have_the_factors_of_their_tokens() -> None:
+def test_ranks_use_the_scales_of_their_tokens() -> None:
     lengths = (12, 4)
     whole = torch.tensor(grown(ones(16), lengths))
     for rank in range(2):
         assert grown(ones(8), lengths, rank=rank, size=2) == whole[local_token_indices(lengths, rank=rank, size=2)].tolist()
 
 
-def test_below_the_floor_nothing_is_done() -> None:
+def test_the_scale_is_one_below_the_floor() -> None:
     queries = ones(4)
     assert TemperatureTable(temperature=TEMPERATURE).scale(queries, (2, 2)) is queries
 
 
-def test_the_dtype_stays_and_another_row_is_another_table() -> None:
+def test_the_dtype_is_kept_and_another_row_has_another_table() -> None:
     table = TemperatureTable(temperature=TEMPERATURE)
     assert table.scale(ones(5).bfloat16()).dtype == torch.bfloat16
     assert table.scale(ones(5), (2, 3))[:, 0, 0, 0].tolist() == by_hand(0, 0, 0, 0, 1)
     assert table.scale(ones(3))[:, 0, 0, 0].tolist() == by_hand(0, 0, 1)
 
 
-def test_gradients_grow_alike() -> None:
+def test_gradients_are_scaled_alike() -> None:
     queries = ones(6).requires_grad_()
     (grad,) = torch.autograd.grad(TemperatureTable(temperature=TEMPERATURE).scale(queries).sum(), queries)
     assert grad[:, 0, 0, 0].tolist() == by_hand(0, 0, 1, 1, 1, 2)

@@ -60,7 +60,7 @@ def first(architecture: Architecture, **changes: Any) -> RankMemory:
         ({"element_bytes": 2, "data_parallel": 4, "moment_bytes": 2}, 2, 2, 2.5),
     ],
 )
-def test_bytes_of_a_parameter(
+def test_bytes_per_parameter(
     architecture: Architecture, changes: dict[str, Any], weights: float, optimizer: float, checkpoint: float
 ) -> None:
     memory, number = first(architecture, **changes), sum(each.numel for each in rank_parameters(architecture))
@@ -70,7 +70,7 @@ def test_bytes_of_a_parameter(
     assert memory.certain == number * (weights + 4 + optimizer)
 
 
-def test_copies_of_experts_share_their_state(tmp_path: Path) -> None:
+def test_replicas_of_experts_shard_their_state(tmp_path: Path) -> None:
     """Of 8 experts of 3 matrices of 32 x 64 in 3 layers, a rank has 4, which 4 of 8 ranks have; all have the others."""
     mixture = read_architecture(make_checkpoint(tmp_path, "qwen3_moe"), tensor_parallel=1)
     memory = first(mixture, data_parallel=8, expert_parallel=2)
@@ -89,7 +89,7 @@ def test_copies_of_experts_share_their_state(tmp_path: Path) -> None:
     assert traffic.expert.messages == 3 * split.micro_batches * (2 * 3 + 1)
 
 
-def test_adapters_have_gradients_and_a_state_and_weights_have_none(architecture: Architecture) -> None:
+def test_only_adapters_have_gradients_and_optimizer_state(architecture: Architecture) -> None:
     memory = first(architecture, element_bytes=2, adapters=LoRASettings(rank=4, alpha=4))
     heads = 8 * 8 + 2 * 4 * 8  # rows of queries, keys and values
     assert memory.trained == LAYERS * (3 * 4 * HIDDEN + heads * 4)
@@ -107,7 +107,7 @@ def test_adapters_have_gradients_and_a_state_and_weights_have_none(architecture:
         ({}, 0, "parameters"),
     ],
 )
-def test_the_reference_on_the_host(architecture: Architecture, changes: dict[str, Any], bytes_each: int, of: str) -> None:
+def test_the_reference_in_host_memory(architecture: Architecture, changes: dict[str, Any], bytes_each: int, of: str) -> None:
     memory = first(architecture, **changes)
     assert memory.reference == bytes_each * getattr(memory, of)
     assert memory.certain == memory.weights + memory.gradients + memory.optimizer + memory.reference
@@ -116,7 +116,7 @@ def test_the_reference_on_the_host(architecture: Architecture, changes: dict[str
     assert on_gpu.host == memory.reference + memory.checkpoint
 
 
-def test_matrices_in_fp8_are_held_beside_the_weights(architecture: Architecture) -> None:
+def test_fp8_copies_of_matrices(architecture: Architecture) -> None:
     """Each as it is and transposed, a byte a value: attention (8 heads and 2 x 4 of 8, output) and gated MLP."""
     plain, quantised = (first(architecture, element_bytes=2, fp8=fp8, on_gpu=True) for fp8 in (False, True))
     matrices = HIDDEN * (8 * 8 + 2 * 4 * 8) + 8 * 8 * HIDDEN + 3 * HIDDEN * architecture.ffn_hidden_size
@@ -124,7 +124,7 @@ def test_matrices_in_fp8_are_held_beside_the_weights(architecture: Architecture)
     assert quantised.device - plain.device == 2 * LAYERS * matrices
 
 
-def test_a_part_of_the_optimizer_on_the_host(architecture: Architecture) -> None:
+def test_the_offloaded_part_of_the_optimizer(architecture: Architecture) -> None:
     """Main weights, moments and gradients there, these and copies of the weights in powers of two; and while it is made, all
     main weights of the GPU's part."""
     memory = first(architecture, element_bytes=2, data_parallel=4, offload=0.75, on_gpu=True)
@@ -140,7 +140,7 @@ def test_a_part_of_the_optimizer_on_the_host(architecture: Architecture) -> None
     assert first(architecture, element_bytes=2, data_parallel=4, offload=1.0, on_gpu=True).working == 0
 
 
-def test_a_stage_keeps_as_many_micro_batches_as_there_are_stages_behind_it(architecture: Architecture) -> None:
+def test_in_flight_micro_batches_of_a_stage(architecture: Architecture) -> None:
     saved = Activations(architecture=architecture, element_bytes=4)
     layer = saved.layer() * TOKENS
     moment = saved.gradients_of_layer() * TOKENS + saved.rotations() * WIDTH
@@ -153,7 +153,7 @@ def test_a_stage_keeps_as_many_micro_batches_as_there_are_stages_behind_it(archi
     assert [stage.logprobs > 0 for stage in stages] == [False, False, False, True]
 
 
-def test_chunks_of_stages_keep_more(architecture: Architecture) -> None:
+def test_in_flight_micro_batches_of_virtual_stages(architecture: Architecture) -> None:
     """Two layers a stage in two chunks of one: of five passes on the first stage four are in its first chunk."""
     saved = Activations(architecture=architecture, element_bytes=4)
     layer, split = saved.layer() * TOKENS, PipelineSplit(stages=2, chunks=2)
@@ -183,7 +183,7 @@ def test_uneven_stages(architecture: Architecture) -> None:
 @pytest.mark.parametrize(
     ("method", "count", "inputs", "kept", "again"), [("uniform", 1, 4, 0, 1), ("uniform", 3, 2, 0, 3), ("block", 3, 3, 1, 1)]
 )
-def test_layers_that_are_recomputed_keep_only_inputs(
+def test_recomputed_layers_save_only_inputs(
     architecture: Architecture, method: str, count: int, inputs: int, kept: int, again: int
 ) -> None:
     memory = first(architecture, recompute="full", recompute_method=method, recompute_layers=count)
@@ -192,7 +192,7 @@ def test_layers_that_are_recomputed_keep_only_inputs(
     assert memory.activations == ((kept + again) * saved.layer() + of_tokens) * TOKENS + saved.rotations() * WIDTH
 
 
-def test_a_chunk_of_logits(architecture: Architecture) -> None:
+def test_memory_of_a_chunk_of_logits(architecture: Architecture) -> None:
     """In fp32 for bf16 models too; a GPU multiplies its gradient as two bf16 matrices, and adds 8192 rows at a time."""
     rows, head = architecture.padded_vocab_size, HIDDEN * (4 + 3 * 4 + 4) + 4
     assert first(architecture).logprobs == TOKENS * head + 100 * rows * 4
@@ -207,7 +207,7 @@ def test_a_chunk_of_logits(architecture: Architecture) -> None:
     assert memory._PRODUCT_ROWS == logprobs._PRODUCT_ROWS
 
 
-def test_the_most_at_one_time(architecture: Architecture) -> None:
+def test_the_peak_of_memory(architecture: Architecture) -> None:
     cpu, gpu = first(architecture), first(architecture, on_gpu=True)
     passes = cpu.activations + cpu.logprobs
     assert cpu.device == cpu.certain + 2 * passes + cpu.working + cpu.checkpoint, "the heap keeps one pass more"
@@ -216,7 +216,7 @@ def test_the_most_at_one_time(architecture: Architecture) -> None:
     assert first(architecture, largest_file=10**9, on_gpu=True).device == gpu.device
 
 
-def test_what_an_update_takes(architecture: Architecture) -> None:
+def test_memory_of_an_optimizer_step(architecture: Architecture) -> None:
     """gloo's copy of all gradients, or two tensors like the largest weight; on a GPU one like each that the rank updates."""
     memory, largest = first(architecture), architecture.padded_vocab_size * HIDDEN
     assert memory.working == 4 * memory.trained
@@ -225,14 +225,14 @@ def test_what_an_update_takes(architecture: Architecture) -> None:
     assert first(architecture, on_gpu=True, data_parallel=4, moment_bytes=2).working == 2 * memory.trained, "widened"
 
 
-def test_operations_of_full_rows(architecture: Architecture) -> None:
+def test_flops_of_full_rows(architecture: Architecture) -> None:
     flops, labels = ModelFlops.of_model(architecture).forward, torch.ones(3, 16, dtype=torch.int64)
     batch = SequenceBatch.of(torch.zeros_like(labels), labels, torch.tensor([16] * 3), None, None)
     assert batch.response_counts_B.tolist() == [15] * 3
     assert flops.of_sequences(3, 16) == flops.of(batch).item()
 
 
-def test_what_a_rank_sends(architecture: Architecture) -> None:
+def test_bytes_sent_by_a_rank(architecture: Architecture) -> None:
     """Two all-reduces a layer and pass, of which the backward pass is one; the embedding's; then the log-probs', in fp32."""
     step = Step(rows=32, width=WIDTH, forward_only=1)
     shared = training(replace(architecture, tensor_parallel=2), data_parallel=4)
@@ -253,7 +253,7 @@ def test_what_a_rank_sends(architecture: Architecture) -> None:
             assert traffic.pipeline == (2 * sum(sends) * staged.micro_batches, sum(sends) * (hidden + shapes))
 
 
-def test_what_adapters_send(architecture: Architecture) -> None:
+def test_bytes_sent_for_adapters(architecture: Architecture) -> None:
     """Backward, the gradient of A x of three parts in each layer, and none of the input of the first one."""
     step, settings = Step(rows=32, width=WIDTH, forward_only=1, disabled=1), LoRASettings(rank=4, alpha=4)
     shared = training(replace(architecture, tensor_parallel=2), data_parallel=4, adapters=settings)
@@ -271,7 +271,7 @@ def test_what_adapters_send(architecture: Architecture) -> None:
     assert second == (2, 1 / 2 * 8 * rank_memory(staged, stage=1).trained)
 
 
-def test_ranks_that_share_sequences(architecture: Architecture) -> None:
+def test_bytes_sent_with_context_parallelism(architecture: Architecture) -> None:
     """Keys and values of four groups of heads go to the three others, in fp32: twice forward, and back as gradients."""
     step, whole = Step(rows=32, width=WIDTH, forward_only=1), training(architecture, data_parallel=2)
     shared = replace(whole, context_parallel=4)
@@ -289,7 +289,7 @@ def test_ranks_that_share_sequences(architecture: Architecture) -> None:
     assert quarter.activations - largest == (alone.activations - largest) / 4 + saved.rotations() * WIDTH
 
 
-def test_seconds_of_a_step(architecture: Architecture) -> None:
+def test_estimated_seconds_of_a_step(architecture: Architecture) -> None:
     step, gpu = Step(rows=32, width=WIDTH, forward_only=1), GPUS["h100"]
     alone = step_speed(training(architecture, element_bytes=2, on_gpu=True), step, gpu)
     forward = ModelFlops.of_model(architecture).forward.of_sequences(32, WIDTH)
@@ -304,7 +304,7 @@ def test_seconds_of_a_step(architecture: Architecture) -> None:
     assert step_speed(training(architecture, split=PipelineSplit(stages=4)), step, gpu).bubble == 3 / 11
 
 
-def test_a_pipeline_goes_at_the_pace_of_its_slowest_stage(architecture: Architecture) -> None:
+def test_the_slowest_stage_determines_the_time_of_a_pipeline(architecture: Architecture) -> None:
     step, gpu = Step(rows=32, width=WIDTH, forward_only=0), replace(GPUS["h100"], link=None)
     forward = ModelFlops.of_model(architecture).forward
     head = 3 * 32 * (WIDTH - 1) * forward.per_response_token
@@ -319,6 +319,6 @@ def test_a_pipeline_goes_at_the_pace_of_its_slowest_stage(architecture: Architec
     assert work(last=1) == pytest.approx(max(layers * 3 / 4, layers / 4 + head))
 
 
-def test_gpus_are_known_by_what_drivers_call_them() -> None:
+def test_gpus_are_recognised_by_the_names_of_drivers() -> None:
     assert known_gpu("NVIDIA H100 80GB HBM3") is GPUS["h100"]
     assert known_gpu("NVIDIA GeForce RTX 4090") is None

@@ -46,7 +46,7 @@ def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[s
 
 
 @pytest.mark.parametrize(("name", "number"), [*(("plan", number) for number in range(3)), ("scaling", 0), ("scaling", 1)])
-def test_the_examples_of_the_pages(here: Path, capsys: pytest.CaptureFixture[str], name: str, number: int) -> None:
+def test_examples_of_the_documentation(here: Path, capsys: pytest.CaptureFixture[str], name: str, number: int) -> None:
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     larger, largest = (dict(zip(sizes, values, strict=True)) for values in ((8192, 28672, 80, 64), (16384, 53248, 126, 128)))
     page = (REPOSITORY / "docs" / f"{name}.md").read_text(encoding="utf-8")
@@ -60,7 +60,7 @@ def test_the_examples_of_the_pages(here: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.rstrip() == shown.rstrip()
 
 
-def test_what_a_layout_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_needs_of_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
     status, told = planned(capsys, "kto", MODEL, "--gpus", "8", TENSOR.format(4), "model.sequence_parallel=true")
     assert status == 0
     assert told["model"] == "llama (llama), 8.03 B parameters, all trained"
@@ -128,7 +128,7 @@ def test_the_best_layouts_of_a_mixture(here: Path, capsys: pytest.CaptureFixture
     assert told["1"].startswith(again["layout"])
 
 
-def test_what_does_not_fit_and_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_that_does_not_fit_and_remedies(capsys: pytest.CaptureFixture[str]) -> None:
     status, told = planned(capsys, "dpo", MODEL, "--gpus", "8", "--memory", "60", TENSOR.format(1))
     assert status == plan.DOES_NOT_FIT
     assert told["in all"] == Message("60.0 GB", "60.2 GB")
@@ -233,7 +233,7 @@ def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         ),
     ],
 )
-def test_all_that_is_wrong(argv: list[str], said: list[str]) -> None:
+def test_all_errors_of_a_plan(argv: list[str], said: list[str]) -> None:
     with pytest.raises(UserError) as error:
         plan.main(argv)
     lines = str(error.value).splitlines()
@@ -249,7 +249,7 @@ def test_all_that_is_wrong(argv: list[str], said: list[str]) -> None:
         (["--gpus", "0"], Message("--gpus", "integer", "1", "0")),
     ],
 )
-def test_options_that_are_wrong(argv: list[str], said: Message, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_of_plan(argv: list[str], said: Message, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         plan.main(["kto", MODEL, *argv])
     assert ended.value.code == 2

@@ -36,7 +36,7 @@ def verdict(*answers: Answer | None, ended: dict[int, str] | None = None) -> lis
     return hangs.judge(given, ended=ended or {}, hosts=HOSTS, size=len(answers)).splitlines()
 
 
-def test_the_busy_rank_among_those_that_came_least_far() -> None:
+def test_the_busy_rank_among_those_with_the_fewest_steps() -> None:
     ahead = replace(WAITS, changes=9, phase="optimizer", doing=BUSY)
     busy = replace(WAITS, host="b", doing=BUSY, phase="")
     assert verdict(WAITS, busy, ahead) == [
@@ -46,12 +46,12 @@ def test_the_busy_rank_among_those_that_came_least_far() -> None:
     ]
 
 
-def test_a_rank_that_waits_in_an_earlier_phase() -> None:
+def test_a_rank_waiting_in_an_earlier_phase() -> None:
     behind = replace(WAITS, host="c", changes=5, steps=None, phase="loading the model")
     assert verdict(WAITS, WAITS, behind)[0] == Message("2", "3", "95")
 
 
-def test_ranks_that_all_wait_at_the_same_place() -> None:
+def test_all_ranks_waiting_at_the_same_place() -> None:
     assert verdict(WAITS, replace(WAITS, host="b", steps=1)) == [
         Message("all", "2", "other", "0"),
         "    x.py:1 in f: g()",
@@ -61,7 +61,7 @@ def test_ranks_that_all_wait_at_the_same_place() -> None:
     ]
 
 
-def test_ranks_that_do_not_answer_come_first_and_those_that_said_why_before_them() -> None:
+def test_order_of_failed_silent_and_busy_ranks() -> None:
     busy = replace(WAITS, doing=BUSY)
     assert verdict(busy, None, None, ended={2: "ValueError: no"}) == [
         "rank 2 of 3 on c has ended: ValueError: no",
@@ -69,13 +69,13 @@ def test_ranks_that_do_not_answer_come_first_and_those_that_said_why_before_them
     ]
 
 
-def test_many_ranks_are_said_in_few_lines() -> None:
+def test_many_ranks_are_reported_in_few_lines() -> None:
     lines = hangs.judge(dict.fromkeys(range(100), replace(WAITS, doing=BUSY, stack=[])), ended={}, hosts={}, size=100)
     assert len(lines.splitlines()) == 8
     assert "and 94 more" in lines.splitlines()
 
 
-def test_an_answer_survives_its_journey() -> None:
+def test_an_answer_is_serialised() -> None:
     assert Answer.from_json(WAITS.to_json()) == WAITS
 
 
@@ -89,7 +89,7 @@ def frame_in(file: str, line: str) -> FrameType:
     return frame
 
 
-def test_what_a_thread_does() -> None:
+def test_states_of_a_thread() -> None:
     inside = str(Path(torch.distributed.__file__).with_name("distributed_c10d.py"))
     store = str(Path(hangs.__file__).with_name("waits.py"))
     ours = "frame = sys._getframe()"
@@ -101,7 +101,7 @@ def test_what_a_thread_does() -> None:
     assert hangs.doing(None, device_busy=False) == BUSY
 
 
-def test_the_main_thread_runs_code_in_a_loop_of_calls_and_none_inside_one_call() -> None:
+def test_the_main_thread_is_busy_in_a_loop_but_not_inside_one_call() -> None:
     """The calls of the loop are at the same place each time, as the collectives of a step are."""
 
     def look(found: list[bool]) -> None:
@@ -121,7 +121,7 @@ def test_the_main_thread_runs_code_in_a_loop_of_calls_and_none_inside_one_call()
     assert not any(inside[2:])
 
 
-def test_a_stack_is_short_and_ends_where_the_thread_is() -> None:
+def test_a_stack_is_short_and_ends_at_the_current_line() -> None:
     def deeper(depth: int) -> list[str]:
         return deeper(depth - 1) if depth else hangs.stack_lines(sys._getframe())
 

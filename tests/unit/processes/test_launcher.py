@@ -36,7 +36,7 @@ def test_the_failure_that_caused_the_others(failures: list[Any], rank: int) -> N
     assert launcher._first(failures).local_rank == rank
 
 
-def test_failures_within_one_second_are_told_apart_by_their_files(tmp_path: Path) -> None:
+def test_failures_within_one_second_are_ordered_by_their_files(tmp_path: Path) -> None:
     failures = [failure_of(0, 1, 10), failure_of(1, 1, 10)]
     for failure, moment in zip(failures, (10.9, 10.8), strict=True):
         file = tmp_path / str(failure.local_rank)
@@ -55,7 +55,7 @@ def test_failures_within_one_second_are_told_apart_by_their_files(tmp_path: Path
         (2, 2, ""),
     ],
 )
-def test_what_is_said_of_a_failure(exitcode: int, status: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_of_a_failure(exitcode: int, status: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert launcher._report(failure_of(1, exitcode, 0), 4) == status
     assert capsys.readouterr().err == text
 
@@ -92,7 +92,7 @@ launcher.spawn_ranks(1, ["rank.py"], stop_signals=[])
     return fork_server.run(["-c", code], cwd=folder, env=env, preload=["nemo_kto.processes.launcher"], timeout=100)
 
 
-def test_processes_that_were_not_started_by_a_rank_are_spared(tmp_path: Path) -> None:
+def test_processes_not_started_by_a_rank_are_not_ended(tmp_path: Path) -> None:
     """Such as a TensorBoard that a script starts before its training."""
     before = """
 other = subprocess.Popen(["sh", "-c", "sleep 60 & wait"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -13,7 +13,7 @@ from typing import Any
 from nemo_kto.errors import UserError
 from nemo_kto.processes.open_files import MIN_FILES, explained, raise_limit
 from tests.helpers.messages import assert_names
-from tests.unit.conftest import Said
+from tests.unit.conftest import FindErrors
 
 
 def limited(soft: int, hard: int, work: Callable[[], Any]) -> Any:
@@ -36,13 +36,13 @@ def limited(soft: int, hard: int, work: Callable[[], Any]) -> Any:
     return json.loads(answer)
 
 
-def test_a_limit_that_is_too_low_is_named_before_anything_starts(said: Said) -> None:
-    (mistake,) = limited(64, 64, said)
+def test_a_too_low_limit_is_reported_before_the_start(find_errors: FindErrors) -> None:
+    (mistake,) = limited(64, 64, find_errors)
     assert_names(mistake, "ulimit -n", f"at least {MIN_FILES}", "got 64", "ulimit -n 4096")
-    assert limited(64, MIN_FILES, said) == []
+    assert limited(64, MIN_FILES, find_errors) == []
 
 
-def test_the_limit_is_raised_as_far_as_the_user_may() -> None:
+def test_the_limit_is_raised_to_the_hard_limit() -> None:
     def limits() -> tuple[int, int]:
         raise_limit()
         return resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -51,7 +51,7 @@ def test_the_limit_is_raised_as_far_as_the_user_may() -> None:
     assert limited(1000, 1000, limits) == [1000, 1000]
 
 
-def test_too_few_files_are_a_mistake_of_the_user() -> None:
+def test_too_few_open_files_are_a_user_error() -> None:
     def told() -> str:
         opened = []
         try:
@@ -67,7 +67,7 @@ def test_too_few_files_are_a_mistake_of_the_user() -> None:
     assert_names(limited(200, 200, told), "ulimit -n", "got 200", "Too many open files", "ulimit -n 4096")
 
 
-def test_the_cause_of_an_error_counts_and_other_errors_stay_as_they_are() -> None:
+def test_user_errors_are_found_by_their_cause() -> None:
     gloo = RuntimeError("enforce fail at device.cc:186. Too many open files")
     assert isinstance(explained(gloo), UserError)
     outer = ValueError("a checkpoint cannot be read")
@@ -77,7 +77,7 @@ def test_the_cause_of_an_error_counts_and_other_errors_stay_as_they_are() -> Non
     assert explained(other) is other
 
 
-def test_errors_that_are_each_the_cause_of_the_other_come_to_an_end() -> None:
+def test_a_cycle_of_causes_terminates() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__context__ = second, first
     assert explained(first) is first

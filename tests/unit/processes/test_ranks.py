@@ -29,7 +29,7 @@ TORCHRUN = {
 }
 
 
-def test_alone() -> None:
+def test_a_single_process() -> None:
     assert detect_world({}) is None
 
 
@@ -66,7 +66,7 @@ def test_torchrun_inside_an_srun_step_comes_first() -> None:
         {"SLURM_PROCID": None},
     ],
 )
-def test_slurm_variables_where_srun_started_nothing(changes: dict[str, str | None]) -> None:
+def test_slurm_variables_without_srun(changes: dict[str, str | None]) -> None:
     environment = {name: value for name, value in {**SRUN, **changes}.items() if value is not None}
     assert detect_world(environment) is None
     assert "RANK" not in environment

@@ -33,7 +33,7 @@ def send(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LISTENED)
-def test_where_nothing_can_be_saved_the_first_signal_is_raised_and_others_do_not_disturb(name: str) -> None:
+def test_with_nothing_to_save_only_the_first_signal_is_raised(name: str) -> None:
     assert signals.raised() is None
     with raises(signals.Stopped, name, "first step", "start"):
         send(name)
@@ -42,11 +42,11 @@ def test_where_nothing_can_be_saved_the_first_signal_is_raised_and_others_do_not
     assert signals.received() == signal.Signals[name]
 
 
-def test_what_is_raised_is_no_exception_that_libraries_catch() -> None:
+def test_the_raised_signal_is_not_an_exception() -> None:
     assert not issubclass(signals.Stopped, Exception)
 
 
-def test_a_deferred_signal_is_only_noted() -> None:
+def test_a_deferred_signal_is_only_recorded() -> None:
     with signals.deferred():
         assert signals.received() == 0
         send("SIGUSR1")
@@ -79,7 +79,7 @@ def test_a_second_interrupt_ends_the_process() -> None:
                 send("SIGINT")
 
 
-def test_signals_that_were_blocked_arrive_when_the_process_listens() -> None:
+def test_blocked_signals_arrive_when_handlers_are_installed() -> None:
     signals.listen([], ends_at_second_interrupt=True)
     with signals.blocked():
         signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
@@ -88,7 +88,7 @@ def test_signals_that_were_blocked_arrive_when_the_process_listens() -> None:
     assert signals.received() == signal.SIGUSR1
 
 
-def test_a_process_that_is_started_while_they_are_blocked_has_them_wait() -> None:
+def test_a_child_started_with_blocked_signals_inherits_the_mask() -> None:
     program = "import os, signal; os.kill(os.getpid(), signal.SIGTERM); print(*signal.sigpending())"
     with signals.blocked():
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -97,7 +97,7 @@ def test_a_process_that_is_started_while_they_are_blocked_has_them_wait() -> Non
 
 
 @pytest.mark.parametrize(("name", "status"), [("SIGUSR1", 0), ("SIGINT", 0), ("SIGTERM", -signal.SIGTERM)])
-def test_a_forked_helper_leaves_the_decision_to_the_rank_which_may_end_it(name: str, status: int) -> None:
+def test_a_forked_helper_ignores_signals_and_can_be_terminated(name: str, status: int) -> None:
     child = os.fork()
     if child == 0:
         try:
@@ -107,7 +107,7 @@ def test_a_forked_helper_leaves_the_decision_to_the_rank_which_may_end_it(name: 
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
 
 
-def test_only_the_main_thread_listens() -> None:
+def test_only_the_main_thread_handles_signals() -> None:
     before = signal.getsignal(signal.SIGUSR2)
     thread = threading.Thread(target=signals.listen, args=(["SIGUSR2"],), kwargs={"ends_at_second_interrupt": True})
     thread.start()

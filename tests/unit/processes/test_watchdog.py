@@ -82,13 +82,13 @@ def wait_in(file: Path, world: World) -> Callable[[Watchdog], None]:
 PATIENT = Path(hangs.__file__).with_name("waits.py")
 
 
-def test_a_rank_that_works_long_is_waited_for_through_the_store(world: World) -> None:
+def test_ranks_wait_for_a_working_rank(world: World) -> None:
     world.start(wait_in(PATIENT, world), world.stay)
     time.sleep(TIMEOUT.total_seconds())
     assert world.ended == {}
 
 
-def test_but_not_for_ever(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_rank_has_a_timeout(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "PATIENCE_SECONDS", 0.5)
     world.start(wait_in(PATIENT, world), world.stay)
     deadline = time.monotonic() + 20
@@ -100,13 +100,13 @@ def test_but_not_for_ever(world: World, monkeypatch: pytest.MonkeyPatch) -> None
     assert world.ended[0] == world.ended[1]
 
 
-def test_all_ranks_may_work_for_as_long_as_they_like(world: World) -> None:
+def test_all_ranks_may_work_without_timeout(world: World) -> None:
     world.start(world.stay, world.stay)
     time.sleep(1.2 * TIMEOUT.total_seconds())
     assert world.ended == {}
 
 
-def test_who_has_lost_a_connection_hears_who_has_ended_and_why(world: World) -> None:
+def test_a_lost_connection_is_explained(world: World) -> None:
     found: list[str | None] = []
 
     def fail(dog: Watchdog) -> None:
@@ -126,7 +126,7 @@ def test_who_has_lost_a_connection_hears_who_has_ended_and_why(world: World) -> 
     ]
 
 
-def test_a_store_that_does_not_answer_is_given_up_and_taken_up_again() -> None:
+def test_a_store_without_answer_is_retried() -> None:
     class Slow:
         waits = threading.Event()
 
@@ -146,7 +146,7 @@ def test_a_store_that_does_not_answer_is_given_up_and_taken_up_again() -> None:
     assert store.read("absent") is None
 
 
-def test_alone_nobody_watches() -> None:
+def test_a_single_process_has_no_watchdog() -> None:
     watchdog.start(store=dist.HashStore(), rank=0, size=1, timeout=TIMEOUT, holder="the test")
     with watchdog.phase("data"):
         watchdog.count_steps(lambda: 1)
@@ -155,7 +155,7 @@ def test_alone_nobody_watches() -> None:
     assert watchdog._current is None
 
 
-def test_a_debugger_sees_every_line_of_a_thread_that_is_watched() -> None:
+def test_the_watchdog_does_not_disturb_a_debugger() -> None:
     """What traces a frame (a debugger, coverage) must be left alone."""
     lines: list[int] = []
 
@@ -187,9 +187,7 @@ def child() -> Iterator[psutil.Process]:
         started.kill()
 
 
-def test_only_a_sibling_that_is_the_process_it_was_is_let_go_on(
-    child: psutil.Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_same_process_is_continued(child: psutil.Process, monkeypatch: pytest.MonkeyPatch) -> None:
     checked_in = watchdog.CheckIn(host=socket.gethostname(), process=child.pid, created=child.create_time())
     dog = object.__new__(Watchdog)
 

@@ -24,15 +24,15 @@ def lengths(steps: int, **given: Any) -> tuple[ScheduleLengths, list[str]]:
 @pytest.mark.parametrize(
     ("ratio", "steps", "warmup"), [(0.1, 100, 10), (0.29, 100, 29), (0.1, 19, 1), (0.1, 9, 0), (0.99, 3, 2)]
 )
-def test_a_ratio_is_of_the_run(ratio: float, steps: int, warmup: int) -> None:
+def test_a_ratio_refers_to_the_run(ratio: float, steps: int, warmup: int) -> None:
     assert lengths(steps, warmup_ratio=ratio) == (ScheduleLengths(warmup, 0, None), [])
 
 
-def test_what_fits_stays() -> None:
+def test_valid_lengths_are_unchanged() -> None:
     assert lengths(10, **WSD, warmup_steps=2, constant_steps=3, wsd_decay_steps=5) == (ScheduleLengths(2, 3, 5), [])
 
 
-def test_what_has_no_room_is_shortened_with_a_warning_each() -> None:
+def test_too_long_phases_are_shortened_with_a_warning() -> None:
     found, warnings = lengths(4, **WSD, warmup_steps=9, constant_steps=2, wsd_decay_steps=3)
     assert found == ScheduleLengths(3, 0, 1)
     assert warnings == [

@@ -60,7 +60,7 @@ def test_the_largest_batch_that_fits_is_named(
         (["model.micro_batch_size=2", "model.micro_batch_tokens=256"], 2, 256),
     ],
 )
-def test_micro_batches_hold_some_tokens_unless_told(keys: list[str], prompts: int | None, tokens: int | None) -> None:
+def test_the_default_limit_of_tokens(keys: list[str], prompts: int | None, tokens: int | None) -> None:
     limits = micro_batch_limits(config(*keys))
     assert (limits.prompts, limits.tokens) == (prompts, tokens)
 
@@ -78,7 +78,7 @@ def test_kto_needs_two_validation_rows_and_its_variant_without_z0_one() -> None:
     ("loss", "training", "validation"),
     [("kto", (4, 2), (2, 2)), ("apo_zero_unpaired", (4, 0), (2, 0)), ("bco", (5, 0), (2, 0))],
 )
-def test_packed_shares_count_the_passes_of_the_loss(
+def test_costs_of_packed_shards_include_the_passes_of_the_loss(
     loss: str, training: tuple[int, int], validation: tuple[int, int], tiny_llama: Path
 ) -> None:
     """Reference, forward, two for the backward pass, and one more for delta; over samples, and over KL examples."""
@@ -109,7 +109,7 @@ def test_rows_are_read_before_the_model_is_built(monkeypatch: pytest.MonkeyPatch
         build.train(config())
 
 
-def test_reference_log_probs_in_fp8_are_kept_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_log_probs_in_fp8_have_a_separate_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "ReferenceCache", lambda **kept: kept["settings"])
     policy: Any = SimpleNamespace(source=Path("model"), base_model=Path("model"), adapter_folder=None)
     engine: Any = SimpleNamespace(average_log_probs=False)

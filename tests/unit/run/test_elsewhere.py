@@ -14,7 +14,7 @@ from tests.helpers.messages import Message
 from tests.unit.conftest import composed, source_of
 
 
-def test_what_concerns_machines_is_left_to_the_job(good: list[str]) -> None:
+def test_checks_of_the_machine_are_done_by_the_job(good: list[str]) -> None:
     config = composed([*good, "trainer.num_nodes=2", "trainer.devices=2", "model.global_batch_size=3"])
     here = Job(recipe=KTO, source=source_of(KTO), world=None)
     texts = [[str(mistake) for mistake in job.judge(config, config)] for job in (here, replace(here, elsewhere=True))]
@@ -23,7 +23,7 @@ def test_what_concerns_machines_is_left_to_the_job(good: list[str]) -> None:
     assert texts == [[of_nodes, of_batch], [of_batch]]
 
 
-def test_ranks_run_the_command_that_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_run_the_same_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not the script of the launcher, which is what the process of the job was started with."""
     monkeypatch.setattr(sys, "argv", ["/somewhere/submitit/core/_submit.py"])
     job = Job(recipe=KTO, source=source_of(KTO), world=None)

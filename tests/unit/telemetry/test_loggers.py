@@ -37,7 +37,7 @@ def test_metrics_are_on_disk_as_soon_as_they_are_logged(tmp_path: Path) -> None:
     logger.finalize("success")
 
 
-def test_going_on_drops_the_lines_past_the_resumed_step(tmp_path: Path) -> None:
+def test_resuming_drops_later_lines(tmp_path: Path) -> None:
     logger = quiet(tmp_path)
     for step in (1, 2, 3, 4):
         logger.log_metrics({"train/loss": step / 10}, step)
@@ -57,7 +57,7 @@ def test_going_on_drops_the_lines_past_the_resumed_step(tmp_path: Path) -> None:
     ]
 
 
-def test_a_new_run_starts_the_file_anew(tmp_path: Path) -> None:
+def test_a_new_run_replaces_the_file(tmp_path: Path) -> None:
     for loss in (0.5, 0.4):
         logger = quiet(tmp_path)
         logger.log_metrics({"train/loss": loss}, 1)
@@ -114,7 +114,7 @@ def test_tensorboard_event_file_reads_back(tmp_path: Path) -> None:
     assert '"lr": 9e-06' in text.tensor_proto.string_val[0].decode()
 
 
-def test_mlflow_database_lies_in_the_run_folder(tmp_path: Path) -> None:
+def test_mlflow_database_is_in_the_run_folder(tmp_path: Path) -> None:
     import mlflow
 
     logger = quiet(tmp_path, mlflow={"experiment_name": "tests"})
@@ -174,7 +174,7 @@ def test_a_missing_package_is_an_error_at_the_start(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_not_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "leftover_of_a_run").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert loggers.installed("leftover_of_a_run") is False
@@ -194,12 +194,12 @@ def refused(folder: Path, **changes: Any) -> str:
     return str(raised.value)
 
 
-def test_loggers_that_can_be_opened_are_checked_without_a_trace(tmp_path: Path) -> None:
+def test_checking_loggers_leaves_no_files(tmp_path: Path) -> None:
     check_loggers(folder=tmp_path, wandb={**PROJECT, "offline": True}, mlflow={"experiment_name": "tests"})
     assert not [*tmp_path.iterdir()]
 
 
-def test_all_loggers_that_cannot_be_opened_are_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_unusable_loggers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     __import__("wandb").teardown()  # of a test before this one: it remembers that it was offline
@@ -219,7 +219,7 @@ def hide(text: str) -> str:
     return text.replace("me:secret", "***")
 
 
-def test_an_mlflow_server_that_is_down_is_noticed_in_a_second(tmp_path: Path) -> None:
+def test_an_unreachable_mlflow_server_is_detected_in_a_second(tmp_path: Path) -> None:
     with socket.socket() as server:  # bound, and nobody listens
         server.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{server.getsockname()[1]}"
@@ -230,7 +230,7 @@ def test_an_mlflow_server_that_is_down_is_noticed_in_a_second(tmp_path: Path) ->
     assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
 
 
-def test_a_broken_package_is_not_called_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_package_is_not_reported_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "an_old_logger.py").write_text("import a_module_that_newer_pythons_lack\n")
     (tmp_path / "an_old_logger-1.27.0.dist-info").mkdir()
     (tmp_path / "an_old_logger-1.27.0.dist-info/METADATA").write_text("Name: an_old_logger\nVersion: 1.27.0\n")

@@ -35,7 +35,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_lines_wait_for_a_disk_that_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_are_kept_until_a_full_disk_has_space(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logger, file = RunLogger(folder=tmp_path, enabled=True, tensorboard=False), tmp_path / "metrics.jsonl"
     logger.log_metrics({"train/loss": 0.5}, 1)
     with files_of_at_most(file.stat().st_size + 10):
@@ -56,7 +56,7 @@ DAMAGES = [b'\x00\x01{"step": 2}\n', b'{"step"\n', b"\xff\xfe\n", b"[]\n", b"[" 
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_lines_that_can_be_read_stay(damage: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_readable_lines_are_kept(damage: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "metrics.jsonl"
     content = b'{"step": 1}\n' + damage + b'{"step": 2}\n{"step": 3}\n' * damage.endswith(b"\n")
     file.write_bytes(content)
@@ -83,7 +83,7 @@ class Failing:
     finalize = log_metrics
 
 
-def test_a_service_that_fails_is_left_out(
+def test_a_failing_service_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     down = Failing()
@@ -151,7 +151,7 @@ class Closed(io.StringIO):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def test_nobody_can_read_the_progress_any_more() -> None:
+def test_closed_progress_output() -> None:
     stream = Closed()
     progress = Progress(total_steps=2, stream=stream)
     progress.log_metrics({"train/loss": 0.5}, 1)

@@ -12,7 +12,7 @@ import pytest
 
 from nemo_kto.telemetry.logs import set_up_logging, take_over
 
-pytestmark = pytest.mark.usefixtures("logging_as_it_was")
+pytestmark = pytest.mark.usefixtures("restore_logging")
 
 
 class Terminal(io.StringIO):
@@ -36,7 +36,7 @@ def say_all(stream: io.StringIO, *, rank: int) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def test_rank_zero_tells_and_warns() -> None:
+def test_rank_zero_logs_and_warns() -> None:
     assert say_all(io.StringIO(), rank=0) == [
         "nemo_kto.run.build tells",
         "warning: nemo_kto.run.build warns",
@@ -48,7 +48,7 @@ def test_rank_zero_tells_and_warns() -> None:
     ]
 
 
-def test_other_ranks_warn_of_what_is_theirs() -> None:
+def test_other_ranks_log_only_their_warnings() -> None:
     assert say_all(io.StringIO(), rank=3) == [
         "warning on rank 3: nemo_kto.run.build warns",
         "warning on rank 3: some_library warns",
@@ -57,14 +57,14 @@ def test_other_ranks_warn_of_what_is_theirs() -> None:
     ]
 
 
-def test_colour_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colour_only_on_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert "\x1b[33mwarning:\x1b[0m some_library warns" in say_all(Terminal(), rank=0)
     monkeypatch.setenv("NO_COLOR", "1")
     assert "warning: some_library warns" in say_all(Terminal(), rank=0)
 
 
-def test_a_library_that_shows_its_logs_itself_is_shown_once() -> None:
+def test_logs_of_libraries_are_shown_once() -> None:
     stream, own = io.StringIO(), io.StringIO()
     library = logging.getLogger("library_with_a_handler")
     library.addHandler(logging.StreamHandler(own))
@@ -75,7 +75,7 @@ def test_a_library_that_shows_its_logs_itself_is_shown_once() -> None:
     assert (stream.getvalue(), own.getvalue()) == ("warning: once\n", "")
 
 
-def test_an_import_sets_up_nothing() -> None:
+def test_importing_configures_no_logging() -> None:
     code = "import logging, nemo_kto, nemo_kto.telemetry.logs, nemo_kto.cli.main\n"
     code += "print(logging.root.handlers, logging.getLogger('nemo_kto').handlers, logging.getLogger('nemo_kto').level)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

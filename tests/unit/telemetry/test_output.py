@@ -47,7 +47,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stdout", [closed_pipe, full])
-def test_a_command_goes_on_and_ends_with_its_status(stdout: Callable[[], int], way: str) -> None:
+def test_a_command_with_closed_output_keeps_its_status(stdout: Callable[[], int], way: str) -> None:
     status, said = run(WAYS[way] + PRINT, stdout=stdout())
     assert status == 0
     *lost, done = sorted(said.splitlines(), reverse=True)
@@ -57,7 +57,7 @@ def test_a_command_goes_on_and_ends_with_its_status(stdout: Callable[[], int], w
         assert_names(lost[0], *FULL)
 
 
-def test_output_and_errors_that_are_closed() -> None:
+def test_closed_output_and_errors() -> None:
     """A file that is opened later must not get their numbers."""
     code = "output.protect()\nprint('x' * 10**6)\nprint('x', file=sys.stderr)\nfile = open('/dev/null')\n"
     code += "sys.exit(file.fileno())"
@@ -77,7 +77,7 @@ def test_the_status_of_a_command_whose_output_is_its_result(stdout: Callable[[],
         assert said == ""
 
 
-def test_a_character_that_the_encoding_lacks_is_escaped() -> None:
+def test_unencodable_characters_are_escaped() -> None:
     read, write = os.pipe()
     code = "sys.stdout.reconfigure(encoding='ascii')\noutput.protect()\nprint('\\u00e9 \\udcff')"
     assert run(code, stdout=write) == (0, "")

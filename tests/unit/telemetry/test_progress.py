@@ -25,7 +25,7 @@ class Clock:
 TRAIN = {"train/loss": 0.48731, "train/kl": 0.01234, "train/rewards_margin": -0.5, "perf/tokens_per_sec": 1234.4}
 
 
-def test_plain_lines_where_there_is_no_terminal() -> None:
+def test_plain_lines_without_a_terminal() -> None:
     out, clock = io.StringIO(), Clock()
     progress = Progress(total_steps=10, start_step=4, stream=out, clock=clock)
     clock.now = 2.0
@@ -46,7 +46,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     ("unclamped", "text"),
     [(-0.0312, "kl 0.0000 (unclamped -0.031)"), (-1.2e-6, "kl 0.0000 (unclamped -1.2e-06)"), (0.0, "kl 0.0000")],
 )
-def test_an_estimate_of_kl_that_is_clamped_is_shown_unclamped_too(unclamped: float, text: str) -> None:
+def test_a_clamped_kl_estimate_is_also_shown_unclamped(unclamped: float, text: str) -> None:
     out = io.StringIO()
     progress = Progress(total_steps=10, stream=out, clock=Clock())
     progress.log_metrics({"train/loss": 0.5, "train/kl": 0.0, "train/kl_unclamped": unclamped}, 1)
@@ -68,7 +68,7 @@ def test_a_line_for_each_validation_set() -> None:
     ]
 
 
-def test_a_run_that_failed_says_so() -> None:
+def test_the_line_of_a_failed_run() -> None:
     out = io.StringIO()
     progress = Progress(total_steps=10, stream=out)
     progress.log_metrics(TRAIN, 3)
@@ -105,7 +105,7 @@ def test_the_time_of_the_run_is_estimated_once_after_three_steps() -> None:
     assert "estimated" not in out.getvalue(), "it is over by then"
 
 
-def test_a_bar_in_a_file_is_a_line_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bar_in_a_file_is_a_line_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
 
     def slow(count: int) -> Iterator[int]:

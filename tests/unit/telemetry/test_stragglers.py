@@ -37,7 +37,7 @@ def twice(*times: RankTimes) -> list[str]:
     return finder.find(times) + finder.find(times)
 
 
-def test_of_two_ranks_one_is_the_slow_one() -> None:
+def test_the_slower_of_two_ranks() -> None:
     (warning,) = twice(rank(forward=1.0), rank())
     assert warning.startswith("rank 0 of 2 on node0 is slower")
 
@@ -48,6 +48,6 @@ def test_stages_of_a_pipeline_have_different_work() -> None:
     assert warning.startswith("rank 3 of 4 on node1")
 
 
-def test_what_hardly_matters_is_not_said() -> None:
+def test_small_delays_are_not_reported() -> None:
     assert twice(rank(data=0.001, forward=0.001), rank(data=0.0, forward=0.001)) == []
     assert twice(rank(forward=0.5), rank(forward=0.4)) == []

@@ -62,7 +62,7 @@ END = RunEnd(
 )
 
 
-def test_the_start() -> None:
+def test_the_start_table() -> None:
     assert str(START).splitlines() == [
         Message("nemo-kto kto"),
         Message("model", "models/small", "llama", "135 M"),
@@ -79,7 +79,7 @@ def test_the_start() -> None:
     ]
 
 
-def test_the_layout_of_a_mixture_of_experts() -> None:
+def test_the_layout_line_of_a_mixture_of_experts() -> None:
     start = replace(START, data_parallel=8, pipeline_parallel=2, expert_parallel=4)
     assert str(start).splitlines()[7] == Message("layout", "16 ranks", "8 data x 1 tensor x 2 pipeline", "experts over 4")
 
@@ -97,7 +97,7 @@ def test_rows_of_a_split(cut: dict[str, Any], text: str) -> None:
     assert str(SplitRows(unit="pairs", rows=5, **cut)) == text
 
 
-def test_the_start_of_many_ranks_with_adapters_resumed() -> None:
+def test_the_start_table_of_many_ranks_with_resumed_adapters() -> None:
     start = replace(
         START,
         adapters="LoRA of rank 16, alpha 32, on q_proj, v_proj",
@@ -121,7 +121,7 @@ def test_the_start_of_many_ranks_with_adapters_resumed() -> None:
     assert str(staged).splitlines()[7] == Message("4 ranks", "2 data x 1 tensor x 2 pipeline", "2 chunks")
 
 
-def test_the_start_on_a_machine_that_lacks_something() -> None:
+def test_the_start_table_with_missing_kernels() -> None:
     lines = str(replace(START, slow_paths=["no apex; install it", "no gcc"])).splitlines()
     assert lines[-3:] == [
         Message("results/gpt_kto"),
@@ -130,7 +130,7 @@ def test_the_start_on_a_machine_that_lacks_something() -> None:
     ]
 
 
-def test_the_end() -> None:
+def test_the_end_table() -> None:
     assert str(END).splitlines() == [
         Message("nemo-kto kto", "step 375 of 375", "1 epoch of 375 steps", "12 min"),
         Message("train loss", "0.5000 -> 0.4000 (steps 1 and 375)"),
@@ -142,7 +142,7 @@ def test_the_end() -> None:
     ]
 
 
-def test_the_end_of_a_run_whose_time_was_up() -> None:
+def test_the_end_table_of_a_run_that_reached_max_time() -> None:
     end = replace(
         END, step=75, stopped_by="trainer.max_time=00:03:00:00", exports=adapter_lines(Path("adapter")), train_longer=""
     )
@@ -155,7 +155,7 @@ def test_the_end_of_a_run_whose_time_was_up() -> None:
     ]
 
 
-def test_the_end_of_a_run_that_no_longer_improved() -> None:
+def test_the_end_table_after_early_stopping() -> None:
     why = "val_loss was 0.4100 at step 300"
     end = replace(END, step=360, early_stopping=why, train_longer="exp_manager.create_early_stopping_callback=false")
     lines = str(end).splitlines()

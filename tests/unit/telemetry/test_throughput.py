@@ -9,7 +9,7 @@ from lightning_fabric.utilities.throughput import get_available_flops
 from nemo_kto.telemetry.throughput import _BF16_PEAKS, ThroughputMeter, device_peak_flops
 
 
-def test_figures_of_a_step() -> None:
+def test_metrics_of_a_step() -> None:
     meter = ThroughputMeter(world_size=4, peak_memory=lambda: 9_500_000_000, peak_flops=1000.0)
     assert meter.figures(seconds=2.0, tokens=400, padded_tokens=1000, flops=6000.0) == pytest.approx(
         {
@@ -22,7 +22,7 @@ def test_figures_of_a_step() -> None:
     )
 
 
-def test_tokens_of_kl_examples_are_counted_by_themselves() -> None:
+def test_tokens_of_kl_examples_are_counted_separately() -> None:
     """They are no tokens that are trained on, but they are padded and fill the devices."""
     meter = ThroughputMeter(world_size=4, peak_memory=lambda: 0)
     figures = meter.figures(seconds=2.0, tokens=400, kl_tokens=300, padded_tokens=1000, flops=6000.0)
@@ -30,7 +30,7 @@ def test_tokens_of_kl_examples_are_counted_by_themselves() -> None:
     assert figures["padding_fraction"] == pytest.approx(0.3)
 
 
-def test_no_utilisation_where_the_peak_is_not_known() -> None:
+def test_no_utilisation_without_a_known_peak() -> None:
     peak = device_peak_flops(torch.device("cpu"), torch.float32, name="CPU")
     meter = ThroughputMeter(world_size=1, peak_memory=lambda: 0, peak_flops=peak)
     assert "mfu" not in meter.figures(seconds=1.0, tokens=1, padded_tokens=1, flops=1.0)
@@ -60,7 +60,7 @@ def test_the_peak_is_dense_bf16(monkeypatch: pytest.MonkeyPatch, name: str, tflo
     assert device_peak_flops(torch.device("cuda"), torch.bfloat16, name=name) == pytest.approx(tflops * 1e12)
 
 
-def test_lightnings_table_is_still_wrong_about_those_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_lightning_is_still_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has right some day need not be kept here."""
     for name, peak in _BF16_PEAKS.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)

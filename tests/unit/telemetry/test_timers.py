@@ -20,7 +20,7 @@ class Clock:
         return self.now
 
 
-def test_phases_add_up_and_are_reset_by_the_report() -> None:
+def test_phases_are_summed_and_reset_by_the_report() -> None:
     clock = Clock()
     timers = PhaseTimers(clock=clock)
     with timers.phase("reference"):
@@ -70,7 +70,7 @@ class DeviceMoment(NamedTuple):
         return self.seconds - earlier.seconds
 
 
-def test_an_observer_sees_a_phase_begin_and_end_with_its_moments() -> None:
+def test_an_observer_gets_start_and_end_times_of_phases() -> None:
     seen: list[str] = []
 
     @contextmanager
@@ -89,7 +89,7 @@ def test_an_observer_sees_a_phase_begin_and_end_with_its_moments() -> None:
     assert seen == ["kl begins", "noted", "work", "noted", "kl ends"]
 
 
-def test_work_queued_on_the_device_is_booked_on_the_phase_that_queued_it() -> None:
+def test_device_time_is_assigned_to_the_phase_that_queued_it() -> None:
     device = Device()
     timers = PhaseTimers(clock=device.moment)
     with timers.phase("forward_backward"):
@@ -102,7 +102,7 @@ def test_work_queued_on_the_device_is_booked_on_the_phase_that_queued_it() -> No
     assert device.host == 4.0, "the report waits for all of them"
 
 
-def test_a_device_that_waits_for_the_host_is_counted_too() -> None:
+def test_idle_time_of_the_device_is_counted() -> None:
     device = Device()
     timers = PhaseTimers(clock=device.moment)
     with timers.phase("data"):
@@ -126,7 +126,7 @@ def test_a_duration_in_another_form_is_refused(text: str) -> None:
         parse_duration(text)
 
 
-def test_run_timer_says_when_the_time_is_over() -> None:
+def test_run_timer_reports_the_end_of_the_time() -> None:
     clock = Clock()
     timer = RunTimer(max_time="00:00:01:00", clock=clock)
     timer.start_time()
@@ -138,7 +138,7 @@ def test_run_timer_says_when_the_time_is_over() -> None:
     assert timer.stop_reason() == StopReason("max_time=00:00:01:00", early=True)
 
 
-def test_the_time_begins_where_it_is_known_to_have_begun() -> None:
+def test_run_timer_starts_at_the_known_start_of_the_run() -> None:
     clock = Clock()
     timer = RunTimer(max_time="00:00:01:00", started=clock.now - 60, clock=clock)
     timer.start_time()
@@ -154,7 +154,7 @@ def test_the_time_begins_where_it_is_known_to_have_begun() -> None:
         (10, 20, StopReason("SIGUSR1", early=True)),
     ],
 )
-def test_run_timer_gives_the_answer_that_the_ranks_agreed_on(own: int, agreed: int, reason: StopReason | None) -> None:
+def test_run_timer_returns_the_decision_of_all_ranks(own: int, agreed: int, reason: StopReason | None) -> None:
     asked = []
 
     def agree(answer: int) -> int:

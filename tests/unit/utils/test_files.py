@@ -33,7 +33,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
+def test_a_file_is_published_when_complete(tmp_path: Path) -> None:
     target = tmp_path / "a.txt"
     target.write_text("old")
     with publish_file(target) as writing:
@@ -42,7 +42,7 @@ def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
     assert (names(tmp_path), target.read_text()) == (["a.txt"], "new")
 
 
-def test_a_file_of_a_block_that_raises_does_not_appear(tmp_path: Path) -> None:
+def test_a_file_is_not_published_after_an_error(tmp_path: Path) -> None:
     def write_half() -> None:
         with publish_file(tmp_path / "a.txt") as writing:
             writing.write_text("half")
@@ -53,7 +53,7 @@ def test_a_file_of_a_block_that_raises_does_not_appear(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_a_file_that_the_block_removes_does_not_appear(tmp_path: Path) -> None:
+def test_a_removed_temporary_file_is_not_published(tmp_path: Path) -> None:
     with publish_file(tmp_path / "a.txt") as writing:
         writing.write_text("refused")
         writing.unlink()
@@ -70,7 +70,7 @@ def test_a_folder_replaces_an_earlier_one(tmp_path: Path) -> None:
     assert not partial_folder(target).exists()
 
 
-def test_a_removal_that_was_interrupted_is_no_obstacle(tmp_path: Path) -> None:
+def test_an_interrupted_removal_is_completed(tmp_path: Path) -> None:
     (tmp_path / ".removing-out" / "half").mkdir(parents=True)
     (tmp_path / "out").mkdir()
     remove_folder(tmp_path / "out")
@@ -82,7 +82,9 @@ def modes(folder: Path) -> set[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(("private", "folder_mode", "file_mode"), [(True, 0o700, 0o600), (False, 0o755, 0o644)])
-def test_private_files_are_so_from_their_first_byte(private: bool, folder_mode: int, file_mode: int, tmp_path: Path) -> None:
+def test_private_files_have_private_permissions_from_the_start(
+    private: bool, folder_mode: int, file_mode: int, tmp_path: Path
+) -> None:
     before = os.umask(0o022)
     try:
         make_folder(tmp_path / "a" / "b", private=private)
@@ -129,7 +131,7 @@ def test_a_link_to_a_regular_file_is_opened(tmp_path: Path) -> None:
         assert handle.read() == b"content"
 
 
-def test_a_file_that_cannot_be_opened_says_why(tmp_path: Path) -> None:
+def test_the_error_of_an_unreadable_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         open_file(tmp_path / "nowhere")
     before = os.listdir("/proc/self/fd")
@@ -138,7 +140,7 @@ def test_a_file_that_cannot_be_opened_says_why(tmp_path: Path) -> None:
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_a_file_is_read_as_a_whole_up_to_a_limit(tmp_path: Path) -> None:
+def test_a_file_is_read_up_to_a_limit(tmp_path: Path) -> None:
     file = tmp_path / "x"
     file.write_bytes(b"12345")
     assert read_bytes(file, limit=5) == b"12345"
@@ -155,7 +157,7 @@ def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
     assert_names(raised.value, "x.json", f"{files.MAX_FILE_BYTES:,}", f"{2**40:,}")
 
 
-def test_a_line_that_is_too_long_is_cut_and_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_too_long_line_is_truncated_and_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MAX_LINE_BYTES", 4)
     (tmp_path / "x").write_bytes(b"123\n1234567\n1\n")
     with open_file(tmp_path / "x") as handle:
@@ -191,5 +193,5 @@ def test_a_file_of_another_format_is_named_with_its_remedy(remedy: str, tmp_path
 
 
 @pytest.mark.parametrize("start", [b"", b"{}", b'[{"prompt": "p"}]', b" {", "\ufeff{}".encode(), b"B", b"\0" * 64])
-def test_what_may_be_json_is_no_other_format(start: bytes) -> None:
+def test_json_is_not_mistaken_for_another_format(start: bytes) -> None:
     assert other_format(start) is None

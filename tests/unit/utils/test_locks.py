@@ -75,7 +75,7 @@ def taken(file: Path) -> str | None:
         return str(error)
 
 
-def test_a_second_process_is_told_who_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_process_is_refused_with_the_owner_of_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "99")
     monkeypatch.setattr(locks.time, "time", lambda: 1.7e9)
     with other_process(holder(tmp_path / "lock")) as pid:
@@ -86,7 +86,7 @@ def test_a_second_process_is_told_who_holds_it(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == [], "an orderly end leaves nothing"
 
 
-def test_who_waits_goes_on_when_the_other_ends(tmp_path: Path) -> None:
+def test_a_waiting_process_gets_the_released_lock(tmp_path: Path) -> None:
     told: list[str] = []
     released, release = os.pipe()
 
@@ -100,7 +100,7 @@ def test_who_waits_goes_on_when_the_other_ends(tmp_path: Path) -> None:
         assert [who.split(" on ")[0] for who in told] == [f"process {pid}"]
 
 
-def test_what_a_holder_has_forked_does_not_hold_it(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
     def hold_and_fork(ready: Callable[[], None]) -> None:
         with locked(tmp_path / "lock", when_held=refuse):
             if os.fork():
@@ -122,7 +122,7 @@ def owned_elsewhere(file: Path) -> Path:
 NODE7 = "process 5 on node7 since 2023-11-14 22:13:20 UTC"
 
 
-def test_a_machine_that_gives_no_sign_of_life_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lock_without_heartbeat_is_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "lock"
     owner = owned_elsewhere(file)
     with caplog.at_level(logging.INFO, "nemo_kto"):
@@ -133,9 +133,7 @@ def test_a_machine_that_gives_no_sign_of_life_is_gone(tmp_path: Path, caplog: py
     ]
 
 
-def test_a_machine_that_lives_holds_it_where_the_kernel_does_not_know(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_heartbeat_holds_the_lock_without_kernel_support(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "GONE_SECONDS", 60.0)  # a busy machine may not run the other process for a while
     owner = owned_elsewhere(tmp_path / "lock")
 
@@ -149,7 +147,7 @@ def test_a_machine_that_lives_holds_it_where_the_kernel_does_not_know(
         assert taken(tmp_path / "lock") == NODE7
 
 
-def test_a_lock_that_a_server_keeps_for_a_machine_that_is_gone(tmp_path: Path) -> None:
+def test_a_lock_of_a_dead_machine_kept_by_a_server(tmp_path: Path) -> None:
     file = tmp_path / "lock"
     with other_process(holder(file)) as pid:
         os.kill(pid, signal.SIGSTOP)
@@ -183,7 +181,7 @@ def test_an_owner_that_cannot_be_read(text: str, tmp_path: Path) -> None:
         assert taken(file) == "another process"
 
 
-def test_an_owner_whom_another_has_replaced_is_left(tmp_path: Path) -> None:
+def test_a_replaced_owner_file_is_not_removed(tmp_path: Path) -> None:
     file = tmp_path / "lock"
     with locked(file, when_held=refuse):
         owned_elsewhere(file)
@@ -191,7 +189,7 @@ def test_an_owner_whom_another_has_replaced_is_left(tmp_path: Path) -> None:
     assert json.loads(owner_file(file).read_text())["host"] == "node7"
 
 
-def test_two_writers_of_one_cached_file(
+def test_two_writers_of_a_cached_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write(ready: Callable[[], None]) -> None:
@@ -216,7 +214,7 @@ def test_two_writers_of_one_cached_file(
 
 
 @pytest.mark.parametrize("stage", ["while it is written", "before it has its name"])
-def test_a_killed_writer_leaves_the_file_of_before_and_the_next_one_clears_up(stage: str, tmp_path: Path) -> None:
+def test_a_killed_writer_keeps_the_old_file_and_the_next_one_cleans_up(stage: str, tmp_path: Path) -> None:
     target = tmp_path / "rows.arrow"
     (tmp_path / ".rows.arrow-mine").touch()
     target.write_text("before")
@@ -242,7 +240,7 @@ def test_a_killed_writer_leaves_the_file_of_before_and_the_next_one_clears_up(st
     assert {path.name for path in tmp_path.iterdir()} == {"rows.arrow", ".rows.arrow-mine"}
 
 
-def test_a_cache_whose_lock_cannot_be_had_is_written_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_without_a_lock_is_still_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / ".rows.arrow.lock").mkdir()
     with one_writer(tmp_path / "rows.arrow", private=True):
         pass

@@ -1,0 +1,155 @@
+"""When a run ends before its last step: early stopping, and too many steps with non-finite values."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_kto.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_MAX_NAMED = 8  # maximum number of rows, and of ranks, in a message
+
+
+@dataclass(kw_only=True, eq=False)
+class EarlyStopping:
+    """Counter of validations without improvement, as in EarlyStopping of PyTorch Lightning.
+
+    A non-finite value ends the run at once.
+
+    Attributes:
+        monitor: validation metric to monitor, as val_NAME.
+        mode: "min" or "max": whether smaller or larger values are better.
+        min_delta: a change counts as an improvement only if it is larger than this.
+        patience: number of consecutive validations without improvement that ends the run.
+        reduce_max: return the maximum of an integer over all ranks, so that all ranks decide the same; None if there is
+            only one rank.
+    """
+
+    monitor: str
+    mode: str
+    min_delta: float
+    patience: int
+    reduce_max: Callable[[int], int] | None = None
+
+    def __post_init__(self) -> None:
+        self.best: float | None = None
+        self.best_step = 0
+        self.waited = 0  # validations since the best one
+        self.is_finite = True
+
+    def update(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Evaluate the metrics of a validation after ``step``; collective if ``reduce_max`` is set.
+
+        Raises:
+            UserError: the monitored metric is not among ``metrics``.
+        """
+        name = self.monitor.removeprefix("val_")
+        if name not in metrics:
+            raise UserError(
+                "exp_manager.early_stopping_callback_params.monitor must be a validation metric, got "
+                f"{self.monitor}; choose one of {', '.join(f'val_{name}' for name in metrics)}"
+            )
+        value = metrics[name]
+        improved = True
+        if self.best is not None:
+            gain = self.best - value if self.mode == "min" else value - self.best
+            improved = gain > self.min_delta
+        status = 2 if not math.isfinite(value) else int(not improved)
+        if self.reduce_max is not None:
+            status = self.reduce_max(status)
+        self.is_finite = status < 2
+        if status == 0:
+            self.best, self.best_step, self.waited = value, step, 0
+        else:
+            self.waited += 1
+
+    @property
+    def reason(self) -> str | None:
+        """Reason for ending the run, as text; None if it continues."""
+        if not self.is_finite:
+            return f"{self.monitor} is not finite"
+        if self.best is None or self.waited < self.patience:
+            return None
+        more = f" by more than {self.min_delta:g}" if self.min_delta else ""
+        last = "validation" if self.waited == 1 else f"{self.waited} validations"
+        best = f"it was {self.best:.4f} at step {self.best_step}"
+        return f"{self.monitor} has not improved{more} in the last {last}; {best}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a resumed run."""
+        return {name: getattr(self, name) for name in ("monitor", "mode", "best", "best_step", "waited", "is_finite")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`; a state of another metric or mode is ignored."""
+        if (state.get("monitor"), state.get("mode")) == (self.monitor, self.mode):
+            self.best, self.best_step = state["best"], state["best_step"]
+            self.waited, self.is_finite = state["waited"], state["is_finite"]
+
+
+@dataclass(kw_only=True, eq=False)
+class SkippedSteps:
+    """Counter of skipped steps, which reports each of them and ends the run after too many consecutive ones.
+
+    Attributes:
+        max_in_a_row: number of consecutive skipped steps that ends the run; 1 ends it at the first.
+        name_rows: return the source of the examples with the given indices, such as "rows.jsonl:3"; None if unknown.
+        last_checkpoint: return a description of the newest complete checkpoint; None if unknown. All ranks call it.
+        logs: whether this rank logs skipped steps.
+    """
+
+    max_in_a_row: int = 1
+    name_rows: Callable[[Sequence[int]], Sequence[str]] | None = None
+    last_checkpoint: Callable[[], str] | None = None
+    logs: bool = True
+
+    def __post_init__(self) -> None:
+        self.total = 0
+        self.in_a_row = 0
+
+    def applied(self) -> None:
+        """Record an applied step."""
+        self.in_a_row = 0
+
+    def skip(self, reason: str, *, step: int, ranks: Sequence[int], examples: Sequence[int]) -> None:
+        """Record a skipped step.
+
+        Args:
+            reason: the non-finite value, such as "the loss is nan".
+            step: number of the step, from 1.
+            ranks: ranks whose own values were not finite; empty if only the values reduced over all ranks are not.
+            examples: indices of the examples of the global batch.
+
+        Raises:
+            UserError: too many consecutive steps were skipped; the message names the last of them.
+        """
+        self.total += 1
+        self.in_a_row += 1
+        text = f"step {step}: {reason}"
+        if ranks:
+            text += f" on {_some(ranks, 'rank')}"
+        if self.name_rows is not None:
+            text += f"; rows of this global batch: {_some(self.name_rows(examples))}"
+        if self.in_a_row < self.max_in_a_row:
+            if self.logs:
+                logger.warning(f"{text}; step skipped, {self.in_a_row} in a row")
+            return
+        skipped = "1 step" if self.in_a_row == 1 else f"{self.in_a_row} steps in a row"
+        raise UserError(f"{text}; {skipped} skipped (trainer.max_skipped_steps={self.max_in_a_row}){self.advice}")
+
+    @property
+    def advice(self) -> str:
+        """End of a message about non-finite values: the last good checkpoint and what to do."""
+        known = "" if self.last_checkpoint is None else f"; last good checkpoint: {self.last_checkpoint()}"
+        return f"{known}; lower model.optim.lr, or check these rows"
+
+
+def _some(items: Sequence[object], noun: str = "") -> str:
+    """Join the first items as text, followed by the number of omitted ones."""
+    named = ", ".join(str(item) for item in items[:_MAX_NAMED])
+    more = f" and {len(items) - _MAX_NAMED} more" if len(items) > _MAX_NAMED else ""
+    return f"{noun}{'s' * (len(items) != 1)} {named}{more}" if noun else f"{named}{more}"

@@ -1,0 +1,106 @@
+"""Trial of a chat template on the first rows, in a new interpreter with limits on time and memory.
+
+A chat template is a program that is distributed with a model. The sandbox of jinja2 prevents access to files and to Python,
+but not the computation of 9**9**9, which nothing in the same process can interrupt. The first rows are therefore rendered in
+a process that the kernel ends at a limit, before any row is rendered in this process. A template that loops only in a later
+row is not interrupted: the run then hangs, as docs/hangs.md describes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import resource
+import signal
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+from nemo_kto.data.rows.records import LastRowError, TextOrMessages
+from nemo_kto.data.tokens.parts import JOB_SIGNALS, isolated_starts
+
+MAX_SECONDS: float = 2  # of CPU time per row; a typical row takes a ten-thousandth of it
+_MAX_BYTES = 2**30  # of memory, in addition to the memory of the interpreter
+_OUT_OF_MEMORY = 3  # exit status
+REMEDY = "correct the template, or write the row as plain strings"
+
+
+class Conversation(NamedTuple):
+    """Arguments for rendering a row: chat template, messages, and template variables (such as ``tools``)."""
+
+    template: str
+    prompt: TextOrMessages
+    response: TextOrMessages
+    variables: Mapping[str, object]
+
+
+def try_template(rows: Sequence[Conversation], *, name: str) -> tuple[int, LastRowError] | None:
+    """Render rows in a new interpreter, which takes as long as importing transformers.
+
+    Args:
+        rows: the rows to render. Rows that the template refuses are skipped.
+        name: name of the template in the error message.
+
+    Returns:
+        Index of the first row for which the template exceeds a limit, and the error; None if there is no such row.
+    """
+    context = multiprocessing.get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_render, args=(rows, MAX_SECONDS, writer))
+    with isolated_starts():
+        process.start()
+    writer.close()
+    rendered = 0
+    try:
+        with contextlib.suppress(EOFError):  # the process has ended
+            while reader.recv_bytes():
+                rendered += 1
+        process.join()
+    finally:
+        process.kill()
+        process.join()
+        reader.close()
+    if (status := process.exitcode) == 0:
+        return None
+    if status == -signal.SIGPROF:
+        error = f"{name} must render a row within {MAX_SECONDS} seconds of CPU time, needed more; {REMEDY}"
+    elif status == _OUT_OF_MEMORY:
+        error = out_of_memory(name)
+    else:
+        error = f"{name} must render a row, but ended its process with exit code {status}; {REMEDY}"
+    return rendered, LastRowError(error)
+
+
+def out_of_memory(name: str) -> str:
+    """Return the error message about a template that needs too much memory."""
+    return f"{name} must render a row in {_MAX_BYTES >> 30} GiB of memory, needed more; {REMEDY}"
+
+
+def _render(rows: Sequence[Conversation], max_seconds: float, writer: Connection) -> None:
+    """Render the rows in the new interpreter, and send one byte for each."""
+    for number in JOB_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, even within a C function
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # rows may be private
+    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    limit = used + _MAX_BYTES if most == resource.RLIM_INFINITY else min(used + _MAX_BYTES, most)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+    for row in rows:
+        signal.setitimer(signal.ITIMER_PROF, max_seconds)
+        whole = [*row.prompt, *row.response]
+        with contextlib.suppress(Exception):  # refused by the template: the rendering in the run names the reason
+            try:
+                for messages, asks in ((row.prompt, True), (whole, False)):
+                    render_jinja_template(
+                        [messages], chat_template=row.template, add_generation_prompt=asks, **dict(row.variables)
+                    )
+            except MemoryError:
+                os._exit(_OUT_OF_MEMORY)
+        writer.send_bytes(b".")
+    signal.setitimer(signal.ITIMER_PROF, 0)

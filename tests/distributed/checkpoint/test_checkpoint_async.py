@@ -1,0 +1,242 @@
+"""Checkpoints that are written while training goes on: of the values of their step, complete or not there, or one error."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from nemo_kto.checkpoint import writing
+from nemo_kto.distributed import state
+from tests.helpers import lora_jobs
+from tests.helpers.messages import Naming
+from tests.helpers.rank_pool import RankPool
+
+LAYOUT = state.Layout()
+SLOW_SECONDS = 0.2  # of a slow disk, for a file
+write_file = writing.write_file
+
+
+class Trained:
+    """A model, its optimizer, and the writer of its checkpoints."""
+
+    def __init__(self, model: Path, run: Path, *, async_save: bool, distributed: bool = True) -> None:
+        self.chunks, _ = lora_jobs.build(model, LAYOUT, None, distributed=distributed)
+        self.optimizer = lora_jobs.optimizer_of(self.chunks, distributed=distributed)
+        self.manager = lora_jobs.manager_of(self.chunks, self.optimizer, run, model)
+        self.manager.async_save = async_save
+
+    def step(self) -> None:
+        lora_jobs.backward(self.chunks)
+        self.manager.scheduler.step(1)
+        self.optimizer.step()
+
+
+def message(action: Any) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def two_steps_during_a_save(model: Path, folder: Path, distributed: bool) -> dict[str, Any]:
+    """Save after each of two steps, and take two more before the disk takes the second; the same without going on."""
+    state.init_distributed(layout=LAYOUT, seed=3)
+    slow = Trained(model, folder / "slow", async_save=True, distributed=distributed)
+    slow.step()
+    slow.manager.save({"step": 1}, {})
+    slow.manager.finish()
+    slow.step()
+    disk = threading.Event()
+
+    def when_the_disk_is_ready(*arguments: Any, **options: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            assert disk.wait(60)
+        return write_file(*arguments, **options)
+
+    with mock.patch.object(writing, "write_file", when_the_disk_is_ready):
+        begun = slow.manager.save({"step": 2}, {})
+        polled = []
+        for _ in range(2):
+            slow.step()
+            polled.append(slow.manager.poll())
+        names = sorted(os.listdir(folder / "slow"))
+        disk.set()
+        written = slow.manager.finish()
+    again = slow.manager.poll(), slow.manager.finish()
+    at_once = Trained(model, folder / "at_once", async_save=False, distributed=distributed)
+    at_once.step()
+    at_once.step()
+
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        time.sleep(SLOW_SECONDS)
+        return write_file(*arguments, **options)
+
+    with mock.patch.object(writing, "write_file", slowly):
+        same = at_once.manager.save({"step": 2}, {})
+    assert written is not None
+    assert same is not None
+    return {
+        "before": (begun, *polled, *again),
+        "names": names,
+        "step": (written.step, same.step),
+        "stall": (0 < written.stall_seconds < written.seconds, SLOW_SECONDS <= same.stall_seconds <= same.seconds),
+    }
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed_optimizer", "replicated_optimizer"])
+def test_a_checkpoint_has_the_values_of_its_step(
+    distributed: bool, ranks: RankPool, tiny_llama: Path, tmp_path: Path
+) -> None:
+    for found in ranks.run(2, two_steps_during_a_save, tiny_llama, tmp_path, distributed):
+        assert found["before"] == (None,) * 5
+        assert found["names"] == [".writing-step_000002", "step_000001"]
+        assert found["step"] == (2, 2)
+        assert found["stall"] == (True, True)
+    slow, at_once = (json.loads((tmp_path / run / "step_000002/trainer.json").read_text()) for run in ("slow", "at_once"))
+    shards = {name: kept for name, kept in at_once["files"].items() if name.endswith(".distcp")}
+    assert shards == {name: kept for name, kept in slow["files"].items() if name.endswith(".distcp")}
+    assert set(slow["files"]) >= {"rng/00000.pt", "rng/00001.pt", "state/.metadata", "hf/tokenizer.json", "hf/config.json"}
+    sizes = [kept["size"] for kept in shards.values()]
+    assert len(sizes) == 2
+    assert min(sizes) > 0.8 * max(sizes), "each rank writes its share"
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def saves_during_a_removal(model: Path, folder: Path, short_of_room: bool) -> tuple[list[Any], list[str]]:
+    """Steps of the checkpoints that three saves and the end give, and names before the oldest one may be removed."""
+    state.init_distributed(layout=LAYOUT, seed=3)
+    trained = Trained(model, folder, async_save=True)
+    trained.manager.save_top_k = 0
+    trained.step()
+    may_go, remove, oldest = threading.Event(), writing.remove_folder, folder / "step_000001"
+
+    def remove_later(path: Path) -> None:
+        may_go.wait(10)  # a save that waits for this finds it removed
+        time.sleep(0.5)
+        remove(path)
+
+    def usage(path: Path) -> Usage:
+        may_go.set()
+        return Usage(10**12, 0, 0 if oldest.exists() else 10**12)
+
+    with mock.patch.object(writing, "remove_folder", remove_later):
+        given = [trained.manager.save({"step": step}, {}) for step in (1, 2)]
+        with mock.patch.object(shutil, "disk_usage", usage) if short_of_room else contextlib.nullcontext():
+            given.append(trained.manager.save({"step": 3}, {}))
+        torch.distributed.barrier()
+        names = sorted(os.listdir(folder))
+        torch.distributed.barrier()
+        may_go.set()
+        given.append(trained.manager.finish())
+    return [each and each.step for each in given], names
+
+
+@pytest.mark.parametrize("short_of_room", [False, True])
+def test_a_save_waits_for_a_removal_only_if_it_needs_the_space(
+    short_of_room: bool, ranks: RankPool, tiny_llama: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    for given, names in ranks.run(2, saves_during_a_removal, tiny_llama, tmp_path / "run", short_of_room):
+        assert given == [None, 1, 2, 3], "a save gives the one before it"
+        left = [name for name in names if name != ".writing-step_000003"]
+        assert left == (["step_000002"] if short_of_room else ["step_000001", "step_000002"])
+
+
+def failures(model: Path, folder: Path) -> list[Any]:
+    """The errors of saves for which there is no room, that one rank cannot write, and that fail on all."""
+    state.init_distributed(layout=LAYOUT, seed=3)
+    trained = Trained(model, folder, async_save=True)
+    trained.step()
+    trained.manager.save({"step": 1}, {})
+    trained.manager.finish()
+    found: list[Any] = []
+
+    def note(error: str) -> None:
+        found.append((error, sorted(os.listdir(folder))))
+
+    with mock.patch.object(shutil, "disk_usage", return_value=Usage(10, 9, 1000)):
+        note(message(lambda: trained.manager.save({"step": 2}, {})))
+
+    def full(file: Path, *arguments: Any, **options: Any) -> Any:
+        if file.suffix == ".distcp" and state.rank() == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_file(file, *arguments, **options)
+
+    with mock.patch.object(writing, "write_file", full):
+        trained.manager.save({"step": 2}, {})
+        note(message(trained.manager.finish))
+
+    def broken(file: Path, *arguments: Any, **options: Any) -> Any:
+        raise ValueError("broken")
+
+    with mock.patch.object(writing, "write_file", broken):
+        trained.manager.save({"step": 2}, {})
+        trained.manager._save.thread.join()  # type: ignore[union-attr]
+        note(message(trained.manager.poll))
+    trained.manager.save({"step": 3}, {})
+    note(str(trained.manager.finish().step))  # type: ignore[union-attr]
+    return found
+
+
+def test_a_failure_is_one_error_on_every_rank_and_keeps_earlier_checkpoints(
+    ranks: RankPool, tiny_llama: Path, tmp_path: Path
+) -> None:
+    first, second = ranks.run(2, failures, tiny_llama, tmp_path)
+    assert first == second
+    remedy, step = "exp_manager.checkpoint_callback_params.save_top_k", f"{tmp_path}/step_000002"
+    before, during, other, after = first
+    assert before[0] == Naming("UserError", step, "0.00 MB", remedy)
+    assert during[0] == Naming("UserError", step, "No space left on device", remedy)
+    assert other[0] == Naming("RuntimeError", "ValueError: broken")
+    assert after == ("3", ["step_000001", "step_000003"])
+    assert [names for _, names in (before, during, other)] == [["step_000001"]] * 3
+
+
+def on_a_small_disk(model: Path, folder: Path) -> list[str]:
+    """Saves until the disk is full, which the estimate does not see coming."""
+    state.init_distributed(layout=LAYOUT, seed=3)
+    trained = Trained(model, folder, async_save=True)
+    trained.step()
+    usage = shutil.disk_usage
+    errors = []
+    for step in range(1, 9):
+        with mock.patch.object(shutil, "disk_usage", lambda path: Usage(10**9, 0, max(usage(path).free, 10**8))):
+            errors.append(message(lambda step=step: [trained.manager.save({"step": step}, {}), trained.manager.finish()]))
+        if errors[-1] != "nothing":
+            break
+    return errors
+
+
+def test_a_full_disk(ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("only root mounts a small disk")
+    try:
+        first, second = ranks.run(2, on_a_small_disk, tiny_llama, disk / "run")
+        assert first == second
+        *before, last = first
+        assert before
+        assert set(before) == {"nothing"}
+        step = f"{disk}/run/step_{len(first):06d}"
+        assert last == Naming("UserError", step, "0.10 GB", "No space left on device", "free")
+        assert sorted(os.listdir(disk / "run")) == [f"step_{step:06d}" for step in range(1, len(first))]
+    finally:
+        subprocess.run(["umount", disk], check=True)

@@ -1,0 +1,181 @@
+"""Files of a checkpoint with other values under right hashes: one error that names the file, no traceback and no hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+from nemo_kto.artifacts.checkpoint_files import hash_file, info_text
+from nemo_kto.checkpoint.choose import newest_checkpoint
+from nemo_kto.distributed import state
+from nemo_kto.errors import UserError
+from tests.helpers import lora_jobs
+from tests.helpers.messages import assert_names
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.saved_runs import SavedRun
+
+STEP, SECONDS = "step_000002", 20
+COMMON, METADATA, BACKENDS, RNG = "state/common.pt", "state/.metadata", "state/metadata.json", "rng/00000.pt"
+NAN = float("nan")
+NO_FILE = "no file"
+Damage = Callable[[Path], object]
+
+
+def content(file: str, raw: bytes) -> Damage:
+    return lambda checkpoint: (checkpoint / file).write_bytes(raw)
+
+
+def cut(file: str) -> Damage:
+    return lambda checkpoint: (checkpoint / file).write_bytes((checkpoint / file).read_bytes()[:-40])
+
+
+def pipe(file: str) -> Damage:
+    """A FIFO that trainer.json does not list."""
+
+    def apply(checkpoint: Path) -> None:
+        (checkpoint / file).unlink()
+        os.mkfifo(checkpoint / file)
+
+    return apply
+
+
+def saved(file: str, *way: str, value: Any = None, absent: bool = False) -> Damage:
+    """Another value in what torch.save wrote, or none."""
+
+    def apply(checkpoint: Path) -> None:
+        held = torch.load(checkpoint / file, weights_only=False)
+        *outer, last = way
+        inner = held
+        for name in outer:
+            inner = inner[name]
+        if absent:
+            del inner[last]
+        else:
+            inner[last] = value
+        torch.save(held, checkpoint / file)
+
+    return apply
+
+
+def metadata(change: Callable[[Any], object]) -> Damage:
+    def apply(checkpoint: Path) -> None:
+        held = FileSystemReader(checkpoint / "state").read_metadata()
+        change(held)
+        (checkpoint / METADATA).write_bytes(pickle.dumps(held))
+
+    return apply
+
+
+def first_shard(change: Callable[[Path], object]) -> Damage:
+    return lambda checkpoint: change(sorted((checkpoint / "state").glob("*.distcp"))[0])
+
+
+def saves_a_list(file: str) -> Damage:
+    return lambda checkpoint: torch.save([1], checkpoint / file)
+
+
+def zeros(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+# What happens, and what the error names besides the checkpoint.
+CASES: dict[str, tuple[Damage, tuple[str, ...]]] = {
+    **{f"{file} is empty": (content(file, b""), (file,)) for file in (COMMON, METADATA, BACKENDS, RNG)},
+    **{f"{file} is garbage": (content(file, b"\x81\x02garbage"), (file,)) for file in (COMMON, METADATA, BACKENDS, RNG)},
+    **{f"{file} is cut": (cut(file), (file,)) for file in (COMMON, METADATA, BACKENDS, RNG)},
+    **{f"{file} is a pipe": (pipe(file), (file,)) for file in (COMMON, METADATA, BACKENDS, RNG)},
+    **{f"{file} is a list": (saves_a_list(file), ()) for file in (COMMON, RNG)},
+    "backends nest": (content(BACKENDS, b"[" * 99_999), (BACKENDS,)),
+    "backends are numbers": (content(BACKENDS, b'{"sharded_backend": 1}'), (BACKENDS,)),
+    "a schedule with NaN": (saved(COMMON, "scheduler", "max_lr", value=NAN), ("state", "max_lr", "nan")),
+    "a schedule of -1 steps": (saved(COMMON, "scheduler", "num_steps", value=-1), ("state", "num_steps", "-1")),
+    "a schedule of many steps": (saved(COMMON, "scheduler", "num_steps", value=10**9), ("state", "num_steps", "1000000000")),
+    "a schedule of half a step": (saved(COMMON, "scheduler", "num_steps", value=1.5), ("state", "num_steps", "1.5")),
+    "a schedule without steps": (saved(COMMON, "scheduler", "num_steps", absent=True), ("state", "num_steps")),
+    "a schedule that is a list": (saved(COMMON, "scheduler", value=[1]), ("state",)),
+    "no schedule": (saved(COMMON, "scheduler", absent=True), ("state", "scheduler")),
+    "Adam before its first step": (saved(COMMON, "adam_step", value=-1), ("state", "adam_step", "-1")),
+    "Adam of a string": (saved(COMMON, "adam_step", value="2"), ("state", "adam_step")),
+    "no count of Adam": (saved(COMMON, "adam_step", absent=True), ("state", "adam_step")),
+    "no optimizer": (saved(COMMON, "optimizer", absent=True), ("state",)),
+    "an optimizer that is a number": (saved(COMMON, "optimizer", value=3), ("state",)),
+    "no generator of Python": (saved(RNG, "python", absent=True), (RNG, "python")),
+    "a generator of Python that is a string": (saved(RNG, "python", value="x"), (RNG,)),
+    "a generator of numpy that nests": (saved(RNG, "numpy", value="[" * 99_999), (RNG,)),
+    "a generator of torch of another size": (saved(RNG, "torch", value=torch.zeros(3, dtype=torch.uint8)), (RNG,)),
+    "a generator of torch that is a number": (saved(RNG, "torch", value=1), (RNG,)),
+    "trackers that are a list": (saved(RNG, "tracker", value=[1]), (RNG,)),
+    "trackers of others": (saved(RNG, "tracker", value={"mine": 1}), (RNG, "tracker", "mine")),
+    "metadata of no tensors": (metadata(lambda held: held.state_dict_metadata.clear()), ("state",)),
+    "metadata of no places": (metadata(lambda held: held.storage_data.clear()), ("state",)),
+    "metadata whose places are None": (metadata(lambda held: setattr(held, "storage_data", None)), (METADATA,)),
+    "a shard of zeros": (first_shard(zeros), ("state",)),
+    "a shard that is empty": (first_shard(lambda file: file.write_bytes(b"")), ("state",)),
+    "a shard that is a pipe": (first_shard(lambda file: (file.unlink(), os.mkfifo(file))), ("state", ".distcp", "pipe")),
+    "a shard that is missing": (first_shard(Path.unlink), ("state", ".distcp")),
+}
+
+
+def tamper(checkpoint: Path, damage: Damage) -> None:
+    """Damage it, and make its trainer.json agree."""
+    damage(checkpoint)
+    info = json.loads((checkpoint / "trainer.json").read_text())
+    there = [name for name in info["files"] if (checkpoint / name).is_file()]
+    info["files"] = {name: hash_file(checkpoint / name)._asdict() for name in there}
+    (checkpoint / "trainer.json").write_text(info_text(info))
+
+
+def load_all(model: Path, folder: Path) -> dict[str, tuple[str, str]]:
+    """Type and text of what each case raises."""
+    state.init_distributed(layout=state.Layout(), seed=3)
+    chunks, _ = lora_jobs.build(model, state.Layout(), None, distributed=False)
+    run = SavedRun(model, folder / "whole", chunks, lora_jobs.optimizer_of(chunks, distributed=False))
+    run.steps(2)
+    run.manager.save({"step": 2}, {})
+    run.load()
+    found = {}
+    for number, (case, (damage, _)) in enumerate(CASES.items()):
+        run.folder = folder / str(number)
+        shutil.copytree(folder / "whole", run.folder)
+        try:
+            tamper(run.folder / STEP, damage)
+        except FileNotFoundError as error:  # newer versions of megatron-core have no common.pt
+            found[case] = (NO_FILE, str(error))
+            continue
+        signal.alarm(SECONDS)  # ends this rank where it hangs
+        try:
+            newest = newest_checkpoint(run.folder)
+            assert newest is not None, "it is as its trainer.json says"
+            run.manager.load(newest)
+            found[case] = ("", "")
+        except BaseException as error:
+            found[case] = (type(error).__name__, str(error))
+        signal.alarm(0)
+        shutil.rmtree(run.folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(ranks: RankPool, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    (of_rank,) = ranks.run(1, load_all, tiny_llama, tmp_path_factory.mktemp("tampered"))
+    return dict(of_rank)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_error_names_the_file(case: str, found: dict[str, tuple[str, str]]) -> None:
+    kind, text = found[case]
+    if kind == NO_FILE:
+        pytest.skip(f"this megatron-core does not write it: {text}")
+    assert kind == UserError.__name__, text
+    assert_names(text, STEP, *CASES[case][1], "; take another checkpoint", "nemo-kto checkpoint verify")
+    assert len(text) < 1000

@@ -1,0 +1,141 @@
+"""A run stops at one layout and goes on at another: the same rows in the same order, and the same numbers.
+
+Every case is held against the run that was never stopped, at the layout where it began: to 1e-5 at the first step after the
+resume, a margin to 2e-5, to 1e-4 over the ten steps after it (three in the quick matrix).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.distributed.training.test_layouts import LORA
+from tests.helpers.consumed_rows import recorded_rows
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.training_jobs import assert_same, difference, train, trajectory
+
+TP2, PP2 = "model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "tp2_pp2": (4, [TP2, PP2]),
+    "dp4": (4, []),
+    "tp1": (1, []),
+    "pp4": (4, ["model.pipeline_model_parallel_size=4"]),
+    "tp2_dp2": (4, [TP2]),
+    "cp2_dp2": (4, ["model.context_parallel_size=2"]),
+    "pp2_vp2_dp2": (4, [PP2, "model.virtual_pipeline_model_parallel_size=2"]),
+    "pp2_uneven_dp2": (4, [PP2, "model.num_layers_in_first_pipeline_stage=3"]),
+}
+RUNS: dict[str, tuple[str, list[str]]] = {
+    "kto": ("kto", []),
+    "dpo": ("dpo", []),
+    "kto_lora": ("kto", LORA),
+    "dpo_lora": ("dpo", LORA),
+}
+OPTIMIZERS = {"distributed": "true", "replicated": "false"}
+
+
+class Length(NamedTuple):
+    """Steps of an epoch, the step after which the run stops within the first one, and steps of the whole run."""
+
+    epoch: int
+    stop: int
+    steps: int
+
+
+SHORT, LONG = Length(3, 2, 5), Length(6, 4, 14)
+
+MOVES = [*(("tp2_pp2", other) for other in LAYOUTS if other != "tp2_pp2")]
+MOVES += [(after, before) for before, after in MOVES]
+KINDS = [(run, optimizer) for run in RUNS for optimizer in OPTIMIZERS]
+CASES = [
+    pytest.param("kto", "distributed", "tp2_pp2", "dp4", SHORT, id="kto-distributed-tp2_pp2-dp4-short"),
+    *(
+        # each kind has one move of its own in the full matrix, and all moves among the slow tests
+        pytest.param(*kind, *move, LONG, id="-".join((*kind, *move)), marks=mark)
+        for number, kind in enumerate(KINDS)
+        for place, move in enumerate(MOVES)
+        for mark in [pytest.mark.full if place == number % len(MOVES) else pytest.mark.slow]
+    ),
+]
+Run = Callable[[str, str, str, Length, Path], list[dict[str, float]]]
+
+
+def overrides(run: str, optimizer: str, layout: str, length: Length, folder: Path) -> list[str]:
+    algorithm, of_run = RUNS[run]
+    return [
+        *of_run,
+        *LAYOUTS[layout][1],
+        f"model.optim.use_distributed_optimizer={OPTIMIZERS[optimizer]}",
+        f"trainer.{algorithm}.max_epochs=3",
+        f"trainer.{algorithm}.max_steps={length.steps}",
+        f"trainer.{algorithm}.limit_train_batches={length.epoch}",
+        f"trainer.{algorithm}.save_interval={length.stop}",
+        "exp_manager.checkpoint_callback_params.save_top_k=-1",
+        f"trainer.callbacks=[{{_target_: tests.helpers.consumed_rows.RecordRows, folder: {folder / 'rows'}}}]",
+    ]
+
+
+@pytest.fixture(scope="module")
+def run(ranks: RankPool, tiny_llama: Path, kto_rows: Path, dpo_rows: Path) -> Run:
+    """Names of a run, an optimizer and a layout, a length, and a folder -> what is logged there when the run has ended."""
+
+    def start(name: str, optimizer: str, layout: str, length: Length, folder: Path) -> list[dict[str, float]]:
+        world_size, algorithm = LAYOUTS[layout][0], RUNS[name][0]
+        rows = kto_rows if algorithm == "kto" else dpo_rows
+        given = overrides(name, optimizer, layout, length, folder)
+        ranks.run(world_size, train, tiny_llama, rows, folder, world_size, given, algorithm)
+        return trajectory(folder)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def whole(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, str, Length], Path]:
+    """The folder of a run that nothing stopped; each is made once."""
+    known: dict[tuple[str, str, str, Length], Path] = {}
+
+    def get(name: str, optimizer: str, layout: str, length: Length) -> Path:
+        of = name, optimizer, layout, length
+        if of not in known:
+            folder = tmp_path_factory.mktemp("whole")
+            assert len(run(*of, folder)) == length.steps
+            known[of] = folder
+        return known[of]
+
+    return get
+
+
+@pytest.mark.parametrize(("name", "optimizer", "before", "after", "length"), CASES)
+def test_resumes_at_another_layout(
+    name: str,
+    optimizer: str,
+    before: str,
+    after: str,
+    length: Length,
+    whole: Callable[[str, str, str, Length], Path],
+    run: Run,
+    tmp_path: Path,
+) -> None:
+    (epoch, stop, steps), stopped_at = length, f"step_{length.stop:06d}"
+    uninterrupted = whole(name, optimizer, before, length)
+    shutil.copytree(uninterrupted / "checkpoints" / stopped_at, tmp_path / "checkpoints" / stopped_at)
+    shutil.copy(uninterrupted / "metrics.jsonl", tmp_path)
+    ours, expected = run(name, optimizer, after, length, tmp_path), trajectory(uninterrupted)
+    assert len(ours) == len(expected) == steps
+    assert ours[:stop] == expected[:stop], "what was logged before the stop stays"
+    assert ours[stop:] != expected[stop:], "the rest was computed again, and rounded otherwise"
+    # A margin is a difference of rewards, which are here too: it is rounded as they are, and smaller (1.2e-5 was seen).
+    resumed, theirs = ({name: each[stop][name] for name in each[stop] if "margin" not in name} for each in (ours, expected))
+    assert difference(resumed, theirs) < 1e-5
+    assert_same(ours[stop:], expected[stop:], steps=steps - stop, first=2e-5)
+
+    rows, all_rows = recorded_rows(tmp_path / "rows"), recorded_rows(uninterrupted / "rows")
+    assert list(rows) == list(range(stop + 1, steps + 1)), "no step before the stop was taken again"
+    assert rows == {step: all_rows[step] for step in rows}, "rows or their order differ"
+    for first in range(1, steps - epoch + 2, epoch):
+        used = [row for step in range(first, first + epoch) for row in {**all_rows, **rows}[step]]
+        assert len(used) == len(set(used)) == 16 * epoch, "no row twice within an epoch"

@@ -1,0 +1,318 @@
+"""An export is there as a whole or not at all: failures at every stage, kills, odd files, weights that are not finite."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from nemo_kto.errors import UserError
+from tests.helpers.messages import Naming
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint
+from tests.helpers.training_jobs import train
+
+SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as handle:
+            found |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+    return found
+
+
+class Exporter:
+    """One rank with a model that can be exported."""
+
+    def __init__(self, folder: Path) -> None:
+        from nemo_kto.architecture.architecture import read_architecture
+        from nemo_kto.distributed import state
+        from nemo_kto.huggingface.huggingface import load_weights
+        from nemo_kto.models.gpt import build_gpt
+
+        state.init_distributed(layout=state.Layout(), seed=0)
+        self.folder, self.architecture = folder, read_architecture(folder, tensor_parallel=1)
+        self.gpt = build_gpt(self.architecture, params_dtype=torch.float32)
+        load_weights([self.gpt], self.architecture, folder)
+
+    def __call__(self, out: Path) -> str:
+        """What goes wrong; nothing is an empty string."""
+        from nemo_kto.huggingface.huggingface import export
+
+        try:
+            export([self.gpt], self.architecture, source=self.folder, out=out, max_shard_bytes=20_000)
+        except (UserError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+class Stage(NamedTuple):
+    """A call that fails: of the function ``name`` of ``owner``, where its first argument's name ends like this."""
+
+    owner: Any
+    name: str
+    ending: str = ""
+    after: int = 0  # calls that succeed
+
+
+def stages() -> dict[str, Stage]:
+    import safetensors.torch
+
+    from nemo_kto.huggingface import folders
+
+    return {
+        "the lock": Stage(folders, "one_writer"),
+        "the new folder": Stage(Path, "mkdir", ".out.export-"),
+        "the first file of weights": Stage(safetensors.torch, "save_file"),
+        "a later file of weights": Stage(safetensors.torch, "save_file", after=2),
+        "the names of the weight files": Stage(Path, "rename", "part-1"),
+        "the index": Stage(Path, "write_text", "index.json"),
+        "the configuration": Stage(Path, "write_text", "config.json"),
+        "the tokenizer": Stage(Path, "write_bytes", "tokenizer.json"),
+        "the first flush": Stage(folders, "flush"),
+        "a later flush": Stage(folders, "flush", after=5),
+        "the new name": Stage(Path, "rename", ".out.export-"),
+    }
+
+
+@contextlib.contextmanager
+def failing(stage: Stage) -> Iterator[None]:
+    original, calls = getattr(stage.owner, stage.name), []
+
+    def fail(*arguments: Any, **settings: Any) -> Any:
+        name = Path(arguments[0]).name if arguments and isinstance(arguments[0], str | Path) else ""
+        hit = name.endswith(stage.ending) or (stage.ending.endswith("-") and name.startswith(stage.ending))
+        calls.extend([name] * hit)
+        if hit and len(calls) == stage.after + 1:
+            raise OSError(28, os.strerror(28))
+        return original(*arguments, **settings)
+
+    setattr(stage.owner, stage.name, fail)
+    try:
+        yield
+    finally:
+        setattr(stage.owner, stage.name, original)
+
+
+def failures(model: Path, folder: Path) -> dict[str, tuple[str, list[str], bool, bool]]:
+    """Of each stage: the error, what lies in the folder where there was nothing, and whether an earlier export is whole."""
+    exporter, found = Exporter(model), {}
+    for name, stage in stages().items():
+        new, old = folder / name / "new", folder / name / "old"
+        old.mkdir(parents=True)
+        new.mkdir()
+        assert exporter(old / "out") == ""
+        (old / "out" / "of the first").touch()
+        with failing(stage):
+            error = exporter(new / "out").replace(str(new), "FOLDER")
+        with failing(stage):
+            assert exporter(old / "out").replace(str(old), "FOLDER") == error
+        left = [path.name for path in new.iterdir()]
+        kept = [path.name for path in old.iterdir()] == ["out"] and (old / "out" / "of the first").exists()
+        whole = weights(old / "out").keys() == weights(model).keys() and exporter(old / "out") == ""
+        found[name] = error, left, kept, whole and not (old / "out" / "of the first").exists()
+    return found
+
+
+def test_a_failure_at_any_stage_keeps_the_earlier_export(ranks: RankPool, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", "llama", **SMALL)
+    (found,) = ranks.run(1, failures, tmp_path / "model", tmp_path / "out")
+    told = Naming("RuntimeError", "OSError: [Errno 28] No space left on device")
+    later = Naming("RuntimeError", "OSError: [Errno 28] No space left on device", "FOLDER/out")
+    at_start = ("the lock", "the new folder")
+    assert found == {name: (told if name in at_start else later, [], True, True) for name in stages()}
+
+
+def bad_weights(model: Path, out: Path) -> list[str]:
+    exporter = Exporter(model)
+    found = []
+    for value in (float("nan"), float("inf"), 3e38):
+        weight = exporter.gpt.decoder.layers[1].mlp.linear_fc2.weight.data
+        weight[3, 5:7] = value
+        found.append(exporter(out / "model"))
+    return found
+
+
+def test_weights_that_are_not_finite_are_not_exported(ranks: RankPool, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", "llama", **SMALL)
+    (tmp_path / "out").mkdir()
+    (found,) = ranks.run(1, bad_weights, tmp_path / "model", tmp_path / "out")
+    weight = "model.layers.1.mlp.down_proj.weight"
+    told = Naming("UserError", weight, "2", "2048", "checkpoint", "learning rate", f"{tmp_path / 'out' / 'model'}")
+    assert found == [told, told, ""], "the sum of the last two overflows, and each is finite"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
+
+
+def odd_files(model: Path, out: Path) -> tuple[str, str, list[str]]:
+    """Exports of a folder with a link that leads outside, and with a pipe and a file that only its owner can read."""
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nemo_kto").addHandler(handler)
+    exporter = Exporter(model)
+    for name in ("merges.txt", "vocab.json", "special_tokens_map.json", "generation_config.json"):
+        (model / name).unlink(missing_ok=True)
+    (model.parent / "secret").write_text("of someone else")
+    (model / "merges.txt").symlink_to(model.parent / "secret")
+    outside = exporter(out)
+    (model / "merges.txt").unlink()
+    os.mkfifo(model / "vocab.json")
+    (model / "special_tokens_map.json").mkdir()
+    (model / "generation_config.json").symlink_to("nowhere")
+    templates = model / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tools.jinja").write_text("{{ tools }}")
+    (model / "tokenizer.json").chmod(0o400)
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    (model / "chat_template.jinja").symlink_to("tokenizer_config.json")
+    before = os.umask(0o022)
+    try:
+        return outside, exporter(out), warnings
+    finally:
+        os.umask(before)
+        logging.getLogger("nemo_kto").removeHandler(handler)
+
+
+def test_special_files_in_the_model_folder(ranks: RankPool, tmp_path: Path) -> None:
+    model, out = make_checkpoint(tmp_path / "model", "llama", **SMALL), tmp_path / "out"
+    ((outside, error, warnings),) = ranks.run(1, odd_files, model, out)
+    assert outside == (
+        Naming(
+            "UserError", "failed", f"{model}/merges.txt", "file", "folder", "link", f"{tmp_path}/secret", "nothing", f"{out}"
+        )
+    )
+    assert error == ""
+    left_out = {"generation_config.json": "No such file or directory", "vocab.json": "FIFO"}
+    assert sorted(warnings) == [Naming(f"{model / name}", why) for name, why in left_out.items()]
+    assert not [name for name in left_out if os.path.lexists(out / name)]
+    assert (out / "additional_chat_templates/tools.jinja").read_text() == "{{ tools }}"
+    assert (out / "chat_template.jinja").read_bytes() == (model / "tokenizer_config.json").read_bytes()
+    assert not (out / "chat_template.jinja").is_symlink()
+    assert {path.stat().st_mode & 0o777 for path in out.rglob("*") if path.is_file()} == {0o644}
+
+
+def killed(action: Callable[[], None]) -> None:
+    """Run it in a process that kills itself."""
+    if (pid := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            action()
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def write(target: Path, text: str, *, kill_at: str = "") -> None:
+    """What an export does with its folder; killed where told: "a": while it is written, ..."""
+    from nemo_kto.huggingface.folders import NewFolder
+
+    def maybe(stage: str) -> None:
+        if stage == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    folder = NewFolder(target=target)
+    renamed, removed = Path.rename, shutil.rmtree
+
+    def rename(self: Path, to: Path) -> Path:
+        maybe("before the new name" if self == folder.path else "before the earlier one is moved away")
+        return renamed(self, to)
+
+    def remove(path: Path, **settings: Any) -> None:
+        maybe("before the earlier one is removed")
+        removed(path, **settings)
+
+    folder.start()
+    (folder.path / "half").write_text(text)
+    maybe("while it is written")
+    (folder.path / "whole").write_text(text)
+    if kill_at:
+        Path.rename, shutil.rmtree = rename, remove  # type: ignore[method-assign,assignment]
+    folder.publish()
+    folder.discard()
+
+
+# What is there under the name after a kill at this stage of the second export. Between the two renames it is nothing.
+KILLS = {
+    "while it is written": "first",
+    "before the earlier one is moved away": "first",
+    "before the new name": None,
+    "before the earlier one is removed": "second",
+}
+
+
+@pytest.mark.parametrize("stage", KILLS)
+def test_a_kill_leaves_a_complete_folder_or_none_and_the_next_export_cleans_up(stage: str, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    for others in (".writing-out", "out.partial", ".out.export-mine"):
+        (tmp_path / others).mkdir()
+    write(target, "first")
+    killed(lambda: write(target, "second", kill_at=stage))
+    found = {path.name: path.read_text() for path in target.iterdir()} if target.exists() else None
+    whole = KILLS[stage]
+    assert found == (None if whole is None else {"half": whole, "whole": whole})
+    write(target, "third")
+    assert {path.read_text() for path in target.iterdir()} == {"third"}
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".writing-out", "out.partial", ".out.export-mine"}
+
+
+def run_with_targets(model: Path, rows: Path, folder: Path, *overrides: str) -> str:
+    """What a run says that would export to a folder of something else."""
+    try:
+        train(model, rows, folder, 1, ["export.enabled=true", *overrides])
+    except UserError as error:
+        return str(error)
+    return "it was trained"
+
+
+@pytest.mark.parametrize("key", ["path", "adapter_path"])
+def test_a_run_with_a_conflicting_export_folder_does_not_start(
+    key: str, ranks: RankPool, kto_rows: Path, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.tex").touch()
+    overrides = [f"export.{key}={mine}", "model.peft.peft_scheme=lora"]
+    model = make_checkpoint(tmp_path / "model", "llama", **SMALL)
+    (told,) = ranks.run(1, run_with_targets, model, kto_rows, tmp_path / "run", *overrides)
+    assert told == Naming(f"export.{key}", "used", f"{mine}", "folder", "export.enabled=false")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_export_follows_a_link(tmp_path: Path) -> None:
+    (tmp_path / "large disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "large disk" / "out")
+    for text in ("first", "second"):
+        write(tmp_path / "out", text)
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "large disk" / "out" / "whole").read_text() == "second"
+    assert [path.name for path in (tmp_path / "large disk").iterdir()] == ["out"]
+
+
+def test_targets_are_checked_before_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_kto.artifacts.safetensors_files import is_our_model
+    from nemo_kto.huggingface.folders import check_target
+
+    def told(target: Path, need: int = 0) -> str:
+        with pytest.raises(UserError) as raised:
+            check_target(target, is_ours=is_our_model, need=need)
+        return str(raised.value)
+
+    (tmp_path / "mine").mkdir()
+    check_target(tmp_path / "mine", is_ours=is_our_model)
+    check_target(tmp_path / "a" / "b", is_ours=is_our_model, need=1)
+    (tmp_path / "mine" / "thesis.tex").touch()
+    assert told(tmp_path / "mine") == Naming(f"{tmp_path / 'mine'}", "folder")
+    file = tmp_path / "mine" / "thesis.tex"
+    assert told(file / "out") == Naming(f"{file / 'out'}", "made", "folder")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**12, 10**12, 10**9))
+    assert told(tmp_path / "a" / "b", need=14 * 10**9) == Naming(f"{tmp_path}", "14.0", "GB", "1.0", "folder")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine", "thesis.tex"], "nothing is left there"

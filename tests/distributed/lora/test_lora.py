@@ -1,0 +1,219 @@
+"""Adapters at every layout against peft and plain autograd: every gradient, the norm, and the adapters after AdamW steps."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nemo_kto.architecture.lora import LoRASettings
+from nemo_kto.distributed.state import Layout
+from tests.helpers import hf_models, lora_jobs
+from tests.helpers.hf_models import peft_model
+from tests.helpers.messages import Naming
+from tests.helpers.rank_pool import RankPool
+
+# Nine heads in three groups (padded where two ranks share them), biases, and stages of the pipeline without an adapter; and
+# with magnitudes, of all parts and of some.
+SETTINGS = {
+    "llama-odd-heads": LoRASettings(rank=4, alpha=8, target_modules=("all",)),
+    "qwen2": LoRASettings(
+        rank=3, alpha=4, target_modules=("q_proj", "v_proj", "up_proj", "mlp_fc2"), layers=(2, 3), rslora=True
+    ),
+    "llama-one-kv-head": LoRASettings(rank=2, alpha=1, target_modules=("attention",), layers=(4,)),
+    "llama-all-biases-linear-rope": LoRASettings(rank=2, alpha=2, target_modules=("mlp", "k_proj"), layers=(1,)),
+    "mistral": LoRASettings(rank=3, alpha=5, target_modules=("embed_tokens", "o_proj")),
+    "llama-odd-heads, dora": LoRASettings(rank=4, alpha=8, target_modules=("all",), dora=True),
+    "llama-all-biases-linear-rope, dora": LoRASettings(
+        rank=2, alpha=2, target_modules=("q_proj", "o_proj", "up_proj", "down_proj"), layers=(1, 4), dora=True
+    ),
+}
+CASES: dict[str, tuple[int, Layout, dict[str, Any]]] = {
+    "one_rank": (1, Layout(), {}),
+    "recompute": (1, Layout(), {"recompute": True}),
+    "tp2": (2, Layout(tensor=2), {}),
+    "tp4": (4, Layout(tensor=4), {}),
+    "pp2": (2, Layout(pipeline=2), {}),
+    "pp2_vp2": (2, Layout(pipeline=2, virtual=2), {}),
+    "pp2_replicated_optimizer": (2, Layout(pipeline=2), {"distributed": False}),
+    "dp2": (2, Layout(), {}),
+    "tp2_pp2": (4, Layout(tensor=2, pipeline=2), {}),
+    "tp2_dp2": (4, Layout(tensor=2), {}),
+    "tp2_sequence_parallel": (2, Layout(tensor=2, sequence_parallel=True), {}),
+    "tp2_pp2_sequence_parallel_recompute": (4, Layout(tensor=2, pipeline=2, sequence_parallel=True), {"recompute": True}),
+}
+
+Tensors = dict[str, torch.Tensor]
+
+
+def adapter_tensors(model: Any, what: Any) -> Tensors:
+    """``what`` of each adapter parameter, under the names of peft's files."""
+    named = (
+        (name.replace("vector.default.weight", "vector").replace(".default", ""), parameter)
+        for name, parameter in model.named_parameters()
+    )
+    return {name: what(parameter) for name, parameter in named if parameter.requires_grad}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path, LoRASettings]]:
+    """For each model its folder, an adapter in peft's own hand, and what is adapted."""
+    root = tmp_path_factory.mktemp("lora")
+    found = {}
+    for name, settings in SETTINGS.items():
+        hf_models.write_model(name.removesuffix(", dora"), root / name)
+        peft_model(root / name, settings).save_pretrained(root / f"{name}-adapter", save_embedding_layers=False)
+        found[name] = (root / name, root / f"{name}-adapter", settings)
+    return found
+
+
+Expected = tuple[Tensors, Tensors, list[float]]
+
+
+def steps_of_peft(model: Any) -> Expected:
+    """First gradients, adapters after three steps, and norms: peft, autograd and torch's AdamW, in fp64."""
+    model = model.double()  # in fp32 its own rounding is more than half of what is allowed
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [each for each in trained if each.dim() > 1], "weight_decay": lora_jobs.WEIGHT_DECAY},
+        {"params": [each for each in trained if each.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lora_jobs.LR, betas=lora_jobs.BETAS, eps=lora_jobs.EPS)
+    gradients: Tensors = {}
+    norms = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        for row in range(lora_jobs.ROWS):
+            ((model(lora_jobs.tokens(row)).logits * lora_jobs.cotangent(row)).sum() / lora_jobs.ROWS).backward()
+        gradients = gradients or adapter_tensors(model, lambda parameter: parameter.grad.clone())
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, lora_jobs.CLIP)))
+        optimizer.step()
+    return gradients, adapter_tensors(model, lambda parameter: parameter.detach().clone()), norms
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, tuple[Path, Path, LoRASettings]]) -> dict[str, Expected]:
+    """What peft says of each model."""
+    return {name: steps_of_peft(peft_model(folder, settings)) for name, (folder, _, settings) in models.items()}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case, marks=[pytest.mark.full] * (case not in ("tp2", "pp2", "dp2"))) for case in CASES],
+)
+def outcome(
+    request: pytest.FixtureRequest, ranks: RankPool, models: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[dict[str, list[float]]], Path]:
+    """What the ranks of one layout returned, and where they wrote."""
+    world_size, layout, options = CASES[request.param]
+    out = tmp_path_factory.mktemp(request.param)
+    return ranks.run(world_size, lora_jobs.gradients_and_steps, layout, models, out, options), out
+
+
+def check_steps(results: list[list[float]], written: Path, model: Path, expected: Expected) -> None:
+    """What each rank returned and what they wrote of a model, against what peft says of it."""
+    gradients, trained, norms = expected
+    ours = load_file(written / "gradients" / "adapter_model.safetensors")
+    weights = hf_models.weights(model)
+    for tensor in (tensor for tensor in ours if tensor.endswith("lora_magnitude_vector")):
+        # written in the place of what magnitudes are more than the norms of their rows
+        weight = tensor.removeprefix("base_model.model.").replace("lora_magnitude_vector", "weight")
+        ours[tensor] = ours[tensor].double() - weights[weight].double().norm(dim=1)
+    scale = max(gradient.abs().max() for gradient in gradients.values())
+    assert ours.keys() == gradients.keys()
+    for tensor, gradient in gradients.items():
+        assert gradient.abs().max() > 1e-4 * scale, "the test must see every part"
+        assert (ours[tensor] - gradient).abs().max() < 1e-5 * scale, tensor
+    for *our_norms, largest_padding in results:
+        # As docs/numerics.md has it for later steps: AdamW's first updates are gradients over their own size, so that what
+        # rounds a small one differently grows with each step.
+        assert our_norms[0] == pytest.approx(norms[0], rel=2e-5)
+        assert our_norms == pytest.approx(norms, rel=1e-4)
+        assert largest_padding == 0.0
+    assert norms[0] > lora_jobs.CLIP, "the norm must matter"
+    after = load_file(written / "trained" / "adapter_model.safetensors")
+    for tensor, values in trained.items():
+        assert (after[tensor] - values).abs().max() < 1e-4 * values.abs().max(), tensor
+    assert os.listdir(written / "trained") == os.listdir(written / "gradients")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_gradients_and_steps_equal_peft(outcome: Any, expected: Any, models: Any, name: str) -> None:
+    results, out = outcome
+    check_steps([result[name] for result in results], out / name, models[name][0], expected[name])
+
+
+DROPOUT = LoRASettings(rank=4, alpha=8, dropout=0.3, target_modules=("all",))
+SHARED: dict[str, Layout] = {
+    "tp2": Layout(tensor=2),
+    "tp2_sequence_parallel": Layout(tensor=2, sequence_parallel=True),
+}
+
+
+@pytest.mark.parametrize("layout", SHARED)
+def test_replicated_parameters_stay_equal_under_dropout(layout: str, ranks: RankPool, models: Any) -> None:
+    folder, _, _ = models["llama-odd-heads"]
+    first, second = ranks.run(2, lora_jobs.replicated_after_dropout, SHARED[layout], folder, DROPOUT)
+    assert first[0] == second[0]
+    assert first[1].keys() == second[1].keys()
+    assert len(first[1]) == 4 * 4, "four layers, four linear layers, A or B of each"
+    for name, values in first[1].items():
+        assert (values == second[1][name]).all(), name
+    assert first[2] == second[2]
+    without = ranks.run(2, lora_jobs.replicated_after_dropout, SHARED[layout], folder, SETTINGS["llama-odd-heads"])
+    assert abs(without[0][0][0] - first[0][0]) > 1e-3, "dropout must matter"
+
+
+def test_dropout_masks_are_equal_on_ranks_with_the_same_activations(ranks: RankPool, models: Any) -> None:
+    folder, _, _ = models["qwen2"]
+    scale = DROPOUT.scale
+    for layout, same in {
+        "tp2": {"column": True, "row": False},
+        "tp2_sequence_parallel": {"column": False, "row": False},
+    }.items():
+        first, second = ranks.run(2, lora_jobs.dropped, SHARED[layout], folder, DROPOUT)
+        for name, expected in same.items():
+            assert (first[name] == second[name]).all() == expected, (layout, name)
+            kept = first[name] / scale * (1 - DROPOUT.dropout)  # inputs that were kept, each of them 1 / (1 - p)
+            assert abs(kept - kept.round()).max() < 1e-4
+            assert 0.5 < kept.mean() / first[f"{name}, width"] < 0.9
+            assert first[f"{name}, evaluation"] == [scale * first[f"{name}, width"]]
+
+
+@pytest.mark.parametrize(
+    ("layout", "distributed"),
+    [
+        pytest.param("pp2", True, id="pp2-distributed"),
+        pytest.param("dp2", False, id="dp2-replicated"),
+        *(
+            pytest.param(layout, distributed, id=f"{layout}-{name}", marks=pytest.mark.full)
+            for layout in ("one_rank", "tp2_sequence_parallel", "pp2", "dp2")
+            for distributed, name in ((True, "distributed"), (False, "replicated"))
+            if (layout, distributed) not in (("pp2", True), ("dp2", False))
+        ),
+    ],
+)
+def test_half_precision(layout: str, distributed: bool, ranks: RankPool, models: Any, expected: Any) -> None:
+    """Also where a stage of the pipeline has nothing to train."""
+    for name in ("qwen2", "llama-one-kv-head"):
+        folder, adapter, settings = models[name]
+        world_size, where, _ = CASES[layout]
+        arguments = (where, folder, adapter, settings, distributed)
+        for norms, dtypes in ranks.run(world_size, lora_jobs.half_precision, *arguments):
+            assert norms == pytest.approx(expected[name][2], rel=0.05)
+            assert dtypes == {"torch.bfloat16"}
+
+
+def test_adapters_created_in_the_wrong_order(ranks: RankPool, models: Any) -> None:
+    (messages,) = ranks.run(1, lora_jobs.misuse, models["llama-odd-heads"][0])
+    assert messages == [
+        "",
+        Naming("RuntimeError", "adapters"),
+        Naming("RuntimeError", "adapters"),
+        Naming("TypeError", "ColumnParallelLinear", "RowParallelLinear", "SparseGradEmbedding", "LoRAColumnParallelLinear"),
+        Naming("UserError", "1", "4", "number", "5"),
+    ]

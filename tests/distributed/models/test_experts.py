@@ -1,0 +1,225 @@
+"""Whole jobs with mixtures of experts: one trajectory however the experts are shared out, and resumed at other layouts."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.models.test_load_balance import make_sequences
+from tests.helpers.engines import engine
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.training_jobs import assert_same, length, train, trajectory
+
+TP2 = ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"]
+EP2, WHOLE_EXPERTS = "model.expert_model_parallel_size=2", "model.expert_tensor_parallel_size=1"
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one_rank": (1, []),
+    "micro_batch_1": (1, ["model.micro_batch_size=1"]),
+    "recompute": (1, ["model.activations_checkpoint_granularity=selective"]),
+    "ep2": (2, [EP2]),
+    "ep2_replicated_optimizer": (2, [EP2, "model.optim.use_distributed_optimizer=false"]),
+    "tp2_ep2_whole_experts": (2, [*TP2, EP2, WHOLE_EXPERTS]),
+    "ep2_90_tokens": (2, [EP2, "model.micro_batch_size=null", "model.micro_batch_tokens=90"]),
+    "ep2_overlap": (2, [EP2, "model.optim.overlap=true"]),
+    "tp2_ep2": (4, [*TP2, EP2]),
+    "pp2_ep2": (4, ["model.pipeline_model_parallel_size=2", EP2]),
+    "pp2_vp2_ep2": (4, ["model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2", EP2]),
+    "cp2_ep2": (4, ["model.context_parallel_size=2", EP2]),
+    "ep4": (4, ["model.expert_model_parallel_size=4"]),
+    "dp2": (2, []),
+}
+ROWS = ["model.data.packing=true", "model.micro_batch_size=null", "model.micro_batch_tokens=180"]
+LAYOUTS |= {
+    "packed_ep2": (2, [EP2, *ROWS]),
+    "packed_cp2_ep2": (2, ["model.context_parallel_size=2", EP2, *ROWS]),
+}
+LORA = [
+    "model.peft.peft_scheme=lora",
+    "model.peft.lora_tuning.adapter_dim=4",
+    "model.reference.mode=adapter",
+    "model.optim.lr=5e-3",
+]
+TARGETS = "model.peft.lora_tuning.target_modules"
+BALANCE = "model.moe_aux_loss_coeff=0.02"
+# Name of a run: the algorithm, the family, what is overridden.
+RUNS: dict[str, tuple[str, str, list[str]]] = {
+    "kto": ("kto", "mixtral", [BALANCE]),
+    "dpo": ("dpo", "qwen3_moe", [BALANCE]),
+    "kto_sinks": ("kto", "gpt_oss", [BALANCE]),
+    "kto_lora": ("kto", "qwen2_moe", [*LORA, f"{TARGETS}=[all]", BALANCE]),  # shared experts, and a layer without
+    "kto_lora_experts": ("kto", "mixtral", [*LORA, f"{TARGETS}=[mlp]"]),  # nothing else is trained
+    "kto_synced": ("kto", "qwen2_moe", ["model.reference.sync_interval=1"]),
+    "llama4": ("kto", "llama4_text", [BALANCE]),  # sequences of several chunks of attention
+    "llama4_lora": ("dpo", "llama4_text", [*LORA, f"{TARGETS}=[all]", BALANCE]),
+    "dpo_lora": ("dpo", "mixtral", [*LORA, f"{TARGETS}=[attention]"]),
+}
+QUICK = [
+    ("llama4", "packed_cp2_ep2"),
+    ("kto", "packed_ep2"),
+    ("dpo", "pp2_ep2"),
+    ("kto_lora_experts", "ep2"),
+]
+OF_OTHER_RUNS = ("ep2", "tp2_ep2_whole_experts", "pp2_ep2", "packed_ep2", "packed_cp2_ep2")
+EVERY_CASE = [
+    *((run, layout) for run in RUNS for layout in (LAYOUTS if run == "kto" else OF_OTHER_RUNS) if layout != "one_rank"),
+    ("kto_lora", "ep2_overlap"),
+    ("kto_sinks", "tp2_ep2"),
+]
+CASES = [
+    *(pytest.param(*case, 3, id="-".join(case)) for case in QUICK),
+    *(pytest.param(*case, 10, id=f"{'-'.join(case)}-10", marks=pytest.mark.full) for case in EVERY_CASE),
+]
+Start = Callable[[str, str, int, Path], list[dict[str, float]]]
+
+
+@pytest.fixture(scope="module")
+def start(ranks: RankPool, tiny_checkpoint: Callable[..., Path], kto_rows: Path, dpo_rows: Path) -> Start:
+    """Names of a run and a layout, steps, and a folder -> what is logged there when the run has ended."""
+
+    def run(name: str, layout: str, steps: int, folder: Path) -> list[dict[str, float]]:
+        (world_size, of_layout), (algorithm, family, of_run) = LAYOUTS[layout], RUNS[name]
+        given = [*of_run, *of_layout, *length(algorithm, steps), f"trainer.{algorithm}.save_interval=2"]
+        given.append("exp_manager.checkpoint_callback_params.save_top_k=-1")
+        rows = kto_rows if algorithm == "kto" else dpo_rows
+        ranks.run(world_size, train, tiny_checkpoint(family), rows, folder, world_size, given, algorithm)
+        return trajectory(folder)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, int], Path]:
+    """The folder of a run that nothing stopped; each is made once."""
+    known: dict[tuple[str, str, int], Path] = {}
+
+    def get(name: str, layout: str, steps: int) -> Path:
+        if (name, layout, steps) not in known:
+            folder = tmp_path_factory.mktemp("whole")
+            assert len(start(name, layout, steps, folder)) == steps
+            known[name, layout, steps] = folder
+        return known[name, layout, steps]
+
+    return get
+
+
+@pytest.mark.parametrize(("name", "layout", "steps"), CASES)
+def test_same_trajectory(
+    name: str, layout: str, steps: int, start: Start, whole: Callable[[str, str, int], Path], tmp_path: Path
+) -> None:
+    ours, expected = start(name, layout, steps, tmp_path), trajectory(whole(name, "one_rank", steps))
+    assert expected[0]["train/moe_aux_loss"] > 1.05, "experts must not be chosen alike, or their number says nothing"
+    assert expected[-1]["val/rewards_margin"] > 0.05, "the policy must move, or equality proves nothing"
+    assert_same(ours, expected, steps=steps)
+
+
+MOVES = [("ep2", "one_rank"), ("one_rank", "tp2_ep2_whole_experts"), ("tp2_ep2", "pp2_ep2"), ("pp2_ep2", "ep4")]
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "steps"),
+    [
+        ("kto", "ep2", "ep2", 3),
+        ("kto", "ep2", "tp2_ep2_whole_experts", 3),
+        *(pytest.param("kto", *move, 5, marks=pytest.mark.full) for move in MOVES),
+        *(pytest.param(run, *MOVES[0], 5, marks=pytest.mark.full) for run in RUNS if run not in ("kto", "dpo_lora")),
+        pytest.param("kto", "ep2_replicated_optimizer", "ep2_replicated_optimizer", 5, marks=pytest.mark.full),
+    ],
+)
+def test_resumed(
+    name: str,
+    before: str,
+    after: str,
+    steps: int,
+    start: Start,
+    whole: Callable[[str, str, int], Path],
+    tmp_path: Path,
+) -> None:
+    uninterrupted, stop = whole(name, before, steps), 2
+    shutil.copytree(uninterrupted / "checkpoints" / f"step_{stop:06d}", tmp_path / "checkpoints" / f"step_{stop:06d}")
+    shutil.copy(uninterrupted / "metrics.jsonl", tmp_path)
+    ours, expected = start(name, after, steps, tmp_path), trajectory(uninterrupted)
+    if before == after:
+        assert ours == expected, "to the last bit"
+        return
+    assert ours[:stop] == expected[:stop]
+    assert ours[stop:] != expected[stop:], "the rest was computed again, and rounded otherwise"
+    assert_same(ours[stop:], expected[stop:], steps=steps - stop)
+
+
+def unevenly_shared(model: Path, counts: list[int], expert_parallel: int) -> tuple[list[float], int, int]:
+    """On a rank: log-probs of its sequences, of which another rank may have more; tokens that it counts, and carries."""
+    import torch
+    from megatron.core import parallel_state
+
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.distributed import state
+    from nemo_kto.huggingface.huggingface import load_weights
+    from nemo_kto.models.engine.optimizer import wrap_data_parallel
+    from nemo_kto.models.flops import Passes
+    from nemo_kto.models.gpt import build_gpt
+
+    state.init_distributed(layout=state.Layout(expert=expert_parallel), seed=1)
+    architecture = read_architecture(model, tensor_parallel=1)
+    gpt = build_gpt(architecture, params_dtype=torch.float32, expert_parallel=expert_parallel)
+    chunks = wrap_data_parallel([gpt], use_distributed_optimizer=False)
+    load_weights(chunks, architecture, model)
+    first = sum(counts[: parallel_state.get_data_parallel_rank()])
+    mine = slice(first, first + counts[parallel_state.get_data_parallel_rank()])
+    runs, sequences = engine(chunks, architecture), make_sequences(1, mine)
+    logps = runs.logprobs(sequences)
+    assert runs.logprobs(make_sequences(1, slice(0, 0))).shape == (0,), "nobody has any"
+    carried = sum(each.tokens_bs.numel() for each in runs._micro_batches(sequences, runs.limits))
+    return logps.tolist(), int(runs.work_sums(sequences, passes=Passes(forward=1))["padded_tokens"]), carried
+
+
+def test_a_rank_without_sequences_participates(tiny_checkpoint: Callable[..., Path], ranks: RankPool) -> None:
+    folder = tiny_checkpoint("mixtral")
+    ((expected, _, _),) = ranks.run(1, unevenly_shared, folder, [8], 1)
+    (first, *of_first), (second, *of_second) = ranks.run(2, unevenly_shared, folder, [8, 0], 2)
+    assert second == []
+    assert first == pytest.approx(expected, rel=1e-5)
+    assert of_first[0] == of_first[1] > of_second[0] == of_second[1] == 4, "four without sequences, of one token each"
+
+
+def test_an_export_equals_the_checkpoint(
+    ranks: RankPool, tiny_checkpoint: Callable[..., Path], kto_rows: Path, tmp_path: Path
+) -> None:
+    """Written by two ranks that share out the experts, and by one that has them all."""
+    import torch
+
+    from nemo_kto.run.policy import export_checkpoint
+    from tests.helpers.hf_models import weights
+
+    given = [EP2, "export.enabled=true", "trainer.kto.max_steps=1"]
+    source = tiny_checkpoint("qwen3_moe")
+    ranks.run(2, train, source, kto_rows, tmp_path / "run", 2, given)
+    ranks.run(1, export_checkpoint, tmp_path / "run", tmp_path / "again")
+    first, again, before = (weights(folder) for folder in (tmp_path / "run" / "hf", tmp_path / "again", source))
+    assert first.keys() == again.keys() == before.keys()
+    assert all(torch.equal(values, again[name]) for name, values in first.items())
+    assert not [name for name, values in first.items() if torch.equal(values, before[name])], "every expert is trained"
+
+
+def test_exported_adapters_equal_the_checkpoint(
+    ranks: RankPool, tiny_checkpoint: Callable[..., Path], kto_rows: Path, tmp_path: Path
+) -> None:
+    """Adapters on experts that two ranks share out, and the model that they are merged into; both again on one rank."""
+    import torch
+
+    from nemo_kto.run.policy import export_checkpoint
+    from tests.helpers.hf_models import weights
+
+    given = [*LORA, f"{TARGETS}=[mlp]", EP2, "export.enabled=true", "trainer.kto.max_steps=1"]
+    run = tmp_path / "run"
+    ranks.run(2, train, tiny_checkpoint("mixtral"), kto_rows, run, 2, given)
+    ranks.run(1, export_checkpoint, run, tmp_path / "hf")
+    ranks.run(1, partial(export_checkpoint, adapter=True), run, tmp_path / "adapter")
+    for name in ("hf", "adapter"):
+        first, again = weights(run / name), weights(tmp_path / name)
+        assert first.keys() == again.keys()
+        assert all(torch.equal(values, again[weight]) for weight, values in first.items()), name
+    assert len(weights(run / "adapter")) == 4 * 4 * 3 * 2, "layers, experts, projections, A and B"

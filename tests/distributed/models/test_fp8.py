@@ -1,0 +1,80 @@
+"""Where fp8 begins and ends: every layer of the model in megatron-core's context, nothing else, and weights quantised anew.
+
+What the context does needs a GPU: here it is looked at who enters it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.transformer import transformer_block
+from megatron.core.utils import unwrap_model
+
+from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.distributed import state
+from nemo_kto.models.engine import engine as engine_module
+from nemo_kto.models.engine.optimizer import wrap_data_parallel
+from nemo_kto.models.engine.sequences import SequenceBatch
+from nemo_kto.models.gpt import build_gpt
+from tests.helpers import engines
+from tests.helpers.rank_pool import RankPool
+
+
+def entered(folder: Path, fp8: str | None) -> dict[str, Any]:
+    """Which layers enter the context in two passes, each of two micro-batches, and what is inside of it."""
+    state.init_distributed(layout=state.Layout(), seed=3)
+    architecture = read_architecture(folder, tensor_parallel=1)
+    chunks = wrap_data_parallel(
+        [build_gpt(architecture, params_dtype=torch.float32, fp8=fp8)], use_distributed_optimizer=True
+    )
+    layers: list[int] = []
+    inside: set[str] = set()
+    depth = [0]
+
+    @contextlib.contextmanager
+    def context(config: Any, layer: int) -> Iterator[None]:
+        layers.append(layer)
+        depth[0] += 1
+        yield
+        depth[0] -= 1
+
+    def note(name: str) -> Any:
+        return lambda *_: inside.add(f"{name}: {depth[0]}")
+
+    gpt = unwrap_model(chunks[0])
+    linear = gpt.decoder.layers[0].mlp.linear_fc1
+    linear.register_forward_pre_hook(note("linear"))
+    gpt.embedding.register_forward_pre_hook(note("embedding"))
+    linear.is_first_microbatch = False  # Transformer Engine's word for "quantise the weight again"
+    runs = engines.engine(chunks, architecture)
+    tokens = torch.randint(0, architecture.vocab_size, (4, 16))
+    batch = SequenceBatch.of(tokens, tokens, torch.full((4,), 16), None, None)
+    head = engine_module.vocab_parallel_logprobs
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        note("head")()
+        return head(*arguments, **options)
+
+    with (
+        mock.patch.object(transformer_block, "get_fp8_context", context),
+        mock.patch.object(engine_module, "vocab_parallel_logprobs", noted),
+    ):
+        runs.logprobs(batch)
+    return {"layers": layers, "inside": sorted(inside), "again": linear.is_first_microbatch}
+
+
+def test_only_layers_are_in_fp8(ranks: RankPool, tiny_llama: Path) -> None:
+    (found,) = ranks.run(1, entered, tiny_llama, "hybrid")
+    assert found["layers"] == [0, 1, 2, 3] * 2, "each layer of each micro-batch"
+    assert found["inside"] == ["embedding: 0", "head: 0", "linear: 1"]
+    assert found["again"], "swapped and updated weights are quantised again, before the first micro-batch of each pass"
+
+
+def test_no_fp8_context_with_bf16(ranks: RankPool, tiny_llama: Path) -> None:
+    (found,) = ranks.run(1, entered, tiny_llama, None)
+    assert (found["layers"], found["again"]) == ([], False)

@@ -1,0 +1,178 @@
+"""The load-balancing loss of a mixture of experts by itself: its gradient of every parameter, against autograd over
+transformers and the formula written out, at every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.models.test_gradients import ROWS, make_batch
+from tests.helpers.engines import engine
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint
+
+COEFFICIENT = 0.3
+
+
+def make_sequences(answers: int, share: slice = slice(None)) -> Any:
+    """The rows of a batch, or their halves as answers to the same prompts; a share of them. Row 5 has no response."""
+    from nemo_kto.models.engine.sequences import SequenceBatch
+
+    batch, prompts = make_batch(), torch.arange(ROWS // answers)[share]
+    index = torch.cat([prompts + ROWS // answers * answer for answer in range(answers)])
+    tokens, labels, lengths = (batch[name][index] for name in ("samples", "sample_labels", "sample_lengths"))
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return SequenceBatch(tokens_BS=tokens, labels_BS=labels, lengths_B=lengths, positions_BS=positions, answers=answers)
+
+
+def balance_step(
+    policy: Path,
+    out: Path,
+    answers: int,
+    layout: dict[str, Any],
+    micro_batch_size: int,
+    recompute: str | None,
+    packed: bool,
+) -> tuple[dict[str, float], dict[str, float]]:
+    """On a rank: passes whose loss is zero but for the balance; the gradients are exported as if they were weights.
+
+    Returns:
+        What was noted, and what was noted in passes without gradient.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.architecture.stages import PipelineSplit
+    from nemo_kto.distributed import state
+    from nemo_kto.huggingface.huggingface import export, load_weights
+    from nemo_kto.models.engine.engine import MicroBatchLoss
+    from nemo_kto.models.engine.optimizer import wrap_data_parallel
+    from nemo_kto.models.gpt import build_gpt
+
+    there = state.Layout(**layout)
+    state.init_distributed(layout=there, seed=1)
+    architecture = read_architecture(policy, tensor_parallel=there.tensor, expert_tensor_parallel=there.expert_tensor)
+    gpt = build_gpt(
+        architecture,
+        params_dtype=torch.float32,
+        split=PipelineSplit(stages=there.pipeline),
+        context_parallel=there.context,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        sequence_parallel=there.sequence_parallel,
+        expert_parallel=there.expert,
+        recompute_granularity=recompute,
+    )
+    chunks = wrap_data_parallel([gpt], use_distributed_optimizer=False)
+    load_weights(chunks, architecture, policy)
+    runs = engine(chunks, architecture, micro_batch_size=micro_batch_size, packed=packed)
+    runs.moe_aux_loss_coeff = COEFFICIENT
+    mine = slice(parallel_state.get_data_parallel_rank(), None, parallel_state.get_data_parallel_world_size())
+    sequences = make_sequences(answers, mine)
+    counts = sequences.counted_B > 0
+
+    def nothing_else(sequence_index_b: torch.Tensor, logps_b: torch.Tensor) -> MicroBatchLoss:
+        examples = counts[sequence_index_b].sum() // answers
+        return MicroBatchLoss.of({"loss_sum": (0 * logps_b).sum(), "rows": examples})
+
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    runs.forward_backward(sequences, nothing_else, forward_only=False)
+    noted = runs.balance_sums()
+    runs.logprobs(sequences)
+    assert runs.balance_sums() == noted, "a reference and KL examples count nowhere"
+    for parameter in unwrap_model(chunks[0]).parameters():
+        parameter.data.copy_(parameter.main_grad)
+    export(chunks, architecture, source=policy, out=out, max_shard_bytes=10**9)
+    runs.forward_backward(sequences, nothing_else, forward_only=True)
+    return noted, runs.balance_sums()
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("balance") / "policy", "mixtral")
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["unpaired", "pairs"])
+def oracle(
+    request: pytest.FixtureRequest, policy: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, dict[str, float], dict[str, torch.Tensor]]:
+    """Answers to a prompt; the formula over transformers' router logits; its gradients, by the names in a file."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.helpers.hf_models import weights
+
+    answers: int = request.param
+    sequences = make_sequences(answers)
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    experts, chosen = model.config.num_local_experts, model.config.num_experts_per_tok
+    layers = model(sequences.tokens_BS, output_router_logits=True).router_logits
+    losses, choices = [], torch.zeros(len(layers), experts)
+    valid_P = (sequences.labels_BS != -100).any(1).view(answers, -1).all(0)
+    for row in valid_P.repeat(answers).nonzero().flatten().tolist():
+        length = int(sequences.lengths_B[row])
+        for layer, logits in enumerate(layers):
+            probs = logits.view(*sequences.tokens_BS.shape, experts)[row, :length].softmax(-1)
+            counts = torch.bincount(probs.topk(chosen).indices.flatten(), minlength=experts)
+            losses.append(experts * (counts / (length * chosen) * probs.mean(0)).sum())
+            choices[layer] += counts
+    mean = torch.stack(losses).mean()
+    (COEFFICIENT * len(layers) * mean).backward()
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    model.save_pretrained(out := tmp_path_factory.mktemp("expected"))
+    shares = choices / choices.sum(1, keepdim=True)
+    expected = {"moe_aux_loss": mean.item(), "largest": shares.max().item(), "smallest": shares.min().item()}
+    return answers, expected, weights(out)
+
+
+# Ranks, layout, prompts of a micro-batch, what is recomputed, whether rows are packed.
+CASES: dict[str, tuple[int, dict[str, Any], int, str | None, bool]] = {
+    "one_rank": (1, {}, 2, None, False),
+    "micro_batches_of_1": (1, {}, 1, None, False),
+    "recompute": (1, {}, 4, "selective", False),
+    "tp2_ep2": (2, {"tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1}, 2, None, False),
+    "pp2_ep2": (4, {"pipeline": 2, "expert": 2}, 2, None, False),
+    "cp2": (2, {"context": 2}, 2, None, False),
+    "tp2_pp2": (4, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, 2, None, False),
+    "packed": (1, {}, 3, None, True),
+    "packed_recompute": (1, {}, 2, "selective", True),
+    "packed_cp2": (2, {"context": 2}, 3, None, True),
+    "packed_tp2_pp2": (4, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, 2, None, True),
+}
+QUICK = ("one_rank", "tp2_ep2", "tp2_pp2", "packed_cp2")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.full] * (case not in QUICK)) for case in CASES],
+)
+def test_the_gradient_equals_autograd_of_the_formula(
+    case: str,
+    policy: Path,
+    oracle: tuple[int, dict[str, float], dict[str, torch.Tensor]],
+    ranks: RankPool,
+    tmp_path: Path,
+) -> None:
+    from nemo_kto.losses.metrics import balance_metrics
+    from tests.helpers.hf_models import weights
+
+    answers, expected, gradients = oracle
+    world_size, *rest = CASES[case]
+    arguments = (policy, tmp_path, answers, *rest)
+    for noted, without_gradient in ranks.run(world_size, balance_step, *arguments):
+        assert without_gradient == {}
+        metrics = balance_metrics(noted)
+        assert metrics["moe_aux_loss"] == pytest.approx(expected["moe_aux_loss"], rel=1e-5)
+        assert metrics["moe_largest_share"] == pytest.approx(expected["largest"], rel=1e-6)
+        assert metrics["moe_smallest_share"] == pytest.approx(expected["smallest"], rel=1e-6)
+    found = weights(tmp_path)
+    scale = max(gradient.abs().max() for gradient in gradients.values())
+    assert found.keys() == gradients.keys()
+    assert max(gradients[name].abs().max() for name in gradients if name.endswith("gate.weight")) > 0.1 * scale
+    for name, gradient in gradients.items():
+        assert (found[name] - gradient).abs().max() < 1e-5 * scale, name

@@ -1,0 +1,116 @@
+"""Activations that are computed again: the gradients are the same to the last bit, and less is kept between the passes."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.utils import unwrap_model
+
+from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.architecture.lora import LoRASettings
+from nemo_kto.distributed import state
+from nemo_kto.huggingface.huggingface import load_weights
+from nemo_kto.models.engine.engine import MicroBatchLoss
+from nemo_kto.models.engine.optimizer import wrap_data_parallel
+from nemo_kto.models.engine.sequences import SequenceBatch
+from nemo_kto.models.gpt import build_gpt
+from nemo_kto.models.lora.adapters import add_adapters
+from tests.helpers.engines import engine
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint
+
+ROWS, WIDTH = 2, 64
+LAYERS, FFN = 4, 128  # of the tiny llama
+CHOICES: dict[str, dict[str, Any]] = {
+    "none": {},
+    **{
+        name: {"recompute_granularity": "selective", "recompute_modules": name.split("+")}
+        for name in ("mlp", "core_attn", "mlp+core_attn")
+    },
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def pass_with(folder: Path, settings: dict[str, Any], overlap: bool) -> tuple[list[torch.Tensor], int]:
+    """Gradients of a forward and backward pass, and the bytes that are kept between the two."""
+    architecture = read_architecture(folder, tensor_parallel=1)
+    gpt = build_gpt(architecture, params_dtype=torch.float32, **settings)
+    chunks = wrap_data_parallel([gpt], use_distributed_optimizer=True, overlap=overlap)
+    load_weights(chunks, architecture, folder)
+    tokens_BS = torch.randint(0, 256, (ROWS, WIDTH), generator=torch.Generator().manual_seed(1))
+    sequences = SequenceBatch.of(tokens_BS, tokens_BS.clone(), torch.full((ROWS,), WIDTH), None, None)
+    weights = {weight.untyped_storage().data_ptr() for weight in gpt.parameters()}
+    kept: list[torch.Tensor] = []
+    sizes: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    def loss(_: torch.Tensor, logps_b: torch.Tensor) -> MicroBatchLoss:
+        storages = [tensor.untyped_storage() for tensor in kept]
+        sizes.append(sum({kept.data_ptr(): kept.nbytes() for kept in storages if kept.data_ptr() not in weights}.values()))
+        return MicroBatchLoss.of({"loss_sum": -logps_b.sum(), "rows": torch.tensor(float(len(logps_b)))})
+
+    runs = engine(chunks, architecture)
+    runs.zero_grad()
+    # where hooks take tensors away, weights come back without the marks that overlapping needs
+    counted = contextlib.nullcontext() if overlap else torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with counted:
+        runs.forward_backward(sequences, loss, forward_only=False)
+    return [weight.main_grad.clone() for weight in unwrap_model(chunks[0]).parameters()], sizes[0]
+
+
+def passes(folder: Path) -> dict[str, tuple[bool, int]]:
+    """On a rank, for each choice: are the gradients those without recomputing, and the bytes that are kept."""
+    state.init_distributed(layout=state.Layout(), seed=3)
+    expected, _ = pass_with(folder, {}, overlap=False)
+    found = {}
+    for name, settings in CHOICES.items():
+        gradients, size = pass_with(folder, settings, overlap=False)
+        gradients += pass_with(folder, settings, overlap=True)[0]
+        found[name] = (all(map(torch.equal, gradients, expected * 2)), size)
+    return found
+
+
+def test_recomputation_saves_memory_and_changes_no_gradient(ranks: RankPool, tmp_path: Path) -> None:
+    ((found),) = ranks.run(1, passes, make_checkpoint(tmp_path / "model", "llama"))
+    assert {name for name, (same, _) in found.items() if not same} == set()
+    kept = {name: size for name, (_, size) in found.items()}
+    assert kept["full"] < kept["mlp+core_attn"] <= kept["mlp"] < kept["none"], kept
+    # of the MLP: the gate and up projections, and what the down projection gets
+    assert kept["none"] - kept["mlp"] == LAYERS * ROWS * WIDTH * 3 * FFN * 4, kept
+    # attention is fused: to compute it again saves less than a tenth
+    assert 0.9 * kept["none"] < kept["core_attn"] <= kept["none"], kept
+    print(kept)
+
+
+def adapters_learn(folder: Path) -> list[bool]:
+    """On a rank: whether gradients of adapters on the MLPs alone are those without recomputing, and none of A is zero."""
+    state.init_distributed(layout=state.Layout(), seed=3)
+    architecture = read_architecture(folder, tensor_parallel=1)
+    tokens, found = torch.randint(0, 256, (ROWS, WIDTH), generator=torch.Generator().manual_seed(1)), []
+    for choice in ("none", "mlp", "full"):
+        gpt = build_gpt(architecture, params_dtype=torch.float32, **CHOICES[choice])
+        add_adapters(gpt, LoRASettings(rank=2, alpha=2, target_modules=("mlp",)), architecture=architecture, seed=1)
+        load_weights([gpt], architecture, folder)
+        trained = {name: weight for name, weight in gpt.named_parameters() if weight.requires_grad}
+        for name, weight in trained.items():
+            if name.endswith("lora_b"):
+                torch.nn.init.ones_(weight)
+        (gpt(tokens, torch.arange(WIDTH).expand_as(tokens), None) ** 2).sum().backward()
+        found.append({name: weight.grad for name, weight in trained.items()})
+    for each in found[1:]:
+        for name, grad in each.items():
+            torch.testing.assert_close(grad, found[0][name], rtol=1e-4, atol=1e-4)
+    return [all(bool(grad.any()) for grad in each.values()) for each in found]
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_adapters_on_recomputed_mlps_are_trained(family: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Nothing before the first of them is trained, and what is recomputed has gradients only if its input asks for one."""
+    assert ranks.run(1, adapters_learn, make_checkpoint(tmp_path / "model", family)) == [[True] * 3]

@@ -1,0 +1,100 @@
+"""Adam's moments in bf16: half the bytes, in memory and in a checkpoint; a resumed run is the same run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from nemo_kto.architecture.parameters import rank_parameters
+from nemo_kto.distributed import state
+from nemo_kto.planner.memory import Training
+from tests.distributed.optimizer import fused_adam
+from tests.helpers import lora_jobs
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.saved_runs import SavedRun
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Run(SavedRun):
+    """A model in bf16, in training, and its checkpoints."""
+
+    def __init__(self, model: Path, folder: Path, moments: torch.dtype) -> None:
+        chunks, self.architecture = lora_jobs.build(model, state.Layout(), None, dtype=BF16)
+        super().__init__(model, folder, chunks, lora_jobs.optimizer_of(chunks, dtype=BF16, moments_dtype=moments))
+
+    def states(self) -> list[dict[str, torch.Tensor]]:
+        """Main weight and moments of each piece."""
+        inner = self.optimizer.chained_optimizers[0].optimizer
+        main = [weight for group in inner.param_groups for weight in group["params"]]
+        return [{"param": weight.detach(), **inner.state[weight]} for weight in main]
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+def narrow(model: Path, folder: Path) -> dict[str, Any]:
+    """What becomes of a run with moments in bf16, saved after two steps."""
+    state.init_distributed(layout=state.Layout(), seed=3)
+    with fused_adam.used():
+        run = Run(model, folder, BF16)
+        run.steps(2)
+        with mock.patch.object(fused_adam.FusedAdam, "state_dict", side_effect=AssertionError("moments widened")):
+            run.manager.save({"step": 2}, {})
+        saved = [{name: kept.clone() for name, kept in of_one.items()} for of_one in run.states()]
+        run.steps(2)
+        again, wide = Run(model, folder, BF16), Run(model, folder, FP32)
+        wide.load()
+        widened = wide.states()
+        again.load()
+        again.steps(2)
+    planned = Training(
+        architecture=run.architecture, element_bytes=2, data_parallel=2, moment_bytes=2, micro_batch_tokens=1,
+        micro_batch_width=1, micro_batches=1, logprob_chunk=1, on_gpu=True,
+    )  # fmt: skip
+    return {
+        "types": sorted({(name, str(kept.dtype)) for of_one in saved for name, kept in of_one.items()}),
+        "bytes": sum(kept.nbytes for of_one in saved for kept in of_one.values()),
+        "planned": planned.share(rank_parameters(run.architecture)) * planned.state_bytes(),
+        "same": same(run.weights(), again.weights()),
+        "widened": all(
+            kept.dtype == FP32 and torch.equal(kept, of_one[name].float())
+            for of_one, of_wide in zip(saved, widened, strict=True)
+            for name, kept in of_wide.items()
+        ),
+    }
+
+
+def to_narrow(model: Path, folder: Path) -> bool:
+    """Whether moments that were saved in fp32 are rounded when they are loaded."""
+    state.init_distributed(layout=state.Layout(), seed=3)
+    with fused_adam.used():
+        run = Run(model, folder, FP32)
+        run.steps(2)
+        run.manager.save({"step": 2}, {})
+        after = Run(model, folder, BF16)
+        after.load()
+    pairs = zip(run.states(), after.states(), strict=True)
+    return all(torch.equal(ours[name].to(kept.dtype), kept) for ours, theirs in pairs for name, kept in theirs.items())
+
+
+def test_a_run_with_moments_in_bf16(ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:
+    found = ranks.run(2, narrow, tiny_llama, tmp_path)
+    for of_rank in found:
+        assert of_rank["types"] == [
+            ("exp_avg", "torch.bfloat16"),
+            ("exp_avg_sq", "torch.bfloat16"),
+            ("param", "torch.float32"),
+        ]
+        assert of_rank["same"], "a resumed run is the same run"
+        assert of_rank["widened"], "bf16 to fp32 loses nothing"
+    held = [of_rank["bytes"] for of_rank in found]
+    assert abs(sum(held) - 2 * found[0]["planned"]) <= 0.01 * sum(held), "eight for each parameter, shared by two ranks"
+
+
+def test_moments_in_fp32_are_rounded_to_bf16(ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:
+    assert ranks.run(2, to_narrow, tiny_llama, tmp_path) == [True, True]

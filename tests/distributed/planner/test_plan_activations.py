@@ -1,0 +1,193 @@
+"""The formula for what layers keep for their backward passes, compared with what autograd saves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_kto.architecture.lora import LoRASettings
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint
+
+SEQUENCES, LENGTH, LAYER = 2, 64, 1  # not the first layer, whose input needs no gradient where only adapters are trained
+
+
+def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASettings | None) -> float:
+    """Bytes that one layer saves; a storage that several tensors share counts once, weights do not count."""
+    import torch
+
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.distributed import state
+    from nemo_kto.models.engine.optimizer import wrap_data_parallel
+    from nemo_kto.models.gpt import build_gpt
+    from nemo_kto.models.layers.attention import PackedSequences
+    from nemo_kto.models.lora.adapters import add_adapters
+
+    tensor, context, recompute = options.get("tensor", 1), options.get("context", 1), options.get("recompute")
+    layout = state.Layout(tensor=tensor, context=context, sequence_parallel=options.get("sequence_parallel", False))
+    state.init_distributed(layout=layout, seed=1)
+    architecture = read_architecture(model, tensor_parallel=tensor)
+    gpt = build_gpt(
+        architecture,
+        params_dtype=getattr(torch, dtype),
+        context_parallel=context,
+        sequence_parallel=layout.sequence_parallel,
+        recompute_granularity=recompute,
+        recompute_modules=options.get("modules", ["mlp"]),
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
+    )
+    if adapters is not None:
+        add_adapters(gpt, adapters, architecture=architecture, seed=1)
+    chunk = wrap_data_parallel([gpt], use_distributed_optimizer=False)[0]
+    of_weights = {each.untyped_storage().data_ptr() for each in [*gpt.parameters(), *gpt.buffers()]}
+    # Of a layer that is recomputed only its input is saved, before its own forward pass begins.
+    inside, kept = [False], dict[int, Any]()
+    layers = gpt.decoder.layers
+    layers[LAYER].register_forward_pre_hook(lambda *_: inside.__setitem__(0, True))
+    layers[LAYER].register_forward_hook(lambda *_: inside.__setitem__(0, False))
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if inside[0] and storage.data_ptr() not in of_weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    length = LENGTH // context
+    shape = (1, SEQUENCES * length) if options.get("packed") else (SEQUENCES, length)
+    row = PackedSequences.of([(LENGTH,) * SEQUENCES])[0] if options.get("packed") else None
+    tokens = torch.randint(0, 200, shape)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        chunk(tokens, torch.arange(shape[1]).expand_as(tokens), None, packed_seq_params=row)
+    return float(sum(storage.nbytes() for storage in kept.values()))
+
+
+def expected(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASettings | None) -> float:
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.planner.activations import Activations
+
+    saved = Activations(
+        architecture=read_architecture(model, tensor_parallel=options.get("tensor", 1)),
+        element_bytes={"float32": 4, "bfloat16": 2}[dtype],
+        sequence_parallel=options.get("sequence_parallel", False),
+        context_parallel=options.get("context", 1),
+        adapters=adapters,
+        packed=options.get("packed", False),
+    )
+    length = LENGTH // options.get("context", 1)
+    tokens = SEQUENCES * length
+    if options.get("recompute") == "full":
+        return 0.0
+    recomputed = options.get("modules", ["mlp"]) if options.get("recompute") == "selective" else ()
+    return (
+        saved.layer(recomputed) * tokens
+        + saved.rotations() * (tokens if options.get("packed") else length)
+        + saved.adapter_matrices(recomputed)
+    )
+
+
+ALL, QUERIES = LoRASettings(rank=4, alpha=4, target_modules=("all",)), LoRASettings(rank=8, alpha=8)
+DROPPED = LoRASettings(rank=4, alpha=4, dropout=0.1, target_modules=("all",))
+DORA = replace(ALL, dora=True)
+
+
+@pytest.fixture(scope="module")
+def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("wide")
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 640}
+    models = {
+        family: make_checkpoint(folder / family, family, **sizes)
+        for family in ("gemma2", "gemma3_text", "llama", "olmo2", "qwen3")
+    }
+    models["mixtral"] = make_checkpoint(folder / "mixtral", "mixtral", **sizes, num_local_experts=8, num_experts_per_tok=3)
+    models["gpt_oss"] = make_checkpoint(folder / "gpt_oss", "gpt_oss", **sizes, num_local_experts=8, num_experts_per_tok=3)
+    experts: dict[str, Any] = {
+        "num_experts": 8,
+        "moe_intermediate_size": 160,
+        "shared_expert_intermediate_size": 320,
+        "mlp_only_layers": [],
+    }
+    models["qwen2_moe"] = make_checkpoint(folder / "qwen2_moe", "qwen2_moe", **sizes, **experts)
+    llama4: dict[str, Any] = {
+        "intermediate_size_mlp": 512,
+        "moe_layers": [0, 1, 2, 3],
+        "no_rope_layers": [1, 1, 1, 1],
+        "attention_chunk_size": 64,
+    }
+    models["llama4_text"] = make_checkpoint(folder / "llama4", "llama4_text", **{**sizes, **llama4, "head_dim": 32})
+    return models
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "dtype", "adapters"),
+    [
+        ("llama", {}, "float32", None),
+        ("llama", {"tensor": 2, "sequence_parallel": True}, "float32", None),
+        ("llama", {"context": 2}, "float32", None),
+        ("llama", {}, "bfloat16", ALL),
+        ("qwen3", {}, "bfloat16", None),
+        ("gemma2", {}, "float32", None),
+        pytest.param("gemma2", {}, "bfloat16", None, marks=pytest.mark.full),
+        pytest.param("gemma2", {"tensor": 2, "sequence_parallel": True}, "bfloat16", ALL, marks=pytest.mark.full),
+        ("gemma3_text", {"tensor": 2}, "float32", ALL),
+        ("llama", {"tensor": 2, "sequence_parallel": True}, "float32", DORA),
+        pytest.param("qwen3", {}, "bfloat16", DORA, marks=pytest.mark.full),
+        pytest.param("llama", {"tensor": 2}, "float32", replace(DROPPED, dora=True), marks=pytest.mark.full),
+        pytest.param("llama", {"recompute": "selective"}, "float32", replace(QUERIES, dora=True), marks=pytest.mark.full),
+        pytest.param("gemma3_text", {}, "bfloat16", None, marks=pytest.mark.full),
+        ("olmo2", {"tensor": 2}, "float32", None),
+        pytest.param("olmo2", {}, "bfloat16", ALL, marks=pytest.mark.full),
+        pytest.param("olmo2", {"tensor": 2, "sequence_parallel": True}, "bfloat16", None, marks=pytest.mark.full),
+        ("llama", {"recompute": "full"}, "float32", None),
+        ("llama", {"packed": True, "context": 2}, "float32", None),
+        pytest.param("qwen3", {"context": 2}, "float32", None, marks=pytest.mark.full),
+        pytest.param("qwen3", {"context": 2}, "bfloat16", ALL, marks=pytest.mark.full),
+        pytest.param("llama", {"context": 2}, "float32", QUERIES, marks=pytest.mark.full),
+        ("llama", {"packed": True}, "float32", None),
+        pytest.param("llama", {"packed": True}, "float32", QUERIES, marks=pytest.mark.full),
+        pytest.param("qwen3", {"packed": True, "tensor": 2}, "bfloat16", ALL, marks=pytest.mark.full),
+        ("gpt_oss", {}, "float32", None),
+        pytest.param("gpt_oss", {}, "bfloat16", QUERIES, marks=pytest.mark.full),
+        pytest.param("gpt_oss", {"tensor": 2, "sequence_parallel": True}, "bfloat16", None, marks=pytest.mark.full),
+        pytest.param("gpt_oss", {"packed": True}, "float32", None, marks=pytest.mark.full),
+        pytest.param("gpt_oss", {"packed": True, "context": 2}, "float32", QUERIES, marks=pytest.mark.full),
+        ("mixtral", {}, "float32", None),
+        ("qwen2_moe", {}, "float32", None),
+        pytest.param("qwen2_moe", {}, "bfloat16", QUERIES, marks=pytest.mark.full),
+        pytest.param("qwen2_moe", {"tensor": 2, "sequence_parallel": True}, "float32", None, marks=pytest.mark.full),
+        pytest.param("mixtral", {}, "bfloat16", QUERIES, marks=pytest.mark.full),
+        ("qwen2_moe", {}, "float32", ALL),
+        ("llama4_text", {}, "float32", None),
+        ("llama4_text", {}, "bfloat16", ALL),
+        pytest.param("llama4_text", {}, "bfloat16", replace(DROPPED, dora=True), marks=pytest.mark.full),
+        pytest.param("llama4_text", {"tensor": 2, "sequence_parallel": True}, "bfloat16", None, marks=pytest.mark.full),
+        pytest.param("qwen2_moe", {}, "bfloat16", DROPPED, marks=pytest.mark.full),
+        pytest.param("mixtral", {}, "float32", ALL, marks=pytest.mark.full),
+        pytest.param("mixtral", {}, "bfloat16", DROPPED, marks=pytest.mark.full),
+        pytest.param("mixtral", {"recompute": "selective"}, "float32", None, marks=pytest.mark.full),
+        pytest.param("llama", {"tensor": 2}, "bfloat16", None, marks=pytest.mark.full),
+        pytest.param("llama", {"tensor": 2}, "float32", ALL, marks=pytest.mark.full),
+        pytest.param("llama", {}, "float32", QUERIES, marks=pytest.mark.full),
+        pytest.param("llama", {}, "float32", DROPPED, marks=pytest.mark.full),
+        ("llama", {"recompute": "selective"}, "float32", None),
+        pytest.param("llama", {"recompute": "selective"}, "bfloat16", ALL, marks=pytest.mark.full),
+        pytest.param("llama", {"recompute": "selective", "modules": ["core_attn"]}, "float32", None, marks=pytest.mark.full),
+        pytest.param("qwen3", {"tensor": 2, "sequence_parallel": True}, "float32", ALL, marks=pytest.mark.full),
+    ],
+)
+def test_saved_activations_equal_the_formula(
+    ranks: RankPool,
+    wide_models: dict[str, Path],
+    family: str,
+    options: dict[str, Any],
+    dtype: str,
+    adapters: LoRASettings | None,
+) -> None:
+    found = ranks.run(
+        options.get("tensor", 1) * options.get("context", 1), saved_by_layer, wide_models[family], options, dtype, adapters
+    )
+    wanted = expected(wide_models[family], options, dtype, adapters)
+    assert found == [pytest.approx(wanted, rel=0.015)] * len(found)

@@ -1,0 +1,142 @@
+"""What a plan says of a rank without building it, compared with the model that is built there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_kto.architecture.lora import LoRASettings
+from nemo_kto.architecture.stages import PipelineSplit
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint
+
+# What a rank holds: its stage, and name -> shape and whether it is trained.
+Built = tuple[int, dict[str, tuple[tuple[int, ...], bool]]]
+ADAPTERS = LoRASettings(rank=4, alpha=4, target_modules=("all",), layers=(1, 3))
+
+
+def built(model: Path, tensor: int, split: PipelineSplit, adapters: LoRASettings | None, expert: int) -> Built:
+    """The parameters of this rank of a model that is really built."""
+    import torch
+
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.distributed import state
+    from nemo_kto.models.gpt import build_chunks
+    from nemo_kto.models.lora.adapters import add_adapters
+
+    virtual = split.chunks if split.chunks > 1 else None
+    layout = state.Layout(tensor=tensor, pipeline=split.stages, virtual=virtual, expert=expert, expert_tensor=1)
+    state.init_distributed(layout=layout, seed=1)
+    architecture = read_architecture(model, tensor_parallel=tensor, expert_tensor_parallel=1)
+    held = {}
+    for gpt in build_chunks(architecture, params_dtype=torch.float32, split=split, expert_parallel=expert):
+        if adapters is not None:
+            add_adapters(gpt, adapters, architecture=architecture, seed=1)
+        for name, parameter in gpt.named_parameters():
+            if name.startswith("decoder.layers."):
+                number, rest = name.removeprefix("decoder.layers.").split(".", 1)
+                name = f"decoder.layers.{gpt.decoder.layers[int(number)].layer_number - 1}.{rest}"
+            held[name] = tuple(parameter.shape), parameter.requires_grad
+    return state.pipeline_stage(), held
+
+
+def planned(
+    model: Path, tensor: int, split: PipelineSplit, stage: int, adapters: LoRASettings | None, expert: int
+) -> Mapping[str, Any]:
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.architecture.parameters import rank_parameters
+
+    architecture = read_architecture(model, tensor_parallel=tensor, expert_tensor_parallel=1)
+    found = rank_parameters(architecture, split=split, expert_parallel=expert, stage=stage, adapters=adapters)
+    return {each.name: (each.shape, each.trained) for each in found}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A vocabulary and heads that need padding; tied and untied; biases, and norms on heads or on all of them."""
+    folder = tmp_path_factory.mktemp("planned")
+    heads: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
+    return {
+        "gemma2": make_checkpoint(folder / "gemma2", "gemma2", **heads),
+        "gemma3_text": make_checkpoint(folder / "gemma3_text", "gemma3_text", **heads),
+        "gpt_oss": make_checkpoint(folder / "gpt_oss", "gpt_oss", **heads, num_local_experts=8),
+        "llama": make_checkpoint(folder / "llama", "llama", **heads, attention_bias=True, mlp_bias=True),
+        "llama4_text": make_checkpoint(folder / "llama4_text", "llama4_text", **heads),
+        "olmo2": make_checkpoint(folder / "olmo2", "olmo2", **heads),
+        "qwen2": make_checkpoint(folder / "qwen2", "qwen2", **heads),
+        "qwen3": make_checkpoint(folder / "qwen3", "qwen3", **heads),
+        "qwen2_moe": make_checkpoint(folder / "qwen2_moe", "qwen2_moe", **heads),
+        "qwen3_moe": make_checkpoint(folder / "qwen3_moe", "qwen3_moe", **heads),
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "split", "adapters"),
+    [
+        ("gemma2", 2, PipelineSplit(stages=2), None),
+        pytest.param("gemma3_text", 2, PipelineSplit(stages=2), None, marks=pytest.mark.full),
+        ("llama", 2, PipelineSplit(stages=2), None),
+        ("olmo2", 2, PipelineSplit(stages=2), ADAPTERS),
+        ("qwen2", 2, PipelineSplit(stages=2, chunks=2), replace(ADAPTERS, dora=True)),
+        ("qwen2", 1, PipelineSplit(stages=2, last=1), None),
+        ("qwen3", 4, PipelineSplit(), ADAPTERS),
+        ("llama", 2, PipelineSplit(stages=2), replace(ADAPTERS, target_modules=("embed_tokens",), layers=None)),
+        pytest.param("qwen2", 1, PipelineSplit(stages=4), None, marks=pytest.mark.full),
+        pytest.param("qwen3", 2, PipelineSplit(), None, marks=pytest.mark.full),
+        pytest.param("llama", 4, PipelineSplit(), None, marks=pytest.mark.full),
+        pytest.param("llama", 1, PipelineSplit(stages=2), ADAPTERS, marks=pytest.mark.full),
+        pytest.param(
+            "qwen3",
+            1,
+            PipelineSplit(stages=3, chunks=2, counts_embedding=True, counts_loss=True),
+            None,
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_parameters_of_a_rank_equal_the_plan(
+    ranks: RankPool, models: dict[str, Path], family: str, tensor: int, split: PipelineSplit, adapters: LoRASettings | None
+) -> None:
+    found: list[Built] = ranks.run(tensor * split.stages, built, models[family], tensor, split, adapters, 1)
+    assert {stage for stage, _ in found} == set(range(split.stages))
+    for stage, held in found:
+        assert planned(models[family], tensor, split, stage, adapters, 1) == held
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "stages", "expert", "adapters"),
+    [
+        ("gpt_oss", 2, 2, 2, None),
+        ("qwen2_moe", 2, 2, 2, ADAPTERS),
+        ("llama4_text", 2, 2, 2, ADAPTERS),  # on a layer's shared expert, and not on the others
+        pytest.param("llama4_text", 2, 2, 2, None, marks=pytest.mark.full),
+        pytest.param("qwen2_moe", 2, 2, 2, None, marks=pytest.mark.full),
+        pytest.param("qwen3_moe", 2, 2, 2, None, marks=pytest.mark.full),
+        pytest.param("qwen3_moe", 1, 1, 4, None, marks=pytest.mark.full),
+    ],
+)
+def test_parameters_of_experts_equal_the_plan(
+    ranks: RankPool,
+    models: dict[str, Path],
+    family: str,
+    tensor: int,
+    stages: int,
+    expert: int,
+    adapters: LoRASettings | None,
+) -> None:
+    """Of the first expert-parallel rank, whose numbers of experts are those of the model; all hold as many."""
+    split = PipelineSplit(stages=stages)
+    found: list[Built] = ranks.run(4, built, models[family], tensor, split, adapters, expert)
+    for stage, held in found:
+        assert planned(models[family], tensor, split, stage, adapters, expert) == held
+        names = [name for name in held if ".experts." in name]
+        sparse = {1: 3, 2: 1 if stage == 0 else 2}[stages] if family != "gpt_oss" else 4 // stages
+        weights = 2 * (8 // expert) * sparse
+        assert sum(name.endswith(".weight") for name in names) == weights
+        biases = weights if family == "gpt_oss" else 0
+        adapted = adapters is not None and family != "llama4_text"
+        assert len(names) == weights + biases + (2 * 2 * (8 // expert) if adapted else 0), "one layer of each stage"

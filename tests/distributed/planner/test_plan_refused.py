@@ -1,0 +1,37 @@
+"""A run that cannot fit ends on every rank before its rows are read and its model is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.messages import Naming
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.training_jobs import train
+
+
+def with_little_memory(model: Path, rows: Path, folder: Path, memory: int) -> str:
+    """What a run says on a machine of so many bytes; "ran" if it ran."""
+    from nemo_kto.cli.job import check_memory
+    from nemo_kto.errors import UserError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nemo_kto.device.device.host_memory_bytes", lambda: memory)
+        try:
+            overrides = ["trainer.kto.max_steps=1", "model.reference.mode=cached"]
+            train(model, rows, folder, 2, overrides, check_memory=check_memory)
+        except UserError as error:
+            return str(error)
+    return "ran"
+
+
+def test_ranks_share_host_memory(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
+    number = 2 * 259 * 64 + 4 * (36_864 + 2 * 64) + 64  # both tables, four layers with two norms, and the last norm
+    # fp32: 4 of weights, 4 of gradients, 8 / 2 of moments, which the two data-parallel ranks share out, and 4 of the policy
+    # on the host while the reference is evaluated for a later epoch
+    need = 16 * number
+    said = ranks.run(2, with_little_memory, tiny_llama, kto_rows, tmp_path / "refused", 2 * need - 2)
+    assert said == [Naming("2.9 MB", "2 ranks", "nemo-kto plan kto")] * 2
+    assert [*(tmp_path / "refused").glob("*.jsonl")] == [], "nothing was begun"
+    assert ranks.run(2, with_little_memory, tiny_llama, kto_rows, tmp_path / "ran", 2 * need) == ["ran"] * 2

@@ -1,0 +1,217 @@
+"""What ranks tell each other in a step: the closed form of planner/traffic.py, counted on real ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.architecture.lora import LoRASettings
+from nemo_kto.architecture.stages import PipelineSplit
+from nemo_kto.planner.memory import Training
+from nemo_kto.planner.traffic import Step, step_traffic
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint
+from tests.helpers.training_jobs import train
+
+WIDTH, ROWS, MICRO_BATCH = 64, 16, 4
+LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"]
+DISABLED = "model.reference.mode=adapter"
+
+
+def adapters(*modules: str, dora: bool = False) -> tuple[LoRASettings, list[str]]:
+    """Of some layers of the model, and the keys that ask for them."""
+    keys = [*LORA, f"model.peft.lora_tuning.target_modules=[{','.join(modules)}]"]
+    settings = LoRASettings(rank=4, alpha=4, target_modules=modules, dora=dora)
+    return settings, [*keys, *(["model.peft.lora_tuning.dora=true"] if dora else [])]
+
+
+def last_layer(settings: LoRASettings, keys: list[str]) -> tuple[LoRASettings, list[str]]:
+    """Only in the last of the four layers."""
+    return replace(settings, layers=(4,)), [*keys, "model.peft.lora_tuning.layer_selection=[4]"]
+
+
+ALL, DORA, UNTIED = adapters("all"), adapters("all", dora=True), adapters("all", "embed_tokens")
+PROJECTIONS, MLPS, LAST = adapters("o_proj"), adapters("mlp"), last_layer(*adapters("attention_qkv"))
+EP2, SHARDS = "model.expert_model_parallel_size=2", "model.sequence_parallel=true"
+# Ranks; tensor, pipeline and context parallel; the rest of what the formula and the run are told.
+CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = {
+    "tp2": (2, (2, 1, 1), {}, []),
+    "sequence_parallel": (2, (2, 1, 1), {"sequence_parallel": True}, ["model.sequence_parallel=true"]),
+    "pp2_dp2": (4, (1, 2, 1), {}, []),
+    "tp2_cp2": (4, (2, 1, 2), {}, []),
+    "dp4": (4, (1, 1, 1), {}, []),
+    "dp2_replicated_optimizer": (
+        2,
+        (1, 1, 1),
+        {"distributed_optimizer": False},
+        ["model.optim.use_distributed_optimizer=false"],
+    ),
+    "tp2_pp2": (4, (2, 2, 1), {}, []),
+    "pp2_vp2": (2, (1, 2, 1), {"chunks": 2}, ["model.virtual_pipeline_model_parallel_size=2"]),
+    "ep2": (2, (1, 1, 1), {"expert_parallel": 2}, [EP2]),
+    "tp2_ep2_whole_experts": (
+        2,
+        (2, 1, 1),
+        {"sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 1},
+        [SHARDS, EP2, "model.expert_tensor_parallel_size=1"],
+    ),
+    "tp2_ep2": (4, (2, 1, 1), {"sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 2}, [SHARDS, EP2]),
+    "ep2_lora": (2, (1, 1, 1), {"expert_parallel": 2, "adapters": ALL[0]}, [EP2, *ALL[1]]),
+    "ep2_lora_of_experts": (2, (1, 1, 1), {"expert_parallel": 2, "adapters": MLPS[0]}, [EP2, *MLPS[1]]),
+    "tp2_ep2_whole_experts_lora": (
+        2,
+        (2, 1, 1),
+        {"sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 1, "adapters": ALL[0], "disabled": 2},
+        [SHARDS, EP2, "model.expert_tensor_parallel_size=1", *ALL[1], DISABLED],
+    ),
+    "tp2_ep2_lora_of_the_last_layer": (
+        4,
+        (2, 1, 1),
+        {"sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 2, "adapters": LAST[0]},
+        [SHARDS, EP2, *LAST[1]],
+    ),
+    "tp2_lora": (2, (2, 1, 1), {"adapters": ALL[0], "disabled": 2}, [*ALL[1], DISABLED]),
+    "tp2_lora_of_projections": (2, (2, 1, 1), {"adapters": PROJECTIONS[0]}, PROJECTIONS[1]),
+    "sequence_parallel_lora": (2, (2, 1, 1), {"sequence_parallel": True, "adapters": ALL[0]}, [SHARDS, *ALL[1]]),
+    "sequence_parallel_lora_of_mlps": (
+        2,
+        (2, 1, 1),
+        {"sequence_parallel": True, "adapters": MLPS[0], "disabled": 2},
+        [SHARDS, *MLPS[1], DISABLED],
+    ),
+    "tp2_lora_of_the_last_layer": (2, (2, 1, 1), {"adapters": LAST[0]}, LAST[1]),
+    "tp2_dp2_lora_of_the_embedding": (4, (2, 1, 1), {"adapters": UNTIED[0], "tied": False}, UNTIED[1]),
+    "sequence_parallel_lora_of_the_embedding": (
+        2,
+        (2, 1, 1),
+        {"sequence_parallel": True, "adapters": UNTIED[0], "tied": False},
+        [SHARDS, *UNTIED[1]],
+    ),
+    "sequence_parallel_dora": (2, (2, 1, 1), {"sequence_parallel": True, "adapters": DORA[0]}, [SHARDS, *DORA[1]]),
+    "tp2_dora": (2, (2, 1, 1), {"adapters": DORA[0], "disabled": 2}, [*DORA[1], DISABLED]),
+    "tp2_pp2_lora": (4, (2, 2, 1), {"adapters": ALL[0]}, ALL[1]),
+    "pp2_dp2_lora_of_the_last_layer": (4, (1, 2, 1), {"adapters": LAST[0]}, LAST[1]),
+    "pp2_vp2_lora_of_projections": (
+        2,
+        (1, 2, 1),
+        {"chunks": 2, "adapters": PROJECTIONS[0]},
+        ["model.virtual_pipeline_model_parallel_size=2", *PROJECTIONS[1]],
+    ),
+    "cp2_dp2_lora_of_projections": (4, (1, 1, 2), {"adapters": PROJECTIONS[0]}, PROJECTIONS[1]),
+    "tp2_lora_recompute": (
+        2,
+        (2, 1, 1),
+        {"adapters": MLPS[0], "recompute": "selective", "recompute_modules": ("mlp",)},
+        ["model.activations_checkpoint_granularity=selective", "model.recompute_modules=[mlp]", *MLPS[1]],
+    ),
+    "pp2_ep2_of_dp4": (8, (1, 2, 1), {"expert_parallel": 2}, [EP2]),
+    "ep2_recompute": (
+        2,
+        (1, 1, 1),
+        {"expert_parallel": 2, "recompute": "selective", "recompute_modules": ("mlp",)},
+        [EP2, "model.activations_checkpoint_granularity=selective", "model.recompute_modules=[mlp]"],
+    ),
+    "cp2_recompute": (
+        2,
+        (1, 1, 2),
+        {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1},
+        [
+            "model.activations_checkpoint_granularity=full",
+            "model.activations_checkpoint_method=uniform",
+            "model.activations_checkpoint_num_layers=1",
+        ],
+    ),
+}
+QUICK = ("tp2_lora", "pp2_dp2", "tp2_cp2")
+# What the formula counts of each axis; the rest are sums of metrics and the like.
+MESSAGES = {
+    "tensor": ("allreduce_", "_allgather_base_", "_reduce_scatter_base_"),
+    "pipeline": ("send",),
+    "embedding": ("allreduce_",),
+    "others": ("send",),  # between two stages with several chunks, so that one direction does not wait for the other
+    "context": ("allreduce_", "_allgather_base_", "_reduce_scatter_base_"),
+    "data": ("reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_", "allreduce_coalesced_"),
+    "expert": ("alltoall_base_",),
+    "expert tensor": ("_allgather_base_", "_reduce_scatter_base_"),
+    "expert and tensor": ("_allgather_base_",),
+    "expert data": ("reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_"),
+}
+# Groups whose messages the formula has in one sum.
+PARTS = {
+    "pipeline": ("pipeline", "embedding", "others"),
+    "data": ("data", "expert data"),
+    "expert": ("expert", "expert tensor", "expert and tensor"),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """With and without experts, all of which see every token: what a rank sends then does not hang on its router."""
+    folder = tmp_path_factory.mktemp("wide")
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 640, "tie_word_embeddings": True}
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+    experts["shared_expert_intermediate_size"] = 96
+    return {
+        "tied": make_checkpoint(folder / "tied", "llama", **sizes),
+        "untied": make_checkpoint(folder / "untied", "llama", **{**sizes, "tie_word_embeddings": False}),
+        "experts": make_checkpoint(folder / "qwen2_moe", "qwen2_moe", **sizes, **experts),
+    }
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All longer than a row may be."""
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    kinds = ("chosen", "rejected")
+    lines = [{"prompt": "a", "response": "word " * WIDTH, "preference": kinds[number % 2]} for number in range(2 * ROWS)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in CASES])
+def test_communication_equals_the_formula(
+    name: str, ranks: RankPool, models: dict[str, Path], rows: Path, tmp_path: Path
+) -> None:
+    count, (tensor, pipeline, context), options, overrides = CASES[name]
+    options = dict(options)
+    dense = "tied" if options.pop("tied", True) else "untied"
+    model = models["experts" if "expert_parallel" in options else dense]
+    expert_tensor, disabled = options.pop("expert_tensor_parallel", 1), options.pop("disabled", 0)
+    degrees = {"tensor_model": tensor, "pipeline_model": pipeline, "context": context}
+    overrides = [*overrides, *(f"model.{axis}_parallel_size={degree}" for axis, degree in degrees.items())]
+    counter = f"trainer.callbacks=[{{_target_: tests.distributed.planner.traffic.CountStep, folder: {tmp_path}}}]"
+    length = ["trainer.kto.max_steps=2", "trainer.kto.limit_val_batches=0"]
+    ranks.run(count, train, model, rows, tmp_path / "run", count, [*overrides, *length, counter])
+    data = count // (tensor * pipeline * context)
+    training = Training(
+        architecture=read_architecture(model, tensor_parallel=tensor, expert_tensor_parallel=expert_tensor),
+        element_bytes=4,
+        split=PipelineSplit(stages=pipeline, chunks=options.pop("chunks", 1)),
+        context_parallel=context,
+        data_parallel=data,
+        micro_batch_tokens=MICRO_BATCH * WIDTH,
+        micro_batch_width=WIDTH,
+        micro_batches=ROWS // data // MICRO_BATCH,
+        logprob_chunk=1024,
+        on_gpu=False,
+        **options,
+    )
+    prompt = len(AutoTokenizer.from_pretrained(model)("a")["input_ids"])
+    # KL, and two of the reference, which is swapped or the model with its adapters disabled
+    step = Step(rows=ROWS, width=WIDTH, answer=WIDTH - prompt, forward_only=3, disabled=disabled)
+    for rank in range(count):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        wanted = step_traffic(training, step, stage=found["stage"])
+        for axis in ("tensor", "pipeline", "context", "data", "expert"):
+            sent_by = [(part, each) for part in PARTS.get(axis, (axis,)) for each in MESSAGES[part]]
+            counted = [found["sent"].get(part, {}).get(each, (0, 0.0)) for part, each in sent_by]
+            messages, sent = (sum(column) for column in zip(*counted, strict=True))
+            expected = getattr(wanted, axis)
+            assert messages == expected.messages, (rank, axis, found)
+            assert sent == pytest.approx(expected.bytes, rel=0.02), (rank, axis, found)

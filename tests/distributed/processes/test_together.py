@@ -1,0 +1,70 @@
+"""A failure of one rank is a failure of all, with that rank's message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nemo_kto.errors import UserError
+from tests.helpers.messages import Naming
+from tests.helpers.rank_pool import RankPool
+
+
+def fail_on_rank(culprit: int) -> list[str | None]:
+    """What each way to fail together says on this rank, with rank ``culprit`` at fault."""
+    from nemo_kto.distributed import state
+
+    state.init_distributed(layout=state.Layout(), seed=0)
+
+    def break_here() -> None:
+        raise OSError(f"disk of rank {state.rank()} is full")
+
+    def raise_together() -> None:
+        state.raise_together(state.attempt(break_here) if state.rank() == culprit else None, "not written: {}")
+
+    def main_process_first() -> None:
+        with state.main_process_first(doing="at work"):
+            break_here()
+
+    def refuse() -> None:
+        raise UserError("rows are broken; correct them")
+
+    def refuse_first() -> None:
+        with state.main_process_first(doing="at work"):
+            refuse()
+
+    def message_of(action: Callable[[], None]) -> str | None:
+        try:
+            action()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    return [
+        message_of(action)
+        for action in (
+            raise_together,
+            lambda: state.on_rank_zero(break_here, "no folder: {}"),
+            lambda: state.on_rank_zero(lambda: None, "no folder: {}"),
+            lambda: state.on_rank_zero(refuse, "no export: {}"),
+            refuse_first,
+            lambda: state.from_rank_zero(refuse, doing="at work"),
+            main_process_first,
+            lambda: state.from_rank_zero(break_here, doing="at work"),
+        )
+    ] + [state.from_rank_zero(lambda: f"said by rank {state.rank()}", doing="at work")]
+
+
+def test_every_rank_gets_the_error(ranks: RankPool) -> None:
+    first, second = ranks.run(2, fail_on_rank, 1)
+    together = [
+        "RuntimeError: not written: OSError: disk of rank 1 is full",
+        "RuntimeError: no folder: OSError: disk of rank 0 is full",
+        None,
+        "UserError: no export: rows are broken; correct them",
+        "UserError: rows are broken; correct them",
+        "UserError: rows are broken; correct them",
+    ]
+    own, said = "OSError: disk of rank 0 is full", "said by rank 0"
+    assert first == [*together, own, own, said]
+    waited = Naming("RuntimeError", "OSError: disk of rank 0")
+    assert second == [*together, waited, waited, said]

@@ -1,0 +1,183 @@
+"""Ranks wait for one that works as long as it is alive, longer than any collective would; and no longer than that."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+
+from nemo_kto.processes import ranks, rendezvous
+from tests.helpers.messages import Naming
+
+TIMEOUT, WORK = 1.0, 1.5  # seconds that a collective waits; that the work takes
+GONE = ("killed", "stopped")  # jobs in which rank 0 gives no sign of life any more
+FOLDER = Path()  # of the results, in the process of a rank
+
+
+def _rank(number: int, store: dict[str, str], job: str, results: str) -> None:
+    """One of two ranks, in a process of its own: what a job gives, as a file. ``store``: where they meet, as variables."""
+    from nemo_kto.device.patches import install_cpu_backend
+    from nemo_kto.processes import waits
+
+    install_cpu_backend()
+    waits.BEAT_SECONDS = 0.1
+    waits.SILENT_SECONDS = 1.0 if job in GONE else 60.0  # a busy machine may silence a rank that lives
+    global FOLDER
+    FOLDER = Path(results)
+    os.environ |= {**store, "RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": str(number)}
+    rendezvous.join("gloo", timeout=timedelta(minutes=2))  # they may start at different times
+    dist.barrier()
+    _set_pg_timeout(timedelta(seconds=TIMEOUT))
+    _get_default_store().set_timeout(timedelta(seconds=TIMEOUT))
+    began = time.monotonic()
+    try:
+        said = JOBS[job]()
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    Path(results, str(number)).write_text(f"{time.monotonic() - began:.2f} {said}")
+    os._exit(0)
+
+
+def _long_work() -> str:
+    """Each way to wait, with work that takes longer than the timeout, and a collective after it."""
+    from nemo_kto.distributed import state
+
+    answer = state.from_rank_zero(lambda: time.sleep(WORK) or f"from rank {state.rank()}", doing="thinking")
+    order = [state.rank()]
+    with state.main_process_first(doing="filling a cache"):
+        time.sleep(WORK * (state.rank() == 0))
+    with state.on_all_ranks(doing="loading"):
+        time.sleep(WORK * (state.rank() == 1))
+    state.on_rank_zero(lambda: time.sleep(WORK), "not done: {}")
+    gathered: list[int] = [0, 0]
+    dist.all_gather_object(gathered, *order)
+    return f"{answer}, {gathered}"
+
+
+def _ends(number: int) -> str:
+    """A signal ends rank 0 while it works."""
+    from nemo_kto.distributed import state
+
+    def end() -> str:
+        time.sleep(0.5)
+        os.kill(os.getpid(), number)
+        return "never"
+
+    return state.from_rank_zero(end, doing="hashing the weights")
+
+
+def _late() -> str:
+    """Rank 0 does something else first, for longer than the timeout."""
+    from nemo_kto.distributed import state
+
+    time.sleep(2 * WORK * (state.rank() == 0))
+    return state.from_rank_zero(lambda: "late", doing="hashing the weights")
+
+
+def _failing_rank() -> str:
+    from nemo_kto.distributed import state
+
+    with state.on_all_ranks(doing="loading"):
+        if state.rank() == 0:
+            raise ValueError("broken")
+        deadline = time.monotonic() + 50
+        while not (FOLDER / "0").exists():  # rank 0 has ended, although this one still loads
+            if time.monotonic() > deadline:
+                return "rank 0 waited"
+            time.sleep(0.01)
+    return "loaded"
+
+
+JOBS: dict[str, Callable[[], str]] = {
+    "long work": _long_work,
+    "killed": lambda: _ends(signal.SIGKILL),
+    "stopped": lambda: _ends(signal.SIGSTOP),
+    "late": _late,
+    "failing": _failing_rank,
+}
+
+
+Found = list[tuple[float, str, int]]  # of each rank: seconds and words of what a job gave, and its process
+TwoRanks = Callable[..., Found]
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> TwoRanks:
+    """``two_ranks(job, tcp=False)``: they meet in a file, or over TCP at rank 0."""
+
+    def run(job: str, *, tcp: bool = False) -> Found:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["tests.distributed.preload"])
+        store = {ranks.STORE_FILE: str(tmp_path / "store")}
+        if tcp:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        processes = [context.Process(target=_rank, args=(number, store, job, str(tmp_path))) for number in range(2)]
+        for process in processes:
+            process.start()
+        processes[1].join(60)
+        found = []
+        for number, process in enumerate(processes):
+            if number == 0 and job not in GONE:
+                process.join(60)
+            process.kill()
+            process.join()
+            file = tmp_path / str(number)
+            seconds, _, said = (file.read_text() if file.is_file() else "0 nothing").partition(" ")
+            found.append((float(seconds), said, process.pid or 0))
+        return found
+
+    return run
+
+
+def test_ranks_wait_longer_than_the_timeout_of_a_collective_for_a_working_rank(two_ranks: TwoRanks) -> None:
+    for seconds, said, _ in two_ranks("long work"):
+        assert said == "from rank 0, [0, 1]"
+        assert seconds > 4 * WORK
+
+
+@pytest.mark.parametrize("end", ["killed", "stopped"])
+def test_a_killed_or_stopped_rank_is_named(end: str, two_ranks: TwoRanks) -> None:
+    (_, nothing, pid), (_, said, _) = two_ranks(end)
+    assert nothing == "nothing"
+    assert said == Naming("RuntimeError", "0", f"{pid}", f"{os.uname().nodename}", "1", "stopped")
+
+
+@pytest.mark.parametrize(
+    ("end", "names"),
+    [
+        (
+            "killed",
+            ["hashing the weights", "rank 0", "srun", "ended"],
+        ),
+        (
+            "stopped",
+            ["rank 1", "1 s", "hashing the weights", "rank 0", "srun", "stopped"],
+        ),
+    ],
+)
+def test_the_rank_with_the_store_is_killed_or_stopped(end: str, names: list[str], two_ranks: TwoRanks) -> None:
+    _, (_, said, _) = two_ranks(end, tcp=True)
+    assert said == Naming("RuntimeError", "store", *names)
+
+
+def test_a_rank_that_never_arrives_is_named(two_ranks: TwoRanks) -> None:
+    _, (seconds, said, _) = two_ranks("late")
+    assert said == Naming("RuntimeError", "0", "1", "look")
+    assert seconds >= TIMEOUT
+
+
+def test_a_rank_that_fails_does_not_wait_for_the_others(two_ranks: TwoRanks) -> None:
+    (_, told, _), (_, said, _) = two_ranks("failing")
+    assert told == "ValueError: broken"
+    assert said == "loaded"

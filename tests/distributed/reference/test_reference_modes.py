@@ -1,0 +1,281 @@
+"""One trajectory, however the reference is held: swapped, switched off or asked beforehand."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.messages import Naming
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_checkpoint
+from tests.helpers.training_jobs import assert_same, train, trajectory
+
+LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4", "model.optim.lr=5e-3"]
+CACHED = "model.reference.mode=cached"
+
+
+class Job:
+    """The same run again and again, with other overrides."""
+
+    def __init__(self, ranks: RankPool, model: Path, rows: Path, folder: Path, algorithm: str) -> None:
+        self.ranks = ranks
+        self.model = model
+        self.rows = rows
+        self.folder = folder
+        self.algorithm = algorithm
+        self.runs = 0
+
+    def __call__(self, *overrides: str, world_size: int = 1, folder: Path | None = None) -> list[dict[str, float]]:
+        self.runs += 1
+        out = folder or self.folder / str(self.runs)
+        arguments = [f"model.data.cache_dir={self.folder / 'cache'}", *overrides]
+        self.ranks.run(world_size, train, self.model, self.rows, out, world_size, arguments, self.algorithm)
+        return trajectory(out)
+
+    def parts(self) -> list[Path]:
+        """The files of reference log-probs."""
+        return sorted((self.folder / "cache").glob("reference/*/part-*.npy"))
+
+
+@pytest.fixture
+def job(ranks: RankPool, tiny_llama: Path, kto_rows: Path, dpo_rows: Path, tmp_path: Path) -> Callable[[str], Job]:
+    rows = {"kto": kto_rows, "dpo": dpo_rows}
+    return lambda algorithm: Job(ranks, tiny_llama, rows[algorithm], tmp_path, algorithm)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "adapters", "steps"),
+    [
+        pytest.param("kto", LORA, 3, id="kto-lora"),
+        *(
+            pytest.param(algorithm, adapters, 10, id=f"{algorithm}-{name}-long", marks=pytest.mark.full)
+            for algorithm in ("kto", "dpo")
+            for name, adapters in (("full", []), ("lora", LORA))
+        ),
+    ],
+)
+def test_every_mode_gives_the_same_trajectory(
+    algorithm: str, adapters: list[str], steps: int, job: Callable[[str], Job]
+) -> None:
+    run = job(algorithm)
+    overrides = [*adapters, f"trainer.{algorithm}.max_steps={steps}"]
+    swapped = run(*overrides)
+    assert_same(run(*overrides, CACHED), swapped, steps=steps)
+    if adapters:
+        assert_same(run(*overrides, "model.reference.mode=adapter"), swapped, steps=steps)
+
+
+TWO_EPOCHS = ["trainer.kto.limit_train_batches=2", "trainer.kto.max_steps=4", "trainer.kto.val_check_interval=4"]
+
+
+def kl_estimates(folder: Path) -> list[float]:
+    """Of each of four steps, before it is clamped."""
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [line["train/kl_unclamped"] for line in logged if "train/kl_unclamped" in line]
+    assert len(found) == 4
+    assert any(found), "zero everywhere would prove nothing"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        pytest.param(2, [], id="weights-dp2"),
+        pytest.param(1, [*LORA, "model.reference.restore_from_path={other}"], id="lora-other"),
+        pytest.param(1, LORA, id="lora", marks=pytest.mark.full),
+        pytest.param(2, ["model.tensor_model_parallel_size=2"], id="tp2", marks=pytest.mark.full),
+    ],
+)
+def test_a_cache_filled_per_epoch_gives_the_same_numbers_as_swap(
+    world_size: int, overrides: list[str], job: Callable[[str], Job], tmp_path: Path
+) -> None:
+    """In the second epoch too, where the reference is evaluated after the policy has moved.
+
+    KL examples are evaluated in the same micro-batches, so that their mean log-ratio is the same to the last bit where the
+    policy is, which it is in the first step of the second epoch.
+    """
+    run, other = job("kto"), str(make_checkpoint(tmp_path / "other", "llama", seed=3))
+    given = [*TWO_EPOCHS, *(text.format(other=other) for text in overrides)]
+    swapped = run(*given, world_size=world_size)
+    assert abs(swapped[3]["train/rewards_all_mean"] - swapped[0]["train/rewards_all_mean"]) > 1e-4, "the policy must move"
+    assert_same(run(*given, CACHED, world_size=world_size), swapped, steps=4)
+    assert kl_estimates(run.folder / "2")[:3] == kl_estimates(run.folder / "1")[:3]
+
+
+def test_a_run_resumed_without_its_cache_evaluates_the_rest(job: Callable[[str], Job], tmp_path: Path) -> None:
+    """From the middle of the first epoch: the rest of it beforehand, and the second one when it begins."""
+    run, first, second = job("kto"), tmp_path / "first", tmp_path / "second"
+    given = [*TWO_EPOCHS, CACHED, "trainer.kto.save_interval=1", "exp_manager.checkpoint_callback_params.save_top_k=4"]
+    whole = run(*given, folder=first)
+    shutil.copytree(first / "checkpoints/step_000001", second / "checkpoints/step_000001")
+    shutil.copy(first / "metrics.jsonl", second)
+    shutil.rmtree(tmp_path / "cache/reference")
+    assert_same(run(*given, folder=second), whole, steps=4)
+    assert run.parts()
+
+
+@pytest.mark.parametrize("steps", [3, pytest.param(10, marks=pytest.mark.full)])
+def test_a_cache_is_reused_by_other_runs_and_layouts(steps: int, job: Callable[[str], Job]) -> None:
+    """In ten steps, the rows of the second epoch with KL rows of their own as well."""
+    length, run = f"trainer.kto.max_steps={steps}", job("kto")
+    swapped = run(length)
+    assert_same(run(CACHED, length, "model.pipeline_model_parallel_size=2", world_size=2), swapped, steps=steps)
+    written = [(part, part.stat().st_mtime_ns) for part in run.parts()]
+    assert written
+    # the values are those that another layout rounded, so that policy and reference are not one to the last bit
+    tp2 = run(CACHED, length, "model.tensor_model_parallel_size=2", world_size=2)
+    assert_same(tp2, swapped, steps=steps, first=1e-4)
+    run(CACHED, length, "model.kto.ref_policy_kl_penalty=0.7", "model.optim.lr=1e-4")
+    assert [(part, part.stat().st_mtime_ns) for part in run.parts()] == written, "all rows were known"
+    run(CACHED, length, "model.seed=99")  # other pairs for KL rows, the same samples
+    epochs = 1 + (steps > 6)  # of six steps; KL rows of an epoch are evaluated together, when it begins
+    assert len(run.parts()) == len(written) + epochs
+
+
+def forward_passes(model: Path, rows: Path, folder: Path, overrides: list[str]) -> list[int]:
+    """On a rank: sequences evaluated without gradient, before training and in a run of seven steps."""
+    from nemo_kto.models.engine.engine import LogProbEngine
+    from nemo_kto.models.engine.optimizer import build_optimizer
+
+    evaluated, before_training = [0], [0]
+    original = LogProbEngine.logprobs
+
+    def counted(self: LogProbEngine, *parts: Any) -> Any:
+        evaluated[0] += sum(map(len, parts))
+        return original(self, *parts)
+
+    def noted(**arguments: Any) -> Any:
+        before_training[0] = evaluated[0]
+        return build_optimizer(**arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LogProbEngine, "logprobs", counted)
+        patch.setattr("nemo_kto.run.build.build_optimizer", noted)
+        train(model, rows, folder, 1, ["trainer.kto.max_steps=7", "trainer.kto.limit_val_batches=0", *overrides])
+    return [before_training[0], evaluated[0] - before_training[0]]
+
+
+def test_the_first_epoch_is_evaluated_once_before_the_optimizer_exists(
+    ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
+) -> None:
+    def passes(number: int, *overrides: str) -> list[int]:
+        arguments = [f"model.data.cache_dir={tmp_path / 'cache'}", *overrides]
+        (counts,) = ranks.run(1, forward_passes, tiny_llama, kto_rows, tmp_path / str(number), arguments)
+        return list(counts)
+
+    samples = kl_rows = 7 * 16  # into a second epoch: 96 samples once, and 16 of them again, with KL rows of their own
+    later = 16  # KL rows of the second epoch
+    assert passes(1) == [0, samples + kl_rows + kl_rows], "reference of both, policy of the KL rows"
+    assert passes(2, CACHED) == [96 + 96, later + kl_rows], "KL rows of an epoch when it begins"
+    assert passes(3, CACHED, "model.optim.lr=1e-4", "model.kto.ref_policy_kl_penalty=0.5") == [0, kl_rows]
+
+
+def test_examples_with_one_label(job: Callable[[str], Job], tmp_path: Path) -> None:
+    run = job("kto")
+    for preference, absent in (("chosen", "rejected"), ("rejected", "chosen")):
+        rows = [json.loads(line) for line in run.rows.read_text().splitlines()]
+        run_of_one = Job(run.ranks, run.model, tmp_path / f"{preference}.jsonl", tmp_path / preference, "kto")
+        run_of_one.rows.write_text("".join(json.dumps({**row, "preference": preference}) + "\n" for row in rows))
+        (tmp_path / preference).mkdir()
+        steps = run_of_one("trainer.kto.max_steps=2")
+        assert steps[0]["train/loss"] == pytest.approx(0.5, abs=1e-6)
+        assert f"train/rewards_{preference}_mean" in steps[1]
+        assert not [name for name in steps[1] if absent in name or "margin" in name]
+
+
+@pytest.mark.parametrize("mode", [pytest.param("swap", marks=pytest.mark.full), "cached"])
+def test_another_model_as_the_reference(mode: str, job: Callable[[str], Job], tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path / "other", "llama", seed=3)
+    run, short = job("dpo"), "trainer.dpo.max_steps=3"
+    same = run(short, f"model.reference.mode={mode}", f"model.reference.restore_from_path={run.model}")
+    assert_same(same, run(short), steps=3)
+    steps = run(short, f"model.reference.mode={mode}", f"model.reference.restore_from_path={other}")
+    assert abs(steps[0]["train/rewards_all_mean"]) > 0.1
+    if mode == "cached":
+        assert_same(steps, run(short, f"model.reference.restore_from_path={other}"), steps=3)
+
+
+@pytest.mark.parametrize(
+    "modes",
+    [pytest.param(("adapter",), id="adapter"), pytest.param(("swap", "cached"), id="others", marks=pytest.mark.full)],
+)
+def test_pretrained_adapters_are_the_reference(modes: tuple[str, ...], job: Callable[[str], Job], tmp_path: Path) -> None:
+    run = job("dpo")
+    first = ("trainer.dpo.max_steps=3", "export.enabled=true", f"export.path={tmp_path / 'hf'}")
+    run(*LORA, *first, folder=tmp_path / "first")
+    (checkpoint,) = (tmp_path / "first" / "checkpoints").iterdir()
+    sources = {
+        "checkpoint": f"pretrained_checkpoint.restore_from_path={checkpoint}",
+        "folder": f"model.peft.restore_from_path={tmp_path / 'first' / 'adapter'}",
+    }
+    short = "trainer.dpo.max_steps=3"
+    runs = [run(*LORA, short, sources["checkpoint"], "model.reference.mode=adapter")]
+    runs += [
+        run(*LORA, short, source, f"model.reference.mode={mode}")
+        for name, source in sources.items()
+        for mode in modes
+        if (name, mode) != ("checkpoint", "adapter")
+    ]
+    assert len(runs) == (2 if len(modes) == 1 else 5)
+    for steps in runs:
+        assert steps[0]["train/preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert_same(steps, runs[0], steps=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"hidden_size": 32}, "hidden_size 32 instead of 64, head_dim 4 instead of 8"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            "rope 4 frequencies from 0.5 to 0.0005 instead of 4 frequencies from 1 to 0.000177828",
+        ),
+    ],
+    ids=["sizes", "rope"],
+)
+def test_another_model_of_another_shape_is_refused(
+    changes: dict[str, Any], found: str, job: Callable[[str], Job], tmp_path: Path
+) -> None:
+    other = make_checkpoint(tmp_path / "other", "llama", **changes)
+    run = job("dpo")
+    with pytest.raises(RuntimeError) as error:
+        run(f"model.reference.restore_from_path={other}")
+    assert str(error.value).splitlines()[-1] == (
+        Naming("nemo_kto.errors.UserError", f"{run.model}", f"{other}", f"{found}", "train")
+    )
+
+
+def test_synced_reference(job: Callable[[str], Job]) -> None:
+    run, short = job("dpo"), "trainer.dpo.max_steps=3"
+    stays = run(short)
+    replaced = run(short, "model.reference.sync_interval=2", "model.reference.sync_alpha=1.0")
+    for step in range(2):
+        assert replaced[step]["train/loss"] == stays[step]["train/loss"]
+    assert replaced[2]["train/rewards_all_mean"] == pytest.approx(0.0, abs=1e-6), "the reference is the policy again"
+    assert stays[2]["train/rewards_all_mean"] != pytest.approx(0.0, abs=1e-3)
+    moving = (short, "model.reference.sync_interval=2", "model.reference.sync_alpha=0.5")
+    moved = run(*moving)
+    assert abs(moved[2]["train/rewards_all_mean"]) > 1e-4
+    assert moved[2]["train/rewards_all_mean"] != pytest.approx(stays[2]["train/rewards_all_mean"], rel=1e-2)
+    assert_same(run(*moving, world_size=2), moved, steps=3)
+
+
+@pytest.mark.parametrize("kind", ["model", pytest.param("adapters on another base", marks=pytest.mark.full)])
+def test_a_run_with_reference_sync_resumes_bitwise(kind: str, job: Callable[[str], Job], tmp_path: Path) -> None:
+    run = job("dpo")
+    moving: tuple[Any, ...] = ("model.reference.sync_interval=2", "model.reference.sync_alpha=0.5")
+    if kind != "model":  # what is frozen in the policy moves in the reference
+        other = make_checkpoint(tmp_path / "other", "llama", seed=3)
+        moving = (*moving, *LORA, f"model.reference.restore_from_path={other}")
+    whole = run(*moving, "trainer.dpo.max_steps=4")
+    run(*moving, "trainer.dpo.max_steps=3", folder=tmp_path / "halves")
+    assert len(trajectory(tmp_path / "halves")) == 3
+    both = run(*moving, "trainer.dpo.max_steps=4", folder=tmp_path / "halves")
+    assert len(both) == len(whole) == 4
+    assert both[3] == whole[3]

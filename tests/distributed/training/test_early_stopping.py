@@ -1,0 +1,49 @@
+"""A job whose validations no longer improve ends with a checkpoint and an export, says why, and knows it the next time."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+from nemo_kto.artifacts.checkpoint_files import find_checkpoints
+from tests.helpers.messages import Naming, assert_names
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.training_jobs import train
+
+STOPPING = "exp_manager.create_early_stopping_callback"
+SETTINGS = [
+    f"{STOPPING}=true",
+    "exp_manager.early_stopping_callback_params={min_delta: 9, patience: 2}",  # no loss improves by so much
+    *("trainer.kto.val_check_interval=1", "trainer.kto.log_every_n_steps=2", "export.enabled=true"),
+]
+WHY = ("val_loss", "9", "2", "step 1")
+
+
+def printed(model: Path, rows: Path, folder: Path, overrides: list[str]) -> str:
+    """On a rank: what the job prints."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        train(model, rows, folder, 2, [*SETTINGS, *overrides])
+    return output.getvalue()
+
+
+def test_a_run_without_improvement_stops(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first, second = ranks.run(2, printed, tiny_llama, kto_rows, folder, [])
+    assert second == "", "only rank 0 prints"
+    lines = first.splitlines()
+    (title,) = [line for line in lines if line.startswith("nemo-kto kto stopped")]
+    assert title.startswith("nemo-kto kto stopped by early stopping after step 3 of 5 (")
+    assert Naming("early stopping", *WHY) in lines
+    assert Naming("train", f"{STOPPING}=false") in lines
+    assert [checkpoint.step for checkpoint in find_checkpoints(folder / "checkpoints")] == [3]
+    assert list((folder / "hf").glob("*.safetensors"))
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in logged if "train/loss" in row] == [2, 3]
+    assert [row["train/rows"] for row in logged if "train/rows" in row] == [32, 16]
+    again = ranks.run(2, printed, tiny_llama, kto_rows, folder, [])[0]
+    assert_names(again, "nemo-kto", "step 3 of 5", "early stopping", *WHY, f"{folder}", f"{STOPPING}=false")
+    longer = ranks.run(2, printed, tiny_llama, kto_rows, folder, [f"{STOPPING}=false"])[0]
+    assert "nemo-kto kto finished after step 5 of 5" in longer

@@ -1,0 +1,105 @@
+"""Layers on a GPU in bf16: logits of models with torch's and Transformer Engine's layers, attention kernels, log-probs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from torch.nn.attention.bias import causal_lower_right
+
+from nemo_kto.device import device
+from nemo_kto.device.kernels import uses_transformer_engine
+from nemo_kto.distributed import state
+from nemo_kto.huggingface.huggingface import load_weights
+from nemo_kto.models.layers.block_attention import BLOCK, block_attention
+from tests.helpers import hf_jobs, hf_models
+from tests.unit.distributed.test_logprobs_precision import (  # noqa: F401  # on a GPU matrix products return fp32
+    test_gradients_are_rounded_once,
+    test_the_log_ratio_of_slightly_moved_weights,
+    test_token_log_probs_are_not_rounded_to_bf16,
+)
+
+pytestmark = pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU that is used")
+# Two or three times the error of bf16 on a CPU, and less than without any one of a model's caps, norms and factors there.
+TORCH_MODELS = {
+    "gemma2": 0.04,
+    "gemma3": 0.04,
+    "gpt-oss": 0.15,
+    "llama4": 0.15,
+    "olmo2": 0.06,
+    "phi3-part-of-each-head-longrope": 0.1,
+    "smollm3-window-yarn-rope": 0.15,
+}
+
+
+def relative_error_of_logits(name: str, folder: Path, *, linear: type[torch.nn.Module] | None = None) -> float:
+    """Error of a model's logits in bf16, relative to those of transformers in fp32."""
+    hf_models.write_model(name, folder)
+    model, architecture = hf_jobs.build(folder, state.Layout(), params_dtype=torch.bfloat16)
+    if linear is not None:
+        found = next(module for module_name, module in model.named_modules() if module_name.endswith(".linear_fc1"))
+        assert isinstance(found, linear)
+    load_weights([model], architecture, folder)
+    tokens = hf_models.tokens().to(device.current_device())
+    positions = torch.arange(tokens.size(1), device=tokens.device)[None].expand_as(tokens)
+    with torch.no_grad():
+        hidden = model.eval()(tokens, positions, None)
+        logits = hf_jobs.capped(model, (hidden @ model.output_weight().T).float()).cpu()
+    expected = hf_models.transformers_logits(folder)
+    return float((logits - expected).norm() / expected.norm())
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", TORCH_MODELS)
+def test_logits_with_torch_layers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    assert relative_error_of_logits(name, tmp_path, linear=ColumnParallelLinear) < TORCH_MODELS[name]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.skipif(not uses_transformer_engine(torch.bfloat16), reason="needs Transformer Engine")
+@pytest.mark.parametrize("name", ["llama-yarn-rope", "phi3-part-of-each-head"])
+def test_logits_with_transformer_engine_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Without the attention factor of yarn, or with whole heads rotated, the error is several times 0.1."""
+    assert relative_error_of_logits(name, tmp_path) < 0.1
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize("more", [{"cap": 2.0}, {"window": 50}], ids=["cap", "sinks and window"])
+def test_block_attention_equals_the_cpu(more: dict[str, Any], dtype: torch.dtype, close: float) -> None:
+    """Values and gradients, over more than one block of queries; fp32 products may be those of TF32."""
+    draw = torch.Generator().manual_seed(0)
+    parts = [torch.randn(1, heads, BLOCK + 72, 64, generator=draw).to(dtype) for heads in (8, 4, 4)]
+    parts += [torch.randn(8, generator=draw).to(dtype)] * ("window" in more)
+    settings = {"attn_mask": None, "dropout_p": 0.0, "is_causal": True, "scale": 0.125, "enable_gqa": True, **more}
+    found = []
+    for place, kind in (("cpu", torch.float32), (device.current_device(), dtype)):
+        here = [part.to(place, kind).requires_grad_() for part in parts]
+        values = block_attention(*here[:3], **settings, sinks_h=here[3] if len(here) > 3 else None)
+        found.append([values, *torch.autograd.grad(values.square().sum(), here)])
+    for expected, other in zip(*found, strict=True):
+        error = (other.float().cpu() - expected).norm() / expected.norm()
+        assert float(error) < close
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
+def test_chunked_causal_attention(dtype: torch.dtype, tolerance: float, grouped: bool) -> None:
+    """The last query of a chunk sees all keys, of which there are more than queries."""
+    queries, keys, heads, head_dim = 64, 192, 8, 64
+    draw, here = torch.Generator().manual_seed(0), device.current_device()
+    shapes = ((heads, queries), (heads // 2 if grouped else heads, keys), (heads // 2 if grouped else heads, keys))
+    whole = [torch.randn(2, *shape, head_dim, generator=draw).to(dtype).to(here) for shape in shapes]
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=here).tril(keys - queries)
+    grad = torch.randn(2, heads, queries, head_dim, generator=draw).to(dtype).to(here)
+    results = []
+    for seen, inputs in ((causal_lower_right(queries, keys), whole), (mask, [each.float() for each in whole])):
+        leaves = [each.detach().requires_grad_() for each in inputs]
+        q, k, v = leaves
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
+        results.append([found, *torch.autograd.grad(found, leaves, grad.to(found.dtype))])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours.float(), expected, rtol=tolerance, atol=tolerance)

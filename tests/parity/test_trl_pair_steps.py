@@ -1,0 +1,205 @@
+"""numerics.md, point 4: optimizer steps of TRL 1.5.1's DPOTrainer and ORPOTrainer, from the same checkpoints and pairs.
+
+Ours are the whole job: the rows' file, the configuration, the reference and the optimizer as the command line builds them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_pairs, write_rows
+from tests.helpers.trl_jobs import BETA, STEPS, assert_same_steps, trl_steps
+
+pytestmark = pytest.mark.parity
+
+PAIRS = 6
+LR = 2e-4
+MAX_GRAD_NORM = 0.5  # below the gradients' norm: clipping is compared too
+COMPARED = {
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "rewards/accuracies": "acc",
+    "rewards/chosen": "rewards_chosen_mean",
+    "rewards/rejected": "rewards_rejected_mean",
+    "rewards/margins": "rewards_margin",
+    "logps/chosen": "logps_chosen_mean",
+    "logps/rejected": "logps_rejected_mean",
+}
+
+
+def trl_dpo_steps(
+    policy: Path, reference: Path, pairs: list[dict[str, str]], folder: Path, *, lr: float, **settings: Any
+) -> list[dict[str, Any]]:
+    """TRL's DPOTrainer; each step takes all pairs."""
+    return trl_steps(
+        "trl",
+        "DPO",
+        policy=policy,
+        reference=reference,
+        rows=pairs,
+        batch=PAIRS,
+        lr=lr,
+        max_grad_norm=MAX_GRAD_NORM,
+        out=folder / "trl",
+        **settings,
+    )
+
+
+def our_steps(policy: Path, reference: Path, rows: Path, folder: Path, overrides: list[str]) -> None:
+    """The same run of ours, on this rank."""
+    from nemo_kto.config import compose
+    from nemo_kto.run import build
+
+    settings = [
+        f"pretrained_checkpoint.restore_from_path={policy}",
+        f"model.reference.restore_from_path={reference}",
+        "model.reference.mode=swap",
+        f"model.data.data_prefix={rows}",
+        "model.data.splits_string=null",
+        f"model.data.cache_dir={folder}/cache",
+        f"exp_manager.explicit_log_dir={folder}",
+        "exp_manager.create_tensorboard_logger=false",
+        "export.enabled=false",
+        "trainer.accelerator=cpu",
+        "trainer.precision=32",
+        f"trainer.dpo.max_epochs={STEPS}",
+        f"trainer.dpo.gradient_clip_val={MAX_GRAD_NORM}",
+        f"model.global_batch_size={PAIRS}",
+        "model.micro_batch_size=2",
+        f"model.dpo.ref_policy_kl_penalty={BETA}",
+        "model.optim.betas=[0.9,0.999]",
+        "model.optim.weight_decay=0",
+        "model.optim.sched.name=constant",
+        "model.optim.sched.warmup_steps=0",
+    ]
+    cfg, problems = compose.to_config(compose.load([*settings, *overrides], source=compose.Source(config_name="gpt_dpo")))
+    assert cfg is not None, problems
+    build.train(cfg)
+
+
+def our_log(
+    ranks: RankPool,
+    world_size: int,
+    policy: Path,
+    reference: Path,
+    pairs: list[dict[str, str]],
+    folder: Path,
+    lr: float,
+    overrides: list[str],
+) -> list[dict[str, Any]]:
+    """The logged training steps of our run on these ranks."""
+    rows = write_rows(folder / "rows.jsonl", pairs)
+    rates = [f"model.optim.lr={lr}", f"model.optim.sched.min_lr={lr}", f"trainer.devices={world_size}"]
+    ranks.run(world_size, our_steps, policy, reference, rows, folder / "ours", [*rates, *overrides])
+    logged = [json.loads(line) for line in (folder / "ours" / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in logged if "train/loss" in row]
+
+
+def compare_dpo(
+    ranks: RankPool, policy: Path, reference: Path, folder: Path, *, loss: str, lr: float, tensor_parallel: int = 1
+) -> None:
+    pairs = [
+        {"prompt": f"{pair['prompt']}:", "chosen": f" {pair['chosen']}", "rejected": f" {pair['rejected']}"}
+        for pair in make_pairs(PAIRS)
+    ]
+    our_names = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo"}
+    overrides = [f"model.dpo.preference_loss={our_names[loss]}", f"model.tensor_model_parallel_size={tensor_parallel}"]
+    if loss == "ipo":  # TRL takes means over tokens there, and logs sums
+        overrides.append("model.dpo.preference_average_log_probs=true")
+    theirs = trl_dpo_steps(policy, reference, pairs, folder, lr=lr, loss_type=[loss])
+    ours = our_log(ranks, tensor_parallel, policy, reference, pairs, folder, lr, overrides)
+
+    assert min(step["grad_norm"] for step in theirs) > MAX_GRAD_NORM
+    assert abs(theirs[0]["rewards/margins"]) > 1e-3, "the reference is another model from the first step on"
+    names = {"loss": "loss", "grad_norm": "grad_norm"}
+    assert_same_steps(ours, theirs, names if loss == "ipo" else COMPARED)
+
+
+@pytest.mark.parametrize(
+    ("loss", "tensor_parallel"),
+    [
+        ("sigmoid", 2),
+        ("ipo", 1),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("sigmoid", 1), ("hinge", 1), ("hinge", 2), ("ipo", 2))),
+    ],
+)
+def test_optimizer_steps(
+    ranks: RankPool, tiny_checkpoint: Callable[..., Path], tmp_path: Path, loss: str, tensor_parallel: int
+) -> None:
+    policy, reference = tiny_checkpoint("llama"), tiny_checkpoint("llama", seed=1)
+    compare_dpo(ranks, policy, reference, tmp_path, loss=loss, lr=LR, tensor_parallel=tensor_parallel)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_optimizer_steps_of_a_real_model(ranks: RankPool, smollm2: Path, tmp_path: Path) -> None:
+    """SmolLM2-135M against a reference that is itself, moved a little."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter += 0.02 * parameter.std() * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "reference")
+    AutoTokenizer.from_pretrained(smollm2).save_pretrained(tmp_path / "reference")
+    compare_dpo(ranks, smollm2, tmp_path / "reference", tmp_path, loss="sigmoid", lr=2e-6)
+
+
+# SFT terms that are one mean over the tokens of the global batch. Answers have different lengths, and each of two
+# data-parallel ranks has micro-batches of one pair.
+ORPO = [
+    "model.reference.restore_from_path=null",
+    "model.reference.mode=auto",
+    "model.dpo.preference_loss=orpo",
+    "model.dpo.orpo_sft_weight=0",
+    "model.dpo.sft_loss_weight=1.0",
+    "model.dpo.sft_token_mean=true",
+    "model.dpo.sft_completion_only=false",
+]
+SFT = ["model.dpo.sft_loss_weight=0.3", "model.dpo.sft_token_mean=true"]
+
+
+@pytest.fixture(scope="module")
+def pairs() -> list[dict[str, str]]:
+    return [
+        {"prompt": f"{pair['prompt']}:" + " and" * number, "chosen": f" {pair['chosen']}" * (number + 1), "rejected": " no"}
+        for number, pair in enumerate(make_pairs(PAIRS))
+    ]
+
+
+def test_orpo(ranks: RankPool, tiny_checkpoint: Callable[..., Path], pairs: list[dict[str, str]], tmp_path: Path) -> None:
+    policy = tiny_checkpoint("llama")
+    theirs = trl_steps(
+        "trl.experimental.orpo",
+        "ORPO",
+        policy=policy,
+        reference=None,
+        rows=pairs,
+        batch=PAIRS,
+        lr=LR,
+        max_grad_norm=MAX_GRAD_NORM,
+        out=tmp_path / "trl",
+    )
+    ours = our_log(ranks, 2, policy, policy, pairs, tmp_path, LR, ["model.micro_batch_size=1", *ORPO])
+    names = {name: COMPARED[name] for name in ("loss", "grad_norm", "rewards/margins", "logps/chosen", "logps/rejected")}
+    assert_same_steps(ours, theirs, names | {"nll_loss": "sft_loss"})
+
+
+@pytest.mark.full
+def test_dpo_with_an_sft_term(
+    ranks: RankPool, tiny_checkpoint: Callable[..., Path], pairs: list[dict[str, str]], tmp_path: Path
+) -> None:
+    policy, reference = tiny_checkpoint("llama"), tiny_checkpoint("llama", seed=1)
+    settings = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]}
+    theirs = trl_dpo_steps(policy, reference, pairs, tmp_path, lr=LR, **settings)
+    ours = our_log(ranks, 2, policy, reference, pairs, tmp_path, LR, ["model.micro_batch_size=1", *SFT])
+    assert_same_steps(ours, theirs, {name: COMPARED[name] for name in ("loss", "grad_norm", "rewards/margins")})
