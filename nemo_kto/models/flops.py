@@ -21,18 +21,13 @@ ATTENTION, MLP, EXPERTS, SHARED_EXPERTS = "self_attention", "mlp", "mlp.experts"
 class Block(NamedTuple):
     """A part of a layer with a residual connection around it; experts and shared expert share one.
 
-    Attributes:
-        layer: index of the layer, from 0.
-        name: ``ATTENTION``, ``MLP``, ``EXPERTS`` or ``SHARED_EXPERTS``.
-        adapted: parameters of the block that have adapters, listed once for all experts.
-        enters: whether the input of the block requires a gradient.
-        inside: whether the input of the last linear layer of the block requires a gradient.
-        leaves: whether the output of the block, which is added to the residual stream, requires a gradient.
+    ``enters``, ``inside`` and ``leaves`` tell whether a gradient is required by the input of the block, by the input of its
+    last linear layer, and by its output, which is added to the residual stream.
     """
 
-    layer: int
-    name: str
-    adapted: tuple[ParamMapping, ...]
+    layer: int  # from 0
+    name: str  # ATTENTION, MLP, EXPERTS or SHARED_EXPERTS
+    adapted: tuple[ParamMapping, ...]  # parameters with adapters, listed once for all experts
     enters: bool
     inside: bool
     leaves: bool
@@ -74,15 +69,10 @@ class Passes(NamedTuple):
 
 
 class AttentionWindow(NamedTuple):
-    """The tokens that a token attends to in a layer: itself and earlier ones.
+    """The tokens that a token attends to in a layer: itself and earlier ones."""
 
-    Attributes:
-        size: maximum number of these tokens; None for no limit.
-        chunked: the window is the chunk of ``size`` tokens of the sequence that contains the token; if False, it slides.
-    """
-
-    size: int | None
-    chunked: bool = False
+    size: int | None  # maximum number of these tokens; None for no limit
+    chunked: bool = False  # the window is the chunk of ``size`` tokens that contains the token; if False, it slides
 
     def pairs(self, length: int) -> int:
         """Return the number of pairs of a token and a token it attends to, in a sequence of ``length`` tokens.
@@ -105,18 +95,14 @@ def _triangle(number: int) -> int:
 class Flops(NamedTuple):
     """FLOPs of one or several passes.
 
-    Attributes:
-        per_token: FLOPs of the linear layers per token.
-        per_token_mlp: the part of ``per_token`` that is in the MLPs.
-        per_token_pair: FLOPs of attention scores and values per pair of a token and a token it attends to, keyed by the
-            attention window of the layers.
-        per_response_token: FLOPs of the output layer, which is applied to response tokens only.
+    ``per_token_pair`` are those of attention scores and values for a pair of a token and a token it attends to, keyed by the
+    attention window of the layers.
     """
 
-    per_token: int
-    per_token_mlp: int
+    per_token: int  # of the linear layers
+    per_token_mlp: int  # the part of ``per_token`` that is in the MLPs
     per_token_pair: Mapping[AttentionWindow, int]
-    per_response_token: int
+    per_response_token: int  # of the output layer, which is applied to response tokens only
 
     def attention(self, length: int) -> int:
         """Return the FLOPs of attention scores and values for a sequence of ``length`` tokens."""

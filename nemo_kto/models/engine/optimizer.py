@@ -33,11 +33,8 @@ def wrap_data_parallel(
     Gradients are summed in fp32 over the data-parallel group; ``finalize_model_grads`` divides them by the number of
     examples of the global batch, because only it knows that number.
 
-    Args:
-        chunks: model chunks of this rank.
-        use_distributed_optimizer: shard the optimizer state over the data-parallel group.
-        overlap: sum gradients during the backward pass, and gather sharded weights during the forward pass. The model must
-            be run by a ``LogProbEngine``, or by one of megatron-core's schedules.
+    With ``overlap``, gradients are summed during the backward pass, and sharded weights gathered during the forward pass;
+    the model must be run by a ``LogProbEngine``, or by one of megatron-core's schedules.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

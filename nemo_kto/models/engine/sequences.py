@@ -54,23 +54,14 @@ def width_multiple(
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchLimits:
-    """Size limits of a micro-batch, which always holds at least one prompt with its answers.
+    """Size limits of a micro-batch, which always holds at least one prompt with its answers."""
 
-    Attributes:
-        prompts: maximum number of prompts; None for no limit.
-        tokens: maximum number of tokens, including padding; None for no limit.
-        multiple: the width of a micro-batch is a multiple of this number.
-        packed: sequences are packed one after the other, without padding between them.
-        context_parallel: context-parallel size. A packed sequence is padded so that it can be sharded over these ranks.
-        group: the number of micro-batches is a multiple of this number; the last ones may be empty.
-    """
-
-    prompts: int | None
-    tokens: int | None
-    multiple: int
-    packed: bool = False
-    context_parallel: int = 1
-    group: int = 1
+    prompts: int | None  # maximum number of prompts; None for no limit
+    tokens: int | None  # maximum number of tokens, including padding; None for no limit
+    multiple: int  # the width of a micro-batch is a multiple of this number
+    packed: bool = False  # sequences are packed one after the other, without padding between them
+    context_parallel: int = 1  # context-parallel size, over which each packed sequence is sharded
+    group: int = 1  # the number of micro-batches is a multiple of this number; the last ones may be empty
 
     def __str__(self) -> str:
         """Describe the limits, such as "up to 8,192 tokens"."""
@@ -105,11 +96,6 @@ class SequenceBatch:
     """Batch of sequences, each a prompt with one answer, padded on the right.
 
     Attributes:
-        tokens_BS: token ids.
-        labels_BS: token id at positions of the response, -100 elsewhere.
-        lengths_B: number of tokens before the padding.
-        positions_BS: position ids.
-        mask_B1SS: True where attention is forbidden; None for plain causal attention.
         answers: number of answers to each prompt. Sequences k, k + B / answers, ... are answers to one prompt and are always
             in the same micro-batch.
         prompt_labels_BS: labels of a second log-prob of each sequence, over tokens outside its response; None if sequences
@@ -117,10 +103,10 @@ class SequenceBatch:
     """
 
     tokens_BS: Tensor
-    labels_BS: Tensor
-    lengths_B: Tensor
+    labels_BS: Tensor  # token id at positions of the response, -100 elsewhere
+    lengths_B: Tensor  # number of tokens before the padding
     positions_BS: Tensor
-    mask_B1SS: Tensor | None = None
+    mask_B1SS: Tensor | None = None  # True where attention is forbidden; None for plain causal attention
     answers: int = 1
     prompt_labels_BS: Tensor | None = None
 
@@ -212,11 +198,8 @@ class SequenceBatch:
         prompts, followed by the second ones, if there are any. With context parallelism it has this rank's tokens of each
         sequence.
 
-        Args:
-            limits: size limits of each micro-batch.
-            context_rank: rank of this process in its context-parallel group.
-            agree: maps the number of micro-batches that this rank needs to the number that all ranks run; the additional
-                ones have no sequences.
+        ``agree`` maps the number of micro-batches that this rank needs to the number that all ranks run; the additional ones
+        have no sequences.
         """
         whole = [self._micro_batch(index_b, limits) for index_b in self._partition(limits)]
         whole += [self._empty_micro_batch(limits)] * (agree(limits.whole_groups(len(whole))) - len(whole))
@@ -317,20 +300,15 @@ class MicroBatch:
     packed into one ([1, s]), or this rank's part of each.
 
     Attributes:
-        sequence_index_b: indices of the sequences in the batch.
-        tokens_bs, positions_bs, mask_b1ss: inputs of the first stage and of attention.
         owner_bs: sequence to which each token counts in a loss that the model itself adds (load balancing), as an index into
             ``sequence_index_b``; -1 for padding and for sequences that are excluded from the loss.
         hidden_index_T: hidden state that predicts each response token, as an index into [s * b] (megatron-core's order).
         target_T: response token that the hidden state predicts.
         logprob_T: log-prob to which the token contributes: an index into ``sequence_index_b``, plus b for the second
             log-prob of a sequence.
-        num_logprobs: b, or 2 b if sequences have a second log-prob.
-        lengths: lengths of the whole sequences of a pack, each with its padding; None if they are not packed.
-        packed: lengths of the packed sequences in the form that attention needs, on the device.
     """
 
-    sequence_index_b: Tensor
+    sequence_index_b: Tensor  # indices of the sequences in the batch
     tokens_bs: Tensor
     positions_bs: Tensor
     mask_b1ss: Tensor | None
@@ -338,9 +316,9 @@ class MicroBatch:
     hidden_index_T: Tensor
     target_T: Tensor
     logprob_T: Tensor
-    num_logprobs: int
-    lengths: tuple[int, ...] | None = None
-    packed: PackedSequences | None = None
+    num_logprobs: int  # b, or 2 b if sequences have a second log-prob
+    lengths: tuple[int, ...] | None = None  # of the whole sequences of a pack, each with its padding; None if not packed
+    packed: PackedSequences | None = None  # the lengths in the form that attention needs, on the device
 
     def share(self, rank: int, size: int) -> MicroBatch:
         """Return the part of the micro-batch that a context-parallel rank has: its tokens, and the targets they predict.

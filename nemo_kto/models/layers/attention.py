@@ -81,10 +81,8 @@ class TorchAttention(MegatronModule):
         config: the transformer's configuration; ``window_size`` = (number of earlier tokens, 0) limits the attention of the
             layers that ``window_attn_skip_freq`` selects.
         layer_number: from 1, over all pipeline stages.
-        attn_mask_type: causal or arbitrary.
-        attention_type: self attention, the only type in this project.
         softmax_scale: factor on the scores; None for 1 / sqrt(head size).
-        cp_comm_type: not used: every context-parallel rank gathers all keys and values.
+        cp_comm_type: not used; every context-parallel rank gathers all keys and values.
         softcap: the scores become softcap * tanh(score / softcap); None for no soft cap.
         sinks: add to the softmax of each head one learned score without a value, the parameter ``softmax_offset``, as in
             megatron-core's own attention, [heads of this rank].

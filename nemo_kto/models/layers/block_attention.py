@@ -74,21 +74,13 @@ def block_attention(
 
 @dataclass(frozen=True, kw_only=True)
 class _Blocks:
-    """Blocks of queries, with the keys they attend to.
-
-    Attributes:
-        queries, keys: number of queries; number of keys.
-        seen: mask, True where a query attends to a key: [queries, keys], or broadcastable to [b, h, queries, keys]; None
-            for causal attention.
-        offset: index of a query's own key minus index of the query, in causal attention.
-        window: number of keys a query attends to in causal attention, including its own; None for all earlier ones.
-    """
+    """Blocks of queries, with the keys they attend to; ``offset`` and ``window`` apply to causal attention only."""
 
     queries: int
     keys: int
-    seen: Tensor | None
-    offset: int
-    window: int | None
+    seen: Tensor | None  # mask, True where a query attends to a key, broadcastable to [b, h, queries, keys]; None: causal
+    offset: int  # index of a query's own key minus index of the query
+    window: int | None  # number of keys a query attends to, including its own; None for all earlier ones
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
         """Yield each block of queries with a range of keys that contains all keys it may attend to."""

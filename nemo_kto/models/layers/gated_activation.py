@@ -18,19 +18,18 @@ class SwiGLU(MegatronModule):
     two gradients to concatenate them.
     """
 
+    is_gelu = False
+
     def forward(self, gate_and_up: Tensor) -> Tensor:
         """Map [..., 2 * f], the gate first, to [..., f]."""
-        activated: Tensor = _Gated.apply(gate_and_up, False)  # type: ignore[no-untyped-call]
+        activated: Tensor = _Gated.apply(gate_and_up, self.is_gelu)  # type: ignore[no-untyped-call]
         return activated
 
 
-class GeGLU(MegatronModule):
+class GeGLU(SwiGLU):
     """GeGLU activation, gelu(gate) * up, with gelu(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
 
-    def forward(self, gate_and_up: Tensor) -> Tensor:
-        """Map [..., 2 * f], the gate first, to [..., f]."""
-        activated: Tensor = _Gated.apply(gate_and_up, True)  # type: ignore[no-untyped-call]
-        return activated
+    is_gelu = True
 
 
 class _Gated(torch.autograd.Function):

@@ -24,21 +24,15 @@ from nemo_kto.models.flops import Passes
 class Objective:
     """Training objective: preference_loss_weight * loss + sft_loss_weight * SFT loss.
 
-    Attributes:
-        loss: the preference loss.
-        options: values of the optional keyword arguments of the loss.
-        beta: strength of the regularisation towards the reference.
-        preference_loss_weight: weight of the preference loss.
-        sft_loss_weight: weight of the SFT loss, the mean negative log-prob of the chosen or desirable answers.
-        sft_average_log_probs: reduce each answer's SFT loss to the mean over its tokens instead of the sum.
+    The SFT loss is the mean negative log-prob of the chosen or desirable answers.
     """
 
     loss: Loss
-    options: Mapping[str, float] = field(default_factory=dict)
-    beta: float
+    options: Mapping[str, float] = field(default_factory=dict)  # optional keyword arguments of the loss
+    beta: float  # strength of the regularisation towards the reference
     preference_loss_weight: float = 1.0
     sft_loss_weight: float = 0.0
-    sft_average_log_probs: bool = False
+    sft_average_log_probs: bool = False  # each answer's SFT loss is the mean over its tokens instead of the sum
 
 
 def upload_values(**values: Tensor | None) -> dict[str, Tensor]:
