@@ -50,7 +50,9 @@ def _worker(number: int, inbox: Any, outbox: Any) -> None:
                 timeout=timedelta(seconds=TIMEOUT_SECONDS),
             )
             os.environ["LOCAL_RANK"] = str(number)
-            outbox.put((number, True, function(*arguments)))
+            result = function(*arguments)
+            state.destroy()  # the parent removes the store's folder as soon as all ranks have answered
+            outbox.put((number, True, result))
         except BaseException:
             outbox.put((number, False, traceback.format_exc()))
         finally:

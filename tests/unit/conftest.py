@@ -1,19 +1,19 @@
-"""Configurations that are right as they stand, of every algorithm."""
+"""Valid configurations of every algorithm."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from nemo_kto.algorithms.recipes import KTO, RECIPES, Recipe
 from nemo_kto.cli.job import Job
 from nemo_kto.config import compose
+from nemo_kto.config.mistakes import judge
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.processes.ranks import World
 from tests.helpers.messages import Message
@@ -36,24 +36,14 @@ class FindErrors(Protocol):
     ) -> list[str]: ...
 
 
-def source_of(recipe: Recipe) -> compose.Source:
-    return compose.Source(recipe.config_name)
-
-
 @cache
-def _composed(config_name: str) -> DictConfig:
-    return compose.load(source=compose.Source(config_name))
+def source_of(recipe: Recipe) -> compose.Source:
+    """Our files, which are composed once a process."""
+    return compose.Source(config_name=recipe.config_name)
 
 
 def composed(overrides: Sequence[str], recipe: Recipe = KTO) -> DictConfig:
-    """What ``compose.load`` gives (test_compose.py compares), with the YAML files read and merged once a process.
-
-    Overrides of values are applied to what the files give. Other files (``hardware=cpu``) cannot be chosen.
-    """
-    config = _composed(recipe.config_name).copy()
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=override.is_add())
-    return config
+    return compose.load(overrides, source=source_of(recipe))
 
 
 def errors_of(
@@ -61,7 +51,8 @@ def errors_of(
 ) -> list[str]:
     world = None if ranks == 1 else World(rank=0, size=ranks, local_rank=0, local_size=ranks, sees_same=torchrun)
     job = Job(recipe=recipe, source=source_of(recipe), world=world)
-    return [str(mistake) for mistake in job.judge(config, _composed(recipe.config_name), sweep=sweep)]
+    rules = partial(job.broken_rules, sweep=sweep)
+    return [str(mistake) for mistake in judge(config, recipe=recipe, rules=rules, fallback=composed([], recipe))]
 
 
 def mistakes(overrides: Sequence[str], recipe: Recipe = KTO, *, sweep: bool = False) -> list[str]:

@@ -1,4 +1,4 @@
-"""The rules of model.kto and model.dpo that the other has not."""
+"""Rules of model.kto and model.dpo that only one of the algorithms has."""
 
 from __future__ import annotations
 
@@ -228,14 +228,10 @@ def test_rules_of_losses_that_sort(find_errors: FindErrors) -> None:
 
 
 def test_rules_of_losses_with_delta(find_errors: FindErrors, monkeypatch: pytest.MonkeyPatch) -> None:
-    """BCO's own function by its path: for pairs there is no delta, and who does not say so is not given any."""
-    monkeypatch.setattr(kto_losses, "OWN", Loss(function=kto_losses.bco_losses, needs_delta=True), raising=False)
-    monkeypatch.setattr(kto_losses, "SILENT", Loss(function=kto_losses.bco_losses), raising=False)
-    own, silent = (f"nemo_kto.losses.kto.{name}" for name in ("OWN", "SILENT"))
+    """BCO's own function by its path: for pairs there is no delta."""
+    monkeypatch.setattr(kto_losses, "OWN", Loss(function=kto_losses.bco_losses), raising=False)
+    own = "nemo_kto.losses.kto.OWN"
     assert find_errors(f"model.kto.preference_loss={own}") == []
     assert find_errors(f"model.dpo.preference_loss={own}", recipe=DPO) == [
-        Message("model.dpo.preference_loss", "needs_delta", "dpo", f"{own}")
-    ]
-    assert find_errors(f"model.kto.preference_loss={silent}") == [
-        Message("model.kto.preference_loss", "desirable_weight", "undesirable_weight", f"{silent}")
+        Message("model.dpo.preference_loss", "delta", "dpo", f"{own}")
     ]

@@ -1,4 +1,4 @@
-"""What the launcher makes of the ends of its ranks, and of signals."""
+"""Handling of ended ranks and of signals in the launcher."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.helpers.commands import environment
 from tests.helpers.messages import Message, assert_names
 
 
-def failure_of(rank: int, exitcode: int, timestamp: int) -> Any:
-    return SimpleNamespace(local_rank=rank, exitcode=exitcode, timestamp=timestamp, error_file="/nowhere")
+def failure_of(rank: int, status: int, ended: int) -> Any:
+    return SimpleNamespace(number=rank, status=status, ended_ns=ended * 10**9, error_file="/nowhere")
 
 
 @pytest.mark.parametrize(
@@ -33,17 +33,17 @@ def failure_of(rank: int, exitcode: int, timestamp: int) -> Any:
     ],
 )
 def test_the_failure_that_caused_the_others(failures: list[Any], rank: int) -> None:
-    assert launcher._first(failures).local_rank == rank
+    assert launcher._first(failures).number == rank
 
 
 def test_failures_within_one_second_are_ordered_by_their_files(tmp_path: Path) -> None:
     failures = [failure_of(0, 1, 10), failure_of(1, 1, 10)]
     for failure, moment in zip(failures, (10.9, 10.8), strict=True):
-        file = tmp_path / str(failure.local_rank)
+        file = tmp_path / str(failure.number)
         file.write_text("why")
         os.utime(file, (moment, moment))
         failure.error_file = str(file)
-    assert launcher._first(failures).local_rank == 1
+    assert launcher._first(failures).number == 1
 
 
 @pytest.mark.parametrize(

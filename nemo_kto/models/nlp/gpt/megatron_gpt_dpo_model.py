@@ -174,14 +174,9 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         # log-probs in place of log-ratios for a loss without a reference
         chosen_p, rejected_p = (logps_b if reference_b is None else logps_b - reference_b).tensor_split(2)
         chosen_logps_p, rejected_logps_p = logps_b.tensor_split(2)
-        names = ["reward_delta_P"] * objective.loss.needs_rewards
-        names += ["first_partners_P", "second_partners_P"] * (objective.loss.sorts is not None)
-        preference_p = objective.loss.function(
-            *self._compared(logps_b, reference_b),
-            beta=objective.beta,
-            **{name: values[name][pair_index_p] for name in names},
-            **objective.options,
-        )
+        inputs = {name: values[name][pair_index_p] for name in objective.loss.inputs & values.keys()}
+        compared = self._compared(logps_b, reference_b)
+        preference_p = objective.loss.function(*compared, beta=objective.beta, **inputs, **objective.options)
         sft_p = self._sft_losses(chosen_logps_p, prompt_p, values, pair_index_p)
         weights_p = values["weights_P"][pair_index_p]
         chosen_valid_p, rejected_valid_p = values["valid_B"][sequence_index_b].tensor_split(2)
