@@ -263,7 +263,7 @@ class SequenceBatch:
             tokens_bs=tokens_bs,
             positions_bs=positions_bs,
             mask_b1ss=mask,
-            owner_bs=torch.cat(owners).view_as(tokens_bs),
+            owner_bs=torch.cat(owners).view(len(tokens_bs), -1),
             hidden_index_T=hidden_index_T,
             target_T=target_T,
             logprob_T=torch.cat([own_T + k * size for k, (own_T, _, _) in enumerate(found)]),
