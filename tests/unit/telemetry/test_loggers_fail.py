@@ -26,7 +26,7 @@ def steps(file: Path) -> list[int]:
 
 @contextlib.contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """What a full disk does: a write ends in the middle, and the next one fails."""
+    """Simulate a full disk: a write ends in the middle, and the next one fails."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
