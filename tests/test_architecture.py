@@ -1,4 +1,4 @@
-"""The rules of the layout: who may import whom, the sizes of folders, files and functions, and who may name the device.
+"""Rules of the layout: imports, sizes of folders, files and functions, and uses of the device.
 
 Every test gathers all offenders before it fails. The last ones plant offences and see that each is found.
 """

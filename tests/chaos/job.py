@@ -1,4 +1,4 @@
-"""A tiny job that is killed, started again with the same command, and compared with one that nothing happened to."""
+"""A tiny job that is killed, restarted with the same command, and compared with an uninterrupted one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many random kills, and a table of what they did.
+"""Many random kills, and a table of their results.
 
     python -m tests.chaos.long_run --kills 200 --page docs/reliability.md
 

@@ -1,4 +1,4 @@
-"""The comparison finds what it must find: a judge that overlooks something would make every other test here worthless."""
+"""The comparison of runs detects each kind of difference."""
 
 from __future__ import annotations
 

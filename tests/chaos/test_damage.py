@@ -1,4 +1,4 @@
-"""Files that were cut or changed on the disk: found when they are read, never used, made again where that can be done."""
+"""Damaged files are detected when they are read, never used, and repaired if possible."""
 
 from __future__ import annotations
 
@@ -104,11 +104,11 @@ def killed(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str,
 def test_damage_is_detected_and_repaired(
     case: str, killed: Callable[[str, Path], Job], whole: Callable[[Job], Path], tmp_path: Path
 ) -> None:
-    mode, find, damage, said = CASES[case]
+    mode, find, damage, words = CASES[case]
     job = killed(mode, tmp_path)
     damage(find(tmp_path))
     output = assert_resumes(job, tmp_path, whole(job)).output
-    assert all(word in output for word in said), output
+    assert all(word in output for word in words), output
 
 
 @pytest.mark.parametrize("damage", [cut, flip])

@@ -1,4 +1,4 @@
-"""A disk that is full or read-only: the run says so and ends, what was complete stays, and the same command resumes it."""
+"""A full or read-only disk: the run reports it and ends, complete files remain, and the same command resumes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of the emulated devices: each checks its arguments' devices as CUDA's do, and calls the CPU's on the same memory.
+"""Operators of the emulated devices: each checks the devices of its arguments, and calls the CPU's on the same memory.
 
 They are registered for the dispatch key CUDA: autograd, type promotion and operators composed of others work as on a GPU.
 """

@@ -1,4 +1,4 @@
-"""Stand-ins for the CUDA runtime and for NVIDIA's other libraries, compiled in seconds and loaded before torch.
+"""Substitutes for the CUDA runtime and NVIDIA's other libraries, compiled in seconds and loaded before torch.
 
 torch's build for CUDA is linked with 14 libraries of 3 GB. Here each is an empty library of that name and version: the few
 functions that are called are those of runtime.c, and the others are bound when they are first called, which they never are.

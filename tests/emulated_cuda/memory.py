@@ -1,4 +1,4 @@
-"""Tensors of host and device on the same memory, which is all in the host."""
+"""Host and device tensors on the same memory, all of it in the host."""
 
 from __future__ import annotations
 

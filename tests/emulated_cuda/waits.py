@@ -1,4 +1,4 @@
-"""Where the host waits for the device: each wait with its kind and the lines that caused it, counted."""
+"""Counts the waits of the host for the device, by kind and causing lines."""
 
 from __future__ import annotations
 

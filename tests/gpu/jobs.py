@@ -1,4 +1,4 @@
-"""Whole jobs on a device: a command line in a process of its own, and what it logged.
+"""Complete runs on a device: a command line in a separate process, and its logged metrics.
 
 The jobs know no device but its name, so that the same tests compare a GPU with the CPU and, where there is no GPU, the CPU
 with itself at other settings.
@@ -47,7 +47,7 @@ class Workplace:
     def command(self, name: str, *overrides: str, algorithm: str = "kto", callbacks: Sequence[str] = ()) -> list[str]:
         """The command line of the job whose run folder is ``folder``/``name``."""
         data = {"kto": self.rows, "dpo": self.pairs}[algorithm]
-        noted = f"{{_target_: tests.gpu.recorders.RecordModel, file: {self.folder / name}.json}}"
+        recorded = f"{{_target_: tests.gpu.recorders.RecordModel, file: {self.folder / name}.json}}"
         return [
             *CLI,
             algorithm,
@@ -69,7 +69,7 @@ class Workplace:
             "model.optim.lr=1e-4",
             "model.optim.sched.name=constant",
             "model.optim.sched.warmup_steps=2",
-            f"trainer.callbacks=[{', '.join([noted, *callbacks])}]",
+            f"trainer.callbacks=[{', '.join([recorded, *callbacks])}]",
             *overrides,
         ]
 
@@ -96,7 +96,7 @@ class Workplace:
         assert done.returncode == status, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
         return done.stdout
 
-    def noted(self, name: str) -> dict[str, list[str]]:
+    def recorded(self, name: str) -> dict[str, list[str]]:
         """What :class:`tests.gpu.recorders.RecordModel` wrote of a run."""
         found: dict[str, list[str]] = json.loads((self.folder / f"{name}.json").read_text())
         return found

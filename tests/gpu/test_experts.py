@@ -1,4 +1,4 @@
-"""Experts of Transformer Engine, whose products are grouped, on a GPU: logits, checkpoints between both kinds, a whole job.
+"""Transformer Engine's grouped experts on a GPU: logits, checkpoints of both kinds of layers, a complete run.
 
 In fp32, for which a run does not take these layers, because they multiply in TF32. A token whose choice of experts is close
 may be sent to others than those of transformers, so that a few tokens may differ.

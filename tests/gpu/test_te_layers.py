@@ -1,4 +1,4 @@
-"""What only a GPU with Transformer Engine can show: its layers with adapters, against peft; checkpoints to it and from it.
+"""Transformer Engine's layers with adapters against peft, and checkpoints exchanged with megatron-core's layers.
 
 Everything is in fp32, for which a run does not take these layers, because they multiply in TF32: the tolerances are those of
 such products, and still tighter than those of bf16.

@@ -1,4 +1,4 @@
-"""Run the commands of the package in processes of their own, with a job that needs no model in place of the training."""
+"""Run the package's commands in separate processes, optionally with a stub in place of the training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows went into each step of a run, noted from outside: a callback, and what reads its notes."""
+"""A callback that records the rows of each step, and functions that read its records."""
 
 from __future__ import annotations
 

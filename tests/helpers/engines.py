@@ -1,4 +1,4 @@
-"""The engine and the KTO model of a test, on a rank."""
+"""The log-prob engine and the KTO model of a test, on a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run Python commands in processes of their own that need not import torch again.
+"""Run Python commands in separate processes that need not import torch again.
 
 A fork server is a Python that imports what it is told to and does nothing else. For each command it forks a process, which
 becomes what a new interpreter would be: arguments, working directory, environment, search path and sitecustomize, output,
@@ -89,7 +89,7 @@ def run(
         ranks: the process may start ranks of its own.
         timeout: seconds.
     """
-    said = ["", ""]
+    output = ["", ""]
     ends = [os.pipe(), os.pipe()]
     try:
         process = Process(arguments, cwd=cwd, env=env, preload=preload, ranks=ranks, stdout=ends[0][1], stderr=ends[1][1])
@@ -99,7 +99,7 @@ def run(
 
     def read(number: int) -> None:
         with os.fdopen(ends[number][0], encoding="utf-8") as stream:
-            said[number] = stream.read()
+            output[number] = stream.read()
 
     readers = [threading.Thread(target=read, args=(number,), daemon=True) for number in (0, 1)]
     for reader in readers:
@@ -113,8 +113,8 @@ def run(
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
-        raise subprocess.TimeoutExpired(list(arguments), timeout, *said) from None
-    return subprocess.CompletedProcess(list(arguments), status, *said)
+        raise subprocess.TimeoutExpired(list(arguments), timeout, *output) from None
+    return subprocess.CompletedProcess(list(arguments), status, *output)
 
 
 def search_path(*before: Path) -> str:

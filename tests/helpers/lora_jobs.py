@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of adapters, and what peft and transformers say of the same."""
+"""Functions that the ranks of the LoRA tests run."""
 
 from __future__ import annotations
 
@@ -186,11 +186,11 @@ def replicated_after_dropout(layout: state.Layout, folder: Path, settings: LoRAS
     for _ in range(2):
         backward(chunks)
         norms.append(float(optimizer.step()[1]))
-    held = {}
+    replicated = {}
     for name, parameter in unwrap_model(chunks[0]).named_parameters():
         if parameter.requires_grad and not getattr(parameter, "tensor_model_parallel", False):
-            held[name] = parameter.detach().numpy().copy()
-    return norms, held, torch.get_rng_state().tolist()
+            replicated[name] = parameter.detach().numpy().copy()
+    return norms, replicated, torch.get_rng_state().tolist()
 
 
 def dropped(layout: state.Layout, folder: Path, settings: LoRASettings) -> dict[str, Any]:

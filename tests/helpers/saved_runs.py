@@ -1,4 +1,4 @@
-"""A model in training and its checkpoints, for tests of what a resumed run continues with."""
+"""A model in training with its checkpoints, for tests of resumed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole jobs for the ranks of a test: what the command line runs, without its start."""
+"""Complete training runs on the ranks of a test, without the command line's start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small whole model folder, ways to break it, and what is said of it when a run would read it."""
+"""A small complete model folder, ways to damage it, and the errors that a run reports."""
 
 from __future__ import annotations
 
@@ -102,11 +102,11 @@ def replaced_by_pipe(file: str) -> Break:
     return apply
 
 
-def linked(file: str, target: str, *, anew: bool = False) -> Break:
+def linked(file: str, target: str, *, new: bool = False) -> Break:
     """A link: to itself, to nowhere, or to a file elsewhere; ``anew`` where no file is in its place."""
 
     def apply(folder: Path) -> None:
-        (folder / file).unlink(missing_ok=anew)
+        (folder / file).unlink(missing_ok=new)
         os.symlink(target, folder / file)
 
     return apply
@@ -166,9 +166,9 @@ def both(*breaks: Break) -> Break:
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 
 
-def assert_harmless(said: str) -> None:
+def assert_harmless(message: str) -> None:
     """No message may control the terminal or fill it, whatever a file holds."""
-    assert all(line.isprintable() and len(line) < 1200 for line in said.split("\n")), said[:2000]
+    assert all(line.isprintable() and len(line) < 1200 for line in message.split("\n")), message[:2000]
 
 
 def launcher_says(model: Path, rows: Path, *overrides: str) -> list[str]:

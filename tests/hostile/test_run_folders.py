@@ -1,4 +1,4 @@
-"""Hostile files in the folder of a resumed run: each is refused or replaced, and none is waited for."""
+"""Hostile files in the folder of a resumed run: each is refused or replaced, without a hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks come about and end, what a run folder holds, and the flags that Hydra answers."""
+"""Start and end of ranks, contents of a run folder, and Hydra's flags."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def test_ranks_of_torchrun_are_used(tmp_path: Path, name: str) -> None:
     done = run([*torchrun, *GOOD], cwd=tmp_path, env=env, fork_ranks=False)
     assert done.returncode == 0, done.stderr
     for rank in ("0", "1"):
-        told = json.loads((tmp_path / f"rank{rank}-1234.json").read_text())
-        assert (told["rank"], told["algorithm"], told["WORLD_SIZE"]) == (rank, name, "2")
+        record = json.loads((tmp_path / f"rank{rank}-1234.json").read_text())
+        assert (record["rank"], record["algorithm"], record["WORLD_SIZE"]) == (rank, name, "2")
 
 
 @of_every_algorithm("kto")
@@ -154,8 +154,8 @@ def test_a_script_starts_its_ranks(tmp_path: Path, name: str, fork_ranks: bool) 
     env = stub_training(tmp_path, TELL)
     script = [sys.executable, str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py"), *GOOD, "trainer.devices=2"]
     assert run(script, cwd=tmp_path, env=env, fork_ranks=fork_ranks).returncode == 0
-    told = [json.loads((tmp_path / f"rank{rank}-1234.json").read_text()) for rank in (0, 1)]
-    assert [(one["rank"], one["algorithm"]) for one in told] == [("0", name), ("1", name)]
+    record = [json.loads((tmp_path / f"rank{rank}-1234.json").read_text()) for rank in (0, 1)]
+    assert [(one["rank"], one["algorithm"]) for one in record] == [("0", name), ("1", name)]
 
 
 @either_way
@@ -326,9 +326,9 @@ def test_the_ranks_of_a_job_of_a_sweep_have_its_run_folder(tmp_path: Path) -> No
     done = run([*CLI, "dpo", *GOOD, *given], cwd=tmp_path, env=env)
     assert (done.returncode, done.stderr) == (0, "")
     assert_run_folder_of_a_job(tmp_path, "dpo", 0, 5)
-    told = (tmp_path / "results/gpt_dpo/multirun.yaml").read_text()
-    assert told.count("https://***@host") == 3
-    assert "pass1word" not in told
+    record = (tmp_path / "results/gpt_dpo/multirun.yaml").read_text()
+    assert record.count("https://***@host") == 3
+    assert "pass1word" not in record
 
 
 def test_a_sweep_job_of_one_process_is_not_a_rank_of_the_previous_job(tmp_path: Path) -> None:
@@ -341,9 +341,9 @@ def test_a_sweep_job_of_one_process_is_not_a_rank_of_the_previous_job(tmp_path: 
 
 
 def assert_run_folder_of_a_job(folder: Path, name: str, number: int, seed: int) -> None:
-    told = json.loads((folder / f"rank1-{seed}.json").read_text())
+    record = json.loads((folder / f"rank1-{seed}.json").read_text())
     own = str(folder / "results" / f"gpt_{name}" / str(number))
-    assert (told["run"], told["export"]) == (own, f"{own}/hf")
+    assert (record["run"], record["export"]) == (own, f"{own}/hf")
     assert yaml.safe_load((Path(own) / "config.yaml").read_text())["model"]["seed"] == seed
 
 

@@ -1,4 +1,4 @@
-"""On a machine that has a GPU, and the packages for it, a job that is to run on the CPU asks neither for anything."""
+"""A job on the CPU uses neither the GPU of the machine nor its packages."""
 
 from __future__ import annotations
 

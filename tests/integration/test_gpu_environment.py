@@ -1,4 +1,4 @@
-"""The environment of `make gpu`: without a package index, where Python is that of another one, and its versions."""
+"""The environment of `make gpu`: without a package index, inside another environment, and its versions."""
 
 from __future__ import annotations
 

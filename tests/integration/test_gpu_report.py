@@ -1,4 +1,4 @@
-"""`make gpu` where there is no GPU, and the page that it writes where there is one."""
+"""`make gpu` without a GPU, and the page that it writes with one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command prints from its first line to its last, and the export of the best checkpoint."""
+"""The complete output of commands, and the export of the best checkpoint."""
 
 from __future__ import annotations
 

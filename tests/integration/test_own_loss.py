@@ -1,4 +1,4 @@
-"""A loss in a file of the user's own: the command line finds it by its path and knows its options and their constraints."""
+"""A user's loss: found by its path, with its options and their constraints on the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses and a callback in files of the user's own, trained with from the command line; the numbers are checked by hand."""
+"""Training with a user's losses and callback; the numbers are checked against manual values."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def test_the_loss_of_the_documentation(tiny_llama: Path, tmp_path: Path) -> None
 
 def test_a_loss_of_unpaired_feedback_without_a_reference(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(REFERENCE_FREE)
-    (first, _), said = train(tmp_path, tiny_llama, "kto", "model.kto.preference_loss=own.LOSS")
-    assert_names(said, "none", "own.LOSS")
+    (first, _), output = train(tmp_path, tiny_llama, "kto", "model.kto.preference_loss=own.LOSS")
+    assert_names(output, "none", "own.LOSS")
     for kind in ("chosen", "rejected"):  # what takes the place of a log-ratio, times beta
         assert first[f"train/rewards_{kind}_mean"] == pytest.approx(0.2 * first[f"train/logps_{kind}_mean"], rel=1e-6)
 

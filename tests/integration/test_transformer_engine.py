@@ -1,4 +1,4 @@
-"""Transformer Engine that is installed and cannot be imported: a message, where megatron-core shows a traceback."""
+"""An installed Transformer Engine that cannot be imported gives a message, not megatron-core's traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py on the CPU, with tiny models: both trainers do the same work, and the figures add up."""
+"""benchmarks/gpu.py on the CPU with tiny models: both trainers do the same work, and the numbers are consistent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpt-oss as it is published, with its experts in MXFP4: what transformers makes of it, at one rank and at several."""
+"""gpt-oss with MXFP4 experts as published, against transformers, on one rank and on several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: peft computes what we compute, we read what peft writes, and refuse what we cannot be."""
+"""Adapters in PEFT's format: logits of peft, files that round-trip, and refused settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters on the experts of a mixture in PEFT's format: peft computes what we compute, and what it reads we read again.
+"""Adapters on experts in PEFT's format: logits of peft, and files that round-trip.
 
 The tensors have the names of single experts, as transformers' files have them. Where transformers keeps all experts of a
 layer in one tensor, peft puts the adapters of gate and up projection together: their A under each other, B block-diagonal.
@@ -168,9 +168,9 @@ def test_adapters_of_experts_in_one_tensor_are_refused(folders: Any, tmp_path: P
     get_peft_model(model, LoraConfig(r=2, target_modules=["w1", "w2", "w3"])).save_pretrained(str(tmp_path))
     with pytest.raises(UserError) as error:
         read_adapter_settings(tmp_path)
-    told = str(error.value).splitlines()
-    assert told[0] == Naming(f"{tmp_path}", "adapters", "LoRA", "DoRA", "otherwise")
-    assert told[-1] == Naming("train", "adapters", "peft")
+    lines = str(error.value).splitlines()
+    assert lines[0] == Naming(f"{tmp_path}", "adapters", "LoRA", "DoRA", "otherwise")
+    assert lines[-1] == Naming("train", "adapters", "peft")
     tensor = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
     modules = ", ".join(HUGGING_FACE_TARGETS)
-    assert Naming(f"{modules}", "16", f"{tensor}", "experts") in told
+    assert Naming(f"{modules}", "16", f"{tensor}", "experts") in lines

@@ -1,4 +1,4 @@
-"""The benchmark against TRL still runs, and in it both trainers still compute the same."""
+"""The benchmark against TRL runs, and both trainers compute the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A SLURM of two nodes on this machine, made for the tests and gone with them, and jobs for it.
+"""A SLURM cluster of two nodes on this machine for the tests, and its jobs.
 
 Needs root and the packages slurm-wlm and munge (Debian's names).
 """
@@ -98,11 +98,11 @@ class Submitted:
         shown = self.cluster.run("scontrol", "show", "job", "--oneliner", self.number, check=False)
         return dict(re.findall(r"(\w+)=(\S*)", shown.stdout))
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def wait_until(self, what: str, found: Callable[[], T | None], *, seconds: float) -> T:
-        return wait_for(what, found, seconds=seconds, details=lambda: f"{self.state()}\n{self.said()[-4000:]}")
+        return wait_for(what, found, seconds=seconds, details=lambda: f"{self.state()}\n{self.output()[-4000:]}")
 
     def finish(self, *, seconds: float) -> dict[str, str]:
         """Wait for the end of the job, requeues included; its last state."""

@@ -1,4 +1,4 @@
-"""One SLURM for all tests of this folder, a tiny model and rows, and the metrics of a job that nobody interrupted."""
+"""One SLURM cluster for all tests of this folder, a tiny model and rows, and the metrics of an uninterrupted job."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def uninterrupted(cluster: Cluster, work: Path) -> list[dict[str, float]]:
     """The metrics of each step of a job on four ranks."""
     (job,) = cluster.submit(*kto_on_four_ranks(), cwd=work)
     state = job.finish(seconds=SECONDS)
-    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "0"), job.said()
-    assert "0:   layout      4 ranks = 1 data x 2 tensor x 2 pipeline parallel" in job.said()
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "0"), job.output()
+    assert "0:   layout      4 ranks = 1 data x 2 tensor x 2 pipeline parallel" in job.output()
     found = metrics(folder_of(job, work))
     assert [step["step"] for step in found] == [*range(1, STEPS + 1)]
     assert found[0]["train/loss"] == 0.5

@@ -1,4 +1,4 @@
-"""Configurations that are right as they stand, of every algorithm."""
+"""Valid configurations of every algorithm."""
 
 from __future__ import annotations
 

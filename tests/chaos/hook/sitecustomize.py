@@ -1,4 +1,4 @@
-"""Kills processes of a run, or runs a shell command, when one of them reaches some point. Python imports it at its start.
+"""Kills processes of a run, or runs a shell command, when one of them reaches a given point. Python imports it at its start.
 
 Nothing of the product knows of it: it listens to Python's audit events (files opened, folders renamed) and wraps a few
 functions from outside. The environment says what is to happen (see tests/chaos/job.py):

@@ -1,4 +1,4 @@
-"""Checkpoints of adapters: small, go on to the last bit at their layout and close at another, and mix with nothing."""
+"""Checkpoints of adapters: small, resumed bitwise at their layout and closely at another, incompatible with others."""
 
 from __future__ import annotations
 

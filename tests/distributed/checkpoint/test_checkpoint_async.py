@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: of the values of their step, complete or not there, or one error."""
+"""Asynchronous checkpoints contain the values of their step, and are complete, absent, or reported as one error."""
 
 from __future__ import annotations
 

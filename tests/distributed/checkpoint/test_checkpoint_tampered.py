@@ -1,4 +1,4 @@
-"""Files of a checkpoint with other values under right hashes: one error that names the file, no traceback and no hang."""
+"""Changed checkpoint files with correct hashes: one error that names the file, without traceback or hang."""
 
 from __future__ import annotations
 
@@ -53,25 +53,25 @@ def saved(file: str, *way: str, value: Any = None, absent: bool = False) -> Dama
     """Another value in what torch.save wrote, or none."""
 
     def apply(checkpoint: Path) -> None:
-        held = torch.load(checkpoint / file, weights_only=False)
+        loaded = torch.load(checkpoint / file, weights_only=False)
         *outer, last = way
-        inner = held
+        inner = loaded
         for name in outer:
             inner = inner[name]
         if absent:
             del inner[last]
         else:
             inner[last] = value
-        torch.save(held, checkpoint / file)
+        torch.save(loaded, checkpoint / file)
 
     return apply
 
 
 def metadata(change: Callable[[Any], object]) -> Damage:
     def apply(checkpoint: Path) -> None:
-        held = FileSystemReader(checkpoint / "state").read_metadata()
-        change(held)
-        (checkpoint / METADATA).write_bytes(pickle.dumps(held))
+        loaded = FileSystemReader(checkpoint / "state").read_metadata()
+        change(loaded)
+        (checkpoint / METADATA).write_bytes(pickle.dumps(loaded))
 
     return apply
 
@@ -116,9 +116,9 @@ CASES: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "a generator of torch that is a number": (saved(RNG, "torch", value=1), (RNG,)),
     "trackers that are a list": (saved(RNG, "tracker", value=[1]), (RNG,)),
     "trackers of others": (saved(RNG, "tracker", value={"mine": 1}), (RNG, "tracker", "mine")),
-    "metadata of no tensors": (metadata(lambda held: held.state_dict_metadata.clear()), ("state",)),
-    "metadata of no places": (metadata(lambda held: held.storage_data.clear()), ("state",)),
-    "metadata whose places are None": (metadata(lambda held: setattr(held, "storage_data", None)), (METADATA,)),
+    "metadata of no tensors": (metadata(lambda loaded: loaded.state_dict_metadata.clear()), ("state",)),
+    "metadata of no places": (metadata(lambda loaded: loaded.storage_data.clear()), ("state",)),
+    "metadata whose places are None": (metadata(lambda loaded: setattr(loaded, "storage_data", None)), (METADATA,)),
     "a shard of zeros": (first_shard(zeros), ("state",)),
     "a shard that is empty": (first_shard(lambda file: file.write_bytes(b"")), ("state",)),
     "a shard that is a pipe": (first_shard(lambda file: (file.unlink(), os.mkfifo(file))), ("state", ".distcp", "pipe")),

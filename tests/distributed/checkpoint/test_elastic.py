@@ -1,4 +1,4 @@
-"""A run stops at one layout and goes on at another: the same rows in the same order, and the same numbers.
+"""A run is resumed at another layout: the same rows in the same order, and the same numbers.
 
 Every case is held against the run that was never stopped, at the layout where it began: to 1e-5 at the first step after the
 resume, a margin to 2e-5, to 1e-4 over the ten steps after it (three in the quick matrix).

@@ -1,4 +1,4 @@
-"""Checkpoints and Hugging Face folders do not care whether layers are megatron-core's or Transformer Engine's.
+"""Checkpoints and Hugging Face folders are the same with megatron-core's and Transformer Engine's layers.
 
 The names are those of the state_dict of megatron-core 0.16.1's GPTModel with get_gpt_layer_with_transformer_engine_spec on
 Transformer Engine 2.9: TELayerNormColumnParallelLinear, TERowParallelLinear and TENorm (megatron/core/extensions/

@@ -1,4 +1,4 @@
-"""A run folder that another job uses: refused on every rank, before anything is read or written."""
+"""A run folder used by another job is refused on every rank before anything is read or written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Magnitudes under dropout, against peft; how often norms are taken; padding; bf16."""
+"""DoRA: dropout against peft, the number of norm computations, padding, and bf16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters at every layout against peft and plain autograd: every gradient, the norm, and the adapters after AdamW steps."""
+"""LoRA at every layout against peft and autograd: all gradients, their norm, and the adapters after AdamW steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters on the experts of a mixture: the experts shared out over two ranks, or all of them on each, or on one rank."""
+"""Adapters on experts: divided over two ranks, replicated on both, or on one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole jobs with mixtures of experts: one trajectory however the experts are shared out, and resumed at other layouts."""
+"""Complete runs with mixture-of-experts models: one trajectory at every layout, and resumed at other layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""numerics.md, point 2, for the other families of models: one trajectory on one rank, and at TP2xPP2.
+"""numerics.md, point 2, for other model families: one trajectory on one rank, and at TP2xPP2.
 
 What differs from llama is where it may go wrong: norms of queries and keys of all heads, which ranks have a part of each
 (olmo2); norms after attention and MLP, soft caps, embeddings that are scaled and tied over two stages (gemma2, gemma3_text);

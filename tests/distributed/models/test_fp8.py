@@ -1,4 +1,4 @@
-"""Where fp8 begins and ends: every layer of the model in megatron-core's context, nothing else, and weights quantised anew.
+"""Scope of fp8: every layer of the model and nothing else; weights are quantised again after each step.
 
 What the context does needs a GPU: here it is looked at who enters it.
 """
@@ -56,13 +56,13 @@ def entered(folder: Path, fp8: str | None) -> dict[str, Any]:
     batch = SequenceBatch.of(tokens, tokens, torch.full((4,), 16), None, None)
     head = engine_module.vocab_parallel_logprobs
 
-    def noted(*arguments: Any, **options: Any) -> Any:
+    def recorded(*arguments: Any, **options: Any) -> Any:
         note("head")()
         return head(*arguments, **options)
 
     with (
         mock.patch.object(transformer_block, "get_fp8_context", context),
-        mock.patch.object(engine_module, "vocab_parallel_logprobs", noted),
+        mock.patch.object(engine_module, "vocab_parallel_logprobs", recorded),
     ):
         runs.logprobs(batch)
     return {"layers": layers, "inside": sorted(inside), "again": linear.is_first_microbatch}

@@ -1,4 +1,4 @@
-"""Chunked, vocab-parallel log-probs against a log-softmax over all logits: values, gradients, and memory."""
+"""Chunked, vocabulary-parallel log-probs against a log-softmax over all logits: values, gradients, and memory."""
 
 from __future__ import annotations
 
@@ -242,10 +242,10 @@ def peak_bytes(work: Callable[[], Any]) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = work()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
+    allocated = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
     del result
     return peak
 

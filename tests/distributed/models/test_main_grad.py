@@ -1,4 +1,4 @@
-"""A backward pass adds gradients where they are summed, and makes none of the size of a weight. See test_gradients too."""
+"""A backward pass adds gradients to main_grad and allocates none of the size of a weight. See also test_gradients."""
 
 from __future__ import annotations
 

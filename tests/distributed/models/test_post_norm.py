@@ -1,4 +1,4 @@
-"""Norms after attention and MLP; that they compute the right thing is in tests/parity."""
+"""Norms after attention and MLP at several layouts; tests/parity compares their values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations that are computed again: the gradients are the same to the last bit, and less is kept between the passes."""
+"""Activation recomputation: gradients are bitwise equal, and less is saved between the passes."""
 
 from __future__ import annotations
 

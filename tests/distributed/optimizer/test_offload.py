@@ -1,4 +1,4 @@
-"""A part of the optimizer on the host: the same steps, and checkpoints that pass between it and one that is on the GPU.
+"""A partly offloaded optimizer: the same steps, and checkpoints exchanged with an optimizer on the GPU.
 
 megatron-core's HybridDeviceOptimizer asks each tensor whether it is on a GPU when it shares them out. Here all are, but for
 those that it has brought to the host; all that follows is its own. The GPU's Adam is that of fused_adam.py.

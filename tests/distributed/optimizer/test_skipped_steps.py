@@ -1,4 +1,4 @@
-"""A step whose numbers are not finite on one rank is skipped by all, and changes nothing but the schedule and the data."""
+"""A step that is not finite on one rank is skipped by all; only the schedule and the data advance."""
 
 from __future__ import annotations
 

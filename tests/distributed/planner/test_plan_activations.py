@@ -1,4 +1,4 @@
-"""The formula for what layers keep for their backward passes, compared with what autograd saves."""
+"""The formula for activation memory, compared with the tensors that autograd saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan's memory of a rank, compared with the most that a real run of it holds."""
+"""The planned memory of a rank, compared with the measured peak of a run."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_a_run_uses_the_planned_memory(place: Path, tmp_path: Path, world_size: 
         again = [peak for peak, _ in run(place, tmp_path / "second", world_size, common)]
         peaks = tuple(map(min, peaks, again))
     for peak, planned in zip(peaks, plans, strict=True):
-        told = {name: round(value / 1e6) for name, value in planned.items()}
-        print(f"measured {peak / 1e6:,.0f} MB, planned {planned['in all'] / 1e6:,.0f} MB: {told}")
+        planned_mb = {name: round(value / 1e6) for name, value in planned.items()}
+        print(f"measured {peak / 1e6:,.0f} MB, planned {planned['in all'] / 1e6:,.0f} MB: {planned_mb}")
     assert _near(peaks, plans), (peaks, plans)
 
 

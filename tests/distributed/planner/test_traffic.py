@@ -1,4 +1,4 @@
-"""What ranks tell each other in a step: the closed form of planner/traffic.py, counted on real ranks."""
+"""Communication of a step: the closed form of planner/traffic.py against counts on real ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is decided when a run starts: its precision, by the hardware, and a warm-up that fits."""
+"""Decisions at the start of a run: precision by hardware, and a warm-up that fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks wait for one that works as long as it is alive, longer than any collective would; and no longer than that."""
+"""Ranks wait for a working rank longer than the timeout of a collective, and not for one that is gone."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def _rank(number: int, store: dict[str, str], job: str, results: str) -> None:
     watchdog._current.timeout = 10 * TIMEOUT if job == "long work" else TIMEOUT
     began = time.monotonic()
     try:
-        said = JOBS[job]()
+        message = JOBS[job]()
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    Path(results, str(number)).write_text(f"{time.monotonic() - began:.2f} {said}")
+        message = f"{type(error).__name__}: {error}"
+    Path(results, str(number)).write_text(f"{time.monotonic() - began:.2f} {message}")
     os._exit(0)
 
 
@@ -134,24 +134,24 @@ def two_ranks(tmp_path: Path) -> TwoRanks:
             process.kill()
             process.join()
             file = tmp_path / str(number)
-            seconds, _, said = (file.read_text() if file.is_file() else "0 nothing").partition(" ")
-            found.append((float(seconds), said, process.pid or 0))
+            seconds, _, message = (file.read_text() if file.is_file() else "0 nothing").partition(" ")
+            found.append((float(seconds), message, process.pid or 0))
         return found
 
     return run
 
 
 def test_ranks_wait_longer_than_the_timeout_of_a_collective_for_a_working_rank(two_ranks: TwoRanks) -> None:
-    for seconds, said, _ in two_ranks("long work"):
-        assert said == "from rank 0, [0, 1]"
+    for seconds, message, _ in two_ranks("long work"):
+        assert message == "from rank 0, [0, 1]"
         assert seconds > 4 * WORK
 
 
 @pytest.mark.parametrize("end", ["killed", "stopped"])
 def test_a_killed_or_stopped_rank_is_named(end: str, two_ranks: TwoRanks) -> None:
-    (_, nothing, pid), (_, said, _) = two_ranks(end)
+    (_, nothing, pid), (_, message, _) = two_ranks(end)
     assert nothing == "nothing"
-    assert said == Naming("RuntimeError", "0", f"{pid}", f"{os.uname().nodename}", "1", "stopped")
+    assert message == Naming("RuntimeError", "0", f"{pid}", f"{os.uname().nodename}", "1", "stopped")
 
 
 @pytest.mark.parametrize(
@@ -168,17 +168,17 @@ def test_a_killed_or_stopped_rank_is_named(end: str, two_ranks: TwoRanks) -> Non
     ],
 )
 def test_the_rank_with_the_store_is_killed_or_stopped(end: str, names: list[str], two_ranks: TwoRanks) -> None:
-    _, (_, said, _) = two_ranks(end, tcp=True)
-    assert said == Naming("RuntimeError", "store", *names)
+    _, (_, message, _) = two_ranks(end, tcp=True)
+    assert message == Naming("RuntimeError", "store", *names)
 
 
 def test_a_rank_that_never_arrives_is_named(two_ranks: TwoRanks) -> None:
-    _, (seconds, said, _) = two_ranks("late")
-    assert said == Naming("RuntimeError", "0", "1", "see")
+    _, (seconds, message, _) = two_ranks("late")
+    assert message == Naming("RuntimeError", "0", "1", "see")
     assert seconds >= TIMEOUT
 
 
 def test_a_rank_that_fails_does_not_wait_for_the_others(two_ranks: TwoRanks) -> None:
-    (_, told, _), (_, said, _) = two_ranks("failing")
-    assert told == "ValueError: broken"
-    assert said == "loaded"
+    (_, failure, _), (_, message, _) = two_ranks("failing")
+    assert failure == "ValueError: broken"
+    assert message == "loaded"

@@ -1,4 +1,4 @@
-"""The reference is what was named: the log-probs of adapters on their base model are those of transformers and peft."""
+"""A named reference: log-probs of adapters on their base model equal those of transformers and peft."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_a_step(model: Path, rows: Path, folder: Path, world_size: int, overrides
     seen: Logps = {}
     original = MegatronGPTDPOModel.reference_logprobs
 
-    def noted(self: Any, *parts: Any) -> Any:
+    def recorded(self: Any, *parts: Any) -> Any:
         logps = original(self, *parts)
         (answers,) = parts
         for number, length in enumerate(answers.lengths_B.tolist()):
@@ -50,7 +50,7 @@ def run_a_step(model: Path, rows: Path, folder: Path, world_size: int, overrides
 
     settings = ["trainer.dpo.max_steps=1", "trainer.dpo.limit_val_batches=0", f"model.data.cache_dir={folder}/cache"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MegatronGPTDPOModel, "reference_logprobs", noted)
+        patch.setattr(MegatronGPTDPOModel, "reference_logprobs", recorded)
         train(model, rows, folder, world_size, [*settings, *overrides], "dpo")
     return seen
 
@@ -163,13 +163,13 @@ def run_with_warnings(model: Path, rows: Path, folder: Path, overrides: list[str
     """On a rank: a step, and the warnings about what is loaded."""
     import logging
 
-    said: list[str] = []
+    warned: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("nemo_kto.run.policy")
     logger.addHandler(handler)
     try:
-        return run_a_step(model, rows, folder, 1, overrides), said
+        return run_a_step(model, rows, folder, 1, overrides), warned
     finally:
         logger.removeHandler(handler)
 
@@ -179,10 +179,10 @@ def test_trained_adapters_on_another_base_model(
 ) -> None:
     """The configuration names both, so both are used; a warning says that they were not made for each other."""
     overrides = [LORA[0], f"model.peft.restore_from_path={folders['of_checkpoint']}"]
-    ((seen, said),) = ranks.run(1, run_with_warnings, folders["other"], dpo_rows, tmp_path, overrides)
+    ((seen, warned),) = ranks.run(1, run_with_warnings, folders["other"], dpo_rows, tmp_path, overrides)
     expected = expected_logps([*seen], folders["other"], folders["of_checkpoint"])
     assert [*seen.values()] == pytest.approx(expected, rel=1e-5, abs=1e-4)
-    assert said == [Naming("adapters", f"{folders['of_checkpoint']}", f"{folders['base']}", f"{folders['other']}")]
+    assert warned == [Naming("adapters", f"{folders['of_checkpoint']}", f"{folders['base']}", f"{folders['other']}")]
 
 
 def test_the_policy_itself_as_the_named_reference(

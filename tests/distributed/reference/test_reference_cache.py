@@ -1,4 +1,4 @@
-"""Reference log-probs that are kept: found again by content, computed once, refused where they are not what they were."""
+"""The cache of reference log-probs: looked up by content, computed once, refused after changes."""
 
 from __future__ import annotations
 
@@ -250,11 +250,11 @@ def test_a_reference_mixed_with_the_policy(alpha: float) -> None:
     from nemo_kto.models.engine.reference import SwappedWeights
 
     parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
-    held = SwappedWeights(parameters=[parameter])
+    swapped = SwappedWeights(parameters=[parameter])
     parameter.data += 4.0
-    with held.active():
+    with swapped.active():
         assert parameter.tolist() == [1.0, 2.0]
-    held.mix(alpha)
-    with held.active():
+    swapped.mix(alpha)
+    with swapped.active():
         assert parameter.tolist() == [1.0 + 4 * alpha, 2.0 + 4 * alpha]
     assert parameter.tolist() == [5.0, 6.0]

@@ -1,4 +1,4 @@
-"""One trajectory, however the reference is held: swapped, switched off or asked beforehand."""
+"""One trajectory for every reference mode: swapped, disabled adapters or precomputed."""
 
 from __future__ import annotations
 
@@ -150,13 +150,13 @@ def forward_passes(model: Path, rows: Path, folder: Path, overrides: list[str]) 
         evaluated[0] += sum(map(len, parts))
         return original(self, *parts)
 
-    def noted(**arguments: Any) -> Any:
+    def recorded(**arguments: Any) -> Any:
         before_training[0] = evaluated[0]
         return build_optimizer(**arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LogProbEngine, "logprobs", counted)
-        patch.setattr("nemo_kto.run.build.build_optimizer", noted)
+        patch.setattr("nemo_kto.run.build.build_optimizer", recorded)
         train(model, rows, folder, 1, ["trainer.kto.max_steps=7", "trainer.kto.limit_val_batches=0", *overrides])
     return [before_training[0], evaluated[0] - before_training[0]]
 

@@ -1,4 +1,4 @@
-"""A job whose validations no longer improve ends with a checkpoint and an export, says why, and knows it the next time."""
+"""Early stopping ends a run with a checkpoint and an export, also after a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of several global batches are means over their examples, however the examples are cut into batches."""
+"""Metrics of several global batches are means over their examples, for any division into batches."""
 
 from __future__ import annotations
 

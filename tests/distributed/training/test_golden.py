@@ -1,4 +1,4 @@
-"""Three steps of every preference loss are those of tests/data/golden.json; tests/distributed/golden.py writes the file."""
+"""Three steps of every preference loss equal tests/data/golden.json, which tests/distributed/golden.py writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""numerics.md, point 2: one trajectory, whatever the layout, the micro-batch, the recomputation or the optimizer's sharding.
+"""numerics.md, point 2: one trajectory for every layout, micro-batch size, recomputation and optimizer sharding.
 
 Every case is the whole job: configuration, data, reference, steps, through the builder the command line uses. All of them
 are held against one rank with a micro-batch of 4. Ten steps, as docs/numerics.md asks, are taken by every case of the full

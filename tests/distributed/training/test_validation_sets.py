@@ -1,4 +1,4 @@
-"""Several validation sets in one run: the metrics of separate runs, in every layout; early stopping; resuming."""
+"""Several validation sets in one run: metrics of separate runs at every layout, early stopping, resuming."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_resumed_run_has_the_same_validation_sets(ranks: RankPool, tiny_llama:
         f"{{{helpful}, safe: {files['harmless']}}}": f"22 rows in helpful, 37 rows in safe; then {before}",
         str(files["helpful"]): f"22 rows; then {before}",
     }
-    for validation, told in others.items():
-        assert_names(again(validation, 2), *keys, f"({told})")
+    for validation, part in others.items():
+        assert_names(again(validation, 2), *keys, f"({part})")
     assert again(f"{{{harmless}, {helpful}}}", 2) == "", "in another order"
     assert [checkpoint.step for checkpoint in find_checkpoints(folder / "checkpoints")][-1] == 2

@@ -1,4 +1,4 @@
-"""From fit to the loss: the calls that docs/design.md lists are those that a real step makes."""
+"""The calls from fit to the loss that docs/design.md lists are those of a real step."""
 
 from __future__ import annotations
 

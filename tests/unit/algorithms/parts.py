@@ -1,4 +1,4 @@
-"""A least-squares model behind the trainers' real loop: its steps have a closed form, and it remembers the rows it saw."""
+"""Test doubles for the trainers' loop: a least-squares model whose steps have a closed form and that records its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The callback protocol: which method is called when, in which order, and what is logged of what a callback adds."""
+"""The callback protocol: order of the hooks, and logging of metrics that a callback adds."""
 
 from __future__ import annotations
 

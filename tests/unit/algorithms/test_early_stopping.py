@@ -1,4 +1,4 @@
-"""When a run ends because its validations no longer improve: pytorch-lightning's rule, in our loop, and after a resume."""
+"""Early stopping: the rule of pytorch-lightning, in the training loop and after a resume."""
 
 from __future__ import annotations
 

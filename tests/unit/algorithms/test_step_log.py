@@ -1,4 +1,4 @@
-"""Lines of the log that are of several steps: what they say, when they come, and that a resumed run goes on with them."""
+"""Log lines that aggregate several steps, also in a resumed run."""
 
 from __future__ import annotations
 

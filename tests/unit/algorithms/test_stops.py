@@ -1,4 +1,4 @@
-"""A run that is asked to stop: what it still does, and what the resumed run makes up for."""
+"""Stopping a run by a signal or max_time, and the resumed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of a trainer.json that this program would not write: each is refused by name, whatever the hashes say."""
+"""Impossible values in trainer.json are refused by name, even with correct hashes."""
 
 from __future__ import annotations
 
@@ -163,9 +163,9 @@ def test_any_other_value_is_refused_or_accepted(place: tuple[str | int, ...], ch
             write(checkpoint, changed)
         except (RecursionError, ValueError):  # cannot be written as JSON at all
             continue
-        if (told := errors_of(checkpoint)) is not None:
-            assert_names(told, "trainer.json")
-            assert len(told) < 1000
+        if (refusal := errors_of(checkpoint)) is not None:
+            assert_names(refusal, "trainer.json")
+            assert len(refusal) < 1000
 
 
 WRONG: dict[str, tuple[tuple[str, ...], object]] = {

@@ -1,4 +1,4 @@
-"""Overrides to a typed configuration, and what is said of overrides that are wrong."""
+"""Composition of overrides to a typed configuration, and errors of wrong overrides."""
 
 from __future__ import annotations
 

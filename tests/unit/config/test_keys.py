@@ -1,4 +1,4 @@
-"""The YAML files say everything: each key of the types once, with a comment, and the documentation is their copy."""
+"""The YAML files contain each key of the types once, with a comment, and the documentation page is generated from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each rule beyond the types: the exact text where it is broken, and silence where it is not.
+"""Rules of the machine, run folder, files, layout and data: the error of each violation, and no error otherwise.
 
 Those of the machine, the run folder, the files, the layout and the data; ALGORITHM stands for the name of each algorithm.
 """

@@ -1,4 +1,4 @@
-"""The rules of model.kto and model.dpo that the other has not."""
+"""Rules of model.kto and model.dpo that only one of the algorithms has."""
 
 from __future__ import annotations
 

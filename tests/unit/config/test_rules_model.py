@@ -1,4 +1,4 @@
-"""The rules of the model's part: sizes, recomputation, optimizer, losses, reference and adapters.
+"""Rules of the model: sizes, recomputation, optimizer, losses, reference and adapters.
 
 ALGORITHM stands for the name of each algorithm, ADAPTER and MODEL for folders that exist.
 """
@@ -453,8 +453,8 @@ def test_a_tied_embedding_is_not_adapted(find_errors: FindErrors, tmp_path: Path
 
 def test_an_impossible_layer_gives_one_error(find_errors: FindErrors) -> None:
     """Rules that look at the adapters are not asked about values that are wrong by themselves."""
-    (told,) = find_errors(LORA, f"{TUNING}.target_modules=[embed_tokens]", f"{TUNING}.layer_selection=[0]")
-    assert told.startswith(f"{TUNING}.layer_selection")
+    (error,) = find_errors(LORA, f"{TUNING}.target_modules=[embed_tokens]", f"{TUNING}.layer_selection=[0]")
+    assert error.startswith(f"{TUNING}.layer_selection")
 
 
 def test_choices_of_the_schema_equal_the_implemented_names() -> None:

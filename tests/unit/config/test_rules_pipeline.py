@@ -1,4 +1,4 @@
-"""What is said of a pipeline that a model's layers do not fit."""
+"""Rules of pipelines whose size does not divide the layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def layers(folder: Path, number: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("number", "overrides", "told"),
+    ("number", "overrides", "expected"),
     [
         (5, [f"{STAGES}=2"], Message(STAGES, "5", "MODEL", "2", "1", f"{LAST}=2")),
         (9, [f"{STAGES}=8"], Message(STAGES, "9", "MODEL", "8", "3", f"{LAST}=2")),
@@ -89,11 +89,11 @@ def layers(folder: Path, number: int) -> str:
     ],
 )
 def test_uneven_layers_that_are_refused(
-    find_errors: FindErrors, tmp_path: Path, number: int, overrides: list[str], told: str
+    find_errors: FindErrors, tmp_path: Path, number: int, overrides: list[str], expected: str
 ) -> None:
     model = layers(tmp_path, number)
     assert find_errors(*overrides, ranks=8 if f"{STAGES}=3" not in overrides else 6, torchrun=True)[-1:] == [
-        told.replace("MODEL", model)
+        expected.replace("MODEL", model)
     ]
 
 

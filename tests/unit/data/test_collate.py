@@ -1,4 +1,4 @@
-"""KL pairs against brute force, and every tensor of a batch by value."""
+"""KL pairs against brute force, and the values of every tensor of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loader: shares of the ranks, workers, and going on in the middle of an epoch."""
+"""The data loader: shards of the ranks, workers, and resuming in the middle of an epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of tokenised rows: how often its files are read, and what many small files cost."""
+"""The token cache: how often its files are read, and the cost of many small files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens stay."""
+"""Tokens that remain after truncation."""
 
 from __future__ import annotations
 

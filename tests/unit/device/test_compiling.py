@@ -1,4 +1,4 @@
-"""A machine with a GPU that lacks what torch.compile needs: nothing is compiled, and the values are the same."""
+"""Without the requirements of torch.compile nothing is compiled, and the values are the same."""
 
 from __future__ import annotations
 

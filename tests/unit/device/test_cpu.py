@@ -1,4 +1,4 @@
-"""The CPU backend changes what torch.cuda answers, and nothing else that a process does with torch."""
+"""The CPU backend changes only the answers of torch.cuda."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether bf16 is worth having: torch is asked, and a measurement confirms it."""
+"""Automatic precision: the report of torch, confirmed by a measurement."""
 
 from __future__ import annotations
 

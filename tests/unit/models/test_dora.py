@@ -1,4 +1,4 @@
-"""Norms of the rows of a weight and its adapter, and what a magnitude changes."""
+"""DoRA: row norms of a weight with its adapter, and the effect of magnitudes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a main thread does, seen from another thread, and whom the others wait for."""
+"""State of the main thread seen from another thread, and identification of the rank that others wait for."""
 
 from __future__ import annotations
 

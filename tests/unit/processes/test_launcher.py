@@ -1,4 +1,4 @@
-"""What the launcher makes of the ends of its ranks, and of signals."""
+"""Handling of ended ranks and of signals in the launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limit on open files is raised where that is allowed, and named where it is too low."""
+"""The limit on open files is raised if possible, and reported if too low."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_limit_is_raised_to_the_hard_limit() -> None:
 
 
 def test_too_few_open_files_are_a_user_error() -> None:
-    def told() -> str:
+    def open_too_many() -> str:
         opened = []
         try:
             while True:
@@ -64,7 +64,7 @@ def test_too_few_open_files_are_a_user_error() -> None:
         assert isinstance(found, UserError)
         return str(found)
 
-    assert_names(limited(200, 200, told), "ulimit -n", "got 200", "Too many open files", "ulimit -n 4096")
+    assert_names(limited(200, 200, open_too_many), "ulimit -n", "got 200", "Too many open files", "ulimit -n 4096")
 
 
 def test_user_errors_are_found_by_their_cause() -> None:

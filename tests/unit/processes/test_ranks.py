@@ -1,4 +1,4 @@
-"""Which ranks a process finds itself among, by the environment that torchrun and SLURM leave."""
+"""Detection of ranks from the environment variables of torchrun and SLURM."""
 
 from __future__ import annotations
 

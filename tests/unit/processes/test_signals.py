@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, in this process and in one that is forked from it."""
+"""Signals that stop a run, in this process and in a forked one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of the SLURM job of a run that ends early."""
+"""Requeueing the SLURM job of a run that ends early."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def test_the_job_is_requeued(environ: dict[str, str], job: str, scontrol: Path) 
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "expected"),
     [
         ({}, Message("trainer.requeue", "SLURM", "none", "SLURM_JOB_ID", "nothing")),
         ({"SLURM_JOB_ID": "13"}, Message("13", "nothing", "requeued")),
     ],
 )
 def test_a_job_that_cannot_be_requeued_is_a_warning(
-    environ: dict[str, str], said: str, scontrol: Path, caplog: pytest.LogCaptureFixture
+    environ: dict[str, str], expected: str, scontrol: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         assert requeue(environ) is None
-    assert [record.getMessage() for record in caplog.records] == [said]
+    assert [record.getMessage() for record in caplog.records] == [expected]
 
 
 def test_a_machine_without_scontrol(

@@ -1,4 +1,4 @@
-"""The watchdogs of several ranks in one process, each of which watches a thread of its own."""
+"""Watchdogs of several ranks in one process, each of which watches its own thread."""
 
 from __future__ import annotations
 

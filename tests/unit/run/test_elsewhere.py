@@ -1,4 +1,4 @@
-"""Jobs of a sweep that a launcher of Hydra's brings to other machines."""
+"""Jobs of a sweep that a Hydra launcher runs on other machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs that cannot be written or read: one warning, and the run goes on."""
+"""Failing loggers give one warning, and the run continues."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_readable_lines_are_kept(damage: bytes, tmp_path: Path, caplog: pytest.L
     RunLogger(folder=tmp_path, enabled=True, tensorboard=False, resumed_step=2).finalize("success")
     assert steps(file) == ([1, 2] if damage.endswith(b"\n") else [1])
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == content
-    told = Message(f"{file}", "damaged", "file", f"{file}.damaged")
-    assert caplog.messages == [told]
+    expected = Message(f"{file}", "damaged", "file", f"{file}.damaged")
+    assert caplog.messages == [expected]
 
 
 class Failing:

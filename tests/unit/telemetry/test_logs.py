@@ -1,4 +1,4 @@
-"""What the commands show of Python's logs, on which rank, and that a library import sets up nothing."""
+"""Console output of Python's logging, by rank; importing the package configures nothing."""
 
 from __future__ import annotations
 

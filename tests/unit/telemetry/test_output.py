@@ -1,4 +1,4 @@
-"""Output that is closed, full, or a pipe that nobody reads."""
+"""Closed, full and unread standard output."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stdout", [closed_pipe, full])
 def test_a_command_with_closed_output_keeps_its_status(stdout: Callable[[], int], way: str) -> None:
-    status, said = run(WAYS[way] + PRINT, stdout=stdout())
+    status, errors = run(WAYS[way] + PRINT, stdout=stdout())
     assert status == 0
-    *lost, done = sorted(said.splitlines(), reverse=True)
+    *lost, done = sorted(errors.splitlines(), reverse=True)
     assert done == "done"
     assert len(lost) == (stdout is full)
     if lost:
@@ -69,14 +69,14 @@ def test_closed_output_and_errors() -> None:
     [(full, "pass", 1), (full, "sys.exit(2)", 2), (closed_pipe, "pass", 0), (closed_pipe, "sys.exit(1)", 1)],
 )
 def test_the_status_of_a_command_whose_output_is_its_result(stdout: Callable[[], int], ends: str, expected: int) -> None:
-    status, said = run(
+    status, errors = run(
         f"console.protect()\nwith console.exit_if_output_lost():\n    print('found')\n    {ends}", stdout=stdout()
     )
     assert status == expected
     if stdout is full:
-        assert_names(said, *FULL)
+        assert_names(errors, *FULL)
     else:
-        assert said == ""
+        assert errors == ""
 
 
 def test_unencodable_characters_are_escaped() -> None:

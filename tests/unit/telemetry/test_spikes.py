@@ -1,4 +1,4 @@
-"""Which losses are worth a warning."""
+"""Detection of loss spikes."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ def test_the_warning_about_a_spike(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for step, loss in enumerate([0.5, 0.55, 0.6] * 10 + [4.0], start=1):
             spikes.watch(step, loss)
-    said = Message("31", "4", "last", "30", "0.55")
-    assert [record.getMessage() for record in caplog.records] == [said]
+    expected = Message("31", "4", "last", "30", "0.55")
+    assert [record.getMessage() for record in caplog.records] == [expected]

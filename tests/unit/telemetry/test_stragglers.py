@@ -1,4 +1,4 @@
-"""Who took longest, and who is slow enough, for long enough, to be named."""
+"""Detection of the slowest rank of each phase."""
 
 from __future__ import annotations
 

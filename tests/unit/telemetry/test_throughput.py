@@ -1,4 +1,4 @@
-"""Throughput by hand."""
+"""Throughput against manual values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lock that one process holds, and that is free when that process, or its machine, is gone."""
+"""A lock is held by one process and becomes free when the process or its machine is gone."""
 
 from __future__ import annotations
 
@@ -79,25 +79,25 @@ def test_a_second_process_is_refused_with_the_owner_of_the_lock(tmp_path: Path, 
     monkeypatch.setenv("SLURM_JOB_ID", "99")
     monkeypatch.setattr(locks.time, "time", lambda: 1.7e9)
     with other_process(holder(tmp_path / "lock")) as pid:
-        told = taken(tmp_path / "lock")
+        owners = taken(tmp_path / "lock")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "lock.owner"]
-    assert told == f"process {pid} on {this_process().host} (SLURM job 99) since 2023-11-14 22:13:20 UTC"
+    assert owners == f"process {pid} on {this_process().host} (SLURM job 99) since 2023-11-14 22:13:20 UTC"
     assert taken(tmp_path / "lock") is None, "killed: the kernel has freed it at once"
     assert list(tmp_path.iterdir()) == [], "an orderly end leaves nothing"
 
 
 def test_a_waiting_process_gets_the_released_lock(tmp_path: Path) -> None:
-    told: list[str] = []
+    owners: list[str] = []
     released, release = os.pipe()
 
     def on_wait(who: str) -> None:
-        told.append(who)
+        owners.append(who)
         os.write(release, b".")
 
     with other_process(holder(tmp_path / "lock", released)) as pid:
         with locked(tmp_path / "lock", when_held=on_wait):
             assert json.loads(owner_file(tmp_path / "lock").read_text())["pid"] == os.getpid()
-        assert [who.split(" on ")[0] for who in told] == [f"process {pid}"]
+        assert [who.split(" on ")[0] for who in owners] == [f"process {pid}"]
 
 
 def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
