@@ -276,7 +276,6 @@ class Watchdog:
         """Publish the state of this rank as the answer to the current question."""
         answer = hangs.Answer(
             host=socket.gethostname(),
-            process=os.getpid(),
             phase=self._phase(),
             last_phase=self._last_phase,
             seconds=time.monotonic() - self._changed,
