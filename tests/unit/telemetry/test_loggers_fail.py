@@ -136,7 +136,7 @@ def test_the_identity_of_a_run_at_a_service(
 ) -> None:
     file = tmp_path / "wandb_run_id"
     file.write_bytes(text)
-    assert loggers._known_identity(file, 3) == known
+    assert loggers.saved_run_id(file, 3) == known
     warning = Message(f"{file}", "damaged")
     assert caplog.messages == ([] if known else [warning])
 
