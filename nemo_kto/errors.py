@@ -21,7 +21,10 @@ def printable(text: str, length: int = 300) -> str:
 
 def show(value: object, length: int = 60) -> str:
     """Return the ``repr`` of a value for a message, cut to ``length`` characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return "a value that is nested too deeply"
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 

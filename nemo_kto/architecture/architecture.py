@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_kto.architecture.config_file import CONFIG, read_config_file
 from nemo_kto.architecture.families import Experts, Family, Layers, ParamMapping, Temperature
 from nemo_kto.architecture.families.table import Windows
-from nemo_kto.architecture.rope import Rope, layer_rope, read_rope
+from nemo_kto.architecture.rope import Rope, read_rope
 from nemo_kto.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,17 +27,11 @@ class Architecture:
     dropped on export.
 
     Attributes:
-        family: the table by which the weights are read.
-        tensor_parallel: tensor-parallel size.
-        expert_tensor_parallel: expert-tensor-parallel size.
         vocab_size: rows of the embedding in the Hugging Face folder.
         ffn_hidden_size: width of the gate and of the up projection, in layers without experts.
         local_rope: RoPE of the sliding-window layers; None if it is the same as that of the other layers.
-        experts: mixture of experts that replaces the MLP in some or all layers; None for a dense model.
         windows: number of tokens each layer attends to, including the current one; None for all.
-        chunked: a window does not slide; it is the chunk of the sequence that contains the token.
-        rotates: whether each layer has rotary embeddings.
-        interleaved_rotary: interleaved RoPE, which rotates neighbouring channels together.
+        chunked, rotates, interleaved_rotary: as in :class:`~nemo_kto.architecture.families.Family`.
         rotated_norm: in layers with a rotation, queries and keys are normalised after it, without weights.
         temperature: attention temperature scaling in layers without a rotation; None for no scaling.
         tied: the output layer shares its weight with the embedding.
@@ -102,21 +96,21 @@ class Architecture:
     @property
     def unsupported_by_te(self) -> tuple[str, ...]:
         """Features of the model that Transformer Engine's layers lack; with any of them, the torch layers are used."""
-        parts = {
+        features = {
             "norms after attention and MLP": self.post_norm,
-            "norms over all heads": self.all_heads_norm,
-            "a rope for layers with a window": self.local_rope is not None,
-            "an attention factor of some layers or channels": self.rope.factor_in_table,
-            "a soft cap on the scores": self.attention_softcap is not None,
+            "query and key norms over all heads": self.all_heads_norm,
+            "a separate RoPE for sliding-window layers": self.local_rope is not None,
+            "an attention factor for some layers or channels": self.rope.factor_in_table,
+            "a soft cap on attention scores": self.attention_softcap is not None,
             "sinks in the softmax": self.sinks,
             "experts with biases": self.expert_bias,
             "a clamped activation": self.swiglu_limit is not None,
             "attention in chunks": self.chunked and any(self.windows),
-            "a rotation of neighbouring channels": self.interleaved_rotary,
-            "norms after the rotation": self.rotated_norm,
-            "queries that grow with the position": self.temperature is not None,
+            "interleaved RoPE": self.interleaved_rotary,
+            "query and key norms after RoPE": self.rotated_norm,
+            "attention temperature scaling": self.temperature is not None,
         }
-        return tuple(part for part, has in parts.items() if has)
+        return tuple(feature for feature, has in features.items() if has)
 
     @property
     def attends_in_blocks(self) -> bool:
@@ -243,7 +237,7 @@ def read_architecture(
 def _architecture(
     config: PretrainedConfig, family: Family, *, tensor_parallel: int, expert_tensor_parallel: int
 ) -> Architecture:
-    heads, experts = config.num_attention_heads, None if family.experts is None else family.experts(config)
+    heads, experts = config.num_attention_heads, None if family.experts is None else family.experts.read(config)
     width: int = getattr(config, family.dense_width)
     if experts is None or not all(experts.layers):
         _check_width(family.dense_width, width, "tensor-parallel", tensor_parallel)
@@ -251,17 +245,18 @@ def _architecture(
         _check_width("the width of an expert", experts.ffn_hidden_size, "expert-tensor-parallel", expert_tensor_parallel)
         _check_width("the width of the shared expert", experts.shared_ffn_hidden_size, "tensor-parallel", tensor_parallel)
     flags = {
-        ours: bool(getattr(config, theirs, False)) if isinstance(theirs, str) else theirs
-        for ours, theirs in family.flags.items()
+        flag: bool(getattr(config, source, False)) if isinstance(source, str) else source
+        for flag, source in family.flags.items()
     }
-    numbers: dict[str, Any] = {
-        ours: getattr(config, theirs, family.defaults[theirs]) if theirs in family.defaults else getattr(config, theirs)
-        for ours, theirs in family.numbers.items()
-    }
-    rotates = family.rotates(config)
-    # a norm after the rotation would cancel the attention factor
-    all_alike = all(rotates) and not family.local_rope and not flags.get("rotated_norm")
-    rope, local_rope = _ropes(config, family, all_alike=all_alike)
+    numbers: dict[str, Any] = {name: getattr(config, field) for name, field in family.numbers.items()}
+    rotates, values = family.rotates(config), config.to_dict()
+    ropes = [read_rope(family.rope(values, "full_attention"), partial=family.partial_rotary)]
+    if family.local_rope:
+        ropes.append(read_rope(family.rope(values, "sliding_attention")))
+    # An attention factor can be part of the softmax scale only if all layers are alike, because the scale is the same in
+    # all layers; otherwise it is applied to cosines and sines. A norm after the rotation would cancel it in the scale.
+    if family.local_rope or not all(rotates) or flags.get("rotated_norm"):
+        ropes = [replace(rope, factor_in_table=rope.attention_factor != 1.0) for rope in ropes]
     return Architecture(
         family=family,
         tensor_parallel=tensor_parallel,
@@ -274,8 +269,8 @@ def _architecture(
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         norm_epsilon=config.rms_norm_eps,
-        rope=rope,
-        local_rope=local_rope,
+        rope=ropes[0],
+        local_rope=ropes[1] if family.local_rope else None,
         windows=family.windows(config),
         chunked=family.chunked,
         rotates=rotates,
@@ -287,23 +282,6 @@ def _architecture(
         **flags,
         **numbers,
     )
-
-
-def _ropes(config: PretrainedConfig, family: Family, *, all_alike: bool) -> tuple[Rope, Rope | None]:
-    """Return the RoPE of the model, and the separate one of its sliding-window layers, if any.
-
-    An attention factor can be part of the softmax scale only if all layers are alike, because the scale is the same in all
-    layers; otherwise it is applied to cosines and sines.
-    """
-    values = config.to_dict()
-    ropes = [read_rope(layer_rope(values, "full_attention"), partial=family.partial_rotary)]
-    if family.local_rope:
-        ropes.append(read_rope(layer_rope(values, "sliding_attention")))
-    ropes = [
-        replace(rope, factor_in_table=rope.factor_in_table or (not all_alike and rope.attention_factor != 1.0))
-        for rope in ropes
-    ]
-    return ropes[0], ropes[1] if family.local_rope else None
 
 
 def _check_width(name: str, width: int, kind: str, ranks: int) -> None:

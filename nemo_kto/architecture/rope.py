@@ -23,10 +23,6 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "dynamic": ("factor", "max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
-ROPE_TYPES = tuple(_NEEDED)
-# Families with a separate RoPE for sliding-window layers.
-_BY_LAYER_TYPE = ("gemma3_text", "olmo3")
-_OF_THE_CONFIG = ("max_position_embeddings", "original_max_position_embeddings", "rope_theta", "partial_rotary_factor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,43 +60,19 @@ class Rope:
         return None if usual else factor**2 / (scalar or head_dim) ** 0.5
 
 
-def layer_rope(config: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
-    """Return a configuration in which the RoPE of one layer type (full_attention, sliding_attention) is that of all layers.
-
-    The configuration of a family with a single RoPE is returned unchanged.
-    """
-    if config.get("model_type") not in _BY_LAYER_TYPE:
-        return config
-    parameters = config.get("rope_parameters") or {}
-    if layer_type in parameters:
-        return {**config, "rope_parameters": parameters[layer_type], "rope_scaling": None}
-    if layer_type == "sliding_attention":  # older configurations
-        theta = config.get("rope_local_base_freq", config.get("rope_theta"))
-        return {**config, "rope_parameters": None, "rope_scaling": None, "rope_theta": theta}
-    return config
-
-
-def check_rope_type(config: Mapping[str, Any]) -> str:
-    """Return the RoPE type in a configuration, of layers without a window if the others have a different one.
+def rope_type(config: Mapping[str, Any]) -> str:
+    """Return the RoPE type in a configuration that a family's ``rope`` has reduced to one layer type.
 
     Raises:
         ValueError: the type is not implemented, or differs between layers of a family with a single RoPE.
     """
-    _rope_type(layer_rope(config, "sliding_attention"))
-    return _rope_type(layer_rope(config, "full_attention"))
-
-
-def _rope_type(config: Mapping[str, Any]) -> str:
     settings = _settings(config)
-    nested = sorted(name for name, value in settings.items() if isinstance(value, Mapping))
-    if nested:
+    if nested := sorted(name for name, value in settings.items() if isinstance(value, Mapping)):
         message = f"rope_parameters must be the same for all layers, got one set for each of {', '.join(nested)}"
         raise ValueError(f"{message}; choose another model")
     kind = settings.get("rope_type", settings.get("type", "default"))
-    if config.get("model_type") == "phi3" and kind == "yarn":
-        kind = "longrope"  # as in transformers
-    if kind not in ROPE_TYPES:
-        raise ValueError(f"the rope type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}; choose another model")
+    if not isinstance(kind, str) or kind not in _NEEDED:
+        raise ValueError(f"the rope type must be one of {', '.join(_NEEDED)}, got {kind!r}; choose another model")
     return kind
 
 
@@ -110,11 +82,9 @@ def longest_sequence(config: Mapping[str, Any]) -> tuple[str, int | None]:
     Beyond this length the frequencies of longrope and dynamic change for the whole batch: log-probs of a short sequence
     would depend on the other sequences in its batch, and so on the layout.
     """
-    config = layer_rope(config, "full_attention")
-    settings = _settings(config)
-    if _rope_type(config) == "longrope":
+    if rope_type(config) == "longrope":
         name = "original_max_position_embeddings"
-        return name, config.get(name) or settings.get(name)
+        return name, config.get(name) or _settings(config).get(name)
     return "max_position_embeddings", config.get("max_position_embeddings")
 
 
@@ -122,58 +92,47 @@ def read_rope(config: Mapping[str, Any], *, partial: bool = False) -> Rope:
     """Read the rotary embedding from a Hugging Face configuration.
 
     Both the old form (rope_theta, rope_scaling) and the new one (rope_parameters) are supported. The values are computed by
-    transformers' own functions, for sequences up to ``longest_sequence``.
+    transformers' own functions, for sequences up to :func:`longest_sequence`.
 
     Args:
-        config: the configuration as a dict, with the family's defaults filled in, reduced to one layer type
-            (``layer_rope``).
+        config: the configuration as a dict, with the family's defaults filled in, reduced to one layer type by the
+            family's ``rope``.
         partial: the family has models that rotate only the first channels of each head.
 
     Raises:
         ValueError: the RoPE type is not implemented, one of its settings is missing, or a partial rotation is impossible.
     """
-    settings, kind = _settings(config), _rope_type(config)
+    from transformers import PretrainedConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    settings, kind = _settings(config), rope_type(config)
     given = {**config, **settings}
     if missing := [name for name in (*_NEEDED[kind], "rope_theta") if given.get(name) is None]:
         message = f"rope type {kind!r} needs {', '.join(missing)}, missing in rope_parameters (or rope_scaling)"
         raise ValueError(f"{message}; add what is missing")
-    part, head_dim = given.get("partial_rotary_factor") or 1.0, _head_dim(config)
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    part = given.get("partial_rotary_factor") or 1.0
     if part != 1.0 and not partial:
         raise ValueError(f"partial_rotary_factor must be 1.0, got {part}; choose another model")
     if part > 1.0 or int(head_dim * part) < 2 or int(head_dim * part) % 2:
         message = f"partial_rotary_factor must be at most 1.0 and rotate an even number of the {head_dim} channels of a head"
         raise ValueError(f"{message}, got {part}; choose another model")
-    frequencies, attention_factor = _initialised(config, settings, kind)
+    if kind == "default":  # transformers has no function for it
+        kind, settings = "linear", {**settings, "factor": 1.0}
+    described = PretrainedConfig()
+    described.hidden_size, described.num_attention_heads = config["hidden_size"], config["num_attention_heads"]
+    described.head_dim = head_dim
+    for name in ("max_position_embeddings", "original_max_position_embeddings", "partial_rotary_factor"):
+        if (value := config.get(name)) is not None:
+            setattr(described, name, value)
+    described.rope_theta = given["rope_theta"]
+    described.rope_parameters = {**settings, "rope_type": kind, "rope_theta": described.rope_theta}
+    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[kind](described, torch.device("cpu"))
     return Rope(
         frequencies=tuple(frequencies.tolist()),
         attention_factor=float(attention_factor),
         factor_in_table=attention_factor != 1.0 and int(head_dim * part) < head_dim,
     )
-
-
-def _head_dim(config: Mapping[str, Any]) -> int:
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-
-
-def _initialised(config: Mapping[str, Any], settings: Mapping[str, Any], kind: str) -> tuple[Tensor, float]:
-    """Return frequencies and attention factor, computed by transformers' function for this RoPE type."""
-    from transformers import PretrainedConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    if kind == "default":  # some versions of transformers have no function for it
-        kind, settings = "linear", {**settings, "factor": 1.0}
-    described = PretrainedConfig()
-    described.hidden_size, described.num_attention_heads = config["hidden_size"], config["num_attention_heads"]
-    described.head_dim = _head_dim(config)
-    for name in _OF_THE_CONFIG:
-        if (value := config.get(name)) is not None:
-            setattr(described, name, value)
-    described.rope_theta = settings.get("rope_theta", config.get("rope_theta"))
-    is_new = hasattr(described, "standardize_rope_params")  # since transformers 5
-    parameters = {**settings, "rope_type": kind, "rope_theta": described.rope_theta}
-    setattr(described, "rope_parameters" if is_new else "rope_scaling", parameters)
-    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[kind](described, torch.device("cpu"))
-    return frequencies, attention_factor
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:

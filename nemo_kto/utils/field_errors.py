@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Literal, NamedTuple, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from nemo_kto.errors import ConfigError, either
-from nemo_kto.utils.fields import Check, Remedy
+from nemo_kto.errors import ConfigError, either, show
+from nemo_kto.utils.fields import Check, MayChange, MustStay, Remedy
 
 _WORDS: dict[object, str] = {
     int: "an integer", float: "a float", bool: "true or false", str: "a string", NoneType: "null", list: "a list",
@@ -22,10 +24,14 @@ _OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_e
 
 
 class Field(NamedTuple):
-    """One key of a section: its type, and the metadata of the type and of its type arguments."""
+    """One key of a section: its type, the metadata of the type and of its type arguments, and whether it may change.
+
+    ``resume`` is the marker of the key or, if it has none, of the innermost section with one.
+    """
 
     annotation: object
     metadata: list[object]
+    resume: MustStay | MayChange | None = None
 
     @property
     def section(self) -> type[BaseModel] | None:
@@ -91,14 +97,20 @@ def _metadata(annotation: object) -> list[object]:
     return [item for part in parts for item in _metadata(part)] if get_origin(annotation) is not Literal else []
 
 
-def names(section: type[BaseModel], prefix: str = "") -> dict[str, Field]:
+@cache
+def names(section: type[BaseModel]) -> Mapping[str, Field]:
     """Return a mapping from dotted name to field for all keys, including sections."""
-    found: dict[str, Field] = {}
+    return dict(_names(section, "", None))
+
+
+def _names(section: type[BaseModel], prefix: str, inherited: MustStay | MayChange | None) -> Iterator[tuple[str, Field]]:
     for name, info in section.model_fields.items():
-        found[prefix + name] = field = Field(info.annotation, [*info.metadata, *_metadata(info.annotation)])
+        metadata = [*info.metadata, *_metadata(info.annotation)]
+        resume = next((item for item in metadata if isinstance(item, MustStay | MayChange)), inherited)
+        field = Field(info.annotation, metadata, resume)
+        yield prefix + name, field
         if field.section is not None:
-            found |= names(field.section, f"{prefix}{name}.")
-    return found
+            yield from _names(field.section, f"{prefix}{name}.", resume)
 
 
 def echo(value: object, *, quoted: bool = False) -> str:
@@ -159,3 +171,36 @@ def _constraint(field: Field, detail: ErrorDetails) -> str:
         return field.checks[0].text
     infinite = detail["type"] == "finite_number" and (detail["input"] in (math.inf, -math.inf) or not field.bounds)
     return f"be {' and '.join(filter(None, ['finite' if infinite else '', field.bounds]))}"
+
+
+def file_errors(section: type[BaseModel], content: Mapping[str, object], prefix: str = "") -> list[str]:
+    """Return a message for each key of a file's content that violates its type or constraints.
+
+    A message describes the constraints of the whole key, also if only an item of its value is wrong.
+    """
+    try:
+        section.model_validate(content)
+    except ValidationError as error:
+        locations = [detail["loc"] for detail in error.errors(include_url=False, include_context=False, include_input=False)]
+        return list(dict.fromkeys(_file_error(section, content, location, prefix) for location in locations))
+    return []
+
+
+def _file_error(section: type[BaseModel], content: Mapping[str, object], location: Sequence[int | str], key: str) -> str:
+    name, info = str(location[0]), section.model_fields[str(location[0])]
+    if name not in content:
+        return f"{key}{name} must be {_description(info)}, but is missing"
+    inner, value = Field(_not_none(info.annotation), []).section, content[name]
+    if inner is not None and isinstance(value, dict):
+        return _file_error(inner, value, location[1:], f"{key}{name}.")
+    return f"{key}{name} must be {_description(info)}, got {show(value)}"
+
+
+def _description(info: FieldInfo) -> str:
+    return info.description or Field(info.annotation, [*info.metadata, *_metadata(info.annotation)]).description
+
+
+def _not_none(annotation: object) -> object:
+    """Return the type A of an annotation ``A | None``; other annotations unchanged."""
+    others = [part for part in get_args(annotation) if part is not NoneType]
+    return others[0] if len(others) == 1 and get_origin(annotation) in (Union, UnionType) else annotation

@@ -32,6 +32,26 @@ class Remedy:
 
 
 @dataclass(frozen=True)
+class MustStay:
+    """The value must stay the same in a resumed run. On a section: for its keys without a marker.
+
+    Attributes:
+        meaning: what is compared.
+        verbatim: whether the value itself is compared; otherwise ``run.facts`` derives the facts to compare from it.
+    """
+
+    meaning: str = "the same"
+    verbatim: bool = True
+
+
+@dataclass(frozen=True)
+class MayChange:
+    """The value may change in a resumed run; ``meaning`` is the effect. On a section: for its keys without a marker."""
+
+    meaning: str
+
+
+@dataclass(frozen=True)
 class Check:
     """A constraint on one key: a predicate on a value that already has the right type; see :func:`check`."""
 

@@ -50,7 +50,7 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 
 FAMILIES = ", ".join(f"{name}ForCausalLM" for name in NAMES)
 NO_MODEL = Message("folder", "config.json", "trainer.json")
 
-# What is broken, and what the launcher says of it: the end of the line, or a part of it.
+# The damage, and the launcher's error: the end of the line, or a part of it.
 AT_START: dict[str, tuple[Break, Message]] = {
     # config.json as a file
     "config is absent": (removed("config.json"), NO_MODEL),
@@ -105,9 +105,12 @@ AT_START: dict[str, tuple[Break, Message]] = {
     ),
     "a limit of zero": (
         config(architectures=["GptOssForCausalLM"], model_type="gpt_oss", swiglu_limit=0.0),
-        Message("swiglu_limit", "number", "0.0", "save_pretrained"),
+        Message("swiglu_limit", "float", "0.0", "save_pretrained"),
     ),
-    "a limit that is null": (config(swiglu_limit=None), Message("swiglu_limit", "number", "None")),
+    "a limit that is null": (
+        config(architectures=["GptOssForCausalLM"], model_type="gpt_oss", swiglu_limit=None),
+        Message("swiglu_limit", "float", "None"),
+    ),
     "a Llama 4 of several experts a token": (
         config(architectures=["Llama4ForCausalLM"], model_type="llama4_text", num_experts_per_tok=2),
         Message("num_experts_per_tok", "1", "llama4_text", "2", "choose"),
@@ -159,8 +162,11 @@ AT_START: dict[str, tuple[Break, Message]] = {
         config(attn_logit_softcapping=50.0),
         Message("attn_logit_softcapping", "null", "50.0", "choose"),
     ),
-    "a soft cap of zero": (config(final_logit_softcapping=0.0), Message("final_logit_softcapping", "number")),
-    "a scalar that is null": (config(query_pre_attn_scalar=None), Message("query_pre_attn_scalar", "number")),
+    "a soft cap of zero": (config(final_logit_softcapping=0.0), Message("final_logit_softcapping", "float")),
+    "a scalar that is null": (
+        config(architectures=["Gemma2ForCausalLM"], model_type="gemma2", query_pre_attn_scalar=None),
+        Message("query_pre_attn_scalar", "float"),
+    ),
     "another activation of gemma2": (
         config(architectures=["Gemma2ForCausalLM"], model_type="gemma2", hidden_activation="gelu"),
         Message("hidden_activation", "gelu_pytorch_tanh", "gelu", "choose"),
@@ -186,9 +192,9 @@ AT_START: dict[str, tuple[Break, Message]] = {
         Message("hidden_size", "num_attention_heads", "8", "3", "save_pretrained"),
     ),
     "an odd head": (config(head_dim=3), Message("head_dim", "3")),
-    "rms_norm_eps is a string": (config(rms_norm_eps="1e-5"), Message("rms_norm_eps", "number", "1e-5")),
-    "rms_norm_eps is negative": (config(rms_norm_eps=-1e-5), Message("rms_norm_eps", "number", "-1e-05")),
-    "rms_norm_eps is NaN": (content("config.json", b'{"rms_norm_eps": NaN}'), Message("number", "nan")),
+    "rms_norm_eps is a string": (config(rms_norm_eps="1e-5"), Message("rms_norm_eps", "float", "1e-5")),
+    "rms_norm_eps is negative": (config(rms_norm_eps=-1e-5), Message("rms_norm_eps", "float", "-1e-05")),
+    "rms_norm_eps is NaN": (content("config.json", b'{"rms_norm_eps": NaN}'), Message("float", "nan")),
     "tie_word_embeddings is a string": (
         config(tie_word_embeddings="yes"),
         Message("tie_word_embeddings", "true", "false", "yes"),
@@ -196,11 +202,11 @@ AT_START: dict[str, tuple[Break, Message]] = {
     "attention_bias is a number": (config(attention_bias=1), Message("attention_bias", "true", "false", "1")),
     "several fields": (
         config(hidden_size="8", vocab_size=0, rope_theta="x"),
-        Message("hidden_size", "integer", "1", "2147483647", "8", "vocab_size", "0", "rope_theta", "number", "x",
+        Message("hidden_size", "integer", "1", "2147483647", "8", "vocab_size", "0", "rope_theta", "float", "x",
                 "save_pretrained"),
     ),
     # positions
-    "rope_theta is zero": (config(rope_theta=0), Message("rope_theta", "number", "0")),
+    "rope_theta is zero": (config(rope_theta=0), Message("rope_theta", "float", "0")),
     "rope_scaling is a string": (config(rope_scaling="linear"), Message("rope_scaling", "object", "linear")),
     "rope of a type that is not there": (
         config(rope_scaling={"rope_type": "proportional", "factor": 4.0}),
@@ -216,7 +222,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
     ),
     "rope factor is a string": (
         config(rope_scaling={"rope_type": "linear", "factor": "4"}),
-        Message("rope_scaling.factor", "number", "4"),
+        Message("rope_scaling.factor", "float", "4"),
     ),
     "rope for each layer type": (
         config(rope_parameters={"full_attention": {"rope_type": "default"}}),
@@ -228,7 +234,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
     ),
     "rope of a layer type has a wrong number": (
         config(rope_parameters={"full_attention": {"rope_theta": "x"}}),
-        Message("rope_parameters.full_attention.rope_theta", "number", "x", "save_pretrained"),
+        Message("rope_parameters.full_attention.rope_theta", "float", "x", "save_pretrained"),
     ),
     "windowed rope of a type that is not there": (
         config(
@@ -260,13 +266,13 @@ AT_START: dict[str, tuple[Break, Message]] = {
         Message("model.safetensors", "file", "folder", "link", "/proc/"),
     ),
     "weights are a link to the folder above": (
-        both(lambda folder: shutil.move(folder / WEIGHTS, folder.parent), linked(WEIGHTS, f"../{WEIGHTS}", anew=True)),
+        both(lambda folder: shutil.move(folder / WEIGHTS, folder.parent), linked(WEIGHTS, f"../{WEIGHTS}", new=True)),
         Message(WEIGHTS, "download"),
     ),
     "the index is a link that leads out": (
         both(
             lambda folder: write(folder.parent / INDEX, {"weight_map": {NORM: WEIGHTS}}),
-            linked(INDEX, f"../{INDEX}", anew=True),
+            linked(INDEX, f"../{INDEX}", new=True),
         ),
         Message(INDEX, "file", "folder", "link"),
     ),
@@ -486,11 +492,11 @@ def test_valid_folders_give_no_error(here: Path) -> None:
 def test_damage_found_before_the_start(here: Path, case: str) -> None:
     breaks, expected = AT_START[case]
     breaks(here / "model")
-    said = launcher_says(here / "model", here / "rows.jsonl")
-    assert expected in said
-    assert all(line.startswith("pretrained_checkpoint.restore_from_path ") and str(here / "model") in line for line in said)
-    assert all(";" in line for line in said), "a remedy is missing"
-    assert_harmless("\n".join(said))
+    found = launcher_says(here / "model", here / "rows.jsonl")
+    assert expected in found
+    assert all(line.startswith("pretrained_checkpoint.restore_from_path ") and str(here / "model") in line for line in found)
+    assert all(";" in line for line in found), "a remedy is missing"
+    assert_harmless("\n".join(found))
     if expected is not NO_MODEL:
         assert ranks_say(here / "model") is not None
 
@@ -507,11 +513,11 @@ def test_files_that_the_index_does_not_name_are_not_read(here: Path) -> None:
 def test_damage_found_on_reading(here: Path, case: str) -> None:
     breaks, expected = ON_RANKS[case]
     breaks(here / "model")
-    said = ranks_say(here / "model")
-    assert said is not None
-    assert said == expected
-    assert ";" in said or "\n  download" in said, "a remedy is missing"
-    assert_harmless(said)
+    found = ranks_say(here / "model")
+    assert found is not None
+    assert found == expected
+    assert ";" in found or "\n  download" in found, "a remedy is missing"
+    assert_harmless(found)
 
 
 def test_all_errors_of_a_folder_are_in_one_list(here: Path) -> None:
@@ -524,15 +530,15 @@ def test_all_errors_of_a_folder_are_in_one_list(here: Path) -> None:
         "model.data.seq_length=65",
         "model.optim.lr=nan",
     ]
-    said = launcher_says(model, here / "rows.jsonl", *overrides)
-    assert [line.split()[0] for line in said] == [
+    found = launcher_says(model, here / "rows.jsonl", *overrides)
+    assert [line.split()[0] for line in found] == [
         "model.optim.lr",
         "pretrained_checkpoint.restore_from_path",
         "model.pipeline_model_parallel_size",
         "model.data.seq_length",
         "pretrained_checkpoint.restore_from_path",
     ]
-    assert said[2:4] == [
+    assert found[2:4] == [
         Message(
             "model.pipeline_model_parallel_size", "3", f"{model}", "2", "1", "model.num_layers_in_last_pipeline_stage=1"
         ),
@@ -605,8 +611,8 @@ def test_a_model_in_the_hugging_face_cache_is_complete(here: Path) -> None:
         assert launcher_says(folder, here / "rows.jsonl") == []
         assert ranks_say(folder) is None
     linked(WEIGHTS, f"../../../models--other/blobs/{WEIGHTS}")(model)
-    (said,) = launcher_says(model, here / "rows.jsonl")
-    assert said == Message(WEIGHTS, "link", "download")
+    (found,) = launcher_says(model, here / "rows.jsonl")
+    assert found == Message(WEIGHTS, "link", "download")
 
 
 def test_code_of_a_model_is_never_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -620,11 +626,11 @@ def test_code_of_a_model_is_never_run(here: Path, monkeypatch: pytest.MonkeyPatc
     names = {"AutoConfig": "mine.Config", "AutoTokenizer": [None, "mine.Tokenizer"]}
     for breaks in (config(auto_map=names), fields("tokenizer_config.json", tokenizer_class="Tokenizer", auto_map=names)):
         breaks(here / "model")
-        said = launcher_says(here / "model", here / "rows.jsonl")
-        for line in said:
+        found = launcher_says(here / "model", here / "rows.jsonl")
+        for line in found:
             assert_names(line, "auto_map")
         assert_names(ranks_say(here / "model"), "config.json", "auto_map")
-    assert len(said) == 2
+    assert len(found) == 2
     with raises(UserError, "tokenizer_config.json", "auto_map"):
         load_tokenizer(here / "model")
     assert not (here / "marker").exists()

@@ -1,18 +1,17 @@
-"""Tables of the model families. To add a family, write its table and add it to ``FAMILIES``."""
+"""Tables of the model families. A new family is a new file of this folder with an object of the class ``Family``."""
 
 from __future__ import annotations
 
-from nemo_kto.architecture.families.dense import GEMMA2, GEMMA3, LLAMA, MISTRAL, OLMO2, OLMO3, PHI3, QWEN2, QWEN3, SMOLLM3
-from nemo_kto.architecture.families.mixture import GPT_OSS, LLAMA4, MIXTRAL, QWEN2_MOE, QWEN3_MOE
-from nemo_kto.architecture.families.table import Experts, Family, Layers, ParamMapping, Split, Temperature
+import importlib
+import pkgutil
 
-__all__ = ["FAMILIES", "Experts", "Family", "Layers", "ParamMapping", "Split", "Temperature", "find_family"]
+from nemo_kto.architecture.families.table import ExpertFields, Experts, Family, Layers, ParamMapping, Split, Temperature
 
-_TABLES = (
-    *(GEMMA2, GEMMA3, GPT_OSS, LLAMA, LLAMA4, MISTRAL, MIXTRAL, OLMO2, OLMO3, PHI3),
-    *(QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SMOLLM3),
-)
-FAMILIES = {family.hf_architecture: family for family in _TABLES}
+__all__ = ["FAMILIES", "ExpertFields", "Experts", "Family", "Layers", "ParamMapping", "Split", "Temperature", "find_family"]
+
+_MODULES = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+_FOUND = [value for module in _MODULES for value in vars(module).values() if isinstance(value, Family)]
+FAMILIES = {family.hf_architecture: family for family in sorted(_FOUND, key=lambda family: family.name)}
 
 
 def find_family(hf_architecture: str) -> Family:

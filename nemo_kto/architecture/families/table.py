@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from nemo_kto.architecture.families.fields import ModelFields
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -47,6 +49,43 @@ class Experts:
     shared_ffn_hidden_size: int = 0
     shared_gate: bool = True
     weighs_input: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertFields:
+    """Fields of a configuration that describe its mixture of experts; ``normalized`` may also be a constant.
+
+    The other attributes are those of :class:`Experts`.
+    """
+
+    number: str = "num_local_experts"
+    ffn_hidden_size: str = "intermediate_size"
+    shared_ffn_hidden_size: str = ""  # there is no shared expert if the configuration lacks this field
+    normalized: str | bool = True
+    shared_gate: bool = True
+    weighs_input: bool = False
+
+    def read(self, config: PretrainedConfig) -> Experts:
+        """Return the mixture of experts in a configuration."""
+        normalized, layers = self.normalized, self.layers(config.to_dict(), config.num_hidden_layers)
+        return Experts(
+            number=getattr(config, self.number),
+            per_token=config.num_experts_per_tok,
+            ffn_hidden_size=getattr(config, self.ffn_hidden_size),
+            normalized=bool(getattr(config, normalized)) if isinstance(normalized, str) else normalized,
+            layers=tuple(layer in layers for layer in range(config.num_hidden_layers)),
+            shared_ffn_hidden_size=getattr(config, self.shared_ffn_hidden_size, 0),
+            shared_gate=self.shared_gate,
+            weighs_input=self.weighs_input,
+        )
+
+    def layers(self, config: Mapping[str, Any], num_layers: int) -> set[int]:
+        """Return the numbers, from 0, of the layers with experts, from the fields of a configuration."""
+        if (listed := config.get("moe_layers")) is not None:
+            return {layer for layer in listed if layer < num_layers}
+        step = config.get("decoder_sparse_step", config.get("interleave_moe_layer_step", 1))
+        dense = config.get("mlp_only_layers") or ()
+        return {layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,13 +169,9 @@ def window_by_layer_type(config: PretrainedConfig) -> Windows:
     Raises:
         ValueError: a layer type is neither full_attention nor sliding_attention, or the window has no token.
     """
-    known = {"full_attention": None, "sliding_attention": config.sliding_window}
-    unknown = sorted(set(config.layer_types) - set(known))
-    if unknown:
-        raise ValueError(f"layer_types must be of {', '.join(known)}, got {', '.join(unknown)}; choose another model")
     if "sliding_attention" in config.layer_types and config.sliding_window == 0:
         raise ValueError("sliding_window must be at least 1 where layer_types has sliding_attention, got 0; correct one")
-    return tuple(known[kind] for kind in config.layer_types)
+    return _by_layer_type(config, {"full_attention": None, "sliding_attention": config.sliding_window})
 
 
 def chunks_by_layer_type(config: PretrainedConfig) -> Windows:
@@ -147,12 +182,15 @@ def chunks_by_layer_type(config: PretrainedConfig) -> Windows:
     Raises:
         ValueError: a layer type is neither full_attention nor chunked_attention, or the chunk size is missing.
     """
-    known = {"full_attention": None, "chunked_attention": config.attention_chunk_size}
-    if unknown := sorted(set(config.layer_types) - set(known)):
-        raise ValueError(f"layer_types must be of {', '.join(known)}, got {', '.join(unknown)}; choose another model")
     if "chunked_attention" in config.layer_types and config.attention_chunk_size is None:
         raise ValueError("attention_chunk_size must be given where layer_types has chunked_attention, got null; add it")
-    return tuple(known[kind] for kind in config.layer_types)
+    return _by_layer_type(config, {"full_attention": None, "chunked_attention": config.attention_chunk_size})
+
+
+def _by_layer_type(config: PretrainedConfig, windows: Mapping[str, int | None]) -> Windows:
+    if unknown := sorted(set(config.layer_types) - set(windows)):
+        raise ValueError(f"layer_types must be of {', '.join(windows)}, got {', '.join(unknown)}; choose another model")
+    return tuple(windows[kind] for kind in config.layer_types)
 
 
 def every_layer_rotates(config: PretrainedConfig) -> tuple[bool, ...]:
@@ -165,9 +203,23 @@ def no_rope_layers(config: PretrainedConfig) -> tuple[bool, ...]:
     return tuple(bool(entry) for entry in config.no_rope_layers[: config.num_hidden_layers])
 
 
-def no_temperature(config: PretrainedConfig) -> Temperature | None:
-    """Return None: queries are not scaled in any layer."""
-    return None
+def one_rope(config: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
+    """Return the configuration unchanged: all layers have the same RoPE."""
+    return config
+
+
+def rope_by_layer_type(config: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
+    """Return a configuration in which the RoPE of one layer type is that of all layers.
+
+    Older configurations have ``rope_local_base_freq`` instead of one entry per layer type in ``rope_parameters``.
+    """
+    parameters = config.get("rope_parameters") or {}
+    if layer_type in parameters:
+        return {**config, "rope_parameters": parameters[layer_type], "rope_scaling": None}
+    if layer_type == "sliding_attention":
+        theta = config.get("rope_local_base_freq", config.get("rope_theta"))
+        return {**config, "rope_parameters": None, "rope_scaling": None, "rope_theta": theta}
+    return config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,40 +230,42 @@ class Family:
         name: name of the family; equal to ``model_type`` in the configuration file.
         hf_architecture: entry of ``architectures`` in the configuration file.
         mappings: the weights.
-        flags: flag of ``Architecture`` (qkv_bias, qk_norm, post_norm, ...) -> attribute of the configuration that sets it,
+        fields: fields of the configuration file with their types and constraints.
+        flags: flag of ``Architecture`` (qkv_bias, qk_norm, post_norm, ...) -> field of the configuration that sets it,
             or a constant.
-        numbers: numeric attribute of ``Architecture`` -> attribute of the configuration with its value.
-        defaults: values of those attributes that configurations of older transformers lack.
-        activation: attribute of the configuration that names the MLP's activation, and the required name.
+        numbers: numeric attribute of ``Architecture`` -> field of the configuration with its value.
+        activation: field of the configuration that names the MLP's activation, and the required name.
         windows: number of tokens each layer attends to, including the current one; None for all.
         chunked: a window does not slide; it is the chunk of the sequence that contains the token.
         rotates: whether each layer has rotary embeddings.
         interleaved_rotary: interleaved RoPE: neighbouring channels of a head are rotated together, not channels half a head
             apart.
         temperature: attention temperature scaling of layers without rotary embeddings; None for no scaling.
+        rope: reduces a configuration to the RoPE of one layer type (full_attention, sliding_attention).
         partial_rotary: ``partial_rotary_factor`` may limit the rotation to the first channels of each head.
         local_rope: sliding-window layers have a separate RoPE.
         own_head_dim: the default head size is not the hidden size divided by the number of heads.
         mxfp4: files may have the matrices of experts in MXFP4, which are dequantized when they are read.
-        dense_width: attribute of the configuration with the MLP width of layers without experts.
-        experts: returns the mixture of experts in a configuration; None for a dense family.
+        dense_width: field of the configuration with the MLP width of layers without experts.
+        experts: fields of the configuration with the mixture of experts; None for a dense family.
     """
 
     name: str
     hf_architecture: str
     mappings: tuple[ParamMapping, ...]
+    fields: type[ModelFields] = ModelFields
     flags: Mapping[str, str | bool] = field(default_factory=dict)
     numbers: Mapping[str, str] = field(default_factory=dict)
-    defaults: Mapping[str, float] = field(default_factory=dict)
     activation: tuple[str, str] = ("hidden_act", "silu")
     windows: Callable[[PretrainedConfig], Windows] = no_window
     chunked: bool = False
     rotates: Callable[[PretrainedConfig], tuple[bool, ...]] = every_layer_rotates
     interleaved_rotary: bool = False
-    temperature: Callable[[PretrainedConfig], Temperature | None] = no_temperature
+    temperature: Callable[[PretrainedConfig], Temperature | None] = lambda config: None
+    rope: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = one_rope
     partial_rotary: bool = False
     local_rope: bool = False
     own_head_dim: bool = False
     mxfp4: bool = False
     dense_width: str = "intermediate_size"
-    experts: Callable[[PretrainedConfig], Experts] | None = None
+    experts: ExpertFields | None = None

@@ -131,7 +131,8 @@ def _layout(cfg: RunConfig, config: dict[str, int], family: Family | None) -> Er
     if of_all and width is not None and width % shards:
         text = f"must divide intermediate_size = {width} of {where}, got {shards}; use {divisor_below(width, shards)}"
         yield ConfigError("model.tensor_model_parallel_size", text, (_MODEL,))
-    (name, positions), length = longest_sequence(config), model.data.seq_length
+    limits = longest_sequence(config if family is None else family.rope(config, "full_attention"))
+    (name, positions), length = limits, model.data.seq_length
     if positions is not None and length > positions:
         text = f"must be at most {name} = {positions} of {where}, got {length}; use {positions} or fewer"
         yield ConfigError("model.data.seq_length", text, (_MODEL,))

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nemo_kto.architecture.config_file import layers_with_experts, number_of_experts
-from nemo_kto.architecture.families import Family
+from nemo_kto.architecture.families import ExpertFields, Family
 from nemo_kto.architecture.lora import NEMO_TARGETS, LoRASettings, has_adaptable_experts
 from nemo_kto.architecture.stages import PipelineSplit, SplitError
 from nemo_kto.config.choices import adapter_settings, pipeline_split
@@ -126,17 +125,18 @@ _TARGETS, _SELECTION = "model.peft.lora_tuning.target_modules", "model.peft.lora
 
 def expert_rules(cfg: RunConfig, config: Mapping[str, Any], family: Family) -> Iterator[ConfigError]:
     """Check the settings for experts against the content of config.json and the family that it names."""
-    if family.experts is None:
+    fields = family.experts
+    if fields is None:
         yield from _dense(cfg, family)
         return
     model, where = cfg.model, cfg.pretrained_checkpoint.restore_from_path
-    number, parallel = number_of_experts(config), model.expert_model_parallel_size
+    number, parallel = config.get(fields.number), model.expert_model_parallel_size
     if number is not None and number % parallel:
         text = f"must divide the {number} experts of {where}, got {parallel}; use {divisor_below(number, parallel)}"
         yield ConfigError(_PARALLEL, text, (_MODEL,))
     tensor, shards = model.tensor_model_parallel_size, model.expert_tensor_parallel_size
     key, shards = ("model.tensor_model_parallel_size", tensor) if shards is None else (_TENSOR, shards)
-    name, width = next(((name, config[name]) for name in _WIDTHS if name in config), ("", None))
+    name, width = fields.ffn_hidden_size, config.get(fields.ffn_hidden_size)
     if width is not None and width % shards:
         text = f"must divide {name} = {width} of {where}, got {shards}; use {_TENSOR}={divisor_below(width, shards)}"
         yield ConfigError(key, text, (_MODEL, _TENSOR))
@@ -155,12 +155,12 @@ def expert_rules(cfg: RunConfig, config: Mapping[str, Any], family: Family) -> I
     except ValueError:
         return  # reported by the check of the adapters
     if adapters is None:
-        yield from _stages(cfg, config)
+        yield from _stages(cfg, config, fields)
         return
     modules = [name for name in adapters.modules if name in NEMO_TARGETS["mlp"]]
     if modules and has_adaptable_experts(family):
         yield from _adapted(cfg, modules, shards)
-        yield from _stages(cfg, config, adapters)
+        yield from _stages(cfg, config, fields, adapters)
 
 
 def _adapted(cfg: RunConfig, modules: list[str], shards: int) -> Iterator[ConfigError]:
@@ -175,7 +175,9 @@ def _adapted(cfg: RunConfig, modules: list[str], shards: int) -> Iterator[Config
         yield ConfigError(_TARGETS, f"{text}; use mlp_fc1 for the two", (_SCHEME, _MODEL))
 
 
-def _stages(cfg: RunConfig, config: Mapping[str, Any], adapters: LoRASettings | None = None) -> Iterator[ConfigError]:
+def _stages(
+    cfg: RunConfig, config: Mapping[str, Any], fields: ExpertFields, adapters: LoRASettings | None = None
+) -> Iterator[ConfigError]:
     """Check that either all pipeline stages train experts or none does.
 
     This is required because the gradient norm of the experts is summed over all stages.
@@ -183,7 +185,7 @@ def _stages(cfg: RunConfig, config: Mapping[str, Any], adapters: LoRASettings | 
     layers, split = config.get("num_hidden_layers"), pipeline_split(cfg.model)
     if layers is None or not split.fits(layers):
         return
-    trained = layers_with_experts(config, layers)
+    trained = fields.layers(config, layers)
     if adapters is not None and adapters.layers is not None:
         trained &= {number - 1 for number in adapters.layers}
     held = [{layer for chunk in stage for layer in chunk} for stage in split.layers(layers)]
@@ -192,9 +194,6 @@ def _stages(cfg: RunConfig, config: Mapping[str, Any], adapters: LoRASettings | 
         key, what = "model.pipeline_model_parallel_size", "experts" if adapters is None else "adapted experts"
         text = f"must leave layers with {what} to every stage, got {split.stages}, with none on stage {without[0]}"
         yield ConfigError(key, f"{text}; use fewer stages", (_SCHEME, _TARGETS, _ADAPTER, _SELECTION, _MODEL))
-
-
-_WIDTHS = ("moe_intermediate_size", "intermediate_size")  # names of the width of an expert; the first one present counts
 
 
 def _dense(cfg: RunConfig, family: Family) -> Iterator[ConfigError]:

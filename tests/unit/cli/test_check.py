@@ -1,4 +1,4 @@
-"""`nemo-kto data check`: the exact report, and what is said of rows and command lines that cannot be used."""
+"""`nemo-kto data check`: the report, and errors for unusable rows and command lines."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ def test_tokens_and_truncations_are_counted_with_a_model(tokenizer_folder: Path,
     write_rows(Path("rows.jsonl"), ROWS)
     model = ("--model", str(tokenizer_folder))
     assert shown(capsys, "rows.jsonl", *model) == [*REPORT, *TOKENS]
-    for length, told in ((33, "1 prompt and 0 answers"), (10, "1 prompt and 1 answer"), (4, "1 prompt and 5 answers")):
+    for length, counts in ((33, "1 prompt and 0 answers"), (10, "1 prompt and 1 answer"), (4, "1 prompt and 5 answers")):
         lines = shown(capsys, "rows.jsonl", *model, "--seq-length", str(length))
-        assert lines[len(REPORT + TOKENS) :] == [Message("truncated", f"{told}", f"model.data.seq_length={length}", "5")]
+        assert lines[len(REPORT + TOKENS) :] == [Message("truncated", f"{counts}", f"model.data.seq_length={length}", "5")]
 
 
 def test_pairs_of_several_files(tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,9 +145,9 @@ def test_broken_rows_are_counted_after_the_report(tokenizer_folder: Path, capsys
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "rows.jsonl: 18 rows"
     assert lines[3] == "examples        6: 5 desirable, 1 undesirable"
-    said = refused("rows.jsonl", "more.jsonl", "--model", str(tokenizer_folder))  # an empty prompt is found by tokenising
-    assert said[0] == "13 broken rows:"
-    assert said[2] == Message("more.jsonl:1", "prompt", "token")
+    refusal = refused("rows.jsonl", "more.jsonl", "--model", str(tokenizer_folder))  # an empty prompt is found by tokenising
+    assert refusal[0] == "13 broken rows:"
+    assert refusal[2] == Message("more.jsonl:1", "prompt", "token")
 
 
 def test_files_of_one_label_and_of_broken_rows(capsys: pytest.CaptureFixture[str]) -> None:

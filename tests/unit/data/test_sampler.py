@@ -1,4 +1,4 @@
-"""The order of the rows: every row once an epoch, from any position, for every seed."""
+"""The order of rows: every row once per epoch, from any position, for every seed."""
 
 from __future__ import annotations
 

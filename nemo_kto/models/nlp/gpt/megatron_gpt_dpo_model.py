@@ -222,10 +222,10 @@ class MegatronGPTDPOModel(MegatronGPTModel):
             reference_b = answers.reference_logps_B[sequence_index_b]
             values_b = logps_b - reference_b
         (chosen_p, rejected_p), (chosen_logps_p, rejected_logps_p) = values_b.tensor_split(2), logps_b.tensor_split(2)
-        rewards = {"reward_delta_P": answers.reward_delta_P[pair_index_p]} if objective.loss.needs_rewards else {}
-        of_pairs = rewards | {name: values_P[pair_index_p] for name, values_P in partners.items()}
+        available = {"reward_delta_P": answers.reward_delta_P, **partners}
+        inputs = {name: values_P[pair_index_p] for name, values_P in available.items() if name in objective.loss.inputs}
         compared = self._compared(logps_b, reference_b)
-        preference_p = objective.loss.function(*compared, beta=objective.beta, **of_pairs, **objective.options)
+        preference_p = objective.loss.function(*compared, beta=objective.beta, **inputs, **objective.options)
         sft_p = self._sft_losses(chosen_logps_p, prompt_p, answers, pair_index_p)
         weights_p = answers.weights_P[pair_index_p]
         chosen_valid_p, rejected_valid_p = answers.valid_B[sequence_index_b].tensor_split(2)

@@ -1,0 +1,51 @@
+"""Gemma 2 and the text models of Gemma 3."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nemo_kto.architecture.families.fields import ABSENT, ModelFields, Positive
+from nemo_kto.architecture.families.mappings import DENSE, POST_NORMS, qk_norms, renamed
+from nemo_kto.architecture.families.table import Family, rope_by_layer_type, window_by_layer_type
+
+
+class GemmaFields(ModelFields):
+    """Fields of config.json."""
+
+    query_pre_attn_scalar: Positive = ABSENT
+
+
+_NORMS = {"pre_mlp_layernorm.weight": {"pre_feedforward_layernorm.weight": ("hidden",)}}
+# norms before and after attention and MLP, soft caps on scores and logits, a sliding window in every second layer
+GEMMA2 = Family(
+    name="gemma2",
+    hf_architecture="Gemma2ForCausalLM",
+    mappings=POST_NORMS + renamed(DENSE, _NORMS),
+    fields=GemmaFields,
+    flags={
+        "qkv_bias": "attention_bias",
+        "output_bias": "attention_bias",
+        "post_norm": True,
+        "zero_centered_norm": True,
+        "scaled_embedding": True,
+    },
+    numbers={
+        "query_pre_attn_scalar": "query_pre_attn_scalar",
+        "attention_softcap": "attn_logit_softcapping",
+        "logit_softcap": "final_logit_softcapping",
+    },
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    windows=window_by_layer_type,
+    own_head_dim=True,
+)
+# no cap on the scores, query and key norms, and a separate RoPE for sliding-window layers
+GEMMA3 = replace(
+    GEMMA2,
+    name="gemma3_text",
+    hf_architecture="Gemma3ForCausalLM",
+    mappings=GEMMA2.mappings + qk_norms("head", "head"),
+    flags={**GEMMA2.flags, "qk_norm": True},
+    numbers={name: theirs for name, theirs in GEMMA2.numbers.items() if name != "attention_softcap"},
+    rope=rope_by_layer_type,
+    local_rope=True,
+)

@@ -1,0 +1,64 @@
+"""Llama 4 text models.
+
+Attention in chunks in the layers with RoPE, attention temperature scaling in those without; one routed expert per token, and
+a shared expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nemo_kto.architecture.families.fields import ABSENT, Count, Indices, ModelFields, Positive
+from nemo_kto.architecture.families.mappings import DENSE, joined_experts, shared_expert, with_experts
+from nemo_kto.architecture.families.table import (
+    ExpertFields,
+    Family,
+    Split,
+    Temperature,
+    chunks_by_layer_type,
+    no_rope_layers,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class Llama4Fields(ModelFields):
+    """Fields of config.json."""
+
+    intermediate_size_mlp: Count = ABSENT
+    moe_layers: Indices | None = None
+    interleave_moe_layer_step: Count = ABSENT
+    use_qk_norm: bool = ABSENT
+    attention_chunk_size: Count | None = None
+    attn_temperature_tuning: bool = ABSENT
+    floor_scale: Count = ABSENT
+    attn_scale: Positive = ABSENT
+
+
+def _temperature(config: PretrainedConfig) -> Temperature | None:
+    tuned = config.attn_temperature_tuning
+    return Temperature(floor=config.floor_scale, scale=config.attn_scale) if tuned else None
+
+
+_BLOCK = "feed_forward"
+_MLPS = tuple(
+    replace(mapping, hf_names={name.replace(".mlp.", f".{_BLOCK}."): shape for name, shape in mapping.hf_names.items()})
+    for mapping in DENSE
+)
+LLAMA4 = Family(
+    name="llama4_text",
+    hf_architecture="Llama4ForCausalLM",
+    mappings=with_experts(_MLPS, (*joined_experts(_BLOCK, Split.GATED), *shared_expert(_BLOCK))),
+    fields=Llama4Fields,
+    flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias", "rotated_norm": "use_qk_norm"},
+    windows=chunks_by_layer_type,
+    chunked=True,
+    rotates=no_rope_layers,
+    interleaved_rotary=True,
+    temperature=_temperature,
+    own_head_dim=True,
+    dense_width="intermediate_size_mlp",
+    experts=ExpertFields(shared_ffn_hidden_size="intermediate_size", normalized=False, shared_gate=False, weighs_input=True),
+)

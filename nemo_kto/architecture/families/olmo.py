@@ -1,0 +1,31 @@
+"""OLMo 2 and 3: norms after attention and MLP instead of before them, and over all query heads and all key heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nemo_kto.architecture.families.mappings import DENSE, POST_NORMS, qk_norms, without
+from nemo_kto.architecture.families.table import Family, rope_by_layer_type, window_by_layer_type
+
+OLMO2 = Family(
+    name="olmo2",
+    hf_architecture="Olmo2ForCausalLM",
+    mappings=without(DENSE, "input_layernorm.", "pre_mlp_layernorm.") + POST_NORMS + qk_norms("query", "key_value"),
+    flags={
+        "qkv_bias": "attention_bias",
+        "output_bias": "attention_bias",
+        "qk_norm": True,
+        "all_heads_norm": True,
+        "pre_norm": False,
+        "post_norm": True,
+    },
+)
+# a sliding window in three of four layers, whose RoPE is not scaled
+OLMO3 = replace(
+    OLMO2,
+    name="olmo3",
+    hf_architecture="Olmo3ForCausalLM",
+    windows=window_by_layer_type,
+    rope=rope_by_layer_type,
+    local_rope=True,
+)

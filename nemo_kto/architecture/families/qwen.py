@@ -1,0 +1,65 @@
+"""Qwen 1.5, 2, 2.5 and 3, dense and with experts."""
+
+from __future__ import annotations
+
+from nemo_kto.architecture.families.fields import ABSENT, Count, Indices, ModelFields, PartCount
+from nemo_kto.architecture.families.mappings import DENSE, qk_norms, separate_experts, shared_expert, sparse, with_experts
+from nemo_kto.architecture.families.table import ExpertFields, Family, Split, window_by_layer_type, window_everywhere
+
+
+class QwenMoeFields(ModelFields):
+    """Fields of config.json; layers have experts except ``mlp_only_layers``, or every ``decoder_sparse_step``-th has."""
+
+    num_experts: PartCount = ABSENT
+    moe_intermediate_size: Count = ABSENT
+    shared_expert_intermediate_size: Count = ABSENT
+    decoder_sparse_step: Count = ABSENT
+    mlp_only_layers: Indices | None = None
+    norm_topk_prob: bool = ABSENT
+    qkv_bias: bool = ABSENT
+
+
+_EXPERTS = separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+_SHARED_GATE = sparse("mlp.shared_experts.gate_weight", {"mlp.shared_expert_gate.weight": (1, "hidden")}, Split.REPLICATED)
+# Qwen 2 and 2.5: biases only on query, key and value
+QWEN2 = Family(
+    name="qwen2",
+    hf_architecture="Qwen2ForCausalLM",
+    mappings=DENSE,
+    flags={"qkv_bias": True},
+    windows=window_by_layer_type,
+)
+# Qwen 1.5 and 2 with narrow experts and a shared expert
+QWEN2_MOE = Family(
+    name="qwen2_moe",
+    hf_architecture="Qwen2MoeForCausalLM",
+    mappings=with_experts(DENSE, (*_EXPERTS, *shared_expert("mlp"), _SHARED_GATE)),
+    fields=QwenMoeFields,
+    flags={"qkv_bias": "qkv_bias"},
+    windows=window_by_layer_type,
+    experts=ExpertFields(
+        number="num_experts",
+        ffn_hidden_size="moe_intermediate_size",
+        shared_ffn_hidden_size="shared_expert_intermediate_size",
+        normalized="norm_topk_prob",
+    ),
+)
+# Qwen 3: a norm on every query and key head, and a head size that is set separately
+QWEN3 = Family(
+    name="qwen3",
+    hf_architecture="Qwen3ForCausalLM",
+    mappings=DENSE + qk_norms("head", "head"),
+    flags={"qk_norm": True, "qkv_bias": "attention_bias", "output_bias": "attention_bias"},
+    windows=window_by_layer_type,
+    own_head_dim=True,
+)
+# Qwen 3 with many narrow experts, in some models not in every layer
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    hf_architecture="Qwen3MoeForCausalLM",
+    mappings=with_experts(QWEN3.mappings, _EXPERTS),
+    fields=QwenMoeFields,
+    flags=QWEN3.flags,
+    windows=window_everywhere,
+    experts=ExpertFields(number="num_experts", ffn_hidden_size="moe_intermediate_size", normalized="norm_topk_prob"),
+)
