@@ -32,7 +32,7 @@ def of_aligner(recipe: Recipe) -> compose.Source:
 
 
 def aligner(recipe: Recipe, *overrides: str) -> tuple[RunConfig | None, list[str], list[str]]:
-    """The typed configuration, what is said at the start, and the mistakes."""
+    """The typed configuration, the messages at the start, and the errors."""
     config = compose.load([*LAPTOP, *overrides], source=of_aligner(recipe))
     cfg, wrong = compose.to_config(config, recipe=recipe)
     return cfg, compose.notes(config), [str(mistake) for mistake in wrong]

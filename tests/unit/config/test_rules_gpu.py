@@ -26,7 +26,7 @@ SHARDED = "model.optim.use_distributed_optimizer"
 
 
 class GpuSetting(NamedTuple):
-    """An override, its key, how a refusal begins and what it found; whether it needs the distributed optimizer."""
+    """An override, its key, the value without it, its own value, and whether it needs the distributed optimizer."""
 
     override: str
     key: str
