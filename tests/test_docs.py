@@ -1,4 +1,4 @@
-"""The documents name what exists: files, links, commands, keys. They speak of the project and of nothing else."""
+"""Files, links, commands and keys in the documents exist, and the documents speak only of the project."""
 
 from __future__ import annotations
 

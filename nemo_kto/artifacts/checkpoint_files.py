@@ -21,13 +21,13 @@ from typing import Any, NamedTuple, TypedDict
 from nemo_kto.artifacts.saved_info import DTYPES, adapter_settings, find_wrong
 from nemo_kto.errors import UserError
 from nemo_kto.utils.files import read_bytes, read_json
+from nemo_kto.utils.hashes import file_hash
 
 CHECKPOINTS = "checkpoints"  # name of the folder of checkpoints in the folder of a run
 INFO = "trainer.json"
 _NAME = re.compile(r"step_(\d+)")
 _REMEDY = "take another checkpoint of the run"
 _THREADS = 8  # hashlib releases the GIL
-_CHUNK_BYTES = 2**24
 # Errors that mean a file is gone or has become unreadable. Any other error, such as a missing permission or a server that
 # does not answer, does not show that the file is damaged.
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.ENAMETOOLONG)
@@ -177,12 +177,7 @@ def damage(folder: Path, records: Mapping[str, Written]) -> list[str]:
 
 def hash_file(file: Path) -> Written:
     """Return the size and hash of a file."""
-    found, size = hashlib.sha256(), 0
-    with file.open("rb") as content:
-        while chunk := content.read(_CHUNK_BYTES):
-            found.update(chunk)
-            size += len(chunk)
-    return Written(size, found.hexdigest())
+    return Written(file.stat().st_size, file_hash(file))
 
 
 def only_in(records: Mapping[str, Written], folders: Iterable[str]) -> dict[str, Written]:

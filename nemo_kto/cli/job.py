@@ -26,9 +26,8 @@ from nemo_kto.config.saved_config import redact_file, redacted
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.device import device
 from nemo_kto.errors import ConfigError, UserError
-from nemo_kto.processes import open_files, ranks, signals
-from nemo_kto.processes.slurm import requeue
-from nemo_kto.telemetry.logs import set_up_logging, take_over
+from nemo_kto.processes import ranks, signals
+from nemo_kto.telemetry.console import set_up_logging, take_over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +121,7 @@ class Job:
         return ["-u", *program, *self.source.flags(), *overrides]
 
     def _train(self, cfg: RunConfig) -> None:
-        open_files.raise_limit()
+        ranks.raise_open_files()
         try:
             signals.listen(cfg.trainer.stop_signals, ends_at_second_interrupt=not ranks.has_launcher())
             self._import_and_train(cfg)
@@ -135,13 +134,13 @@ class Job:
                 self._end_early(stopped, cfg)
             from nemo_kto.processes import watchdog
 
-            error = open_files.explained(error)
+            error = ranks.explain_open_files(error)
             watchdog.explain(error)
             ranks.fail(error, world=self.world)
 
     def _end_early(self, stop: signals.Stopped, cfg: RunConfig) -> NoReturn:
         if str(stop) and cfg.trainer.requeue and os.environ.get("RANK", "0") == "0":
-            requeue(os.environ)  # with an empty message, the job was already requeued when the checkpoint was saved
+            ranks.requeue(os.environ)  # with an empty message, the job was already requeued when the checkpoint was saved
         ranks.end_early(str(stop), world=self.world)
 
     def _import_and_train(self, cfg: RunConfig) -> None:
@@ -192,5 +191,5 @@ def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None) 
     elif world.local_rank == 0 and all(mistake.about_files for mistake in mistakes):
         print(f"on {socket.gethostname()}: {text}", file=sys.stderr)
     else:
-        time.sleep(ranks.SECONDS_TO_SPEAK)  # torchrun stops rank 0 when this rank exits, perhaps before it printed
+        time.sleep(ranks.PRINT_SECONDS)  # torchrun stops rank 0 when this rank exits, perhaps before it printed
     sys.exit(ranks.USAGE_ERROR)

@@ -1,4 +1,4 @@
-"""Run the commands of the package in processes of their own, with a job that needs no model in place of the training."""
+"""Run the package's commands in separate processes, optionally with a stub in place of the training."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """The finished process with its output; waits until every process that holds the output has ended.
 
-    A Python is forked from one that has imported what is needed, and its ranks are too unless told otherwise.
+    A Python command is forked from a process with the needed imports; so are its ranks, unless ``fork_ranks`` is false.
     """
     if command[0] != sys.executable:
         return run_interpreter(command, cwd=cwd, env=env, timeout=timeout)

@@ -20,8 +20,7 @@ from nemo_kto.config.schema import RunConfig, ScheduleConfig, TrainerConfig
 from nemo_kto.data.rows.reader import Fields
 from nemo_kto.data.rows.sources import check_validation_names, read_data_prefix
 from nemo_kto.errors import ConfigError, either, error_of
-from nemo_kto.processes.open_files import limit_mistake
-from nemo_kto.processes.ranks import World
+from nemo_kto.processes.ranks import World, check_open_files
 from nemo_kto.telemetry.loggers import installed, missing_package
 
 Errors = Iterator[ConfigError]
@@ -75,7 +74,7 @@ def world_size(trainer: TrainerConfig, *, gpus: int, world: World | None) -> int
 
 
 def _machine(trainer: TrainerConfig, gpus: int, world: World | None) -> Errors:
-    if (text := limit_mistake()) is not None:
+    if (text := check_open_files()) is not None:
         yield ConfigError("ulimit -n", text)
     nodes, devices = trainer.num_nodes, trainer.devices
     if world is None and nodes > 1:

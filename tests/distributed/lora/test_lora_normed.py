@@ -1,4 +1,4 @@
-"""Adapters on a layer that normalises its input itself, which Transformer Engine's do: the same as beside a norm of its own.
+"""Adapters on a linear layer with a fused norm, as in Transformer Engine, equal those with a separate norm.
 
 Transformer Engine 2.9 says of LayerNormLinear (transformer_engine/pytorch/module/layernorm_linear.py): with
 ``return_layernorm_output`` the forward pass gives the normed input of this rank besides, and the backward pass adds its

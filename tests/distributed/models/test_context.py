@@ -1,4 +1,4 @@
-"""Ranks that share sequences attend as one rank does: results and gradients, of padded rows and of packed ones."""
+"""Context parallelism: results and gradients equal one rank, for padded and packed sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AOT sorts the valid pairs of the whole global batch, however many of them each data-parallel rank has."""
+"""AOT sorts the valid pairs of the global batch, for any number of pairs per data-parallel rank."""
 
 from __future__ import annotations
 

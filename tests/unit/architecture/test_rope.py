@@ -140,7 +140,7 @@ def rotated_by_transformers(heads_sbhd: torch.Tensor) -> torch.Tensor:
 def test_rotation_equals_transformers_forward_and_backward() -> None:
     torch.manual_seed(0)
     table = RotaryTable(rope=of_theta(1e4))
-    for length in (5, 9, 7):  # the table grows, and serves what is shorter
+    for length in (5, 9, 7):  # the table grows, and is used for shorter sequences
         wide = torch.randn(length, 2, 3, 12, requires_grad=True)
         heads_sbhd, grad = wide[..., 2:10], torch.randn(length, 2, 3, 8)  # keys are a part of a wider tensor
         expected, found = rotated_by_transformers(heads_sbhd), table.rotate(heads_sbhd)
@@ -199,7 +199,7 @@ def test_default_frequencies() -> None:
         ({"rope_theta": 5e5}, 5e5, 1.0),
         ({"rope_theta": 5e5, "rope_scaling": None}, 5e5, 1.0),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1e6, 1.0),
-        # what an older transformers makes of a newer file: its own default beside the real value
+        # an older transformers adds its default to a newer file
         ({"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1e6, 1.0),
         ({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2}}, 1e4, 2.0),
     ],

@@ -1,4 +1,4 @@
-"""The YAML files say everything: each key of the types once, with a comment, and the documentation is their copy."""
+"""The YAML files contain each key of the types once, with a comment, and the documentation page is generated from them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def read(name: str, code: str) -> bool:
 
 
 def test_every_key_is_used(recipe: Recipe) -> None:
-    """A key that is accepted and changes nothing would be a lie."""
+    """No key may be accepted without effect."""
     package = REPOSITORY / "nemo_kto"
     others = (package / f"{name}.py" for name in ("config/choices", "cli/job", f"algorithms/recipes/{recipe.name}"))
     files = (*(package / "run").glob("*.py"), *others)

@@ -1,4 +1,4 @@
-"""NeMo-Aligner's files compose and are right; names of other trainers lead to our keys; the page says the same."""
+"""NeMo-Aligner's files compose, and names of other trainers suggest the keys of this project."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def of_aligner(recipe: Recipe) -> compose.Source:
 
 
 def aligner(recipe: Recipe, *overrides: str) -> tuple[RunConfig | None, list[str], list[str]]:
-    """The typed configuration, what is said at the start, and the mistakes."""
+    """The typed configuration, the messages at the start, and the errors."""
     config = compose.load([*LAPTOP, *overrides], source=of_aligner(recipe))
     cfg, wrong = compose.to_config(config, recipe=recipe)
     return cfg, compose.notes(config), [str(mistake) for mistake in wrong]
@@ -217,11 +217,11 @@ MEANT = {
 
 
 def test_names_of_other_trainers_suggest_our_keys() -> None:
-    said = [Message(name, f"{name}=1", *ours) for name, ours in (NAMES | MEANT).items()]
-    said += [Message("ld_alpha", "ld_alpha=1")]
-    said += [Message("learning_rat", "learning_rate", "model.optim.lr", "learning_rat=1")]
-    assert len(said) >= 60
-    assert mistakes([f"{name}=1" for name in (*NAMES, *MEANT, "ld_alpha", "learning_rat")]) == said
+    expected = [Message(name, f"{name}=1", *ours) for name, ours in (NAMES | MEANT).items()]
+    expected += [Message("ld_alpha", "ld_alpha=1")]
+    expected += [Message("learning_rat", "learning_rate", "model.optim.lr", "learning_rat=1")]
+    assert len(expected) >= 60
+    assert mistakes([f"{name}=1" for name in (*NAMES, *MEANT, "ld_alpha", "learning_rat")]) == expected
 
 
 def test_names_of_other_trainers_with_the_other_algorithm() -> None:

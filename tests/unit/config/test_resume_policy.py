@@ -1,4 +1,4 @@
-"""What must stay in a resumed run and what may change: the table, and the comparison."""
+"""Keys that may or may not change in a resumed run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ FACTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         (
             {"model.kto.ref_policy_kl_penalty": 0.2},
@@ -123,14 +123,14 @@ FACTS: dict[str, Any] = {
         ),
     ],
 )
-def test_every_difference_is_reported(change: dict[str, Any], told: list[str]) -> None:
-    assert differences(FACTS, {**FACTS, **change}) == told
+def test_every_difference_is_reported(change: dict[str, Any], expected: list[str]) -> None:
+    assert differences(FACTS, {**FACTS, **change}) == expected
 
 
 def test_options_of_only_one_of_two_losses_are_not_compared() -> None:
     before, now = ({"model.dpo.preference_loss": loss} for loss in ("dpo", "simpo"))
-    told = differences({**before, "model.dpo.label_smoothing": 0.0}, {**now, "model.dpo.simpo_gamma": 0.5})
-    assert told == [Message("model.dpo.preference_loss", "dpo", "simpo")]
+    expected = differences({**before, "model.dpo.label_smoothing": 0.0}, {**now, "model.dpo.simpo_gamma": 0.5})
+    assert expected == [Message("model.dpo.preference_loss", "dpo", "simpo")]
 
 
 EARLIER: dict[str, Any] = {

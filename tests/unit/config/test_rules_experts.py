@@ -1,4 +1,4 @@
-"""Rules of mixtures of experts: what fits the experts, and what a dense model does not have."""
+"""Rules of mixture-of-experts models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only some GPUs can do: what is said where it is setting for and cannot be done."""
+"""Rules of features that only some GPUs support."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARDED = "model.optim.use_distributed_optimizer"
 
 
 class GpuSetting(NamedTuple):
-    """An override, its key, how a refusal begins and what it found; whether it needs the distributed optimizer."""
+    """An override, its key, the value without it, its own value, and whether it needs the distributed optimizer."""
 
     override: str
     key: str
@@ -76,15 +76,15 @@ def test_one_error_per_setting(
 
 def test_offloaded_moments_must_be_in_fp32(load: Load) -> None:
     cfg = load("model.optim.moments_dtype=bf16", "model.optim.offload_fraction=1")
-    told = Message("model.optim.moments_dtype", "fp32", "model.optim.offload_fraction", "0", "bf16", "set")
-    assert [str(mistake) for mistake in gpu_rules(cfg, GPU)] == [told]
+    expected = Message("model.optim.moments_dtype", "fp32", "model.optim.offload_fraction", "0", "bf16", "set")
+    assert [str(mistake) for mistake in gpu_rules(cfg, GPU)] == [expected]
 
 
 @pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)])
 def test_gpus_with_fp8(capability: tuple[int, int], refused: bool, load: Load) -> None:
     computes = Computes(on_gpu=True, engine=(2, 9), capability=capability)
-    told = Message("model.fp8", "null", "GPU", "8.0", "e4m3", "8.9", "leave")
-    assert [str(mistake) for mistake in gpu_rules(load("model.fp8=e4m3"), computes)] == [told] * refused
+    expected = Message("model.fp8", "null", "GPU", "8.0", "e4m3", "8.9", "leave")
+    assert [str(mistake) for mistake in gpu_rules(load("model.fp8=e4m3"), computes)] == [expected] * refused
     assert list(gpu_rules(load("model.optim.moments_dtype=bf16"), computes)) == []
 
 
@@ -97,11 +97,11 @@ def test_sizes_supported_in_fp8(
     tensor = "model.tensor_model_parallel_size={}"
     assert list(fp8_model(load(*base, tensor.format(2)))) == []
     weight = "decoder.layers.0.mlp.linear_fc2.weight"
-    told = Message("model.fp8", "null", "16", "hybrid", weight, "64 x 24", "model.tensor_model_parallel_size", "4")
-    assert [str(mistake) for mistake in fp8_model(load(*base, tensor.format(4)))] == [told]
+    expected = Message("model.fp8", "null", "16", "hybrid", weight, "64 x 24", "model.tensor_model_parallel_size", "4")
+    assert [str(mistake) for mistake in fp8_model(load(*base, tensor.format(4)))] == [expected]
     with pytest.raises(UserError) as error:
         plan.main(["kto", *base, tensor.format(4), "--gpus", "4"])
-    assert str(error.value) == told
+    assert str(error.value) == expected
     assert plan.main(["kto", *base, tensor.format(2), "--gpus", "2"]) == 0
     assert "precision        bf16, fp8 hybrid" in capsys.readouterr().out
     with raises(UserError, "GPU", "8.0"):
@@ -111,7 +111,7 @@ def test_sizes_supported_in_fp8(
     check_gpu(load(*base, tensor.format(2)))
     with pytest.raises(UserError) as error:
         check_gpu(load(*base, tensor.format(4)))
-    assert str(error.value) == told
+    assert str(error.value) == expected
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_packed_rows_with_windows_on_several_ranks(
     """Torch's attention can do all of it, Transformer Engine cannot."""
     model = make_checkpoint(tmp_path / "windows", "mistral", sliding_window=window)
     base = ("model.context_parallel_size=2", "model.data.packing=true", f"pretrained_checkpoint.restore_from_path={model}")
-    told = Message("model.data.packing", "false", "model.context_parallel_size", "1", "window", "true", "leave")
-    assert [str(mistake) for mistake in packed_windows(load(*base, *overrides), computes)] == [told] * is_refused
+    expected = Message("model.data.packing", "false", "model.context_parallel_size", "1", "window", "true", "leave")
+    assert [str(mistake) for mistake in packed_windows(load(*base, *overrides), computes)] == [expected] * is_refused
 
 
 def test_models_without_fp8_layers(load: Load, tmp_path: Path) -> None:

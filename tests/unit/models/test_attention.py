@@ -259,7 +259,7 @@ def test_packed_sequences_equal_separate_ones(window: tuple[int, int] | None) ->
 def test_arguments_of_the_kernel_for_packed_sequences(
     window: tuple[int, int] | None, chunked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only a GPU has it. What it is asked for is written out here by torch's own description of its arguments. It is not
+    """Only a GPU has it. Here its result is computed from torch's description of its arguments. It is not
     asked where a sequence has several chunks."""
 
     calls: list[int] = []

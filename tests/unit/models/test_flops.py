@@ -1,4 +1,4 @@
-"""Operations of a forward pass, counted by hand and by torch."""
+"""FLOPs per forward pass against manual values and the count of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""megatron-core's configuration of a model: what a GPU would get. The configuration is built, and not run."""
+"""megatron-core's configuration for a GPU; it is built and not run."""
 
 from __future__ import annotations
 

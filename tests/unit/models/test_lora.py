@@ -1,4 +1,4 @@
-"""Which layers are adapted, under which names, and what is refused."""
+"""LoRA: adapted layers, their names, and refused settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks must pass their micro-batches together."""
+"""Ranks whose micro-batches must run in step because they share experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of sequences: what is in them, and which of their tokens a rank has and what these see, in the order written out."""
+"""Packed rows: their contents, and the tokens of each context-parallel rank with the tokens they attend to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Factors of queries that grow with their position: the formula, rows of sequences, and shares of ranks.
+"""Attention temperature scaling: the formula, packed sequences, and context-parallel ranks.
 
 That they are transformers' is seen in the logits of Llama 4 (tests/parity/test_mixtures.py).
 """

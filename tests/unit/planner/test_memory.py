@@ -1,4 +1,4 @@
-"""Bytes of a rank and what a step takes, counted by hand."""
+"""Memory of a rank and resources of a step, against manual values."""
 
 from __future__ import annotations
 

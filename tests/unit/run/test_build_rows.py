@@ -1,4 +1,4 @@
-"""Too few rows, which are said before the model is built."""
+"""Too few rows are reported before the model is built."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def test_the_largest_batch_that_fits_is_named(
 ) -> None:
     for name, remedy in (("kto", kto), ("dpo", dpo)):
         cfg = config(f"model.micro_batch_size={micro}", name=name)
-        said = too_few_rows(cfg, rows, data_parallel=data_parallel)
+        error = too_few_rows(cfg, rows, data_parallel=data_parallel)
         if remedy is None:
-            assert said is None
+            assert error is None
         else:
-            assert said == Message("model.global_batch_size", f"{rows}", "64", *remedy, "model.data.data_prefix")
+            assert error == Message("model.global_batch_size", f"{rows}", "64", *remedy, "model.data.data_prefix")
 
 
 @pytest.mark.parametrize(
