@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 
 from nemo_kto.artifacts.sources import irregular_files, is_peft_folder
+from nemo_kto.config.choices import find_callback
 from nemo_kto.config.rules.files import broken_files
 from nemo_kto.config.rules.gpu import computes_here, gpu_rules
 from nemo_kto.config.rules.validation import best_rules, early_stopping_rules, monitor_rules, set_name_rules
 from nemo_kto.config.schema import RunConfig, ScheduleConfig, TrainerConfig
-from nemo_kto.config.user_callbacks import find_callback
 from nemo_kto.data.rows.reader import Fields
 from nemo_kto.data.rows.sources import check_validation_names, read_data_prefix
 from nemo_kto.errors import ConfigError, either, error_of
