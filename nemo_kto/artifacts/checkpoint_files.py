@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, TypedDict
 
 from nemo_kto.artifacts.saved_info import find_wrong
 from nemo_kto.errors import UserError
-from nemo_kto.utils.files import file_hash, read_bytes
+from nemo_kto.utils.files import read_bytes
+from nemo_kto.utils.hashes import file_hash
 
 CHECKPOINTS = "checkpoints"  # name of the folder of checkpoints in the folder of a run
 INFO = "trainer.json"

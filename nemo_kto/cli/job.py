@@ -19,15 +19,15 @@ from omegaconf import DictConfig
 
 from nemo_kto.algorithms.recipes import Recipe
 from nemo_kto.config import compose
+from nemo_kto.config.mistakes import does_not_compose, find_mistakes
 from nemo_kto.config.rules.gpu import check_transformer_engine
 from nemo_kto.config.rules.training import broken_rules, local_ranks, unused_keys
 from nemo_kto.config.saved_config import redact_file, redacted
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.device import device
 from nemo_kto.errors import ConfigError, UserError
-from nemo_kto.processes import open_files, ranks, signals
-from nemo_kto.processes.slurm import requeue
-from nemo_kto.telemetry.logs import set_up_logging, take_over
+from nemo_kto.processes import ranks, signals
+from nemo_kto.telemetry.console import set_up_logging, take_over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,21 +50,16 @@ class Job:
 
     def mistakes(self, overrides: Sequence[str], *, sweep: bool) -> list[ConfigError]:
         """Find all errors in a command line; with ``sweep``, in all its jobs."""
-        judge = partial(self.judge, sweep=sweep)
-        return compose.find_mistakes(overrides, source=self.source, recipe=self.recipe, judge=judge, sweep=sweep)
+        rules = partial(self.broken_rules, sweep=sweep)
+        return find_mistakes(overrides, source=self.source, recipe=self.recipe, rules=rules, sweep=sweep)
 
     def refuse(self, overrides: Sequence[str], error: BaseException, *, sweep: bool) -> NoReturn:
         """Print why a command line does not compose, and exit."""
-        unexplained = ConfigError("The command line", f"does not compose: {compose.reason(error)}")
-        refuse_mistakes(self.mistakes(overrides, sweep=sweep) or [unexplained], self.world)
+        refuse_mistakes(self.mistakes(overrides, sweep=sweep) or [does_not_compose(error)], self.world)
 
-    def judge(self, config: DictConfig, fallback: DictConfig, *, sweep: bool = False) -> list[ConfigError]:
-        """Find all errors in a configuration; values of ``fallback`` replace invalid ones."""
-        cfg, mistakes = compose.to_config(config, recipe=self.recipe, fallback=fallback)
-        wrong = {mistake.key for mistake in mistakes}
-        here = not self.elsewhere
-        further = [] if cfg is None else broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep, here=here)
-        return [*mistakes, *(mistake for mistake in further if wrong.isdisjoint({mistake.key, *mistake.reads}))]
+    def broken_rules(self, cfg: RunConfig, *, sweep: bool = False) -> list[ConfigError]:
+        """Return the errors in a configuration that concern several keys, files or the machine."""
+        return broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep, here=not self.elsewhere)
 
     def run_in_hydra(self, config: DictConfig) -> None:
         """Run one job with the configuration from Hydra; each job of a sweep has a separate run folder."""
@@ -91,7 +86,7 @@ class Job:
             sweep: whether this is one of several jobs.
         """
         cfg, mistakes = compose.to_config(config, recipe=self.recipe)
-        if cfg is None or (mistakes := broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep)):
+        if cfg is None or (mistakes := self.broken_rules(cfg, sweep=sweep)):
             refuse_mistakes(self.mistakes(overrides, sweep=sweep) or mistakes, self.world)
         gc.enable()
         unused = list(unused_keys(cfg)) if sweep else []
@@ -126,7 +121,7 @@ class Job:
         return ["-u", *program, *self.source.flags(), *overrides]
 
     def _train(self, cfg: RunConfig) -> None:
-        open_files.raise_limit()
+        ranks.raise_open_files()
         try:
             signals.listen(cfg.trainer.stop_signals, ends_at_second_interrupt=not ranks.has_launcher())
             self._import_and_train(cfg)
@@ -139,13 +134,13 @@ class Job:
                 self._end_early(stopped, cfg)
             from nemo_kto.processes import watchdog
 
-            error = open_files.explained(error)
+            error = ranks.explain_open_files(error)
             watchdog.explain(error)
             ranks.fail(error, world=self.world)
 
     def _end_early(self, stop: signals.Stopped, cfg: RunConfig) -> NoReturn:
         if str(stop) and cfg.trainer.requeue and os.environ.get("RANK", "0") == "0":
-            requeue(os.environ)  # with an empty message, the job was already requeued when the checkpoint was saved
+            ranks.requeue(os.environ)  # with an empty message, the job was already requeued when the checkpoint was saved
         ranks.end_early(str(stop), world=self.world)
 
     def _import_and_train(self, cfg: RunConfig) -> None:
@@ -196,5 +191,5 @@ def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None) 
     elif world.local_rank == 0 and all(mistake.about_files for mistake in mistakes):
         print(f"on {socket.gethostname()}: {text}", file=sys.stderr)
     else:
-        time.sleep(ranks.SECONDS_TO_SPEAK)  # torchrun stops rank 0 when this rank exits, perhaps before it printed
+        time.sleep(ranks.PRINT_SECONDS)  # torchrun stops rank 0 when this rank exits, perhaps before it printed
     sys.exit(ranks.USAGE_ERROR)

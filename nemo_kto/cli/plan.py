@@ -6,17 +6,16 @@ Nothing is loaded or started.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-
-from omegaconf import DictConfig
 
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.architecture.config_file import read_config_file
 from nemo_kto.artifacts.checkpoint_files import config_folder
 from nemo_kto.cli.arguments import integer_from
 from nemo_kto.config import compose
+from nemo_kto.config.mistakes import Rules, checked_config
 from nemo_kto.config.rules.gpu import OLDEST_ENGINE, Computes, computes_here, fp8_model, gpu_rules, packed_windows
 from nemo_kto.config.rules.training import broken_rules
 from nemo_kto.config.schema import RunConfig
@@ -30,7 +29,6 @@ from nemo_kto.processes.ranks import World
 _MODEL, _DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"
 _LAYOUT = tuple(f"model.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context", "expert_model"))
 _SHOWN = 5
-Check = Callable[[RunConfig], list[ConfigError]]
 _DESCRIPTION = """\
 What a run needs, rank by rank, and how fast it may be; of the model only config.json is read. KEY=VALUE: as in training.
 With --gpus and without a layout (model.{tensor_model,pipeline_model,context,expert_model}_parallel_size): the five
@@ -56,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     given = list(flags.overrides)
     if not any(text.startswith(f"{_DATA}=") for text in given):
         given.append(f"{_DATA}=rows.jsonl")  # required, but not read
-    source = compose.Source(flags.config_name or recipe.config_name, None, flags.config_dir)
+    source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
     check = partial(_broken, ranks=None if searches else flags.gpus)
     cfg = with_precision(_config(recipe, given, source, check), on_gpu=True if flags.gpus else None)
     machines = these_machines(cfg) if flags.gpus is None else gpus_elsewhere(flags.gpus, flags.gpu)
@@ -107,28 +105,17 @@ def _names_layout(overrides: Sequence[str]) -> bool:
     return any(text.lstrip("+").startswith(f"{key}=") for text in overrides for key in _LAYOUT)
 
 
-def _config(recipe: Recipe, given: Sequence[str], source: compose.Source, check: Check) -> RunConfig:
+def _config(recipe: Recipe, given: Sequence[str], source: compose.Source, check: Rules) -> RunConfig:
     """Return the configuration of a training run with these overrides.
 
     Raises:
         UserError: If the configuration has errors other than those in files that only training reads; the message lists
             all of them.
     """
-    try:
-        cfg, mistakes = compose.to_config(compose.load(given, source=source), recipe=recipe)
-        if cfg is not None and not (mistakes := check(cfg)):
-            return cfg
-    except compose.WRONG as error:
-        mistakes = [ConfigError("The command line", f"does not compose: {compose.reason(error)}")]
-
-    def judge(config: DictConfig, fallback: DictConfig) -> list[ConfigError]:
-        cfg, wrong = compose.to_config(config, recipe=recipe, fallback=fallback)
-        keys = {mistake.key for mistake in wrong}
-        further = [] if cfg is None else check(cfg)
-        return [*wrong, *(mistake for mistake in further if keys.isdisjoint({mistake.key, *mistake.reads}))]
-
-    found = compose.find_mistakes(given, source=source, recipe=recipe, judge=judge) or mistakes
-    raise _refusal(found)
+    cfg, found = checked_config(given, source=source, recipe=recipe, rules=check)
+    if cfg is None:
+        raise _refusal(found)
+    return cfg
 
 
 def _refusal(mistakes: Sequence[ConfigError]) -> UserError:

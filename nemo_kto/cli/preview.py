@@ -10,16 +10,14 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.cli.arguments import integer_from
 from nemo_kto.config import compose
+from nemo_kto.config.mistakes import checked_config
 from nemo_kto.config.rules.training import broken_rules
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.data.tokens.parts import WHOLE_FILE
@@ -80,23 +78,12 @@ def _config(recipe: Recipe, overrides: Sequence[str]) -> RunConfig:
     Raises:
         UserError: If the keys that concern the rows have errors; the message lists all of them.
     """
-    source = compose.Source(recipe.config_name)
-    try:
-        cfg, mistakes = compose.to_config(compose.load(overrides, source=source), recipe=recipe)
-        if cfg is not None and not (mistakes := _about_rows(cfg)):
-            return cfg
-    except compose.WRONG as error:
-        mistakes = [ConfigError("The command line", f"does not compose: {compose.reason(error)}")]
-    judge = partial(_judge, recipe=recipe)
-    found = compose.find_mistakes(overrides, source=source, recipe=recipe, judge=judge) or mistakes
-    raise UserError("\n  ".join(["nothing can be shown:", *dict.fromkeys(map(str, found))]))
-
-
-def _judge(config: DictConfig, fallback: DictConfig, *, recipe: Recipe) -> list[ConfigError]:
-    cfg, mistakes = compose.to_config(config, recipe=recipe, fallback=fallback)
-    wrong = {mistake.key for mistake in mistakes}
-    further = [] if cfg is None else _about_rows(cfg)
-    return [*mistakes, *(mistake for mistake in further if wrong.isdisjoint({mistake.key, *mistake.reads}))]
+    cfg, found = checked_config(
+        overrides, source=compose.Source(config_name=recipe.config_name), recipe=recipe, rules=_about_rows
+    )
+    if cfg is None:
+        raise UserError("\n  ".join(["The rows cannot be shown:", *dict.fromkeys(map(str, found))]))
+    return cfg
 
 
 def _about_rows(cfg: RunConfig) -> list[ConfigError]:
@@ -125,8 +112,8 @@ def _lines(cfg: RunConfig, file: Path, *, rows: int, coloured: bool) -> Iterator
         dataset: Any = splits.train
         examples = dataset.__getitems__(range(min(len(dataset), batch_size)))
         shown = dataset.examples_of_lines(rows)
-        loss = cfg.loss.record if len(examples) > 1 else replace(cfg.loss.record, needs_z0=False)
-        take, collate_fn = cfg.recipe.collation(loss, collate_settings(cfg, tokenizer))
+        with_kl = cfg.loss.record.needs_z0 and len(examples) > 1  # a KL example takes the response of another example
+        take, collate_fn = cfg.recipe.collation(collate_settings(cfg, tokenizer), with_kl=with_kl)
         batch = collate_fn(take(examples, kept=range(min(shown, len(examples)))))
         decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         preview = Preview(decode=decode, seq_length=cfg.model.data.seq_length, marks=Marks(coloured=coloured))
@@ -134,7 +121,7 @@ def _lines(cfg: RunConfig, file: Path, *, rows: int, coloured: bool) -> Iterator
         yield f"Marks: {preview.marks.legend()}."
         for warning in splits.warnings:
             yield f"Of the first rows, {warning.removeprefix(f'{beginning}: ')}."
-        yield from cfg.recipe.preview(preview, dataset, batch, examples, loss)
+        yield from cfg.recipe.preview(preview, dataset, batch, examples, cfg.loss.record)
 
 
 def _first_rows(file: Path, count: int) -> Iterator[bytes]:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
+from hydra.utils import instantiate
+
+from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.artifacts.adapter_files import read_adapter_settings
 from nemo_kto.config.schema import GPTConfig, PeftConfig, RunConfig
+from nemo_kto.errors import UserError, import_object
 
 
 def adapter_settings(cfg: PeftConfig) -> LoRASettings | None:
@@ -59,13 +66,11 @@ def choose_mode(cfg: RunConfig) -> tuple[str, str]:
         note = "; KL examples are evaluated when their epoch begins" if settings.mode == "cached" and by_epoch else ""
         return settings.mode, f"set by the user{note}"
     if settings.sync_interval:
-        return "swap", "it is synced with the policy, so that its log-probs change"
+        return "swap", "the reference is synced with the policy, so that its log-probs change"
     if cfg.model.peft.peft_scheme != "none" and settings.restore_from_path is None:
-        return "adapter", "it is the model without what its adapters learn, and costs almost no memory"
-    why = "it does not change: one pass over the data serves this run, its validations and later runs"
-    if by_epoch:
-        why = "it does not change: samples are evaluated once, and KL examples, new in each epoch, when their epoch begins"
-    return "cached", why
+        return "adapter", "the model with its adapters disabled, which needs almost no memory"
+    kl_examples = ", those of new KL examples when their epoch begins" if by_epoch else ""
+    return "cached", f"the reference does not change: its log-probs are computed once{kl_examples}"
 
 
 def has_new_kl_examples(cfg: RunConfig) -> bool:
@@ -83,3 +88,24 @@ def reference_passes(cfg: RunConfig) -> tuple[int, int]:
     # If training starts from existing adapters, the reference is the model with those, which are swapped in.
     is_bare = mode == "adapter" and cfg.model.peft.restore_from_path is None
     return int(mode in ("swap", "adapter") and not is_bare), int(is_bare)
+
+
+def find_callback(spec: str | Mapping[str, object]) -> Callable[[], Callback]:
+    """Return a factory for a user-defined callback of ``trainer.callbacks``.
+
+    Args:
+        spec: the path package.module.NAME, or a mapping with this path under _target_ and with keyword arguments.
+
+    Raises:
+        UserError: If the class does not exist, is not a Callback, or does not accept these arguments.
+    """
+    settings = {"_target_": spec} if isinstance(spec, str) else dict(spec)
+    path, arguments = str(settings.get("_target_")), {name: settings[name] for name in settings if not name.startswith("_")}
+    found = import_object(path)
+    if not (isinstance(found, type) and issubclass(found, Callback)):
+        raise UserError(f"must name subclasses of {Callback.__module__}.{Callback.__name__}, got {path}")
+    try:
+        inspect.signature(found).bind(**arguments)
+    except TypeError as error:
+        raise UserError(f"must have the arguments that {path} takes, got {arguments}: {error}") from error
+    return partial(instantiate, settings)

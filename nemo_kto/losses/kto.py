@@ -1,8 +1,5 @@
 """KTO and its variants: one loss per example, and the sums from which the metrics are computed.
 
-KTO: Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization", arXiv 2402.01306.
-APO-zero, unpaired: D'Oosterlinck et al. 2024, "Anchored Preference Optimization", arXiv 2408.06266.
-
 Notation. r is the log-ratio of an example, log pi(y|x) - log pi_ref(y|x) over the tokens of its response y. beta r is its
 reward. z0 is the reference point, an estimate of KL(pi || pi_ref). N is the number of examples.
 
@@ -35,17 +32,11 @@ else:
 
 
 def kl_reference_point(log_ratio_sum: Tensor, count: Tensor) -> Tensor:
-    """Estimate the KL divergence of policy and reference: z0 = max(0, sum of r / number of examples).
+    """Estimate the KL divergence of policy and reference: z0 = max(0, sum of r / number of examples), 0-d, without gradient.
 
     The examples are prompts paired with the response to another prompt. Pass sums over the WHOLE global batch: because the
     estimate is clamped once, after the sum, it does not depend on how the batch is divided among ranks and micro-batches.
-    Clamping parts of the batch and averaging the results would bias it upwards.
-
-    Args:
-        log_ratio_sum, count: sum of r over the valid KL examples, and their number; 0-d.
-
-    Returns:
-        z0, 0-d, in the dtype of ``log_ratio_sum``, without gradient; 0 if no example is valid.
+    Clamping parts of the batch and averaging the results would bias it upwards. z0 is 0 if no example is valid.
 
     Examples:
         >>> kl_reference_point(torch.tensor(3.0), torch.tensor(2)).item()
@@ -61,13 +52,12 @@ def kl_reference_point(log_ratio_sum: Tensor, count: Tensor) -> Tensor:
 def kto_losses(
     log_ratios_N: Tensor, desirable_N: Tensor, *, z0: Tensor, beta: float, desirable_weight: float, undesirable_weight: float
 ) -> Tensor:
-    """Return the KTO loss of each example (arXiv 2402.01306).
+    """Return the KTO loss of each example (Ethayarajh et al. 2024, arXiv 2402.01306).
 
         desirable:    w_D (1 - sigmoid(beta (r - z0)))
         undesirable:  w_U (1 - sigmoid(beta (z0 - r)))
 
-    Args:
-        z0: result of :func:`kl_reference_point`; 0-d. No gradient flows through it.
+    z0 is the result of :func:`kl_reference_point`. No gradient flows through it.
 
     Examples:
         If policy and reference are the same model, the loss of each example is half its weight:
@@ -82,7 +72,7 @@ def kto_losses(
 def apo_zero_unpaired_losses(
     log_ratios_N: Tensor, desirable_N: Tensor, *, beta: float, desirable_weight: float, undesirable_weight: float
 ) -> Tensor:
-    """Return the APO-zero loss of each example, for unpaired examples (arXiv 2408.06266).
+    """Return the unpaired APO-zero loss of each example (D'Oosterlinck et al. 2024, arXiv 2408.06266).
 
         desirable:    w_D (1 - sigmoid(beta r))
         undesirable:  w_U sigmoid(beta r)
@@ -106,14 +96,12 @@ def bco_losses(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> Tensor:
-    """Return the BCO loss of each example, that of a binary classifier of rewards (arXiv 2404.04656).
+    """Return the BCO loss of each example, that of a binary classifier of rewards (Jung et al. 2024, arXiv 2404.04656).
 
         desirable:    - w_D log sigmoid(beta r - delta)
         undesirable:  - w_U log sigmoid(-(beta r - delta))
 
-    Args:
-        delta: mean of the rewards beta r of all examples so far, including the current ones; 0-d. No gradient flows
-            through it.
+    delta is the mean of the rewards beta r of all examples so far, including the current ones. No gradient flows through it.
 
     Examples:
         If policy and reference are the same model, the loss of each example is ln 2 times its weight:
@@ -143,19 +131,22 @@ def _by_class(
     return signed_N, torch.where(desirable_N, desirable_weight, undesirable_weight).to(gains_N.dtype)
 
 
+INPUTS = frozenset({"beta", "desirable_weight", "undesirable_weight"})
+"""Keyword arguments that every loss function must take."""
+
+OPTIONAL_INPUTS = frozenset({"z0", "delta"})
+"""Keyword arguments that the model computes for the loss functions that take them."""
+
 LOSSES = {
-    "kto": Loss(function=kto_losses, needs_z0=True),
+    "kto": Loss(function=kto_losses),
     "apo_zero_unpaired": Loss(function=apo_zero_unpaired_losses),
-    "bco": Loss(function=bco_losses, needs_delta=True),
+    "bco": Loss(function=bco_losses),
 }
 """Built-in losses, by their name in ``preference_loss``."""
 
 
 def kl_sums(log_ratios_N: Tensor, valid_N: Tensor) -> dict[str, Tensor]:
-    """Return the sums for :func:`kl_reference_point` over KL examples: ``kl_sum`` (float64), ``kl_rows`` (int64), 0-d.
-
-    Args:
-        log_ratios_N, valid_N: r, and True for examples with a response token.
+    """Return the sums for :func:`kl_reference_point` over valid KL examples: ``kl_sum`` (float64), ``kl_rows`` (int64), 0-d.
 
     Examples:
         >>> sums = kl_sums(torch.tensor([1.0, 9.0, 2.0]), torch.tensor([True, False, True]))
@@ -166,10 +157,7 @@ def kl_sums(log_ratios_N: Tensor, valid_N: Tensor) -> dict[str, Tensor]:
 
 
 def reward_sums(log_ratios_N: Tensor, valid_N: Tensor, *, beta: float) -> dict[str, Tensor]:
-    """Return the sums for delta of :func:`bco_losses`: ``reward_sum`` (float64) and ``reward_rows`` (int64), 0-d.
-
-    Args:
-        log_ratios_N, valid_N: r, and True for examples with a response token.
+    """Return the sums for delta of :func:`bco_losses` over valid examples: ``reward_sum`` (float64), ``reward_rows``.
 
     Examples:
         >>> sums = reward_sums(torch.tensor([1.0, 9.0, 2.0]), torch.tensor([True, False, True]), beta=0.5)
@@ -192,9 +180,7 @@ def kto_metric_sums(
     valid_N: Tensor,
     beta: float,
 ) -> dict[str, Tensor]:
-    """Return the loss and metric sums of a micro-batch.
-
-    Added over micro-batches and ranks, the sums give the metrics of the global batch exactly.
+    """Return the loss and metric sums of a micro-batch, which add exactly over micro-batches and ranks.
 
     Args:
         weighted_preference_losses_N, weighted_sft_losses_N: the two terms of the loss of each example, with all weights
@@ -204,7 +190,6 @@ def kto_metric_sums(
         preference_losses_N, sft_losses_N: the same terms without weights: the KTO loss of each example and the negative
             log-prob of its response.
         logps_N: log-prob of each response under the policy.
-        log_ratios_N, desirable_N, beta: the arguments of the loss.
         valid_N: True for examples with a response token; other examples are counted only in ``invalid_rows``.
 
     Returns:

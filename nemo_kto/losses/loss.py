@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_type_hints
 
@@ -25,45 +26,74 @@ class Option(NamedTuple):
 class Loss:
     """Value of ``preference_loss``: a loss function and its requirements.
 
-    The keyword-only parameters of ``function`` that have a default are the options of the loss: keys of model.kto or
-    model.dpo, whose types, constraints and defaults are defined only in the signature.
+    The keyword-only parameters of ``function`` describe the loss. Those with a default are its options: keys of model.kto or
+    model.dpo, whose types, constraints and defaults are defined only in the signature. Those without a default are its
+    inputs, which the model passes: the loss gets what it takes.
 
     Attributes:
         function: returns one loss per example (KTO) or pair (DPO).
-            KTO: (log_ratios_N, desirable_N, *, beta, desirable_weight, undesirable_weight, options) -> [N].
-            DPO: (chosen_logratios_P, rejected_logratios_P, *, beta, options) -> [P].
+            KTO: (log_ratios_N, desirable_N, *, beta, desirable_weight, undesirable_weight, options) -> [N]; also z0, the
+            estimate of KL(policy || reference), or delta, the running mean of the rewards.
+            DPO: (chosen_logratios_P, rejected_logratios_P, *, beta, options) -> [P]; also reward_delta_P, computed from the
+            rewards in the data.
         needs_reference: ``function`` takes log-ratios; otherwise it takes log-probs under the policy in their place.
-        needs_z0: ``function`` also takes ``z0``, the estimate of KL(policy || reference), which requires KL examples.
-        needs_delta: ``function`` also takes ``delta``, the running mean of the rewards, which requires an additional
-            forward pass of the policy over each global batch.
         average_log_probs: ``function`` always takes means over the tokens of a response.
-        needs_rewards: ``function`` also takes ``reward_delta_P``, computed from the rewards in the data.
         sorts: the values that are sorted over the global batch, which requires an additional forward pass of the policy over
             it: "answers", the log-ratios of the chosen and of the rejected answers, or "margins", the margins of the pairs
-            under policy and reference, which ``function`` then takes in place of the log-ratios. ``function`` also takes
-            ``first_partners_P`` and ``second_partners_P`` (see ``losses.preference.rank_partners``).
+            under the policy and under the reference. ``function`` then takes first_P and second_P, the two values of a pair,
+            and for each the value of equal rank of the other kind, first_partners_P and second_partners_P.
+
+    Raises:
+        ValueError: the requirements contradict each other.
     """
 
     function: Callable[..., Tensor]
     needs_reference: bool = True
-    needs_z0: bool = False
-    needs_delta: bool = False
     average_log_probs: bool = False
-    needs_rewards: bool = False
     sorts: Literal["answers", "margins"] | None = None
 
     def __post_init__(self) -> None:
         if self.needs_z0 and self.needs_delta:
-            raise ValueError("a loss must not need both z0 and delta: its rewards are measured against one of them")
+            raise ValueError("a loss must not take both z0 and delta: its rewards are measured against one of them")
+        partners = self.inputs & {"first_partners_P", "second_partners_P"}
+        if len(partners) != (2 if self.sorts else 0):
+            raise ValueError("a loss must have sorts exactly if its function takes first_partners_P and second_partners_P")
         if self.sorts and not self.needs_reference:
-            raise ValueError("a loss that sorts log-ratios must need a reference")
+            raise ValueError("a loss that sorts log-ratios must take a reference (needs_reference=True)")
         if self.anchor and not self.needs_reference:
-            what = {"z0": "an estimate of KL(policy || reference)", "delta": "a mean of beta (log pi - log pi_ref)"}
-            raise ValueError(f"a loss with {self.anchor}, which is {what[self.anchor]}, must need a reference")
+            meanings = {"z0": "an estimate of KL(policy || reference)", "delta": "a mean of beta (log pi - log pi_ref)"}
+            raise ValueError(
+                f"a loss that takes {self.anchor}, {meanings[self.anchor]}, must take a reference (needs_reference=True)"
+            )
+
+    @cached_property
+    def _keywords(self) -> dict[str, inspect.Parameter]:
+        parameters = inspect.signature(self.function).parameters
+        return {name: parameter for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
+
+    @cached_property
+    def inputs(self) -> frozenset[str]:
+        """Names of the required keyword-only parameters of ``function``: its inputs besides the two tensors."""
+        return frozenset(name for name, parameter in self._keywords.items() if parameter.default is parameter.empty)
+
+    @property
+    def needs_z0(self) -> bool:
+        """Whether the batches must contain KL examples."""
+        return "z0" in self.inputs
+
+    @property
+    def needs_delta(self) -> bool:
+        """Whether the loss takes the running mean of the rewards."""
+        return "delta" in self.inputs
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether the loss takes the rewards in the data."""
+        return "reward_delta_P" in self.inputs
 
     @property
     def anchor(self) -> str | None:
-        """Name of the argument of ``function`` that rewards are measured against; None if they are measured against zero."""
+        """Name of the input that rewards are measured against; None if they are measured against zero."""
         return "z0" if self.needs_z0 else "delta" if self.needs_delta else None
 
     @property
@@ -78,21 +108,12 @@ class Loss:
         Raises:
             NameError: an annotation of ``function`` refers to an undefined name.
         """
-        given = {name: each for name, each in self._keywords().items() if each.default is not each.empty}
+        given = {name: each for name, each in self._keywords.items() if each.default is not each.empty}
         # the annotations of tensors are not evaluated because importing torch takes seconds
         annotated = {name: each.annotation for name, each in given.items() if each.annotation is not each.empty}
         known = getattr(inspect.unwrap(self.function), "__globals__", {})
         hints = get_type_hints(SimpleNamespace(__annotations__=annotated), known, include_extras=True)
         return {name: Option(hints.get(name, type(each.default)), each.default) for name, each in given.items()}
-
-    @property
-    def inputs(self) -> set[str]:
-        """Names of the required keyword-only parameters of ``function``: its inputs besides the two tensors."""
-        return {name for name, parameter in self._keywords().items() if parameter.default is parameter.empty}
-
-    def _keywords(self) -> dict[str, inspect.Parameter]:
-        parameters = inspect.signature(self.function).parameters
-        return {name: parameter for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
 
 
 def find_loss(name: str, known: Mapping[str, Loss]) -> Loss:
@@ -116,5 +137,5 @@ def find_loss(name: str, known: Mapping[str, Loss]) -> Loss:
         wanted = f"must be {either(list(known))}, or the path of a Loss"
         raise UserError(str(error).replace("must be a path", wanted)) from error
     if not isinstance(loss, Loss):
-        raise UserError(f"must name a Loss (nemo_kto.losses.loss), got {name}, which is a {type(loss).__name__}")
+        raise UserError(f"must be a Loss (nemo_kto.losses.loss), got {name}, a {type(loss).__name__}")
     return loss

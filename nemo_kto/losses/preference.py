@@ -2,8 +2,7 @@
 
 Notation. A pair is a chosen and a rejected answer to one prompt. r is the log-ratio of an answer,
 log pi(y|x) - log pi_ref(y|x) over its tokens, and beta r is its reward. r_c and r_r are the log-ratios of the chosen and of
-the rejected answer; h = r_c - r_r. Losses without a reference take the mean log-prob of the tokens of an answer in place of
-r. P is the number of pairs.
+the rejected answer; h = r_c - r_r. P is the number of pairs. e is the argument label_smoothing.
 
 Every loss takes
 
@@ -11,9 +10,6 @@ Every loss takes
     beta: strength of the constraint that keeps the policy close to the reference.
 
 and returns one loss per pair, [P]. The functions do not communicate, read no configuration and keep no state.
-
-The losses of NCA, BCO, SPPO and APO set a target for each answer rather than only for the difference of the two. For them a
-pair only ensures that both answers have the same weight; all of them except APO-down could be used without pairs.
 """
 
 from __future__ import annotations
@@ -33,6 +29,151 @@ if TYPE_CHECKING:
     from torch import Tensor
 else:
     torch, F = lazy_import("torch"), lazy_import("torch.nn.functional")
+
+LabelSmoothing = Annotated[float, Ge(0), Lt(0.5)]
+SmallProbability = Annotated[float, Gt(0), Lt(0.5)]
+Temperature = Annotated[float, Gt(0)]
+RewardScale = Annotated[float, Gt(0)]
+
+
+def dpo_losses(
+    chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float, label_smoothing: LabelSmoothing = 0.0
+) -> Tensor:
+    """Return the DPO loss (Rafailov et al. 2023, arXiv 2305.18290, equation 7).
+
+        - (1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
+
+    With e above 0 this is conservative DPO, for data in which the order of a fraction e of the pairs is wrong.
+
+    Examples:
+        >>> round(dpo_losses(torch.zeros(1), torch.zeros(1), beta=0.1).item(), 6)
+        0.693147
+    """
+    return _smoothed_logistic(beta * (chosen_logratios_P - rejected_logratios_P), label_smoothing)
+
+
+def ipo_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float) -> Tensor:
+    """Return the IPO loss (Azar et al. 2023, arXiv 2310.12036, equation 17): (h - 1 / (2 beta))^2.
+
+    beta is tau in the paper. If r is a mean over tokens, as in TRL, the target for h does not depend on the length of the
+    answers.
+
+    Examples:
+        >>> ipo_losses(torch.tensor([2.0]), torch.tensor([1.0]), beta=0.5).item()
+        0.0
+    """
+    return (chosen_logratios_P - rejected_logratios_P - 1 / (2 * beta)).square()
+
+
+def hinge_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float) -> Tensor:
+    """Return the hinge loss on the normalised likelihood (SLiC, Zhao et al. 2023, arXiv 2305.10425): max(0, 1 - beta h).
+
+    beta is the reciprocal of the margin.
+
+    Examples:
+        >>> hinge_losses(torch.tensor([0.0, 9.0]), torch.tensor([0.0, 1.0]), beta=0.25).tolist()
+        [1.0, 0.0]
+    """
+    return torch.relu(1 - beta * (chosen_logratios_P - rejected_logratios_P))
+
+
+def robust_losses(
+    chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float, label_smoothing: LabelSmoothing = 0.0
+) -> Tensor:
+    """Return the robust DPO loss (Chowdhury et al. 2024, arXiv 2403.00409).
+
+        (- (1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e)
+
+    It is unbiased if the order of a fraction e of the pairs is wrong: its expectation over random flips of the pairs is the
+    DPO loss of the pairs in their correct order. The loss of a single pair may be negative.
+    """
+    logits_P = beta * (chosen_logratios_P - rejected_logratios_P)
+    unbiased_P = label_smoothing * F.logsigmoid(-logits_P) - (1 - label_smoothing) * F.logsigmoid(logits_P)
+    return unbiased_P / (1 - 2 * label_smoothing)
+
+
+def exo_pair_losses(
+    chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float, exo_label_smoothing: SmallProbability = 1e-3
+) -> Tensor:
+    """Return the EXO loss for pairs (Ji et al. 2024, arXiv 2402.00856, equation 16).
+
+        KL(Bernoulli(sigmoid(beta h)) || Bernoulli(1 - p))
+
+    p is exo_label_smoothing, the probability that the rejected answer is the better one.
+    """
+    preference = torch.logit(torch.tensor(1 - exo_label_smoothing, dtype=torch.float64)).to(chosen_logratios_P)
+    return _bernoulli_kl(beta * (chosen_logratios_P - rejected_logratios_P), preference)
+
+
+def discopop_losses(
+    chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float, discopop_tau: Temperature = 0.05
+) -> Tensor:
+    """Return the DiscoPOP loss, the log-ratio modulated loss (Lu et al. 2024, arXiv 2406.08414, equation 5).
+
+    (1 - m) (- log sigmoid(beta h)) + m exp(-beta h),    m = sigmoid(beta h / discopop_tau)
+    """
+    logits_P = beta * (chosen_logratios_P - rejected_logratios_P)
+    modulation_P = logits_P / discopop_tau
+    logistic_P = -F.logsigmoid(logits_P) * torch.sigmoid(-modulation_P)
+    # a single exponential, because for large negative logits the two factors would be infinity and 0
+    return logistic_P + torch.exp(F.logsigmoid(modulation_P) - logits_P)
+
+
+def rpo_sq_losses(
+    chosen_logratios_P: Tensor,
+    rejected_logratios_P: Tensor,
+    *,
+    beta: float,
+    reward_delta_P: Tensor,
+    gt_reward_scale: RewardScale = 1.0,
+) -> Tensor:
+    """Return the squared loss of reward-aware preference optimisation (Sun et al. 2025, arXiv 2502.00203).
+
+        (beta h - eta d)^2
+
+    d is reward_delta_P, the reward of the chosen answer minus that of the rejected one, from the data. eta is
+    gt_reward_scale.
+    """
+    return (beta * (chosen_logratios_P - rejected_logratios_P) - gt_reward_scale * reward_delta_P).square()
+
+
+def rpo_bwd_kl_losses(
+    chosen_logratios_P: Tensor,
+    rejected_logratios_P: Tensor,
+    *,
+    beta: float,
+    reward_delta_P: Tensor,
+    gt_reward_scale: RewardScale = 1.0,
+) -> Tensor:
+    """Return the backward-KL loss of reward-aware preference optimisation (Nemotron-4 340B, arXiv 2406.11704).
+
+        KL(Bernoulli(a) || Bernoulli(b)),    a = sigmoid(eta d),    b = sigmoid(beta h)
+
+    a is the preference implied by the rewards in the data, b that of the policy. The loss is 0 if beta h = eta d. d and eta
+    are defined in :func:`rpo_sq_losses`.
+    """
+    return _bernoulli_kl(gt_reward_scale * reward_delta_P, beta * (chosen_logratios_P - rejected_logratios_P))
+
+
+def rpo_fwd_kl_losses(
+    chosen_logratios_P: Tensor,
+    rejected_logratios_P: Tensor,
+    *,
+    beta: float,
+    reward_delta_P: Tensor,
+    gt_reward_scale: RewardScale = 1.0,
+) -> Tensor:
+    """Return the forward-KL loss: that of :func:`rpo_bwd_kl_losses` with its arguments swapped.
+
+        KL(Bernoulli(b) || Bernoulli(a))
+
+    The names "backward" and "forward" are those of NeMo-Aligner.
+    """
+    return _bernoulli_kl(beta * (chosen_logratios_P - rejected_logratios_P), gt_reward_scale * reward_delta_P)
+
+
+# Losses with a target for each answer rather than only for the difference of the two. Pairs only ensure that both answers
+# have the same weight: all of these losses except APO-down could be used without pairs.
 
 
 def nca_pair_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float) -> Tensor:
@@ -87,157 +228,7 @@ def apo_down_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *,
     return torch.sigmoid(beta * chosen_logratios_P) + torch.sigmoid(-beta * difference_P)
 
 
-LabelSmoothing = Annotated[float, Ge(0), Lt(0.5)]
-SmallProbability = Annotated[float, Gt(0), Lt(0.5)]
-Temperature = Annotated[float, Gt(0)]
-RewardScale = Annotated[float, Gt(0)]
-
-
-def dpo_losses(
-    chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float, label_smoothing: LabelSmoothing = 0.0
-) -> Tensor:
-    """Return the DPO loss (Rafailov et al. 2023, arXiv 2305.18290, equation 7).
-
-        - (1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
-
-    With e above 0 this is conservative DPO, for data in which the order of a fraction e of the pairs is wrong.
-
-    Args:
-        label_smoothing: e, in [0, 0.5).
-
-    Examples:
-        >>> round(dpo_losses(torch.zeros(1), torch.zeros(1), beta=0.1).item(), 6)
-        0.693147
-    """
-    return _smoothed_logistic(beta * (chosen_logratios_P - rejected_logratios_P), label_smoothing)
-
-
-def ipo_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float) -> Tensor:
-    """Return the IPO loss (Azar et al. 2023, arXiv 2310.12036, equation 17): (h - 1 / (2 beta))^2.
-
-    beta is tau in the paper. If r is a mean over tokens, as in TRL, the target for h does not depend on the length of the
-    answers.
-
-    Examples:
-        >>> ipo_losses(torch.tensor([2.0]), torch.tensor([1.0]), beta=0.5).item()
-        0.0
-    """
-    return (chosen_logratios_P - rejected_logratios_P - 1 / (2 * beta)).square()
-
-
-def hinge_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float) -> Tensor:
-    """Return the hinge loss on the normalised likelihood (SLiC, Zhao et al. 2023, arXiv 2305.10425): max(0, 1 - beta h).
-
-    beta is the reciprocal of the margin.
-
-    Examples:
-        >>> hinge_losses(torch.tensor([0.0, 9.0]), torch.tensor([0.0, 1.0]), beta=0.25).tolist()
-        [1.0, 0.0]
-    """
-    return torch.relu(1 - beta * (chosen_logratios_P - rejected_logratios_P))
-
-
-def rpo_sq_losses(
-    chosen_logratios_P: Tensor,
-    rejected_logratios_P: Tensor,
-    *,
-    beta: float,
-    reward_delta_P: Tensor,
-    gt_reward_scale: RewardScale = 1.0,
-) -> Tensor:
-    """Return the squared loss of reward-aware preference optimisation (Sun et al. 2025, arXiv 2502.00203).
-
-        (beta h - eta d)^2
-
-    Args:
-        reward_delta_P: d, the reward of the chosen answer minus that of the rejected one, from the data.
-        gt_reward_scale: eta.
-    """
-    return (beta * (chosen_logratios_P - rejected_logratios_P) - gt_reward_scale * reward_delta_P).square()
-
-
-def rpo_bwd_kl_losses(
-    chosen_logratios_P: Tensor,
-    rejected_logratios_P: Tensor,
-    *,
-    beta: float,
-    reward_delta_P: Tensor,
-    gt_reward_scale: RewardScale = 1.0,
-) -> Tensor:
-    """Return the backward-KL loss of reward-aware preference optimisation (Nemotron-4 340B, arXiv 2406.11704).
-
-        KL(Bernoulli(a) || Bernoulli(b)),    a = sigmoid(eta d),    b = sigmoid(beta h)
-
-    a is the preference implied by the rewards in the data, b that of the policy. The loss is 0 if beta h = eta d. d and eta
-    are defined in :func:`rpo_sq_losses`.
-    """
-    return _bernoulli_kl(gt_reward_scale * reward_delta_P, beta * (chosen_logratios_P - rejected_logratios_P))
-
-
-def rpo_fwd_kl_losses(
-    chosen_logratios_P: Tensor,
-    rejected_logratios_P: Tensor,
-    *,
-    beta: float,
-    reward_delta_P: Tensor,
-    gt_reward_scale: RewardScale = 1.0,
-) -> Tensor:
-    """Return the forward-KL loss: that of :func:`rpo_bwd_kl_losses` with its arguments swapped.
-
-        KL(Bernoulli(b) || Bernoulli(a))
-
-    The names "backward" and "forward" are those of NeMo-Aligner.
-    """
-    return _bernoulli_kl(beta * (chosen_logratios_P - rejected_logratios_P), gt_reward_scale * reward_delta_P)
-
-
-def robust_losses(
-    chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float, label_smoothing: LabelSmoothing = 0.0
-) -> Tensor:
-    """Return the robust DPO loss (Chowdhury et al. 2024, arXiv 2403.00409).
-
-        (- (1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e)
-
-    It is unbiased if the order of a fraction e of the pairs is wrong: its expectation over random flips of the pairs is the
-    DPO loss of the pairs in their correct order. The loss of a single pair may be negative.
-
-    Args:
-        label_smoothing: e, in [0, 0.5).
-    """
-    logits_P = beta * (chosen_logratios_P - rejected_logratios_P)
-    unbiased_P = label_smoothing * F.logsigmoid(-logits_P) - (1 - label_smoothing) * F.logsigmoid(logits_P)
-    return unbiased_P / (1 - 2 * label_smoothing)
-
-
-def exo_pair_losses(
-    chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float, exo_label_smoothing: SmallProbability = 1e-3
-) -> Tensor:
-    """Return the EXO loss for pairs (Ji et al. 2024, arXiv 2402.00856, equation 16).
-
-        KL(Bernoulli(sigmoid(beta h)) || Bernoulli(1 - e))
-
-    Args:
-        exo_label_smoothing: e, the probability that the rejected answer is the better one; in (0, 0.5).
-    """
-    preference = torch.logit(torch.tensor(1 - exo_label_smoothing, dtype=torch.float64)).to(chosen_logratios_P)
-    return _bernoulli_kl(beta * (chosen_logratios_P - rejected_logratios_P), preference)
-
-
-def discopop_losses(
-    chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float, discopop_tau: Temperature = 0.05
-) -> Tensor:
-    """Return the DiscoPOP loss, the log-ratio modulated loss (Lu et al. 2024, arXiv 2406.08414, equation 5).
-
-        (1 - m) (- log sigmoid(beta h)) + m exp(-beta h),    m = sigmoid(beta h / tau)
-
-    Args:
-        discopop_tau: tau, the temperature of the modulation m.
-    """
-    logits_P = beta * (chosen_logratios_P - rejected_logratios_P)
-    modulation_P = logits_P / discopop_tau
-    logistic_P = -F.logsigmoid(logits_P) * torch.sigmoid(-modulation_P)
-    # a single exponential, because for large negative logits the two factors would be infinity and 0
-    return logistic_P + torch.exp(F.logsigmoid(modulation_P) - logits_P)
+# Losses without a reference, which take the mean log-prob of the tokens of an answer in place of r
 
 
 def simpo_losses(
@@ -250,13 +241,10 @@ def simpo_losses(
 ) -> Tensor:
     """Return the SimPO loss (Meng et al. 2024, arXiv 2405.14734, equation 6).
 
-        - log sigmoid(beta (chosen - rejected) - gamma)
+        - log sigmoid(beta h - gamma)
 
-    Args:
-        chosen_logratios_P, rejected_logratios_P: mean log-prob of the tokens of each answer under the policy; fp32.
-        beta: scale of the reward; the paper uses 2 to 2.5, more than is usual with a reference.
-        simpo_gamma: gamma, the margin by which the chosen answer must win.
-        label_smoothing: see :func:`dpo_losses`.
+    gamma is simpo_gamma, the margin by which the chosen answer must win. The paper uses a beta of 2 to 2.5, more than is
+    usual with a reference. With e above 0 the loss is smoothed as in :func:`dpo_losses`.
     """
     return _smoothed_logistic(beta * (chosen_logratios_P - rejected_logratios_P) - simpo_gamma, label_smoothing)
 
@@ -274,20 +262,17 @@ def orpo_losses(
 
         - w log p_chosen - beta log sigmoid(log odds_chosen - log odds_rejected),    odds = p / (1 - p)
 
-    Args:
-        chosen_logratios_P, rejected_logratios_P: log p, the mean log-prob of the tokens of each answer under the policy;
-            fp32.
-        beta: weight of the odds ratio term, lambda in the paper.
-        orpo_sft_weight: w; 0 if another SFT term replaces this one.
+    w is orpo_sft_weight, 0 if another SFT term replaces this one. beta is lambda in the paper.
     """
     log_odds_ratio_P = _log_odds(chosen_logratios_P) - _log_odds(rejected_logratios_P)
     return -orpo_sft_weight * chosen_logratios_P - beta * F.logsigmoid(log_odds_ratio_P)
 
 
-def rank_partners(first_N: Tensor, second_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Match the values of two tensors by their rank in sorted order.
+# Losses that compare values of the same rank in the sorted global batch
 
-    Pass the values of the WHOLE global batch, because ranks within a part of it differ.
+
+def rank_partners(first_N: Tensor, second_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Match the values of two tensors by their rank in sorted order; pass those of the WHOLE global batch.
 
     Returns:
         For each value of ``first_N`` the value of ``second_N`` with the same rank, and for each value of ``second_N`` the
@@ -333,7 +318,6 @@ def aot_losses(
         first_P, second_P: a and b. For AOT on pairs, the margins log pi(chosen) - log pi(rejected) under the policy and
             under the reference; for AOT on unpaired answers, the log-ratios of the chosen and of the rejected answers.
         first_partners_P, second_partners_P: b_p(i) and a_p(i), see :func:`rank_partners`.
-        label_smoothing: e, in [0, 0.5).
 
     Examples:
         >>> a, b = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
@@ -362,6 +346,12 @@ def _log_odds(logps_P: Tensor) -> Tensor:
     return logps_P - torch.log(-torch.expm1(below_one_P))
 
 
+INPUTS = frozenset({"beta"})
+"""Keyword arguments that every loss function must take."""
+
+OPTIONAL_INPUTS = frozenset({"reward_delta_P", "first_partners_P", "second_partners_P"})
+"""Keyword arguments that the model computes for the loss functions that take them."""
+
 LOSSES = {
     "dpo": Loss(function=dpo_losses),
     "ipo": Loss(function=ipo_losses),
@@ -376,9 +366,9 @@ LOSSES = {
     "discopop": Loss(function=discopop_losses),
     "aot": Loss(function=aot_losses, sorts="margins"),
     "aot_unpaired": Loss(function=aot_losses, sorts="answers"),
-    "rpo_sq": Loss(function=rpo_sq_losses, needs_rewards=True),
-    "rpo_bwd_kl": Loss(function=rpo_bwd_kl_losses, needs_rewards=True),
-    "rpo_fwd_kl": Loss(function=rpo_fwd_kl_losses, needs_rewards=True),
+    "rpo_sq": Loss(function=rpo_sq_losses),
+    "rpo_bwd_kl": Loss(function=rpo_bwd_kl_losses),
+    "rpo_fwd_kl": Loss(function=rpo_fwd_kl_losses),
     "simpo": Loss(function=simpo_losses, needs_reference=False, average_log_probs=True),
     "orpo": Loss(function=orpo_losses, needs_reference=False, average_log_probs=True),
 }
@@ -400,9 +390,7 @@ def preference_metric_sums(
     valid_P: Tensor,
     beta: float,
 ) -> dict[str, Tensor]:
-    """Return the loss and metric sums of a micro-batch.
-
-    Added over micro-batches and ranks, the sums give the metrics of the global batch exactly.
+    """Return the loss and metric sums of a micro-batch, which add exactly over micro-batches and ranks.
 
     Args:
         weighted_preference_losses_P, weighted_sft_losses_P: the two terms of the loss of each pair, with all weights
@@ -412,7 +400,6 @@ def preference_metric_sums(
         sft_counts_P: contribution of each pair to the denominator of the SFT term: 1, or its number of tokens.
         preference_losses_P, sft_losses_P: the same terms without weights: the preference loss of each pair and the negative
             log-prob of its chosen answer.
-        chosen_logratios_P, rejected_logratios_P, beta: the arguments of the loss.
         chosen_logps_P, rejected_logps_P: log-probs of the answers under the policy.
         valid_P: True if both answers have a token; other pairs are counted only in ``invalid_rows``.
 
@@ -444,10 +431,7 @@ def preference_metric_sums(
 
 
 def preference_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Compute the metrics from sums over the global batch.
-
-    Args:
-        sums: result of :func:`preference_metric_sums`, added over micro-batches and ranks.
+    """Compute the metrics from the sums of :func:`preference_metric_sums` over the global batch.
 
     Returns:
         loss (mean preference term plus mean SFT term; 0 if no pair is valid), preference_loss, sft_loss, acc (fraction of

@@ -60,7 +60,7 @@ def build_data(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
         raise DataError(wrong)
     if state.is_rank_zero():
         _warn(cfg, splits, rows=len(splits.train))
-    take, collate_fn = cfg.recipe.collation(cfg.loss.record, collate_settings(cfg, tokenizer))
+    take, collate_fn = cfg.recipe.collation(collate_settings(cfg, tokenizer), with_kl=cfg.loss.record.needs_z0)
     return RunData(
         train=_loader(cfg, splits.train, take, training=True),
         validation={name: _loader(cfg, each, take, training=False) for name, each in splits.validation.items()},

@@ -18,8 +18,8 @@ from nemo_kto.device.dtypes import DTYPES
 from nemo_kto.device.precision import PRECISIONS, bf16_support
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
+from nemo_kto.processes.ranks import requeue
 from nemo_kto.processes.signals import Stopped
-from nemo_kto.processes.slurm import requeue
 from nemo_kto.utils.files import make_folder, remove_unpublished
 from nemo_kto.utils.locks import locked
 

@@ -15,7 +15,7 @@ import pytest
 
 from nemo_kto.artifacts.checkpoint_files import find_checkpoints
 from tests.chaos.job import Crash, Ended, Job, assert_resumes, metrics, run
-from tests.helpers.consumed_rows import noted_rows
+from tests.helpers.consumed_rows import recorded_rows
 
 # Where a run may be, by the phase: point, and how often it has been there before.
 POINTS: dict[str, tuple[str, int]] = {
@@ -52,7 +52,7 @@ FOUR_VICTIMS = {"rank3": ("rank3",), "all": ("launcher", "rank0", "rank1", "rank
 CACHED = ("model.reference.mode=cached",)
 CACHED_POINTS = ("reference_write", "reference_publish", "reference_published")
 
-# A loss with a state of its own: the mean of all rewards so far.
+# A loss with state: the mean of all rewards so far.
 BCO = ("model.kto.preference_loss=bco", "model.reference.mode=swap", "model.optim.lr=5e-3")
 
 
@@ -113,8 +113,8 @@ def test_the_mean_of_rewards_survives_a_kill(job: Job, whole: Callable[[Job], Pa
     ended = run(replace(job, overrides=(*BCO, "model.tensor_model_parallel_size=2")), other)
     assert ended.status == 0, ended.output
     ours = metrics(other / "run")
-    rows = noted_rows(whole(job) / "rows")
-    assert noted_rows(other / "rows") == {step: rows[step] for step in rows if step > saved[-1]}
+    rows = recorded_rows(whole(job) / "rows")
+    assert recorded_rows(other / "rows") == {step: rows[step] for step in rows if step > saved[-1]}
     assert ours != expected, "computed again, and rounded otherwise"
     deltas = [line["train/delta"] for line in expected if "train/delta" in line]
     assert min(abs(delta) for delta in deltas[saved[-1] - 1 :]) > 1e-3, "a mean that began again must show"

@@ -1,4 +1,4 @@
-"""What only a GPU with Transformer Engine can do: whole jobs learn what the CPU learns, and go on after a stop."""
+"""Runs with Transformer Engine on a GPU: fp8 and other options, compared with the CPU, and resumed."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_fp8_is_close_to_bf16(name: str, place: Workplace, expected: Callable[[s
 
 @pytest.mark.parametrize("name", [*OPTIONS, *(pytest.param(name, marks=FP8) for name in IN_FP8)])
 def test_a_resumed_run_is_the_same_run(name: str, place: Workplace) -> None:
-    always = "{_target_: tests.gpu.noted.Deterministic}"
-    stop = "{_target_: tests.gpu.noted.StopAfter, step: 2}"
+    always = "{_target_: tests.gpu.recorders.Deterministic}"
+    stop = "{_target_: tests.gpu.recorders.StopAfter, step: 2}"
     settings = [*on("gpu"), IN_BF16, *(OPTIONS | IN_FP8)[name]]
     whole = place.run(f"whole-{name}", *settings, callbacks=[always], env=DETERMINISTIC)
     place.run(f"stopped-{name}", *settings, callbacks=[always, stop], env=DETERMINISTIC, status=85)

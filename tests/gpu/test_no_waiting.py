@@ -87,7 +87,7 @@ def test_a_pass_does_not_wait(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_step_waits_a_few_times(algorithm: str, overrides: tuple[str, ...], micro_batch: int, place: Workplace) -> None:
     name = f"waits-{algorithm}-{overrides[0].partition('=')[2]}-{micro_batch}"
     file = place.folder / f"{name}-steps.json"
-    callback = f"{{_target_: tests.gpu.noted.Waits, file: {file}}}"
+    callback = f"{{_target_: tests.gpu.recorders.RecordWaits, file: {file}}}"
     once = (f"trainer.{algorithm}.limit_val_batches=0", f"model.micro_batch_size={micro_batch}")
     place.run(name, *on("gpu"), *overrides, *once, algorithm=algorithm, callbacks=[callback])
     steps = json.loads(file.read_text())
@@ -119,7 +119,7 @@ MICRO_BATCHES, PASSES = 2, 4  # the policy and the reference, each of the sample
 
 
 class Wait(NamedTuple):
-    """As tests.emulated_cuda.noted writes it."""
+    """As tests.emulated_cuda.recorder writes it."""
 
     kind: str
     site: str
@@ -141,7 +141,7 @@ class Wait(NamedTuple):
 def test_each_wait_of_a_step_is_known(name: str, place: Workplace) -> None:
     """The first and the last step also start and end the run; they are not counted."""
     (algorithm, overrides), file = EMULATED_JOBS[name], place.folder / f"known-waits-{name}.json"
-    callback = f"{{_target_: tests.emulated_cuda.noted.WriteWaits, file: {file}}}"
+    callback = f"{{_target_: tests.emulated_cuda.recorder.RecordWaits, file: {file}}}"
     place.run(f"known-waits-{name}", *on("gpu"), *overrides, algorithm=algorithm, callbacks=[callback])
     steps = [[Wait(*wait) for wait in step] for step in json.loads(file.read_text())]
     assert len(steps) == STEPS

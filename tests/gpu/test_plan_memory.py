@@ -1,4 +1,4 @@
-"""The plan's memory of a GPU, compared with the most that a real run of it allocates."""
+"""The planned memory of a GPU, compared with the measured peak of a run."""
 
 from __future__ import annotations
 

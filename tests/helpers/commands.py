@@ -1,4 +1,4 @@
-"""Run the commands of the package in processes of their own, with a job that needs no model in place of the training."""
+"""Run the package's commands in separate processes, optionally with a stub in place of the training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CLI = [sys.executable, "-m", "nemo_kto.cli.main"]
 
 # Python runs sitecustomize at its start, in the ranks too.
-_PRETEND = """
+_STUB_TRAINING = """
 import sys, types
 
 def train(cfg, check_memory):
@@ -38,11 +38,11 @@ for name in ("build", "policy"):
 """
 
 
-def pretend(folder: Path, body: str) -> dict[str, str]:
+def stub_training(folder: Path, body: str) -> dict[str, str]:
     """An environment in which the training is ``body``, the inside of a function of ``cfg``; its cwd is ``folder``."""
     modules = folder / "modules"
     modules.mkdir()
-    (modules / "sitecustomize.py").write_text(_PRETEND)
+    (modules / "sitecustomize.py").write_text(_STUB_TRAINING)
     indented = "\n".join("    " + line for line in body.strip().splitlines())
     (modules / "job.py").write_text(
         f"import os, sys, time\n\ndef run(cfg):\n    rank = os.environ.get('RANK')\n{indented}\n"
@@ -72,7 +72,7 @@ def environment(*before: Path) -> dict[str, str]:
 GOOD = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix=rows.jsonl", "trainer.accelerator=cpu"]
 
 
-# What every command imports. Not what ``pretend`` replaces, nor the command itself, which runs as __main__.
+# What every command imports. Not what ``stub_training`` replaces, nor the command itself, which runs as __main__.
 _IMPORTED = (
     "hydra",
     "nemo_kto.config.rules.training",
@@ -128,15 +128,15 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """The finished process with its output; waits until every process that holds the output has ended.
 
-    A Python is forked from one that has imported what is needed, and its ranks are too unless told otherwise.
+    A Python command is forked from a process with the needed imports; so are its ranks, unless ``fork_ranks`` is false.
     """
     if command[0] != sys.executable:
-        return run_anew(command, cwd=cwd, env=env, timeout=timeout)
+        return run_interpreter(command, cwd=cwd, env=env, timeout=timeout)
     preload = (*_IMPORTED, *preload)
     return fork_server.run(command[1:], cwd=cwd, env=env, preload=preload, ranks=fork_ranks, timeout=timeout)
 
 
-def run_anew(
+def run_interpreter(
     command: list[str], *, cwd: Path, env: dict[str, str], timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
     """The same with an interpreter that begins with nothing, which takes seconds."""

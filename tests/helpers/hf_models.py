@@ -390,7 +390,7 @@ def tokens(rows: int = 2) -> torch.Tensor:
 
 
 def cotangent() -> torch.Tensor:
-    """What the logits are weighted with before they are summed, for gradients: [rows, sequence, vocabulary]."""
+    """Weights of the logits in the sum whose gradient is taken: [rows, sequence, vocabulary]."""
     return torch.randn(2, SEQUENCE, _SIZES["vocab_size"], generator=torch.Generator().manual_seed(6))
 
 

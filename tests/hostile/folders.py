@@ -1,4 +1,4 @@
-"""A small whole model folder, ways to break it, and what is said of it when a run would read it."""
+"""A small complete model folder, ways to damage it, and the errors that a run reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nemo_kto.huggingface.huggingface import check_weights
 from nemo_kto.huggingface.mapping import wanted_adapters, wanted_weights
 from nemo_kto.run.rows import model_tokenizer
 from tests.helpers.tiny_models import write_safetensors
-from tests.unit.conftest import composed, said_of
+from tests.unit.conftest import composed, errors_of
 
 Break = Callable[[Path], object]
 GONE = object()
@@ -102,11 +102,11 @@ def replaced_by_pipe(file: str) -> Break:
     return apply
 
 
-def linked(file: str, target: str, *, anew: bool = False) -> Break:
-    """A link: to itself, to nowhere, or to a file elsewhere; ``anew`` where no file is in its place."""
+def linked(file: str, target: str, *, new: bool = False) -> Break:
+    """A link: to itself, to nowhere, or to another file; ``new`` if there is no file to replace."""
 
     def apply(folder: Path) -> None:
-        (folder / file).unlink(missing_ok=anew)
+        (folder / file).unlink(missing_ok=new)
         os.symlink(target, folder / file)
 
     return apply
@@ -166,20 +166,20 @@ def both(*breaks: Break) -> Break:
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 
 
-def assert_harmless(said: str) -> None:
-    """No message may control the terminal or fill it, whatever a file holds."""
-    assert all(line.isprintable() and len(line) < 1200 for line in said.split("\n")), said[:2000]
+def assert_harmless(message: str) -> None:
+    """No message may control or flood the terminal, for any file content."""
+    assert all(line.isprintable() and len(line) < 1200 for line in message.split("\n")), message[:2000]
 
 
 def launcher_says(model: Path, rows: Path, *overrides: str) -> list[str]:
-    """What the launcher finds before it starts anything."""
+    """Errors that the launcher finds before the start."""
     given = [f"pretrained_checkpoint.restore_from_path='{model}'", f"model.data.data_prefix='{rows}'"]
     given += ["trainer.accelerator=cpu", "model.data.seq_length=64", f"exp_manager.exp_dir='{rows.parent}/results'"]
-    return said_of(composed([*given, *overrides]), KTO)
+    return errors_of(composed([*given, *overrides]), KTO)
 
 
 def ranks_say(model: Path, adapter: Path | None = None) -> str | None:
-    """What a rank finds, by the functions that read the files there; any error but a UserError is a defect of ours."""
+    """Errors that a rank finds, by the functions that read the files; any error except UserError is a bug."""
     try:
         check_weights(read_architecture(model, tensor_parallel=1), model)
         encoder = RecordEncoder(tokenizer=model_tokenizer(model))

@@ -1,4 +1,4 @@
-"""How ranks come about and end, what a run folder holds, and the flags that Hydra answers."""
+"""Start and end of ranks, contents of a run folder, and Hydra's flags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,17 @@ import yaml
 import nemo_kto
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.config import keys
-from tests.helpers.commands import CLI, GOOD, REPOSITORY, environment, of_every_algorithm, pretend, run, run_anew, start
+from tests.helpers.commands import (
+    CLI,
+    GOOD,
+    REPOSITORY,
+    environment,
+    of_every_algorithm,
+    run,
+    run_interpreter,
+    start,
+    stub_training,
+)
 from tests.helpers.messages import Naming, assert_names
 
 TELL = """
@@ -33,7 +43,7 @@ dist.barrier()
 """
 
 
-# Ranks are forked; with --matrix=full they are interpreters of their own as well.
+# Ranks are forked; with --matrix=full also started as new interpreters.
 either_way = pytest.mark.parametrize(
     "fork_ranks", [True, pytest.param(False, marks=pytest.mark.full)], ids=["forked", "anew"]
 )
@@ -54,7 +64,7 @@ def ended(process_id: int) -> bool:
 
 @of_every_algorithm("kto")
 def test_ranks_are_started_and_get_the_same_command_line(tmp_path: Path, name: str) -> None:
-    env = pretend(tmp_path, TELL)
+    env = stub_training(tmp_path, TELL)
     # The working directory may be the folder of a model that somebody else made: ranks import nothing from it.
     for module in ("hydra", "yaml"):
         (tmp_path / f"{module}.py").write_text(f"raise SystemExit('{module}.py of the working directory ran')")
@@ -89,18 +99,18 @@ def test_ranks_are_started_and_get_the_same_command_line(tmp_path: Path, name: s
 
 @of_every_algorithm("dpo")
 def test_ranks_of_torchrun_are_used(tmp_path: Path, name: str) -> None:
-    env = {**pretend(tmp_path, TELL), "OMP_NUM_THREADS": "1"}
+    env = {**stub_training(tmp_path, TELL), "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_kto.cli.main", name]
     done = run([*torchrun, *GOOD], cwd=tmp_path, env=env, fork_ranks=False)
     assert done.returncode == 0, done.stderr
     for rank in ("0", "1"):
-        told = json.loads((tmp_path / f"rank{rank}-1234.json").read_text())
-        assert (told["rank"], told["algorithm"], told["WORLD_SIZE"]) == (rank, name, "2")
+        record = json.loads((tmp_path / f"rank{rank}-1234.json").read_text())
+        assert (record["rank"], record["algorithm"], record["WORLD_SIZE"]) == (rank, name, "2")
 
 
 @of_every_algorithm("kto")
 def test_one_rank_runs_in_the_same_process_and_lists_the_overrides(tmp_path: Path, name: str) -> None:
-    env = pretend(tmp_path, "print('rank', rank, cfg.algorithm)")
+    env = stub_training(tmp_path, "print('rank', rank, cfg.algorithm)")
     script = [sys.executable, str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py"), *GOOD]
     assert run(script, cwd=tmp_path, env=env).stdout == f"rank None {name}\n"
     again = run([*script, "model.seed=7"], cwd=tmp_path, env=env)
@@ -122,7 +132,7 @@ sys.addaudithook(_count)
     "given", [[], ["--config-dir", ".", "--config-name", "mine", "hardware=cpu"]], ids=["plain", "own file"]
 )
 def test_a_valid_command_line_is_composed_once(tmp_path: Path, given: list[str]) -> None:
-    env = pretend(tmp_path, "print(sys.compositions)")
+    env = stub_training(tmp_path, "print(sys.compositions)")
     with (tmp_path / "modules" / "sitecustomize.py").open("a") as sitecustomize:
         sitecustomize.write(_COUNT)
     (tmp_path / "mine.yaml").write_text("defaults: [gpt_kto, _self_]\nmodel: {seed: 7}\n")
@@ -131,7 +141,7 @@ def test_a_valid_command_line_is_composed_once(tmp_path: Path, given: list[str])
 
 
 def test_hydra_settings_in_a_user_file_apply(tmp_path: Path) -> None:
-    env = pretend(tmp_path, "print(cfg.model.seed, cfg.exp_manager.name, os.environ['MINE'])")
+    env = stub_training(tmp_path, "print(cfg.model.seed, cfg.exp_manager.name, os.environ['MINE'])")
     own = "exp_manager: {name: '${hydra:job.config_name}'}\nhydra: {job: {env_set: {MINE: here}}}\n"
     (tmp_path / "mine.yaml").write_text(f"defaults: [gpt_kto, _self_]\n{own}")
     done = run([*CLI, "kto", "--config-dir", ".", "--config-name", "mine", *GOOD, "model.seed=3"], cwd=tmp_path, env=env)
@@ -141,16 +151,16 @@ def test_hydra_settings_in_a_user_file_apply(tmp_path: Path) -> None:
 @either_way
 @of_every_algorithm("dpo")
 def test_a_script_starts_its_ranks(tmp_path: Path, name: str, fork_ranks: bool) -> None:
-    env = pretend(tmp_path, TELL)
+    env = stub_training(tmp_path, TELL)
     script = [sys.executable, str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py"), *GOOD, "trainer.devices=2"]
     assert run(script, cwd=tmp_path, env=env, fork_ranks=fork_ranks).returncode == 0
-    told = [json.loads((tmp_path / f"rank{rank}-1234.json").read_text()) for rank in (0, 1)]
-    assert [(one["rank"], one["algorithm"]) for one in told] == [("0", name), ("1", name)]
+    record = [json.loads((tmp_path / f"rank{rank}-1234.json").read_text()) for rank in (0, 1)]
+    assert [(one["rank"], one["algorithm"]) for one in record] == [("0", name), ("1", name)]
 
 
 @either_way
 def test_a_rank_that_raises_ends_the_run_with_its_traceback(tmp_path: Path, fork_ranks: bool) -> None:
-    env = pretend(tmp_path, MEET + "if rank == '1': raise RuntimeError('enough')\ndist.barrier()")
+    env = stub_training(tmp_path, MEET + "if rank == '1': raise RuntimeError('enough')\ndist.barrier()")
     done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, fork_ranks=fork_ranks, timeout=60)
     assert done.returncode == 1
     lines = done.stderr.rstrip().splitlines()
@@ -164,7 +174,7 @@ def test_broken_rows_are_named_without_a_traceback(tmp_path: Path, fork_ranks: b
     body = (
         "from nemo_kto.data.rows.records import DataError\nif rank == '0': raise DataError('1 broken row: rows.jsonl:1')\n"
     )
-    env = pretend(tmp_path, body + "time.sleep(300)")
+    env = stub_training(tmp_path, body + "time.sleep(300)")
     done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, fork_ranks=fork_ranks, timeout=60)
     assert (done.returncode, done.stderr) == (2, "nemo-kto: 1 broken row: rows.jsonl:1\n")
 
@@ -173,7 +183,7 @@ def test_broken_rows_are_named_without_a_traceback(tmp_path: Path, fork_ranks: b
 def test_a_killed_rank_ends_the_run_and_its_child_processes(tmp_path: Path, fork_ranks: bool) -> None:
     leak = "import multiprocessing\nmanager = multiprocessing.get_context('spawn').Manager()\n"
     leak += "if rank == '0': open('pid', 'w').write(str(manager._process.pid))\n"
-    env = pretend(tmp_path, leak + MEET + "if rank == '0': os.kill(os.getpid(), 9)\ndist.barrier()")
+    env = stub_training(tmp_path, leak + MEET + "if rank == '0': os.kill(os.getpid(), 9)\ndist.barrier()")
     # run() returns only when nothing holds the output any more, which the manager would.
     done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, fork_ranks=fork_ranks, timeout=60)
     assert done.returncode == 1
@@ -186,8 +196,8 @@ def test_a_killed_rank_ends_the_run_and_its_child_processes(tmp_path: Path, fork
     [{"NEMO_KTO_STARTED_BY": "1"}, {"NEMO_KTO_STARTED_BY": "node1"}, {"NEMO_KTO_STORE_FILE": "/nowhere", "RANK": "0"}],
 )
 def test_environment_variables_left_by_a_rank_are_refused(tmp_path: Path, left: dict[str, str]) -> None:
-    """As where a callback, in a rank, starts a training of its own."""
-    done = run([*CLI, "kto", *GOOD], cwd=tmp_path, env=pretend(tmp_path, "print('trains')") | left)
+    """For example a callback in a rank that starts another training."""
+    done = run([*CLI, "kto", *GOOD], cwd=tmp_path, env=stub_training(tmp_path, "print('trains')") | left)
     assert (done.returncode, done.stdout) == (2, "")
     assert_names(done.stderr, "NEMO_KTO_STARTED_BY", left.get("NEMO_KTO_STARTED_BY", "None"), "unset " + ", ".join(left))
     assert "Traceback" not in done.stderr
@@ -202,7 +212,7 @@ class Started:
 
     def __init__(self, folder: Path, body: str, *given: str, fork_ranks: bool = True) -> None:
         self.folder = folder
-        env = pretend(folder, SAY_PID + body)
+        env = stub_training(folder, SAY_PID + body)
         with (folder / "said").open("w") as said:
             command, number = [*CLI, "kto", *GOOD, "trainer.devices=2", *given], said.fileno()
             self.launcher = start(command, cwd=folder, env=env, fork_ranks=fork_ranks, output=number, errors=number)
@@ -276,7 +286,7 @@ def test_the_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path, fork
 def test_signals_to_a_run_of_one_process(tmp_path: Path, times: int, status: int) -> None:
     body = "from nemo_kto.processes import signals\nimport signal\nwith signals.deferred():\n"
     body += f"    for _ in range({times}): os.kill(os.getpid(), signal.SIGINT)\nraise signals.Stopped('stopped, as said')"
-    done = run([*CLI, "kto", *GOOD], cwd=tmp_path, env=pretend(tmp_path, body))
+    done = run([*CLI, "kto", *GOOD], cwd=tmp_path, env=stub_training(tmp_path, body))
     assert (done.returncode, done.stderr) == (status, "nemo-kto: stopped, as said\n" if times == 1 else "")
 
 
@@ -284,7 +294,7 @@ def test_a_job_stopped_with_nothing_to_save_is_requeued(tmp_path: Path) -> None:
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
     scontrol.chmod(0o755)
-    env = pretend(tmp_path, "import signal\nif rank == '1': os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(300)")
+    env = stub_training(tmp_path, "import signal\nif rank == '1': os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(300)")
     env |= {"SLURM_JOB_ID": "31", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = run([*CLI, "kto", *GOOD, "trainer.devices=2", "trainer.requeue=true"], cwd=tmp_path, env=env)
     assert (done.returncode, done.stderr) == (85, Naming("SIGTERM", *NOTHING_TO_SAVE))
@@ -293,16 +303,16 @@ def test_a_job_stopped_with_nothing_to_save_is_requeued(tmp_path: Path) -> None:
 
 def test_a_sweep_ends_with_the_job_that_was_stopped(tmp_path: Path) -> None:
     body = "print('job', cfg.model.seed, flush=True)\nimport signal\nos.kill(os.getpid(), signal.SIGUSR1)"
-    done = run([*CLI, "kto", *GOOD, "--multirun", "model.seed=1,2"], cwd=tmp_path, env=pretend(tmp_path, body))
+    done = run([*CLI, "kto", *GOOD, "--multirun", "model.seed=1,2"], cwd=tmp_path, env=stub_training(tmp_path, body))
     assert (done.returncode, done.stdout, done.stderr) == (85, "job 1\n", Naming("SIGUSR1", *NOTHING_TO_SAVE))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_sweep_gives_each_job_a_run_folder(tmp_path: Path, name: str) -> None:
-    env = pretend(tmp_path, TELL)
+    env = stub_training(tmp_path, TELL)
     command = [*CLI, name, *GOOD, "--multirun", "model.seed=1,2", "trainer.devices=2"]
-    done = run_anew(command, cwd=tmp_path, env=env)
+    done = run_interpreter(command, cwd=tmp_path, env=env)
     assert (done.returncode, done.stderr) == (0, "")
     for number, seed in enumerate((1, 2)):
         assert_run_folder_of_a_job(tmp_path, name, number, seed)
@@ -310,36 +320,36 @@ def test_a_sweep_gives_each_job_a_run_folder(tmp_path: Path, name: str) -> None:
 
 def test_the_ranks_of_a_job_of_a_sweep_have_its_run_folder(tmp_path: Path) -> None:
     """As above, with one job, and a password among the overrides, which Hydra writes into multirun.yaml."""
-    env = pretend(tmp_path, TELL)
+    env = stub_training(tmp_path, TELL)
     given = ["--multirun", "model.seed=5", "trainer.devices=2"]
     given += ["exp_manager.mlflow_logger_kwargs.tracking_uri=https://me:pass1word@host"]
     done = run([*CLI, "dpo", *GOOD, *given], cwd=tmp_path, env=env)
     assert (done.returncode, done.stderr) == (0, "")
     assert_run_folder_of_a_job(tmp_path, "dpo", 0, 5)
-    told = (tmp_path / "results/gpt_dpo/multirun.yaml").read_text()
-    assert told.count("https://***@host") == 3
-    assert "pass1word" not in told
+    record = (tmp_path / "results/gpt_dpo/multirun.yaml").read_text()
+    assert record.count("https://***@host") == 3
+    assert "pass1word" not in record
 
 
 def test_a_sweep_job_of_one_process_is_not_a_rank_of_the_previous_job(tmp_path: Path) -> None:
     body = (
         "from nemo_kto.data.rows.records import DataError\nif rank is None: raise DataError('1 broken row: rows.jsonl:1')\n"
     )
-    env = pretend(tmp_path, body + "print('NEMO_KTO_STORE_FILE' in os.environ)")
+    env = stub_training(tmp_path, body + "print('NEMO_KTO_STORE_FILE' in os.environ)")
     done = run([*CLI, "kto", *GOOD, "--multirun", "trainer.devices=2,1"], cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (2, "True\nTrue\n", "nemo-kto: 1 broken row: rows.jsonl:1\n")
 
 
 def assert_run_folder_of_a_job(folder: Path, name: str, number: int, seed: int) -> None:
-    told = json.loads((folder / f"rank1-{seed}.json").read_text())
+    record = json.loads((folder / f"rank1-{seed}.json").read_text())
     own = str(folder / "results" / f"gpt_{name}" / str(number))
-    assert (told["run"], told["export"]) == (own, f"{own}/hf")
+    assert (record["run"], record["export"]) == (own, f"{own}/hf")
     assert yaml.safe_load((Path(own) / "config.yaml").read_text())["model"]["seed"] == seed
 
 
 def test_a_sweep_over_the_losses_of_pairs(tmp_path: Path) -> None:
     """One that takes no reference and one that takes an option among them, each job with its own value."""
-    env = pretend(tmp_path, "print(cfg.loss.preference_loss, cfg.loss.sft_loss_weight)")
+    env = stub_training(tmp_path, "print(cfg.loss.preference_loss, cfg.loss.sft_loss_weight)")
     losses = "dpo,ipo,simpo,orpo"
     swept = ["--multirun", f"model.dpo.preference_loss={losses}", "model.dpo.sft_loss_weight=0.5"]
     done = run([*CLI, "dpo", *GOOD, *swept], cwd=tmp_path, env=env)
@@ -353,7 +363,7 @@ def test_a_sweep_over_the_losses_of_pairs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_flags_that_only_print(tmp_path: Path, recipe: Recipe) -> None:
     name = recipe.name
-    env = pretend(tmp_path, "raise AssertionError('started')")
+    env = stub_training(tmp_path, "raise AssertionError('started')")
     shown = run(
         [*CLI, name, "model.optim.lr=3e-6", "--cfg", "job", "--resolve", "--package", "model.optim"], cwd=tmp_path, env=env
     )
@@ -376,8 +386,8 @@ def test_flags_that_only_print(tmp_path: Path, recipe: Recipe) -> None:
 
 
 def test_version_help_and_export(tmp_path: Path) -> None:
-    env = pretend(tmp_path, "pass")
-    assert run_anew([*CLI, "--version"], cwd=tmp_path, env=env).stdout == f"nemo-kto {nemo_kto.__version__}\n"
+    env = stub_training(tmp_path, "pass")
+    assert run_interpreter([*CLI, "--version"], cwd=tmp_path, env=env).stdout == f"nemo-kto {nemo_kto.__version__}\n"
     helped = run(CLI, cwd=tmp_path, env=env).stdout
     for name in RECIPES:
         assert f"  nemo-kto {name} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA" in helped
@@ -416,7 +426,7 @@ def test_the_slurm_script_passes_on_its_arguments(tmp_path: Path, name: str) -> 
     ]
     assert done.stdout.splitlines() == handed_on
 
-    # A task of an array, with CPUs a task and threads a rank of its own.
+    # A task of an array, with its own CPUs per task and threads per rank.
     (tmp_path / "rates").write_text("model.optim.lr=1\nmodel.optim.lr=2 'model.optim.betas=[0.8, 0.9]'\n")
     array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2", "SLURM_CPUS_PER_TASK": "4", "SWEEP": "rates"}
     done = run(given, cwd=tmp_path, env=env | array | {"OMP_NUM_THREADS": "3"})

@@ -1,4 +1,4 @@
-"""A wrong command line: everything that is wrong, once, status 2, and nothing was started or written."""
+"""Wrong command lines: all errors, printed once, status 2, and nothing started or written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.algorithms.recipes import RECIPES
-from tests.helpers.commands import CLI, GOOD, REPOSITORY, of_every_algorithm, pretend, run, run_anew
+from tests.helpers.commands import CLI, GOOD, REPOSITORY, of_every_algorithm, run, run_interpreter, stub_training
 from tests.helpers.messages import Naming, assert_names
 
 # ALGORITHM stands for the name of each.
@@ -43,14 +43,14 @@ SAID = [
 
 @of_every_algorithm("kto")
 def test_all_errors_in_one_list(tmp_path: Path, name: str) -> None:
-    env = pretend(tmp_path, "raise AssertionError('started')")
+    env = stub_training(tmp_path, "raise AssertionError('started')")
     before = sorted(tmp_path.iterdir())
     script = str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py")
     wrong = [override.replace("ALGORITHM", name) for override in WRONG]
-    said = [Naming(*(part.replace("ALGORITHM", name) for part in parts)) for parts in SAID]
+    expected = [Naming(*(part.replace("ALGORITHM", name) for part in parts)) for parts in SAID]
     for command in ([sys.executable, script], [*CLI, name]):
         done = run([*command, *wrong], cwd=tmp_path, env=env)
-        assert (done.returncode, done.stdout, done.stderr.splitlines()) == (2, "", said)
+        assert (done.returncode, done.stdout, done.stderr.splitlines()) == (2, "", expected)
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -63,25 +63,25 @@ TOO_FEW = (
 @pytest.mark.full
 @pytest.mark.parametrize("name", RECIPES)
 def test_errors_are_printed_once_and_not_per_rank(tmp_path: Path, name: str) -> None:
-    env = {**pretend(tmp_path, "raise AssertionError('started')"), "OMP_NUM_THREADS": "1"}
+    env = {**stub_training(tmp_path, "raise AssertionError('started')"), "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_kto.cli.main", name]
-    done = run_anew([*torchrun, *GOOD, "model.seeds=1", "trainer.devices=4"], cwd=tmp_path, env=env)
+    done = run_interpreter([*torchrun, *GOOD, "model.seeds=1", "trainer.devices=4"], cwd=tmp_path, env=env)
     assert done.returncode != 0
     assert done.stderr.count("nothing was started") == 1
     assert_names(done.stderr, *TOO_FEW)
 
 
-@pytest.mark.parametrize(("rank", "said"), [(0, Naming(*TOO_FEW)), (1, "")])
-def test_rank_0_prints_for_all_ranks(tmp_path: Path, rank: int, said: str) -> None:
-    env = pretend(tmp_path, "raise AssertionError('started')")
+@pytest.mark.parametrize(("rank", "expected"), [(0, Naming(*TOO_FEW)), (1, "")])
+def test_rank_0_prints_for_all_ranks(tmp_path: Path, rank: int, expected: str) -> None:
+    env = stub_training(tmp_path, "raise AssertionError('started')")
     env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     done = run([*CLI, "kto", *GOOD, "model.seeds=1", "trainer.devices=4"], cwd=tmp_path, env=env)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 
 def test_missing_keys_and_missing_nodes(tmp_path: Path) -> None:
-    env = pretend(tmp_path, "raise AssertionError('started')")
+    env = stub_training(tmp_path, "raise AssertionError('started')")
     done = run([*CLI, "kto", "hardware=cpu", "trainer.num_nodes=2"], cwd=tmp_path, env=env)
     assert done.returncode == 2
     assert done.stderr == (
@@ -105,7 +105,7 @@ def test_missing_keys_and_missing_nodes(tmp_path: Path) -> None:
 
 
 def test_an_invalid_user_configuration(tmp_path: Path) -> None:
-    env = pretend(tmp_path, "raise AssertionError('started')")
+    env = stub_training(tmp_path, "raise AssertionError('started')")
     (tmp_path / "mine.yaml").write_text("defaults:\n  - gpt_kto\n  - _self_\nmodel:\n  optim:\n    learning_rate: 1\n")
     done = run([*CLI, "kto", "--config-dir", ".", "--config-name", "mine", *GOOD], cwd=tmp_path, env=env)
     assert done.returncode == 2
@@ -113,7 +113,7 @@ def test_an_invalid_user_configuration(tmp_path: Path) -> None:
 
 
 def test_keys_of_the_wrong_algorithm(tmp_path: Path) -> None:
-    env = pretend(tmp_path, "raise AssertionError('started')")
+    env = stub_training(tmp_path, "raise AssertionError('started')")
     given = ["trainer.kto.max_steps=3", "model.kto.auto_balance=true", "model.dpo.label_smoothing=0.1"]
     done = run([*CLI, "dpo", *GOOD, *given, "model.dpo.preference_loss=ipo"], cwd=tmp_path, env=env)
     assert done.returncode == 2
@@ -140,7 +140,7 @@ def test_keys_of_the_wrong_algorithm(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "other"), [("kto", "dpo"), ("dpo", "kto")])
 def test_the_configuration_of_the_other_algorithm(tmp_path: Path, name: str, other: str) -> None:
-    env = pretend(tmp_path, "raise AssertionError('started')")
+    env = stub_training(tmp_path, "raise AssertionError('started')")
     (tmp_path / "mine.yaml").write_text(f"defaults:\n  - gpt_{other}\n  - _self_\n")
     done = run([*CLI, name, "--config-dir", ".", "--config-name", "mine", *GOOD], cwd=tmp_path, env=env)
     assert done.returncode == 2
@@ -148,16 +148,16 @@ def test_the_configuration_of_the_other_algorithm(tmp_path: Path, name: str, oth
 
 
 def test_a_configuration_without_the_types_of_an_algorithm(tmp_path: Path) -> None:
-    env = pretend(tmp_path, "raise AssertionError('started')")
+    env = stub_training(tmp_path, "raise AssertionError('started')")
     (tmp_path / "mine.yaml").write_text("model:\n  seed: 7\n")
     done = run([*CLI, "dpo", "--config-dir", ".", "--config-name", "mine"], cwd=tmp_path, env=env)
     assert done.returncode == 2
     assert done.stderr == Naming("nemo-kto", "1", "nothing", "mine.yaml", "compose", "gpt_kto", "gpt_dpo")
-    assert not (tmp_path / "outputs").exists()  # where Hydra writes unless it is told otherwise
+    assert not (tmp_path / "outputs").exists()  # where Hydra writes by default
 
 
 def test_a_loss_that_does_not_take_an_option_and_one_that_does_in_a_sweep(tmp_path: Path) -> None:
-    env = pretend(tmp_path, "print(cfg.loss.preference_loss, cfg.loss.loss_options())")
+    env = stub_training(tmp_path, "print(cfg.loss.preference_loss, cfg.loss.loss_options())")
     done = run([*CLI, "dpo", *GOOD, "model.dpo.simpo_gamma=1.0"], cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == Naming("nemo-kto", "1", "nothing", "model.dpo.simpo_gamma", "dpo", "1.0")
@@ -168,7 +168,7 @@ def test_a_loss_that_does_not_take_an_option_and_one_that_does_in_a_sweep(tmp_pa
 
 
 def test_ranks_of_a_sweep_job_do_not_get_options_of_other_losses(tmp_path: Path) -> None:
-    env = pretend(tmp_path, "open(f'rank{rank}', 'w').write(str(cfg.loss.loss_options()))")
+    env = stub_training(tmp_path, "open(f'rank{rank}', 'w').write(str(cfg.loss.loss_options()))")
     sweep = ["--multirun", "model.dpo.preference_loss=dpo", "model.dpo.simpo_gamma=1.0", "trainer.devices=2"]
     done = run([*CLI, "dpo", *GOOD, *sweep], cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
@@ -176,7 +176,7 @@ def test_ranks_of_a_sweep_job_do_not_get_options_of_other_losses(tmp_path: Path)
 
 
 def test_a_sweep_with_an_invalid_value_starts_no_job(tmp_path: Path) -> None:
-    env = pretend(tmp_path, "print('started')")
+    env = stub_training(tmp_path, "print('started')")
     done = run([*CLI, "dpo", *GOOD, "--multirun", "model.dpo.label_smoothing=0.1,some"], cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (
         2,
@@ -186,7 +186,7 @@ def test_a_sweep_with_an_invalid_value_starts_no_job(tmp_path: Path) -> None:
 
 
 def test_options_of_the_command_lines_of_other_trainers(tmp_path: Path) -> None:
-    env = pretend(tmp_path, "raise AssertionError('started')")
+    env = stub_training(tmp_path, "raise AssertionError('started')")
     given = [
         "--model_name_or_path",
         "model",
@@ -226,12 +226,12 @@ def test_options_of_the_command_lines_of_other_trainers(tmp_path: Path) -> None:
 
 
 def test_an_unknown_command(tmp_path: Path) -> None:
-    done = run([*CLI, "ktoo"], cwd=tmp_path, env=pretend(tmp_path, "pass"))
+    done = run([*CLI, "ktoo"], cwd=tmp_path, env=stub_training(tmp_path, "pass"))
     assert done.returncode == 2
     assert_names(done.stderr, "nemo-kto", "kto", "dpo", "ktoo")
 
 
 def test_export_without_a_checkpoint(tmp_path: Path) -> None:
-    done = run([*CLI, "export", "nowhere", "out"], cwd=tmp_path, env=pretend(tmp_path, "pass"))
+    done = run([*CLI, "export", "nowhere", "out"], cwd=tmp_path, env=stub_training(tmp_path, "pass"))
     assert done.returncode == 2
     assert_names(done.stderr, "export", "error", "CHECKPOINT", "folder", "nowhere")

@@ -1,4 +1,4 @@
-"""On a machine that has a GPU, and the packages for it, a job that is to run on the CPU asks neither for anything."""
+"""A job on the CPU uses neither the GPU of the machine nor its packages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import CLI, environment, run_anew
+from tests.helpers.commands import CLI, environment, run_interpreter
 
 # Python runs sitecustomize at its start, in the ranks too. Torch says that there is a GPU until it is told otherwise, and
 # notes who uses it; this torch, built without CUDA, then raises as well.
@@ -22,12 +22,12 @@ def use(*arguments, **options):
 
 torch.cuda.is_available, torch.cuda.device_count, torch.cuda._lazy_init = lambda: True, lambda: 1, use
 """
-# Whoever imports a package for GPUs finds one, and is noted.
+# Packages for GPUs exist, and importing them is recorded.
 _PACKAGE = "import sitecustomize\nsitecustomize.use()\n"
 
 
 def machine_with_gpu(folder: Path) -> dict[str, str]:
-    """The environment of a process that is told of a GPU; what uses it writes to ``folder``/used."""
+    """The environment of a process with a fake GPU, whose use is recorded in ``folder``/used."""
     modules = folder / "modules"
     for package in ("transformer_engine", "apex", "amp_C"):
         (modules / package).mkdir(parents=True)
@@ -51,13 +51,13 @@ def test_neither_training_nor_export_uses_the_gpu(ranks: int, tiny_llama: Path, 
         "model.data.seq_length=64",
         "export.path=whole",
     ]
-    done = run_anew([*CLI, "kto", *job], cwd=tmp_path, env=env, timeout=300)
+    done = run_interpreter([*CLI, "kto", *job], cwd=tmp_path, env=env, timeout=300)
     used = tmp_path / "used"
     assert not used.exists(), used.read_text()
     assert done.returncode == 0, done.stderr
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert json.loads((checkpoint / "trainer.json").read_text())["trainer"]["step"] == 1
-    exported = run_anew([*CLI, "export", "run", "again"], cwd=tmp_path, env=env, timeout=300)
+    exported = run_interpreter([*CLI, "export", "run", "again"], cwd=tmp_path, env=env, timeout=300)
     assert not used.exists(), used.read_text()
     assert exported.returncode == 0, exported.stderr
     for file in sorted((tmp_path / "whole").iterdir()):

@@ -1,4 +1,4 @@
-"""What the other tests rely on: a forked command is to its caller what one of a new interpreter is."""
+"""The fork server of the tests: a forked command behaves like a new interpreter."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def test_packages_may_be_installed_in_a_folder_of_pythonpath(tmp_path: Path) -> 
     """As by pip install --target: the server imports them beforehand, and so do processes that begin with nothing."""
     (tmp_path / "carried.py").write_text("value = 41 + 1")
     program = (
-        "from pathlib import Path; from tests.helpers.commands import environment, run, run_anew; import sys\n"
+        "from pathlib import Path; from tests.helpers.commands import environment, run, run_interpreter; import sys\n"
         f"shared = {{'cwd': Path({str(tmp_path)!r}).parent, 'env': environment()}}\n"
         "command = [sys.executable, '-c', 'import carried; print(carried.value)']\n"
-        "print([done.stdout for done in (run(command, **shared, preload=('carried',)), run_anew(command, **shared))])"
+        "print([done.stdout for done in (run(command, **shared, preload=('carried',)), run_interpreter(command, **shared))])"
     )
     command, env = [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=commands.REPOSITORY, env=env, capture_output=True, text=True, check=False)

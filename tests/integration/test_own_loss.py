@@ -1,4 +1,4 @@
-"""A loss in a file of the user's own: the command line finds it by its path and knows its options and their constraints."""
+"""A user's loss: found by its path, with its options and their constraints on the command line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import CLI, GOOD, pretend, run
+from tests.helpers.commands import CLI, GOOD, run, stub_training
 from tests.helpers.messages import Naming
 
 FILES = {
@@ -31,15 +31,21 @@ class Watch(Callback):
         self.every = every
 
 
-LOSS = Loss(function=tempered, needs_z0=True)
-OTHER = Loss(function=tempered)
+LOSS = Loss(function=tempered)
+
+
+def without_weights(log_ratios_N, desirable_N, *, z0, beta):
+    raise AssertionError("the weights of the configuration would be ignored")
+
+
+OTHER = Loss(function=without_weights)
 
 
 def with_rewards(log_ratios_N, desirable_N, *, beta, desirable_weight, undesirable_weight, reward_delta_P):
     raise AssertionError("pairs have rewards, single answers have none")
 
 
-FOREIGN = Loss(function=with_rewards, needs_rewards=True)
+FOREIGN = Loss(function=with_rewards)
 """,
     "dpo": """
 from typing import Annotated
@@ -55,22 +61,28 @@ def margins(chosen_logratios_P, rejected_logratios_P, *, beta, tau: Annotated[fl
 
 
 LOSS = Loss(function=margins)
-OTHER = Loss(function=margins, needs_rewards=True)
+
+
+def without_beta(chosen_logratios_P, rejected_logratios_P, *, reward_delta_P):
+    raise AssertionError("the beta of the configuration would be ignored")
+
+
+OTHER = Loss(function=without_beta)
 
 
 def with_z0(chosen_logratios_P, rejected_logratios_P, *, beta, z0):
     raise AssertionError("pairs have no KL examples")
 
 
-FOREIGN = Loss(function=with_z0, needs_z0=True)
+FOREIGN = Loss(function=with_z0)
 """,
 }
 CONSTRAINTS = {"kto": "1", "dpo": "0.25"}
 
 
 def train(folder: Path, name: str, *given: str) -> tuple[int, str, str]:
-    """Status, output and what was said of the mistakes."""
-    env = pretend(folder, "print(cfg.loss.preference_loss, cfg.loss.record.needs_z0, cfg.loss.loss_options())")
+    """Status, output and errors."""
+    env = stub_training(folder, "print(cfg.loss.preference_loss, cfg.loss.record.needs_z0, cfg.loss.loss_options())")
     (folder / "own.py").write_text(FILES[name])
     done = run([*CLI, name, *GOOD, *given], cwd=folder, env=env)
     return done.returncode, done.stdout, done.stderr.partition("nothing was started\n")[2] or done.stderr
@@ -117,9 +129,9 @@ def test_errors_in_a_custom_loss_or_its_options(tmp_path: Path, name: str, given
     [
         (
             "kto",
-            ["desirable_weight", "undesirable_weight", "own.OTHER", "z0"],
+            ["desirable_weight", "undesirable_weight", "own.OTHER"],
         ),
-        ("dpo", ["reward_delta_P", "own.OTHER"]),
+        ("dpo", ["beta", "own.OTHER"]),
     ],
 )
 def test_a_custom_loss_with_wrong_parameters(tmp_path: Path, name: str, names: list[str]) -> None:
@@ -127,7 +139,7 @@ def test_a_custom_loss_with_wrong_parameters(tmp_path: Path, name: str, names: l
     assert done == (2, "", Naming(f"model.{name}.preference_loss", *names))
 
 
-@pytest.mark.parametrize(("name", "need"), [("kto", "needs_rewards"), ("dpo", "needs_z0")])
+@pytest.mark.parametrize(("name", "need"), [("kto", "reward_delta_P"), ("dpo", "z0")])
 def test_a_custom_loss_with_needs_of_another_algorithm(tmp_path: Path, name: str, need: str) -> None:
     done = train(tmp_path, name, f"model.{name}.preference_loss=own.FOREIGN")
     assert done == (2, "", Naming(f"model.{name}.preference_loss", need, f"nemo-kto {name}", "own.FOREIGN"))

@@ -1,4 +1,4 @@
-"""`nemo-kto data preview` as a command: its exit statuses, and that it loads no megatron-core."""
+"""`nemo-kto data preview` as a command: exit statuses, and megatron-core is not imported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from tests.helpers import fork_server
-from tests.helpers.commands import environment, run_anew
+from tests.helpers.commands import environment, run_interpreter
 from tests.helpers.messages import Naming, assert_names
 from tests.helpers.tiny_models import write_rows
 
@@ -23,7 +23,7 @@ def test_the_command_and_its_imports(tiny_llama: Path, tmp_path: Path) -> None:
         return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
 
     named = ["data", "preview", "rows.jsonl", "--model", str(tiny_llama), "model.data.seq_length=64"]
-    shown = run_anew([sys.executable, "-c", PREVIEW + LOADED, *named], cwd=tmp_path, env=environment())
+    shown = run_interpreter([sys.executable, "-c", PREVIEW + LOADED, *named], cwd=tmp_path, env=environment())
     assert (shown.returncode, shown.stderr.splitlines()[-1]) == (0, "False")
     output = shown.stdout.splitlines()
     assert output[-2:] == [Naming("1", "desirable", "2", "3", "64"), "  | p[[r<|im_end|>]]"]

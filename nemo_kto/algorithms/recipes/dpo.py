@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_kto.algorithms.recipes.recipe import SHARED_METRICS, LossConfig, Recipe
 from nemo_kto.losses.loss import Loss
-from nemo_kto.losses.preference import LOSSES
+from nemo_kto.losses.preference import INPUTS, LOSSES, OPTIONAL_INPUTS
 
 if TYPE_CHECKING:
     from nemo_kto.algorithms.dpo import DPOTrainer
@@ -37,7 +37,9 @@ class DPORecipe(Recipe):
         rewards = options["default_chosen_reward"], options["default_rejected_reward"]
         return build_splits(kind=DPO_EXAMPLES, make=partial(DPODataset, default_rewards=rewards), **source)
 
-    def collation(self, loss: Loss, options: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[[Any], DPOBatch]]:
+    def collation(
+        self, options: Mapping[str, Any], *, with_kl: bool
+    ) -> tuple[Callable[..., Any], Callable[[Any], DPOBatch]]:
         from nemo_kto.data.batches.collate import dpo_custom_collate
         from nemo_kto.data.batches.loader import share
 
@@ -76,7 +78,8 @@ DPO = DPORecipe(
     data="jsonl rows of prompt, chosen and rejected",
     page="docs/algorithms/dpo.md",
     losses=LOSSES,
-    loss_inputs=frozenset({"beta"}),
+    loss_inputs=INPUTS,
+    optional_inputs=OPTIONAL_INPUTS,
     loss_section=DPOLossConfig,
     unit="pairs",
     data_defaults={"default_chosen_reward": 1.0, "default_rejected_reward": 0.0},

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nemo_kto.algorithms.recipes.recipe import SHARED_METRICS, LossConfig, Pairs, Recipe, Weight
-from nemo_kto.losses.kto import LOSSES
+from nemo_kto.losses.kto import INPUTS, LOSSES, OPTIONAL_INPUTS
 from nemo_kto.losses.loss import Loss
 
 if TYPE_CHECKING:
@@ -41,11 +41,13 @@ class KTORecipe(Recipe):
 
         return build_splits(kind=KTO_EXAMPLES, make=KTODataset, **source)
 
-    def collation(self, loss: Loss, options: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[[Any], KTOBatch]]:
+    def collation(
+        self, options: Mapping[str, Any], *, with_kl: bool
+    ) -> tuple[Callable[..., Any], Callable[[Any], KTOBatch]]:
         from nemo_kto.algorithms.kto import identity
         from nemo_kto.data.batches.collate import kto_custom_collate
 
-        return partial(kto_custom_collate, **options, with_kl=loss.needs_z0), identity
+        return partial(kto_custom_collate, **options, with_kl=with_kl), identity
 
     def costs(self, *, cost: SequenceCost, kl_cost: SequenceCost | None, seq_length: int) -> KTOCosts:
         from nemo_kto.data.batches.loader import KTOCosts
@@ -102,7 +104,8 @@ KTO = KTORecipe(
     data='jsonl rows of prompt, response and "chosen" or "rejected"',
     page="docs/algorithms/kto.md",
     losses=LOSSES,
-    loss_inputs=frozenset({"beta", "desirable_weight", "undesirable_weight"}),
+    loss_inputs=INPUTS,
+    optional_inputs=OPTIONAL_INPUTS,
     loss_section=KTOLossConfig,
     metrics=SHARED_METRICS,
     anchors={"z0": "kl", "delta": "delta"},

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.losses.loss import Loss, find_loss
-from nemo_kto.utils.fields import Name, Remedy, Section
+from nemo_kto.utils.fields import MayChange, Name, Remedy, Section
 
 if TYPE_CHECKING:  # these take seconds to import, and the command line does not need them
     from nemo_kto.algorithms.dpo import DPOTrainer
@@ -33,7 +33,7 @@ class LossConfig(BaseModel):
     """
 
     model_config = Section.model_config
-    record: ClassVar[Loss]  # the loss named by preference_loss
+    losses: ClassVar[Mapping[str, Loss]]  # the built-in losses of the algorithm
     not_both_zero: ClassVar[Pairs] = (("preference_loss_weight", "sft_loss_weight"),)  # one of each pair must be above 0
 
     preference_loss: Name
@@ -42,7 +42,12 @@ class LossConfig(BaseModel):
     preference_loss_weight: Weight
     sft_loss_weight: Weight
     sft_average_log_probs: bool
-    log_prob_forward_micro_batch_size: Annotated[int, Ge(1)] | None
+    log_prob_forward_micro_batch_size: Annotated[Annotated[int, Ge(1)] | None, MayChange("speed and memory")]
+
+    @property
+    def record(self) -> Loss:
+        """The loss that ``preference_loss`` names."""
+        return find_loss(self.preference_loss, self.losses)
 
     def loss_options(self) -> dict[str, float]:
         """Return the configured loss options; the others keep the defaults of the loss function."""
@@ -67,8 +72,8 @@ class Recipe(ABC):
         data: description of the training data.
         page: page in the documentation.
         losses: built-in losses, by value of ``preference_loss``.
-        loss_inputs: names of the keyword arguments passed to every loss function; the anchor, the partners and
-            ``reward_delta_P`` are added for losses that need them.
+        loss_inputs: names of the keyword arguments that every loss function must take.
+        optional_inputs: names of those that are passed to the loss functions that take them.
         loss_section: class of the section model.NAME.
         unit: plural noun for the rows of the data.
         data_defaults: algorithm-specific keys of model.data with their default values (floats), for losses that need
@@ -84,6 +89,7 @@ class Recipe(ABC):
     page: str
     losses: Mapping[str, Loss]
     loss_inputs: frozenset[str]
+    optional_inputs: frozenset[str]
     loss_section: type[LossConfig]
     unit: str = "rows"
     data_defaults: Mapping[str, float] = field(default_factory=dict)
@@ -101,8 +107,11 @@ class Recipe(ABC):
         """Build the datasets of ``source``; ``options`` holds the values of the keys in :attr:`data_defaults`."""
 
     @abstractmethod
-    def collation(self, loss: Loss, options: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
-        """Return ``take`` for ``data.batches.loader.build_dataloader``, and the function that collates its results."""
+    def collation(self, options: Mapping[str, Any], *, with_kl: bool) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+        """Return ``take`` for ``data.batches.loader.build_dataloader``, and the function that collates its results.
+
+        With ``with_kl`` the batches contain KL examples, for a loss that needs z0.
+        """
 
     @abstractmethod
     def costs(
@@ -144,21 +153,19 @@ class Recipe(ABC):
             UserError: there is no such loss, it does not fit the algorithm, or its annotations cannot be read.
         """
         loss = find_loss(name, self.losses)
-        kinds = {"needs_z0": "z0" in self.anchors, "needs_delta": "delta" in self.anchors}
-        kinds |= {"needs_rewards": bool(self.data_defaults), "sorts": self.unit == "pairs"}
-        for need, has in kinds.items():
-            if getattr(loss, need) and not has:
-                raise UserError(f"must name a loss without {need}, which `nemo-kto {self.name}` cannot give, got {name}")
-        needed = [*["z0"] * loss.needs_z0, *["delta"] * loss.needs_delta, *["reward_delta_P"] * loss.needs_rewards]
-        partners = ["first_partners_P", "second_partners_P"] if loss.sorts else []
-        given = {*self.loss_inputs, *needed, *partners}
-        if loss.inputs != given:
-            takes = f"must name a loss whose function takes {', '.join(sorted(given))} by keyword, got {name}"
-            raise UserError(f"{takes}, which takes {', '.join(sorted(loss.inputs)) or 'none'}")
+        problems = []
+        if missing := self.loss_inputs - loss.inputs:
+            problems.append(f"which does not take {', '.join(sorted(missing))}")
+        if foreign := loss.inputs - self.loss_inputs - self.optional_inputs:
+            problems.append(f"which takes {', '.join(sorted(foreign))}, unknown to `nemo-kto {self.name}`")
+        if problems:
+            required, optional = (", ".join(sorted(names)) for names in (self.loss_inputs, self.optional_inputs))
+            text = f"must be a loss whose function takes {required} by keyword, and optionally {optional}"
+            raise UserError(f"{text}; got {name}, {' and '.join(problems)}")
         try:
             _ = loss.options
         except (NameError, TypeError) as error:
-            raise UserError(f"must name a loss whose annotations can be read, got {name}; {error}") from error
+            raise UserError(f"must be a loss with readable annotations, got {name}; {error}") from error
         return loss
 
 

@@ -12,16 +12,15 @@ from functools import partial
 from pathlib import Path
 
 from nemo_kto.artifacts.sources import irregular_files, is_peft_folder
+from nemo_kto.config.choices import find_callback
 from nemo_kto.config.rules.files import broken_files
 from nemo_kto.config.rules.gpu import computes_here, gpu_rules
 from nemo_kto.config.rules.validation import best_rules, early_stopping_rules, monitor_rules, set_name_rules
 from nemo_kto.config.schema import RunConfig, ScheduleConfig, TrainerConfig
-from nemo_kto.config.user_callbacks import find_callback
 from nemo_kto.data.rows.reader import Fields
 from nemo_kto.data.rows.sources import check_validation_names, read_data_prefix
 from nemo_kto.errors import ConfigError, either, error_of
-from nemo_kto.processes.open_files import limit_mistake
-from nemo_kto.processes.ranks import World
+from nemo_kto.processes.ranks import World, check_open_files
 from nemo_kto.telemetry.loggers import installed, missing_package
 
 Errors = Iterator[ConfigError]
@@ -75,7 +74,7 @@ def world_size(trainer: TrainerConfig, *, gpus: int, world: World | None) -> int
 
 
 def _machine(trainer: TrainerConfig, gpus: int, world: World | None) -> Errors:
-    if (text := limit_mistake()) is not None:
+    if (text := check_open_files()) is not None:
         yield ConfigError("ulimit -n", text)
     nodes, devices = trainer.num_nodes, trainer.devices
     if world is None and nodes > 1:

@@ -1,6 +1,6 @@
-"""A run stops at one layout and goes on at another: the same rows in the same order, and the same numbers.
+"""A run is resumed at another layout: the same rows in the same order, and the same numbers.
 
-Every case is held against the run that was never stopped, at the layout where it began: to 1e-5 at the first step after the
+Every case is compared with an uninterrupted run at its first layout: to 1e-5 at the first step after the
 resume, a margin to 2e-5, to 1e-4 over the ten steps after it (three in the quick matrix).
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.distributed.training.test_layouts import LORA
-from tests.helpers.consumed_rows import noted_rows
+from tests.helpers.consumed_rows import recorded_rows
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import assert_same, difference, train, trajectory
 
@@ -54,7 +54,7 @@ KINDS = [(run, optimizer) for run in RUNS for optimizer in OPTIMIZERS]
 CASES = [
     pytest.param("kto", "distributed", "tp2_pp2", "dp4", SHORT, id="kto-distributed-tp2_pp2-dp4-short"),
     *(
-        # each kind has one move of its own in the full matrix, and all moves among the slow tests
+        # each kind has one change of layout in the full matrix, and all changes in the slow tests
         pytest.param(*kind, *move, LONG, id="-".join((*kind, *move)), marks=mark)
         for number, kind in enumerate(KINDS)
         for place, move in enumerate(MOVES)
@@ -75,13 +75,13 @@ def overrides(run: str, optimizer: str, layout: str, length: Length, folder: Pat
         f"trainer.{algorithm}.limit_train_batches={length.epoch}",
         f"trainer.{algorithm}.save_interval={length.stop}",
         "exp_manager.checkpoint_callback_params.save_top_k=-1",
-        f"trainer.callbacks=[{{_target_: tests.helpers.consumed_rows.NoteRows, folder: {folder / 'rows'}}}]",
+        f"trainer.callbacks=[{{_target_: tests.helpers.consumed_rows.RecordRows, folder: {folder / 'rows'}}}]",
     ]
 
 
 @pytest.fixture(scope="module")
 def run(ranks: RankPool, tiny_llama: Path, kto_rows: Path, dpo_rows: Path) -> Run:
-    """Names of a run, an optimizer and a layout, a length, and a folder -> what is logged there when the run has ended."""
+    """Names of a run, an optimizer and a layout, a length, and a folder -> the logged steps of the finished run."""
 
     def start(name: str, optimizer: str, layout: str, length: Length, folder: Path) -> list[dict[str, float]]:
         world_size, algorithm = LAYOUTS[layout][0], RUNS[name][0]
@@ -133,7 +133,7 @@ def test_resumes_at_another_layout(
     assert difference(resumed, theirs) < 1e-5
     assert_same(ours[stop:], expected[stop:], steps=steps - stop, first=2e-5)
 
-    rows, all_rows = noted_rows(tmp_path / "rows"), noted_rows(uninterrupted / "rows")
+    rows, all_rows = recorded_rows(tmp_path / "rows"), recorded_rows(uninterrupted / "rows")
     assert list(rows) == list(range(stop + 1, steps + 1)), "no step before the stop was taken again"
     assert rows == {step: all_rows[step] for step in rows}, "rows or their order differ"
     for first in range(1, steps - epoch + 2, epoch):

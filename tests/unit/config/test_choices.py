@@ -1,4 +1,4 @@
-"""What the keys of the adapters become."""
+"""LoRA settings and reference passes from a configuration."""
 
 from __future__ import annotations
 

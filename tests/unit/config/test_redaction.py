@@ -1,4 +1,4 @@
-"""Passwords and tokens are not in what is written and said; the files are read back."""
+"""Passwords and tokens do not appear in written files and messages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Each rule beyond the types: the exact text where it is broken, and silence where it is not.
+"""Rules of the machine, run folder, files, layout and data: the error of each violation, and no error otherwise.
 
-Those of the machine, the run folder, the files, the layout and the data; ALGORITHM stands for the name of each algorithm.
+ALGORITHM stands for the name of each algorithm.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from nemo_kto.config.rules import training
 from nemo_kto.losses.kto import kto_metrics
 from nemo_kto.losses.preference import preference_metrics
 from tests.helpers.messages import Message
-from tests.unit.conftest import Said, of
+from tests.unit.conftest import FindErrors, of
 
-# Overrides, number of ranks, what is said.
+# Overrides, number of ranks, errors.
 STOPPING = "exp_manager.create_early_stopping_callback"
 BROKEN = [
     (["trainer.num_nodes=0"], 1, [Message("trainer.num_nodes", "1", "0")]),
@@ -288,18 +288,18 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("overrides", "world_size", "texts"), BROKEN, ids=lambda value: str(value)[:50])
-def test_violated_rules(said: Said, overrides: list[str], world_size: int, texts: list[Message]) -> None:
-    assert said(*of(KTO, overrides), ranks=world_size) == of(KTO, texts)
+def test_violated_rules(find_errors: FindErrors, overrides: list[str], world_size: int, texts: list[Message]) -> None:
+    assert find_errors(*of(KTO, overrides), ranks=world_size) == of(KTO, texts)
 
 
-def test_violated_rules_of_other_algorithms(said: Said, other: Recipe) -> None:
+def test_violated_rules_of_other_algorithms(find_errors: FindErrors, other: Recipe) -> None:
     for overrides, world_size, _ in BROKEN:
-        assert said(*of(other, overrides), recipe=other, ranks=world_size) == [
-            text.replace(".kto.", f".{other.name}.") for text in said(*of(KTO, overrides), ranks=world_size)
+        assert find_errors(*of(other, overrides), recipe=other, ranks=world_size) == [
+            text.replace(".kto.", f".{other.name}.") for text in find_errors(*of(KTO, overrides), ranks=world_size)
         ]
 
 
-# Overrides and number of ranks, of which nothing is said.
+# Valid overrides and number of ranks.
 RIGHT = [
     ([], 1),
     (["trainer.devices=4", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true"], 4),
@@ -324,20 +324,20 @@ RIGHT = [
 
 
 @pytest.mark.parametrize(("overrides", "world_size"), RIGHT, ids=lambda value: str(value)[:50])
-def test_valid_settings_pass(said: Said, overrides: list[str], world_size: int) -> None:
-    assert said(*of(KTO, overrides), ranks=world_size) == []
+def test_valid_settings_pass(find_errors: FindErrors, overrides: list[str], world_size: int) -> None:
+    assert find_errors(*of(KTO, overrides), ranks=world_size) == []
 
 
-def test_valid_settings_pass_with_other_algorithms(said: Said, other: Recipe) -> None:
+def test_valid_settings_pass_with_other_algorithms(find_errors: FindErrors, other: Recipe) -> None:
     wrong = {
         str(overrides): given
         for overrides, world_size in RIGHT
-        if (given := said(*of(other, overrides), recipe=other, ranks=world_size))
+        if (given := find_errors(*of(other, overrides), recipe=other, ranks=world_size))
     }
     assert wrong == {}
 
 
-def test_all_errors_are_reported_together(said: Said, recipe: Recipe) -> None:
+def test_all_errors_are_reported_together(find_errors: FindErrors, recipe: Recipe) -> None:
     wrong = [
         "trainer.precision=8",
         "exp_manager.checkpoint_callback_params.mode=best",
@@ -354,51 +354,53 @@ def test_all_errors_are_reported_together(said: Said, recipe: Recipe) -> None:
         "model.tensor_model_parallel_size=0",
     ]
     keys = [override.split("=")[0] for override in of(recipe, wrong)]
-    assert sorted(line.split()[0] for line in said(*of(recipe, wrong), recipe=recipe)) == sorted(keys)
+    assert sorted(line.split()[0] for line in find_errors(*of(recipe, wrong), recipe=recipe)) == sorted(keys)
 
 
-def test_a_logger_whose_package_is_missing(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_logger_whose_package_is_missing(find_errors: FindErrors, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "installed", lambda package: package == "tensorboard")
-    assert said("exp_manager.create_wandb_logger=true", "exp_manager.create_mlflow_logger=true") == [
+    assert find_errors("exp_manager.create_wandb_logger=true", "exp_manager.create_mlflow_logger=true") == [
         Message(f"exp_manager.create_{package}_logger", "true", f"{package}", f"exp_manager.create_{package}_logger=false")
         for package in ("wandb", "mlflow")
     ]
 
 
-def test_number_of_gpus(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_gpus(find_errors: FindErrors, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job.device, "device_count", lambda: 0)
-    assert said("trainer.accelerator=gpu") == [
+    assert find_errors("trainer.accelerator=gpu") == [
         Message("trainer.accelerator", "cpu", "auto", "GPUs", "torch", "gpu"),
     ]
     monkeypatch.setattr(job.device, "device_count", lambda: 2)
-    assert said("trainer.accelerator=auto", "trainer.devices=4", ranks=4) == [
+    assert find_errors("trainer.accelerator=auto", "trainer.devices=4", ranks=4) == [
         Message("trainer.devices", "2", "GPUs", "4", "trainer.accelerator=cpu"),
     ]
-    assert said("trainer.accelerator=gpu", "trainer.devices=2", ranks=2) == []
-    assert said("trainer.accelerator=cpu", "trainer.devices=4", ranks=4) == []
+    assert find_errors("trainer.accelerator=gpu", "trainer.devices=2", ranks=2) == []
+    assert find_errors("trainer.accelerator=cpu", "trainer.devices=4", ranks=4) == []
 
 
-def test_ranks_with_one_visible_gpu_each(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_one_visible_gpu_each(find_errors: FindErrors, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job.device, "device_count", lambda: 1)
     two_machines = ["trainer.accelerator=gpu", "trainer.devices=8", "trainer.num_nodes=2"]
-    assert said(*two_machines, "model.global_batch_size=16", ranks=16) == []
-    started_here = said("trainer.accelerator=gpu", "trainer.devices=8", "model.global_batch_size=8")
+    assert find_errors(*two_machines, "model.global_batch_size=16", ranks=16) == []
+    started_here = find_errors("trainer.accelerator=gpu", "trainer.devices=8", "model.global_batch_size=8")
     assert started_here == [Message("trainer.devices", "GPU", "8", "trainer.accelerator=cpu")]
 
 
 @pytest.mark.parametrize("devices", ["trainer.devices=2", "trainer.devices=auto"])
 @pytest.mark.parametrize("accelerator", ["gpu", "auto"])
-def test_ranks_of_torchrun_on_one_gpu(devices: str, accelerator: str, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_torchrun_on_one_gpu(
+    devices: str, accelerator: str, find_errors: FindErrors, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(job.device, "device_count", lambda: 1)
     given = (devices, f"trainer.accelerator={accelerator}", "model.global_batch_size=8")
-    assert said(*given, ranks=2, torchrun=True) == [Message("trainer.devices", "GPU", "2", "trainer.accelerator=cpu")]
+    assert find_errors(*given, ranks=2, torchrun=True) == [Message("trainer.devices", "GPU", "2", "trainer.accelerator=cpu")]
     monkeypatch.setattr(job.device, "device_count", lambda: 2)
-    assert said(*given, ranks=2, torchrun=True) == []
+    assert find_errors(*given, ranks=2, torchrun=True) == []
 
 
-def test_the_form_of_a_blend(said: Said, tmp_path: Path) -> None:
+def test_the_form_of_a_blend(find_errors: FindErrors, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    assert said(f"model.data.data_prefix=[0.3,{file},0.7]") == [
+    assert find_errors(f"model.data.data_prefix=[0.3,{file},0.7]") == [
         Message("model.data.data_prefix", "read", "file", "3", "entries", "0.3", f"{file}", "0.7")
     ]
 
@@ -413,22 +415,22 @@ OFFERED = {
 
 
 @pytest.mark.parametrize("metric", ["val_los", "loss", "test_loss", "val"])
-def test_an_unknown_metric_lists_the_available_ones(said: Said, recipe: Recipe, metric: str) -> None:
-    assert said(f"{MONITOR}={metric}", recipe=recipe) == [
+def test_an_unknown_metric_lists_the_available_ones(find_errors: FindErrors, recipe: Recipe, metric: str) -> None:
+    assert find_errors(f"{MONITOR}={metric}", recipe=recipe) == [
         Message(MONITOR, "val_", "train_", f"{OFFERED[recipe.name]}", f"{metric}", "val_loss")
     ]
 
 
-def test_each_listed_metric_can_be_monitored(said: Said, recipe: Recipe) -> None:
+def test_each_listed_metric_can_be_monitored(find_errors: FindErrors, recipe: Recipe) -> None:
     offered = OFFERED[recipe.name].split(", ")
     assert offered == [*recipe.metrics, *(["kl"] if recipe is KTO else [])]
     for metric in offered:
-        assert said(f"{MONITOR}=val_{metric}", recipe=recipe) == []
+        assert find_errors(f"{MONITOR}=val_{metric}", recipe=recipe) == []
 
 
 @pytest.mark.parametrize(("recipe", "metric"), [(KTO, "val_acc"), (DPO, "val_kl")])
-def test_a_metric_of_the_other_algorithm(said: Said, recipe: Recipe, metric: str) -> None:
-    (text,) = said(f"{MONITOR}={metric}", recipe=recipe)
+def test_a_metric_of_the_other_algorithm(find_errors: FindErrors, recipe: Recipe, metric: str) -> None:
+    (text,) = find_errors(f"{MONITOR}={metric}", recipe=recipe)
     assert text.endswith(f", got {metric}; e.g. val_loss")
 
 
@@ -436,13 +438,13 @@ def test_a_metric_of_the_other_algorithm(said: Said, recipe: Recipe, metric: str
     ("loss", "metric", "anchor"),
     [("apo_zero_unpaired", "kl", ""), ("bco", "kl", ", delta"), ("kto", "delta", ", kl")],
 )
-def test_a_metric_of_another_loss(said: Said, loss: str, metric: str, anchor: str) -> None:
+def test_a_metric_of_another_loss(find_errors: FindErrors, loss: str, metric: str, anchor: str) -> None:
     offered = OFFERED["kto"].removesuffix(", kl") + anchor
-    assert said(f"{MONITOR}=val_{metric}", f"model.kto.preference_loss={loss}") == [
+    assert find_errors(f"{MONITOR}=val_{metric}", f"model.kto.preference_loss={loss}") == [
         Message(MONITOR, "val_", "train_", f"{offered}", f"val_{metric}", "val_loss")
     ]
     if anchor:
-        assert said(f"{MONITOR}=train_{anchor[2:]}", f"model.kto.preference_loss={loss}") == []
+        assert find_errors(f"{MONITOR}=train_{anchor[2:]}", f"model.kto.preference_loss={loss}") == []
 
 
 def test_listed_metrics_equal_those_of_the_losses() -> None:
@@ -464,11 +466,11 @@ def test_listed_metrics_equal_those_of_the_losses() -> None:
     assert set(DPO.metrics) == set(preference_metrics(of_pairs)) - counts
 
 
-def test_the_best_checkpoint_needs_rows_for_validation(said: Said, tmp_path: Path) -> None:
+def test_the_best_checkpoint_needs_rows_for_validation(find_errors: FindErrors, tmp_path: Path) -> None:
     rows = f"{tmp_path}/rows.jsonl"
     named = [f"model.data.data_prefix={{train: {rows}, test: {rows}}}", "export.which=best"]
-    assert said(*named) == [
+    assert find_errors(*named) == [
         Message("model.data.data_prefix", "validation", "export.which=best", "those", "train", "test", "export.which=last")
     ]
-    assert said(*named[:1]) == []
-    assert said(f"model.data.data_prefix={{train: {rows}, validation: {rows}}}", "export.which=best") == []
+    assert find_errors(*named[:1]) == []
+    assert find_errors(f"model.data.data_prefix={{train: {rows}, validation: {rows}}}", "export.which=best") == []

@@ -1,4 +1,4 @@
-"""Rules of mixtures of experts: what fits the experts, and what a dense model does not have."""
+"""Rules of mixture-of-experts models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.messages import Message, raises
 from tests.helpers.tiny_models import write_stub_model
-from tests.unit.conftest import Said
+from tests.unit.conftest import FindErrors
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "intermediate_size": 7}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -175,10 +175,12 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("family", "overrides", "ranks", "texts"), BROKEN, ids=lambda value: str(value)[:60])
-def test_violated_rules(said: Said, tmp_path: Path, family: str, overrides: list[str], ranks: int, texts: list[str]) -> None:
+def test_violated_rules(
+    find_errors: FindErrors, tmp_path: Path, family: str, overrides: list[str], ranks: int, texts: list[str]
+) -> None:
     folder = model(tmp_path / "mixture", family)
     given = [f"pretrained_checkpoint.restore_from_path={folder}", BATCH, ONE_BY_ONE, *overrides]
-    assert said(*given, ranks=ranks) == [text.replace("MODEL", str(folder)) for text in texts]
+    assert find_errors(*given, ranks=ranks) == [text.replace("MODEL", str(folder)) for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -201,10 +203,12 @@ def test_violated_rules(said: Said, tmp_path: Path, family: str, overrides: list
         ("half_dense", ["model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2"], 2),
     ],
 )
-def test_valid_gpu_settings_give_no_error(said: Said, tmp_path: Path, family: str, overrides: list[str], ranks: int) -> None:
+def test_valid_gpu_settings_give_no_error(
+    find_errors: FindErrors, tmp_path: Path, family: str, overrides: list[str], ranks: int
+) -> None:
     folder = model(tmp_path / "mixture", family)
     given = [f"pretrained_checkpoint.restore_from_path={folder}", BATCH, ONE_BY_ONE, *overrides]
-    assert said(*given, ranks=ranks) == []
+    assert find_errors(*given, ranks=ranks) == []
 
 
 @pytest.mark.parametrize(

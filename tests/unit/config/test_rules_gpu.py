@@ -1,4 +1,4 @@
-"""What only some GPUs can do: what is said where it is asked for and cannot be done."""
+"""Rules of features that only some GPUs support."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, raises
 from tests.helpers.tiny_models import make_checkpoint
-from tests.unit.conftest import Load, Said
+from tests.unit.conftest import FindErrors, Load
 from tests.unit.device.test_kernels import RICH, gpu
 
 CPU = Computes(on_gpu=False, engine=None)
@@ -25,8 +25,8 @@ INSTALL = ("transformer-engine[pytorch]", "docs/gpu/README.md")
 SHARDED = "model.optim.use_distributed_optimizer"
 
 
-class Asked(NamedTuple):
-    """An override, its key, how a refusal begins and what it found; whether it needs the distributed optimizer."""
+class GpuSetting(NamedTuple):
+    """An override, its key, the value without it, its own value, and whether it needs the distributed optimizer."""
 
     override: str
     key: str
@@ -38,16 +38,16 @@ class Asked(NamedTuple):
         return Message(self.key, self.off, self.got, *names)
 
 
-ASKED = [
-    Asked("model.optim.moments_dtype=bf16", "model.optim.moments_dtype", "fp32", "bf16"),
-    Asked("model.optim.offload_fraction=0.5", "model.optim.offload_fraction", "0", "0.5"),
-    Asked("model.fp8=hybrid", "model.fp8", "null", "hybrid", sharded=False),
+GPU_SETTINGS = [
+    GpuSetting("model.optim.moments_dtype=bf16", "model.optim.moments_dtype", "fp32", "bf16"),
+    GpuSetting("model.optim.offload_fraction=0.5", "model.optim.offload_fraction", "0", "0.5"),
+    GpuSetting("model.fp8=hybrid", "model.fp8", "null", "hybrid", sharded=False),
 ]
 
 
-@pytest.fixture(params=ASKED, ids=lambda each: each.key)
-def asked(request: pytest.FixtureRequest) -> Asked:
-    found: Asked = request.param
+@pytest.fixture(params=GPU_SETTINGS, ids=lambda each: each.key)
+def setting(request: pytest.FixtureRequest) -> GpuSetting:
+    found: GpuSetting = request.param
     return found
 
 
@@ -67,24 +67,24 @@ def asked(request: pytest.FixtureRequest) -> Asked:
     ],
 )
 def test_one_error_per_setting(
-    asked: Asked, overrides: list[str], computes: Computes | None, names: list[str] | None, load: Load
+    setting: GpuSetting, overrides: list[str], computes: Computes | None, names: list[str] | None, load: Load
 ) -> None:
-    found = [str(mistake) for mistake in gpu_rules(load(asked.override, *overrides), computes)]
-    nothing = names is None or (f"{SHARDED}=false" in overrides and not asked.sharded)
-    assert found == ([] if nothing else [asked.refused(*(names or ()))])
+    found = [str(mistake) for mistake in gpu_rules(load(setting.override, *overrides), computes)]
+    nothing = names is None or (f"{SHARDED}=false" in overrides and not setting.sharded)
+    assert found == ([] if nothing else [setting.refused(*(names or ()))])
 
 
 def test_offloaded_moments_must_be_in_fp32(load: Load) -> None:
     cfg = load("model.optim.moments_dtype=bf16", "model.optim.offload_fraction=1")
-    told = Message("model.optim.moments_dtype", "fp32", "model.optim.offload_fraction", "0", "bf16", "set")
-    assert [str(mistake) for mistake in gpu_rules(cfg, GPU)] == [told]
+    expected = Message("model.optim.moments_dtype", "fp32", "model.optim.offload_fraction", "0", "bf16", "set")
+    assert [str(mistake) for mistake in gpu_rules(cfg, GPU)] == [expected]
 
 
 @pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)])
 def test_gpus_with_fp8(capability: tuple[int, int], refused: bool, load: Load) -> None:
     computes = Computes(on_gpu=True, engine=(2, 9), capability=capability)
-    told = Message("model.fp8", "null", "GPU", "8.0", "e4m3", "8.9", "leave")
-    assert [str(mistake) for mistake in gpu_rules(load("model.fp8=e4m3"), computes)] == [told] * refused
+    expected = Message("model.fp8", "null", "GPU", "8.0", "e4m3", "8.9", "leave")
+    assert [str(mistake) for mistake in gpu_rules(load("model.fp8=e4m3"), computes)] == [expected] * refused
     assert list(gpu_rules(load("model.optim.moments_dtype=bf16"), computes)) == []
 
 
@@ -97,11 +97,11 @@ def test_sizes_supported_in_fp8(
     tensor = "model.tensor_model_parallel_size={}"
     assert list(fp8_model(load(*base, tensor.format(2)))) == []
     weight = "decoder.layers.0.mlp.linear_fc2.weight"
-    told = Message("model.fp8", "null", "16", "hybrid", weight, "64 x 24", "model.tensor_model_parallel_size", "4")
-    assert [str(mistake) for mistake in fp8_model(load(*base, tensor.format(4)))] == [told]
+    expected = Message("model.fp8", "null", "16", "hybrid", weight, "64 x 24", "model.tensor_model_parallel_size", "4")
+    assert [str(mistake) for mistake in fp8_model(load(*base, tensor.format(4)))] == [expected]
     with pytest.raises(UserError) as error:
         plan.main(["kto", *base, tensor.format(4), "--gpus", "4"])
-    assert str(error.value) == told
+    assert str(error.value) == expected
     assert plan.main(["kto", *base, tensor.format(2), "--gpus", "2"]) == 0
     assert "precision        bf16, fp8 hybrid" in capsys.readouterr().out
     with raises(UserError, "GPU", "8.0"):
@@ -111,7 +111,7 @@ def test_sizes_supported_in_fp8(
     check_gpu(load(*base, tensor.format(2)))
     with pytest.raises(UserError) as error:
         check_gpu(load(*base, tensor.format(4)))
-    assert str(error.value) == told
+    assert str(error.value) == expected
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_packed_rows_with_windows_on_several_ranks(
     """Torch's attention can do all of it, Transformer Engine cannot."""
     model = make_checkpoint(tmp_path / "windows", "mistral", sliding_window=window)
     base = ("model.context_parallel_size=2", "model.data.packing=true", f"pretrained_checkpoint.restore_from_path={model}")
-    told = Message("model.data.packing", "false", "model.context_parallel_size", "1", "window", "true", "leave")
-    assert [str(mistake) for mistake in packed_windows(load(*base, *overrides), computes)] == [told] * is_refused
+    expected = Message("model.data.packing", "false", "model.context_parallel_size", "1", "window", "true", "leave")
+    assert [str(mistake) for mistake in packed_windows(load(*base, *overrides), computes)] == [expected] * is_refused
 
 
 def test_models_without_fp8_layers(load: Load, tmp_path: Path) -> None:
@@ -143,12 +143,12 @@ def test_models_without_fp8_layers(load: Load, tmp_path: Path) -> None:
     ]
 
 
-def test_a_rank_checks_its_installed_packages(asked: Asked, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_checks_its_installed_packages(setting: GpuSetting, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.0")
     gpu(monkeypatch, **RICH | {"te": False})  # type: ignore[arg-type]
     with pytest.raises(UserError) as error:
-        check_gpu(load(asked.override))
-    line = asked.refused("2.3", "none", *INSTALL)
+        check_gpu(load(setting.override))
+    line = setting.refused("2.3", "none", *INSTALL)
     assert str(error.value) == line
 
 
@@ -157,19 +157,19 @@ def test_defaults_give_no_error(load: Load) -> None:
 
 
 def test_errors_on_the_command_line_on_a_rank_and_in_a_plan(
-    asked: Asked, said: Said, load: Load, good: list[str], monkeypatch: pytest.MonkeyPatch
+    setting: GpuSetting, find_errors: FindErrors, load: Load, good: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = asked.refused("CPU", "GPU", "leave")
-    assert said(asked.override) == [line]
+    line = setting.refused("CPU", "GPU", "leave")
+    assert find_errors(setting.override) == [line]
     with pytest.raises(UserError) as of_rank:
-        check_gpu(load(asked.override))
+        check_gpu(load(setting.override))
     assert str(of_rank.value) == line
     with pytest.raises(UserError) as of_plan:
-        plan.main(["kto", *good, asked.override])
+        plan.main(["kto", *good, setting.override])
     assert str(of_plan.value) == line
     monkeypatch.setattr(device, "device_count", lambda: 1)
-    without = asked.refused("2.3", "none", *INSTALL)
-    assert said("trainer.accelerator=gpu", asked.override) == [without]
+    without = setting.refused("2.3", "none", *INSTALL)
+    assert find_errors("trainer.accelerator=gpu", setting.override) == [without]
 
 
 @pytest.mark.parametrize(("text", "version"), [("2.9.0+cu12", (2, 9)), ("1.13.0", (1, 13)), ("unknown", None)])

@@ -1,4 +1,4 @@
-"""The rules of model.kto and model.dpo that the other has not."""
+"""Rules of model.kto and model.dpo that only one of the algorithms has."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from nemo_kto.losses import kto as kto_losses
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.preference import LOSSES
 from tests.helpers.messages import Message
-from tests.unit.conftest import Load, Said
+from tests.unit.conftest import FindErrors, Load
 
 SORTING = LOSSES["aot"]
 
-# Algorithm, overrides, what is said.
+# Algorithm, overrides, errors.
 BROKEN = [
     (
         KTO,
@@ -127,19 +127,19 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("recipe", "overrides", "texts"), BROKEN, ids=lambda value: getattr(value, "name", str(value)[:50]))
-def test_violated_rules(said: Said, recipe: Recipe, overrides: list[str], texts: list[str]) -> None:
-    assert said(*overrides, recipe=recipe) == texts
+def test_violated_rules(find_errors: FindErrors, recipe: Recipe, overrides: list[str], texts: list[str]) -> None:
+    assert find_errors(*overrides, recipe=recipe) == texts
 
 
 @pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if not loss.needs_reference])
-def test_a_loss_without_a_reference_rejects_reference_settings(said: Said, tmp_path: object, name: str) -> None:
+def test_a_loss_without_a_reference_rejects_reference_settings(find_errors: FindErrors, tmp_path: object, name: str) -> None:
     overrides = [
         f"model.dpo.preference_loss={name}",
         "model.reference.mode=swap",
         f"model.reference.restore_from_path={tmp_path}/model",
         "model.reference.sync_interval=3",
     ]
-    assert said(*overrides, recipe=DPO) == [
+    assert find_errors(*overrides, recipe=DPO) == [
         Message("model.reference.mode", name, "reference", "swap"),
         Message("model.reference.restore_from_path", name, "reference", f"{tmp_path}/model"),
         Message("model.reference.sync_interval", name, "reference", "3"),
@@ -151,7 +151,7 @@ def test_losses_without_a_reference() -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_of_pairs_accept_only_their_options(said: Said, name: str) -> None:
+def test_losses_of_pairs_accept_only_their_options(find_errors: FindErrors, name: str) -> None:
     values = {
         "label_smoothing": 0.1,
         "exo_label_smoothing": 0.1,
@@ -160,18 +160,18 @@ def test_losses_of_pairs_accept_only_their_options(said: Said, name: str) -> Non
         "simpo_gamma": 1.0,
         "orpo_sft_weight": 0.5,
     }
-    assert said(f"model.dpo.preference_loss={name}", recipe=DPO) == []
+    assert find_errors(f"model.dpo.preference_loss={name}", recipe=DPO) == []
     for option, value in values.items():
         wrong = [] if option in LOSSES[name].options else [f"model.dpo.{option}"]
-        given = said(f"model.dpo.preference_loss={name}", f"model.dpo.{option}={value}", recipe=DPO)
+        given = find_errors(f"model.dpo.preference_loss={name}", f"model.dpo.{option}={value}", recipe=DPO)
         assert [line.split()[0] for line in given] == wrong
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_of_means_accepts_both_settings_of_averaging(said: Said, name: str) -> None:
+def test_a_loss_of_means_accepts_both_settings_of_averaging(find_errors: FindErrors, name: str) -> None:
     for average in ("true", "false"):
         overrides = [f"model.dpo.preference_loss={name}", f"model.dpo.preference_average_log_probs={average}"]
-        assert said(*overrides, recipe=DPO) == []
+        assert find_errors(*overrides, recipe=DPO) == []
 
 
 def test_unset_options_have_the_defaults_of_the_loss(load: Load) -> None:
@@ -184,10 +184,10 @@ def test_unset_options_have_the_defaults_of_the_loss(load: Load) -> None:
     assert load(*given, recipe=DPO).data_options() == {"default_chosen_reward": 1.0, "default_rejected_reward": -1.0}
 
 
-def test_a_sweep_may_set_options_of_another_of_its_losses(said: Said) -> None:
+def test_a_sweep_may_set_options_of_another_of_its_losses(find_errors: FindErrors) -> None:
     given = ["model.dpo.simpo_gamma=1.0", "model.data.default_chosen_reward=5"]
-    assert said(*given, recipe=DPO, sweep=True) == []
-    assert len(said(*given, recipe=DPO)) == 2
+    assert find_errors(*given, recipe=DPO, sweep=True) == []
+    assert len(find_errors(*given, recipe=DPO)) == 2
 
 
 def test_options_of_equal_name_have_equal_constraints(recipe: Recipe) -> None:
@@ -216,26 +216,22 @@ def test_options_of_equal_name_have_equal_constraints(recipe: Recipe) -> None:
         ),
     ],
 )
-def test_valid_settings_pass(said: Said, recipe: Recipe, overrides: list[str]) -> None:
-    assert said(*overrides, recipe=recipe) == []
+def test_valid_settings_pass(find_errors: FindErrors, recipe: Recipe, overrides: list[str]) -> None:
+    assert find_errors(*overrides, recipe=recipe) == []
 
 
-def test_rules_of_losses_that_sort(said: Said) -> None:
+def test_rules_of_losses_that_sort(find_errors: FindErrors) -> None:
     """A record of pairs by its path: single answers are in no two lists that could be compared."""
     path = "tests.unit.config.test_rules_loss.SORTING"
-    assert said(f"model.dpo.preference_loss={path}", recipe=DPO) == []
-    assert said(f"model.kto.preference_loss={path}") == [Message("model.kto.preference_loss", "kto", f"{path}")]
+    assert find_errors(f"model.dpo.preference_loss={path}", recipe=DPO) == []
+    assert find_errors(f"model.kto.preference_loss={path}") == [Message("model.kto.preference_loss", "kto", f"{path}")]
 
 
-def test_rules_of_losses_with_delta(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    """BCO's own function by its path: for pairs there is no delta, and who does not say so is not given any."""
-    monkeypatch.setattr(kto_losses, "OWN", Loss(function=kto_losses.bco_losses, needs_delta=True), raising=False)
-    monkeypatch.setattr(kto_losses, "SILENT", Loss(function=kto_losses.bco_losses), raising=False)
-    own, silent = (f"nemo_kto.losses.kto.{name}" for name in ("OWN", "SILENT"))
-    assert said(f"model.kto.preference_loss={own}") == []
-    assert said(f"model.dpo.preference_loss={own}", recipe=DPO) == [
-        Message("model.dpo.preference_loss", "needs_delta", "dpo", f"{own}")
-    ]
-    assert said(f"model.kto.preference_loss={silent}") == [
-        Message("model.kto.preference_loss", "desirable_weight", "undesirable_weight", f"{silent}")
+def test_rules_of_losses_with_delta(find_errors: FindErrors, monkeypatch: pytest.MonkeyPatch) -> None:
+    """BCO's function by its path: pairs have no delta."""
+    monkeypatch.setattr(kto_losses, "OWN", Loss(function=kto_losses.bco_losses), raising=False)
+    own = "nemo_kto.losses.kto.OWN"
+    assert find_errors(f"model.kto.preference_loss={own}") == []
+    assert find_errors(f"model.dpo.preference_loss={own}", recipe=DPO) == [
+        Message("model.dpo.preference_loss", "delta", "dpo", f"{own}")
     ]

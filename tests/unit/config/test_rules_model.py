@@ -1,4 +1,4 @@
-"""The rules of the model's part: sizes, recomputation, optimizer, losses, reference and adapters.
+"""Rules of the model: sizes, recomputation, optimizer, losses, reference and adapters.
 
 ALGORITHM stands for the name of each algorithm, ADAPTER and MODEL for folders that exist.
 """
@@ -20,7 +20,7 @@ from nemo_kto.losses import preference as pair_losses
 from nemo_kto.models.engine.optimizer import SCHEDULES
 from tests.helpers.messages import Message
 from tests.helpers.tiny_models import write_stub_model
-from tests.unit.conftest import Said, Text, of
+from tests.unit.conftest import FindErrors, Text, of
 
 TUNING = "model.peft.lora_tuning"
 SCHEDULE = "model.optim.sched"
@@ -30,7 +30,7 @@ MODULES = (
     "up_proj, down_proj or embed_tokens"
 )
 
-# Overrides and what is said, of every algorithm.
+# Overrides and errors, of every algorithm.
 BROKEN = [
     (["model.micro_batch_size=0"], [Message("model.micro_batch_size", "1", "0")]),
     (["model.global_batch_size=-1", "model.micro_batch_size=2"], [Message("model.global_batch_size", "1", "-1")]),
@@ -309,18 +309,18 @@ def with_folders(texts: Sequence[Text], folder: Path) -> list[Text]:
 
 
 @pytest.mark.parametrize(("overrides", "texts"), BROKEN, ids=lambda value: str(value)[:50])
-def test_violated_rules(said: Said, tmp_path: Path, overrides: list[str], texts: list[Message]) -> None:
-    assert said(*with_folders(of(KTO, overrides), tmp_path)) == with_folders(of(KTO, texts), tmp_path)
+def test_violated_rules(find_errors: FindErrors, tmp_path: Path, overrides: list[str], texts: list[Message]) -> None:
+    assert find_errors(*with_folders(of(KTO, overrides), tmp_path)) == with_folders(of(KTO, texts), tmp_path)
 
 
-def test_violated_rules_of_other_algorithms(said: Said, tmp_path: Path, other: Recipe) -> None:
+def test_violated_rules_of_other_algorithms(find_errors: FindErrors, tmp_path: Path, other: Recipe) -> None:
     for overrides, _ in BROKEN:
-        assert said(*with_folders(of(other, overrides), tmp_path), recipe=other) == [
-            text.replace(".kto.", f".{other.name}.") for text in said(*with_folders(of(KTO, overrides), tmp_path))
+        assert find_errors(*with_folders(of(other, overrides), tmp_path), recipe=other) == [
+            text.replace(".kto.", f".{other.name}.") for text in find_errors(*with_folders(of(KTO, overrides), tmp_path))
         ]
 
 
-# Overrides of which nothing is said.
+# Valid overrides.
 RIGHT = [
     [
         "model.activations_checkpoint_granularity=full",
@@ -350,15 +350,15 @@ RIGHT = [
 
 
 @pytest.mark.parametrize("overrides", RIGHT, ids=lambda value: str(value)[:50])
-def test_valid_settings_pass(said: Said, tmp_path: Path, overrides: list[str]) -> None:
-    assert said(*with_folders(of(KTO, overrides), tmp_path)) == []
+def test_valid_settings_pass(find_errors: FindErrors, tmp_path: Path, overrides: list[str]) -> None:
+    assert find_errors(*with_folders(of(KTO, overrides), tmp_path)) == []
 
 
-def test_valid_settings_pass_with_other_algorithms(said: Said, tmp_path: Path, other: Recipe) -> None:
+def test_valid_settings_pass_with_other_algorithms(find_errors: FindErrors, tmp_path: Path, other: Recipe) -> None:
     wrong = {
         str(overrides): given
         for overrides in RIGHT
-        if (given := said(*with_folders(of(other, overrides), tmp_path), recipe=other))
+        if (given := find_errors(*with_folders(of(other, overrides), tmp_path), recipe=other))
     }
     assert wrong == {}
 
@@ -367,10 +367,10 @@ def test_valid_settings_pass_with_other_algorithms(said: Said, tmp_path: Path, o
 INFO = {"trainer": {"step": 3}, "metrics": {}, "dtype": "float32", "layout": {}, "files": {}}
 
 
-def test_a_checkpoint_can_be_the_reference(said: Said, recipe: Recipe, tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_the_reference(find_errors: FindErrors, recipe: Recipe, tmp_path: Path) -> None:
     write_stub_model(tmp_path / "step=3" / "hf")
     (tmp_path / "step=3" / "trainer.json").write_text(json.dumps(INFO))
-    assert said(f"model.reference.restore_from_path='{tmp_path}/step=3'", recipe=recipe) == []
+    assert find_errors(f"model.reference.restore_from_path='{tmp_path}/step=3'", recipe=recipe) == []
 
 
 def checkpoint_of_adapters(folder: Path, base: Path) -> Path:
@@ -380,35 +380,37 @@ def checkpoint_of_adapters(folder: Path, base: Path) -> Path:
     return folder
 
 
-def test_adapters_of_the_policy_that_would_be_ignored_are_refused(said: Said, recipe: Recipe, tmp_path: Path) -> None:
+def test_adapters_of_the_policy_that_would_be_ignored_are_refused(
+    find_errors: FindErrors, recipe: Recipe, tmp_path: Path
+) -> None:
     key = "pretrained_checkpoint.restore_from_path"
     trained = checkpoint_of_adapters(tmp_path / "step", tmp_path / "model")
     named, adapter = f"{key}={trained}", f"model.peft.restore_from_path={tmp_path}/adapter"
-    assert said(named, LORA, recipe=recipe) == []
-    assert said(named, recipe=recipe) == [
+    assert find_errors(named, LORA, recipe=recipe) == []
+    assert find_errors(named, recipe=recipe) == [
         Message(f"{key}", "adapters", f"{trained}", "model.peft.peft_scheme=lora", "first", "FOLDER")
     ]
-    assert said(named, LORA, adapter, recipe=recipe) == [
+    assert find_errors(named, LORA, adapter, recipe=recipe) == [
         Message("model.peft.restore_from_path", "null", f"{key}", "adapters", f"{tmp_path}/adapter", "give")
     ]
 
 
-def test_adapters_without_their_base_model_are_refused(said: Said, recipe: Recipe, tmp_path: Path) -> None:
+def test_adapters_without_their_base_model_are_refused(find_errors: FindErrors, recipe: Recipe, tmp_path: Path) -> None:
     lost = checkpoint_of_adapters(tmp_path / "step", tmp_path / "gone")
     for key in ("pretrained_checkpoint.restore_from_path", "model.reference.restore_from_path"):
-        assert said(f"{key}={lost}", LORA, recipe=recipe) == [
+        assert find_errors(f"{key}={lost}", LORA, recipe=recipe) == [
             Message(f"{key}", "adapters", "trainer.json", f"{lost}", f"{tmp_path}/gone", "correct")
         ]
 
 
-def test_a_reference_of_another_shape_is_refused(said: Said, recipe: Recipe, tmp_path: Path) -> None:
+def test_a_reference_of_another_shape_is_refused(find_errors: FindErrors, recipe: Recipe, tmp_path: Path) -> None:
     for name, size in (("model", 64), ("other", 32)):
         write_stub_model(tmp_path / name)
         config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": size}
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     trained = checkpoint_of_adapters(tmp_path / "step", tmp_path / "other")
     for reference in (tmp_path / "other", trained):
-        assert said(f"model.reference.restore_from_path={reference}", recipe=recipe) == [
+        assert find_errors(f"model.reference.restore_from_path={reference}", recipe=recipe) == [
             Message(
                 "model.reference.restore_from_path",
                 f"{tmp_path}/model",
@@ -419,12 +421,12 @@ def test_a_reference_of_another_shape_is_refused(said: Said, recipe: Recipe, tmp
                 "train",
             )
         ]
-    assert said(f"model.reference.restore_from_path={tmp_path}/model", recipe=recipe) == []
+    assert find_errors(f"model.reference.restore_from_path={tmp_path}/model", recipe=recipe) == []
 
 
-def test_every_listed_target_is_accepted(said: Said) -> None:
+def test_every_listed_target_is_accepted(find_errors: FindErrors) -> None:
     assert f"{', '.join(TARGET_MODULES[:-1])} or {TARGET_MODULES[-1]}" == MODULES
-    assert said(LORA, f"{TUNING}.target_modules=[{','.join(TARGET_MODULES)}]") == []
+    assert find_errors(LORA, f"{TUNING}.target_modules=[{','.join(TARGET_MODULES)}]") == []
 
 
 @pytest.mark.parametrize(
@@ -434,25 +436,25 @@ def test_every_listed_target_is_accepted(said: Said) -> None:
         ({"dora": "true"}, "DoRA"),
     ],
 )
-def test_adapters_of_an_embedding(said: Said, changes: dict[str, str], why: str) -> None:
+def test_adapters_of_an_embedding(find_errors: FindErrors, changes: dict[str, str], why: str) -> None:
     given = [LORA, *(f"{TUNING}.{key}={value}" for key, value in changes.items())]
     targets = f"{TUNING}.target_modules"
-    assert said(*given, f"{targets}=[embed_tokens,o_proj]") == [Message(f"{targets}", "embed_tokens", why, "o_proj")]
-    assert said(*given, f"{targets}=[o_proj]") == []
+    assert find_errors(*given, f"{targets}=[embed_tokens,o_proj]") == [Message(f"{targets}", "embed_tokens", why, "o_proj")]
+    assert find_errors(*given, f"{targets}=[o_proj]") == []
 
 
-def test_a_tied_embedding_is_not_adapted(said: Said, tmp_path: Path) -> None:
+def test_a_tied_embedding_is_not_adapted(find_errors: FindErrors, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    assert said(LORA, f"{TUNING}.target_modules=[embed_tokens]") == [
+    assert find_errors(LORA, f"{TUNING}.target_modules=[embed_tokens]") == [
         Message(f"{TUNING}.target_modules", "embed_tokens", "peft")
     ]
 
 
-def test_an_impossible_layer_gives_one_error(said: Said) -> None:
-    """Rules that look at the adapters are not asked about values that are wrong by themselves."""
-    (told,) = said(LORA, f"{TUNING}.target_modules=[embed_tokens]", f"{TUNING}.layer_selection=[0]")
-    assert told.startswith(f"{TUNING}.layer_selection")
+def test_an_impossible_layer_gives_one_error(find_errors: FindErrors) -> None:
+    """Rules about adapters are not applied to values with errors of their own."""
+    (error,) = find_errors(LORA, f"{TUNING}.target_modules=[embed_tokens]", f"{TUNING}.layer_selection=[0]")
+    assert error.startswith(f"{TUNING}.layer_selection")
 
 
 def test_choices_of_the_schema_equal_the_implemented_names() -> None:

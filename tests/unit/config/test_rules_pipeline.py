@@ -1,4 +1,4 @@
-"""What is said of a pipeline that a model's layers do not fit."""
+"""Rules of pipelines whose size does not divide the layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.messages import Message
-from tests.unit.conftest import Said
+from tests.unit.conftest import FindErrors
 
 STAGES, CHUNKS = "model.pipeline_model_parallel_size", "model.virtual_pipeline_model_parallel_size"
 FIRST, LAST = (f"model.num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
@@ -18,14 +18,14 @@ GROUP = "model.activations_checkpoint_num_layers"
 
 
 def layers(folder: Path, number: int) -> str:
-    """Let the model have so many layers. Returns its folder."""
+    """Set the model's number of layers. Returns its folder."""
     file = folder / "model" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": number}))
     return str(folder / "model")
 
 
 @pytest.mark.parametrize(
-    ("number", "overrides", "told"),
+    ("number", "overrides", "expected"),
     [
         (5, [f"{STAGES}=2"], Message(STAGES, "5", "MODEL", "2", "1", f"{LAST}=2")),
         (9, [f"{STAGES}=8"], Message(STAGES, "9", "MODEL", "8", "3", f"{LAST}=2")),
@@ -88,10 +88,12 @@ def layers(folder: Path, number: int) -> str:
         ),
     ],
 )
-def test_uneven_layers_that_are_refused(said: Said, tmp_path: Path, number: int, overrides: list[str], told: str) -> None:
+def test_uneven_layers_that_are_refused(
+    find_errors: FindErrors, tmp_path: Path, number: int, overrides: list[str], expected: str
+) -> None:
     model = layers(tmp_path, number)
-    assert said(*overrides, ranks=8 if f"{STAGES}=3" not in overrides else 6, torchrun=True)[-1:] == [
-        told.replace("MODEL", model)
+    assert find_errors(*overrides, ranks=8 if f"{STAGES}=3" not in overrides else 6, torchrun=True)[-1:] == [
+        expected.replace("MODEL", model)
     ]
 
 
@@ -104,27 +106,27 @@ def test_uneven_layers_that_are_refused(said: Said, tmp_path: Path, number: int,
         (12, [f"{STAGES}=2", f"{CHUNKS}=3", *FULL, f"{GROUP}=2"]),
     ],
 )
-def test_uneven_layers_that_are_accepted(said: Said, tmp_path: Path, number: int, overrides: list[str]) -> None:
+def test_uneven_layers_that_are_accepted(find_errors: FindErrors, tmp_path: Path, number: int, overrides: list[str]) -> None:
     layers(tmp_path, number)
-    assert said(*overrides, ranks=4) == []
+    assert find_errors(*overrides, ranks=4) == []
 
 
-def test_settings_that_need_a_pipeline(said: Said) -> None:
-    assert said(f"{CHUNKS}=2", f"{LAST}=3", f"{LOSS}=true") == [
+def test_settings_that_need_a_pipeline(find_errors: FindErrors) -> None:
+    assert find_errors(f"{CHUNKS}=2", f"{LAST}=3", f"{LOSS}=true") == [
         Message(CHUNKS, STAGES, "1", "2", f"{CHUNKS}=null"),
         Message(LAST, STAGES, "1", "3", f"{LAST}=null"),
         Message(LOSS, STAGES, "1", "true", f"{LOSS}=false"),
     ]
 
 
-def test_redundant_pipeline_settings(said: Said) -> None:
-    assert said(f"{STAGES}=2", f"{FIRST}=3", f"{EMBEDDING}=true", ranks=2) == [
+def test_redundant_pipeline_settings(find_errors: FindErrors) -> None:
+    assert find_errors(f"{STAGES}=2", f"{FIRST}=3", f"{EMBEDDING}=true", ranks=2) == [
         Message(EMBEDDING, "false", FIRST, "true", "give")
     ]
 
 
-def test_impossible_pipeline_sizes(said: Said) -> None:
-    assert said(f"{STAGES}=2", f"{CHUNKS}=1", f"{FIRST}=0", ranks=2) == [
+def test_impossible_pipeline_sizes(find_errors: FindErrors) -> None:
+    assert find_errors(f"{STAGES}=2", f"{CHUNKS}=1", f"{FIRST}=0", ranks=2) == [
         Message(CHUNKS, "2", "1", "null"),
         Message(FIRST, "1", "0"),
     ]

@@ -1,4 +1,4 @@
-"""What is said of several validation sets before anything starts: their names, their files, and the metrics to look at."""
+"""Rules of several validation sets: their names, their files and the monitored metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nemo_kto.losses.metrics import balance_metrics
 from nemo_kto.losses.preference import preference_metrics
 from tests.helpers.messages import Message, assert_names
 from tests.unit.config.test_rules import MONITOR, OFFERED, STOPPING
-from tests.unit.conftest import Said
+from tests.unit.conftest import FindErrors
 
 STOPPED_BY = "exp_manager.early_stopping_callback_params.monitor"
 
@@ -31,35 +31,37 @@ def override(folder: Path, *names: str) -> str:
 
 
 @pytest.mark.parametrize("monitor", ["val_loss", "val_helpfull_loss", "val_helpful", "helpful_loss", "val_harmless_los"])
-def test_a_metric_of_an_unknown_set_lists_the_available_ones(said: Said, recipe: Recipe, sets: str, monitor: str) -> None:
+def test_a_metric_of_an_unknown_set_lists_the_available_ones(
+    find_errors: FindErrors, recipe: Recipe, sets: str, monitor: str
+) -> None:
     """The default too: which set ranks the checkpoints is for the user to say."""
-    assert said(sets, *([] if monitor == "val_loss" else [f"{MONITOR}={monitor}"]), recipe=recipe) == [
+    assert find_errors(sets, *([] if monitor == "val_loss" else [f"{MONITOR}={monitor}"]), recipe=recipe) == [
         Message(
             MONITOR, "val_helpful_", "val_harmless_", "train_", f"{OFFERED[recipe.name]}", f"{monitor}", "val_helpful_loss"
         )
     ]
 
 
-def test_each_metric_of_each_set_can_be_monitored(said: Said, recipe: Recipe, sets: str) -> None:
+def test_each_metric_of_each_set_can_be_monitored(find_errors: FindErrors, recipe: Recipe, sets: str) -> None:
     for name in ("val_helpful", "val_harmless", "train"):
         for metric in OFFERED[recipe.name].split(", "):
-            assert said(sets, f"{MONITOR}={name}_{metric}", recipe=recipe) == []
+            assert find_errors(sets, f"{MONITOR}={name}_{metric}", recipe=recipe) == []
 
 
-def test_early_stopping_may_monitor_another_set(said: Said, sets: str) -> None:
+def test_early_stopping_may_monitor_another_set(find_errors: FindErrors, sets: str) -> None:
     given = [sets, f"{MONITOR}=val_helpful_loss", f"{STOPPING}=true", "export.which=best"]
-    assert said(*given) == []
-    assert said(*given, f"{STOPPED_BY}=val_harmless_kl") == []
-    assert said(*given, f"{STOPPED_BY}=val_loss") == [
+    assert find_errors(*given) == []
+    assert find_errors(*given, f"{STOPPED_BY}=val_harmless_kl") == []
+    assert find_errors(*given, f"{STOPPED_BY}=val_loss") == [
         Message(STOPPED_BY, "val_helpful_", "val_harmless_", "train_", f"{OFFERED['kto']}", "val_loss", "val_helpful_loss")
     ]
 
 
-def test_a_set_name_without_validation_sets(said: Said) -> None:
-    assert said(f"{MONITOR}=val_helpful_loss") == [
+def test_a_set_name_without_validation_sets(find_errors: FindErrors) -> None:
+    assert find_errors(f"{MONITOR}=val_helpful_loss") == [
         Message(MONITOR, "val_", "train_", f"{OFFERED['kto']}", "val_helpful_loss", "val_loss")
     ]
-    wrong = said("model.data.data_prefix=3", f"{MONITOR}=val_helpful_loss")
+    wrong = find_errors("model.data.data_prefix=3", f"{MONITOR}=val_helpful_loss")
     assert wrong == [Message("model.data.data_prefix", "string", "list", "mapping", "3")], "perhaps it has that set"
 
 
@@ -67,7 +69,7 @@ NAMES = "model.data.data_prefix"
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "expected"),
     [
         (["preference"], [Message(NAMES, "preference", "val_preference_loss", "rename")]),
         (["loss", "kl"], [Message(NAMES, "loss", "val_loss", "rename"), Message(NAMES, "kl", "val_kl", "rename")]),
@@ -84,13 +86,17 @@ NAMES = "model.data.data_prefix"
         (["math", "math_hard", "chosen", "val", "train", "A", "2024"], []),
     ],
 )
-def test_set_names_that_collide_with_metrics(said: Said, tmp_path: Path, names: list[str], told: list[str]) -> None:
-    assert said(override(tmp_path, *names), f"{MONITOR}=train_loss") == told
+def test_set_names_that_collide_with_metrics(
+    find_errors: FindErrors, tmp_path: Path, names: list[str], expected: list[str]
+) -> None:
+    assert find_errors(override(tmp_path, *names), f"{MONITOR}=train_loss") == expected
 
 
-def test_invalid_names_and_files_are_reported_together(said: Said, tmp_path: Path) -> None:
+def test_invalid_names_and_files_are_reported_together(find_errors: FindErrors, tmp_path: Path) -> None:
     files = f"{{help ful: {tmp_path}/rows.jsonl, a/b: /nowhere/a, preference: [0.5, /nowhere/b]}}"
-    found = said(f"model.data.data_prefix={{train: {tmp_path}/rows.jsonl, validation: {files}}}", f"{MONITOR}=val_loss")
+    found = find_errors(
+        f"model.data.data_prefix={{train: {tmp_path}/rows.jsonl, validation: {files}}}", f"{MONITOR}=val_loss"
+    )
     assert found[:-1] == [
         Message("model.data.data_prefix", "files", "/nowhere/a", "path"),
         Message("model.data.data_prefix", "files", "/nowhere/b", "path"),
@@ -100,9 +106,11 @@ def test_invalid_names_and_files_are_reported_together(said: Said, tmp_path: Pat
     assert_names(found[-1], MONITOR, "val_help ful_")
 
 
-def test_a_set_without_training_rows(said: Said, tmp_path: Path) -> None:
+def test_a_set_without_training_rows(find_errors: FindErrors, tmp_path: Path) -> None:
     sets = f"{{helpful: {tmp_path}/rows.jsonl}}"
-    (text,) = said(f"model.data.data_prefix={{validation: {sets}}}", f"{MONITOR}=val_helpful_loss", "export.which=best")
+    (text,) = find_errors(
+        f"model.data.data_prefix={{validation: {sets}}}", f"{MONITOR}=val_helpful_loss", "export.which=best"
+    )
     assert text == Message("model.data.data_prefix", "train", "helpful")
 
 

@@ -1,4 +1,4 @@
-"""Weights of rows: from a line of a file to the examples, and to the balance of both kinds of answers."""
+"""Row weights from a line of a file to the examples and the auto-balanced weights."""
 
 from __future__ import annotations
 

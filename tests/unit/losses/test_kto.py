@@ -1,4 +1,4 @@
-"""KTO, APO-zero and BCO against closed forms, hand values and the reference point's rules."""
+"""KTO, APO-zero and BCO against closed forms and manual values, and the reference point z0."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def test_docstring_examples() -> None:
 
 def test_the_name_table() -> None:
     assert {
-        "kto": Loss(function=kto_losses, needs_z0=True),
+        "kto": Loss(function=kto_losses),
         "apo_zero_unpaired": Loss(function=apo_zero_unpaired_losses),
-        "bco": Loss(function=bco_losses, needs_delta=True),
+        "bco": Loss(function=bco_losses),
     } == LOSSES
     assert [loss.options for loss in LOSSES.values()] == [{}, {}, {}]
     assert [loss.anchor for loss in LOSSES.values()] == ["z0", None, "delta"]

@@ -1,4 +1,4 @@
-"""What a loss says of itself, and how one is found by its name or its path."""
+"""The Loss record, and finding a loss by name or path."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from annotated_types import Gt
 
 from nemo_kto.errors import UserError
-from nemo_kto.losses.kto import LOSSES
+from nemo_kto.losses.kto import LOSSES, bco_losses, kto_losses
 from nemo_kto.losses.loss import Loss, find_loss
+from nemo_kto.losses.preference import aot_losses
 from tests.helpers.messages import Message
 
 
@@ -36,10 +37,11 @@ def test_options_have_defaults_and_inputs_have_none() -> None:
     assert LOSSES["kto"].inputs == {"z0", "beta", "desirable_weight", "undesirable_weight"}
 
 
-def test_by_default_a_loss_needs_only_a_reference() -> None:
+def test_a_loss_needs_a_reference_and_what_its_function_takes() -> None:
     loss = Loss(function=tempered)
     assert (loss.needs_reference, loss.average_log_probs, loss.needs_rewards) == (True, False, False)
     assert (loss.needs_z0, loss.needs_delta, loss.anchor) == (False, False, None)
+    assert (LOSSES["kto"].needs_z0, LOSSES["bco"].needs_delta, LOSSES["bco"].anchor) == (True, True, "delta")
 
 
 def test_a_loss_by_name_and_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,24 +84,26 @@ def test_invalid_losses(name: str, text: str) -> None:
     assert str(raised.value) == text
 
 
+def takes_both(log_ratios_N: torch.Tensor, desirable_N: torch.Tensor, *, z0: float, delta: float) -> torch.Tensor:
+    raise AssertionError
+
+
+def takes_one_partner(first_P: torch.Tensor, second_P: torch.Tensor, *, first_partners_P: torch.Tensor) -> torch.Tensor:
+    raise AssertionError
+
+
 @pytest.mark.parametrize(
-    ("needs", "text"),
+    ("function", "settings", "text"),
     [
-        (
-            {"needs_z0": True, "needs_reference": False},
-            Message("z0", "KL(policy"),
-        ),
-        (
-            {"needs_delta": True, "needs_reference": False},
-            Message("pi_ref"),
-        ),
-        (
-            {"needs_z0": True, "needs_delta": True},
-            Message("z0", "delta"),
-        ),
+        (kto_losses, {"needs_reference": False}, Message("z0", "KL(policy")),
+        (bco_losses, {"needs_reference": False}, Message("pi_ref")),
+        (takes_both, {}, Message("z0", "delta")),
+        (takes_one_partner, {"sorts": "answers"}, Message("first_partners_P", "second_partners_P")),
+        (aot_losses, {}, Message("sorts", "first_partners_P")),
+        (tempered, {"sorts": "margins"}, Message("sorts", "first_partners_P")),
     ],
 )
-def test_contradicting_needs(needs: dict[str, Any], text: str) -> None:
+def test_contradicting_needs(function: Any, settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError) as raised:
-        Loss(function=tempered, **needs)
+        Loss(function=function, **settings)
     assert str(raised.value) == text

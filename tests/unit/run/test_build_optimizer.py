@@ -1,4 +1,4 @@
-"""The parts of a schedule in a run of a given length."""
+"""Phases of the learning-rate schedule in a run of a given length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Too few rows, which are said before the model is built."""
+"""Too few rows are reported before the model is built."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers.tiny_models import make_tokenizer
 
 def config(*overrides: str, name: str = "kto") -> RunConfig:
     given = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix=rows.jsonl", *overrides]
-    cfg, mistakes = compose.to_config(compose.load(given, source=compose.Source(f"gpt_{name}")))
+    cfg, mistakes = compose.to_config(compose.load(given, source=compose.Source(config_name=f"gpt_{name}")))
     assert cfg is not None, mistakes
     return cfg
 
@@ -44,11 +44,11 @@ def test_the_largest_batch_that_fits_is_named(
 ) -> None:
     for name, remedy in (("kto", kto), ("dpo", dpo)):
         cfg = config(f"model.micro_batch_size={micro}", name=name)
-        said = too_few_rows(cfg, rows, data_parallel=data_parallel)
+        error = too_few_rows(cfg, rows, data_parallel=data_parallel)
         if remedy is None:
-            assert said is None
+            assert error is None
         else:
-            assert said == Message("model.global_batch_size", f"{rows}", "64", *remedy, "model.data.data_prefix")
+            assert error == Message("model.global_batch_size", f"{rows}", "64", *remedy, "model.data.data_prefix")
 
 
 @pytest.mark.parametrize(

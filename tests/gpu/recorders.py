@@ -1,4 +1,6 @@
-"""Callbacks of the jobs of these tests: what a run computes with, the same bits each time, and a stop after some step."""
+"""Callbacks of the jobs of these tests: record the model, hashes of weights, and waits; deterministic kernels; stop after a
+step.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from nemo_kto.algorithms.callbacks import Callback, Event
 from nemo_kto.distributed import state
 
 
-class Noted(Callback):
+class RecordModel(Callback):
     """Writes FILE: the kind of device, the dtype, and the classes of the layers of the model that trains."""
 
     def __init__(self, file: str) -> None:
@@ -27,13 +29,13 @@ class Noted(Callback):
         if not state.is_rank_zero():
             return
         weights = list(trainer.model.engine.chunks[0].parameters())
-        noted = {
+        record = {
             "devices": sorted({weight.device.type for weight in weights}),
             "dtypes": sorted({str(weight.dtype).removeprefix("torch.") for weight in weights}),
             "backend": torch.distributed.get_backend(),
             "classes": sorted({type(part).__name__ for part in trainer.model.engine.chunks[0].modules()}),
         }
-        self.file.write_text(json.dumps(noted))
+        self.file.write_text(json.dumps(record))
 
 
 class Deterministic(Callback):
@@ -46,19 +48,19 @@ class Deterministic(Callback):
         torch.use_deterministic_algorithms(True)
 
 
-class Bits(Callback):
+class RecordHashes(Callback):
     """Adds to FILE, a line for each, hashes of weights and optimizer state: at the start, and after each step."""
 
     def __init__(self, file: str) -> None:
         self.file = Path(file)
 
     def on_fit_start(self, trainer: Any) -> None:
-        self._note(trainer, "start")
+        self._record(trainer, "start")
 
     def on_train_step_end(self, trainer: Any, event: Event) -> None:
-        self._note(trainer, "end")
+        self._record(trainer, "end")
 
-    def _note(self, trainer: Any, when: str) -> None:
+    def _record(self, trainer: Any, when: str) -> None:
         weights = [weight for chunk in trainer.model.engine.chunks for weight in chunk.parameters()]
         adams = [part.optimizer for part in trainer.optimizer.chained_optimizers]
         mains = [main for adam in adams for group in adam.param_groups for main in group["params"]]
@@ -69,9 +71,14 @@ class Bits(Callback):
             for _, each in sorted(kept.items())
             if torch.is_tensor(each)
         ]
-        noted = {"weights": _hash(weights), "main weights": _hash(mains), "moments": _hash(moments), "tensors": len(moments)}
+        record = {
+            "weights": _hash(weights),
+            "main weights": _hash(mains),
+            "moments": _hash(moments),
+            "tensors": len(moments),
+        }
         with self.file.open("a") as file:
-            file.write(json.dumps({"step": trainer.step, "when": when, **noted}) + "\n")
+            file.write(json.dumps({"step": trainer.step, "when": when, **record}) + "\n")
 
 
 def _hash(tensors: Sequence[torch.Tensor]) -> str:
@@ -92,10 +99,10 @@ class StopAfter(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Waits(Callback):
+class RecordWaits(Callback):
     """Writes FILE: for each step, where the host waited for the GPU, one text for each wait.
 
-    torch warns of those within its operators, and those that are asked for are noted where they are.
+    Waits within operators are torch's warnings; explicit ones are recorded in the wrapped functions.
     """
 
     def __init__(self, file: str) -> None:
@@ -106,7 +113,7 @@ class Waits(Callback):
     def on_fit_start(self, trainer: Any) -> None:
         owners: tuple[Any, ...] = (torch.cuda, torch.cuda.Stream, torch.cuda.Event)
         for owner in owners:
-            owner.synchronize = self._noted(owner.synchronize, owner.__name__)
+            owner.synchronize = self._recorded(owner.synchronize, owner.__name__)
         shown = warnings.showwarning
 
         def note(message: Warning | str, category: type[Warning], filename: str, lineno: int, *options: Any) -> None:
@@ -119,7 +126,7 @@ class Waits(Callback):
         warnings.filterwarnings("always", message=".*synchronizing CUDA operation.*")
         torch.cuda.set_sync_debug_mode("warn")
 
-    def _noted(self, wait: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def _recorded(self, wait: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             self._waits.append(name)
             return wait(*arguments)

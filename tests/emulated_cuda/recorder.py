@@ -1,4 +1,4 @@
-"""A callback of jobs on emulated devices: where the host waited in each step."""
+"""A callback that records the waits of the host in each step on emulated devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nemo_kto.distributed import state
 from tests.emulated_cuda import waits
 
 
-class WriteWaits(Callback):
+class RecordWaits(Callback):
     """Writes FILE, on the first rank: JSON, of each training step a list of waits [kind, site, in_micro_batch, count]."""
 
     def __init__(self, file: str) -> None:
