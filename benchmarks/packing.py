@@ -137,7 +137,7 @@ def work_table(rows: Sequence[dict[str, Any]], model: Path) -> str:
     from nemo_kto.data.batches.dataset import KTOExample
     from nemo_kto.data.batches.loader import KTOCosts, balanced_shares, every_nth
     from nemo_kto.models.flops import ModelFlops, Passes
-    from nemo_kto.models.layers.spans import packed_rows
+    from nemo_kto.models.layers.packing import pack_lengths
 
     tokenizer, flops = (
         AutoTokenizer.from_pretrained(model),
@@ -170,7 +170,7 @@ def work_table(rows: Sequence[dict[str, Any]], model: Path) -> str:
             lengths = [
                 [len(batch[number].prompt_ids) + len(batch[number].response_ids) for number in share] for share in shares
             ]
-            widths = [sum(own[k] for k in row) for own in lengths for row in packed_rows(own, tokens=8192)]
+            widths = [sum(own[k] for k in row) for own in lengths for row in pack_lengths(own, tokens=8192)]
             padding.append(1 - sum(widths) / sum(-(-width // 64) * 64 for width in widths))
         means = [statistics.mean(each) for each in (by_cost, by_number, padding)]
         lines.append(f"| {ranks} | {means[0]:.2%} | {means[1]:.1%} | {means[2]:.2%} |")

@@ -74,7 +74,7 @@ def stored(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     file, _, name = request.node.nodeid.partition("::")
     texts: list[str] = []
     monkeypatch.setattr(messages, "read_snapshot", lambda: {file: {name: texts}})
-    monkeypatch.setattr(messages, "_said", {})
+    monkeypatch.setattr(messages, "_seen", {})
     monkeypatch.setattr(messages, "_updating", False)
     return texts
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from hydra.utils import instantiate
+
+from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.architecture.config_file import read_config_file
 from nemo_kto.architecture.lora import LoRASettings
@@ -16,6 +21,7 @@ from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, is_checkpoint
 from nemo_kto.artifacts.sources import ModelSource, find_source
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.device import device
+from nemo_kto.errors import UserError, import_object
 from nemo_kto.processes.ranks import World
 
 if TYPE_CHECKING:
@@ -259,3 +265,24 @@ class ResolvedRun:
             return "trained" if self.has_adapters and not has_other else "all"
         # the reference is the model with the adapters with which training starts
         return "trained" if mode == "adapter" and self.files.adapter_folder is not None else None
+
+
+def find_callback(spec: str | Mapping[str, object]) -> Callable[[], Callback]:
+    """Return a factory for a user-defined callback of ``trainer.callbacks``.
+
+    Args:
+        spec: the path package.module.NAME, or a mapping with this path under _target_ and with keyword arguments.
+
+    Raises:
+        UserError: If the class does not exist, is not a Callback, or does not accept these arguments.
+    """
+    settings = {"_target_": spec} if isinstance(spec, str) else dict(spec)
+    path, arguments = str(settings.get("_target_")), {name: settings[name] for name in settings if not name.startswith("_")}
+    found = import_object(path)
+    if not (isinstance(found, type) and issubclass(found, Callback)):
+        raise UserError(f"must name subclasses of {Callback.__module__}.{Callback.__name__}, got {path}")
+    try:
+        inspect.signature(found).bind(**arguments)
+    except TypeError as error:
+        raise UserError(f"must have the arguments that {path} takes, got {arguments}: {error}") from error
+    return partial(instantiate, settings)

@@ -27,7 +27,6 @@ class Answer:
     """State of a rank, as reported by the rank.
 
     Attributes:
-        host, process: host name, and process id on that host.
         phase: current phases, outermost first, such as "validation/reference"; "" between phases.
         last_phase: the phase that ended last; "" if none has.
         seconds: time since a phase last began or ended.
@@ -38,7 +37,6 @@ class Answer:
     """
 
     host: str
-    process: int
     phase: str
     last_phase: str
     seconds: float

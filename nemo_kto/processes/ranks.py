@@ -42,7 +42,7 @@ ERROR_FILE = "NEMO_KTO_ERROR_FILE"  # file for the message that the launcher pri
 STORE_FILE = "NEMO_KTO_STORE_FILE"  # file of the store for the rendezvous of the ranks
 _TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _MAX_RANKS = 10**6
-_UNSET = "start the ranks with torchrun or srun, or unset what they left in the environment"
+_UNSET = "start the ranks with torchrun or srun, or unset their variables"
 _PR_SET_PDEATHSIG = 1
 _SCONTROL_SECONDS = 60
 MIN_FILES = 256  # a run of two ranks has a hundred files and sockets open, and each further rank adds about ten
@@ -179,7 +179,7 @@ def end_with_launcher() -> None:
         left += [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
         raise UserError(
             f"{STARTED_BY} must be the id of the process that started this one, {os.getppid()}, got "
-            f"{os.environ.get(STARTED_BY)}: the environment is left from a rank of another run; unset {', '.join(left)}"
+            f"{os.environ.get(STARTED_BY)}: the variables of another run are still set; unset {', '.join(left)}"
         )
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if not has_launcher():  # the launcher was killed before prctl

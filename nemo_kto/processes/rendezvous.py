@@ -119,10 +119,8 @@ class Rendezvous:
 
     def connect(self, seconds: float) -> dist.TCPStore:
         """Return the store of rank 0 or torchrun, which must be reachable within ``seconds``."""
-        deadline = time.monotonic() + seconds
-        self._resolve(deadline)
         listener = self._listen() if self.rank == 0 and not _of_agent() else None
-        self._await_listener(deadline, seconds, listening=listener is not None)
+        self._await_listener(seconds, listening=listener is not None)
         try:
             return watchdog.within(
                 seconds,
@@ -144,22 +142,6 @@ class Rendezvous:
     def _who(self) -> str:
         return f"rank {self.rank} of {self.size} on {socket.gethostname()}"
 
-    def _resolve(self, deadline: float) -> None:
-        """Raise a UserError if the host name cannot be resolved; a busy name server is asked again."""
-        while True:
-            try:
-                socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)
-                return
-            except (socket.gaierror, UnicodeError) as error:
-                if getattr(error, "errno", None) == socket.EAI_AGAIN and time.monotonic() < deadline:
-                    time.sleep(1)
-                    continue
-                reason = getattr(error, "strerror", None) or error
-                raise UserError(
-                    f"MASTER_ADDR must be a name or address that every machine can resolve, got {self.address!r} ({reason}; "
-                    f"port {self.port}; {self._who()}); set it to the address of the machine of rank 0"
-                ) from error
-
     def _listen(self) -> socket.socket:
         """Create the listening socket of rank 0. Torch's own attempt would retry for minutes."""
         both = socket.has_dualstack_ipv6()
@@ -172,16 +154,22 @@ class Rendezvous:
                 f"({os.strerror(error.errno or 0)}; {self._who()}); choose another port"
             ) from error
 
-    def _await_listener(self, deadline: float, seconds: float, *, listening: bool) -> None:
+    def _await_listener(self, seconds: float, *, listening: bool) -> None:
         """Wait until rank 0, which may start later, accepts connections. Torch's own attempt would warn every second."""
-        pause, warn_at = 0.05, time.monotonic() + WARN_SECONDS
+        pause, warn_at, deadline = 0.05, time.monotonic() + WARN_SECONDS, time.monotonic() + seconds
         where = f"{self.address}:{self.port}"
         while True:
             try:
                 socket.create_connection((self.address, self.port), timeout=5).close()
                 return
-            except OSError as error:
-                reason = error.strerror or str(error)
+            except (OSError, UnicodeError) as error:
+                reason = getattr(error, "strerror", None) or str(error)
+                is_name_error = isinstance(error, (socket.gaierror, UnicodeError))
+                if is_name_error and (getattr(error, "errno", None) != socket.EAI_AGAIN or time.monotonic() > deadline):
+                    raise UserError(
+                        f"MASTER_ADDR must be a name or address that every machine can resolve, got {self.address!r} "
+                        f"({reason}; port {self.port}; {self._who()}); set it to the address of the machine of rank 0"
+                    ) from error
             now = time.monotonic()
             if now > deadline and listening:
                 raise UserError(

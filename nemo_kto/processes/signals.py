@@ -16,7 +16,7 @@ from types import FrameType
 
 NAMES = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGUSR2")  # signals that can be configured to stop a run
 ENDED_EARLY = 85  # exit status of a run that was asked to stop; the same command resumes it
-_NOTHING_SAVED = "before the first step, so that there was nothing to save; start the same command again"
+_NOTHING_SAVED = "before the first step, with nothing to save; start the same command again"
 
 
 class Stopped(BaseException):

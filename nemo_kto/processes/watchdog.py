@@ -230,7 +230,7 @@ class Watchdog:
             except StoreLost as error:  # no rank can be queried, but this rank continues unless it waits or has failed
                 if self._waits_too_long() or self._failing:
                     place = f"in phase '{phase}'" if (phase := self._phase()) else "between phases"
-                    self._end(f"{self.lost_store(error)} waits {place}", said_by_others=False)
+                    self._end(f"{self.lost_store(error)} waits {place}", reported_by_others=False)
 
     def lost_store(self, error: StoreLost) -> str:
         """Return the beginning of a message, which ends with this rank."""
@@ -264,7 +264,7 @@ class Watchdog:
     def _check_store(self) -> None:
         """End with the verdict if there is one, answer questions, and ask if this rank waits too long."""
         if (verdict := self._store.read("verdict")) is not None:
-            self._end(verdict, said_by_others=True)
+            self._end(verdict, reported_by_others=True)
             return
         while self._store.read(f"question/{self._question}") is not None:
             self._answer()
@@ -276,7 +276,6 @@ class Watchdog:
         """Publish the state of this rank as the answer to the current question."""
         answer = hangs.Answer(
             host=socket.gethostname(),
-            process=os.getpid(),
             phase=self._phase(),
             last_phase=self._last_phase,
             seconds=time.monotonic() - self._changed,
@@ -311,7 +310,7 @@ class Watchdog:
             if rank not in answers:  # resume it if it is stopped, so that a launcher need not wait until it is killed
                 ranks.resume_sibling(one.process, host=one.host, created=one.created)
         time.sleep(2 * self._tick)  # lets the others read the verdict before the store can end with this process
-        self._end(verdict, said_by_others=False)
+        self._end(verdict, reported_by_others=False)
 
     def _collect(self, number: int) -> tuple[dict[int, hangs.Answer], dict[int, str]]:
         """Return the answers that arrive in time, and the reasons of ranks that have announced their exit."""
@@ -331,7 +330,7 @@ class Watchdog:
                 return answers, ended
             time.sleep(min(self._tick, 0.25))
 
-    def _end(self, verdict: str, *, said_by_others: bool) -> None:
+    def _end(self, verdict: str, *, reported_by_others: bool) -> None:
         """End this process, whose main thread is in an uninterruptible call; if it is failing, only pass on the verdict."""
         self._finding, self._ending = verdict, not self._failing
         self._found.set()
@@ -339,7 +338,7 @@ class Watchdog:
         if not self._failing:
             device.write_collectives(self.rank)
             world = ranks.World(rank=self.rank, size=self.size, local_rank=0, local_size=None)
-            ranks.abort_rank(verdict, world=world, wait=said_by_others)
+            ranks.abort_rank(verdict, world=world, wait=reported_by_others)
 
 
 class Section:

@@ -29,11 +29,10 @@ from nemo_kto.algorithms.stopping import SkippedSteps
 from nemo_kto.artifacts.checkpoint_files import INFO, named_checkpoints
 from nemo_kto.checkpoint.distributed import CheckpointManager
 from nemo_kto.checkpoint.restricted import reading
-from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.resolved import ResolvedRun, find_callback
 from nemo_kto.config.rules.gpu import check_gpu
 from nemo_kto.config.saved_config import public_config, redacted, save_config
 from nemo_kto.config.schema import RunConfig, ScheduleConfig
-from nemo_kto.config.user_callbacks import find_callback
 from nemo_kto.device import device
 from nemo_kto.device.dtypes import MOMENTS
 from nemo_kto.distributed import state

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from nemo_kto.errors import UserError
 
-_OUTSIDE = "copy it there, or download the model again"
+_OUTSIDE = "copy it into the folder, or download the model again"
 _UNPUBLISHED = re.compile(r"\.(.+)-[0-9a-f]{32}")
 WRITING, REMOVING = ".writing-", ".removing-"  # prefixes of the names of incomplete folders
 MAX_FILE_BYTES = 2**28  # limit for files read as a whole; the largest tokenizer.json has a tenth of this size

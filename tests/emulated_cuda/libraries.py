@@ -23,7 +23,7 @@ runtime: ctypes.CDLL
 
 
 def load() -> None:
-    """Load the stand-ins into this process, and build them where that has not been done; torch must not be imported yet.
+    """Build the substitutes if necessary, and load them into this process; torch must not be imported yet.
 
     Raises:
         subprocess.CalledProcessError, FileNotFoundError: there is no C compiler (cc) with its binutils.
@@ -46,7 +46,7 @@ def device_count() -> int:
 
 
 def build(folder: Path) -> None:
-    """Compile the stand-ins into ``folder``, which appears complete or not at all."""
+    """Compile the substitutes into ``folder``, atomically."""
     made = Path(tempfile.mkdtemp(dir=folder.parent))
     compile_c = ["cc", "-O1", "-w", "-shared", "-fPIC"]
     subprocess.run([*compile_c, f"-Wl,-soname,{RUNTIME}", str(SOURCE), "-o", str(made / RUNTIME), "-lpthread"], check=True)

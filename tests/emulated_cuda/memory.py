@@ -59,7 +59,7 @@ def as_host_argument(value: Any, arguments: OnDevice) -> Any:
 
 
 def as_device_result(value: Any, device: torch.device, arguments: OnDevice) -> Any:
-    """What the CPU's kernel returned, on the device."""
+    """The result of the CPU's kernel, on the device."""
     if isinstance(value, torch.Tensor):
         return on_device(value, device, arguments)
     if isinstance(value, list | tuple):

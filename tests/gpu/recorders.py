@@ -102,7 +102,7 @@ class StopAfter(Callback):
 class RecordWaits(Callback):
     """Writes FILE: for each step, where the host waited for the GPU, one text for each wait.
 
-    torch warns of those within its operators, and those that are asked for are record where they are.
+    Waits within operators are torch's warnings; explicit ones are recorded in the wrapped functions.
     """
 
     def __init__(self, file: str) -> None:

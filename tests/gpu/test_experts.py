@@ -82,7 +82,7 @@ def test_both_kinds_of_layers_have_the_same_weights_and_checkpoints(
 def test_adapted_experts_equal_the_merged_model(
     family: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each by itself, in megatron-core's own layers, among Transformer Engine's."""
+    """Separate experts in megatron-core's layers, among Transformer Engine's layers."""
     monkeypatch.setattr(gpt, "uses_transformer_engine", lambda dtype: True)
     folder, settings = tiny_checkpoint(family), LoRASettings(rank=2, alpha=4, target_modules=("all",))
     merged = hf_models.write_adapters(folder, tmp_path / "adapters", settings)

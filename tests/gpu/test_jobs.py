@@ -26,7 +26,7 @@ DEVICE = "gpu" if GPUS else "cpu"
 FP32 = 1e-4 if IS_EMULATED else 1e-3  # over four steps
 BF16 = 4e-2  # 2.1e-2 is between bf16 and fp32 on a CPU without bf16 instructions
 HAS_ENGINE = GPUS > 0 and importlib.util.find_spec("transformer_engine_torch") is not None
-# On the CPU, a test that another one of these stands for.
+# Redundant on the CPU.
 repeats = pytest.mark.full if not GPUS else pytest.mark.gpu
 needs_two = pytest.mark.skipif(GPUS == 1, reason="needs two GPUs")
 

@@ -129,7 +129,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """The finished process with its output; waits until every process that holds the output has ended.
 
-    A Python is forked from one that has imported what is needed, and its ranks are too unless told otherwise.
+    A Python command is forked from a process with the needed imports; so are its ranks, unless ``fork_ranks`` is false.
     """
     if command[0] != sys.executable:
         return run_interpreter(command, cwd=cwd, env=env, timeout=timeout)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class InOrder(list[Any]):
-    """A loader that yields these batches; it is its own order."""
+    """A loader that yields these batches and serves as its own sampler."""
 
     @property
     def batch_sampler(self) -> InOrder:

@@ -22,7 +22,7 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parents[2]
 SNAPSHOT = REPOSITORY / "tests" / "data" / "messages.yaml"
 _TEMPORARY = re.escape(os.path.realpath(tempfile.gettempdir()))
-# Parts of a message that differ between machines and runs, and what stands in the snapshot for them.
+# Parts of a message that differ between machines and runs, and their placeholders in the snapshot.
 _PLACEHOLDERS = {
     rf"{_TEMPORARY}/pytest-of-[^/\s]+/pytest-\d+(/popen-gw\d+)?(/[^/\s]*?\d+(?![\w-]))?": "<tmp>",
     rf"{_TEMPORARY}/tmp\w{{8}}": "<tmp>",
@@ -47,7 +47,7 @@ def plain(text: str, varies: Sequence[str] = ()) -> str:
 
 
 def missing(text: str, parts: Sequence[str]) -> list[str]:
-    """The parts that the text does not contain as whole words or numbers, each at a place of its own, in any order."""
+    """The parts that the text does not contain as complete words or numbers, at separate places, in any order."""
     absent = []
     for part in sorted(parts, key=len, reverse=True):
         before, after = (r"(?<![\w.-])", r"(?!\w|\.\d)") if re.fullmatch(r"-?[\d.]+", part) else (r"(?<!\w)", r"(?!\w)")

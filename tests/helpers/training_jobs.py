@@ -17,7 +17,7 @@ _FIGURES = re.compile(
 
 
 def trajectory(folder: Path) -> list[dict[str, float]]:
-    """What a run logged, one dict a step (training and validation lines of a step together)."""
+    """Logged metrics of a run, one dict per step (training and validation lines together)."""
     steps: dict[int, dict[str, float]] = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -105,7 +105,7 @@ def train(
         "model.global_batch_size=16",
         "model.micro_batch_size=4",
         "model.data.seq_length=64",
-        "model.reference.mode=swap",  # each run asks its own reference
+        "model.reference.mode=swap",  # each run evaluates its reference
         "model.optim.lr=5e-4",
         "model.optim.sched.name=constant",
         "model.optim.sched.warmup_steps=2",

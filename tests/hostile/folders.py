@@ -104,7 +104,7 @@ def replaced_by_pipe(file: str) -> Break:
 
 
 def linked(file: str, target: str, *, new: bool = False) -> Break:
-    """A link: to itself, to nowhere, or to a file elsewhere; ``anew`` where no file is in its place."""
+    """A link: to itself, to nowhere, or to another file; ``new`` if there is no file to replace."""
 
     def apply(folder: Path) -> None:
         (folder / file).unlink(missing_ok=new)
@@ -168,19 +168,19 @@ USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content
 
 
 def assert_harmless(message: str) -> None:
-    """No message may control the terminal or fill it, whatever a file holds."""
+    """No message may control or flood the terminal, for any file content."""
     assert all(line.isprintable() and len(line) < 1200 for line in message.split("\n")), message[:2000]
 
 
 def launcher_says(model: Path, rows: Path, *overrides: str) -> list[str]:
-    """What the launcher finds before it starts anything."""
+    """Errors that the launcher finds before the start."""
     given = [f"pretrained_checkpoint.restore_from_path='{model}'", f"model.data.data_prefix='{rows}'"]
     given += ["trainer.accelerator=cpu", "model.data.seq_length=64", f"exp_manager.exp_dir='{rows.parent}/results'"]
     return errors_of(composed([*given, *overrides]), KTO)
 
 
 def ranks_say(model: Path, adapter: Path | None = None) -> str | None:
-    """What a rank finds, by the functions that read the files there; any error but a UserError is a defect of ours."""
+    """Errors that a rank finds, by the functions that read the files; any error except UserError is a bug."""
     try:
         check_weights(read_architecture(model, tensor_parallel=1), model)
         encoder = RecordEncoder(tokenizer=model_tokenizer(ModelFiles(source=model)))

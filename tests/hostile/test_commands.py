@@ -78,13 +78,13 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name)
     of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name in ("HYDRA_FULL_ERROR", "NEMO_KTO_FORCE_CPU", *of_ranks):
-        monkeypatch.setenv(name, "")  # put back afterwards, whatever the command makes of it
+        monkeypatch.setenv(name, "")  # restored afterwards
         monkeypatch.delenv(name)
     return place
 
 
 def output_of(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a command prints; it must end with status 2."""
+    """Output of a command, which must end with status 2."""
     words = shlex.split(command.replace("LONG", "x" * 5000))
     while "=" in words[0]:
         monkeypatch.setenv(*words.pop(0).split("=", 1))

@@ -50,7 +50,7 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 
 FAMILIES = ", ".join(f"{name}ForCausalLM" for name in NAMES)
 NO_MODEL = Message("folder", "config.json", "trainer.json")
 
-# What is broken, and what the launcher says of it: the end of the line, or a part of it.
+# The damage, and the launcher's error: the end of the line, or a part of it.
 AT_START: dict[str, tuple[Break, Message]] = {
     # config.json as a file
     "config is absent": (removed("config.json"), NO_MODEL),

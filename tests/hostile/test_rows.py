@@ -31,7 +31,7 @@ from tests.hostile.folders import launcher_says
 from tests.unit.data.toys import chatml_tokenizer
 
 MAX_MESSAGE = 700  # characters, without the folder
-READ = ""  # in the place of what is messages
+READ = ""  # no error
 NO_KEYS = Message("preference")
 Row = dict[str, object]
 PAIR = '{"prompt": "p", "chosen": "a", "rejected": "b", '
@@ -223,7 +223,7 @@ def encoder() -> RecordEncoder:
 
 
 def error_of(raw: bytes, kind: ExampleKind, encoder: RecordEncoder, folder: Path) -> str:
-    """What is messages of a file; nothing where it is read."""
+    """The errors of a file; empty if it is read."""
     path = folder / "rows.jsonl"
     path.write_bytes(raw + b"\n")
     cut, broken = Truncation(64, "keep_end", encoder.bos_id), RowErrors()

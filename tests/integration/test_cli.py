@@ -43,7 +43,7 @@ dist.barrier()
 """
 
 
-# Ranks are forked; with --matrix=full they are interpreters of their own as well.
+# Ranks are forked; with --matrix=full also started as new interpreters.
 either_way = pytest.mark.parametrize(
     "fork_ranks", [True, pytest.param(False, marks=pytest.mark.full)], ids=["forked", "anew"]
 )
@@ -196,7 +196,7 @@ def test_a_killed_rank_ends_the_run_and_its_child_processes(tmp_path: Path, fork
     [{"NEMO_KTO_STARTED_BY": "1"}, {"NEMO_KTO_STARTED_BY": "node1"}, {"NEMO_KTO_STORE_FILE": "/nowhere", "RANK": "0"}],
 )
 def test_environment_variables_left_by_a_rank_are_refused(tmp_path: Path, left: dict[str, str]) -> None:
-    """As where a callback, in a rank, starts a training of its own."""
+    """For example a callback in a rank that starts another training."""
     done = run([*CLI, "kto", *GOOD], cwd=tmp_path, env=stub_training(tmp_path, "print('trains')") | left)
     assert (done.returncode, done.stdout) == (2, "")
     assert_names(done.stderr, "NEMO_KTO_STARTED_BY", left.get("NEMO_KTO_STARTED_BY", "None"), "unset " + ", ".join(left))
@@ -426,7 +426,7 @@ def test_the_slurm_script_passes_on_its_arguments(tmp_path: Path, name: str) -> 
     ]
     assert done.stdout.splitlines() == handed_on
 
-    # A task of an array, with CPUs a task and threads a rank of its own.
+    # A task of an array, with its own CPUs per task and threads per rank.
     (tmp_path / "rates").write_text("model.optim.lr=1\nmodel.optim.lr=2 'model.optim.betas=[0.8, 0.9]'\n")
     array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2", "SLURM_CPUS_PER_TASK": "4", "SWEEP": "rates"}
     done = run(given, cwd=tmp_path, env=env | array | {"OMP_NUM_THREADS": "3"})

@@ -153,7 +153,7 @@ def test_a_configuration_without_the_types_of_an_algorithm(tmp_path: Path) -> No
     done = run([*CLI, "dpo", "--config-dir", ".", "--config-name", "mine"], cwd=tmp_path, env=env)
     assert done.returncode == 2
     assert done.stderr == Naming("nemo-kto", "1", "nothing", "mine.yaml", "compose", "gpt_kto", "gpt_dpo")
-    assert not (tmp_path / "outputs").exists()  # where Hydra writes unless it is told otherwise
+    assert not (tmp_path / "outputs").exists()  # where Hydra writes by default
 
 
 def test_a_loss_that_does_not_take_an_option_and_one_that_does_in_a_sweep(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.helpers.messages import assert_names
 
 
 def run(command: list[str], folder: Path, env: dict[str, str], *, full: bool) -> tuple[int, str]:
-    """Status and stderr of a command whose standard output is full, or a pipe that nobody reads."""
+    """Status and stderr of a command whose standard output is full, or a pipe without reader."""
     if full:
         output = os.open("/dev/full", os.O_WRONLY)
     else:

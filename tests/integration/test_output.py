@@ -51,7 +51,7 @@ def train(folder: Path, model: Path, name: str, *given: str) -> tuple[list[str],
 
 
 def first_and_last(folder: Path, name: str) -> str:
-    """Both values of a metric, as they are told."""
+    """The printed first and last value of a metric."""
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     series = [(line["step"], line[name]) for line in logged if name in line]
     (first, start), (last, end) = series[0], series[-1]
@@ -88,7 +88,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def stopped_and_resumed(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
-    """A run whose time is up after one step, and which is resumed; what was printed at each start."""
+    """A run that reaches max_time after one step and is resumed; the output of both starts."""
     folder = tmp_path_factory.mktemp("output")
     write_rows(folder / "rows.jsonl", make_rows(64))
     stopped = train(folder, tiny_llama, "kto", "trainer.max_time=00:00:00:00", "trainer.kto.val_before_training=true")
@@ -222,7 +222,7 @@ def test_the_best_adapters_of_two_ranks_are_exported(tiny_llama: Path, tmp_path:
 
 
 def test_logged_steps_and_warnings(tmp_path: Path) -> None:
-    """Each job of a sweep warns of its own; in one job nothing is said twice, and other libraries only warn."""
+    """Each job of a sweep prints its own warnings; within a job nothing is repeated, and libraries print only warnings."""
     body = """
 import logging, warnings
 for _ in range(2):

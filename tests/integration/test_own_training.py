@@ -15,7 +15,7 @@ from tests.helpers.messages import assert_names
 from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
 from tests.integration.test_own_loss import FILES
 
-# Notes what it is told, and adds a figure to what is logged.
+# Records its calls, and adds a metric.
 CALLBACK = """
 from pathlib import Path
 
@@ -64,7 +64,7 @@ LOSS = Loss(function=likelihood, needs_reference=False)
 
 
 def train(folder: Path, model: Path, name: str, *given: str) -> tuple[list[dict[str, Any]], str]:
-    """What two steps logged, and what was said."""
+    """Metrics of two steps, and the output."""
     rows = write_rows(folder / "rows.jsonl", make_rows(16) if name == "kto" else make_pairs(16))
     words = [
         f"pretrained_checkpoint.restore_from_path={model}",

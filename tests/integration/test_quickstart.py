@@ -238,7 +238,7 @@ def test_the_overrides_follow_the_plan(scripts: dict[str, Any]) -> None:
 
 
 def run_quickstart(folder: Path, algorithm: str) -> tuple[dict[str, float], str]:
-    """Run the script as `make quickstart` does; its figures and what it printed."""
+    """Run the script as `make quickstart` does; returns its results and its output."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environment["PYTHONPATH"] = fork_server.search_path(REPOSITORY)
     command = [sys.executable, str(FOLDER / "run.py"), algorithm]

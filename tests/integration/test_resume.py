@@ -1,6 +1,6 @@
 """Complete command lines: a job that is killed and restarted, and its export.
 
-Five steps, in processes that are forked; --matrix=full does it all again in 27 steps and with interpreters of their own.
+Five steps, in processes that are forked; --matrix=full repeats everything with 27 steps and new interpreters. own.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ EXAMPLE = [sys.executable, str(REPOSITORY / "examples/nlp/gpt/train_gpt_kto.py")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job of two ranks and what becomes of it.
+    """A job of two ranks and its expected results.
 
     Attributes:
         rows: number of rows in its file.
         overrides: how long it is.
-        anew: each process begins with nothing, instead of being forked from one that has imported everything.
+        fresh: each process is a new interpreter, not forked from one with all imports.
         steps: number of steps.
         validated: steps after which it validates.
         validation_rows: rows of a validation.
@@ -124,7 +124,7 @@ def rows(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(folder: Path) -> list[dict[str, float]]:
-    """What was logged of each step, without the times."""
+    """Logged metrics of each step without times."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
         {name: value for name, value in row.items() if name.startswith(("train/", "val/", "step"))}

@@ -1,6 +1,6 @@
 """Signals to real runs of two ranks, in every phase: status 85, one line, and the losses of an uninterrupted run.
 
-The processes send themselves the signals, so that each arrives in the phase that it is meant for.
+The processes send themselves the signals, so that each arrives in the intended phase.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ class Runs:
         ]  # fmt: skip
 
     def run(self, name: str, *given: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """The finished job with the run folder ``name`` and a cache of its own; SIGNAL is what ``spoil`` takes."""
+        """Run a job with the run folder ``name`` and a separate cache; SIGNAL is an argument of ``spoil``."""
         env = self._environment | variables
         own = [f"exp_manager.explicit_log_dir={name}", f"model.data.cache_dir=cache-{name}"]
         return run([*self._words, *own, *given], cwd=self.folder, env=env, preload=TRAINING, timeout=120)
 
     def stopped(self, name: str, signal: str, *given: str) -> str:
-        """What a job said last that was stopped; it ended with 85 and without a traceback."""
+        """The last line of a stopped job, which must end with status 85 and without a traceback."""
         done = self.run(name, *given, SIGNAL=signal)
         assert done.returncode == 85, done.stderr
         assert "Traceback" not in done.stderr
@@ -98,7 +98,7 @@ class Runs:
         return done.stderr.splitlines()[-1]
 
     def logged(self, name: str) -> list[dict[str, float]]:
-        """What was logged of each step and each validation, without the times."""
+        """Logged metrics of each step and each validation without times."""
         lines = [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
         kept = [{key: line[key] for key in line if key.startswith(("train/", "val/", "step"))} for line in lines]
         return [line for line in kept if len(line) > 1]
@@ -112,7 +112,7 @@ def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def test_a_signal_during_shutdown_changes_nothing(runs: Runs) -> None:
-    """Whoever started the ranks ends the others, where one is gone."""
+    """If one rank is gone, the launcher ends the others."""
     message = runs.stopped("late", f"{pass_of_model(1)} launcher SIGTERM;nemo_kto.processes.ranks end_early 1 all SIGTERM")
     assert message.startswith("nemo-kto: stopped by SIGTERM at step 1 of 5, checkpoint late/checkpoints/step_000001"), (
         message

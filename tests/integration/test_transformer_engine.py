@@ -30,7 +30,7 @@ SAID = (
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """The package's __init__.py, in a folder of its own."""
+    """The package's __init__.py in a separate folder."""
     folder = tmp_path / "modules" / "transformer_engine"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(EMPTY)

@@ -26,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Blocks and scales of a matrix lie in two files; biases, norms and the rest are in bf16."""
+    """Blocks and scales of a matrix are in two files; all other tensors are in bf16."""
     folder: Path = tmp_path_factory.mktemp(NAME)
     hf_models.write_model(NAME, folder, dtype=torch.bfloat16, max_shard_size="1GB")
     draw = torch.Generator().manual_seed(7)

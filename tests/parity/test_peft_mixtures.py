@@ -30,7 +30,7 @@ from tests.helpers.messages import Naming
 
 SETTINGS = {
     "gpt-oss": LoRASettings(rank=2, alpha=4, target_modules=("attention",)),
-    # dense MLPs and shared experts; the experts are a parameter of their own in transformers too, which peft leaves alone
+    # dense MLPs and shared experts; routed experts are one parameter in transformers, which peft does not adapt
     "llama4": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "mixtral": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "qwen2-moe": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "mlp")),
@@ -60,7 +60,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def adapters(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random adapters, and the model with what they add."""
+    """Random adapters, and the merged models."""
     root = tmp_path_factory.mktemp("adapters")
     for name, settings in SETTINGS.items():
         merged = hf_models.write_adapters(folders[name], root / name, settings)
@@ -147,7 +147,7 @@ def dora_logits(layout: Layout, folder: Path, adapter: Path) -> Any:
 
 
 def test_magnitudes_of_a_shared_expert_equal_peft(ranks: Any, folders: Any, tmp_path: Path) -> None:
-    """Of Llama 4, whose other experts have no adapters; what peft has written."""
+    """Of Llama 4, whose routed experts have no adapters, with files of peft."""
     config = LoraConfig(r=2, lora_alpha=4, use_dora=True, target_modules=["o_proj", "gate_proj", "up_proj", "down_proj"])
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folders["llama4"], dtype=torch.float32), config)
     draw = torch.Generator().manual_seed(2)

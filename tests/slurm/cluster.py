@@ -129,7 +129,7 @@ class Cluster:
             (folder / "slurm.conf").write_text(_CONF.format(host=host, ports=ports, folder=folder))
         (folder / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={folder}/gpu[0-1]\n")
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        programs = folder / "bin"  # what the jobs find on their PATH, wherever it is installed
+        programs = folder / "bin"  # programs on the PATH of the jobs
         programs.mkdir()
         command = programs / "nemo-kto"
         command.write_text(f"#!{sys.executable}\nfrom nemo_kto.cli.main import main\n\nmain()\n")
@@ -174,14 +174,14 @@ class Cluster:
         return [Submitted(cluster=self, number=task, log=cwd / f"{task}.log") for task in tasks]
 
     def processes(self, *, of: str) -> list[psutil.Process]:
-        """Those of a node: its daemon, and what it has started for jobs."""
+        """Processes of a node: its daemon, and those started for jobs."""
         inside = psutil.Process(self._init.pid).children(recursive=True)
         daemons = [process for process in inside if process.cmdline()[:3] == ["slurmd", "-N", of]]
         tasks = [process for process in inside if process.environ().get("SLURMD_NODENAME") == of]
         return [*daemons, *{process.parent(): None for process in tasks}, *tasks]
 
     def kill_node(self, name: str) -> None:
-        """What a machine that loses its power does to SLURM."""
+        """Simulate a power failure of a node."""
         for process in self.processes(of=name):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -193,7 +193,7 @@ class Cluster:
 
 
 class _Ports:
-    """TCP ports that are free now, held until all are known."""
+    """Free TCP ports, bound until all are known."""
 
     def __init__(self, number: int) -> None:
         self._sockets = [socket.socket() for _ in range(number)]

@@ -57,7 +57,7 @@ def kto_on_four_ranks(*overrides: str) -> list[str]:
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
-    """What is logged of each training step, without what depends on the machine."""
+    """Logged metrics of each training step that do not depend on the machine."""
     file = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
     steps = [line for line in lines if "train/loss" in line]
@@ -69,7 +69,7 @@ def folder_of(job: Submitted, work: Path) -> Path:
 
 
 def after_step(job: Submitted, step: int, work: Path) -> None:
-    """Wait until the job has done so many steps."""
+    """Wait until the job has taken a number of steps."""
     done = lambda: len(metrics(folder_of(job, work))) >= step  # noqa: E731
     job.wait_until(f"step {step}", done, seconds=SECONDS)
 

@@ -35,7 +35,7 @@ def test_signal_checkpoint_requeue(cluster: Cluster, work: Path, uninterrupted: 
 
 
 def test_errors_found_by_ranks(cluster: Cluster, work: Path, tmp_path: Path) -> None:
-    """The layout of the tasks, with a GPU for each of them alone, and threads for the CPUs of a task."""
+    """The layout of the tasks, with one visible GPU for each, and threads for the CPUs of a task."""
     shows = tmp_path / "nemo-kto"
     shows.write_text('#!/bin/sh\necho "node $SLURM_NODEID gpu $CUDA_VISIBLE_DEVICES threads $OMP_NUM_THREADS $2 $3"\n')
     shows.chmod(0o755)

@@ -29,7 +29,7 @@ class Load(Protocol):
 
 
 class FindErrors(Protocol):
-    """``find_errors("key=value", ...)``: what is said of a configuration that is wrong, on so many ranks."""
+    """``find_errors("key=value", ...)``: the errors of a configuration on a number of ranks."""
 
     def __call__(
         self, *overrides: str, recipe: Recipe = KTO, ranks: int = 1, sweep: bool = False, torchrun: bool = False
@@ -56,14 +56,14 @@ def errors_of(
 
 
 def mistakes(overrides: Sequence[str], recipe: Recipe = KTO, *, sweep: bool = False) -> list[str]:
-    """What is said of a command line, but for what must be given and was not."""
+    """Errors of a command line, except for missing required keys."""
     job = Job(recipe=recipe, source=source_of(recipe), world=None)
     found = job.checker(sweep=sweep).errors(overrides)
     return [str(error) for error in found if not error.text.startswith("must be given, got n")]
 
 
 def of(recipe: Recipe, texts: Sequence[Text]) -> list[Text]:
-    """Texts in which ALGORITHM stands for a name, so that one table serves them all."""
+    """Replace ALGORITHM in texts by the name of a recipe."""
     return [text.replace("ALGORITHM", recipe.name) for text in texts]
 
 

@@ -6,12 +6,11 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.resolved import ResolvedRun, find_callback
 from nemo_kto.config.rules.files import file_rules
 from nemo_kto.config.rules.gpu import computes_here, gpu_rules
 from nemo_kto.config.rules.layout import rank_rules
 from nemo_kto.config.rules.validation import best_rules, early_stopping_rules, monitor_rules, set_name_rules
-from nemo_kto.config.user_callbacks import find_callback
 from nemo_kto.errors import ConfigError, either, error_of
 from nemo_kto.processes.ranks import World, check_open_files
 from nemo_kto.telemetry.loggers import installed, missing_package

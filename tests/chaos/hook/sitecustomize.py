@@ -87,7 +87,7 @@ def _wrap(module: str, owner: str, name: str, before: Callable[..., None], after
 
 
 def _renaming(side: int) -> Callable[..., None]:
-    """What is called before (0) or after (1) a rename."""
+    """The function called before (0) or after (1) a rename."""
 
     def note(source: Any, target: Any, **_: Any) -> None:
         if side == 0 and _REMOVED.search(os.path.abspath(source)):

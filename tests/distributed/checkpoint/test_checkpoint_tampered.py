@@ -50,7 +50,7 @@ def pipe(file: str) -> Damage:
 
 
 def saved(file: str, *way: str, value: Any = None, absent: bool = False) -> Damage:
-    """Another value in what torch.save wrote, or none."""
+    """Change or remove a value in a file of torch.save."""
 
     def apply(checkpoint: Path) -> None:
         loaded = torch.load(checkpoint / file, weights_only=False)
@@ -88,7 +88,7 @@ def zeros(file: Path) -> None:
     file.write_bytes(bytes(file.stat().st_size))
 
 
-# What happens, and what the error names besides the checkpoint.
+# The damage, and the words of the error besides the checkpoint.
 CASES: dict[str, tuple[Damage, tuple[str, ...]]] = {
     **{f"{file} is empty": (content(file, b""), (file,)) for file in (COMMON, METADATA, BACKENDS, RNG)},
     **{f"{file} is garbage": (content(file, b"\x81\x02garbage"), (file,)) for file in (COMMON, METADATA, BACKENDS, RNG)},
@@ -136,7 +136,7 @@ def tamper(checkpoint: Path, damage: Damage) -> None:
 
 
 def load_all(model: Path, folder: Path) -> dict[str, tuple[str, str]]:
-    """Type and text of what each case raises."""
+    """Type and text of the error of each case."""
     state.init_distributed(layout=state.Layout(), seed=3)
     chunks, _ = lora_jobs.build(model, state.Layout(), None, distributed=False)
     run = SavedRun(model, folder / "whole", chunks, lora_jobs.optimizer_of(chunks, distributed=False))

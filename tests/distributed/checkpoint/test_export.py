@@ -106,7 +106,7 @@ def failing(stage: Stage) -> Iterator[None]:
 
 
 def failures(model: Path, folder: Path) -> dict[str, tuple[str, list[str], bool, bool]]:
-    """Of each stage: the error, what lies in the folder where there was nothing, and whether an earlier export is whole."""
+    """For each stage: the error, files left in a new folder, and whether an earlier export is complete."""
     exporter, found = Exporter(model), {}
     for name, stage in stages().items():
         new, old = folder / name / "new", folder / name / "old"
@@ -212,7 +212,7 @@ def killed(action: Callable[[], None]) -> None:
 
 
 def write(target: Path, text: str, *, kill_at: str = "") -> None:
-    """What an export does with its folder; killed where told: "a": while it is written, ..."""
+    """Export with a kill at the given stage: "a": while it is written, ..."""
     from nemo_kto.huggingface.folders import NewFolder
 
     def maybe(stage: str) -> None:
@@ -240,7 +240,7 @@ def write(target: Path, text: str, *, kill_at: str = "") -> None:
     folder.discard()
 
 
-# What is there under the name after a kill at this stage of the second export. Between the two renames it is nothing.
+# Content of the folder after a kill at this stage of the second export; none between the two renames.
 KILLS = {
     "while it is written": "first",
     "before the earlier one is moved away": "first",
@@ -265,7 +265,7 @@ def test_a_kill_leaves_a_complete_folder_or_none_and_the_next_export_cleans_up(s
 
 
 def run_with_targets(model: Path, rows: Path, folder: Path, *overrides: str) -> str:
-    """What a run says that would export to a folder of something else."""
+    """The error of a run whose export folder has other contents."""
     try:
         train(model, rows, folder, 1, ["export.enabled=true", *overrides])
     except UserError as error:

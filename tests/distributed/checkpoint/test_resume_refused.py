@@ -32,7 +32,7 @@ class Folders(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a start printed, its error, and its warnings."""
+    """Output, error and warnings of a start."""
 
     printed: str
     error: str
@@ -140,7 +140,7 @@ def test_changed_files_are_detected(what: str, first: Folders, copied: Folders, 
     assert snapshot(copied.run) == before
 
 
-# What a resumed run must keep, by the override that would change it.
+# Settings that must not change, by an override that changes them.
 KEYS: dict[str, str] = {
     "model.kto.preference_loss=apo_zero_unpaired": "kto",
     "model.kto.ref_policy_kl_penalty=0.3": "0.2",

@@ -1,6 +1,6 @@
 """Scope of fp8: every layer of the model and nothing else; weights are quantised again after each step.
 
-What the context does needs a GPU: here it is looked at who enters it.
+The effect of the context needs a GPU; these tests record which modules enter it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.helpers.rank_pool import RankPool
 
 
 def entered(folder: Path, fp8: str | None) -> dict[str, Any]:
-    """Which layers enter the context in two passes, each of two micro-batches, and what is inside of it."""
+    """Layers that enter the context in two passes of two micro-batches, and the modules inside it."""
     state.init_distributed(layout=state.Layout(), seed=3)
     architecture = read_architecture(folder, tensor_parallel=1)
     chunks = wrap_data_parallel(

@@ -98,7 +98,7 @@ def kto_step(
 def oracle(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path, dict[str, float], Any]:
-    """Policy, reference, and what transformers and autograd say of the step between them."""
+    """Policy, reference, and the step between them by transformers and autograd."""
     from transformers import AutoModelForCausalLM
 
     base = tmp_path_factory.mktemp("gradients")

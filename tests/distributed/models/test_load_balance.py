@@ -36,10 +36,10 @@ def balance_step(
     recompute: str | None,
     packed: bool,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """On a rank: passes whose loss is zero but for the balance; the gradients are exported as if they were weights.
+    """On a rank: passes with only the load-balancing loss; the gradients are exported in the place of weights.
 
     Returns:
-        What was noted, and what was noted in passes without gradient.
+        The recorded sums of passes with and without gradients.
     """
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
@@ -129,7 +129,7 @@ def oracle(
     return answers, expected, weights(out)
 
 
-# Ranks, layout, prompts of a micro-batch, what is recomputed, whether rows are packed.
+# Ranks, layout, prompts per micro-batch, recomputation, packing.
 CASES: dict[str, tuple[int, dict[str, Any], int, str | None, bool]] = {
     "one_rank": (1, {}, 2, None, False),
     "micro_batches_of_1": (1, {}, 1, None, False),

@@ -33,7 +33,7 @@ def warm_up(model: Path, rows: Path, folder: Path, world_size: int, overrides: l
 def measured_and_planned(
     model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str]
 ) -> tuple[float, dict[str, float]]:
-    """Bytes that this rank's memory grew by, at most, and what the plan says of its stage, part by part."""
+    """Peak growth of this rank's memory in bytes, and the parts of the plan for its stage."""
     from nemo_kto.distributed import state
     from nemo_kto.planner import plan_run
 
@@ -86,7 +86,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (2, [CACHED, "model.context_parallel_size=2"]),
         (2, [CACHED, PIPELINE, "model.virtual_pipeline_model_parallel_size=2"]),
         (2, [CACHED, PIPELINE, "model.num_layers_in_last_pipeline_stage=1"]),
-        # with one row the libraries' own share would be a sixth of what a rank holds of half a frozen model
+        # with one row the libraries would take a sixth of the memory of a rank with half a frozen model
         (2, [*LORA, TENSOR, "model.micro_batch_size=2"]),
         (2, ["model.reference.mode=swap", TENSOR, *FULL]),
         (2, [EXPERTS, CACHED]),
@@ -104,7 +104,7 @@ def test_a_run_uses_the_planned_memory(place: Path, tmp_path: Path, world_size: 
         *overrides,
     ]
     peaks, plans = zip(*run(place, tmp_path / "first", world_size, common), strict=True)
-    if not _near(peaks, plans):  # threads of libraries take memory of their own, more or less of it: the least of two runs
+    if not _near(peaks, plans):  # threads of libraries take a varying amount of memory: the minimum of two runs
         again = [peak for peak, _ in run(place, tmp_path / "second", world_size, common)]
         peaks = tuple(map(min, peaks, again))
     for peak, planned in zip(peaks, plans, strict=True):
@@ -121,7 +121,7 @@ def run(place: Path, folder: Path, world_size: int, overrides: list[str]) -> lis
     """Peak and plan of each rank."""
     cache = f"model.data.cache_dir={folder / 'cache'}"
     small, large = ("small_mixture", "mixture") if EXPERTS in overrides else ("small", "model")
-    ranks = RankPool(max_ranks=world_size)  # of its own: what a worker was given once, it keeps
+    ranks = RankPool(max_ranks=world_size)  # in a new process: a worker does not return memory
     try:
         for job, model in ((warm_up, small), (measured_and_planned, large)):
             words = (place / model, place / "rows.jsonl", folder / model, world_size, [*overrides, cache])

@@ -14,7 +14,7 @@ from nemo_kto.architecture.stages import PipelineSplit
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
 
-# What a rank holds: its stage, and name -> shape and whether it is trained.
+# Parameters of a rank: its stage, and name -> shape and whether it is trained.
 Built = tuple[int, dict[str, tuple[tuple[int, ...], bool]]]
 ADAPTERS = LoRASettings(rank=4, alpha=4, target_modules=("all",), layers=(1, 3))
 

@@ -12,7 +12,7 @@ from tests.helpers.training_jobs import train
 
 
 def with_little_memory(model: Path, rows: Path, folder: Path, memory: int) -> str:
-    """What a run says on a machine of so many bytes; "ran" if it ran."""
+    """The error of a run on a machine with this many bytes; "ran" if there is none."""
     from nemo_kto.cli.job import check_memory
     from nemo_kto.errors import UserError
 

@@ -17,10 +17,10 @@ from tests.helpers.commands import CLI, GOOD, TRAINING, environment, run, stub_t
 from tests.helpers.messages import Naming, assert_names
 
 NAME = socket.gethostname()
-# Seconds of the collectives, which then end with errors of their own; a rank that waits for three quarters of it asks why.
+# Timeout of the collectives in seconds; a rank that waits for three quarters of it sends a request to the others.
 TIMEOUT = 6
 
-# What the command does around a training, and a training of steps with one collective each.
+# The command's code around a training, and a training of steps with one collective each.
 PROGRAM = f"""
 import datetime, os, sys, time, torch, torch.distributed as dist
 from nemo_kto.processes import ranks, watchdog; from nemo_kto.distributed import state
@@ -61,7 +61,7 @@ def free_port() -> int:
 
 
 class Ranks:
-    """Ranks that nobody watches: what one of them says is all there is to see."""
+    """Ranks without a launcher: only their own output exists."""
 
     def __init__(
         self, folder: Path, job: str, size: int = 3, *, present: Sequence[int] = (), changes: Mapping[str, str] = {}
@@ -181,7 +181,7 @@ def test_the_launcher_reports_a_stopped_rank_and_does_not_wait_for_it(tmp_path: 
     env = stub_training(tmp_path, STOP_ONE)
     began = time.monotonic()
     done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, preload=TRAINING)
-    assert time.monotonic() - began < TIMEOUT + 25  # torch's launcher alone would wait for half a minute more
+    assert time.monotonic() - began < TIMEOUT + 25  # torch's launcher would wait for half a minute more
     assert done.returncode == 1
     assert done.stderr == Naming("nemo-kto", "rank 1 of 2", NAME, "'optimizer'")
 

@@ -50,7 +50,7 @@ def test_a_port_without_listener_is_reported_after_a_timeout(tmp_path: Path) -> 
 
 
 def test_an_address_of_another_machine_is_reported_by_rank_0(tmp_path: Path) -> None:
-    status, text = run_rank(tmp_path, rank="0", MASTER_ADDR="192.0.2.1", MASTER_PORT=str(free_port()))  # belongs to nobody
+    status, text = run_rank(tmp_path, rank="0", MASTER_ADDR="192.0.2.1", MASTER_PORT=str(free_port()))  # an unused address
     assert status == 2
     assert_names(text.splitlines()[-1], "nemo-kto", "MASTER_ADDR", "0", "192.0.2.1")
 

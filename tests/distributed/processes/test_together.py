@@ -10,7 +10,7 @@ from tests.helpers.rank_pool import RankPool
 
 
 def fail_on_rank(culprit: int) -> list[str | None]:
-    """What each way to fail together says on this rank, with rank ``culprit`` at fault."""
+    """Errors on this rank for each kind of joint failure, caused by rank ``culprit``."""
     from nemo_kto.distributed import state
 
     state.init_distributed(layout=state.Layout(), seed=0)

@@ -24,7 +24,7 @@ FOLDER = Path()  # of the results, in the process of a rank
 
 
 def _rank(number: int, store: dict[str, str], job: str, results: str) -> None:
-    """One of two ranks, in a process of its own: what a job gives, as a file. ``store``: where they meet, as variables."""
+    """One of two ranks in its own process; writes the result of a job to a file. ``store``: variables of the rendezvous."""
     from nemo_kto.device.patches import install_cpu_backend
     from nemo_kto.processes import watchdog
 
@@ -107,7 +107,7 @@ JOBS: dict[str, Callable[[], str]] = {
 }
 
 
-Found = list[tuple[float, str, int]]  # of each rank: seconds and words of what a job gave, and its process
+Found = list[tuple[float, str, int]]  # of each rank: seconds and result of its job, and its process
 TwoRanks = Callable[..., Found]
 
 

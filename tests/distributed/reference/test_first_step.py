@@ -19,7 +19,7 @@ CACHED = ("model.reference.mode=cached",)
 
 
 def first_step(model: Path, rows: Path, folder: Path, world_size: int, algorithm: str, overrides: list[str]) -> Any:
-    """On a rank: one step in bf16; what it logged, and the log-ratios of the KL examples of this rank."""
+    """On a rank: one step in bf16; its metrics, and the log-ratios of the KL examples of this rank."""
     from nemo_kto.models.nlp.gpt import megatron_gpt_kto_model as kto
 
     seen: list[float] = []

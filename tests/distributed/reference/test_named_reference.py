@@ -71,7 +71,7 @@ def expected_logps(sequences: Sequence[tuple[int, ...]], base: Path, adapter: Pa
 
 @pytest.fixture(scope="module")
 def folders(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two base models; adapters on each that peft made; a checkpoint of adapters of ours, and the same in PEFT's format."""
+    """Two base models; adapters on each by peft; a checkpoint of adapters, and the same in PEFT's format."""
     root = tmp_path_factory.mktemp("named")
     for name, seed in (("base", 0), ("other", 3)):
         make_checkpoint(root / name, "llama", seed=seed)
@@ -135,7 +135,7 @@ def test_log_probs_are_those_of_transformers_and_peft(
     assert [*seen.values()] == pytest.approx(expected, rel=1e-5, abs=1e-4)
     plain = expected_logps([*seen], folders[base], None)
     assert max(abs(one - two) for one, two in zip(expected, plain, strict=True)) > 0.1, "the adapters must matter"
-    # and the policy is what it would be with any other reference
+    # and the policy does not depend on the reference
     its_own = expected_logps([*seen], folders["base"], folders["of_checkpoint"] if policy == "trained_adapters" else None)
     (step,) = trajectory(tmp_path)
     mean = (step["train/logps_chosen_mean"] + step["train/logps_rejected_mean"]) / 2
@@ -160,7 +160,7 @@ def test_adapters_on_sharded_experts(
 
 
 def run_with_warnings(model: Path, rows: Path, folder: Path, overrides: list[str]) -> tuple[Logps, list[str]]:
-    """On a rank: a step, and the warnings about what is loaded."""
+    """On a rank: a step, and the warnings about loaded files."""
     import logging
 
     warned: list[str] = []

@@ -22,7 +22,7 @@ WHY = ("val_loss", "9", "2", "step 1")
 
 
 def printed(model: Path, rows: Path, folder: Path, overrides: list[str]) -> str:
-    """On a rank: what the job prints."""
+    """On a rank: the output of the job."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         train(model, rows, folder, 2, [*SETTINGS, *overrides])

@@ -8,7 +8,7 @@ from tests.distributed import golden
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import assert_same
 
-# With AVX-512, AVX2 and SSE alone figures differ by up to 1.6e-5.
+# With AVX-512, AVX2 only and SSE only, values differ by up to 1.6e-5.
 TOLERANCE = 1e-4
 
 

@@ -55,7 +55,7 @@ def validations(
     size: int = 1,
     job: Callable[..., None] = train,
 ) -> list[dict[str, float]]:
-    """What each validation of a job logs."""
+    """The metrics of each validation of a job."""
     given = [*(text.format(algorithm) for text in STEPS), *SETTINGS, *overrides]
     ranks.run(size, job, model, files["train"], folder, size, given, algorithm)
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -106,7 +106,7 @@ def train_with_forked_workers(*arguments: Any) -> None:
 def test_loader_workers_change_no_number(
     algorithm: str, size: int, ranks: RankPool, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    """Each set has processes of its own, kept from one validation to the next."""
+    """Each set has separate worker processes, kept from one validation to the next."""
     files = files_of(tmp_path, algorithm)
     alone = validations(ranks, tiny_llama, files, tmp_path / "alone", algorithm, both(files), size=size)
     assert len(alone) == 2

@@ -31,7 +31,7 @@ def walked(model: Path, rows: Path, folder: Path) -> list[tuple[str, str]]:
     seen: list[list[tuple[str, str]]] = []
     original = LOSSES["kto"]
 
-    @functools.wraps(original.function)  # its parameters say what the loss takes
+    @functools.wraps(original.function)  # its parameters are those of the loss
     def loss(*values: Any, **settings: Any) -> Any:
         names = []
         for frame in inspect.stack()[1:]:

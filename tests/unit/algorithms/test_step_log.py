@@ -79,7 +79,7 @@ def test_throughput_covers_all_steps_of_a_line() -> None:
 
 
 def lines(*runs: Run) -> list[tuple[int, dict[str, float]]]:
-    """What was logged of steps, without times."""
+    """Logged metrics of steps without times."""
     logged = [entry for run in runs for entry in run.notes.logged]
     return [
         (step, {name: value for name, value in values.items() if not name.startswith("timing/")})

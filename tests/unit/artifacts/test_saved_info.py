@@ -105,7 +105,7 @@ def places(value: object, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str 
 
 
 def write(checkpoint: Path, info: dict[str, Any]) -> None:
-    """With right hashes, as whoever tampers with it would."""
+    """Write the file with correct hashes, as an attacker would."""
     (checkpoint / "trainer.json").write_text(info_text(info))
 
 
@@ -134,7 +134,7 @@ def use(found: Checkpoint) -> None:
 
 
 def errors_of(checkpoint: Path) -> str | None:
-    """What is said of a checkpoint that is used; any error but these two is a defect."""
+    """The error of using a checkpoint; any other type of error is a bug."""
     try:
         use(read_checkpoint(checkpoint))
     except (DamagedCheckpoint, UserError) as error:

@@ -58,7 +58,7 @@ def test_files_are_composed_once_and_no_value_stays_in_them() -> None:
     assert OmegaConf.to_yaml(source.compose()) == OmegaConf.to_yaml(compose.Source().compose())
 
 
-# An override of any algorithm and what is said of it.
+# An override of any algorithm and its error.
 WRONG = [
     (
         "model.micro_batchsize=2",

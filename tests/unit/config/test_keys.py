@@ -78,7 +78,7 @@ def read(name: str, code: str) -> bool:
 
 
 def test_every_key_is_used(recipe: Recipe) -> None:
-    """A key that is accepted and changes nothing would be a lie."""
+    """No key may be accepted without effect."""
     package = REPOSITORY / "nemo_kto"
     others = (package / f"{name}.py" for name in ("config/resolved", "cli/job", f"algorithms/recipes/{recipe.name}"))
     files = (*(package / "run").glob("*.py"), *others)

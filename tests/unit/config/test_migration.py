@@ -32,7 +32,7 @@ def of_aligner(recipe: Recipe) -> compose.Source:
 
 
 def aligner(recipe: Recipe, *overrides: str) -> tuple[RunConfig | None, list[str], list[str]]:
-    """The typed configuration, what is said at the start, and the mistakes."""
+    """The typed configuration, the messages at the start, and the errors."""
     config = compose.load([*LAPTOP, *overrides], source=of_aligner(recipe))
     cfg, wrong = compose.to_config(config, recipe=recipe)
     return cfg, compose.notes(config), [str(mistake) for mistake in wrong]
@@ -227,9 +227,7 @@ def test_names_of_other_trainers_suggest_our_keys() -> None:
 def test_names_of_other_trainers_with_the_other_algorithm() -> None:
     ours = {"beta": "model.dpo.ref_policy_kl_penalty"}
     ours |= {"epochs": "trainer.dpo.max_epochs", "loss_type": "model.dpo.preference_loss"}
-    assert mistakes([f"{name}=1" for name in ours], DPO) == [
-        f"{name} is not a key of the configuration, got {name}=1; use {key}" for name, key in ours.items()
-    ]
+    assert mistakes([f"{name}=1" for name in ours], DPO) == [Message(name, f"{name}=1", key) for name, key in ours.items()]
     assert mistakes(["label_smoothing=1"], DPO) == [
         Message("label_smoothing", "label_smoothing=1", "model.dpo.label_smoothing")
     ]

@@ -28,7 +28,7 @@ HOPPER = Computes(on_gpu=True, engine=(2, 9), capability=(9, 0))
 
 
 class GpuSetting(NamedTuple):
-    """An override, its key, how a refusal begins and what it found; whether it needs the distributed optimizer."""
+    """An override, its key, the value without it, its own value, and whether it needs the distributed optimizer."""
 
     override: str
     key: str

@@ -13,7 +13,7 @@ from tests.unit.conftest import FindErrors, Load
 
 SORTING = LOSSES["aot"]
 
-# Algorithm, overrides, what is said.
+# Algorithm, overrides, errors.
 BROKEN = [
     (
         KTO,
@@ -228,7 +228,7 @@ def test_rules_of_losses_that_sort(find_errors: FindErrors) -> None:
 
 
 def test_rules_of_losses_with_delta(find_errors: FindErrors, monkeypatch: pytest.MonkeyPatch) -> None:
-    """BCO's own function by its path: for pairs there is no delta."""
+    """BCO's function by its path: pairs have no delta."""
     monkeypatch.setattr(kto_losses, "OWN", Loss(function=kto_losses.bco_losses), raising=False)
     own = "nemo_kto.losses.kto.OWN"
     assert find_errors(f"model.kto.preference_loss={own}") == []

@@ -30,7 +30,7 @@ MODULES = (
     "up_proj, down_proj or embed_tokens"
 )
 
-# Overrides and what is said, of every algorithm.
+# Overrides and errors, of every algorithm.
 BROKEN = [
     (["model.micro_batch_size=0"], [Message("model.micro_batch_size", "1", "0")]),
     (["model.global_batch_size=-1", "model.micro_batch_size=2"], [Message("model.global_batch_size", "1", "-1")]),
@@ -320,7 +320,7 @@ def test_violated_rules_of_other_algorithms(find_errors: FindErrors, tmp_path: P
         ]
 
 
-# Overrides of which nothing is said.
+# Valid overrides.
 RIGHT = [
     [
         "model.activations_checkpoint_granularity=full",
@@ -452,7 +452,7 @@ def test_a_tied_embedding_is_not_adapted(find_errors: FindErrors, tmp_path: Path
 
 
 def test_an_impossible_layer_gives_one_error(find_errors: FindErrors) -> None:
-    """Rules that look at the adapters are not asked about values that are wrong by themselves."""
+    """Rules about adapters are not applied to values with errors of their own."""
     (error,) = find_errors(LORA, f"{TUNING}.target_modules=[embed_tokens]", f"{TUNING}.layer_selection=[0]")
     assert error.startswith(f"{TUNING}.layer_selection")
 

@@ -18,7 +18,7 @@ GROUP = "model.activations_checkpoint_num_layers"
 
 
 def layers(folder: Path, number: int) -> str:
-    """Let the model have so many layers. Returns its folder."""
+    """Set the model's number of layers. Returns its folder."""
     file = folder / "model" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": number}))
     return str(folder / "model")

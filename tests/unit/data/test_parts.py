@@ -36,7 +36,7 @@ WHOLE = 2**40  # bytes of a part
 def opened(
     path: Path, folder: Path, *, part_bytes: int, workers: int = 1, **changes: object
 ) -> tuple[Dataset, FileColumns, str]:
-    """The examples of a file, its columns, and what is wrong with its rows."""
+    """The examples of a file, its columns, and the errors of its rows."""
     broken = RowErrors()
     settings: dict = {"kind": KTO_EXAMPLES, "truncation": Truncation(32, "keep_end", None), "encoder": ENCODER, **changes}
     with pytest.MonkeyPatch.context() as patch:

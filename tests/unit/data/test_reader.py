@@ -24,7 +24,7 @@ def assistant(text: str) -> dict[str, str]:
 def read(
     tmp_path: Path, *rows: dict, fields: dict[str, str] | None = None, pairs: bool = False
 ) -> tuple[list[Any], FileColumns, str]:
-    """Records and columns of a file, and what is wrong with its rows."""
+    """Records and columns of a file, and the errors of its rows."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     broken, columns = RowErrors(), FileColumns()

@@ -116,7 +116,7 @@ def test_impossible_sizes_and_positions_are_refused() -> None:
         training(3)
     with raises(ValueError, "global_batch_size", "2", "1"):
         training(size=1)
-    with raises(ValueError, "2", "1", "give"):
+    with raises(ValueError, "2", "1", "add"):
         validation(1)
     with raises(ValueError, "0", "10", "epoch", "11"):
         training().set_position(0, 11)

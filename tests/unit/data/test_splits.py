@@ -29,7 +29,7 @@ def splits(data_prefix: object, tmp_path: Path, splits_string: str | None = "aut
 
 
 def sizes(rows: int, splits_string: str, least: int) -> tuple[list[int], list[str]]:
-    """Rows of train, validation and test, and what is said, without reading any row."""
+    """Sizes of train, validation and test, and the message, without reading rows."""
     cuts = split_ranges(rows, split_shares(splits_string, rows), lambda place: False)
     ranges: dict[str, list[Range]] = {split: [(SOURCE, *cut)] for split, cut in zip(SPLITS, cuts, strict=True)}
     message = join_small(ranges, splits_string, least)

@@ -61,7 +61,7 @@ def test_a_large_file_of_the_cache_is_read_once(tmp_path: Path, read: list[str],
 
 def test_a_rank_whose_machine_has_verified_the_cache_reads_nothing(tmp_path: Path, read: list[str]) -> None:
     path = write_rows(tmp_path / "a.jsonl", numbered_rows(7))
-    for verified, times in ((False, 1), (False, 2), (True, 2)):  # a small file is read by whoever verifies it
+    for verified, times in ((False, 1), (False, 2), (True, 2)):  # a small file is read in order to verify it
         dataset = splits(path, tmp_path, cache_verified=verified).train
         assert dataset is not None
         assert len(dataset) == 7

@@ -109,7 +109,7 @@ def test_copies_of_a_checkpoint_are_in_one_reused_block(blocks: list[int]) -> No
 
 
 class Runtime:
-    """What is asked of CUDA's runtime."""
+    """Fake functions of CUDA's runtime."""
 
     cudaError = SimpleNamespace(success=0)  # CUDA's name
 

@@ -65,7 +65,7 @@ def adds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 class Results(TorchDispatchMode):
-    """Notes the shapes of products that get memory of their own."""
+    """Records the shapes of newly allocated products."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -143,7 +143,7 @@ def test_the_best_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     assert len({text.split(",")[0] for text in five}) == 5, "each of other degrees"
     rates = [int(text.split()[-2].replace(",", "")) for text in five]
     assert rates == sorted(rates, reverse=True)
-    # what is told to be used is what was found
+    # the printed layout is the one that was found
     words = table["use"].split()
     status, again = planned(capsys, "kto", MODEL, "--gpus", "16", "--gpu", "a100", *words)
     assert (status, again["verdict"]) == (0, "fits")
@@ -278,7 +278,7 @@ def test_passes_without_gradient_are_those_of_the_loss_and_a_live_reference(
 
 
 def test_a_run_that_cannot_fit_is_refused(load: Load, caplog: pytest.LogCaptureFixture) -> None:
-    """In fp32 a parameter takes 4 bytes, 4 of gradients and 8 of moments, whatever the rows are."""
+    """In fp32 a parameter takes 4 bytes, 4 of gradients and 8 of moments, independent of the rows."""
     run = ResolvedRun.of(load(MODEL, "trainer.precision=32", "model.reference.mode=cached"))
 
     def check(memory: float) -> None:

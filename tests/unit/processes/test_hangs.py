@@ -19,7 +19,6 @@ from tests.helpers.messages import Message
 
 WAITS = Answer(
     host="a",
-    process=1,
     phase="kl",
     last_phase="data",
     seconds=95.4,

@@ -28,7 +28,7 @@ def failure_of(rank: int, status: int, ended: int) -> Any:
     [
         ([failure_of(0, 1, 20), failure_of(1, 1, 10)], 1),  # who came first
         ([failure_of(0, 1, 10), failure_of(1, -9, 30)], 1),  # who was killed is noticed late
-        ([failure_of(0, 1, 10), failure_of(1, 2, 30)], 1),  # who has said what is wrong
+        ([failure_of(0, 1, 10), failure_of(1, 2, 30)], 1),  # the rank with an error message
         ([failure_of(0, -15, 5), failure_of(1, 1, 30)], 1),  # who was ended because of another
     ],
 )
@@ -76,7 +76,7 @@ def test_without_a_loopback_interface_no_rank_is_started(
 
 
 def launch(folder: Path, rank: str, before: str = "", after: str = "") -> subprocess.CompletedProcess[str]:
-    """A process that starts one rank with this code, in a folder with a temporary folder of its own."""
+    """A process that starts one rank with this code, in a folder with a separate temporary folder."""
     (folder / "tmp").mkdir()
     (folder / "rank.py").write_text(textwrap.dedent(rank))
     code = f"""

@@ -17,7 +17,7 @@ from tests.unit.conftest import FindErrors
 
 
 def limited(soft: int, hard: int, work: Callable[[], Any]) -> Any:
-    """What the work gives in a process of its own with these limits."""
+    """The result of ``work`` in a separate process with these limits."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         try:

@@ -13,7 +13,7 @@ from tests.helpers.messages import Message
 
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A command of that name, which writes down what it was asked for and fails for job 13."""
+    """A fake scontrol that records its arguments and fails for job 13."""
     file = tmp_path / "scontrol"
     file.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n[ "$2" != 13 ] || {{ echo "Job is pending" >&2; exit 1; }}\n')
     file.chmod(0o755)

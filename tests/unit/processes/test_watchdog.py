@@ -184,7 +184,7 @@ def test_a_single_process_has_no_watchdog() -> None:
 
 
 def test_the_watchdog_does_not_disturb_a_debugger() -> None:
-    """What traces a frame (a debugger, coverage) must be left alone."""
+    """Trace functions (of a debugger, coverage) must not be replaced."""
     lines: list[int] = []
 
     def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any]:

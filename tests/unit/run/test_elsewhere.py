@@ -29,7 +29,7 @@ def test_checks_of_the_machine_are_done_by_the_job(good: list[str]) -> None:
 
 
 def test_ranks_run_the_same_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not the script of the launcher, which is what the process of the job was started with."""
+    """And not the launcher's script, with which the process of the job was started."""
     monkeypatch.setattr(sys, "argv", ["/somewhere/submitit/core/_submit.py"])
     job = Job(recipe=KTO, source=source_of(KTO), world=None)
     assert job._command(["model.seed=1"])[:5] == ["-u", "-P", "-m", "nemo_kto.cli.main", "kto"]

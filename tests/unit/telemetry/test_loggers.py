@@ -220,7 +220,7 @@ def hide(text: str) -> str:
 
 
 def test_an_unreachable_mlflow_server_is_detected_in_a_second(tmp_path: Path) -> None:
-    with socket.socket() as server:  # bound, and nobody listens
+    with socket.socket() as server:  # bound, without listening
         server.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{server.getsockname()[1]}"
         start = time.monotonic()

@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
 
 
 def say_all(stream: io.StringIO, *, rank: int) -> list[str]:
-    """The lines of a rank on which everything is said, twice set up."""
+    """The lines of a rank that prints everything, with logging set up twice."""
     for _ in range(2):
         set_up_logging(rank=rank, stream=stream)
     for name in ("nemo_kto.run.build", "nemo_kto.data.batches.dataset", "some_library"):

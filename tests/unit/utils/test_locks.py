@@ -29,7 +29,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def other_process(action: Callable[[Callable[[], None]], None]) -> Iterator[int]:
-    """A process that runs ``action``; the block begins when it calls what it is given. It is killed at the end."""
+    """A process that runs ``action``; the block starts when it calls its argument. It is killed at the end."""
     ready, tell = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -59,7 +59,7 @@ def holder(file: Path, released: int | None = None) -> Callable[[Callable[[], No
 
 
 class HeldError(Exception):
-    """What a caller raises that does not wait."""
+    """The error of a caller that does not wait."""
 
 
 def refuse(who: str) -> None:
@@ -67,7 +67,7 @@ def refuse(who: str) -> None:
 
 
 def taken(file: Path) -> str | None:
-    """Who holds it; None if nobody does."""
+    """The owner of the lock, or None."""
     try:
         with locked(file, when_held=refuse):
             return None
