@@ -50,12 +50,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="which of the combinations marked full to run: none (quick), all (full), or the Nth of M equal parts, from 0",
     )
     parser.addoption(
-        "--update-messages", action="store_true", help="write tests/data/messages.yaml anew for the tests that are run"
+        "--update-messages", action="store_true", help="update the entries of the executed tests in tests/data/messages.yaml"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the device, before a test asks for it: the GPU only where tests/gpu and tests/emulated_cuda alone are to run.
+    """Choose the device, before a test asks for it: the GPU only if just tests/gpu and tests/emulated_cuda run.
 
     Megatron-core and transformers are imported while tests are collected, with nothing among it to be freed.
     """
@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """From here on garbage is looked for, among what the tests make."""
+    """Enable garbage collection for objects that the tests create."""
     gc.freeze()
     gc.enable()
 
@@ -87,7 +87,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def restore_logging() -> Iterator[None]:
-    """Undoes afterwards what a command sets up in this process."""
+    """Restore the logging configuration that a command changes."""
     handlers, form, level = logging.root.handlers[:], warnings.formatwarning, logging.getLogger("nemo_kto").level
     yield
     logging.captureWarnings(False)
@@ -123,7 +123,7 @@ def tiny_qwen2(tiny_checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder that holds the byte-level ChatML tokenizer alone."""
+    """Folder with only the byte-level ChatML tokenizer."""
     folder = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer().save_pretrained(folder)
     return folder
@@ -142,7 +142,7 @@ def dpo_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load_script(path: str) -> ModuleType:
-    """Import a file of the repository that is no part of a package, such as ``examples/quickstart/prepare.py``."""
+    """Import a file of the repository outside of packages, such as ``examples/quickstart/prepare.py``."""
     file = REPOSITORY / path
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None

@@ -1,4 +1,4 @@
-"""The rules of the layout: who may import whom, the sizes of folders, files and functions, and who may name the device.
+"""Rules of the layout: imports, sizes of folders, files and functions, and uses of the device.
 
 Every test gathers all offenders before it fails. The last ones plant offences and see that each is found.
 """
@@ -20,11 +20,11 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_FILES = 600, 59, 12
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """What the modules of one package may import.
+    """Allowed imports of one package.
 
     Attributes:
-        own: packages of ours, besides itself.
-        outside: packages of others, with all they hold, besides the standard library.
+        own: other packages of this project.
+        outside: third-party packages with their submodules.
         never: exceptions from ``outside``.
         only_in: packages of others that only some files may import.
     """
@@ -39,7 +39,7 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# docs/design.md has the figure. A folder within a package may have a row of its own.
+# docs/design.md has the figure. A folder within a package may have a separate row.
 PACKAGES = {
     "utils": Package(outside=names("pydantic pydantic_core annotated_types")),
     "losses": Package(
@@ -62,7 +62,7 @@ PACKAGES = {
         outside=names("pydantic annotated_types"),
         only_in=(("transformers", names("architecture.py rope.py")),),
     ),
-    "artifacts": Package(own=names("architecture utils"), outside=names("safetensors")),
+    "artifacts": Package(own=names("architecture utils"), outside=names("pydantic annotated_types safetensors")),
     "data": Package(
         own=names("losses artifacts utils"),
         outside=names("torch"),
@@ -145,7 +145,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def import_offence(package_name: str, package: Package, file: Path, module: str) -> str | None:
-    """What is wrong with this import, or None."""
+    """The error of this import, or None."""
     if module.startswith("."):
         return "relative import; write the full name"
     top = module.split(".")[0]
@@ -244,7 +244,7 @@ MAX_POSITIONAL_FIELDS = 3  # of a frozen dataclass: a value of two or three part
 
 
 def scan_constructors(root: Path) -> list[str]:
-    """Public classes of ours whose constructor (written or made by dataclass) takes positional arguments."""
+    """Public classes whose constructor (written or made by dataclass) takes positional arguments."""
     found: list[str] = []
     for file in sorted(root.rglob("*.py")):
         path = file.relative_to(root)
@@ -270,7 +270,7 @@ def scan_constructors(root: Path) -> list[str]:
 
 
 def scan_inheritance(root: Path) -> list[str]:
-    """Classes of ours whose base of ours has a base of ours."""
+    """Classes with more than one level of inheritance in the project."""
     bases: dict[str, tuple[str, list[str]]] = {}
     for file in sorted(root.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -302,7 +302,7 @@ def test_the_rules_of_the_layout(rule: str) -> None:
 
 
 OFFENCES = {
-    # rule: (file, text, what the report must hold)
+    # rule: (file, text, required part of the report)
     "imports": [
         ("losses/a.py", "import torch.distributed as dist\n", "losses must not import torch.distributed"),
         ("losses/b.py", "from torch import distributed\n", "losses must not import torch.distributed"),
@@ -389,7 +389,7 @@ def arrows(root: Path) -> Arrows:
 
 
 def reachable(edges: Arrows, start: str) -> set[str]:
-    """What the arrows lead to, in one step or more."""
+    """Packages that the arrows lead to, in one or more steps."""
     found: set[str] = set()
     left = [there for here, there in edges if here == start]
     while left:

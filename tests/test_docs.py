@@ -1,4 +1,4 @@
-"""The documents name what exists: files, links, commands, keys. They speak of the project and of nothing else."""
+"""Files, links, commands and keys in the documents exist, and the documents speak only of the project."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from nemo_kto.algorithms.recipes import KTO, RECIPES
 from nemo_kto.config import compose
-from nemo_kto.config.migration_tables import ALIGNER
+from nemo_kto.config.migration import aligner_keys
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
@@ -40,9 +40,9 @@ def names(document: Path) -> str:
 
 @cache
 def known_keys() -> set[str]:
-    sources = [compose.Source(recipe.config_name) for recipe in RECIPES.values()]
+    sources = [compose.Source(config_name=recipe.config_name) for recipe in RECIPES.values()]
     ours = {key for source in sources for key in compose.known_keys(compose.load(source=source), sections=True)}
-    return ours | {entry.of(name).key for entry in ALIGNER for name in RECIPES}
+    return ours | {*aligner_keys()}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names)

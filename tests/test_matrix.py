@@ -1,4 +1,4 @@
-"""--matrix: each combination that is marked full is in one of M parts and no other, and what is not marked is in all."""
+"""--matrix: each combination marked full is in exactly one of M parts; unmarked tests are in all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts of the package may be reworded: no test repeats them, and the snapshot of messages can be written anew."""
+"""Messages of the package can be reworded: no test repeats them, and the snapshot can be rewritten."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def stored(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     file, _, name = request.node.nodeid.partition("::")
     texts: list[str] = []
     monkeypatch.setattr(messages, "read_snapshot", lambda: {file: {name: texts}})
-    monkeypatch.setattr(messages, "_said", {})
+    monkeypatch.setattr(messages, "_seen", {})
     monkeypatch.setattr(messages, "_updating", False)
     return texts
 
@@ -101,9 +101,9 @@ def test_an_update_keeps_the_messages_of_tests_that_did_not_run() -> None:
         here: {f"{one}[a]": ["old"], f"{one}[gone]": ["old"], two: ["kept"], "test_that_was_renamed": ["gone"]},
         "tests/test_that_was_deleted.py": {"test_x": ["gone"]},
     }
-    said = {f"{here}::{one}[a]": ["new"]}
-    assert updated(before, said, collected={f"{here}::{one}[a]"}) == {here: {two: ["kept"], f"{one}[a]": ["new"]}}
-    assert updated(before, said, collected=set())[here][f"{one}[gone]"] == ["old"]
+    seen = {f"{here}::{one}[a]": ["new"]}
+    assert updated(before, seen, collected={f"{here}::{one}[a]"}) == {here: {two: ["kept"], f"{one}[a]": ["new"]}}
+    assert updated(before, seen, collected=set())[here][f"{one}[gone]"] == ["old"]
     assert updated({}, {f"{other}::{two}": ["of no test"]}, collected=set()) == {}
 
 

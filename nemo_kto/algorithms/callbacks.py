@@ -14,9 +14,8 @@ from typing import Any
 
 from nemo_kto.algorithms.protocols import CheckpointWriter, MetricsLogger, Trainer, WrittenCheckpoint
 from nemo_kto.losses.metrics import Metrics
-from nemo_kto.telemetry.spikes import LossSpikes
-from nemo_kto.telemetry.stragglers import INTERVAL, RankTimes, StragglerFinder, slowest
 from nemo_kto.telemetry.throughput import ThroughputMeter
+from nemo_kto.telemetry.watch import INTERVAL, LossSpikes, RankTimes, StragglerFinder, slowest
 
 _MEANS = ("timing/", "train/grad_norm")  # prefixes of the values that are averaged over the steps of a log line
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from nemo_kto.telemetry import output
+from nemo_kto.telemetry import console
 
 
 def main() -> None:
     """Run the command `nemo-kto`."""
-    output.protect()
+    console.protect()
     if sys.argv[1:2] == ["checkpoint"]:
-        with output.is_the_result():
+        with console.exit_if_output_lost():
             look_at_checkpoints(sys.argv[2:])
     else:
         from nemo_kto.cli.main import main as train_or_export

@@ -21,8 +21,8 @@ from nemo_kto.cli.entry import look_at_checkpoints
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.processes import ranks, signals
-from nemo_kto.telemetry import output
-from nemo_kto.telemetry.logs import set_up_logging, take_over
+from nemo_kto.telemetry import console
+from nemo_kto.telemetry.console import set_up_logging, take_over
 
 # Only commands that compose a configuration import Hydra and the modules that need it.
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ Keys and their defaults:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command `nemo-kto`."""
-    output.protect()
+    console.protect()
     try:
         _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -106,7 +106,7 @@ def _run(arguments: Sequence[str]) -> None:
     elif command == "export":
         _export(arguments[1:])
     else:
-        with output.is_the_result():
+        with console.exit_if_output_lost():
             _show(command, arguments)
 
 
@@ -190,7 +190,7 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     from nemo_kto.config.keys import as_text
     from nemo_kto.config.migration import forced
 
-    output.protect()
+    console.protect()
     argv, others = _other_options(sys.argv[1:] if argv is None else argv)
     try:
         ranks.end_with_launcher()
@@ -201,16 +201,18 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     flags = _flags(argv)
     if flags.help:
         program = f"python {sys.argv[0]}" if _own_script() else f"nemo-kto {recipe.name}"
-        with output.is_the_result():
+        with console.exit_if_output_lost():
             print(_TRAINING_USAGE.format(recipe=recipe, program=program, keys=as_text(recipe)), end="")
         return
-    source = compose.Source(flags.config_name or recipe.config_name, flags.config_path, flags.config_dir)
+    source = compose.Source(
+        config_name=flags.config_name or recipe.config_name, config_path=flags.config_path, config_dir=flags.config_dir
+    )
     elsewhere = any(text.startswith("hydra/launcher=") for text in flags.overrides)
     job = Job(recipe=recipe, source=source, world=world, script=_own_script(), elsewhere=elsewhere)
     if others:
-        refuse_mistakes(job.mistakes([*others, *flags.overrides], sweep=flags.multirun), world)
+        refuse_mistakes(job.checker(sweep=flags.multirun).errors([*others, *flags.overrides]), world)
     try:
-        own_file = compose.own_file(source)
+        own_file = source.own_file
         own_text = None if own_file is None else own_file.read_text(encoding="utf-8", errors="replace")
         # such as hydra.mode=MULTIRUN or ${hydra:job.num}
         about_hydra = "hydra" in " ".join([own_text or "", *flags.overrides])
@@ -223,12 +225,12 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         return
     # A file without defaults lacks our logging settings for Hydra, so that Hydra would write logs before any check.
     without_defaults = own_text is not None and "defaults:" not in own_text
-    if (flags.multirun or without_defaults) and (mistakes := job.mistakes(flags.overrides, sweep=True)):
+    if (flags.multirun or without_defaults) and (mistakes := job.checker(sweep=True).errors(flags.overrides)):
         refuse_mistakes(mistakes, world)
     # Hydra parses the command line itself and accepts flags only before overrides.
     modes = _source_parser().parse_known_args([part for part in argv if part not in flags.overrides])[1]
-    overrides = [forced(text, [*RECIPES]) for text in flags.overrides]
-    sys.argv = [sys.argv[0], *modes, *compose.adopted(source).flags(), *overrides]
+    overrides = [forced(text) for text in flags.overrides]
+    sys.argv = [sys.argv[0], *modes, *source.adopted.flags(), *overrides]
     _run_hydra(job, flags)
 
 

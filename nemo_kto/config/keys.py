@@ -1,6 +1,6 @@
-"""Configuration keys with defaults and comments, read from the YAML files.
+"""Configuration keys with defaults and comments, read from the YAML files, and the tables of them in docs/.
 
-`python -m nemo_kto.config.keys > docs/configuration.md` writes the page; a test compares the page with the files.
+`python -m nemo_kto.config.keys docs/*.md` writes the tables into the pages; a test compares the pages with the files.
 """
 
 from __future__ import annotations
@@ -8,15 +8,16 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Iterator
-from importlib import resources
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
-from nemo_kto.config.compose import PACKAGE, config_path
+from nemo_kto.config import migration
+from nemo_kto.config.compose import config_folder
 from nemo_kto.config.schema import config_type
-from nemo_kto.utils.field_errors import names
+from nemo_kto.utils.field_errors import echo, names
+from nemo_kto.utils.fields import MayChange, MustStay
 
 _LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):(?P<value>.*)")
 _DEFAULTS = re.compile(r"^  - (base/(?!hydra$)\w+)(?:@([\w.]+))?$", re.MULTILINE)  # file, package
@@ -49,9 +50,7 @@ def all_keys(recipe: Recipe) -> list[Key]:
 
 
 def _read(name: str) -> str:
-    path = config_path()
-    folder = resources.files(PACKAGE) if path.startswith("pkg://") else Path(path)
-    return str((folder / f"{name}.yaml").read_text(encoding="utf-8"))
+    return str((config_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def _keys(text: str, prefix: str) -> Iterator[Key]:
@@ -67,38 +66,65 @@ def _keys(text: str, prefix: str) -> Iterator[Key]:
             yield Key(prefix + ".".join(above), value.strip(), comment.strip())
 
 
-_INTRODUCTION = """\
-# Configuration
-
-Written by `python -m nemo_kto.config.keys` from the comments in `conf/` and the types in the code; edit those.
-
-Every key can be given on the command line (`nemo-kto {name} model.optim.lr=1e-6 ...`), in a YAML file of your own
-(`nemo-kto {name} --config-dir . --config-name mine`, where mine.yaml begins with `defaults: [gpt_{name}, _self_]`), or swept
-over (`--multirun model.optim.lr=1e-6,3e-6`). `???` must be given. `hardware=cpu` and `hardware=gpu_node` set several keys
-at once. `nemo-kto {name} --cfg job ...` prints the configuration of a command line. All mistakes are listed before
-anything starts.
-"""
-
-
-def as_markdown() -> str:
-    """Return the page docs/configuration.md: the keys common to all algorithms, then those specific to each."""
+def key_tables() -> str:
+    """Return the tables of docs/configuration.md: the keys common to all algorithms, then those specific to each."""
     keys = {recipe.name: all_keys(recipe) for recipe in RECIPES.values()}
     first, *others = keys.values()
     shared = [key for key in first if all(key in other for other in others)]
-    lines = [_INTRODUCTION.format(name=next(iter(keys))).rstrip()]
-    for section, group in itertools.groupby(shared, key=lambda key: key.name.split(".")[0]):
-        lines += [*_table(section), *map(_line, group)]
-    for name, own in keys.items():
-        lines += [*_table(f"Only `nemo-kto {name}`"), *(_line(key) for key in own if key not in shared)]
-    return "\n".join(lines) + "\n"
+    groups = [(name, list(group)) for name, group in itertools.groupby(shared, key=lambda key: key.name.split(".")[0])]
+    groups += [(f"Only `nemo-kto {name}`", [key for key in own if key not in shared]) for name, own in keys.items()]
+    tables = []
+    for title, group in groups:
+        rows = ((f"`{key.name}`", f"`{key.default}`", key.type, key.comment.replace("|", r"\|")) for key in group)
+        tables.append(f"## {title}\n\n{table(('key', 'default', 'type', 'meaning'), rows)}")
+    return "\n\n".join(tables)
 
 
-def _table(title: str) -> list[str]:
-    return ["", f"## {title}", "", "| key | default | type | meaning |", "|---|---|---|---|"]
+def resume_tables() -> str:
+    """Return the tables of docs/checkpoints.md: keys that must stay the same in a resumed run, and keys that may change."""
+    groups: dict[type, dict[str, list[str]]] = {MustStay: {}, MayChange: {}}  # meaning -> names of keys and sections
+    for recipe in RECIPES.values():
+        for key, field in names(config_type(recipe)).items():
+            if field.resume is not None and field.resume in field.metadata:
+                name = re.sub(rf"^(trainer|model)\.{recipe.name}\b", r"\1.NAME", key)
+                name += "" if field.section is None else ".*"
+                group = groups[type(field.resume)].setdefault(field.resume.meaning, [])
+                group += [] if f"`{name}`" in group else [f"`{name}`"]
+    must, may = ([(", ".join(group), meaning) for meaning, group in each.items()] for each in groups.values())
+    return f"{table(('must stay', 'what is compared'), must)}\n\n{table(('may change', 'in a resumed run'), may)}"
 
 
-def _line(key: Key) -> str:
-    return f"| `{key.name}` | `{key.default}` | {key.type} | {key.comment.replace('|', chr(92) + '|')} |"
+def alias_table() -> str:
+    """Return the table of docs/migration.md with the names that other trainers use."""
+    aliases = itertools.chain(migration.aliases().items(), *(recipe.aliases.items() for recipe in RECIPES.values()))
+    targets = ((alias, *target.partition(" ")[::2]) for alias, target in aliases)
+    rows = [(f"`{alias}`", f"`{key}` {hint}".rstrip()) for alias, key, hint in targets]
+    rows += [(f"`{name}`", f"none: {why}") for name, why in migration.without().items()]
+    return table(("name", "our key"), rows)
+
+
+def aligner_table() -> str:
+    """Return the table of docs/migration.md with the keys that only NeMo-Aligner has."""
+    rows = []
+    for entry in migration.aligner_keys().values():
+        silent = [f"`{echo(value)}`" for value in entry.agrees] + ([f"that of `{entry.same_as}`"] if entry.same_as else [])
+        rows.append((f"`{entry.key}`", ", ".join(silent) or "none", "one line" if entry.ignored else "error", entry.why))
+    return table(("key", "silently accepted", "other values", "why"), rows)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
+    return "\n".join([lines[0], f"|{'---|' * len(header)}", *lines[1:]])
+
+
+TABLES = {"keys": key_tables, "resumed runs": resume_tables, "NeMo-Aligner": aligner_table, "other names": alias_table}
+_TABLE = re.compile(r"(<!-- generated: ([\w -]+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
+
+
+def with_tables(page: str) -> str:
+    """Return a page of docs/ with its generated tables as the files and types are now."""
+    return _TABLE.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", page)
 
 
 def as_text(recipe: Recipe) -> str:
@@ -107,4 +133,5 @@ def as_text(recipe: Recipe) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(as_markdown())
+    for page in map(Path, sys.argv[1:]):
+        page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -20,7 +20,7 @@ from nemo_kto.errors import error_of
 from nemo_kto.losses.loss import Loss
 from nemo_kto.processes import signals
 from nemo_kto.telemetry.timers import parse_duration
-from nemo_kto.utils.fields import FilePath, Name, Remedy, Section, check, one_of
+from nemo_kto.utils.fields import FilePath, MayChange, MustStay, Name, Remedy, Section, check, one_of
 
 Base = TypeVar("Base", bound=BaseModel)
 
@@ -38,8 +38,24 @@ def _two_decays(betas: list[float]) -> bool:
     return len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
 
 
+# What a change of a key means in a resumed run. Each key, or a section that it is in, has one of these markers.
+SAME = MustStay()
+LOSS = MustStay("the loss, its weights and options; `null` is the same as the default of the loss", verbatim=False)
+REWARD = MustStay(verbatim=False)  # null is the same as the default
+ADAPTERS = "the settings of the adapters, in any notation"
+ROWS = MustStay(
+    "tokens, labels, weights and order of the training and the validation rows, by content; names of validation sets",
+    verbatim=False,
+)
+LAYOUT = MayChange("the layout: results agree within rounding")
+SPEED = MayChange("speed and memory")
+NEXT_STEP = MayChange("takes effect from the next step on")
+LENGTH = MayChange("the run becomes longer or shorter, and its schedule is that of the new length")
+TIMES = MayChange("when the run logs, validates, saves and ends; training callbacks")
+LOGGING = MayChange("logging, and which checkpoints are kept; another folder is another run")
+FILES = MayChange("where files are written, and who may read them")
+
 Count = Annotated[int, Ge(1)]
-Unsupported = "not supported in this version"
 Part = Annotated[int | float, check(_is_part, "be an integer of at least 0, or a fraction from 0.0 to 1.0")]
 Duration = Annotated[
     Name, check(reads(parse_duration), "be written DD:HH:MM:SS (days:hours:minutes:seconds)", "e.g. {key}=00:03:45:00")
@@ -57,15 +73,17 @@ LoRALayer = Annotated[int, Ge(1), Remedy("layers are counted from 1")]
 class LoopConfig(Section):
     """Section trainer.NAME: the training loop."""
 
-    max_epochs: Count
-    max_steps: Annotated[int, check(lambda steps: steps == -1 or steps >= 1, "be at least 1", "use -1 for no limit")]
-    val_check_interval: Part
-    val_before_training: bool
-    save_interval: Part
-    log_every_n_steps: Count
-    limit_train_batches: Annotated[Part, check(bool, "be above 0", "use 1.0 for all")]
-    limit_val_batches: Part
-    gradient_clip_val: Annotated[float, Ge(0), Remedy("0 switches clipping off")]
+    max_epochs: Annotated[Count, LENGTH]
+    max_steps: Annotated[int, check(lambda steps: steps == -1 or steps >= 1, "be at least 1", "use -1 for no limit"), LENGTH]
+    val_check_interval: Annotated[Part, TIMES]
+    val_before_training: Annotated[bool, TIMES]
+    save_interval: Annotated[Part, TIMES]
+    log_every_n_steps: Annotated[Count, TIMES]
+    limit_train_batches: Annotated[
+        Part, check(bool, "be above 0", "use 1.0 for all"), MustStay("the number of steps in an epoch", verbatim=False)
+    ]
+    limit_val_batches: Annotated[Part, TIMES]
+    gradient_clip_val: Annotated[float, Ge(0), Remedy("0 switches clipping off"), NEXT_STEP]
 
     def duration(self) -> dict[str, Any]:
         """Return the keyword arguments of :class:`nemo_kto.algorithms.duration.TrainerConfig`."""
@@ -75,16 +93,18 @@ class LoopConfig(Section):
 class TrainerConfig(Section):
     """Section trainer, without trainer.NAME."""
 
-    num_nodes: Count
-    devices: Annotated[Count | Literal["auto"], Remedy("use auto for one rank a GPU")]
-    accelerator: Literal["auto", "cpu", "gpu"]
-    precision: Annotated[Name, one_of(tuple(PRECISIONS)), Remedy("fp16 and fp64 are not supported")]
-    max_time: Duration | None
-    stop_signals: list[Annotated[str, one_of(signals.NAMES)]]
-    requeue: bool
-    max_skipped_steps: Annotated[int, Ge(1), Remedy("1 ends the run at the first one")]
-    timeout_minutes: Annotated[Count, check(lambda minutes: minutes <= 525_600, "be at most 525600, which is a year")]
-    callbacks: list[str | dict[str, object]]
+    num_nodes: Annotated[Count, LAYOUT]
+    devices: Annotated[Count | Literal["auto"], Remedy("use auto for one rank a GPU"), LAYOUT]
+    accelerator: Annotated[Literal["auto", "cpu", "gpu"], LAYOUT]
+    precision: Annotated[
+        Name, one_of(tuple(PRECISIONS)), Remedy("fp16 and fp64 are not supported"), MustStay("the same; `auto` keeps it")
+    ]
+    max_time: Annotated[Duration | None, TIMES]
+    stop_signals: Annotated[list[Annotated[str, one_of(signals.NAMES)]], TIMES]
+    requeue: Annotated[bool, TIMES]
+    max_skipped_steps: Annotated[int, Ge(1), Remedy("1 ends the run at the first one"), TIMES]
+    timeout_minutes: Annotated[Count, check(lambda minutes: minutes <= 525_600, "be at most 525600, which is a year"), SPEED]
+    callbacks: Annotated[list[str | dict[str, object]], TIMES]
 
 
 class WandbConfig(Section):
@@ -136,14 +156,18 @@ class ExpManagerConfig(Section):
     create_mlflow_logger: bool
     mlflow_logger_kwargs: MLflowConfig
     checkpoint_callback_params: CheckpointConfig
-    create_early_stopping_callback: bool
-    early_stopping_callback_params: EarlyStoppingConfig
+    create_early_stopping_callback: Annotated[bool, TIMES]
+    early_stopping_callback_params: Annotated[EarlyStoppingConfig, TIMES]
 
 
 class PretrainedConfig(Section):
     """Section pretrained_checkpoint: the model to train."""
 
-    restore_from_path: Annotated[FilePath, check(bool, "be given", "name the folder of a Hugging Face model")]
+    restore_from_path: Annotated[
+        FilePath,
+        check(bool, "be given", "name the folder of a Hugging Face model"),
+        MustStay("weights, configuration, tokenizer and chat template, by content", verbatim=False),
+    ]
 
 
 class LoRATuningConfig(Section):
@@ -156,25 +180,27 @@ class LoRATuningConfig(Section):
     alpha: Annotated[float, Gt(0), Le(MAX_ALPHA), Remedy("e.g. {key}=32")]
     rslora: bool
     dora: bool
-    adapter_dropout: Annotated[float, Ge(0), Lt(1), Remedy("e.g. 0.05")]
+    adapter_dropout: Annotated[float, Ge(0), Lt(1), Remedy("e.g. 0.05"), NEXT_STEP]
     layer_selection: Annotated[list[LoRALayer], check(bool, "not be empty", "null adapts all")] | None
 
 
 class PeftConfig(Section):
     """Section model.peft: adapters."""
 
-    peft_scheme: Literal["none", "lora"]
-    restore_from_path: FilePath | None
-    lora_tuning: LoRATuningConfig
+    peft_scheme: Annotated[Literal["none", "lora"], MustStay(ADAPTERS)]
+    restore_from_path: Annotated[FilePath | None, MustStay("the adapters, by content", verbatim=False)]
+    lora_tuning: Annotated[LoRATuningConfig, MustStay(ADAPTERS, verbatim=False)]
 
 
 class ReferenceConfig(Section):
     """Section model.reference: mode, weights and synchronization of the reference."""
 
-    mode: Literal["auto", "swap", "adapter", "cached"]
-    restore_from_path: FilePath | None
-    sync_interval: Annotated[int, Ge(0), Remedy("0: the reference stays")]
-    sync_alpha: Annotated[float, Gt(0), Le(1), Remedy("e.g. 0.6")]
+    mode: Annotated[Literal["auto", "swap", "adapter", "cached"], MayChange("how the reference is evaluated")]
+    restore_from_path: Annotated[FilePath | None, MustStay("weights and configuration, by content", verbatim=False)]
+    sync_interval: Annotated[int, Ge(0), Remedy("0: the reference stays"), SAME]
+    sync_alpha: Annotated[
+        float, Gt(0), Le(1), Remedy("e.g. 0.6"), MustStay("the same if `sync_interval` is above 0", verbatim=False)
+    ]
 
 
 class ScheduleConfig(Section):
@@ -197,16 +223,16 @@ Adam = Literal["adam", "adamw", "fused_adam", "distributed_fused_adam", "mcore_d
 class OptimConfig(Section):
     """Section model.optim: the optimizer."""
 
-    name: Annotated[Adam, AfterValidator(lambda name: "adam")]
-    lr: Annotated[float, Gt(0), Remedy("e.g. {key}=1e-5")]
-    weight_decay: Annotated[float, Ge(0)]
-    betas: Annotated[list[float], check(_two_decays, "be two numbers from 0 to below 1", "e.g. {key}=[0.9,0.98]")]
-    eps: Annotated[float, Gt(0), Remedy("e.g. {key}=1e-8")]
-    use_distributed_optimizer: bool
-    overlap: bool | None
-    moments_dtype: Literal["fp32", "bf16"]
-    offload_fraction: Annotated[float, Ge(0), Le(1), Remedy("0.0 offloads nothing")]
-    sched: ScheduleConfig
+    name: Annotated[Adam, AfterValidator(lambda name: "adam"), SAME]
+    lr: Annotated[float, Gt(0), Remedy("e.g. {key}=1e-5"), NEXT_STEP]
+    weight_decay: Annotated[float, Ge(0), NEXT_STEP]
+    betas: Annotated[list[float], check(_two_decays, "be two numbers from 0 to below 1", "e.g. {key}=[0.9,0.98]"), NEXT_STEP]
+    eps: Annotated[float, Gt(0), Remedy("e.g. {key}=1e-8"), NEXT_STEP]
+    use_distributed_optimizer: Annotated[bool, SAME]
+    overlap: Annotated[bool | None, SPEED]
+    moments_dtype: Annotated[Literal["fp32", "bf16"], NEXT_STEP]
+    offload_fraction: Annotated[float, Ge(0), Le(1), Remedy("0.0 offloads nothing"), SPEED]
+    sched: Annotated[ScheduleConfig, NEXT_STEP]
 
 
 def _expand(value: object) -> object:
@@ -225,45 +251,48 @@ class DataConfig(Section):
         str | list[object] | dict[str, object],
         AfterValidator(_expand),
         check(bool, "be given", "name a jsonl file, a folder or a list of them"),
+        ROWS,
     ]
-    splits_string: Splits | None
-    fields: dict[str, Name] | None
-    seq_length: Annotated[int, Ge(2), Remedy("a row has a prompt and an answer")]
-    truncation_mode: Annotated[str, one_of(TRUNCATION_MODES)]
-    packing: bool
-    num_workers: Annotated[int, Ge(0)]
-    preprocess_workers: Count | None
-    cache_dir: FilePath
-    cache_shared: bool
-    reset_attention_mask: bool
-    eod_mask_loss: bool
+    splits_string: Annotated[Splits | None, ROWS]
+    fields: Annotated[dict[str, Name] | None, ROWS]
+    seq_length: Annotated[int, Ge(2), Remedy("a row has a prompt and an answer"), SAME]
+    truncation_mode: Annotated[str, one_of(TRUNCATION_MODES), SAME]
+    packing: Annotated[bool, SPEED]
+    num_workers: Annotated[int, Ge(0), SPEED]
+    preprocess_workers: Annotated[Count | None, SPEED]
+    cache_dir: Annotated[FilePath, FILES]
+    cache_shared: Annotated[bool, FILES]
+    reset_attention_mask: Annotated[bool, SAME]
+    eod_mask_loss: Annotated[bool, SAME]
 
 
 class GPTConfig(Section):
     """Section model, without the algorithm-specific section."""
 
-    micro_batch_size: Count | None
-    micro_batch_tokens: Count | None
-    global_batch_size: Count
-    tensor_model_parallel_size: Count
-    pipeline_model_parallel_size: Count
-    virtual_pipeline_model_parallel_size: Annotated[int, Ge(2), Remedy("null: no virtual pipeline")] | None
-    num_layers_in_first_pipeline_stage: Count | None
-    num_layers_in_last_pipeline_stage: Count | None
-    account_for_embedding_in_pipeline_split: bool
-    account_for_loss_in_pipeline_split: bool
-    context_parallel_size: Count
-    expert_model_parallel_size: Count
-    expert_tensor_parallel_size: Count | None
-    moe_aux_loss_coeff: Annotated[float, Ge(0), Remedy("0.0: no such loss")]
-    sequence_parallel: bool
-    seed: Annotated[int, Ge(0), Le(2**32 - 1), Remedy("e.g. {key}=1234")]
-    fp8: Literal["hybrid", "e4m3"] | None
-    activations_checkpoint_granularity: Literal["selective", "full"] | None
-    activations_checkpoint_method: Literal["uniform", "block"] | None
-    activations_checkpoint_num_layers: Count | None
-    recompute_modules: RecomputeModules | None
-    logprob_chunk_size: Count
+    micro_batch_size: Annotated[Count | None, SPEED]
+    micro_batch_tokens: Annotated[Count | None, SPEED]
+    global_batch_size: Annotated[Count, SAME]
+    tensor_model_parallel_size: Annotated[Count, LAYOUT]
+    pipeline_model_parallel_size: Annotated[Count, LAYOUT]
+    virtual_pipeline_model_parallel_size: Annotated[
+        Annotated[int, Ge(2), Remedy("null: no virtual pipeline")] | None, LAYOUT
+    ]
+    num_layers_in_first_pipeline_stage: Annotated[Count | None, LAYOUT]
+    num_layers_in_last_pipeline_stage: Annotated[Count | None, LAYOUT]
+    account_for_embedding_in_pipeline_split: Annotated[bool, LAYOUT]
+    account_for_loss_in_pipeline_split: Annotated[bool, LAYOUT]
+    context_parallel_size: Annotated[Count, LAYOUT]
+    expert_model_parallel_size: Annotated[Count, LAYOUT]
+    expert_tensor_parallel_size: Annotated[Count | None, LAYOUT]
+    moe_aux_loss_coeff: Annotated[float, Ge(0), Remedy("0.0: no such loss"), SAME]
+    sequence_parallel: Annotated[bool, LAYOUT]
+    seed: Annotated[int, Ge(0), Le(2**32 - 1), Remedy("e.g. {key}=1234"), SAME]
+    fp8: Annotated[Literal["hybrid", "e4m3"] | None, SPEED]
+    activations_checkpoint_granularity: Annotated[Literal["selective", "full"] | None, SPEED]
+    activations_checkpoint_method: Annotated[Literal["uniform", "block"] | None, SPEED]
+    activations_checkpoint_num_layers: Annotated[Count | None, SPEED]
+    recompute_modules: Annotated[RecomputeModules | None, SPEED]
+    logprob_chunk_size: Annotated[Count, SPEED]
     reference: ReferenceConfig
     peft: PeftConfig
     optim: OptimConfig
@@ -287,10 +316,10 @@ class RunConfig(Section):
 
     algorithm: str
     trainer: TrainerConfig
-    exp_manager: ExpManagerConfig
+    exp_manager: Annotated[ExpManagerConfig, LOGGING]
     pretrained_checkpoint: PretrainedConfig
     model: GPTConfig
-    export: ExportConfig
+    export: Annotated[ExportConfig, FILES]
 
     @property
     def loop(self) -> LoopConfig:
@@ -317,22 +346,17 @@ def _extended(base: type[Base], fields: Mapping[str, tuple[object, object]]) -> 
 def config_type(recipe: Recipe, loss: Loss | None = None) -> type[RunConfig]:
     """Build the configuration type of an algorithm.
 
-    The options of all its losses, and of ``loss`` if given, are keys of model.NAME.
-
-    Args:
-        recipe: the algorithm.
-        loss: the loss in use, which may be user-defined.
+    The options of all its losses, and of the user-defined ``loss`` if given, are keys of model.NAME.
     """
-    options = {name: option.annotation for known in recipe.losses.values() for name, option in known.options.items()}
-    options |= {name: option.annotation for name, option in loss.options.items()} if loss is not None else {}
+    losses = [*recipe.losses.values(), *([] if loss is None else [loss])]
+    options = {name: option.annotation for each in losses for name, option in each.options.items()}
     section = _extended(recipe.loss_section, {name: (or_(kind, None), None) for name, kind in options.items()})
-    if loss is not None:
-        section.record = loss
-    data = _extended(DataConfig, dict.fromkeys(recipe.data_defaults, (float | None, ...)))
+    section.losses = recipe.losses
+    data = _extended(DataConfig, dict.fromkeys(recipe.data_defaults, (Annotated[float | None, REWARD], ...)))
     fields: dict[str, tuple[object, object]] = {
-        "algorithm": (Literal[recipe.name], ...),
+        "algorithm": (Annotated[Literal[recipe.name], MustStay("the algorithm")], ...),
         "trainer": (_extended(TrainerConfig, {recipe.name: (LoopConfig, ...)}), ...),
-        "model": (_extended(GPTConfig, {"data": (data, ...), recipe.name: (section, ...)}), ...),
+        "model": (_extended(GPTConfig, {"data": (data, ...), recipe.name: (Annotated[section, LOSS], ...)}), ...),
     }
     config = _extended(RunConfig, fields)
     config.recipe = recipe

@@ -21,7 +21,6 @@ from nemo_kto.device.patches import install_cpu_backend
 from nemo_kto.errors import UserError
 from nemo_kto.processes import rendezvous, watchdog
 from nemo_kto.processes.signals import Stopped
-from nemo_kto.processes.waits import Section
 
 Item = TypeVar("Item")
 _FOR_ALL = "working for all ranks"  # default description of work for which the other ranks wait
@@ -112,7 +111,7 @@ def uses_gloo_groups() -> bool:
 
 def destroy() -> None:
     """Stop the watchdog and destroy all process groups."""
-    watchdog.stop(holds_store=rendezvous.holds_store())
+    watchdog.stop(hosts_store=rendezvous.hosts_store())
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
@@ -221,7 +220,7 @@ def raise_together(problem: Problem | None, failure: str) -> None:
 
 def on_rank_zero(action: Callable[[], object], failure: str) -> None:
     """Run ``action`` on rank 0 without a time limit; either all ranks succeed or all fail as in :func:`raise_together`."""
-    section = Section(doing=_FOR_ALL)
+    section = watchdog.section(doing=_FOR_ALL)
     problem = attempt(action) if is_rank_zero() else None
     section.finish()
     raise_together(problem, failure)
@@ -236,7 +235,7 @@ def from_rank_zero(action: Callable[[], Item], *, doing: str = _FOR_ALL) -> Item
     if world_size() == 1:  # also before there is a process group
         return action()
     outcome: list[Any] = [None, None]  # the result, the problem
-    section = Section(doing=doing)
+    section = watchdog.section(doing=doing)
     try:
         if is_rank_zero():
             outcome[0] = action()
@@ -259,7 +258,7 @@ def main_process_first(*, doing: str = _FOR_ALL) -> Iterator[None]:
     describes the block in the error message if a first process dies: "tokenising the rows".
     """
     first, problem = is_first_of_machine(), None
-    section = Section(doing=doing)
+    section = watchdog.section(doing=doing)
     try:
         if first:
             yield
@@ -282,7 +281,7 @@ def on_all_ranks(*, doing: str) -> Iterator[None]:
     There is no time limit while the other ranks are alive. A rank whose block fails does not wait. ``doing`` describes the
     block in the error message if a rank dies: "loading the weights".
     """
-    section = Section(doing=doing)
+    section = watchdog.section(doing=doing)
     try:
         yield
     except BaseException:

@@ -1,16 +1,14 @@
-"""Finding the rank that the others wait for: the state of each rank, and the verdict. No communication."""
+"""Diagnosis of a hang: the state of each rank, and the rank that the others wait for. No communication."""
 
 from __future__ import annotations
 
 import ctypes
-import json
 import linecache
 import os
 import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 
 import torch.distributed
@@ -18,7 +16,6 @@ import torch.distributed
 MAX_FRAMES = 10  # frames of a printed stack, so that the cause is within the last 20 lines of an error
 _MAX_RANKS = 6  # ranks that are described individually
 _TORCH_DISTRIBUTED = os.path.dirname(torch.distributed.__file__) + os.sep
-_PATIENT_WAITS = str(Path(__file__).with_name("waits.py"))  # these waits check for themselves that the other ranks live
 _WAIT = re.compile(r"\.wait\(")  # wait for a collective that runs in the background; megatron-core calls it directly
 
 BUSY, WAITING, PATIENT = "busy", "waiting", "patient"
@@ -30,8 +27,6 @@ class Answer:
     """State of a rank, as reported by the rank.
 
     Attributes:
-        host: host name.
-        process: process id on that host.
         phase: current phases, outermost first, such as "validation/reference"; "" between phases.
         last_phase: the phase that ended last; "" if none has.
         seconds: time since a phase last began or ended.
@@ -42,7 +37,6 @@ class Answer:
     """
 
     host: str
-    process: int
     phase: str
     last_phase: str
     seconds: float
@@ -50,13 +44,6 @@ class Answer:
     steps: int | None
     doing: str
     stack: Sequence[str]
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Answer:
-        return cls(**json.loads(text))
 
     def place(self) -> str:
         """Return text such as "in phase 'data' for 95 s (11 steps done)"."""
@@ -66,18 +53,6 @@ class Answer:
             phase = f"between phases, after '{self.last_phase}'," if self.last_phase else "before the first phase"
         done = "" if self.steps is None else f" ({self.steps} step{'s' * (self.steps != 1)} done)"
         return f"{phase} for {self.seconds:.0f} s{done}"
-
-
-def frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame and its callers, innermost first."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def main_frame(thread_id: int) -> FrameType | None:
-    """Return the current frame of a thread."""
-    return sys._current_frames().get(thread_id)
 
 
 _awaits_main_thread = False
@@ -107,38 +82,28 @@ def main_thread_ran() -> bool:
 
 
 def doing(frame: FrameType | None, *, device_busy: bool) -> str:
-    """Return the state of a main thread: BUSY, WAITING or PATIENT.
+    """Return the state of a main thread from its innermost frame: BUSY or WAITING.
 
-    Args:
-        frame: its innermost frame.
-        device_busy: the device has unfinished work; a collective on the device waits for the other ranks.
+    ``device_busy``: the device has unfinished work; a collective on the device waits for the other ranks.
     """
-    stack = list(frames(frame))
-    if any(one.f_code.co_filename == _PATIENT_WAITS for one in stack[:8]):
-        return PATIENT
-    if stack and stack[0].f_code.co_filename.startswith(_TORCH_DISTRIBUTED):
-        return WAITING
-    if stack and _WAIT.search(linecache.getline(stack[0].f_code.co_filename, stack[0].f_lineno)):
-        return WAITING
+    if frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_TORCH_DISTRIBUTED) or _WAIT.search(linecache.getline(file, frame.f_lineno)):
+            return WAITING
     return WAITING if device_busy else BUSY
 
 
-def stack_lines(frame: FrameType | None, limit: int = MAX_FRAMES) -> list[str]:
-    """Return a line for each of the innermost frames, innermost last."""
-    found = []
-    for one, _ in zip(frames(frame), range(limit), strict=False):
-        code = one.f_code
-        source = linecache.getline(code.co_filename, one.f_lineno).strip()
-        found.append(f"{_short(code.co_filename)}:{one.f_lineno} in {code.co_name}: {source}"[:160])
-    return found[::-1]
-
-
-def _short(file: str) -> str:
-    """Return a path relative to site-packages, or starting at this package, without the installation folder."""
-    for part in ("site-packages/", "nemo_kto/"):
-        if part in file:
-            return file[file.rindex(part) + (len(part) if part.startswith("site") else 0) :]
-    return file
+def stack_lines(frame: FrameType | None) -> list[str]:
+    """Return a line for each of the innermost frames, innermost last; paths start at a package."""
+    lines = []
+    for one in traceback.extract_stack(frame, limit=MAX_FRAMES) if frame is not None else ():
+        file = one.filename
+        for folder, start in (("site-packages/", len("site-packages/")), ("nemo_kto/", 0)):
+            if folder in file:
+                file = file[file.rindex(folder) + start :]
+                break
+        lines.append(f"{file}:{one.lineno} in {one.name}: {one.line}"[:160])
+    return lines
 
 
 def judge(answers: Mapping[int, Answer], *, ended: Mapping[int, str], hosts: Mapping[int, str], size: int) -> str:
@@ -149,51 +114,37 @@ def judge(answers: Mapping[int, Answer], *, ended: Mapping[int, str], hosts: Map
 
     Args:
         answers: answer of each rank that gave one.
-        ended: reason of each rank that announced its end.
+        ended: reason of each rank that announced its exit.
         hosts: host name of each rank.
         size: number of ranks.
     """
     if lost := [rank for rank in range(size) if rank not in answers]:
-        return _of_lost(lost, answers, ended, hosts, size)
+        waiting = next((answer for answer in answers.values() if answer.doing != BUSY), next(iter(answers.values()), None))
+        where = "" if waiting is None else f", {waiting.place()}"
+        lines = []
+        for rank in sorted(lost, key=lambda rank: rank not in ended):
+            who = f"rank {rank} of {size} on {hosts.get(rank, 'an unknown machine')}"
+            if rank in ended:
+                lines.append(f"{who} has ended: {ended[rank]}")
+            else:
+                gone = "does not answer: its process was killed or stopped, or its machine cannot be reached"
+                lines.append(f"{who} {gone}; the others wait for it{where}")
+        return "\n".join(_shortened(lines))
     least = min(answer.changes for answer in answers.values())
     behind = [rank for rank in sorted(answers) if answers[rank].changes == least]
     if culprits := [rank for rank in behind if answers[rank].doing == BUSY] or (behind if len(behind) < size else []):
-        return _of_stuck(culprits, answers, size)
-    lines = [f"  rank {rank} on {answers[rank].host}: {answers[rank].place()}" for rank in range(size)[:_MAX_RANKS]]
-    lines += [f"  and {size - _MAX_RANKS} more"] * (size > _MAX_RANKS)
-    return "\n".join(
-        [
-            f"all {size} ranks wait for each other: they disagree on the next collective or the network fails; rank 0 is at",
-            *(f"    {line}" for line in answers[0].stack[-6:]),
-            "and the phases are",
-            *lines,
-        ]
-    )
-
-
-def _of_lost(
-    lost: Sequence[int], answers: Mapping[int, Answer], ended: Mapping[int, str], hosts: Mapping[int, str], size: int
-) -> str:
-    waiting = next((answer for answer in answers.values() if answer.doing != BUSY), next(iter(answers.values()), None))
-    where = "" if waiting is None else f", {waiting.place()}"
-    lines = []
-    for rank in sorted(lost, key=lambda rank: rank not in ended)[:_MAX_RANKS]:
-        who = f"rank {rank} of {size} on {hosts.get(rank, 'an unknown machine')}"
-        if rank in ended:
-            lines.append(f"{who} has ended: {ended[rank]}")
-        else:
-            gone = "does not answer: its process was killed or stopped, or its machine is out of reach"
-            lines.append(f"{who} {gone}; the others wait for it{where}")
-    return "\n".join(lines + [f"and {len(lost) - _MAX_RANKS} more"] * (len(lost) > _MAX_RANKS))
-
-
-def _of_stuck(culprits: Sequence[int], answers: Mapping[int, Answer], size: int) -> str:
+        found = (f"rank {rank} of {size} on {answers[rank].host} has been {answers[rank].place()}" for rank in culprits)
+        lines = _shortened([f"{line}, the others wait for it" for line in found])
+        lines.append(f"the stack of rank {culprits[0]}, innermost call last:")
+        return "\n".join([*lines, *(f"    {line}" for line in answers[culprits[0]].stack)])
+    cause = "they disagree on the next collective or the network fails"
     lines = [
-        f"rank {rank} of {size} on {answers[rank].host} has been {answers[rank].place()}, the others wait for it"
-        for rank in culprits[:_MAX_RANKS]
+        f"all {size} ranks wait for each other: {cause}; rank 0 is at",
+        *(f"    {line}" for line in answers[0].stack[-6:]),
     ]
-    lines += [f"and {len(culprits) - _MAX_RANKS} more"] * (len(culprits) > _MAX_RANKS)
-    first = answers[culprits[0]]
-    return "\n".join(
-        [*lines, f"the stack of rank {culprits[0]}, innermost call last:", *(f"    {line}" for line in first.stack)]
-    )
+    places = [f"rank {rank} on {answers[rank].host}: {answers[rank].place()}" for rank in range(size)]
+    return "\n".join([*lines, "and the phases are", *(f"  {line}" for line in _shortened(places))])
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    return lines[:_MAX_RANKS] + [f"and {len(lines) - _MAX_RANKS} more"] * (len(lines) > _MAX_RANKS)

@@ -25,7 +25,7 @@ _NO_LOOPBACK = (
     "the ranks of one machine need the loopback interface with the address 127.0.0.1, got none; bring it up "
     "(ip link set lo up) or use trainer.devices=1"
 )
-_SAYS_WHY = (ranks.USAGE_ERROR, signals.ENDED_EARLY)  # statuses of ranks that leave a message or have printed it
+_REPORTED = (ranks.USAGE_ERROR, signals.ENDED_EARLY)  # statuses of ranks that record a message or have printed it
 # Order of exit statuses as likely causes, lowest first: other signals are 0 too, errors 1. A rank that has ended early makes
 # the others fail, because they miss it.
 _LIKELY_CAUSE = {signals.ENDED_EARLY: -1, -signal.SIGTERM: 2, ranks.USAGE_ERROR: 0}
@@ -33,21 +33,16 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def spawn_ranks(count: int, command: Sequence[str], *, stop_signals: Sequence[str]) -> None:
-    """Start ``count`` ranks of a Python command on this machine and wait for them; nothing is restarted.
+    """Start ``count`` ranks with these arguments of Python on this machine and wait for them; nothing is restarted.
 
     When a rank fails, the others are ended at once. The CPU cores are divided among the ranks: each gets as many threads as
     there are cores per rank, unless OMP_NUM_THREADS is set.
 
-    Signals that ask the run to stop are forwarded, and the ranks take as long as they need. A second SIGINT ends them at
-    once, and so do signals that are not among ``stop_signals``.
+    ``stop_signals``, names of the signals that ask the run to stop, are forwarded, and the ranks take as long as they need.
+    A second SIGINT ends them at once, and so do other signals.
 
     The ranks rendezvous in an unnamed file, which disappears with the last of them, and listen only on the loopback
     interface. Processes that the ranks leave behind are killed; other child processes of this process are spared.
-
-    Args:
-        count: number of ranks.
-        command: arguments of the Python interpreter.
-        stop_signals: names of the signals that ask the run to stop, see ``signals.NAMES``.
 
     Raises:
         SystemExit: a rank failed (with its status), all ended early (85), a signal ended the run (128 + its number), or
@@ -57,46 +52,51 @@ def spawn_ranks(count: int, command: Sequence[str], *, stop_signals: Sequence[st
         ranks.fail(UserError(_NO_LOOPBACK), world=None)
     ranks.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # this process inherits the children of killed ranks, and ends them below
     with contextlib.ExitStack() as files:
-        store, *errors = (files.enter_context(_file_in_memory()) for _ in range(1 + count))
+        # unnamed files, which no cleanup of /tmp removes and which end with the last process
+        store, *errors = (os.memfd_create("nemo_kto") for _ in range(1 + count))
+        for number in (store, *errors):
+            files.callback(os.close, number)
         started: list[_Rank] = []
         try:
-            with _passing_on(stop_signals, started) as arrived:
+            with _forwarded(stop_signals, started) as arrived:
                 with signals.blocked():
                     for rank, error in enumerate(errors):
                         started.append(_start(rank, count, command, store=store, error=error))
                 for number in tuple(arrived):  # signals that another thread received during the start
                     _send(number, started)
-                failures = _wait(started)
+                failed = _wait(started)
         except _Ended as end:
             sys.exit(128 + end.number)
         finally:
             _end_descendants(started)
-        if failures:
-            sys.exit(_report(_first(failures), count))
+        if failed:
+            sys.exit(_report(_first(failed), count))
 
 
-@contextlib.contextmanager
-def _file_in_memory() -> Iterator[int]:
-    """Yield the descriptor of an unnamed file, which no cleanup of /tmp removes and which ends with the last process."""
-    number = os.memfd_create("nemo_kto")
-    try:
-        yield number
-    finally:
-        os.close(number)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _Rank:
-    """A rank that was started by this process; it leaves the message with which it ends in ``error_file``."""
+    """A rank that was started by this process.
+
+    Attributes:
+        error_file: where the rank writes the message with which it ends.
+        ended_ns: when its end was noticed, in ns since 1970.
+    """
 
     number: int
     process: Popen[bytes]
     error_file: str
+    ended_ns: int = 0
+
+    @property
+    def status(self) -> int:
+        """Exit status; negative if a signal ended the rank."""
+        return self.process.returncode
 
 
 def _start(rank: int, count: int, command: Sequence[str], *, store: int, error: int) -> _Rank:
     """Start a rank, which inherits the descriptors ``store``, shared by all ranks, and ``error``, its own."""
     threads = str(max(1, len(os.sched_getaffinity(0)) // count))
+    error_file = f"/proc/self/fd/{error}"  # valid in this process and in the rank
     variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(count),
@@ -105,14 +105,14 @@ def _start(rank: int, count: int, command: Sequence[str], *, store: int, error: 
         "MASTER_ADDR": rendezvous.LOCAL,  # required but unused: the ranks rendezvous in the file
         "MASTER_PORT": "0",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-        ranks.ERROR_FILE: _path_of(error),
+        ranks.ERROR_FILE: error_file,
         ranks.STARTED_BY: str(os.getpid()),
         ranks.STARTED_AT: str(ranks.started_at()),
-        ranks.STORE_FILE: _path_of(store),
+        ranks.STORE_FILE: f"/proc/self/fd/{store}",
     }
     environment = {**os.environ, **_search_path(), **variables}
     process = Popen([sys.executable, *command], env=environment, start_new_session=True, pass_fds=(store, error))
-    return _Rank(number=rank, process=process, error_file=_path_of(error))
+    return _Rank(number=rank, process=process, error_file=error_file)
 
 
 def _search_path() -> dict[str, str]:
@@ -121,11 +121,6 @@ def _search_path() -> dict[str, str]:
     if sys.path[0] != root:
         return {}
     return {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
-
-
-def _path_of(number: int) -> str:
-    """Return a path to an open file, valid in this process and in those that inherit the descriptor."""
-    return f"/proc/self/fd/{number}"
 
 
 class _Ended(BaseException):
@@ -137,7 +132,7 @@ class _Ended(BaseException):
 
 
 @contextlib.contextmanager
-def _passing_on(stop_signals: Sequence[str], started: Sequence[_Rank]) -> Iterator[set[int]]:
+def _forwarded(stop_signals: Sequence[str], started: Sequence[_Rank]) -> Iterator[set[int]]:
     """Forward the signals that ask for a stop to the ranks within the block; others, and a second SIGINT, end the block.
 
     Yields the set of signals that have arrived.
@@ -166,79 +161,61 @@ def _send(number: int, to: Iterable[_Rank]) -> None:
         rank.process.send_signal(number)
 
 
-def _wait(started: Sequence[_Rank]) -> list[_Failure]:
-    """Wait for all ranks to end and return the failures; ranks that are ended because one failed are not among them."""
-    running, failures = list(started), list[_Failure]()
-    patience: float | None = None
-    while running and (patience is None or time.monotonic() < patience):
+def _wait(started: Sequence[_Rank]) -> list[_Rank]:
+    """Wait for all ranks to end and return those that failed, without those that are ended because one failed."""
+    running, failed = list(started), list[_Rank]()
+    deadline: float | None = None
+    while running and (deadline is None or time.monotonic() < deadline):
         time.sleep(_POLL_SECONDS)
         ended = [rank for rank in running if rank.process.poll() is not None]
         running = [rank for rank in running if rank not in ended]
-        failures += [_Failure.of(rank) for rank in ended if rank.process.returncode != 0]
-        if failures and patience is None:
+        for rank in ended:
+            rank.ended_ns = int(time.time()) * 10**9  # in whole seconds: a recorded error is often a consequence
+            failed += [rank] if rank.status else []
+        if failed and deadline is None:
             # a rank that was asked to stop before the first step may be the only one that got the signal
-            early = all(failure.exitcode == signals.ENDED_EARLY for failure in failures)
-            patience = time.monotonic() + (_SECONDS_TO_FOLLOW if early else _SECONDS_TO_FAIL)
+            early = all(rank.status == signals.ENDED_EARLY for rank in failed)
+            deadline = time.monotonic() + (_SECONDS_TO_FOLLOW if early else _SECONDS_TO_FAIL)
             _send(signal.SIGTERM, running if early else ())
     for rank in running:
         rank.process.kill()
-    return failures
+    return failed
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Failure:
-    """A rank that failed. ``exitcode`` is negative if a signal ended it; ``timestamp`` is in seconds since 1970."""
-
-    local_rank: int
-    exitcode: int
-    error_file: str
-    timestamp: int
-
-    @classmethod
-    def of(cls, rank: _Rank) -> _Failure:
-        """Return the failure of a rank that has ended."""
-        status = rank.process.returncode
-        return cls(local_rank=rank.number, exitcode=status, error_file=rank.error_file, timestamp=int(time.time()))
-
-
-def _first(failures: Iterable[_Failure]) -> _Failure:
-    """Return the failure that caused the others.
+def _first(failed: Iterable[_Rank]) -> _Rank:
+    """Return the rank whose failure caused the others.
 
     A killed rank is noticed only after the ranks that missed it; a rank that was ended by SIGTERM was not the cause.
     """
-    return min(failures, key=lambda failure: (_LIKELY_CAUSE.get(failure.exitcode, failure.exitcode >= 0), _when(failure)))
+
+    def when_ns(rank: _Rank) -> int:  # ranks fail within milliseconds, and the ends of processes are noticed later
+        with contextlib.suppress(OSError):
+            if (written := os.stat(rank.error_file)).st_size:
+                return written.st_mtime_ns
+        return rank.ended_ns
+
+    return min(failed, key=lambda rank: (_LIKELY_CAUSE.get(rank.status, rank.status >= 0), when_ns(rank)))
 
 
-def _when(failure: _Failure) -> int:
-    """Return the time of a failure in ns: ranks fail within milliseconds, and the ends of processes are noticed later."""
-    with contextlib.suppress(OSError):
-        if (written := os.stat(failure.error_file)).st_size:
-            return written.st_mtime_ns
-    return failure.timestamp * 10**9
-
-
-def _report(failure: _Failure, count: int) -> int:
+def _report(rank: _Rank, count: int) -> int:
     """Print which rank failed first and why, and return the exit status of the launcher."""
-    who, code = f"nemo-kto: rank {failure.local_rank} of {count}", failure.exitcode
-    if code < 0:
-        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-        print(f"{who} was killed by {signal.Signals(-code).name}{hint}; the other ranks were ended", file=sys.stderr)
+    who, status = f"nemo-kto: rank {rank.number} of {count}", rank.status
+    if status < 0:
+        hint = " (out of memory?)" if status == -signal.SIGKILL else ""
+        print(f"{who} was killed by {signal.Signals(-status).name}{hint}; the other ranks were ended", file=sys.stderr)
         return 1
-    recorded = _recorded(failure.error_file)
-    if recorded and (code in _SAYS_WHY or not recorded.startswith("Traceback")):  # a message, which names the rank if needed
+    recorded = ""  # the traceback of the rank, or the message of its UserError
+    with contextlib.suppress(OSError):
+        recorded = Path(rank.error_file).read_text(encoding="utf-8", errors="replace")
+    if recorded and (
+        status in _REPORTED or not recorded.startswith("Traceback")
+    ):  # a message, which names the rank if needed
         print(f"nemo-kto: {recorded}", file=sys.stderr)
     elif recorded:
         print(f"{who} failed; the other ranks were ended. Its error:\n\n{recorded}", file=sys.stderr)
-    elif code not in _SAYS_WHY:
-        print(f"{who} ended with status {code}; the other ranks were ended. Its error is above.", file=sys.stderr)
-    return code
-
-
-def _recorded(error_file: str) -> str:
-    """Return the traceback of a rank, or the message of its UserError; empty if it left neither."""
-    with contextlib.suppress(OSError):
-        return Path(error_file).read_text(encoding="utf-8", errors="replace")
-    return ""
+    elif status not in _REPORTED:
+        print(f"{who} ended with status {status}; the other ranks were ended. Its error is above.", file=sys.stderr)
+    return status
 
 
 def _end_descendants(started: Sequence[_Rank]) -> None:

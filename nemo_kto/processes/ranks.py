@@ -1,4 +1,4 @@
-"""The ranks of a run: detected under torchrun or srun, or started by ``launcher.py``; and the exit of each.
+"""The ranks of a run: detected under torchrun or srun, or started by ``launcher.py``; their limits, and the exit of each.
 
 Torchrun is detected before SLURM, because torchrun may itself run inside an srun step, and because SLURM's variables are
 also set in processes that are not ranks, such as the batch script itself.
@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
+import logging
 import multiprocessing
 import os
 import re
+import resource
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -25,8 +30,10 @@ from typing import NoReturn
 from nemo_kto.errors import UserError
 from nemo_kto.processes import signals
 
+logger = logging.getLogger(__name__)
+
 USAGE_ERROR = 2  # exit status after a mistake of the user that has been reported
-SECONDS_TO_SPEAK = 5  # in which rank 0 can print the error before the launcher ends it because another rank is gone
+PRINT_SECONDS = 5  # in which rank 0 can print the error before the launcher ends it because another rank is gone
 INTERRUPTED = 128 + signal.SIGINT
 # Environment variables of the ranks that ``launcher.py`` starts.
 STARTED_BY = "NEMO_KTO_STARTED_BY"  # process id of the launcher
@@ -35,8 +42,12 @@ ERROR_FILE = "NEMO_KTO_ERROR_FILE"  # file for the message that the launcher pri
 STORE_FILE = "NEMO_KTO_STORE_FILE"  # file of the store for the rendezvous of the ranks
 _TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _MAX_RANKS = 10**6
-_UNSET = "start the ranks with torchrun or srun, or unset what they left in the environment"
+_UNSET = "start the ranks with torchrun or srun, or unset their variables"
 _PR_SET_PDEATHSIG = 1
+_SCONTROL_SECONDS = 60
+MIN_FILES = 256  # a run of two ranks has a hundred files and sockets open, and each further rank adds about ten
+_MAX_FILES = 2**16
+_RAISE_FILES = "raise it before the start, e.g. ulimit -n 4096"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +55,6 @@ class World:
     """The position of this process among the ranks.
 
     Attributes:
-        rank: rank of this process.
-        size: number of ranks.
         local_rank: rank of this process among those of its machine.
         local_size: number of ranks on this machine; None if unknown.
         sees_same: all ranks of a machine see the same GPUs, as under torchrun; under srun each may see a single one.
@@ -68,14 +77,15 @@ def detect_world(environ: MutableMapping[str, str] | None = None) -> World | Non
     """
     environ = os.environ if environ is None else environ
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
-        if not _in_srun_step(environ):
+        # A batch script or interactive shell has no step, or one with one task.
+        step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
+        tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
+        if "SLURM_PROCID" not in environ or step is None or not tasks.isdecimal() or int(tasks) <= 1:
             return None
         try:
             _from_slurm(environ)
         except (ValueError, LookupError) as error:
-            raise UserError(
-                f"the variables of SLURM must be those of a step of srun, got others ({error}); {_UNSET}"
-            ) from error
+            raise UserError(f"SLURM_* must be the variables of an srun step, got others ({error}); {_UNSET}") from error
     size = _number(environ, "WORLD_SIZE", 1, _MAX_RANKS)
     local_size = _number(environ, "LOCAL_WORLD_SIZE", 1, size) if environ.get("LOCAL_WORLD_SIZE") else None
     world = World(
@@ -92,19 +102,11 @@ def detect_world(environ: MutableMapping[str, str] | None = None) -> World | Non
 
 
 def _number(environ: Mapping[str, str], name: str, lowest: int, highest: int) -> int:
-    """Return the value of a launcher's environment variable."""
     value = environ[name]
     if not re.fullmatch(r"\d{1,9}", value) or not lowest <= int(value) <= highest:
         text = f"the environment variable {name} must be an integer from {lowest} to {highest}, got {value!r}"
         raise UserError(f"{text}; {_UNSET}")
     return int(value)
-
-
-def _in_srun_step(environ: Mapping[str, str]) -> bool:
-    """Return True in each of several srun tasks; a batch script or interactive shell has no step, or one with one task."""
-    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
-    return "SLURM_PROCID" in environ and step is not None and tasks.isdecimal() and int(tasks) > 1
 
 
 def _from_slurm(environ: MutableMapping[str, str]) -> None:
@@ -142,15 +144,16 @@ def created() -> float:
     return psutil.Process().create_time()
 
 
-def resume_sibling(process: int, *, created: float) -> None:
+def resume_sibling(process: int, *, host: str, created: float) -> None:
     """Send SIGCONT to a stopped rank of this machine.
 
-    Process id and creation time come from another rank and may be wrong: the process may be gone and its id reused, or the
-    id may belong to another container. Only a process with the same parent as this one and the same creation time is
-    signalled.
+    The arguments come from another rank and may be wrong: the process may be gone and its id reused, or the id may belong to
+    another container. Only a process with the same parent as this one and the same creation time is signalled.
     """
     import psutil
 
+    if host != socket.gethostname():
+        return
     with contextlib.suppress(psutil.Error, ValueError):
         found = psutil.Process(process)
         if found.ppid() == os.getppid() and found.create_time() == created and found.status() == psutil.STATUS_STOPPED:
@@ -176,7 +179,7 @@ def end_with_launcher() -> None:
         left += [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
         raise UserError(
             f"{STARTED_BY} must be the id of the process that started this one, {os.getppid()}, got "
-            f"{os.environ.get(STARTED_BY)}: the environment is left from a rank of another run; unset {', '.join(left)}"
+            f"{os.environ.get(STARTED_BY)}: the variables of another run are still set; unset {', '.join(left)}"
         )
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if not has_launcher():  # the launcher was killed before prctl
@@ -186,12 +189,12 @@ def end_with_launcher() -> None:
 def fail(error: BaseException, *, world: World | None) -> NoReturn:
     """End this process: for a UserError with its message and status 2, for other errors with a traceback and status 1.
 
-    A rank started by :func:`~nemo_kto.processes.launcher.spawn_ranks` leaves the message to the launcher, which prints the
-    message of the rank that failed first and not those of the ranks that failed because of it. Otherwise all ranks but
-    rank 0 wait before they print: rank 0 prints the same error, if it has it, and meanwhile the launcher ends them all.
+    For ranks started by :func:`~nemo_kto.processes.launcher.spawn_ranks`, the launcher prints the error of the rank that
+    failed first, and not those of the ranks that failed because of it. Otherwise all ranks but rank 0 wait before they
+    print: rank 0 prints the same error, if it has it, and meanwhile its launcher ends them all.
     """
     if isinstance(error, UserError):
-        _say(str(error), world=world)
+        _report(str(error), world=world)
         exit_rank(USAGE_ERROR, world=world)
     text = "".join(traceback.format_exception(error))
     if has_launcher():
@@ -208,31 +211,28 @@ def fail(error: BaseException, *, world: World | None) -> NoReturn:
 def end_early(message: str, *, world: World | None) -> NoReturn:
     """End this process with status 85, because it was asked to stop; ``message`` is empty if it was already printed."""
     if message:
-        _say(message, world=world)
+        _report(message, world=world)
     exit_rank(signals.ENDED_EARLY, world=world)
 
 
-def _say(message: str, *, world: World | None) -> None:
+def _report(message: str, *, world: World | None) -> None:
     if has_launcher():
         _record(message)
         return
     if world is not None and world.rank > 0:
-        time.sleep(SECONDS_TO_SPEAK)
+        time.sleep(PRINT_SECONDS)
     print(f"nemo-kto: {message}", file=sys.stderr)
 
 
 def abort_rank(message: str, *, world: World, wait: bool) -> NoReturn:
     """End this rank with a message and status 1, from a watchdog thread while the main thread may hold any lock.
 
-    Args:
-        message: names the rank at fault.
-        world: position of this rank.
-        wait: another rank prints the same; wait before printing, as :func:`fail` does.
+    ``wait``: another rank prints the same message; wait before printing, as :func:`fail` does.
     """
     _record(message)  # torchrun prints it in its own long report
     if not has_launcher():
         if wait:
-            time.sleep(SECONDS_TO_SPEAK)
+            time.sleep(PRINT_SECONDS)
         with contextlib.suppress(OSError):  # the terminal may be closed
             os.write(2, f"nemo-kto: {message}\n".encode(errors="backslashreplace"))
     ending = threading.Thread(target=exit_rank, args=(1,), kwargs={"world": world}, daemon=True)
@@ -264,3 +264,58 @@ def prctl(option: int, value: int) -> None:
     """Set an attribute of this process in the kernel."""
     with contextlib.suppress(OSError, AttributeError):  # exists only on Linux
         ctypes.CDLL(None).prctl(option, value)
+
+
+def requeue(environ: Mapping[str, str]) -> str | None:
+    """Requeue the SLURM job of this process.
+
+    Returns:
+        The job id, for an array job with its task id; None if requeueing failed, which is logged as a warning.
+    """
+    job = environ.get("SLURM_JOB_ID")
+    if array := environ.get("SLURM_ARRAY_JOB_ID"):
+        job = f"{array}_{environ.get('SLURM_ARRAY_TASK_ID')}"
+    if job is None:
+        logger.warning("trainer.requeue needs a SLURM job, got none (SLURM_JOB_ID is not set); nothing was requeued")
+        return None
+    command = ["scontrol", "requeue", job]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=False)
+        problem = (done.stderr.strip() or f"status {done.returncode}") if done.returncode else None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = str(error)
+    if problem is not None:
+        logger.warning(f"`{' '.join(command)}` failed, nothing was requeued: {problem}")
+        return None
+    return job
+
+
+def check_open_files() -> str | None:
+    """Return constraint, value and remedy if this user may not open enough files for a run (``ulimit -n``); else None."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= MIN_FILES:
+        return None
+    return f"must be at least {MIN_FILES} (open files of a process), got {hard}; {_RAISE_FILES}"
+
+
+def raise_open_files() -> None:
+    """Raise the limit of this process to its hard limit, at most 65536: many shells and services set a lower soft limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def explain_open_files(error: Exception) -> Exception:
+    """Return a UserError that names the limit on open files if it caused the error; else the error itself."""
+    cause: BaseException | None = error
+    seen: list[BaseException] = []  # guards against a cycle, as of an error raised from its own consequence
+    while cause is not None and cause not in seen:
+        seen.append(cause)
+        if (isinstance(cause, OSError) and cause.errno == errno.EMFILE) or "Too many open files" in str(cause):
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            found = UserError(f"ulimit -n must allow all files and sockets of a rank, got {soft} ({error}); {_RAISE_FILES}")
+            found.__cause__ = error
+            return found
+        cause = cause.__cause__ or cause.__context__
+    return error

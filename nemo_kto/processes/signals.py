@@ -16,7 +16,7 @@ from types import FrameType
 
 NAMES = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGUSR2")  # signals that can be configured to stop a run
 ENDED_EARLY = 85  # exit status of a run that was asked to stop; the same command resumes it
-_NOTHING_SAVED = "before the first step, so that there was nothing to save; start the same command again"
+_NOTHING_SAVED = "before the first step, with nothing to save; start the same command again"
 
 
 class Stopped(BaseException):
@@ -28,8 +28,6 @@ class Stopped(BaseException):
 
 @dataclass(eq=False)
 class _Listener:
-    """State of the signals in this process."""
-
     process: int = 0
     first: int = 0  # number of the first signal
     deferred: bool = False
@@ -41,18 +39,14 @@ _listener = _Listener()
 
 
 def numbers(names: Sequence[str]) -> list[signal.Signals]:
-    """Return the signals with these names."""
     return [signal.Signals[name] for name in names]
 
 
 def listen(names: Sequence[str], *, ends_at_second_interrupt: bool) -> None:
     """Make the named signals stop the run in this process; no effect outside the main thread.
 
-    Signals that arrived while they were blocked take effect.
-
-    Args:
-        names: names from :data:`NAMES`.
-        ends_at_second_interrupt: a second SIGINT raises KeyboardInterrupt at once.
+    Signals that arrived while they were blocked take effect. With ``ends_at_second_interrupt``, a second SIGINT raises
+    KeyboardInterrupt at once.
     """
     global _listener
     if threading.current_thread() is not threading.main_thread():
@@ -102,8 +96,10 @@ def raised() -> Stopped | None:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    if os.getpid() != _listener.process:
-        _in_helper(number)
+    if os.getpid() != _listener.process:  # a process forked from a rank: the rank decides, and may end it with SIGTERM
+        if number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         return
     if number == signal.SIGINT and _listener.first == signal.SIGINT and _listener.ends_at_second_interrupt:
         raise KeyboardInterrupt
@@ -111,10 +107,3 @@ def _note(number: int, frame: FrameType | None) -> None:
     if not _listener.deferred and _listener.raised is None:
         _listener.raised = Stopped(f"stopped by {signal.Signals(number).name} {_NOTHING_SAVED}")
         raise _listener.raised
-
-
-def _in_helper(number: int) -> None:
-    """Handle a signal in a process forked from a rank: the rank decides, and may end this process with SIGTERM."""
-    if number == signal.SIGTERM:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)

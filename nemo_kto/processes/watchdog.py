@@ -1,9 +1,10 @@
 """Watchdog thread of each rank: finds the rank that the others wait for, and aborts them with its name, phase and stack.
 
-Nothing is sent in normal operation: each rank only checks the store for a question every few seconds. A rank whose main
+In normal operation nothing is sent: each rank only checks the store for a question every few seconds. A rank whose main
 thread has waited in one collective for most of the timeout posts a question, all ranks answer with their current state
 (:mod:`nemo_kto.processes.hangs`), and the verdict is distributed through the store. A rank that does not answer has ended or
-is stopped. Messages in the store are JSON; nothing is unpickled.
+is stopped. In a :class:`Section`, in which ranks may work for hours, the thread also sends the heartbeat of its rank.
+Messages in the store are JSON; nothing is unpickled, because on several machines outsiders may reach it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from nemo_kto.device import device
 from nemo_kto.processes import hangs, ranks
@@ -29,13 +31,14 @@ from nemo_kto.processes import hangs, ranks
 Result = TypeVar("Result")
 
 WAIT_FRACTION = 0.75  # of the timeout, spent in one collective: then the rank starts an investigation
-PATIENCE_SECONDS = 24 * 3600.0  # the same limit for a rank that waits through the store while another one works long
+PATIENCE_SECONDS = 24 * 3600.0  # the same limit for a rank that waits in a section
+TICK_SECONDS = 5.0  # between two checks of the store, and between two heartbeats
+SILENT_SECONDS = 60.0  # without a heartbeat, after which a rank counts as gone or stopped
+_TICKS = 40  # checks of the store per timeout, if it is so short that they are more frequent
 _ANSWER_FRACTION = 0.15  # of the timeout: how long a rank has to answer, at most _ANSWER_SECONDS
 _ANSWER_SECONDS = 30.0
-_TICKS = 40  # checks of the store per timeout, at least one in _TICK_SECONDS
-_TICK_SECONDS = 5.0
-_LEAVE_SECONDS = 5.0  # how long the process that holds the store stays for the others at the end
-_REMEDY = "the timeout is trainer.timeout_minutes ({minutes} min); raise it if work of one rank takes longer"
+_EXIT_SECONDS = 5.0  # how long the process that hosts the store stays for the others at the end
+_MIN_POLL, _MAX_POLL = 0.001, 0.5  # seconds between two polls: most waits are short, and a long one must cost nothing
 # Messages by which torch reports that another rank is gone or late, in errors of unspecific types.
 _CONNECTION = re.compile(r"gloo|NCCL|[Cc]onnection (was )?(likely )?(closed|reset|refused)|Broken pipe|[Tt]imed out waiting")
 
@@ -47,11 +50,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 class StoreLost(RuntimeError):
-    """The store does not answer.
-
-    Attributes:
-        caller: the thread that still waits for the answer; None if the call raised an error instead.
-    """
+    """The store does not answer; ``caller`` is the thread that still waits for it, None if the call raised an error."""
 
     def __init__(self, reason: str, *, caller: threading.Thread | None) -> None:
         super().__init__(reason)
@@ -60,9 +59,6 @@ class StoreLost(RuntimeError):
 
 def within(seconds: float, action: Callable[[], Result]) -> Result:
     """Run an action with a time limit: torch's store calls may wait forever for a stopped or foreign process.
-
-    Returns:
-        The result of the action.
 
     Raises:
         StoreLost: the action did not return in time, or raised an error.
@@ -88,18 +84,11 @@ def within(seconds: float, action: Callable[[], Result]) -> Result:
 
 @dataclass(kw_only=True, eq=False)
 class BoundedStore:
-    """A store whose calls have a time limit.
-
-    Attributes:
-        store: a separate client, because a client that waits for a key blocks all its other callers.
-        seconds: time limit of a call.
-    """
+    """A store whose calls have a time limit of ``seconds``."""
 
     store: dist.Store
     seconds: float
-
-    def __post_init__(self) -> None:
-        self._lost: StoreLost | None = None
+    _lost: StoreLost | None = None
 
     def call(self, action: Callable[[dist.Store], Result]) -> Result:
         """Run an action on the store and return its result.
@@ -120,32 +109,55 @@ class BoundedStore:
         return self.call(lambda store: store.get(key).decode() if store.check([key]) else None)
 
 
-class Watchdog:
-    """Observer of this rank's main thread, which answers for it and aborts it if it waits for a lost rank."""
+@dataclass(frozen=True, kw_only=True)
+class CheckIn:
+    """The process of a rank: host name, process id on that host, and creation time in seconds since 1970."""
 
-    def __init__(self, *, store: dist.Store, rank: int, size: int, timeout: timedelta, holder: str) -> None:
+    host: str
+    process: int
+    created: float
+
+
+def check_in(store: dist.Store, rank: int) -> None:
+    """Register host and process of this rank in the store."""
+    here = CheckIn(host=socket.gethostname(), process=os.getpid(), created=ranks.created())
+    store.set(f"present/{rank}", json.dumps(asdict(here)))
+
+
+def read_check_in(store: BoundedStore, rank: int) -> CheckIn | None:
+    """Return the registration of a rank; None if it has none."""
+    text = store.read(f"present/{rank}")
+    return None if text is None else CheckIn(**json.loads(text))
+
+
+class Watchdog:
+    """The thread that observes this rank's main thread, answers for it, and aborts it if it waits for a lost rank."""
+
+    def __init__(self, *, store: dist.Store, rank: int, size: int, timeout: timedelta, store_host: str) -> None:
         """Start to observe the calling thread; every rank must do this.
 
         Args:
-            store: store in which every rank has registered its host and process (:func:`check_in`).
-            rank: rank of this process.
-            size: number of ranks.
+            store: store in which every rank has registered (:func:`check_in`).
+            rank, size: rank of this process, and number of ranks.
             timeout: timeout of the collectives.
-            holder: description of the process that holds the store, for messages.
+            store_host: description of the process that hosts the store, for messages.
         """
         self.steps: Callable[[], int] | None = None
-        self._timeout = timeout.total_seconds()
-        self._answer_seconds = min(_ANSWER_SECONDS, _ANSWER_FRACTION * self._timeout)
-        self._tick = min(_TICK_SECONDS, self._timeout / _TICKS)
-        own_client: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-        self._store = BoundedStore(store=own_client, seconds=self._answer_seconds)
-        self._rank, self._size, self._holder = rank, size, holder
+        self.rank, self.size, self.store_host, self.timeout = rank, size, store_host, timeout.total_seconds()
+        self._answer_seconds = min(_ANSWER_SECONDS, _ANSWER_FRACTION * self.timeout)
+        self._tick = min(TICK_SECONDS, self.timeout / _TICKS)
+        # a separate client, because a client that waits for a key blocks all its other callers
+        self.client: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+        self._store = BoundedStore(store=self.client, seconds=self._answer_seconds)
         self._main = threading.get_ident()
         self._phases: list[str] = []
         self._failed_in = ""
         self._last_phase, self._changes, self._changed = "", 0, time.monotonic()
         self._sample = (hangs.BUSY, 0)
         self._stuck = 0.0  # seconds for which the main thread has been waiting in the same place
+        self.sections: list[Section] = []  # in which this rank works
+        self.sections_entered = 0
+        self.in_section_wait = False
         self._question, self._quiet_until = 0, 0.0
         self._stopped, self._wake = False, threading.Event()
         self._failing, self._ending, self._found = False, False, threading.Event()
@@ -157,7 +169,7 @@ class Watchdog:
     def phase(self, name: str) -> Iterator[None]:
         """Name the activity of the main thread within the block."""
         self._phases.append(name)
-        self._change()
+        self._changes, self._changed = self._changes + 1, time.monotonic()
         try:
             yield
         except BaseException:
@@ -166,16 +178,13 @@ class Watchdog:
         finally:
             self._last_phase = "/".join(self._phases)
             self._phases.pop()
-            self._change()
+            self._changes, self._changed = self._changes + 1, time.monotonic()
 
-    def _change(self) -> None:
-        self._changes, self._changed = self._changes + 1, time.monotonic()
-
-    def stop(self, *, holds_store: bool) -> None:
-        """Deregister this rank, so that the others do not take it for lost, and end the watchdog.
+    def stop(self, *, hosts_store: bool) -> None:
+        """Deregister this rank, so that the others do not take it for lost, and end the thread.
 
         Args:
-            holds_store: the store ends with this process, which therefore waits a while until all ranks have left.
+            hosts_store: the store ends with this process, which therefore waits a while until all ranks have left.
         """
         self._stopped = True
         self._wake.set()
@@ -183,15 +192,15 @@ class Watchdog:
         with contextlib.suppress(StoreLost):
             self.announce_exit("its work is done")
             left = self._store.call(lambda store: store.add("left", 1))
-            deadline = time.monotonic() + _LEAVE_SECONDS
-            while holds_store and left < self._size and time.monotonic() < deadline:
+            deadline = time.monotonic() + _EXIT_SECONDS
+            while hosts_store and left < self.size and time.monotonic() < deadline:
                 time.sleep(0.02)
                 left = self._store.call(lambda store: store.add("left", 0))
 
     def announce_exit(self, why: str) -> None:
         """Store the reason why this rank ends, for ranks that will wait for it."""
         with contextlib.suppress(StoreLost):
-            self._store.call(lambda store: store.set(f"ended/{self._rank}", why))
+            self._store.call(lambda store: store.set(f"ended/{self.rank}", why))
 
     def find_lost(self) -> str | None:
         """Return a description of the rank to which this rank lost its connection; None if it cannot be found.
@@ -212,12 +221,23 @@ class Watchdog:
             self._wake.clear()
             now = time.monotonic()
             # A longer interval means that this process itself was stopped, and perhaps all others too.
-            self._look_at_main(min(now - before, 2 * self._tick))
+            self._observe_main(min(now - before, 2 * self._tick))
             before = now
             try:
-                self._look_at_store()
-            except StoreLost as error:
-                self._on_lost_store(str(error))
+                for section in [*self.sections]:
+                    self._store.call(section.beat)
+                self._check_store()
+            except StoreLost as error:  # no rank can be queried, but this rank continues unless it waits or has failed
+                if self._waits_too_long() or self._failing:
+                    place = f"in phase '{phase}'" if (phase := self._phase()) else "between phases"
+                    self._end(f"{self.lost_store(error)} waits {place}", reported_by_others=False)
+
+    def lost_store(self, error: StoreLost) -> str:
+        """Return the beginning of a message, which ends with this rank."""
+        return (
+            f"{self.store_host} hosts the store of the process group and was stopped, has ended or cannot be reached "
+            f"({error}); rank {self.rank} of {self.size} on {socket.gethostname()}"
+        )
 
     def _phase(self) -> str:
         """Return the phases this rank is in, or in which it failed."""
@@ -226,22 +246,25 @@ class Watchdog:
     def _doing(self) -> str:
         if self._failing:  # the main thread waits in find_lost for the result of this thread
             return hangs.WAITING
-        return hangs.doing(hangs.main_frame(self._main), device_busy=device.has_queued_work())
+        if self.in_section_wait:
+            return hangs.PATIENT
+        return hangs.doing(sys._current_frames().get(self._main), device_busy=device.has_queued_work())
 
-    def _look_at_main(self, seconds: float) -> None:
+    def _observe_main(self, seconds: float) -> None:
         doing = self._doing()
-        # Only the main thread can be probed for having run; a wait through the store runs code all the time.
+        # Only the main thread can be probed for having run; a wait in a section runs code all the time.
         ran = self._main != threading.main_thread().ident or hangs.main_thread_ran()
         same_place = (doing, self._changes) == self._sample and (not ran or doing == hangs.PATIENT)
         self._stuck = self._stuck + seconds if same_place and doing != hangs.BUSY else 0.0
         self._sample = (doing, self._changes)
 
     def _waits_too_long(self) -> bool:
-        return self._stuck >= (PATIENCE_SECONDS if self._sample[0] == hangs.PATIENT else WAIT_FRACTION * self._timeout)
+        return self._stuck >= (PATIENCE_SECONDS if self._sample[0] == hangs.PATIENT else WAIT_FRACTION * self.timeout)
 
-    def _look_at_store(self) -> None:
+    def _check_store(self) -> None:
+        """End with the verdict if there is one, answer questions, and ask if this rank waits too long."""
         if (verdict := self._store.read("verdict")) is not None:
-            self._end(verdict, said_by_others=True)
+            self._end(verdict, reported_by_others=True)
             return
         while self._store.read(f"question/{self._question}") is not None:
             self._answer()
@@ -251,130 +274,190 @@ class Watchdog:
 
     def _answer(self) -> None:
         """Publish the state of this rank as the answer to the current question."""
-        frame = hangs.main_frame(self._main)
         answer = hangs.Answer(
             host=socket.gethostname(),
-            process=os.getpid(),
             phase=self._phase(),
             last_phase=self._last_phase,
             seconds=time.monotonic() - self._changed,
             changes=self._changes,
             steps=None if self.steps is None else self.steps(),
             doing=self._doing(),
-            stack=hangs.stack_lines(frame),
+            stack=hangs.stack_lines(sys._current_frames().get(self._main)),
         )
-        key = f"answer/{self._question}/{self._rank}"
+        key = f"answer/{self._question}/{self.rank}"
         self._question += 1
-        self._store.call(lambda store: store.set(key, answer.to_json()))
+        self._store.call(lambda store: store.set(key, json.dumps(asdict(answer))))
 
     def _investigate(self) -> None:
         """Ask all ranks for their state, unless another rank has asked already, and end with a verdict on the answers."""
-        number, me = self._question, str(self._rank)
+        number, me = self._question, str(self.rank)
         asker = self._store.call(lambda store: store.compare_set(f"question/{number}", "", me)).decode()
         self._answer()
         self._quiet_until = time.monotonic() + 2 * self._answer_seconds
         if asker != me:
             return
         answers, ended = self._collect(number)
-        self._look_at_main(0.0)
+        self._observe_main(0.0)
         if not self._failing and not self._waits_too_long():  # the rank that was waited for has arrived
             return
-        present = {rank: check_in_of(self._store.read(f"present/{rank}")) for rank in range(self._size)}
-        verdict = hangs.judge(answers, ended=ended, hosts={rank: one.host for rank, one in present.items()}, size=self._size)
-        if len(answers) == self._size:
-            verdict += "\n" + _REMEDY.format(minutes=f"{round(self._timeout / 60, 1):g}")
+        present = {rank: found for rank in range(self.size) if (found := read_check_in(self._store, rank)) is not None}
+        verdict = hangs.judge(answers, ended=ended, hosts={rank: one.host for rank, one in present.items()}, size=self.size)
+        if len(answers) == self.size:
+            minutes = f"{round(self.timeout / 60, 1):g}"
+            verdict += f"\nthe timeout is trainer.timeout_minutes ({minutes} min); raise it if work of one rank takes longer"
         self._store.call(lambda store: store.set("verdict", verdict))
-        self._wake_stopped({rank: present[rank] for rank in range(self._size) if rank not in answers})
+        for rank, one in present.items():
+            if rank not in answers:  # resume it if it is stopped, so that a launcher need not wait until it is killed
+                ranks.resume_sibling(one.process, host=one.host, created=one.created)
         time.sleep(2 * self._tick)  # lets the others read the verdict before the store can end with this process
-        self._end(verdict, said_by_others=False)
+        self._end(verdict, reported_by_others=False)
 
     def _collect(self, number: int) -> tuple[dict[int, hangs.Answer], dict[int, str]]:
-        """Return the answers that arrive in time, and the reasons of ranks that have announced their end."""
+        """Return the answers that arrive in time, and the reasons of ranks that have announced their exit."""
         answers: dict[int, hangs.Answer] = {}
         ended: dict[int, str] = {}
         deadline = time.monotonic() + self._answer_seconds
         while True:
-            for rank in range(self._size):
+            for rank in range(self.size):
                 if rank in answers:
                     continue
                 if (text := self._store.read(f"answer/{number}/{rank}")) is not None:
-                    answers[rank] = hangs.Answer.from_json(text)
+                    answers[rank] = hangs.Answer(**json.loads(text))
+                    ended.pop(rank, None)
                 elif (why := self._store.read(f"ended/{rank}")) is not None:
                     ended[rank] = why
-            if len(answers) + len(ended) >= self._size or time.monotonic() > deadline:
-                return answers, {rank: why for rank, why in ended.items() if rank not in answers}
+            if len(answers) + len(ended) >= self.size or time.monotonic() > deadline:
+                return answers, ended
             time.sleep(min(self._tick, 0.25))
 
-    def _wake_stopped(self, lost: Mapping[int, CheckIn]) -> None:
-        """Resume a stopped rank on this machine, so that a launcher need not wait until it is killed."""
-        for one in lost.values():
-            if one.host == socket.gethostname():
-                ranks.resume_sibling(one.process, created=one.created)
-
-    def _on_lost_store(self, reason: str) -> None:
-        """Handle a store without answers: no rank can be queried, but this rank continues unless it waits or has failed."""
-        if self._waits_too_long() or self._failing:
-            place = f"in phase '{phase}'" if (phase := self._phase()) else "between phases"
-            text = (
-                f"{self._holder} holds the store through which the ranks meet and is gone, stopped or out of reach "
-                f"({reason}); rank {self._rank} of {self._size} on {socket.gethostname()} waits {place}"
-            )
-            self._end(text, said_by_others=False)
-
-    def _end(self, verdict: str, *, said_by_others: bool) -> None:
+    def _end(self, verdict: str, *, reported_by_others: bool) -> None:
         """End this process, whose main thread is in an uninterruptible call; if it is failing, only pass on the verdict."""
         self._finding, self._ending = verdict, not self._failing
         self._found.set()
         self._stopped = True
-        if self._failing:
-            return
-        device.write_collectives(self._rank)
-        world = ranks.World(rank=self._rank, size=self._size, local_rank=0, local_size=None)
-        ranks.abort_rank(verdict, world=world, wait=said_by_others)
+        if not self._failing:
+            device.write_collectives(self.rank)
+            world = ranks.World(rank=self.rank, size=self.size, local_rank=0, local_size=None)
+            ranks.abort_rank(verdict, world=world, wait=reported_by_others)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckIn:
-    """The process of a rank.
+class Section:
+    """A part of the program in which ranks work for different times; collective, from its creation to :meth:`finish`.
 
-    Attributes:
-        host: host name.
-        process: process id on that host.
-        created: creation time of the process, in seconds since 1970.
+    Ranks that have finished wait through the store, without the time limit of a collective, for those that still work, as
+    long as the watchdogs of these send heartbeats.
     """
 
-    host: str
-    process: int
-    created: float
+    def __init__(self, *, watchdog: Watchdog | None, doing: str) -> None:
+        """Enter the section.
 
+        Args:
+            watchdog: watchdog of this rank; None for a single rank, which waits for no other.
+            doing: activity of a rank that works in the section, such as "reading the rows".
+        """
+        self._dog, self._doing = watchdog, doing
+        if watchdog is not None:
+            self._store = BoundedStore(store=watchdog.client, seconds=SILENT_SECONDS)
+            self._lost_store = watchdog.lost_store
+            watchdog.sections_entered += 1  # all ranks enter the same sections in the same order
+            self._prefix = f"section/{watchdog.sections_entered}"
+            self._key = f"{self._prefix}/{watchdog.rank}"
+            watchdog.sections.append(self)
+            with contextlib.suppress(StoreLost):  # reported by finish
+                self._store.call(self.beat)
 
-def check_in(store: dist.Store, rank: int) -> None:
-    """Register host and process of this rank in the store."""
-    here = CheckIn(host=socket.gethostname(), process=os.getpid(), created=ranks.created())
-    store.set(f"present/{rank}", json.dumps(asdict(here)))
+    def beat(self, store: dist.Store) -> None:
+        """Send a heartbeat of this rank."""
+        store.add(f"{self._key}/beats", 1)
 
+    def leave(self) -> None:
+        """End this rank's work, done or failed, without waiting for other ranks."""
+        if self._dog is None:
+            return
+        self._dog.sections.remove(self)
+        with contextlib.suppress(StoreLost):
+            self._store.call(lambda store: store.set(f"{self._key}/left", "1"))
+            self._store.call(lambda store: store.add(f"{self._prefix}/left", 1))
 
-def check_in_of(text: str | None) -> CheckIn:
-    """Parse the registration of a rank; a placeholder if it has none."""
-    return CheckIn(host="an unknown machine", process=0, created=0) if text is None else CheckIn(**json.loads(text))
+    def finish(self) -> None:
+        """End this rank's work and wait until all ranks have ended theirs.
+
+        Raises:
+            RuntimeError: a rank that still works has been silent for ``SILENT_SECONDS``, or has not entered the section
+                within the timeout of the process group, or the store is lost; names the rank.
+        """
+        if self._dog is None:
+            return
+        self._dog.in_section_wait = True
+        try:
+            self.leave()
+            self._await_all(self._dog)
+        finally:
+            self._dog.in_section_wait = False
+
+    def _await_all(self, dog: Watchdog) -> None:
+        """Watch the first rank that has not left; once it has, the next such rank."""
+        watched, beats, silent, pause = 0, 0, 0.0, _MIN_POLL
+        while self._count(f"{self._prefix}/left") < dog.size:
+            if self._count(f"{self._prefix}/{watched}/left"):
+                watched, beats, silent = watched + 1, 0, 0.0
+                continue
+            if (found := self._count(f"{self._prefix}/{watched}/beats")) != beats:
+                beats, silent = found, 0.0
+            elif not beats and silent > dog.timeout:
+                raise RuntimeError(
+                    f"rank {watched} has not started {self._doing} within {dog.timeout:g} s, and the others wait for it; "
+                    "see its output for what it did instead"
+                )
+            elif beats and silent > SILENT_SECONDS:
+                one = CheckIn(**json.loads(self._read(f"present/{watched}") or "{}"))
+                raise RuntimeError(
+                    f"rank {watched} (process {one.process} on {one.host}) has sent no heartbeat for {SILENT_SECONDS:g} s "
+                    f"while it was {self._doing} and the others waited for it; it was killed or stopped, or its machine "
+                    "cannot be reached"
+                )
+            began = time.monotonic()
+            time.sleep(pause)
+            silent += min(time.monotonic() - began, 2 * _MAX_POLL)  # a longer pause means that this process was stopped
+            pause = min(2 * pause, _MAX_POLL)
+
+    def _count(self, key: str) -> int:
+        return int(self._read(key) or 0)
+
+    def _read(self, key: str) -> str | None:
+        try:
+            return self._store.read(key)
+        except StoreLost as error:
+            raise RuntimeError(f"{self._lost_store(error)} needs it while ranks are {self._doing}") from error
 
 
 _current: Watchdog | None = None
 
 
-def start(*, store: dist.Store, rank: int, size: int, timeout: timedelta, holder: str) -> None:
+def start(*, store: dist.Store, rank: int, size: int, timeout: timedelta, store_host: str) -> None:
     """Start to observe the calling thread, see :class:`Watchdog`. A single rank waits for no other and is not observed."""
     global _current
     if size > 1:
-        _current = Watchdog(store=store, rank=rank, size=size, timeout=timeout, holder=holder)
+        _current = Watchdog(store=store, rank=rank, size=size, timeout=timeout, store_host=store_host)
 
 
-def stop(*, holds_store: bool) -> None:
+def stop(*, hosts_store: bool) -> None:
     """End the watchdog, if there is one; a rank that ends without this call counts as lost."""
     global _current
     if _current is not None:
         watchdog, _current = _current, None
-        watchdog.stop(holds_store=holds_store)
+        watchdog.stop(hosts_store=hosts_store)
+
+
+def section(*, doing: str) -> Section:
+    """Enter a :class:`Section`; for a process group created by other code, the first one starts the watchdog."""
+    if _current is None and dist.is_initialized() and dist.get_world_size() > 1:
+        rank, size, store = dist.get_rank(), dist.get_world_size(), _get_default_store()
+        own = dist.PrefixStore("nemo_kto/watchdog", store)
+        check_in(own, rank)
+        timeout: timedelta = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
+        start(store=own, rank=rank, size=size, timeout=timeout, store_host="another process")
+    return Section(watchdog=_current, doing=doing)
 
 
 @contextlib.contextmanager

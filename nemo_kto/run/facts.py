@@ -5,30 +5,27 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.architecture.lora import LoRASettings
-from nemo_kto.artifacts.checkpoint_files import config_folder
 from nemo_kto.artifacts.content import content_hash, model_files, tokenizer_files
 from nemo_kto.artifacts.sources import find_source
 from nemo_kto.checkpoint.model_state import adapters_in
-from nemo_kto.config.choices import adapter_settings
-from nemo_kto.config.resume_policy import rule_of
+from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.data.rows.sources import UNNAMED
 from nemo_kto.run.data import RunData
-from nemo_kto.utils.field_errors import echo
+from nemo_kto.utils.field_errors import Field, echo, names
+from nemo_kto.utils.fields import MustStay
 
 ContentHash = Callable[[Path, Sequence[Path]], str]  # (folder, files in it) -> hash of the files
 # Name of each fact -> its value, or {"sha256": hash of the content, "from": description of its source}; JSON types only.
 Facts = dict[str, Any]
 _TOKENIZER, _VALIDATION, _ORDER = "tokenizer", "validation rows", "order of the rows"
-_DATA_KEYS = ("seq_length", "truncation_mode", "reset_attention_mask", "eod_mask_loss")
 _DATA, _MODEL = "model.data.data_prefix", "pretrained_checkpoint.restore_from_path"
 _SAME_CONTENT = {
     _MODEL: f"{_MODEL} must hold the same weights and configuration",
@@ -50,42 +47,46 @@ _FOLLOWS = {
 }
 
 
-def facts_of_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> Facts:
-    """Return the facts of a run; the precision in ``cfg`` must be resolved.
+def facts_of_run(run: ResolvedRun, data: RunData) -> Facts:
+    """Return the facts of a run; its precision must not be auto.
 
     All weights are read, unless their hashes are in the cache.
 
     Raises:
         OSError: a file cannot be read.
     """
-    name, model = cfg.recipe.name, cfg.model
+    cfg, name, model = run.cfg, run.cfg.recipe.name, run.cfg.model
     hashed = partial(content_hash, cache_dir=Path(model.data.cache_dir), shared=model.data.cache_shared)
-    source, held = Path(cfg.pretrained_checkpoint.restore_from_path), model.reference
+    source, reference = run.files.source, model.reference
     train: Any = data.train  # a torch DataLoader, with more attributes than the Loader protocol
-    tokenizer_folder = config_folder(source)
+    tokenizer_folder = run.files.hf_folder
     tokenizer = hashed(tokenizer_folder, tokenizer_files(tokenizer_folder))
     facts: Facts = {
-        "algorithm": name,
+        **_verbatim_facts(cfg),
         _MODEL: _model_content(str(source), hashed),
         _TOKENIZER: {"sha256": tokenizer, "from": str(tokenizer_folder)},
-        "model.reference.restore_from_path": _model_content(held.restore_from_path, hashed, default_base=source),
-        "model.reference.sync_interval": held.sync_interval,
-        "model.reference.sync_alpha": held.sync_alpha if held.sync_interval else None,
-        "model.peft.peft_scheme": model.peft.peft_scheme,
-        **_adapter_facts(adapter_settings(model.peft)),
+        "model.reference.restore_from_path": _model_content(reference.restore_from_path, hashed, default_base=source),
+        "model.reference.sync_alpha": reference.sync_alpha if reference.sync_interval else None,
+        **_adapter_facts(run.adapters),
         "model.peft.restore_from_path": _adapter_content(model.peft.restore_from_path, hashed),
         **_loss_facts(cfg),
         **{f"model.data.{key}": value for key, value in cfg.data_options().items()},
         _DATA: {"sha256": train.dataset.fingerprint(), "from": f"{len(train.dataset)} rows"},
         _VALIDATION: _validation_content(data.splits.validation),
         _ORDER: {"sha256": train.batch_sampler.order_hash(), "from": f"that of numpy {np.__version__}"},
-        f"trainer.{name}.limit_train_batches": trainer_cfg.steps_per_epoch(len(train.batch_sampler)),
-        "trainer.precision": cfg.trainer.precision,
-        **{f"model.{key}": getattr(model, key) for key in ("global_batch_size", "seed", "moe_aux_loss_coeff")},
-        **{f"model.data.{key}": getattr(model.data, key) for key in _DATA_KEYS},
-        **{f"model.optim.{key}": getattr(model.optim, key) for key in ("name", "use_distributed_optimizer")},
+        f"trainer.{name}.limit_train_batches": run.length.steps_per_epoch(len(train.batch_sampler)),
     }
     return dict(json.loads(json.dumps(facts)))
+
+
+def _verbatim_facts(cfg: RunConfig) -> Facts:
+    """Return the keys whose values must stay the same, as marked in the configuration's type."""
+    keys = [key for key, field in names(type(cfg)).items() if field.section is None and _is_verbatim(field)]
+    return {key: reduce(getattr, key.split("."), cfg) for key in keys}
+
+
+def _is_verbatim(field: Field) -> bool:
+    return isinstance(field.resume, MustStay) and field.resume.verbatim
 
 
 def _validation_content(sets: Mapping[str, Any]) -> dict[str, str] | None:
@@ -101,11 +102,11 @@ def _validation_content(sets: Mapping[str, Any]) -> dict[str, str] | None:
 
 def _loss_facts(cfg: RunConfig) -> dict[str, object]:
     """Return the keys of the loss section that must not change; unset options have the default of the loss."""
-    prefix, name = f"model.{cfg.recipe.name}", cfg.recipe.name
+    prefix = f"model.{cfg.recipe.name}"
     values: dict[str, object] = {key: getattr(cfg.loss, key) for key in cfg.recipe.loss_section.model_fields}
     values |= {key: option.default for key, option in cfg.loss.record.options.items()} | cfg.loss.loss_options()
-    rules = {key: rule_of(f"{prefix}.{key}", name=name) for key in values}
-    return {f"{prefix}.{key}": values[key] for key, rule in rules.items() if rule is not None and rule[1]}
+    fields = names(type(cfg))
+    return {f"{prefix}.{key}": values[key] for key in values if isinstance(fields[f"{prefix}.{key}"].resume, MustStay)}
 
 
 def _adapter_facts(settings: LoRASettings | None) -> Facts:

@@ -6,7 +6,6 @@ NeMo-Aligner with a prefix: train/loss, train/kl, train/rewards_chosen_mean ...,
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -18,7 +17,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,12 +30,12 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 logger = logging.getLogger(__name__)
-_IDENTITY = re.compile(rb"([\w-]{1,64})\s*", re.ASCII)  # run id of a tracking service
+_RUN_ID = re.compile(rb"([\w-]{1,64})\s*", re.ASCII)  # run id of a tracking service
 _MLFLOW_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"  # read by mlflow; its default of 7 retries takes minutes
 
 
 class Sink(Protocol):
-    """Destination of RunLogger; the loggers of Lightning implement this interface."""
+    """Destination of :class:`RunLogger`, with the interface of Lightning's loggers."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None: ...
     def log_hyperparams(self, params: dict[str, object]) -> None: ...
@@ -59,7 +58,6 @@ class JsonLines:
         self._waiting, self._warned = bytearray(), False
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append one line."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._waiting += json.dumps({"step": step, "time": round(time.time(), 3), **values}).encode() + b"\n"
         self._write()
@@ -70,9 +68,7 @@ class JsonLines:
                 del self._waiting[: self._file.write(self._waiting)]
         except OSError as error:
             if not self._warned:
-                text = (
-                    "%s cannot be written: %s; training continues, and what is missing there is written as soon as it can be"
-                )
+                text = "%s cannot be written: %s; training continues, and the missing lines are written later if possible"
                 logger.warning(text, self._file.name, error.strerror)
             self._warned = True
 
@@ -114,7 +110,7 @@ def _lines_up_to(file: Path, step: int) -> list[bytes]:
         aside = file.with_name(f"{file.name}.damaged")
         with publish_file(aside) as writing:
             shutil.copyfile(file, writing)
-        logger.warning("%s is damaged: what can be read of it is kept; the file as it was is now %s", file, aside)
+        logger.warning("%s is damaged: its readable lines are kept; the damaged file is now %s", file, aside)
     return kept
 
 
@@ -131,16 +127,13 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=None if resumed_step is None else resumed_step + 1)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the metrics of one step."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def log_hyperparams(self, params: dict[str, object]) -> None:
-        """Record the configuration as a string."""
         self._writer.add_text("hyperparameters", f"```json\n{json.dumps(params, indent=2, default=str)}\n```")
 
     def finalize(self, status: str) -> None:
-        """Flush and close the event file."""
         self._writer.close()
 
 
@@ -198,36 +191,33 @@ class RunLogger:
                 self._sinks[name] = open_sink()
             except Exception as error:  # tracking services may raise any exception
                 if resumed_step is None:
-                    raise UserError(_cannot_open(name, self._told(error))) from error
-                self._leave_out(name, error)
+                    raise UserError(_cannot_open(name, redact(_one_line(error)))) from error
+                self._drop(name, error)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the metrics after optimizer step ``step``; 0 is before the first step."""
         values = {name: float(value) for name, value in metrics.items()}
-        self._on_each(lambda sink: sink.log_metrics(dict(values), step))
+        self._for_all(lambda sink: sink.log_metrics(dict(values), step))
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
         """Record the configuration of the run."""
-        self._on_each(lambda sink: sink.log_hyperparams(dict(params)))
+        self._for_all(lambda sink: sink.log_hyperparams(dict(params)))
 
     def finalize(self, status: str) -> None:
         """Flush and close all sinks; ``status`` is "success", "failed" or "aborted", as in the loggers of Lightning."""
-        self._on_each(lambda sink: sink.finalize(status))
+        self._for_all(lambda sink: sink.finalize(status))
         self._sinks = {}
 
-    def _on_each(self, action: Callable[[Sink], None]) -> None:
+    def _for_all(self, action: Callable[[Sink], None]) -> None:
         for name, sink in [*self._sinks.items()]:
             try:
                 action(sink)
             except Exception as error:
-                self._leave_out(name, error)
+                self._drop(name, error)
 
-    def _leave_out(self, name: str, error: Exception) -> None:
+    def _drop(self, name: str, error: Exception) -> None:
         self._sinks.pop(name, None)
-        logger.warning("the log %s failed, and the run continues without it: %s", name, self._told(error))
-
-    def _told(self, error: Exception) -> str:
-        return self._redact(_one_line(error))
+        logger.warning("the log %s failed, and the run continues without it: %s", name, self._redact(_one_line(error)))
 
 
 def check_loggers(
@@ -246,34 +236,34 @@ def check_loggers(
     Raises:
         UserError: some loggers cannot be opened; the message names all of them.
     """
+
+    def check_tensorboard() -> None:
+        import_package("torch.utils.tensorboard", package="tensorboard")
+        _check_path(folder / "tensorboard", Path.is_dir)
+
     checks: dict[str, Callable[[], object]] = {METRICS_FILE: lambda: _check_path(folder / METRICS_FILE, Path.is_file)}
     if tensorboard:
-        checks["tensorboard"] = lambda: _check_tensorboard(folder / "tensorboard")
+        checks["tensorboard"] = check_tensorboard
     if wandb is not None:
         checks["wandb"] = lambda: _check_wandb(wandb)
     if mlflow is not None:
         checks["mlflow"] = lambda: _check_mlflow(mlflow)
-    broken = []
+    failures = []
     for name, check in checks.items():
         try:
             check()
         except Exception as error:  # tracking services may raise any exception
-            broken.append(_cannot_open(name, redact(_one_line(error))))
-    if broken:
-        raise UserError("\n  ".join(["nothing was started:", *broken]) if len(broken) > 1 else broken[0])
+            failures.append(_cannot_open(name, redact(_one_line(error))))
+    if failures:
+        raise UserError("\n  ".join(["nothing was started:", *failures]) if len(failures) > 1 else failures[0])
 
 
 def _check_path(path: Path, right_kind: Callable[[Path], bool]) -> None:
     """Raise OSError if ``path`` exists, and is of another kind or cannot be written."""
     if path.exists() and not right_kind(path):
-        raise FileExistsError(f"{path} is in the way")
+        raise FileExistsError(f"{path} exists and is of another kind")
     if path.exists() and not os.access(path, os.W_OK):
         raise PermissionError(f"{path} cannot be written")
-
-
-def _check_tensorboard(folder: Path) -> None:
-    import_package("torch.utils.tensorboard", package="tensorboard")
-    _check_path(folder, Path.is_dir)
 
 
 def _check_wandb(arguments: Mapping[str, object]) -> None:
@@ -285,29 +275,17 @@ def _check_wandb(arguments: Mapping[str, object]) -> None:
 def _check_mlflow(arguments: Mapping[str, object]) -> None:
     mlflow = import_package("mlflow")
     if tracking_uri := arguments.get("tracking_uri"):
-        with _environment(_MLFLOW_RETRIES, os.environ.get(_MLFLOW_RETRIES, "1")):
+        is_set = _MLFLOW_RETRIES in os.environ
+        os.environ.setdefault(_MLFLOW_RETRIES, "1")
+        try:
             mlflow.MlflowClient(tracking_uri=tracking_uri).search_experiments(max_results=1)
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        finally:
+            if not is_set:
+                del os.environ[_MLFLOW_RETRIES]
 
 
 def import_package(module: str, *, package: str | None = None) -> Any:
-    """Import a module that a logger needs.
-
-    Args:
-        module: name of the module.
-        package: package that provides the module; by default it has the name of the module.
+    """Import a module that a logger needs; ``package`` provides it, and has by default the name of the module.
 
     Raises:
         UserError: the package is not installed, or it is installed but cannot be imported.
@@ -334,9 +312,8 @@ def _one_line(error: Exception) -> str:
 
 
 def _cannot_open(name: str, why: str) -> str:
-    """Return the message for a logger of a new run that cannot be opened."""
     remedy = "" if name == METRICS_FILE else f", or set exp_manager.create_{name}_logger=false"
-    return f"the log {name} must be there when a run begins, but it cannot be opened: {why}; make it reachable{remedy}"
+    return f"the log {name} cannot be opened: {why}; make it available{remedy}"
 
 
 def installed(package: str) -> bool:
@@ -346,30 +323,29 @@ def installed(package: str) -> bool:
 
 
 def missing_package(package: str) -> str:
-    """Return the message for an enabled logger whose package is not installed."""
     return (
         f"the {package} logger needs the package {package}, which is not installed; run `pip install {package}` or set "
         f"exp_manager.create_{package}_logger=false"
     )
 
 
-def _known_identity(file: Path, resumed_step: int | None) -> str | None:
+def saved_run_id(file: Path, resumed_step: int | None) -> str | None:
     """Return the id of a resumed run in a tracking service; None for a new run."""
     if resumed_step is None or not file.exists():
         return None
     try:
-        match = _IDENTITY.fullmatch(read_bytes(file))
+        match = _RUN_ID.fullmatch(read_bytes(file))
     except OSError:
         match = None
     if match is None:
-        logger.warning("%s is damaged: the figures of this run continue in a new one there", file)
+        logger.warning("%s is damaged: metrics are logged to a new run of the tracking service", file)
         return None
     return match[1].decode()
 
 
-def _keep_identity(file: Path, identity: str) -> None:
+def _save_run_id(file: Path, run_id: str) -> None:
     with publish_file(file) as writing:
-        writing.write_text(identity + "\n", encoding="utf-8")
+        writing.write_text(run_id + "\n", encoding="utf-8")
 
 
 def _wandb(folder: Path, resumed_step: int | None, arguments: Mapping[str, object]) -> WandbLogger:
@@ -377,16 +353,11 @@ def _wandb(folder: Path, resumed_step: int | None, arguments: Mapping[str, objec
     from pytorch_lightning.loggers import WandbLogger
 
     file = folder / "wandb_run_id"
-    identity = _known_identity(file, resumed_step) or uuid.uuid4().hex[:8]
-    _keep_identity(file, identity)
-    wandb_logger = WandbLogger(save_dir=str(folder), id=identity, resume="allow", **arguments)
+    run_id = saved_run_id(file, resumed_step) or uuid.uuid4().hex[:8]
+    _save_run_id(file, run_id)
+    wandb_logger = WandbLogger(save_dir=str(folder), id=run_id, resume="allow", **arguments)
     _ = wandb_logger.experiment  # accessing the property starts the W&B run
     return wandb_logger
-
-
-def _tracking_uri(folder: Path, arguments: Mapping[str, object]) -> str:
-    """Return the MLflow tracking URI; the default is an SQLite file, because MLflow rejects new runs in plain folders."""
-    return str(arguments.get("tracking_uri") or f"sqlite:///{(folder / 'mlflow.db').resolve()}")
 
 
 def _mlflow(folder: Path, resumed_step: int | None, arguments: Mapping[str, object]) -> MLFlowLogger:
@@ -394,7 +365,8 @@ def _mlflow(folder: Path, resumed_step: int | None, arguments: Mapping[str, obje
     from pytorch_lightning.loggers import MLFlowLogger
 
     file = folder / "mlflow_run_id"
-    uri = _tracking_uri(folder, arguments)
-    mlflow_logger = MLFlowLogger(**{**arguments, "tracking_uri": uri, "run_id": _known_identity(file, resumed_step)})
-    _keep_identity(file, str(mlflow_logger.run_id))
+    # the default is an SQLite file, because MLflow rejects new runs in plain folders
+    uri = str(arguments.get("tracking_uri") or f"sqlite:///{(folder / 'mlflow.db').resolve()}")
+    mlflow_logger = MLFlowLogger(**{**arguments, "tracking_uri": uri, "run_id": saved_run_id(file, resumed_step)})
+    _save_run_id(file, str(mlflow_logger.run_id))
     return mlflow_logger

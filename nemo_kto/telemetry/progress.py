@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-_TELL_SECONDS = 5  # interval between two progress lines in a file
+_LINE_SECONDS = 5  # interval between two progress lines in a file
 _MEASURED = 3  # log lines before the time of the run is estimated; the first one takes longer and is left out
 # Label on the screen, and name of the metric without its prefix "train/" or "val/".
 SHOWN = (("loss", "loss"), ("kl", "kl"), ("delta", "delta"), ("acc", "acc"), ("margin", "rewards_margin"))
@@ -31,12 +31,12 @@ class Progress:
     """Progress display: step, loss, kl or delta, acc, margin, seconds per step, tokens per second and remaining time.
 
     It has the interface of a logger and selects the displayed values from the logged metrics, so that a run only has to log.
+    Once the stream cannot be written (the terminal is closed, the disk is full), nothing more is shown.
 
     Attributes:
         total_steps: optimizer steps of the whole run.
         start_step: steps already done, in a resumed run.
         validations: title of each validation set -> prefix of its metrics.
-        stream: output stream.
         clock: return the seconds since some fixed moment.
     """
 
@@ -57,21 +57,15 @@ class Progress:
             self._bar = tqdm(total=self.total_steps, initial=self.start_step, file=self.stream, unit="step", bar_format=_BAR)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Show the metrics train/..., val/... and perf/... after ``step``; other metrics are ignored.
+        """Show the metrics train/..., val/... and perf/... after ``step``; other metrics are ignored."""
+        with self._until_stream_fails():
+            if any(name.startswith("train/") for name in metrics):
+                self._show_training(metrics, step)
+            for title, prefix in self.validations.items():
+                if any(name.startswith(prefix) for name in metrics):
+                    self.line(f"step {step}/{self.total_steps}  {title}: {'  '.join(_values(metrics, prefix))}")
 
-        Once the stream cannot be written (the terminal is closed, the disk is full), nothing more is shown.
-        """
-        with self._as_long_as_it_can_be_read():
-            self._show(metrics, step)
-
-    def _show(self, metrics: Mapping[str, float], step: int) -> None:
-        if any(name.startswith("train/") for name in metrics):
-            self._train(metrics, step)
-        for title, prefix in self.validations.items():
-            if any(name.startswith(prefix) for name in metrics):
-                self.line(f"step {step}/{self.total_steps}  {title}: {'  '.join(_values(metrics, prefix))}")
-
-    def _train(self, metrics: Mapping[str, float], step: int) -> None:
+    def _show_training(self, metrics: Mapping[str, float], step: int) -> None:
         now = self.clock()
         # the measured step time; without it, the time since the last line, with any validation or checkpoint in between
         seconds = metrics.get("timing/step_time", (now - self._last) / max(1, step - self._step))
@@ -88,9 +82,9 @@ class Progress:
             self._bar.set_postfix_str("  ".join(parts), refresh=False)
             self._bar.update(step - self._bar.n)
         if len(self._seconds) == _MEASURED and step < self.total_steps:
-            each = sum(self._seconds[1:]) / (_MEASURED - 1)
-            whole = now - self._began + each * (self.total_steps - step)
-            self.line(f"estimated time: {duration_text(whole)} ({each:.2g} s a step)")
+            per_step = sum(self._seconds[1:]) / (_MEASURED - 1)
+            total = now - self._began + per_step * (self.total_steps - step)
+            self.line(f"estimated time: {duration_text(total)} ({per_step:.2g} s a step)")
 
     def line(self, text: str) -> None:
         """Write a line, above the bar if there is one."""
@@ -101,7 +95,7 @@ class Progress:
 
     def finalize(self, status: str) -> None:
         """Close the bar, and show ``status`` if the run did not succeed."""
-        with self._as_long_as_it_can_be_read():
+        with self._until_stream_fails():
             if self._bar is not None:
                 self._bar.close()
                 self._bar = None
@@ -109,7 +103,7 @@ class Progress:
                 self.line(f"step {self._step}/{self.total_steps}  {status}")
 
     @contextlib.contextmanager
-    def _as_long_as_it_can_be_read(self) -> Iterator[None]:
+    def _until_stream_fails(self) -> Iterator[None]:
         try:
             yield
         except OSError:
@@ -122,8 +116,7 @@ def progress_bar(
     """Yield the items and show progress: a bar on a terminal, a line every few seconds in a file.
 
     Args:
-        items: the items to yield.
-        total: their number.
+        total: number of items.
         title: text before the count.
         shown: whether to show progress; False on all ranks but one.
         clock: return the seconds since some fixed moment.
@@ -136,23 +129,20 @@ def progress_bar(
     elif stream.isatty():
         yield from tqdm(items, total=total, desc=title, file=stream, unit="batch", leave=False)
     else:
-        message = clock()
+        printed_at = clock()
         for number, item in enumerate(items, start=1):
             yield item
-            if clock() - message >= _TELL_SECONDS:
+            if clock() - printed_at >= _LINE_SECONDS:
                 print(f"{title} {number}/{total}", file=stream, flush=True)
-                message = clock()
+                printed_at = clock()
 
 
 def _values(metrics: Mapping[str, float], prefix: str) -> list[str]:
-    return [
-        f"{label} {metrics[prefix + name]:.4f}{_clamped(metrics, prefix) if name == 'kl' else ''}"
-        for label, name in SHOWN
-        if prefix + name in metrics
-    ]
-
-
-def _clamped(metrics: Mapping[str, float], prefix: str) -> str:
-    """Return the KL estimate before clamping as text; empty if it was not clamped to 0."""
-    estimate = metrics.get(f"{prefix}kl_unclamped", 0.0)
-    return f" (unclamped {estimate:.2g})" if estimate < 0 else ""
+    values = []
+    for label, name in SHOWN:
+        if prefix + name in metrics:
+            values.append(f"{label} {metrics[prefix + name]:.4f}")
+            estimate = metrics.get(f"{prefix}kl_unclamped", 0.0)
+            if name == "kl" and estimate < 0:  # it was clamped to 0
+                values[-1] += f" (unclamped {estimate:.2g})"
+    return values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,6 @@ class SplitRows:
 
     Attributes:
         unit: noun for the rows: rows or pairs.
-        rows: number of rows.
         classes: number of rows of each class by name; empty if there is only one class.
         tokens: tokens of prompts and responses together; None if not counted.
         cut_prompts, cut_responses: number of rows with a truncated prompt or response; None if not counted.
@@ -37,8 +36,8 @@ class SplitRows:
         if self.tokens is not None:
             parts.append(f"{self.tokens:,} tokens")
         cut = {"prompts": self.cut_prompts, "responses": self.cut_responses}
-        if message := [f"{count:,} {what}" for what, count in cut.items() if count]:
-            parts.append(f"{' and '.join(message)} truncated")
+        if truncated := [f"{count:,} {what}" for what, count in cut.items() if count]:
+            parts.append(f"{' and '.join(truncated)} truncated")
         elif None not in cut.values():
             parts.append("none truncated")
         return ", ".join(parts)
@@ -49,23 +48,16 @@ class RunStart:
     """Summary of a run before its first step.
 
     Attributes:
-        command: the command of the run.
         model: folder of the initial model.
         family: architecture family of the model.
-        parameters: number of parameters of the whole model.
         adapters: description of the adapters; None if all weights are trained.
-        trained: number of trained parameters.
-        splits: row counts of each split by name.
+        trained: number of trained parameters, of the ``parameters`` of the whole model.
         steps: optimizer steps of the whole run.
-        steps_per_epoch: optimizer steps per epoch.
         resumed_step: number of steps already done; None for a new run.
         global_batch: examples per step.
         micro_batch: description of the micro-batch limits.
-        data_parallel, context_parallel, tensor_parallel, pipeline_parallel: degrees of parallelism.
         stages: further description of the pipeline stages; may be empty.
-        sequence_parallel: whether activations are also sharded over the sequence.
         expert_parallel: number of ranks across which the experts of a layer are partitioned; None for a dense model.
-        device: name of the device of a rank.
         precision, reference: the chosen precision and reference mode, each with the reason.
         folder: run folder.
         slow_paths: computations that could be faster on this device, and what they need for that.
@@ -100,25 +92,7 @@ class RunStart:
         """Format the summary as a table."""
         what = "all trained" if self.adapters is None else f"{short(self.trained)} in adapters trained"
         resumed = "" if self.resumed_step is None else f", resumed after step {self.resumed_step}"
-        lines = {
-            "model": f"{self.model} ({self.family}), {short(self.parameters)} parameters, {what}",
-            "adapters": self.adapters or "none",
-            **{name: str(rows) for name, rows in self.splits.items()},
-            "steps": f"{self.steps:,} ({epochs(self.steps, self.steps_per_epoch)}){resumed}",
-            "batch": f"{self.global_batch:,} {self.splits['train'].unit} a step, micro-batches of {self.micro_batch}",
-            "layout": self._layout(),
-            "device": self.device,
-            "precision": self.precision,
-            "reference": self.reference,
-            "run folder": self.folder,
-        }
-        lines |= {f"slow path {number}": path for number, path in enumerate(self.slow_paths, start=1)}
-        return table(self.command, lines)
-
-    def _layout(self) -> str:
         ranks = self.data_parallel * self.context_parallel * self.tensor_parallel * self.pipeline_parallel
-        if ranks == 1:
-            return "1 rank"
         degrees = layout_text(
             data=self.data_parallel,
             context=self.context_parallel,
@@ -128,7 +102,20 @@ class RunStart:
             sequence_parallel=self.sequence_parallel,
         )
         experts = "" if self.expert_parallel is None else f", experts over {self.expert_parallel}"
-        return f"{ranks} ranks = {degrees}{experts}"
+        lines = {
+            "model": f"{self.model} ({self.family}), {short(self.parameters)} parameters, {what}",
+            "adapters": self.adapters or "none",
+            **{name: str(rows) for name, rows in self.splits.items()},
+            "steps": f"{self.steps:,} ({epochs(self.steps, self.steps_per_epoch)}){resumed}",
+            "batch": f"{self.global_batch:,} {self.splits['train'].unit} a step, micro-batches of {self.micro_batch}",
+            "layout": "1 rank" if ranks == 1 else f"{ranks} ranks = {degrees}{experts}",
+            "device": self.device,
+            "precision": self.precision,
+            "reference": self.reference,
+            "run folder": self.folder,
+        }
+        lines |= {f"slow path {number}": path for number, path in enumerate(self.slow_paths, start=1)}
+        return table(self.command, lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +123,7 @@ class RunEnd:
     """Summary of a run after training.
 
     Attributes:
-        command: the command of the run.
         step, steps: the last step done, and the steps of the whole run.
-        steps_per_epoch: optimizer steps per epoch.
         seconds: wall-clock time since the first step of the new or resumed run.
         stopped_by: limit that ended the run before its last step; None if there was none.
         early_stopping: reason for early stopping; None if the run was not stopped early.
@@ -167,13 +152,13 @@ class RunEnd:
         stopped_by = self.stopped_by if self.early_stopping is None else "early stopping"
         state = "finished" if stopped_by is None else f"stopped by {stopped_by}"
         of = f"step {self.step:,} of {self.steps:,} ({epochs(self.step, self.steps_per_epoch)})"
-        again = "the same command" + (f" with {self.train_longer}" if self.train_longer else "")
+        command = "the same command" + (f" with {self.train_longer}" if self.train_longer else "")
         lines = {
             **({} if self.early_stopping is None else {"early stopping": self.early_stopping}),
             **self.reached,
             "best checkpoint": self.best,
             **self.exports,
-            "train longer" if self.stopped_by is None else "resume": again,
+            "train longer" if self.stopped_by is None else "resume": command,
             "metrics": self.metrics,
         }
         return table(f"{self.command} {state} after {of} in {duration_text(self.seconds)}", lines)
@@ -182,12 +167,11 @@ class RunEnd:
 def layout_text(*, data: int, context: int, tensor: int, pipeline: int, stages: str, sequence_parallel: bool) -> str:
     """Describe the degrees of parallelism, whose product is the number of ranks.
 
-    Context parallelism is only listed if its degree is above 1. ``stages`` is a further description of the pipeline stages;
-    it may be empty.
+    ``stages`` is a further description of the pipeline stages; it may be empty.
     """
-    shared = f"{context} context x " if context > 1 else ""
-    unlike, sharded = f" ({stages})" if stages else "", ", sequence parallel" if sequence_parallel else ""
-    return f"{data} data x {shared}{tensor} tensor x {pipeline} pipeline parallel{unlike}{sharded}"
+    degrees = [(data, "data"), (context, "context"), (tensor, "tensor"), (pipeline, "pipeline")]
+    text = " x ".join(f"{degree} {name}" for degree, name in degrees if name != "context" or degree > 1)
+    return f"{text} parallel{f' ({stages})' if stages else ''}{', sequence parallel' if sequence_parallel else ''}"
 
 
 def table(title: str, lines: Mapping[str, str]) -> str:
@@ -198,14 +182,14 @@ def table(title: str, lines: Mapping[str, str]) -> str:
 
 def model_lines(folder: Path, what: str = "") -> dict[str, str]:
     """Return lines with the folder of a model in Hugging Face format, its description ``what``, and how to load it."""
-    loaded = f'transformers.AutoModelForCausalLM.from_pretrained("{folder}")'
-    return {"exported model": f"{folder} ({what})" if what else str(folder), "load it with": loaded}
+    load = f'transformers.AutoModelForCausalLM.from_pretrained("{folder}")'
+    return {"exported model": f"{folder} ({what})" if what else str(folder), "load it with": load}
 
 
 def adapter_lines(folder: Path) -> dict[str, str]:
     """Return lines with the folder of adapters in PEFT format, and how to load them."""
-    loaded = f'peft.AutoPeftModelForCausalLM.from_pretrained("{folder}")'
-    return {"exported adapters": str(folder), "load them with": loaded}
+    load = f'peft.AutoPeftModelForCausalLM.from_pretrained("{folder}")'
+    return {"exported adapters": str(folder), "load them with": load}
 
 
 def epochs(steps: int, steps_per_epoch: int) -> str:
@@ -224,31 +208,26 @@ def short(number: int) -> str:
 
 
 def figures_of(metrics_file: Path, *, validations: Mapping[str, str] = ONE_VALIDATION_SET) -> dict[str, str]:
-    """Return the first and the last value of each main metric of a run as text.
+    """Return the first and the last value of each main metric in a metrics.jsonl as text, by label.
 
-    Args:
-        metrics_file: metrics.jsonl of the run, to which a resumed run appends.
-        validations: title of each validation set -> prefix of its metrics.
+    ``validations``: title of each validation set -> prefix of its metrics.
     """
     of_sets = {f"{prefix}{name}": f"{title} {label}" for title, prefix in validations.items() for label, name in SHOWN}
     names = {"train/loss": "train loss", **of_sets}
     first: dict[str, tuple[int, float]] = {}
     last: dict[str, tuple[int, float]] = {}
-    for logged in _lines(metrics_file):
-        for name in names:
-            if (value := logged.get(name)) is not None:
-                last[name] = int(logged["step"]), value
-                first.setdefault(name, last[name])
-    return {label: _from_to(first[name], last[name]) for name, label in names.items() if name in first}
-
-
-def _lines(file: Path) -> Iterator[Mapping[str, float]]:
-    if file.is_file():  # missing if the log could not be opened
-        with open_file(file) as lines:
-            yield from filter(None, map(parse_line, read_lines(lines)))
-
-
-def _from_to(first: tuple[int, float], last: tuple[int, float]) -> str:
-    if first[0] == last[0]:
-        return f"{last[1]:.4f} (step {last[0]:,})"
-    return f"{first[1]:.4f} -> {last[1]:.4f} (steps {first[0]:,} and {last[0]:,})"
+    if metrics_file.is_file():  # missing if the log could not be opened
+        with open_file(metrics_file) as lines:
+            for logged in filter(None, map(parse_line, read_lines(lines))):
+                for name in names:
+                    if (value := logged.get(name)) is not None:
+                        last[name] = int(logged["step"]), value
+                        first.setdefault(name, last[name])
+    texts: dict[str, str] = {}
+    for name, (step, value) in last.items():
+        first_step, first_value = first[name]
+        if step == first_step:
+            texts[name] = f"{value:.4f} (step {step:,})"
+        else:
+            texts[name] = f"{first_value:.4f} -> {value:.4f} (steps {first_step:,} and {step:,})"
+    return {label: texts[name] for name, label in names.items() if name in texts}

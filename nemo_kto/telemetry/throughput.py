@@ -41,7 +41,6 @@ class ThroughputMeter:
     """Converter from the counts of a step to throughput.
 
     Attributes:
-        world_size: number of ranks.
         peak_memory: return the peak memory of this rank so far, in bytes.
         peak_flops: peak FLOP/s of one device (:func:`device_peak_flops`); None leaves the utilisation out.
     """
@@ -56,10 +55,8 @@ class ThroughputMeter:
         """Return the throughput of a step, from its wall-clock time and its counts over the global batch.
 
         Args:
-            seconds: wall-clock time of the step.
             tokens: training tokens, without padding.
             padded_tokens: tokens, KL tokens and padding together.
-            flops: FLOPs of the model.
             kl_tokens: tokens of the KL examples, without padding.
 
         Returns:
@@ -81,12 +78,9 @@ class ThroughputMeter:
 
 
 def device_peak_flops(device: torch.device, dtype: torch.dtype, *, name: str) -> float | None:
-    """Return the peak FLOP/s of a device without sparsity; None if it is in no table, or not with this dtype.
+    """Return the peak FLOP/s of a device without sparsity; None if it is in no table, or not with operands of this dtype.
 
-    Args:
-        device: the device.
-        dtype: dtype of the operands.
-        name: product name of the device, as reported by torch.
+    ``name``: product name of the device, as reported by torch.
     """
     if device.type == "cpu":
         return None

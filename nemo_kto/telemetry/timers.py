@@ -75,9 +75,7 @@ def duration_text(seconds: float) -> str:
 class StopReason(NamedTuple):
     """Reason why a run ends before its last step.
 
-    Attributes:
-        text: the reason as text.
-        early: whether the run must end at once, with a checkpoint but without validation and export.
+    ``early``: the run must end at once, with a checkpoint but without validation and export.
     """
 
     text: str
@@ -92,10 +90,8 @@ class RunTimer:
         max_time: time limit as DD:HH:MM:SS; None for no limit.
         started: start time by ``clock``; None for the time at which :meth:`start_time` is called.
         received: return the number of the stop signal that this rank received, or 0.
-        agree: return the maximum of an integer over all ranks, so that all ranks stop together; otherwise some would wait
-            for others. None if there is only one rank.
+        agree: return the maximum of an integer over all ranks, so that all ranks stop together; None for a single rank.
         requeue: the job is requeued at once, so that the run also ends early when the time limit is reached.
-        clock: return the seconds since some fixed moment.
 
     Raises:
         ValueError: ``max_time`` has another format.
@@ -123,18 +119,16 @@ class RunTimer:
             RuntimeError: there is a time limit, but no start time.
         """
         number = self.received() if self.received is not None else 0
-        answer = 2 * number or int(self._time_is_over())  # a signal takes precedence, because it leaves less time
+        time_is_over = False
+        if not number and self._limit is not None:  # a signal takes precedence, because it leaves less time
+            if self.started is None:
+                raise RuntimeError("start_time() must be called before stop_reason()")
+            time_is_over = self.clock() - self.started >= self._limit
+        reason = 2 * number or int(time_is_over)
         if self.agree is not None:
-            answer = self.agree(answer)
-        if answer == 0:
+            reason = self.agree(reason)
+        if reason == 0:
             return None
-        if answer == 1:
+        if reason == 1:
             return StopReason(f"max_time={self.max_time}", early=self.requeue)
-        return StopReason(signal.Signals(answer // 2).name, early=True)
-
-    def _time_is_over(self) -> bool:
-        if self._limit is None:
-            return False
-        if self.started is None:
-            raise RuntimeError("start_time() must be called before stop_reason()")
-        return self.clock() - self.started >= self._limit
+        return StopReason(signal.Signals(reason // 2).name, early=True)

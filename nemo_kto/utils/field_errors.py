@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -13,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from nemo_kto.errors import ConfigError, either, show
-from nemo_kto.utils.fields import Check, Remedy
+from nemo_kto.utils.fields import Check, MayChange, MustStay, Remedy
 
 _WORDS: dict[object, str] = {
     int: "an integer", float: "a float", bool: "true or false", str: "a string", NoneType: "null", list: "a list",
@@ -23,10 +24,14 @@ _OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_e
 
 
 class Field(NamedTuple):
-    """One key of a section: its type, and the metadata of the type and of its type arguments."""
+    """One key of a section: its type, the metadata of the type and of its type arguments, and whether it may change.
+
+    ``resume`` is the marker of the key or, if it has none, of the innermost section with one.
+    """
 
     annotation: object
     metadata: list[object]
+    resume: MustStay | MayChange | None = None
 
     @property
     def section(self) -> type[BaseModel] | None:
@@ -92,14 +97,20 @@ def _metadata(annotation: object) -> list[object]:
     return [item for part in parts for item in _metadata(part)] if get_origin(annotation) is not Literal else []
 
 
-def names(section: type[BaseModel], prefix: str = "") -> dict[str, Field]:
+@cache
+def names(section: type[BaseModel]) -> Mapping[str, Field]:
     """Return a mapping from dotted name to field for all keys, including sections."""
-    found: dict[str, Field] = {}
+    return dict(_names(section, "", None))
+
+
+def _names(section: type[BaseModel], prefix: str, inherited: MustStay | MayChange | None) -> Iterator[tuple[str, Field]]:
     for name, info in section.model_fields.items():
-        found[prefix + name] = field = Field(info.annotation, [*info.metadata, *_metadata(info.annotation)])
+        metadata = [*info.metadata, *_metadata(info.annotation)]
+        resume = next((item for item in metadata if isinstance(item, MustStay | MayChange)), inherited)
+        field = Field(info.annotation, metadata, resume)
+        yield prefix + name, field
         if field.section is not None:
-            found |= names(field.section, f"{prefix}{name}.")
-    return found
+            yield from _names(field.section, f"{prefix}{name}.", resume)
 
 
 def echo(value: object, *, quoted: bool = False) -> str:

@@ -21,7 +21,10 @@ class Section(BaseModel):
     An integer field accepts only integers. A float field also accepts integers; its value must be finite.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    # defer_build: only the type of the whole configuration is validated, so that no section needs a validator of its own
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
+    )
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,26 @@ class Remedy:
     """Remedy for an out-of-range value, as shown in the error message; {key} stands for the key."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class MustStay:
+    """The value must stay the same in a resumed run. On a section: for its keys without a marker.
+
+    Attributes:
+        meaning: what is compared.
+        verbatim: whether the value itself is compared; otherwise ``run.facts`` derives the facts to compare from it.
+    """
+
+    meaning: str = "the same"
+    verbatim: bool = True
+
+
+@dataclass(frozen=True)
+class MayChange:
+    """The value may change in a resumed run; ``meaning`` is the effect. On a section: for its keys without a marker."""
+
+    meaning: str
 
 
 @dataclass(frozen=True)

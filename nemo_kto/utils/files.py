@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -18,12 +16,8 @@ from typing import Any, BinaryIO
 
 from nemo_kto.errors import UserError
 
-logger = logging.getLogger(__name__)
-
-_OUTSIDE = "copy it there, or download the model again"
-_CHUNK_BYTES = 2**24
+_OUTSIDE = "copy it into the folder, or download the model again"
 _UNPUBLISHED = re.compile(r"\.(.+)-[0-9a-f]{32}")
-_HASH = re.compile(rb"[0-9a-f]{64}")
 WRITING, REMOVING = ".writing-", ".removing-"  # prefixes of the names of incomplete folders
 MAX_FILE_BYTES = 2**28  # limit for files read as a whole; the largest tokenizer.json has a tenth of this size
 MAX_LINE_BYTES = 2**26  # limit for one line; a row of ten million tokens fits
@@ -64,19 +58,19 @@ def open_file(file: str | Path) -> BinaryIO:
     Other kinds are rejected without blocking: a FIFO would block until it has a writer, and a device may never end.
 
     Raises:
-        OSError: If the file cannot be opened or is not a regular file; ``strerror`` tells the cases apart.
+        OSError: the file cannot be opened or is not a regular file; ``strerror`` tells the cases apart.
     """
-    _refuse_irregular(file, os.stat(file))  # before opening, because opening alone can move a device
+    _check_regular(file, os.stat(file))  # before opening, because opening alone can move a device
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
-        _refuse_irregular(file, os.fstat(handle))
+        _check_regular(file, os.fstat(handle))
         return open(handle, "rb")
     except BaseException:
         os.close(handle)
         raise
 
 
-def _refuse_irregular(file: str | Path, found: os.stat_result) -> None:
+def _check_regular(file: str | Path, found: os.stat_result) -> None:
     if (kind := _kind(found)) is not None:
         raise OSError(errno.EINVAL, f"it is {kind} and must be a regular file", str(file))
 
@@ -94,12 +88,7 @@ def irregular(file: Path) -> str | None:
 
 
 def read_bytes(file: str | Path, *, limit: int = MAX_FILE_BYTES) -> bytes:
-    """Return the content of a regular file of limited size.
-
-    Raises:
-        OSError: If the file cannot be read, is not a regular file, or has more than ``limit`` bytes; ``strerror`` tells
-            the cases apart.
-    """
+    """Return the content of a regular file of at most ``limit`` bytes; OSError otherwise, as in :func:`open_file`."""
     with open_file(file) as handle:
         size = os.fstat(handle.fileno()).st_size
         content = handle.read(limit + 1) if size <= limit else b""
@@ -130,7 +119,7 @@ def read_json(file: Path, *, remedy: str = "download or write it again") -> dict
     """Read the JSON object in an untrusted file.
 
     Raises:
-        UserError: If the file cannot be read or is not a JSON object; the message names the file and ends with the remedy.
+        UserError: the file cannot be read or is not a JSON object; the message names the file and ends with the remedy.
     """
     try:
         raw = read_bytes(file)
@@ -141,54 +130,20 @@ def read_json(file: Path, *, remedy: str = "download or write it again") -> dict
     try:
         content = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
-        raise UserError(f"{file} must be JSON, got something else ({error}); {remedy}") from error
+        raise UserError(f"{file} is not valid JSON: {error}; {remedy}") from error
     if not isinstance(content, dict):
         raise UserError(f"{file} must be a JSON object, got {type(content).__name__}; {remedy}")
     return content
 
 
 def refuse_code(file: Path, content: Mapping[str, object]) -> None:
-    """Reject a model or tokenizer configuration whose classes are Python files shipped with the model.
-
-    Raises:
-        UserError: If auto_map is set.
-    """
+    """Raise a UserError if the classes of a model or tokenizer configuration are Python files shipped with the model."""
     if content.get("auto_map"):
         got = repr(content["auto_map"])
-        message = f"{file}: auto_map must not be set, got {got if len(got) <= 60 else got[:57] + '...'}"
         raise UserError(
-            f"{message}: code that comes with a model is not run; choose another model, or remove auto_map if transformers "
-            "has the same classes itself"
+            f"{file}: auto_map must not be set, got {got if len(got) <= 60 else got[:57] + '...'}: code that comes with a "
+            "model is not run; choose another model, or remove auto_map if transformers has the same classes itself"
         )
-
-
-def file_hash(file: Path) -> str:
-    """Return the SHA-256 of a file's content, which is read in chunks.
-
-    Raises:
-        OSError: If the file cannot be read.
-    """
-    found = hashlib.sha256()
-    with file.open("rb") as content:
-        while chunk := content.read(_CHUNK_BYTES):
-            found.update(chunk)
-    return found.hexdigest()
-
-
-def kept_hash(file: Path) -> str | None:
-    """Return the SHA-256 stored in a file; None if the file does not exist or is damaged.
-
-    A damaged file, such as after a crash of the machine, is removed.
-    """
-    try:
-        text = file.read_bytes()
-    except FileNotFoundError:
-        return None
-    if _HASH.fullmatch(text):
-        return text.decode()
-    logger.warning("%s is damaged, and is written again", file)
-    file.unlink(missing_ok=True)
-    return None
 
 
 def file_inside(folder: Path, name: str) -> Path:
@@ -198,10 +153,10 @@ def file_inside(folder: Path, name: str) -> Path:
     (models--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH). The folder itself may be a link.
 
     Raises:
-        UserError: If the file is outside the model.
+        UserError: the file is outside the model.
     """
     if "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
-        raise UserError(f"{folder} must hold all its files, got {name!r}, which is outside; {_OUTSIDE}")
+        raise UserError(f"{folder} must contain all its files, got {name!r}, which is outside; {_OUTSIDE}")
     path, root = folder / name, Path(os.path.realpath(folder))
     roots = [root]
     if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
@@ -229,12 +184,9 @@ def publish_file(target: Path, *, private: bool = False, durable: bool = True) -
 
     Args:
         target: final path.
-        private: whether only the user may read the file, also while it is written; otherwise the umask applies.
-        durable: whether to wait for the disk. False for a file whose content is verified at every read: it may be damaged
-            after a crash of the machine.
-
-    Yields:
-        The path to write to.
+        private: only the user may read the file, also while it is written; otherwise the umask applies.
+        durable: wait for the disk. False for a file whose content is verified at every read: it may be damaged after a
+            crash of the machine.
     """
     writing = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
     try:
@@ -254,9 +206,7 @@ def publish_file(target: Path, *, private: bool = False, durable: bool = True) -
 def remove_unpublished(folder: Path, names: Collection[str] | None = None) -> None:
     """Remove temporary files of :func:`publish_file` that killed processes left in a folder.
 
-    Args:
-        folder: the folder of the published files.
-        names: names of the published files; None for all. No process may be writing these files now.
+    ``names``: names of the published files; None for all. No process may be writing these files now.
     """
     for path in folder.iterdir():
         left = _UNPUBLISHED.fullmatch(path.name)

@@ -1,20 +1,43 @@
-"""Cached SHA-256 of large files, recomputed only after a file changes."""
+"""SHA-256 of files; that of a large file is cached, and recomputed only after the file changes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-import os
+import re
 from pathlib import Path
 
-from nemo_kto.utils.files import file_hash, kept_hash, make_folder, publish_file
+from nemo_kto.utils.files import make_folder, publish_file
 from nemo_kto.utils.locks import one_writer
 
 logger = logging.getLogger(__name__)
 
 MIN_KEPT_BYTES = 2**20  # hashing a smaller file takes less time than looking up its hash
 _MIN_LOGGED_BYTES = 2**30  # hashing a smaller file takes at most a second or two
+_HASH = re.compile(rb"[0-9a-f]{64}")
+
+
+def file_hash(file: Path) -> str:
+    """Return the SHA-256 of a file's content."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def kept_hash(file: Path) -> str | None:
+    """Return the SHA-256 stored in a file; None if the file does not exist or is damaged.
+
+    A damaged file, such as after a crash of the machine, is removed.
+    """
+    try:
+        text = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    if _HASH.fullmatch(text):
+        return text.decode()
+    logger.warning("%s is damaged, and is written again", file)
+    file.unlink(missing_ok=True)
+    return None
 
 
 def hash_once(file: Path, *, cache_dir: Path, private: bool) -> str:
@@ -25,16 +48,14 @@ def hash_once(file: Path, *, cache_dir: Path, private: bool) -> str:
 
     Args:
         file: file of any size; one smaller than ``MIN_KEPT_BYTES`` is read each time.
-        cache_dir: folder of the cache; its subfolder "hashes" is created if absent.
-        private: whether only the user may read the cached hashes; otherwise the umask applies.
-
-    Raises:
-        OSError: If the file cannot be read.
+        cache_dir: folder of the cache, which contains the cached hashes in "hashes".
+        private: only the user may read the cached hashes.
     """
     state = file.stat()
     if state.st_size < MIN_KEPT_BYTES:
         return file_hash(file)
-    kept = _kept_in(cache_dir, file, state)
+    about = [str(file.resolve()), state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
+    kept = cache_dir / "hashes" / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()}.sha256"
     if (known := kept_hash(kept)) is not None:
         return known
     if state.st_size >= _MIN_LOGGED_BYTES:
@@ -46,8 +67,3 @@ def hash_once(file: Path, *, cache_dir: Path, private: bool) -> str:
             with publish_file(kept, private=private, durable=False) as writing:
                 writing.write_text(known, encoding="ascii")
     return known
-
-
-def _kept_in(cache_dir: Path, file: Path, state: os.stat_result) -> Path:
-    about = [str(file.resolve()), state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
-    return cache_dir / "hashes" / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()}.sha256"

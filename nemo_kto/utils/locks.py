@@ -42,11 +42,9 @@ class Owner:
     """The holder of a lock.
 
     Attributes:
-        host: host name of the process.
-        pid: id of the process on its host.
         machine: boot id: it changes at every boot, and all containers of a machine share it.
         job: description of the job of the batch system; None outside of one.
-        since: start time, in seconds since 1970.
+        since: when the lock was taken, in seconds since 1970.
     """
 
     host: str
@@ -86,9 +84,9 @@ def locked(file: Path, *, when_held: Callable[[str], None], private: bool = Fals
 
     Args:
         file: path of the lock; its folder must exist.
-        when_held: called once, with a description of the holder, if another process holds the lock. If it does not raise,
-            the lock is waited for.
-        private: whether only the user may read the owner file.
+        when_held: called once with a description of the holder if another process holds the lock; the lock is then waited
+            for, unless this call raises.
+        private: only the user may read the owner file.
 
     Raises:
         OSError: If the lock cannot be opened or the owner file cannot be written.
@@ -98,8 +96,20 @@ def locked(file: Path, *, when_held: Callable[[str], None], private: bool = Fals
     try:
         with publish_file(owner, private=private) as writing:
             writing.write_text(text, encoding="utf-8")
-        with _heartbeat(owner):
+        ended = threading.Event()
+
+        def beat() -> None:
+            while not ended.wait(HEARTBEAT_SECONDS):
+                with contextlib.suppress(OSError):
+                    os.utime(owner)
+
+        heart = threading.Thread(target=beat, name="lock", daemon=True)
+        heart.start()
+        try:
             yield
+        finally:
+            ended.set()
+            heart.join()
     finally:
         if _read(owner)[0] == text:  # otherwise this process was suspended until another took over
             owner.unlink(missing_ok=True)
@@ -114,83 +124,41 @@ def one_writer(target: Path, *, private: bool, part: str = "") -> Iterator[None]
     A process that waited should check whether ``target`` exists now. Temporary files of ``target`` that killed processes
     left are removed. Where no lock is available, several processes may do the same work.
 
-    Args:
-        target: the file or folder to write.
-        private: whether only the user may read the owner file.
-        part: suffix of the lock's name, for parts of ``target`` that may be written at the same time.
+    ``part`` is a suffix of the lock's name, for parts of ``target`` that may be written at the same time. ``private``: only
+    the user may read the owner file.
     """
+
+    def report(who: str) -> None:
+        logger.warning("waiting for %s, which writes %s", who, target)
+
     with contextlib.ExitStack() as lock:
         try:
             file = target.with_name(f".{target.name}{part}.lock")
-            lock.enter_context(locked(file, when_held=lambda who: _say_wait(who, target), private=private))
+            lock.enter_context(locked(file, when_held=report, private=private))
             remove_unpublished(target.parent, {target.name})
         except OSError as error:
             logger.warning("%s is written without a lock: %s", target, error.strerror)
         yield
 
 
-@contextlib.contextmanager
-def _heartbeat(owner: Path) -> Iterator[None]:
-    ended = threading.Event()
-
-    def beat() -> None:
-        while not ended.wait(HEARTBEAT_SECONDS):
-            with contextlib.suppress(OSError):
-                os.utime(owner)
-
-    heart = threading.Thread(target=beat, name="lock", daemon=True)
-    heart.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        heart.join()
-
-
-def _say_wait(who: str, target: Path) -> None:
-    logger.warning("waiting for %s, which writes %s", who, target)
-
-
 def _acquire(file: Path, when_held: Callable[[str], None], mode: int) -> int:
     """Wait for the lock; return a file descriptor that holds it until closed."""
-    watch, message = _Watch(owner_file(file)), False
+    watch, reported, began = _OwnerWatch(file), False, time.monotonic()
     while True:
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode)
         free = False
         try:
-            free, held = _verdict(_lock(handle), watch, file)
+            free, holder = watch.check(_lock(handle))
             free = free and os.fstat(handle).st_nlink > 0  # otherwise its last holder has removed it
-            if held is not None and not (free or message) and watch.seconds >= _GRACE_SECONDS:
-                message = True
-                when_held(held)
+            if holder is not None and not (free or reported) and time.monotonic() - began >= _GRACE_SECONDS:
+                reported = True
+                when_held(holder)
         finally:
             if not free:
                 os.close(handle)
         if free:
             return handle
         time.sleep(_POLL_SECONDS)
-
-
-def _verdict(taken: bool | None, watch: _Watch, file: Path) -> tuple[bool, str | None]:
-    """Return whether the lock may be taken, and a description of its holder if known.
-
-    Args:
-        taken: result of :func:`_lock`.
-        watch: observer of the owner file.
-        file: the lock, named in messages.
-    """
-    owner = watch.look()
-    if owner is None:  # or the owner file is not written yet
-        return taken is not False, "another process"
-    if owner.machine == _machine() and taken is not None:
-        return taken, str(owner)  # on one machine the kernel's answer is reliable
-    if watch.quiet_seconds < GONE_SECONDS:
-        return False, str(owner) if watch.lives else None
-    if taken is not False:
-        logger.warning("%s was locked by %s, which gives no sign of life; it is taken over", file, owner)
-        return True, None
-    remedy = f"which gives no sign of life (if that machine is gone, remove {file})"
-    return False, f"{owner}, {remedy}" if watch.seconds >= KERNEL_SECONDS else None
 
 
 def _lock(handle: int) -> bool | None:
@@ -206,37 +174,37 @@ def _lock(handle: int) -> bool | None:
     return True
 
 
-class _Watch:
+class _OwnerWatch:
     """Observer of a lock's owner file, which detects heartbeats."""
 
-    def __init__(self, owner: Path) -> None:
-        self.lives = False  # whether the last call to look() saw a heartbeat
-        self._owner = owner
+    def __init__(self, file: Path) -> None:
+        self._file = file
         self._began = self._changed = time.monotonic()
         self._seen: tuple[str, int] | None = None
 
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._began
-
-    @property
-    def quiet_seconds(self) -> float:
-        return time.monotonic() - self._changed
-
-    def look(self) -> Owner | None:
-        """Read the owner file and note a heartbeat; return None if the file is missing or invalid."""
-        seen = _read(self._owner)
+    def check(self, taken: bool | None) -> tuple[bool, str | None]:
+        """Return whether the lock may be taken, and its holder if known; ``taken``: whether the kernel granted it."""
+        seen, now = _read(owner_file(self._file)), time.monotonic()
         try:
             owner = Owner(**json.loads(seen[0]))
-            str(owner)
+            description = str(owner)
         except (ValueError, TypeError, RecursionError, OverflowError, OSError):  # the last two: an invalid time
-            return None
-        self.lives = self._seen is not None and seen != self._seen
-        if self._seen is None and owner.machine != _machine():
-            logger.info("%s: waiting for a sign of life of %s", self._owner, owner)
+            return taken is not False, "another process"  # the file is missing, damaged, or not written yet
+        same_machine = owner.machine == _machine()
+        has_heartbeat = self._seen is not None and seen != self._seen
+        if self._seen is None and not same_machine:
+            logger.info("%s: waiting for a heartbeat of %s", owner_file(self._file), description)
         if seen != self._seen:
-            self._seen, self._changed = seen, time.monotonic()
-        return owner
+            self._seen, self._changed = seen, now
+        if same_machine and taken is not None:
+            return taken, description  # on one machine the kernel's answer is reliable
+        if now - self._changed < GONE_SECONDS:
+            return False, description if has_heartbeat else None
+        if taken is not False:
+            logger.warning("%s was locked by %s, which sends no heartbeat; it is taken over", self._file, description)
+            return True, None
+        remedy = f"which sends no heartbeat (if that machine is gone, remove {self._file})"
+        return False, f"{description}, {remedy}" if now - self._began >= KERNEL_SECONDS else None
 
 
 def _read(owner: Path) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""A tiny job that is killed, started again with the same command, and compared with one that nothing happened to."""
+"""A tiny job that is killed, restarted with the same command, and compared with an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Job:
     Attributes:
         model, rows, validation: what it reads.
         ranks: on this machine.
-        overrides: its layout, and how the reference is held.
+        overrides: its layout and reference mode.
     """
 
     model: Path
@@ -142,7 +142,7 @@ class Ended:
 
 
 def run(job: Job, folder: Path, *, crash: Crash | None = None, name: str = "job", deadline: float = DEADLINE) -> Ended:
-    """Start the command, let ``crash`` happen to it, and wait for its end; jobs that run at once have names of their own."""
+    """Start the command, let ``crash`` happen to it, and wait for its end; concurrent jobs need different names."""
     chaos = folder / f"chaos_{name}"  # also the working directory, by which its processes are known
     shutil.rmtree(chaos, ignore_errors=True)
     (chaos / "pids").mkdir(parents=True)
@@ -212,12 +212,12 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @dataclass(kw_only=True)
 class Comparison:
-    """What a run that was killed and started again has in another way than ``whole``, which nothing happened to.
+    """Differences between a killed and restarted run and ``whole``, an uninterrupted one.
 
     Attributes:
         rows_lost, rows_doubled: over all epochs.
-        other_losses: a figure of a step is another one: it was resumed from what it should not have been.
-        differences: all but the rows, in words; empty if there is none.
+        other_losses: a metric of a step differs, so that the run was resumed from a wrong state.
+        differences: descriptions of all other differences.
     """
 
     rows_lost: int = 0
@@ -231,7 +231,7 @@ class Comparison:
 
 
 def compare(folder: Path, whole: Path) -> Comparison:
-    """Losses, rows, exported files, and what lies in the run folder."""
+    """Compare losses, rows, exported files, and the contents of the run folder."""
     found = Comparison()
     _compare_losses(folder, whole, found)
     _compare_rows(folder, whole, found)
@@ -278,7 +278,7 @@ def _compare_rows(folder: Path, whole: Path, found: Comparison) -> None:
 
 
 def _names(folder: Path) -> set[str]:
-    """What lies in the run folder and among its checkpoints."""
+    """Contents of the run folder and of its checkpoints folder."""
     places = (folder / "run", folder / "run" / "checkpoints")
     return {str(path.relative_to(folder)) for place in places for path in place.iterdir()}
 

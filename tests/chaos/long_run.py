@@ -1,4 +1,4 @@
-"""Many random kills, and a table of what they did.
+"""Many random kills, and a table of their results.
 
     python -m tests.chaos.long_run --kills 200 --page docs/reliability.md
 
@@ -50,7 +50,7 @@ MODES = ("swap", "cached")
 
 @dataclass(kw_only=True)
 class Figures:
-    """What all trials together found; everything after ``causes_due`` must be 0, and ``causes_named`` equal to it."""
+    """Sums over all trials; everything after ``causes_due`` must be 0, and ``causes_named`` equal to it."""
 
     trials: int = 0
     kills: int = 0

@@ -1,4 +1,4 @@
-"""The comparison finds what it must find: a judge that overlooks something would make every other test here worthless."""
+"""The comparison of runs detects each kind of difference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.chaos.job import ROWS, STEPS_OF_EPOCH, Comparison, compare
 
 
 def write_run(folder: Path) -> Path:
-    """What a run of two epochs leaves, made up."""
+    """Invented files of a run of two epochs."""
     for path in ("rows", "run/hf", "run/checkpoints/step_000006"):
         (folder / path).mkdir(parents=True)
     with (folder / "run/metrics.jsonl").open("w") as metrics, (folder / "rows/0.jsonl").open("w") as notes:

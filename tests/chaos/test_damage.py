@@ -1,4 +1,4 @@
-"""Files that were cut or changed on the disk: found when they are read, never used, made again where that can be done."""
+"""Damaged files are detected when they are read, never used, and repaired if possible."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def only(pattern: str) -> Callable[[Path], Path]:
     return lambda folder: sorted(folder.glob(pattern))[0]
 
 
-# Name: how the job holds its reference, the file, what happens to it, and what the next start must say of it.
+# Name: reference mode of the job, the file, the damage, and the words that the next start must print.
 SWAP, CACHED = "swap", "cached"
 Damage = tuple[str, Callable[[Path], Path], Callable[[Path], object], tuple[str, ...]]
 CASES: dict[str, Damage] = {
@@ -84,7 +84,7 @@ CASES: dict[str, Damage] = {
 
 @pytest.fixture(scope="module")
 def killed(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], Job]:
-    """How the reference is held, and a folder that becomes a run with two checkpoints, killed in its sixth step."""
+    """Reference mode, and a folder for a run with two checkpoints, killed in its sixth step."""
     known: dict[str, Path] = {}
 
     def copy(mode: str, folder: Path) -> Job:
@@ -104,11 +104,11 @@ def killed(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str,
 def test_damage_is_detected_and_repaired(
     case: str, killed: Callable[[str, Path], Job], whole: Callable[[Job], Path], tmp_path: Path
 ) -> None:
-    mode, find, damage, said = CASES[case]
+    mode, find, damage, words = CASES[case]
     job = killed(mode, tmp_path)
     damage(find(tmp_path))
     output = assert_resumes(job, tmp_path, whole(job)).output
-    assert all(word in output for word in said), output
+    assert all(word in output for word in words), output
 
 
 @pytest.mark.parametrize("damage", [cut, flip])

@@ -1,4 +1,4 @@
-"""A disk that is full or read-only: the run says so and ends, what was complete stays, and the same command resumes it."""
+"""A full or read-only disk: the run reports it and ends, complete files remain, and the same command resumes it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a file system"),
 ]
 SIZE = "48m"
-# Leaves so many bytes of the disk on which it is.
+# Free bytes that are left on the disk.
 FILL = "cd {folder} && head -c $(( $(df --output=avail -B1 . | tail -1) - {left} )) /dev/zero > filler || true"
 
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """A file system of its own at ``folder``."""
+    """A separate file system at ``folder``."""
     folder.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)], check=True)
     try:

@@ -52,7 +52,7 @@ FOUR_VICTIMS = {"rank3": ("rank3",), "all": ("launcher", "rank0", "rank1", "rank
 CACHED = ("model.reference.mode=cached",)
 CACHED_POINTS = ("reference_write", "reference_publish", "reference_published")
 
-# A loss with a state of its own: the mean of all rewards so far.
+# A loss with state: the mean of all rewards so far.
 BCO = ("model.kto.preference_loss=bco", "model.reference.mode=swap", "model.optim.lr=5e-3")
 
 

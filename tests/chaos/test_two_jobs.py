@@ -1,4 +1,4 @@
-"""Two jobs on one run folder: one trains, the other is refused and touches nothing."""
+"""Two jobs on one run folder: one trains, the other is refused and changes nothing."""
 
 from __future__ import annotations
 

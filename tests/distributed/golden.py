@@ -22,7 +22,7 @@ from tests.helpers.training_jobs import train, trajectory
 FILE = Path(__file__).parents[1] / "data" / "golden.json"
 LOSSES = [*(("kto", loss) for loss in kto.LOSSES), *(("dpo", loss) for loss in preference.LOSSES)]
 STEPS, DIGITS = 3, 7
-# Small, so that a run takes half a second. A step clips its gradients, and the second has a rate of its own.
+# Small, so that a run takes half a second. A step clips its gradients, and the second has another learning rate.
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 OVERRIDES = [
     "model.global_batch_size=8",
@@ -74,7 +74,7 @@ def _rounded(value: float) -> float:
 
 
 def read() -> dict[str, Trajectory]:
-    """What the file holds."""
+    """The contents of the file."""
     found: dict[str, Trajectory] = json.loads(FILE.read_text(encoding="utf-8"))
     return found
 

@@ -1,6 +1,6 @@
 """Imported once by the process that every rank is forked from, so that no rank imports torch and megatron-core itself.
 
-What is imported here must start no thread: a fork has none of them.
+Imported modules must not start threads, because a fork has none of them.
 """
 
 from __future__ import annotations

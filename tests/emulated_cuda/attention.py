@@ -1,4 +1,4 @@
-"""Fused kernels of attention and RMS norm that the CPU lacks: computed in fp32, one after another, with CUDA's rules."""
+"""Fused kernels of attention and RMS norm that the CPU lacks, computed in fp32 with CUDA's constraints."""
 
 from __future__ import annotations
 

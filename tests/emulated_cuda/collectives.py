@@ -1,4 +1,4 @@
-"""NCCL is gloo, which a process group of the backend "nccl" uses for tensors of devices only."""
+"""NCCL is emulated by gloo, which the backend "nccl" uses for device tensors only."""
 
 from __future__ import annotations
 

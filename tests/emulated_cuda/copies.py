@@ -1,4 +1,4 @@
-"""Copies between host and device that are in flight: one that does not block arrives when the host has waited for it.
+"""Asynchronous copies between host and device: a non-blocking copy is visible after the host has waited for it.
 
 Until then the page-locked memory that a copy writes to holds NaN, and the memory that it reads from must not change.
 """

@@ -1,4 +1,4 @@
-"""Kernels of the emulated devices: each checks its arguments' devices as CUDA's do, and calls the CPU's on the same memory.
+"""Operators of the emulated devices: each checks the devices of its arguments, and calls the CPU's on the same memory.
 
 They are registered for the dispatch key CUDA: autograd, type promotion and operators composed of others work as on a GPU.
 """
@@ -13,7 +13,7 @@ import torch
 
 from tests.emulated_cuda import attention, copies, memory, waits
 
-# The real kernels of these need no arithmetic, and work on the stand-in for the runtime.
+# These kernels of CUDA need no arithmetic, and work with the substitute for the runtime.
 REAL = set(
     """as_strided view view.dtype _reshape_alias unfold view_as_real view_as_complex resize_ empty.memory_format
     empty_strided record_stream is_set_to is_pinned _pin_memory _has_same_storage_numel set_ set_.source_Storage

@@ -1,4 +1,4 @@
-"""Stand-ins for the CUDA runtime and for NVIDIA's other libraries, compiled in seconds and loaded before torch.
+"""Substitutes for the CUDA runtime and NVIDIA's other libraries, compiled in seconds and loaded before torch.
 
 torch's build for CUDA is linked with 14 libraries of 3 GB. Here each is an empty library of that name and version: the few
 functions that are called are those of runtime.c, and the others are bound when they are first called, which they never are.
@@ -23,7 +23,7 @@ runtime: ctypes.CDLL
 
 
 def load() -> None:
-    """Load the stand-ins into this process, and build them where that has not been done; torch must not be imported yet.
+    """Build the substitutes if necessary, and load them into this process; torch must not be imported yet.
 
     Raises:
         subprocess.CalledProcessError, FileNotFoundError: there is no C compiler (cc) with its binutils.
@@ -46,7 +46,7 @@ def device_count() -> int:
 
 
 def build(folder: Path) -> None:
-    """Compile the stand-ins into ``folder``, which appears complete or not at all."""
+    """Compile the substitutes into ``folder``, atomically."""
     made = Path(tempfile.mkdtemp(dir=folder.parent))
     compile_c = ["cc", "-O1", "-w", "-shared", "-fPIC"]
     subprocess.run([*compile_c, f"-Wl,-soname,{RUNTIME}", str(SOURCE), "-o", str(made / RUNTIME), "-lpthread"], check=True)

@@ -1,4 +1,4 @@
-"""Tensors of host and device on the same memory, which is all in the host."""
+"""Host and device tensors on the same memory, all of it in the host."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def as_host_argument(value: Any, arguments: OnDevice) -> Any:
 
 
 def as_device_result(value: Any, device: torch.device, arguments: OnDevice) -> Any:
-    """What the CPU's kernel returned, on the device."""
+    """The result of the CPU's kernel, on the device."""
     if isinstance(value, torch.Tensor):
         return on_device(value, device, arguments)
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""A callback of jobs on emulated devices: where the host waited in each step."""
+"""A callback that records the waits of the host in each step on emulated devices."""
 
 from __future__ import annotations
 

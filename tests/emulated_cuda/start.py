@@ -1,4 +1,4 @@
-"""Starts the emulation in an interpreter: before anything else is imported, by a .pth file of its environment."""
+"""Starts the emulation before anything else is imported, by a .pth file of its environment."""
 
 from __future__ import annotations
 

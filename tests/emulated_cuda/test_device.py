@@ -1,4 +1,4 @@
-"""The emulated device finds what a GPU refuses and what would go wrong on one, and computes what the CPU computes."""
+"""The emulated device detects errors that a GPU would raise or cause, and computes the values of the CPU."""
 
 from __future__ import annotations
 
@@ -152,19 +152,19 @@ def test_a_swap_without_synchronization_is_detected(left_out: str, monkeypatch: 
     """Both of swap_'s; with them the swap is exact."""
     parameters = [torch.nn.Parameter(torch.randn(9, device="cuda")) for _ in range(3)]
     before = [parameter.detach().cpu() for parameter in parameters]
-    held = SwappedWeights(parameters=parameters)
+    swapped = SwappedWeights(parameters=parameters)
     for parameter in parameters:
         parameter.data.mul_(2)
-    with held.active():
-        assert all(torch.equal(host, 2 * reference) for host, reference in zip(held.host, before, strict=True))
+    with swapped.active():
+        assert all(torch.equal(host, 2 * reference) for host, reference in zip(swapped.host, before, strict=True))
     if left_out == "stream synchronize":
         monkeypatch.setattr(torch.cuda.Stream, "synchronize", lambda self: None)
-        with held.active():
-            assert any(host.isnan().any() for host in held.host)
+        with swapped.active():
+            assert any(host.isnan().any() for host in swapped.host)
     else:
         down, wait = device._copy_streams(0)[1], torch.cuda.Stream.wait_stream
         monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: self == down or wait(self, other))
-        with pytest.raises(RuntimeError, match="changed"), held.active():
+        with pytest.raises(RuntimeError, match="changed"), swapped.active():
             torch.cuda.synchronize()
     monkeypatch.undo()
     copies.in_flight.__init__()  # type: ignore[misc]

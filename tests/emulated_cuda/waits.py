@@ -1,4 +1,4 @@
-"""Where the host waits for the device: each wait with its kind and the lines that caused it, counted."""
+"""Counts the waits of the host for the device, by kind and causing lines."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def site() -> str:
 
 
 def is_gloo() -> bool:
-    """Whether gloo makes the copy at hand: in a thread of its own, or in a call of torch.distributed."""
+    """Whether gloo makes the current copy: in its own thread, or in a call of torch.distributed."""
     frames = _frames()
     if not frames:
         return torch._C._current_graph_task_id() == -1  # or else in a backward pass
@@ -119,6 +119,6 @@ def _in_micro_batch(frames: list[FrameType]) -> bool:
 
 
 def set_debug_mode(mode: int | str) -> None:
-    """torch.cuda.set_sync_debug_mode, which is kept here: gloo, which stands in for NCCL, waits in threads of its own."""
+    """torch.cuda.set_sync_debug_mode, stored in this module, because gloo, used for NCCL, waits in its own threads."""
     global _debug_mode
     _debug_mode = {"default": 0, "warn": 1, "error": 2}[mode] if isinstance(mode, str) else mode

@@ -1,4 +1,4 @@
-"""Two ranks that meet as those of a run do, and what they tell each other.
+"""Two ranks that run the collectives of a training run.
 
 python -m tests.gpu.collectives FILE
 """

@@ -1,4 +1,4 @@
-"""The model and the data of these tests, and runs that several of them look at."""
+"""Model, data and shared runs of these tests."""
 
 from __future__ import annotations
 

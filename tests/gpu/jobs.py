@@ -1,6 +1,6 @@
-"""Whole jobs on a device: a command line in a process of its own, and what it logged.
+"""Complete runs on a device: a command line in a separate process, and its logged metrics.
 
-The jobs know no device but its name, so that the same tests compare a GPU with the CPU and, where there is no GPU, the CPU
+The jobs get the device by name, so that the same tests compare a GPU with the CPU and, without a GPU, the CPU
 with itself at other settings.
 """
 
@@ -31,12 +31,12 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINIS
 
 @dataclass(frozen=True, kw_only=True)
 class Workplace:
-    """What the jobs of a module share.
+    """Files shared by the jobs of a module.
 
     Attributes:
         model: a Hugging Face folder.
         rows, pairs: jsonl files for KTO and DPO.
-        folder: for their runs; each call gets a folder of its own.
+        folder: of their runs, one for each call.
     """
 
     model: Path
@@ -47,7 +47,7 @@ class Workplace:
     def command(self, name: str, *overrides: str, algorithm: str = "kto", callbacks: Sequence[str] = ()) -> list[str]:
         """The command line of the job whose run folder is ``folder``/``name``."""
         data = {"kto": self.rows, "dpo": self.pairs}[algorithm]
-        noted = f"{{_target_: tests.gpu.recorders.RecordModel, file: {self.folder / name}.json}}"
+        recorded = f"{{_target_: tests.gpu.recorders.RecordModel, file: {self.folder / name}.json}}"
         return [
             *CLI,
             algorithm,
@@ -69,7 +69,7 @@ class Workplace:
             "model.optim.lr=1e-4",
             "model.optim.sched.name=constant",
             "model.optim.sched.warmup_steps=2",
-            f"trainer.callbacks=[{', '.join([noted, *callbacks])}]",
+            f"trainer.callbacks=[{', '.join([recorded, *callbacks])}]",
             *overrides,
         ]
 
@@ -87,7 +87,7 @@ class Workplace:
         return self.folder / name
 
     def finish(self, words: list[str], *, status: int = 0, env: dict[str, str] | None = None) -> str:
-        """Run a Python command; what it printed to stdout."""
+        """Run a Python command; returns its standard output."""
         where = environment() | {"OMP_NUM_THREADS": "1"} | (env or {})
         if GPUS and not IS_EMULATED:  # CUDA does not survive a fork
             done = run_interpreter(words, cwd=self.folder, env=where, timeout=300)
@@ -96,14 +96,14 @@ class Workplace:
         assert done.returncode == status, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
         return done.stdout
 
-    def noted(self, name: str) -> dict[str, list[str]]:
+    def recorded(self, name: str) -> dict[str, list[str]]:
         """What :class:`tests.gpu.recorders.RecordModel` wrote of a run."""
         found: dict[str, list[str]] = json.loads((self.folder / f"{name}.json").read_text())
         return found
 
 
 def on(device: str, *, ranks: int = 1) -> list[str]:
-    """The overrides that put a job on so many devices of a kind."""
+    """Overrides for a number of devices of a kind."""
     return [f"trainer.accelerator={device}", f"trainer.devices={ranks}"]
 
 

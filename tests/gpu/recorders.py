@@ -1,4 +1,6 @@
-"""Callbacks of the jobs of these tests: what a run computes with, the same bits each time, and a stop after some step."""
+"""Callbacks of the jobs of these tests: record the model, hashes of weights, and waits; deterministic kernels; stop after a
+step.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +55,12 @@ class RecordHashes(Callback):
         self.file = Path(file)
 
     def on_fit_start(self, trainer: Any) -> None:
-        self._note(trainer, "start")
+        self._record(trainer, "start")
 
     def on_train_step_end(self, trainer: Any, event: Event) -> None:
-        self._note(trainer, "end")
+        self._record(trainer, "end")
 
-    def _note(self, trainer: Any, when: str) -> None:
+    def _record(self, trainer: Any, when: str) -> None:
         weights = [weight for chunk in trainer.model.engine.chunks for weight in chunk.parameters()]
         adams = [part.optimizer for part in trainer.optimizer.chained_optimizers]
         mains = [main for adam in adams for group in adam.param_groups for main in group["params"]]
@@ -100,7 +102,7 @@ class StopAfter(Callback):
 class RecordWaits(Callback):
     """Writes FILE: for each step, where the host waited for the GPU, one text for each wait.
 
-    torch warns of those within its operators, and those that are asked for are record where they are.
+    Waits within operators are torch's warnings; explicit ones are recorded in the wrapped functions.
     """
 
     def __init__(self, file: str) -> None:
@@ -111,7 +113,7 @@ class RecordWaits(Callback):
     def on_fit_start(self, trainer: Any) -> None:
         owners: tuple[Any, ...] = (torch.cuda, torch.cuda.Stream, torch.cuda.Event)
         for owner in owners:
-            owner.synchronize = self._noted(owner.synchronize, owner.__name__)
+            owner.synchronize = self._recorded(owner.synchronize, owner.__name__)
         shown = warnings.showwarning
 
         def note(message: Warning | str, category: type[Warning], filename: str, lineno: int, *options: Any) -> None:
@@ -124,7 +126,7 @@ class RecordWaits(Callback):
         warnings.filterwarnings("always", message=".*synchronizing CUDA operation.*")
         torch.cuda.set_sync_debug_mode("warn")
 
-    def _noted(self, wait: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def _recorded(self, wait: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             self._waits.append(name)
             return wait(*arguments)

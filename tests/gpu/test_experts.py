@@ -1,4 +1,4 @@
-"""Experts of Transformer Engine, whose products are grouped, on a GPU: logits, checkpoints between both kinds, a whole job.
+"""Transformer Engine's grouped experts on a GPU: logits, checkpoints of both kinds of layers, a complete run.
 
 In fp32, for which a run does not take these layers, because they multiply in TF32. A token whose choice of experts is close
 may be sent to others than those of transformers, so that a few tokens may differ.
@@ -82,7 +82,7 @@ def test_both_kinds_of_layers_have_the_same_weights_and_checkpoints(
 def test_adapted_experts_equal_the_merged_model(
     family: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each by itself, in megatron-core's own layers, among Transformer Engine's."""
+    """Separate experts in megatron-core's layers, among Transformer Engine's layers."""
     monkeypatch.setattr(gpt, "uses_transformer_engine", lambda dtype: True)
     folder, settings = tiny_checkpoint(family), LoRASettings(rank=2, alpha=4, target_modules=("all",))
     merged = hf_models.write_adapters(folder, tmp_path / "adapters", settings)

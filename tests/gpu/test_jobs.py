@@ -1,4 +1,4 @@
-"""Whole jobs on a GPU compute what they compute on the CPU: train, validate, save, resume, export.
+"""Complete runs on a GPU equal those on the CPU: train, validate, save, resume, export.
 
 Where there is no GPU, the same tests run on the CPU: the expected trajectory, with other settings. So they work when there
 is one. A sample of them is in `make test`, all of them with --matrix=full.
@@ -26,7 +26,7 @@ DEVICE = "gpu" if GPUS else "cpu"
 FP32 = 1e-4 if IS_EMULATED else 1e-3  # over four steps
 BF16 = 4e-2  # 2.1e-2 is between bf16 and fp32 on a CPU without bf16 instructions
 HAS_ENGINE = GPUS > 0 and importlib.util.find_spec("transformer_engine_torch") is not None
-# On the CPU, a test that another one of these stands for.
+# Redundant on the CPU.
 repeats = pytest.mark.full if not GPUS else pytest.mark.gpu
 needs_two = pytest.mark.skipif(GPUS == 1, reason="needs two GPUs")
 
@@ -86,11 +86,11 @@ def test_a_run_equals_the_cpu(case: Case, place: Workplace, expected: Callable[[
     algorithm = "dpo" if case.expected == "dpo" else "kto"
     run = place.run(case.name, *on(DEVICE), *case.overrides, algorithm=algorithm)
     assert_close(run, expected(case.expected), tolerance=BF16 if case.in_bf16 else FP32, in_bf16=case.in_bf16)
-    noted = place.noted(case.name)
-    assert noted["devices"] == ["cuda" if GPUS else "cpu"]
-    assert noted["dtypes"] == ["bfloat16" if case.in_bf16 else "float32"]
+    recorded = place.recorded(case.name)
+    assert recorded["devices"] == ["cuda" if GPUS else "cpu"]
+    assert recorded["dtypes"] == ["bfloat16" if case.in_bf16 else "float32"]
     if case.name == "bf16":
-        assert any(name.startswith("TE") for name in noted["classes"]) == HAS_ENGINE
+        assert any(name.startswith("TE") for name in recorded["classes"]) == HAS_ENGINE
 
 
 @repeats
@@ -101,7 +101,7 @@ def test_layers_without_transformer_engine(place: Workplace, expected: Callable[
     (modules / "sitecustomize.py").write_text("import sys\nsys.modules['transformer_engine'] = None\n")
     run = place.run("local", *on(DEVICE), IN_BF16, env={"PYTHONPATH": environment(modules)["PYTHONPATH"]})
     assert_close(run, expected("kto"), tolerance=BF16, in_bf16=True)
-    classes = place.noted("local")["classes"]
+    classes = place.recorded("local")["classes"]
     assert "TorchAttention" in classes
     assert not any(name.startswith("TE") for name in classes)
 
@@ -110,8 +110,8 @@ def test_layers_without_transformer_engine(place: Workplace, expected: Callable[
 def test_a_run_on_the_cpu_of_a_machine_with_a_gpu(place: Workplace, expected: Callable[[str], Path]) -> None:
     run = place.run("hardware", "hardware=cpu")
     assert_close(run, expected("kto"), tolerance=1e-5)
-    noted = place.noted("hardware")
-    assert (noted["devices"], noted["backend"]) == (["cpu"], "gloo")
+    recorded = place.recorded("hardware")
+    assert (recorded["devices"], recorded["backend"]) == (["cpu"], "gloo")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What only a GPU can show of the swapped reference: pinned copies, two streams, and room for two tensors at most."""
+"""Swapped reference on a GPU: page-locked copies, two streams, and memory for at most two tensors."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def test_a_swap_and_its_reverse_are_exact() -> None:
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(size, device=device.current_device())) for size in (7, 1000, 123_457, 1)]
     reference = [parameter.detach().clone() for parameter in parameters]
-    held = SwappedWeights(parameters=parameters)
-    assert all(host.is_pinned() for host in held.host)
+    swapped = SwappedWeights(parameters=parameters)
+    assert all(host.is_pinned() for host in swapped.host)
     for parameter in parameters:
         parameter.data.mul_(2).add_(1)
     policy = [parameter.detach().clone() for parameter in parameters]
     for _ in range(3):
-        with held.active():
+        with swapped.active():
             assert all(torch.equal(now, then) for now, then in zip(parameters, reference, strict=True))
         assert all(torch.equal(now, then) for now, then in zip(parameters, policy, strict=True))
 
@@ -35,19 +35,19 @@ def test_page_locked_memory_has_the_size_of_the_weights() -> None:
     """Not the next power of two of each tensor, from torch's allocator."""
     odd = [torch.nn.Parameter(torch.ones(size, device=device.current_device())) for size in (2**18 + 1, 1000, 5 * 2**16 + 3)]
     before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
-    held = SwappedWeights(parameters=odd)
+    swapped = SwappedWeights(parameters=odd)
     assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) == before
-    starts = [host.data_ptr() for host in held.host]
+    starts = [host.data_ptr() for host in swapped.host]
     assert starts[2] + odd[2].nbytes - starts[0] < sum(each.nbytes for each in odd) + 3 * 64
-    assert all(host.is_pinned() for host in held.host)
+    assert all(host.is_pinned() for host in swapped.host)
 
 
 def test_later_swaps_allocate_nothing() -> None:
     parameters = [torch.nn.Parameter(torch.ones(2**20, device=device.current_device())) for _ in range(4)]
-    held = SwappedWeights(parameters=parameters)
+    swapped = SwappedWeights(parameters=parameters)
     reserved = []
     for _ in range(5):
-        with held.active():
+        with swapped.active():
             pass
         reserved.append(torch.cuda.memory_reserved())
     assert reserved == reserved[:1] * 5
@@ -56,18 +56,18 @@ def test_later_swaps_allocate_nothing() -> None:
 def test_a_swap_needs_memory_for_two_tensors() -> None:
     size, count = 4 * 2**20, 16  # 16 MiB each
     parameters = [torch.nn.Parameter(torch.ones(size, device=device.current_device())) for _ in range(count)]
-    held = SwappedWeights(parameters=parameters)
+    swapped = SwappedWeights(parameters=parameters)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    with held.active():
+    with swapped.active():
         pass
     assert torch.cuda.max_memory_allocated() - before <= 3 * 4 * size
 
 
 def test_the_host_waits_once_in_a_swap(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = [torch.nn.Parameter(torch.ones(1000, device=device.current_device())) for _ in range(9)]
-    held, waits = SwappedWeights(parameters=parameters), []
+    swapped, waits = SwappedWeights(parameters=parameters), []
 
     def counted(wait: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -78,7 +78,7 @@ def test_the_host_waits_once_in_a_swap(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
         monkeypatch.setattr(owner, "synchronize", counted(owner.synchronize, owner.__name__))
-    with held.active():
+    with swapped.active():
         pass
     assert waits == ["Stream", "Stream"]
 

@@ -1,4 +1,4 @@
-"""What only a GPU with Transformer Engine can show: its layers with adapters, against peft; checkpoints to it and from it.
+"""Transformer Engine's layers with adapters against peft, and checkpoints exchanged with megatron-core's layers.
 
 Everything is in fp32, for which a run does not take these layers, because they multiply in TF32: the tolerances are those of
 such products, and still tighter than those of bf16.
@@ -56,7 +56,7 @@ def test_adapters_equal_peft(
     theirs = peft_model(folder, settings)
     theirs.save_pretrained(tmp_path / "adapter")
     chunks, architecture = lora_jobs.build(folder, state.Layout(), settings)
-    assert names_of_adapted(chunks) == {"LoRALayerNormColumnParallelLinear", "LoRAEngineRowParallelLinear"}
+    assert names_of_adapted(chunks) == {"LoRATELayerNormColumnParallelLinear", "LoRATERowParallelLinear"}
     load_adapter(chunks, architecture, tmp_path / "adapter")
     tokens = lora_jobs.tokens(0)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_adapters_equal_peft(
 def trained(
     folder: Path, settings: LoRASettings | None, run: Path, *, resumed: bool
 ) -> tuple[dict[str, torch.Tensor], float]:
-    """Two steps, saved after the first, or only the second from there: what is trained, and the last gradient's norm."""
+    """Two steps, saved after the first, or only the second, resumed: trained weights, and the last gradient norm."""
     chunks, _ = lora_jobs.build(folder, state.Layout(), settings)
     if settings is not None:
         lora_jobs._perturb_b(chunks)

@@ -1,4 +1,4 @@
-"""Jobs of two ranks on GPUs compute what one rank on the CPU computes; without GPUs, what they compute on the CPU."""
+"""Runs of two ranks on GPUs equal one rank on the CPU; without GPUs both run on the CPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_two_ranks(case: Case, place: Workplace, expected: Callable[[str], Path]
     algorithm = "dpo" if case.expected == "dpo" else "kto"
     run = place.run(case.name, *on(DEVICE, ranks=2), *case.overrides, algorithm=algorithm)
     assert_close(run, expected(case.expected), tolerance=FP32)
-    assert place.noted(case.name)["backend"] == ("nccl" if GPUS else "gloo")
+    assert place.recorded(case.name)["backend"] == ("nccl" if GPUS else "gloo")
 
 
 @repeats

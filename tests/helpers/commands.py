@@ -1,4 +1,4 @@
-"""Run the commands of the package in processes of their own, with a job that needs no model in place of the training."""
+"""Run the package's commands in separate processes, optionally with a stub in place of the training."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ CLI = [sys.executable, "-m", "nemo_kto.cli.main"]
 _STUB_TRAINING = """
 import sys, types
 
-def train(cfg, check_memory):
+def train(run, check_memory):
     import os
+    cfg = run.cfg
     from nemo_kto.config.saved_config import save_config
     if os.environ.get("RANK", "0") == "0":  # as the job does, when it knows its precision
         save_config(cfg)
@@ -128,7 +129,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """The finished process with its output; waits until every process that holds the output has ended.
 
-    A Python is forked from one that has imported what is needed, and its ranks are too unless told otherwise.
+    A Python command is forked from a process with the needed imports; so are its ranks, unless ``fork_ranks`` is false.
     """
     if command[0] != sys.executable:
         return run_interpreter(command, cwd=cwd, env=env, timeout=timeout)

@@ -1,4 +1,4 @@
-"""Which rows went into each step of a run, noted from outside: a callback, and what reads its notes."""
+"""A callback that records the rows of each step, and functions that read its records."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron.core import parallel_state
 from nemo_kto.algorithms.callbacks import Callback, Event
 from nemo_kto.algorithms.protocols import Trainer
 
-# Of a batch: the tokens, and how many of them are no padding.
+# Keys of a batch: tokens, and their number without padding.
 _SEQUENCES = (("samples", "sample_lengths"), ("chosen", "chosen_lengths"))
 
 
 class RecordRows(Callback):
     """Appends a line for each step to FOLDER/RANK.jsonl: the examples that this rank trained on, in their order.
 
-    What counts is what the model is given, so that nothing between the files and the loss can hide a row.
+    The batch given to the model is recorded, so that any loss of rows between the files and the loss is visible.
     """
 
     def __init__(self, *, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""The engine and the KTO model of a test, on a rank."""
+"""The log-prob engine and the KTO model of a test, on a rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class InOrder(list[Any]):
-    """A loader that yields these batches; it is its own order."""
+    """A loader that yields these batches and serves as its own sampler."""
 
     @property
     def batch_sampler(self) -> InOrder:

@@ -1,6 +1,6 @@
-"""Run Python commands in processes of their own that need not import torch again.
+"""Run Python commands in separate processes that need not import torch again.
 
-A fork server is a Python that imports what it is told to and does nothing else. For each command it forks a process, which
+A fork server is a Python process that only imports the requested modules. For each command it forks a process, which
 becomes what a new interpreter would be: arguments, working directory, environment, search path and sitecustomize, output,
 exit status. That takes milliseconds, where an interpreter that imports torch takes seconds. The ranks that such a process
 starts through the package's launcher are forked as well, and are its children as they would be otherwise.
@@ -82,14 +82,14 @@ def run(
     """The finished process with its output; waits until every process that holds the output has ended.
 
     Args:
-        arguments: of the interpreter: ``-m MODULE ...``, ``-c CODE ...`` or ``SCRIPT ...``; ``-P`` may stand before them.
+        arguments: of the interpreter: ``-m MODULE ...``, ``-c CODE ...`` or ``SCRIPT ...``; ``-P`` may precede them.
         cwd: working directory.
         env: the whole environment.
-        preload: modules that are imported before the process begins; it must not matter that they are.
+        preload: modules imported before the fork; the command must not depend on their absence.
         ranks: the process may start ranks of its own.
         timeout: seconds.
     """
-    said = ["", ""]
+    output = ["", ""]
     ends = [os.pipe(), os.pipe()]
     try:
         process = Process(arguments, cwd=cwd, env=env, preload=preload, ranks=ranks, stdout=ends[0][1], stderr=ends[1][1])
@@ -99,7 +99,7 @@ def run(
 
     def read(number: int) -> None:
         with os.fdopen(ends[number][0], encoding="utf-8") as stream:
-            said[number] = stream.read()
+            output[number] = stream.read()
 
     readers = [threading.Thread(target=read, args=(number,), daemon=True) for number in (0, 1)]
     for reader in readers:
@@ -113,8 +113,8 @@ def run(
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
-        raise subprocess.TimeoutExpired(list(arguments), timeout, *said) from None
-    return subprocess.CompletedProcess(list(arguments), status, *said)
+        raise subprocess.TimeoutExpired(list(arguments), timeout, *output) from None
+    return subprocess.CompletedProcess(list(arguments), status, *output)
 
 
 def search_path(*before: Path) -> str:
@@ -140,7 +140,7 @@ _KEPT: list[subprocess.Popen[bytes]] = []  # closing its input ends the server
 
 
 def _serve(address: str, alive: IO[bytes]) -> tuple[dict[str, Any], list[int]]:
-    """Fork for each request; returns in the new process alone, with the request and its output's file numbers."""
+    """Fork for each request; returns only in the new process, with the request and its output's file descriptors."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)
     listener.listen()
@@ -159,7 +159,7 @@ def _serve(address: str, alive: IO[bytes]) -> tuple[dict[str, Any], list[int]]:
         with mock.patch.object(warnings, "showwarning"):
             for name in request["preload"]:
                 importlib.import_module(name)
-        gc.freeze()  # looking through all of torch for what can be let go would copy it
+        gc.freeze()  # a garbage collection over torch would copy its pages
         waiter = os.fork()  # waits for the process, so that the server can serve others
         if not waiter and not (process := os.fork()):
             listener.close()
@@ -181,7 +181,7 @@ def _serve(address: str, alive: IO[bytes]) -> tuple[dict[str, Any], list[int]]:
 
 
 def _become(request: dict[str, Any], files: list[int]) -> None:
-    """Be what a new interpreter with these arguments would be."""
+    """Turn this process into a new interpreter with these arguments."""
     signal.pthread_sigmask(signal.SIG_SETMASK, request.get("blocked", []))
     null = os.open(os.devnull, os.O_RDONLY)
     given = (*((0, null), (1, files[0]), (2, files[1])), *zip(request.get("pass_fds", []), files[2:], strict=True))
@@ -219,7 +219,7 @@ _INSTALLED: list[str] = []  # the search path without what PYTHONPATH and the sc
 
 
 class _Rank:
-    """What the launcher takes for a subprocess.Popen of a rank; it was forked from a process without threads."""
+    """Replaces subprocess.Popen in the launcher: a rank forked from a process without threads."""
 
     forker: socket.socket
 
@@ -249,9 +249,9 @@ class _Rank:
 
 
 def _fork_ranks() -> tuple[dict[str, Any], list[int]]:
-    """Fork what will fork the ranks; returns in the ranks with their request, and in the process that would start them.
+    """Fork a process that forks the ranks; returns in the ranks with their request, and in the launcher.
 
-    A rank's parent ends at once, and the rank is adopted by the process that starts it, which has asked the kernel for that
+    A rank's parent ends at once, and the rank is adopted by the launcher, which is a child subreaper
     (nemo_kto/processes/ranks.py).
     """
     parent = os.getpid()
@@ -283,7 +283,7 @@ def _fork_ranks() -> tuple[dict[str, Any], list[int]]:
 
 
 def _status_of(program: Callable[[], None]) -> int:
-    """What the interpreter would end with."""
+    """The exit status of an interpreter that runs ``program``."""
     try:
         program()
     except SystemExit as end:
@@ -298,7 +298,7 @@ def _status_of(program: Callable[[], None]) -> int:
 
 
 def _end(status: int) -> NoReturn:
-    """End as the interpreter does, but for taking apart what was imported, which takes longer than most of the commands."""
+    """End like the interpreter, but without freeing modules, which takes longer than most commands."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError, ValueError):
@@ -313,7 +313,7 @@ def _main() -> None:
     _INSTALLED[:] = [folder for folder in sys.path[1:] if folder not in given]
     request, files = _serve(sys.argv[1], sys.stdin.buffer)
     if request["ranks"]:
-        # The output is held by ranks and not by what forks them.
+        # Ranks hold the output open; the process that forks them must not.
         rank, its_files = _fork_ranks()
         if rank:
             for file in files:

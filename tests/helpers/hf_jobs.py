@@ -287,7 +287,7 @@ def convert_type(layout: Layout, folder: Path, out: Path) -> str:
 
 
 def arbitrary_mask(folder: Path) -> Any:
-    """Logits of two texts in one row that do not see each other, and of the same texts by themselves."""
+    """Logits of texts in one row that are masked from each other, and of the same texts separately."""
     state.init_distributed(layout=Layout(), seed=3)
     model, architecture = build(folder, Layout(), attn_mask_type=AttnMaskType.arbitrary)
     load_weights([model], architecture, folder)

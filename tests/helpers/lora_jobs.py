@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of adapters, and what peft and transformers say of the same."""
+"""Functions that the ranks of the LoRA tests run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tokens(row: int) -> torch.Tensor:
 
 
 def cotangent(row: int) -> torch.Tensor:
-    """What the logits of a text are weighted with in the loss: [1, sequence, vocabulary]."""
+    """Weights of the logits of a text in the loss: [1, sequence, vocabulary]."""
     return torch.randn(1, SEQUENCE, VOCABULARY, generator=torch.Generator().manual_seed(100 + row)) / VOCABULARY
 
 
@@ -186,15 +186,15 @@ def replicated_after_dropout(layout: state.Layout, folder: Path, settings: LoRAS
     for _ in range(2):
         backward(chunks)
         norms.append(float(optimizer.step()[1]))
-    held = {}
+    replicated = {}
     for name, parameter in unwrap_model(chunks[0]).named_parameters():
         if parameter.requires_grad and not getattr(parameter, "tensor_model_parallel", False):
-            held[name] = parameter.detach().numpy().copy()
-    return norms, held, torch.get_rng_state().tolist()
+            replicated[name] = parameter.detach().numpy().copy()
+    return norms, replicated, torch.get_rng_state().tolist()
 
 
 def dropped(layout: state.Layout, folder: Path, settings: LoRASettings) -> dict[str, Any]:
-    """What A makes of ones, in training and in evaluation: the same input and A on every rank."""
+    """A applied to ones, in training and in evaluation, with the same input and A on every rank."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     state.init_distributed(layout=layout, seed=3)
@@ -208,11 +208,11 @@ def dropped(layout: state.Layout, folder: Path, settings: LoRASettings) -> dict[
         switched = get_cuda_rng_tracker().fork() if layout.sequence_parallel else contextlib.nullcontext()
         linear.train()
         with switched, torch.no_grad():
-            result[name] = linear._times_a(linear._dropped(ones, is_replicated=name == "column")).numpy()
+            result[name] = linear._down_project(linear._dropout(ones, is_replicated=name == "column")).numpy()
         linear.eval()
         with torch.no_grad():
             result[f"{name}, evaluation"] = (
-                linear._times_a(linear._dropped(ones, is_replicated=name == "column")).unique().tolist()
+                linear._down_project(linear._dropout(ones, is_replicated=name == "column")).unique().tolist()
             )
         result[f"{name}, width"] = ones.size(-1)
     return result
@@ -286,7 +286,7 @@ def manager_of(chunks: list[Any], optimizer: Any, folder: Path, source: Path, **
 def train_and_save(
     layout: state.Layout, folder: Path, settings: LoRASettings | None, run: Path, steps: int, distributed: bool = True
 ) -> list[float]:
-    """Go on from the newest checkpoint of ``run``, if there is one, to step ``steps`` and save there.
+    """Resume from the newest checkpoint of ``run``, if any, train until step ``steps`` and save.
 
     Returns:
         Norms of the gradient.

@@ -1,4 +1,4 @@
-"""Assertions about messages: each names its parts, and reads as it does in tests/data/messages.yaml.
+"""Assertions about messages: each contains its parts, and equals its entry in tests/data/messages.yaml.
 
 ``pytest --update-messages`` rewrites the entries of the tests that it runs; ``--matrix=full`` includes every combination.
 """
@@ -22,7 +22,7 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parents[2]
 SNAPSHOT = REPOSITORY / "tests" / "data" / "messages.yaml"
 _TEMPORARY = re.escape(os.path.realpath(tempfile.gettempdir()))
-# Parts of a message that differ between machines and runs, and what stands in the snapshot for them.
+# Parts of a message that differ between machines and runs, and their placeholders in the snapshot.
 _PLACEHOLDERS = {
     rf"{_TEMPORARY}/pytest-of-[^/\s]+/pytest-\d+(/popen-gw\d+)?(/[^/\s]*?\d+(?![\w-]))?": "<tmp>",
     rf"{_TEMPORARY}/tmp\w{{8}}": "<tmp>",
@@ -33,7 +33,7 @@ _PLACEHOLDERS = {
     r"/proc/\d+": "/proc/<number>",
 }
 Snapshot = dict[str, dict[str, list[str]]]  # test file, test, messages
-_said: dict[str, list[str]] = {}  # in this session, by the id of the test
+_seen: dict[str, list[str]] = {}  # in this session, by the id of the test
 _passed: set[str] = set()
 _collected: set[str] = set()
 _updating = False
@@ -47,7 +47,7 @@ def plain(text: str, varies: Sequence[str] = ()) -> str:
 
 
 def missing(text: str, parts: Sequence[str]) -> list[str]:
-    """The parts that the text does not contain as whole words or numbers, each at a place of its own, in any order."""
+    """The parts that the text does not contain as complete words or numbers, at separate places, in any order."""
     absent = []
     for part in sorted(parts, key=len, reverse=True):
         before, after = (r"(?<![\w.-])", r"(?!\w|\.\d)") if re.fullmatch(r"-?[\d.]+", part) else (r"(?<!\w)", r"(?!\w)")
@@ -114,9 +114,9 @@ class Message(Naming):
             return failed
         test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0]
         text = re.sub(r"\bprocess \d+", "process <number>", plain(text, self.varies))
-        said = _said.setdefault(test, [])
-        if text not in said:
-            said.append(text)
+        seen = _seen.setdefault(test, [])
+        if text not in seen:
+            seen.append(text)
         file, _, name = test.partition("::")
         if _updating or text in read_snapshot().get(file, {}).get(name, ()):
             return ""
@@ -151,7 +151,7 @@ _Dumper.add_representer(
 )
 
 
-def updated(stored: Snapshot, said: dict[str, list[str]], collected: set[str]) -> Snapshot:
+def updated(stored: Snapshot, seen: dict[str, list[str]], collected: set[str]) -> Snapshot:
     """The snapshot with the messages of the tests in ``said``, and without tests that are not there any more.
 
     Args:
@@ -163,7 +163,7 @@ def updated(stored: Snapshot, said: dict[str, list[str]], collected: set[str]) -
         test: messages for test, messages in tests.items() if test in collected or test.partition("[")[0] not in functions
     }
     result: Snapshot = {}
-    for test, messages in sorted((kept | said).items()):
+    for test, messages in sorted((kept | seen).items()):
         file, _, name = test.partition("::")
         path = REPOSITORY / file
         if (
@@ -204,10 +204,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     is_controller = not hasattr(session.config, "workerinput") and session.config.getoption("numprocesses", None)
     if is_controller or not (_updating and _passed):
         return
-    said = {test: _said.get(test, []) for test in _passed}
+    seen = {test: _seen.get(test, []) for test in _passed}
     with SNAPSHOT.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
-        snapshot = updated(parsed(file.read()), said, _collected)
+        snapshot = updated(parsed(file.read()), seen, _collected)
         file.truncate(0)
         yaml.dump(snapshot, file, _Dumper, sort_keys=False, allow_unicode=True, width=1_000_000)

@@ -19,7 +19,7 @@ from typing import Any
 import torch.multiprocessing as mp
 
 TIMEOUT_SECONDS = 500
-# Found from the repository's root, where pytest is started; from elsewhere each rank imports by itself, which is only slow.
+# Found from the repository's root, where pytest is started; from elsewhere each rank imports it, which is only slow.
 PRELOADED = ["tests.distributed.preload"]
 # What gloo says where ranks have not met: several pools on a machine take ports and give them back all the time, and now and
 # then a rank connects to one that has just changed hands. Nothing of the job has happened then, and it is begun again.
@@ -50,13 +50,15 @@ def _worker(number: int, inbox: Any, outbox: Any) -> None:
                 timeout=timedelta(seconds=TIMEOUT_SECONDS),
             )
             os.environ["LOCAL_RANK"] = str(number)
-            outbox.put((number, True, function(*arguments)))
+            result = function(*arguments)
+            state.destroy()  # the parent removes the store's folder as soon as all ranks have answered
+            outbox.put((number, True, result))
         except BaseException:
             outbox.put((number, False, traceback.format_exc()))
         finally:
             state.destroy()
             gc.collect()
-            gc.freeze()  # as in preload.py; what a job has imported stays, and its tensors are gone
+            gc.freeze()  # as in preload.py; modules imported by a job stay, its tensors are freed
 
 
 class RankPool:
@@ -116,7 +118,7 @@ class RankPool:
             self._workers.append((process, inbox))
 
     def close(self) -> None:
-        """End every worker, by force where it hangs."""
+        """End every worker; hanging ones are killed."""
         for _, inbox in self._workers:
             inbox.put(None)
         for process, _ in self._workers:
@@ -128,6 +130,6 @@ class RankPool:
 
 
 def _threads(process: int) -> int:
-    """Of a process; 0 where the system does not say."""
+    """Number of threads of a process; 0 if unknown."""
     tasks = Path(f"/proc/{process}/task")
     return len(list(tasks.iterdir())) if tasks.exists() else 0

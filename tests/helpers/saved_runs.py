@@ -1,4 +1,4 @@
-"""A model in training and its checkpoints, for tests of what a resumed run continues with."""
+"""A model in training with its checkpoints, for tests of resumed runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers import lora_jobs
 
 
 class SavedRun:
-    """What tests do with a run, whatever its optimizer is."""
+    """Operations of tests on a run with any optimizer."""
 
     def __init__(self, model: Path, folder: Path, chunks: list[Any], optimizer: Any) -> None:
         self.chunks, self.optimizer, self.folder = chunks, optimizer, folder

@@ -105,7 +105,7 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = "f
     config = transformers.AutoConfig.for_model(family, **settings)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    # Norm weights and biases start at one and nought, where a lost or exchanged one would go unnoticed.
+    # Norm weights and biases start at one and zero, where a lost or exchanged one would not be detected.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 or name.endswith("_bias"):
@@ -116,7 +116,7 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = "f
 
 
 def write_safetensors(file: Path, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}), dtype: str = "F32") -> None:
-    """A safetensors file of zeros, in fp32 unless told otherwise."""
+    """Write a safetensors file of zeros."""
     header, end = {}, 0
     for name, shape in shapes.items():
         start, end = end, end + math.prod(shape) * {"F32": 4, "BF16": 2, "I8": 1, "F8_E4M3": 1, "I32": 4}[dtype]

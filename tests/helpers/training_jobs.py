@@ -1,4 +1,4 @@
-"""Whole jobs for the ranks of a test: what the command line runs, without its start."""
+"""Complete training runs on the ranks of a test, without the command line's start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIGURES = re.compile(
 
 
 def trajectory(folder: Path) -> list[dict[str, float]]:
-    """What a run logged, one dict a step (training and validation lines of a step together)."""
+    """Logged metrics of a run, one dict per step (training and validation lines together)."""
     steps: dict[int, dict[str, float]] = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -86,6 +86,7 @@ def train(
     ``build.train``.
     """
     from nemo_kto.config import compose
+    from nemo_kto.config.resolved import ResolvedRun
     from nemo_kto.run import build
 
     defaults = [
@@ -104,7 +105,7 @@ def train(
         "model.global_batch_size=16",
         "model.micro_batch_size=4",
         "model.data.seq_length=64",
-        "model.reference.mode=swap",  # each run asks its own reference
+        "model.reference.mode=swap",  # each run evaluates its reference
         "model.optim.lr=5e-4",
         "model.optim.sched.name=constant",
         "model.optim.sched.warmup_steps=2",
@@ -114,4 +115,4 @@ def train(
     source = compose.Source(config_name=f"gpt_{algorithm}")
     cfg, problems = compose.to_config(compose.load([*defaults, *overrides], source=source))
     assert cfg is not None, problems
-    build.train(cfg, **hooks)
+    build.train(ResolvedRun.of(cfg), **hooks)

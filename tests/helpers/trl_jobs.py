@@ -71,7 +71,7 @@ def trl_steps(
 
 
 def assert_same_steps(ours: Steps, theirs: Steps, names: Mapping[str, str], *, abs_tolerance: float = 1e-6) -> None:
-    """Compare metrics of all steps; ``names``: TRL's name of a metric -> our name without ``train/``."""
+    """Compare the metrics of all steps; ``names``: TRL's name of a metric -> our name without ``train/``."""
     for our_step, their_step in zip(ours, theirs, strict=True):
         for their_name, our_name in names.items():
             expected = pytest.approx(float(their_step[their_name]), rel=1e-4, abs=abs_tolerance)

@@ -1,4 +1,4 @@
-"""A folder that nothing is wrong with, for each test to break."""
+"""A valid run folder that each test damages."""
 
 from __future__ import annotations
 

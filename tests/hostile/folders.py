@@ -1,4 +1,4 @@
-"""A small whole model folder, ways to break it, and what is said of it when a run would read it."""
+"""A small complete model folder, ways to damage it, and the errors that a run reports."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from nemo_kto.algorithms.recipes import KTO
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.artifacts.adapter_files import read_adapter_settings
+from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.data.rows.records import KTORecord, RowError
 from nemo_kto.data.tokens.chat import RecordEncoder
 from nemo_kto.errors import UserError
@@ -102,11 +103,11 @@ def replaced_by_pipe(file: str) -> Break:
     return apply
 
 
-def linked(file: str, target: str, *, anew: bool = False) -> Break:
-    """A link: to itself, to nowhere, or to a file elsewhere; ``anew`` where no file is in its place."""
+def linked(file: str, target: str, *, new: bool = False) -> Break:
+    """A link: to itself, to nowhere, or to another file; ``new`` if there is no file to replace."""
 
     def apply(folder: Path) -> None:
-        (folder / file).unlink(missing_ok=anew)
+        (folder / file).unlink(missing_ok=new)
         os.symlink(target, folder / file)
 
     return apply
@@ -166,23 +167,23 @@ def both(*breaks: Break) -> Break:
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 
 
-def assert_harmless(said: str) -> None:
-    """No message may control the terminal or fill it, whatever a file holds."""
-    assert all(line.isprintable() and len(line) < 1200 for line in said.split("\n")), said[:2000]
+def assert_harmless(message: str) -> None:
+    """No message may control or flood the terminal, for any file content."""
+    assert all(line.isprintable() and len(line) < 1200 for line in message.split("\n")), message[:2000]
 
 
 def launcher_says(model: Path, rows: Path, *overrides: str) -> list[str]:
-    """What the launcher finds before it starts anything."""
+    """Errors that the launcher finds before the start."""
     given = [f"pretrained_checkpoint.restore_from_path='{model}'", f"model.data.data_prefix='{rows}'"]
     given += ["trainer.accelerator=cpu", "model.data.seq_length=64", f"exp_manager.exp_dir='{rows.parent}/results'"]
     return errors_of(composed([*given, *overrides]), KTO)
 
 
 def ranks_say(model: Path, adapter: Path | None = None) -> str | None:
-    """What a rank finds, by the functions that read the files there; any error but a UserError is a defect of ours."""
+    """Errors that a rank finds, by the functions that read the files; any error except UserError is a bug."""
     try:
         check_weights(read_architecture(model, tensor_parallel=1), model)
-        encoder = RecordEncoder(tokenizer=model_tokenizer(model))
+        encoder = RecordEncoder(tokenizer=model_tokenizer(ModelFiles(source=model)))
         (encoded,) = encoder.encode([KTORecord(prompt=[USER], response=[ANSWER], desirable=True, line=1)])
         if isinstance(encoded, RowError):
             return str(encoded)

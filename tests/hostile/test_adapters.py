@@ -1,4 +1,4 @@
-"""Hostile adapters and checkpoints of ours: each is refused before anything starts, with what is wrong and a remedy."""
+"""Hostile adapters and checkpoints: each is refused before the start, with its error and a remedy."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ ADAPTERS: dict[str, tuple[Break, Message]] = {
     "weights are a link that leads out": (
         both(
             lambda folder: (folder / ADAPTER_WEIGHTS).rename(folder.parent / "weights"),
-            linked(ADAPTER_WEIGHTS, "../weights", anew=True),
+            linked(ADAPTER_WEIGHTS, "../weights", new=True),
         ),
         Message(ADAPTER_WEIGHTS, "file", "folder", "link"),
     ),
     "configuration is a link that leads out": (
         both(
             lambda folder: (folder / ADAPTER_CONFIG).rename(folder.parent / "configuration"),
-            linked(ADAPTER_CONFIG, "../configuration", anew=True),
+            linked(ADAPTER_CONFIG, "../configuration", new=True),
         ),
         Message("/configuration", "download"),
     ),
@@ -84,7 +84,7 @@ ADAPTERS: dict[str, tuple[Break, Message]] = {
     "a negative rank": (adapter(r=-2), Message("integer", "1", "-2")),
     "a rank that is a string": (adapter(r="2"), Message("integer", "1", "2")),
     "a rank that is a fraction": (adapter(r=2.5), Message("integer", "1", "2.5")),
-    "no rank": (adapter(r=GONE), Message("integer", "1", "None")),
+    "no rank": (adapter(r=GONE), Message("integer", "1", "missing")),
     "another rank than the tensors": (adapter(r=3), Message("3", "shape", "2", "8", A)),
     "alpha zero": (adapter(lora_alpha=0), Message("lora_alpha", "0", "1000000", "0")),
     "alpha is huge": (adapter(lora_alpha=1e300), Message("lora_alpha", "0", "1000000", "1e+300")),
@@ -115,10 +115,10 @@ def test_valid_folders_give_no_error(here: Path) -> None:
 def test_an_adapter_is_checked_before_the_start(here: Path, case: str) -> None:
     breaks, expected = ADAPTERS[case]
     breaks(here / "adapter")
-    said = launcher_says(here / "model", here / "rows.jsonl", LORA, f"model.peft.restore_from_path='{here / 'adapter'}'")
-    assert said == [expected]
-    assert said[0].startswith("model.peft.restore_from_path ")
-    assert_harmless(said[0])
+    errors = launcher_says(here / "model", here / "rows.jsonl", LORA, f"model.peft.restore_from_path='{here / 'adapter'}'")
+    assert errors == [expected]
+    assert errors[0].startswith("model.peft.restore_from_path ")
+    assert_harmless(errors[0])
 
 
 def info(**changes: Any) -> str:
@@ -128,10 +128,10 @@ def info(**changes: Any) -> str:
 
 CHECKPOINTS: dict[str, tuple[str, Message]] = {
     "no JSON": ("{", Message("trainer.json", "JSON")),
-    "a list": ("[]", Message("trainer.json", "JSON", "object", "list", "checkpoint")),
-    "nothing in it": ("{}", Message("trainer.json", "files", "adapters", "something")),
-    "another dtype": ('{"files": {}, "dtype": "int8"}', Message("trainer.json", "files", "adapters")),
-    "files that are a list": ('{"files": [], "dtype": "float32"}', Message("trainer.json", "files", "adapters")),
+    "a list": ("[]", Message("trainer.json", "JSON", "object", "checkpoint")),
+    "nothing in it": ("{}", Message("trainer.json", "trainer", "dtype", "files", "missing")),
+    "another dtype": ('{"files": {}, "dtype": "int8"}', Message("trainer.json", "dtype", "bfloat16", "int8")),
+    "files that are a list": ('{"files": [], "dtype": "float32"}', Message("trainer.json", "files", "[]")),
     "a file that is not there": (info(files={"state/x": 3}), Message("state/x", "checkpoint")),
     "a file that is cut": (info(files={"hf/config.json": 3}), Message("hf/config.json")),
     "adapters that are a list": (info(adapters=[]), Message("trainer.json", "adapters")),
@@ -151,9 +151,9 @@ def test_a_checkpoint_is_checked_before_the_start(here: Path, case: str) -> None
     checkpoint.mkdir()
     (here / "model").rename(checkpoint / "hf")
     (checkpoint / "trainer.json").write_text(text)
-    (said,) = launcher_says(checkpoint, here / "rows.jsonl")
-    assert said.startswith("pretrained_checkpoint.restore_from_path ")
-    assert said == expected
+    (errors,) = launcher_says(checkpoint, here / "rows.jsonl")
+    assert errors.startswith("pretrained_checkpoint.restore_from_path ")
+    assert errors == expected
 
 
 def test_target_modules_that_the_model_lacks(here: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints whose pickles would run something when they are loaded: nothing runs, and the file is named."""
+"""Checkpoints whose pickles would run code when loaded: nothing runs, and the error names the file."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ CASES: dict[str, tuple[Command, Callable[[Path], None], Message]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_code_runs_and_the_error_names_the_file(case: str, whole: Path, tmp_path: Path) -> None:
-    command, breaks, told = CASES[case]
+    command, breaks, expected = CASES[case]
     folder = tmp_path / "copy"
     shutil.copytree(whole, folder)
     checkpoint = folder / STEP
@@ -135,7 +135,7 @@ def test_no_code_runs_and_the_error_names_the_file(case: str, whole: Path, tmp_p
     assert not (folder / "marker").exists()
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("nemo-kto: ") == 1
-    assert done.stderr.partition("nemo-kto: ")[2] == told
+    assert done.stderr.partition("nemo-kto: ")[2] == expected
     assert f"{STEP}/" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (folder / "out").exists()

@@ -1,4 +1,4 @@
-"""Hostile command lines: each ends with status 2 and says what is wrong, nothing is started, and no traceback is shown."""
+"""Hostile command lines: each ends with status 2 and an error, without a start and without a traceback."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ OWN_FILES = {
 def read_corpus() -> Iterator[tuple[str, list[str]]]:
     """Each command, with what its message names."""
     lines = Path(__file__).with_name("commands.txt").read_text(encoding="utf-8").splitlines()
-    for command, said in pairwise(lines):
+    for command, output in pairwise(lines):
         if command.startswith("$ "):
-            yield command.removeprefix("$ "), said.split(" | ")
+            yield command.removeprefix("$ "), output.split(" | ")
 
 
 CORPUS = dict(read_corpus())
@@ -78,13 +78,13 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name)
     of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name in ("HYDRA_FULL_ERROR", "NEMO_KTO_FORCE_CPU", *of_ranks):
-        monkeypatch.setenv(name, "")  # put back afterwards, whatever the command makes of it
+        monkeypatch.setenv(name, "")  # restored afterwards
         monkeypatch.delenv(name)
     return place
 
 
-def said_of(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a command prints; it must end with status 2."""
+def output_of(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Output of a command, which must end with status 2."""
     words = shlex.split(command.replace("LONG", "x" * 5000))
     while "=" in words[0]:
         monkeypatch.setenv(*words.pop(0).split("=", 1))
@@ -109,16 +109,16 @@ def test_the_error_names_the_cause(
     here: Path, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = sorted(here.rglob("*"))
-    said = said_of(command, capsys, monkeypatch).replace(str(here), "CWD").replace("\0", "\\0")
-    assert said == Message(*CORPUS[command])
+    output = output_of(command, capsys, monkeypatch).replace(str(here), "CWD").replace("\0", "\\0")
+    assert output == Message(*CORPUS[command])
     assert sorted(here.rglob("*")) == before, "something was written"
 
 
 def test_all_unknown_keys_of_a_file_are_in_one_error(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = said_of("kto --config-dir . --config-name mine export.path=file", capsys, monkeypatch)
-    assert [line.split()[0] for line in said.splitlines()[1:]] == [
+    output = output_of("kto --config-dir . --config-name mine export.path=file", capsys, monkeypatch)
+    assert [line.split()[0] for line in output.splitlines()[1:]] == [
         "export.path",
         "trainer.devices",
         "model.optim.lr",

@@ -1,4 +1,4 @@
-"""How many hostile inputs there are, by kind."""
+"""The number of hostile inputs of each kind."""
 
 from __future__ import annotations
 

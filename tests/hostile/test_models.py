@@ -50,7 +50,7 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 
 FAMILIES = ", ".join(f"{name}ForCausalLM" for name in NAMES)
 NO_MODEL = Message("folder", "config.json", "trainer.json")
 
-# What is broken, and what the launcher says of it: the end of the line, or a part of it.
+# The damage, and the launcher's error: the end of the line, or a part of it.
 AT_START: dict[str, tuple[Break, Message]] = {
     # config.json as a file
     "config is absent": (removed("config.json"), NO_MODEL),
@@ -266,13 +266,13 @@ AT_START: dict[str, tuple[Break, Message]] = {
         Message("model.safetensors", "file", "folder", "link", "/proc/"),
     ),
     "weights are a link to the folder above": (
-        both(lambda folder: shutil.move(folder / WEIGHTS, folder.parent), linked(WEIGHTS, f"../{WEIGHTS}", anew=True)),
+        both(lambda folder: shutil.move(folder / WEIGHTS, folder.parent), linked(WEIGHTS, f"../{WEIGHTS}", new=True)),
         Message(WEIGHTS, "download"),
     ),
     "the index is a link that leads out": (
         both(
             lambda folder: write(folder.parent / INDEX, {"weight_map": {NORM: WEIGHTS}}),
-            linked(INDEX, f"../{INDEX}", anew=True),
+            linked(INDEX, f"../{INDEX}", new=True),
         ),
         Message(INDEX, "file", "folder", "link"),
     ),
@@ -492,11 +492,11 @@ def test_valid_folders_give_no_error(here: Path) -> None:
 def test_damage_found_before_the_start(here: Path, case: str) -> None:
     breaks, expected = AT_START[case]
     breaks(here / "model")
-    said = launcher_says(here / "model", here / "rows.jsonl")
-    assert expected in said
-    assert all(line.startswith("pretrained_checkpoint.restore_from_path ") and str(here / "model") in line for line in said)
-    assert all(";" in line for line in said), "a remedy is missing"
-    assert_harmless("\n".join(said))
+    found = launcher_says(here / "model", here / "rows.jsonl")
+    assert expected in found
+    assert all(line.startswith("pretrained_checkpoint.restore_from_path ") and str(here / "model") in line for line in found)
+    assert all(";" in line for line in found), "a remedy is missing"
+    assert_harmless("\n".join(found))
     if expected is not NO_MODEL:
         assert ranks_say(here / "model") is not None
 
@@ -513,11 +513,11 @@ def test_files_that_the_index_does_not_name_are_not_read(here: Path) -> None:
 def test_damage_found_on_reading(here: Path, case: str) -> None:
     breaks, expected = ON_RANKS[case]
     breaks(here / "model")
-    said = ranks_say(here / "model")
-    assert said is not None
-    assert said == expected
-    assert ";" in said or "\n  download" in said, "a remedy is missing"
-    assert_harmless(said)
+    found = ranks_say(here / "model")
+    assert found is not None
+    assert found == expected
+    assert ";" in found or "\n  download" in found, "a remedy is missing"
+    assert_harmless(found)
 
 
 def test_all_errors_of_a_folder_are_in_one_list(here: Path) -> None:
@@ -530,15 +530,15 @@ def test_all_errors_of_a_folder_are_in_one_list(here: Path) -> None:
         "model.data.seq_length=65",
         "model.optim.lr=nan",
     ]
-    said = launcher_says(model, here / "rows.jsonl", *overrides)
-    assert [line.split()[0] for line in said] == [
+    found = launcher_says(model, here / "rows.jsonl", *overrides)
+    assert [line.split()[0] for line in found] == [
         "model.optim.lr",
         "pretrained_checkpoint.restore_from_path",
         "model.pipeline_model_parallel_size",
         "model.data.seq_length",
         "pretrained_checkpoint.restore_from_path",
     ]
-    assert said[2:4] == [
+    assert found[2:4] == [
         Message(
             "model.pipeline_model_parallel_size", "3", f"{model}", "2", "1", "model.num_layers_in_last_pipeline_stage=1"
         ),
@@ -611,8 +611,8 @@ def test_a_model_in_the_hugging_face_cache_is_complete(here: Path) -> None:
         assert launcher_says(folder, here / "rows.jsonl") == []
         assert ranks_say(folder) is None
     linked(WEIGHTS, f"../../../models--other/blobs/{WEIGHTS}")(model)
-    (said,) = launcher_says(model, here / "rows.jsonl")
-    assert said == Message(WEIGHTS, "link", "download")
+    (found,) = launcher_says(model, here / "rows.jsonl")
+    assert found == Message(WEIGHTS, "link", "download")
 
 
 def test_code_of_a_model_is_never_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -626,11 +626,11 @@ def test_code_of_a_model_is_never_run(here: Path, monkeypatch: pytest.MonkeyPatc
     names = {"AutoConfig": "mine.Config", "AutoTokenizer": [None, "mine.Tokenizer"]}
     for breaks in (config(auto_map=names), fields("tokenizer_config.json", tokenizer_class="Tokenizer", auto_map=names)):
         breaks(here / "model")
-        said = launcher_says(here / "model", here / "rows.jsonl")
-        for line in said:
+        found = launcher_says(here / "model", here / "rows.jsonl")
+        for line in found:
             assert_names(line, "auto_map")
         assert_names(ranks_say(here / "model"), "config.json", "auto_map")
-    assert len(said) == 2
+    assert len(found) == 2
     with raises(UserError, "tokenizer_config.json", "auto_map"):
         load_tokenizer(here / "model")
     assert not (here / "marker").exists()

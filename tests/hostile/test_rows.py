@@ -1,4 +1,4 @@
-"""Hostile rows: each is read, or refused with its file and line in a message of bounded length; nothing else is raised.
+"""Hostile rows: each is read, or refused with file and line in a message of bounded length.
 
 The table holds what people and programs write by mistake or on purpose. The generated rows are good ones with bytes, values
 and structure changed at random; their seeds are their names.
@@ -31,7 +31,7 @@ from tests.hostile.folders import launcher_says
 from tests.unit.data.toys import chatml_tokenizer
 
 MAX_MESSAGE = 700  # characters, without the folder
-READ = ""  # in the place of what is said
+READ = ""  # no error
 NO_KEYS = Message("preference")
 Row = dict[str, object]
 PAIR = '{"prompt": "p", "chosen": "a", "rejected": "b", '
@@ -222,8 +222,8 @@ def encoder() -> RecordEncoder:
     return RecordEncoder(tokenizer=chatml_tokenizer())
 
 
-def said_of(raw: bytes, kind: ExampleKind, encoder: RecordEncoder, folder: Path) -> str:
-    """What is said of a file; nothing where it is read."""
+def error_of(raw: bytes, kind: ExampleKind, encoder: RecordEncoder, folder: Path) -> str:
+    """The errors of a file; empty if it is read."""
     path = folder / "rows.jsonl"
     path.write_bytes(raw + b"\n")
     cut, broken = Truncation(64, "keep_end", encoder.bos_id), RowErrors()
@@ -245,15 +245,15 @@ def said_of(raw: bytes, kind: ExampleKind, encoder: RecordEncoder, folder: Path)
 @pytest.mark.parametrize("case", ROWS)
 def test_a_row_is_read_or_refused(case: str, encoder: RecordEncoder, tmp_path: Path) -> None:
     raw, expected = ROWS[case]
-    said = said_of(raw, KTO_EXAMPLES, encoder, tmp_path)
-    assert said == expected
+    messages = error_of(raw, KTO_EXAMPLES, encoder, tmp_path)
+    assert messages == expected
 
 
 @pytest.mark.parametrize("case", PAIRS)
 def test_a_pair_is_read_or_refused(case: str, encoder: RecordEncoder, tmp_path: Path) -> None:
     raw, expected = PAIRS[case]
-    said = said_of(raw, DPO_EXAMPLES, encoder, tmp_path)
-    assert said == expected
+    messages = error_of(raw, DPO_EXAMPLES, encoder, tmp_path)
+    assert messages == expected
 
 
 IRREGULAR: dict[str, Callable[[Path], object]] = {
@@ -268,8 +268,8 @@ def test_special_files_are_refused_by_name(kind: str, here: Path) -> None:
     """Reading a pipe would wait for its writer for ever, and a device might never end."""
     IRREGULAR[kind](here / "data.jsonl")
     named = here if kind == "a folder" else here / "data.jsonl"  # a folder may be named, but not be among the files
-    (said,) = launcher_says(here / "model", named)
-    assert_names(said, "model.data.data_prefix", str(here / "data.jsonl"), kind, "regular file")
+    (messages,) = launcher_says(here / "model", named)
+    assert_names(messages, "model.data.data_prefix", str(here / "data.jsonl"), kind, "regular file")
     with pytest.raises(UserError) as raised:
         list(file_parts(here / "data.jsonl"))
     assert_names(raised.value, str(here / "data.jsonl"), kind, "regular file")
@@ -280,10 +280,10 @@ def test_all_files_of_other_formats_are_named_before_the_start(here: Path) -> No
     (folder / "a.jsonl").write_bytes(gzip.compress(row()))
     (folder / "b.jsonl").write_bytes(row() + b"\n")
     (folder / "c.jsonl").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    said = launcher_says(here / "model", folder)
-    assert len(said) == 2
-    assert_names(said[0], "model.data.data_prefix", "a.jsonl", "gunzip")
-    assert_names(said[1], "model.data.data_prefix", "c.jsonl", "git lfs pull")
+    messages = launcher_says(here / "model", folder)
+    assert len(messages) == 2
+    assert_names(messages[0], "model.data.data_prefix", "a.jsonl", "gunzip")
+    assert_names(messages[1], "model.data.data_prefix", "c.jsonl", "git lfs pull")
 
 
 def test_an_endless_line_is_refused_at_its_start(encoder: RecordEncoder, tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_generated_rows_are_read_or_refused(
         chance = random.Random(seed)
         raw = generate(chance, chance.choice(GOOD[kind.name]))
         try:
-            refused += said_of(raw, kind, encoder, folder) != READ
+            refused += error_of(raw, kind, encoder, folder) != READ
         except Exception as error:
             raise AssertionError(f"seed {seed}: {raw!r}") from error
     assert 10 < refused < GENERATED - 1

@@ -1,4 +1,4 @@
-"""Hostile files in the folder of a resumed run: each is refused or replaced, and none is waited for."""
+"""Hostile files in the folder of a resumed run: each is refused or replaced, without a hang."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nemo_kto.config import compose
 from nemo_kto.config.saved_config import save_config
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.errors import UserError
-from nemo_kto.telemetry.loggers import JsonLines, _known_identity
+from nemo_kto.telemetry.loggers import JsonLines, saved_run_id
 from nemo_kto.utils.files import MAX_LINE_BYTES
 from tests.helpers.messages import assert_names
 from tests.unit.conftest import composed
@@ -43,7 +43,7 @@ def test_a_metrics_path_that_is_not_a_file_is_refused(kind: str, tmp_path: Path)
 @pytest.mark.parametrize("kind", IRREGULAR)
 def test_an_identity_path_that_is_not_a_file_is_ignored(kind: str, tmp_path: Path) -> None:
     IRREGULAR[kind](tmp_path / "wandb_run_id")
-    assert _known_identity(tmp_path / "wandb_run_id", 1) is None
+    assert saved_run_id(tmp_path / "wandb_run_id", 1) is None
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)

@@ -1,4 +1,4 @@
-""".ci/run with stages that do nothing: what its table and its last line say of each way in which a stage may end."""
+""".ci/run with stub stages: the table and the last line for each way in which a stage may end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks come about and end, what a run folder holds, and the flags that Hydra answers."""
+"""Start and end of ranks, contents of a run folder, and Hydra's flags."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ dist.barrier()
 """
 
 
-# Ranks are forked; with --matrix=full they are interpreters of their own as well.
+# Ranks are forked; with --matrix=full also started as new interpreters.
 either_way = pytest.mark.parametrize(
     "fork_ranks", [True, pytest.param(False, marks=pytest.mark.full)], ids=["forked", "anew"]
 )
@@ -104,8 +104,8 @@ def test_ranks_of_torchrun_are_used(tmp_path: Path, name: str) -> None:
     done = run([*torchrun, *GOOD], cwd=tmp_path, env=env, fork_ranks=False)
     assert done.returncode == 0, done.stderr
     for rank in ("0", "1"):
-        told = json.loads((tmp_path / f"rank{rank}-1234.json").read_text())
-        assert (told["rank"], told["algorithm"], told["WORLD_SIZE"]) == (rank, name, "2")
+        record = json.loads((tmp_path / f"rank{rank}-1234.json").read_text())
+        assert (record["rank"], record["algorithm"], record["WORLD_SIZE"]) == (rank, name, "2")
 
 
 @of_every_algorithm("kto")
@@ -154,8 +154,8 @@ def test_a_script_starts_its_ranks(tmp_path: Path, name: str, fork_ranks: bool) 
     env = stub_training(tmp_path, TELL)
     script = [sys.executable, str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py"), *GOOD, "trainer.devices=2"]
     assert run(script, cwd=tmp_path, env=env, fork_ranks=fork_ranks).returncode == 0
-    told = [json.loads((tmp_path / f"rank{rank}-1234.json").read_text()) for rank in (0, 1)]
-    assert [(one["rank"], one["algorithm"]) for one in told] == [("0", name), ("1", name)]
+    record = [json.loads((tmp_path / f"rank{rank}-1234.json").read_text()) for rank in (0, 1)]
+    assert [(one["rank"], one["algorithm"]) for one in record] == [("0", name), ("1", name)]
 
 
 @either_way
@@ -196,7 +196,7 @@ def test_a_killed_rank_ends_the_run_and_its_child_processes(tmp_path: Path, fork
     [{"NEMO_KTO_STARTED_BY": "1"}, {"NEMO_KTO_STARTED_BY": "node1"}, {"NEMO_KTO_STORE_FILE": "/nowhere", "RANK": "0"}],
 )
 def test_environment_variables_left_by_a_rank_are_refused(tmp_path: Path, left: dict[str, str]) -> None:
-    """As where a callback, in a rank, starts a training of its own."""
+    """For example a callback in a rank that starts another training."""
     done = run([*CLI, "kto", *GOOD], cwd=tmp_path, env=stub_training(tmp_path, "print('trains')") | left)
     assert (done.returncode, done.stdout) == (2, "")
     assert_names(done.stderr, "NEMO_KTO_STARTED_BY", left.get("NEMO_KTO_STARTED_BY", "None"), "unset " + ", ".join(left))
@@ -326,9 +326,9 @@ def test_the_ranks_of_a_job_of_a_sweep_have_its_run_folder(tmp_path: Path) -> No
     done = run([*CLI, "dpo", *GOOD, *given], cwd=tmp_path, env=env)
     assert (done.returncode, done.stderr) == (0, "")
     assert_run_folder_of_a_job(tmp_path, "dpo", 0, 5)
-    told = (tmp_path / "results/gpt_dpo/multirun.yaml").read_text()
-    assert told.count("https://***@host") == 3
-    assert "pass1word" not in told
+    record = (tmp_path / "results/gpt_dpo/multirun.yaml").read_text()
+    assert record.count("https://***@host") == 3
+    assert "pass1word" not in record
 
 
 def test_a_sweep_job_of_one_process_is_not_a_rank_of_the_previous_job(tmp_path: Path) -> None:
@@ -341,9 +341,9 @@ def test_a_sweep_job_of_one_process_is_not_a_rank_of_the_previous_job(tmp_path: 
 
 
 def assert_run_folder_of_a_job(folder: Path, name: str, number: int, seed: int) -> None:
-    told = json.loads((folder / f"rank1-{seed}.json").read_text())
+    record = json.loads((folder / f"rank1-{seed}.json").read_text())
     own = str(folder / "results" / f"gpt_{name}" / str(number))
-    assert (told["run"], told["export"]) == (own, f"{own}/hf")
+    assert (record["run"], record["export"]) == (own, f"{own}/hf")
     assert yaml.safe_load((Path(own) / "config.yaml").read_text())["model"]["seed"] == seed
 
 
@@ -426,7 +426,7 @@ def test_the_slurm_script_passes_on_its_arguments(tmp_path: Path, name: str) -> 
     ]
     assert done.stdout.splitlines() == handed_on
 
-    # A task of an array, with CPUs a task and threads a rank of its own.
+    # A task of an array, with its own CPUs per task and threads per rank.
     (tmp_path / "rates").write_text("model.optim.lr=1\nmodel.optim.lr=2 'model.optim.betas=[0.8, 0.9]'\n")
     array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2", "SLURM_CPUS_PER_TASK": "4", "SWEEP": "rates"}
     done = run(given, cwd=tmp_path, env=env | array | {"OMP_NUM_THREADS": "3"})

@@ -1,4 +1,4 @@
-"""A wrong command line: everything that is wrong, once, status 2, and nothing was started or written."""
+"""Wrong command lines: all errors, printed once, status 2, and nothing started or written."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def test_all_errors_in_one_list(tmp_path: Path, name: str) -> None:
     before = sorted(tmp_path.iterdir())
     script = str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py")
     wrong = [override.replace("ALGORITHM", name) for override in WRONG]
-    said = [Naming(*(part.replace("ALGORITHM", name) for part in parts)) for parts in SAID]
+    expected = [Naming(*(part.replace("ALGORITHM", name) for part in parts)) for parts in SAID]
     for command in ([sys.executable, script], [*CLI, name]):
         done = run([*command, *wrong], cwd=tmp_path, env=env)
-        assert (done.returncode, done.stdout, done.stderr.splitlines()) == (2, "", said)
+        assert (done.returncode, done.stdout, done.stderr.splitlines()) == (2, "", expected)
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -71,13 +71,13 @@ def test_errors_are_printed_once_and_not_per_rank(tmp_path: Path, name: str) -> 
     assert_names(done.stderr, *TOO_FEW)
 
 
-@pytest.mark.parametrize(("rank", "said"), [(0, Naming(*TOO_FEW)), (1, "")])
-def test_rank_0_prints_for_all_ranks(tmp_path: Path, rank: int, said: str) -> None:
+@pytest.mark.parametrize(("rank", "expected"), [(0, Naming(*TOO_FEW)), (1, "")])
+def test_rank_0_prints_for_all_ranks(tmp_path: Path, rank: int, expected: str) -> None:
     env = stub_training(tmp_path, "raise AssertionError('started')")
     env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     done = run([*CLI, "kto", *GOOD, "model.seeds=1", "trainer.devices=4"], cwd=tmp_path, env=env)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 
 def test_missing_keys_and_missing_nodes(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_configuration_without_the_types_of_an_algorithm(tmp_path: Path) -> No
     done = run([*CLI, "dpo", "--config-dir", ".", "--config-name", "mine"], cwd=tmp_path, env=env)
     assert done.returncode == 2
     assert done.stderr == Naming("nemo-kto", "1", "nothing", "mine.yaml", "compose", "gpt_kto", "gpt_dpo")
-    assert not (tmp_path / "outputs").exists()  # where Hydra writes unless it is told otherwise
+    assert not (tmp_path / "outputs").exists()  # where Hydra writes by default
 
 
 def test_a_loss_that_does_not_take_an_option_and_one_that_does_in_a_sweep(tmp_path: Path) -> None:

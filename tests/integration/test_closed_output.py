@@ -1,4 +1,4 @@
-"""Commands whose standard output is full, or closed by its reader."""
+"""Commands whose standard output is full or closed by its reader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.messages import assert_names
 
 
 def run(command: list[str], folder: Path, env: dict[str, str], *, full: bool) -> tuple[int, str]:
-    """Status and stderr of a command whose standard output is full, or a pipe that nobody reads."""
+    """Status and stderr of a command whose standard output is full, or a pipe without reader."""
     if full:
         output = os.open("/dev/full", os.O_WRONLY)
     else:
@@ -28,10 +28,10 @@ def run(command: list[str], folder: Path, env: dict[str, str], *, full: bool) ->
 def test_a_run_is_finished(tmp_path: Path, devices: int) -> None:
     body = "print('started', flush=True)\nopen(f'finished{rank}', 'w').close()\nprint('finished', flush=True)"
     env = stub_training(tmp_path, body)
-    status, said = run([*CLI, "kto", *GOOD, f"trainer.devices={devices}"], tmp_path, env, full=True)
-    assert status == 0, said
-    assert "Traceback" not in said
-    assert_names(said, "nemo-kto: standard output", "No space left on device")
+    status, message = run([*CLI, "kto", *GOOD, f"trainer.devices={devices}"], tmp_path, env, full=True)
+    assert status == 0, message
+    assert "Traceback" not in message
+    assert_names(message, "nemo-kto: standard output", "No space left on device")
     assert len(list(tmp_path.glob("finished*"))) == devices
 
 
@@ -44,8 +44,8 @@ def test_closed_output_of_a_printing_command(tmp_path: Path, words: list[str]) -
     """Without a traceback; it has not done its work if its output is lost, and has if its reader had enough."""
     env = stub_training(tmp_path, "")
     (tmp_path / "results/checkpoints/step_000001").mkdir(parents=True)
-    status, said = run([*CLI, *words], tmp_path, env, full=True)
-    assert status == 1, said
-    assert_names(said, "nemo-kto: standard output", "No space left on device")
-    assert "Traceback" not in said
+    status, message = run([*CLI, *words], tmp_path, env, full=True)
+    assert status == 1, message
+    assert_names(message, "nemo-kto: standard output", "No space left on device")
+    assert "Traceback" not in message
     assert run([*CLI, *words], tmp_path, env, full=False) == (0, "")

@@ -1,4 +1,4 @@
-"""On a machine that has a GPU, and the packages for it, a job that is to run on the CPU asks neither for anything."""
+"""A job on the CPU uses neither the GPU of the machine nor its packages."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def use(*arguments, **options):
 
 torch.cuda.is_available, torch.cuda.device_count, torch.cuda._lazy_init = lambda: True, lambda: 1, use
 """
-# Whoever imports a package for GPUs finds one, and is noted.
+# Packages for GPUs exist, and importing them is recorded.
 _PACKAGE = "import sitecustomize\nsitecustomize.use()\n"
 
 
 def machine_with_gpu(folder: Path) -> dict[str, str]:
-    """The environment of a process that is told of a GPU; what uses it writes to ``folder``/used."""
+    """The environment of a process with a fake GPU, whose use is recorded in ``folder``/used."""
     modules = folder / "modules"
     for package in ("transformer_engine", "apex", "amp_C"):
         (modules / package).mkdir(parents=True)

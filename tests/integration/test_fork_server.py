@@ -1,4 +1,4 @@
-"""What the other tests rely on: a forked command is to its caller what one of a new interpreter is."""
+"""The fork server of the tests: a forked command behaves like a new interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes that only the ranks find: status 2 and one message, whether one rank knows or all do."""
+"""Errors that only the ranks find: status 2 and one message, whether one rank or all find them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment of `make gpu`: without a package index, where Python is that of another one, and its versions."""
+"""The environment of `make gpu`: without a package index, inside another environment, and its versions."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_folder_without_wheels_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_environment_that_pip_confuses_with_the_outer_one_is_refused() -> None:
-    """pip decides by the letters of paths: all of .venv-py312 would be in .venv, and it would remove packages there."""
+    """pip compares path prefixes: .venv-py312 would be within .venv, and pip would remove packages there."""
     venv = Path(os.path.realpath(sys.prefix)[:-1])
     done = make_environment(sys.executable, venv, REPOSITORY / "wheels")
     assert_names(done.stderr, "VENV", f"{venv}", "set VENV=")
@@ -99,7 +99,7 @@ def test_too_many_wheels_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_wheels_exclude_torch_and_transformers_with_their_dependencies() -> None:
-    """Whatever a carried package requires is carried too, or among what the machine has."""
+    """Requirements of a carried package are carried too, or installed on the machine."""
     needed = {gpu_wheels.normal(name) for name in gpu_wheels.NEEDED.split()}
     present = {gpu_wheels.normal(name) for name in gpu_wheels.PRESENT.split()}
     assert not needed & present

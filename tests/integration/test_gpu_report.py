@@ -1,4 +1,4 @@
-"""`make gpu` where there is no GPU, and the page that it writes where there is one."""
+"""`make gpu` without a GPU, and the page that it writes with one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_without_a_gpu_the_report_explains_and_writes_nothing(tmp_path: Path) ->
 
 
 @without_gpu
-@pytest.mark.full  # two minutes of processes of their own
+@pytest.mark.full  # two minutes of separate processes
 def test_the_report_page(tmp_path: Path) -> None:
     """Everything that `make gpu` runs after installing, a sample of it, on the CPU, in two parts."""
     for part in ("tests", "llama-1b"):

@@ -1,4 +1,4 @@
-"""A configuration file of NeMo-Aligner trains as it is, with the few overrides that a small machine needs."""
+"""A NeMo-Aligner configuration file trains with the few overrides that a small machine needs."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def test_gpt_kto_of_nemo_aligner_trains(tiny_llama: Path, tmp_path: Path) -> Non
     steps = [line for line in lines if "train/loss" in line]
     assert [line["train/lr"] for line in steps] == pytest.approx([9e-6, 9e-7]), "one step of warm-up, the last at min_lr"
     assert steps[0]["train/loss"] == pytest.approx(0.5, abs=1e-6)
-    said = done.stdout + done.stderr
-    assert_names(said, "nemo-kto", "model.overwrite_base_config.data.data_prefix")
-    assert said.count("is not needed here") == 3
-    assert_names(said, "model.optim.sched.warmup_steps", "number", "2", "10", "1", "shortened")
-    assert_names(said, "constant_steps", "number", "1", "1000", "left")
+    output = done.stdout + done.stderr
+    assert_names(output, "nemo-kto", "model.overwrite_base_config.data.data_prefix")
+    assert output.count("is not needed here") == 3
+    assert_names(output, "model.optim.sched.warmup_steps", "number", "2", "10", "1", "shortened")
+    assert_names(output, "constant_steps", "number", "1", "1000", "left")
     saved = OmegaConf.load(tmp_path / "results/config.yaml")
     assert (saved.algorithm, saved.model.data.seq_length, saved.model.optim.name) == ("kto", 64, "adam")
     assert (tmp_path / "results/hf/config.json").is_file()
@@ -61,17 +61,17 @@ def test_the_ranks_of_a_job_of_a_sweep_read_the_same_file(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "output"),
     [
         ("model: [1\n", ["compose"]),
         ("defaults: 3\n", ["compose", "list", "mine", "int"]),
         ("model: {kto: 1}\ntrainer: [3]\n", ["compose", "gpt_kto", "gpt_dpo"]),
     ],
 )
-def test_a_file_without_a_configuration(tmp_path: Path, text: str, said: list[str]) -> None:
+def test_a_file_without_a_configuration(tmp_path: Path, text: str, output: list[str]) -> None:
     env = stub_training(tmp_path, "raise AssertionError('started')")
     (tmp_path / "mine.yaml").write_text(text)
     done = run([*CLI, "kto", "--config-dir", ".", "--config-name", "mine"], cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout) == (2, "")
-    assert_names(done.stderr, "nemo-kto", "1", "nothing", "mine.yaml", *said)
+    assert_names(done.stderr, "nemo-kto", "1", "nothing", "mine.yaml", *output)
     assert "Traceback" not in done.stderr

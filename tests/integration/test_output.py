@@ -1,4 +1,4 @@
-"""What a command prints from its first line to its last, and the export of the best checkpoint."""
+"""The complete output of commands, and the export of the best checkpoint."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def train(folder: Path, model: Path, name: str, *given: str) -> tuple[list[str],
 
 
 def first_and_last(folder: Path, name: str) -> str:
-    """Both values of a metric, as they are told."""
+    """The printed first and last value of a metric."""
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     series = [(line["step"], line[name]) for line in logged if name in line]
     (first, start), (last, end) = series[0], series[-1]
@@ -88,7 +88,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def stopped_and_resumed(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
-    """A run whose time is up after one step, and which is resumed; what was printed at each start."""
+    """A run that reaches max_time after one step and is resumed; the output of both starts."""
     folder = tmp_path_factory.mktemp("output")
     write_rows(folder / "rows.jsonl", make_rows(64))
     stopped = train(folder, tiny_llama, "kto", "trainer.max_time=00:00:00:00", "trainer.kto.val_before_training=true")
@@ -142,7 +142,7 @@ def test_a_resumed_run_that_finishes(stopped_and_resumed: tuple[Path, list[list[
     folder, (_, _, out, errors) = stopped_and_resumed
     results = folder / "results/gpt_kto"
     step, value = best_of(results, "val_loss")
-    best = f"results/gpt_kto/checkpoints/step_{step:06} (val_loss {value:.4f}, the lowest of 4 that are kept)"
+    best = f"results/gpt_kto/checkpoints/step_{step:06} (val_loss {value:.4f}, lowest of 4 kept checkpoints)"
     assert out == [
         *start_table(tiny_llama, "6 (1 epoch of 6 steps), resumed after step 1"),
         "",
@@ -222,7 +222,7 @@ def test_the_best_adapters_of_two_ranks_are_exported(tiny_llama: Path, tmp_path:
 
 
 def test_logged_steps_and_warnings(tmp_path: Path) -> None:
-    """Each job of a sweep warns of its own; in one job nothing is said twice, and other libraries only warn."""
+    """Each job of a sweep prints its own warnings; within a job nothing is repeated, and libraries print only warnings."""
     body = """
 import logging, warnings
 for _ in range(2):

@@ -1,4 +1,4 @@
-"""A loss in a file of the user's own: the command line finds it by its path and knows its options and their constraints."""
+"""A user's loss: found by its path, with its options and their constraints on the command line."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ CONSTRAINTS = {"kto": "1", "dpo": "0.25"}
 
 
 def train(folder: Path, name: str, *given: str) -> tuple[int, str, str]:
-    """Status, output and what was said of the mistakes."""
+    """Status, output and errors."""
     env = stub_training(folder, "print(cfg.loss.preference_loss, cfg.loss.record.needs_z0, cfg.loss.loss_options())")
     (folder / "own.py").write_text(FILES[name])
     done = run([*CLI, name, *GOOD, *given], cwd=folder, env=env)

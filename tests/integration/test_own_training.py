@@ -1,4 +1,4 @@
-"""Losses and a callback in files of the user's own, trained with from the command line; the numbers are checked by hand."""
+"""Training with a user's losses and callback; the numbers are checked against manual values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.messages import assert_names
 from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
 from tests.integration.test_own_loss import FILES
 
-# Notes what it is told, and adds a figure to what is logged.
+# Records its calls, and adds a metric.
 CALLBACK = """
 from pathlib import Path
 
@@ -64,7 +64,7 @@ LOSS = Loss(function=likelihood, needs_reference=False)
 
 
 def train(folder: Path, model: Path, name: str, *given: str) -> tuple[list[dict[str, Any]], str]:
-    """What two steps logged, and what was said."""
+    """Metrics of two steps, and the output."""
     rows = write_rows(folder / "rows.jsonl", make_rows(16) if name == "kto" else make_pairs(16))
     words = [
         f"pretrained_checkpoint.restore_from_path={model}",
@@ -122,8 +122,8 @@ def test_the_loss_of_the_documentation(tiny_llama: Path, tmp_path: Path) -> None
 
 def test_a_loss_of_unpaired_feedback_without_a_reference(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(REFERENCE_FREE)
-    (first, _), said = train(tmp_path, tiny_llama, "kto", "model.kto.preference_loss=own.LOSS")
-    assert_names(said, "none", "own.LOSS")
+    (first, _), output = train(tmp_path, tiny_llama, "kto", "model.kto.preference_loss=own.LOSS")
+    assert_names(output, "none", "own.LOSS")
     for kind in ("chosen", "rejected"):  # what takes the place of a log-ratio, times beta
         assert first[f"train/rewards_{kind}_mean"] == pytest.approx(0.2 * first[f"train/logps_{kind}_mean"], rel=1e-6)
 

@@ -1,4 +1,4 @@
-"""`nemo-kto plan` as a command: its exit statuses, and that it loads no megatron-core."""
+"""`nemo-kto plan` as a command: exit statuses, and megatron-core is not imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.commands import environment
 from tests.helpers.messages import Naming
 
 PLAN = "import sys; from nemo_kto.cli.main import main; main(sys.argv[1:])"
-# In an interpreter of its own: what the fork server has loaded depends on the tests before.
+# In a new interpreter: the modules of the fork server depend on earlier tests.
 LOADED = """
 import sys
 from nemo_kto.cli.main import main

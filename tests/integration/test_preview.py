@@ -1,4 +1,4 @@
-"""`nemo-kto data preview` as a command: its exit statuses, and that it loads no megatron-core."""
+"""`nemo-kto data preview` as a command: exit statuses, and megatron-core is not imported."""
 
 from __future__ import annotations
 

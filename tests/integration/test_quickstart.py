@@ -1,4 +1,4 @@
-"""The quickstart: what it plans, what it prepares, what it measures, that it is never silent, and (slow) that it learns."""
+"""The quickstart: its plan, data, measurements and output, and (slow) that the model learns."""
 
 from __future__ import annotations
 
@@ -218,9 +218,9 @@ def test_a_stage_reports_that_it_is_running(
     assert (tmp_path / "done").exists()
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == ["", "== A stage", "$ as typed"]
-    said = lines[3:]
-    assert [line for line in said if not line.startswith("   ... ")] == ["one", "two"]
-    assert len(said[said.index("one") : said.index("two")]) >= 3, "the silence between was filled"
+    body = lines[3:]
+    assert [line for line in body if not line.startswith("   ... ")] == ["one", "two"]
+    assert len(body[body.index("one") : body.index("two")]) >= 3, "the silence between was filled"
     with pytest.raises(SystemExit) as failed:
         run.stage("Another", [sys.executable, "-c", "raise SystemExit(3)"])
     assert failed.value.code == 3
@@ -238,7 +238,7 @@ def test_the_overrides_follow_the_plan(scripts: dict[str, Any]) -> None:
 
 
 def run_quickstart(folder: Path, algorithm: str) -> tuple[dict[str, float], str]:
-    """Run the script as `make quickstart` does; its figures and what it printed."""
+    """Run the script as `make quickstart` does; returns its results and its output."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environment["PYTHONPATH"] = fork_server.search_path(REPOSITORY)
     command = [sys.executable, str(FOLDER / "run.py"), algorithm]

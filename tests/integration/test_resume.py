@@ -1,6 +1,6 @@
-"""The command line as a user types it: a whole job, killed at some moment and started again, and its export.
+"""Complete command lines: a job that is killed and restarted, and its export.
 
-Five steps, in processes that are forked; --matrix=full does it all again in 27 steps and with interpreters of their own.
+Five steps, in processes that are forked; --matrix=full repeats everything with 27 steps and new interpreters. own.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ EXAMPLE = [sys.executable, str(REPOSITORY / "examples/nlp/gpt/train_gpt_kto.py")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job of two ranks and what becomes of it.
+    """A job of two ranks and its expected results.
 
     Attributes:
         rows: number of rows in its file.
         overrides: how long it is.
-        anew: each process begins with nothing, instead of being forked from one that has imported everything.
+        fresh: each process is a new interpreter, not forked from one with all imports.
         steps: number of steps.
         validated: steps after which it validates.
         validation_rows: rows of a validation.
@@ -45,7 +45,7 @@ class Job:
 
     rows: int
     overrides: tuple[str, ...]
-    anew: bool
+    fresh: bool
     steps: int
     validated: list[int]
     validation_rows: int
@@ -57,7 +57,7 @@ class Job:
 SHORT = Job(
     rows=28,
     overrides=("trainer.kto.max_steps=5", "trainer.kto.val_check_interval=1.0", "model.micro_batch_size=4"),
-    anew=False,
+    fresh=False,
     steps=5,
     validated=[2, 4, 5],
     validation_rows=6,
@@ -68,7 +68,7 @@ SHORT = Job(
 LONG = Job(
     rows=96,
     overrides=("trainer.kto.val_check_interval=0.5",),
-    anew=True,
+    fresh=True,
     steps=27,
     validated=[4, 8, 12, 16, 20, 24, 27],
     validation_rows=19,
@@ -105,7 +105,7 @@ def command(model: Path, rows: Path, folder: Path, job: Job) -> list[str]:
 
 def finish(words: list[str], job: Job, *, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The finished command."""
-    if job.anew:
+    if job.fresh:
         return run_interpreter(words, cwd=cwd, env=environment(), timeout=300)
     return run(words, cwd=cwd, env=environment(), preload=TRAINING, timeout=300)
 
@@ -124,7 +124,7 @@ def rows(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(folder: Path) -> list[dict[str, float]]:
-    """What was logged of each step, without the times."""
+    """Logged metrics of each step without times."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
         {name: value for name, value in row.items() if name.startswith(("train/", "val/", "step"))}
@@ -189,8 +189,8 @@ def test_repeating_a_finished_run_changes_nothing(
     before = snapshot(whole)
     done = finish(command(tiny_llama, rows, whole, job), job, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    (told,) = [line for line in done.stdout.splitlines() if line.startswith("nemo-kto:")]
-    assert_names(told, "nemo-kto", f"{job.steps}")
+    (last_line,) = [line for line in done.stdout.splitlines() if line.startswith("nemo-kto:")]
+    assert_names(last_line, "nemo-kto", f"{job.steps}")
     assert snapshot(whole) == before
 
 
@@ -221,7 +221,7 @@ def test_killed_and_started_again(victim: int, job: Job, rows: Path, whole: Path
     words = command(tiny_llama, rows, folder, job)
     process: subprocess.Popen[bytes] | fork_server.Process
     with (tmp_path / "output").open("w") as output:
-        if job.anew:
+        if job.fresh:
             process = subprocess.Popen(words, cwd=tmp_path, env=environment(), stdout=output, stderr=subprocess.STDOUT)
         else:
             number = output.fileno()

@@ -1,4 +1,4 @@
-"""A run on forty rows with the default splits, and what it says of its rows."""
+"""A run on forty rows with the default splits, and its output."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def test_forty_rows_are_enough_for_the_defaults(tiny_llama: Path, tmp_path: Path
     assert not any("val/loss" in line for line in logged)
     cache = tmp_path / "cache"
     assert [path for path in [cache, *cache.rglob("*")] if path.stat().st_mode & 0o077] == [], "rows may be private"
-    said = [
+    expected = [
         Naming(f"{file}", "used", "id", "40"),
         Naming("validation", "40", "all", 'model.data.splits_string="90,10"', "null"),
         Naming("train", "answer", "1", "40", "model.data.seq_length=64"),
         Naming("train", "8", "40", "model.global_batch_size=16"),
     ]
-    assert [text for text in said if text not in done.stderr.splitlines()] == []
+    assert [text for text in expected if text not in done.stderr.splitlines()] == []

@@ -1,4 +1,4 @@
-"""Nobody but this machine can reach the launcher and the ranks it starts."""
+"""Only this machine can reach the launcher and its ranks."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ def watch(folder: Path, devices: int) -> tuple[list[str], list[set[str]]]:
     env = stub_training(folder, MEET_AND_WAIT)
     if (interface := outside()) is not None:  # as profiles of clusters do, for jobs of several machines
         env |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    with (folder / "said").open("w") as said:
+    with (folder / "log").open("w") as log:
         command = [*CLI, "kto", *GOOD, f"trainer.devices={devices}"]
-        process = start(command, cwd=folder, env=env, output=said.fileno(), errors=said.fileno(), preload=TRAINING)
+        process = start(command, cwd=folder, env=env, output=log.fileno(), errors=log.fileno(), preload=TRAINING)
     files = [folder / f"met{rank}" for rank in range(devices)]
     deadline = time.monotonic() + 60
     while not all(file.exists() for file in files) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert all(file.exists() for file in files), (folder / "said").read_text()
+    assert all(file.exists() for file in files), (folder / "log").read_text()
     launcher = psutil.Process(process.pid)
     found = [listening(one) for one in (launcher, *launcher.children(recursive=True))]
     met = [file.read_text() for file in files]
     (folder / "seen").touch()
-    assert process.wait(timeout=30) == 0, (folder / "said").read_text()
+    assert process.wait(timeout=30) == 0, (folder / "log").read_text()
     return met, found
 
 

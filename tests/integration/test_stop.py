@@ -1,6 +1,6 @@
-"""Signals at real runs of two ranks, in every phase: status 85, one line, and the losses of a run that nothing happened to.
+"""Signals to real runs of two ranks, in every phase: status 85, one line, and the losses of an uninterrupted run.
 
-The processes send themselves the signals, so that each arrives in the phase that it is meant for.
+The processes send themselves the signals, so that each arrives in the intended phase.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ class Runs:
         ]  # fmt: skip
 
     def run(self, name: str, *given: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """The finished job with the run folder ``name`` and a cache of its own; SIGNAL is what ``spoil`` takes."""
+        """Run a job with the run folder ``name`` and a separate cache; SIGNAL is an argument of ``spoil``."""
         env = self._environment | variables
         own = [f"exp_manager.explicit_log_dir={name}", f"model.data.cache_dir=cache-{name}"]
         return run([*self._words, *own, *given], cwd=self.folder, env=env, preload=TRAINING, timeout=120)
 
     def stopped(self, name: str, signal: str, *given: str) -> str:
-        """What a job said last that was stopped; it ended with 85 and without a traceback."""
+        """The last line of a stopped job, which must end with status 85 and without a traceback."""
         done = self.run(name, *given, SIGNAL=signal)
         assert done.returncode == 85, done.stderr
         assert "Traceback" not in done.stderr
@@ -98,7 +98,7 @@ class Runs:
         return done.stderr.splitlines()[-1]
 
     def logged(self, name: str) -> list[dict[str, float]]:
-        """What was logged of each step and each validation, without the times."""
+        """Logged metrics of each step and each validation without times."""
         lines = [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
         kept = [{key: line[key] for key in line if key.startswith(("train/", "val/", "step"))} for line in lines]
         return [line for line in kept if len(line) > 1]
@@ -112,23 +112,25 @@ def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def test_a_signal_during_shutdown_changes_nothing(runs: Runs) -> None:
-    """Whoever started the ranks ends the others, where one is gone."""
-    said = runs.stopped("late", f"{pass_of_model(1)} launcher SIGTERM;nemo_kto.processes.ranks end_early 1 all SIGTERM")
-    assert said.startswith("nemo-kto: stopped by SIGTERM at step 1 of 5, checkpoint late/checkpoints/step_000001"), said
+    """If one rank is gone, the launcher ends the others."""
+    message = runs.stopped("late", f"{pass_of_model(1)} launcher SIGTERM;nemo_kto.processes.ranks end_early 1 all SIGTERM")
+    assert message.startswith("nemo-kto: stopped by SIGTERM at step 1 of 5, checkpoint late/checkpoints/step_000001"), (
+        message
+    )
 
 
 def test_a_repeatedly_stopped_job_equals_an_uninterrupted_one(runs: Runs) -> None:
     nothing = Naming("nemo-kto", "SIGTERM", "first step", "start")
     assert runs.stopped("run", f"{DATA} 0 SIGTERM") == nothing
-    said = runs.stopped("run", f"{REFERENCE} 1 SIGUSR1")
-    assert said == Naming("nemo-kto", "SIGUSR1", "16", f"{cache(runs)}", "start")
+    message = runs.stopped("run", f"{REFERENCE} 1 SIGUSR1")
+    assert message == Naming("nemo-kto", "SIGUSR1", "16", f"{cache(runs)}", "start")
     # the first step of the process
     where = "checkpoint run/checkpoints/step_00000"
-    said = runs.stopped("run", f"{pass_of_model(1)} launcher SIGTERM")
-    assert said == Naming("SIGTERM", "step 1 of 5", f"{where}1", "start", "resume")
+    message = runs.stopped("run", f"{pass_of_model(1)} launcher SIGTERM")
+    assert message == Naming("SIGTERM", "step 1 of 5", f"{where}1", "start", "resume")
     # the first batch of the validation, which is begun again
-    said = runs.stopped("run", f"{pass_of_model(2)} 1 SIGINT")
-    assert said == Naming("SIGINT", "step 2 of 5", f"{where}2", "start", "resume")
+    message = runs.stopped("run", f"{pass_of_model(2)} 1 SIGINT")
+    assert message == Naming("SIGINT", "step 2 of 5", f"{where}2", "start", "resume")
     assert len(runs.logged("run")) == 2
     done = runs.run("run", SIGNAL=f"{EXPORT} all SIGTERM")
     assert (done.returncode, "stopped" in done.stderr) == (0, False), "the export is written to its end"
@@ -140,17 +142,17 @@ def test_a_repeatedly_stopped_job_equals_an_uninterrupted_one(runs: Runs) -> Non
 def test_signals_at_other_moments(runs: Runs) -> None:
     """While the model is loaded, at a rank that the others wait for; and during a save, which is finished."""
     assert runs.stopped("other", f"{LOADING} 1 SIGTERM") == Naming("nemo-kto", "SIGTERM", "first step", "start")
-    said = runs.stopped("other", f"{SAVE} all SIGTERM", "trainer.kto.save_interval=1")
+    message = runs.stopped("other", f"{SAVE} all SIGTERM", "trainer.kto.save_interval=1")
     # the step after the save is the one at whose end the ranks agree
-    assert said.startswith("nemo-kto: stopped by SIGTERM at step 2 of 5, checkpoint other/checkpoints/step_000002;")
+    assert message.startswith("nemo-kto: stopped by SIGTERM at step 2 of 5, checkpoint other/checkpoints/step_000002;")
     assert [path.name for path in sorted((runs.folder / "other/checkpoints").iterdir())] == ["step_000001", "step_000002"]
 
 
 @pytest.mark.full
 def test_a_signal_in_the_last_validation(runs: Runs) -> None:
     """Steps 1 and 2, a validation of two batches, steps 3 and 4, a validation, step 5, a validation."""
-    said = runs.stopped("last", f"{pass_of_model(10)} 0 SIGTERM")
-    assert said.startswith("nemo-kto: stopped by SIGTERM at step 5 of 5, checkpoint last/checkpoints/step_000005;")
+    message = runs.stopped("last", f"{pass_of_model(10)} 0 SIGTERM")
+    assert message.startswith("nemo-kto: stopped by SIGTERM at step 5 of 5, checkpoint last/checkpoints/step_000005;")
     assert not (runs.folder / "last/hf").exists()
     done = runs.run("last")
     assert done.returncode == 0, done.stderr
@@ -170,8 +172,8 @@ def test_max_time_counts_from_the_start_of_the_launcher_and_the_job_is_requeued(
     done = runs.run("timed", *given, **slurm)
     assert done.returncode == 85, done.stderr
     where = "at step 1 of 5, checkpoint timed/checkpoints/step_000001"
-    said = f"nemo-kto: stopped by max_time=00:00:00:01 {where}; SLURM job 31 was requeued to resume"
-    assert done.stderr.splitlines()[-1] == said
+    message = f"nemo-kto: stopped by max_time=00:00:00:01 {where}; SLURM job 31 was requeued to resume"
+    assert done.stderr.splitlines()[-1] == message
     assert asked.read_text() == "step_000001\nrequeue 31\n"
     assert not (runs.folder / "timed/hf").exists()
 

@@ -1,4 +1,4 @@
-"""A training in which one rank is slow, and then stays in a callback for ever: the others say both."""
+"""A rank that is slow and later stuck in a callback: the others report both."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_a_slow_rank_and_a_rank_stuck_in_a_callback(tiny_llama: Path, tmp_path: 
     processes = []
     for rank in range(2):
         env = environment(tmp_path) | given | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with (tmp_path / f"said{rank}").open("w") as said:
-            output = said.fileno()
+        with (tmp_path / f"log{rank}").open("w") as log:
+            output = log.fileno()
             processes.append(
                 fork_server.Process(
                     ["-c", PROGRAM, *words], cwd=tmp_path, env=env, stdout=output, stderr=output, preload=TRAINING

@@ -1,4 +1,4 @@
-"""Transformer Engine that is installed and cannot be imported: a message, where megatron-core shows a traceback."""
+"""An installed Transformer Engine that cannot be imported gives a message, not megatron-core's traceback."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SAID = (
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """The package's __init__.py, in a folder of its own."""
+    """The package's __init__.py in a separate folder."""
     folder = tmp_path / "modules" / "transformer_engine"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(EMPTY)

@@ -1,4 +1,4 @@
-"""A whole run with two validation sets: what it prints and logs, when it stops, what it exports, and what it refuses."""
+"""A run with two validation sets: its output, log, early stopping, export and errors."""
 
 from __future__ import annotations
 

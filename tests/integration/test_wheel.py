@@ -1,4 +1,4 @@
-"""What is installed from a wheel works outside the repository: the command, its configuration, all keys."""
+"""An installed wheel works outside the repository: command, configuration, and all keys."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def test_the_wheel_from_the_archive_equals_the_wheel_from_the_sources(built: Pat
     assert contents(wheel) == contents(direct)
     assert "nemo_kto/py.typed" in contents(wheel)
     written = {file.relative_to(REPOSITORY).as_posix() for file in (REPOSITORY / "conf").rglob("*.yaml")}
-    assert {f"nemo_kto/{name}" for name in written} <= contents(wheel).keys()
+    tables = {f"config/{name}.yaml" for name in ("nemo_aligner", "other_trainers")}
+    assert {f"nemo_kto/{name}" for name in written | tables} <= contents(wheel).keys()
 
 
 @pytest.mark.full
@@ -77,8 +78,8 @@ def test_the_page_of_an_index_has_no_broken_link(built: Path, monkeypatch: pytes
     assert not page.get_all("Project-URL"), "the repository has no address of its own"
     monkeypatch.setenv("NEMO_KTO_REPOSITORY", "https://example.org/nemo_kto/")
     command = [sys.executable, "setup.py", "--long-description", "--url"]
-    said = subprocess.run(command, cwd=built / "source", capture_output=True, text=True, check=True).stdout
-    assert set(links.findall(said)) >= {f"https://example.org/nemo_kto/blob/main/{link}" for link in relative}
+    printed = subprocess.run(command, cwd=built / "source", capture_output=True, text=True, check=True).stdout
+    assert set(links.findall(printed)) >= {f"https://example.org/nemo_kto/blob/main/{link}" for link in relative}
 
 
 def bounds() -> dict[str, SpecifierSet]:

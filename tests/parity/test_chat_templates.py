@@ -1,4 +1,4 @@
-"""Rows with tools and variables of the chat template, against transformers and TRL, with the templates of real models."""
+"""Rows with tools and template variables, against transformers and TRL, with templates of real models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py on the CPU, with tiny models: both trainers do the same work, and the figures add up."""
+"""benchmarks/gpu.py on the CPU with tiny models: both trainers do the same work, and the numbers are consistent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SWAP, CACHED, ADAPTER = (f"nemo_kto, {mode}" for mode in ("swap", "cached", "adapter"))
 TRL = "TRL, micro-batches of 8, sdpa"
 PRECOMPUTED = f"{TRL}, reference precomputed"
-# TRL 1.16, or another one, in an environment of its own.
+# TRL 1.16 or another version, in a separate environment.
 TRL_PYTHON = os.environ.get("NEMO_KTO_TEST_TRL_PYTHON", sys.executable)
 
 

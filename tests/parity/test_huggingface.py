@@ -44,7 +44,7 @@ def expected(folders: dict[str, Path]) -> dict[str, torch.Tensor]:
 def outcome(
     request: pytest.FixtureRequest, ranks: Any, folders: dict[str, Path], tmp_path_factory: Any
 ) -> tuple[list[Any], Path]:
-    """What the ranks of one layout returned, and the folder of their exports."""
+    """Results of the ranks of one layout, and the folder of their exports."""
     out = tmp_path_factory.mktemp(f"exports-{request.param}")
     layout = LAYOUTS[request.param]
     results = ranks.run(WORLD.get(request.param, layout.model_ranks), hf_jobs.check_models, layout, folders, out)
@@ -93,7 +93,7 @@ def test_export_loads_in_transformers(outcome: Any, folders: dict[str, Path], ex
 def gradients(
     request: pytest.FixtureRequest, ranks: Any, folders: dict[str, Path], tmp_path_factory: Any
 ) -> tuple[list[Any], Path]:
-    """The largest gradient of a padded value, and the folder where the gradients lie in the place of the weights."""
+    """The largest gradient of a padded value, and the folder with gradients in the place of weights."""
     out = tmp_path_factory.mktemp(f"gradients-{request.param}")
     layout = LAYOUTS[request.param]
     return ranks.run(layout.model_ranks, hf_jobs.check_gradients, layout, folders, out), out

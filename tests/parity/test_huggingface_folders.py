@@ -1,4 +1,4 @@
-"""Folders that do not fit, disks that fail, dtypes, and the layouts that need padding in a distributed checkpoint."""
+"""Invalid folders, failing disks, dtypes, and padded layouts in a distributed checkpoint."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def test_layers_that_the_pipeline_size_does_not_divide(ranks: Any, model: Path) 
 def test_a_rank_reads_only_its_slices_and_each_once(ranks: Any, sharded_model: Path) -> None:
     whole = sum(tensor.numel() * 4 for tensor in weights(sharded_model).values())
     results = ranks.run(2, hf_jobs.bytes_read, TP2, sharded_model)
-    for read, most, held in results:
-        assert read <= held
+    for read, most, own_bytes in results:
+        assert read <= own_bytes
         assert most <= 130 * 36 * 4  # half of the embedding, the largest weight
     replicated = (4 * 2 + 1) * 36 * 4  # the norms, which both ranks hold
     assert sum(read for read, _, _ in results) == whole + replicated

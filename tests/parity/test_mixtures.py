@@ -1,4 +1,4 @@
-"""Mixtures of experts against transformers: logits, gradients, import and export, on one rank or on several."""
+"""Mixture-of-experts models against transformers: logits, gradients, import and export, on one rank or on several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpt-oss as it is published, with its experts in MXFP4: what transformers makes of it, at one rank and at several."""
+"""gpt-oss with MXFP4 experts as published, against transformers, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Blocks and scales of a matrix lie in two files; biases, norms and the rest are in bf16."""
+    """Blocks and scales of a matrix are in two files; all other tensors are in bf16."""
     folder: Path = tmp_path_factory.mktemp(NAME)
     hf_models.write_model(NAME, folder, dtype=torch.bfloat16, max_shard_size="1GB")
     draw = torch.Generator().manual_seed(7)

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: peft computes what we compute, we read what peft writes, and refuse what we cannot be."""
+"""Adapters in PEFT's format: logits of peft, files that round-trip, and refused settings."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_logits_equal_peft(outcome: Any, folders: Any, adapters: Any, name: str)
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_adapter_files_round_trip(outcome: Any, folders: Any, adapters: Any, name: str) -> None:
-    """What peft wrote, we write, bit for bit; and both say the same of themselves."""
+    """Files of peft are written back bitwise, with equal configurations."""
     again = outcome[1] / name / "again"
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapters[name], again))
     assert before.keys() == after.keys()
@@ -176,7 +176,7 @@ def test_magnitudes_require_use_dora(adapters: Any, tmp_path: Path) -> None:
 
 
 def test_layers_by_pattern(adapters: Any, tmp_path: Path) -> None:
-    """peft's configuration may say with a regular expression what is adapted: then the tensors tell."""
+    """If peft's target_modules is a regular expression, the modules are found from the tensors."""
     tensors = {
         name: values
         for name, values in load_file(adapters["llama-odd-heads"] / "adapter_model.safetensors").items()

@@ -1,4 +1,4 @@
-"""Adapters on the experts of a mixture in PEFT's format: peft computes what we compute, and what it reads we read again.
+"""Adapters on experts in PEFT's format: logits of peft, and files that round-trip.
 
 The tensors have the names of single experts, as transformers' files have them. Where transformers keeps all experts of a
 layer in one tensor, peft puts the adapters of gate and up projection together: their A under each other, B block-diagonal.
@@ -30,7 +30,7 @@ from tests.helpers.messages import Naming
 
 SETTINGS = {
     "gpt-oss": LoRASettings(rank=2, alpha=4, target_modules=("attention",)),
-    # dense MLPs and shared experts; the experts are a parameter of their own in transformers too, which peft leaves alone
+    # dense MLPs and shared experts; routed experts are one parameter in transformers, which peft does not adapt
     "llama4": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "mixtral": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "qwen2-moe": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "mlp")),
@@ -60,7 +60,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def adapters(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random adapters, and the model with what they add."""
+    """Random adapters, and the merged models."""
     root = tmp_path_factory.mktemp("adapters")
     for name, settings in SETTINGS.items():
         merged = hf_models.write_adapters(folders[name], root / name, settings)
@@ -147,7 +147,7 @@ def dora_logits(layout: Layout, folder: Path, adapter: Path) -> Any:
 
 
 def test_magnitudes_of_a_shared_expert_equal_peft(ranks: Any, folders: Any, tmp_path: Path) -> None:
-    """Of Llama 4, whose other experts have no adapters; what peft has written."""
+    """Of Llama 4, whose routed experts have no adapters, with files of peft."""
     config = LoraConfig(r=2, lora_alpha=4, use_dora=True, target_modules=["o_proj", "gate_proj", "up_proj", "down_proj"])
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folders["llama4"], dtype=torch.float32), config)
     draw = torch.Generator().manual_seed(2)
@@ -168,9 +168,9 @@ def test_adapters_of_experts_in_one_tensor_are_refused(folders: Any, tmp_path: P
     get_peft_model(model, LoraConfig(r=2, target_modules=["w1", "w2", "w3"])).save_pretrained(str(tmp_path))
     with pytest.raises(UserError) as error:
         read_adapter_settings(tmp_path)
-    told = str(error.value).splitlines()
-    assert told[0] == Naming(f"{tmp_path}", "adapters", "LoRA", "DoRA", "otherwise")
-    assert told[-1] == Naming("train", "adapters", "peft")
+    lines = str(error.value).splitlines()
+    assert lines[0] == Naming(f"{tmp_path}", "adapters", "LoRA", "DoRA", "otherwise")
+    assert lines[-1] == Naming("train", "adapters", "peft")
     tensor = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
     modules = ", ".join(HUGGING_FACE_TARGETS)
-    assert Naming(f"{modules}", "16", f"{tensor}", "experts") in told
+    assert Naming(f"{modules}", "16", f"{tensor}", "experts") in lines

@@ -1,4 +1,4 @@
-"""The benchmark against TRL still runs, and in it both trainers still compute the same."""
+"""The benchmark against TRL runs, and both trainers compute the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.parity
 
 
-@pytest.mark.full  # a minute of processes of their own; test_trl_kto_steps.py holds the same steps against TRL
+@pytest.mark.full  # a minute of separate processes; test_trl_kto_steps.py compares the same steps with TRL
 def test_the_benchmark_table(tiny_checkpoint: Callable[..., Path]) -> None:
     pytest.importorskip("trl.experimental.kto", reason="TRL 1.5.1 is what is measured against")
     model = tiny_checkpoint("llama", max_position_embeddings=512)

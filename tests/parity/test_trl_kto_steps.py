@@ -56,7 +56,7 @@ def our_model(policy: Path, reference: Path, loss: str, tensor_parallel: int) ->
 
 
 def our_optimizer(chunks: Any) -> tuple[Any, Any]:
-    """Optimizer and schedule with the settings that TRL gets, or has by itself."""
+    """Optimizer and schedule with TRL's settings and defaults."""
     import torch
 
     from nemo_kto.models.engine.optimizer import build_optimizer, build_scheduler

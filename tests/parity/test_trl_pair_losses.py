@@ -107,7 +107,7 @@ def test_the_odds_ratio(beta: float, spread: float) -> None:
 
 
 class KnownLogits(torch.nn.Module):
-    """A language model that says the same whatever it is asked."""
+    """A language model with constant logits."""
 
     is_gradient_checkpointing = False
 

@@ -1,6 +1,6 @@
 """numerics.md, point 4: optimizer steps of TRL 1.5.1's DPOTrainer and ORPOTrainer, from the same checkpoints and pairs.
 
-Ours are the whole job: the rows' file, the configuration, the reference and the optimizer as the command line builds them.
+Our steps are a complete run: data file, configuration, reference and optimizer as the command line builds them.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ def trl_dpo_steps(
 
 
 def our_steps(policy: Path, reference: Path, rows: Path, folder: Path, overrides: list[str]) -> None:
-    """The same run of ours, on this rank."""
+    """The same run in this project, on this rank."""
     from nemo_kto.config import compose
+    from nemo_kto.config.resolved import ResolvedRun
     from nemo_kto.run import build
 
     settings = [
@@ -80,7 +81,7 @@ def our_steps(policy: Path, reference: Path, rows: Path, folder: Path, overrides
     ]
     cfg, problems = compose.to_config(compose.load([*settings, *overrides], source=compose.Source(config_name="gpt_dpo")))
     assert cfg is not None, problems
-    build.train(cfg)
+    build.train(ResolvedRun.of(cfg))
 
 
 def our_log(

@@ -1,4 +1,4 @@
-"""A SLURM of two nodes on this machine, made for the tests and gone with them, and jobs for it.
+"""A SLURM cluster of two nodes on this machine for the tests, and its jobs.
 
 Needs root and the packages slurm-wlm and munge (Debian's names).
 """
@@ -98,11 +98,11 @@ class Submitted:
         shown = self.cluster.run("scontrol", "show", "job", "--oneliner", self.number, check=False)
         return dict(re.findall(r"(\w+)=(\S*)", shown.stdout))
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def wait_until(self, what: str, found: Callable[[], T | None], *, seconds: float) -> T:
-        return wait_for(what, found, seconds=seconds, details=lambda: f"{self.state()}\n{self.said()[-4000:]}")
+        return wait_for(what, found, seconds=seconds, details=lambda: f"{self.state()}\n{self.output()[-4000:]}")
 
     def finish(self, *, seconds: float) -> dict[str, str]:
         """Wait for the end of the job, requeues included; its last state."""
@@ -129,7 +129,7 @@ class Cluster:
             (folder / "slurm.conf").write_text(_CONF.format(host=host, ports=ports, folder=folder))
         (folder / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={folder}/gpu[0-1]\n")
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        programs = folder / "bin"  # what the jobs find on their PATH, wherever it is installed
+        programs = folder / "bin"  # programs on the PATH of the jobs
         programs.mkdir()
         command = programs / "nemo-kto"
         command.write_text(f"#!{sys.executable}\nfrom nemo_kto.cli.main import main\n\nmain()\n")
@@ -174,14 +174,14 @@ class Cluster:
         return [Submitted(cluster=self, number=task, log=cwd / f"{task}.log") for task in tasks]
 
     def processes(self, *, of: str) -> list[psutil.Process]:
-        """Those of a node: its daemon, and what it has started for jobs."""
+        """Processes of a node: its daemon, and those started for jobs."""
         inside = psutil.Process(self._init.pid).children(recursive=True)
         daemons = [process for process in inside if process.cmdline()[:3] == ["slurmd", "-N", of]]
         tasks = [process for process in inside if process.environ().get("SLURMD_NODENAME") == of]
         return [*daemons, *{process.parent(): None for process in tasks}, *tasks]
 
     def kill_node(self, name: str) -> None:
-        """What a machine that loses its power does to SLURM."""
+        """Simulate a power failure of a node."""
         for process in self.processes(of=name):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -193,7 +193,7 @@ class Cluster:
 
 
 class _Ports:
-    """TCP ports that are free now, held until all are known."""
+    """Free TCP ports, bound until all are known."""
 
     def __init__(self, number: int) -> None:
         self._sockets = [socket.socket() for _ in range(number)]

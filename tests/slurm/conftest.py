@@ -1,4 +1,4 @@
-"""One SLURM for all tests of this folder, a tiny model and rows, and the metrics of a job that nobody interrupted."""
+"""One SLURM cluster for all tests of this folder, a tiny model and rows, and the metrics of an uninterrupted job."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def kto_on_four_ranks(*overrides: str) -> list[str]:
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
-    """What is logged of each training step, without what depends on the machine."""
+    """Logged metrics of each training step that do not depend on the machine."""
     file = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
     steps = [line for line in lines if "train/loss" in line]
@@ -69,7 +69,7 @@ def folder_of(job: Submitted, work: Path) -> Path:
 
 
 def after_step(job: Submitted, step: int, work: Path) -> None:
-    """Wait until the job has done so many steps."""
+    """Wait until the job has taken a number of steps."""
     done = lambda: len(metrics(folder_of(job, work))) >= step  # noqa: E731
     job.wait_until(f"step {step}", done, seconds=SECONDS)
 
@@ -79,8 +79,8 @@ def uninterrupted(cluster: Cluster, work: Path) -> list[dict[str, float]]:
     """The metrics of each step of a job on four ranks."""
     (job,) = cluster.submit(*kto_on_four_ranks(), cwd=work)
     state = job.finish(seconds=SECONDS)
-    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "0"), job.said()
-    assert "0:   layout      4 ranks = 1 data x 2 tensor x 2 pipeline parallel" in job.said()
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "0"), job.output()
+    assert "0:   layout      4 ranks = 1 data x 2 tensor x 2 pipeline parallel" in job.output()
     found = metrics(folder_of(job, work))
     assert [step["step"] for step in found] == [*range(1, STEPS + 1)]
     assert found[0]["train/loss"] == 0.5

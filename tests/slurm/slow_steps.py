@@ -1,4 +1,4 @@
-"""A callback for jobs that must run into their time limit."""
+"""A callback for jobs that must reach their time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sweep that Hydra's submitit launcher puts into the queue, each job on four ranks of two nodes."""
+"""A sweep by Hydra's submitit launcher, each job on four ranks of two nodes."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def test_submitit(cluster: Cluster, work: Path) -> None:
     steps = [metrics(folder) for folder in folders]
     assert [[step["step"] for step in of_job] for of_job in steps] == [[1, 2], [1, 2]]
     assert steps[0][1]["train/loss"] != steps[1][1]["train/loss"]
-    said = "".join(file.read_text() for file in (work / "results/gpt_kto/.submitit").glob("*/*_0_log.out"))
-    assert said.count("4 ranks = 1 data x 2 tensor x 2 pipeline parallel") == 2
+    output = "".join(file.read_text() for file in (work / "results/gpt_kto/.submitit").glob("*/*_0_log.out"))
+    assert output.count("4 ranks = 1 data x 2 tensor x 2 pipeline parallel") == 2

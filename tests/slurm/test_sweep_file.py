@@ -1,4 +1,4 @@
-"""The lines of the sweep file that examples/slurm/train.sbatch reads, with stand-ins for srun and scontrol."""
+"""Lines of the sweep file of examples/slurm/train.sbatch, with substitutes for srun and scontrol."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_sweep_lines_are_split_as_in_a_shell(tmp_path: Path, line: str, override
     "line", ["model.seed=2 'model.optim.betas=[0.8, 0.9] model.optim.lr=2e-4", 'model.seed=2 "model.optim.lr=2e-4']
 )
 def test_a_line_with_an_unclosed_quote_is_refused(tmp_path: Path, line: str) -> None:
-    status, started, said = run_task(tmp_path, line)
+    status, started, errors = run_task(tmp_path, line)
     assert (status, started) == (2, None)
-    assert_names(said, "sweep.txt:2", line, "quote")
+    assert_names(errors, "sweep.txt:2", line, "quote")
 
 
 @pytest.mark.parametrize(("line", "task"), [("", 2), ("  ", 2), ("model.seed=2", 4)], ids=["empty", "blank", "no line"])
 def test_a_task_without_overrides_is_refused(tmp_path: Path, line: str, task: int) -> None:
-    status, started, said = run_task(tmp_path, line, task=task)
+    status, started, errors = run_task(tmp_path, line, task=task)
     assert (status, started) == (2, None)
-    assert_names(said, "sweep.txt", f"got none for {task}")
+    assert_names(errors, "sweep.txt", f"got none for {task}")

@@ -1,4 +1,4 @@
-"""examples/slurm/train.sbatch as it is, on a SLURM of two nodes: signals, requeues, lost nodes and ranks, sweeps."""
+"""examples/slurm/train.sbatch on a SLURM of two nodes: signals, requeues, lost nodes and ranks, sweeps."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def test_signal_checkpoint_requeue(cluster: Cluster, work: Path, uninterrupted: 
     after_step(job, 2, work)
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)  # what --signal=B:USR1@120 sends
     state = job.finish(seconds=SECONDS)
-    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1"), job.said()
-    assert f"train.sbatch: the run ended early with status 85; requeue job {job.number}\n" in job.said()
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1"), job.output()
+    assert f"train.sbatch: the run ended early with status 85; requeue job {job.number}\n" in job.output()
     assert 2 <= ended_early(job, work) < STEPS
     assert metrics(folder_of(job, work)) == uninterrupted  # each step once, to the last bit
 
 
 def test_errors_found_by_ranks(cluster: Cluster, work: Path, tmp_path: Path) -> None:
-    """The layout of the tasks, with a GPU for each of them alone, and threads for the CPUs of a task."""
+    """The layout of the tasks, with one visible GPU for each, and threads for the CPUs of a task."""
     shows = tmp_path / "nemo-kto"
     shows.write_text('#!/bin/sh\necho "node $SLURM_NODEID gpu $CUDA_VISIBLE_DEVICES threads $OMP_NUM_THREADS $2 $3"\n')
     shows.chmod(0o755)
     arguments = [*TWO_BY_TWO, "--gpus-per-task=1", "--cpus-per-task=2", *kto()]
     env = {"PATH": f"{tmp_path}:{cluster.env['PATH']}", "OMP_NUM_THREADS": ""}
     (job,) = cluster.submit(*arguments, cwd=work, **env)
-    assert job.finish(seconds=60)["JobState"] == "COMPLETED", job.said()
-    assert sorted(job.said().splitlines()) == [
+    assert job.finish(seconds=60)["JobState"] == "COMPLETED", job.output()
+    assert sorted(job.output().splitlines()) == [
         f"{2 * node + gpu}: node {node} gpu {gpu} threads 2 trainer.num_nodes=2 trainer.devices=2"
         for node in range(2)
         for gpu in range(2)
@@ -56,19 +56,19 @@ def test_a_cancelled_job_is_not_requeued(cluster: Cluster, work: Path, tmp_path:
     ends_early.write_text("#!/bin/bash\ntrap 'exit 85' TERM\necho began\nwhile :; do sleep 0.1; done\n")
     ends_early.chmod(0o755)
     (job,) = cluster.submit(*TWO_BY_TWO, *kto(), cwd=work, PATH=f"{tmp_path}:{cluster.env['PATH']}")
-    job.wait_until("the start of all ranks", lambda: job.said().count("began") == 4, seconds=60)
+    job.wait_until("the start of all ranks", lambda: job.output().count("began") == 4, seconds=60)
     cluster.run("scancel", job.number)
     state = job.finish(seconds=60)
-    assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0"), job.said()
-    assert "requeue" not in job.said()
+    assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0"), job.output()
+    assert "requeue" not in job.output()
 
 
 @pytest.mark.full
 def test_a_configuration_error_is_printed_once_and_not_requeued(cluster: Cluster, work: Path) -> None:
     (job,) = cluster.submit(*kto_on_four_ranks("model.optim.lr=fast"), cwd=work)
     state = job.finish(seconds=SECONDS)
-    assert (state["JobState"], state["Restarts"]) == ("FAILED", "0"), job.said()
-    assert job.said().count("model.optim.lr must be") == 1
+    assert (state["JobState"], state["Restarts"]) == ("FAILED", "0"), job.output()
+    assert job.output().count("model.optim.lr must be") == 1
     assert not folder_of(job, work).exists()
 
 
@@ -78,7 +78,7 @@ def test_time_limit(cluster: Cluster, work: Path, uninterrupted: Metrics) -> Non
     slow = "trainer.callbacks=[{_target_: tests.slurm.slow_steps.SlowFirstLife, seconds: 30}]"
     (job,) = cluster.submit("--time=4", *kto_on_four_ranks(slow), cwd=work)
     state = job.finish(seconds=2 * SECONDS)
-    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1"), job.said()
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1"), job.output()
     assert ended_early(job, work) < STEPS
     assert metrics(folder_of(job, work)) == uninterrupted
 
@@ -89,7 +89,7 @@ def test_signal_only_to_the_ranks(cluster: Cluster, work: Path, uninterrupted: M
     (job,) = cluster.submit(*kto_on_four_ranks(), cwd=work)
     after_step(job, 2, work)
     cluster.run("scancel", "--signal=USR1", job.number)
-    assert job.finish(seconds=SECONDS)["Restarts"] == "1", job.said()
+    assert job.finish(seconds=SECONDS)["Restarts"] == "1", job.output()
     assert metrics(folder_of(job, work)) == uninterrupted
 
 
@@ -105,8 +105,8 @@ def test_a_killed_node(cluster: Cluster, work: Path, uninterrupted: Metrics) -> 
     if state["JobState"] != "COMPLETED":
         cluster.run("scontrol", "requeue", job.number)
         state = job.finish(seconds=SECONDS)
-    assert state["JobState"] == "COMPLETED", job.said()
-    assert re.search(r"srun: error: Node failure on n2|srun: error: n1: tasks? .*: Exited with exit code 1", job.said())
+    assert state["JobState"] == "COMPLETED", job.output()
+    assert re.search(r"srun: error: Node failure on n2|srun: error: n1: tasks? .*: Exited with exit code 1", job.output())
     assert metrics(folder_of(job, work)) == uninterrupted
 
 
@@ -118,11 +118,11 @@ def test_a_killed_rank(cluster: Cluster, work: Path, uninterrupted: Metrics) -> 
     ranks = [process for process in cluster.processes(of="n2") if process.environ().get("SLURM_PROCID") == "3"]
     ranks[0].send_signal(signal.SIGKILL)
     state = job.finish(seconds=SECONDS)
-    assert (state["JobState"], state["Restarts"]) == ("FAILED", "0"), job.said()
-    assert "srun: error: n2: task 3: Killed" in job.said()
-    assert "requeue job" not in job.said()
+    assert (state["JobState"], state["Restarts"]) == ("FAILED", "0"), job.output()
+    assert "srun: error: n2: task 3: Killed" in job.output()
+    assert "requeue job" not in job.output()
     cluster.run("scontrol", "requeue", job.number)
-    assert job.finish(seconds=SECONDS)["JobState"] == "COMPLETED", job.said()
+    assert job.finish(seconds=SECONDS)["JobState"] == "COMPLETED", job.output()
     assert metrics(folder_of(job, work)) == uninterrupted
 
 

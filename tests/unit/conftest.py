@@ -1,4 +1,4 @@
-"""Configurations that are right as they stand, of every algorithm."""
+"""Valid configurations of every algorithm."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from nemo_kto.algorithms.recipes import KTO, RECIPES, Recipe
 from nemo_kto.cli.job import Job
 from nemo_kto.config import compose
+from nemo_kto.config.mistakes import judge
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.processes.ranks import World
 from tests.helpers.messages import Message
@@ -29,31 +29,21 @@ class Load(Protocol):
 
 
 class FindErrors(Protocol):
-    """``find_errors("key=value", ...)``: what is said of a configuration that is wrong, on so many ranks."""
+    """``find_errors("key=value", ...)``: the errors of a configuration on a number of ranks."""
 
     def __call__(
         self, *overrides: str, recipe: Recipe = KTO, ranks: int = 1, sweep: bool = False, torchrun: bool = False
     ) -> list[str]: ...
 
 
-def source_of(recipe: Recipe) -> compose.Source:
-    return compose.Source(recipe.config_name)
-
-
 @cache
-def _composed(config_name: str) -> DictConfig:
-    return compose.load(source=compose.Source(config_name))
+def source_of(recipe: Recipe) -> compose.Source:
+    """Our files, which are composed once a process."""
+    return compose.Source(config_name=recipe.config_name)
 
 
 def composed(overrides: Sequence[str], recipe: Recipe = KTO) -> DictConfig:
-    """What ``compose.load`` gives (test_compose.py compares), with the YAML files read and merged once a process.
-
-    Overrides of values are applied to what the files give. Other files (``hardware=cpu``) cannot be chosen.
-    """
-    config = _composed(recipe.config_name).copy()
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=override.is_add())
-    return config
+    return compose.load(overrides, source=source_of(recipe))
 
 
 def errors_of(
@@ -61,19 +51,19 @@ def errors_of(
 ) -> list[str]:
     world = None if ranks == 1 else World(rank=0, size=ranks, local_rank=0, local_size=ranks, sees_same=torchrun)
     job = Job(recipe=recipe, source=source_of(recipe), world=world)
-    return [str(mistake) for mistake in job.judge(config, _composed(recipe.config_name), sweep=sweep)]
+    rules = job.checker(sweep=sweep).rule_errors
+    return [str(mistake) for mistake in judge(config, recipe=recipe, rules=rules, fallback=composed([], recipe))]
 
 
 def mistakes(overrides: Sequence[str], recipe: Recipe = KTO, *, sweep: bool = False) -> list[str]:
-    """What is said of a command line, but for what must be given and was not."""
+    """Errors of a command line, except for missing required keys."""
     job = Job(recipe=recipe, source=source_of(recipe), world=None)
-    return [
-        str(wrong) for wrong in job.mistakes(overrides, sweep=sweep) if not wrong.text.startswith("must be given, got n")
-    ]
+    found = job.checker(sweep=sweep).errors(overrides)
+    return [str(error) for error in found if not error.text.startswith("must be given, got n")]
 
 
 def of(recipe: Recipe, texts: Sequence[Text]) -> list[Text]:
-    """Texts in which ALGORITHM stands for a name, so that one table serves them all."""
+    """Replace ALGORITHM in texts by the name of a recipe."""
     return [text.replace("ALGORITHM", recipe.name) for text in texts]
 
 

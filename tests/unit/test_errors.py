@@ -1,4 +1,4 @@
-"""Messages quote text from outside, and stay harmless."""
+"""Messages quote untrusted text safely."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.losses.loss import Loss, find_loss
-from nemo_kto.utils.fields import Name, Remedy, Section
+from nemo_kto.utils.fields import MayChange, Name, Remedy, Section
 
 if TYPE_CHECKING:  # these take seconds to import, and the command line does not need them
     from nemo_kto.algorithms.dpo import DPOTrainer
@@ -33,7 +33,7 @@ class LossConfig(BaseModel):
     """
 
     model_config = Section.model_config
-    record: ClassVar[Loss]  # the loss named by preference_loss
+    losses: ClassVar[Mapping[str, Loss]]  # the built-in losses of the algorithm
     not_both_zero: ClassVar[Pairs] = (("preference_loss_weight", "sft_loss_weight"),)  # one of each pair must be above 0
 
     preference_loss: Name
@@ -42,7 +42,12 @@ class LossConfig(BaseModel):
     preference_loss_weight: Weight
     sft_loss_weight: Weight
     sft_average_log_probs: bool
-    log_prob_forward_micro_batch_size: Annotated[int, Ge(1)] | None
+    log_prob_forward_micro_batch_size: Annotated[Annotated[int, Ge(1)] | None, MayChange("speed and memory")]
+
+    @property
+    def record(self) -> Loss:
+        """The loss that ``preference_loss`` names."""
+        return find_loss(self.preference_loss, self.losses)
 
     def loss_options(self) -> dict[str, float]:
         """Return the configured loss options; the others keep the defaults of the loss function."""

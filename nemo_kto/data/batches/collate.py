@@ -9,7 +9,8 @@ attached by ``augment_dataloader``.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple, NotRequired, TypedDict
+from dataclasses import dataclass
+from typing import NamedTuple, NotRequired, TypedDict, cast
 
 import numpy as np
 import torch
@@ -94,16 +95,16 @@ def kl_partners(prompts: Sequence[Hashable]) -> list[int]:
     return partners
 
 
-Item = Mapping[str, torch.Tensor | int | float | bool]  # item of a NeMo-Aligner dataset
+Item = Mapping[str, Tensor | int | float | bool]  # item of a NeMo-Aligner dataset
 
 
 def kl_partners_of(batch: Sequence[KTOExample]) -> list[int]:
     """Return :func:`kl_partners` of a global batch; prompts are equal if their tokens are equal."""
-    return kl_partners([_prompt_key(example) for example in batch])
+    return kl_partners(_prompt_keys(batch))
 
 
-def _prompt_key(example: KTOExample) -> bytes:
-    return np.asarray(example.prompt_ids, dtype=np.int64).tobytes()
+def _prompt_keys(batch: Sequence[KTOExample]) -> list[bytes]:
+    return [np.asarray(example.prompt_ids, dtype=np.int64).tobytes() for example in batch]
 
 
 def kto_custom_collate(
@@ -144,27 +145,27 @@ def kto_custom_collate(
     """
     kept = range(len(batch)) if kept is None else kept
     examples = [item if isinstance(item, KTOExample) else _kto_example(item) for item in batch]
-    samples: Texts = [(examples[k].prompt_ids, examples[k].response_ids) for k in kept]
-    kl_samples, same_prompt = _kl_examples(examples, kept, seq_length) if with_kl else ([], [])
-    masks = {"positions": reset_position_ids, "attention": reset_attention_mask, "loss": eod_mask_loss}
-    own, kl = _padded(samples, kl_samples, eos_id=eos_id, seq_length=seq_length, multiple=pad_to_multiple, **masks)
-    tensors: KTOBatch = {
-        "samples": own.tokens,
-        "sample_labels": own.labels,
-        "sample_lengths": own.lengths,
-        "position_ids": own.position_ids,
-        "attention_mask": own.attention_mask,
-        "preference": torch.tensor([examples[k].desirable for k in kept], dtype=torch.int64),
-        "weights": torch.tensor([examples[k].weight for k in kept], dtype=torch.float32),
-    }
+    padding = _Padding(eos_id, reset_position_ids, reset_attention_mask, eod_mask_loss, seq_length, pad_to_multiple)
+    parts: list[Texts] = [[(examples[k].prompt_ids, examples[k].response_ids) for k in kept]]
+    kl_same_prompt: list[bool] = []
     if with_kl:
-        tensors["kl_samples"] = kl.tokens
-        tensors["kl_sample_labels"] = kl.labels
-        tensors["kl_sample_lengths"] = kl.lengths
-        tensors["kl_position_ids"] = kl.position_ids
-        tensors["kl_attention_mask"] = kl.attention_mask
-        tensors["kl_same_prompt"] = torch.tensor(same_prompt, dtype=torch.int64)
-    return tensors
+        # The prompt of an example with the response of another one, truncated at its end.
+        prompts, kl_texts = _prompt_keys(examples), list[tuple[Ids, Ids]]()
+        partners = kl_partners(prompts)
+        for k in kept:
+            prompt = examples[k].prompt_ids
+            room = None if seq_length is None else seq_length - len(prompt)
+            kl_texts.append((prompt, examples[partners[k]].response_ids[:room]))
+            kl_same_prompt.append(prompts[k] == prompts[partners[k]])
+        parts.append(kl_texts)
+    padded = padding.pad(*parts)
+    tensors = padded[0].named("sample", tokens="samples", shared="")
+    tensors["preference"] = torch.tensor([examples[k].desirable for k in kept], dtype=torch.int64)
+    tensors["weights"] = torch.tensor([examples[k].weight for k in kept], dtype=torch.float32)
+    if with_kl:
+        tensors |= padded[1].named("kl_sample", tokens="kl_samples", shared="kl_")
+        tensors["kl_same_prompt"] = torch.tensor(kl_same_prompt, dtype=torch.int64)
+    return cast(KTOBatch, tensors)
 
 
 def _kto_example(item: Item) -> KTOExample:
@@ -179,19 +180,6 @@ def _kto_example(item: Item) -> KTOExample:
         raise ValueError("sample_labels must be -100 on the prompt and the tokens of the response after it, got others")
     desirable, weight = bool(item["preference"]), float(item.get("weight", 1.0))
     return KTOExample(prompt_ids=prompt, response_ids=response, desirable=desirable, weight=weight)
-
-
-def _kl_examples(
-    batch: Sequence[KTOExample], kept: Sequence[int], seq_length: int | None
-) -> tuple[list[tuple[Ids, Ids]], list[bool]]:
-    """Return the KL example of each kept example, and whether its response belongs to the same prompt.
-
-    A KL example is the prompt of the example with the response of another one, truncated at its end.
-    """
-    partners = kl_partners_of(batch)
-    room = {k: None if seq_length is None else seq_length - len(batch[k].prompt_ids) for k in kept}
-    texts = [(batch[k].prompt_ids, batch[partners[k]].response_ids[: room[k]]) for k in kept]
-    return texts, [_prompt_key(batch[k]) == _prompt_key(batch[partners[k]]) for k in kept]
 
 
 def dpo_custom_collate(
@@ -219,27 +207,16 @@ def dpo_custom_collate(
         ValueError: a sequence is longer than ``seq_length``, or the labels of a mapping do not match its response.
     """
     pairs = [item if isinstance(item, DPOExample) else _dpo_example(item) for item in batch]
-    chosen_texts: Texts = [(pair.prompt_ids, pair.chosen_ids) for pair in pairs]
-    rejected_texts: Texts = [(pair.prompt_ids, pair.rejected_ids) for pair in pairs]
-    masks = {"positions": reset_position_ids, "attention": reset_attention_mask, "loss": eod_mask_loss}
-    chosen, rejected = _padded(
-        chosen_texts, rejected_texts, eos_id=eos_id, seq_length=seq_length, multiple=pad_to_multiple, **masks
+    padding = _Padding(eos_id, reset_position_ids, reset_attention_mask, eod_mask_loss, seq_length, pad_to_multiple)
+    chosen, rejected = padding.pad(
+        [(pair.prompt_ids, pair.chosen_ids) for pair in pairs], [(pair.prompt_ids, pair.rejected_ids) for pair in pairs]
     )
-    return {
-        "chosen": chosen.tokens,
-        "chosen_labels": chosen.labels,
-        "chosen_lengths": chosen.lengths,
-        "chosen_position_ids": chosen.position_ids,
-        "chosen_attention_mask": chosen.attention_mask,
-        "chosen_rewards": torch.tensor([pair.chosen_reward for pair in pairs], dtype=torch.float32),
-        "rejected": rejected.tokens,
-        "rejected_labels": rejected.labels,
-        "rejected_lengths": rejected.lengths,
-        "rejected_position_ids": rejected.position_ids,
-        "rejected_attention_mask": rejected.attention_mask,
-        "rejected_rewards": torch.tensor([pair.rejected_reward for pair in pairs], dtype=torch.float32),
-        "weights": torch.tensor([pair.weight for pair in pairs], dtype=torch.float32),
-    }
+    tensors = chosen.named("chosen", tokens="chosen", shared="chosen_")
+    tensors["chosen_rewards"] = torch.tensor([pair.chosen_reward for pair in pairs], dtype=torch.float32)
+    tensors |= rejected.named("rejected", tokens="rejected", shared="rejected_")
+    tensors["rejected_rewards"] = torch.tensor([pair.rejected_reward for pair in pairs], dtype=torch.float32)
+    tensors["weights"] = torch.tensor([pair.weight for pair in pairs], dtype=torch.float32)
+    return cast(DPOBatch, tensors)
 
 
 def _dpo_example(item: Item) -> DPOExample:
@@ -268,69 +245,70 @@ def _answer(item: Item, name: str) -> tuple[np.ndarray, np.ndarray]:
 class _Padded(NamedTuple):
     """Sequences padded to a common length: tensors [B, S], except lengths [B] and a document mask [B, 1, S, S]."""
 
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    lengths: torch.Tensor
-    position_ids: torch.Tensor
-    attention_mask: torch.Tensor
+    tokens: Tensor
+    labels: Tensor
+    lengths: Tensor
+    position_ids: Tensor
+    attention_mask: Tensor
+
+    def named(self, name: str, *, tokens: str, shared: str) -> dict[str, Tensor]:
+        """Return the tensors with their names in a batch; ``shared`` is the prefix of position ids and attention mask."""
+        return {
+            tokens: self.tokens,
+            f"{name}_labels": self.labels,
+            f"{name}_lengths": self.lengths,
+            f"{shared}position_ids": self.position_ids,
+            f"{shared}attention_mask": self.attention_mask,
+        }
 
 
-def _padded(
-    *parts: Texts, eos_id: int, seq_length: int | None, multiple: int, positions: bool, attention: bool, loss: bool
-) -> list[_Padded]:
-    """Pad all parts to the length of the longest sequence, rounded up to a multiple of ``multiple``.
+@dataclass(frozen=True)
+class _Padding:
+    """Arguments of the collate functions, see :func:`kto_custom_collate`."""
 
-    Args:
-        parts: prompts and responses of one batch each.
-        eos_id, seq_length: see :func:`kto_custom_collate`.
-        multiple: ``pad_to_multiple`` of :func:`kto_custom_collate`.
-        positions, attention, loss: ``reset_position_ids``, ``reset_attention_mask`` and ``eod_mask_loss`` of
-            :func:`kto_custom_collate`.
+    eos_id: int
+    reset_position_ids: bool
+    reset_attention_mask: bool
+    eod_mask_loss: bool
+    seq_length: int | None
+    pad_to_multiple: int
 
-    Raises:
-        ValueError: a sequence is longer than ``seq_length``.
-    """
-    width = max((len(prompt) + len(answer) for part in parts for prompt, answer in part), default=1)
-    if seq_length is not None and width > seq_length:
-        raise ValueError(
-            f"sequences must have at most seq_length={seq_length} tokens, got {width}; "
-            "build the dataset and the collate function with the same seq_length"
-        )
-    width = -(-width // multiple) * multiple
-    return [_pad(part, width, eos_id, positions, attention, loss) for part in parts]
+    def pad(self, *parts: Texts) -> list[_Padded]:
+        """Pad all parts to the length of the longest sequence, rounded up to a multiple of ``pad_to_multiple``.
 
+        Raises:
+            ValueError: a sequence is longer than ``seq_length``.
+        """
+        width = max((len(prompt) + len(answer) for part in parts for prompt, answer in part), default=1)
+        if self.seq_length is not None and width > self.seq_length:
+            raise ValueError(
+                f"sequences must have at most seq_length={self.seq_length} tokens, got {width}; "
+                "build the dataset and the collate function with the same seq_length"
+            )
+        width = -(-width // self.pad_to_multiple) * self.pad_to_multiple
+        return [self._pad(part, width) for part in parts]
 
-def _pad(texts: Texts, width: int, eos_id: int, reset_positions: bool, reset_attention: bool, mask_eod: bool) -> _Padded:
-    tokens = np.full((len(texts), width), eos_id, dtype=np.int64)
-    labels = np.full((len(texts), width), IGNORED, dtype=np.int64)
-    for k, (prompt, response) in enumerate(texts):
-        start, end = len(prompt), len(prompt) + len(response)
-        tokens[k, :start] = prompt
-        tokens[k, start:end] = response
-        labels[k, start:end] = response
-    lengths = np.array([len(prompt) + len(response) for prompt, response in texts], dtype=np.int64)
-    is_token = np.arange(width) < lengths[:, None]
-    # [B, S]: number of documents that ended before each token; padding does not end a document.
-    ends = (tokens == eos_id) & is_token
-    documents = np.cumsum(ends, axis=1) - ends
-    if mask_eod:
-        labels[:, 1:][ends[:, :-1]] = IGNORED
-    positions = _positions(documents, reset=reset_positions)
-    mask = _masked(documents) if reset_attention else is_token
-    return _Padded(*map(torch.from_numpy, (tokens, labels, lengths, positions, mask)))
-
-
-def _positions(documents: np.ndarray, *, reset: bool) -> np.ndarray:
-    """Return the position of each token in its sequence, or in its document if ``reset`` is set: [B, S]."""
-    places = np.broadcast_to(np.arange(documents.shape[1]), documents.shape)
-    if not reset:
-        return places.copy()
-    is_first = np.diff(documents, axis=1, prepend=-1) > 0
-    return places - np.maximum.accumulate(np.where(is_first, places, 0), axis=1)
-
-
-def _masked(documents: np.ndarray) -> np.ndarray:
-    """Return a mask [B, 1, S, S], True where a query must not see a key: a later token or one of another document."""
-    width = documents.shape[1]
-    later = np.triu(np.ones((width, width), dtype=bool), k=1)
-    return (later | (documents[:, :, None] != documents[:, None, :]))[:, None]
+    def _pad(self, texts: Texts, width: int) -> _Padded:
+        tokens = np.full((len(texts), width), self.eos_id, dtype=np.int64)
+        labels = np.full((len(texts), width), IGNORED, dtype=np.int64)
+        for k, (prompt, response) in enumerate(texts):
+            start, end = len(prompt), len(prompt) + len(response)
+            tokens[k, :start] = prompt
+            tokens[k, start:end] = response
+            labels[k, start:end] = response
+        lengths = np.array([len(prompt) + len(response) for prompt, response in texts], dtype=np.int64)
+        is_token = np.arange(width) < lengths[:, None]
+        # [B, S]: number of documents that ended before each token; padding does not end a document.
+        ends = (tokens == self.eos_id) & is_token
+        documents = np.cumsum(ends, axis=1) - ends
+        if self.eod_mask_loss:
+            labels[:, 1:][ends[:, :-1]] = IGNORED
+        positions = np.broadcast_to(np.arange(width), documents.shape).copy()
+        if self.reset_position_ids:
+            is_first = np.diff(documents, axis=1, prepend=-1) > 0
+            positions -= np.maximum.accumulate(np.where(is_first, positions, 0), axis=1)
+        mask = is_token
+        if self.reset_attention_mask:  # True where a query must not see a key: a later token or one of another document
+            later = np.triu(np.ones((width, width), dtype=bool), k=1)
+            mask = (later | (documents[:, :, None] != documents[:, None, :]))[:, None]
+        return _Padded(*map(torch.from_numpy, (tokens, labels, lengths, positions, mask)))

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -37,37 +37,29 @@ if TYPE_CHECKING:
     import pyarrow
 
 
+TokenIds = Sequence[int] | np.ndarray
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KTOExample:
-    """One tokenised prompt with one labelled answer.
+    """One tokenised prompt ([P] ints, P >= 1) with one labelled answer ([R] ints, R >= 1).
 
-    Attributes:
-        prompt_ids: [P] int, P >= 1.
-        response_ids: [R] int, R >= 1; includes the end-of-turn token unless the answer was truncated.
-        desirable: label of the answer: True for desirable, False for undesirable.
-        weight: weight of the loss of this example.
+    An answer includes the end-of-turn token unless it was truncated.
     """
 
-    prompt_ids: Sequence[int] | np.ndarray
-    response_ids: Sequence[int] | np.ndarray
+    prompt_ids: TokenIds
+    response_ids: TokenIds
     desirable: bool
     weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DPOExample:
-    """One tokenised pair.
+    """One tokenised pair; answers as in :class:`KTOExample`, rewards in any unit."""
 
-    Attributes:
-        prompt_ids: [P] int, P >= 1.
-        chosen_ids, rejected_ids: [C] and [R] int, C, R >= 1; include the end-of-turn token unless the answer was truncated.
-        chosen_reward, rejected_reward: rewards of the answers, in any unit.
-        weight: weight of the loss of this pair.
-    """
-
-    prompt_ids: Sequence[int] | np.ndarray
-    chosen_ids: Sequence[int] | np.ndarray
-    rejected_ids: Sequence[int] | np.ndarray
+    prompt_ids: TokenIds
+    chosen_ids: TokenIds
+    rejected_ids: TokenIds
     chosen_reward: float
     rejected_reward: float
     weight: float = 1.0
@@ -103,8 +95,7 @@ class SplitCounts:
             yield f"{split}: all {self.rows} rows are {label}; is the file sorted by label?"
         for what, count in (("prompt", self.cut_prompts), ("answer", self.cut_responses)):
             if count:
-                limit = f"longer than model.data.seq_length={seq_length}"
-                yield f"{split}: the {what} is cut in {count} of {self.rows} rows, which are {limit}"
+                yield f"{split}: {what} truncated in {count} of {self.rows} rows by model.data.seq_length={seq_length}"
 
 
 _NAMED_FILES = 3  # maximum number of files with a warning each
@@ -129,7 +120,7 @@ class Origin:
     def cuts(self) -> str:
         """Truncated parts, as the end of a sentence; empty if nothing was truncated."""
         cut = [name for name, is_cut in (("prompt", self.prompt_cut), ("answer", self.response_cut)) if is_cut]
-        return f", {' and '.join(cut)} cut" if cut else ""
+        return f", {' and '.join(cut)} truncated" if cut else ""
 
 
 class FileOfTable(NamedTuple):
@@ -143,12 +134,10 @@ class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
     """Dataset of the examples in a memory-mapped table, in the order of an index."""
 
     def __init__(self, *, table: datasets.Dataset, index: np.ndarray, files: Sequence[FileOfTable] = ()) -> None:
-        """Create a view of a table.
+        """Create a view of examples as stored by ``TokenCache``.
 
-        Args:
-            table: examples as stored by ``TokenCache``.
-            index: [N] int64, position of each example in the table.
-            files: files that the table was made from, in order; needed only by :meth:`names`.
+        ``index`` [N] is the position of each example in the table; ``files``, from which the table was made in this order,
+        are needed only by :meth:`names`.
         """
         self._table = table.with_format("arrow")
         self._index = index
@@ -190,28 +179,24 @@ class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
     @cached_property
     def counts(self) -> SplitCounts:
         """Counts of the split; computing them takes a second for ten million examples."""
+        tokens = 0
+        for name in self._sequences:
+            chunks = self._table.data.column(name).chunks
+            lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])
+            tokens += int(lengths[self._index].sum(dtype=np.int64))
         return SplitCounts(
             rows=len(self),
-            desirable=self._desirable(),
-            tokens=sum(self._tokens_in(name) for name in self._sequences),
+            desirable=self._number_of("desirable") if "desirable" in self._table.column_names else None,
+            tokens=tokens,
             cut_prompts=self._number_of("prompt_cut"),
             cut_responses=self._number_of("response_cut"),
         )
 
     _sequences: ClassVar[tuple[str, ...]]  # columns of token ids that form the sequences of an example
 
-    def _desirable(self) -> int | None:
-        """Return the number of desirable examples; None for pairs."""
-        return None
-
     def _number_of(self, column: str) -> int:
         """Return the number of examples for which a column of the table is true."""
         return int(self._table.data.column(column).to_numpy()[self._index].sum())
-
-    def _tokens_in(self, column: str) -> int:
-        chunks = self._table.data.column(column).chunks
-        lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])
-        return int(lengths[self._index].sum(dtype=np.int64))
 
     @abstractmethod
     def _examples(self, table: pyarrow.Table) -> list[Example]:
@@ -221,21 +206,18 @@ class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
 class KTODataset(_TokenDataset[KTOExample]):
     """Dataset of unpaired answers, each desirable or undesirable."""
 
+    _sequences = ("prompt_ids", "response_ids")
+
     def _examples(self, table: pyarrow.Table) -> list[KTOExample]:
         columns: dict[str, list] = {name: _ragged(table.column(name)) for name in ("prompt_ids", "response_ids")}
         columns |= {name: table.column(name).to_pylist() for name in ("desirable", "weight")}
         return [KTOExample(**dict(zip(columns, example, strict=True))) for example in zip(*columns.values(), strict=True)]
-
-    _sequences = ("prompt_ids", "response_ids")
 
     @property
     def class_weights(self) -> tuple[float, float]:
         """Total weight of the desirable and of the undesirable examples: their numbers if all weights are 1."""
         desirable, weights = (self._table.data.column(name).to_numpy()[self._index] for name in ("desirable", "weight"))
         return float(weights[desirable].sum()), float(weights[~desirable].sum())
-
-    def _desirable(self) -> int:
-        return self._number_of("desirable")
 
 
 class DPODataset(_TokenDataset[DPOExample]):
@@ -251,12 +233,7 @@ class DPODataset(_TokenDataset[DPOExample]):
         default_rewards: tuple[float, float],
         files: Sequence[FileOfTable] = (),
     ) -> None:
-        """Create a view of a table.
-
-        Args:
-            table, index, files: see the base class.
-            default_rewards: rewards of the chosen and of the rejected answer for examples without rewards.
-        """
+        """Create a view of a table; ``default_rewards`` are those of the chosen and the rejected answer of rows without."""
         super().__init__(table=table, index=index, files=files)
         self._default_rewards = default_rewards
 
@@ -350,37 +327,42 @@ def build_splits(
         preprocess_workers=preprocess_workers,
         progress=progress,
     )
-    warnings: list[str] = []
-    tables, files = _open_all(sources, cache, warnings)
-    ranges = _ranges(sources, tables, splits_string, min_validation_rows, warnings)
-    built = {split: _assemble(make, tables, files, rows, seed) for split, rows in ranges.items()}
-    of_sets = {name: built.get(validation_split(name)) for name in validation_names(data_prefix)}
-    sets = {name: each for name, each in of_sets.items() if each is not None}
-    return Splits(train=built.get("train"), validation=sets, test=built.get("test"), warnings=tuple(warnings))
+    opened = _open_all(sources, cache)
+    warnings = list(_unused_columns({file: columns for file, (_, columns) in opened.items()}))
+    tables = {
+        source: concat_tables([opened[file][0] for file in source.files]) for group in sources.values() for source in group
+    }
+    ranges: dict[str, list[Range]]
+    if WHOLE in sources:
+        cuts = [_cut(source, tables[source], splits_string) for source in sources[WHOLE]]
+        ranges = {split: [cut[split] for cut in cuts] for split in SPLITS}
+        warnings += join_small(ranges, splits_string, min_validation_rows)
+    else:
+        ranges = {split: [(source, 0, len(tables[source])) for source in group] for split, group in sources.items()}
+        refuse_small_sets(ranges, min_validation_rows)
+        warnings += leave_out_small(ranges, min_validation_rows)
+    built = {}
+    for split, parts in ranges.items():
+        if parts := [part for part in parts if part[1] < part[2]]:
+            table = datasets.Dataset(concat_tables([tables[source] for source, *_ in parts]))
+            files = [FileOfTable(file, len(opened[file][0])) for source, *_ in parts for file in source.files]
+            built[split] = make(table=table, index=_index(parts, tables, seed), files=files)
+    of_sets = {name: validation_split(name) for name in validation_names(data_prefix)}
+    validation = {name: built[split] for name, split in of_sets.items() if split in built}
+    return Splits(train=built.get("train"), validation=validation, test=built.get("test"), warnings=tuple(warnings))
 
 
-def _open_all(
-    sources: dict[str, tuple[Source, ...]], cache: TokenCache, warnings: list[str]
-) -> tuple[dict[Source, Table], dict[Source, list[FileOfTable]]]:
-    """Return the examples and the files of every source, and add a warning about unused columns to ``warnings``.
-
-    All files are read before an error about broken rows is raised.
-    """
+def _open_all(sources: Mapping[str, Sequence[Source]], cache: TokenCache) -> dict[Path, tuple[Table, FileColumns]]:
+    """Return the examples and columns of every file; all files are read before an error about broken rows is raised."""
     broken = RowErrors()
     files = dict.fromkeys(file for group in sources.values() for source in group for file in source.files)
     opened = cache.open(list(files), broken=broken)
     found = {column for _, columns in opened.values() for column in columns.found}
     if missing := [column for column in cache.fields.columns.values() if column not in found]:
         has = ", ".join(sorted(found)) or "none"
-        raise DataError(
-            f"model.data.fields must name columns of the rows, got {missing[0]}, which no row has; they have {has}"
-        )
+        raise DataError(f"model.data.fields must name columns of the rows, got {missing[0]}; the columns are {has}")
     broken.raise_if_any()
-    warnings += _unused_columns({file: columns for file, (_, columns) in opened.items()})
-    tables = {file: table for file, (table, _) in opened.items() if table is not None}
-    every = [source for group in sources.values() for source in group]
-    joined = {source: concat_tables([tables[file] for file in source.files]) for source in every}
-    return joined, {source: [FileOfTable(Path(file), len(tables[file])) for file in source.files] for source in every}
+    return {file: (table, columns) for file, (table, columns) in opened.items() if table is not None}
 
 
 def _unused_columns(of_files: Mapping[Path, FileColumns]) -> Iterator[str]:
@@ -399,62 +381,26 @@ def _unused_columns(of_files: Mapping[Path, FileColumns]) -> Iterator[str]:
         yield f"{files[0]} and {len(files) - 1:,} other files: columns that are not used: {total.unused_text()}"
 
 
-def _ranges(
-    sources: dict[str, tuple[Source, ...]],
-    tables: Mapping[Source, Table],
-    splits_string: str | None,
-    min_validation_rows: int,
-    warnings: list[str],
-) -> dict[str, list[Range]]:
-    """Return the rows of each split; unexpected choices are added to ``warnings``."""
-    ranges: dict[str, list[Range]]
-    if WHOLE not in sources:
-        ranges = {split: [(source, 0, len(tables[source])) for source in group] for split, group in sources.items()}
-        refuse_small_sets(ranges, min_validation_rows)
-        warnings += leave_out_small(ranges, min_validation_rows)
-        return ranges
-    cuts = {source: _cut(table, "1" if splits_string is None else splits_string) for source, table in tables.items()}
-    ranges = {}
-    for split in SPLITS:
-        ranges[split] = [(source, first, stop) for source in sources[WHOLE] for first, stop in [cuts[source][split]]]
-    warnings += join_small(ranges, splits_string, min_validation_rows)
-    return ranges
-
-
-def _assemble(
-    make: Callable[..., AnyDataset],
-    tables: Mapping[Source, Table],
-    files: Mapping[Source, Sequence[FileOfTable]],
-    ranges: Sequence[Range],
-    seed: int,
-) -> AnyDataset | None:
-    """Build the dataset of a split from its range of each source; None if it has no rows."""
-    parts, made_of, places, weights, start = [], list[FileOfTable](), [], [], 0
-    for source, first, stop in ranges:
-        if first < stop:
-            parts.append(tables[source])
-            made_of += files[source]
-            places.append(np.arange(start + first, start + stop))
-            weights.append(source.weight)
-            start += len(tables[source])
-    if not parts:
-        return None
-    index = np.concatenate(places)
-    if blended := [weight for weight in weights if weight is not None]:
-        chosen, within = blend([len(own) for own in places], blended, seed=seed)
-        index = np.array([own[0] for own in places])[chosen] + within
-    return make(table=datasets.Dataset(concat_tables(parts)), index=index, files=made_of)
-
-
-def _cut(table: Table, splits_string: str) -> dict[str, tuple[int, int]]:
-    """Return the rows [start, stop) of a source for each split."""
+def _cut(source: Source, table: Table, splits_string: str | None) -> dict[str, Range]:
+    """Return the rows of a source for each split."""
 
     def is_second_of_pair(place: int) -> bool:
         first, second = table.slice(place - 1, 2).column("line").to_pylist()
         return bool(first == second)
 
-    shares = split_shares(splits_string, len(table))
-    return dict(zip(SPLITS, split_ranges(len(table), shares, is_second_of_pair), strict=True))
+    shares = split_shares("1" if splits_string is None else splits_string, len(table))
+    ranges = split_ranges(len(table), shares, is_second_of_pair)
+    return {split: (source, start, stop) for split, (start, stop) in zip(SPLITS, ranges, strict=True)}
+
+
+def _index(parts: Sequence[Range], tables: Mapping[Source, Table], seed: int) -> np.ndarray:
+    """Return the positions [N] of the rows of a split in the concatenated tables of its sources, blended by weight."""
+    starts = accumulate((len(tables[source]) for source, *_ in parts), initial=0)
+    places = [np.arange(begin + start, begin + stop) for begin, (_, start, stop) in zip(starts, parts, strict=False)]
+    if weights := [source.weight for source, *_ in parts if source.weight is not None]:
+        chosen, within = blend([len(own) for own in places], weights, seed=seed)
+        return np.array([own[0] for own in places])[chosen] + within
+    return np.concatenate(places)
 
 
 def _ragged(column: pyarrow.ChunkedArray) -> list[np.ndarray]:

@@ -42,21 +42,16 @@ class KTOCosts:
     def __call__(self, batch: Sequence[KTOExample]) -> list[float]:
         """Return the cost of each example: [N], in the order of the batch."""
         costs_N = [self.cost(len(each.prompt_ids) + len(each.response_ids)) for each in batch]
-        if self.kl_cost is None:
-            return costs_N
-        for number, partner in enumerate(kl_partners_of(batch)):
-            length = min(self.seq_length, len(batch[number].prompt_ids) + len(batch[partner].response_ids))
-            costs_N[number] += self.kl_cost(length)
+        if self.kl_cost is not None:
+            for number, partner in enumerate(kl_partners_of(batch)):
+                length = len(batch[number].prompt_ids) + len(batch[partner].response_ids)
+                costs_N[number] += self.kl_cost(min(self.seq_length, length))
         return costs_N
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPOCosts:
-    """Cost of each pair of a global batch, summed over both answers.
-
-    Attributes:
-        cost: cost of the passes over a sequence.
-    """
+    """Cost of each pair of a global batch, summed over both answers; ``cost`` is that of the passes over a sequence."""
 
     cost: SequenceCost
 
@@ -71,9 +66,8 @@ class DPOCosts:
 def balanced_shares(costs_N: Sequence[float], *, ranks: int) -> list[list[int]]:
     """Assign examples to ranks greedily, so that the total costs of the ranks are balanced.
 
-    Examples are taken in decreasing order of cost; each goes to the rank with the lowest total so far.
-
-    The largest total is at most 4/3 of the optimum (Graham 1969, https://doi.org/10.1137/0117039).
+    Examples are taken in decreasing order of cost; each goes to the rank with the lowest total so far. The largest total is
+    at most 4/3 of the optimum (Graham 1969, https://doi.org/10.1137/0117039).
 
     Returns:
         For each rank the indices of its examples, in increasing order.
@@ -131,7 +125,6 @@ def build_dataloader(
     are memory-mapped. The start of the next iteration is set on ``loader.batch_sampler`` (see ``GlobalBatchSampler``).
 
     Args:
-        dataset: examples by index.
         sampler: order of the examples, the same on every rank.
         rank, size: rank of this process in the data-parallel group, and size of the group.
         take: (global batch, kept=indices of this rank) -> the item to yield: :func:`share`, or ``kto_custom_collate`` with
@@ -147,7 +140,7 @@ def build_dataloader(
     return DataLoader(
         dataset,  # type: ignore[arg-type]  # torch types a loader by the items of its dataset, not by what it yields
         batch_sampler=sampler,
-        collate_fn=partial(_take, take=take, shares=shares, rank=rank, size=size),
+        collate_fn=partial(_take_share, take=take, shares=shares, rank=rank, size=size),
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
         worker_init_fn=_ignore_stop_signals,
@@ -155,6 +148,12 @@ def build_dataloader(
         # iterates less often) would get different random numbers than the original run.
         generator=torch.Generator().manual_seed(0),
     )
+
+
+def _take_share(
+    batch: Sequence[Example], *, take: Callable[..., Share], shares: Callable[..., list[list[int]]], rank: int, size: int
+) -> Share:
+    return take(batch, kept=shares(batch, ranks=size)[rank])
 
 
 def every_example(loader: Any) -> DataLoader[Any]:
@@ -168,10 +167,7 @@ def every_example(loader: Any) -> DataLoader[Any]:
 
 
 def _ignore_stop_signals(worker: int) -> None:
-    """Ignore the signals that request a run to stop.
-
-    Some clusters send them to all processes of a run; the rank handles them and still needs its workers.
-    """
+    """Ignore the signals that stop a run: clusters send them to all processes, and the rank still needs its workers."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
@@ -182,14 +178,3 @@ def _end_workers() -> None:
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
-
-
-def _take(
-    batch: Sequence[Example],
-    *,
-    take: Callable[..., Share],
-    shares: Callable[..., list[list[int]]],
-    rank: int,
-    size: int,
-) -> Share:
-    return take(batch, kept=shares(batch, ranks=size)[rank])

@@ -48,7 +48,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         if self.num_examples < needed:
             raise ValueError(
                 f"the dataset must have at least {needed} rows for a global batch of {self.global_batch_size}, got "
-                f"{self.num_examples}; {'lower global_batch_size or ' if self.drop_last else ''}give it more rows"
+                f"{self.num_examples}; {'lower global_batch_size or ' if self.drop_last else ''}add rows"
             )
         self._epoch = self._consumed = 0
 

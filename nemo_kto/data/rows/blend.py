@@ -53,7 +53,7 @@ def join_small(ranges: dict[str, list[Range]], splits_string: str | None, min_va
     Returns:
         Warnings about moved rows, about a validation split without rows and about test rows, which are not used.
     """
-    rows = {split: _num_rows(parts) for split, parts in ranges.items()}
+    rows = _num_rows(ranges)
     total, found, warnings = sum(rows.values()), rows["validation"], []
     shares = None if splits_string is None else read_splits_string(splits_string)
     if found < max(min_validation_rows, 1) and (splits_string == AUTO or (shares is not None and shares[1])):
@@ -63,12 +63,14 @@ def join_small(ranges: dict[str, list[Range]], splits_string: str | None, min_va
                 for (source, start, _), (_, _, stop) in zip(ranges["train"], ranges["validation"], strict=True)
             ]
             ranges["validation"] = []
-        what = f"{found} of {total} rows is too few and is used for training" if found else f"no row, of {total} rows in all"
-        remedy = f'model.data.splits_string="{"90,10" if total >= 20 else "50,50"}" for more'
-        warnings.append(f"validation: {what}; set {remedy}, or null for no validation")
+        what = (
+            f"{found} of {total} rows are too few and are used for training" if found else f"no row, of {total} rows in all"
+        )
+        more = "90,10" if total >= 20 else "50,50"
+        warnings.append(f'validation: {what}; set model.data.splits_string="{more}" for more, or null for no validation')
     if rows["test"]:
-        unread = f"{rows['test']} of {total} rows are set aside for it, and nothing reads them"
-        warnings.append(f"test: {unread}; leave the third number out of model.data.splits_string={splits_string}")
+        remedy = f"remove the third number of model.data.splits_string={splits_string}"
+        warnings.append(f"test: nothing uses these {rows['test']} of {total} rows; {remedy}")
     return warnings
 
 
@@ -78,16 +80,13 @@ def leave_out_small(ranges: dict[str, list[Range]], min_validation_rows: int) ->
     Returns:
         Warnings about this and about test rows, which are not used.
     """
-    rows = {split: _num_rows(parts) for split, parts in ranges.items()}
-    warnings = []
+    rows, warnings = _num_rows(ranges), []
     if 0 < rows.get("validation", 0) < min_validation_rows:
         ranges["validation"] = []
-        least = f"at least {min_validation_rows} are needed"
-        warnings.append(
-            f"validation: {rows['validation']} row is too few and is left out, {least}; see model.data.data_prefix"
-        )
+        text = f"a split of {rows['validation']} row is dropped, at least {min_validation_rows} are needed"
+        warnings.append(f"validation: {text}; add rows (model.data.data_prefix)")
     if "test" in rows:
-        warnings.append(f"test: {rows['test']} rows, and nothing reads them; leave them out of model.data.data_prefix")
+        warnings.append(f"test: nothing uses these {rows['test']} rows; remove them from model.data.data_prefix")
     return warnings
 
 
@@ -97,16 +96,16 @@ def refuse_small_sets(ranges: Mapping[str, Sequence[Range]], min_validation_rows
     Raises:
         UserError: some sets have too few rows; the message lists all of them.
     """
-    rows = {split: _num_rows(parts) for split, parts in ranges.items() if split not in SPLITS}
-    if small := [f"{count} in {split}" for split, count in rows.items() if count < min_validation_rows]:
+    small = [f"{n} in {split}" for split, n in _num_rows(ranges).items() if split not in SPLITS and n < min_validation_rows]
+    if small:
         least = f"at least {min_validation_rows} rows in each validation set"
         raise UserError(
             f"model.data.data_prefix must give {least}, got {', '.join(small)}; add rows, or leave such sets out"
         )
 
 
-def _num_rows(parts: Sequence[Range]) -> int:
-    return sum(stop - start for _, start, stop in parts)
+def _num_rows(ranges: Mapping[str, Sequence[Range]]) -> dict[str, int]:
+    return {split: sum(stop - start for _, start, stop in parts) for split, parts in ranges.items()}
 
 
 def blend(sizes: Sequence[int], weights: Sequence[Fraction], *, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -134,25 +133,17 @@ def blend(sizes: Sequence[int], weights: Sequence[Fraction], *, seed: int) -> tu
             f"a blend must not repeat its rows more than {_MAX_REPEATS} times: an epoch of {sizes} rows with the weights "
             f"{[float(weight) for weight in weights]} would have {length} rows; raise the weight of the large files"
         )
-    counts = _rounded_shares(int(length), shares)
+    # Shares of the epoch in rows: rounded down, or up for those with the largest remainders, so that they sum to ``length``.
+    counts = [int(length * share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda k: (counts[k] - length * shares[k], k))
+    for k in by_remainder[: int(length) - sum(counts)]:
+        counts[k] += 1
     logger.info("blend: an epoch of %d rows takes %s rows from sources of %s rows", length, counts, list(sizes))
-    rows = [_passes(size, count, (seed, k)) for k, (size, count) in enumerate(zip(sizes, counts, strict=True))]
+    rows = []
+    for k, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+        passes = [np.random.default_rng((seed, k, i)).permutation(size) for i in range(-(-count // size))]
+        rows.append(np.concatenate(passes)[:count])
     places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
     order = np.argsort(places, kind="stable")
     source = np.repeat(np.arange(len(counts)), counts)
     return source[order], np.concatenate(rows)[order]
-
-
-def _rounded_shares(length: int, shares: Sequence[Fraction]) -> list[int]:
-    """Return integers that sum to ``length``: the shares rounded down, or up for those with the largest remainders."""
-    counts = [int(length * share) for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda k: (counts[k] - length * shares[k], k))
-    for k in by_remainder[: length - sum(counts)]:
-        counts[k] += 1
-    return counts
-
-
-def _passes(size: int, count: int, seed: tuple[int, int]) -> np.ndarray:
-    """Return ``count`` rows out of ``size``: a sequence of whole permutations, the last one truncated."""
-    passes = -(-count // size)
-    return np.concatenate([np.random.default_rng((*seed, k)).permutation(size) for k in range(passes)])[:count]

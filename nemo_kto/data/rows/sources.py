@@ -136,7 +136,7 @@ def _named_splits(folder: Path) -> dict[str, tuple[Source, ...]]:
     others = [file.name for file in files if file.stem not in SPLITS]
     if named and others:
         raise DataError(
-            f"{folder} must hold either train.jsonl, validation.jsonl and test.jsonl or files of other names, got "
+            f"{folder} must contain either train.jsonl, validation.jsonl and test.jsonl or files of other names, got "
             f"{', '.join(named)} and {', '.join(others)}; move one kind away or name the files in data_prefix"
         )
     return named
@@ -153,16 +153,14 @@ def _sources(value: object) -> tuple[Source, ...]:
         return tuple(Source(_files(Path(item)), None) for item in value)
     if len(value) % 2:
         raise DataError(f"a blend must alternate weight and file, got {len(value)} entries: {list(value)!r}")
-    return tuple(_weighted(value[i], value[i + 1]) for i in range(0, len(value), 2))
-
-
-def _weighted(weight: object, path: object) -> Source:
-    share = _weight(weight)
-    if share is None or share <= 0 or not isinstance(path, str | Path):
-        raise DataError(
-            f"a blend must alternate a weight above 0 and a file, got {weight!r}, {path!r}; leave out what has no share"
-        )
-    return Source(_files(Path(path)), share)
+    sources = []
+    for given, path in zip(value[::2], value[1::2], strict=True):
+        weight = _weight(given)
+        if weight is None or weight <= 0 or not isinstance(path, str | Path):
+            got = f"got {given!r}, {path!r}; leave out files without a share"
+            raise DataError(f"a blend must alternate a weight above 0 and a file, {got}")
+        sources.append(Source(_files(Path(path)), weight))
+    return tuple(sources)
 
 
 def _weight(value: object) -> Fraction | None:
@@ -177,7 +175,7 @@ def _files(path: Path) -> tuple[Path, ...]:
     if path.is_dir():
         files = tuple(sorted(path.glob("*.jsonl")))
         if not files:
-            raise DataError(f"the folder {path} must hold jsonl files, got none")
+            raise DataError(f"the folder {path} must contain jsonl files, got none")
         return files
     if not path.exists():  # anything but a regular file is refused when it is opened
         raise DataError(f"data_prefix names {path}, which does not exist")

@@ -18,8 +18,8 @@ from datasets.table import MemoryMappedTable, Table
 
 from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
 from nemo_kto.data.rows.records import DataError, DPORecord, KTORecord, LastRowError, RowError, RowErrors
-from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
-from nemo_kto.data.tokens.part_files import PARTS, FilesWriter, PartResult, PartWriter, Tokeniser
+from nemo_kto.data.tokens.chat import RecordEncoder
+from nemo_kto.data.tokens.part_files import PARTS, PartResult, PartWriter, Tokeniser
 from nemo_kto.data.tokens.parts import FilePart, file_parts, map_parts, number_of_parts, number_of_processes, size_groups
 from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.errors import UserError
@@ -87,56 +87,53 @@ class ExampleKind:
 
 def _tokenise_kto(records: list[KTORecord], encoder: RecordEncoder, cut: Truncation) -> Iterator[Columns | RowError]:
     for record, example in zip(records, encoder.encode(records), strict=True):
-        if isinstance(example, EncodedExample):
-            prompt, response = cut.truncate(example.prompt_ids, example.response_ids)
-            columns: Columns = {"prompt_ids": prompt, "response_ids": response, "desirable": record.desirable}
-            cuts = {
-                "prompt_cut": len(prompt) < len(example.prompt_ids),
-                "response_cut": len(response) < len(example.response_ids),
-            }
-            yield {**columns, **cuts, "line": record.line, "weight": record.weight}
-        else:
+        if isinstance(example, RowError):
             yield example
+            continue
+        prompt, response = cut.truncate(example.prompt_ids, example.response_ids)
+        yield {
+            "prompt_ids": prompt,
+            "response_ids": response,
+            "prompt_cut": len(prompt) < len(example.prompt_ids),
+            "response_cut": len(response) < len(example.response_ids),
+            "desirable": record.desirable,
+            "line": record.line,
+            "weight": record.weight,
+        }
 
 
 def _tokenise_dpo(records: list[DPORecord], encoder: RecordEncoder, cut: Truncation) -> Iterator[Columns | RowError]:
     encoded = iter(encoder.encode([side for record in records for side in record.sides]))
     for record, chosen, rejected in zip(records, encoded, encoded, strict=True):
-        if not (isinstance(chosen, EncodedExample) and isinstance(rejected, EncodedExample)):
+        if isinstance(chosen, RowError) or isinstance(rejected, RowError):
             yield chosen if isinstance(chosen, RowError) else rejected  # type: ignore[misc]  # one of them is an error
             continue
         prompt, good, bad = cut.truncate_pair(chosen.prompt_ids, chosen.response_ids, rejected.response_ids)
-        columns: Columns = {"prompt_ids": prompt, "chosen_ids": good, "rejected_ids": bad, "line": record.line}
-        answers_cut = len(good) < len(chosen.response_ids) or len(bad) < len(rejected.response_ids)
-        cuts = {"prompt_cut": len(prompt) < len(chosen.prompt_ids), "response_cut": answers_cut}
-        rewards = {"chosen_reward": record.chosen_reward, "rejected_reward": record.rejected_reward}
-        yield {**columns, **cuts, **rewards, "weight": record.weight}
+        yield {
+            "prompt_ids": prompt,
+            "chosen_ids": good,
+            "rejected_ids": bad,
+            "prompt_cut": len(prompt) < len(chosen.prompt_ids),
+            "response_cut": len(good) < len(chosen.response_ids) or len(bad) < len(rejected.response_ids),
+            "chosen_reward": record.chosen_reward,
+            "rejected_reward": record.rejected_reward,
+            "line": record.line,
+            "weight": record.weight,
+        }
 
 
-_SHARED = {
-    "prompt_ids": _IDS,
-    "prompt_cut": Value("bool"),
-    "response_cut": Value("bool"),
-    "line": Value("int64"),
-    "weight": Value("float64"),
-}
+_FLAG, _INTEGER, _FLOAT = Value("bool"), Value("int64"), Value("float64")
+_SHARED = {"prompt_ids": _IDS, "prompt_cut": _FLAG, "response_cut": _FLAG, "line": _INTEGER, "weight": _FLOAT}
+_REWARDS = {"chosen_reward": _FLOAT, "rejected_reward": _FLOAT}
 KTO_EXAMPLES = ExampleKind(
     name="kto",
-    features=Features({**_SHARED, "response_ids": _IDS, "desirable": Value("bool")}),
+    features=Features({**_SHARED, "response_ids": _IDS, "desirable": _FLAG}),
     read=FileReader.kto_records,
     tokenise=_tokenise_kto,
 )
 DPO_EXAMPLES = ExampleKind(
     name="dpo",
-    features=Features(
-        {
-            **_SHARED,
-            "chosen_ids": _IDS,
-            "rejected_ids": _IDS,
-            "chosen_reward": Value("float64"),
-            "rejected_reward": Value("float64"),
-        }
-    ),
+    features=Features({**_SHARED, "chosen_ids": _IDS, "rejected_ids": _IDS, **_REWARDS}),
     read=FileReader.dpo_records,
     tokenise=_tokenise_dpo,
 )
@@ -225,8 +222,7 @@ class TokenCache:
             absent = [(path, cached) for path, cached in files.items() if path not in opened]
             remove_unpublished(self.folder, {cached.name for _, cached in absent})
             groups = list(size_groups(absent, lambda file: file[0].stat().st_size))
-            writer = FilesWriter(tokeniser=self._tokeniser)
-            done = self._map(writer, groups, number=len(groups), what=what)
+            done = self._map(self._tokeniser.write_files, groups, number=len(groups), what=what)
             results: Iterator[PartResult] = chain.from_iterable(done)
             if len(groups) > 1:
                 results = self.progress(results, total=len(absent), title=f"tokenising {what}")
@@ -272,9 +268,9 @@ class TokenCache:
             DataError: the file was changed while it was read.
         """
         if self._name(path) != cached.name:
-            raise DataError(f"{path} was changed while it was read; start again when it is complete")
+            raise DataError(f"{path} was changed while it was read; start the run again when the file is complete")
         if rows == 0 and broken.total == before:
-            broken.add(path, 1, "the file must have at least one row, got none; leave it out of data_prefix")
+            broken.add(path, 1, "the file must have at least one row, got none; remove it from data_prefix")
         return broken.total == before
 
     def _complete(self, cached: Path, columns: FileColumns) -> Opened:
@@ -300,7 +296,7 @@ class TokenCache:
             raise UserError(f"{error.filename} cannot be read: {error.strerror}; {remedy}") from error
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             pass  # not JSON, or written by another program
-        logger.warning("%s is not what was written, and its rows are tokenised again", cached)
+        logger.warning("%s is damaged; tokenising its rows again", cached)
         about.unlink(missing_ok=True)
         cached.unlink(missing_ok=True)
         return None

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from datasets.table import MemoryMappedTable
 
-from nemo_kto.utils.files import kept_hash, make_folder, publish_file
-from nemo_kto.utils.hashes import MIN_KEPT_BYTES
+from nemo_kto.utils.files import make_folder, publish_file
+from nemo_kto.utils.hashes import MIN_KEPT_BYTES, kept_hash
 
 if TYPE_CHECKING:
     import pyarrow

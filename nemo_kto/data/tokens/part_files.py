@@ -5,8 +5,9 @@ Small files are tokenised as a whole, large ones in parts, so that an interrupte
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,7 +25,7 @@ from nemo_kto.utils.files import flush, publish_file
 from nemo_kto.utils.hashes import MIN_KEPT_BYTES
 
 if TYPE_CHECKING:
-    from nemo_kto.data.tokens.cache import Columns, ExampleKind
+    from nemo_kto.data.tokens.cache import ExampleKind
 
 PARTS = ".parts"  # suffix of the folder with the parts of a file
 _BATCH = 1000
@@ -32,11 +33,9 @@ _BATCH = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class PartResult:
-    """Result of tokenising a part of a file.
+    """Result of tokenising a part of a file into ``rows`` examples, or pairs.
 
     Attributes:
-        rows: number of examples, or pairs.
-        columns: columns of the rows.
         broken: line and error of each broken row.
         is_last: no further part should be read, see ``records.LastRowError``.
     """
@@ -74,13 +73,15 @@ class Tokeniser:
     truncation: Truncation
     private: bool
 
-    def write(self, path: Path, part: FilePart, examples: Path) -> PartResult:
+    def write_part(self, path: Path, part: FilePart, examples: Path) -> PartResult:
         """Tokenise a part of ``path`` into the file ``examples``, which is removed if any row is broken."""
-        columns, broken, count, is_last = FileColumns(), PartErrors(), 0, False
+        columns, broken, is_last = FileColumns(), PartErrors(), False
+        records = self.kind.read(FileReader(fields=self.fields, broken=broken), path, columns, part)
         with ArrowWriter(path=str(examples), features=self.kind.features, writer_batch_size=_BATCH) as writer:
             try:
-                for example in self._examples(path, part, columns, broken):
-                    writer.write(example)
+                while batch := list(islice(records, _BATCH)):
+                    for example in self.kind.examples(batch, self.encoder, self.truncation, path, broken):
+                        writer.write(example)
             except DataError:
                 is_last = True
             count, _ = writer.finalize()
@@ -88,60 +89,35 @@ class Tokeniser:
             examples.unlink()
         return PartResult(rows=count, columns=columns, broken=broken.rows, is_last=is_last)
 
-    def _examples(self, path: Path, part: FilePart, columns: FileColumns, broken: RowErrors) -> Iterator[Columns]:
-        records = self.kind.read(FileReader(fields=self.fields, broken=broken), path, columns, part)
-        while batch := list(islice(records, _BATCH)):
-            yield from self.kind.examples(batch, self.encoder, self.truncation, path, broken)
+    def write_files(self, files: Sequence[tuple[Path, Path]]) -> list[PartResult]:
+        """Tokenise small files into one file each, up to and including the first whose result has ``is_last`` set.
 
-
-@dataclass(frozen=True, kw_only=True)
-class FilesWriter:
-    """Writer that tokenises whole small files into one file each, usable in any process.
-
-    A file is published without waiting for the disk, because its content is compared with a hash whenever it is opened. A
-    larger file, whose hash is stored, is flushed to disk first.
-    """
-
-    tokeniser: Tokeniser
-
-    def __call__(self, files: Sequence[tuple[Path, Path]]) -> list[PartResult]:
-        """Tokenise files, up to and including the first whose result has ``is_last`` set.
-
-        Nothing is written for a file with broken rows.
+        Nothing is written for a file with broken rows. A file is published without waiting for the disk, because its content
+        is compared with a hash whenever it is opened; a larger file, whose hash is stored, is flushed to disk first.
 
         Args:
             files: (data file, target file) for each file.
-
-        Returns:
-            The result for each file that was read.
 
         Raises:
             DataError: a file cannot be opened, or is of another format.
         """
         results: list[PartResult] = []
         for path, target in files:
-            results.append(self._write(path, target))
+            with publish_file(target, private=self.private, durable=False) as writing:
+                # the file has a single part; if it grows meanwhile, the caller refuses it as changed
+                results.append(self.write_part(path, next(file_parts(path)), writing))
+                if writing.exists() and writing.stat().st_size >= MIN_KEPT_BYTES:
+                    flush(writing)
             if results[-1].is_last:
                 break
         return results
 
-    def _write(self, path: Path, target: Path) -> PartResult:
-        with publish_file(target, private=self.tokeniser.private, durable=False) as writing:
-            # the file has a single part; if it grows meanwhile, the caller refuses it as changed
-            result = self.tokeniser.write(path, next(file_parts(path)), writing)
-            if writing.exists() and writing.stat().st_size >= MIN_KEPT_BYTES:
-                flush(writing)
-        return result
-
 
 @dataclass(frozen=True, kw_only=True)
 class PartWriter:
-    """Writer that tokenises the parts of a large file into one file each, usable in any process.
+    """Writer that tokenises the parts of the large file ``path`` into one file each, usable in any process.
 
-    Attributes:
-        tokeniser: converts the rows.
-        path: the data file.
-        folder: existing folder for the files. Files are published atomically and are not written again.
+    The files are published atomically in ``folder``, which exists, and are not written again.
     """
 
     tokeniser: Tokeniser
@@ -150,11 +126,14 @@ class PartWriter:
 
     def __call__(self, part: FilePart) -> PartResult:
         """Tokenise a part, unless its file already exists; nothing is written if rows are broken."""
-        examples, about = self._file(part.number), self._file(part.number).with_suffix(".json")
-        if (found := _read_whole(examples, about)) is not None:
-            return found
+        examples = self._file(part.number)
+        about = examples.with_suffix(".json")
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # not finished, or not as it was written
+            known = json.loads(about.read_text(encoding="utf-8"))
+            if examples.stat().st_size == known["bytes"]:
+                return PartResult(rows=known["rows"], columns=FileColumns(**known["columns"]), broken=[], is_last=False)
         with publish_file(examples, private=self.tokeniser.private) as writing:
-            result = self.tokeniser.write(self.path, part, writing)
+            result = self.tokeniser.write_part(self.path, part, writing)
             size = writing.stat().st_size if writing.exists() else 0
         if not result.broken:
             known = {"rows": result.rows, "bytes": size, "columns": asdict(result.columns)}
@@ -176,14 +155,3 @@ class PartWriter:
 
     def _file(self, number: int) -> Path:
         return self.folder / f"{number:06}.arrow"
-
-
-def _read_whole(examples: Path, about: Path) -> PartResult | None:
-    """Return the result of a finished part; None if it is not finished, or its file is not as it was written."""
-    try:
-        found = json.loads(about.read_text(encoding="utf-8"))
-        if examples.stat().st_size == found["bytes"]:
-            return PartResult(rows=found["rows"], columns=FileColumns(**found["columns"]), broken=[], is_last=False)
-    except (OSError, ValueError, LookupError, TypeError):
-        pass
-    return None

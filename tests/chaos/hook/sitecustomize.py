@@ -1,4 +1,4 @@
-"""Kills processes of a run, or runs a shell command, when one of them reaches some point. Python imports it at its start.
+"""Kills processes of a run, or runs a shell command, when one of them reaches a given point. Python imports it at its start.
 
 Nothing of the product knows of it: it listens to Python's audit events (files opened, folders renamed) and wraps a few
 functions from outside. The environment says what is to happen (see tests/chaos/job.py):
@@ -87,7 +87,7 @@ def _wrap(module: str, owner: str, name: str, before: Callable[..., None], after
 
 
 def _renaming(side: int) -> Callable[..., None]:
-    """What is called before (0) or after (1) a rename."""
+    """The function called before (0) or after (1) a rename."""
 
     def note(source: Any, target: Any, **_: Any) -> None:
         if side == 0 and _REMOVED.search(os.path.abspath(source)):

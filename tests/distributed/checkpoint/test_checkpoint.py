@@ -1,4 +1,4 @@
-"""numerics.md, point 5: a stopped run goes on with the same losses; to the last bit at its layout, close at another.
+"""numerics.md, point 5: a resumed run has the same losses, bitwise at its layout and closely at another layout.
 
 In the quick matrix only from one rank, over the end of an epoch; test_layouts.py resumes at several layouts.
 """

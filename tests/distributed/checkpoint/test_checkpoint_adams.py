@@ -1,4 +1,4 @@
-"""A run is resumed with another Adam than the one it was saved with: torch's counts its steps elsewhere than fused ones."""
+"""Resuming with another Adam implementation: torch's Adam stores its step count differently from fused ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of adapters: small, go on to the last bit at their layout and close at another, and mix with nothing."""
+"""Checkpoints of adapters: small, resumed bitwise at their layout and closely at another, incompatible with others."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model_of(folder: Path, settings: LoRASettings) -> Path:
 
 
 CASES: dict[str, tuple[int, Layout, bool, LoRASettings]] = {
-    "one_rank": (1, Layout(), True, replace(DORA, dropout=0.1)),  # random generators go on as well
+    "one_rank": (1, Layout(), True, replace(DORA, dropout=0.1)),  # random generators continue as well
     "tp2_sequence_parallel": (2, Layout(tensor=2, sequence_parallel=True), True, ALL),
     "dp2_replicated_optimizer": (2, Layout(), False, ALL),
     # the first stage, which writes what all ranks have in common, has nothing to train
@@ -75,7 +75,7 @@ def test_resumes_bitwise(case: str, ranks: RankPool, folder: Path, tmp_path: Pat
 def stopped(
     request: pytest.FixtureRequest, ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[LoRASettings, Path, list[float], dict[str, torch.Tensor]]:
-    """A run on one rank as it was after two steps, the norms of all four, and the adapters it ended with."""
+    """A run on one rank after two steps, the gradient norms of all four, and the final adapters."""
     settings = {"all": ALL, "last_layer": LAST_LAYER, "dora": DORA, "embedding": EMBEDDING}[request.param]
     root, folder = tmp_path_factory.mktemp("stopped"), model_of(folder, settings)
     (norms,) = ranks.run(1, lora_jobs.train_and_save, Layout(), folder, settings, root / "whole", 4)

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: of the values of their step, complete or not there, or one error."""
+"""Asynchronous checkpoints contain the values of their step, and are complete, absent, or reported as one error."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def message(action: Any) -> str:
 
 
 def two_steps_during_a_save(model: Path, folder: Path, distributed: bool) -> dict[str, Any]:
-    """Save after each of two steps, and take two more before the disk takes the second; the same without going on."""
+    """Save after each of two steps, with and without two more steps before the second save is written."""
     state.init_distributed(layout=LAYOUT, seed=3)
     slow = Trained(model, folder / "slow", async_save=True, distributed=distributed)
     slow.step()

@@ -1,4 +1,4 @@
-"""Which checkpoints are used, and what is left when a disk fails during a save."""
+"""Choice of checkpoints, and the state of the folder after a disk error during a save."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(
     flip(run / "checkpoints/step_000001/hf/tokenizer.json")
     flip(next((run / "checkpoints/step_000002/state").glob("*.distcp")))
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
-    told = ranks.run(2, what_stops, tiny_llama, kto_rows, run, 2, ["trainer.kto.max_steps=3"])
+    errors = ranks.run(2, what_stops, tiny_llama, kto_rows, run, 2, ["trainer.kto.max_steps=3"])
     damaged = ("step_000002: state/__0_0.distcp", "step_000001: hf/tokenizer.json")
-    assert told == [Naming("UserError", f"{run}/checkpoints", *damaged, "remove")] * 2
+    assert errors == [Naming("UserError", f"{run}/checkpoints", *damaged, "remove")] * 2
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
 
 
@@ -146,9 +146,9 @@ def with_a_full_disk(model: Path, rows: Path, folder: Path) -> str:
 def test_a_full_disk_stops_every_rank_and_loses_no_earlier_checkpoint(
     ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
 ) -> None:
-    told = ranks.run(2, with_a_full_disk, tiny_llama, kto_rows, tmp_path)
+    errors = ranks.run(2, with_a_full_disk, tiny_llama, kto_rows, tmp_path)
     final, key = str(tmp_path / "checkpoints/step_000002"), "exp_manager.checkpoint_callback_params.save_top_k"
-    assert told == [Naming("UserError", final, "File too large", "free", key)] * 2
+    assert errors == [Naming("UserError", final, "File too large", "free", key)] * 2
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"], "no half of it is left"
     assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path / "checkpoints")] == [1]
     ranks.run(2, train, tiny_llama, kto_rows, tmp_path, 2, ["trainer.kto.max_steps=2", "model.tensor_model_parallel_size=2"])

@@ -1,4 +1,4 @@
-"""A run that changes its layout at every checkpoint has the gradients of one that never does, for both optimizers."""
+"""A run resumed at a new layout after every checkpoint has the same gradients, with both optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A resumed run learns with the settings it is given: learning rates, betas, eps and weight decay are its own."""
+"""A resumed run uses its own learning rates, betas, eps and weight decay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a checkpoint with other values under right hashes: one error that names the file, no traceback and no hang."""
+"""Changed checkpoint files with correct hashes: one error that names the file, without traceback or hang."""
 
 from __future__ import annotations
 
@@ -50,28 +50,28 @@ def pipe(file: str) -> Damage:
 
 
 def saved(file: str, *way: str, value: Any = None, absent: bool = False) -> Damage:
-    """Another value in what torch.save wrote, or none."""
+    """Change or remove a value in a file of torch.save."""
 
     def apply(checkpoint: Path) -> None:
-        held = torch.load(checkpoint / file, weights_only=False)
+        loaded = torch.load(checkpoint / file, weights_only=False)
         *outer, last = way
-        inner = held
+        inner = loaded
         for name in outer:
             inner = inner[name]
         if absent:
             del inner[last]
         else:
             inner[last] = value
-        torch.save(held, checkpoint / file)
+        torch.save(loaded, checkpoint / file)
 
     return apply
 
 
 def metadata(change: Callable[[Any], object]) -> Damage:
     def apply(checkpoint: Path) -> None:
-        held = FileSystemReader(checkpoint / "state").read_metadata()
-        change(held)
-        (checkpoint / METADATA).write_bytes(pickle.dumps(held))
+        loaded = FileSystemReader(checkpoint / "state").read_metadata()
+        change(loaded)
+        (checkpoint / METADATA).write_bytes(pickle.dumps(loaded))
 
     return apply
 
@@ -88,7 +88,7 @@ def zeros(file: Path) -> None:
     file.write_bytes(bytes(file.stat().st_size))
 
 
-# What happens, and what the error names besides the checkpoint.
+# The damage, and the words of the error besides the checkpoint.
 CASES: dict[str, tuple[Damage, tuple[str, ...]]] = {
     **{f"{file} is empty": (content(file, b""), (file,)) for file in (COMMON, METADATA, BACKENDS, RNG)},
     **{f"{file} is garbage": (content(file, b"\x81\x02garbage"), (file,)) for file in (COMMON, METADATA, BACKENDS, RNG)},
@@ -116,9 +116,9 @@ CASES: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "a generator of torch that is a number": (saved(RNG, "torch", value=1), (RNG,)),
     "trackers that are a list": (saved(RNG, "tracker", value=[1]), (RNG,)),
     "trackers of others": (saved(RNG, "tracker", value={"mine": 1}), (RNG, "tracker", "mine")),
-    "metadata of no tensors": (metadata(lambda held: held.state_dict_metadata.clear()), ("state",)),
-    "metadata of no places": (metadata(lambda held: held.storage_data.clear()), ("state",)),
-    "metadata whose places are None": (metadata(lambda held: setattr(held, "storage_data", None)), (METADATA,)),
+    "metadata of no tensors": (metadata(lambda loaded: loaded.state_dict_metadata.clear()), ("state",)),
+    "metadata of no places": (metadata(lambda loaded: loaded.storage_data.clear()), ("state",)),
+    "metadata whose places are None": (metadata(lambda loaded: setattr(loaded, "storage_data", None)), (METADATA,)),
     "a shard of zeros": (first_shard(zeros), ("state",)),
     "a shard that is empty": (first_shard(lambda file: file.write_bytes(b"")), ("state",)),
     "a shard that is a pipe": (first_shard(lambda file: (file.unlink(), os.mkfifo(file))), ("state", ".distcp", "pipe")),
@@ -136,7 +136,7 @@ def tamper(checkpoint: Path, damage: Damage) -> None:
 
 
 def load_all(model: Path, folder: Path) -> dict[str, tuple[str, str]]:
-    """Type and text of what each case raises."""
+    """Type and text of the error of each case."""
     state.init_distributed(layout=state.Layout(), seed=3)
     chunks, _ = lora_jobs.build(model, state.Layout(), None, distributed=False)
     run = SavedRun(model, folder / "whole", chunks, lora_jobs.optimizer_of(chunks, distributed=False))

@@ -1,6 +1,6 @@
-"""A run stops at one layout and goes on at another: the same rows in the same order, and the same numbers.
+"""A run is resumed at another layout: the same rows in the same order, and the same numbers.
 
-Every case is held against the run that was never stopped, at the layout where it began: to 1e-5 at the first step after the
+Every case is compared with an uninterrupted run at its first layout: to 1e-5 at the first step after the
 resume, a margin to 2e-5, to 1e-4 over the ten steps after it (three in the quick matrix).
 """
 
@@ -54,7 +54,7 @@ KINDS = [(run, optimizer) for run in RUNS for optimizer in OPTIMIZERS]
 CASES = [
     pytest.param("kto", "distributed", "tp2_pp2", "dp4", SHORT, id="kto-distributed-tp2_pp2-dp4-short"),
     *(
-        # each kind has one move of its own in the full matrix, and all moves among the slow tests
+        # each kind has one change of layout in the full matrix, and all changes in the slow tests
         pytest.param(*kind, *move, LONG, id="-".join((*kind, *move)), marks=mark)
         for number, kind in enumerate(KINDS)
         for place, move in enumerate(MOVES)
@@ -81,7 +81,7 @@ def overrides(run: str, optimizer: str, layout: str, length: Length, folder: Pat
 
 @pytest.fixture(scope="module")
 def run(ranks: RankPool, tiny_llama: Path, kto_rows: Path, dpo_rows: Path) -> Run:
-    """Names of a run, an optimizer and a layout, a length, and a folder -> what is logged there when the run has ended."""
+    """Names of a run, an optimizer and a layout, a length, and a folder -> the logged steps of the finished run."""
 
     def start(name: str, optimizer: str, layout: str, length: Length, folder: Path) -> list[dict[str, float]]:
         world_size, algorithm = LAYOUTS[layout][0], RUNS[name][0]

@@ -1,4 +1,4 @@
-"""Checkpoints and Hugging Face folders do not care whether layers are megatron-core's or Transformer Engine's.
+"""Checkpoints and Hugging Face folders are the same with megatron-core's and Transformer Engine's layers.
 
 The names are those of the state_dict of megatron-core 0.16.1's GPTModel with get_gpt_layer_with_transformer_engine_spec on
 Transformer Engine 2.9: TELayerNormColumnParallelLinear, TERowParallelLinear and TENorm (megatron/core/extensions/
@@ -31,7 +31,7 @@ _IN_LAYER = {
     "mlp.linear_fc2": ["weight"],
 }
 _QK_NORM = {"self_attention.q_layernorm": ["weight"], "self_attention.k_layernorm": ["weight"]}
-# What a family has besides; the embedding is no layer of Transformer Engine, nor is the output.
+# Additional parameters of a family; neither the embedding nor the output is a layer of Transformer Engine.
 FAMILIES: dict[str, tuple[dict[str, list[str]], dict[str, list[str]]]] = {
     "llama": ({"output_layer": ["weight"]}, {}),
     "qwen2": ({}, {"self_attention.linear_qkv": ["bias"]}),
@@ -83,7 +83,7 @@ class Chunk(nn.Module):
 
 
 def engine_and_ours(folder: Path, family: str) -> dict[str, Any]:
-    """What is asked of a checkpoint and of a Hugging Face folder for layers of each kind."""
+    """Names in a checkpoint and a Hugging Face folder for layers of each kind."""
     state.init_distributed(layout=state.Layout(), seed=3)
     architecture = read_architecture(folder, tensor_parallel=1)
     ours = build_gpt(architecture, params_dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""An export is there as a whole or not at all: failures at every stage, kills, odd files, weights that are not finite."""
+"""An export is complete or absent: failures at every stage, kills, special files, non-finite weights."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def failing(stage: Stage) -> Iterator[None]:
 
 
 def failures(model: Path, folder: Path) -> dict[str, tuple[str, list[str], bool, bool]]:
-    """Of each stage: the error, what lies in the folder where there was nothing, and whether an earlier export is whole."""
+    """For each stage: the error, files left in a new folder, and whether an earlier export is complete."""
     exporter, found = Exporter(model), {}
     for name, stage in stages().items():
         new, old = folder / name / "new", folder / name / "old"
@@ -128,10 +128,10 @@ def failures(model: Path, folder: Path) -> dict[str, tuple[str, list[str], bool,
 def test_a_failure_at_any_stage_keeps_the_earlier_export(ranks: RankPool, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", "llama", **SMALL)
     (found,) = ranks.run(1, failures, tmp_path / "model", tmp_path / "out")
-    told = Naming("RuntimeError", "OSError: [Errno 28] No space left on device")
+    expected = Naming("RuntimeError", "OSError: [Errno 28] No space left on device")
     later = Naming("RuntimeError", "OSError: [Errno 28] No space left on device", "FOLDER/out")
     at_start = ("the lock", "the new folder")
-    assert found == {name: (told if name in at_start else later, [], True, True) for name in stages()}
+    assert found == {name: (expected if name in at_start else later, [], True, True) for name in stages()}
 
 
 def bad_weights(model: Path, out: Path) -> list[str]:
@@ -149,8 +149,8 @@ def test_weights_that_are_not_finite_are_not_exported(ranks: RankPool, tmp_path:
     (tmp_path / "out").mkdir()
     (found,) = ranks.run(1, bad_weights, tmp_path / "model", tmp_path / "out")
     weight = "model.layers.1.mlp.down_proj.weight"
-    told = Naming("UserError", weight, "2", "2048", "checkpoint", "learning rate", f"{tmp_path / 'out' / 'model'}")
-    assert found == [told, told, ""], "the sum of the last two overflows, and each is finite"
+    expected = Naming("UserError", weight, "2", "2048", "checkpoint", "learning rate", f"{tmp_path / 'out' / 'model'}")
+    assert found == [expected, expected, ""], "the sum of the last two overflows, and each is finite"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
 
 
@@ -212,7 +212,7 @@ def killed(action: Callable[[], None]) -> None:
 
 
 def write(target: Path, text: str, *, kill_at: str = "") -> None:
-    """What an export does with its folder; killed where told: "a": while it is written, ..."""
+    """Export with a kill at the given stage: "a": while it is written, ..."""
     from nemo_kto.huggingface.folders import NewFolder
 
     def maybe(stage: str) -> None:
@@ -240,7 +240,7 @@ def write(target: Path, text: str, *, kill_at: str = "") -> None:
     folder.discard()
 
 
-# What is there under the name after a kill at this stage of the second export. Between the two renames it is nothing.
+# Content of the folder after a kill at this stage of the second export; none between the two renames.
 KILLS = {
     "while it is written": "first",
     "before the earlier one is moved away": "first",
@@ -265,7 +265,7 @@ def test_a_kill_leaves_a_complete_folder_or_none_and_the_next_export_cleans_up(s
 
 
 def run_with_targets(model: Path, rows: Path, folder: Path, *overrides: str) -> str:
-    """What a run says that would export to a folder of something else."""
+    """The error of a run whose export folder has other contents."""
     try:
         train(model, rows, folder, 1, ["export.enabled=true", *overrides])
     except UserError as error:
@@ -282,8 +282,8 @@ def test_a_run_with_a_conflicting_export_folder_does_not_start(
     (mine / "thesis.tex").touch()
     overrides = [f"export.{key}={mine}", "model.peft.peft_scheme=lora"]
     model = make_checkpoint(tmp_path / "model", "llama", **SMALL)
-    (told,) = ranks.run(1, run_with_targets, model, kto_rows, tmp_path / "run", *overrides)
-    assert told == Naming(f"export.{key}", "used", f"{mine}", "folder", "export.enabled=false")
+    (expected,) = ranks.run(1, run_with_targets, model, kto_rows, tmp_path / "run", *overrides)
+    assert expected == Naming(f"export.{key}", "used", f"{mine}", "folder", "export.enabled=false")
     assert not (tmp_path / "run").exists()
 
 
@@ -301,7 +301,7 @@ def test_targets_are_checked_before_the_export(tmp_path: Path, monkeypatch: pyte
     from nemo_kto.artifacts.safetensors_files import is_our_model
     from nemo_kto.huggingface.folders import check_target
 
-    def told(target: Path, need: int = 0) -> str:
+    def expected(target: Path, need: int = 0) -> str:
         with pytest.raises(UserError) as raised:
             check_target(target, is_ours=is_our_model, need=need)
         return str(raised.value)
@@ -310,9 +310,9 @@ def test_targets_are_checked_before_the_export(tmp_path: Path, monkeypatch: pyte
     check_target(tmp_path / "mine", is_ours=is_our_model)
     check_target(tmp_path / "a" / "b", is_ours=is_our_model, need=1)
     (tmp_path / "mine" / "thesis.tex").touch()
-    assert told(tmp_path / "mine") == Naming(f"{tmp_path / 'mine'}", "folder")
+    assert expected(tmp_path / "mine") == Naming(f"{tmp_path / 'mine'}", "folder")
     file = tmp_path / "mine" / "thesis.tex"
-    assert told(file / "out") == Naming(f"{file / 'out'}", "made", "folder")
+    assert expected(file / "out") == Naming(f"{file / 'out'}", "made", "folder")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**12, 10**12, 10**9))
-    assert told(tmp_path / "a" / "b", need=14 * 10**9) == Naming(f"{tmp_path}", "14.0", "GB", "1.0", "folder")
+    assert expected(tmp_path / "a" / "b", need=14 * 10**9) == Naming(f"{tmp_path}", "14.0", "GB", "1.0", "folder")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine", "thesis.tex"], "nothing is left there"

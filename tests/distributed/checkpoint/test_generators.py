@@ -1,4 +1,4 @@
-"""Random generators are part of a checkpoint: a resumed run draws the numbers that the uninterrupted run draws."""
+"""Random generators are saved: a resumed run draws the same numbers as an uninterrupted one."""
 
 from __future__ import annotations
 

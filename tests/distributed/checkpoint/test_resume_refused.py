@@ -1,4 +1,4 @@
-"""A run is resumed as the same run, or refused with every difference, and nothing in its folder is touched."""
+"""A run is resumed, or refused with every difference and without changing its folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Folders(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a start printed, its error, and its warnings."""
+    """Output, error and warnings of a start."""
 
     printed: str
     error: str
@@ -129,18 +129,18 @@ FILES: dict[str, tuple[Callable[[Folders], object], Callable[[Folders], list[lis
 
 @pytest.mark.parametrize("what", FILES)
 def test_changed_files_are_detected(what: str, first: Folders, copied: Folders, ranks: RankPool) -> None:
-    change, told = FILES[what]
+    change, expected = FILES[what]
     change(copied)
     before = snapshot(copied.run)
     ((printed, error, _),) = ranks.run(1, started, copied, [])
     models = [str(copied.model), str(first.model)]
-    lines = [Naming(*(models.pop(0) if name == "{}" else name for name in names)) for names in told(copied)]
+    lines = [Naming(*(models.pop(0) if name == "{}" else name for name in names)) for names in expected(copied)]
     assert error.splitlines() == [Naming("UserError", f"{copied.run}", str(len(lines))), *lines, Naming(*REMEDY)]
     assert printed == ""
     assert snapshot(copied.run) == before
 
 
-# What a resumed run must keep, by the override that would change it.
+# Settings that must not change, by an override that changes them.
 KEYS: dict[str, str] = {
     "model.kto.preference_loss=apo_zero_unpaired": "kto",
     "model.kto.ref_policy_kl_penalty=0.3": "0.2",
@@ -186,7 +186,7 @@ def test_a_new_run_rejects_the_folder_of_another_run(first: Folders, ranks: Rank
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "expected"),
     [
         ([], ["2", "trainer.kto.max_epochs", "train"]),
         (
@@ -204,12 +204,12 @@ def test_a_new_run_rejects_the_folder_of_another_run(first: Folders, ranks: Rank
     ],
 )
 def test_a_finished_run_reports_it_and_changes_nothing(
-    overrides: list[str], told: list[str], copied: Folders, ranks: RankPool
+    overrides: list[str], expected: list[str], copied: Folders, ranks: RankPool
 ) -> None:
     before = snapshot(copied.run)
     ((printed, error, _),) = ranks.run(1, started, copied, overrides)
     assert error == ""
-    assert printed == Naming("nemo-kto", f"{copied.run}", *told, *REMEDY)
+    assert printed == Naming("nemo-kto", f"{copied.run}", *expected, *REMEDY)
     assert snapshot(copied.run) == before
 
 
@@ -265,10 +265,10 @@ def test_an_earlier_checkpoint_is_resumed_with_a_warning(copied: Folders, ranks:
     forget(copied.run)
     ((_, error, warnings),) = ranks.run(1, started, copied, ["model.global_batch_size=8", "model.seed=7"])
     assert error.splitlines()[1:-1] == [Naming("model.global_batch_size", "4", "8")]
-    told = Naming(f"{copied.run}/checkpoints/step_000002", "earlier version", "weights", "data", "seed", "loss")
-    assert warnings == [told]
+    expected = Naming(f"{copied.run}/checkpoints/step_000002", "earlier version", "weights", "data", "seed", "loss")
+    assert warnings == [expected]
     ((_, error, warnings),) = ranks.run(1, started, copied, ["trainer.kto.max_epochs=2"])
-    assert (error, warnings[0]) == ("", told)
+    assert (error, warnings[0]) == ("", expected)
     assert [checkpoint.step for checkpoint in find_checkpoints(copied.run / "checkpoints")] == [2, 4]
 
 

@@ -1,4 +1,4 @@
-"""A run folder that another job uses: refused on every rank, before anything is read or written."""
+"""A run folder used by another job is refused on every rank before anything is read or written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def refusal(model: Path, rows: Path, folder: Path) -> str:
 
 
 def half_done(folder: Path) -> dict[str, str]:
-    """A run folder in the middle of a checkpoint, as what it holds."""
+    """The contents of a run folder in the middle of a checkpoint."""
     files = {"metrics.jsonl": '{"step": 1}\n', "config.yaml": "a: 1\n"}
     files["checkpoints/.writing-step_000002/state/common.pt"] = "half"
     for name, text in files.items():
@@ -62,7 +62,7 @@ def test_a_second_job_is_refused_with_the_owner_of_the_folder(ranks: RankPool, t
 
 
 def blocks(folder: Path) -> list[list[str]]:
-    """What stands in the folder during and after each block."""
+    """Contents of the folder during and after each block."""
     from nemo_kto.distributed import state
     from nemo_kto.run.lifecycle import hold_run_folder
 
@@ -88,7 +88,7 @@ def test_an_empty_run_folder_is_removed(ranks: RankPool, tmp_path: Path) -> None
 
 
 def cleared(folder: Path) -> list[str]:
-    """What stands in the folder once it is held."""
+    """Contents of the locked folder."""
     from nemo_kto.run.lifecycle import hold_run_folder
 
     with hold_run_folder(folder):

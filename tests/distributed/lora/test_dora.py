@@ -1,4 +1,4 @@
-"""Magnitudes under dropout, against peft; how often norms are taken; padding; bf16."""
+"""DoRA: dropout against peft, the number of norm computations, padding, and bf16."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_run_computes_norms_once_per_pass(ranks: RankPool, tiny_llama: Path, k
 
 
 def in_half_precision(layout: Layout, folder: Path) -> tuple[bool, list[bool]]:
-    """Whether new adapters in bf16 leave the model as it is, and whether all magnitudes have moved after a small step."""
+    """Whether new adapters in bf16 leave the model unchanged, and whether a small step changes all magnitudes."""
     from megatron.core.utils import unwrap_model
 
     from nemo_kto.models.lora.adapters import disable_adapters

@@ -1,4 +1,4 @@
-"""Adapters at every layout against peft and plain autograd: every gradient, the norm, and the adapters after AdamW steps."""
+"""LoRA at every layout against peft and autograd: all gradients, their norm, and the adapters after AdamW steps."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def adapter_tensors(model: Any, what: Any) -> Tensors:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path, LoRASettings]]:
-    """For each model its folder, an adapter in peft's own hand, and what is adapted."""
+    """For each model its folder, an adapter written by peft, and its settings."""
     root = tmp_path_factory.mktemp("lora")
     found = {}
     for name, settings in SETTINGS.items():
@@ -97,7 +97,7 @@ def steps_of_peft(model: Any) -> Expected:
 
 @pytest.fixture(scope="module")
 def expected(models: dict[str, tuple[Path, Path, LoRASettings]]) -> dict[str, Expected]:
-    """What peft says of each model."""
+    """The steps of peft for each model."""
     return {name: steps_of_peft(peft_model(folder, settings)) for name, (folder, _, settings) in models.items()}
 
 
@@ -108,14 +108,14 @@ def expected(models: dict[str, tuple[Path, Path, LoRASettings]]) -> dict[str, Ex
 def outcome(
     request: pytest.FixtureRequest, ranks: RankPool, models: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[dict[str, list[float]]], Path]:
-    """What the ranks of one layout returned, and where they wrote."""
+    """Results of the ranks of one layout, and the folder of their files."""
     world_size, layout, options = CASES[request.param]
     out = tmp_path_factory.mktemp(request.param)
     return ranks.run(world_size, lora_jobs.gradients_and_steps, layout, models, out, options), out
 
 
 def check_steps(results: list[list[float]], written: Path, model: Path, expected: Expected) -> None:
-    """What each rank returned and what they wrote of a model, against what peft says of it."""
+    """Compare the results and files of the ranks for one model with peft."""
     gradients, trained, norms = expected
     ours = load_file(written / "gradients" / "adapter_model.safetensors")
     weights = hf_models.weights(model)
@@ -178,7 +178,7 @@ def test_dropout_masks_are_equal_on_ranks_with_the_same_activations(ranks: RankP
         first, second = ranks.run(2, lora_jobs.dropped, SHARED[layout], folder, DROPOUT)
         for name, expected in same.items():
             assert (first[name] == second[name]).all() == expected, (layout, name)
-            kept = first[name] / scale * (1 - DROPOUT.dropout)  # inputs that were kept, each of them 1 / (1 - p)
+            kept = first[name] / scale * (1 - DROPOUT.dropout)  # inputs that were not dropped, each of them 1 / (1 - p)
             assert abs(kept - kept.round()).max() < 1e-4
             assert 0.5 < kept.mean() / first[f"{name}, width"] < 0.9
             assert first[f"{name}, evaluation"] == [scale * first[f"{name}, width"]]
@@ -214,6 +214,6 @@ def test_adapters_created_in_the_wrong_order(ranks: RankPool, models: Any) -> No
         "",
         Naming("RuntimeError", "adapters"),
         Naming("RuntimeError", "adapters"),
-        Naming("TypeError", "ColumnParallelLinear", "RowParallelLinear", "RowEmbedding", "LoRAColumnParallelLinear"),
+        Naming("TypeError", "ColumnParallelLinear", "RowParallelLinear", "SparseGradEmbedding", "LoRAColumnParallelLinear"),
         Naming("UserError", "1", "4", "number", "5"),
     ]

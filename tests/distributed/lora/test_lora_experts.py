@@ -1,4 +1,4 @@
-"""Adapters on the experts of a mixture: the experts shared out over two ranks, or all of them on each, or on one rank."""
+"""Adapters on experts: divided over two ranks, replicated on both, or on one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPERTS, HIDDEN, FFN, RANK = 4, 32, 24, 2
 
 
 def draw(name: str, shape: Any) -> torch.Tensor:
-    """Values that depend on the name in the whole model alone."""
+    """Values that depend only on the name in the complete model."""
     generator = torch.Generator().manual_seed(sum(position * ord(letter) for position, letter in enumerate(name, start=1)))
     return torch.randn(shape, generator=generator) * 0.3
 
@@ -130,7 +130,7 @@ def train_mixture(
     original = token_dispatcher.maybe_move_tensor_to_cpu
 
     def to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        """gloo wants split sizes as numbers; megatron-core converts them only where they lie on a GPU."""
+        """gloo needs split sizes as integers; megatron-core converts them only if they are on a GPU."""
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else original(tensor)
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_numpy

@@ -1,4 +1,4 @@
-"""Whole jobs with mixtures of experts: one trajectory however the experts are shared out, and resumed at other layouts."""
+"""Complete runs with mixture-of-experts models: one trajectory at every layout, and resumed at other layouts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LORA = [
 ]
 TARGETS = "model.peft.lora_tuning.target_modules"
 BALANCE = "model.moe_aux_loss_coeff=0.02"
-# Name of a run: the algorithm, the family, what is overridden.
+# Name of a run: the algorithm, the family, the overrides.
 RUNS: dict[str, tuple[str, str, list[str]]] = {
     "kto": ("kto", "mixtral", [BALANCE]),
     "dpo": ("dpo", "qwen3_moe", [BALANCE]),
@@ -78,7 +78,7 @@ Start = Callable[[str, str, int, Path], list[dict[str, float]]]
 
 @pytest.fixture(scope="module")
 def start(ranks: RankPool, tiny_checkpoint: Callable[..., Path], kto_rows: Path, dpo_rows: Path) -> Start:
-    """Names of a run and a layout, steps, and a folder -> what is logged there when the run has ended."""
+    """Names of a run and a layout, steps, and a folder -> the logged steps of the finished run."""
 
     def run(name: str, layout: str, steps: int, folder: Path) -> list[dict[str, float]]:
         (world_size, of_layout), (algorithm, family, of_run) = LAYOUTS[layout], RUNS[name]

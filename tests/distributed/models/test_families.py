@@ -1,6 +1,6 @@
-"""numerics.md, point 2, for the other families of models: one trajectory on one rank, and at TP2xPP2.
+"""numerics.md, point 2, for other model families: one trajectory on one rank, and at TP2xPP2.
 
-What differs from llama is where it may go wrong: norms of queries and keys of all heads, which ranks have a part of each
+The differences from llama may cause errors: norms of queries and keys of all heads, which ranks have a part of each
 (olmo2); norms after attention and MLP, soft caps, embeddings that are scaled and tied over two stages (gemma2, gemma3_text);
 windows and rotations that change from layer to layer, whatever stage it is on (gemma3_text, smollm3); fused weights, whose
 heads are rotated in part (phi3). Mixtures are in test_experts.py.
@@ -20,7 +20,7 @@ from tests.helpers.training_jobs import assert_same, length, train, trajectory
 TP2_PP2 = ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"]
 # Which of the four layers have a window: not the same ones of the second stage as of the first.
 SLIDING = {"layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]}
-# Family: what is changed in its tiny model, so that rows of 64 tokens are longer than the window.
+# Family: changes of its tiny model, so that sequences of 64 tokens are longer than the window.
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 16, **SLIDING},
     "gemma3_text": SLIDING,

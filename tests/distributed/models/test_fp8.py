@@ -1,6 +1,6 @@
-"""Where fp8 begins and ends: every layer of the model in megatron-core's context, nothing else, and weights quantised anew.
+"""Scope of fp8: every layer of the model and nothing else; weights are quantised again after each step.
 
-What the context does needs a GPU: here it is looked at who enters it.
+The effect of the context needs a GPU; these tests record which modules enter it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.helpers.rank_pool import RankPool
 
 
 def entered(folder: Path, fp8: str | None) -> dict[str, Any]:
-    """Which layers enter the context in two passes, each of two micro-batches, and what is inside of it."""
+    """Layers that enter the context in two passes of two micro-batches, and the modules inside it."""
     state.init_distributed(layout=state.Layout(), seed=3)
     architecture = read_architecture(folder, tensor_parallel=1)
     chunks = wrap_data_parallel(
@@ -56,13 +56,13 @@ def entered(folder: Path, fp8: str | None) -> dict[str, Any]:
     batch = SequenceBatch.of(tokens, tokens, torch.full((4,), 16), None, None)
     head = engine_module.vocab_parallel_logprobs
 
-    def noted(*arguments: Any, **options: Any) -> Any:
+    def recorded(*arguments: Any, **options: Any) -> Any:
         note("head")()
         return head(*arguments, **options)
 
     with (
         mock.patch.object(transformer_block, "get_fp8_context", context),
-        mock.patch.object(engine_module, "vocab_parallel_logprobs", noted),
+        mock.patch.object(engine_module, "vocab_parallel_logprobs", recorded),
     ):
         runs.logprobs(batch)
     return {"layers": layers, "inside": sorted(inside), "again": linear.is_first_microbatch}

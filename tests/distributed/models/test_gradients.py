@@ -1,5 +1,4 @@
-"""One KTO step against plain autograd over transformers: loss, z0 and the gradient of every single parameter, at
-every layout."""
+"""One KTO step against autograd over transformers: loss, z0 and the gradient of every parameter, at every layout."""
 
 from __future__ import annotations
 
@@ -71,12 +70,12 @@ def kto_step(
     )
     chunks = wrap_data_parallel(built, use_distributed_optimizer=False)
     load_weights(chunks, architecture, reference)
-    held = SwappedWeights(parameters=[each for chunk in chunks for each in chunk.parameters()])
+    swapped = SwappedWeights(parameters=[each for chunk in chunks for each in chunk.parameters()])
     load_weights(chunks, architecture, policy)
     runs = engine(chunks, architecture, micro_batch_size=micro_batch_size, logprob_chunk_size=7)
     model = kto_model(
         runs,
-        held.active,
+        swapped.active,
         beta=BETA,
         weights=(W_DESIRABLE, W_UNDESIRABLE),
         preference_loss_weight=W_PREFERENCE,
@@ -99,7 +98,7 @@ def kto_step(
 def oracle(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path, dict[str, float], Any]:
-    """Policy, reference, and what transformers and autograd say of the step between them."""
+    """Policy, reference, and the step between them by transformers and autograd."""
     from transformers import AutoModelForCausalLM
 
     base = tmp_path_factory.mktemp("gradients")

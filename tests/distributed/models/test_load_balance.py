@@ -1,5 +1,4 @@
-"""The load-balancing loss of a mixture of experts by itself: its gradient of every parameter, against autograd over
-transformers and the formula written out, at every layout."""
+"""The load-balancing loss of mixture-of-experts models: its gradient against autograd over transformers."""
 
 from __future__ import annotations
 
@@ -37,10 +36,10 @@ def balance_step(
     recompute: str | None,
     packed: bool,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """On a rank: passes whose loss is zero but for the balance; the gradients are exported as if they were weights.
+    """On a rank: passes with only the load-balancing loss; the gradients are exported in the place of weights.
 
     Returns:
-        What was noted, and what was noted in passes without gradient.
+        The recorded sums of passes with and without gradients.
     """
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
@@ -82,14 +81,14 @@ def balance_step(
     for chunk in chunks:
         chunk.zero_grad_buffer()
     runs.forward_backward(sequences, nothing_else, forward_only=False)
-    noted = runs.balance_sums()
+    recorded = runs.balance_sums()
     runs.logprobs(sequences)
-    assert runs.balance_sums() == noted, "a reference and KL examples count nowhere"
+    assert runs.balance_sums() == recorded, "a reference and KL examples count nowhere"
     for parameter in unwrap_model(chunks[0]).parameters():
         parameter.data.copy_(parameter.main_grad)
     export(chunks, architecture, source=policy, out=out, max_shard_bytes=10**9)
     runs.forward_backward(sequences, nothing_else, forward_only=True)
-    return noted, runs.balance_sums()
+    return recorded, runs.balance_sums()
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +129,7 @@ def oracle(
     return answers, expected, weights(out)
 
 
-# Ranks, layout, prompts of a micro-batch, what is recomputed, whether rows are packed.
+# Ranks, layout, prompts per micro-batch, recomputation, packing.
 CASES: dict[str, tuple[int, dict[str, Any], int, str | None, bool]] = {
     "one_rank": (1, {}, 2, None, False),
     "micro_batches_of_1": (1, {}, 1, None, False),
@@ -164,9 +163,9 @@ def test_the_gradient_equals_autograd_of_the_formula(
     answers, expected, gradients = oracle
     world_size, *rest = CASES[case]
     arguments = (policy, tmp_path, answers, *rest)
-    for noted, without_gradient in ranks.run(world_size, balance_step, *arguments):
+    for recorded, without_gradient in ranks.run(world_size, balance_step, *arguments):
         assert without_gradient == {}
-        metrics = balance_metrics(noted)
+        metrics = balance_metrics(recorded)
         assert metrics["moe_aux_loss"] == pytest.approx(expected["moe_aux_loss"], rel=1e-5)
         assert metrics["moe_largest_share"] == pytest.approx(expected["largest"], rel=1e-6)
         assert metrics["moe_smallest_share"] == pytest.approx(expected["smallest"], rel=1e-6)

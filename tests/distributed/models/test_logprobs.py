@@ -1,4 +1,4 @@
-"""Chunked, vocab-parallel log-probs against a log-softmax over all logits: values, gradients, and memory."""
+"""Chunked, vocabulary-parallel log-probs against a log-softmax over all logits: values, gradients, and memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def expected(dtype: torch.dtype, *, rows: int, vocab: int) -> tuple[torch.Tensor
 def on_a_rank(
     dtype: torch.dtype, rows: int, vocab: int, chunk_size: int, reduce_hidden_grad: bool, softcap: float | None = None
 ) -> Any:
-    """What one tensor-parallel rank gets: (log-probs, hidden gradient, its rows of the weight gradient)."""
+    """Results of one tensor-parallel rank: (log-probs, hidden gradient, its rows of the weight gradient)."""
     group = dist.group.WORLD
     hidden, weight, target, arriving = problem(dtype, rows=rows, vocab=vocab)
     hidden.requires_grad_()
@@ -94,7 +94,7 @@ def on_a_rank_for_each(problems: list[Problem]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def answers(ranks: RankPool) -> Callable[[int], dict[Problem, Gathered]]:
-    """Number of tensor-parallel ranks -> what they say of each problem, asked in one job."""
+    """Number of tensor-parallel ranks -> their results for each problem, from one job."""
     known: dict[int, dict[Problem, Gathered]] = {}
 
     def get(tensor_parallel: int) -> dict[Problem, Gathered]:
@@ -238,14 +238,14 @@ class LargestTensor(TorchDispatchMode):
 
 
 def peak_bytes(work: Callable[[], Any]) -> int:
-    """Most bytes allocated at one time while ``work`` runs, beyond what was allocated before."""
+    """Peak of the additional bytes allocated while ``work`` runs."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = work()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
+    allocated = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
     del result
     return peak
 
@@ -262,7 +262,7 @@ def long_problem(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("chunk_size", [16, 64])
 def test_peak_memory(dtype: torch.dtype, chunk_size: int) -> None:
-    """What the module states: forward one chunk of logits; backward the same and the gradients; and small change."""
+    """As documented in the module: one chunk of logits forward, the same and the gradients backward, and little else."""
     hidden, weight, target = long_problem(dtype)
 
     def forward() -> torch.Tensor:

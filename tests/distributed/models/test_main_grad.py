@@ -1,4 +1,4 @@
-"""A backward pass adds gradients where they are summed, and makes none of the size of a weight. See test_gradients too."""
+"""A backward pass adds gradients to main_grad and allocates none of the size of a weight. See also test_gradients."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def new_tensors(model: Path, overlap: bool) -> tuple[dict[str, int], list[bool]]
 def test_no_gradient_of_the_size_of_a_weight_is_made(tied: bool, overlap: bool, ranks: RankPool, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", "llama", tie_word_embeddings=tied)
     ((made, got),) = ranks.run(1, new_tensors, tmp_path / "model", overlap)
-    # megatron-core's linear layers hand over a tensor that nobody fills
+    # megatron-core's linear layers return an uninitialised tensor
     assert set(made) <= {"aten.empty.memory_format"}, made
     assert all(got)
 

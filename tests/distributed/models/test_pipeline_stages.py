@@ -1,4 +1,4 @@
-"""Stages of several model chunks, and of unlike numbers of layers: their passes, their weights, and the steps they take.
+"""Virtual and uneven pipeline stages: their passes, their weights, and their steps.
 
 The common layouts are in the tests of layouts, gradients, adapters and checkpoints; here are those that need a model
 of another number of layers than these have.

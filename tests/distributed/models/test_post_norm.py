@@ -1,4 +1,4 @@
-"""Norms after attention and MLP; that they compute the right thing is in tests/parity."""
+"""Norms after attention and MLP at several layouts; tests/parity compares their values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.helpers.rank_pool import RankPool
 
 
 def kept_in_evaluation(model: Path) -> list[bool]:
-    """Whether what each layer gives has a graph behind it, where no gradient is wanted."""
+    """Whether outputs of layers have an autograd graph although no gradient is needed."""
     import torch
 
     from nemo_kto.architecture.architecture import read_architecture

@@ -1,4 +1,4 @@
-"""Activations that are computed again: the gradients are the same to the last bit, and less is kept between the passes."""
+"""Activation recomputation: gradients are bitwise equal, and less is saved between the passes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 def pass_with(folder: Path, settings: dict[str, Any], overlap: bool) -> tuple[list[torch.Tensor], int]:
-    """Gradients of a forward and backward pass, and the bytes that are kept between the two."""
+    """Gradients of a forward and backward pass, and the bytes saved between the two."""
     architecture = read_architecture(folder, tensor_parallel=1)
     gpt = build_gpt(architecture, params_dtype=torch.float32, **settings)
     chunks = wrap_data_parallel([gpt], use_distributed_optimizer=True, overlap=overlap)
@@ -66,7 +66,7 @@ def pass_with(folder: Path, settings: dict[str, Any], overlap: bool) -> tuple[li
 
 
 def passes(folder: Path) -> dict[str, tuple[bool, int]]:
-    """On a rank, for each choice: are the gradients those without recomputing, and the bytes that are kept."""
+    """On a rank, for each setting: whether the gradients equal those without recomputation, and the saved bytes."""
     state.init_distributed(layout=state.Layout(), seed=3)
     expected, _ = pass_with(folder, {}, overlap=False)
     found = {}
@@ -82,7 +82,7 @@ def test_recomputation_saves_memory_and_changes_no_gradient(ranks: RankPool, tmp
     assert {name for name, (same, _) in found.items() if not same} == set()
     kept = {name: size for name, (_, size) in found.items()}
     assert kept["full"] < kept["mlp+core_attn"] <= kept["mlp"] < kept["none"], kept
-    # of the MLP: the gate and up projections, and what the down projection gets
+    # of the MLP: the gate and up projections, and the input of the down projection
     assert kept["none"] - kept["mlp"] == LAYERS * ROWS * WIDTH * 3 * FFN * 4, kept
     # attention is fused: to compute it again saves less than a tenth
     assert 0.9 * kept["none"] < kept["core_attn"] <= kept["none"], kept
@@ -90,7 +90,7 @@ def test_recomputation_saves_memory_and_changes_no_gradient(ranks: RankPool, tmp
 
 
 def adapters_learn(folder: Path) -> list[bool]:
-    """On a rank: whether gradients of adapters on the MLPs alone are those without recomputing, and none of A is zero."""
+    """On a rank: whether gradients of adapters only on MLPs equal those without recomputation, and none of A is zero."""
     state.init_distributed(layout=state.Layout(), seed=3)
     architecture = read_architecture(folder, tensor_parallel=1)
     tokens, found = torch.randint(0, 256, (ROWS, WIDTH), generator=torch.Generator().manual_seed(1)), []
@@ -112,5 +112,5 @@ def adapters_learn(folder: Path) -> list[bool]:
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_adapters_on_recomputed_mlps_are_trained(family: str, ranks: RankPool, tmp_path: Path) -> None:
-    """Nothing before the first of them is trained, and what is recomputed has gradients only if its input asks for one."""
+    """Nothing before the first adapter is trained, and recomputed layers have gradients only if their input requires one."""
     assert ranks.run(1, adapters_learn, make_checkpoint(tmp_path / "model", family)) == [[True] * 3]

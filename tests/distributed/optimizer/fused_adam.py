@@ -1,4 +1,4 @@
-"""An AdamW whose state lies where Transformer Engine's fused one has it, for machines without a GPU.
+"""An AdamW with the state layout of Transformer Engine's fused Adam, for machines without a GPU.
 
 Of its v2.9, transformer_engine/pytorch/optimizers/fused_adam.py, without main weights of its own:
 

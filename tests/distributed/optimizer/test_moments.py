@@ -1,4 +1,4 @@
-"""Adam's moments in bf16: half the bytes, in memory and in a checkpoint; a resumed run is the same run."""
+"""Adam's moments in bf16 take half the memory and disk space, and a resumed run is the same run."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_a_run_with_moments_in_bf16(ranks: RankPool, tiny_llama: Path, tmp_path:
         ]
         assert of_rank["same"], "a resumed run is the same run"
         assert of_rank["widened"], "bf16 to fp32 loses nothing"
-    held = [of_rank["bytes"] for of_rank in found]
-    assert abs(sum(held) - 2 * found[0]["planned"]) <= 0.01 * sum(held), "eight for each parameter, shared by two ranks"
+    sizes = [of_rank["bytes"] for of_rank in found]
+    assert abs(sum(sizes) - 2 * found[0]["planned"]) <= 0.01 * sum(sizes), "eight for each parameter, shared by two ranks"
 
 
 def test_moments_in_fp32_are_rounded_to_bf16(ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A part of the optimizer on the host: the same steps, and checkpoints that pass between it and one that is on the GPU.
+"""A partly offloaded optimizer: the same steps, and checkpoints exchanged with an optimizer on the GPU.
 
 megatron-core's HybridDeviceOptimizer asks each tensor whether it is on a GPU when it shares them out. Here all are, but for
 those that it has brought to the host; all that follows is its own. The GPU's Adam is that of fused_adam.py.
@@ -23,12 +23,12 @@ from tests.helpers.rank_pool import RankPool
 from tests.helpers.saved_runs import SavedRun
 
 ONE_COPY = state.Layout()
-# What is on the host before and after the checkpoint.
+# The offloaded parts before and after the checkpoint.
 CHANGES = {"kept": (0.5, 0.5), "all": (1.0, 1.0), "to_host": (0.0, 0.5), "from_host": (0.5, 0.0), "more": (0.5, 1.0)}
 
 
 class _OnHost(torch.Tensor):
-    """What was brought to the host."""
+    """The offloaded tensors."""
 
 
 @contextlib.contextmanager
@@ -80,14 +80,14 @@ class Run(SavedRun):
         return [part.optimizer for part in self.optimizer.chained_optimizers]
 
     def counts(self) -> list[float]:
-        """What each Adam has counted."""
+        """The step counts of each Adam."""
         adams = [adam for inner in self.inner for adam in getattr(inner, "sub_optimizers", [inner])]
         fused = [group["step"] for adam in adams if isinstance(adam, fused_adam.FusedAdam) for group in adam.param_groups]
         of_torch = [kept["step"] for adam in adams if isinstance(adam, torch.optim.AdamW) for kept in adam.state.values()]
         return sorted({float(count) for count in [*fused, *of_torch]})
 
     def on_host(self) -> list[float]:
-        """The share of the main weights that lies there, of each Adam."""
+        """The offloaded fraction of the main weights of each Adam."""
         shares = []
         for inner in self.inner:
             pieces = [piece for group in inner.param_groups for piece in group["params"]]
@@ -140,7 +140,7 @@ def test_steps_equal_those_without_offload(change: str, ranks: RankPool, tiny_ll
 def test_experts_are_partly_offloaded_too(
     change: str, ranks: RankPool, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """They have an optimizer of their own, over the ranks that hold the same ones."""
+    """Experts have a separate optimizer, over the ranks with the same experts."""
     for of_rank in ranks.run(2, trained, tiny_checkpoint("mixtral"), tmp_path, change, state.Layout(expert=2)):
         assert len(of_rank["on_host"]) == 2, "an Adam for the experts, and one for the rest"
         assert_same_steps(of_rank, CHANGES[change][1])

@@ -1,4 +1,4 @@
-"""Data-parallel ranks that communicate while they compute take the same steps as ranks that do one after the other."""
+"""Overlap of communication with computation does not change the steps."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class Watched:
             group.start_param_sync = self._noted(group.start_param_sync, self.gathers, lambda: self.is_forward)
 
     def _noted(self, start: Callable[..., None], notes: list[bool], is_within: Callable[[], bool]) -> Callable[..., None]:
-        def noted(*arguments: Any, **options: Any) -> None:
+        def recorded(*arguments: Any, **options: Any) -> None:
             notes.append(is_within())
             start(*arguments, **options)
 
-        return noted
+        return recorded
 
 
 @dataclass(frozen=True, kw_only=True)

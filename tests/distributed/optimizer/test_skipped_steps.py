@@ -1,4 +1,4 @@
-"""A step whose numbers are not finite on one rank is skipped by all, and changes nothing but the schedule and the data."""
+"""A step that is not finite on one rank is skipped by all; only the schedule and the data advance."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def state_of(trainer: Any) -> list[torch.Tensor]:
 def spoilt_job(
     model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str], what: str, rank: int, steps: int
 ) -> tuple[list[bool], str]:
-    """Train with what is not finite on one rank in some steps: whether each step changed anything here, and the error."""
+    """Train with non-finite numbers on one rank in some steps: whether each step changed this rank, and the error."""
     from megatron.core.optimizer import ChainedOptimizer
 
     from nemo_kto.algorithms.dpo import DPOTrainer

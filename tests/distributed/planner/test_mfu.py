@@ -1,4 +1,4 @@
-"""The model FLOPs utilisation that a run logs: as many passes as a step makes. Layouts are compared in test_layouts.py."""
+"""Logged model FLOPs utilisation: the number of passes per step. Layouts are compared in test_layouts.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/packing.py with a tiny model: all ways of cutting compute the same, and what its table of work promises."""
+"""benchmarks/packing.py with a tiny model: all packings compute the same, and its table of costs is correct."""
 
 from __future__ import annotations
 

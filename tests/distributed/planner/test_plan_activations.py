@@ -1,4 +1,4 @@
-"""The formula for what layers keep for their backward passes, compared with what autograd saves."""
+"""The formula for activation memory, compared with the tensors that autograd saves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
     from nemo_kto.distributed import state
     from nemo_kto.models.engine.optimizer import wrap_data_parallel
     from nemo_kto.models.gpt import build_gpt
-    from nemo_kto.models.layers.packed_sequences import PackedSequences
+    from nemo_kto.models.layers.attention import PackedSequences
     from nemo_kto.models.lora.adapters import add_adapters
 
     tensor, context, recompute = options.get("tensor", 1), options.get("context", 1), options.get("recompute")
@@ -44,7 +44,7 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
         add_adapters(gpt, adapters, architecture=architecture, seed=1)
     chunk = wrap_data_parallel([gpt], use_distributed_optimizer=False)[0]
     of_weights = {each.untyped_storage().data_ptr() for each in [*gpt.parameters(), *gpt.buffers()]}
-    # Of a layer that is recomputed only its input is saved, before its own forward pass begins.
+    # Only the input of a recomputed layer is saved, before its forward pass.
     inside, kept = [False], dict[int, Any]()
     layers = gpt.decoder.layers
     layers[LAYER].register_forward_pre_hook(lambda *_: inside.__setitem__(0, True))

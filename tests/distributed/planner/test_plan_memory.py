@@ -1,4 +1,4 @@
-"""The plan's memory of a rank, compared with the most that a real run of it holds."""
+"""The planned memory of a rank, compared with the measured peak of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.config.schema import RunConfig
+from nemo_kto.config.resolved import ResolvedRun
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint, make_rows, write_rows
 from tests.helpers.training_jobs import train
@@ -33,15 +33,15 @@ def warm_up(model: Path, rows: Path, folder: Path, world_size: int, overrides: l
 def measured_and_planned(
     model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str]
 ) -> tuple[float, dict[str, float]]:
-    """Bytes that this rank's memory grew by, at most, and what the plan says of its stage, part by part."""
+    """Peak growth of this rank's memory in bytes, and the parts of the plan for its stage."""
     from nemo_kto.distributed import state
     from nemo_kto.planner import plan_run
 
     plans = []
 
-    def planned(cfg: RunConfig, ranks: int, local: int) -> None:
-        machines = plan_run.these_machines(cfg, ranks=ranks, local=local, timed=False)
-        plans.append((plan_run.make_plan(cfg, machines), state.pipeline_stage()))
+    def planned(run: ResolvedRun, ranks: int, local: int) -> None:
+        machines = plan_run.these_machines(run, ranks=ranks, local=local, timed=False)
+        plans.append((plan_run.make_plan(run, machines), state.pipeline_stage()))
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
     before = _resident("VmRSS")
@@ -86,7 +86,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (2, [CACHED, "model.context_parallel_size=2"]),
         (2, [CACHED, PIPELINE, "model.virtual_pipeline_model_parallel_size=2"]),
         (2, [CACHED, PIPELINE, "model.num_layers_in_last_pipeline_stage=1"]),
-        # with one row the libraries' own share would be a sixth of what a rank holds of half a frozen model
+        # with one row the libraries would take a sixth of the memory of a rank with half a frozen model
         (2, [*LORA, TENSOR, "model.micro_batch_size=2"]),
         (2, ["model.reference.mode=swap", TENSOR, *FULL]),
         (2, [EXPERTS, CACHED]),
@@ -104,12 +104,12 @@ def test_a_run_uses_the_planned_memory(place: Path, tmp_path: Path, world_size: 
         *overrides,
     ]
     peaks, plans = zip(*run(place, tmp_path / "first", world_size, common), strict=True)
-    if not _near(peaks, plans):  # threads of libraries take memory of their own, more or less of it: the least of two runs
+    if not _near(peaks, plans):  # threads of libraries take a varying amount of memory: the minimum of two runs
         again = [peak for peak, _ in run(place, tmp_path / "second", world_size, common)]
         peaks = tuple(map(min, peaks, again))
     for peak, planned in zip(peaks, plans, strict=True):
-        told = {name: round(value / 1e6) for name, value in planned.items()}
-        print(f"measured {peak / 1e6:,.0f} MB, planned {planned['in all'] / 1e6:,.0f} MB: {told}")
+        planned_mb = {name: round(value / 1e6) for name, value in planned.items()}
+        print(f"measured {peak / 1e6:,.0f} MB, planned {planned['in all'] / 1e6:,.0f} MB: {planned_mb}")
     assert _near(peaks, plans), (peaks, plans)
 
 
@@ -121,7 +121,7 @@ def run(place: Path, folder: Path, world_size: int, overrides: list[str]) -> lis
     """Peak and plan of each rank."""
     cache = f"model.data.cache_dir={folder / 'cache'}"
     small, large = ("small_mixture", "mixture") if EXPERTS in overrides else ("small", "model")
-    ranks = RankPool(max_ranks=world_size)  # of its own: what a worker was given once, it keeps
+    ranks = RankPool(max_ranks=world_size)  # in a new process: a worker does not return memory
     try:
         for job, model in ((warm_up, small), (measured_and_planned, large)):
             words = (place / model, place / "rows.jsonl", folder / model, world_size, [*overrides, cache])

@@ -1,4 +1,4 @@
-"""What a plan says of a rank without building it, compared with the model that is built there."""
+"""The planned parameters of a rank, compared with the built model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nemo_kto.architecture.stages import PipelineSplit
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
 
-# What a rank holds: its stage, and name -> shape and whether it is trained.
+# Parameters of a rank: its stage, and name -> shape and whether it is trained.
 Built = tuple[int, dict[str, tuple[tuple[int, ...], bool]]]
 ADAPTERS = LoRASettings(rank=4, alpha=4, target_modules=("all",), layers=(1, 3))
 
@@ -32,7 +32,7 @@ def built(model: Path, tensor: int, split: PipelineSplit, adapters: LoRASettings
     layout = state.Layout(tensor=tensor, pipeline=split.stages, virtual=virtual, expert=expert, expert_tensor=1)
     state.init_distributed(layout=layout, seed=1)
     architecture = read_architecture(model, tensor_parallel=tensor, expert_tensor_parallel=1)
-    held = {}
+    actual = {}
     for gpt in build_chunks(architecture, params_dtype=torch.float32, split=split, expert_parallel=expert):
         if adapters is not None:
             add_adapters(gpt, adapters, architecture=architecture, seed=1)
@@ -40,8 +40,8 @@ def built(model: Path, tensor: int, split: PipelineSplit, adapters: LoRASettings
             if name.startswith("decoder.layers."):
                 number, rest = name.removeprefix("decoder.layers.").split(".", 1)
                 name = f"decoder.layers.{gpt.decoder.layers[int(number)].layer_number - 1}.{rest}"
-            held[name] = tuple(parameter.shape), parameter.requires_grad
-    return state.pipeline_stage(), held
+            actual[name] = tuple(parameter.shape), parameter.requires_grad
+    return state.pipeline_stage(), actual
 
 
 def planned(
@@ -103,8 +103,8 @@ def test_parameters_of_a_rank_equal_the_plan(
 ) -> None:
     found: list[Built] = ranks.run(tensor * split.stages, built, models[family], tensor, split, adapters, 1)
     assert {stage for stage, _ in found} == set(range(split.stages))
-    for stage, held in found:
-        assert planned(models[family], tensor, split, stage, adapters, 1) == held
+    for stage, actual in found:
+        assert planned(models[family], tensor, split, stage, adapters, 1) == actual
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ def test_parameters_of_experts_equal_the_plan(
     """Of the first expert-parallel rank, whose numbers of experts are those of the model; all hold as many."""
     split = PipelineSplit(stages=stages)
     found: list[Built] = ranks.run(4, built, models[family], tensor, split, adapters, expert)
-    for stage, held in found:
-        assert planned(models[family], tensor, split, stage, adapters, expert) == held
-        names = [name for name in held if ".experts." in name]
+    for stage, actual in found:
+        assert planned(models[family], tensor, split, stage, adapters, expert) == actual
+        names = [name for name in actual if ".experts." in name]
         sparse = {1: 3, 2: 1 if stage == 0 else 2}[stages] if family != "gpt_oss" else 4 // stages
         weights = 2 * (8 // expert) * sparse
         assert sum(name.endswith(".weight") for name in names) == weights

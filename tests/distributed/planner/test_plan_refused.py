@@ -12,7 +12,7 @@ from tests.helpers.training_jobs import train
 
 
 def with_little_memory(model: Path, rows: Path, folder: Path, memory: int) -> str:
-    """What a run says on a machine of so many bytes; "ran" if it ran."""
+    """The error of a run on a machine with this many bytes; "ran" if there is none."""
     from nemo_kto.cli.job import check_memory
     from nemo_kto.errors import UserError
 
@@ -31,7 +31,7 @@ def test_ranks_share_host_memory(ranks: RankPool, tiny_llama: Path, kto_rows: Pa
     # fp32: 4 of weights, 4 of gradients, 8 / 2 of moments, which the two data-parallel ranks share out, and 4 of the policy
     # on the host while the reference is evaluated for a later epoch
     need = 16 * number
-    said = ranks.run(2, with_little_memory, tiny_llama, kto_rows, tmp_path / "refused", 2 * need - 2)
-    assert said == [Naming("2.9 MB", "2 ranks", "nemo-kto plan kto")] * 2
+    refusals = ranks.run(2, with_little_memory, tiny_llama, kto_rows, tmp_path / "refused", 2 * need - 2)
+    assert refusals == [Naming("2.9 MB", "2 ranks", "nemo-kto plan kto")] * 2
     assert [*(tmp_path / "refused").glob("*.jsonl")] == [], "nothing was begun"
     assert ranks.run(2, with_little_memory, tiny_llama, kto_rows, tmp_path / "ran", 2 * need) == ["ran"] * 2

@@ -1,4 +1,4 @@
-"""What ranks tell each other in a step: the closed form of planner/traffic.py, counted on real ranks."""
+"""Communication of a step: the closed form of planner/traffic.py against counts on real ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def last_layer(settings: LoRASettings, keys: list[str]) -> tuple[LoRASettings, l
 ALL, DORA, UNTIED = adapters("all"), adapters("all", dora=True), adapters("all", "embed_tokens")
 PROJECTIONS, MLPS, LAST = adapters("o_proj"), adapters("mlp"), last_layer(*adapters("attention_qkv"))
 EP2, SHARDS = "model.expert_model_parallel_size=2", "model.sequence_parallel=true"
-# Ranks; tensor, pipeline and context parallel; the rest of what the formula and the run are told.
+# Ranks; tensor, pipeline and context parallel; further arguments of the formula and the run.
 CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = {
     "tp2": (2, (2, 1, 1), {}, []),
     "sequence_parallel": (2, (2, 1, 1), {"sequence_parallel": True}, ["model.sequence_parallel=true"]),
@@ -129,7 +129,7 @@ CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = 
     ),
 }
 QUICK = ("tp2_lora", "pp2_dp2", "tp2_cp2")
-# What the formula counts of each axis; the rest are sums of metrics and the like.
+# Collectives that the formula counts per axis; the rest are sums of metrics and similar.
 MESSAGES = {
     "tensor": ("allreduce_", "_allgather_base_", "_reduce_scatter_base_"),
     "pipeline": ("send",),
@@ -152,7 +152,7 @@ PARTS = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """With and without experts, all of which see every token: what a rank sends then does not hang on its router."""
+    """With and without experts. All experts see every token, so that the traffic does not depend on the router."""
     folder = tmp_path_factory.mktemp("wide")
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 640, "tie_word_embeddings": True}
     experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64}

@@ -1,4 +1,4 @@
-"""What a rank sends in one step, counted at torch's own collectives, whoever calls them."""
+"""Counts the bytes that a rank sends in one step, in torch's collectives."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _bytes(value: Any) -> int:
 
 
 def _without_modes(make: Any) -> Any:
-    """torch cannot make a subclass of a tensor where what it makes is watched."""
+    """torch cannot create a tensor subclass under a dispatch mode."""
 
     def call(*arguments: int) -> Any:
         with _disable_current_modes():

@@ -1,4 +1,4 @@
-"""Runs on GPUs are without megatron-core's gloo groups. The same runs on CPU ranks: nothing asks for the groups."""
+"""Runs on GPUs do not create megatron-core's gloo groups; the same runs on CPU ranks show that none is used."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def groups_of_a_run(model: Path, rows: Path, folder: Path, groups: bool | None, 
     backends: list[str | None] = []
     new_group = dist.new_group
 
-    def noted(*arguments: Any, **options: Any) -> Any:
+    def recorded(*arguments: Any, **options: Any) -> Any:
         backends.append(options.get("backend"))
         return new_group(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "new_group", noted)
+        patch.setattr(dist, "new_group", recorded)
         if groups is not None:
             patch.setattr(state, "uses_gloo_groups", lambda: groups)
         train(model, rows, folder, 2, [*SAVING, *overrides])

@@ -1,4 +1,4 @@
-"""A rank that is stuck, stopped or gone is named by the others, with its phase and its stack, within the timeout."""
+"""A stuck, stopped or killed rank is named by the others, with phase and stack, within the timeout."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tests.helpers.commands import CLI, GOOD, TRAINING, environment, run, stub_t
 from tests.helpers.messages import Naming, assert_names
 
 NAME = socket.gethostname()
-# Seconds of the collectives, which then end with errors of their own; a rank that waits for three quarters of it asks why.
+# Timeout of the collectives in seconds; a rank that waits for three quarters of it sends a request to the others.
 TIMEOUT = 6
 
-# What the command does around a training, and a training of steps with one collective each.
+# The command's code around a training, and a training of steps with one collective each.
 PROGRAM = f"""
 import datetime, os, sys, time, torch, torch.distributed as dist
 from nemo_kto.processes import ranks, watchdog; from nemo_kto.distributed import state
 
 rank, done = int(os.environ["RANK"]), 0
-ranks.SECONDS_TO_SPEAK = 1
+ranks.PRINT_SECONDS = 1
 
 def steps(number, trouble):
     global done
@@ -61,7 +61,7 @@ def free_port() -> int:
 
 
 class Ranks:
-    """Ranks that nobody watches: what one of them says is all there is to see."""
+    """Ranks without a launcher: only their own output exists."""
 
     def __init__(
         self, folder: Path, job: str, size: int = 3, *, present: Sequence[int] = (), changes: Mapping[str, str] = {}
@@ -71,13 +71,13 @@ class Ranks:
         self.processes: dict[int, fork_server.Process] = {}
         for rank in present or range(size):
             env = environment() | given | {"RANK": str(rank), "NEMO_KTO_FORCE_CPU": "1", "OMP_NUM_THREADS": "1"}
-            with (folder / f"said{rank}").open("w") as said:
+            with (folder / f"output{rank}").open("w") as output:
                 self.processes[rank] = fork_server.Process(
                     ["-c", PROGRAM.replace("{job}", job)],
                     cwd=folder,
                     env=env,
-                    stdout=said.fileno(),
-                    stderr=said.fileno(),
+                    stdout=output.fileno(),
+                    stderr=output.fileno(),
                     preload=PRELOAD,
                 )
 
@@ -92,29 +92,29 @@ class Ranks:
     def await_file(self, name: str) -> None:
         deadline = time.monotonic() + 60
         while not (self.folder / name).exists():
-            assert time.monotonic() < deadline, self.said(0)
+            assert time.monotonic() < deadline, self.output(0)
             time.sleep(0.01)
 
-    def said(self, rank: int) -> str:
-        return (self.folder / f"said{rank}").read_text()
+    def output(self, rank: int) -> str:
+        return (self.folder / f"output{rank}").read_text()
 
     def ended(self, *which: int) -> list[tuple[int, str]]:
-        return [(self.processes[rank].wait(60), self.said(rank)) for rank in which]
+        return [(self.processes[rank].wait(60), self.output(rank)) for rank in which]
 
 
 def test_a_rank_in_an_endless_loop_is_named_with_phase_and_stack(tmp_path: Path) -> None:
     with Ranks(tmp_path, "steps(5, sleep_for_ever)") as ranks:
         ranks.await_file("step1-0")
         found = ranks.ended(0, 1, 2)  # the one that sleeps, too
-    said = min(text for _, text in found)
+    output = min(text for _, text in found)
     assert [status for status, _ in found] == [1, 1, 1]
-    first, second, *stack = said.splitlines()
+    first, second, *stack = output.splitlines()
     assert first == Naming("nemo-kto", "rank 1 of 3", NAME, "'data'", "2 steps")
     assert second == Naming("1", "last")
     assert [line.split(" in ")[1] for line in stack[-4:-1]] == ["<module>: ", "steps: ", "sleep_for_ever: "]
     assert stack[-1] == Naming("trainer.timeout_minutes", "0.1", "min", "raise")
-    assert len(said.splitlines()) <= 20
-    assert all(said.removeprefix("nemo-kto: ") in text for _, text in found)
+    assert len(output.splitlines()) <= 20
+    assert all(output.removeprefix("nemo-kto: ") in text for _, text in found)
 
 
 def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
         os.kill(ranks.processes[2].pid, signal.SIGSTOP)
         found = ranks.ended(0, 1)
     assert [status for status, _ in found] == [1, 1]
-    for _, said in found:
-        assert_names(said.splitlines()[-1], "rank 2 of 3", NAME, "'forward_backward'")
+    for _, output in found:
+        assert_names(output.splitlines()[-1], "rank 2 of 3", NAME, "'forward_backward'")
 
 
 @pytest.mark.full
@@ -134,8 +134,8 @@ def test_a_stopped_rank_with_the_store_is_named(tmp_path: Path) -> None:
         os.kill(ranks.processes[0].pid, signal.SIGSTOP)
         found = ranks.ended(1, 2)
     assert [status for status, _ in found] == [1, 1]
-    for rank, (_, said) in enumerate(found, start=1):
-        assert_names(said.splitlines()[-1], "rank 0", "0.9 s", f"rank {rank} of 3", NAME, "'forward_backward'")
+    for rank, (_, output) in enumerate(found, start=1):
+        assert_names(output.splitlines()[-1], "rank 0", "0.9 s", f"rank {rank} of 3", NAME, "'forward_backward'")
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.full)])
@@ -144,23 +144,23 @@ def test_a_killed_rank_is_named_by_ranks_that_lost_the_connection(victim: int, t
         ranks.await_file("step9-0")
         os.kill(ranks.processes[victim].pid, signal.SIGKILL)
         found = ranks.ended(*({0, 1, 2} - {victim}))
-    for status, said in found:
+    for status, output in found:
         assert status == 1
-        assert f"rank {victim}" in "\n".join(said.splitlines()[-20:])
+        assert f"rank {victim}" in "\n".join(output.splitlines()[-20:])
     if victim:
-        for _, said in found:
+        for _, output in found:
             assert any(
                 line == Naming("rank 1 of 3", NAME, "'forward_backward'") and re.search(r" [0-3] s\b", line)
-                for line in said.splitlines()
+                for line in output.splitlines()
             )
 
 
 def test_the_error_of_a_failed_rank_reaches_the_others(tmp_path: Path) -> None:
     with Ranks(tmp_path, "steps(5, lambda: open('rows'))", size=2) as ranks:
-        (status, said), (_, cause) = ranks.ended(0, 1)
+        (status, output), (_, cause) = ranks.ended(0, 1)
     assert status == 1
     why = "FileNotFoundError: [Errno 2] No such file or directory: 'rows'"
-    assert f"rank 1 of 2 on {socket.gethostname()} has ended: {why}" in said.splitlines()[-5:]
+    assert f"rank 1 of 2 on {socket.gethostname()} has ended: {why}" in output.splitlines()[-5:]
     assert cause.splitlines()[0] == "rank 1: Traceback (most recent call last):"
     assert why in cause
 
@@ -181,7 +181,7 @@ def test_the_launcher_reports_a_stopped_rank_and_does_not_wait_for_it(tmp_path: 
     env = stub_training(tmp_path, STOP_ONE)
     began = time.monotonic()
     done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, preload=TRAINING)
-    assert time.monotonic() - began < TIMEOUT + 25  # torch's launcher alone would wait for half a minute more
+    assert time.monotonic() - began < TIMEOUT + 25  # torch's launcher would wait for half a minute more
     assert done.returncode == 1
     assert done.stderr == Naming("nemo-kto", "rank 1 of 2", NAME, "'optimizer'")
 
@@ -189,9 +189,9 @@ def test_the_launcher_reports_a_stopped_rank_and_does_not_wait_for_it(tmp_path: 
 @pytest.mark.full
 def test_ranks_that_never_start_are_named(tmp_path: Path) -> None:
     with Ranks(tmp_path, "steps(5, lambda: None)", size=4, present=(0, 2)) as ranks:
-        (status, said), (other, _) = ranks.ended(0, 2)
+        (status, output), (other, _) = ranks.ended(0, 2)
     assert (status, other) == (2, 2)
-    assert said == (
+    assert output == (
         Naming(
             "nemo-kto",
             "all",

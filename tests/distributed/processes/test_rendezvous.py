@@ -1,4 +1,4 @@
-"""Rank 0 is looked for before torch does: one error says why the ranks cannot meet, and names address, port and rank."""
+"""Rendezvous at rank 0: one error says why the ranks cannot meet, with address, port and rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.messages import Naming, assert_names
 
 MEET = """
     from nemo_kto.processes import rendezvous
-    rendezvous.CONNECT_SECONDS, rendezvous.TELL_SECONDS = 1.5, 0.5
+    rendezvous.CONNECT_SECONDS, rendezvous.WARN_SECONDS = 1.5, 0.5
     steps(2, lambda: None)
 """
 NAME = socket.gethostname()
@@ -26,7 +26,7 @@ def listener() -> Iterator[socket.socket]:
         yield server
 
 
-def said(folder: Path, **changes: str) -> tuple[int, str]:
+def run_rank(folder: Path, **changes: str) -> tuple[int, str]:
     """How rank 0 of two ended, or rank 1 with present=(1,)."""
     rank = int(changes.pop("rank"))
     with Ranks(folder, MEET, size=2, present=(rank,), changes=changes) as ranks:
@@ -35,14 +35,14 @@ def said(folder: Path, **changes: str) -> tuple[int, str]:
 
 
 def test_an_unknown_address_is_reported_immediately(tmp_path: Path) -> None:
-    status, text = said(tmp_path, rank="0", MASTER_ADDR="no-such-node.invalid", MASTER_PORT="29500")
+    status, text = run_rank(tmp_path, rank="0", MASTER_ADDR="no-such-node.invalid", MASTER_PORT="29500")
     assert status == 2
     assert text == Naming("nemo-kto", "MASTER_ADDR", "'no-such-node.invalid'", "29500", "rank 0 of 2", NAME, "set")
 
 
 def test_a_port_without_listener_is_reported_after_a_timeout(tmp_path: Path) -> None:
     port = free_port()
-    status, text = said(tmp_path, rank="1", MASTER_PORT=str(port))
+    status, text = run_rank(tmp_path, rank="1", MASTER_PORT=str(port))
     assert status == 2
     assert text == (
         Naming("1.5", "0", f"127.0.0.1:{port}", "nemo-kto", "MASTER_ADDR:MASTER_PORT", "no", "1", "2", NAME, "firewall")
@@ -50,14 +50,14 @@ def test_a_port_without_listener_is_reported_after_a_timeout(tmp_path: Path) -> 
 
 
 def test_an_address_of_another_machine_is_reported_by_rank_0(tmp_path: Path) -> None:
-    status, text = said(tmp_path, rank="0", MASTER_ADDR="192.0.2.1", MASTER_PORT=str(free_port()))  # belongs to nobody
+    status, text = run_rank(tmp_path, rank="0", MASTER_ADDR="192.0.2.1", MASTER_PORT=str(free_port()))  # an unused address
     assert status == 2
     assert_names(text.splitlines()[-1], "nemo-kto", "MASTER_ADDR", "0", "192.0.2.1")
 
 
 def test_a_port_in_use_is_reported_by_rank_0(tmp_path: Path, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
-    assert said(tmp_path, rank="0", MASTER_PORT=str(port)) == (
+    assert run_rank(tmp_path, rank="0", MASTER_PORT=str(port)) == (
         2,
         Naming("nemo-kto", "MASTER_PORT", "0", f"{port}", "2", NAME, "choose"),
     )
@@ -65,7 +65,7 @@ def test_a_port_in_use_is_reported_by_rank_0(tmp_path: Path, listener: socket.so
 
 def test_another_program_at_the_port_is_reported_by_the_other_ranks(tmp_path: Path, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
-    status, text = said(tmp_path, rank="1", MASTER_PORT=str(port))
+    status, text = run_rank(tmp_path, rank="1", MASTER_PORT=str(port))
     assert status == 2
     assert_names(
         text.splitlines()[-1], "nemo-kto", "0", "answer", "MASTER_ADDR:MASTER_PORT", "something", f"127.0.0.1:{port}"

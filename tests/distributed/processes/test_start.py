@@ -1,4 +1,4 @@
-"""What is decided when a run starts: its precision, by the hardware, and a warm-up that fits."""
+"""Decisions at the start of a run: precision by hardware, and a warm-up that fits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_WARMUP = "model.optim.sched.warmup_steps=0"
 
 
 def started(native: list[bool], *arguments: Any) -> tuple[str, list[str], str]:
-    """On a rank: a job on machines of which each has bf16 or not; what it printed, its warnings, and its error."""
+    """On a rank: a job on machines with and without bf16; its output, warnings and error."""
     from nemo_kto.device.precision import Bf16Support
     from nemo_kto.distributed import state
     from nemo_kto.run import lifecycle
@@ -29,7 +29,7 @@ def started(native: list[bool], *arguments: Any) -> tuple[str, list[str], str]:
     has = native[state.rank()]
     printed, warnings, error = io.StringIO(), io.StringIO(), ""
     handler = logging.StreamHandler(warnings)
-    handler.addFilter(lambda record: not record.name.endswith(".data"))  # what is said of the rows is tested elsewhere
+    handler.addFilter(lambda record: not record.name.endswith(".data"))  # messages about rows are tested elsewhere
     logging.getLogger("nemo_kto").addHandler(handler)
     try:
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):

@@ -1,4 +1,4 @@
-"""A failure of one rank is a failure of all, with that rank's message."""
+"""An error of one rank is raised on all ranks with the same message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.helpers.rank_pool import RankPool
 
 
 def fail_on_rank(culprit: int) -> list[str | None]:
-    """What each way to fail together says on this rank, with rank ``culprit`` at fault."""
+    """Errors on this rank for each kind of joint failure, caused by rank ``culprit``."""
     from nemo_kto.distributed import state
 
     state.init_distributed(layout=state.Layout(), seed=0)
@@ -51,7 +51,7 @@ def fail_on_rank(culprit: int) -> list[str | None]:
             main_process_first,
             lambda: state.from_rank_zero(break_here, doing="at work"),
         )
-    ] + [state.from_rank_zero(lambda: f"said by rank {state.rank()}", doing="at work")]
+    ] + [state.from_rank_zero(lambda: f"message by rank {state.rank()}", doing="at work")]
 
 
 def test_every_rank_gets_the_error(ranks: RankPool) -> None:
@@ -64,7 +64,7 @@ def test_every_rank_gets_the_error(ranks: RankPool) -> None:
         "UserError: rows are broken; correct them",
         "UserError: rows are broken; correct them",
     ]
-    own, said = "OSError: disk of rank 0 is full", "said by rank 0"
-    assert first == [*together, own, own, said]
+    own, message = "OSError: disk of rank 0 is full", "message by rank 0"
+    assert first == [*together, own, own, message]
     waited = Naming("RuntimeError", "OSError: disk of rank 0")
-    assert second == [*together, waited, waited, said]
+    assert second == [*together, waited, waited, message]

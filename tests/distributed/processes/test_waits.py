@@ -1,4 +1,4 @@
-"""Ranks wait for one that works as long as it is alive, longer than any collective would; and no longer than that."""
+"""Ranks wait for a working rank longer than the timeout of a collective, and not for one that is gone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from nemo_kto.processes import ranks, rendezvous
 from tests.helpers.messages import Naming
@@ -24,26 +24,27 @@ FOLDER = Path()  # of the results, in the process of a rank
 
 
 def _rank(number: int, store: dict[str, str], job: str, results: str) -> None:
-    """One of two ranks, in a process of its own: what a job gives, as a file. ``store``: where they meet, as variables."""
+    """One of two ranks in its own process; writes the result of a job to a file. ``store``: variables of the rendezvous."""
     from nemo_kto.device.patches import install_cpu_backend
-    from nemo_kto.processes import waits
+    from nemo_kto.processes import watchdog
 
     install_cpu_backend()
-    waits.BEAT_SECONDS = 0.1
-    waits.SILENT_SECONDS = 1.0 if job in GONE else 60.0  # a busy machine may silence a rank that lives
+    watchdog.TICK_SECONDS = 0.1
+    watchdog.SILENT_SECONDS = 1.0 if job in GONE else 60.0  # a busy machine may silence a rank that lives
     global FOLDER
     FOLDER = Path(results)
     os.environ |= {**store, "RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": str(number)}
     rendezvous.join("gloo", timeout=timedelta(minutes=2))  # they may start at different times
     dist.barrier()
     _set_pg_timeout(timedelta(seconds=TIMEOUT))
-    _get_default_store().set_timeout(timedelta(seconds=TIMEOUT))
+    assert watchdog._current is not None
+    watchdog._current.timeout = 10 * TIMEOUT if job == "long work" else TIMEOUT
     began = time.monotonic()
     try:
-        said = JOBS[job]()
+        message = JOBS[job]()
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    Path(results, str(number)).write_text(f"{time.monotonic() - began:.2f} {said}")
+        message = f"{type(error).__name__}: {error}"
+    Path(results, str(number)).write_text(f"{time.monotonic() - began:.2f} {message}")
     os._exit(0)
 
 
@@ -106,7 +107,7 @@ JOBS: dict[str, Callable[[], str]] = {
 }
 
 
-Found = list[tuple[float, str, int]]  # of each rank: seconds and words of what a job gave, and its process
+Found = list[tuple[float, str, int]]  # of each rank: seconds and result of its job, and its process
 TwoRanks = Callable[..., Found]
 
 
@@ -133,24 +134,24 @@ def two_ranks(tmp_path: Path) -> TwoRanks:
             process.kill()
             process.join()
             file = tmp_path / str(number)
-            seconds, _, said = (file.read_text() if file.is_file() else "0 nothing").partition(" ")
-            found.append((float(seconds), said, process.pid or 0))
+            seconds, _, message = (file.read_text() if file.is_file() else "0 nothing").partition(" ")
+            found.append((float(seconds), message, process.pid or 0))
         return found
 
     return run
 
 
 def test_ranks_wait_longer_than_the_timeout_of_a_collective_for_a_working_rank(two_ranks: TwoRanks) -> None:
-    for seconds, said, _ in two_ranks("long work"):
-        assert said == "from rank 0, [0, 1]"
+    for seconds, message, _ in two_ranks("long work"):
+        assert message == "from rank 0, [0, 1]"
         assert seconds > 4 * WORK
 
 
 @pytest.mark.parametrize("end", ["killed", "stopped"])
 def test_a_killed_or_stopped_rank_is_named(end: str, two_ranks: TwoRanks) -> None:
-    (_, nothing, pid), (_, said, _) = two_ranks(end)
+    (_, nothing, pid), (_, message, _) = two_ranks(end)
     assert nothing == "nothing"
-    assert said == Naming("RuntimeError", "0", f"{pid}", f"{os.uname().nodename}", "1", "stopped")
+    assert message == Naming("RuntimeError", "0", f"{pid}", f"{os.uname().nodename}", "1", "stopped")
 
 
 @pytest.mark.parametrize(
@@ -158,26 +159,26 @@ def test_a_killed_or_stopped_rank_is_named(end: str, two_ranks: TwoRanks) -> Non
     [
         (
             "killed",
-            ["hashing the weights", "rank 0", "srun", "ended"],
+            ["hashing the weights", "rank 0", "rank 1 of 2", "ended"],
         ),
         (
             "stopped",
-            ["rank 1", "1 s", "hashing the weights", "rank 0", "srun", "stopped"],
+            ["rank 1 of 2", "1 s", "hashing the weights", "rank 0", "stopped"],
         ),
     ],
 )
 def test_the_rank_with_the_store_is_killed_or_stopped(end: str, names: list[str], two_ranks: TwoRanks) -> None:
-    _, (_, said, _) = two_ranks(end, tcp=True)
-    assert said == Naming("RuntimeError", "store", *names)
+    _, (_, message, _) = two_ranks(end, tcp=True)
+    assert message == Naming("RuntimeError", "store", *names)
 
 
 def test_a_rank_that_never_arrives_is_named(two_ranks: TwoRanks) -> None:
-    _, (seconds, said, _) = two_ranks("late")
-    assert said == Naming("RuntimeError", "0", "1", "look")
+    _, (seconds, message, _) = two_ranks("late")
+    assert message == Naming("RuntimeError", "0", "1", "see")
     assert seconds >= TIMEOUT
 
 
 def test_a_rank_that_fails_does_not_wait_for_the_others(two_ranks: TwoRanks) -> None:
-    (_, told, _), (_, said, _) = two_ranks("failing")
-    assert told == "ValueError: broken"
-    assert said == "loaded"
+    (_, failure, _), (_, message, _) = two_ranks("failing")
+    assert failure == "ValueError: broken"
+    assert message == "loaded"

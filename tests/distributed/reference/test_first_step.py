@@ -1,4 +1,4 @@
-"""At the first step policy and reference are one model: in bf16 too every log-ratio is exactly zero, however it is held."""
+"""At the first step policy and reference are equal: every log-ratio is exactly zero in every reference mode and in bf16."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CACHED = ("model.reference.mode=cached",)
 
 
 def first_step(model: Path, rows: Path, folder: Path, world_size: int, algorithm: str, overrides: list[str]) -> Any:
-    """On a rank: one step in bf16; what it logged, and the log-ratios of the KL examples of this rank."""
+    """On a rank: one step in bf16; its metrics, and the log-ratios of the KL examples of this rank."""
     from nemo_kto.models.nlp.gpt import megatron_gpt_kto_model as kto
 
     seen: list[float] = []
     original = kto.kl_sums
 
-    def noted(log_ratios_B: Any, valid_B: Any) -> Any:
+    def recorded(log_ratios_B: Any, valid_B: Any) -> Any:
         seen.extend(log_ratios_B.tolist())
         return original(log_ratios_B, valid_B)
 
@@ -41,7 +41,7 @@ def first_step(model: Path, rows: Path, folder: Path, world_size: int, algorithm
         *overrides,
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kto, "kl_sums", noted)
+        patch.setattr(kto, "kl_sums", recorded)
         train(model, rows, folder, world_size, settings, algorithm)
     return trajectory(folder)[0], seen
 

@@ -1,4 +1,4 @@
-"""A moving reference in a checkpoint: fp32 values, at any layout; and those of checkpoints that hold it in bf16."""
+"""A synced reference in a checkpoint: fp32 values, at any layout, and checkpoints with a reference in bf16."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def save_or_load(
 
     state.init_distributed(layout=layout, seed=3)
     chunks, _ = lora_jobs.build(model, layout, settings, dtype=torch.bfloat16)
-    held = SwappedWeights(parameters=chunks[0].parameters(), moves=moves)
+    swapped = SwappedWeights(parameters=chunks[0].parameters(), moves=moves)
     optimizer = lora_jobs.optimizer_of(chunks, dtype=torch.bfloat16)
     manager = lora_jobs.manager_of(chunks, optimizer, run, model)
-    manager.reference_weights = held
-    expected = moved(held.host)
+    manager.reference_weights = swapped
+    expected = moved(swapped.host)
     if save:
-        for values, new in zip(held.values, expected, strict=True):
+        for values, new in zip(swapped.values, expected, strict=True):
             values.copy_(new)
         lora_jobs.backward(chunks)
         optimizer.step()
@@ -47,10 +47,12 @@ def save_or_load(
     assert newest is not None
     assert manager.load(newest) == {"step": 1}
     return {
-        "dtypes": {str(values.dtype) for values in held.values},
-        "exact": [torch.equal(*pair) for pair in zip(held.values, expected, strict=True)],
-        "rounded": [torch.equal(*pair) for pair in zip(held.host, [v.bfloat16() for v in expected], strict=True)],
-        "of_bf16": [torch.equal(values, new.bfloat16().float()) for values, new in zip(held.values, expected, strict=True)],
+        "dtypes": {str(values.dtype) for values in swapped.values},
+        "exact": [torch.equal(*pair) for pair in zip(swapped.values, expected, strict=True)],
+        "rounded": [torch.equal(*pair) for pair in zip(swapped.host, [v.bfloat16() for v in expected], strict=True)],
+        "of_bf16": [
+            torch.equal(values, new.bfloat16().float()) for values, new in zip(swapped.values, expected, strict=True)
+        ],
     }
 
 

@@ -1,4 +1,4 @@
-"""The reference is what was named: the log-probs of adapters on their base model are those of transformers and peft."""
+"""A named reference: log-probs of adapters on their base model equal those of transformers and peft."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_a_step(model: Path, rows: Path, folder: Path, world_size: int, overrides
     seen: Logps = {}
     original = MegatronGPTDPOModel.reference_logprobs
 
-    def noted(self: Any, *parts: Any) -> Any:
+    def recorded(self: Any, *parts: Any) -> Any:
         logps = original(self, *parts)
         (answers,) = parts
         for number, length in enumerate(answers.lengths_B.tolist()):
@@ -50,7 +50,7 @@ def run_a_step(model: Path, rows: Path, folder: Path, world_size: int, overrides
 
     settings = ["trainer.dpo.max_steps=1", "trainer.dpo.limit_val_batches=0", f"model.data.cache_dir={folder}/cache"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MegatronGPTDPOModel, "reference_logprobs", noted)
+        patch.setattr(MegatronGPTDPOModel, "reference_logprobs", recorded)
         train(model, rows, folder, world_size, [*settings, *overrides], "dpo")
     return seen
 
@@ -71,7 +71,7 @@ def expected_logps(sequences: Sequence[tuple[int, ...]], base: Path, adapter: Pa
 
 @pytest.fixture(scope="module")
 def folders(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two base models; adapters on each that peft made; a checkpoint of adapters of ours, and the same in PEFT's format."""
+    """Two base models; adapters on each by peft; a checkpoint of adapters, and the same in PEFT's format."""
     root = tmp_path_factory.mktemp("named")
     for name, seed in (("base", 0), ("other", 3)):
         make_checkpoint(root / name, "llama", seed=seed)
@@ -135,7 +135,7 @@ def test_log_probs_are_those_of_transformers_and_peft(
     assert [*seen.values()] == pytest.approx(expected, rel=1e-5, abs=1e-4)
     plain = expected_logps([*seen], folders[base], None)
     assert max(abs(one - two) for one, two in zip(expected, plain, strict=True)) > 0.1, "the adapters must matter"
-    # and the policy is what it would be with any other reference
+    # and the policy does not depend on the reference
     its_own = expected_logps([*seen], folders["base"], folders["of_checkpoint"] if policy == "trained_adapters" else None)
     (step,) = trajectory(tmp_path)
     mean = (step["train/logps_chosen_mean"] + step["train/logps_rejected_mean"]) / 2
@@ -160,16 +160,16 @@ def test_adapters_on_sharded_experts(
 
 
 def run_with_warnings(model: Path, rows: Path, folder: Path, overrides: list[str]) -> tuple[Logps, list[str]]:
-    """On a rank: a step, and the warnings about what is loaded."""
+    """On a rank: a step, and the warnings about loaded files."""
     import logging
 
-    said: list[str] = []
+    warned: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("nemo_kto.run.policy")
     logger.addHandler(handler)
     try:
-        return run_a_step(model, rows, folder, 1, overrides), said
+        return run_a_step(model, rows, folder, 1, overrides), warned
     finally:
         logger.removeHandler(handler)
 
@@ -179,10 +179,10 @@ def test_trained_adapters_on_another_base_model(
 ) -> None:
     """The configuration names both, so both are used; a warning says that they were not made for each other."""
     overrides = [LORA[0], f"model.peft.restore_from_path={folders['of_checkpoint']}"]
-    ((seen, said),) = ranks.run(1, run_with_warnings, folders["other"], dpo_rows, tmp_path, overrides)
+    ((seen, warned),) = ranks.run(1, run_with_warnings, folders["other"], dpo_rows, tmp_path, overrides)
     expected = expected_logps([*seen], folders["other"], folders["of_checkpoint"])
     assert [*seen.values()] == pytest.approx(expected, rel=1e-5, abs=1e-4)
-    assert said == [Naming("adapters", f"{folders['of_checkpoint']}", f"{folders['base']}", f"{folders['other']}")]
+    assert warned == [Naming("adapters", f"{folders['of_checkpoint']}", f"{folders['base']}", f"{folders['other']}")]
 
 
 def test_the_policy_itself_as_the_named_reference(

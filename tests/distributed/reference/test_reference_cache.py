@@ -1,4 +1,4 @@
-"""Reference log-probs that are kept: found again by content, computed once, refused where they are not what they were."""
+"""The cache of reference log-probs: looked up by content, computed once, refused after changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def logp(rows: Any) -> torch.Tensor:
 
 
 class CacheUser:
-    """What a run does with its cache; says what was asked of the model and what was warned of."""
+    """The operations of a run on its cache; records evaluated sequences and warnings."""
 
     def __init__(self, folder: Path, model: Path, **settings: Any) -> None:
         from nemo_kto.models.engine import cached_reference
@@ -54,7 +54,7 @@ class CacheUser:
         self.reference = CachedReference(cache=cache)
 
     def logprobs(self, sequences: Any) -> torch.Tensor:
-        """What the engine gives."""
+        """The result of the engine."""
         self.evaluated += len(sequences)
         return logp(sequences)
 
@@ -115,7 +115,7 @@ def on_other_weights(folder: Path) -> list[int]:
     from nemo_kto.utils import hashes
 
     state.init_distributed(layout=state.Layout(), seed=0)
-    smallest, hashes.MIN_KEPT_BYTES = hashes.MIN_KEPT_BYTES, 0  # hashes are kept, as those of large files are
+    smallest, hashes.MIN_KEPT_BYTES = hashes.MIN_KEPT_BYTES, 0  # hashes are cached, as those of large files are
     try:
         return rows_found(folder, make_model(folder / "model"))
     finally:
@@ -135,7 +135,7 @@ def rows_found(folder: Path, model: Path) -> list[int]:
 
 
 def model_that_changes(folder: Path) -> list[str]:
-    """What is said when the reference's weights are about to be read again: unchanged, others, and gone."""
+    """Errors on reading the reference's weights again: unchanged, changed, and missing."""
     from nemo_kto.distributed import state
     from nemo_kto.errors import UserError
 
@@ -156,7 +156,7 @@ def model_that_changes(folder: Path) -> list[str]:
 def test_a_changed_reference_does_not_use_the_cache(ranks: RankPool, tmp_path: Path) -> None:
     ((changed, gone),) = ranks.run(1, model_that_changes, tmp_path)
     for text in (changed, gone):
-        assert_names(text, str(tmp_path / "model"), "changed or are gone", "restore", "same command")
+        assert_names(text, str(tmp_path / "model"), "changed or are missing", "restore", "same command")
 
 
 def two_jobs(folder: Path) -> dict[str, Any]:
@@ -250,11 +250,11 @@ def test_a_reference_mixed_with_the_policy(alpha: float) -> None:
     from nemo_kto.models.engine.reference import SwappedWeights
 
     parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
-    held = SwappedWeights(parameters=[parameter])
+    swapped = SwappedWeights(parameters=[parameter])
     parameter.data += 4.0
-    with held.active():
+    with swapped.active():
         assert parameter.tolist() == [1.0, 2.0]
-    held.mix(alpha)
-    with held.active():
+    swapped.mix(alpha)
+    with swapped.active():
         assert parameter.tolist() == [1.0 + 4 * alpha, 2.0 + 4 * alpha]
     assert parameter.tolist() == [5.0, 6.0]

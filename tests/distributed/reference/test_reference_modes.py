@@ -1,4 +1,4 @@
-"""One trajectory, however the reference is held: swapped, switched off or asked beforehand."""
+"""One trajectory for every reference mode: swapped, disabled adapters or precomputed."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_run_resumed_without_its_cache_evaluates_the_rest(job: Callable[[str],
 
 @pytest.mark.parametrize("steps", [3, pytest.param(10, marks=pytest.mark.full)])
 def test_a_cache_is_reused_by_other_runs_and_layouts(steps: int, job: Callable[[str], Job]) -> None:
-    """In ten steps, the rows of the second epoch with KL rows of their own as well."""
+    """In ten steps, also the second epoch with its new KL examples."""
     length, run = f"trainer.kto.max_steps={steps}", job("kto")
     swapped = run(length)
     assert_same(run(CACHED, length, "model.pipeline_model_parallel_size=2", world_size=2), swapped, steps=steps)
@@ -150,13 +150,13 @@ def forward_passes(model: Path, rows: Path, folder: Path, overrides: list[str]) 
         evaluated[0] += sum(map(len, parts))
         return original(self, *parts)
 
-    def noted(**arguments: Any) -> Any:
+    def recorded(**arguments: Any) -> Any:
         before_training[0] = evaluated[0]
         return build_optimizer(**arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LogProbEngine, "logprobs", counted)
-        patch.setattr("nemo_kto.run.build.build_optimizer", noted)
+        patch.setattr("nemo_kto.run.build.build_optimizer", recorded)
         train(model, rows, folder, 1, ["trainer.kto.max_steps=7", "trainer.kto.limit_val_batches=0", *overrides])
     return [before_training[0], evaluated[0] - before_training[0]]
 
@@ -169,7 +169,7 @@ def test_the_first_epoch_is_evaluated_once_before_the_optimizer_exists(
         (counts,) = ranks.run(1, forward_passes, tiny_llama, kto_rows, tmp_path / str(number), arguments)
         return list(counts)
 
-    samples = kl_rows = 7 * 16  # into a second epoch: 96 samples once, and 16 of them again, with KL rows of their own
+    samples = kl_rows = 7 * 16  # into a second epoch: 96 examples once, and 16 of them again, with new KL examples
     later = 16  # KL rows of the second epoch
     assert passes(1) == [0, samples + kl_rows + kl_rows], "reference of both, policy of the KL rows"
     assert passes(2, CACHED) == [96 + 96, later + kl_rows], "KL rows of an epoch when it begins"
@@ -270,7 +270,7 @@ def test_synced_reference(job: Callable[[str], Job]) -> None:
 def test_a_run_with_reference_sync_resumes_bitwise(kind: str, job: Callable[[str], Job], tmp_path: Path) -> None:
     run = job("dpo")
     moving: tuple[Any, ...] = ("model.reference.sync_interval=2", "model.reference.sync_alpha=0.5")
-    if kind != "model":  # what is frozen in the policy moves in the reference
+    if kind != "model":  # frozen weights of the policy change in the reference
         other = make_checkpoint(tmp_path / "other", "llama", seed=3)
         moving = (*moving, *LORA, f"model.reference.restore_from_path={other}")
     whole = run(*moving, "trainer.dpo.max_steps=4")

@@ -1,4 +1,4 @@
-"""BCO's delta: the running mean of the rewards, kept over a kill, left as it was by validations and skipped steps."""
+"""BCO's delta: the running mean of rewards, resumed after a kill, unchanged by validation and skipped steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job whose validations no longer improve ends with a checkpoint and an export, says why, and knows it the next time."""
+"""Early stopping ends a run with a checkpoint and an export, also after a resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WHY = ("val_loss", "9", "2", "step 1")
 
 
 def printed(model: Path, rows: Path, folder: Path, overrides: list[str]) -> str:
-    """On a rank: what the job prints."""
+    """On a rank: the output of the job."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         train(model, rows, folder, 2, [*SETTINGS, *overrides])

@@ -1,4 +1,4 @@
-"""Metrics of several global batches are means over their examples, however the examples are cut into batches."""
+"""Metrics of several global batches are means over their examples, for any division into batches."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def evaluated_in_batches_of(folder: Path, sizes: tuple[int, ...]) -> dict[int, l
 
 
 def work_of_a_batch(folder: Path) -> dict[str, float]:
-    """On a rank: what a batch with KL examples is counted as."""
+    """On a rank: the counts of a batch with KL examples."""
     _, metrics = model_of(folder, "kto").get_loss_and_metrics(make_batch("sample", "kl_sample"), forward_only=True)
     return {name: metrics.sums[name] for name in ("tokens", "kl_tokens", "padded_tokens")}
 

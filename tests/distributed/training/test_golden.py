@@ -1,4 +1,4 @@
-"""Three steps of every preference loss are those of tests/data/golden.json; tests/distributed/golden.py writes the file."""
+"""Three steps of every preference loss equal tests/data/golden.json, which tests/distributed/golden.py writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.distributed import golden
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import assert_same
 
-# With AVX-512, AVX2 and SSE alone figures differ by up to 1.6e-5.
+# With AVX-512, AVX2 only and SSE only, values differ by up to 1.6e-5.
 TOLERANCE = 1e-4
 
 

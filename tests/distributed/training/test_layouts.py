@@ -1,4 +1,4 @@
-"""numerics.md, point 2: one trajectory, whatever the layout, the micro-batch, the recomputation or the optimizer's sharding.
+"""numerics.md, point 2: one trajectory for every layout, micro-batch size, recomputation and optimizer sharding.
 
 Every case is the whole job: configuration, data, reference, steps, through the builder the command line uses. All of them
 are held against one rank with a micro-batch of 4. Ten steps, as docs/numerics.md asks, are taken by every case of the full
@@ -174,7 +174,7 @@ ORPO = [  # as TRL has it: the SFT term is one mean over the tokens of prompts a
     "model.dpo.sft_token_mean=true",
     "model.dpo.sft_completion_only=false",
 ]
-# Name of a run: the algorithm, what is overridden, and the first loss, where it follows from policy and reference being one.
+# Name of a run: the algorithm, the overrides, and the first loss if it follows from policy and reference being equal.
 RUNS: dict[str, tuple[str, list[str], float | None]] = {
     "kto": ("kto", [], 0.5),
     "dpo": ("dpo", ["model.dpo.sft_loss_weight=0.01", "model.dpo.label_smoothing=0.1"], math.log(2)),

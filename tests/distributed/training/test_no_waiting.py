@@ -1,6 +1,6 @@
-"""Between two micro-batches the host waits for nothing: it asks for no value, and fetches nothing from its own memory.
+"""Between micro-batches the host does not wait for the device: it reads no values and uploads nothing.
 
-There is no device here, so that what is counted is every operation within megatron-core's schedule that would wait for one.
+There is no device here: every operation within megatron-core's schedule that would wait for one is counted.
 tests/gpu/test_no_waiting.py lets torch refuse them on a GPU.
 """
 

@@ -1,4 +1,4 @@
-"""The real SmolLM2 (9 heads in 3 groups: nothing that two ranks could share out evenly) at TP=2 x PP=2 and on one rank."""
+"""The real SmolLM2, whose nine heads two ranks cannot divide, at TP=2 x PP=2 and on one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A row of weight 2 is that row counted twice in the sum of the losses: whole jobs, from the file to the gradient."""
+"""A row of weight 2 counts twice in the sum of the losses, from the file to the gradient."""
 
 from __future__ import annotations
 

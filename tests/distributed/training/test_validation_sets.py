@@ -1,4 +1,4 @@
-"""Several validation sets in one run: the metrics of separate runs, in every layout; early stopping; resuming."""
+"""Several validation sets in one run: metrics of separate runs at every layout, early stopping, resuming."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def validations(
     size: int = 1,
     job: Callable[..., None] = train,
 ) -> list[dict[str, float]]:
-    """What each validation of a job logs."""
+    """The metrics of each validation of a job."""
     given = [*(text.format(algorithm) for text in STEPS), *SETTINGS, *overrides]
     ranks.run(size, job, model, files["train"], folder, size, given, algorithm)
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -106,7 +106,7 @@ def train_with_forked_workers(*arguments: Any) -> None:
 def test_loader_workers_change_no_number(
     algorithm: str, size: int, ranks: RankPool, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    """Each set has processes of its own, kept from one validation to the next."""
+    """Each set has separate worker processes, kept from one validation to the next."""
     files = files_of(tmp_path, algorithm)
     alone = validations(ranks, tiny_llama, files, tmp_path / "alone", algorithm, both(files), size=size)
     assert len(alone) == 2
@@ -156,7 +156,7 @@ def test_a_resumed_run_has_the_same_validation_sets(ranks: RankPool, tiny_llama:
         f"{{{helpful}, safe: {files['harmless']}}}": f"22 rows in helpful, 37 rows in safe; then {before}",
         str(files["helpful"]): f"22 rows; then {before}",
     }
-    for validation, told in others.items():
-        assert_names(again(validation, 2), *keys, f"({told})")
+    for validation, part in others.items():
+        assert_names(again(validation, 2), *keys, f"({part})")
     assert again(f"{{{harmless}, {helpful}}}", 2) == "", "in another order"
     assert [checkpoint.step for checkpoint in find_checkpoints(folder / "checkpoints")][-1] == 2

@@ -1,4 +1,4 @@
-"""From fit to the loss: the calls that docs/design.md lists are those that a real step makes."""
+"""The calls from fit to the loss that docs/design.md lists are those of a real step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def walked(model: Path, rows: Path, folder: Path) -> list[tuple[str, str]]:
     seen: list[list[tuple[str, str]]] = []
     original = LOSSES["kto"]
 
-    @functools.wraps(original.function)  # its parameters say what the loss takes
+    @functools.wraps(original.function)  # its parameters are those of the loss
     def loss(*values: Any, **settings: Any) -> Any:
         names = []
         for frame in inspect.stack()[1:]:

@@ -1,4 +1,4 @@
-"""A least-squares model behind the trainers' real loop: its steps have a closed form, and it remembers the rows it saw."""
+"""Test doubles for the trainers' loop: a least-squares model whose steps have a closed form and that records its rows."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Schedule:
 
 
 class Complete(NamedTuple):
-    """What a writer of checkpoints says of one that is complete."""
+    """The event of a complete checkpoint."""
 
     step: int
     seconds: float
@@ -113,7 +113,7 @@ class Complete(NamedTuple):
 
 
 class Notebook:
-    """Logger and checkpoint callback in one: writes down what the trainer says."""
+    """Logger and checkpoint callback in one that records its calls."""
 
     def __init__(self) -> None:
         self.logged: list[tuple[int, dict[str, float]]] = []
@@ -169,7 +169,7 @@ def loader(rows: int, *, batch: int, training: bool, workers: int = 0) -> Any:
 
 
 def validation_loaders(rows: int | Mapping[str, int] | None, *, batch: int) -> ValidationLoaders:
-    """Of one set of so many rows, of several with names, or of none."""
+    """Loaders of one set, of several named sets, or of none."""
     if isinstance(rows, Mapping):
         return {name: loader(each, batch=batch, training=False) for name, each in rows.items()}
     return None if rows is None else loader(rows, batch=batch, training=False)

@@ -1,4 +1,4 @@
-"""The callback protocol: which method is called when, in which order, and what is logged of what a callback adds."""
+"""The callback protocol: order of the hooks, and logging of metrics that a callback adds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from nemo_kto.algorithms.callbacks import Callback, Event, ReferenceSync, StragglerCallback, ThroughputCallback
 from nemo_kto.losses.metrics import Metrics
-from nemo_kto.telemetry.stragglers import RankTimes
 from nemo_kto.telemetry.throughput import ThroughputMeter
+from nemo_kto.telemetry.watch import RankTimes
 from tests.unit.algorithms.parts import Run
 
 

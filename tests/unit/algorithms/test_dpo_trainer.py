@@ -1,4 +1,4 @@
-"""The loop of DPOTrainer over a model whose every step is known in closed form."""
+"""The training loop of DPOTrainer with a model whose steps have a closed form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run ends because its validations no longer improve: pytorch-lightning's rule, in our loop, and after a resume."""
+"""Early stopping: the rule of pytorch-lightning, in the training loop and after a resume."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_stopped_run_takes_no_further_step() -> None:
     ("settings", "end"), [({"patience": 3}, 14), ({"patience": 9}, 20), ({"monitor": "val_rows", "mode": "max"}, 18)]
 )
 def test_a_stopped_run_continues_with_other_settings(settings: dict[str, Any], end: int) -> None:
-    """Another metric begins anew: 14 is the best, 16 and 18 are not better."""
+    """Another metric starts again: 14 is the best, 16 and 18 are not better."""
     assert resumed(run().fit(), stopping(**settings)).trainer.step == end
 
 

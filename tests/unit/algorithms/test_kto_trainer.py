@@ -1,4 +1,4 @@
-"""What KTOTrainer adds to the loop: the reference log-probs of samples and KL examples."""
+"""KTOTrainer: reference log-probs of examples and KL examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainers and collate functions under NeMo-Aligner's names, with its arguments and form of examples, take a step."""
+"""Trainers and collate functions accept NeMo-Aligner's names, arguments and examples."""
 
 from __future__ import annotations
 

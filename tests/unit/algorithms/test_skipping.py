@@ -1,4 +1,4 @@
-"""Steps whose numbers are not finite."""
+"""Steps with non-finite losses or gradients."""
 
 from __future__ import annotations
 

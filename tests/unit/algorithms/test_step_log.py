@@ -1,4 +1,4 @@
-"""Lines of the log that are of several steps: what they say, when they come, and that a resumed run goes on with them."""
+"""Log lines that aggregate several steps, also in a resumed run."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_throughput_covers_all_steps_of_a_line() -> None:
 
 
 def lines(*runs: Run) -> list[tuple[int, dict[str, float]]]:
-    """What was logged of steps, without times."""
+    """Logged metrics of steps without times."""
     logged = [entry for run in runs for entry in run.notes.logged]
     return [
         (step, {name: value for name, value in values.items() if not name.startswith("timing/")})

@@ -1,4 +1,4 @@
-"""A run that is asked to stop: what it still does, and what the resumed run makes up for."""
+"""Stopping a run by a signal or max_time, and the resumed run."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_signal_during_the_validation_after_max_time() -> None:
 
 
 class Preparation(Callback):
-    """What prepares an epoch, at which steps, and during which one the run is asked to stop."""
+    """A callback that prepares epochs, records the steps, and stops the run during one of them."""
 
     def __init__(self, stops_at: int | None = None) -> None:
         self.steps: list[int] = []

@@ -1,4 +1,4 @@
-"""Several validation sets: each has the metrics that it would have as the only one."""
+"""Several validation sets: each has the metrics of a separate run."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ LINEAR = {"rope_type": "linear", "factor": 8.0}
 @pytest.mark.parametrize(
     ("changes", "theta", "factor", "local_theta"),
     [
-        # as published: the old form, and what transformers 5 writes of it
+        # as published: the old form, and the form of transformers 5
         ({"rope_theta": 1e6, "rope_local_base_freq": 3e4, "rope_scaling": LINEAR}, 1e6, 8.0, 3e4),
         ({"rope_theta": 1e6, "rope_local_base_freq": 3e4, "rope_scaling": None}, 1e6, 1.0, 3e4),
         (

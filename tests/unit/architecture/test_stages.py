@@ -1,4 +1,4 @@
-"""Which layers a stage holds, compared with megatron-core's own functions, and what it keeps of how many micro-batches."""
+"""Layers of a pipeline stage, compared with megatron-core's own functions, and the number of in-flight micro-batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from nemo_kto.architecture.stages import PipelineSplit, SplitError
-from nemo_kto.models.transformer_settings import _pipeline_settings
+from nemo_kto.models.transformer_settings import pipeline_settings
 from tests.helpers.messages import Message
 
 SPLITS = [
@@ -30,11 +30,11 @@ SPLITS = [
 @pytest.mark.parametrize(("layers", "split"), SPLITS, ids=str)
 def test_layers_of_a_stage_equal_megatron_core(layers: int, split: PipelineSplit) -> None:
     config = TransformerConfig(
-        num_layers=layers, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32, **_pipeline_settings(split)
+        num_layers=layers, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32, **pipeline_settings(split)
     )
-    held = split.layers(layers)
-    assert sorted(layer for stage in held for chunk in stage for layer in chunk) == list(range(layers))
-    for stage, chunks in enumerate(held):
+    layers_of_stages = split.layers(layers)
+    assert sorted(layer for stage in layers_of_stages for chunk in stage for layer in chunk) == list(range(layers))
+    for stage, chunks in enumerate(layers_of_stages):
         for number, its_layers in enumerate(chunks):
             place = {"vp_stage": number if split.chunks > 1 else None, "pp_rank": stage}
             assert len(its_layers) == get_num_layers_to_build(config, **place)
@@ -42,7 +42,7 @@ def test_layers_of_a_stage_equal_megatron_core(layers: int, split: PipelineSplit
 
 
 @pytest.mark.parametrize(
-    ("layers", "split", "told"),
+    ("layers", "split", "expected"),
     [
         (5, PipelineSplit(stages=2), Message("5", "2")),
         (5, PipelineSplit(chunks=2), Message("2", "1")),
@@ -53,11 +53,11 @@ def test_layers_of_a_stage_equal_megatron_core(layers: int, split: PipelineSplit
         ),
     ],
 )
-def test_layers_that_cannot_be_divided(layers: int, split: PipelineSplit, told: str) -> None:
+def test_layers_that_cannot_be_divided(layers: int, split: PipelineSplit, expected: str) -> None:
     assert not split.fits(layers)
     with pytest.raises(SplitError) as error:
         split.layers(layers)
-    assert str(error.value) == told
+    assert str(error.value) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which checkpoint is used, by the files alone: what is damage, what is not, and what is said of it."""
+"""Choice of the newest undamaged checkpoint from files alone."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "another step": (edited(lambda info: info["trainer"].update(step=5)), ["trainer.json"]),
     "no files": (
         edited(lambda info: [info.pop(name) for name in ("files", "checksum")]),
-        ["trainer.json", "list", "files"],
+        ["trainer.json", "files", "missing"],
     ),
     "a file where the folder was": (lambda path: [shutil.rmtree(path), path.write_text("")], ["trainer.json"]),
 }
@@ -101,12 +101,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
     case: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    damages, told = DAMAGES[case]
+    damages, names = DAMAGES[case]
     damages(folder / "step_000006")
     newest = newest_checkpoint(folder)
     assert newest is not None
     assert newest.step == 4
-    assert [record.getMessage() for record in caplog.records] == [Message(f"{folder}/step_000006", "damaged", *told)]
+    assert [record.getMessage() for record in caplog.records] == [Message(f"{folder}/step_000006", "damaged", *names)]
 
 
 def test_a_complete_checkpoint_is_used_without_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -162,7 +162,7 @@ def test_a_missing_permission_is_not_reported_as_damage(code: int, is_damage: bo
         with pytest.raises(UserError) as caught:
             newest_checkpoint(folder)
     assert str(caught.value) == (
-        Message(f"{folder}/step_000006/state/__0_0.distcp", "read", f"{os.strerror(code)}", "wrong")
+        Message(f"{folder}/step_000006/state/__0_0.distcp", "read", f"{os.strerror(code)}", "permission")
     )
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint gets of the model's folder: read at the start, whatever else lies there."""
+"""Files of the model folder that are copied into a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model is known by what its files hold."""
+"""Hashes of a model's content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of a trainer.json that this program would not write: each is refused by name, whatever the hashes say."""
+"""Impossible values in trainer.json are refused by name, even with correct hashes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def places(value: object, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str 
 
 
 def write(checkpoint: Path, info: dict[str, Any]) -> None:
-    """With right hashes, as whoever tampers with it would."""
+    """Write the file with correct hashes, as an attacker would."""
     (checkpoint / "trainer.json").write_text(info_text(info))
 
 
@@ -134,7 +134,7 @@ def use(found: Checkpoint) -> None:
 
 
 def errors_of(checkpoint: Path) -> str | None:
-    """What is said of a checkpoint that is used; any error but these two is a defect."""
+    """The error of using a checkpoint; any other type of error is a bug."""
     try:
         use(read_checkpoint(checkpoint))
     except (DamagedCheckpoint, UserError) as error:
@@ -163,9 +163,9 @@ def test_any_other_value_is_refused_or_accepted(place: tuple[str | int, ...], ch
             write(checkpoint, changed)
         except (RecursionError, ValueError):  # cannot be written as JSON at all
             continue
-        if (told := errors_of(checkpoint)) is not None:
-            assert_names(told, "trainer.json")
-            assert len(told) < 1000
+        if (refusal := errors_of(checkpoint)) is not None:
+            assert_names(refusal, "trainer.json")
+            assert len(refusal) < 1000
 
 
 WRONG: dict[str, tuple[tuple[str, ...], object]] = {

@@ -1,4 +1,4 @@
-"""What a folder that names a model holds, and where its base model is."""
+"""Contents of a model folder, and the location of its base model."""
 
 from __future__ import annotations
 

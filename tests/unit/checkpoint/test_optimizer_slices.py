@@ -1,4 +1,4 @@
-"""A piece of a tensor's flat values as rectangles of the tensor: together they are the piece, in its order."""
+"""A range of a tensor's flattened values is split into slices of the tensor, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metadata of a checkpoint as some versions of Python write it, without getattr for anything else."""
+"""Checkpoint metadata as pickled by several versions of Python is loaded without allowing other uses of getattr."""
 
 from __future__ import annotations
 

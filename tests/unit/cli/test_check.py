@@ -1,4 +1,4 @@
-"""`nemo-kto data check`: the exact report, and what is said of rows and command lines that cannot be used."""
+"""`nemo-kto data check`: the report, and errors for unusable rows and command lines."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ REPORT = [
         "model.kto.undesirable_loss_weight=3",
         "model.kto.auto_balance=true",
     ),
-    "prompts         3 different, 1 of several examples, at most 3 (that at rows.jsonl:1)",
+    "prompts         3 distinct, 1 with several examples, at most 3 (rows.jsonl:1)",
     Message("duplicates", "1", "prompt", "answer", "label", "first", "rows.jsonl:4", "rows.jsonl:1"),
     Message("contradictions", "3", "answer", "label", "first", "rows.jsonl:1", "rows.jsonl:2"),
-    "characters                  least     half     90 %     99 %     most",
+    "characters                    min   median     90 %     99 %      max",
     "  prompt                        1        1        5        5        5",
     "  desirable answer              3        3        9        9        9",
     "  undesirable answer            3        3        3        3        3",
 ]
 TOKENS = [  # one a byte; <|im_start|>, user, a line's end, hello, <|im_end|> and so on
-    "tokens                      least     half     90 %     99 %     most",
+    "tokens                        min   median     90 %     99 %      max",
     "  prompt                        1        1       24       24       24",
     "  desirable answer              4        4       10       10       10",
     "  undesirable answer            4        4        4        4        4",
@@ -96,9 +96,9 @@ def test_tokens_and_truncations_are_counted_with_a_model(tokenizer_folder: Path,
     write_rows(Path("rows.jsonl"), ROWS)
     model = ("--model", str(tokenizer_folder))
     assert shown(capsys, "rows.jsonl", *model) == [*REPORT, *TOKENS]
-    for length, told in ((33, "1 prompt and 0 answers"), (10, "1 prompt and 1 answer"), (4, "1 prompt and 5 answers")):
+    for length, counts in ((33, "1 prompt and 0 answers"), (10, "1 prompt and 1 answer"), (4, "1 prompt and 5 answers")):
         lines = shown(capsys, "rows.jsonl", *model, "--seq-length", str(length))
-        assert lines[len(REPORT + TOKENS) :] == [Message("truncated", f"{told}", f"model.data.seq_length={length}", "5")]
+        assert lines[len(REPORT + TOKENS) :] == [Message("truncated", f"{counts}", f"model.data.seq_length={length}", "5")]
 
 
 def test_pairs_of_several_files(tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,14 +114,14 @@ def test_pairs_of_several_files(tokenizer_folder: Path, capsys: pytest.CaptureFi
         "data/b.jsonl: 2 rows",
         "",
         "pairs           4",
-        "prompts         2 different, 1 of several pairs, at most 3 (that at data/a.jsonl:1)",
+        "prompts         2 distinct, 1 with several pairs, at most 3 (data/a.jsonl:1)",
         Message("duplicates", "1", "prompt", "answer", "label", "first", "data/b.jsonl:1", "data/a.jsonl:1"),
         Message("contradictions", "3", "answers", "first", "data/a.jsonl:1", "data/b.jsonl:2"),
-        "characters                  least     half     90 %     99 %     most",
+        "characters                    min   median     90 %     99 %      max",
         "  prompt                        1        1        1        1        1",
         "  chosen answer                 3        4        4        4        4",
         "  rejected answer               3        3        4        4        4",
-        "tokens                      least     half     90 %     99 %     most",
+        "tokens                        min   median     90 %     99 %      max",
         "  prompt                        1        1        1        1        1",
         "  chosen answer                 4        5        5        5        5",
         "  rejected answer               4        4        5        5        5",
@@ -145,9 +145,9 @@ def test_broken_rows_are_counted_after_the_report(tokenizer_folder: Path, capsys
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "rows.jsonl: 18 rows"
     assert lines[3] == "examples        6: 5 desirable, 1 undesirable"
-    said = refused("rows.jsonl", "more.jsonl", "--model", str(tokenizer_folder))  # an empty prompt is found by tokenising
-    assert said[0] == "13 broken rows:"
-    assert said[2] == Message("more.jsonl:1", "prompt", "token")
+    refusal = refused("rows.jsonl", "more.jsonl", "--model", str(tokenizer_folder))  # an empty prompt is found by tokenising
+    assert refusal[0] == "13 broken rows:"
+    assert refusal[2] == Message("more.jsonl:1", "prompt", "token")
 
 
 def test_files_of_one_label_and_of_broken_rows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`nemo-kto checkpoint`: what it shows of a run's checkpoints, its exit statuses, and that it loads nothing heavy."""
+"""`nemo-kto checkpoint`: its output, exit statuses, and light imports."""
 
 from __future__ import annotations
 
@@ -63,22 +63,24 @@ def test_ls_of_several_validation_sets(tmp_path: Path, capsys: pytest.CaptureFix
         metrics |= {f"val_{name}_rewards_margin": 0.125}
     make_checkpoint(tmp_path / "checkpoints", 2, metrics=metrics)
     assert command("ls", tmp_path) == 0
-    told = "val_a_loss 0.5000, val_a_rewards_margin 0.1250, val_a_invalid_loss 0.2500, val_a_invalid_rewards_margin 0.1250"
-    assert f"  {told}  complete" in capsys.readouterr().out
+    expected = (
+        "val_a_loss 0.5000, val_a_rewards_margin 0.1250, val_a_invalid_loss 0.2500, val_a_invalid_rewards_margin 0.1250"
+    )
+    assert f"  {expected}  complete" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("layout", "told"),
+    ("layout", "expected"),
     [
         ({"world": 8, "tensor": 2, "pipeline": 1, "context": 2}, "2 x 2 x 1, 2 context"),
         ({"world": 8, "tensor": 2, "pipeline": 1}, "4 x 2 x 1"),  # of a version without context parallelism
     ],
 )
-def test_ls_of_many_ranks(run: Path, capsys: pytest.CaptureFixture[str], layout: dict[str, int], told: str) -> None:
+def test_ls_of_many_ranks(run: Path, capsys: pytest.CaptureFixture[str], layout: dict[str, int], expected: str) -> None:
     file = run / "checkpoints/step_000002/trainer.json"
     file.write_text(info_text({**json.loads(file.read_text()), "layout": layout}))
     command("ls", run)
-    assert re.split("  +", capsys.readouterr().out.splitlines()[1])[3] == told
+    assert re.split("  +", capsys.readouterr().out.splitlines()[1])[3] == expected
 
 
 def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,8 +96,8 @@ def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == damaged
     earlier(first)
     assert command("verify", first) == 0
-    told = Message(f"{first}", "3", "files", "0.01", "MB", "earlier")
-    assert capsys.readouterr().out == told
+    expected = Message(f"{first}", "3", "files", "0.01", "MB", "earlier")
+    assert capsys.readouterr().out == expected
 
 
 def test_invalid_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

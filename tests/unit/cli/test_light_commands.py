@@ -1,4 +1,4 @@
-"""Commands that need no model: they import neither torch nor, where nothing is composed, Hydra."""
+"""Commands that need no model import neither torch nor, without a configuration, Hydra."""
 
 from __future__ import annotations
 

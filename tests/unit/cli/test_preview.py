@@ -1,4 +1,4 @@
-"""`nemo-kto data preview`: the exact text, and what is said where nothing can be shown."""
+"""`nemo-kto data preview`: its output and its errors."""
 
 from __future__ import annotations
 
@@ -130,13 +130,13 @@ def test_a_folder_instead_of_a_file(model: str) -> None:
 
 
 def test_all_errors_together_without_those_of_the_machine(model: str) -> None:
-    said = refused("none.jsonl", "--model", "nowhere", "trainer.devices=64", "model.data.seq_length=1")
-    assert said[0] == Message("nothing", "shown")
-    assert [line.split()[0] for line in said[1:]] == [
+    refusal = refused("none.jsonl", "--model", "nowhere", "trainer.devices=64", "model.data.seq_length=1")
+    assert refusal[0] == Message("rows", "shown")
+    assert [line.split()[0] for line in refusal[1:]] == [
         "pretrained_checkpoint.restore_from_path", "model.data.data_prefix", "model.data.seq_length",
     ]  # fmt: skip
-    assert_names(said[1], "nowhere")
-    assert_names(said[2], "none.jsonl")
+    assert_names(refusal[1], "nowhere")
+    assert_names(refusal[2], "none.jsonl")
     write_rows(Path("rows.jsonl"), [{"prompt": "p", "response": "r", "label": True}])
     misspelt = refused("rows.jsonl", "--model", model, "model.data.seq_lenght=5")
     assert misspelt[1] == Message("model.data.seq_lenght", "model.data.seq_length?")

@@ -1,4 +1,4 @@
-"""Overrides to a typed configuration, and what is said of overrides that are wrong."""
+"""Composition of overrides to a typed configuration, and errors of wrong overrides."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
@@ -26,30 +28,37 @@ from tests.unit.conftest import Load, composed, mistakes, of, source_of
             "model.seed=7",
             "model.data.data_prefix={train: [a], validation: [0.5, b], test: []}",
             "model.optim.betas=[0,0.5]",
-            "trainer.precision=32",
+            "hardware=cpu",
+            "trainer.precision=bf16",
             "model.optim.lr=nan",
             "model.reference.restore_from_path=null",
             "exp_manager.explicit_log_dir=''",
+            "++model.mcore_gpt=true",
             "model.peft.lora_tuning.layer_selection=[1,30]",
+            "model.data.data_prefix={train: [c]}",
             "trainer.devices=all",
         ],
     ],
     ids=["none", "many"],
 )
-def test_fast_composition_equals_hydra(recipe: Recipe, overrides: list[str]) -> None:
-    slow, fast = compose.load(overrides, source=source_of(recipe)), composed(overrides, recipe)
-    assert compose.recipe_of(fast) is compose.recipe_of(slow) is recipe
-    assert OmegaConf.to_yaml(fast) == OmegaConf.to_yaml(slow)  # nan is not equal to itself
-    assert str(compose.to_config(fast)) == str(compose.to_config(slow))
+def test_values_are_set_as_hydra_sets_them(recipe: Recipe, overrides: list[str]) -> None:
+    ours = compose.load(overrides, source=source_of(recipe))
+    with initialize_config_module("nemo_kto.conf", version_base="1.3"):
+        theirs = hydra_compose(recipe.config_name, overrides=overrides)
+    assert OmegaConf.to_yaml(ours) == OmegaConf.to_yaml(theirs)  # nan is not equal to itself
+    assert compose.recipe_of(ours) is recipe
 
 
-def test_fast_composition_knows_the_keys() -> None:
+def test_files_are_composed_once_and_no_value_stays_in_them() -> None:
+    source = compose.Source()
     with pytest.raises(OmegaConfBaseException, match="Key 'seeds' is not in struct"):
-        composed(["model.seeds=3"], KTO)
-    assert composed([], KTO).model.seed == 1234
+        source.compose(["model.seed=7", "model.seeds=3"])
+    assert source.compose(["model.data.data_prefix={train: [a]}"]).model.seed == 1234
+    assert source.compose(["hardware=cpu"]).trainer.accelerator == "cpu"
+    assert OmegaConf.to_yaml(source.compose()) == OmegaConf.to_yaml(compose.Source().compose())
 
 
-# An override of any algorithm and what is said of it.
+# An override of any algorithm and its error.
 WRONG = [
     (
         "model.micro_batchsize=2",
@@ -187,7 +196,7 @@ def test_keys_of_the_other_algorithm(recipe: Recipe, override: str, text: str) -
 def test_errors_are_listed_in_the_order_of_the_command_line(recipe: Recipe) -> None:
     overrides = ["model.seed=x", "model.micro_batch_size=4", "foo=1", "hardware=tpu", "model.global_batch_size=6"]
     job = Job(recipe=recipe, source=source_of(recipe), world=None)
-    found = job.mistakes(overrides, sweep=False)
+    found = job.checker(sweep=False).errors(overrides)
     keys = ["model.seed", "foo", "hardware", "model.global_batch_size"]  # which 4 does not divide
     assert [mistake.key for mistake in found] == [*keys, "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"]
 
@@ -353,7 +362,8 @@ def test_a_user_configuration(recipe: Recipe, tmp_path: Path) -> None:
     config = compose.load(["model.micro_batch_size=2"], source=source)
     assert config.model.seed == 7
     assert compose.recipe_of(config) is recipe
-    found = Job(recipe=recipe, source=source, world=None).mistakes(["trainer.max_steps=x", "hardware=tpu"], sweep=False)
+    job = Job(recipe=recipe, source=source, world=None)
+    found = job.checker(sweep=False).errors(["trainer.max_steps=x", "hardware=tpu"])
     assert [str(mistake) for mistake in found][:2] == [
         Message("trainer.max_steps", f"trainer.{recipe.name}.max_steps", "-1", "x"),
         Message("cpu", "gpu_node", "tpu"),

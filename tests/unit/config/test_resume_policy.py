@@ -1,37 +1,27 @@
-"""What must stay in a resumed run and what may change: the table, and the comparison."""
+"""Keys that may or may not change in a resumed run."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.config.keys import all_keys
-from nemo_kto.config.resume_policy import MAY_CHANGE, MUST_STAY, Rule, as_markdown, rule_of
+from nemo_kto.algorithms.recipes import RECIPES, Recipe
+from nemo_kto.config.schema import config_type
 from nemo_kto.run.facts import differences, facts_of_earlier
+from nemo_kto.utils.field_errors import names
+from nemo_kto.utils.fields import MayChange, MustStay
 from tests.helpers.messages import Message
 
-KEYS = [(name, key.name) for name, recipe in RECIPES.items() for key in all_keys(recipe)]
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "checkpoints.md"
+
+def resume(name: str, key: str) -> MustStay | MayChange | None:
+    return names(config_type(RECIPES[name]))[key].resume
 
 
-def matching(rules: tuple[Rule, ...], name: str, key: str) -> bool:
-    found = rule_of(key, name=name)
-    return found is not None and found[0] in rules
-
-
-def test_every_key_has_a_resume_policy() -> None:
-    assert len(KEYS) > 150
-    assert not [key for name, key in KEYS if rule_of(key, name=name) is None], "say whether it may change, in identity.py"
-
-
-@pytest.mark.parametrize("pattern", [pattern for rule in (*MUST_STAY, *MAY_CHANGE) for pattern in rule.keys])
-def test_every_resume_policy_belongs_to_a_key(pattern: str) -> None:
-    rules = tuple(rule for rule in (*MUST_STAY, *MAY_CHANGE) if pattern in rule.keys)
-    assert len(rules) == 1
-    assert [key for name, key in KEYS if matching(rules, name, key)]
+def test_every_key_has_a_resume_policy(recipe: Recipe) -> None:
+    keys = {key: field.resume for key, field in names(config_type(recipe)).items() if field.section is None}
+    assert len(keys) > 70
+    assert not [key for key, marker in keys.items() if marker is None], "annotate it with MustStay or MayChange in schema.py"
 
 
 @pytest.mark.parametrize(
@@ -49,14 +39,20 @@ def test_every_resume_policy_belongs_to_a_key(pattern: str) -> None:
         ("trainer.kto.max_steps", False),
     ],
 )
-def test_an_exact_key_has_priority_over_a_pattern(key: str, stays: bool) -> None:
-    found = rule_of(key, name="kto")
-    assert found is not None
-    assert found[1] is stays
+def test_the_marker_of_a_key_has_priority_over_that_of_its_section(key: str, stays: bool) -> None:
+    assert isinstance(resume("kto", key), MustStay if stays else MayChange)
 
 
-def test_the_resume_page_has_the_table() -> None:
-    assert as_markdown() in PAGE.read_text(encoding="utf-8"), "python -m nemo_kto.config.resume_policy prints it"
+def test_verbatim_values() -> None:
+    fields = {key: field for name in RECIPES for key, field in names(config_type(RECIPES[name])).items()}
+    verbatim = {key for key, field in fields.items() if isinstance(field.resume, MustStay) and field.resume.verbatim}
+    assert verbatim >= {
+        "algorithm",
+        *(f"model.data.{key}" for key in ("eod_mask_loss", "reset_attention_mask", "seq_length", "truncation_mode")),
+        *("model.global_batch_size", "model.moe_aux_loss_coeff", "model.optim.name"),
+        *("model.optim.use_distributed_optimizer", "model.peft.peft_scheme", "model.reference.sync_interval"),
+        *("model.seed", "trainer.precision"),
+    }
 
 
 def content(hashed: str, place: str) -> dict[str, str]:
@@ -79,7 +75,7 @@ FACTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         (
             {"model.kto.ref_policy_kl_penalty": 0.2},
@@ -127,14 +123,14 @@ FACTS: dict[str, Any] = {
         ),
     ],
 )
-def test_every_difference_is_reported(change: dict[str, Any], told: list[str]) -> None:
-    assert differences(FACTS, {**FACTS, **change}) == told
+def test_every_difference_is_reported(change: dict[str, Any], expected: list[str]) -> None:
+    assert differences(FACTS, {**FACTS, **change}) == expected
 
 
 def test_options_of_only_one_of_two_losses_are_not_compared() -> None:
     before, now = ({"model.dpo.preference_loss": loss} for loss in ("dpo", "simpo"))
-    told = differences({**before, "model.dpo.label_smoothing": 0.0}, {**now, "model.dpo.simpo_gamma": 0.5})
-    assert told == [Message("model.dpo.preference_loss", "dpo", "simpo")]
+    expected = differences({**before, "model.dpo.label_smoothing": 0.0}, {**now, "model.dpo.simpo_gamma": 0.5})
+    assert expected == [Message("model.dpo.preference_loss", "dpo", "simpo")]
 
 
 EARLIER: dict[str, Any] = {

@@ -1,6 +1,6 @@
-"""Each rule beyond the types: the exact text where it is broken, and silence where it is not.
+"""Rules of the machine, run folder, files, layout and data: the error of each violation, and no error otherwise.
 
-Those of the machine, the run folder, the files, the layout and the data; ALGORITHM stands for the name of each algorithm.
+ALGORITHM stands for the name of each algorithm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nemo_kto.losses.preference import preference_metrics
 from tests.helpers.messages import Message
 from tests.unit.conftest import FindErrors, of
 
-# Overrides, number of ranks, what is said.
+# Overrides, number of ranks, errors.
 STOPPING = "exp_manager.create_early_stopping_callback"
 BROKEN = [
     (["trainer.num_nodes=0"], 1, [Message("trainer.num_nodes", "1", "0")]),
@@ -299,7 +299,7 @@ def test_violated_rules_of_other_algorithms(find_errors: FindErrors, other: Reci
         ]
 
 
-# Overrides and number of ranks, of which nothing is said.
+# Valid overrides and number of ranks.
 RIGHT = [
     ([], 1),
     (["trainer.devices=4", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true"], 4),

@@ -1,4 +1,4 @@
-"""The rules of model.kto and model.dpo that the other has not."""
+"""Rules of model.kto and model.dpo that only one of the algorithms has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.conftest import FindErrors, Load
 
 SORTING = LOSSES["aot"]
 
-# Algorithm, overrides, what is said.
+# Algorithm, overrides, errors.
 BROKEN = [
     (
         KTO,
@@ -51,7 +51,7 @@ BROKEN = [
     (
         KTO,
         ["model.global_batch_size=1"],
-        [Message("model.global_batch_size", "2", "answer", "1", "use")],
+        [Message("model.global_batch_size", "2", "KL", "1", "use")],
     ),
     (
         DPO,
@@ -228,7 +228,7 @@ def test_rules_of_losses_that_sort(find_errors: FindErrors) -> None:
 
 
 def test_rules_of_losses_with_delta(find_errors: FindErrors, monkeypatch: pytest.MonkeyPatch) -> None:
-    """BCO's own function by its path: for pairs there is no delta."""
+    """BCO's function by its path: pairs have no delta."""
     monkeypatch.setattr(kto_losses, "OWN", Loss(function=kto_losses.bco_losses), raising=False)
     own = "nemo_kto.losses.kto.OWN"
     assert find_errors(f"model.kto.preference_loss={own}") == []

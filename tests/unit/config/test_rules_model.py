@@ -1,4 +1,4 @@
-"""The rules of the model's part: sizes, recomputation, optimizer, losses, reference and adapters.
+"""Rules of the model: sizes, recomputation, optimizer, losses, reference and adapters.
 
 ALGORITHM stands for the name of each algorithm, ADAPTER and MODEL for folders that exist.
 """
@@ -30,7 +30,7 @@ MODULES = (
     "up_proj, down_proj or embed_tokens"
 )
 
-# Overrides and what is said, of every algorithm.
+# Overrides and errors, of every algorithm.
 BROKEN = [
     (["model.micro_batch_size=0"], [Message("model.micro_batch_size", "1", "0")]),
     (["model.global_batch_size=-1", "model.micro_batch_size=2"], [Message("model.global_batch_size", "1", "-1")]),
@@ -320,7 +320,7 @@ def test_violated_rules_of_other_algorithms(find_errors: FindErrors, tmp_path: P
         ]
 
 
-# Overrides of which nothing is said.
+# Valid overrides.
 RIGHT = [
     [
         "model.activations_checkpoint_granularity=full",
@@ -391,7 +391,7 @@ def test_adapters_of_the_policy_that_would_be_ignored_are_refused(
         Message(f"{key}", "adapters", f"{trained}", "model.peft.peft_scheme=lora", "first", "FOLDER")
     ]
     assert find_errors(named, LORA, adapter, recipe=recipe) == [
-        Message("model.peft.restore_from_path", "null", f"{key}", "adapters", f"{tmp_path}/adapter", "give")
+        Message("model.peft.restore_from_path", "null", f"{key}", "adapters", f"{tmp_path}/adapter", "set")
     ]
 
 
@@ -452,9 +452,9 @@ def test_a_tied_embedding_is_not_adapted(find_errors: FindErrors, tmp_path: Path
 
 
 def test_an_impossible_layer_gives_one_error(find_errors: FindErrors) -> None:
-    """Rules that look at the adapters are not asked about values that are wrong by themselves."""
-    (told,) = find_errors(LORA, f"{TUNING}.target_modules=[embed_tokens]", f"{TUNING}.layer_selection=[0]")
-    assert told.startswith(f"{TUNING}.layer_selection")
+    """Rules about adapters are not applied to values with errors of their own."""
+    (error,) = find_errors(LORA, f"{TUNING}.target_modules=[embed_tokens]", f"{TUNING}.layer_selection=[0]")
+    assert error.startswith(f"{TUNING}.layer_selection")
 
 
 def test_choices_of_the_schema_equal_the_implemented_names() -> None:

@@ -1,4 +1,4 @@
-"""What is said of a pipeline that a model's layers do not fit."""
+"""Rules of pipelines whose size does not divide the layers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ GROUP = "model.activations_checkpoint_num_layers"
 
 
 def layers(folder: Path, number: int) -> str:
-    """Let the model have so many layers. Returns its folder."""
+    """Set the model's number of layers. Returns its folder."""
     file = folder / "model" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": number}))
     return str(folder / "model")
 
 
 @pytest.mark.parametrize(
-    ("number", "overrides", "told"),
+    ("number", "overrides", "expected"),
     [
         (5, [f"{STAGES}=2"], Message(STAGES, "5", "MODEL", "2", "1", f"{LAST}=2")),
         (9, [f"{STAGES}=8"], Message(STAGES, "9", "MODEL", "8", "3", f"{LAST}=2")),
@@ -89,11 +89,11 @@ def layers(folder: Path, number: int) -> str:
     ],
 )
 def test_uneven_layers_that_are_refused(
-    find_errors: FindErrors, tmp_path: Path, number: int, overrides: list[str], told: str
+    find_errors: FindErrors, tmp_path: Path, number: int, overrides: list[str], expected: str
 ) -> None:
     model = layers(tmp_path, number)
     assert find_errors(*overrides, ranks=8 if f"{STAGES}=3" not in overrides else 6, torchrun=True)[-1:] == [
-        told.replace("MODEL", model)
+        expected.replace("MODEL", model)
     ]
 
 
@@ -121,7 +121,7 @@ def test_settings_that_need_a_pipeline(find_errors: FindErrors) -> None:
 
 def test_redundant_pipeline_settings(find_errors: FindErrors) -> None:
     assert find_errors(f"{STAGES}=2", f"{FIRST}=3", f"{EMBEDDING}=true", ranks=2) == [
-        Message(EMBEDDING, "false", FIRST, "true", "give")
+        Message(EMBEDDING, "false", FIRST, "true", "set")
     ]
 
 

@@ -1,4 +1,4 @@
-"""What is said of several validation sets before anything starts: their names, their files, and the metrics to look at."""
+"""Rules of several validation sets: their names, their files and the monitored metrics."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ NAMES = "model.data.data_prefix"
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "expected"),
     [
         (["preference"], [Message(NAMES, "preference", "val_preference_loss", "rename")]),
         (["loss", "kl"], [Message(NAMES, "loss", "val_loss", "rename"), Message(NAMES, "kl", "val_kl", "rename")]),
@@ -87,9 +87,9 @@ NAMES = "model.data.data_prefix"
     ],
 )
 def test_set_names_that_collide_with_metrics(
-    find_errors: FindErrors, tmp_path: Path, names: list[str], told: list[str]
+    find_errors: FindErrors, tmp_path: Path, names: list[str], expected: list[str]
 ) -> None:
-    assert find_errors(override(tmp_path, *names), f"{MONITOR}=train_loss") == told
+    assert find_errors(override(tmp_path, *names), f"{MONITOR}=train_loss") == expected
 
 
 def test_invalid_names_and_files_are_reported_together(find_errors: FindErrors, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The configuration in the run folder: what has changed is said, and what a crash has damaged is written again."""
+"""The configuration in the run folder: changes are reported, and a damaged file is replaced."""
 
 from __future__ import annotations
 

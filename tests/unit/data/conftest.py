@@ -1,4 +1,4 @@
-"""Property tests draw the same examples everywhere and are not timed: a busy machine is no failure."""
+"""Property tests draw the same examples on every machine and have no deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work on parts of a file for other processes, which import this module and little else."""
+"""Functions for worker processes that tokenise parts of a file; the module imports little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenised rows whose files a crash, or a bad disk, has damaged: written again with one warning, and never trained on."""
+"""Damaged files of the token cache are replaced with one warning and never used for training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token ids of plain and message rows: what is prompt, what is answer, and where BOS and EOS stand."""
+"""Token ids of plain rows and rows of messages: prompt, answer, BOS and EOS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KL pairs against brute force, and every tensor of a batch by value."""
+"""KL pairs against brute force, and the values of every tensor of a batch."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ DOCUMENTS = [row([1, EOS, 2], [3, EOS, 4, EOS]), row([5], [6])]
 def test_positions_restart_after_eos_but_not_in_padding() -> None:
     batch = kto_custom_collate(DOCUMENTS, EOS, True, pad_to_multiple=9)
     assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0, 1, 0, 1], list(range(9))]
-    # KL rows have documents of their own: [1 EOS] [2 6 padding] and [5 3 EOS] [4 EOS] [padding]
+    # KL examples have separate documents: [1 EOS] [2 6 padding] and [5 3 EOS] [4 EOS] [padding]
     assert batch["kl_position_ids"].tolist() == [[0, 1, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 0, 1, 0, 1, 2, 3]]
 
 

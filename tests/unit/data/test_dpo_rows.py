@@ -1,4 +1,4 @@
-"""Pairs from a line of a file to the tensors of a batch, and the balance of judged answers."""
+"""Pairs from a line of a file to the tensors of a batch, and auto-balanced weights."""
 
 from __future__ import annotations
 

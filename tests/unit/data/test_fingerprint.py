@@ -1,4 +1,4 @@
-"""The hash of examples: of what is trained on and its order, and of nothing else."""
+"""The fingerprint of a dataset depends on the trained tokens and their order only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loader: shares of the ranks, workers, and going on in the middle of an epoch."""
+"""The data loader: shards of the ranks, workers, and resuming in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def same(a: list[dict], b: list[dict]) -> bool:
 
 def test_all_examples_are_the_first_epoch_and_its_remainder(dataset: KTODataset) -> None:
     training = loader(dataset)
-    training.batch_sampler.set_position(3, 8)  # where a run may stand does not matter
+    training.batch_sampler.set_position(3, 8)  # for any position of a run
     everything = every_example(training)
     batches = list(everything)
     assert (len(everything), [len(batch["samples"]) for batch in batches]) == (4, [8, 8, 8, 2])

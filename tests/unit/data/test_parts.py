@@ -1,4 +1,4 @@
-"""A file that is read in parts, in one process or in several, gives what it gives as a whole."""
+"""Tokenising a file in parts, in one process or in several, gives the same result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WHOLE = 2**40  # bytes of a part
 def opened(
     path: Path, folder: Path, *, part_bytes: int, workers: int = 1, **changes: object
 ) -> tuple[Dataset, FileColumns, str]:
-    """The examples of a file, its columns, and what is wrong with its rows."""
+    """The examples of a file, its columns, and the errors of its rows."""
     broken = RowErrors()
     settings: dict = {"kind": KTO_EXAMPLES, "truncation": Truncation(32, "keep_end", None), "encoder": ENCODER, **changes}
     with pytest.MonkeyPatch.context() as patch:
@@ -120,11 +120,11 @@ def test_broken_rows_of_all_parts_are_counted(tmp_path: Path) -> None:
         rows[number] = {"prompt": "p", "response": "r", "label": f"value {number}" if number < 70 else 5}
     rows[80] = {"prompt": "", "response": "r", "label": True}  # found when it is tokenised
     path = write_rows(tmp_path / "a.jsonl", rows)
-    whole, columns, told = opened(path, tmp_path / "whole", part_bytes=WHOLE)
-    table, found, told_of_parts = opened(path, tmp_path / "parts", part_bytes=700)
+    whole, columns, message = opened(path, tmp_path / "whole", part_bytes=WHOLE)
+    table, found, message_of_parts = opened(path, tmp_path / "parts", part_bytes=700)
     assert whole is table is None
-    assert told.startswith("14 broken rows, the first 10 faults:\n")
-    assert (told_of_parts, found) == (told, columns)
+    assert message.startswith("14 broken rows, the first 10 faults:\n")
+    assert (message_of_parts, found) == (message, columns)
     assert list((tmp_path / "parts").iterdir()) == []
 
 

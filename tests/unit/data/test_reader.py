@@ -1,4 +1,4 @@
-"""The columns of a row: what is renamed, counted, or refused because it would be lost."""
+"""Columns of a row: renamed, counted, or refused because they would be lost."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PARIS, LYON = "The capital of France is Paris.", "The capital of France is Lyon.
 QUESTION = "What is the capital of France?"
 
 
-def said(text: str) -> dict[str, str]:
+def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
 def read(
     tmp_path: Path, *rows: dict, fields: dict[str, str] | None = None, pairs: bool = False
 ) -> tuple[list[Any], FileColumns, str]:
-    """Records and columns of a file, and what is wrong with its rows."""
+    """Records and columns of a file, and the errors of its rows."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     broken, columns = RowErrors(), FileColumns()
@@ -53,11 +53,16 @@ def test_a_prompt_is_never_dropped_from_a_pair(tmp_path: Path, pairs: bool) -> N
             Message("instruction", "prompt", "input"),
         ),
         (
-            {"Question": QUESTION, "chosen": [USER, said("a")], "rejected": [USER, said("b")], "context": "Europe"},
+            {
+                "Question": QUESTION,
+                "chosen": [USER, assistant("a")],
+                "rejected": [USER, assistant("b")],
+                "context": "Europe",
+            },
             Message("context", "prompt", "Question"),
         ),
         (
-            {"system": "Be brief.", "chosen": [USER, said("a")], "rejected": [USER, said("b")]},
+            {"system": "Be brief.", "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]},
             Message("system", "prompt"),
         ),
         (
@@ -85,7 +90,7 @@ def test_a_prompt_is_never_dropped_from_a_pair(tmp_path: Path, pairs: bool) -> N
             ),
         ),
         (
-            {"question": QUESTION, "chosen": said(PARIS), "rejected": said(LYON)},
+            {"question": QUESTION, "chosen": assistant(PARIS), "rejected": assistant(LYON)},
             Message("chosen", "model.data.fields={prompt:question}"),
         ),
         (
@@ -93,7 +98,7 @@ def test_a_prompt_is_never_dropped_from_a_pair(tmp_path: Path, pairs: bool) -> N
             Message("system", "prompt", "list", "role", "content", "first"),
         ),
         (
-            {"messages": [USER, said("a")], "history": [["hi", "hello"]], "label": True},
+            {"messages": [USER, assistant("a")], "history": [["hi", "hello"]], "label": True},
             Message("history", "prompt"),
         ),
         (
@@ -113,8 +118,8 @@ def test_a_row_whose_prompt_would_lose_text_is_refused(tmp_path: Path, row: dict
         {"prompt": QUESTION, "question": "What?", "response": PARIS, "label": True},
         {"prompt": QUESTION, "system": "", "images": [], "context": None, "response": PARIS, "label": True},
         {"prompt": f"Be brief. {QUESTION}", "system": " Be brief. ", "response": PARIS, "label": True},
-        {"question": QUESTION, "chosen": [USER, said("a")], "rejected": [USER, said("b")]},
-        {"messages": [USER, said("a")], "chosen": [USER, said("a")], "rejected": [USER, said("b")]},
+        {"question": QUESTION, "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]},
+        {"messages": [USER, assistant("a")], "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]},
         {
             "system": "Be brief.",
             "prompt": [{"role": "system", "content": "Be brief."}, USER],
@@ -181,7 +186,7 @@ def test_unused_columns_are_counted_per_row_format(tmp_path: Path) -> None:
     assert columns.unused_text() == "id (3 rows), source (2 rows), chosen_reward, rejected_reward (1 row)"
     _, columns, _ = read(tmp_path, pair, pairs=True)
     assert columns.unused == {"id": 1}
-    _, columns, _ = read(tmp_path, {"messages": [USER, said("a")], "prompt": QUESTION, "label": True})
+    _, columns, _ = read(tmp_path, {"messages": [USER, assistant("a")], "prompt": QUESTION, "label": True})
     assert columns.unused_text() == "prompt (1 row)"
 
 
@@ -199,7 +204,7 @@ def test_unused_columns_are_counted_per_row_format(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_chat_template_arguments(tmp_path: Path, given: dict, text: str) -> None:
-    _, _, wrong = read(tmp_path, {"messages": [USER, said("a")], "label": True, **given})
+    _, _, wrong = read(tmp_path, {"messages": [USER, assistant("a")], "label": True, **given})
     assert wrong == text
 
 

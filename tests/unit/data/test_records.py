@@ -1,4 +1,4 @@
-"""Every form of a row, and what is said about rows that have none."""
+"""Every row format, and errors of rows in no known format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ USER = {"role": "user", "content": "hi"}
 SYSTEM = {"role": "system", "content": "be brief"}
 
 
-def said(text: str) -> dict[str, str]:
+def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
@@ -30,15 +30,15 @@ def triples(row: dict) -> list[tuple]:
         ({"prompt": "p", "response": "r", "preference": "rejected"}, [("p", "r", False)]),
         ({"prompt": "p", "completion": "r", "label": True}, [("p", "r", True)]),
         ({"prompt": "p", "completion": "r", "label": False, "source": "x"}, [("p", "r", False)]),
-        ({"messages": [SYSTEM, USER, said("r")], "label": False}, [([SYSTEM, USER], [said("r")], False)]),
-        ({"prompt": [USER], "completion": [said("r")], "label": True}, [([USER], [said("r")], True)]),
-        ({"prompt": [USER], "completion": "r", "label": True}, [([USER], [said("r")], True)]),
-        ({"prompt": "hi", "completion": [said("r")], "label": True}, [([USER], [said("r")], True)]),
-        ({"prompt": [USER], "completion": [USER, said("r")], "label": True}, [([USER], [said("r")], True)]),
+        ({"messages": [SYSTEM, USER, assistant("r")], "label": False}, [([SYSTEM, USER], [assistant("r")], False)]),
+        ({"prompt": [USER], "completion": [assistant("r")], "label": True}, [([USER], [assistant("r")], True)]),
+        ({"prompt": [USER], "completion": "r", "label": True}, [([USER], [assistant("r")], True)]),
+        ({"prompt": "hi", "completion": [assistant("r")], "label": True}, [([USER], [assistant("r")], True)]),
+        ({"prompt": [USER], "completion": [USER, assistant("r")], "label": True}, [([USER], [assistant("r")], True)]),
         # one message in the place of a list of one
-        ({"prompt": [USER], "completion": said("r"), "label": True}, [([USER], [said("r")], True)]),
-        ({"prompt": USER, "completion": said("r"), "label": True}, [([USER], [said("r")], True)]),
-        ({"prompt": "hi", "completion": said("r"), "label": True}, [([USER], [said("r")], True)]),
+        ({"prompt": [USER], "completion": assistant("r"), "label": True}, [([USER], [assistant("r")], True)]),
+        ({"prompt": USER, "completion": assistant("r"), "label": True}, [([USER], [assistant("r")], True)]),
+        ({"prompt": "hi", "completion": assistant("r"), "label": True}, [([USER], [assistant("r")], True)]),
     ],
 )
 def test_single_forms(row: dict, expected: list) -> None:
@@ -50,12 +50,22 @@ def test_single_forms(row: dict, expected: list) -> None:
     [
         ({"prompt": "p", "chosen": "a", "rejected": "b"}, "p", "a", "b"),
         ({"prompt": "p", "chosen_response": "a", "rejected_response": "b"}, "p", "a", "b"),
-        ({"prompt": [USER], "chosen": [said("a")], "rejected": [said("b")]}, [USER], [said("a")], [said("b")]),
-        ({"prompt": [USER], "chosen": [USER, said("a")], "rejected": "b"}, [USER], [said("a")], [said("b")]),
-        ({"prompt": USER, "chosen": said("a"), "rejected": said("b")}, [USER], [said("a")], [said("b")]),
+        (
+            {"prompt": [USER], "chosen": [assistant("a")], "rejected": [assistant("b")]},
+            [USER],
+            [assistant("a")],
+            [assistant("b")],
+        ),
+        ({"prompt": [USER], "chosen": [USER, assistant("a")], "rejected": "b"}, [USER], [assistant("a")], [assistant("b")]),
+        ({"prompt": USER, "chosen": assistant("a"), "rejected": assistant("b")}, [USER], [assistant("a")], [assistant("b")]),
         # the form of UltraFeedback: the prompt as a text and again in both conversations
-        ({"prompt": "hi", "chosen": [USER, said("a")], "rejected": [USER, said("b")]}, [USER], [said("a")], [said("b")]),
-        ({"chosen": [USER, said("a")], "rejected": [USER, said("b")]}, [USER], [said("a")], [said("b")]),
+        (
+            {"prompt": "hi", "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]},
+            [USER],
+            [assistant("a")],
+            [assistant("b")],
+        ),
+        ({"chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]}, [USER], [assistant("a")], [assistant("b")]),
         ({"chosen": "say it: yes", "rejected": "say it: no"}, "say it:", " yes", " no"),
         ({"chosen": "say it: yes", "rejected": "say it: yesterday"}, "say it:", " yes", " yesterday"),
         # the form of HH: answers that begin alike still begin after the mark
@@ -84,19 +94,19 @@ def test_pairs_become_two_records(row: dict, prompt: object, good: object, bad: 
         ({"prompt": 3, "response": "r", "preference": "chosen"}, ["prompt", "string", "3"]),
         ({"prompt": "p", "response": None, "preference": "chosen"}, ["response", "string", "None"]),
         ({"prompt": [], "response": "r", "preference": "chosen"}, ['"prompt"', "empty", "[]"]),
-        ({"messages": [said("r")], "label": True}, ["messages", "answer"]),
-        ({"messages": [said("r"), USER], "label": True}, ['role "assistant"', "['user']"]),
-        ({"messages": [{"from": "human", "value": "x"}, said("r")], "label": True}, ["role", "content", "'from'"]),
-        ({"messages": [{"role": "user", "content": 1}, said("r")], "label": True}, ['"content"', "1"]),
+        ({"messages": [assistant("r")], "label": True}, ["messages", "answer"]),
+        ({"messages": [assistant("r"), USER], "label": True}, ['role "assistant"', "['user']"]),
+        ({"messages": [{"from": "human", "value": "x"}, assistant("r")], "label": True}, ["role", "content", "'from'"]),
+        ({"messages": [{"role": "user", "content": 1}, assistant("r")], "label": True}, ['"content"', "1"]),
         (
-            {"prompt": [USER], "completion": [said("a"), said("b")], "label": True},
+            {"prompt": [USER], "completion": [assistant("a"), assistant("b")], "label": True},
             ["completion", "'assistant', 'assistant'"],
         ),
-        ({"prompt": "other", "chosen": [USER, said("a")], "rejected": [USER, said("b")]}, ["prompt", "other"]),
+        ({"prompt": "other", "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]}, ["prompt", "other"]),
         ({"prompt": "p", "chosen": "a"}, ["chosen", "rejected"]),
         ({"chosen": "yes", "rejected": "no"}, ["prompt", "yes"]),
         ({"chosen": "same text", "rejected": "same text"}, ["prompt"]),
-        ({"chosen": [USER, said("a")], "rejected": [SYSTEM, said("b")]}, ["prompt"]),
+        ({"chosen": [USER, assistant("a")], "rejected": [SYSTEM, assistant("b")]}, ["prompt"]),
     ],
 )
 def test_a_broken_row_names_key_value_and_remedy(row: dict, words: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Chat templates without end or measure: one error with file and row, and what is right is rendered as before."""
+"""Endless or expensive chat templates: one error with file and row, without effect on valid templates."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def conversation(text: str, template: str) -> Conversation:
 def test_an_endless_template_is_one_error_with_file_and_row(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    template, told = WITHOUT_END[kind]
-    monkeypatch.setattr(template_trial, "MAX_SECONDS", 0.2 if told == TIME else 20)
+    template, names = WITHOUT_END[kind]
+    monkeypatch.setattr(template_trial, "MAX_SECONDS", 0.2 if names == TIME else 20)
     tokenizer = chatml_tokenizer("{% if 'now' in messages[0]['content'] %}" + template + "{% endif %}" + CHATML)
     tokenizer.name_or_path = str(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("as in the tokenizer")
@@ -61,7 +61,7 @@ def test_an_endless_template_is_one_error_with_file_and_row(
         list(KTO_EXAMPLES.examples([record("hi", 1), record("now", 2), record("now", 3)], encoder, truncation, rows, broken))
     file = tmp_path / "chat_template.jinja"
     line = 1 if kind.endswith("compiled") else 2
-    assert str(error.value) == Message(f"{rows}:{line}", f"{file}", *told)
+    assert str(error.value) == Message(f"{rows}:{line}", f"{file}", *names)
     if line == 2:
         assert isinstance(encoder.encode([record("hi", 1)])[0], EncodedExample)  # nothing is left behind
 

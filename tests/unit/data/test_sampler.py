@@ -1,4 +1,4 @@
-"""The order of the rows: every row once an epoch, from any position, for every seed."""
+"""The order of rows: every row once per epoch, from any position, for every seed."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_impossible_sizes_and_positions_are_refused() -> None:
         training(3)
     with raises(ValueError, "global_batch_size", "2", "1"):
         training(size=1)
-    with raises(ValueError, "2", "1", "give"):
+    with raises(ValueError, "2", "1", "add"):
         validation(1)
     with raises(ValueError, "0", "10", "epoch", "11"):
         training().set_position(0, 11)

@@ -1,4 +1,4 @@
-"""Data-parallel ranks get equal work: its cost is that of the passes over all sequences of an example."""
+"""Data-parallel ranks have equal work, measured by the cost of all passes of an example."""
 
 from __future__ import annotations
 

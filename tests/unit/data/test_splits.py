@@ -1,4 +1,4 @@
-"""Splits of little data and of much, and what a split counts."""
+"""Splits of small and large data, and their statistics."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def splits(data_prefix: object, tmp_path: Path, splits_string: str | None = "aut
 
 
 def sizes(rows: int, splits_string: str, least: int) -> tuple[list[int], list[str]]:
-    """Rows of train, validation and test, and what is said, without reading any row."""
+    """Sizes of train, validation and test, and the message, without reading rows."""
     cuts = split_ranges(rows, split_shares(splits_string, rows), lambda place: False)
     ranges: dict[str, list[Range]] = {split: [(SOURCE, *cut)] for split, cut in zip(SPLITS, cuts, strict=True)}
-    said = join_small(ranges, splits_string, least)
-    return [sum(stop - start for _, start, stop in ranges[split]) for split in SPLITS], said
+    message = join_small(ranges, splits_string, least)
+    return [sum(stop - start for _, start, stop in ranges[split]) for split in SPLITS], message
 
 
 @pytest.mark.parametrize("least", [1, 2])  # DPO, KTO
@@ -41,9 +41,9 @@ def test_the_default_split_leaves_no_row_unused(least: int) -> None:
     small = dict.fromkeys((2, 3, 40, 63, 64, 65, *range(75, 177), 199), 0)
     large = {200: 2, 1000: 10, 999_999: 9999, 1_000_000: 10_000, 40_000_000: 10_000}
     for rows, validation in {**small, **large}.items():
-        found, said = sizes(rows, "auto", least)
+        found, message = sizes(rows, "auto", least)
         assert found == [rows - validation, validation, 0]
-        assert said == (
+        assert message == (
             []
             if validation
             else [
@@ -59,9 +59,9 @@ def test_the_default_split_leaves_no_row_unused(least: int) -> None:
 
 
 def test_a_validation_split_of_one_row_joins_training_if_two_are_needed() -> None:
-    found, said = sizes(100, "98,1,1", 2)
+    found, message = sizes(100, "98,1,1", 2)
     assert found == [99, 0, 1]
-    assert said == [
+    assert message == [
         Message("validation", "1", "100", 'model.data.splits_string="90,10"', "null"),
         Message("test", "1", "100", "nothing", "number", "model.data.splits_string=98,1,1"),
     ]
@@ -100,8 +100,8 @@ def test_a_split_with_one_label_gives_a_warning(tmp_path: Path) -> None:
     built = splits(write_rows(tmp_path / "a.jsonl", rows), tmp_path, "50,50")
     assert built.train is not None
     for (name, dataset), label in zip(built.in_use.items(), ("desirable", "undesirable"), strict=True):
-        said = list(dataset.counts.warnings(name, seq_length=32))
-        assert said == [Message(f"{name}", "all", "5", f"{label}", "file", "label")]
+        message = list(dataset.counts.warnings(name, seq_length=32))
+        assert message == [Message(f"{name}", "all", "5", f"{label}", "file", "label")]
 
 
 LONG = [

@@ -1,4 +1,4 @@
-"""The cache of tokenised rows: how often its files are read, and what many small files cost."""
+"""The token cache: how often its files are read, and the cost of many small files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_large_file_of_the_cache_is_read_once(tmp_path: Path, read: list[str],
 
 def test_a_rank_whose_machine_has_verified_the_cache_reads_nothing(tmp_path: Path, read: list[str]) -> None:
     path = write_rows(tmp_path / "a.jsonl", numbered_rows(7))
-    for verified, times in ((False, 1), (False, 2), (True, 2)):  # a small file is read by whoever verifies it
+    for verified, times in ((False, 1), (False, 2), (True, 2)):  # a small file is read in order to verify it
         dataset = splits(path, tmp_path, cache_verified=verified).train
         assert dataset is not None
         assert len(dataset) == 7

@@ -1,4 +1,4 @@
-"""Which tokens stay."""
+"""Tokens that remain after truncation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.messages import raises
         ([1, 2, 3], [8, 9], 4, "keep_start", None, ([1, 2], [8, 9])),
         ([1, 2, 3, 4], [8, 9], 4, "keep_end", 1, ([1, 4], [8, 9])),  # the BOS stays in front
         ([1, 2, 3, 4], [8, 9], 3, "keep_end", 1, ([4], [8, 9])),  # one place: for the last token, not for the BOS
-        ([1, 2, 3], [7, 8, 9], 3, "keep_end", None, ([3], [7, 8])),  # the answer alone is too long
+        ([1, 2, 3], [7, 8, 9], 3, "keep_end", None, ([3], [7, 8])),  # the answer itself is too long
         ([1, 2, 3], [7, 8, 9], 2, "keep_start", None, ([1], [7])),
     ],
 )

@@ -1,4 +1,4 @@
-"""Several validation sets: which names and files they may have, and which examples they hold."""
+"""Names, files and examples of several validation sets."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def chatml_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
 
 
 def llama_tokenizer(template: str = LLAMA) -> PreTrainedTokenizerFast:
-    """As Llama: puts a BOS in front of every text, and its template writes a BOS of its own."""
+    """As Llama: puts a BOS in front of every text, and its template writes another BOS."""
     backend = _byte_level(["<s>", "</s>", "<|eot|>"])
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
@@ -54,7 +54,7 @@ def write_rows(path: Path, rows: Iterable[dict]) -> Path:
 
 
 def numbered_rows(count: int, name: str = "row") -> list[dict]:
-    """``count`` plain rows, each with texts of its own; every other one desirable."""
+    """``count`` plain rows with different texts; every other one desirable."""
     return [
         {"prompt": f"{name} {i}:", "response": f" answer {i}", "preference": ("chosen", "rejected")[i % 2]}
         for i in range(count)

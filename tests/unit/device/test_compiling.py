@@ -1,4 +1,4 @@
-"""A machine with a GPU that lacks what torch.compile needs: nothing is compiled, and the values are the same."""
+"""Without the requirements of torch.compile nothing is compiled, and the values are the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Machine:
             (folder / name).touch(mode=0o755)
 
     def missing(self, *, scheme: str = "posix_prefix", **environment: str) -> list[str]:
-        """What is missing, with this environment, in a Python with this scheme."""
+        """Missing parts of a compiler with this environment, in a Python with this scheme."""
         paths = {"posix_prefix": {"include": str(self.folder / "include")}, "posix_local": {"include": "/nowhere"}}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sysconfig, "get_default_scheme", lambda: scheme)

@@ -1,4 +1,4 @@
-"""The CPU backend changes what torch.cuda answers, and nothing else that a process does with torch."""
+"""The CPU backend changes only the answers of torch.cuda."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-# In a process of its own: the backend is entered once and for all, and here before anything else has used torch.
+# In a separate process: the backend is installed permanently, and here before other uses of torch.
 CODE = """
 import torch
 from nemo_kto.device.patches import install_cpu_backend

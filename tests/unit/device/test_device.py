@@ -1,4 +1,4 @@
-"""Memory that a process may use, uploads and clocks."""
+"""Available memory, uploads and clocks."""
 
 from __future__ import annotations
 

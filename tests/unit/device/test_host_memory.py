@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies from and to: its size, its values, and that it is given back."""
+"""Page-locked host memory: its size, values and release."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     init = device._HostBlock.__init__
 
-    def noted(block: Any, size: int) -> None:
+    def recorded(block: Any, size: int) -> None:
         sizes.append(size)
         init(block, size)
 
-    monkeypatch.setattr(device._HostBlock, "__init__", noted)
+    monkeypatch.setattr(device._HostBlock, "__init__", recorded)
     return sizes
 
 
@@ -82,17 +82,17 @@ def test_a_reference_of_odd_sizes_is_swapped_bitwise(blocks: list[int]) -> None:
         torch.nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)
     ]
     reference = [parameter.detach().clone() for parameter in parameters]
-    held = SwappedWeights(parameters=parameters)
+    swapped = SwappedWeights(parameters=parameters)
     assert blocks == [64 + 1600 + 64 + 2048 + 0]
     for parameter in parameters:
         parameter.data.mul_(-3).add_(0.1)
     policy = [parameter.detach().clone() for parameter in parameters]
     for _ in range(3):
-        with held.active():
+        with swapped.active():
             assert all(torch.equal(now, then) for now, then in zip(parameters, reference, strict=True))
-            assert all(torch.equal(now, then) for now, then in zip(held.host, policy, strict=True))
+            assert all(torch.equal(now, then) for now, then in zip(swapped.host, policy, strict=True))
         assert all(torch.equal(now, then) for now, then in zip(parameters, policy, strict=True))
-        assert all(torch.equal(now, then) for now, then in zip(held.host, reference, strict=True))
+        assert all(torch.equal(now, then) for now, then in zip(swapped.host, reference, strict=True))
 
 
 def test_copies_of_a_checkpoint_are_in_one_reused_block(blocks: list[int]) -> None:
@@ -109,7 +109,7 @@ def test_copies_of_a_checkpoint_are_in_one_reused_block(blocks: list[int]) -> No
 
 
 class Runtime:
-    """What is asked of CUDA's runtime."""
+    """Fake functions of CUDA's runtime."""
 
     cudaError = SimpleNamespace(success=0)  # CUDA's name
 

@@ -1,4 +1,4 @@
-"""What is chosen on a GPU, and what is said where it goes without. No GPU is needed: what would be built is looked at."""
+"""Selection of kernels on a GPU and warnings about missing ones; the tests need no GPU."""
 
 from __future__ import annotations
 

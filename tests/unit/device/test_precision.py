@@ -1,4 +1,4 @@
-"""Whether bf16 is worth having: torch is asked, and a measurement confirms it."""
+"""Automatic precision: the report of torch, confirmed by a measurement."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ print(json.dumps(dataclasses.asdict(bf16_support())))
 
 @pytest.mark.skipif(device.on_gpu(), reason="there is a GPU, which is asked instead")
 def test_without_the_instructions_bf16_is_slower() -> None:
-    """For real: oneDNN, which multiplies the matrices, is kept to AVX2 whatever this CPU can do."""
+    """Real measurement: oneDNN, which multiplies the matrices, is limited to AVX2."""
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])

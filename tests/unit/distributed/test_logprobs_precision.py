@@ -1,4 +1,4 @@
-"""Token log-probs of a model in bf16: inputs that bf16 holds exactly, against float64."""
+"""Token log-probs of a model in bf16 against float64."""
 
 from __future__ import annotations
 

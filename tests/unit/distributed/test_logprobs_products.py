@@ -1,4 +1,4 @@
-"""Products of bf16 matrices with fp32 results, as log-probs take them on a GPU: their values, and their memory.
+"""Products of bf16 matrices with fp32 results, as used for log-probs on a GPU: values and memory.
 
 A CPU lacks these products. They are registered for it here, so that the code for GPUs runs with real values.
 """
@@ -65,7 +65,7 @@ def adds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 class Results(TorchDispatchMode):
-    """Notes the shapes of products that get memory of their own."""
+    """Records the shapes of newly allocated products."""
 
     def __init__(self) -> None:
         super().__init__()

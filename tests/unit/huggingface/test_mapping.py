@@ -1,4 +1,4 @@
-"""Segments: at any tensor-parallel size a value of the file has one place in our parameters, and a place has one value."""
+"""Mapping between Hugging Face weights and parameters: at any tensor-parallel size each value is in exactly one shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrices in MXFP4: values by the specification and by transformers, and shapes."""
+"""MXFP4 matrices: values against the specification and transformers, and shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AOT: a loss of pairs that are sorted is the sorted loss, value and gradient, in whatever parts its pairs come."""
+"""AOT: the sum over any parts of the sorted pairs equals the sorted loss and its gradient."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def test_partners_have_the_same_rank() -> None:
 
 def test_one_pair_is_dpo() -> None:
     """Its margins meet each other: beta (m - n) is beta h."""
-    chosen, rejected, held = torch.tensor([-3.0]), torch.tensor([-5.0]), torch.tensor([0.5])
-    of_first, of_second = rank_partners(chosen - rejected, held)
-    ours = aot_losses(chosen - rejected, held, beta=BETA, first_partners_P=of_first, second_partners_P=of_second)
-    torch.testing.assert_close(ours, LOSSES["dpo"].function(chosen - held, rejected, beta=BETA))
+    chosen, rejected, reference = torch.tensor([-3.0]), torch.tensor([-5.0]), torch.tensor([0.5])
+    of_first, of_second = rank_partners(chosen - rejected, reference)
+    ours = aot_losses(chosen - rejected, reference, beta=BETA, first_partners_P=of_first, second_partners_P=of_second)
+    torch.testing.assert_close(ours, LOSSES["dpo"].function(chosen - reference, rejected, beta=BETA))
 
 
 def test_a_sorting_loss_needs_a_reference() -> None:

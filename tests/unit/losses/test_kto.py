@@ -1,4 +1,4 @@
-"""KTO, APO-zero and BCO against closed forms, hand values and the reference point's rules."""
+"""KTO, APO-zero and BCO against closed forms and manual values, and the reference point z0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loss says of itself, and how one is found by its name or its path."""
+"""The Loss record, and finding a loss by name or path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of a global batch: exact under any split, and silent about what is not there."""
+"""Metrics of a global batch are exact under any split and omit absent classes."""
 
 from __future__ import annotations
 

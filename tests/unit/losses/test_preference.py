@@ -159,13 +159,13 @@ def test_single_pairs_and_no_pairs(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradient_in_float64(name: str) -> None:
-    # away from the hinge's edge, where there is none
+    # away from the hinge's edge, where there is no gradient
     chosen, rejected = (torch.tensor(side, dtype=torch.float64, requires_grad=True) for side in (CHOSEN, REJECTED))
     deltas = torch.tensor(DELTAS, dtype=torch.float64)
     assert torch.autograd.gradcheck(loss_of(name, deltas), (chosen, rejected))
 
 
-# whose chosen and rejected answers have a place of their own to go to
+# with separate targets for chosen and rejected answers
 ANCHORED = ["nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "orpo"]
 
 
@@ -188,7 +188,7 @@ def test_gradient_of_dpo_equals_the_closed_form() -> None:
     torch.testing.assert_close(chosen.grad, torch.tensor(expected), rtol=1e-6, atol=0)
 
 
-# name -> (what else it takes, the difference that the loss draws to, what is left of it there)
+# name -> (further arguments, the difference at the minimum, the loss at the minimum)
 MINIMA: dict[str, tuple[dict[str, Any], float, float]] = {
     "dpo": ({}, math.log(4) / BETA, logistic(math.log(4), 0.2)),  # sigmoid(beta h) = 1 - e
     "ipo": ({}, 1 / (2 * BETA), 0.0),

@@ -1,4 +1,4 @@
-"""Token log-probs to row log-probs: positions, sums, and rows without a token."""
+"""From token log-probs to sequence log-probs: positions, sums, and sequences without response tokens."""
 
 from __future__ import annotations
 

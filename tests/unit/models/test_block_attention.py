@@ -1,4 +1,4 @@
-"""Attention with a soft cap on the scores or with sinks, against the same written out and differentiated by torch."""
+"""Attention with score soft caps or sinks, against plain formulas and autograd."""
 
 from __future__ import annotations
 

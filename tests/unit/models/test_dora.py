@@ -1,4 +1,4 @@
-"""Norms of the rows of a weight and its adapter, and what a magnitude changes."""
+"""DoRA: row norms of a weight with its adapter, and the effect of magnitudes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_effect_of_a_magnitude() -> None:
 
 
 def test_bf16_keeps_small_updates() -> None:
-    """Of a magnitude in bf16 itself, moves below 0.4 % would be rounded away."""
+    """Changes below 0.4 % of a magnitude in bf16 would be rounded away."""
     norms = RowNorms(torch.tensor([3.0]), torch.tensor([3.0]))
     change = Change.of(norms, torch.tensor([True])).at(torch.tensor([3e-4], dtype=torch.bfloat16))
     torch.testing.assert_close(change, torch.tensor([1e-4]), rtol=2**-8, atol=0)

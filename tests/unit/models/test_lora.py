@@ -1,4 +1,4 @@
-"""Which layers are adapted, under which names, and what is refused."""
+"""LoRA: adapted layers, their names, and refused settings."""
 
 from __future__ import annotations
 
@@ -207,4 +207,4 @@ def test_an_embedding_that_cannot_be_adapted(changes: dict[str, Any], tied: bool
 def test_only_megatron_layers_are_adapted() -> None:
     with pytest.raises(TypeError) as error:
         adapt_linear(torch.nn.Linear(2, 2), rank=1, scale=1.0)
-    assert str(error.value) == Message("ColumnParallelLinear", "RowParallelLinear", "RowEmbedding", "Linear")
+    assert str(error.value) == Message("ColumnParallelLinear", "RowParallelLinear", "SparseGradEmbedding", "Linear")

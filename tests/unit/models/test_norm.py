@@ -86,7 +86,7 @@ def test_another_norm_is_refused() -> None:
 
 
 def test_one_plus_the_weight_is_not_rounded_in_bf16() -> None:
-    """1 + 2^-9 is no number of bf16: rounded it would be 1."""
+    """1 + 2^-9 cannot be represented in bf16: it would be rounded to 1."""
     settings = config(layernorm_zero_centered_gamma=True, params_dtype=torch.bfloat16)
     norm: Any = TorchNorm(settings, hidden_size=64, eps=0.0)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The learning rate of every step, beside transformers' schedules.
+"""Learning-rate schedules against those of transformers.
 
 Theirs are of a step counted from 0, so that a warm-up begins with a step at 0; ours are counted from 1 (see
 ``build_scheduler``). Our step k has the rate that theirs has at k.

@@ -1,4 +1,4 @@
-"""Weights of a reference that are swapped with the policy's, and moved towards them."""
+"""Reference weights that are swapped with the policy's, and reference sync."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ def test_twenty_small_updates_in_bf16_equal_the_closed_form() -> None:
     draw = torch.Generator().manual_seed(0)
     start = (torch.randn(1000, generator=draw) * 0.05).bfloat16().float()
     policy, alpha = torch.nn.Parameter(start.bfloat16()), 0.1
-    held = SwappedWeights(parameters=[policy], moves=True)
+    swapped = SwappedWeights(parameters=[policy], moves=True)
     expected = start.double()
     for step in range(1, 21):
         main = start + 2e-5 * step
         policy.data.copy_(main)
-        held.mix(alpha)
+        swapped.mix(alpha)
         expected = alpha * policy.detach().double() + (1 - alpha) * expected
-    assert (held.values[0].double() - expected).abs().max() < 1e-8
-    assert torch.equal(held.host[0], held.values[0].bfloat16())
+    assert (swapped.values[0].double() - expected).abs().max() < 1e-8
+    assert torch.equal(swapped.host[0], swapped.values[0].bfloat16())
     # in the mean over the weights the policy's own rounding cancels: alpha * sum of 0.9^(20 - k) * 2e-5 k
     of_exact_policy = alpha * sum(0.9 ** (20 - k) * 2e-5 * k for k in range(1, 21))
-    assert (held.values[0] - start).mean().item() == pytest.approx(of_exact_policy, rel=0.05)
+    assert (swapped.values[0] - start).mean().item() == pytest.approx(of_exact_policy, rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_rounded_reference_is_swapped_in_and_out(dtype: torch.dtype) -> None:
     policy = torch.nn.Parameter(torch.linspace(-1, 1, 7).to(dtype))
-    held = SwappedWeights(parameters=[policy], moves=True)
+    swapped = SwappedWeights(parameters=[policy], moves=True)
     policy.data.add_(0.3)
     before = policy.detach().clone()
     for _ in range(3):
-        held.mix(0.01)
-        moved = held.values[0].clone()
-        with held.active():
+        swapped.mix(0.01)
+        moved = swapped.values[0].clone()
+        with swapped.active():
             assert torch.equal(policy, moved.to(dtype))
         assert torch.equal(policy, before)
-        assert torch.equal(held.values[0], moved)
-        assert held.values[0].dtype == torch.float32
-    assert (held.values[0] is held.host[0]) == (dtype == torch.float32), "fp32 is not kept twice"
+        assert torch.equal(swapped.values[0], moved)
+        assert swapped.values[0].dtype == torch.float32
+    assert (swapped.values[0] is swapped.host[0]) == (dtype == torch.float32), "fp32 is not kept twice"
 
 
 def test_a_fixed_reference_is_stored_once() -> None:
-    held = SwappedWeights(parameters=[torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])
-    assert held.values is held.host
+    swapped = SwappedWeights(parameters=[torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])
+    assert swapped.values is swapped.host

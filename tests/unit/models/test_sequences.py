@@ -1,4 +1,4 @@
-"""Sequences are cut into micro-batches that keep within their limits, and none is lost."""
+"""Sequences are divided into micro-batches within the limits, and none is lost."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def test_every_sequence_is_in_one_micro_batch_within_its_limits(
     batch = batch_of(lengths * answers, answers=answers)
     limits = MicroBatchLimits(prompts=prompts, tokens=tokens, multiple=multiple)
     micro_batches = batch.micro_batches(limits)
-    held = [each.sequence_index_b.tolist() for each in micro_batches]
-    assert sorted(number for numbers in held for number in numbers) == list(range(len(batch)))
+    groups = [each.sequence_index_b.tolist() for each in micro_batches]
+    assert sorted(number for numbers in groups for number in numbers) == list(range(len(batch)))
     carried = 0
-    for numbers in held:
+    for numbers in groups:
         width = limits.width(max(int(batch.lengths_B[number]) for number in numbers))
         carried += len(numbers) * width
         assert width % multiple == 0
@@ -108,10 +108,10 @@ def test_packed_rows_contain_every_sequence_once(
     batch = batch_of(lengths * answers, answers=answers)
     limits = MicroBatchLimits(prompts=prompts, tokens=tokens, multiple=multiple, packed=True)
     micro_batches = batch.micro_batches(limits)
-    held = [each.sequence_index_b.tolist() for each in micro_batches]
-    assert sorted(number for numbers in held for number in numbers) == list(range(len(batch)))
+    groups = [each.sequence_index_b.tolist() for each in micro_batches]
+    assert sorted(number for numbers in groups for number in numbers) == list(range(len(batch)))
     carried = 0
-    for numbers, each in zip(held, micro_batches, strict=True):
+    for numbers, each in zip(groups, micro_batches, strict=True):
         own = [int(batch.lengths_B[number]) for number in numbers]
         width = limits.width(sum(own))
         carried += width

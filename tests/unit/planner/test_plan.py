@@ -1,4 +1,4 @@
-"""`nemo-kto plan`: the exact text, what is said where nothing can be planned, and the run that is refused."""
+"""`nemo-kto plan`: its output, its errors, and runs refused because they cannot fit."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from nemo_kto.algorithms.recipes import DPO, KTO, Recipe
 from nemo_kto.cli import plan
+from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.planner import plan_run
@@ -61,17 +62,17 @@ def test_examples_of_the_documentation(here: Path, capsys: pytest.CaptureFixture
 
 
 def test_the_needs_of_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
-    status, told = planned(capsys, "kto", MODEL, "--gpus", "8", TENSOR.format(4), "model.sequence_parallel=true")
+    status, table = planned(capsys, "kto", MODEL, "--gpus", "8", TENSOR.format(4), "model.sequence_parallel=true")
     assert status == 0
-    assert told["model"] == "llama (llama), 8.03 B parameters, all trained"
-    assert told["layout"] == "8 ranks = 2 data x 4 tensor x 1 pipeline parallel, sequence parallel, no recomputation"
-    assert told["micro-batch"] == Message("8,192", "8")
+    assert table["model"] == "llama (llama), 8.03 B parameters, all trained"
+    assert table["layout"] == "8 ranks = 2 data x 4 tensor x 1 pipeline parallel, sequence parallel, no recomputation"
+    assert table["micro-batch"] == Message("8,192", "8")
     # 8.03 B / 4 parameters: 2 bytes of weights, 4 of gradients, 12 / 2 of optimizer state; of a checkpoint 14 / 2
-    assert told["parameters"] == "2.01 B a rank"
-    assert (told["weights"], told["gradients"], told["optimizer"]) == ("4.0 GB", "8.0 GB", "12.0 GB")
-    assert told["checkpoint copy"] == Message("14.1", "GB")
-    assert told["verdict"] == "fits"
-    assert told["expected"] == Message("tokens/s", "estimate")
+    assert table["parameters"] == "2.01 B a rank"
+    assert (table["weights"], table["gradients"], table["optimizer"]) == ("4.0 GB", "8.0 GB", "12.0 GB")
+    assert table["checkpoint copy"] == Message("14.1", "GB")
+    assert table["verdict"] == "fits"
+    assert table["expected"] == Message("tokens/s", "estimate")
 
 
 # The shape of Mixtral 8x7B.
@@ -93,14 +94,14 @@ def test_a_mixture_of_experts(here: Path, capsys: pytest.CaptureFixture[str]) ->
     write_mixtral(here)
     experts = ["model.expert_model_parallel_size=8", "model.expert_tensor_parallel_size=1"]
     of_layout = ["model.pipeline_model_parallel_size=2", "model.activations_checkpoint_granularity=selective"]
-    status, told = planned(capsys, "kto", EXPERTS, *GPUS, *of_layout, *experts)
-    assert (status, told["model"]) == (0, "mixtral (mixtral), 46.7 B parameters, all trained")
-    assert told["layout"].startswith("16 ranks = 8 data x 1 tensor x 2 pipeline parallel, experts over 8, selective")
+    status, table = planned(capsys, "kto", EXPERTS, *GPUS, *of_layout, *experts)
+    assert (status, table["model"]) == (0, "mixtral (mixtral), 46.7 B parameters, all trained")
+    assert table["layout"].startswith("16 ranks = 8 data x 1 tensor x 2 pipeline parallel, experts over 8, selective")
     # 45.1 B in experts, 1 / 16 of them; 1.34 B in attention, routers and norms, 1 / 2; an embedding of 0.13 B
-    assert told["parameters"] == Message("3.62", "1", "2")
+    assert table["parameters"] == Message("3.62", "1", "2")
     # 12 bytes for each value of an expert, of which no other rank has a copy; of the others 12 / 8
-    assert told["optimizer"] == "35.0 GB"
-    assert "expert" in told["sent by a rank"]
+    assert table["optimizer"] == "35.0 GB"
+    assert "expert" in table["sent by a rank"]
 
 
 def test_adapters_on_experts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,42 +109,42 @@ def test_adapters_on_experts(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     tuning = "model.peft.lora_tuning"
     adapted = ["model.peft.peft_scheme=lora", f"{tuning}.target_modules=[mlp]", f"{tuning}.adapter_dim=512"]
     experts = ["model.expert_model_parallel_size=8", "model.expert_tensor_parallel_size=1"]
-    _, told = planned(capsys, "kto", EXPERTS, *GPUS, *adapted, "model.pipeline_model_parallel_size=2", *experts)
+    _, table = planned(capsys, "kto", EXPERTS, *GPUS, *adapted, "model.pipeline_model_parallel_size=2", *experts)
     # one expert of 16 layers with three pairs of 512 (4,096 + 14,336), in fp32
-    assert told["gradients"] == "1.8 GB" == f"{16 * 3 * 512 * (4096 + 14336) * 4 / 1e9:.1f} GB"
-    status, told = planned(capsys, "kto", EXPERTS, "--gpus", "8", *adapted[:2], TENSOR.format(1))
+    assert table["gradients"] == "1.8 GB" == f"{16 * 3 * 512 * (4096 + 14336) * 4 / 1e9:.1f} GB"
+    status, table = planned(capsys, "kto", EXPERTS, "--gpus", "8", *adapted[:2], TENSOR.format(1))
     assert status == plan.DOES_NOT_FIT
     # tensor-parallel ranks would share experts too, which cannot be adapted then
-    assert "tensor_model_parallel_size" not in told["verdict"]
+    assert "tensor_model_parallel_size" not in table["verdict"]
 
 
 def test_the_best_layouts_of_a_mixture(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_mixtral(here)
-    status, told = planned(capsys, "kto", EXPERTS, "--gpus", "32")
+    status, table = planned(capsys, "kto", EXPERTS, "--gpus", "32")
     assert status == 0
-    words = told["use"].split()
+    words = table["use"].split()
     assert {"model.expert_tensor_parallel_size=1"} <= set(words)
     status, again = planned(capsys, "kto", EXPERTS, "--gpus", "32", *words)
     assert (status, again["verdict"]) == (0, "fits")
-    assert told["1"].startswith(again["layout"])
+    assert table["1"].startswith(again["layout"])
 
 
 def test_a_layout_that_does_not_fit_and_remedies(capsys: pytest.CaptureFixture[str]) -> None:
-    status, told = planned(capsys, "dpo", MODEL, "--gpus", "8", "--memory", "60", TENSOR.format(1))
+    status, table = planned(capsys, "dpo", MODEL, "--gpus", "8", "--memory", "60", TENSOR.format(1))
     assert status == plan.DOES_NOT_FIT
-    assert told["in all"] == Message("60.0 GB", "60.2 GB")
-    assert told["verdict"] == Message("fit", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true")
+    assert table["total"] == Message("60.0 GB", "60.2 GB")
+    assert table["verdict"] == Message("fit", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true")
 
 
 def test_the_best_layouts(capsys: pytest.CaptureFixture[str]) -> None:
-    status, told = planned(capsys, "kto", MODEL, "--gpus", "16", "--gpu", "a100")
+    status, table = planned(capsys, "kto", MODEL, "--gpus", "16", "--gpu", "a100")
     assert status == 0
-    five = [told[str(number)] for number in range(1, 6)]
+    five = [table[str(number)] for number in range(1, 6)]
     assert len({text.split(",")[0] for text in five}) == 5, "each of other degrees"
     rates = [int(text.split()[-2].replace(",", "")) for text in five]
     assert rates == sorted(rates, reverse=True)
-    # what is told to be used is what was found
-    words = told["use"].split()
+    # the printed layout is the one that was found
+    words = table["use"].split()
     status, again = planned(capsys, "kto", MODEL, "--gpus", "16", "--gpu", "a100", *words)
     assert (status, again["verdict"]) == (0, "fits")
     assert five[0].startswith(again["layout"])
@@ -152,10 +153,10 @@ def test_the_best_layouts(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_long_rows_are_shared(capsys: pytest.CaptureFixture[str]) -> None:
     long = ("--gpus", "8", "model.data.seq_length=65536", "model.global_batch_size=8")
-    _, told = planned(capsys, "dpo", MODEL, *long)
-    assert told["1"].startswith("8 ranks = 1 data x 4 context x 2 tensor x 1 pipeline parallel, sequence parallel")
-    assert "model.context_parallel_size=4" in told["use"].split()
-    _, again = planned(capsys, "dpo", MODEL, *long, *told["use"].split())
+    _, table = planned(capsys, "dpo", MODEL, *long)
+    assert table["1"].startswith("8 ranks = 1 data x 4 context x 2 tensor x 1 pipeline parallel, sequence parallel")
+    assert "model.context_parallel_size=4" in table["use"].split()
+    _, again = planned(capsys, "dpo", MODEL, *long, *table["use"].split())
     assert " GB context, " in again["sent by a rank"]
     recomputed = (
         "model.activations_checkpoint_granularity=full",
@@ -163,16 +164,16 @@ def test_long_rows_are_shared(capsys: pytest.CaptureFixture[str]) -> None:
         "model.activations_checkpoint_num_layers=1",
     )
     layout = (TENSOR.format(8), "model.sequence_parallel=true", *recomputed, "--memory", "24")
-    _, told = planned(capsys, "dpo", MODEL, "--gpus", "16", *long[2:], *layout)
-    assert told["verdict"] == Message("fit", "model.pipeline_model_parallel_size=2", "model.context_parallel_size=2")
+    _, table = planned(capsys, "dpo", MODEL, "--gpus", "16", *long[2:], *layout)
+    assert table["verdict"] == Message("fit", "model.pipeline_model_parallel_size=2", "model.context_parallel_size=2")
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    status, told = planned(capsys, "kto", MODEL, "--gpus", "2", "--memory", "10")
+    status, table = planned(capsys, "kto", MODEL, "--gpus", "2", "--memory", "10")
     assert status == plan.DOES_NOT_FIT
-    assert told["use"] == Message("nothing", "use")
-    status, told = planned(capsys, "kto", MODEL, "--gpus", "1", "--memory", "40")
-    assert told["use"] == (
+    assert table["use"] == Message("nothing", "use")
+    status, table = planned(capsys, "kto", MODEL, "--gpus", "1", "--memory", "40")
+    assert table["use"] == (
         "nothing fits; use model.activations_checkpoint_granularity=full model.activations_checkpoint_method=uniform "
         "model.activations_checkpoint_num_layers=1 model.micro_batch_tokens=2048 model.peft.peft_scheme=lora"
     )
@@ -180,15 +181,15 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "host_memory_bytes", lambda: 64 * 10**9)
-    status, told = planned(capsys, "kto", MODEL, "hardware=cpu", "trainer.devices=2", "model.peft.peft_scheme=lora")
+    status, table = planned(capsys, "kto", MODEL, "hardware=cpu", "trainer.devices=2", "model.peft.peft_scheme=lora")
     assert status == plan.DOES_NOT_FIT
-    assert told["weights"] == "32.2 GB"
-    assert "of 32.0 GB" in told["in all"]
-    assert_names(told["expected"], "estimate", "timed")
+    assert table["weights"] == "32.2 GB"
+    assert "of 32.0 GB" in table["total"]
+    assert_names(table["expected"], "estimate", "timed")
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "expected"),
     [
         (
             ["kto", "pretrained_checkpoint.restore_from_path=nowhere", "model.lr=3"],
@@ -233,27 +234,27 @@ def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         ),
     ],
 )
-def test_all_errors_of_a_plan(argv: list[str], said: list[str]) -> None:
+def test_all_errors_of_a_plan(argv: list[str], expected: list[str]) -> None:
     with pytest.raises(UserError) as error:
         plan.main(argv)
     lines = str(error.value).splitlines()
-    assert len(lines) == len(said)
-    assert [message for message in said if message not in lines] == []
+    assert len(lines) == len(expected)
+    assert [message for message in expected if message not in lines] == []
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "expected"),
     [
         (["--memory", "0"], Message("--memory", "number", "0", "10^9", "80")),
         (["--memory", "much"], Message("--memory", "number", "0", "10^9", "much", "80")),
         (["--gpus", "0"], Message("--gpus", "integer", "1", "0")),
     ],
 )
-def test_invalid_options_of_plan(argv: list[str], said: Message, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_of_plan(argv: list[str], expected: Message, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         plan.main(["kto", MODEL, *argv])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize(
@@ -272,17 +273,17 @@ def test_passes_without_gradient_are_those_of_the_loss_and_a_live_reference(
 ) -> None:
     for mode, passes in (("swap", swapped), ("cached", cached)):
         chosen = [f"model.{recipe.name}.preference_loss={loss}", f"model.reference.mode={mode}"]
-        cfg = load(MODEL, "trainer.precision=bf16", *chosen, recipe=recipe)
-        assert plan_run.make_plan(cfg, plan_run.gpus_elsewhere(8, "h100")).step.forward_only == passes
+        run = ResolvedRun.of(load(MODEL, "trainer.precision=bf16", *chosen, recipe=recipe))
+        assert plan_run.make_plan(run, plan_run.gpus_elsewhere(8, "h100")).step.forward_only == passes
 
 
 def test_a_run_that_cannot_fit_is_refused(load: Load, caplog: pytest.LogCaptureFixture) -> None:
-    """In fp32 a parameter takes 4 bytes, 4 of gradients and 8 of moments, whatever the rows are."""
-    cfg = plan_run.with_precision(load(MODEL, "trainer.precision=32", "model.reference.mode=cached"))
+    """In fp32 a parameter takes 4 bytes, 4 of gradients and 8 of moments, independent of the rows."""
+    run = ResolvedRun.of(load(MODEL, "trainer.precision=32", "model.reference.mode=cached"))
 
     def check(memory: float) -> None:
         hardware = Hardware(name="this machine", memory=memory, flops={}, measured=True)
-        plan_run.check_memory(cfg, plan_run.Machines(ranks=1, hardware=hardware, on_gpu=False))
+        plan_run.check_memory(run, plan_run.Machines(ranks=1, hardware=hardware, on_gpu=False))
 
     with pytest.raises(UserError) as error:
         check(128e9)

@@ -1,4 +1,4 @@
-"""What the launcher makes of the ends of its ranks, and of signals."""
+"""Handling of ended ranks and of signals in the launcher."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.helpers.commands import environment
 from tests.helpers.messages import Message, assert_names
 
 
-def failure_of(rank: int, exitcode: int, timestamp: int) -> Any:
-    return SimpleNamespace(local_rank=rank, exitcode=exitcode, timestamp=timestamp, error_file="/nowhere")
+def failure_of(rank: int, status: int, ended: int) -> Any:
+    return SimpleNamespace(number=rank, status=status, ended_ns=ended * 10**9, error_file="/nowhere")
 
 
 @pytest.mark.parametrize(
@@ -28,22 +28,22 @@ def failure_of(rank: int, exitcode: int, timestamp: int) -> Any:
     [
         ([failure_of(0, 1, 20), failure_of(1, 1, 10)], 1),  # who came first
         ([failure_of(0, 1, 10), failure_of(1, -9, 30)], 1),  # who was killed is noticed late
-        ([failure_of(0, 1, 10), failure_of(1, 2, 30)], 1),  # who has said what is wrong
+        ([failure_of(0, 1, 10), failure_of(1, 2, 30)], 1),  # the rank with an error message
         ([failure_of(0, -15, 5), failure_of(1, 1, 30)], 1),  # who was ended because of another
     ],
 )
 def test_the_failure_that_caused_the_others(failures: list[Any], rank: int) -> None:
-    assert launcher._first(failures).local_rank == rank
+    assert launcher._first(failures).number == rank
 
 
 def test_failures_within_one_second_are_ordered_by_their_files(tmp_path: Path) -> None:
     failures = [failure_of(0, 1, 10), failure_of(1, 1, 10)]
     for failure, moment in zip(failures, (10.9, 10.8), strict=True):
-        file = tmp_path / str(failure.local_rank)
+        file = tmp_path / str(failure.number)
         file.write_text("why")
         os.utime(file, (moment, moment))
         failure.error_file = str(file)
-    assert launcher._first(failures).local_rank == 1
+    assert launcher._first(failures).number == 1
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_without_a_loopback_interface_no_rank_is_started(
 
 
 def launch(folder: Path, rank: str, before: str = "", after: str = "") -> subprocess.CompletedProcess[str]:
-    """A process that starts one rank with this code, in a folder with a temporary folder of its own."""
+    """A process that starts one rank with this code, in a folder with a separate temporary folder."""
     (folder / "tmp").mkdir()
     (folder / "rank.py").write_text(textwrap.dedent(rank))
     code = f"""

@@ -1,4 +1,4 @@
-"""The limit on open files is raised where that is allowed, and named where it is too low."""
+"""The limit on open files is raised if possible, and reported if too low."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from nemo_kto.errors import UserError
-from nemo_kto.processes.open_files import MIN_FILES, explained, raise_limit
+from nemo_kto.processes.ranks import MIN_FILES, explain_open_files, raise_open_files
 from tests.helpers.messages import assert_names
 from tests.unit.conftest import FindErrors
 
 
 def limited(soft: int, hard: int, work: Callable[[], Any]) -> Any:
-    """What the work gives in a process of its own with these limits."""
+    """The result of ``work`` in a separate process with these limits."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         try:
@@ -44,7 +44,7 @@ def test_a_too_low_limit_is_reported_before_the_start(find_errors: FindErrors) -
 
 def test_the_limit_is_raised_to_the_hard_limit() -> None:
     def limits() -> tuple[int, int]:
-        raise_limit()
+        raise_open_files()
         return resource.getrlimit(resource.RLIMIT_NOFILE)
 
     assert limited(100, 1000, limits) == [1000, 1000]
@@ -52,7 +52,7 @@ def test_the_limit_is_raised_to_the_hard_limit() -> None:
 
 
 def test_too_few_open_files_are_a_user_error() -> None:
-    def told() -> str:
+    def open_too_many() -> str:
         opened = []
         try:
             while True:
@@ -60,24 +60,24 @@ def test_too_few_open_files_are_a_user_error() -> None:
         except OSError as error:
             for handle in opened:
                 os.close(handle)
-            found = explained(error)
+            found = explain_open_files(error)
         assert isinstance(found, UserError)
         return str(found)
 
-    assert_names(limited(200, 200, told), "ulimit -n", "got 200", "Too many open files", "ulimit -n 4096")
+    assert_names(limited(200, 200, open_too_many), "ulimit -n", "got 200", "Too many open files", "ulimit -n 4096")
 
 
 def test_user_errors_are_found_by_their_cause() -> None:
     gloo = RuntimeError("enforce fail at device.cc:186. Too many open files")
-    assert isinstance(explained(gloo), UserError)
+    assert isinstance(explain_open_files(gloo), UserError)
     outer = ValueError("a checkpoint cannot be read")
     outer.__cause__ = OSError(errno.EMFILE, "Too many open files")
-    assert isinstance(explained(outer), UserError)
+    assert isinstance(explain_open_files(outer), UserError)
     other = OSError(errno.ENOENT, "No such file")
-    assert explained(other) is other
+    assert explain_open_files(other) is other
 
 
 def test_a_cycle_of_causes_terminates() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__context__ = second, first
-    assert explained(first) is first
+    assert explain_open_files(first) is first

@@ -1,4 +1,4 @@
-"""Which ranks a process finds itself among, by the environment that torchrun and SLURM leave."""
+"""Detection of ranks from the environment variables of torchrun and SLURM."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_single_process() -> None:
 
 def test_torchrun() -> None:
     assert detect_world(dict(TORCHRUN)) == World(rank=5, size=8, local_rank=1, local_size=4)
-    elastic = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}  # as torchrun sets it, and nobody else
+    elastic = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}  # set only by torchrun
     assert detect_world(elastic) == World(rank=5, size=8, local_rank=1, local_size=4, sees_same=True)
 
 

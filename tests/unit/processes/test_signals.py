@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, in this process and in one that is forked from it."""
+"""Signals that stop a run, in this process and in a forked one."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_blocked_signals_arrive_when_handlers_are_installed() -> None:
     with signals.blocked():
         signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
         with signals.deferred(), pytest.raises(signals.Stopped):
-            signals.listen(LISTENED, ends_at_second_interrupt=True)  # what it was told before is forgotten
+            signals.listen(LISTENED, ends_at_second_interrupt=True)  # replaces the earlier handlers
     assert signals.received() == signal.SIGUSR1
 
 

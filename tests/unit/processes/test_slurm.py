@@ -1,4 +1,4 @@
-"""What becomes of the SLURM job of a run that ends early."""
+"""Requeueing the SLURM job of a run that ends early."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.processes.slurm import requeue
+from nemo_kto.processes.ranks import requeue
 from tests.helpers.messages import Message
 
 
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A command of that name, which writes down what it was asked for and fails for job 13."""
+    """A fake scontrol that records its arguments and fails for job 13."""
     file = tmp_path / "scontrol"
     file.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n[ "$2" != 13 ] || {{ echo "Job is pending" >&2; exit 1; }}\n')
     file.chmod(0o755)
@@ -31,18 +31,18 @@ def test_the_job_is_requeued(environ: dict[str, str], job: str, scontrol: Path) 
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "expected"),
     [
         ({}, Message("trainer.requeue", "SLURM", "none", "SLURM_JOB_ID", "nothing")),
         ({"SLURM_JOB_ID": "13"}, Message("13", "nothing", "requeued")),
     ],
 )
 def test_a_job_that_cannot_be_requeued_is_a_warning(
-    environ: dict[str, str], said: str, scontrol: Path, caplog: pytest.LogCaptureFixture
+    environ: dict[str, str], expected: str, scontrol: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         assert requeue(environ) is None
-    assert [record.getMessage() for record in caplog.records] == [said]
+    assert [record.getMessage() for record in caplog.records] == [expected]
 
 
 def test_a_machine_without_scontrol(

@@ -1,4 +1,4 @@
-"""The watchdogs of several ranks in one process, each of which watches a thread of its own."""
+"""Watchdogs of several ranks in one process, each of which watches its own thread."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -19,9 +18,9 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from nemo_kto.processes import hangs, ranks, watchdog
-from nemo_kto.processes.watchdog import BoundedStore, StoreLost, Watchdog
-from tests.helpers.messages import raises
+from nemo_kto.processes import ranks, watchdog
+from nemo_kto.processes.watchdog import BoundedStore, Section, StoreLost, Watchdog
+from tests.helpers.messages import Naming, raises
 
 TIMEOUT = timedelta(seconds=3)
 
@@ -31,6 +30,7 @@ class World:
 
     def __init__(self) -> None:
         self.ended: dict[int, str] = {}
+        self.errors: dict[int, str] = {}
         self.done, self.store = threading.Event(), dist.HashStore()
         self._dogs: list[Watchdog] = []
         self._threads: list[threading.Thread] = []
@@ -47,21 +47,29 @@ class World:
         return self
 
     def _rank(self, rank: int, size: int, body: Callable[[Watchdog], None]) -> None:
-        dog = Watchdog(store=self.store, rank=rank, size=size, timeout=TIMEOUT, holder="the test")
+        dog = Watchdog(store=self.store, rank=rank, size=size, timeout=TIMEOUT, store_host="the test")
         self._dogs.append(dog)
         with dog.phase("data"):
-            body(dog)
+            try:
+                body(dog)
+            except RuntimeError as error:
+                self.errors[rank] = str(error)
 
     def stay(self, _: Watchdog) -> None:
         """Busy until the test is over."""
         self.done.wait()
+
+    def await_error(self, rank: int) -> None:
+        deadline = time.monotonic() + 20
+        while rank not in self.errors and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def close(self) -> None:
         self.done.set()
         for thread in self._threads:
             thread.join()
         for dog in self._dogs:
-            dog.stop(holds_store=False)
+            dog.stop(hosts_store=False)
 
 
 @pytest.fixture
@@ -72,25 +80,45 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     world.close()
 
 
-def wait_in(file: Path, world: World) -> Callable[[Watchdog], None]:
-    """A function that waits until the test is over, in a frame of this file."""
-    space: dict[str, Callable[[Watchdog], None]] = {"stay": world.stay}
-    exec(compile("def waits(dog):\n    stay(dog)\n", str(file), "exec"), space)
-    return space["waits"]
+def works(dog: Watchdog, world: World) -> None:
+    section = Section(watchdog=dog, doing="loading")
+    world.stay(dog)
+    section.finish()
 
 
-PATIENT = Path(hangs.__file__).with_name("waits.py")
+def waits(dog: Watchdog) -> None:
+    Section(watchdog=dog, doing="loading").finish()
+
+
+def gone(dog: Watchdog) -> None:
+    """In a section, without a heartbeat."""
+    Section(watchdog=dog, doing="loading")
+    dog._stopped = True
 
 
 def test_ranks_wait_for_a_working_rank(world: World) -> None:
-    world.start(wait_in(PATIENT, world), world.stay)
-    time.sleep(TIMEOUT.total_seconds())
+    world.start(waits, partial(works, world=world))
+    time.sleep(1.2 * TIMEOUT.total_seconds())
     assert world.ended == {}
+    assert world.errors == {}
+
+
+def test_a_rank_without_a_heartbeat_is_named(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "SILENT_SECONDS", 0.5)
+    world.start(waits, gone)
+    world.await_error(0)
+    assert world.errors[0] == Naming("rank 1", str(os.getpid()), socket.gethostname(), "0.5 s", "loading")
+
+
+def test_a_rank_that_does_not_enter_the_section_is_named(world: World) -> None:
+    world.start(waits, world.stay)
+    world.await_error(0)
+    assert world.errors[0] == Naming("rank 1", "loading", "3 s")
 
 
 def test_waiting_for_a_rank_has_a_timeout(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "PATIENCE_SECONDS", 0.5)
-    world.start(wait_in(PATIENT, world), world.stay)
+    world.start(waits, partial(works, world=world))
     deadline = time.monotonic() + 20
     while len(world.ended) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -147,16 +175,16 @@ def test_a_store_without_answer_is_retried() -> None:
 
 
 def test_a_single_process_has_no_watchdog() -> None:
-    watchdog.start(store=dist.HashStore(), rank=0, size=1, timeout=TIMEOUT, holder="the test")
+    watchdog.start(store=dist.HashStore(), rank=0, size=1, timeout=TIMEOUT, store_host="the test")
     with watchdog.phase("data"):
         watchdog.count_steps(lambda: 1)
     watchdog.explain(RuntimeError("Connection closed by peer"))
-    watchdog.stop(holds_store=False)
+    watchdog.stop(hosts_store=False)
     assert watchdog._current is None
 
 
 def test_the_watchdog_does_not_disturb_a_debugger() -> None:
-    """What traces a frame (a debugger, coverage) must be left alone."""
+    """Trace functions (of a debugger, coverage) must not be replaced."""
     lines: list[int] = []
 
     def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
@@ -169,13 +197,13 @@ def test_the_watchdog_does_not_disturb_a_debugger() -> None:
 
     store, before = dist.HashStore(), sys.gettrace()
     watchdog.check_in(store, 0)
-    dog = Watchdog(store=store, rank=0, size=2, timeout=timedelta(seconds=2), holder="the test")
+    dog = Watchdog(store=store, rank=0, size=2, timeout=timedelta(seconds=2), store_host="the test")
     sys.settrace(lambda frame, event, _: trace if frame.f_code is waits.__code__ else None)
     try:
         waits()
     finally:
         sys.settrace(before)
-        dog.stop(holds_store=False)
+        dog.stop(hosts_store=False)
     first = waits.__code__.co_firstlineno
     assert lines == [*[first + 1, first + 2] * 4, first + 1]
 
@@ -188,20 +216,17 @@ def child() -> Iterator[psutil.Process]:
 
 
 def test_only_the_same_process_is_continued(child: psutil.Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked_in = watchdog.CheckIn(host=socket.gethostname(), process=child.pid, created=child.create_time())
-    dog = object.__new__(Watchdog)
-
-    def resumed(*, parent: int, **changes: Any) -> bool:
+    def resumed(*, parent: int, host: str = socket.gethostname(), created: float = child.create_time()) -> bool:
         child.suspend()
         while child.status() != psutil.STATUS_STOPPED:
             time.sleep(0.001)
         monkeypatch.setattr(os, "getppid", lambda: parent)
-        dog._wake_stopped({1: replace(checked_in, **changes)})
+        ranks.resume_sibling(child.pid, host=host, created=created)
         return child.status() != psutil.STATUS_STOPPED
 
     assert resumed(parent=os.getpid())
     assert not resumed(parent=os.getpid() + 1), "another process's child"
-    assert not resumed(parent=os.getpid(), created=checked_in.created - 1), "its id was used again"
+    assert not resumed(parent=os.getpid(), created=child.create_time() - 1), "its id was used again"
     assert not resumed(parent=os.getpid(), host="elsewhere")
     for process in (-1, 0, 2**40):  # not of a process
-        dog._wake_stopped({1: replace(checked_in, process=process)})
+        ranks.resume_sibling(process, host=socket.gethostname(), created=child.create_time())

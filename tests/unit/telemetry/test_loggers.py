@@ -1,4 +1,4 @@
-"""What is logged can be read back: json lines, TensorBoard event files, and the other services where installed."""
+"""Logged values can be read back: JSON lines, TensorBoard event files, and other services if installed."""
 
 from __future__ import annotations
 
@@ -208,11 +208,11 @@ def test_all_unusable_loggers_are_named(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "metrics.jsonl").mkdir()
     (tmp_path / "tensorboard").touch()
     mlflow = {"tracking_uri": "mlfow://me:secret@host"}
-    said = refused(tmp_path, tensorboard=True, wandb={**PROJECT, "offline": False}, mlflow=mlflow, redact=hide)
+    error = refused(tmp_path, tensorboard=True, wandb={**PROJECT, "offline": False}, mlflow=mlflow, redact=hide)
     for name in ("tensorboard", "wandb", "mlflow"):
-        assert_names(said, f"the log {name} ", f"exp_manager.create_{name}_logger=false")
-    assert_names(said, str(tmp_path / "metrics.jsonl"), str(tmp_path / "tensorboard"), "wandb login", "mlfow://***@host")
-    assert "secret" not in said
+        assert_names(error, f"the log {name} ", f"exp_manager.create_{name}_logger=false")
+    assert_names(error, str(tmp_path / "metrics.jsonl"), str(tmp_path / "tensorboard"), "wandb login", "mlfow://***@host")
+    assert "secret" not in error
 
 
 def hide(text: str) -> str:
@@ -220,12 +220,12 @@ def hide(text: str) -> str:
 
 
 def test_an_unreachable_mlflow_server_is_detected_in_a_second(tmp_path: Path) -> None:
-    with socket.socket() as server:  # bound, and nobody listens
+    with socket.socket() as server:  # bound, without listening
         server.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{server.getsockname()[1]}"
         start = time.monotonic()
-        said = refused(tmp_path, mlflow={"experiment_name": "tests", "tracking_uri": uri})
-    assert_names(said, "mlflow", uri.rpartition(":")[2], "create_mlflow_logger=false")
+        error = refused(tmp_path, mlflow={"experiment_name": "tests", "tracking_uri": uri})
+    assert_names(error, "mlflow", uri.rpartition(":")[2], "create_mlflow_logger=false")
     assert time.monotonic() - start < 60, "mlflow's own seven attempts take minutes"
     assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
 

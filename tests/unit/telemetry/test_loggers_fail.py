@@ -1,4 +1,4 @@
-"""Logs that cannot be written or read: one warning, and the run goes on."""
+"""Failing loggers give one warning, and the run continues."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def steps(file: Path) -> list[int]:
 
 @contextlib.contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """What a full disk does: a write ends in the middle, and the next one fails."""
+    """Simulate a full disk: a write ends in the middle, and the next one fails."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
@@ -63,8 +63,8 @@ def test_readable_lines_are_kept(damage: bytes, tmp_path: Path, caplog: pytest.L
     RunLogger(folder=tmp_path, enabled=True, tensorboard=False, resumed_step=2).finalize("success")
     assert steps(file) == ([1, 2] if damage.endswith(b"\n") else [1])
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == content
-    told = Message(f"{file}", "damaged", "file", f"{file}.damaged")
-    assert caplog.messages == [told]
+    expected = Message(f"{file}", "damaged", "file", f"{file}.damaged")
+    assert caplog.messages == [expected]
 
 
 class Failing:
@@ -136,7 +136,7 @@ def test_the_identity_of_a_run_at_a_service(
 ) -> None:
     file = tmp_path / "wandb_run_id"
     file.write_bytes(text)
-    assert loggers._known_identity(file, 3) == known
+    assert loggers.saved_run_id(file, 3) == known
     warning = Message(f"{file}", "damaged")
     assert caplog.messages == ([] if known else [warning])
 

@@ -1,4 +1,4 @@
-"""What the commands show of Python's logs, on which rank, and that a library import sets up nothing."""
+"""Console output of Python's logging, by rank; importing the package configures nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 
-from nemo_kto.telemetry.logs import set_up_logging, take_over
+from nemo_kto.telemetry.console import set_up_logging, take_over
 
 pytestmark = pytest.mark.usefixtures("restore_logging")
 
@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
 
 
 def say_all(stream: io.StringIO, *, rank: int) -> list[str]:
-    """The lines of a rank on which everything is said, twice set up."""
+    """The lines of a rank that prints everything, with logging set up twice."""
     for _ in range(2):
         set_up_logging(rank=rank, stream=stream)
     for name in ("nemo_kto.run.build", "nemo_kto.data.batches.dataset", "some_library"):
@@ -76,7 +76,7 @@ def test_logs_of_libraries_are_shown_once() -> None:
 
 
 def test_importing_configures_no_logging() -> None:
-    code = "import logging, nemo_kto, nemo_kto.telemetry.logs, nemo_kto.cli.main\n"
+    code = "import logging, nemo_kto, nemo_kto.telemetry.console, nemo_kto.cli.main\n"
     code += "print(logging.root.handlers, logging.getLogger('nemo_kto').handlers, logging.getLogger('nemo_kto').level)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[] [] 0\n"

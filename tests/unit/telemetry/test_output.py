@@ -1,4 +1,4 @@
-"""Output that is closed, full, or a pipe that nobody reads."""
+"""Closed, full and unread standard output."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def full() -> int:
 
 def run(code: str, *arguments: str, stdout: int, closed: tuple[int, ...] = ()) -> tuple[int, str]:
     """Status and stderr of an interpreter with this output."""
-    words = [sys.executable, "-c", f"import sys\nfrom nemo_kto.telemetry import output\n{code}", *arguments]
+    words = [sys.executable, "-c", f"import sys\nfrom nemo_kto.telemetry import console\n{code}", *arguments]
     close = lambda: [os.close(number) for number in closed]  # noqa: E731
     env = {**os.environ, "PYTHONPATH": fork_server.search_path(REPOSITORY)}
     done = subprocess.run(words, stdout=stdout, stderr=subprocess.PIPE, preexec_fn=close, env=env, text=True, check=False)
@@ -37,7 +37,7 @@ def run(code: str, *arguments: str, stdout: int, closed: tuple[int, ...] = ()) -
     return done.returncode, done.stderr
 
 
-PRINT = "output.protect()\nprint('x' * size)\nprint('done', file=sys.stderr)"
+PRINT = "console.protect()\nprint('x' * size)\nprint('done', file=sys.stderr)"
 WAYS = {
     "buffered until the end": "size = 10\n",
     "at once": "size = 10**6\n",
@@ -48,9 +48,9 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stdout", [closed_pipe, full])
 def test_a_command_with_closed_output_keeps_its_status(stdout: Callable[[], int], way: str) -> None:
-    status, said = run(WAYS[way] + PRINT, stdout=stdout())
+    status, errors = run(WAYS[way] + PRINT, stdout=stdout())
     assert status == 0
-    *lost, done = sorted(said.splitlines(), reverse=True)
+    *lost, done = sorted(errors.splitlines(), reverse=True)
     assert done == "done"
     assert len(lost) == (stdout is full)
     if lost:
@@ -59,7 +59,7 @@ def test_a_command_with_closed_output_keeps_its_status(stdout: Callable[[], int]
 
 def test_closed_output_and_errors() -> None:
     """A file that is opened later must not get their numbers."""
-    code = "output.protect()\nprint('x' * 10**6)\nprint('x', file=sys.stderr)\nfile = open('/dev/null')\n"
+    code = "console.protect()\nprint('x' * 10**6)\nprint('x', file=sys.stderr)\nfile = open('/dev/null')\n"
     code += "sys.exit(file.fileno())"
     assert run(code, stdout=full(), closed=(0, 1, 2)) == (3, "")
 
@@ -69,17 +69,19 @@ def test_closed_output_and_errors() -> None:
     [(full, "pass", 1), (full, "sys.exit(2)", 2), (closed_pipe, "pass", 0), (closed_pipe, "sys.exit(1)", 1)],
 )
 def test_the_status_of_a_command_whose_output_is_its_result(stdout: Callable[[], int], ends: str, expected: int) -> None:
-    status, said = run(f"output.protect()\nwith output.is_the_result():\n    print('found')\n    {ends}", stdout=stdout())
+    status, errors = run(
+        f"console.protect()\nwith console.exit_if_output_lost():\n    print('found')\n    {ends}", stdout=stdout()
+    )
     assert status == expected
     if stdout is full:
-        assert_names(said, *FULL)
+        assert_names(errors, *FULL)
     else:
-        assert said == ""
+        assert errors == ""
 
 
 def test_unencodable_characters_are_escaped() -> None:
     read, write = os.pipe()
-    code = "sys.stdout.reconfigure(encoding='ascii')\noutput.protect()\nprint('\\u00e9 \\udcff')"
+    code = "sys.stdout.reconfigure(encoding='ascii')\nconsole.protect()\nprint('\\u00e9 \\udcff')"
     assert run(code, stdout=write) == (0, "")
     assert os.read(read, 100) == b"\\xe9 \\udcff\n"
     os.close(read)

@@ -1,4 +1,4 @@
-"""Lines and bar, on a clock that the test turns."""
+"""Progress lines and progress bar, with a simulated clock."""
 
 from __future__ import annotations
 

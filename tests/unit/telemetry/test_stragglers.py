@@ -1,8 +1,8 @@
-"""Who took longest, and who is slow enough, for long enough, to be named."""
+"""Detection of the slowest rank of each phase."""
 
 from __future__ import annotations
 
-from nemo_kto.telemetry.stragglers import RankTimes, StragglerFinder, slowest
+from nemo_kto.telemetry.watch import RankTimes, StragglerFinder, slowest
 from tests.helpers.messages import Message
 
 

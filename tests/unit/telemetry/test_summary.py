@@ -1,4 +1,4 @@
-"""The texts at the start and at the end of a run, letter by letter."""
+"""The complete tables at the start and the end of a run."""
 
 from __future__ import annotations
 

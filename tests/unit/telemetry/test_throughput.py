@@ -1,4 +1,4 @@
-"""Throughput by hand."""
+"""Throughput against manual values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_metrics_of_a_step() -> None:
 
 
 def test_tokens_of_kl_examples_are_counted_separately() -> None:
-    """They are no tokens that are trained on, but they are padded and fill the devices."""
+    """They are not trained on, but they are padded and use the devices."""
     meter = ThroughputMeter(world_size=4, peak_memory=lambda: 0)
     figures = meter.figures(seconds=2.0, tokens=400, kl_tokens=300, padded_tokens=1000, flops=6000.0)
     assert (figures["tokens_per_sec"], figures["tokens_per_sec_per_rank"], figures["kl_tokens_per_sec"]) == (200, 50, 150)
@@ -61,7 +61,7 @@ def test_the_peak_is_dense_bf16(monkeypatch: pytest.MonkeyPatch, name: str, tflo
 
 
 def test_the_table_of_lightning_is_still_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has right some day need not be kept here."""
+    """If it is corrected some day, the entries here can be removed."""
     for name, peak in _BF16_PEAKS.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert get_available_flops(torch.device("cuda"), torch.bfloat16) != pytest.approx(peak, rel=0.01), name

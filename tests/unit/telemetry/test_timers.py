@@ -1,4 +1,4 @@
-"""Phases of a step, and the time of a run, on a clock that the test turns."""
+"""Phases of a step and the time of a run, with a simulated clock."""
 
 from __future__ import annotations
 

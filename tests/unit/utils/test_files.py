@@ -1,4 +1,4 @@
-"""Files of others are opened safely; our own files and folders appear complete or not at all."""
+"""Safe reading of untrusted files, and atomic publishing of files and folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lock that one process holds, and that is free when that process, or its machine, is gone."""
+"""A lock is held by one process and becomes free when the process or its machine is gone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def other_process(action: Callable[[Callable[[], None]], None]) -> Iterator[int]:
-    """A process that runs ``action``; the block begins when it calls what it is given. It is killed at the end."""
+    """A process that runs ``action``; the block starts when it calls its argument. It is killed at the end."""
     ready, tell = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -59,7 +59,7 @@ def holder(file: Path, released: int | None = None) -> Callable[[Callable[[], No
 
 
 class HeldError(Exception):
-    """What a caller raises that does not wait."""
+    """The error of a caller that does not wait."""
 
 
 def refuse(who: str) -> None:
@@ -67,7 +67,7 @@ def refuse(who: str) -> None:
 
 
 def taken(file: Path) -> str | None:
-    """Who holds it; None if nobody does."""
+    """The owner of the lock, or None."""
     try:
         with locked(file, when_held=refuse):
             return None
@@ -79,25 +79,25 @@ def test_a_second_process_is_refused_with_the_owner_of_the_lock(tmp_path: Path, 
     monkeypatch.setenv("SLURM_JOB_ID", "99")
     monkeypatch.setattr(locks.time, "time", lambda: 1.7e9)
     with other_process(holder(tmp_path / "lock")) as pid:
-        told = taken(tmp_path / "lock")
+        owners = taken(tmp_path / "lock")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "lock.owner"]
-    assert told == f"process {pid} on {this_process().host} (SLURM job 99) since 2023-11-14 22:13:20 UTC"
+    assert owners == f"process {pid} on {this_process().host} (SLURM job 99) since 2023-11-14 22:13:20 UTC"
     assert taken(tmp_path / "lock") is None, "killed: the kernel has freed it at once"
     assert list(tmp_path.iterdir()) == [], "an orderly end leaves nothing"
 
 
 def test_a_waiting_process_gets_the_released_lock(tmp_path: Path) -> None:
-    told: list[str] = []
+    owners: list[str] = []
     released, release = os.pipe()
 
     def on_wait(who: str) -> None:
-        told.append(who)
+        owners.append(who)
         os.write(release, b".")
 
     with other_process(holder(tmp_path / "lock", released)) as pid:
         with locked(tmp_path / "lock", when_held=on_wait):
             assert json.loads(owner_file(tmp_path / "lock").read_text())["pid"] == os.getpid()
-        assert [who.split(" on ")[0] for who in told] == [f"process {pid}"]
+        assert [who.split(" on ")[0] for who in owners] == [f"process {pid}"]
 
 
 def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
@@ -199,13 +199,13 @@ def test_two_writers_of_a_cached_file(
 
     with other_process(write) as pid:
         who = f"process {pid} on {this_process().host}"
-        say_wait = locks._say_wait
+        warn = locks.logger.warning
 
-        def kill(*waiting_for: Any) -> None:
-            say_wait(*waiting_for)
+        def kill(*message: Any) -> None:
+            warn(*message)
             os.kill(pid, signal.SIGKILL)
 
-        monkeypatch.setattr(locks, "_say_wait", kill)
+        monkeypatch.setattr(locks.logger, "warning", kill)
         with one_writer(tmp_path / "rows.arrow", private=True):
             modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     assert [text.split(" since ")[0] for text in caplog.messages] == [f"waiting for {who}"]

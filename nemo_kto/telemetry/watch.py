@@ -1,0 +1,112 @@
+"""Warnings during a training: ranks that delay the others, and loss spikes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+logger = logging.getLogger(__name__)
+
+OWN_PHASES = ("data", "forward", "reference_swap")
+"""Phases in which a rank waits only for the ranks of its tensor- and context-parallel groups. In all other phases,
+collectives make fast ranks take as long as the slowest."""
+INTERVAL = 10  # steps between two comparisons
+SLOW = 1.5  # a straggler takes longer than this multiple of the median of the other ranks with the same work
+_SHARE = 0.1  # and is slower by more than this fraction of the step time; smaller delays do not justify a warning
+
+_HISTORY, _MIN_HISTORY = 50, 20  # number of previous steps with which a loss is compared, and its minimum
+_DEVIATIONS = 10  # median absolute deviations above the median: 6.7 standard deviations of a normal distribution
+_MIN_DEVIATION = 1e-2  # minimum deviation as a fraction of the median, because the loss of a converged run hardly varies
+_PAUSE = 50  # steps without a further warning after a warning
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimes:
+    """Times of one rank, in seconds per step on average.
+
+    Attributes:
+        host: name of the machine.
+        stage: pipeline stage of the rank; different stages have different work.
+        step: time of the whole step.
+        phases: time of each phase by name.
+    """
+
+    host: str
+    stage: int
+    step: float
+    phases: Mapping[str, float]
+
+    @property
+    def own(self) -> float:
+        """Seconds spent in :data:`OWN_PHASES`."""
+        return sum(self.phases.get(name, 0.0) for name in OWN_PHASES)
+
+
+def slowest(times: Sequence[RankTimes]) -> dict[str, float]:
+    """Return PHASE_max (seconds) and PHASE_max_rank (the slowest rank) for each phase; ``times`` is in rank order."""
+    report: dict[str, float] = {}
+    for name in dict.fromkeys(name for one in times for name in one.phases):
+        seconds = [one.phases.get(name, 0.0) for one in times]
+        report |= {f"{name}_max": max(seconds), f"{name}_max_rank": seconds.index(max(seconds))}
+    return report
+
+
+class StragglerFinder:
+    """Detector of ranks that are slow in two consecutive comparisons; each rank is reported once."""
+
+    def __init__(self) -> None:
+        self._suspected: set[int] = set()
+        self._reported: set[int] = set()
+
+    def find(self, times: Sequence[RankTimes]) -> list[str]:
+        """Return a warning for each new straggler; ``times`` is in rank order."""
+        slow: dict[int, float] = {}  # rank -> median of the other ranks with the same work
+        for rank, mine in enumerate(times):
+            others = [one.own for other, one in enumerate(times) if other != rank and one.stage == mine.stage]
+            typical = median(others) if others else math.inf
+            if mine.own > SLOW * typical and mine.own - typical > _SHARE * mine.step:
+                slow[rank] = typical
+        new = [rank for rank in slow if rank in self._suspected - self._reported]
+        self._suspected = set(slow)
+        self._reported |= set(new)
+        return [_straggler_warning(rank, times, slow[rank]) for rank in new]
+
+
+def _straggler_warning(rank: int, times: Sequence[RankTimes], typical: float) -> str:
+    mine = times[rank]
+    parts = ", ".join(f"{name} {mine.phases[name]:.2f} s" for name in OWN_PHASES if name in mine.phases)
+    return (
+        f"rank {rank} of {len(times)} on {mine.host} is slower than the others with the same work: it needs {mine.own:.2f} "
+        f"s of each step ({parts}), they need {typical:.2f} s (median, over {2 * INTERVAL} steps), and all ranks wait for it"
+    )
+
+
+class LossSpikes:
+    """Detector of spikes in the training loss.
+
+    A spike is a loss above the median of the last 50 losses plus ten times their median absolute deviation; single spikes
+    hardly affect this bound. A non-finite loss does not count as a spike: such a step is skipped and reported separately.
+    """
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=_HISTORY)
+        self._quiet_until = 0
+
+    def watch(self, step: int, loss: float) -> None:
+        """Add the loss of a step, and log a warning if it is a spike, unless there was a warning in the last 50 steps."""
+        if not math.isfinite(loss):
+            return
+        losses = list(self._losses)
+        self._losses.append(loss)
+        if len(losses) < _MIN_HISTORY:
+            return
+        middle = median(losses)
+        deviation = max(median(abs(one - middle) for one in losses), _MIN_DEVIATION * abs(middle))
+        if loss > middle + _DEVIATIONS * deviation and step >= self._quiet_until:
+            self._quiet_until = step + _PAUSE
+            previous = f"the median of the last {len(losses)} steps is {middle:.4g}"
+            logger.warning(f"step {step}: the loss jumped to {loss:.4g}; {previous}")
