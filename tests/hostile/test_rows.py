@@ -235,7 +235,7 @@ def error_of(raw: bytes, kind: ExampleKind, encoder: RecordEncoder, folder: Path
         message = str(error).replace(str(folder), "FOLDER")
         assert "FOLDER/rows.jsonl:1: " in message
         assert len(message) < MAX_MESSAGE
-        assert list((folder / "cache").glob("*")) == [], "a part of a table was left"
+        assert list((folder / "cache").glob("*")) == [], "a partial table was left"
         return message
     assert table is not None
     assert len(table) > 0

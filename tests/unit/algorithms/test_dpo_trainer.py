@@ -88,7 +88,7 @@ def test_steps_equal_gradient_descent() -> None:
     first = run.model.trained_on[0]
     losses, norms = run.notes.series("train/loss"), run.notes.series("train/grad_norm")
     assert losses[0] == (1, sum(row**2 / 2 for row in first) / 2)
-    assert norms[0] == (1, sum(first) / 2), "the first step of the schedule already learns"
+    assert norms[0] == (1, sum(first) / 2), "the first step of the schedule changes the weights"
     assert run.notes.series("train/lr")[0] == (1, LEARNING_RATE)
     assert run.model.zeroed == 20
 

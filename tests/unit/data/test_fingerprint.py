@@ -89,7 +89,7 @@ def test_a_file_is_hashed_once(tmp_path: Path) -> None:
     before = fingerprint(file, tmp_path)
     (kept,) = (tmp_path / "cache" / "hashes").iterdir()
     kept.write_text("0" * 64)
-    assert fingerprint(file, tmp_path) != before, "what is kept is used"
+    assert fingerprint(file, tmp_path) != before, "the cached hash is used"
 
 
 @pytest.mark.parametrize(("shared", "folder_mode", "file_mode"), [(False, 0o700, 0o600), (True, 0o755, 0o644)])

@@ -85,4 +85,4 @@ def test_auto_balance_uses_row_weights(tmp_path: Path) -> None:
     assert "got 1 * 5.5 / (1 * 2) = 2.75; set" in (balance_warning(*train.class_weights, 1.0, 1.0) or "")
     section: Any = config("model.kto.auto_balance=true").loss
     desirable, undesirable = loss_weights(section, train, lr=1e-6)
-    assert (desirable, undesirable) == (1.0, pytest.approx(2.75 / MAX_BALANCE)), "two rows of each kind would need none"
+    assert (desirable, undesirable) == (1.0, pytest.approx(2.75 / MAX_BALANCE)), "balanced rows would need no weights"
