@@ -56,7 +56,7 @@ def test_adapters_equal_peft(
     theirs = peft_model(folder, settings)
     theirs.save_pretrained(tmp_path / "adapter")
     chunks, architecture = lora_jobs.build(folder, state.Layout(), settings)
-    assert names_of_adapted(chunks) == {"LoRALayerNormColumnParallelLinear", "LoRAEngineRowParallelLinear"}
+    assert names_of_adapted(chunks) == {"LoRATELayerNormColumnParallelLinear", "LoRATERowParallelLinear"}
     load_adapter(chunks, architecture, tmp_path / "adapter")
     tokens = lora_jobs.tokens(0)
     with torch.no_grad():

@@ -30,7 +30,7 @@ from transformers import (
     set_seed,
 )
 
-from nemo_kto.architecture.lora import OTHER_NAMES, LoRASettings
+from nemo_kto.architecture.lora import LoRASettings, hf_module
 
 SEQUENCE = 24
 _SIZES: dict[str, Any] = {
@@ -352,8 +352,7 @@ def write_adapters(base: Path, folder: Path, settings: LoRASettings) -> dict[str
     tensors: dict[str, torch.Tensor] = {}
     merged = weights(base)
     for weight, values in merged.items():
-        module = OTHER_NAMES.get(weight.split(".")[-2], weight.split(".")[-2])
-        if values.dim() < 2 or module not in settings.modules:
+        if values.dim() < 2 or hf_module(weight) not in settings.modules:
             continue
         if settings.layers is None or int(weight.split(".")[2]) + 1 in settings.layers:
             shapes = (settings.rank, values.size(1)), (values.size(0), settings.rank)

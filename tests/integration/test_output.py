@@ -142,7 +142,7 @@ def test_a_resumed_run_that_finishes(stopped_and_resumed: tuple[Path, list[list[
     folder, (_, _, out, errors) = stopped_and_resumed
     results = folder / "results/gpt_kto"
     step, value = best_of(results, "val_loss")
-    best = f"results/gpt_kto/checkpoints/step_{step:06} (val_loss {value:.4f}, the lowest of 4 that are kept)"
+    best = f"results/gpt_kto/checkpoints/step_{step:06} (val_loss {value:.4f}, lowest of 4 kept checkpoints)"
     assert out == [
         *start_table(tiny_llama, "6 (1 epoch of 6 steps), resumed after step 1"),
         "",

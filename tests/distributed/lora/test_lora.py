@@ -214,6 +214,6 @@ def test_adapters_created_in_the_wrong_order(ranks: RankPool, models: Any) -> No
         "",
         Naming("RuntimeError", "adapters"),
         Naming("RuntimeError", "adapters"),
-        Naming("TypeError", "ColumnParallelLinear", "RowParallelLinear", "RowEmbedding", "LoRAColumnParallelLinear"),
+        Naming("TypeError", "ColumnParallelLinear", "RowParallelLinear", "SparseGradEmbedding", "LoRAColumnParallelLinear"),
         Naming("UserError", "1", "4", "number", "5"),
     ]

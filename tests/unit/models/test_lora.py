@@ -190,4 +190,4 @@ def test_an_embedding_that_cannot_be_adapted(changes: dict[str, Any], tied: bool
 def test_only_megatron_layers_are_adapted() -> None:
     with pytest.raises(TypeError) as error:
         adapt_linear(torch.nn.Linear(2, 2), rank=1, scale=1.0)
-    assert str(error.value) == Message("ColumnParallelLinear", "RowParallelLinear", "RowEmbedding", "Linear")
+    assert str(error.value) == Message("ColumnParallelLinear", "RowParallelLinear", "SparseGradEmbedding", "Linear")
