@@ -28,7 +28,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.utils.files import MAX_LINE_BYTES
 from tests.helpers.messages import Message, assert_names
 from tests.hostile.folders import launcher_says
-from tests.unit.data.toys import chatml_tokenizer
+from tests.unit.data.tiny_data import chatml_tokenizer
 
 MAX_MESSAGE = 700  # characters, without the folder
 READ = ""  # no error

@@ -12,7 +12,7 @@ import torch
 from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig
 from nemo_kto.algorithms.duration import interval_steps, limit_batches
 from tests.helpers.messages import Message, raises
-from tests.unit.algorithms.parts import LEARNING_RATE, Run
+from tests.unit.algorithms.trainer_doubles import LEARNING_RATE, Run
 
 
 def closed_form(batches: list[list[float]]) -> float:

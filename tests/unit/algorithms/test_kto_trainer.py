@@ -10,7 +10,7 @@ import torch
 from nemo_kto.algorithms import kto
 from nemo_kto.algorithms.kto import KTOTrainer
 from nemo_kto.data.batches import collate
-from tests.unit.algorithms.parts import Run
+from tests.unit.algorithms.trainer_doubles import Run
 
 
 class Reference:

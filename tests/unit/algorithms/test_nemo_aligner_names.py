@@ -19,7 +19,7 @@ from nemo_kto.data.batches.sampler import GlobalBatchSampler
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.timers import RunTimer
 from tests.helpers.messages import raises
-from tests.unit.algorithms.parts import LEARNING_RATE, Descent, Mean, Notebook, Schedule
+from tests.unit.algorithms.trainer_doubles import LEARNING_RATE, Descent, Mean, Notebook, Schedule
 
 EOS = 0
 SECTION = {

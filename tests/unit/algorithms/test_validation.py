@@ -9,8 +9,8 @@ import pytest
 from nemo_kto.algorithms.callbacks import Callback, Event
 from nemo_kto.algorithms.stopping import EarlyStopping
 from tests.helpers.messages import assert_names, raises
-from tests.unit.algorithms.parts import Run
-from tests.unit.algorithms.test_stops import resumed, stopped
+from tests.unit.algorithms.test_stopping import resumed, stopped
+from tests.unit.algorithms.trainer_doubles import Run
 
 SETS = {"small": 3, "large": 5}  # of two and of three batches
 

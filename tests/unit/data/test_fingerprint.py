@@ -13,7 +13,7 @@ import pytest
 from nemo_kto.data.batches.dataset import DPODataset, KTODataset, Splits, build_splits
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from tests.helpers.messages import Message
-from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
+from tests.unit.data.tiny_data import chatml_tokenizer, numbered_rows, write_rows
 
 TOKENIZER = chatml_tokenizer()
 

@@ -16,7 +16,7 @@ from nemo_kto.data.tokens.chat import RecordEncoder
 from nemo_kto.utils import hashes
 from tests.helpers.messages import assert_names
 from tests.unit.data.test_dataset import prompts, splits
-from tests.unit.data.toys import numbered_rows, write_rows
+from tests.unit.data.tiny_data import numbered_rows, write_rows
 
 FILES = 12
 

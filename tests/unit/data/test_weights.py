@@ -16,7 +16,7 @@ from nemo_kto.data.rows.records import DataError, RowErrors, pair_of_row, record
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from tests.helpers.messages import Message
 from tests.unit.data.test_fingerprint import fingerprint, splits
-from tests.unit.data.toys import numbered_rows, write_rows
+from tests.unit.data.tiny_data import numbered_rows, write_rows
 from tests.unit.run.test_build_rows import resolved
 
 PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}

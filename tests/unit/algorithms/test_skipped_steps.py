@@ -10,9 +10,9 @@ import torch
 
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, raises
-from tests.unit.algorithms.parts import Run
 from tests.unit.algorithms.test_dpo_trainer import closed_form
-from tests.unit.algorithms.test_stops import resumed
+from tests.unit.algorithms.test_stopping import resumed
+from tests.unit.algorithms.trainer_doubles import Run
 
 
 def rows(batch: list[float]) -> str:
