@@ -55,7 +55,7 @@ MODEL = "nemo_kto.models.nlp.gpt.megatron_gpt_kto_model"
 DATA = "nemo_kto.data.tokens.cache TokenCache.open 1"
 LOADING = "nemo_kto.run.build build_policy 1"
 REFERENCE = "nemo_kto.models.engine.engine LogProbEngine.logprobs 2"
-SAVE = "nemo_kto.checkpoint.distributed CheckpointManager.save 1"
+SAVE = "nemo_kto.checkpoint.manager CheckpointManager.save 1"
 EXPORT = "nemo_kto.run.finish export_policy 1"
 
 

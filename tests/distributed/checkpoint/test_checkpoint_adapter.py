@@ -154,7 +154,7 @@ def load_into(checkpoint: Path, folder: Path, settings: LoRASettings | None, lay
     """
     from megatron.core.utils import unwrap_model
 
-    from nemo_kto.checkpoint.distributed import load_weights_only
+    from nemo_kto.checkpoint.manager import load_weights_only
 
     state.init_distributed(layout=layout, seed=3)
     chunks, _ = lora_jobs.build(folder, layout, settings)

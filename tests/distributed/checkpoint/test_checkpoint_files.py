@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from nemo_kto.artifacts.checkpoint_files import find_checkpoints
-from nemo_kto.checkpoint.distributed import CheckpointManager
+from nemo_kto.checkpoint.manager import CheckpointManager
 from tests.helpers.messages import Naming
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import train

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from nemo_kto.checkpoint.choose import newest_checkpoint
-from nemo_kto.checkpoint.distributed import CheckpointManager
+from nemo_kto.checkpoint.discovery import newest_checkpoint
+from nemo_kto.checkpoint.manager import CheckpointManager
 from nemo_kto.distributed import state
 from nemo_kto.models.engine.optimizer import build_optimizer
 from tests.helpers import lora_jobs

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from nemo_kto.artifacts.checkpoint_files import hash_file, info_text
-from nemo_kto.checkpoint.choose import newest_checkpoint
+from nemo_kto.checkpoint.discovery import newest_checkpoint
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from tests.helpers import lora_jobs
