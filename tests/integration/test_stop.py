@@ -133,7 +133,7 @@ def test_a_repeatedly_stopped_job_equals_an_uninterrupted_one(runs: Runs) -> Non
     assert message == Naming("SIGINT", "step 2 of 5", f"{where}2", "start", "resume")
     assert len(runs.logged("run")) == 2
     done = runs.run("run", SIGNAL=f"{EXPORT} all SIGTERM")
-    assert (done.returncode, "stopped" in done.stderr) == (0, False), "the export is written to its end"
+    assert (done.returncode, "stopped" in done.stderr) == (0, False), "the export is completed"
     assert list((runs.folder / "run/hf").glob("*.safetensors"))
     assert runs.logged("run") == runs.logged("whole")
 

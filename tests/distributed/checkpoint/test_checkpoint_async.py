@@ -112,7 +112,7 @@ def test_a_checkpoint_has_the_values_of_its_step(
     assert set(slow["files"]) >= {"rng/00000.pt", "rng/00001.pt", "state/.metadata", "hf/tokenizer.json", "hf/config.json"}
     sizes = [kept["size"] for kept in shards.values()]
     assert len(sizes) == 2
-    assert min(sizes) > 0.8 * max(sizes), "each rank writes its share"
+    assert min(sizes) > 0.8 * max(sizes), "each rank writes its shard"
 
 
 Usage = namedtuple("Usage", "total used free")
@@ -153,7 +153,7 @@ def test_a_save_waits_for_a_removal_only_if_it_needs_the_space(
 ) -> None:
     (tmp_path / "run").mkdir()
     for given, names in ranks.run(2, saves_during_a_removal, tiny_llama, tmp_path / "run", short_of_room):
-        assert given == [None, 1, 2, 3], "a save gives the one before it"
+        assert given == [None, 1, 2, 3], "a save returns the previous one"
         left = [name for name in names if name != ".writing-step_000003"]
         assert left == (["step_000002"] if short_of_room else ["step_000001", "step_000002"])
 

@@ -155,7 +155,7 @@ def load_all(model: Path, folder: Path) -> dict[str, tuple[str, str]]:
         signal.alarm(SECONDS)  # ends this rank where it hangs
         try:
             newest = newest_checkpoint(run.folder)
-            assert newest is not None, "it is as its trainer.json says"
+            assert newest is not None, "its files match its trainer.json"
             run.manager.load(newest)
             found[case] = ("", "")
         except BaseException as error:

@@ -43,7 +43,7 @@ def draws_before_and_after(file: Path) -> list[list[float]]:
 def test_every_generator_is_restored(ranks: RankPool, tmp_path: Path) -> None:
     ((saved, later, restored),) = ranks.run(1, draws_before_and_after, tmp_path / "generators.pt")
     assert restored == saved
-    assert len(saved) > 3, "megatron-core tracks generators of its own"
+    assert len(saved) > 3, "megatron-core has further generators"
     assert all(before != after for before, after in zip(saved, later, strict=True))
 
 

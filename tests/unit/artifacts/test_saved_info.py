@@ -27,7 +27,7 @@ from nemo_kto.cli.checkpoint import main
 from nemo_kto.errors import UserError
 from nemo_kto.run.facts import differences, facts_of_earlier
 from tests.helpers.messages import assert_names
-from tests.unit.algorithms.parts import Run
+from tests.unit.algorithms.trainer_doubles import Run
 from tests.unit.artifacts.test_checkpoint_files import make_checkpoint
 
 STEP, BATCH = 4, 2

@@ -139,7 +139,7 @@ def test_pages_are_locked_until_the_last_tensor_is_freed(monkeypatch: pytest.Mon
     copies = device.host_tensors(tensors())
     assert runtime.locked == {copies[0].data_ptr(): ROUNDED}
     assert copies[0].data_ptr() % mmap.PAGESIZE == 0
-    assert "dc" in flags_of(copies[0].data_ptr()), "it is not copied to a fork"
+    assert "dc" in flags_of(copies[0].data_ptr()), "not copied to a forked process"
     last = copies[3][10:20].view(-1)
     del copies
     gc.collect()

@@ -140,7 +140,7 @@ def test_the_best_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     status, table = planned(capsys, "kto", MODEL, "--gpus", "16", "--gpu", "a100")
     assert status == 0
     five = [table[str(number)] for number in range(1, 6)]
-    assert len({text.split(",")[0] for text in five}) == 5, "each of other degrees"
+    assert len({text.split(",")[0] for text in five}) == 5, "all layouts differ"
     rates = [int(text.split()[-2].replace(",", "")) for text in five]
     assert rates == sorted(rates, reverse=True)
     # the printed layout is the one that was found
