@@ -18,6 +18,7 @@ from nemo_kto.config import compose
 from nemo_kto.config.mistakes import Rules, checked_config
 from nemo_kto.config.rules.gpu import OLDEST_ENGINE, Computes, computes_here, fp8_model, gpu_rules, packed_windows
 from nemo_kto.config.rules.training import broken_rules
+from nemo_kto.config.saved_config import redacted
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.errors import ConfigError, UserError, error_of
 from nemo_kto.planner.hardware import DEFAULT_GPU, GPUS
@@ -119,7 +120,7 @@ def _config(recipe: Recipe, given: Sequence[str], source: compose.Source, check:
 
 
 def _refusal(mistakes: Sequence[ConfigError]) -> UserError:
-    return UserError("\n  ".join(["nothing can be planned:", *dict.fromkeys(map(str, mistakes))]))
+    return UserError(redacted("\n  ".join(["The run cannot be planned:", *dict.fromkeys(map(str, mistakes))])))
 
 
 def _broken(cfg: RunConfig, *, ranks: int | None) -> list[ConfigError]:
