@@ -169,10 +169,7 @@ def kto_custom_collate(
 
 
 def _kto_example(item: Item) -> KTOExample:
-    """Convert a mapping in the format of NeMo-Aligner.
-
-    NeMo-Aligner masks an example that is too long completely; such an example gets an empty response.
-    """
+    """Convert a mapping of NeMo-Aligner, which masks an example that is too long completely: its response is empty."""
     prompt, response, labels = (np.asarray(item[name]) for name in ("prompt_tokens", "response_tokens", "sample_labels"))
     if (labels == IGNORED).all():
         response = response[:0]
@@ -197,8 +194,7 @@ def dpo_custom_collate(
     Args:
         batch: B pairs. They may be mappings in the format of NeMo-Aligner, with ``chosen``, ``chosen_length``,
             ``chosen_labels`` and ``chosen_reward``, the same for ``rejected``, and optionally ``weight``.
-        eos_id, reset_position_ids, reset_attention_mask, eod_mask_loss, pad_to_multiple: see :func:`kto_custom_collate`.
-        seq_length: maximum sequence length. None: no limit.
+        eos_id, ...: see :func:`kto_custom_collate`.
 
     Returns:
         See :class:`DPOBatch`; S is the same for both answers, and ``pad_to_multiple`` for B = 0.
@@ -220,10 +216,7 @@ def dpo_custom_collate(
 
 
 def _dpo_example(item: Item) -> DPOExample:
-    """Convert a mapping in the format of NeMo-Aligner.
-
-    NeMo-Aligner masks a pair that is too long completely; such a pair gets empty answers.
-    """
+    """Convert a mapping of NeMo-Aligner, which masks a pair that is too long completely: its answers are empty."""
     (prompt, chosen), (other_prompt, rejected) = (_answer(item, name) for name in ("chosen", "rejected"))
     if len(chosen) + len(rejected) and not np.array_equal(prompt, other_prompt):
         raise ValueError("chosen and rejected must begin with the same prompt, which -100 marks in their labels, got two")
