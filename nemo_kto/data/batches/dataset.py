@@ -73,8 +73,7 @@ class SplitCounts:
         rows: number of examples, or pairs.
         desirable: number of desirable examples; None for pairs.
         tokens: number of tokens in prompts and answers, after truncation; the prompt of a pair counts once per answer.
-        cut_prompts: number of examples, or pairs, whose prompt was truncated.
-        cut_responses: number of examples, or pairs, of which an answer was truncated.
+        cut_prompts, cut_responses: number of examples, or pairs, whose prompt or any of whose answers was truncated.
     """
 
     rows: int
@@ -105,7 +104,7 @@ Example = TypeVar("Example")
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of an example: the line in its file, and whether its prompt and any of its answers were truncated."""
+    """Origin of an example: the line of its file, and whether its prompt and any of its answers were truncated."""
 
     line: int
     prompt_cut: bool
@@ -252,10 +251,9 @@ AnyDataset = TypeVar("AnyDataset", KTODataset, DPODataset)
 
 @dataclass(frozen=True, kw_only=True)
 class Splits(Generic[AnyDataset]):
-    """Datasets of a run.
+    """Datasets of a run; None for a split without data.
 
     Attributes:
-        train, test: the dataset of the split; None if the data has no such split.
         validation: name of each validation set -> its dataset; a single set without a name has the empty name.
         warnings: unexpected treatment of columns and rows, one line each.
     """

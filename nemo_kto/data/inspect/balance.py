@@ -26,10 +26,9 @@ def loss_balance(desirable: float, undesirable: float, desirable_weight: float, 
 def balanced_weights(
     desirable: float, undesirable: float, desirable_weight: float, undesirable_weight: float
 ) -> tuple[float, float]:
-    """Return w_D and w_U for which the balance is in its range.
+    """Return w_D and w_U for which the balance is in its range, or unchanged if it is undefined.
 
-    The weight of the class with too little weight is raised by the smallest sufficient factor. The weights are returned
-    unchanged if the balance is in its range or is undefined.
+    The weight of the class with too little weight is raised by the smallest sufficient factor.
 
     Examples:
         >>> balanced_weights(30, 60, 1.0, 1.0)

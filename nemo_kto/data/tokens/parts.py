@@ -154,7 +154,6 @@ def map_parts(
 
     Args:
         work: function to apply; it is pickled and sent once to each process.
-        parts: arguments of ``work``.
         processes: number of processes; with 1 the work is done in this process.
         doing: description of the work for the error message, such as "tokenising rows.jsonl".
         setting: name of the setting for the number of processes, for the error message.
