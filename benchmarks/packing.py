@@ -68,7 +68,7 @@ def review_rows(count: int, folder: Path) -> list[dict[str, Any]]:
 def build(model: Path, rows: Sequence[dict[str, Any]], *, hardware: str, folder: str) -> tuple[Any, Any]:
     """The trainer, and its batch of all rows with log-probs of a reference."""
     from nemo_kto.config import compose
-    from nemo_kto.device.dtypes import DTYPES
+    from nemo_kto.config.resolved import ResolvedRun
     from nemo_kto.distributed import state
     from nemo_kto.run import build
 
@@ -90,8 +90,8 @@ def build(model: Path, rows: Sequence[dict[str, Any]], *, hardware: str, folder:
     cfg, problems = compose.to_config(compose.load(overrides))
     assert cfg is not None, problems
     state.init_distributed(layout=state.Layout(), seed=cfg.model.seed)
-    policy = build.build_policy(cfg.model, model, dtype=DTYPES[cfg.trainer.precision])
-    trainer = build.build_trainer(cfg, policy, build.prepare(cfg), build.build_timer(cfg))
+    run = ResolvedRun.of(cfg)
+    trainer = build.build_trainer(run, build.build_policy(run), build.prepare(run))
     batch = next(iter(trainer.train_dataloader))
     # a little less likely than the policy has them: of equal or of far values, loss and KL would say nothing
     reference = 1.01 * trainer.model.get_ref_policy_logprobs(batch)
@@ -137,7 +137,7 @@ def work_table(rows: Sequence[dict[str, Any]], model: Path) -> str:
     from nemo_kto.data.batches.dataset import KTOExample
     from nemo_kto.data.batches.loader import KTOCosts, balanced_shares, every_nth
     from nemo_kto.models.flops import ModelFlops, Passes
-    from nemo_kto.models.layers.spans import packed_rows
+    from nemo_kto.models.layers.packing import pack_lengths
 
     tokenizer, flops = (
         AutoTokenizer.from_pretrained(model),
@@ -170,7 +170,7 @@ def work_table(rows: Sequence[dict[str, Any]], model: Path) -> str:
             lengths = [
                 [len(batch[number].prompt_ids) + len(batch[number].response_ids) for number in share] for share in shares
             ]
-            widths = [sum(own[k] for k in row) for own in lengths for row in packed_rows(own, tokens=8192)]
+            widths = [sum(own[k] for k in row) for own in lengths for row in pack_lengths(own, tokens=8192)]
             padding.append(1 - sum(widths) / sum(-(-width // 64) * 64 for width in widths))
         means = [statistics.mean(each) for each in (by_cost, by_number, padding)]
         lines.append(f"| {ranks} | {means[0]:.2%} | {means[1]:.1%} | {means[2]:.2%} |")

@@ -62,7 +62,7 @@ PACKAGES = {
         outside=names("pydantic annotated_types"),
         only_in=(("transformers", names("architecture.py rope.py")),),
     ),
-    "artifacts": Package(own=names("architecture utils"), outside=names("safetensors")),
+    "artifacts": Package(own=names("architecture utils"), outside=names("pydantic annotated_types safetensors")),
     "data": Package(
         own=names("losses artifacts utils"),
         outside=names("torch"),

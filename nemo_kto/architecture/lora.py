@@ -6,15 +6,13 @@ import math
 from dataclasses import dataclass, replace
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.families import Family, ParamMapping, Split
+from nemo_kto.architecture.families import FAMILIES, Family, ParamMapping, Split
 from nemo_kto.architecture.segments import split_dimension
 
 # Names of linear layers in Hugging Face models, which PEFT uses; NEMO_TARGETS has NeMo's names for groups of them.
 HUGGING_FACE_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 EMBEDDING = "embed_tokens"
 MAX_ALPHA = 1_000_000  # far above usual values, and far below the fp32 maximum
-# Mixtral's names for the projections of its experts.
-OTHER_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 NEMO_TARGETS: dict[str, tuple[str, ...]] = {
     "attention_qkv": ("q_proj", "k_proj", "v_proj"),
     "attention_dense": ("o_proj",),
@@ -179,6 +177,28 @@ def adapter_mappings(mapping: ParamMapping, settings: LoRASettings) -> tuple[Par
     return (*matrices, magnitude)
 
 
+# Parts of each fused layer, in the order of the weights in its mapping.
+_PARTS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+
+
+def _family_names() -> dict[str, str]:
+    """Return the families' own names of modules, such as Mixtral's w1, w2 and w3, and the usual name of each."""
+    names: dict[str, str] = {}
+    for mapping in (mapping for family in FAMILIES.values() for mapping in adaptable(family)):
+        parts = _PARTS.get(mapping.mcore_name.split(".")[-2], ())
+        if mapping.mcore_name.endswith(".weight") and len(mapping.hf_names) == len(parts):
+            names |= {name.split(".")[-2]: part for name, part in zip(mapping.hf_names, parts, strict=True)}
+    return names
+
+
+_USUAL_NAMES = _family_names()
+
+
 def hf_module(name: str) -> str:
     """Return the module in a weight's name: ``q_proj`` for ``model.layers.{layer}.self_attn.q_proj.weight``.
 
@@ -191,4 +211,4 @@ def hf_module(name: str) -> str:
     for suffix in (".weight", ".lora_A", ".lora_B", *ends):
         name = name.removesuffix(suffix)
     module = name.split(".")[-1]
-    return OTHER_NAMES.get(module, module)
+    return _USUAL_NAMES.get(module, module)

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, ConfigDict, Field
+
+from nemo_kto.architecture.families import FAMILIES
 from nemo_kto.architecture.lora import (
     EMBEDDING,
     EMBEDDING_A,
@@ -18,19 +22,33 @@ from nemo_kto.architecture.lora import (
     HUGGING_FACE_TARGETS,
     MAGNITUDE,
     MAX_ALPHA,
-    OTHER_NAMES,
     LoRASettings,
+    adaptable,
+    hf_module,
 )
 from nemo_kto.artifacts.safetensors_files import WRITTEN_BY, Shapes, read_metadata, tensor_shapes
-from nemo_kto.errors import UserError, printable, show
+from nemo_kto.errors import UserError, printable
+from nemo_kto.utils.field_errors import file_errors
 from nemo_kto.utils.files import file_inside, irregular, read_json
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_TENSOR = re.compile(
-    r"base_model\.model\.model\.layers\.(?P<layer>\d+)\."
-    r"(?:self_attn|(?:mlp|block_sparse_moe|feed_forward)(?:\.experts\.\d+|\.shared_expert)?)"
-    rf"\.(?P<module>{'|'.join((*HUGGING_FACE_TARGETS, *OTHER_NAMES))})\.(?:lora_[AB]\.weight|{MAGNITUDE})"
-)
+
+
+def _tensor_pattern() -> re.Pattern[str]:
+    """Return a pattern of the names of adapters of linear layers, as in the tables of all families."""
+    prefix = "model.layers.{layer}."
+    modules = {
+        re.escape(name.removeprefix(prefix).removesuffix(".weight")).replace(r"\{expert\}", r"\d+")
+        for family in FAMILIES.values()
+        for mapping in adaptable(family)
+        for name in mapping.hf_names
+        if name.startswith(prefix) and hf_module(name) in HUGGING_FACE_TARGETS
+    }
+    ends = rf"(?:lora_[AB]\.weight|{MAGNITUDE})"
+    return re.compile(rf"base_model\.model\.model\.layers\.(?P<layer>\d+)\.(?:{'|'.join(sorted(modules))})\.{ends}")
+
+
+_TENSOR = _tensor_pattern()
 _EMBEDDING = re.compile(rf"base_model\.model\.model\.{EMBEDDING}\.({EMBEDDING_A}|{EMBEDDING_B})")
 # transformers' name for the joined gate and up projections of experts, and peft's pattern for that name.
 JOINED = "gate_up_proj"
@@ -49,14 +67,24 @@ _REMEDIES = {
     ".experts.": "; experts need names of their own",
     f"{EMBEDDING}.base_layer": "; save adapters of an embedding with save_embedding_layers=False",
 }
-# Initialisations that leave the base model unchanged; others (PiSSA, OLoRA, ...) modify it and train on the result.
-_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
-# Numeric fields: a test of the value, and the requirement in words.
-_NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
-    "r": (lambda value: type(value) is int and value >= 1, "an integer of at least 1"),
-    "lora_alpha": (lambda value: 0 < value <= MAX_ALPHA, f"above 0 and at most {MAX_ALPHA}"),
-    "lora_dropout": (lambda value: 0 <= value < 1, "from 0 to below 1"),
-}
+
+
+class _Config(BaseModel):
+    """Fields of PEFT's configuration that are read."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, defer_build=True)
+    r: Annotated[int, Ge(1)]
+    lora_alpha: Annotated[float, Gt(0), Le(MAX_ALPHA)]
+    lora_dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+    bias: Literal["none"] = "none"
+    # others (PiSSA, OLoRA, ...) modify the base model and train on the result
+    init_lora_weights: Annotated[
+        bool | Literal["gaussian", "eva", "orthogonal"] | None,
+        Field(description="an initialisation that leaves the base model unchanged"),
+    ] = True
+    target_modules: str | list[str] | None = None
+    use_dora: bool | None = None
+    use_rslora: bool | None = None
 
 
 def read_adapter_settings(folder: str | Path) -> LoRASettings:
@@ -66,10 +94,19 @@ def read_adapter_settings(folder: str | Path) -> LoRASettings:
         UserError: the folder holds no adapter, the adapter has unsupported features (all are listed), or a file is a link
             out of the folder.
     """
-    config, shapes = _read(Path(folder))
+    folder = Path(folder)
+    files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+    if wrong := {name: irregular(folder / name) or "missing" for name in files if not (folder / name).is_file()}:
+        message = " and ".join(f"{name} is {kind}" for name, kind in wrong.items())
+        raise UserError(
+            f"{folder} must be an adapter in PEFT's format, but {message}; load it with peft and write it with "
+            "save_pretrained"
+        )
+    config_file, weights = (file_inside(folder, name) for name in files)
+    config, shapes = read_json(config_file), tensor_shapes(weights)
     modules_of_layer: dict[int, set[str]] = defaultdict(set)
     for match in filter(None, map(_TENSOR.fullmatch, shapes)):
-        modules_of_layer[int(match["layer"])].add(OTHER_NAMES.get(match["module"], match["module"]))
+        modules_of_layer[int(match["layer"])].add(hf_module(match[0]))
     if problems := list(_refusals(config, shapes, modules_of_layer.values())):
         message = f"{folder}: adapters must be LoRA or DoRA on the linear layers, got otherwise:"
         raise UserError(
@@ -77,7 +114,7 @@ def read_adapter_settings(folder: str | Path) -> LoRASettings:
         )
     layers = sorted(modules_of_layer)
     modules = set(modules_of_layer[layers[0]] if layers else ())
-    modules |= {EMBEDDING} if _adapts_embedding(shapes) else set()
+    modules |= {EMBEDDING} if any(map(_EMBEDDING.fullmatch, shapes)) else set()
     limited = config.get("layers_to_transform") is not None or isinstance(config.get("target_modules"), str)
     return LoRASettings(
         rank=config["r"],
@@ -90,10 +127,6 @@ def read_adapter_settings(folder: str | Path) -> LoRASettings:
     )
 
 
-def _adapts_embedding(shapes: Shapes) -> bool:
-    return any(map(_EMBEDDING.fullmatch, shapes))
-
-
 def is_our_adapter(folder: Path) -> bool:
     """Return whether this program wrote the folder."""
     try:
@@ -102,35 +135,13 @@ def is_our_adapter(folder: Path) -> bool:
         return False
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], Shapes]:
-    """Return the configuration, and the shape of each tensor."""
-    files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
-    kinds = {name: irregular(folder / name) or "not there" for name in files if not (folder / name).is_file()}
-    if kinds:
-        message = " and ".join(f"{name} is {kind}" for name, kind in kinds.items())
-        raise UserError(
-            f"{folder} must be an adapter in PEFT's format, but {message}; load it with peft and write it with "
-            "save_pretrained"
-        )
-    config, weights = (file_inside(folder, name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
-    return read_json(config), tensor_shapes(weights)
-
-
 def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set[str]]) -> Iterator[str]:
     """Yield the problems of an adapter with this configuration, these tensors, and these modules of each adapted layer."""
     if config.get("peft_type") != "LORA":
         yield f"peft_type must be LORA, got {printable(str(config.get('peft_type')), 60)}"
         return
-    if config.get("bias", "none") != "none":
-        yield f"bias must be none, got {printable(str(config['bias']), 60)}"
-    if (start := config.get("init_lora_weights")) not in _STARTS:
-        yield f"init_lora_weights must leave the base model as it is, got {printable(str(start), 60)}"
-    for key, (holds, text) in _NUMBERS.items():
-        value = config.get(key)
-        if (key in config or key in ("r", "lora_alpha")) and not (isinstance(value, int | float) and holds(value)):
-            yield f"{key} must be {text}, got {show(value)}"
-    if (targets := config.get("target_modules")) is not None and not isinstance(targets, str | list):
-        yield f"target_modules must be a list of names, got {show(targets)}"
+    rank, targets, limited = config.get("r"), config.get("target_modules"), config.get("layers_to_transform") is not None
+    yield from file_errors(_Config, config)
     for key, value in config.items():
         if key in ("rank_pattern", "alpha_pattern") and isinstance(value, dict):
             value = {name: number for name, number in value.items() if name != JOINED_PATTERN}  # matches no tensor
@@ -140,28 +151,23 @@ def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set
         example = printable(others[0], 100)
         text = f"tensors must belong to {', '.join(HUGGING_FACE_TARGETS)}, got {len(others)} others, such as {example}"
         yield text + next((remedy for part, remedy in _REMEDIES.items() if part in others[0]), "")
-    yield from _wrong_shapes(config.get("r"), shapes)
-    dora, magnitudes = bool(config.get("use_dora")), any(name.endswith(MAGNITUDE) for name in shapes)
-    if adapted and dora != magnitudes:
-        which = "with" if magnitudes else "without"
-        yield f"use_dora must be {magnitudes} {which} {MAGNITUDE} among the tensors, got {dora}"
-    if dora and any(".experts." in name for name in shapes):
-        yield "use_dora must be False with adapters on experts, which have none in peft either, got True"
-    if _adapts_embedding(shapes):
-        if config.get("layers_to_transform") is not None or isinstance(targets, str):
-            yield f"layers_to_transform must not be set, and target_modules a list, beside adapters of {EMBEDDING}"
-    elif not adapted:
-        yield "at least one layer must be adapted, got no tensors of adapters"
-    if len(set(map(frozenset, adapted))) > 1:
-        yield f"every adapted layer must have the same modules adapted, got {len(adapted)} layers that differ"
-
-
-def _wrong_shapes(rank: object, shapes: Shapes) -> Iterator[str]:
-    """Yield a message about the first tensor whose rank differs from the configuration's."""
     for name, shape in shapes.items():
         if name.endswith(MAGNITUDE) or not (_TENSOR.fullmatch(name) or _EMBEDDING.fullmatch(name)):
             continue
         along = 0 if ".lora_A." in name or name.endswith(EMBEDDING_A) else 1
         if len(shape) != 2 or shape[along] != rank:
             yield f"tensors must have the rank of the configuration, r = {rank}, got shape {list(shape)} of {name}"
-            return
+            break
+    dora, magnitudes = bool(config.get("use_dora")), any(name.endswith(MAGNITUDE) for name in shapes)
+    if adapted and dora != magnitudes:
+        which = "with" if magnitudes else "without"
+        yield f"use_dora must be {magnitudes} {which} {MAGNITUDE} among the tensors, got {dora}"
+    if dora and any(".experts." in name for name in shapes):
+        yield "use_dora must be False with adapters on experts, which have none in peft either, got True"
+    if any(map(_EMBEDDING.fullmatch, shapes)):
+        if limited or isinstance(targets, str):
+            yield f"layers_to_transform must not be set, and target_modules a list, beside adapters of {EMBEDDING}"
+    elif not adapted:
+        yield "at least one layer must be adapted, got no tensors of adapters"
+    if len(set(map(frozenset, adapted))) > 1:
+        yield f"every adapted layer must have the same modules adapted, got {len(adapted)} layers that differ"

@@ -210,7 +210,7 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     elsewhere = any(text.startswith("hydra/launcher=") for text in flags.overrides)
     job = Job(recipe=recipe, source=source, world=world, script=_own_script(), elsewhere=elsewhere)
     if others:
-        refuse_mistakes(job.mistakes([*others, *flags.overrides], sweep=flags.multirun), world)
+        refuse_mistakes(job.checker(sweep=flags.multirun).errors([*others, *flags.overrides]), world)
     try:
         own_file = source.own_file
         own_text = None if own_file is None else own_file.read_text(encoding="utf-8", errors="replace")
@@ -225,7 +225,7 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         return
     # A file without defaults lacks our logging settings for Hydra, so that Hydra would write logs before any check.
     without_defaults = own_text is not None and "defaults:" not in own_text
-    if (flags.multirun or without_defaults) and (mistakes := job.mistakes(flags.overrides, sweep=True)):
+    if (flags.multirun or without_defaults) and (mistakes := job.checker(sweep=True).errors(flags.overrides)):
         refuse_mistakes(mistakes, world)
     # Hydra parses the command line itself and accepts flags only before overrides.
     modes = _source_parser().parse_known_args([part for part in argv if part not in flags.overrides])[1]

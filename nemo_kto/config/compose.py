@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
+import itertools
 import math
 import operator
 import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,6 +50,12 @@ def config_path() -> str:
     return str(Path(__file__).resolve().parents[2] / "conf")
 
 
+def config_folder() -> Traversable:
+    """Return the folder of the YAML files."""
+    path = config_path()
+    return resources.files(PACKAGE) if path.startswith("pkg://") else Path(path)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """The location of the configuration as given on the command line (Hydra's flags of the same names).
@@ -70,7 +79,7 @@ class Source:
         files = [Path(folder, f"{self.config_name}.yaml") for folder in (self.config_dir, self.config_path) if folder]
         return next((file for file in files if file.is_file()), None)
 
-    @cached_property
+    @functools.cached_property
     def adopted(self) -> Source:
         """The source that completes a configuration of NeMo-Aligner with our defaults; any other source unchanged."""
         file = self.own_file
@@ -96,9 +105,8 @@ class Source:
         """
         try:
             parsed = OverridesParser.create().parse_overrides(list(overrides))
-            files = tuple(
-                migration.forced(text) for text, each in zip(overrides, parsed, strict=True) if not _is_value(each)
-            )
+            is_value = [self._is_value(override) for override in parsed]
+            files = tuple(migration.forced(text) for text, value in zip(overrides, is_value, strict=True) if not value)
             if files not in self._composed:
                 with self._opened() as search:
                     self._composed[files] = compose(self.config_name, overrides=[*search, *files])
@@ -107,12 +115,26 @@ class Source:
         except (ValueError, yaml.YAMLError) as error:  # a file that is not YAML, or whose defaults are not a list
             raise HydraException(" ".join(str(error).split())) from error
         config = self._composed[files].copy()
-        for override in filter(_is_value, parsed):
+        for override in itertools.compress(parsed, is_value):
             _set_value(config, override)
         return config
 
+    def _is_value(self, override: Override) -> bool:
+        """Return whether an override sets the value of a key, rather than choosing a file or concerning Hydra itself."""
+        key = override.key_or_group
+        plain = override.package is None and not override.is_delete() and not override.is_sweep_override()
+        return plain and not key.startswith("hydra.") and not self._may_be_group(key)
+
+    def _may_be_group(self, key: str) -> bool:
+        """Return whether a key may be a config group: a folder, which a user may have anywhere in Hydra's search path."""
+        if "." in key or "/" in key:
+            return "/" in key
+        return self.config_path is not None or self.config_dir is not None or (config_folder() / key).is_dir()
+
     def choices(self, group: str) -> list[str]:
-        """Return the options of a config group such as ``hardware``."""
+        """Return the options of a config group such as ``hardware``; none for other keys."""
+        if not self._may_be_group(group):
+            return []
         with self._opened() as search:
             loader = GlobalHydra.instance().config_loader()
             return loader.get_group_options(group.split("@")[0], config_name=self.config_name, overrides=search)
@@ -172,13 +194,6 @@ def _store_merged(theirs: DictConfig, recipe: Recipe, *, name: str) -> str:
     name = f"nemo_aligner_{name}"
     ConfigStore.instance().store(name=name, node={"defaults": ["base/hydra", "_self_", {"hardware": None}], **merged})
     return name
-
-
-def _is_value(override: Override) -> bool:
-    """Return whether an override sets the value of a key, rather than choosing a file or concerning Hydra itself."""
-    key = override.key_or_group
-    plain = override.package is None and not override.is_delete() and not override.is_sweep_override()
-    return plain and "." in key and "/" not in key and not key.startswith("hydra.")
 
 
 def _set_value(config: DictConfig, override: Override) -> None:
@@ -259,7 +274,7 @@ def _typed(config: DictConfig, recipe: Recipe) -> tuple[RunConfig | None, list[C
             section = section.setdefault(name, {})
         if value != "???":
             section[last] = value
-    types = config_type(recipe, loss)
+    types = config_type(recipe, None if loss in recipe.losses.values() else loss)
     try:
         return types.model_validate(nested), errors
     except ValidationError as error:
@@ -275,6 +290,9 @@ def _typed(config: DictConfig, recipe: Recipe) -> tuple[RunConfig | None, list[C
 
 def _resolved(config: DictConfig) -> tuple[dict[str, object], list[ConfigError]]:
     """Return dotted name -> resolved value for all keys, ??? for required keys not given; and resolution errors."""
+    with contextlib.suppress(Exception):  # a resolver may raise anything; if one does, each key is resolved separately
+        resolved: Any = OmegaConf.to_container(config, resolve=True)
+        return {key: functools.reduce(operator.getitem, key.split("."), resolved) for key in known_keys(config)}, []
     values: dict[str, object] = {}
     errors = []
     for key in known_keys(config):

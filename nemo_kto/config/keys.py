@@ -9,13 +9,12 @@ import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.config import migration
-from nemo_kto.config.compose import PACKAGE, config_path
+from nemo_kto.config.compose import config_folder
 from nemo_kto.config.schema import config_type
 from nemo_kto.utils.field_errors import echo, names
 from nemo_kto.utils.fields import MayChange, MustStay
@@ -51,9 +50,7 @@ def all_keys(recipe: Recipe) -> list[Key]:
 
 
 def _read(name: str) -> str:
-    path = config_path()
-    folder = resources.files(PACKAGE) if path.startswith("pkg://") else Path(path)
-    return str((folder / f"{name}.yaml").read_text(encoding="utf-8"))
+    return str((config_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def _keys(text: str, prefix: str) -> Iterator[Key]:

@@ -113,14 +113,12 @@ def unknown_key(key: str, got: str, known: Sequence[str], recipe: Recipe) -> Con
     ours = {alias: text.replace("NAME", recipe.name) for alias, text in aliases().items()} | dict(recipe.aliases)
     ours = {alias: text for alias, text in ours.items() if text.partition(" ")[0] in known}
     alias = next((each for each in (name, last) if each in ours or each in without()), None)
-    nearest = None if alias else _nearest(name, last, known)
-    misspelled = difflib.get_close_matches(last, [each for each in ours if len(each) > 5], n=1, cutoff=0.85)
     if alias is not None:
         remedy = f"use {ours[alias]}" if alias in ours else f"it has no equivalent: {without()[alias]}"
-    elif nearest is not None:
+    elif (nearest := _nearest(name, last, known)) is not None:
         remedy = f"did you mean {nearest}?"
-    elif misspelled:
-        remedy = f"for {misspelled[0]}, use {ours[misspelled[0]]}"
+    elif similar := difflib.get_close_matches(last, [each for each in ours if len(each) > 5], n=1, cutoff=0.85):
+        remedy = f"for {similar[0]}, use {ours[similar[0]]}"
     else:
         remedy = f"`nemo-kto {recipe.name} --help` lists all keys"
     if is_option and got.startswith(key) and alias is None:

@@ -346,17 +346,12 @@ def _extended(base: type[Base], fields: Mapping[str, tuple[object, object]]) -> 
 def config_type(recipe: Recipe, loss: Loss | None = None) -> type[RunConfig]:
     """Build the configuration type of an algorithm.
 
-    The options of all its losses, and of ``loss`` if given, are keys of model.NAME.
-
-    Args:
-        recipe: the algorithm.
-        loss: the loss in use, which may be user-defined.
+    The options of all its losses, and of the user-defined ``loss`` if given, are keys of model.NAME.
     """
-    options = {name: option.annotation for known in recipe.losses.values() for name, option in known.options.items()}
-    options |= {name: option.annotation for name, option in loss.options.items()} if loss is not None else {}
+    losses = [*recipe.losses.values(), *([] if loss is None else [loss])]
+    options = {name: option.annotation for each in losses for name, option in each.options.items()}
     section = _extended(recipe.loss_section, {name: (or_(kind, None), None) for name, kind in options.items()})
-    if loss is not None:
-        section.record = loss
+    section.losses = recipe.losses
     data = _extended(DataConfig, dict.fromkeys(recipe.data_defaults, (Annotated[float | None, REWARD], ...)))
     fields: dict[str, tuple[object, object]] = {
         "algorithm": (Annotated[Literal[recipe.name], MustStay("the algorithm")], ...),

@@ -72,10 +72,8 @@ def device_name() -> str:
 
 
 def select() -> None:
-    """Make this rank's GPU torch's current device, and disable TF32 for fp32 products.
-
-    NVIDIA's images allow TF32, which has 10 of the 23 bits of the mantissa, through TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
-    """
+    """Make this rank's GPU torch's current device, and disable TF32 for fp32 products."""
+    # NVIDIA's images allow TF32, which has 10 of the 23 bits of the mantissa, through TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     if on_gpu():
@@ -123,12 +121,12 @@ def upload(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
         return uploaded
     on_host = [(k, tensor) for k, tensor in enumerate(tensors) if tensor is not None and not tensor.is_cuda]
     for dtype in {tensor.dtype for _, tensor in on_host}:
-        own = [(k, tensor) for k, tensor in on_host if tensor.dtype == dtype]
-        sizes = [tensor.numel() for _, tensor in own]
+        same_dtype = [(k, tensor) for k, tensor in on_host if tensor.dtype == dtype]
+        sizes = [tensor.numel() for _, tensor in same_dtype]
         packed = torch.empty(sum(sizes), dtype=dtype, pin_memory=True)
-        torch.cat([tensor.flatten() for _, tensor in own], out=packed)
+        torch.cat([tensor.flatten() for _, tensor in same_dtype], out=packed)
         parts = packed.to(current_device(), non_blocking=True).split(sizes)
-        for (k, tensor), part in zip(own, parts, strict=True):
+        for (k, tensor), part in zip(same_dtype, parts, strict=True):
             uploaded[k] = part.view(tensor.shape)
     return uploaded
 
@@ -136,9 +134,9 @@ def upload(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
 class _HostBlock(mmap.mmap):
     """Zeroed host memory of an exact size, page-locked if ranks compute on GPUs; freed with the last tensor in it.
 
-    torch's allocator of page-locked memory rounds each block up to a power of two (``PowerOf2Ceil`` in torch 2.11 and 2.13,
-    ATen/core/CachingHostAllocator.h), which is up to twice the requested size, and keeps freed blocks. Therefore the pages
-    are allocated from the operating system and locked with ``cudaHostRegister``.
+    torch's allocator of page-locked memory rounds each block up to a power of two (torch 2.11 to 2.13,
+    ATen/core/CachingHostAllocator.h) and keeps freed blocks. Therefore the pages are allocated from the operating system and
+    locked with ``cudaHostRegister``.
 
     Raises:
         RuntimeError: CUDA cannot lock the pages.
@@ -197,10 +195,8 @@ def synchronize() -> None:
 
 def has_queued_work() -> bool:
     """Return whether the device has unfinished work; False on the CPU. May be called from any thread."""
-    if not on_gpu():
-        return False
     with contextlib.suppress(RuntimeError):  # a device error is raised in the code that waits for the device
-        return not torch.cuda.default_stream(current_device()).query()
+        return on_gpu() and not torch.cuda.default_stream(current_device()).query()
     return False
 
 
@@ -228,9 +224,9 @@ def write_collectives(rank: int) -> None:
 
 
 class Moment:
-    """Time at which the device will have completed all work queued so far.
+    """Time at which the device will have completed all work queued so far; the difference of two is in seconds.
 
-    The difference to an earlier moment is in seconds; computing it makes the host wait for this moment.
+    Computing a difference makes the host wait for the later moment.
     """
 
     def __init__(self) -> None:
@@ -298,9 +294,9 @@ def swap_(on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) ->
     """
     if not on_gpu():
         for device_tensor, host_tensor in zip(on_device, on_host, strict=True):
-            kept = device_tensor.clone()
+            copy = device_tensor.clone()
             device_tensor.copy_(host_tensor)
-            host_tensor.copy_(kept)
+            host_tensor.copy_(copy)
         return
     now, (up, down) = torch.cuda.current_stream(), _copy_streams(torch.cuda.current_device())
     up.wait_stream(now)
@@ -310,12 +306,12 @@ def swap_(on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) ->
             up.wait_event(in_flight[0][1])  # the copy's memory belongs to stream ``up``, which reuses it from now on
             in_flight.popleft()
         with torch.cuda.stream(up):
-            kept = device_tensor.clone()
+            copy = device_tensor.clone()
             device_tensor.copy_(host_tensor, non_blocking=True)
         down.wait_stream(up)  # the host values must be on the device before they are overwritten
         with torch.cuda.stream(down):
-            host_tensor.copy_(kept, non_blocking=True)
-            in_flight.append((kept, down.record_event()))
+            host_tensor.copy_(copy, non_blocking=True)
+            in_flight.append((copy, down.record_event()))
     down.synchronize()  # ``down`` has waited for all copies of ``up``
 
 
@@ -337,7 +333,7 @@ def host_memory_bytes() -> int:
     """Return the memory of this machine, or the limit of this process's control group if that is lower."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in _memory_limit_files():
-        with contextlib.suppress(OSError, ValueError):  # the file contains "max" if there is no limit
+        with contextlib.suppress(OSError, ValueError):  # the file contains "max" without a limit
             limits.append(int(file.read_text(encoding="ascii")))
     return min(limits)
 

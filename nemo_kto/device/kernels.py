@@ -20,10 +20,7 @@ MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def uses_transformer_engine(dtype: torch.dtype) -> bool:
-    """Return whether layers of this dtype are Transformer Engine's: it is installed and the rank computes on a GPU.
-
-    False for fp32, because its products would be in TF32, with 10 of the 23 bits of the mantissa.
-    """
+    """Return whether layers of this dtype are Transformer Engine's; never in fp32, whose products would be in TF32."""
     return bool(gpt_layer_specs.HAVE_TE) and device.on_gpu() and dtype != torch.float32
 
 
@@ -46,9 +43,8 @@ def adds_products() -> bool:
 def adds_wide_products() -> bool:
     """Return whether torch can add a product of bf16 matrices to an fp32 sum in place, on this GPU.
 
-    ``torch.addmm`` with ``out_dtype`` accepts an fp32 sum in torch 2.11 and 2.13 (aten/src/ATen/native/cuda/Blas.cpp). Older
-    releases have the argument but reject such a sum, and the builds in NVIDIA's images are between releases. Therefore the
-    call is tried once instead of comparing versions.
+    ``torch.addmm`` with ``out_dtype`` accepts an fp32 sum since torch 2.11 (aten/src/ATen/native/cuda/Blas.cpp). Builds in
+    NVIDIA's images are between releases, so the call is tried once instead of comparing versions.
     """
     if not device.on_gpu():
         return False

@@ -28,15 +28,10 @@ _SECONDS = 0.1  # duration of the measurement for each of the two dtypes
 
 @dataclass(frozen=True, kw_only=True)
 class Bf16Support:
-    """Result of the check for bf16 support.
+    """Result of the check for bf16 support."""
 
-    Attributes:
-        native: the device has bf16 instructions, and a CPU also computes faster in bf16 than in fp32.
-        why: explanation in words, with the measured ratio on a CPU.
-    """
-
-    native: bool
-    why: str
+    native: bool  # the device has bf16 instructions, and a CPU also computes faster in bf16 than in fp32
+    why: str  # explanation in words, with the measured ratio on a CPU
 
 
 def bf16_support() -> Bf16Support:

@@ -30,7 +30,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.huggingface.folders import write_together
 from nemo_kto.huggingface.mapping import differences, rank_adapters, wanted_adapters
 from nemo_kto.huggingface.stream import gather_weights, read_weights
-from nemo_kto.models.lora.adapters import magnitudes, take_magnitudes
+from nemo_kto.models.lora.adapters import magnitudes, set_magnitudes
 
 
 def export_adapter(
@@ -92,7 +92,7 @@ def load_adapter(chunks: Sequence[nn.Module], architecture: Architecture, folder
     files = dict.fromkeys(wanted, Path(folder) / ADAPTER_WEIGHTS)
     instead = magnitudes(chunks)
     read_weights(rank_adapters(chunks, architecture, settings, instead), architecture, files)
-    take_magnitudes(chunks, instead)
+    set_magnitudes(chunks, instead)
 
 
 def _settings(chunks: Sequence[nn.Module]) -> LoRASettings:

@@ -21,18 +21,13 @@ ATTENTION, MLP, EXPERTS, SHARED_EXPERTS = "self_attention", "mlp", "mlp.experts"
 class Block(NamedTuple):
     """A part of a layer with a residual connection around it; experts and shared expert share one.
 
-    Attributes:
-        layer: index of the layer, from 0.
-        name: ``ATTENTION``, ``MLP``, ``EXPERTS`` or ``SHARED_EXPERTS``.
-        adapted: parameters of the block that have adapters, listed once for all experts.
-        enters: whether the input of the block requires a gradient.
-        inside: whether the input of the last linear layer of the block requires a gradient.
-        leaves: whether the output of the block, which is added to the residual stream, requires a gradient.
+    ``enters``, ``inside`` and ``leaves`` tell whether a gradient is required by the input of the block, by the input of its
+    last linear layer, and by its output, which is added to the residual stream.
     """
 
-    layer: int
-    name: str
-    adapted: tuple[ParamMapping, ...]
+    layer: int  # from 0
+    name: str  # ATTENTION, MLP, EXPERTS or SHARED_EXPERTS
+    adapted: tuple[ParamMapping, ...]  # parameters with adapters, listed once for all experts
     enters: bool
     inside: bool
     leaves: bool
@@ -43,14 +38,16 @@ def blocks_of(
 ) -> Iterator[Block]:
     """Yield the blocks of consecutive layers, in the order of a forward pass.
 
-    Args:
-        architecture: the model.
-        layers: indices of the layers, from 0.
-        adapters: the LoRA settings; None if all weights are trained.
-        enters: whether the input of the first layer requires a gradient.
+    ``adapters`` is None if all weights are trained; ``enters`` is whether the input of the first layer requires a gradient.
     """
     enters = enters or adapters is None
-    adapted = _adapted(architecture, adapters)
+    adapted: dict[str, tuple[ParamMapping, ...]] = dict.fromkeys((ATTENTION, MLP, EXPERTS, SHARED_EXPERTS), ())
+    for mapping in [] if adapters is None else adapted_mappings(architecture, adapters):
+        # decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight belongs to mlp.experts
+        path = mapping.mcore_name.removeprefix("decoder.layers.{layer}.").replace(".local_experts.{expert}", "")
+        block = path.rpartition(".linear_")[0]
+        if block in adapted and any(architecture.instances(mapping, range(architecture.num_layers))):
+            adapted[block] += (mapping,)
     shared = architecture.experts is not None and architecture.experts.shared_ffn_hidden_size > 0
     mixture = (EXPERTS, SHARED_EXPERTS) if shared else (EXPERTS,)
     for layer in layers:
@@ -63,48 +60,19 @@ def blocks_of(
             enters = enters or any(found)
 
 
-def _adapted(architecture: Architecture, adapters: LoRASettings | None) -> Mapping[str, tuple[ParamMapping, ...]]:
-    """Return the parameters with adapters for each kind of block."""
-    found = [] if adapters is None else adapted_mappings(architecture, adapters)
-    every_layer = range(architecture.num_layers)
-    held = [(_block_name(mapping), mapping) for mapping in found if any(architecture.instances(mapping, every_layer))]
-    kinds = (ATTENTION, MLP, EXPERTS, SHARED_EXPERTS)
-    return {kind: tuple(mapping for name, mapping in held if name == kind) for kind in kinds}
-
-
-def _block_name(mapping: ParamMapping) -> str:
-    """Return the name of the block that a parameter belongs to.
-
-    ``decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight`` belongs to ``mlp.experts``.
-    """
-    name = mapping.mcore_name.removeprefix("decoder.layers.{layer}.").replace(".local_experts.{expert}", "")
-    return name.rpartition(".linear_")[0]
-
-
 class Passes(NamedTuple):
-    """Number of passes through the model in a step.
+    """Number of passes through the model in a step."""
 
-    Attributes:
-        forward: forward passes, with adapters if there are any.
-        disabled: forward passes with adapters disabled.
-        backward: backward passes.
-    """
-
-    forward: int = 0
-    disabled: int = 0
+    forward: int = 0  # with adapters if there are any
+    disabled: int = 0  # forward passes with adapters disabled
     backward: int = 0
 
 
 class AttentionWindow(NamedTuple):
-    """The tokens that a token attends to in a layer: itself and earlier ones.
+    """The tokens that a token attends to in a layer: itself and earlier ones."""
 
-    Attributes:
-        size: maximum number of these tokens; None for no limit.
-        chunked: the window is the chunk of ``size`` tokens of the sequence that contains the token; if False, it slides.
-    """
-
-    size: int | None
-    chunked: bool = False
+    size: int | None  # maximum number of these tokens; None for no limit
+    chunked: bool = False  # the window is the chunk of ``size`` tokens that contains the token; if False, it slides
 
     def pairs(self, length: int) -> int:
         """Return the number of pairs of a token and a token it attends to, in a sequence of ``length`` tokens.
@@ -127,18 +95,14 @@ def _triangle(number: int) -> int:
 class Flops(NamedTuple):
     """FLOPs of one or several passes.
 
-    Attributes:
-        per_token: FLOPs of the linear layers per token.
-        per_token_mlp: the part of ``per_token`` that is in the MLPs.
-        per_token_pair: FLOPs of attention scores and values per pair of a token and a token it attends to, keyed by the
-            attention window of the layers.
-        per_response_token: FLOPs of the output layer, which is applied to response tokens only.
+    ``per_token_pair`` are those of attention scores and values for a pair of a token and a token it attends to, keyed by the
+    attention window of the layers.
     """
 
-    per_token: int
-    per_token_mlp: int
+    per_token: int  # of the linear layers
+    per_token_mlp: int  # the part of ``per_token`` that is in the MLPs
     per_token_pair: Mapping[AttentionWindow, int]
-    per_response_token: int
+    per_response_token: int  # of the output layer, which is applied to response tokens only
 
     def attention(self, length: int) -> int:
         """Return the FLOPs of attention scores and values for a sequence of ``length`` tokens."""
@@ -148,9 +112,9 @@ class Flops(NamedTuple):
         """Return the FLOPs for a sequence of ``length`` tokens, of which ``responses`` are response tokens."""
         return self.per_token * length + self.attention(length) + self.per_response_token * responses
 
-    def of_rows(self, rows: int, width: int) -> int:
-        """Return the FLOPs for ``rows`` sequences of ``width`` tokens, all but the first of which are response tokens."""
-        return rows * self.of_tokens(width, width - 1)
+    def of_sequences(self, count: int, width: int) -> int:
+        """Return the FLOPs for ``count`` sequences of ``width`` tokens, all but the first of which are response tokens."""
+        return count * self.of_tokens(width, width - 1)
 
     def of(self, sequences: SequenceBatch) -> Tensor:
         """Return the FLOPs for the sequences without their padding: 0-d float64."""
@@ -160,13 +124,7 @@ class Flops(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlops:
-    """FLOPs of one pass of each kind.
-
-    Attributes:
-        forward: forward pass, with adapters if there are any.
-        disabled: forward pass with adapters disabled.
-        backward: backward pass.
-    """
+    """FLOPs of one pass of each kind, see :class:`Passes`."""
 
     forward: Flops
     disabled: Flops
@@ -177,97 +135,89 @@ class ModelFlops:
         """Count the FLOPs of a whole copy of the model, independent of the layout; without adapters it is trained fully."""
         enters = adapters is not None and EMBEDDING in adapters.modules
         blocks = [*blocks_of(architecture, range(architecture.num_layers), adapters=adapters, enters=enters)]
-        frozen = [product for block in blocks for product in _of_weights(architecture, block)]
-        added = [] if adapters is None else [*_of_adapters(architecture, blocks, adapters)]
-        trained = added if adapters is not None else frozen
-        back = [each.times(each.has_gradient) for each in [*frozen, *added]] + trained
-        attention = _attention(architecture, blocks, of_gradients=False)
+        base = [product for block in blocks for product in _base_products(architecture, block)]
+        adapter = [] if adapters is None else [*_adapter_products(architecture, blocks, adapters)]
+        # the backward pass has a product for each gradient of an input, and one for each gradient of a trained weight
+        input_gradients = [product for product in [*base, *adapter] if product.has_gradient]
+        weight_gradients = base if adapters is None else adapter
         output = 2 * architecture.hidden_size * architecture.vocab_size
+        attention = _attention(architecture, blocks, backward=False)
+        backward_attention = _attention(architecture, blocks, backward=True)
         return cls(
-            forward=_sum([*frozen, *added], attention, output),
-            disabled=_sum(frozen, attention, output),
+            forward=_sum([*base, *adapter], attention, output),
+            disabled=_sum(base, attention, output),
             backward=_sum(
-                back, _attention(architecture, blocks, of_gradients=True), output * (1 if adapters is not None else 2)
+                [*input_gradients, *weight_gradients], backward_attention, output * (2 if adapters is None else 1)
             ),
         )
 
     def of_passes(self, passes: Passes) -> Flops:
         """Return the total FLOPs of the given numbers of passes."""
-        kinds = (self.forward, self.disabled, self.backward)
-
-        def total(counts: Sequence[int]) -> int:
-            return sum(map(int.__mul__, passes, counts))
-
+        counted = [*zip(passes, (self.forward, self.disabled, self.backward), strict=True)]
         return Flops(
-            per_token=total([each.per_token for each in kinds]),
-            per_token_mlp=total([each.per_token_mlp for each in kinds]),
+            per_token=sum(count * flops.per_token for count, flops in counted),
+            per_token_mlp=sum(count * flops.per_token_mlp for count, flops in counted),
             per_token_pair={
-                window: total([each.per_token_pair[window] for each in kinds]) for window in self.forward.per_token_pair
+                window: sum(count * flops.per_token_pair[window] for count, flops in counted)
+                for window in self.forward.per_token_pair
             },
-            per_response_token=total([each.per_response_token for each in kinds]),
+            per_response_token=sum(count * flops.per_response_token for count, flops in counted),
         )
 
 
 class _Product(NamedTuple):
     """A matrix product: FLOPs per token, whether it is in an MLP, and whether its input requires a gradient."""
 
-    operations: int
+    flops: int
     is_mlp: bool
     has_gradient: bool
-
-    def times(self, number: int) -> _Product:
-        """Return the product with ``number`` times the FLOPs."""
-        return self._replace(operations=number * self.operations)
 
 
 def _sum(products: list[_Product], per_token_pair: Mapping[AttentionWindow, int], per_response_token: int) -> Flops:
     return Flops(
-        per_token=sum(each.operations for each in products),
-        per_token_mlp=sum(each.operations for each in products if each.is_mlp),
+        per_token=sum(product.flops for product in products),
+        per_token_mlp=sum(product.flops for product in products if product.is_mlp),
         per_token_pair=per_token_pair,
         per_response_token=per_response_token,
     )
 
 
-def _attention(architecture: Architecture, blocks: Sequence[Block], *, of_gradients: bool) -> dict[AttentionWindow, int]:
-    """Return the FLOPs of scores and values per pair of tokens, keyed by attention window: forward, or backward."""
-    operations = 4 * architecture.num_attention_heads * architecture.head_dim
+def _attention(architecture: Architecture, blocks: Sequence[Block], *, backward: bool) -> dict[AttentionWindow, int]:
+    """Return the FLOPs of scores and values per pair of tokens, keyed by attention window."""
+    flops = 4 * architecture.num_attention_heads * architecture.head_dim
     found: dict[AttentionWindow, int] = {}
     for block in blocks:
         if block.name == ATTENTION:
             size = architecture.windows[block.layer]
             window = AttentionWindow(size, chunked=architecture.chunked and size is not None)
-            times = 2 * block.inside if of_gradients else 1
-            found[window] = found.get(window, 0) + times * operations
+            products = 2 * block.inside if backward else 1
+            found[window] = found.get(window, 0) + products * flops
     return found
 
 
-def _of_weights(architecture: Architecture, block: Block) -> Iterator[_Product]:
-    """Yield the products with the weights of a block, without adapters: first linear layers, then the last one."""
-    first, last = _weights(architecture, block.name)
-    for count, has_gradient in ((first, block.enters), (last, block.inside)):
-        yield _Product(2 * count, block.name != ATTENTION, has_gradient)
+def _base_products(architecture: Architecture, block: Block) -> Iterator[_Product]:
+    """Yield the products with the weights of a block, without adapters.
 
-
-def _weights(architecture: Architecture, block: str) -> tuple[int, int]:
-    """Return the number of weights applied to each token, in the first linear layers and in the last one.
-
-    First layers: query, key and value; or gate and up projection, with the router, or the gate of the shared expert. Last
-    layer: attention output, or down projection.
+    The first is that of query, key and value; or of gate and up projection, with the router, or the gate of the shared
+    expert. The last one is that of the attention output, or of the down projection.
     """
     hidden, head_dim, experts = architecture.hidden_size, architecture.head_dim, architecture.experts
-    if block == ATTENTION:
+    if block.name == ATTENTION:
         heads, groups = architecture.num_attention_heads, architecture.num_query_groups
-        return hidden * head_dim * (heads + 2 * groups), hidden * head_dim * heads
-    if block == MLP or experts is None:
-        return 2 * hidden * architecture.ffn_hidden_size, hidden * architecture.ffn_hidden_size
-    if block == SHARED_EXPERTS:
-        return hidden * (2 * experts.shared_ffn_hidden_size + experts.shared_gate), hidden * experts.shared_ffn_hidden_size
-    chosen = experts.per_token * hidden * experts.ffn_hidden_size
-    return 2 * chosen + hidden * experts.number, chosen
+        first, last = hidden * head_dim * (heads + 2 * groups), hidden * head_dim * heads
+    elif block.name == MLP or experts is None:
+        first, last = 2 * hidden * architecture.ffn_hidden_size, hidden * architecture.ffn_hidden_size
+    elif block.name == SHARED_EXPERTS:
+        last = hidden * experts.shared_ffn_hidden_size
+        first = 2 * last + hidden * experts.shared_gate
+    else:
+        last = experts.per_token * hidden * experts.ffn_hidden_size
+        first = 2 * last + hidden * experts.number
+    yield _Product(2 * first, block.name != ATTENTION, block.enters)
+    yield _Product(2 * last, block.name != ATTENTION, block.inside)
 
 
-def _of_adapters(architecture: Architecture, blocks: Sequence[Block], adapters: LoRASettings) -> Iterator[_Product]:
+def _adapter_products(architecture: Architecture, blocks: Sequence[Block], adapters: LoRASettings) -> Iterator[_Product]:
     """Yield the products with A and B of each adapter, one pair for each weight of the Hugging Face model, as in PEFT.
 
     An adapter of the embedding has one product only, because the other matrix is a lookup.
@@ -277,9 +227,9 @@ def _of_adapters(architecture: Architecture, blocks: Sequence[Block], adapters: 
             yield _Product(2 * adapters.rank * architecture.hidden_size, False, True)
     adapted = [(block, mapping) for block in blocks for mapping in block.adapted]
     for block, mapping in adapted:
-        times = architecture.experts.per_token if architecture.experts is not None and mapping.of_expert else 1
+        experts = architecture.experts.per_token if architecture.experts is not None and mapping.of_expert else 1
         has_gradient = block.enters if split_dimension(mapping) == 0 else block.inside
         for name, (rows, columns) in zip(mapping.hf_names, source_shapes(mapping, architecture), strict=True):
             if hf_module(name) in adapters.modules:
-                yield _Product(2 * times * adapters.rank * columns, block.name != ATTENTION, has_gradient)
-                yield _Product(2 * times * adapters.rank * rows, block.name != ATTENTION, True)
+                yield _Product(2 * experts * adapters.rank * columns, block.name != ATTENTION, has_gradient)
+                yield _Product(2 * experts * adapters.rank * rows, block.name != ATTENTION, True)

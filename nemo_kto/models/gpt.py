@@ -12,8 +12,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTe
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_kto.architecture.architecture import Architecture
@@ -22,8 +20,8 @@ from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.device import device
 from nemo_kto.device.kernels import uses_transformer_engine
 from nemo_kto.models.layer_spec import block_spec
-from nemo_kto.models.layers.embedding import RowEmbedding, scale_of
-from nemo_kto.models.transformer_settings import recomputed, transformer_config
+from nemo_kto.models.layers.embedding import SparseGradEmbedding, scale_of
+from nemo_kto.models.transformer_settings import transformer_config
 
 # Parameters whose size depends on the number of zero heads that pad the model for the tensor-parallel size.
 _PADDED_WITH_HEADS = (
@@ -65,7 +63,7 @@ class HiddenStateGPT(GPTModel):
         super().__init__(*args, **kwargs)
         # GPTModel does not let the caller choose these classes.
         if self.pre_process:
-            self.embedding.word_embeddings.__class__ = RowEmbedding
+            self.embedding.word_embeddings.__class__ = SparseGradEmbedding
         if self.post_process:
             # The layer remains a separate module, because DistributedDataParallel may wait in its forward hook until this
             # weight is gathered.
@@ -79,13 +77,11 @@ class HiddenStateGPT(GPTModel):
     def output_weight(self) -> Tensor:
         """Return this rank's rows of the output weight, [padded vocabulary / tensor parallel, hidden].
 
-        If the embeddings are tied, it is the weight of the embedding.
-
         Raises:
             RuntimeError: if this pipeline stage has no output layer.
         """
         if not self.post_process:
-            raise RuntimeError("only the last pipeline stage has an output weight, and this model is of an earlier one")
+            raise RuntimeError("this pipeline stage has no output weight; only the last one has")
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
@@ -123,9 +119,7 @@ def build_gpt(
         architecture: the model, including its tensor-parallel size.
         params_dtype: dtype of parameters and activations.
         split, chunk: partition of the layers across pipeline stages; index of the chunk among those of this rank, from 0.
-        context_parallel, expert_parallel: context-parallel size; expert-parallel size.
         pre_process, post_process: the chunk starts with the embedding; it ends with the output layer.
-        sequence_parallel: shard the sequence in the parts of a layer that tensor parallelism does not shard.
         recompute_modules: mlp, core_attn or both, with recompute_granularity="selective".
         attn_mask_type: causal, or arbitrary if ``forward`` gets a mask, [batch, 1, sequence, sequence], True = masked out.
         fp8: "hybrid" (e4m3, and e5m2 for gradients) or "e4m3": format of the products in Transformer Engine's linear layers.
@@ -138,38 +132,49 @@ def build_gpt(
     Raises:
         SplitError: if the layers cannot be partitioned like this.
     """
-    engine = uses_transformer_engine(params_dtype) and not empty and not architecture.unsupported_by_te
+    use_te = uses_transformer_engine(params_dtype) and not empty and not architecture.unsupported_by_te
     config = transformer_config(
         architecture,
-        engine=engine,
+        use_te=use_te,
         grouped_experts=grouped_experts,
         params_dtype=params_dtype,
         split=split,
         context_parallel_size=context_parallel,
         sequence_parallel=sequence_parallel and architecture.tensor_parallel > 1,
         **recompute,
-        recompute_modules=recomputed(architecture, recompute_modules),
+        recompute_modules=recompute_modules,
         fp8=fp8,
         expert_model_parallel_size=expert_parallel,
         use_cpu_initialization=empty,  # creates tensors on the device of the context below
     )
     vp_stage = chunk if split.chunks > 1 else None
-    spec = block_spec(architecture, config, vp_stage, engine=engine, attn_mask_type=attn_mask_type)
     with torch.device("meta") if empty else contextlib.nullcontext():
-        ends = {"pre_process": pre_process, "post_process": post_process}
-        return _model(architecture, config, spec, engine=engine, vp_stage=vp_stage, **ends)
+        model = HiddenStateGPT(
+            config=config,
+            transformer_layer_spec=block_spec(architecture, config, vp_stage, use_te=use_te, attn_mask_type=attn_mask_type),
+            vocab_size=architecture.padded_vocab_size,
+            max_sequence_length=architecture.max_position_embeddings,
+            share_embeddings_and_output_weights=architecture.tied,
+            position_embedding_type="rope" if use_te else "none",  # without Transformer Engine, TorchAttention applies RoPE
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+        )
+    model.logit_softcap = architecture.logit_softcap
+    if pre_process and architecture.scaled_embedding:
+        model.embedding.word_embeddings.scale = scale_of(architecture.hidden_size, params_dtype)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            # Gradients of experts use a separate group even if the experts are not sharded: the optimizer state then has
+            # the same form at every layout, and gradients of experts that all tensor-parallel ranks hold are summed.
+            parameter.allreduce = False
+    if use_te:
+        model.rotary_pos_emb.inv_freq = architecture.rope.inverse_frequencies().to(device.current_device())
+    return model
 
 
 def build_chunks(architecture: Architecture, *, split: PipelineSplit = ONE_STAGE, **settings: Any) -> list[HiddenStateGPT]:
-    """Build all model chunks of this rank.
-
-    The first chunk of the pipeline has the embedding, the last one the output layer.
-
-    Args:
-        architecture: the model.
-        split: partition of the layers across pipeline stages.
-        settings: further arguments of :func:`build_gpt`, the same for all chunks.
-    """
+    """Build all model chunks of this rank; ``settings`` are arguments of :func:`build_gpt`."""
     is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     last = split.chunks - 1
     return [
@@ -183,29 +188,3 @@ def build_chunks(architecture: Architecture, *, split: PipelineSplit = ONE_STAGE
         )
         for chunk in range(split.chunks)
     ]
-
-
-def _model(
-    architecture: Architecture, config: TransformerConfig, spec: TransformerBlockSubmodules, *, engine: bool, **place: Any
-) -> HiddenStateGPT:
-    """Build the model; if megatron-core's rotary embedding is used, set the frequencies of the architecture."""
-    model = HiddenStateGPT(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=architecture.padded_vocab_size,
-        max_sequence_length=architecture.max_position_embeddings,
-        share_embeddings_and_output_weights=architecture.tied,
-        position_embedding_type="rope" if engine else "none",  # without Transformer Engine, TorchAttention applies RoPE
-        **place,
-    )
-    model.logit_softcap = architecture.logit_softcap
-    if model.pre_process and architecture.scaled_embedding:
-        model.embedding.word_embeddings.scale = scale_of(architecture.hidden_size, config.params_dtype)
-    for name, parameter in model.named_parameters():
-        if ".experts." in name:
-            # Gradients of experts use a separate group even if the experts are not sharded: the optimizer state then has
-            # the same form at every layout, and gradients of experts that all tensor-parallel ranks hold are summed.
-            parameter.allreduce = False
-    if engine:
-        model.rotary_pos_emb.inv_freq = architecture.rope.inverse_frequencies().to(device.current_device())
-    return model

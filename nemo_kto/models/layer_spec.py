@@ -18,12 +18,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.models.layer import PostNormLayer
-from nemo_kto.models.layers.activation import ClampedSwiGLU, GeGLU, SwiGLU
 from nemo_kto.models.layers.attention import TorchAttention
+from nemo_kto.models.layers.gated_activation import ClampedSwiGLU, GeGLU, SwiGLU
 from nemo_kto.models.layers.moe import BalancedRouter, BiasedExpertOutput, BiasedRouter
-from nemo_kto.models.layers.norm import AllHeadsNorm, TorchNorm
-from nemo_kto.models.layers.rotary import RotaryTable, TemperatureTable
+from nemo_kto.models.layers.norm import AllHeadsNorm, PostNormLayer, TorchNorm
+from nemo_kto.models.layers.rope_tables import RopeTable, TemperatureTable
 
 
 def block_spec(
@@ -31,17 +30,18 @@ def block_spec(
     config: TransformerConfig,
     vp_stage: int | None,
     *,
-    engine: bool,
+    use_te: bool,
     attn_mask_type: AttnMaskType,
 ) -> TransformerBlockSubmodules:
+    """Return the specs of the layers of one model chunk; ``use_te`` selects Transformer Engine's modules."""
     first = get_transformer_layer_offset(config, vp_stage)
     kinds = architecture.sparse_layers[first : first + get_num_layers_to_build(config, vp_stage)]
     specs = {
-        sparse: _layer_spec(architecture, config, engine=engine, sparse=sparse, attn_mask_type=attn_mask_type)
+        sparse: _layer_spec(architecture, config, use_te=use_te, sparse=sparse, attn_mask_type=attn_mask_type)
         for sparse in set(kinds)
     }
     norm: Any = TorchNorm
-    if engine:
+    if use_te:
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm = TENorm
@@ -49,17 +49,17 @@ def block_spec(
 
 
 def _layer_spec(
-    architecture: Architecture, config: TransformerConfig, *, engine: bool, sparse: bool, attn_mask_type: AttnMaskType
+    architecture: Architecture, config: TransformerConfig, *, use_te: bool, sparse: bool, attn_mask_type: AttnMaskType
 ) -> ModuleSpec:
     """Return the spec of a layer, either with experts (``sparse``) or with one MLP."""
-    make = get_gpt_layer_with_transformer_engine_spec if engine else get_gpt_layer_local_spec
-    layer = make(
+    make_spec = get_gpt_layer_with_transformer_engine_spec if use_te else get_gpt_layer_local_spec
+    layer = make_spec(
         num_experts=config.num_moe_experts if sparse else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=architecture.qk_norm,
-        **({} if engine else {"normalization": "RMSNorm"}),
+        **({} if use_te else {"normalization": "RMSNorm"}),
     )
-    if not engine:
+    if not use_te:
         _use_torch_modules(layer, architecture)
     if sparse:
         mixture = _submodules(layer.submodules.mlp)
@@ -92,25 +92,31 @@ def _use_torch_modules(layer: ModuleSpec, architecture: Architecture) -> None:
             "softcap": architecture.attention_softcap,
             "sinks": architecture.sinks,
             "chunked": architecture.chunked,
-            "rotary": RotaryTable(rope=architecture.rope, interleaved=architecture.interleaved_rotary),
-            "rotated_norm": architecture.rotated_norm,
+            "rope": RopeTable(rope=architecture.rope, interleaved=architecture.interleaved_rotary),
+            "norm_after_rope": architecture.rotated_norm,
             "temperature": None if temperature is None else TemperatureTable(temperature=temperature),
-            "local_rotary": None if local_rope is None else RotaryTable(rope=local_rope),
+            "local_rope": None if local_rope is None else RopeTable(rope=local_rope),
         },
     )
-    mlp = _submodules(parts.mlp)
-    for each in [_submodules(mlp.experts), _submodules(mlp.shared_experts)] if hasattr(mlp, "experts") else [mlp]:
-        each.activation_func = _activation(architecture)
-    if architecture.qk_norm:
-        queries, keys = _qk_norms(architecture)
-        parts.self_attention.submodules.q_layernorm, parts.self_attention.submodules.k_layernorm = queries, keys
-
-
-def _activation(architecture: Architecture) -> type | ModuleSpec:
+    activation: type | ModuleSpec = SwiGLU if architecture.activation == "silu" else GeGLU
     if architecture.swiglu_limit is not None:
         settings = {"alpha": architecture.swiglu_alpha, "limit": architecture.swiglu_limit}
-        return ModuleSpec(module=ClampedSwiGLU, params=settings)
-    return SwiGLU if architecture.activation == "silu" else GeGLU
+        activation = ModuleSpec(module=ClampedSwiGLU, params=settings)
+    mlp = _submodules(parts.mlp)
+    for spec in [_submodules(mlp.experts), _submodules(mlp.shared_experts)] if hasattr(mlp, "experts") else [mlp]:
+        spec.activation_func = activation
+    attention = parts.self_attention.submodules
+    if architecture.all_heads_norm:
+        attention.q_layernorm = ModuleSpec(
+            module=AllHeadsNorm,
+            params={"heads": architecture.num_attention_heads, "padded_heads": architecture.padded_attention_heads},
+        )
+        attention.k_layernorm = ModuleSpec(
+            module=AllHeadsNorm,
+            params={"heads": architecture.num_query_groups, "padded_heads": architecture.padded_query_groups},
+        )
+    elif architecture.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = TorchNorm
 
 
 def _submodules(spec: Any) -> Any:
@@ -118,24 +124,8 @@ def _submodules(spec: Any) -> Any:
     return (spec.keywords if isinstance(spec, functools.partial) else vars(spec))["submodules"]
 
 
-def _qk_norms(architecture: Architecture) -> tuple[type | ModuleSpec, type | ModuleSpec]:
-    if not architecture.all_heads_norm:
-        return TorchNorm, TorchNorm
-    counts = (
-        (architecture.num_attention_heads, architecture.padded_attention_heads),
-        (architecture.num_query_groups, architecture.padded_query_groups),
-    )
-    queries, keys = (
-        ModuleSpec(module=AllHeadsNorm, params={"heads": heads, "padded_heads": padded}) for heads, padded in counts
-    )
-    return queries, keys
-
-
 def _with_bias(linear: type) -> type:
-    """Return a subclass of a linear layer that has a bias.
-
-    It is needed because megatron-core has a single switch for the biases of the attention output and of the MLP.
-    """
+    """Return a subclass of a linear layer with a bias; megatron-core's option adds one to attention output and MLP alike."""
 
     class LinearWithBias(linear):  # type: ignore[misc, valid-type]
         def __init__(self, *args: object, **kwargs: object) -> None:

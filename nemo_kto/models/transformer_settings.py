@@ -17,9 +17,10 @@ from nemo_kto.device.kernels import compiles, fused_rope
 def transformer_config(
     architecture: Architecture,
     *,
-    engine: bool,
+    use_te: bool,
     grouped_experts: bool,
     split: PipelineSplit = ONE_STAGE,
+    recompute_modules: Sequence[str] = (),
     **settings: Any,
 ) -> TransformerConfig:
     split.layers(architecture.num_layers)  # raises SplitError if the layers cannot be partitioned
@@ -56,18 +57,20 @@ def transformer_config(
         pipeline_dtype=settings["params_dtype"],
         bias_activation_fusion=fuses_activation,
         # makes megatron-core take the activation from the layer spec; it rejects this together with a fused activation
-        use_te_activation_func=not engine and not fuses_activation,
-        apply_rope_fusion=engine and fused_rope(),
+        use_te_activation_func=not use_te and not fuses_activation,
+        apply_rope_fusion=use_te and fused_rope(),
         masked_softmax_fusion=False,  # needs apex's extension; without it, it fails, but only at some lengths
         calculate_per_token_loss=True,  # gradients are sums; the training code divides by its own count
         variable_seq_lengths=True,
-        **_pipeline_settings(split),
-        **_expert_settings(architecture, grouped=engine and grouped_experts),
+        # "mlp" includes experts, which megatron-core calls "moe"
+        recompute_modules=[*recompute_modules, *["moe"] * ("mlp" in recompute_modules and architecture.experts is not None)],
+        **pipeline_settings(split),
+        **_expert_settings(architecture, grouped=use_te and grouped_experts),
         **settings,
     )
 
 
-def _pipeline_settings(split: PipelineSplit) -> dict[str, Any]:
+def pipeline_settings(split: PipelineSplit) -> dict[str, Any]:
     """Return megatron-core's settings for a pipeline split, and for the communication between its stages.
 
     With several chunks per stage, activations and gradients may be exchanged between the same two ranks at the same time.
@@ -97,16 +100,13 @@ def _expert_settings(architecture: Architecture, *, grouped: bool) -> dict[str, 
     }
     if (experts := architecture.experts) is None:
         return settings
-    mixed = {} if all(experts.layers) else {"moe_layer_freq": [int(sparse) for sparse in experts.layers]}
-    width = experts.shared_ffn_hidden_size
-    gate = experts.shared_gate
-    shared = {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": gate} if width else {}
-    weighs_input = {"moe_router_score_function": "sigmoid", "moe_apply_probs_on_input": True} if experts.weighs_input else {}
-    return {
-        **settings,
-        **mixed,
-        **shared,
-        **weighs_input,
+    if not all(experts.layers):
+        settings["moe_layer_freq"] = [int(sparse) for sparse in experts.layers]
+    if width := experts.shared_ffn_hidden_size:
+        settings |= {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": experts.shared_gate}
+    if experts.weighs_input:
+        settings |= {"moe_router_score_function": "sigmoid", "moe_apply_probs_on_input": True}
+    return settings | {
         "num_moe_experts": experts.number,
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
         "moe_router_topk": experts.per_token,
@@ -115,8 +115,3 @@ def _expert_settings(architecture: Architecture, *, grouped: bool) -> dict[str, 
         "moe_grouped_gemm": grouped,
         "expert_tensor_parallel_size": architecture.expert_tensor_parallel,
     }
-
-
-def recomputed(architecture: Architecture, modules: Sequence[str]) -> list[str]:
-    """Return megatron-core's names of the modules to recompute; "mlp" includes experts, which it calls "moe"."""
-    return [*modules, *["moe"] * ("mlp" in modules and architecture.experts is not None)]

@@ -33,7 +33,7 @@ class Speed:
 
 def step_flops(training: Training, step: Step) -> int:
     """Return the FLOPs of all forward and backward passes on all ranks, without recomputation."""
-    return _operations(training, step).of_rows(step.rows, step.width)
+    return _operations(training, step).of_sequences(step.rows, step.width)
 
 
 def _operations(training: Training, step: Step) -> Flops:

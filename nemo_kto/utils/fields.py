@@ -21,7 +21,10 @@ class Section(BaseModel):
     An integer field accepts only integers. A float field also accepts integers; its value must be finite.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    # defer_build: only the type of the whole configuration is validated, so that no section needs a validator of its own
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
+    )
 
 
 @dataclass(frozen=True)

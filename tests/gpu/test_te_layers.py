@@ -16,7 +16,7 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from nemo_kto.architecture.lora import LoRASettings
-from nemo_kto.checkpoint.choose import newest_checkpoint
+from nemo_kto.checkpoint.discovery import newest_checkpoint
 from nemo_kto.device import device
 from nemo_kto.device.kernels import uses_transformer_engine
 from nemo_kto.distributed import state
@@ -56,7 +56,7 @@ def test_adapters_equal_peft(
     theirs = peft_model(folder, settings)
     theirs.save_pretrained(tmp_path / "adapter")
     chunks, architecture = lora_jobs.build(folder, state.Layout(), settings)
-    assert names_of_adapted(chunks) == {"LoRALayerNormColumnParallelLinear", "LoRAEngineRowParallelLinear"}
+    assert names_of_adapted(chunks) == {"LoRATELayerNormColumnParallelLinear", "LoRATERowParallelLinear"}
     load_adapter(chunks, architecture, tmp_path / "adapter")
     tokens = lora_jobs.tokens(0)
     with torch.no_grad():

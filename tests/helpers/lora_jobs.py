@@ -15,8 +15,8 @@ from megatron.core.utils import get_model_config, unwrap_model
 from nemo_kto.architecture.architecture import Architecture, read_architecture
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.stages import PipelineSplit
-from nemo_kto.checkpoint.choose import newest_checkpoint
-from nemo_kto.checkpoint.distributed import CheckpointManager
+from nemo_kto.checkpoint.discovery import newest_checkpoint
+from nemo_kto.checkpoint.manager import CheckpointManager
 from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.huggingface.adapter import export_adapter, load_adapter
@@ -208,11 +208,11 @@ def dropped(layout: state.Layout, folder: Path, settings: LoRASettings) -> dict[
         switched = get_cuda_rng_tracker().fork() if layout.sequence_parallel else contextlib.nullcontext()
         linear.train()
         with switched, torch.no_grad():
-            result[name] = linear._times_a(linear._dropped(ones, is_replicated=name == "column")).numpy()
+            result[name] = linear._down_project(linear._dropout(ones, is_replicated=name == "column")).numpy()
         linear.eval()
         with torch.no_grad():
             result[f"{name}, evaluation"] = (
-                linear._times_a(linear._dropped(ones, is_replicated=name == "column")).unique().tolist()
+                linear._down_project(linear._dropout(ones, is_replicated=name == "column")).unique().tolist()
             )
         result[f"{name}, width"] = ones.size(-1)
     return result

@@ -84,7 +84,7 @@ ADAPTERS: dict[str, tuple[Break, Message]] = {
     "a negative rank": (adapter(r=-2), Message("integer", "1", "-2")),
     "a rank that is a string": (adapter(r="2"), Message("integer", "1", "2")),
     "a rank that is a fraction": (adapter(r=2.5), Message("integer", "1", "2.5")),
-    "no rank": (adapter(r=GONE), Message("integer", "1", "None")),
+    "no rank": (adapter(r=GONE), Message("integer", "1", "missing")),
     "another rank than the tensors": (adapter(r=3), Message("3", "shape", "2", "8", A)),
     "alpha zero": (adapter(lora_alpha=0), Message("lora_alpha", "0", "1000000", "0")),
     "alpha is huge": (adapter(lora_alpha=1e300), Message("lora_alpha", "0", "1000000", "1e+300")),
@@ -128,10 +128,10 @@ def info(**changes: Any) -> str:
 
 CHECKPOINTS: dict[str, tuple[str, Message]] = {
     "no JSON": ("{", Message("trainer.json", "JSON")),
-    "a list": ("[]", Message("trainer.json", "JSON", "object", "list", "checkpoint")),
-    "nothing in it": ("{}", Message("trainer.json", "files", "adapters", "something")),
-    "another dtype": ('{"files": {}, "dtype": "int8"}', Message("trainer.json", "files", "adapters")),
-    "files that are a list": ('{"files": [], "dtype": "float32"}', Message("trainer.json", "files", "adapters")),
+    "a list": ("[]", Message("trainer.json", "JSON", "object", "checkpoint")),
+    "nothing in it": ("{}", Message("trainer.json", "trainer", "dtype", "files", "missing")),
+    "another dtype": ('{"files": {}, "dtype": "int8"}', Message("trainer.json", "dtype", "bfloat16", "int8")),
+    "files that are a list": ('{"files": [], "dtype": "float32"}', Message("trainer.json", "files", "[]")),
     "a file that is not there": (info(files={"state/x": 3}), Message("state/x", "checkpoint")),
     "a file that is cut": (info(files={"hf/config.json": 3}), Message("hf/config.json")),
     "adapters that are a list": (info(adapters=[]), Message("trainer.json", "adapters")),

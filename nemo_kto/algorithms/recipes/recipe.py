@@ -33,7 +33,7 @@ class LossConfig(BaseModel):
     """
 
     model_config = Section.model_config
-    record: ClassVar[Loss]  # the loss named by preference_loss
+    losses: ClassVar[Mapping[str, Loss]]  # the built-in losses of the algorithm
     not_both_zero: ClassVar[Pairs] = (("preference_loss_weight", "sft_loss_weight"),)  # one of each pair must be above 0
 
     preference_loss: Name
@@ -43,6 +43,11 @@ class LossConfig(BaseModel):
     sft_loss_weight: Weight
     sft_average_log_probs: bool
     log_prob_forward_micro_batch_size: Annotated[Annotated[int, Ge(1)] | None, MayChange("speed and memory")]
+
+    @property
+    def record(self) -> Loss:
+        """The loss that ``preference_loss`` names."""
+        return find_loss(self.preference_loss, self.losses)
 
     def loss_options(self) -> dict[str, float]:
         """Return the configured loss options; the others keep the defaults of the loss function."""
@@ -63,13 +68,9 @@ class Recipe(ABC):
 
     Attributes:
         name: name of the command and of the sections trainer.NAME and model.NAME; its configuration is conf/gpt_NAME.yaml.
-        title: one-line description.
-        data: description of the training data.
-        page: page in the documentation.
         losses: built-in losses, by value of ``preference_loss``.
         loss_inputs: names of the keyword arguments that every loss function must take.
         optional_inputs: names of those that are passed to the loss functions that take them.
-        loss_section: class of the section model.NAME.
         unit: plural noun for the rows of the data.
         data_defaults: algorithm-specific keys of model.data with their default values (floats), for losses that need
             rewards.
@@ -116,14 +117,9 @@ class Recipe(ABC):
 
     @abstractmethod
     def preview(self, show: Preview, dataset: Any, batch: Any, examples: Sequence[Any], loss: Loss) -> Iterator[str]:
-        """Yield the lines of ``nemo-kto data preview`` for ``batch``.
+        """Yield the lines of ``nemo-kto data preview`` for ``batch``, the first of ``examples``, collated.
 
-        Args:
-            show: formats the lines.
-            dataset: the examples of the file.
-            batch: the first of ``examples``, collated.
-            examples: the first examples of ``dataset``, which stand for a global batch.
-            loss: the loss of the run.
+        ``examples`` are the first of ``dataset`` and stand for a global batch.
         """
 
     @abstractmethod

@@ -53,13 +53,12 @@ class ReferenceCache:
         self._pending: dict[tuple[int, int], float] = {}
         self._parts: list[np.ndarray] = []
         with state.main_process_first(doing="checking the reference log-probs"):
-            hashes = [content_hash(model, model_files(model), cache_dir=folder, shared=shared) for model in models]
-            self._hashes = hashes
-            about = {"format": _FORMAT, "models": hashes, **settings}
+            self._hashes = [content_hash(model, model_files(model), cache_dir=folder, shared=shared) for model in models]
+            about = {"format": _FORMAT, "models": self._hashes, **settings}
             self.folder = folder / "reference" / hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
             if state.is_first_of_machine():
-                self._prepare(json.dumps({**about, "folders": [str(model.resolve()) for model in models]}, indent=2))
-        self._open()
+                self._prepare({**about, "folders": [str(model.resolve()) for model in models]})
+        self.refresh()
 
     def check_models(self) -> None:
         """Check that the reference model's files, which are about to be read again, have not changed; collective.
@@ -76,8 +75,8 @@ class ReferenceCache:
                     found = None
                 if found != known:
                     raise UserError(
-                        f"{model} must keep its files until the run ends, as the reference is loaded again when an epoch "
-                        "begins, but they have changed or are gone; restore them and start the same command again"
+                        f"the files of {model} have changed or are missing, but the reference is loaded again from them at "
+                        "the start of an epoch; restore them and start the same command again"
                     )
 
     @property
@@ -92,12 +91,18 @@ class ReferenceCache:
             part = f"-{hashlib.sha256(rows.encode()).hexdigest()[:12]}"
             writer = one_writer(self.folder, private=self._private, part=part)
             state.from_rank_zero(lambda: lock.enter_context(writer), doing="waiting for another job's log-probs")
-            self._open()
+            self.refresh()
             yield
 
     def refresh(self) -> None:
-        """Open the files that other jobs have written in the meantime; collective."""
-        self._open()
+        """Memory-map the cache files, including those of other jobs; collective.
+
+        All ranks use the files that every rank sees: otherwise some would enter a collective that the others never reach.
+        """
+        visible = {file.name for file in self.folder.glob("part-*.npy")}
+        per_rank: list[set[str]] = [set()] * state.world_size()
+        dist.all_gather_object(per_rank, visible)
+        self._parts = [np.load(self.folder / name, mmap_mode="r") for name in sorted(set.intersection(*per_rank))]
 
     def look_up(self, keys_N2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the log-probs [N] float32 of the sequences with these keys, and whether each was found [N] bool."""
@@ -105,12 +110,12 @@ class ReferenceCache:
         found_N = np.zeros(len(keys_N2), dtype=bool)
         for part in self._parts:
             place_N = np.searchsorted(part[0], keys_N2[:, 0]).clip(max=part.shape[1] - 1)
-            here_N = (part[0, place_N] == keys_N2[:, 0]) & (part[1, place_N] == keys_N2[:, 1])
-            logps_N[here_N] = part[2].view(np.float64)[place_N[here_N]]
-            found_N |= here_N
-        for place in np.flatnonzero(~found_N) if self._pending else ():
-            if (logp := self._pending.get(tuple(keys_N2[place].tolist()))) is not None:
-                logps_N[place], found_N[place] = logp, True
+            is_in_part_N = (part[0, place_N] == keys_N2[:, 0]) & (part[1, place_N] == keys_N2[:, 1])
+            logps_N[is_in_part_N] = part[2].view(np.float64)[place_N[is_in_part_N]]
+            found_N |= is_in_part_N
+        for k in np.flatnonzero(~found_N) if self._pending else ():
+            if (logp := self._pending.get(tuple(keys_N2[k].tolist()))) is not None:
+                logps_N[k], found_N[k] = logp, True
         return logps_N, found_N
 
     def add(self, keys_N2: np.ndarray, logps_N: np.ndarray) -> None:
@@ -119,11 +124,12 @@ class ReferenceCache:
 
     def flush(self) -> None:
         """Write the log-probs that all ranks have added, and open the new file on every rank; collective."""
-        of_model = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.is_pipeline_first_stage()
-        leads = of_model and leads_context_parallel()
-        noted: list[dict[tuple[int, int], float]] = [{}] * state.world_size()
-        dist.all_gather_object(noted, self._pending if leads else {})
-        known = {key: logp for part in noted for key, logp in part.items()}
+        # one rank of each model replica contributes; the others have the same log-probs
+        first_of_model = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.is_pipeline_first_stage()
+        contributes = first_of_model and leads_context_parallel()
+        per_rank: list[dict[tuple[int, int], float]] = [{}] * state.world_size()
+        dist.all_gather_object(per_rank, self._pending if contributes else {})
+        known = {key: logp for part in per_rank for key, logp in part.items()}
         self._pending = {}
         if not known:
             return
@@ -135,27 +141,24 @@ class ReferenceCache:
                 target = self.folder / f"part-{_digest(part)}.npy"
                 with publish_file(target, private=self._private) as writing, writing.open("wb") as file:
                     np.save(file, part)
-        self._open()
+        self.refresh()
 
-    def _prepare(self, about: str) -> None:
+    def _prepare(self, about: Mapping[str, object]) -> None:
+        """Create the folder with its description, and remove damaged files."""
         make_folder(self.folder, private=self._private)
         with publish_file(self.folder / "about.json", private=self._private) as writing:
-            writing.write_text(about, encoding="utf-8")
+            writing.write_text(json.dumps(about, indent=2), encoding="utf-8")
         for file in sorted(self.folder.glob("part-*.npy")):
-            if not _is_whole(file):
-                text = "reference log-probs in %s are not used and computed again: its content is not what was written"
-                logger.warning(text, file)
+            try:
+                is_whole = file.name == f"part-{_digest(np.load(file, mmap_mode='r'))}.npy"
+            except PermissionError as error:
+                remedy = "make it readable, or choose another model.data.cache_dir"
+                raise UserError(f"cannot read {file}: {error.strerror}; {remedy}") from error
+            except Exception:  # truncated, or not an array: numpy raises different types of errors
+                is_whole = False
+            if not is_whole:
+                logger.warning("%s is damaged; its reference log-probs are computed again", file)
                 file.unlink(missing_ok=True)
-
-    def _open(self) -> None:
-        """Memory-map the files that every rank sees.
-
-        All ranks must use the same files: otherwise some would enter a collective that the others never reach.
-        """
-        mine = {file.name for file in self.folder.glob("part-*.npy")}
-        seen: list[set[str]] = [set()] * state.world_size()
-        dist.all_gather_object(seen, mine)
-        self._parts = [np.load(self.folder / name, mmap_mode="r") for name in sorted(set.intersection(*seen))]
 
 
 def sequence_keys(sequences: SequenceBatch) -> np.ndarray:
@@ -170,16 +173,6 @@ def sequence_keys(sequences: SequenceBatch) -> np.ndarray:
 
 def _digest(part: np.ndarray) -> str:
     return hashlib.blake2b(np.ascontiguousarray(part).data, digest_size=12).hexdigest()
-
-
-def _is_whole(file: Path) -> bool:
-    try:
-        return file.name == f"part-{_digest(np.load(file, mmap_mode='r'))}.npy"
-    except PermissionError as error:
-        remedy = "make it readable, or choose another model.data.cache_dir"
-        raise UserError(f"{file} cannot be read: {error.strerror}; {remedy}") from error
-    except Exception:  # truncated, or not an array: numpy raises different types of errors
-        return False
 
 
 _FLUSH_EVERY = 100  # batches between two writes; a run that is killed loses at most these
@@ -198,7 +191,16 @@ class CachedReference:
         Raises:
             RuntimeError: a sequence is not in the cache.
         """
-        return torch.cat([self._logprobs(sequences) for sequences in parts])
+        found = list[torch.Tensor]()
+        for sequences in parts:
+            logps_B, found_B = self.cache.look_up(sequence_keys(sequences))
+            if missing := int((~found_B).sum()):
+                raise RuntimeError(
+                    f"{missing} of {len(sequences)} sequences of this batch have no reference log-prob in "
+                    f"{self.cache.folder}; the data may have been changed during the run: start it again"
+                )
+            found.append(torch.from_numpy(logps_B))
+        return torch.cat(found)
 
     def precompute(
         self,
@@ -220,7 +222,7 @@ class CachedReference:
                 for sequences in parts:
                     keys_B2 = sequence_keys(sequences)
                     missing = np.flatnonzero(~self.cache.look_up(keys_B2)[1])
-                    if not state.largest(len(missing)):
+                    if not state.max_over_ranks(len(missing)):
                         continue
                     if not is_active:
                         reference.enter_context(active())
@@ -232,12 +234,3 @@ class CachedReference:
                 if number % _FLUSH_EVERY == 0:
                     self.cache.flush()
         self.cache.flush()
-
-    def _logprobs(self, sequences: SequenceBatch) -> torch.Tensor:
-        logps_B, found_B = self.cache.look_up(sequence_keys(sequences))
-        if missing := int((~found_B).sum()):
-            raise RuntimeError(
-                f"reference log-probs of every sequence must be in {self.cache.folder}, but {missing} of {len(sequences)} "
-                "sequences of this batch are not; the data may have been changed during the run: start it again"
-            )
-        return torch.from_numpy(logps_B)

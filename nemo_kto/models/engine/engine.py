@@ -39,17 +39,11 @@ from nemo_kto.models.lora.adapters import constant_weights
 
 
 class MicroBatchLoss(NamedTuple):
-    """Loss of one micro-batch, in the form that megatron-core's schedule expects.
+    """Loss of one micro-batch, in the form that megatron-core's schedule expects."""
 
-    Attributes:
-        loss_sum: sum of the loss over the examples, with gradient.
-        num_examples: number of examples in the sum; 0-d int.
-        sums: sums from which metrics are computed, without gradient; the same names in every micro-batch.
-    """
-
-    loss_sum: Tensor
-    num_examples: Tensor
-    sums: Mapping[str, Tensor]
+    loss_sum: Tensor  # sum over the examples, with gradient
+    num_examples: Tensor  # 0-d int
+    sums: Mapping[str, Tensor]  # for the metrics, without gradient; the same names in every micro-batch
 
     @classmethod
     def of(cls, sums: Mapping[str, Tensor]) -> MicroBatchLoss:
@@ -73,10 +67,10 @@ class LogProbEngine:
 
     Attributes:
         chunks: model chunks of this rank, wrapped by :func:`~nemo_kto.models.engine.optimizer.wrap_data_parallel`.
-        vocab_size: number of tokens of the tokenizer's vocabulary; logit columns beyond it are padding.
+        vocab_size: size of the tokenizer's vocabulary; logit columns beyond it are padding.
         limits: size limits of a micro-batch of a forward and backward pass.
-        forward_micro_batch_size: number of sequences in a micro-batch of a pass without gradient; None to use the limits of
-            passes with gradient, so that the same weights give bitwise identical log-probs.
+        forward_micro_batch_size: number of sequences in a micro-batch of a pass without gradient; None to use ``limits``,
+            so that the same weights give bitwise identical log-probs.
         average_log_probs: take the mean over the response tokens as a sequence's log-prob, instead of the sum.
         logprob_chunk_size: number of tokens whose logits exist at the same time.
         flops: FLOPs of one pass, for the throughput metrics.
@@ -98,9 +92,13 @@ class LogProbEngine:
     def __post_init__(self) -> None:
         self._config = get_model_config(self.chunks[0])
         self._config.finalize_model_grads_func = _finalize_gradients
-        self._local_norms: list[Tensor] = []
-        self._look_at_local_gradients()
         self._last_gpt: HiddenStateGPT = unwrap_model(self.chunks[-1])
+        self._local_norms: list[Tensor] = []
+        # replaces megatron-core's check of this rank's gradients, which runs just before they are reduced
+        for chunk in self.chunks:
+            chunk.ddp_config.check_for_nan_in_grad = True
+            for group in bucket_groups(chunk):
+                group.check_grads = partial(self._note_gradients, group)
 
     @torch.no_grad()
     def logprobs(self, *parts: SequenceBatch) -> Tensor:
@@ -108,9 +106,9 @@ class LogProbEngine:
 
         Every pipeline stage returns the same values. The model runs in evaluation mode and without gradient.
         """
-        return from_last_stage(torch.cat([self._logprobs(sequences) for sequences in parts])).cpu()
+        return from_last_stage(torch.cat([self._local_logprobs(sequences) for sequences in parts])).cpu()
 
-    def _logprobs(self, sequences: SequenceBatch) -> Tensor:
+    def _local_logprobs(self, sequences: SequenceBatch) -> Tensor:
         """Return the log-probs of one part on the device; only the last pipeline stage computes them, others return 0."""
         logps_B = torch.zeros(len(sequences), device=device.current_device())
         limits = self.limits
@@ -132,8 +130,7 @@ class LogProbEngine:
     ) -> list[Mapping[str, Tensor]]:
         """Run the forward passes and, unless ``forward_only``, the backward passes of ``sequences``.
 
-        Gradients are those of the sum of the loss over the GLOBAL batch divided by its number of examples, independently of
-        the layout and the micro-batch size.
+        Gradients are those of the sum of the loss over the GLOBAL batch divided by its number of examples, at every layout.
 
         Returns:
             The sums of each micro-batch on the last pipeline stage; an empty list on the other stages.
@@ -154,10 +151,7 @@ class LogProbEngine:
             return schedule()
 
     def balance_sums(self) -> dict[str, float]:
-        """Return how evenly experts were chosen in the last forward and backward passes, over the global batch; collective.
-
-        Empty for a dense model, and after forward-only passes.
-        """
+        """Return :func:`~nemo_kto.models.layers.moe.balance_sums` of the last forward and backward passes; collective."""
         return balance_sums(self.chunks)
 
     def zero_grad(self) -> None:
@@ -166,13 +160,6 @@ class LogProbEngine:
             chunk.zero_grad_buffer()
             for parameter in chunk.parameters():
                 parameter.grad = None  # an optimizer in fp32 leaves the gradient here, and it would be added again
-
-    def _look_at_local_gradients(self) -> None:
-        """Replace megatron-core's check of this rank's gradients, which runs just before they are reduced."""
-        for chunk in self.chunks:
-            chunk.ddp_config.check_for_nan_in_grad = True
-            for group in bucket_groups(chunk):
-                group.check_grads = partial(self._note_gradients, group)
 
     def _note_gradients(self, group: Any, **_: bool) -> None:
         """Record the gradient norms of a group of buckets, before they are summed over the ranks."""
@@ -208,7 +195,6 @@ class LogProbEngine:
         }
 
     def _micro_batches(self, sequences: SequenceBatch, limits: MicroBatchLimits) -> list[MicroBatch]:
-        """Split the sequences into micro-batches within the limits."""
         for labels_BS in sequences.label_sets:
             check_targets(labels_BS[labels_BS != IGNORED], vocab_size=self.vocab_size)
         rank = parallel_state.get_context_parallel_rank()
@@ -235,7 +221,7 @@ class LogProbEngine:
                     micro_batch.positions_bs,
                     micro_batch.mask_b1ss,
                     packed_seq_params=micro_batch.packed,
-                    **self._owners(micro_batch, chunk),
+                    **self._token_owners(micro_batch, chunk),
                 )
                 if unwrap_model(chunk).post_process:
                     output = self._sequence_logps(micro_batch, output)
@@ -253,12 +239,11 @@ class LogProbEngine:
             forward_only=forward_only,
         )
 
-    def _owners(self, micro_batch: MicroBatch, chunk: torch.nn.Module) -> dict[str, Tensor]:
+    def _token_owners(self, micro_batch: MicroBatch, chunk: torch.nn.Module) -> dict[str, Tensor]:
         """Return the sequence of each token for the load-balancing loss, as the keyword argument ``padding_mask``.
 
-        It is [b, s, n] and True where token s belongs to sequence n. megatron-core passes ``padding_mask`` to its routers
-        unchanged, and the routers of this package interpret it in this way. With sequence parallelism it has this rank's
-        part of s.
+        It is [b, s (a part if sequence parallel), n], True where token s belongs to sequence n. megatron-core passes
+        ``padding_mask`` to its routers unchanged, and the routers of this package interpret it in this way.
         """
         if self._config.num_moe_experts is None or not unwrap_model(chunk).training:
             return {}

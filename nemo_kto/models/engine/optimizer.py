@@ -31,20 +31,15 @@ def wrap_data_parallel(
     """Wrap model chunks in megatron-core's DistributedDataParallel.
 
     Gradients are summed in fp32 over the data-parallel group; ``finalize_model_grads`` divides them by the number of
-    examples of the global batch, because only it knows that number. The engine and the optimizer check that gradients are
-    finite, and the optimizer skips the step on all ranks if they are not; megatron-core's own check would stop only the one
-    rank that has the non-finite gradients.
+    examples of the global batch, because only it knows that number.
 
-    Args:
-        chunks: model chunks of this rank.
-        use_distributed_optimizer: shard the optimizer state over the data-parallel group.
-        overlap: sum gradients during the backward pass, and gather sharded weights during the forward pass. The model must
-            be run by a ``LogProbEngine``, or by one of megatron-core's schedules.
+    With ``overlap``, gradients are summed during the backward pass, and sharded weights gathered during the forward pass;
+    the model must be run by a ``LogProbEngine``, or by one of megatron-core's schedules.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=use_distributed_optimizer,
-        check_for_nan_in_grad=False,
+        check_for_nan_in_grad=False,  # would stop only the rank with such gradients; see SkippingOptimizer
         average_in_collective=False,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap and use_distributed_optimizer,
@@ -95,8 +90,6 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Build AdamW for the chunks of this rank; in bf16 the optimizer keeps fp32 main weights.
 
-    A step whose gradient is not finite is skipped, see :class:`SkippingOptimizer`.
-
     Args:
         chunks: model chunks wrapped by :func:`wrap_data_parallel`.
         clip_grad: maximum norm of the whole gradient; 0 disables clipping (the norm is still measured).
@@ -106,6 +99,23 @@ def build_optimizer(
         offload_fraction: fraction of the main weights and moments that is stored and updated in the host memory of a GPU.
             Requires the distributed optimizer, weights in bf16 and moments in fp32.
     """
+    state_options: dict[str, Any] = {}
+    if offload_fraction:
+        state_options = {
+            "use_precision_aware_optimizer": True,  # without it, the main weights would be on the GPU as well
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": offload_fraction,
+            "overlap_cpu_optimizer_d2h_h2d": True,
+        }
+    elif moments_dtype != torch.float32:
+        state_options = {
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": moments_dtype,
+            "exp_avg_sq_dtype": moments_dtype,
+            # With this recipe megatron-core keeps the main weights itself, as it does with moments in fp32: the gradient
+            # norm, checkpoints and the initial main weights are then the same. The option has no other effect here.
+            "fp8_recipe": "tensorwise",
+        }
     config = OptimizerConfig(
         optimizer="adam",
         lr=lr,
@@ -118,7 +128,7 @@ def build_optimizer(
         bf16=params_dtype == torch.bfloat16,
         params_dtype=params_dtype,
         use_distributed_optimizer=use_distributed_optimizer,
-        **_form_of_state(moments_dtype, offload_fraction),
+        **state_options,
     )
     # Experts have a separate optimizer. If only experts are trained, the optimizer of the other weights is empty.
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=state.uses_gloo_groups())
@@ -134,12 +144,7 @@ class CosineRestartsScheduler(OptimizerParamScheduler):
     """
 
     def __init__(self, *, cycles: int, **settings: Any) -> None:
-        """Set the number of cycles.
-
-        Args:
-            cycles: number of cycles, at least 1.
-            settings: arguments of the base class.
-        """
+        """Set the number of cycles, at least 1; ``settings`` are arguments of the base class."""
         self.cycles = cycles  # set first, because the constructor of the base class calls get_lr
         super().__init__(**settings)
 
@@ -151,27 +156,6 @@ class CosineRestartsScheduler(OptimizerParamScheduler):
         highest, lowest = (float(param_group.get(name, getattr(self, name))) for name in ("max_lr", "min_lr"))
         fraction = self.cycles * done % length / length  # fraction of the current cycle; exact, as these are integers
         return lowest + 0.5 * (1.0 + math.cos(math.pi * fraction)) * (highest - lowest)
-
-
-def _form_of_state(moments_dtype: torch.dtype, offload_fraction: float) -> dict[str, Any]:
-    """Return the options of megatron-core's OptimizerConfig for the dtype and the location of the optimizer state."""
-    if offload_fraction:
-        return {
-            "use_precision_aware_optimizer": True,  # without it, the main weights would be on the GPU as well
-            "optimizer_cpu_offload": True,
-            "optimizer_offload_fraction": offload_fraction,
-            "overlap_cpu_optimizer_d2h_h2d": True,
-        }
-    if moments_dtype != torch.float32:
-        return {
-            "use_precision_aware_optimizer": True,
-            "exp_avg_dtype": moments_dtype,
-            "exp_avg_sq_dtype": moments_dtype,
-            # With this recipe megatron-core keeps the main weights itself, as it does with moments in fp32: the gradient
-            # norm, checkpoints and the initial main weights are then the same. The option has no other effect here.
-            "fp8_recipe": "tensorwise",
-        }
-    return {}
 
 
 def build_scheduler(

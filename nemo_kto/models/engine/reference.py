@@ -28,18 +28,16 @@ class ReferencePolicy(Protocol):
 
 
 class LiveReference:
-    """Reference that runs the model itself inside a context that turns it into the reference."""
+    """Reference that runs the model itself inside a context that turns it into the reference.
+
+    Attributes:
+        active: returns a context in which the model computes as the reference does.
+    """
 
     def __init__(
         self, *, engine: LogProbEngine, active: Callable[[], AbstractContextManager[None]], disables_adapters: bool = False
     ) -> None:
-        """Bind the engine to the context that activates the reference.
-
-        Args:
-            engine: runs the model.
-            active: returns a context in which the model computes as the reference does.
-            disables_adapters: the context disables the adapters; it decides which passes are counted as FLOPs.
-        """
+        """Store the arguments; ``disables_adapters`` determines which passes are counted as FLOPs."""
         self._engine = engine
         self.active = active
         self.passes = Passes(disabled=1) if disables_adapters else Passes(forward=1)
@@ -53,15 +51,13 @@ class LiveReference:
 class SwappedWeights:
     """Reference weights in host memory, swapped in place with the policy weights while the reference is evaluated.
 
-    A swap moves one tensor after the other, so it needs extra device memory for two tensors at most, not for a model. Host
-    memory (page-locked if the rank computes on a GPU) holds one copy of the swapped parameters: this rank's weights, or only
-    its adapters. A reference that is updated has fp32 values as well: in bf16, updates smaller than half the distance to the
-    next representable number would be rounded away.
+    A swap moves one tensor after the other, so it needs extra device memory for two tensors at most, not for a model. A
+    reference that is updated has fp32 values as well: in bf16, updates smaller than half the distance to the next
+    representable number would be rounded away.
 
     Attributes:
         parameters: parameters that differ between the policy and the reference.
-        host: reference values in the dtype of the parameters, as the model computes with them; the policy values while the
-            reference is active.
+        host: reference values in the dtype of the parameters; the policy values while the reference is active.
         values: unrounded values of ``host``: fp32 if the reference is updated; ``host`` itself if it is not, or in fp32.
     """
 
@@ -77,7 +73,7 @@ class SwappedWeights:
 
         Args:
             parameters: parameters that differ between the policy and the reference.
-            finish_gathers: completes pending all-gathers of the parameters, so that this rank holds all of their values.
+            finish_gathers: completes pending all-gathers of the parameters.
             moves: the reference will be updated by :meth:`mix`.
             phase: returns a context that records the swap in a timer.
         """
@@ -105,9 +101,6 @@ class SwappedWeights:
         """Mix the policy into the reference: reference = alpha * policy + (1 - alpha) * reference, in fp32.
 
         TR-DPO (Gorbatovski et al. 2024, arXiv 2404.09656, equations 5 and 6): an alpha of 1 replaces the reference.
-
-        Args:
-            mixup_alpha: weight of the policy, in (0, 1].
         """
         self._finish_gathers()
         for parameter, value in zip(self.parameters, self.values, strict=True):

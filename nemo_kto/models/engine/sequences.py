@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -20,10 +20,10 @@ from torch import Tensor
 from nemo_kto.device import device
 from nemo_kto.device.precision import FP8_MULTIPLE
 from nemo_kto.losses.sequence import IGNORED, response_counts, response_positions
-from nemo_kto.models.layers.spans import packed_rows, row_places
+from nemo_kto.models.layers.packing import local_token_indices, pack_lengths
 
 if TYPE_CHECKING:  # so that the planner does not import megatron-core
-    from nemo_kto.models.layers.packed_sequences import PackedSequences
+    from nemo_kto.models.layers.attention import PackedSequences
 
 _GPU_WIDTHS = 64  # rounds widths up on a GPU, because attention kernels are set up again for every new width
 
@@ -46,29 +46,22 @@ def width_multiple(
     """
     on_gpu = device.on_gpu() if on_gpu is None else on_gpu
     shards = context_parallel * (tensor_parallel if sequence_parallel else 1)
-    of_shard = FP8_MULTIPLE if fp8 else 2 if context_parallel > 1 else 1
-    return math.lcm(shards * of_shard, _GPU_WIDTHS if on_gpu else 1)
+    shard_multiple = 2 if context_parallel > 1 else 1
+    if fp8:
+        shard_multiple = FP8_MULTIPLE
+    return math.lcm(shards * shard_multiple, _GPU_WIDTHS if on_gpu else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchLimits:
-    """Size limits of a micro-batch, which always holds at least one prompt with its answers.
+    """Size limits of a micro-batch, which always holds at least one prompt with its answers."""
 
-    Attributes:
-        prompts: maximum number of prompts; None for no limit.
-        tokens: maximum number of tokens, including padding; None for no limit.
-        multiple: the width of a micro-batch is a multiple of this number.
-        packed: sequences are packed one after the other into one row, without padding between them.
-        context_parallel: context-parallel size. A packed sequence is padded so that it can be sharded over these ranks.
-        group: the number of micro-batches is a multiple of this number; the last ones may be empty.
-    """
-
-    prompts: int | None
-    tokens: int | None
-    multiple: int
-    packed: bool = False
-    context_parallel: int = 1
-    group: int = 1
+    prompts: int | None  # maximum number of prompts; None for no limit
+    tokens: int | None  # maximum number of tokens, including padding; None for no limit
+    multiple: int  # the width of a micro-batch is a multiple of this number
+    packed: bool = False  # sequences are packed one after the other, without padding between them
+    context_parallel: int = 1  # context-parallel size, over which each packed sequence is sharded
+    group: int = 1  # the number of micro-batches is a multiple of this number; the last ones may be empty
 
     def __str__(self) -> str:
         """Describe the limits, such as "up to 8,192 tokens"."""
@@ -80,8 +73,8 @@ class MicroBatchLimits:
         """Return the width of a micro-batch whose longest sequence has ``longest`` tokens."""
         return -(-longest // self.multiple) * self.multiple
 
-    def in_row(self, lengths: Tensor) -> Tensor:
-        """Return the tokens that sequences of these lengths take in a packed row.
+    def packed_lengths(self, lengths: Tensor) -> Tensor:
+        """Return the numbers of tokens that sequences of these lengths take in a pack.
 
         Context-parallel ranks have two equal chunks of each sequence, so lengths are rounded up to a multiple of these.
         """
@@ -93,12 +86,7 @@ class MicroBatchLimits:
         return -(-micro_batches // self.group) * self.group
 
     def fitting(self, longest: int, *, answers: int) -> int:
-        """Return the number of prompts that fit into a micro-batch.
-
-        Args:
-            longest: tokens of the longest sequence.
-            answers: number of answers to each prompt.
-        """
+        """Return the number of prompts, with ``answers`` each and at most ``longest`` tokens, that fit a micro-batch."""
         most = sys.maxsize if self.prompts is None else self.prompts
         return most if self.tokens is None else max(1, min(most, self.tokens // (answers * self.width(longest))))
 
@@ -108,11 +96,6 @@ class SequenceBatch:
     """Batch of sequences, each a prompt with one answer, padded on the right.
 
     Attributes:
-        tokens_BS: token ids.
-        labels_BS: token id at positions of the response, -100 elsewhere.
-        lengths_B: number of tokens before the padding.
-        positions_BS: position ids.
-        mask_B1SS: True where attention is forbidden; None for plain causal attention.
         answers: number of answers to each prompt. Sequences k, k + B / answers, ... are answers to one prompt and are always
             in the same micro-batch.
         prompt_labels_BS: labels of a second log-prob of each sequence, over tokens outside its response; None if sequences
@@ -120,10 +103,10 @@ class SequenceBatch:
     """
 
     tokens_BS: Tensor
-    labels_BS: Tensor
-    lengths_B: Tensor
+    labels_BS: Tensor  # token id at positions of the response, -100 elsewhere
+    lengths_B: Tensor  # number of tokens before the padding
     positions_BS: Tensor
-    mask_B1SS: Tensor | None = None
+    mask_B1SS: Tensor | None = None  # True where attention is forbidden; None for plain causal attention
     answers: int = 1
     prompt_labels_BS: Tensor | None = None
 
@@ -215,90 +198,83 @@ class SequenceBatch:
         prompts, followed by the second ones, if there are any. With context parallelism it has this rank's tokens of each
         sequence.
 
-        Args:
-            limits: size limits of each micro-batch.
-            context_rank: rank of this process in its context-parallel group.
-            agree: maps the number of micro-batches that this rank needs to the number that all ranks run; the additional
-                ones have no sequences.
+        ``agree`` maps the number of micro-batches that this rank needs to the number that all ranks run; the additional ones
+        have no sequences.
         """
-        whole = [self._micro_batch(index_b, limits) for index_b in self._parts(limits)]
+        whole = [self._micro_batch(index_b, limits) for index_b in self._partition(limits)]
         whole += [self._empty_micro_batch(limits)] * (agree(limits.whole_groups(len(whole))) - len(whole))
-        return MicroBatch.on_device([each.share(context_rank, limits.context_parallel) for each in whole])
+        return MicroBatch.on_device([micro_batch.share(context_rank, limits.context_parallel) for micro_batch in whole])
 
     def padded_tokens(self, limits: MicroBatchLimits, *, agree: Callable[[int], int] = int) -> int:
         """Return the number of tokens, including padding, of :meth:`micro_batches` with the same arguments."""
-        rows = [(1 if limits.packed else len(index_b), self._width(index_b, limits)) for index_b in self._parts(limits)]
-        empty = agree(limits.whole_groups(len(rows))) - len(rows)
-        return sum(count * width for count, width in rows) + limits.width(1) * empty
+        parts = self._partition(limits)
+        empty = agree(limits.whole_groups(len(parts))) - len(parts)
+        tokens = sum((1 if limits.packed else len(index_b)) * self._width(index_b, limits) for index_b in parts)
+        return tokens + limits.width(1) * empty
 
-    def _parts(self, limits: MicroBatchLimits) -> Iterator[Tensor]:
-        """Yield the indices of the sequences of each micro-batch."""
+    def _partition(self, limits: MicroBatchLimits) -> list[Tensor]:
+        """Return the indices of the sequences of each micro-batch."""
         prompts = len(self) // self.answers
+        lengths_AP = self.lengths_B.view(self.answers, prompts)
+        parts: list[Tensor] = []  # indices of prompts
         if limits.packed:
-            of_prompt = limits.in_row(self.lengths_B).view(self.answers, prompts).sum(dim=0)
-            rows = packed_rows(of_prompt.tolist(), tokens=limits.tokens, prompts=limits.prompts)
-            parts: Iterable[Tensor] = map(torch.tensor, rows)
+            tokens_P = limits.packed_lengths(lengths_AP).sum(dim=0)
+            packs = pack_lengths(tokens_P.tolist(), tokens=limits.tokens, prompts=limits.prompts)
+            parts = [torch.tensor(pack) for pack in packs]
         else:
-            longest_of_prompt = self.lengths_B.view(self.answers, prompts).amax(dim=0)
-            parts = _by_length(longest_of_prompt, limits, answers=self.answers)
-        for part in parts:
-            yield torch.cat([part + prompts * k for k in range(self.answers)])
+            longest_P = lengths_AP.amax(dim=0)
+            order = torch.argsort(longest_P, descending=True, stable=True)
+            while len(order):
+                count = limits.fitting(int(longest_P[order[0]]), answers=self.answers)
+                parts.append(order[:count])
+                order = order[count:]
+        return [torch.cat([part + prompts * k for k in range(self.answers)]) for part in parts]
 
     def _width(self, sequence_index_b: Tensor, limits: MicroBatchLimits) -> int:
         lengths_b = self.lengths_B[sequence_index_b]
-        return limits.width(int(limits.in_row(lengths_b).sum() if limits.packed else lengths_b.max()))
+        return limits.width(int(limits.packed_lengths(lengths_b).sum() if limits.packed else lengths_b.max()))
 
     def _micro_batch(self, sequence_index_b: Tensor, limits: MicroBatchLimits) -> MicroBatch:
-        if limits.packed:
-            return self._packed_micro_batch(sequence_index_b, limits)
-        width, mask = self._width(sequence_index_b, limits), self.mask_B1SS
-        sequence_T, position_T, target_T, logprob_T = self._predictions(sequence_index_b, width)
-        return MicroBatch(
-            sequence_index_b=sequence_index_b,
-            tokens_bs=self.tokens_BS[sequence_index_b, :width],
-            positions_bs=self.positions_BS[sequence_index_b, :width],
-            mask_b1ss=None if mask is None else mask[sequence_index_b, :, :width, :width],
-            owner_bs=_owners(self.counted_B[sequence_index_b].tolist(), [width] * len(sequence_index_b)).view(-1, width),
-            hidden_index_T=position_T * len(sequence_index_b) + sequence_T,
-            target_T=target_T,
-            logprob_T=logprob_T,
-            num_logprobs=len(self.label_sets) * len(sequence_index_b),
-        )
-
-    def _predictions(self, sequence_index_b: Tensor, width: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return ``response_positions`` of all label sets of these sequences, and the index of each token's log-prob."""
-        found = [response_positions(labels_BS[sequence_index_b, :width]) for labels_BS in self.label_sets]
+        size, width = len(sequence_index_b), self._width(sequence_index_b, limits)
+        label_width = None if limits.packed else width
+        found = [response_positions(labels_BS[sequence_index_b, :label_width]) for labels_BS in self.label_sets]
         sequence_T, position_T, target_T = (torch.cat(parts) for parts in zip(*found, strict=True))
-        logprobs = [own_T + k * len(sequence_index_b) for k, (own_T, _, _) in enumerate(found)]
-        return sequence_T, position_T, target_T, torch.cat(logprobs)
-
-    def _packed_micro_batch(self, sequence_index_b: Tensor, limits: MicroBatchLimits) -> MicroBatch:
-        """Pack sequences into one row.
-
-        Padding belongs to the sequence before it, whose tokens do not attend to it; the padding at the end of the row
-        belongs to the last sequence.
-        """
-        lengths = limits.in_row(self.lengths_B[sequence_index_b]).tolist()
-        lengths[-1] += self._width(sequence_index_b, limits) - sum(lengths)
-        starts_b = torch.tensor([0, *accumulate(lengths)])[:-1]
-        sequence_T, position_T, target_T, logprob_T = self._predictions(sequence_index_b)
-
-        def row(values_BS: Tensor) -> Tensor:
-            own = [values_BS[number, : self.lengths_B[number]] for number in sequence_index_b]
-            return torch.cat([F.pad(each, (0, of_row - len(each))) for each, of_row in zip(own, lengths, strict=True)])[None]
-
+        if limits.packed:
+            # Padding belongs to the sequence before it, whose tokens do not attend to it; the padding at the end of the
+            # pack belongs to the last sequence.
+            lengths = limits.packed_lengths(self.lengths_B[sequence_index_b]).tolist()
+            lengths[-1] += width - sum(lengths)
+            starts_b = torch.tensor([0, *accumulate(lengths)])[:-1]
+            hidden_index_T = starts_b[sequence_T] + position_T
+            tokens_bs, positions_bs = (
+                self._packed(values_BS, sequence_index_b, lengths) for values_BS in (self.tokens_BS, self.positions_BS)
+            )
+        else:
+            lengths = [width] * size
+            hidden_index_T = position_T * size + sequence_T
+            tokens_bs, positions_bs = self.tokens_BS[sequence_index_b, :width], self.positions_BS[sequence_index_b, :width]
+        counted = self.counted_B[sequence_index_b].tolist()
+        owners = [
+            torch.where(torch.arange(n) < count, k, -1) for k, (count, n) in enumerate(zip(counted, lengths, strict=True))
+        ]
+        mask = None if limits.packed or self.mask_B1SS is None else self.mask_B1SS[sequence_index_b, :, :width, :width]
         return MicroBatch(
             sequence_index_b=sequence_index_b,
-            tokens_bs=row(self.tokens_BS),
-            positions_bs=row(self.positions_BS),
-            mask_b1ss=None,
-            owner_bs=_owners(self.counted_B[sequence_index_b].tolist(), lengths).view(1, -1),
-            hidden_index_T=starts_b[sequence_T] + position_T,
+            tokens_bs=tokens_bs,
+            positions_bs=positions_bs,
+            mask_b1ss=mask,
+            owner_bs=torch.cat(owners).view(len(tokens_bs), -1),
+            hidden_index_T=hidden_index_T,
             target_T=target_T,
-            logprob_T=logprob_T,
-            num_logprobs=len(self.label_sets) * len(sequence_index_b),
-            lengths=tuple(lengths),
+            logprob_T=torch.cat([own_T + k * size for k, (own_T, _, _) in enumerate(found)]),
+            num_logprobs=len(found) * size,
+            lengths=tuple(lengths) if limits.packed else None,
         )
+
+    def _packed(self, values_BS: Tensor, sequence_index_b: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Concatenate the values of sequences, each padded to its length in the pack: [1, sum of lengths]."""
+        own = [values_BS[k, : self.lengths_B[k]] for k in sequence_index_b]
+        return torch.cat([F.pad(values, (0, n - len(values))) for values, n in zip(own, lengths, strict=True)])[None]
 
     def _empty_micro_batch(self, limits: MicroBatchLimits) -> MicroBatch:
         """Build a micro-batch without sequences, loss or gradient; the layers compute placeholder tokens."""
@@ -316,47 +292,23 @@ class SequenceBatch:
         )
 
 
-def _owners(counted: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Return the index of its sequence for each of the first ``counted`` tokens of a sequence, -1 for the rest.
-
-    Returns:
-        [sum of lengths], sequence after sequence.
-    """
-    per_item = zip(counted, lengths, strict=True)
-    return torch.cat([torch.where(torch.arange(length) < count, k, -1) for k, (count, length) in enumerate(per_item)])
-
-
-def _by_length(longest_of_prompt: Tensor, limits: MicroBatchLimits, *, answers: int) -> Iterator[Tensor]:
-    """Yield the prompts of each micro-batch, grouped by length, the longest first."""
-    order = torch.argsort(longest_of_prompt, descending=True, stable=True)
-    while len(order):
-        count = limits.fitting(int(longest_of_prompt[order[0]]), answers=answers)
-        part, order = order[:count], order[count:]
-        yield part
-
-
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """Input of one pass through the pipeline.
 
-    The last stage reads only the indices, so it does not depend on the arrangement of sequences in ``tokens_bs``: one row
-    for each, several packed into one row, or this rank's part of each.
+    The last stage reads only the indices, so it does not depend on the arrangement of sequences in ``tokens_bs``: padded,
+    packed into one ([1, s]), or this rank's part of each.
 
     Attributes:
-        sequence_index_b: indices of the sequences in the batch.
-        tokens_bs, positions_bs, mask_b1ss: inputs of the first stage and of attention.
         owner_bs: sequence to which each token counts in a loss that the model itself adds (load balancing), as an index into
             ``sequence_index_b``; -1 for padding and for sequences that are excluded from the loss.
         hidden_index_T: hidden state that predicts each response token, as an index into [s * b] (megatron-core's order).
         target_T: response token that the hidden state predicts.
         logprob_T: log-prob to which the token contributes: an index into ``sequence_index_b``, plus b for the second
             log-prob of a sequence.
-        num_logprobs: b, or 2 b if sequences have a second log-prob.
-        lengths: lengths of the whole sequences of a packed row, each with its padding; None if each sequence has a row.
-        packed: lengths of the packed sequences in the form that attention needs, on the device.
     """
 
-    sequence_index_b: Tensor
+    sequence_index_b: Tensor  # indices of the sequences in the batch
     tokens_bs: Tensor
     positions_bs: Tensor
     mask_b1ss: Tensor | None
@@ -364,35 +316,31 @@ class MicroBatch:
     hidden_index_T: Tensor
     target_T: Tensor
     logprob_T: Tensor
-    num_logprobs: int
-    lengths: tuple[int, ...] | None = None
-    packed: PackedSequences | None = None
+    num_logprobs: int  # b, or 2 b if sequences have a second log-prob
+    lengths: tuple[int, ...] | None = None  # of the whole sequences of a pack, each with its padding; None if not packed
+    packed: PackedSequences | None = None  # the lengths in the form that attention needs, on the device
 
     def share(self, rank: int, size: int) -> MicroBatch:
         """Return the part of the micro-batch that a context-parallel rank has: its tokens, and the targets they predict.
-
-        Args:
-            rank: rank in the context-parallel group.
-            size: size of the context-parallel group.
 
         Raises:
             ValueError: the length of a sequence is not a multiple of 2 * size.
         """
         if size == 1:
             return self
-        rows, width = self.tokens_bs.shape
-        place_s = row_places(self.lengths or (width,), rank=rank, size=size)
-        index_s = torch.full((width,), -1).index_copy(0, place_s, torch.arange(len(place_s)))  # -1: on another rank
-        index_T, row_T = index_s[self.hidden_index_T // rows], self.hidden_index_T % rows
-        is_here_T = index_T >= 0
+        batch, width = self.tokens_bs.shape
+        index_s = local_token_indices(self.lengths or (width,), rank=rank, size=size)
+        local_index_s = torch.full((width,), -1).index_copy(0, index_s, torch.arange(len(index_s)))  # -1: on another rank
+        local_index_T, sequence_T = local_index_s[self.hidden_index_T // batch], self.hidden_index_T % batch
+        is_local_T = local_index_T >= 0
         return replace(
             self,
-            tokens_bs=self.tokens_bs[:, place_s],
-            positions_bs=self.positions_bs[:, place_s],
-            owner_bs=self.owner_bs[:, place_s],
-            hidden_index_T=(index_T * rows + row_T)[is_here_T],
-            target_T=self.target_T[is_here_T],
-            logprob_T=self.logprob_T[is_here_T],
+            tokens_bs=self.tokens_bs[:, index_s],
+            positions_bs=self.positions_bs[:, index_s],
+            owner_bs=self.owner_bs[:, index_s],
+            hidden_index_T=(local_index_T * batch + sequence_T)[is_local_T],
+            target_T=self.target_T[is_local_T],
+            logprob_T=self.logprob_T[is_local_T],
         )
 
     @classmethod
@@ -401,15 +349,15 @@ class MicroBatch:
 
         The host does not have to wait for further transfers between micro-batches.
         """
-        from nemo_kto.models.layers.packed_sequences import PackedSequences
+        from nemo_kto.models.layers.attention import PackedSequences
 
         names = (
             "sequence_index_b", "tokens_bs", "positions_bs", "mask_b1ss", "owner_bs",
             "hidden_index_T", "target_T", "logprob_T",
         )  # fmt: skip
-        there = iter(device.upload([getattr(each, name) for each in micro_batches for name in names]))
-        packed = iter(PackedSequences.of([each.lengths for each in micro_batches if each.lengths is not None]))
+        uploaded = iter(device.upload([getattr(micro_batch, name) for micro_batch in micro_batches for name in names]))
+        packed = iter(PackedSequences.of([part.lengths for part in micro_batches if part.lengths is not None]))
         return [
-            replace(each, packed=None if each.lengths is None else next(packed), **{name: next(there) for name in names})
-            for each in micro_batches
+            replace(part, packed=None if part.lengths is None else next(packed), **{name: next(uploaded) for name in names})
+            for part in micro_batches
         ]

@@ -11,13 +11,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -35,12 +38,38 @@ from nemo_kto.device.kernels import varlen_attention
 from nemo_kto.distributed.collectives import gather_shares
 from nemo_kto.models.layers.block_attention import block_attention
 from nemo_kto.models.layers.norm import unit_norm
-from nemo_kto.models.layers.packed_sequences import PackedSequences
-from nemo_kto.models.layers.rotary import RotaryTable, TemperatureTable
-from nemo_kto.models.layers.spans import causal_spans, in_row_order
+from nemo_kto.models.layers.packing import causal_spans, unshard_tokens
+from nemo_kto.models.layers.rope_tables import RopeTable, TemperatureTable
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+@dataclass(kw_only=True)
+class PackedSequences(PackedSeqParams):
+    """megatron-core's description of packed sequences, with their lengths on the host, so that no rank waits for the device.
+
+    Attributes:
+        lengths: number of tokens of each sequence, including its padding.
+    """
+
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, packs: Sequence[tuple[int, ...]]) -> list[PackedSequences]:
+        """Build a description for each pack of sequences; all device tensors are copied in one transfer."""
+        begins = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in packs]
+        return [
+            cls(
+                qkv_format="thd",
+                cu_seqlens_q=begin_n,
+                cu_seqlens_kv=begin_n,
+                max_seqlen_q=max(lengths),
+                max_seqlen_kv=max(lengths),
+                lengths=lengths,
+            )
+            for lengths, begin_n in zip(packs, device.upload(begins), strict=True)
+        ]
 
 
 class TorchAttention(MegatronModule):
@@ -52,20 +81,16 @@ class TorchAttention(MegatronModule):
         config: the transformer's configuration; ``window_size`` = (number of earlier tokens, 0) limits the attention of the
             layers that ``window_attn_skip_freq`` selects.
         layer_number: from 1, over all pipeline stages.
-        attn_mask_type: causal or arbitrary.
-        attention_type: self attention, the only type in this project.
-        attention_dropout: dropout probability; None for ``config.attention_dropout``.
         softmax_scale: factor on the scores; None for 1 / sqrt(head size).
-        cp_comm_type: context-parallel communication of Transformer Engine; not used: every rank gathers all keys and values.
-        pg_collection: process groups; the context-parallel one is used if the context-parallel size is above 1.
+        cp_comm_type: not used; every context-parallel rank gathers all keys and values.
         softcap: the scores become softcap * tanh(score / softcap); None for no soft cap.
         sinks: add to the softmax of each head one learned score without a value, the parameter ``softmax_offset``, as in
             megatron-core's own attention, [heads of this rank].
         chunked: the window of a token is the chunk of its sequence that contains it, instead of a sliding window.
-        rotary: RoPE for queries and keys, in all layers but those that ``config.no_rope_freq`` marks; None if they are
+        rope: RoPE for queries and keys, in all layers but those that ``config.no_rope_freq`` marks; None if they are
             already rotated.
-        local_rotary: RoPE for layers with a window; None to use ``rotary``.
-        rotated_norm: normalise queries and keys after RoPE, each head by its root mean square.
+        local_rope: RoPE for layers with a window; None to use ``rope``.
+        norm_after_rope: normalise queries and keys after RoPE, each head by its root mean square.
         temperature: attention temperature scaling of the queries in layers without RoPE; None to leave them unscaled.
 
     Raises:
@@ -85,15 +110,15 @@ class TorchAttention(MegatronModule):
         softcap: float | None = None,
         sinks: bool = False,
         chunked: bool = False,
-        rotary: RotaryTable | None = None,
-        local_rotary: RotaryTable | None = None,
-        rotated_norm: bool = False,
+        rope: RopeTable | None = None,
+        local_rope: RopeTable | None = None,
+        norm_after_rope: bool = False,
         temperature: TemperatureTable | None = None,
     ) -> None:
         super().__init__(config=config)
         if config.apply_query_key_layer_scaling:
             raise ValueError(
-                "apply_query_key_layer_scaling must be False; torch's attention keeps its sums in fp32 and needs none"
+                "apply_query_key_layer_scaling must be False; torch's attention sums in fp32 and needs no scaling"
             )
         if getattr(config, "softmax_type", "vanilla") != "vanilla":
             raise ValueError(f"softmax_type must be 'vanilla' without Transformer Engine, got {config.softmax_type!r}")
@@ -102,15 +127,20 @@ class TorchAttention(MegatronModule):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.softcap, self.in_blocks = softcap, softcap is not None or sinks
-        self.softmax_offset = _sinks(config) if sinks else None
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            zeros = torch.zeros(heads, dtype=config.params_dtype, device=device.current_device())
+            self.softmax_offset = torch.nn.Parameter(zeros)
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         self.window: int | None = None
         self.chunk: int | None = None
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
             tokens = config.window_size[0] + 1  # megatron-core does not count the token itself
             self.window, self.chunk = (None, tokens) if chunked else (tokens, None)
-            rotary = local_rotary or rotary
-        self.rotary = None if config.no_rope_freq and config.no_rope_freq[layer_number - 1] else rotary
-        self.norm_epsilon = config.layernorm_epsilon if rotated_norm else None
+            rope = local_rope or rope
+        self.rope = None if config.no_rope_freq and config.no_rope_freq[layer_number - 1] else rope
+        self.norm_epsilon = config.layernorm_epsilon if norm_after_rope else None
         self.temperature = temperature
 
     def sharded_state_dict(
@@ -143,15 +173,14 @@ class TorchAttention(MegatronModule):
 
         Args:
             query: [sequence, batch, heads of this rank, head size]; for packed sequences [tokens, heads of this rank, head
-                size]. Context-parallel ranks hold a part of each sequence, as described in ``models/layers/spans.py``.
-            key: [sequence, batch, key-value heads of this rank, head size]; for packed sequences without the batch.
-            value: same shape as ``key``.
+                size]. Context-parallel ranks hold a part of each sequence, as described in ``models/layers/packing.py``.
+            key, value: [sequence, batch, key-value heads of this rank, head size]; for packed sequences without the batch.
             attention_mask: [batch or 1, 1, sequence, sequence], True where attention is forbidden; used only if the mask
                 type is arbitrary, and then it replaces the causal mask. Every query must be able to attend to some key.
             attn_mask_type: overrides the type given at construction.
             attention_bias: must be None.
-            packed_seq_params: lengths of packed sequences, which do not attend to each other (``PackedSequences``), before
-                context parallelism divides them; None if each sequence has its own place in the batch.
+            packed_seq_params: lengths of packed sequences, which do not attend to each other, before context parallelism
+                divides them; None if each sequence has its own place in the batch.
 
         Returns:
             [sequence, batch, heads * head size]; for packed sequences [tokens, heads * head size].
@@ -161,7 +190,7 @@ class TorchAttention(MegatronModule):
                 packed sequences or context parallelism, or a length that the context-parallel size cannot divide.
         """
         if attention_bias is not None:
-            raise ValueError("attention_bias must be None: torch's attention takes a mask, not a bias on the scores")
+            raise ValueError("attention_bias must be None; torch's attention takes a mask, not a bias on the scores")
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         if kind not in (AttnMaskType.causal, AttnMaskType.arbitrary):
             raise ValueError(f"attn_mask_type must be causal or arbitrary, got {kind.name}")
@@ -169,30 +198,25 @@ class TorchAttention(MegatronModule):
         if packed_seq_params is None:
             return self._attend(query, key, value, None, masked)
         if kind == AttnMaskType.arbitrary:
-            raise ValueError("attn_mask_type must be causal for a row of sequences, got arbitrary")
-        in_one = self.context is None and not self.dropout and not self.in_blocks
-        in_one &= self.chunk is None or max(packed_seq_params.lengths) <= self.chunk
-        if in_one and (kernel := varlen_attention(query.dtype)) is not None:
-            return self._attend_row(kernel, query, key, value, packed_seq_params)
-        heads = (query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1))
-        return self._attend(*heads, packed_seq_params.lengths, None).squeeze(1)
-
-    def _attend_row(
-        self, kernel: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, row: PackedSequences
-    ) -> Tensor:
-        """Attend within packed sequences in one kernel: [tokens, heads, head size] to [tokens, heads * head size]."""
-        query, key = (each.squeeze(1) for each in self._placed(query.unsqueeze(1), key.unsqueeze(1), row.lengths))
+            raise ValueError("attn_mask_type must be causal for packed sequences, got arbitrary")
+        lengths = packed_seq_params.lengths
+        query, key = query.unsqueeze(1), key.unsqueeze(1)
+        in_one_kernel = self.context is None and not self.dropout and not self.in_blocks
+        in_one_kernel &= self.chunk is None or max(lengths) <= self.chunk
+        if not in_one_kernel or (kernel := varlen_attention(query.dtype)) is None:
+            return self._attend(query, key, value.unsqueeze(1), lengths, None).squeeze(1)
+        query, key = self._apply_positions(query, key, lengths)
         context: Tensor = kernel(
-            query,
-            key,
+            query.squeeze(1),
+            key.squeeze(1),
             value,
-            row.cu_seqlens_q,
-            row.cu_seqlens_kv,
-            row.max_seqlen_q,
-            row.max_seqlen_kv,
+            packed_seq_params.cu_seqlens_q,
+            packed_seq_params.cu_seqlens_kv,
+            packed_seq_params.max_seqlen_q,
+            packed_seq_params.max_seqlen_kv,
             scale=self.scale,
             window_size=(-1 if self.window is None else self.window - 1, 0),
-            enable_gqa=query.size(1) != key.size(1),
+            enable_gqa=query.size(2) != key.size(2),
         )
         return context.flatten(1)
 
@@ -202,29 +226,30 @@ class TorchAttention(MegatronModule):
         """Attend span by span, [sequence, batch, ...] in and out; ``lengths`` is None unless sequences are packed."""
         rank, size = (0, 1) if self.context is None else (self.context.rank(), self.context.size())
         if size > 1 and masked is not None:
-            raise ValueError("attention_mask must be None where context-parallel ranks share a sequence, got a mask")
+            raise ValueError("attention_mask must be None with context parallelism, got a mask")
         whole = lengths or (query.size(0) * size,)
-        query, key = self._placed(query, key, None if lengths is None and size == 1 else whole, rank=rank, size=size)
+        table_lengths = None if lengths is None and size == 1 else whole
+        query, key = self._apply_positions(query, key, table_lengths, rank=rank, size=size)
         if self.context is not None:
             gathered = gather_shares(torch.cat((key, value), dim=2), group=self.context)
-            key, value = in_row_order(gathered, whole, size=size).chunk(2, dim=2)
+            key, value = unshard_tokens(gathered, whole, size=size).chunk(2, dim=2)
         contexts = [
-            self._attend_span(query[at], key[seen], value[seen], None if masked is None else masked[..., at, seen])
-            for at, seen in causal_spans(whole, rank=rank, size=size, window=self.chunk)
+            self._attend_span(query[queries], key[keys], value[keys], None if masked is None else masked[..., queries, keys])
+            for queries, keys in causal_spans(whole, rank=rank, size=size, window=self.chunk)
         ]
         return torch.cat(contexts) if len(contexts) > 1 else contexts[0]
 
-    def _placed(
+    def _apply_positions(
         self, query: Tensor, key: Tensor, lengths: tuple[int, ...] | None, *, rank: int = 0, size: int = 1
     ) -> tuple[Tensor, Tensor]:
         """Apply RoPE (and norm), or temperature scaling, to queries and keys [sequence, batch, heads, head size].
 
-        The other arguments are those of :meth:`RotaryTable.rotate`.
+        The other arguments are those of :meth:`RopeTable.rotate`.
         """
-        if self.rotary is not None:
-            query, key = (self.rotary.rotate(each, lengths, rank=rank, size=size) for each in (query, key))
+        if self.rope is not None:
+            query, key = (self.rope.rotate(heads, lengths, rank=rank, size=size) for heads in (query, key))
             if self.norm_epsilon is not None:
-                query, key = (unit_norm(each, self.norm_epsilon) for each in (query, key))
+                query, key = (unit_norm(heads, self.norm_epsilon) for heads in (query, key))
         elif self.temperature is not None:
             query = self.temperature.scale(query, lengths, rank=rank, size=size)
         return query, key
@@ -234,61 +259,43 @@ class TorchAttention(MegatronModule):
         if self.window is not None:  # keys before the window of the first query are not needed
             beyond = max(0, key.size(0) - query.size(0) + 1 - self.window)
             key, value = key[beyond:], value[beyond:]
-        attention, window = self._attention(is_masked=masked is not None)
-        seen = self._seen(query.size(0), key.size(0), masked, window, query.device)
+        attention: Callable[..., Tensor] = F.scaled_dot_product_attention
+        window = self.window
+        if self.in_blocks:
+            options: dict[str, Any] = {"cap": self.softcap, "sinks_h": self.softmax_offset}
+            if masked is None:  # in causal order, block attention applies the window itself
+                options["window"], window = window, None
+            attention = functools.partial(block_attention, **options)
+        mask = _attention_mask(query, key, masked, window)
         dropout = self.dropout if self.training else 0.0
-        with self._dropout_generator(dropout):
+        # Heads of different tensor-parallel ranks need different dropout. With sequence parallelism the transformer block
+        # has already switched to such a generator.
+        fork = dropout != 0.0 and not self.config.sequence_parallel
+        with get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
             context = attention(
                 query.permute(1, 2, 0, 3),
                 key.permute(1, 2, 0, 3),
                 value.permute(1, 2, 0, 3),
-                attn_mask=seen,
+                attn_mask=mask,
                 dropout_p=dropout,
-                is_causal=seen is None,
+                is_causal=mask is None,
                 scale=self.scale,
                 enable_gqa=query.size(2) != key.size(2),
             )
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
-    def _attention(self, *, is_masked: bool) -> tuple[Callable[..., Tensor], int | None]:
-        """Return the attention function, and the window to put into its mask.
 
-        That window is None if there is none, or if the function applies it itself, as block attention does in causal order.
-        """
-        if not self.in_blocks:
-            return F.scaled_dot_product_attention, self.window
-        in_blocks = functools.partial(block_attention, cap=self.softcap, sinks_h=self.softmax_offset)
-        return (in_blocks, self.window) if is_masked else (functools.partial(in_blocks, window=self.window), None)
+def _attention_mask(query: Tensor, key: Tensor, masked: Tensor | None, window: int | None) -> Tensor | None:
+    """Return the mask, True where a query (row) may attend to a key (column); the last query may attend to all keys.
 
-    def _seen(
-        self, queries: int, keys: int, masked: Tensor | None, window: int | None, device: torch.device
-    ) -> Tensor | None:
-        """Return the mask, True where a query (row) may attend to a key (column); the last query may attend to all keys.
-
-        For plain causal attention it is None, or, if there are more keys than queries, torch's ``causal_lower_right``, so
-        that fused kernels need no mask tensor.
-        """
-        seen = None if masked is None else ~masked
-        if window is None or keys <= window:
-            return seen if queries == keys else causal_lower_right(queries, keys)
-        place = torch.arange(keys, device=device)
-        distance = place[keys - queries :, None] - place[None, :]
-        near = (distance >= 0) & (distance < window)
-        return near if seen is None else near & seen
-
-    def _dropout_generator(self, dropout: float) -> contextlib.AbstractContextManager[None]:
-        """Select a random generator that differs between tensor-parallel ranks, since their heads need different dropout.
-
-        With sequence parallelism the transformer block has already switched to such a generator.
-        """
-        if dropout == 0.0 or self.config.sequence_parallel:
-            return contextlib.nullcontext()
-        return get_cuda_rng_tracker().fork()
-
-
-def _sinks(config: TransformerConfig) -> torch.nn.Parameter:
-    """Return the parameter with the sinks of this rank's heads, initialised to zero."""
-    heads, here = config.num_attention_heads // config.tensor_model_parallel_size, device.current_device()
-    sinks = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=here))
-    set_tensor_model_parallel_attributes(sinks, True, 0, 1)
-    return sinks
+    For plain causal attention it is None, or, if there are more keys than queries, torch's ``causal_lower_right``, so that
+    fused kernels need no mask tensor.
+    """
+    queries, keys = query.size(0), key.size(0)
+    allowed = None if masked is None else ~masked
+    if window is None or keys <= window:
+        return allowed if queries == keys else causal_lower_right(queries, keys)
+    key_index = torch.arange(keys, device=query.device)
+    distance = key_index[keys - queries :, None] - key_index[None, :]
+    in_window = (distance >= 0) & (distance < window)
+    return in_window if allowed is None else in_window & allowed

@@ -38,10 +38,10 @@ def block_attention(
     sinks_h: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Compute softmax(scores) v, scores = scale * q k^T; further arguments as for torch's scaled_dot_product_attention.
+    """Compute softmax(scores) v, scores = scale * q k^T; other arguments as for torch's scaled_dot_product_attention.
 
     Args:
-        attn_mask: may also be a causal bias of ``torch.nn.attention.bias``, which is not turned into a tensor.
+        attn_mask: mask, or a causal bias of ``torch.nn.attention.bias``, which is not turned into a tensor.
         cap: the scores become cap * tanh(scores / cap); None for no soft cap.
         sinks_h: additional score without a value in the softmax of each head; None for none.
         window: number of keys a query attends to in causal attention, including its own; None for all earlier ones.
@@ -54,7 +54,7 @@ def block_attention(
             and key-value heads that differ in number without ``enable_gqa``.
     """
     if dropout_p:
-        raise ValueError(f"dropout_p must be 0 where attention is computed in blocks, got {dropout_p}")
+        raise ValueError(f"dropout_p must be 0 for attention in blocks, got {dropout_p}")
     offset = 0  # index of a query's own key minus index of the query
     if isinstance(attn_mask, CausalBias):
         is_lower_right = attn_mask.variant == CausalVariant.LOWER_RIGHT
@@ -74,21 +74,13 @@ def block_attention(
 
 @dataclass(frozen=True, kw_only=True)
 class _Blocks:
-    """Blocks of queries, with the keys they attend to.
-
-    Attributes:
-        queries, keys: number of queries; number of keys.
-        seen: mask, True where a query attends to a key: [queries, keys], or broadcastable to [b, h, queries, keys]; None
-            for causal attention.
-        offset: index of a query's own key minus index of the query, in causal attention.
-        window: number of keys a query attends to in causal attention, including its own; None for all earlier ones.
-    """
+    """Blocks of queries, with the keys they attend to; ``offset`` and ``window`` apply to causal attention only."""
 
     queries: int
     keys: int
-    seen: Tensor | None
-    offset: int
-    window: int | None
+    seen: Tensor | None  # mask, True where a query attends to a key, broadcastable to [b, h, queries, keys]; None: causal
+    offset: int  # index of a query's own key minus index of the query
+    window: int | None  # number of keys a query attends to, including its own; None for all earlier ones
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
         """Yield each block of queries with a range of keys that contains all keys it may attend to."""
@@ -132,14 +124,14 @@ class _Attention(torch.autograd.Function):
         out_bhsd = query_bhsd.new_empty(length, batch, heads, size).permute(1, 2, 0, 3)
         log_sum_bhs = query_bhsd.new_empty(batch, heads, length, dtype=torch.float32)
         for rows, keys in blocks:
-            score_bgms = _scores(_together(query_bhsd[:, :, rows], key_bgsd), key_bgsd[:, :, keys], scale, cap)
-            score_bhqs = _apart(score_bgms, heads).masked_fill_(blocks.hidden(rows, keys, out_bhsd), float("-inf"))
+            score_bgms = _scores(_merge_heads(query_bhsd[:, :, rows], key_bgsd), key_bgsd[:, :, keys], scale, cap)
+            score_bhqs = _split_heads(score_bgms, heads).masked_fill_(blocks.hidden(rows, keys, out_bhsd), float("-inf"))
             log_sum_bhq = score_bhqs.logsumexp(-1)
             if sinks_h is not None:
                 log_sum_bhq = torch.logaddexp(log_sum_bhq, sinks_h.float()[:, None])
             log_sum_bhs[:, :, rows] = log_sum_bhq
             weight_bhqs = score_bhqs.sub_(log_sum_bhq.unsqueeze(-1)).exp_().to(value_bgsd.dtype)
-            out_bhsd[:, :, rows] = _apart(_together(weight_bhqs, key_bgsd) @ value_bgsd[:, :, keys], heads)
+            out_bhsd[:, :, rows] = _split_heads(_merge_heads(weight_bhqs, key_bgsd) @ value_bgsd[:, :, keys], heads)
         ctx.save_for_backward(query_bhsd, key_bgsd, value_bgsd, sinks_h, log_sum_bhs)
         ctx.blocks, ctx.scale, ctx.cap = blocks, scale, cap
         return out_bhsd
@@ -148,38 +140,40 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query_bhsd, key_bgsd, value_bgsd, sinks_h, log_sum_bhs = ctx.saved_tensors
         heads, dtype, cap = query_bhsd.size(1), query_bhsd.dtype, ctx.cap
-        query_grad, pull_bhs = torch.empty_like(query_bhsd), torch.empty_like(log_sum_bhs)
-        key_grad, value_grad = (torch.zeros_like(each, dtype=torch.float32) for each in (key_bgsd, value_bgsd))
+        query_grad, row_dot_bhs = torch.empty_like(query_bhsd), torch.empty_like(log_sum_bhs)
+        key_grad = torch.zeros_like(key_bgsd, dtype=torch.float32)
+        value_grad = torch.zeros_like(value_bgsd, dtype=torch.float32)
         for rows, keys in ctx.blocks:
-            query_bgmd, out_grad_bgmd = (_together(each[:, :, rows], key_bgsd) for each in (query_bhsd, grads[0]))
-            score_bhqs = _apart(_scores(query_bgmd, key_bgsd[:, :, keys], ctx.scale, cap), heads)
+            query_bgmd = _merge_heads(query_bhsd[:, :, rows], key_bgsd)
+            out_grad_bgmd = _merge_heads(grads[0][:, :, rows], key_bgsd)
+            score_bhqs = _split_heads(_scores(query_bgmd, key_bgsd[:, :, keys], ctx.scale, cap), heads)
             slope_bhqs = None if cap is None else (score_bhqs / cap).square_().neg_().add_(1)
             weight_bhqs = score_bhqs.sub_(log_sum_bhs[:, :, rows].unsqueeze(-1)).exp_()
             weight_bhqs.masked_fill_(ctx.blocks.hidden(rows, keys, grads[0]), 0.0)
-            value_grad[:, :, keys] += _together(weight_bhqs.to(dtype), key_bgsd).mT @ out_grad_bgmd
-            score_grad_bhqs = _apart((out_grad_bgmd @ value_bgsd[:, :, keys].mT).float(), heads)
-            pull_bhs[:, :, rows] = pull_bhq = (weight_bhqs * score_grad_bhqs).sum(-1)
-            score_grad_bhqs.sub_(pull_bhq.unsqueeze(-1)).mul_(weight_bhqs).mul_(ctx.scale)
+            value_grad[:, :, keys] += _merge_heads(weight_bhqs.to(dtype), key_bgsd).mT @ out_grad_bgmd
+            score_grad_bhqs = _split_heads((out_grad_bgmd @ value_bgsd[:, :, keys].mT).float(), heads)
+            row_dot_bhs[:, :, rows] = row_dot_bhq = (weight_bhqs * score_grad_bhqs).sum(-1)
+            score_grad_bhqs.sub_(row_dot_bhq.unsqueeze(-1)).mul_(weight_bhqs).mul_(ctx.scale)
             if slope_bhqs is not None:
                 score_grad_bhqs.mul_(slope_bhqs)
-            score_grad_bgms = _together(score_grad_bhqs.to(dtype), key_bgsd)
-            query_grad[:, :, rows] = _apart(score_grad_bgms @ key_bgsd[:, :, keys], heads)
+            score_grad_bgms = _merge_heads(score_grad_bhqs.to(dtype), key_bgsd)
+            query_grad[:, :, rows] = _split_heads(score_grad_bgms @ key_bgsd[:, :, keys], heads)
             key_grad[:, :, keys] += score_grad_bgms.mT @ query_bgmd
         sinks_grad = None
         if sinks_h is not None:
-            of_sink_bhs = torch.exp(sinks_h.float()[:, None] - log_sum_bhs)
-            sinks_grad = -(of_sink_bhs * pull_bhs).sum((0, 2)).to(sinks_h.dtype)
+            sink_prob_bhs = torch.exp(sinks_h.float()[:, None] - log_sum_bhs)
+            sinks_grad = -(sink_prob_bhs * row_dot_bhs).sum((0, 2)).to(sinks_h.dtype)
         return query_grad, key_grad.to(dtype), value_grad.to(dtype), sinks_grad, None, None, None
 
 
-def _together(each_bhqx: Tensor, key_bgsd: Tensor) -> Tensor:
+def _merge_heads(values_bhqx: Tensor, key_bgsd: Tensor) -> Tensor:
     """Reshape [b, h, q, x] to [b, g, m, x], for one product per key-value head without repeating that head."""
-    return each_bhqx.unflatten(1, (key_bgsd.size(1), -1)).flatten(2, 3)
+    return values_bhqx.unflatten(1, (key_bgsd.size(1), -1)).flatten(2, 3)
 
 
-def _apart(each_bgmx: Tensor, heads: int) -> Tensor:
+def _split_heads(values_bgmx: Tensor, heads: int) -> Tensor:
     """Reshape [b, g, m, x] to [b, h, q, x]."""
-    return each_bgmx.unflatten(2, (heads // each_bgmx.size(1), -1)).flatten(1, 2)
+    return values_bgmx.unflatten(2, (heads // values_bgmx.size(1), -1)).flatten(1, 2)
 
 
 def _scores(query_bgmd: Tensor, key_bgsd: Tensor, scale: float, cap: float | None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from nemo_kto.distributed.gradients import added_to_main_grad, main_grad_of
 
 
-class RowEmbedding(VocabParallelEmbedding):
+class SparseGradEmbedding(VocabParallelEmbedding):
     """megatron-core's embedding, without its dense gradient of the whole table for each micro-batch.
 
     Attributes:
@@ -26,17 +26,17 @@ class RowEmbedding(VocabParallelEmbedding):
 
     def forward(self, input_: Tensor) -> Tensor:
         """Map tokens [b, s] to [b, s, H], or with sequence parallelism to this rank's part of [s, b, H]."""
-        hidden_bsh: Tensor = _Rows.apply(self.weight, *self.rows_here(input_))  # type: ignore[no-untyped-call]
-        return self.over_ranks(hidden_bsh * self.scale if self.scale != 1.0 else hidden_bsh)
+        hidden_bsh: Tensor = _Lookup.apply(self.weight, *self.local_indices(input_))  # type: ignore[no-untyped-call]
+        return self.reduce_lookups(hidden_bsh * self.scale if self.scale != 1.0 else hidden_bsh)
 
-    def rows_here(self, tokens_bs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the local row index of each token, [b, s], and whether this rank holds that row; index 0 if it does not."""
-        rows_bs = tokens_bs - self.vocab_start_index
-        is_here_bs = (rows_bs >= 0) & (rows_bs < self.num_embeddings_per_partition)
-        return torch.where(is_here_bs, rows_bs, 0), is_here_bs
+    def local_indices(self, tokens_bs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each token's index in this rank's part of the table, [b, s], and whether it is there; 0 if it is not."""
+        index_bs = tokens_bs - self.vocab_start_index
+        is_local_bs = (index_bs >= 0) & (index_bs < self.num_embeddings_per_partition)
+        return torch.where(is_local_bs, index_bs, 0), is_local_bs
 
-    def over_ranks(self, hidden_bsh: Tensor) -> Tensor:
-        """Sum the lookups of all ranks, [b, s, h] with zeros for rows on other ranks, into the layout of :meth:`forward`."""
+    def reduce_lookups(self, hidden_bsh: Tensor) -> Tensor:
+        """Sum lookups over the ranks, [b, s, h] with zeros for tokens of other ranks, into the layout of :meth:`forward`."""
         if self.reduce_scatter_embeddings:
             return reduce_scatter_to_sequence_parallel_region(hidden_bsh.transpose(0, 1).contiguous(), group=self.tp_group)
         return reduce_from_tensor_model_parallel_region(hidden_bsh, group=self.tp_group)
@@ -47,23 +47,23 @@ def scale_of(hidden_size: int, dtype: torch.dtype) -> float:
     return float(torch.tensor(hidden_size**0.5, dtype=torch.float32, device="cpu").to(dtype))
 
 
-class _Rows(torch.autograd.Function):
-    """Look up rows of a table, with zeros for rows on other ranks.
+class _Lookup(torch.autograd.Function):
+    """Look up a table, with zeros for tokens of other ranks.
 
-    Zeros are written instead of selecting the local rows, because a selection would wait for the device.
+    Zeros are written instead of selecting the local tokens, because a selection would wait for the device.
     """
 
     @staticmethod
-    def forward(ctx: Any, weight_VH: Tensor, rows_bs: Tensor, is_here_bs: Tensor) -> Tensor:
-        ctx.save_for_backward(weight_VH, rows_bs, is_here_bs)
+    def forward(ctx: Any, weight_VH: Tensor, index_bs: Tensor, is_local_bs: Tensor) -> Tensor:
+        ctx.save_for_backward(weight_VH, index_bs, is_local_bs)
         ctx.main_grad_VH = main_grad_of(weight_VH)
-        return weight_VH[rows_bs].masked_fill_(~is_here_bs.unsqueeze(-1), 0.0)
+        return weight_VH[index_bs].masked_fill_(~is_local_bs.unsqueeze(-1), 0.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        weight_VH, rows_bs, is_here_bs = ctx.saved_tensors
-        rows_T, grad_TH = rows_bs.flatten(), grads[0].masked_fill(~is_here_bs.unsqueeze(-1), 0.0).flatten(0, 1)
+        weight_VH, index_bs, is_local_bs = ctx.saved_tensors
+        index_T, grad_TH = index_bs.flatten(), grads[0].masked_fill(~is_local_bs.unsqueeze(-1), 0.0).flatten(0, 1)
         if ctx.main_grad_VH is not None:
-            ctx.main_grad_VH.index_add_(0, rows_T, grad_TH.to(ctx.main_grad_VH.dtype))
+            ctx.main_grad_VH.index_add_(0, index_T, grad_TH.to(ctx.main_grad_VH.dtype))
             return added_to_main_grad(weight_VH), None, None
-        return torch.zeros_like(weight_VH).index_add_(0, rows_T, grad_TH), None, None
+        return torch.zeros_like(weight_VH).index_add_(0, index_T, grad_TH), None, None

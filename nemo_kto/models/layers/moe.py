@@ -37,11 +37,11 @@ class BiasedExpertOutput(RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output without the bias, and this rank's part of the bias."""
         output, bias = super().forward(input_)
-        part: Tensor = _Part.apply(bias, self.tp_group.size())  # type: ignore[no-untyped-call]
+        part: Tensor = _BiasShare.apply(bias, self.tp_group.size())  # type: ignore[no-untyped-call]
         return output, part
 
 
-class _Part(torch.autograd.Function):
+class _BiasShare(torch.autograd.Function):
     """b / n on each of n ranks; the gradient of b is that of the sum over the ranks."""
 
     @staticmethod
@@ -73,17 +73,25 @@ class BalancedRouter(TopKRouter):
             padding_mask: not a padding mask, but the owners of the tokens: [s, b, n], True if a token counts for a
                 sequence. None for no loss.
         """
-        probs, chosen = super().routing(_chosen(logits, self.topk) if self.score_function == "sigmoid" else logits)
+        scored = logits
+        if self.score_function == "sigmoid":
+            # keeps only the largest logits: megatron-core would compare sigmoids, which in fp32 are 1 for all large ones
+            largest = logits.topk(self.topk, dim=-1)
+            scored = torch.full_like(logits, -torch.inf).scatter(-1, largest.indices, largest.values)
+        probs, chosen = super().routing(scored)
         # not in the first forward pass of layers that are recomputed, which runs without gradient
         if padding_mask is not None and self.training and torch.is_grad_enabled():
             owners_Tn = padding_mask.flatten(0, 1).float()
-            losses_n = self._losses(logits.flatten(0, 1), chosen.view(-1, self.num_experts), owners_Tn)
+            losses_n = self._balance_losses(logits.flatten(0, 1), chosen.view(-1, self.num_experts), owners_Tn)
             if self.loss_weight:
                 probs = MoEAuxLossAutoScaler.apply(probs, self.loss_weight * losses_n.sum())
         return probs, chosen
 
-    def _losses(self, logits_TE: Tensor, chosen_TE: Tensor, owners_Tn: Tensor) -> Tensor:
-        """Return the loss of each sequence, [n]; if ranks share a sequence, this rank's part of a sum over the ranks."""
+    def _balance_losses(self, logits_TE: Tensor, chosen_TE: Tensor, owners_Tn: Tensor) -> Tensor:
+        """Return the loss of each sequence, [n], and record statistics in ``balance``.
+
+        If ranks share a sequence, it is this rank's part of a sum over the ranks.
+        """
         probs_nE = owners_Tn.T @ torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
         chosen_nE = owners_Tn.T @ chosen_TE.float()
         whole = torch.stack([chosen_nE, probs_nE.detach()])
@@ -92,8 +100,8 @@ class BalancedRouter(TopKRouter):
         tokens_n = whole[0].sum(dim=-1) / self.topk
         scale_n = self.num_experts / (self.topk * tokens_n.clamp(min=1).square())
         values = [(scale_n * (whole[0] * whole[1]).sum(dim=-1)).sum(), (tokens_n > 0).sum()]
-        noted = torch.cat([torch.stack([value.double() for value in values]), whole[0].double().sum(dim=0)])
-        self.balance = noted if self.balance is None else self.balance + noted
+        statistics = torch.cat([torch.stack([value.double() for value in values]), whole[0].double().sum(dim=0)])
+        self.balance = statistics if self.balance is None else self.balance + statistics
         return scale_n * (whole[0] * probs_nE).sum(dim=-1)
 
 
@@ -118,15 +126,6 @@ class BiasedRouter(BalancedRouter):
         return logits
 
 
-def _chosen(logits: Tensor, per_token: int) -> Tensor:
-    """Keep the largest logits of each token and set the others to -inf.
-
-    megatron-core would compare sigmoids, which in fp32 are 1 for all large logits.
-    """
-    largest = logits.topk(per_token, dim=-1)
-    return torch.full_like(logits, -torch.inf).scatter(-1, largest.indices, largest.values)
-
-
 def experts_span_copies(config: TransformerConfig) -> bool:
     """Return whether the experts of a layer are sharded across several data-parallel replicas of the other layers."""
     if config.num_moe_experts is None:
@@ -144,9 +143,6 @@ def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[BalancedRouter]:
 def balance_sums(chunks: Sequence[torch.nn.Module]) -> dict[str, float]:
     """Return the statistics of the routers of all ranks, identical on every rank; empty for a dense model. Collective.
 
-    Args:
-        chunks: the model chunks of this rank.
-
     Returns:
         ``moe_aux_loss_sum``: the losses, summed over sequences and layers; ``moe_aux_losses``: their number;
         ``moe_largest_share_sum`` and ``moe_smallest_share_sum``: the largest and the smallest fraction of a layer's choices
@@ -155,20 +151,22 @@ def balance_sums(chunks: Sequence[torch.nn.Module]) -> dict[str, float]:
     config = get_model_config(chunks[0])
     if config.num_moe_experts is None:
         return {}
-    noted = torch.zeros(config.num_layers, 2 + config.num_moe_experts, dtype=torch.float64, device=device.current_device())
+    statistics = torch.zeros(
+        config.num_layers, 2 + config.num_moe_experts, dtype=torch.float64, device=device.current_device()
+    )
     for router in routers(chunks):
         if router.balance is not None:
-            noted[router.layer_number - 1] = router.balance
-    torch.distributed.all_reduce(noted, group=parallel_state.get_data_parallel_group())
-    torch.distributed.all_reduce(noted, group=parallel_state.get_pipeline_model_parallel_group())
-    noted = noted.cpu()
-    noted = noted[noted[:, 1] > 0]  # keeps the layers with experts, if any sequence counts
-    if not len(noted):
+            statistics[router.layer_number - 1] = router.balance
+    torch.distributed.all_reduce(statistics, group=parallel_state.get_data_parallel_group())
+    torch.distributed.all_reduce(statistics, group=parallel_state.get_pipeline_model_parallel_group())
+    statistics = statistics.cpu()
+    statistics = statistics[statistics[:, 1] > 0]  # keeps the layers with experts, if any sequence counts
+    if not len(statistics):
         return {}
-    shares = noted[:, 2:] / noted[:, 2:].sum(dim=1, keepdim=True)
+    shares = statistics[:, 2:] / statistics[:, 2:].sum(dim=1, keepdim=True)
     return {
-        "moe_aux_loss_sum": float(noted[:, 0].sum()),
-        "moe_aux_losses": float(noted[:, 1].sum()),
+        "moe_aux_loss_sum": float(statistics[:, 0].sum()),
+        "moe_aux_losses": float(statistics[:, 1].sum()),
         "moe_largest_share_sum": float(shares.max()),
         "moe_smallest_share_sum": float(shares.min()),
         "moe_batches": 1.0,

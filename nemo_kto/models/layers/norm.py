@@ -1,7 +1,9 @@
-"""RMS norms on torch for megatron-core's layers without Transformer Engine, with support for sequence parallelism."""
+"""RMS norms on torch with support for sequence parallelism, and the layer with norms after attention and MLP."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from nemo_kto.device import device
@@ -25,7 +28,7 @@ class _RMSNorm(torch.nn.RMSNorm):
         On the CPU in fp32 a custom function is used, because torch has no CPU kernel for it and combines eight others.
         """
         if not device.on_gpu() and x.dtype == torch.float32:
-            normed: Tensor = _FewPasses.apply(x, self.weight, self.eps, self.zero_centered)  # type: ignore[no-untyped-call]
+            normed: Tensor = _CPURMSNorm.apply(x, self.weight, self.eps, self.zero_centered)  # type: ignore[no-untyped-call]
             return normed
         if not self.zero_centered:
             return super().forward(x)
@@ -33,7 +36,7 @@ class _RMSNorm(torch.nn.RMSNorm):
         return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
-class _FewPasses(torch.autograd.Function):
+class _CPURMSNorm(torch.autograd.Function):
     """RMS norm on the CPU, with three passes over x forward and seven backward.
 
     y = w x / rms(x), with rms(x) = sqrt(mean(x^2) + eps).
@@ -79,12 +82,7 @@ class TorchNorm:
     def __new__(  # type: ignore[misc]  # a builder that reads like a class, as the layer spec expects
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
     ) -> torch.nn.Module:
-        """Build the norm.
-
-        Args:
-            config: source of the dtype of the parameters, sequence parallelism, and whether the factor is 1 + weight.
-            hidden_size: size of the last dimension, over which the norm is taken.
-            eps: added to the mean square.
+        """Build the norm over a last dimension of ``hidden_size``; ``eps`` is added to the mean square.
 
         Raises:
             ValueError: if ``config.normalization`` is another norm.
@@ -104,7 +102,6 @@ class AllHeadsNorm(torch.nn.Module):
     named q_layernorm and k_layernorm over the tensor-parallel group. Padding heads are zero and stay zero.
 
     Args:
-        config: source of the dtype of the weight, and of tensor and sequence parallelism.
         hidden_size: size of a head.
         eps: added to the mean square.
         heads: number of heads of the model.
@@ -119,25 +116,25 @@ class AllHeadsNorm(torch.nn.Module):
         super().__init__()
         self.eps, self.heads, self.padded_heads = eps, heads, padded_heads
         self.tensor_parallel = config.tensor_model_parallel_size
-        here = device.current_device()
-        self.weight = torch.nn.Parameter(torch.ones(heads * hidden_size, dtype=config.params_dtype, device=here))
+        ones = torch.ones(heads * hidden_size, dtype=config.params_dtype, device=device.current_device())
+        self.weight = torch.nn.Parameter(ones)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x_sbhd: Tensor) -> Tensor:
         """Normalise this rank's heads [sequence, batch, heads, head size] by the root mean square over all ranks' heads."""
         group = parallel_state.get_tensor_model_parallel_group() if self.tensor_parallel > 1 else None
         rank = 0 if group is None else dist.get_rank(group)
-        here, size = x_sbhd.shape[-2:]
+        local_heads, size = x_sbhd.shape[-2:]
         first = rank * self.padded_heads // self.tensor_parallel
-        padding = max(first + here - self.heads, 0)
-        weight_hd = F.pad(self.weight, (0, padding * size)).view(-1, size)[first : first + here]
-        copies = here * self.tensor_parallel // self.padded_heads  # ranks that hold each head
+        padding = max(first + local_heads - self.heads, 0)
+        weight_hd = F.pad(self.weight, (0, padding * size)).view(-1, size)[first : first + local_heads]
+        copies = local_heads * self.tensor_parallel // self.padded_heads  # ranks that hold each head
         width = self.heads * size * copies
-        normed: Tensor = _OverRanks.apply(x_sbhd, weight_hd, width, self.eps, group)  # type: ignore[no-untyped-call]
+        normed: Tensor = _ShardedRMSNorm.apply(x_sbhd, weight_hd, width, self.eps, group)  # type: ignore[no-untyped-call]
         return normed
 
 
-class _OverRanks(torch.autograd.Function):
+class _ShardedRMSNorm(torch.autograd.Function):
     """RMS norm over all ranks in fp32: y = w x / rms(x), rms(x)^2 = (sum of squares of x over all ranks) / width + eps."""
 
     @staticmethod
@@ -145,7 +142,7 @@ class _OverRanks(torch.autograd.Function):
         ctx: Any, x_sbhd: Tensor, weight_hd: Tensor, width: int, eps: float, group: dist.ProcessGroup | None
     ) -> Tensor:
         squares_sb11 = torch.linalg.vector_norm(x_sbhd.float(), dim=(-2, -1), keepdim=True).square_()
-        inverse_rms = _summed(squares_sb11, group).div_(width).add_(eps).rsqrt_()
+        inverse_rms = _all_reduce(squares_sb11, group).div_(width).add_(eps).rsqrt_()
         ctx.save_for_backward(x_sbhd, weight_hd, inverse_rms)
         ctx.width, ctx.group = width, group
         return (x_sbhd.float() * inverse_rms).mul_(weight_hd).to(x_sbhd.dtype)
@@ -157,11 +154,44 @@ class _OverRanks(torch.autograd.Function):
         weight_grad_hd = (grad * x).mul_(inverse_rms).sum((0, 1)).to(weight_hd.dtype)
         grad = grad * weight_hd
         # dx = w dy / rms(x) - x sum(w dy x) / (width rms(x)^3), with the sum over all ranks
-        pull_sb11 = _summed((grad * x).sum((-2, -1), keepdim=True), ctx.group).mul_(inverse_rms.pow(3)).div_(ctx.width)
-        return grad.mul_(inverse_rms).addcmul_(x, pull_sb11, value=-1).to(x_sbhd.dtype), weight_grad_hd, None, None, None
+        row_dot_sb11 = (
+            _all_reduce((grad * x).sum((-2, -1), keepdim=True), ctx.group).mul_(inverse_rms.pow(3)).div_(ctx.width)
+        )
+        return grad.mul_(inverse_rms).addcmul_(x, row_dot_sb11, value=-1).to(x_sbhd.dtype), weight_grad_hd, None, None, None
 
 
-def _summed(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _all_reduce(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None:
         dist.all_reduce(values, group=group)
     return values
+
+
+OutputAndBias = tuple[Tensor, Tensor | None]
+
+
+class PostNormLayer(TransformerLayer):
+    """Transformer layer that normalises the outputs of attention and MLP before adding them to the residual stream.
+
+    The norms before attention and MLP come from the layer spec, which may have none.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        sizes = {"hidden_size": self.config.hidden_size, "eps": self.config.layernorm_epsilon}
+        self.post_attention_layernorm = TorchNorm(config=self.config, **sizes)
+        self.post_mlp_layernorm = TorchNorm(config=self.config, **sizes)
+        self.self_attn_bda = _add_normed(self.post_attention_layernorm)
+        self.mlp_bda = _add_normed(self.post_mlp_layernorm)
+        # megatron-core's handler is enable_grad, with which the norms would save their inputs in evaluation, too
+        self.bias_dropout_add_exec_handler = contextlib.nullcontext
+
+
+def _add_normed(norm: torch.nn.Module) -> Callable[[bool, bool], Callable[[OutputAndBias, Tensor, float], Tensor]]:
+    """Return a replacement for megatron-core's bias_dropout_add, with the same arguments but no dropout."""
+
+    def add(output_and_bias: OutputAndBias, residual: Tensor, dropout: float) -> Tensor:
+        output, bias = output_and_bias
+        normed: Tensor = norm(output if bias is None else output + bias)
+        return residual + normed
+
+    return lambda training, fused: add

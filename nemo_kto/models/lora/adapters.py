@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
@@ -46,12 +45,7 @@ from nemo_kto.distributed import state
 from nemo_kto.distributed.gradients import finish_gathers
 from nemo_kto.errors import UserError
 from nemo_kto.models.gpt import HiddenStateGPT
-from nemo_kto.models.lora.layers import ADAPTED_CLASSES, Adapter, adapt_linear
-
-if HAVE_TE:
-    from nemo_kto.models.lora.te_layers import ENGINE_CLASSES
-
-    ADAPTED_CLASSES.update(ENGINE_CLASSES)
+from nemo_kto.models.lora.layers import Adapter, adapt_linear
 
 # Linear layer of one expert. Transformer Engine has one layer for all experts of a rank, with a numbered weight for each.
 _ONE_EXPERT = re.compile(r"local_experts\.(?P<expert>\d+)\.(?P<linear>linear_fc[12])$")
@@ -69,11 +63,7 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
     embedding from a normal distribution. It is drawn separately for each layer of the Hugging Face model, so that it is the
     same at every layout. B starts at zero; DoRA's magnitudes start at the norms of the rows.
 
-    Args:
-        chunk: model chunk built by ``models.gpt.build_gpt``; without grouped experts if experts are adapted.
-        settings: LoRA settings.
-        architecture: the architecture that the chunk was built from.
-        seed: random seed for A.
+    If experts are adapted, the chunk must be built without grouped experts.
 
     Raises:
         UserError: if a layer number exceeds the number of layers, or the embedding cannot be adapted.
@@ -82,12 +72,12 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
         raise UserError(f"adapters {problem}")
     if settings.layers is not None and max(settings.layers) > architecture.num_layers:
         raise UserError(
-            f"layers to adapt must be from 1 to {architecture.num_layers}, the number of layers; got {list(settings.layers)}"
+            f"layers to adapt must be from 1 to {architecture.num_layers}, the number of layers, got {list(settings.layers)}"
         )
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)
     for mapping in adapted_mappings(architecture, settings):
-        for linear, place in _linears(chunk, mapping, settings, architecture):
+        for linear, indices in _linears(chunk, mapping, settings, architecture):
             adapt_linear(
                 linear,
                 rank=settings.rank,
@@ -97,10 +87,16 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
                 part_of_row=_part_of_row(linear.weight, mapping, architecture),
                 magnitudes=[settings.dora and hf_module(name) in settings.modules for name in mapping.hf_names],
             )
-            _draw_a(linear.lora_a, mapping, place, settings, architecture=architecture, seed=seed)
+            _initialise_a(linear.lora_a, mapping, indices, settings, architecture=architecture, seed=seed)
     chunk.adapters = settings
+
+    def require_grad(embedding: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if torch.is_grad_enabled():
+            output.requires_grad_()
+
+    # Recomputed layers have no gradients if their input, the output of a frozen embedding, does not require one.
     if chunk.pre_process and chunk.config.recompute_granularity is not None:
-        chunk.embedding.register_forward_hook(_require_grad)
+        chunk.embedding.register_forward_hook(require_grad)
 
 
 @contextlib.contextmanager
@@ -112,7 +108,7 @@ def disable_adapters(chunks: Iterable[nn.Module]) -> Iterator[None]:
     """
     adapters = _adapters(chunks)
     if any(adapter.adapter_is_merged for adapter in adapters):
-        raise RuntimeError("adapters must be disabled before they are merged into the weights, not after")
+        raise RuntimeError("cannot disable adapters that are merged into the weights")
     was_on = [adapter.adapter_is_on for adapter in adapters]
     for adapter in adapters:
         adapter.adapter_is_on = False
@@ -181,18 +177,18 @@ def magnitudes(chunks: Iterable[nn.Module]) -> dict[nn.Parameter, Tensor]:
     """
     chunks = [*chunks]
     finish_gathers(chunks)
-    held = [(adapter.lora_magnitude, adapter) for adapter in _adapters(chunks)]
-    if any(parameter is not None and adapter.adapter_is_merged for parameter, adapter in held):
-        raise RuntimeError("magnitudes must be read before adapters are merged into the weights, not after")
-    return {parameter: adapter.magnitudes() for parameter, adapter in held if parameter is not None}
+    adapters = [(adapter.lora_magnitude, adapter) for adapter in _adapters(chunks)]
+    if any(parameter is not None and adapter.adapter_is_merged for parameter, adapter in adapters):
+        raise RuntimeError("cannot read the magnitudes of adapters that are merged into the weights")
+    return {parameter: adapter.magnitudes() for parameter, adapter in adapters if parameter is not None}
 
 
 @torch.no_grad()
-def take_magnitudes(chunks: Iterable[nn.Module], values: Mapping[nn.Parameter, Tensor]) -> None:
+def set_magnitudes(chunks: Iterable[nn.Module], values: Mapping[nn.Parameter, Tensor]) -> None:
     """Set DoRA's magnitudes to ``values``, a result of :func:`magnitudes`, given the current weights; collective."""
     for adapter in _adapters(chunks):
         if adapter.lora_magnitude is not None:
-            adapter.take_magnitudes(values[adapter.lora_magnitude])
+            adapter.set_magnitudes(values[adapter.lora_magnitude])
 
 
 def _linears(
@@ -207,11 +203,11 @@ def _linears(
     for layer in chunk.decoder.layers:
         if settings.layers is not None and layer.layer_number not in settings.layers:
             continue
-        for place in architecture.instances(mapping, [layer.layer_number - 1]):
+        for indices in architecture.instances(mapping, [layer.layer_number - 1]):
             if not mapping.of_expert:
-                yield layer.get_submodule(path), place
-            elif place["expert"] in (held := layer.mlp.local_expert_indices):
-                yield layer.get_submodule(path.format(expert=held.index(place["expert"]))), place
+                yield layer.get_submodule(path), indices
+            elif indices["expert"] in (local := layer.mlp.local_expert_indices):
+                yield layer.get_submodule(path.format(expert=local.index(indices["expert"]))), indices
 
 
 def _adapters(chunks: Iterable[nn.Module]) -> list[Adapter]:
@@ -233,16 +229,16 @@ def _part_of_row(weight: Tensor, mapping: ParamMapping, architecture: Architectu
 
 
 @torch.no_grad()
-def _draw_a(
+def _initialise_a(
     lora_a: Tensor,
     mapping: ParamMapping,
-    place: Mapping[str, int],
+    indices: Mapping[str, int],
     settings: LoRASettings,
     *,
     architecture: Architecture,
     seed: int,
 ) -> None:
-    names = [name.format(**place) for name in mapping.hf_names]
+    names = [name.format(**indices) for name in mapping.hf_names]
     widths = [shape[1] for shape in source_shapes(mapping, architecture)]
     mapping_a = adapter_mappings(mapping, settings)[0]
     rank = dist.get_rank(state.tensor_group(of_expert=mapping.of_expert))
@@ -257,9 +253,3 @@ def _draw_a(
             else:
                 whole.uniform_(-1, 1, generator=generator).div_(math.sqrt(width))
             piece.place.copy_(whole[piece.where])
-
-
-def _require_grad(embedding: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    """Make the output of a frozen embedding require a gradient, without which recomputed layers would have no gradients."""
-    if torch.is_grad_enabled():
-        output.requires_grad_()

@@ -20,15 +20,10 @@ _ROWS = 256  # number of rows of a weight for which W + s B A exists at the same
 
 
 class RowNorms(NamedTuple):
-    """Row norms of a layer, [out of this rank] each, in fp32.
+    """Row norms of a layer, [out of this rank] each, in fp32."""
 
-    Attributes:
-        base: ||W||.
-        adapted: ||W + s B A||.
-    """
-
-    base: Tensor
-    adapted: Tensor
+    base: Tensor  # ||W||
+    adapted: Tensor  # ||W + s B A||
 
 
 @torch.no_grad()
@@ -50,20 +45,20 @@ def row_norms(
         full_b: B, [out, parts * rank].
         lora_a: A, [parts * rank, in].
         scale: s.
-        columns_over: the ranks over which the columns are sharded; the squares are summed over them. None if not sharded.
+        columns_over: ranks over which the columns are sharded; None if they are not sharded.
     """
     lora_a = lora_a.float()
     squares: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for rows, of_rows in zip(weight.split(_ROWS), full_b.split(_ROWS), strict=True):
-        base = rows.float()
-        adapted = torch.addmm(base, of_rows.float(), lora_a, alpha=scale)
-        for kept, matrix in zip(squares, (base, adapted), strict=True):
-            kept.append(matrix.square().sum(1))
+    for weight_rows, b_rows in zip(weight.split(_ROWS), full_b.split(_ROWS), strict=True):
+        base = weight_rows.float()
+        adapted = torch.addmm(base, b_rows.float(), lora_a, alpha=scale)
+        for sums, matrix in zip(squares, (base, adapted), strict=True):
+            sums.append(matrix.square().sum(1))
     norms = RowNorms(*map(torch.cat, squares))
-    for sums in norms if columns_over is not None and columns_over.size() > 1 else ():
+    for total in norms if columns_over is not None and columns_over.size() > 1 else ():
         # one tensor per call: the order of summation depends on the position in the buffer, and for B = 0 both sums must
         # be bitwise equal
-        torch.distributed.all_reduce(sums, group=columns_over)
+        torch.distributed.all_reduce(total, group=columns_over)
     return RowNorms(*map(torch.sqrt, norms))
 
 
@@ -71,14 +66,10 @@ class Change(NamedTuple):
     """Relative change of an output by its magnitude, m / ||W + s B A|| - 1, as a function of m - ||W||: [out], fp32.
 
     It is zero for rows without a magnitude, and for rows of zeros, which have no direction.
-
-    Attributes:
-        start: change at m = ||W||.
-        slope: derivative with respect to m.
     """
 
-    start: Tensor
-    slope: Tensor
+    start: Tensor  # change at m = ||W||
+    slope: Tensor  # derivative with respect to m
 
     @classmethod
     def of(cls, norms: RowNorms, has_magnitude: Tensor) -> Change:

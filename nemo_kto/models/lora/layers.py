@@ -5,20 +5,19 @@ sharded by columns and B is replicated. Only the product A x, whose width is the
 magnitudes are sharded like the rows of B. For a row-parallel layer they need the squares of each row summed over the ranks,
 once for all micro-batches of a pass.
 
-The adapters are a mixin for any linear layer: this module has megatron-core's own, ``models.lora.te_layers`` those of
-Transformer Engine.
+The adapters are a mixin for any linear layer, megatron-core's own or Transformer Engine's.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 
 from nemo_kto.architecture.lora import LORA_A, LORA_B, LORA_MAGNITUDE
 from nemo_kto.device import device
-from nemo_kto.models.layers.embedding import RowEmbedding
+from nemo_kto.models.layers.embedding import SparseGradEmbedding
 from nemo_kto.models.lora.dora import Change, RowNorms, row_norms
 
 Metadata = dict[str, torch.distributed.ProcessGroup]  # process groups that megatron-core passes to every layer
@@ -89,7 +88,7 @@ class Adapter:
         assert self.lora_magnitude is not None
         return (self._norms().base + self.lora_magnitude.detach().float()) * self.has_magnitude
 
-    def take_magnitudes(self, values: Tensor) -> None:
+    def set_magnitudes(self, values: Tensor) -> None:
         """Set the magnitudes to ``values``, a result of :meth:`magnitudes`. Collective over tensor-parallel ranks."""
         assert self.lora_magnitude is not None
         self.lora_magnitude.data.copy_((values - self._norms().base) * self.has_magnitude)
@@ -109,64 +108,64 @@ class Adapter:
             self.adapter_change = change
         return change.at(self.lora_magnitude)
 
-    def _adds(self) -> bool:
+    def _is_active(self) -> bool:
         return self.adapter_is_on and not self.adapter_is_merged
 
-    def _dropped(self, input_: Tensor, *, is_replicated: bool) -> Tensor:
-        """Return dropout(x) in training mode, else x."""
-        if not (self.adapter_dropout and self.training):
-            return input_
-        with self._dropout_generator(is_replicated=is_replicated):
-            return F.dropout(input_, self.adapter_dropout)
-
-    def _times_a(self, input_: Tensor) -> Tensor:
-        """Return scale * x A^T: [..., in] -> [..., parts * rank]."""
-        return F.linear(input_, self.lora_a) * self.adapter_scale
-
-    def _joined(self, output: Output, added: Tensor, again: Tensor | None) -> Output:
-        """Add the adapter's output to that of the layer and, with DoRA, apply the magnitudes to the sum.
-
-        Args:
-            output: W x and the bias, or W x + bias and None.
-            added: s B A dropout(x).
-            again: W dropout(x), to which DoRA applies the magnitudes, as in PEFT; None if it equals W x.
-        """
-        product, bias = output
-        total, change = product + added, self._change()
-        if change is None:
-            return total, bias
-        changed = total if again is None else again + added
-        if again is None and bias is None and self.bias is not None and self.bias.numel():
-            changed = total - self.bias
-        return torch.addcmul(total, changed, change.to(total.dtype)), bias
-
-    def _dropout_generator(self, *, is_replicated: bool) -> AbstractContextManager[None]:
-        """Select the random generator for dropout.
+    def _dropout(self, input_: Tensor, *, is_replicated: bool) -> Tensor:
+        """Return dropout(x) in training mode, else x.
 
         Ranks with replicated activations need the same dropout mask, ranks with sharded ones need different masks. With
         sequence parallelism the transformer block has already switched to the generator that differs between ranks.
         """
+        if not (self.adapter_dropout and self.training):
+            return input_
         if self.adapter_is_expert:
-            return get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name())
-        if is_replicated or self.sequence_parallel:
-            return contextlib.nullcontext()
-        return get_cuda_rng_tracker().fork()
+            generator = get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name())
+        elif is_replicated or self.sequence_parallel:
+            generator = contextlib.nullcontext()
+        else:
+            generator = get_cuda_rng_tracker().fork()
+        with generator:
+            return F.dropout(input_, self.adapter_dropout)
+
+    def _down_project(self, input_: Tensor) -> Tensor:
+        """Return scale * x A^T: [..., in] -> [..., parts * rank]."""
+        return F.linear(input_, self.lora_a) * self.adapter_scale
+
+    def _combine(self, output: Output, adapter_output: Tensor, dropped_product: Tensor | None) -> Output:
+        """Add the adapter's output to that of the layer and, with DoRA, apply the magnitudes to the sum.
+
+        Args:
+            output: W x and the bias, or W x + bias and None.
+            adapter_output: s B A dropout(x).
+            dropped_product: W dropout(x), to which DoRA applies the magnitudes, as in PEFT; None if it equals W x.
+        """
+        product, bias = output
+        total, change = product + adapter_output, self._change()
+        if change is None:
+            return total, bias
+        changed = total if dropped_product is None else dropped_product + adapter_output
+        if dropped_product is None and bias is None and self.bias is not None and self.bias.numel():
+            changed = total - self.bias
+        return torch.addcmul(total, changed, change.to(total.dtype)), bias
 
     def add_to_columns(self, output: Output, input_: Tensor) -> Output:
         """Add the adapter to the output of a column-parallel layer.
 
         ``input_`` is [sequence (a part of it if sequence parallel), batch, in].
         """
-        if not self._adds():
+        if not self._is_active():
             return output
-        dropped = self._dropped(input_, is_replicated=True)
-        added = F.linear(self._to_columns(self._times_a(dropped)), self.full_b())
-        is_again = self.lora_magnitude is not None and dropped is not input_
-        return self._joined(output, added, F.linear(self._to_columns(dropped), self.weight) if is_again else None)
+        dropped = self._dropout(input_, is_replicated=True)
+        adapter_output = F.linear(self._to_columns(self._down_project(dropped)), self.full_b())
+        dropped_product = None
+        if self.lora_magnitude is not None and dropped is not input_:
+            dropped_product = F.linear(self._to_columns(dropped), self.weight)
+        return self._combine(output, adapter_output, dropped_product)
 
     def _to_columns(self, hidden: Tensor) -> Tensor:
         """Pass the input of a product to the ranks over which the rows of the matrix are sharded."""
-        if self.adapter_is_expert:  # experts are not sharded here, and this rank already has their tokens
+        if self.adapter_is_expert:  # adapted experts are not sharded, and this rank already has their tokens
             return hidden
         if self.sequence_parallel:
             return cast(Tensor, gather_from_sequence_parallel_region(hidden, group=self.adapter_group))
@@ -177,30 +176,31 @@ class Adapter:
         """Run a column-parallel layer that normalises its own input (Transformer Engine's LayerNormLinear), with adapter.
 
         A must be applied to the normed input, which the layer returns if ``return_layernorm_output`` is set. With sequence
-        parallelism this is the rank's part, before the layer gathers the parts for its own product; the adapter then gathers
-        A x, which is narrower, as with any other layer. The layer adds the gradient of the returned tensor after reducing
-        its own gradient (all-reduce or reduce-scatter over the ranks), so the adapter's gradient must already be reduced at
-        that point. It is, because the gradient of A x is summed over the ranks before it reaches A.
+        parallelism this is the rank's part, before the layer gathers the parts for its own product. The layer adds the
+        gradient of the returned tensor after reducing its own gradient over the ranks, so the adapter's gradient must
+        already be reduced at that point. It is, because the gradient of A x is summed over the ranks before it reaches A.
 
         Args:
             forward: forward of the layer without adapters; returns (output, bias, normed), or ((output, normed), None).
             input_: [sequence (a part of it if sequence parallel), batch, in], before the norm.
         """
-        self.return_layernorm_output = self._adds()
+        self.return_layernorm_output = self._is_active()
         result = forward(input_)
-        if not self._adds():
+        if not self._is_active():
             return cast(Output, result)
         output, bias, normed = result if len(result) == 3 else (result[0][0], result[1], result[0][1])
         return self.add_to_columns((output, bias), normed)
 
     def add_to_rows(self, output: Output, input_: Tensor) -> Output:
         """Add the adapter to the output of a row-parallel layer; ``input_`` is [sequence, batch, in of this rank]."""
-        if not self._adds():
+        if not self._is_active():
             return output
-        dropped = self._dropped(input_, is_replicated=False)
-        added = F.linear(self._from_rows(self._times_a(dropped)), self.full_b())
-        is_again = self.lora_magnitude is not None and dropped is not input_
-        return self._joined(output, added, self._from_rows(F.linear(dropped, self.weight)) if is_again else None)
+        dropped = self._dropout(input_, is_replicated=False)
+        adapter_output = F.linear(self._from_rows(self._down_project(dropped)), self.full_b())
+        dropped_product = None
+        if self.lora_magnitude is not None and dropped is not input_:
+            dropped_product = self._from_rows(F.linear(dropped, self.weight))
+        return self._combine(output, adapter_output, dropped_product)
 
     def _from_rows(self, product: Tensor) -> Tensor:
         """Sum a product over the ranks over which the columns of the matrix are sharded."""
@@ -210,23 +210,33 @@ class Adapter:
             return cast(Tensor, reduce_scatter_to_sequence_parallel_region(product, group=self.adapter_group))
         return cast(Tensor, reduce_from_tensor_model_parallel_region(product, group=self.adapter_group))
 
-    def sharded(self, state: ShardedStateDict, prefix: str, offsets: Offsets, metadata: Metadata | None) -> ShardedStateDict:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
+    ) -> ShardedStateDict:
         """Return the sharded state of the layer, with the sharded parts of the adapter divided like the weight.
 
         In a gated layer, gate and up projection are sharded separately.
         """
-        cut = dict.fromkeys((LORA_B, LORA_MAGNITUDE), 0) if self.is_column else {LORA_A: 1}
-        forms = make_sharded_tensors_for_checkpoint(
-            {name: getattr(self, name) for name in cut if getattr(self, name) is not None},
+        state: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        dimensions = dict.fromkeys((LORA_B, LORA_MAGNITUDE), 0) if self.is_column else {LORA_A: 1}
+        sharded = self._sharded_tensors(prefix, dimensions, sharded_offsets, metadata)
+        if self.is_column and self.weight.partition_stride == 2:  # type: ignore[attr-defined]  # identifies a gated layer
+            sharded = {name: apply_swiglu_sharded_factory(tensor, sharded_offsets) for name, tensor in sharded.items()}
+        return {**state, **sharded}
+
+    def _sharded_tensors(
+        self, prefix: str, dimensions: dict[str, int], offsets: Offsets, metadata: Metadata | None
+    ) -> ShardedStateDict:
+        """Return the parameters named in ``dimensions``, each sharded along its dimension; -1 for an unsharded one."""
+        sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(
+            {name: getattr(self, name) for name in dimensions if getattr(self, name) is not None},
             prefix,
-            cut,
+            {name: dimension for name, dimension in dimensions.items() if dimension >= 0},
             offsets,
             tp_group=self.adapter_group,
             dp_cp_group=metadata["dp_cp_group"] if metadata else None,
         )
-        if self.is_column and self.weight.partition_stride == 2:  # type: ignore[attr-defined]  # identifies a gated layer
-            forms = {name: apply_swiglu_sharded_factory(form, offsets) for name, form in forms.items()}
-        return {**state, **forms}
+        return sharded
 
 
 class LoRAColumnParallelLinear(Adapter, ColumnParallelLinear):
@@ -238,13 +248,6 @@ class LoRAColumnParallelLinear(Adapter, ColumnParallelLinear):
         """Apply the layer with its adapter; ``input_`` is [sequence (a part of it if sequence parallel), batch, in]."""
         return self.add_to_columns(super().forward(input_, weight, runtime_gather_output), input_)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
-    ) -> ShardedStateDict:
-        """Return the sharded state of the layer, including the adapter."""
-        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return self.sharded(state, prefix, sharded_offsets, metadata)
-
 
 class LoRARowParallelLinear(Adapter, RowParallelLinear):
     """Frozen row-parallel layer with an adapter: A sharded by columns, B replicated."""
@@ -255,15 +258,8 @@ class LoRARowParallelLinear(Adapter, RowParallelLinear):
         """Apply the layer with its adapter; ``input_`` is [sequence, batch, in of this rank]."""
         return self.add_to_rows(super().forward(input_), input_)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
-    ) -> ShardedStateDict:
-        """Return the sharded state of the layer, including the adapter."""
-        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return self.sharded(state, prefix, sharded_offsets, metadata)
 
-
-class LoRAEmbedding(Adapter, RowEmbedding):
+class LoRAEmbedding(Adapter, SparseGradEmbedding):
     """Frozen embedding with an adapter, W + s B A; B, [vocabulary, rank], is sharded by rows like W, A is replicated."""
 
     is_column = True
@@ -271,34 +267,52 @@ class LoRAEmbedding(Adapter, RowEmbedding):
     def forward(self, input_: Tensor) -> Tensor:
         """Map tokens [b, s] to [b, s, H], or with sequence parallelism to this rank's part of [s, b, H]."""
         output: Tensor = super().forward(input_)
-        if not self._adds():
+        if not self._is_active():
             return output
-        rows_bs, is_here_bs = self.rows_here(input_)
-        hidden_bsr = F.embedding(rows_bs, self.lora_b).masked_fill(~is_here_bs.unsqueeze(-1), 0.0)
-        return output + self.over_ranks(hidden_bsr) @ self.lora_a * (self.adapter_scale * self.scale)
+        index_bs, is_local_bs = self.local_indices(input_)
+        hidden_bsr = F.embedding(index_bs, self.lora_b).masked_fill(~is_local_bs.unsqueeze(-1), 0.0)
+        return output + self.reduce_lookups(hidden_bsr) @ self.lora_a * (self.adapter_scale * self.scale)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
     ) -> ShardedStateDict:
-        """Return the sharded state of the embedding, including the adapter."""
+        """Return the sharded state of the embedding; megatron-core's own has only the weight, without A."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        whole = make_sharded_tensors_for_checkpoint(
-            {LORA_A: self.lora_a},
-            prefix,
-            {},
-            sharded_offsets,
-            tp_group=self.adapter_group,
-            dp_cp_group=metadata["dp_cp_group"] if metadata else None,
-        )
-        return self.sharded({**state, **whole}, prefix, sharded_offsets, metadata)
+        return {**state, **self._sharded_tensors(prefix, {LORA_A: -1}, sharded_offsets, metadata)}
 
 
 # Class of a layer -> class of that layer with adapters.
 ADAPTED_CLASSES: dict[type, type[Adapter]] = {
     ColumnParallelLinear: LoRAColumnParallelLinear,
     RowParallelLinear: LoRARowParallelLinear,
-    RowEmbedding: LoRAEmbedding,
+    SparseGradEmbedding: LoRAEmbedding,
 }
+
+if HAVE_TE:
+    from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
+
+    class LoRATELayerNormColumnParallelLinear(Adapter, TELayerNormColumnParallelLinear):
+        """Transformer Engine's frozen column-parallel layer fused with the norm before it, with adapters."""
+
+        is_column = True
+
+        def forward(self, x: Tensor) -> Output:
+            """Apply the layer with its adapter; ``x`` is as in :meth:`Adapter.add_to_normed_columns`."""
+            return self.add_to_normed_columns(super().forward, x)
+
+    class LoRATERowParallelLinear(Adapter, TERowParallelLinear):
+        """Transformer Engine's frozen row-parallel layer with an adapter."""
+
+        is_column = False
+
+        def forward(self, x: Tensor) -> Output:
+            """Apply the layer with its adapter; ``x`` is [sequence, batch, in of this rank]."""
+            return self.add_to_rows(super().forward(x), x)
+
+    ADAPTED_CLASSES |= {
+        TELayerNormColumnParallelLinear: LoRATELayerNormColumnParallelLinear,
+        TERowParallelLinear: LoRATERowParallelLinear,
+    }
 
 
 def adapt_linear(
@@ -318,7 +332,6 @@ def adapt_linear(
 
     Args:
         linear: layer of a class in :data:`ADAPTED_CLASSES`; megatron-core's own may belong to an expert.
-        rank: rank of the adapter.
         scale: factor on the adapter's output.
         dropout: dropout probability of the inputs of A in training.
         parts: number of layers fused in the weight.
@@ -332,17 +345,17 @@ def adapt_linear(
     adapted = next((adapted for base, adapted in ADAPTED_CLASSES.items() if isinstance(linear, base)), None)
     if adapted is None or isinstance(linear, Adapter):
         known = ", ".join(base.__name__ for base in ADAPTED_CLASSES)
-        raise TypeError(f"a layer to adapt must be one of {known}, and not be adapted yet, got {type(linear).__name__}")
+        raise TypeError(f"a layer to adapt must be one of {known} without an adapter, got {type(linear).__name__}")
     # the attribute tp_group of Transformer Engine's layers may be None
     linear.adapter_group = linear._tp_group if hasattr(linear, "_tp_group") else linear.tp_group
     linear.adapter_is_expert = getattr(linear, "is_expert", False)
-    if isinstance(linear, RowEmbedding):
+    if isinstance(linear, SparseGradEmbedding):
         linear.sequence_parallel = linear.reduce_scatter_embeddings
     # a layer without values (meta device) only transfers adapters to the weights of another model
     if linear.adapter_is_expert and linear.adapter_group.size() > 1 and not linear.weight.is_meta:
         raise ValueError(
-            f"adapters on experts need expert_tensor_parallel_size 1, got {linear.adapter_group.size()}; share out the "
-            "experts, not their matrices"
+            f"expert_tensor_parallel_size must be 1 for adapters on experts, got {linear.adapter_group.size()}; use "
+            "expert_model_parallel_size, which shards the experts and not their matrices"
         )
     linear.__class__ = adapted
     weight = linear.weight
@@ -355,22 +368,16 @@ def adapt_linear(
         has_magnitude = torch.tensor(magnitudes)[part_of_row]
         linear.register_buffer("has_magnitude", has_magnitude.to(device.current_device()), persistent=False)
     for name, shape in shapes.items():
-        _register(linear, name, shape)
+        parameter: Any = nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=device.current_device()))
+        parameter.allreduce = getattr(weight, "allreduce", True)  # False: gradients of experts use a separate group
+        if linear.adapter_is_expert or (name != LORA_A) == linear.is_column:
+            # Sharded: counts in the gradient norm on every rank. Replicated parameters count on the first rank only.
+            parameter.tensor_model_parallel = True
+            parameter.partition_dim, parameter.partition_stride = weight.partition_dim, weight.partition_stride
+        else:
+            parameter.sequence_parallel = linear.sequence_parallel  # its gradient is a sum over parts of the sequence
+        linear.register_parameter(name, parameter)
     linear.register_buffer("part_of_row", part_of_row.to(device.current_device()), persistent=False)
     linear.adapter_scale, linear.adapter_dropout, linear.adapter_parts = scale, dropout, parts
     linear.adapter_is_on, linear.adapter_is_merged = True, False
     linear.adapter_is_constant, linear.adapter_change = False, None
-
-
-def _register(linear: Any, name: str, shape: tuple[int, ...]) -> None:
-    """Add a parameter of zeros to an adapted layer, with the attributes that determine how its gradient is reduced."""
-    weight = linear.weight
-    parameter: Any = nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=device.current_device()))
-    parameter.allreduce = getattr(weight, "allreduce", True)  # False: gradients of experts use a separate group
-    if linear.adapter_is_expert or (name != LORA_A) == linear.is_column:
-        # Sharded: counts in the gradient norm on every rank. Replicated parameters count on the first rank only.
-        parameter.tensor_model_parallel = True
-        parameter.partition_dim, parameter.partition_stride = weight.partition_dim, weight.partition_stride
-    else:
-        parameter.sequence_parallel = linear.sequence_parallel  # its gradient is a sum over parts of the sequence
-    linear.register_parameter(name, parameter)

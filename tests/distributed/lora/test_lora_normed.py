@@ -44,16 +44,12 @@ class NormedLinear(ColumnParallelLinear):
 
 
 class AdaptedNormedLinear(Adapter, NormedLinear):
-    """As ``models.lora.te_layers`` makes one of Transformer Engine's."""
+    """As ``models.lora.layers`` makes one of Transformer Engine's."""
 
     is_column = True
 
     def forward(self, input_: torch.Tensor) -> Any:  # type: ignore[override]
         return self.add_to_normed_columns(super().forward, input_)
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return self.sharded(state, prefix, sharded_offsets, metadata)
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:

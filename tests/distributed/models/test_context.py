@@ -25,7 +25,7 @@ def attention(*, context: int, window: tuple[int, int] | None, chunked: bool) ->
     from nemo_kto.architecture.families import Temperature
     from nemo_kto.architecture.rope import read_rope
     from nemo_kto.models.layers.attention import TorchAttention
-    from nemo_kto.models.layers.rotary import RotaryTable, TemperatureTable
+    from nemo_kto.models.layers.rope_tables import RopeTable, TemperatureTable
 
     config = TransformerConfig(
         num_layers=1,
@@ -40,7 +40,7 @@ def attention(*, context: int, window: tuple[int, int] | None, chunked: bool) ->
     groups = ProcessGroupCollection(cp=parallel_state.get_context_parallel_group())
     rope = read_rope({"rope_theta": 1e4, "hidden_size": HEAD_DIM, "num_attention_heads": 1})
     grows = TemperatureTable(temperature=Temperature(floor=3, scale=0.7))
-    places: dict[str, Any] = {"chunked": True, "temperature": grows} if chunked else {"rotary": RotaryTable(rope=rope)}
+    places: dict[str, Any] = {"chunked": True, "temperature": grows} if chunked else {"rope": RopeTable(rope=rope)}
     return TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups, cp_comm_type="p2p", **places)
 
 
@@ -49,8 +49,8 @@ def differences(
 ) -> list[float]:
     """On a rank: how much its outputs and gradients differ from those of the whole row on one rank."""
     from nemo_kto.distributed import state
-    from nemo_kto.models.layers.packed_sequences import PackedSequences
-    from nemo_kto.models.layers.spans import row_places
+    from nemo_kto.models.layers.attention import PackedSequences
+    from nemo_kto.models.layers.packing import local_token_indices
 
     state.init_distributed(layout=state.Layout(context=size), seed=1)
     rank, tokens = state.rank(), sum(lengths)
@@ -58,7 +58,7 @@ def differences(
     batch = () if packed else (2,)
     heads = [torch.randn(tokens, *batch, number, HEAD_DIM, generator=draw) for number in (HEADS, GROUPS, GROUPS)]
     grad = torch.randn(tokens, *batch, HEADS * HEAD_DIM, generator=draw)
-    place_t = row_places(lengths, rank=rank, size=size)
+    place_t = local_token_indices(lengths, rank=rank, size=size)
     row = PackedSequences.of([lengths])[0] if packed else None
     whole = [each.clone().requires_grad_() for each in heads]
     expected = attention(context=1, window=window, chunked=chunked)(*whole, None, packed_seq_params=row)
@@ -92,12 +92,12 @@ def shares(size: int, length: int) -> tuple[list[int], list[int]]:
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     from nemo_kto.distributed import state
-    from nemo_kto.models.layers.spans import row_places
+    from nemo_kto.models.layers.packing import local_token_indices
 
     state.init_distributed(layout=state.Layout(context=size), seed=1)
     needed = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}  # 0.19
     theirs = get_batch_on_this_cp_rank({"tokens": torch.arange(length)[None]}, **needed)["tokens"]
-    return row_places((length,), rank=state.rank(), size=size).tolist(), theirs[0].tolist()
+    return local_token_indices((length,), rank=state.rank(), size=size).tolist(), theirs[0].tolist()
 
 
 def test_shards_equal_megatron_core(ranks: RankPool) -> None:

@@ -23,7 +23,7 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
     from nemo_kto.distributed import state
     from nemo_kto.models.engine.optimizer import wrap_data_parallel
     from nemo_kto.models.gpt import build_gpt
-    from nemo_kto.models.layers.packed_sequences import PackedSequences
+    from nemo_kto.models.layers.attention import PackedSequences
     from nemo_kto.models.lora.adapters import add_adapters
 
     tensor, context, recompute = options.get("tensor", 1), options.get("context", 1), options.get("recompute")

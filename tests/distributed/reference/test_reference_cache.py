@@ -156,7 +156,7 @@ def model_that_changes(folder: Path) -> list[str]:
 def test_a_changed_reference_does_not_use_the_cache(ranks: RankPool, tmp_path: Path) -> None:
     ((changed, gone),) = ranks.run(1, model_that_changes, tmp_path)
     for text in (changed, gone):
-        assert_names(text, str(tmp_path / "model"), "changed or are gone", "restore", "same command")
+        assert_names(text, str(tmp_path / "model"), "changed or are missing", "restore", "same command")
 
 
 def two_jobs(folder: Path) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def test_the_life_of_a_cache(ranks: RankPool, tmp_path: Path) -> None:
     assert found["rows"] == 9
     assert found["other settings"] == 0
     assert found["error"] == Naming("FOLDER", "3", "run", "start")
-    assert found["modes"] == ["0o600", "0o700"], "files and folders are for the user only"
+    assert found["modes"] == ["0o600", "0o700"], "files and folders are private"
     for text in found["warnings"]:
         assert_names(text, "FOLDER/part-")
         assert_names(text, "again")

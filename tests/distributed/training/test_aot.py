@@ -32,15 +32,14 @@ def partners_here() -> dict[str, torch.Tensor]:
     rank = state.rank()
     first, second = (values.split(SIZES)[rank] for values in log_ratios())
     valid = torch.tensor(VALID).split(SIZES)[rank]
-    answers = SimpleNamespace(valid_B=torch.cat([torch.ones_like(valid), valid]))  # whose rejected answer has no token
-    pairs: Any = SimpleNamespace(answers=answers, reference_logps_B=torch.zeros(2 * len(first)))
+    answers: Any = SimpleNamespace(valid_B=torch.cat([torch.ones_like(valid), valid]))  # whose rejected answer has no token
     model: Any = SimpleNamespace(
         objective=SimpleNamespace(loss=LOSSES["aot_unpaired"]),
         engine=SimpleNamespace(logprobs=lambda _: torch.cat([first, second])),
         phase=lambda _: contextlib.nullcontext(),
     )
     model._compared = partial(MegatronGPTDPOModel._compared, model)
-    partners = MegatronGPTDPOModel._partners(model, pairs)
+    partners = MegatronGPTDPOModel._rank_partners(model, answers, torch.zeros(2 * len(first)))
     state.destroy()
     return partners
 

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from nemo_kto.architecture.families import FAMILIES
 from nemo_kto.architecture.rope import Rope, longest_sequence, read_rope
-from nemo_kto.models.layers.rotary import RotaryTable
+from nemo_kto.models.layers.rope_tables import RopeTable
 from tests.helpers.messages import Message, raises
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -120,7 +120,7 @@ def test_the_attention_factor_is_in_the_table_or_in_the_scale(in_table: bool) ->
     scaled = replace(rope, attention_factor=1.5, factor_in_table=in_table)
     assert scaled.softmax_scale(16) == (None if in_table else 1.5 * 1.5 / 4)
     assert scaled.softmax_scale(16, 25) == (1 / 5 if in_table else 1.5 * 1.5 / 5)
-    plain, found = RotaryTable(rope=rope).rotate(heads_sbhd), RotaryTable(rope=scaled).rotate(heads_sbhd)
+    plain, found = RopeTable(rope=rope).rotate(heads_sbhd), RopeTable(rope=scaled).rotate(heads_sbhd)
     factor = torch.tensor([1.5 if in_table else 1.0] * 8 + [1.0] * 4)
     torch.testing.assert_close(found, plain * factor)
     (grad,) = torch.autograd.grad(found, heads_sbhd, torch.ones_like(found))
@@ -139,7 +139,7 @@ def rotated_by_transformers(heads_sbhd: torch.Tensor) -> torch.Tensor:
 
 def test_rotation_equals_transformers_forward_and_backward() -> None:
     torch.manual_seed(0)
-    table = RotaryTable(rope=of_theta(1e4))
+    table = RopeTable(rope=of_theta(1e4))
     for length in (5, 9, 7):  # the table grows, and is used for shorter sequences
         wide = torch.randn(length, 2, 3, 12, requires_grad=True)
         heads_sbhd, grad = wide[..., 2:10], torch.randn(length, 2, 3, 8)  # keys are a part of a wider tensor
@@ -155,7 +155,7 @@ def test_interleaved_rotation_equals_complex_multiplication() -> None:
 
     angle_sc = torch.outer(torch.arange(9.0), of_theta(1e4).inverse_frequencies())
     turn_1sc = torch.polar(torch.ones_like(angle_sc), angle_sc)[None]
-    table = RotaryTable(rope=of_theta(1e4), interleaved=True)
+    table = RopeTable(rope=of_theta(1e4), interleaved=True)
     wide, grad = torch.randn(9, 2, 3, 12, requires_grad=True), torch.randn(9, 2, 3, 8)
     heads_sbhd = wide[..., 2:10]
     expected = apply_rotary_emb(heads_sbhd.transpose(0, 1), heads_sbhd.transpose(0, 1), turn_1sc)[0].transpose(0, 1)
@@ -170,7 +170,7 @@ def test_interleaved_rotation_equals_complex_multiplication() -> None:
 
 
 def test_rotated_heads_keep_their_dtype() -> None:
-    table, heads_sbhd = RotaryTable(rope=of_theta(1e4)), torch.randn(4, 1, 2, 8)
+    table, heads_sbhd = RopeTable(rope=of_theta(1e4)), torch.randn(4, 1, 2, 8)
     rotated = table.rotate(heads_sbhd)
     half = table.rotate(heads_sbhd.bfloat16())
     assert half.dtype == torch.bfloat16
@@ -179,13 +179,13 @@ def test_rotated_heads_keep_their_dtype() -> None:
 
 
 def test_positions_start_at_zero_for_each_packed_sequence() -> None:
-    table, heads_sbhd = RotaryTable(rope=of_theta(1e4)), torch.randn(9, 1, 2, 8)
+    table, heads_sbhd = RopeTable(rope=of_theta(1e4)), torch.randn(9, 1, 2, 8)
     for lengths in ((2, 4, 3), (2, 4, 3), (8, 1)):
         parts = heads_sbhd.split(lengths)
         expected = torch.cat([rotated_by_transformers(part) for part in parts])
         torch.testing.assert_close(table.rotate(heads_sbhd, lengths), expected, rtol=1e-6, atol=1e-6)
     half = table.rotate(heads_sbhd.bfloat16(), (8, 1))
-    assert half.dtype == torch.bfloat16, "the row that was kept is fp32"
+    assert half.dtype == torch.bfloat16, "the cached row is fp32"
 
 
 def test_default_frequencies() -> None:

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from nemo_kto.architecture.stages import PipelineSplit, SplitError
-from nemo_kto.models.transformer_settings import _pipeline_settings
+from nemo_kto.models.transformer_settings import pipeline_settings
 from tests.helpers.messages import Message
 
 SPLITS = [
@@ -30,7 +30,7 @@ SPLITS = [
 @pytest.mark.parametrize(("layers", "split"), SPLITS, ids=str)
 def test_layers_of_a_stage_equal_megatron_core(layers: int, split: PipelineSplit) -> None:
     config = TransformerConfig(
-        num_layers=layers, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32, **_pipeline_settings(split)
+        num_layers=layers, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32, **pipeline_settings(split)
     )
     layers_of_stages = split.layers(layers)
     assert sorted(layer for stage in layers_of_stages for chunk in stage for layer in chunk) == list(range(layers))

@@ -15,7 +15,7 @@ import pytest
 
 from nemo_kto.artifacts import checkpoint_files
 from nemo_kto.artifacts.checkpoint_files import check_checkpoint, find_checkpoints, hash_file, info_text
-from nemo_kto.checkpoint.choose import newest_checkpoint, verify
+from nemo_kto.checkpoint.discovery import newest_checkpoint, verify
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, raises
 
@@ -91,7 +91,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "another step": (edited(lambda info: info["trainer"].update(step=5)), ["trainer.json"]),
     "no files": (
         edited(lambda info: [info.pop(name) for name in ("files", "checksum")]),
-        ["trainer.json", "list", "files"],
+        ["trainer.json", "files", "missing"],
     ),
     "a file where the folder was": (lambda path: [shutil.rmtree(path), path.write_text("")], ["trainer.json"]),
 }
@@ -162,7 +162,7 @@ def test_a_missing_permission_is_not_reported_as_damage(code: int, is_damage: bo
         with pytest.raises(UserError) as caught:
             newest_checkpoint(folder)
     assert str(caught.value) == (
-        Message(f"{folder}/step_000006/state/__0_0.distcp", "read", f"{os.strerror(code)}", "wrong")
+        Message(f"{folder}/step_000006/state/__0_0.distcp", "read", f"{os.strerror(code)}", "permission")
     )
 
 

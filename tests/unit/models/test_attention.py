@@ -18,9 +18,8 @@ from nemo_kto.architecture.families import Temperature
 from nemo_kto.architecture.rope import read_rope
 from nemo_kto.device import kernels
 from nemo_kto.device.patches import install_cpu_backend
-from nemo_kto.models.layers.attention import TorchAttention
-from nemo_kto.models.layers.packed_sequences import PackedSequences
-from nemo_kto.models.layers.rotary import RotaryTable, TemperatureTable
+from nemo_kto.models.layers.attention import PackedSequences, TorchAttention
+from nemo_kto.models.layers.rope_tables import RopeTable, TemperatureTable
 from tests.helpers.messages import Message, raises
 
 S, B, HEADS, GROUPS, D = 10, 2, 6, 2, 4
@@ -32,8 +31,8 @@ def attention(
     layer: int = 1,
     scale: float | None = None,
     chunked: bool = False,
-    rotary: RotaryTable | None = None,
-    rotated_norm: bool = False,
+    rope: RopeTable | None = None,
+    norm_after_rope: bool = False,
     temperature: TemperatureTable | None = None,
     sinks: bool = False,
     **settings: Any,
@@ -55,8 +54,8 @@ def attention(
         softmax_scale=scale,
         pg_collection=None,
         chunked=chunked,
-        rotary=rotary,
-        rotated_norm=rotated_norm,
+        rope=rope,
+        norm_after_rope=norm_after_rope,
         temperature=temperature,
         sinks=sinks,
     )
@@ -158,12 +157,12 @@ def test_normalisation_follows_rotation() -> None:
     """In layers with a rotation: the sum of the squares of a head is its size, up to epsilon."""
     query, key, value = heads()
     rope = read_rope({"rope_theta": 1e4, "hidden_size": D, "num_attention_heads": 1})
-    settings: dict[str, Any] = {"rotated_norm": True, "layernorm_epsilon": 0.5, "no_rope_freq": [0, 1]}
-    found = attention(rotary=RotaryTable(rope=rope), **settings)(query, key, value, None)
-    table = RotaryTable(rope=rope)
+    settings: dict[str, Any] = {"norm_after_rope": True, "layernorm_epsilon": 0.5, "no_rope_freq": [0, 1]}
+    found = attention(rope=RopeTable(rope=rope), **settings)(query, key, value, None)
+    table = RopeTable(rope=rope)
     normed = [each / (each.square().mean(-1, keepdim=True) + 0.5).sqrt() for each in map(table.rotate, (query, key))]
     torch.testing.assert_close(found, attention()(*normed, value, None))
-    found = attention(rotary=table, layer=2, **settings)(query, key, value, None)
+    found = attention(rope=table, layer=2, **settings)(query, key, value, None)
     torch.testing.assert_close(found, reference(CAUSAL), msg="a layer without a rotation has no norm")
 
 
@@ -174,8 +173,8 @@ def test_queries_are_scaled_in_layers_without_rotation() -> None:
     factor = torch.tensor([1.0] * 3 + [1 + 0.5 * math.log(2)] * 4 + [1 + 0.5 * math.log(3)] * 3)
     expected = attention()(query * factor[:, None, None, None], key, value, None)
     torch.testing.assert_close(attention(temperature=table)(query, key, value, None), expected)
-    rope = RotaryTable(rope=read_rope({"rope_theta": 1e4, "hidden_size": D, "num_attention_heads": 1}))
-    rotated = [attention(rotary=rope, temperature=each)(query, key, value, None) for each in (table, None)]
+    rope = RopeTable(rope=read_rope({"rope_theta": 1e4, "hidden_size": D, "num_attention_heads": 1}))
+    rotated = [attention(rope=rope, temperature=each)(query, key, value, None) for each in (table, None)]
     assert torch.equal(*rotated), "not in layers with one"
 
 
@@ -242,7 +241,7 @@ def row_of(lengths: tuple[int, ...]) -> PackedSequences:
 @pytest.mark.parametrize("window", [None, (2, 0)])
 def test_packed_sequences_equal_separate_ones(window: tuple[int, int] | None) -> None:
     layer = attention(window_size=window)
-    layer.rotary = RotaryTable(rope=read_rope({"rope_theta": 1e4, "hidden_size": D, "num_attention_heads": 1}))
+    layer.rope = RopeTable(rope=read_rope({"rope_theta": 1e4, "hidden_size": D, "num_attention_heads": 1}))
     row = [each[:, 0].clone().requires_grad_() for each in heads()]
     alone = [each[:, :1].clone().requires_grad_() for each in heads()]
     lengths, grad = (3, 6, 1), torch.randn(S, HEADS * D)
@@ -280,7 +279,7 @@ def test_arguments_of_the_kernel_for_packed_sequences(
         return torch.cat(parts)
 
     layer = attention(window_size=window, chunked=chunked)
-    layer.rotary = RotaryTable(rope=read_rope({"rope_theta": 1e4, "hidden_size": D, "num_attention_heads": 1}))
+    layer.rope = RopeTable(rope=read_rope({"rope_theta": 1e4, "hidden_size": D, "num_attention_heads": 1}))
     row = [each[:, 0] for each in heads()]
     expected = layer(*row, None, packed_seq_params=row_of((3, 6, 1)))
     monkeypatch.setattr("nemo_kto.models.layers.attention.varlen_attention", lambda dtype: described)

@@ -58,7 +58,7 @@ def test_attention_counts_the_tokens_that_a_token_sees(tmp_path: Path, family: s
         attention = operations.of(sequences(lengths, [0] * len(lengths))).item() - operations.per_token * sum(lengths)
         assert attention == products * heads * pairs
         assert sum(map(operations.of_tokens, lengths)) == attention + operations.per_token * sum(lengths)
-        assert operations.of_rows(3, 13) == 3 * operations.of_tokens(13, 12)
+        assert operations.of_sequences(3, 13) == 3 * operations.of_tokens(13, 12)
 
 
 def everything(flops: Flops) -> int:

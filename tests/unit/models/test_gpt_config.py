@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo_kto.architecture.architecture import Architecture, read_architecture
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.device.kernels import uses_transformer_engine
-from nemo_kto.models.transformer_settings import recomputed, transformer_config
+from nemo_kto.models.transformer_settings import transformer_config
 from tests.helpers.tiny_models import make_checkpoint
 from tests.unit.device.test_kernels import RICH, gpu
 
@@ -27,7 +27,7 @@ def architecture(tmp_path_factory: pytest.TempPathFactory) -> Architecture:
 def config_of(architecture: Architecture, **settings: Any) -> TransformerConfig:
     return transformer_config(
         architecture,
-        engine=uses_transformer_engine(torch.bfloat16),
+        use_te=uses_transformer_engine(torch.bfloat16),
         params_dtype=torch.bfloat16,
         **{"grouped_experts": True, **settings},
     )
@@ -89,7 +89,7 @@ def test_only_silu_has_a_fused_activation(tmp_path: Path, monkeypatch: pytest.Mo
     """megatron-core's fused gelu is chosen by another function than the one it computes."""
     gpu(monkeypatch, **RICH)  # type: ignore[arg-type]
     gemma2 = read_architecture(make_checkpoint(tmp_path, "gemma2"), tensor_parallel=1)
-    config = transformer_config(gemma2, engine=False, grouped_experts=True, params_dtype=torch.bfloat16)
+    config = transformer_config(gemma2, use_te=False, grouped_experts=True, params_dtype=torch.bfloat16)
     assert (config.bias_activation_fusion, config.use_te_activation_func) == (False, True)
     assert config.layernorm_zero_centered_gamma
 
@@ -111,7 +111,7 @@ def test_experts_are_grouped_if_possible(on_gpu: bool, tmp_path: Path, monkeypat
     architecture = read_architecture(folder, tensor_parallel=1)
     config = config_of(architecture, expert_model_parallel_size=4)
     assert config.moe_grouped_gemm == on_gpu
-    assert not config_of(architecture, grouped_experts=False).moe_grouped_gemm, "each by itself, as adapters need them"
+    assert not config_of(architecture, grouped_experts=False).moe_grouped_gemm, "separate experts, as adapters require"
     assert (config.num_moe_experts, config.moe_router_topk, config.moe_ffn_hidden_size) == (8, 3, 32)
     assert config.moe_layer_freq == [1, 0, 1, 1]
     assert config.moe_router_pre_softmax
@@ -120,6 +120,7 @@ def test_experts_are_grouped_if_possible(on_gpu: bool, tmp_path: Path, monkeypat
 
 def test_recomputation_of_mlps_includes_experts(architecture: Architecture, tmp_path: Path) -> None:
     mixture = read_architecture(make_checkpoint(tmp_path, "mixtral"), tensor_parallel=1)
-    assert recomputed(mixture, ["mlp"]) == ["mlp", "moe"]
-    assert recomputed(mixture, ["core_attn"]) == ["core_attn"]
-    assert recomputed(architecture, ["mlp"]) == ["mlp"]
+    options: dict[str, Any] = {"recompute_granularity": "selective"}
+    assert config_of(mixture, recompute_modules=["mlp"], **options).recompute_modules == ["mlp", "moe"]
+    assert config_of(mixture, recompute_modules=["core_attn"], **options).recompute_modules == ["core_attn"]
+    assert config_of(architecture, recompute_modules=["mlp"], **options).recompute_modules == ["mlp"]

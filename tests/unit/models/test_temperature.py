@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from nemo_kto.architecture.families import Temperature
-from nemo_kto.models.layers.rotary import TemperatureTable
-from nemo_kto.models.layers.spans import row_places
+from nemo_kto.models.layers.packing import local_token_indices
+from nemo_kto.models.layers.rope_tables import TemperatureTable
 
 TEMPERATURE = Temperature(floor=3, scale=0.4)
 
@@ -43,7 +43,7 @@ def test_ranks_use_the_scales_of_their_tokens() -> None:
     lengths = (12, 4)
     whole = torch.tensor(grown(ones(16), lengths))
     for rank in range(2):
-        assert grown(ones(8), lengths, rank=rank, size=2) == whole[row_places(lengths, rank=rank, size=2)].tolist()
+        assert grown(ones(8), lengths, rank=rank, size=2) == whole[local_token_indices(lengths, rank=rank, size=2)].tolist()
 
 
 def test_the_scale_is_one_below_the_floor() -> None:

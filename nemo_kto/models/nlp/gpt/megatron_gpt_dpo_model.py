@@ -10,85 +10,13 @@ import torch
 from torch import Tensor
 
 from nemo_kto.data.batches.collate import DPOBatch
-from nemo_kto.device import device
 from nemo_kto.distributed.collectives import gather_over_data_parallel, sum_over_data_parallel
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.losses.preference import preference_metric_sums, preference_metrics, rank_partners
 from nemo_kto.models.engine.engine import MicroBatchLoss
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import Passes
-from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairTensors:
-    """A batch of P pairs, unpacked.
-
-    Attributes:
-        answers: the chosen answers, followed by the rejected ones.
-        reference_logps_B: reference log-probs in the same order; None if the batch does not carry them.
-        reward_delta_P: reward of the chosen answer minus reward of the rejected one.
-        weights_P: loss weight of each pair.
-    """
-
-    answers: SequenceBatch
-    reference_logps_B: Tensor | None
-    reward_delta_P: Tensor
-    weights_P: Tensor
-
-    @classmethod
-    def unpack(cls, batch: DPOBatch) -> PairTensors:
-        """Unpack a batch of the data loader, with or without reference log-probs."""
-        chosen = SequenceBatch.of(
-            batch["chosen"],
-            batch["chosen_labels"],
-            batch["chosen_lengths"],
-            batch.get("chosen_position_ids"),
-            batch.get("chosen_attention_mask"),
-        )
-        rejected = SequenceBatch.of(
-            batch["rejected"],
-            batch["rejected_labels"],
-            batch["rejected_lengths"],
-            batch.get("rejected_position_ids"),
-            batch.get("rejected_attention_mask"),
-        )
-        reference_logps_B = None
-        if "ref_policy_log_probs_chosen" in batch:
-            reference_logps_B = torch.cat([batch["ref_policy_log_probs_chosen"], batch["ref_policy_log_probs_rejected"]])
-        return cls(
-            answers=SequenceBatch.answers_to_one_prompt(chosen, rejected),
-            reference_logps_B=reference_logps_B,
-            reward_delta_P=batch["chosen_rewards"] - batch["rejected_rewards"],
-            weights_P=batch.get("weights", torch.ones(len(chosen))),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnswerValues:
-    """Inputs of the loss besides the log-probs, on the device: [B] for each answer, [P] for each pair."""
-
-    valid_B: Tensor
-    response_counts_B: Tensor
-    prompt_counts_B: Tensor
-    sft_counts_P: Tensor
-    reference_logps_B: Tensor | None
-    reward_delta_P: Tensor
-    weights_P: Tensor
-
-    @classmethod
-    def of(cls, pairs: PairTensors, answers: SequenceBatch, sft_counts_P: Tensor) -> AnswerValues:
-        """Copy the values to the device, once per batch, so that no micro-batch waits for a transfer."""
-        values = {
-            "valid_B": answers.valid_B,
-            "response_counts_B": answers.response_counts_B,
-            "prompt_counts_B": answers.prompt_counts_B,
-            "sft_counts_P": sft_counts_P,
-            "reference_logps_B": pairs.reference_logps_B,
-            "reward_delta_P": pairs.reward_delta_P,
-            "weights_P": pairs.weights_P,
-        }
-        return cls(**dict(zip(values, device.upload([*values.values()]), strict=True)))
+from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, upload_values
 
 
 @dataclass(kw_only=True, eq=False)
@@ -108,7 +36,21 @@ class MegatronGPTDPOModel(MegatronGPTModel):
     @staticmethod
     def sequences(batch: DPOBatch) -> tuple[SequenceBatch, ...]:
         """Return the sequences for which reference log-probs are needed: the chosen answers, then the rejected ones."""
-        return (PairTensors.unpack(batch).answers,)
+        chosen = SequenceBatch.of(
+            batch["chosen"],
+            batch["chosen_labels"],
+            batch["chosen_lengths"],
+            batch.get("chosen_position_ids"),
+            batch.get("chosen_attention_mask"),
+        )
+        rejected = SequenceBatch.of(
+            batch["rejected"],
+            batch["rejected_labels"],
+            batch["rejected_lengths"],
+            batch.get("rejected_position_ids"),
+            batch.get("rejected_attention_mask"),
+        )
+        return (SequenceBatch.answers_to_one_prompt(chosen, rejected),)
 
     def get_ref_policy_logprobs(self, batch: DPOBatch) -> Tensor:
         """Return the reference log-prob of each answer: [2P], fp32, on the CPU; first chosen, then rejected."""
@@ -118,32 +60,39 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         """Compute loss and metrics of one step over the global batch, identical on every rank.
 
         Args:
-            batch: this rank's pairs; if the loss needs a reference, including ``ref_policy_log_probs_chosen`` [P] and
+            batch: this rank's P pairs; if the loss needs a reference, including ``ref_policy_log_probs_chosen`` [P] and
                 ``ref_policy_log_probs_rejected`` [P].
             forward_only: skip the backward pass and leave the gradients unchanged.
 
         Returns:
             The loss, and the metrics of :func:`nemo_kto.losses.preference.preference_metrics`.
         """
-        pairs = PairTensors.unpack(batch)
-        answers = pairs.answers
-        if not self.sft_completion_only:
-            answers = answers.with_prompts(torch.arange(len(answers)) < len(answers) // 2)
-        sft_counts_P = self._sft_counts(answers)
-        batch_sums = self._batch_sums(answers, sft_counts_P, forward_only=forward_only)
+        (answers,) = self.sequences(batch)
+        trained = (
+            answers if self.sft_completion_only else answers.with_prompts(torch.arange(len(answers)) < len(answers) // 2)
+        )
+        sft_counts_P = torch.ones(len(answers) // 2, dtype=torch.long)  # contributions to the denominator of the SFT term
+        if self.sft_token_mean:
+            sft_counts_P = (trained.response_counts_B + trained.prompt_counts_B).tensor_split(2)[0]
+        batch_sums = self._batch_sums(trained, sft_counts_P, forward_only=forward_only)
         sft_scale = batch_sums.pop("valid") / batch_sums.pop("sft_count").clamp(min=1)
-        values = AnswerValues.of(pairs, answers, sft_counts_P)
-        loss = partial(self._micro_batch_loss, values, self._partners(pairs), sft_scale)
+        reference_logps_B = None
+        if self.uses_reference:
+            reference_logps_B = torch.cat([batch["ref_policy_log_probs_chosen"], batch["ref_policy_log_probs_rejected"]])
+        values = upload_values(
+            valid_B=answers.valid_B,
+            response_counts_B=answers.response_counts_B,
+            prompt_counts_B=trained.prompt_counts_B,
+            sft_counts_P=sft_counts_P,
+            reference_logps_B=reference_logps_B,
+            reward_delta_P=batch["chosen_rewards"] - batch["rejected_rewards"],
+            weights_P=batch.get("weights", torch.ones(len(answers) // 2)),
+        )
+        values |= self._rank_partners(answers, reference_logps_B)
+        loss = partial(self._micro_batch_loss, values, sft_scale)
         with self.phase("forward_backward"):
-            parts = self.engine.forward_backward(answers, loss, forward_only=forward_only)
-            nothing = torch.zeros(0, device=device.current_device())
-            zeros = loss(nothing.long(), nothing).sums
-            return self.global_metrics(parts, zeros=zeros, batch_sums=batch_sums, derive=preference_metrics)
-
-    def _sft_counts(self, answers: SequenceBatch) -> Tensor:
-        """Return each pair's contribution to the denominator of the SFT term: [P]."""
-        counts_P = (answers.response_counts_B + answers.prompt_counts_B).tensor_split(2)[0]
-        return counts_P if self.sft_token_mean else torch.ones_like(counts_P)
+            parts = self.engine.forward_backward(trained, loss, forward_only=forward_only)
+            return self.global_metrics(parts, loss=loss, batch_sums=batch_sums, derive=preference_metrics)
 
     def _batch_sums(self, answers: SequenceBatch, sft_counts_P: Tensor, *, forward_only: bool) -> dict[str, Tensor]:
         """Return the work, the ``valid`` pairs and the SFT denominator (``sft_count``) of the global batch.
@@ -157,7 +106,7 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         valid_P = answers.valid_B.view(2, -1).all(dim=0)
         return sum_over_data_parallel({**work, "valid": valid_P.sum(), "sft_count": (sft_counts_P * valid_P).sum()})
 
-    def _partners(self, pairs: PairTensors) -> dict[str, Tensor]:
+    def _rank_partners(self, answers: SequenceBatch, reference_logps_B: Tensor | None) -> dict[str, Tensor]:
         """Return the rank partners of each pair for a loss that sorts, [P] each on the device; {} for other losses.
 
         A partner is the value of equal rank to which the loss compares a value of the pair. To find them, the policy
@@ -166,31 +115,41 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         if self.objective.loss.sorts is None:
             return {}
         with self.phase("sort"):
-            logps_B = self.engine.logprobs(pairs.answers)
-        compared = torch.stack(self._compared(logps_B, pairs.reference_logps_B), dim=1)
-        chosen_valid_P, rejected_valid_P = pairs.answers.valid_B.tensor_split(2)
+            logps_B = self.engine.logprobs(answers)
+        compared_P2 = torch.stack(self._compared(logps_B, reference_logps_B), dim=1)
+        chosen_valid_P, rejected_valid_P = answers.valid_B.tensor_split(2)
         valid_P1 = (chosen_valid_P & rejected_valid_P).float()[:, None]
-        rows_N3, own = gather_over_data_parallel(torch.cat([compared, valid_P1], dim=1))
-        valid_N, partners_2N = rows_N3[:, 2] > 0, torch.zeros_like(rows_N3[:, :2]).T
-        first_V, second_V = rows_N3[valid_N, :2].T
+        gathered_N3, own = gather_over_data_parallel(torch.cat([compared_P2, valid_P1], dim=1))
+        valid_N, partners_2N = gathered_N3[:, 2] > 0, torch.zeros_like(gathered_N3[:, :2]).T
+        first_V, second_V = gathered_N3[valid_N, :2].T
         partners_2N[:, valid_N] = torch.stack(rank_partners(first_V, second_V))
         first_P, second_P = partners_2N[:, own]
         return {"first_partners_P": first_P, "second_partners_P": second_P}
 
     def _compared(self, logps_b: Tensor, reference_logps_b: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the two values of each pair that the loss compares, from log-probs of chosen, then rejected answers."""
+        """Return the two values of each pair that the loss compares, from log-probs of chosen, then rejected answers.
+
+        These are the log-ratios (log-probs without a reference) of both answers; for a loss that sorts margins, the margin
+        of the policy and that of the reference.
+        """
         if self.objective.loss.sorts == "margins":
-            assert reference_logps_b is not None, "augment_dataloader attaches the reference log-probs"
-            return _margins(logps_b), _margins(reference_logps_b)
+            assert reference_logps_b is not None, "a loss that compares margins has a reference"
+            (chosen_p, rejected_p), (ref_chosen_p, ref_rejected_p) = (
+                logps_b.tensor_split(2),
+                reference_logps_b.tensor_split(2),
+            )
+            return chosen_p - rejected_p, ref_chosen_p - ref_rejected_p
         first_p, second_p = (logps_b if reference_logps_b is None else logps_b - reference_logps_b).tensor_split(2)
         return first_p, second_p
 
-    def _sft_losses(self, chosen_p: Tensor, prompt_p: Tensor | None, answers: AnswerValues, pair_index_p: Tensor) -> Tensor:
+    def _sft_losses(
+        self, chosen_p: Tensor, prompt_p: Tensor | None, values: Mapping[str, Tensor], pair_index_p: Tensor
+    ) -> Tensor:
         """Return the SFT loss of each pair, [p], from the log-probs of its chosen answer and (or None) of its prompt."""
-        counts_p = answers.response_counts_B[pair_index_p]
+        counts_p = values["response_counts_B"][pair_index_p]
         if prompt_p is None:
             return self.sft_losses(chosen_p, counts_p, average=False if self.sft_token_mean else None)
-        prompt_counts_p = answers.prompt_counts_B[pair_index_p]
+        prompt_counts_p = values["prompt_counts_B"][pair_index_p]
         sums_p = self.sft_losses(chosen_p, counts_p, average=False)
         sums_p = sums_p + self.sft_losses(prompt_p, prompt_counts_p, average=False)
         if self.sft_token_mean or not self.objective.sft_average_log_probs:
@@ -198,14 +157,9 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         return sums_p / (counts_p + prompt_counts_p).clamp(min=1)
 
     def _micro_batch_loss(
-        self,
-        answers: AnswerValues,
-        partners: Mapping[str, Tensor],
-        sft_scale: Tensor,
-        sequence_index_b: Tensor,
-        logps: Tensor,
+        self, values: Mapping[str, Tensor], sft_scale: Tensor, sequence_index_b: Tensor, logps: Tensor
     ) -> MicroBatchLoss:
-        """Return the loss of a micro-batch.
+        """Return the loss of a micro-batch; ``values`` are those of all pairs.
 
         ``logps`` are the log-probs [b] of chosen, then rejected answers; unless ``sft_completion_only``, followed by those
         of their prompts, [b].
@@ -216,25 +170,22 @@ class MegatronGPTDPOModel(MegatronGPTModel):
             logps_b, prompt_logps_b = logps.tensor_split(2)
             prompt_p = prompt_logps_b.tensor_split(2)[0]
         pair_index_p = sequence_index_b.tensor_split(2)[0]  # the index of a pair is that of its chosen answer
-        values_b, reference_b = logps_b, None  # log-ratios, or log-probs without a reference
-        if self.uses_reference:
-            assert answers.reference_logps_B is not None, "augment_dataloader attaches the reference log-probs"
-            reference_b = answers.reference_logps_B[sequence_index_b]
-            values_b = logps_b - reference_b
-        (chosen_p, rejected_p), (chosen_logps_p, rejected_logps_p) = values_b.tensor_split(2), logps_b.tensor_split(2)
-        available = {"reward_delta_P": answers.reward_delta_P, **partners}
-        inputs = {name: values_P[pair_index_p] for name, values_P in available.items() if name in objective.loss.inputs}
+        reference_b = values["reference_logps_B"][sequence_index_b] if self.uses_reference else None
+        # log-probs in place of log-ratios for a loss without a reference
+        chosen_p, rejected_p = (logps_b if reference_b is None else logps_b - reference_b).tensor_split(2)
+        chosen_logps_p, rejected_logps_p = logps_b.tensor_split(2)
+        inputs = {name: values[name][pair_index_p] for name in objective.loss.inputs & values.keys()}
         compared = self._compared(logps_b, reference_b)
         preference_p = objective.loss.function(*compared, beta=objective.beta, **inputs, **objective.options)
-        sft_p = self._sft_losses(chosen_logps_p, prompt_p, answers, pair_index_p)
-        weights_p = answers.weights_P[pair_index_p]
-        chosen_valid_p, rejected_valid_p = answers.valid_B[sequence_index_b].tensor_split(2)
+        sft_p = self._sft_losses(chosen_logps_p, prompt_p, values, pair_index_p)
+        weights_p = values["weights_P"][pair_index_p]
+        chosen_valid_p, rejected_valid_p = values["valid_B"][sequence_index_b].tensor_split(2)
         return MicroBatchLoss.of(
             preference_metric_sums(
                 weighted_preference_losses_P=weights_p * (objective.preference_loss_weight * preference_p),
                 weighted_sft_losses_P=weights_p * (objective.sft_loss_weight * sft_p),
                 sft_scale=sft_scale,
-                sft_counts_P=answers.sft_counts_P[pair_index_p],
+                sft_counts_P=values["sft_counts_P"][pair_index_p],
                 preference_losses_P=preference_p,
                 sft_losses_P=sft_p,
                 chosen_logratios_P=chosen_p,
@@ -245,9 +196,3 @@ class MegatronGPTDPOModel(MegatronGPTModel):
                 beta=objective.beta,
             )
         )
-
-
-def _margins(logps_b: Tensor) -> Tensor:
-    """Return the log-probs of the chosen answers minus those of the rejected ones: [b / 2]."""
-    chosen_p, rejected_p = logps_b.tensor_split(2)
-    return chosen_p - rejected_p

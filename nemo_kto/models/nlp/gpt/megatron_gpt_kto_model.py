@@ -11,88 +11,12 @@ import torch
 from torch import Tensor
 
 from nemo_kto.data.batches.collate import KTOBatch
-from nemo_kto.device import device
 from nemo_kto.distributed.collectives import sum_over_data_parallel, to_host
 from nemo_kto.losses.kto import kl_reference_point, kl_sums, kto_metric_sums, kto_metrics, reward_sums
 from nemo_kto.losses.metrics import Metrics, RunningMean
 from nemo_kto.models.engine.engine import MicroBatchLoss
 from nemo_kto.models.engine.sequences import SequenceBatch
-from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnpairedTensors:
-    """A batch of B answers with binary feedback, unpacked; optional parts that the batch lacks are None.
-
-    Attributes:
-        samples: prompts with their answers.
-        desirable_B: 1 or True for a desirable answer.
-        kl_samples: KL examples: each prompt with the response to another prompt.
-        same_prompt_B: 1 if the response of a KL example belongs to an identical prompt.
-        weights_B: loss weight of each sample.
-        reference_logps_B: reference log-probs of the samples.
-        kl_reference_logps_B: reference log-probs of the KL examples.
-    """
-
-    samples: SequenceBatch
-    desirable_B: Tensor
-    kl_samples: SequenceBatch | None
-    same_prompt_B: Tensor | None
-    weights_B: Tensor
-    reference_logps_B: Tensor | None
-    kl_reference_logps_B: Tensor | None
-
-    @classmethod
-    def unpack(cls, batch: KTOBatch) -> UnpairedTensors:
-        """Unpack a batch of the data loader, with or without reference log-probs."""
-        samples = SequenceBatch.of(
-            batch["samples"],
-            batch["sample_labels"],
-            batch["sample_lengths"],
-            batch.get("position_ids"),
-            batch.get("attention_mask"),
-        )
-        kl_samples = None
-        if "kl_samples" in batch:
-            kl_samples = SequenceBatch.of(
-                batch["kl_samples"],
-                batch["kl_sample_labels"],
-                batch["kl_sample_lengths"],
-                batch.get("kl_position_ids"),
-                batch.get("kl_attention_mask"),
-            )
-        return cls(
-            samples=samples,
-            desirable_B=batch["preference"],
-            kl_samples=kl_samples,
-            same_prompt_B=batch.get("kl_same_prompt"),
-            weights_B=batch.get("weights", torch.ones(len(samples))),
-            reference_logps_B=batch.get("ref_policy_log_probs_samples"),
-            kl_reference_logps_B=batch.get("ref_policy_log_probs_kl_samples"),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleValues:
-    """Inputs of the loss for each sample besides its log-prob: [B], on the device."""
-
-    desirable_B: Tensor
-    valid_B: Tensor
-    response_counts_B: Tensor
-    weights_B: Tensor
-    reference_logps_B: Tensor | None
-
-    @classmethod
-    def of(cls, unpaired: UnpairedTensors) -> SampleValues:
-        """Copy the values to the device, once per batch, so that no micro-batch waits for a transfer."""
-        values = {
-            "desirable_B": unpaired.desirable_B,
-            "valid_B": unpaired.samples.valid_B,
-            "response_counts_B": unpaired.samples.response_counts_B,
-            "weights_B": unpaired.weights_B,
-            "reference_logps_B": unpaired.reference_logps_B,
-        }
-        return cls(**dict(zip(values, device.upload([*values.values()]), strict=True)))
+from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, upload_values
 
 
 @dataclass(kw_only=True, eq=False)
@@ -123,8 +47,23 @@ class MegatronGPTKTOModel(MegatronGPTModel):
     @staticmethod
     def sequences(batch: KTOBatch) -> tuple[SequenceBatch, ...]:
         """Return the sequences for which reference log-probs are needed: the samples, then the KL examples, if any."""
-        unpaired = UnpairedTensors.unpack(batch)
-        return (unpaired.samples,) if unpaired.kl_samples is None else (unpaired.samples, unpaired.kl_samples)
+        samples = SequenceBatch.of(
+            batch["samples"],
+            batch["sample_labels"],
+            batch["sample_lengths"],
+            batch.get("position_ids"),
+            batch.get("attention_mask"),
+        )
+        if "kl_samples" not in batch:
+            return (samples,)
+        kl_samples = SequenceBatch.of(
+            batch["kl_samples"],
+            batch["kl_sample_labels"],
+            batch["kl_sample_lengths"],
+            batch.get("kl_position_ids"),
+            batch.get("kl_attention_mask"),
+        )
+        return samples, kl_samples
 
     def get_ref_policy_logprobs(self, batch: KTOBatch) -> Tensor:
         """Return the reference log-prob of each response: [2B], fp32, on the CPU; first samples, then KL examples.
@@ -144,80 +83,76 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         Returns:
             The loss, and the metrics of :func:`nemo_kto.losses.kto.kto_metrics`.
         """
-        unpaired = UnpairedTensors.unpack(batch)
-        anchor, batch_sums = self._anchor(unpaired, forward_only=forward_only)
+        samples, *kl_samples = self.sequences(batch)
+        anchor, batch_sums = self._anchor(batch, samples, kl_samples, forward_only=forward_only)
         sft_scale = batch_sums["valid"] / batch_sums["valid_desirable"].clamp(min=1)
-        loss = partial(self._micro_batch_loss, SampleValues.of(unpaired), anchor, sft_scale)
+        values = upload_values(
+            desirable_B=batch["preference"],
+            valid_B=samples.valid_B,
+            response_counts_B=samples.response_counts_B,
+            weights_B=batch.get("weights", torch.ones(len(samples))),
+            reference_logps_B=batch["ref_policy_log_probs_samples"] if self.uses_reference else None,
+        )
+        loss = partial(self._micro_batch_loss, values, anchor, sft_scale)
         with self.phase("forward_backward"):
-            parts = self.engine.forward_backward(unpaired.samples, loss, forward_only=forward_only)
-            nothing = torch.zeros(0, device=device.current_device())
-            zeros = loss(nothing.long(), nothing).sums
-            return self.global_metrics(parts, zeros=zeros, batch_sums=batch_sums, derive=kto_metrics)
+            parts = self.engine.forward_backward(samples, loss, forward_only=forward_only)
+            return self.global_metrics(parts, loss=loss, batch_sums=batch_sums, derive=kto_metrics)
 
-    def _anchor(self, unpaired: UnpairedTensors, *, forward_only: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _anchor(
+        self, batch: KTOBatch, samples: SequenceBatch, kl_samples: list[SequenceBatch], *, forward_only: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the anchor of the loss as keyword arguments (z0 or delta, or none), and sums over the global batch.
 
-        All are 0-d tensors on the device, known to every pipeline stage; only the rewards are copied to the host, for delta.
+        z0 (section 4.1) is the mean log-ratio of the KL examples of the global batch, at least 0. delta is the mean of all
+        rewards in this training run, including those of the batch; with ``forward_only`` it is not updated. Both need a
+        forward-only pass of the policy.
 
-        z0 is that of the global batch. delta is the mean of all rewards in this training run, including those of the batch;
-        with ``forward_only`` it is not updated. Passes of the policy are forward only.
+        All values are 0-d tensors on the device, known to every pipeline stage; only the rewards are copied to the host.
         """
-        loss, valid_B = self.objective.loss, unpaired.samples.valid_B
-        sums = {"valid": valid_B.sum(), "valid_desirable": (valid_B & unpaired.desirable_B.bool()).sum()}
-        looks_ahead = loss.needs_delta and not forward_only
-        if looks_ahead:
-            sums |= self._reward_sums(unpaired)
-        passes = self.passes(forward_only=forward_only, looks_ahead=looks_ahead)
-        work = self.engine.work_sums(unpaired.samples, passes=passes)
+        loss, valid_B = self.objective.loss, samples.valid_B
+        sums = {"valid": valid_B.sum(), "valid_desirable": (valid_B & batch["preference"].bool()).sum()}
+        updates_delta = loss.needs_delta and not forward_only
+        if updates_delta:
+            with self.phase("delta"):
+                log_ratios_B = self.engine.logprobs(samples) - batch["ref_policy_log_probs_samples"]
+            sums |= reward_sums(log_ratios_B, valid_B, beta=self.objective.beta)
+        work = self.engine.work_sums(samples, passes=self.passes(forward_only=forward_only, looks_ahead=updates_delta))
         if loss.needs_z0:
-            kl_work, of_kl_examples = self._kl_sums(unpaired)
+            (kl_batch,) = kl_samples
+            with self.phase("kl"):
+                log_ratios_B = self.engine.logprobs(kl_batch) - batch["ref_policy_log_probs_kl_samples"]
+            kl_work = self.engine.work_sums(kl_batch, passes=self.passes(forward_only=True))
             # "tokens" counts only the tokens trained on; padded_tokens and flops include the KL examples
             work |= {name: work[name] + kl_work[name] for name in ("padded_tokens", "flops")}
             work["kl_tokens"] = kl_work["tokens"]
-            sums |= of_kl_examples
+            sums |= kl_sums(log_ratios_B, kl_batch.valid_B)
+            if "kl_same_prompt" in batch:
+                sums["same_prompt_pairs"] = batch["kl_same_prompt"].sum()
         total = sum_over_data_parallel(sums | work)
-        if looks_ahead:
-            seen = to_host({name: total.pop(name) for name in ("reward_sum", "reward_rows")})
-            self._rewards = self._rewards.plus(seen["reward_sum"], int(seen["reward_rows"]))
+        if loss.needs_z0:
+            return {"z0": kl_reference_point(total["kl_sum"], total["kl_rows"]).float()}, total
+        if updates_delta:
+            rewards = to_host({name: total.pop(name) for name in ("reward_sum", "reward_rows")})
+            self._rewards = self._rewards.plus(rewards["reward_sum"], int(rewards["reward_rows"]))
         if loss.needs_delta:
             delta = torch.full_like(total["valid"], self._rewards.mean)
             return {"delta": delta.float()}, total | {"delta_sum": delta, "delta_batches": torch.ones_like(delta)}
-        return {"z0": kl_reference_point(total["kl_sum"], total["kl_rows"]).float()} if loss.needs_z0 else {}, total
-
-    def _reward_sums(self, unpaired: UnpairedTensors) -> dict[str, Tensor]:
-        """Return the sums of the rewards of this rank's samples under the current weights."""
-        assert unpaired.reference_logps_B is not None, "augment_dataloader attaches the reference log-probs"
-        with self.phase("delta"):
-            log_ratios_B = self.engine.logprobs(unpaired.samples) - unpaired.reference_logps_B
-        return reward_sums(log_ratios_B, unpaired.samples.valid_B, beta=self.objective.beta)
-
-    def _kl_sums(self, unpaired: UnpairedTensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the work of this rank's KL examples, and the sums from which z0 is computed."""
-        kl_samples, reference_logps_B = unpaired.kl_samples, unpaired.kl_reference_logps_B
-        assert kl_samples is not None, "the loader makes KL examples for a loss with z0"
-        assert reference_logps_B is not None, "augment_dataloader attaches the reference log-probs"
-        with self.phase("kl"):
-            log_ratios_B = self.engine.logprobs(kl_samples) - reference_logps_B
-        sums = kl_sums(log_ratios_B, kl_samples.valid_B)
-        if unpaired.same_prompt_B is not None:
-            sums["same_prompt_pairs"] = unpaired.same_prompt_B.sum()
-        return self.engine.work_sums(kl_samples, passes=self.passes(forward_only=True)), sums
+        return {}, total
 
     def _micro_batch_loss(
         self,
-        samples: SampleValues,
+        values: Mapping[str, Tensor],
         anchor: Mapping[str, Tensor],
         sft_scale: Tensor,
         sequence_index_b: Tensor,
         logps_b: Tensor,
     ) -> MicroBatchLoss:
-        """Return the loss of a micro-batch, from the log-probs [b] of its sequences."""
+        """Return the loss of a micro-batch, from the log-probs [b] of its sequences; ``values`` are those of all samples."""
         objective = self.objective
         log_ratios_b = logps_b  # for a loss without a reference, the log-probs themselves
         if self.uses_reference:
-            assert samples.reference_logps_B is not None, "augment_dataloader attaches the reference log-probs"
-            log_ratios_b = logps_b - samples.reference_logps_B[sequence_index_b]
-        desirable_b = samples.desirable_B[sequence_index_b]
+            log_ratios_b = logps_b - values["reference_logps_B"][sequence_index_b]
+        desirable_b = values["desirable_B"][sequence_index_b]
         kto_b = objective.loss.function(
             log_ratios_b,
             desirable_b,
@@ -227,8 +162,8 @@ class MegatronGPTKTOModel(MegatronGPTModel):
             **anchor,
             **objective.options,
         )
-        sft_b = self.sft_losses(logps_b, samples.response_counts_B[sequence_index_b])
-        weights_b = samples.weights_B[sequence_index_b]
+        sft_b = self.sft_losses(logps_b, values["response_counts_B"][sequence_index_b])
+        weights_b = values["weights_B"][sequence_index_b]
         return MicroBatchLoss.of(
             kto_metric_sums(
                 weighted_preference_losses_N=weights_b * (objective.preference_loss_weight * kto_b),
@@ -239,7 +174,7 @@ class MegatronGPTKTOModel(MegatronGPTModel):
                 log_ratios_N=log_ratios_b,
                 logps_N=logps_b,
                 desirable_N=desirable_b,
-                valid_N=samples.valid_B[sequence_index_b],
+                valid_N=values["valid_B"][sequence_index_b],
                 beta=objective.beta,
             )
         )

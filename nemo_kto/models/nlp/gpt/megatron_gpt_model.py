@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_kto.device import device
 from nemo_kto.distributed.collectives import global_sums, ranks_where, to_host
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import Derive, Metrics, balance_metrics
-from nemo_kto.models.engine.engine import LogProbEngine
+from nemo_kto.models.engine.engine import LogProbEngine, SequenceLoss
 from nemo_kto.models.engine.reference import Phase, ReferencePolicy
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import Passes
@@ -23,38 +24,31 @@ from nemo_kto.models.flops import Passes
 class Objective:
     """Training objective: preference_loss_weight * loss + sft_loss_weight * SFT loss.
 
-    Attributes:
-        loss: the preference loss.
-        options: values of the optional keyword arguments of the loss.
-        beta: strength of the regularisation towards the reference.
-        preference_loss_weight: weight of the preference loss.
-        sft_loss_weight: weight of the SFT loss, the mean negative log-prob of the chosen or desirable answers.
-        sft_average_log_probs: reduce each answer's SFT loss to the mean over its tokens instead of the sum.
+    The SFT loss is the mean negative log-prob of the chosen or desirable answers.
     """
 
     loss: Loss
-    options: Mapping[str, float] = field(default_factory=dict)
-    beta: float
+    options: Mapping[str, float] = field(default_factory=dict)  # optional keyword arguments of the loss
+    beta: float  # strength of the regularisation towards the reference
     preference_loss_weight: float = 1.0
     sft_loss_weight: float = 0.0
-    sft_average_log_probs: bool = False
+    sft_average_log_probs: bool = False  # each answer's SFT loss is the mean over its tokens instead of the sum
+
+
+def upload_values(**values: Tensor | None) -> dict[str, Tensor]:
+    """Copy values of a batch to the device, once, so that no micro-batch waits for a transfer; None is left out."""
+    present = {name: value for name, value in values.items() if value is not None}
+    return dict(zip(present, device.upload([*present.values()]), strict=True))
 
 
 @dataclass(kw_only=True, eq=False)
 class MegatronGPTModel:
-    """A policy with its objective and its reference; the engine runs the forward and backward passes.
-
-    Attributes:
-        engine: runs the model.
-        reference: the reference policy; None for losses that need none.
-        objective: the training objective.
-        phase: context manager that reports a named phase of a step to a timer.
-    """
+    """A policy with its objective and its reference; the engine runs the forward and backward passes."""
 
     engine: LogProbEngine
-    reference: ReferencePolicy | None
+    reference: ReferencePolicy | None  # None for losses that need none
     objective: Objective
-    phase: Phase = nullcontext
+    phase: Phase = nullcontext  # reports a named phase of a step to a timer
     _local_loss: Tensor = field(init=False, default_factory=lambda: torch.zeros(()))  # this rank's part of the last loss
 
     @property
@@ -65,9 +59,7 @@ class MegatronGPTModel:
     def passes(self, *, forward_only: bool, looks_ahead: bool = False) -> Passes:
         """Return the passes that one step makes over a sequence, including those of the reference.
 
-        Args:
-            forward_only: no backward pass.
-            looks_ahead: one more forward pass, needed before the loss (for delta, or to sort the global batch).
+        ``looks_ahead`` adds a forward pass, needed before the loss (for delta, or to sort the global batch).
         """
         forward, disabled, backward = Passes() if self.reference is None else self.reference.passes
         return Passes(forward + 1 + looks_ahead, disabled, backward + (not forward_only))
@@ -90,7 +82,7 @@ class MegatronGPTModel:
             RuntimeError: if the loss has no reference.
         """
         if self.reference is None:
-            raise RuntimeError("the loss of this model needs no reference, so that there is none to evaluate")
+            raise RuntimeError("the model has no reference policy, because its loss does not need one")
         with self.phase("reference"):
             return self.reference.logprobs(*parts)
 
@@ -120,7 +112,7 @@ class MegatronGPTModel:
         self,
         parts: Sequence[Mapping[str, Tensor]],
         *,
-        zeros: Mapping[str, Tensor],
+        loss: SequenceLoss,
         batch_sums: dict[str, Tensor],
         derive: Derive,
     ) -> tuple[float, Metrics]:
@@ -128,10 +120,12 @@ class MegatronGPTModel:
 
         Args:
             parts: sums of each micro-batch, as the engine's ``forward_backward`` returns them.
-            zeros: the same sums over no examples: the contribution of a pipeline stage without a loss.
+            loss: the loss; over no examples it gives the contribution of a pipeline stage without micro-batch losses.
             batch_sums: sums over the global batch that every stage already has, 0-d float64 on the device.
             derive: function from sums to metrics, which must include ``loss``.
         """
+        nothing = torch.zeros(0, device=device.current_device())
+        zeros = loss(nothing.long(), nothing).sums
         sums = {name: sum((part[name] for part in parts), start=zero) for name, zero in zeros.items()}
         self._local_loss = sums["loss_sum"]
         metrics = Metrics(

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_kto.models.layers.spans import causal_spans, in_row_order, packed_rows, row_places, token_positions
+from nemo_kto.models.layers.packing import causal_spans, local_token_indices, pack_lengths, token_positions, unshard_tokens
 from tests.helpers.messages import raises
 
 
@@ -31,8 +31,8 @@ def seen_in_spans(lengths: tuple[int, ...], *, rank: int, size: int, window: int
 
 
 def test_a_row_of_two_sequences_on_two_ranks() -> None:
-    assert row_places((8, 4), rank=0, size=2).tolist() == [0, 1, 6, 7, 8, 11]
-    assert row_places((8, 4), rank=1, size=2).tolist() == [2, 3, 4, 5, 9, 10]
+    assert local_token_indices((8, 4), rank=0, size=2).tolist() == [0, 1, 6, 7, 8, 11]
+    assert local_token_indices((8, 4), rank=1, size=2).tolist() == [2, 3, 4, 5, 9, 10]
     assert token_positions((8, 4), rank=0, size=2).tolist() == [0, 1, 6, 7, 0, 3]
     assert [(each.queries, each.keys) for each in causal_spans((8, 4), rank=1, size=2)] == [
         (slice(0, 2), slice(0, 4)),
@@ -50,10 +50,10 @@ def test_a_row_of_two_sequences_on_two_ranks() -> None:
 )
 def test_each_token_is_on_one_rank_and_attends_to_the_same_tokens(size: int, chunks: list[int], window: int | None) -> None:
     lengths = tuple(2 * size * width for width in chunks)
-    places = [row_places(lengths, rank=rank, size=size) for rank in range(size)]
+    places = [local_token_indices(lengths, rank=rank, size=size) for rank in range(size)]
     whole = token_positions(lengths)
     assert sorted(torch.cat(places).tolist()) == list(range(sum(lengths)))
-    assert torch.equal(in_row_order(torch.cat(places), lengths, size=size), torch.arange(sum(lengths)))
+    assert torch.equal(unshard_tokens(torch.cat(places), lengths, size=size), torch.arange(sum(lengths)))
     for rank, places_t in enumerate(places):
         assert torch.equal(token_positions(lengths, rank=rank, size=size), whole[places_t])
         assert torch.equal(seen_in_spans(lengths, rank=rank, size=size, window=window), seen_by(lengths, places_t, window))
@@ -75,7 +75,7 @@ def test_an_indivisible_length_is_refused() -> None:
     prompts=st.none() | st.integers(1, 5),
 )
 def test_every_item_is_in_one_row_within_its_limits(lengths: list[int], tokens: int | None, prompts: int | None) -> None:
-    rows = packed_rows(lengths, tokens=tokens, prompts=prompts)
+    rows = pack_lengths(lengths, tokens=tokens, prompts=prompts)
     assert sorted(item for row in rows for item in row) == list(range(len(lengths)))
     for row in rows:
         assert row, "no row is empty"
@@ -85,5 +85,5 @@ def test_every_item_is_in_one_row_within_its_limits(lengths: list[int], tokens: 
 
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60))
 def test_rows_are_equally_full_but_for_one_item(lengths: list[int]) -> None:
-    rows = [sum(lengths[item] for item in row) for row in packed_rows(lengths, tokens=120)]
-    assert max(rows) - min(rows) <= max(lengths), "the row with the fewest tokens always came first"
+    rows = [sum(lengths[item] for item in row) for row in pack_lengths(lengths, tokens=120)]
+    assert max(rows) - min(rows) <= max(lengths), "always the row with the fewest tokens"

@@ -18,19 +18,18 @@ class SwiGLU(MegatronModule):
     two gradients to concatenate them.
     """
 
+    is_gelu = False
+
     def forward(self, gate_and_up: Tensor) -> Tensor:
         """Map [..., 2 * f], the gate first, to [..., f]."""
-        activated: Tensor = _Gated.apply(gate_and_up, False)  # type: ignore[no-untyped-call]
+        activated: Tensor = _Gated.apply(gate_and_up, self.is_gelu)  # type: ignore[no-untyped-call]
         return activated
 
 
-class GeGLU(MegatronModule):
+class GeGLU(SwiGLU):
     """GeGLU activation, gelu(gate) * up, with gelu(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
 
-    def forward(self, gate_and_up: Tensor) -> Tensor:
-        """Map [..., 2 * f], the gate first, to [..., f]."""
-        activated: Tensor = _Gated.apply(gate_and_up, True)  # type: ignore[no-untyped-call]
-        return activated
+    is_gelu = True
 
 
 class _Gated(torch.autograd.Function):
@@ -39,7 +38,7 @@ class _Gated(torch.autograd.Function):
         ctx.save_for_backward(gate_and_up)
         ctx.is_gelu = is_gelu
         gate, up = gate_and_up.chunk(2, dim=-1)
-        return _activated(gate, is_gelu).mul_(up)
+        return _activate(gate, is_gelu).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -47,7 +46,7 @@ class _Gated(torch.autograd.Function):
         gate, up = gate_and_up.chunk(2, dim=-1)
         both_grads = torch.empty_like(gate_and_up)
         gate_grad, up_grad = both_grads.chunk(2, dim=-1)
-        activated = _activated(gate, ctx.is_gelu)
+        activated = _activate(gate, ctx.is_gelu)
         torch.mul(grads[0], activated, out=up_grad)
         torch.mul(grads[0], up, out=activated)  # now holds the gradient of the activated gate
         if ctx.is_gelu:
@@ -57,17 +56,14 @@ class _Gated(torch.autograd.Function):
         return both_grads, None
 
 
-def _activated(gate: Tensor, is_gelu: bool) -> Tensor:
+def _activate(gate: Tensor, is_gelu: bool) -> Tensor:
     return F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)
 
 
 class ClampedSwiGLU(MegatronModule):
     """Clamped SwiGLU of gpt-oss (arXiv 2508.10925): gate sigmoid(alpha gate) (up + 1), after clamping gate and up.
 
-    Args:
-        config: megatron-core's configuration; not used.
-        alpha: factor in the sigmoid.
-        limit: gate is clamped to min(gate, limit), up to min(max(up, -limit), limit).
+    ``gate`` is clamped to min(gate, limit), ``up`` to min(max(up, -limit), limit).
     """
 
     def __init__(self, config: TransformerConfig, *, alpha: float, limit: float) -> None:

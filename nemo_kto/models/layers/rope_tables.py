@@ -1,0 +1,117 @@
+"""RoPE inside attention, and attention temperature scaling.
+
+In both tables ``lengths`` are the lengths of packed sequences, each starting at position 0; None for a single sequence.
+``rank`` and ``size`` are the rank in the context-parallel group, and its size; they must be the same in every call, and
+above size 1 ``lengths`` is required. Values for the last packed sequences are cached for the next layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_kto.architecture.families import Temperature
+from nemo_kto.architecture.rope import Rope
+from nemo_kto.device import device
+from nemo_kto.models.layers.packing import token_positions
+
+
+class TemperatureTable:
+    """Attention temperature scaling: a factor on the queries for each position."""
+
+    def __init__(self, *, temperature: Temperature) -> None:
+        self._temperature = temperature
+        self._packed: tuple[tuple[int, ...], Tensor] | None = None
+
+    def scale(self, query_sbhd: Tensor, lengths: tuple[int, ...] | None = None, *, rank: int = 0, size: int = 1) -> Tensor:
+        """Multiply queries [sequence, batch, heads, head size] by the factors of their positions.
+
+        The factor of position p is 1 + scale * log(1 + floor((p + 1) / floor)), in fp32.
+        """
+        lengths = (len(query_sbhd),) if lengths is None else lengths
+        floor, scale = self._temperature.floor, self._temperature.scale
+        if max(lengths) < floor:  # every factor is 1
+            return query_sbhd
+        if self._packed is None or self._packed[0] != lengths:
+            position_s = token_positions(lengths, rank=rank, size=size)
+            (factor_s,) = device.upload([1 + scale * torch.log1p(torch.floor((position_s.float() + 1) / floor))])
+            self._packed = lengths, factor_s[:, None, None, None]
+        return (query_sbhd * self._packed[1]).to(query_sbhd.dtype)
+
+
+class RopeTable:
+    """RoPE with cached cosines and sines, shared by all layers of a model.
+
+    megatron-core instead recomputes them in each layer, for queries and for keys.
+    """
+
+    def __init__(self, *, rope: Rope, interleaved: bool = False) -> None:
+        """Store the rotation frequencies.
+
+        With ``interleaved``, channels 0 and 1 of a head are rotated as a pair, 2 and 3, and so on, in fp32; otherwise the
+        pairs are channels c and c + half the number of rotated channels.
+        """
+        self._rope = rope
+        self._interleaved = interleaved
+        self._cos_and_sin: tuple[Tensor, Tensor] | None = None
+        self._packed: tuple[tuple[int, ...], tuple[Tensor, Tensor]] | None = None
+
+    def rotate(self, heads_sbhd: Tensor, lengths: tuple[int, ...] | None = None, *, rank: int = 0, size: int = 1) -> Tensor:
+        """Rotate the first channels of queries or keys [sequence, batch, heads, head size] by their positions."""
+        dtype = heads_sbhd.dtype
+        if self._interleaved:
+            heads_sbhd = heads_sbhd.float()
+        if lengths is None:
+            cos_s11d, sin_s11c = self._from_zero(len(heads_sbhd), heads_sbhd)
+        else:
+            if self._packed is None or self._packed[0] != lengths or self._packed[1][0].dtype != heads_sbhd.dtype:
+                cos_s11d, sin_s11c = self._from_zero(max(lengths), heads_sbhd)
+                (position_t,) = device.upload([token_positions(lengths, rank=rank, size=size)])
+                self._packed = lengths, (cos_s11d[position_t], sin_s11c[position_t])
+            cos_s11d, sin_s11c = self._packed[1]
+        first, rest = heads_sbhd.tensor_split([cos_s11d.size(-1)], dim=-1)
+        rotated: Tensor = _Rotation.apply(first, cos_s11d, sin_s11c, self._interleaved)  # type: ignore[no-untyped-call]
+        return (torch.cat((rotated, rest), dim=-1) if rest.size(-1) else rotated).to(dtype)
+
+    def _from_zero(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines [positions, 1, 1, rotated channels] and sines [positions, 1, 1, rotated channels / 2].
+
+        They are computed in fp32 and have the dtype of ``like``.
+        """
+        cached = self._cos_and_sin
+        if cached is None or len(cached[0]) < positions or cached[0].dtype != like.dtype:
+            frequency_c = self._rope.inverse_frequencies().to(like.device)
+            position_s = torch.arange(positions, dtype=torch.float32, device=like.device)
+            angle_s11c = torch.outer(position_s, frequency_c)[:, None, None, :]
+            factor = self._rope.attention_factor if self._rope.factor_in_table else 1.0
+            cos_s11c, sin_s11c = angle_s11c.cos() * factor, angle_s11c.sin() * factor
+            cos_s11d = cos_s11c.repeat_interleave(2, dim=-1) if self._interleaved else cos_s11c.repeat(1, 1, 1, 2)
+            cached = self._cos_and_sin = cos_s11d.to(like.dtype), sin_s11c.to(like.dtype)
+        return cached[0][:positions], cached[1][:positions]
+
+
+class _Rotation(torch.autograd.Function):
+    """Rotation of each pair of channels; the backward pass rotates the gradient in the opposite direction."""
+
+    @staticmethod
+    def forward(ctx: Any, heads_sbhd: Tensor, cos_s11d: Tensor, sin_s11c: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos_s11d, sin_s11c)
+        ctx.interleaved = interleaved
+        return _rotate(heads_sbhd, cos_s11d, sin_s11c, interleaved=interleaved, direction=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _rotate(grads[0], *ctx.saved_tensors, interleaved=ctx.interleaved, direction=-1), None, None, None
+
+
+def _rotate(heads_sbhd: Tensor, cos_s11d: Tensor, sin_s11c: Tensor, *, interleaved: bool, direction: int) -> Tensor:
+    rotated_sbhd = heads_sbhd * cos_s11d
+    (low, high), (rotated_low, rotated_high) = (
+        (heads[..., 0::2], heads[..., 1::2]) if interleaved else heads.chunk(2, dim=-1)
+        for heads in (heads_sbhd, rotated_sbhd)
+    )
+    rotated_low.addcmul_(high, sin_s11c, value=-direction)
+    rotated_high.addcmul_(low, sin_s11c, value=direction)
+    return rotated_sbhd
