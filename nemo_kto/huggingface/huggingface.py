@@ -53,7 +53,7 @@ def check_weights(architecture: Architecture, folder: str | Path) -> None:
     shapes = dequantized_shapes({name: shape for name, (_, shape) in found.items()})
     if problems := differences(wanted_weights(architecture), shapes, ignored):
         message = (
-            f"{folder}: the weights must be those that config.json ({architecture.family.hf_architecture}) asks for, "
+            f"{folder}: the weights must be those of config.json ({architecture.family.hf_architecture}), "
             f"got {len(problems)} differences:"
         )
         shown = problems if len(problems) <= _SHOWN else [*problems[:_SHOWN], f"and {len(problems) - _SHOWN} more"]
@@ -71,9 +71,7 @@ def export(
 
     Args:
         chunks: this rank's model chunks, wrapped or not, built from ``architecture``.
-        architecture: the model's architecture.
         source: folder of the original model; its configuration, tokenizer and chat template are copied to ``out``.
-        out: folder to write.
         max_shard_bytes: size limit of a weight file.
 
     Raises:

@@ -55,7 +55,7 @@ def read_weights(weights: Iterable[Weight], architecture: Architecture, files: M
                 else:
                     piece.place.copy_(_dequantized(name, weight, piece, files))
                 if not math.isfinite(float(piece.place.sum())):
-                    raise UserError(f"{file}: {name} must be finite numbers, got others; download the model again")
+                    raise UserError(f"{file}: {name} must have finite values, got NaN or infinity; download the model again")
 
 
 def _dequantized(name: str, weight: Weight, piece: Piece, files: Mapping[str, Path]) -> Tensor:
@@ -99,8 +99,12 @@ def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Ite
     if leads and not first_stage:
         dist.send_object_list([None], dst=stages[0], group=pipeline)
     for stage in stages[1:] if leads and first_stage else ():
-        while (received := _receive_header(stage, pipeline)) is not None:
-            mapping, place, shape, dtype = received
+        received: list[_Header | None] = [None]
+        while True:
+            dist.recv_object_list(received, src=stage, group=pipeline)
+            if received[0] is None:
+                break
+            mapping, place, shape, dtype = received[0]
             whole = torch.empty(shape, dtype=dtype, device=device.current_device())
             dist.recv(whole, src=stage, group=pipeline)
             yield from files.of(mapping, place, whole)
@@ -131,12 +135,6 @@ def _whole_values(weight: Weight, architecture: Architecture, *, leads: bool) ->
             yield {**weight.place, "expert": weight.place["expert"] + number * on_each}, received
     elif parallel_state.get_expert_tensor_parallel_rank() == 0:
         dist.send(whole, dst=dist.get_process_group_ranks(stage)[0], group=stage)
-
-
-def _receive_header(stage: int, pipeline: dist.ProcessGroup) -> _Header | None:
-    box: list[_Header | None] = [None]
-    dist.recv_object_list(box, src=stage, group=pipeline)
-    return box[0]
 
 
 def _gather_shards(weight: Weight) -> Tensor:
