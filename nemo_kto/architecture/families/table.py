@@ -16,7 +16,7 @@ Windows = tuple[int | None, ...]
 
 
 class Layers(Enum):
-    """Layers that have a parameter."""
+    """Which layers have a parameter."""
 
     ALL = "every layer, or it lies outside of the layers"
     DENSE = "layers with one MLP"
