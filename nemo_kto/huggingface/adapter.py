@@ -28,8 +28,9 @@ from nemo_kto.artifacts.safetensors_files import WRITTEN_BY, tensor_shapes
 from nemo_kto.checkpoint.model_state import adapters_of
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.folders import write_together
+from nemo_kto.huggingface.huggingface import read_weights
 from nemo_kto.huggingface.mapping import differences, rank_adapters, wanted_adapters
-from nemo_kto.huggingface.stream import gather_weights, read_weights
+from nemo_kto.huggingface.stream import gather_weights
 from nemo_kto.models.lora.adapters import magnitudes, set_magnitudes
 
 
