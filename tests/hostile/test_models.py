@@ -380,7 +380,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
     "tokenizer whose ids are strings": (fields(TOKENIZER, model={"vocab": {"a": "x"}}), Message("model.vocab")),
     "tokenizer whose added tokens are strings": (
         fields(TOKENIZER, added_tokens=["x"]),
-        Message("added_tokens", "something"),
+        Message("added_tokens", "other"),
     ),
     "tokens beyond the vocabulary": (
         config(vocab_size=257),
