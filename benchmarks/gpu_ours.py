@@ -12,8 +12,8 @@ from typing import Any
 
 from nemo_kto.algorithms.callbacks import Callback, Event, PrecomputeReference
 from nemo_kto.config import compose
+from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
-from nemo_kto.device.dtypes import DTYPES
 from nemo_kto.distributed import state
 from nemo_kto.run import build
 from nemo_kto.telemetry.throughput import device_peak_flops
@@ -71,9 +71,9 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     cfg, problems = compose.to_config(compose.load(overrides(settings)))
     assert cfg is not None, problems
     state.init_distributed(layout=state.Layout(), seed=cfg.model.seed)
-    dtype = DTYPES[cfg.trainer.precision]
-    policy = build.build_policy(cfg.model, Path(settings["model"]), dtype=dtype)
-    trainer = build.build_trainer(cfg, policy, build.prepare(cfg), build.build_timer(cfg))
+    resolved = ResolvedRun.of(cfg)
+    policy = build.build_policy(resolved)
+    trainer = build.build_trainer(resolved, policy, build.prepare(resolved))
     watch = Watch()
     trainer.callbacks = [*(each for each in trainer.callbacks if isinstance(each, PrecomputeReference)), watch]
     trainer.fit()
@@ -81,7 +81,7 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     return {
         **watch.found,
         "peak_bytes": device.peak_memory_bytes(),
-        "peak_flops": device_peak_flops(here, dtype, name=device.device_name()),
+        "peak_flops": device_peak_flops(here, resolved.dtype, name=device.device_name()),
         "device": device.device_name(),
         "engine": any(type(part).__name__.startswith("TE") for part in policy.chunks[0].modules()),
     }

@@ -198,6 +198,7 @@ def run_ours(model: Path, rows: list[dict[str, Any]], clock: Clock, *, overrides
     """Train with nemo_kto's KTOTrainer on one rank, with its settings for a machine without GPUs (hardware=cpu)."""
     from nemo_kto.algorithms.callbacks import Callback, Event
     from nemo_kto.config import compose
+    from nemo_kto.config.resolved import ResolvedRun
     from nemo_kto.data.batches.dataset import KTOExample
     from nemo_kto.distributed import state
     from nemo_kto.models.engine.cached_reference import CachedReference
@@ -211,8 +212,8 @@ def run_ours(model: Path, rows: list[dict[str, Any]], clock: Clock, *, overrides
     )
     assert cfg is not None, problems
     state.init_distributed(layout=state.Layout(), seed=cfg.model.seed)
-    policy = build.build_policy(cfg.model, model, dtype=build.DTYPES["32"])
-    trainer: Any = build.build_trainer(cfg, policy, build.prepare(cfg), build.build_timer(cfg))
+    run = ResolvedRun.of(cfg)
+    trainer: Any = build.build_trainer(run, build.build_policy(run), build.prepare(run))
     dataset: list[KTOExample] = [trainer.train_dataloader.dataset[index] for index in range(NUM_ROWS)]
     # the loader shuffles, and other neighbours are other KL examples
     in_order = trainer.train_dataloader.collate_fn(dataset)

@@ -68,7 +68,7 @@ def review_rows(count: int, folder: Path) -> list[dict[str, Any]]:
 def build(model: Path, rows: Sequence[dict[str, Any]], *, hardware: str, folder: str) -> tuple[Any, Any]:
     """The trainer, and its batch of all rows with log-probs of a reference."""
     from nemo_kto.config import compose
-    from nemo_kto.device.dtypes import DTYPES
+    from nemo_kto.config.resolved import ResolvedRun
     from nemo_kto.distributed import state
     from nemo_kto.run import build
 
@@ -90,8 +90,8 @@ def build(model: Path, rows: Sequence[dict[str, Any]], *, hardware: str, folder:
     cfg, problems = compose.to_config(compose.load(overrides))
     assert cfg is not None, problems
     state.init_distributed(layout=state.Layout(), seed=cfg.model.seed)
-    policy = build.build_policy(cfg.model, model, dtype=DTYPES[cfg.trainer.precision])
-    trainer = build.build_trainer(cfg, policy, build.prepare(cfg), build.build_timer(cfg))
+    run = ResolvedRun.of(cfg)
+    trainer = build.build_trainer(run, build.build_policy(run), build.prepare(run))
     batch = next(iter(trainer.train_dataloader))
     # a little less likely than the policy has them: of equal or of far values, loss and KL would say nothing
     reference = 1.01 * trainer.model.get_ref_policy_logprobs(batch)

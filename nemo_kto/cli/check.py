@@ -42,10 +42,11 @@ def main(argv: Sequence[str]) -> None:
     fields = Fields(_columns(flags.fields))
     encoder = truncation = None
     if flags.model is not None:
+        from nemo_kto.config.resolved import ModelFiles
         from nemo_kto.data.tokens.chat import RecordEncoder
         from nemo_kto.run.rows import model_tokenizer, model_vocab_size
 
-        model = Path(flags.model)
+        model = ModelFiles(source=Path(flags.model))
         encoder = RecordEncoder(tokenizer=model_tokenizer(model), vocab_size=model_vocab_size(model))
         if flags.seq_length is not None:
             truncation = Truncation(flags.seq_length, TRUNCATION_MODES[0], encoder.bos_id)

@@ -19,11 +19,12 @@ from omegaconf import DictConfig
 
 from nemo_kto.algorithms.recipes import Recipe
 from nemo_kto.config import compose
-from nemo_kto.config.mistakes import does_not_compose, find_mistakes
+from nemo_kto.config.check import Checker, InvalidConfig
+from nemo_kto.config.mistakes import does_not_compose
+from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.gpu import check_transformer_engine
-from nemo_kto.config.rules.training import broken_rules, local_ranks, unused_keys
+from nemo_kto.config.rules.training import run_errors, unused_keys
 from nemo_kto.config.saved_config import redact_file, redacted
-from nemo_kto.config.schema import RunConfig
 from nemo_kto.device import device
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.processes import ranks, signals
@@ -48,18 +49,14 @@ class Job:
     script: Path | None = None
     elsewhere: bool = False
 
-    def mistakes(self, overrides: Sequence[str], *, sweep: bool) -> list[ConfigError]:
-        """Find all errors in a command line; with ``sweep``, in all its jobs."""
-        rules = partial(self.broken_rules, sweep=sweep)
-        return find_mistakes(overrides, source=self.source, recipe=self.recipe, rules=rules, sweep=sweep)
+    def checker(self, *, sweep: bool) -> Checker:
+        """Return the check of a command line; with ``sweep``, of all its jobs."""
+        rules = partial(run_errors, world=self.world, sweep=sweep, elsewhere=self.elsewhere)
+        return Checker(recipe=self.recipe, source=self.source, rules=rules, sweep=sweep)
 
     def refuse(self, overrides: Sequence[str], error: BaseException, *, sweep: bool) -> NoReturn:
         """Print why a command line does not compose, and exit."""
-        refuse_mistakes(self.mistakes(overrides, sweep=sweep) or [does_not_compose(error)], self.world)
-
-    def broken_rules(self, cfg: RunConfig, *, sweep: bool = False) -> list[ConfigError]:
-        """Return the errors in a configuration that concern several keys, files or the machine."""
-        return broken_rules(cfg, gpus=_gpus(cfg), world=self.world, sweep=sweep, here=not self.elsewhere)
+        refuse_mistakes(self.checker(sweep=sweep).errors(overrides) or [does_not_compose(error)], self.world)
 
     def run_in_hydra(self, config: DictConfig) -> None:
         """Run one job with the configuration from Hydra; each job of a sweep has a separate run folder."""
@@ -85,26 +82,27 @@ class Job:
             overrides: the overrides on the command line.
             sweep: whether this is one of several jobs.
         """
-        cfg, mistakes = compose.to_config(config, recipe=self.recipe)
-        if cfg is None or (mistakes := self.broken_rules(cfg, sweep=sweep)):
-            refuse_mistakes(self.mistakes(overrides, sweep=sweep) or mistakes, self.world)
+        try:
+            run = self.checker(sweep=sweep).resolve(overrides, config)
+        except InvalidConfig as error:
+            refuse_mistakes(error.errors, self.world)
         gc.enable()
-        unused = list(unused_keys(cfg)) if sweep else []
-        for mistake in unused if self.world is None or self.world.rank == 0 else ():
-            print(f"nemo-kto: not used in this job: {mistake}", file=sys.stderr)
-        if cfg.trainer.accelerator == "cpu":
+        is_first = self.world is None or self.world.rank == 0
+        unused = list(unused_keys(run)) if sweep else []
+        for mistake in unused if is_first else ():
+            print(f"nemo-kto: unused in this job: {mistake}", file=sys.stderr)
+        if run.cfg.trainer.accelerator == "cpu":
             device.force_cpu()
-        count = local_ranks(cfg.trainer, _gpus(cfg))
-        if self.world is None and count > 1:
-            own_folder = [f"exp_manager.explicit_log_dir='{cfg.exp_manager.explicit_log_dir}'"] if sweep else []
+        if self.world is None and run.local_ranks > 1:
+            own_folder = [f"exp_manager.explicit_log_dir='{run.folder}'"] if sweep else []
             command = self._command([*overrides, *own_folder, *(f"{mistake.key}=null" for mistake in unused)])
             from nemo_kto.processes import launcher
 
-            launcher.spawn_ranks(count, command, stop_signals=cfg.trainer.stop_signals)
+            launcher.spawn_ranks(run.local_ranks, command, stop_signals=run.cfg.trainer.stop_signals)
         else:
-            for note in compose.notes(config) if self.world is None or self.world.rank == 0 else ():
+            for note in compose.notes(config) if is_first else ():
                 print(f"nemo-kto: {note}", file=sys.stderr)
-            self._train(cfg)
+            self._train(run)
 
     def _command(self, overrides: Sequence[str]) -> list[str]:
         """Return the interpreter's arguments that run this job again: with the script that was called, or with the module.
@@ -120,48 +118,46 @@ class Job:
             program = [*(["-P"] if sys.flags.safe_path else []), str(self.script)]
         return ["-u", *program, *self.source.flags(), *overrides]
 
-    def _train(self, cfg: RunConfig) -> None:
+    def _train(self, run: ResolvedRun) -> None:
         ranks.raise_open_files()
+        stop_signals, requeues = run.cfg.trainer.stop_signals, run.cfg.trainer.requeue
         try:
-            signals.listen(cfg.trainer.stop_signals, ends_at_second_interrupt=not ranks.has_launcher())
-            self._import_and_train(cfg)
+            signals.listen(stop_signals, ends_at_second_interrupt=not ranks.has_launcher())
+            # Imported objects are never freed. Collecting garbage during the imports would scan millions of them: 0.6 s.
+            gc.disable()
+            check_transformer_engine()
+            from nemo_kto.run import build
+
+            gc.freeze()
+            gc.enable()
+            # Repeated, because each job of a sweep prints its own warnings.
+            set_up_logging(rank=0 if self.world is None else self.world.rank)
+            take_over()
+            build.train(run, check_memory=check_memory)
         except signals.Stopped as stop:
-            self._end_early(stop, cfg)
+            self._end_early(stop, requeues=requeues)
         except KeyboardInterrupt:
             ranks.exit_rank(ranks.INTERRUPTED, world=self.world)
         except Exception as error:
             if (stopped := signals.raised()) is not None:  # the interrupted code may fail with another error
-                self._end_early(stopped, cfg)
+                self._end_early(stopped, requeues=requeues)
             from nemo_kto.processes import watchdog
 
             error = ranks.explain_open_files(error)
             watchdog.explain(error)
             ranks.fail(error, world=self.world)
 
-    def _end_early(self, stop: signals.Stopped, cfg: RunConfig) -> NoReturn:
-        if str(stop) and cfg.trainer.requeue and os.environ.get("RANK", "0") == "0":
+    def _end_early(self, stop: signals.Stopped, *, requeues: bool) -> NoReturn:
+        if str(stop) and requeues and os.environ.get("RANK", "0") == "0":
             ranks.requeue(os.environ)  # with an empty message, the job was already requeued when the checkpoint was saved
         ranks.end_early(str(stop), world=self.world)
 
-    def _import_and_train(self, cfg: RunConfig) -> None:
-        # Imported objects are never freed. Collecting garbage during the imports would scan millions of them in vain: 0.6 s.
-        gc.disable()
-        check_transformer_engine()
-        from nemo_kto.run import build
 
-        gc.freeze()
-        gc.enable()
-        # Repeated, because each job of a sweep prints its own warnings.
-        set_up_logging(rank=0 if self.world is None else self.world.rank)
-        take_over()
-        build.train(cfg, check_memory=check_memory)
-
-
-def check_memory(cfg: RunConfig, ranks: int, local: int) -> None:
+def check_memory(run: ResolvedRun, ranks: int, local: int) -> None:
     """Check that the memory of the machines suffices for a run.
 
     Args:
-        cfg: the configuration.
+        run: the run; its precision must not be auto.
         ranks: number of ranks.
         local: number of ranks on this machine.
 
@@ -170,12 +166,7 @@ def check_memory(cfg: RunConfig, ranks: int, local: int) -> None:
     """
     from nemo_kto.planner import plan_run
 
-    plan_run.check_memory(cfg, plan_run.these_machines(cfg, ranks=ranks, local=local, timed=False))
-
-
-def _gpus(cfg: RunConfig) -> int:
-    """Return the number of GPUs of this machine that the run may use."""
-    return 0 if cfg.trainer.accelerator == "cpu" else device.device_count()
+    plan_run.check_memory(run, plan_run.these_machines(run, ranks=ranks, local=local, timed=False))
 
 
 def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None) -> NoReturn:

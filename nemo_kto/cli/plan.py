@@ -8,18 +8,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
-from nemo_kto.algorithms.recipes import RECIPES, Recipe
-from nemo_kto.architecture.config_file import read_config_file
-from nemo_kto.artifacts.checkpoint_files import config_folder
+from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.cli.arguments import integer_from
 from nemo_kto.config import compose
-from nemo_kto.config.mistakes import Rules, checked_config
-from nemo_kto.config.rules.gpu import OLDEST_ENGINE, Computes, computes_here, fp8_model, gpu_rules, packed_windows
-from nemo_kto.config.rules.training import broken_rules
-from nemo_kto.config.schema import RunConfig
-from nemo_kto.errors import ConfigError, UserError, error_of
+from nemo_kto.config.check import Checker, InvalidConfig
+from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.rules.gpu import OLDEST_ENGINE, Computes, computes_here, model_gpu_rules
+from nemo_kto.config.rules.training import run_errors
+from nemo_kto.errors import ConfigError, error_of
 from nemo_kto.planner.hardware import DEFAULT_GPU, GPUS
 from nemo_kto.planner.plan_run import gpus_elsewhere, make_plan, these_machines, with_precision
 from nemo_kto.planner.report import plan_text, search_text
@@ -54,21 +51,21 @@ def main(argv: Sequence[str]) -> int:
     given = list(flags.overrides)
     if not any(text.startswith(f"{_DATA}=") for text in given):
         given.append(f"{_DATA}=rows.jsonl")  # required, but not read
+    rules = partial(_errors, ranks=None if searches else flags.gpus)
     source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
-    check = partial(_broken, ranks=None if searches else flags.gpus)
-    cfg = with_precision(_config(recipe, given, source, check), on_gpu=True if flags.gpus else None)
-    machines = these_machines(cfg) if flags.gpus is None else gpus_elsewhere(flags.gpus, flags.gpu)
+    title = "the run cannot be planned"
+    gpus = None if flags.gpus is None else 0  # those of this machine, or of no particular one
+    run = Checker(recipe=recipe, source=source, rules=rules, gpus=gpus, title=title).resolve(given)
+    run = with_precision(run, on_gpu=flags.gpus is not None)
+    machines = these_machines(run) if flags.gpus is None else gpus_elsewhere(flags.gpus, flags.gpu)
     if flags.memory is not None:
         machines = machines.with_memory(flags.memory * 1e9)
-    # other machines are assumed to have a sufficient Transformer Engine
-    computes = (
-        computes_here(on_gpu=machines.on_gpu)
-        if flags.gpus is None
-        else Computes(on_gpu=True, engine=OLDEST_ENGINE, capability=machines.hardware.capability)
-    )
-    if broken := [*gpu_rules(cfg, computes), *fp8_model(cfg), *packed_windows(cfg, computes)]:
-        raise _refusal(broken)
-    plan = make_plan(cfg, machines)
+    computes = computes_here(on_gpu=machines.on_gpu)
+    if flags.gpus is not None:  # other machines are assumed to have a sufficient Transformer Engine
+        computes = Computes(on_gpu=True, engine=OLDEST_ENGINE, capability=machines.hardware.capability)
+    if errors := list(model_gpu_rules(run, computes)):
+        raise InvalidConfig(title=title, errors=errors)
+    plan = make_plan(run, machines)
     if not searches:
         print(plan_text(plan))
         return 0 if plan.fits else DOES_NOT_FIT
@@ -105,35 +102,16 @@ def _names_layout(overrides: Sequence[str]) -> bool:
     return any(text.lstrip("+").startswith(f"{key}=") for text in overrides for key in _LAYOUT)
 
 
-def _config(recipe: Recipe, given: Sequence[str], source: compose.Source, check: Rules) -> RunConfig:
-    """Return the configuration of a training run with these overrides.
-
-    Raises:
-        UserError: If the configuration has errors other than those in files that only training reads; the message lists
-            all of them.
-    """
-    cfg, found = checked_config(given, source=source, recipe=recipe, rules=check)
-    if cfg is None:
-        raise _refusal(found)
-    return cfg
-
-
-def _refusal(mistakes: Sequence[ConfigError]) -> UserError:
-    return UserError("\n  ".join(["nothing can be planned:", *dict.fromkeys(map(str, mistakes))]))
-
-
-def _broken(cfg: RunConfig, *, ranks: int | None) -> list[ConfigError]:
+def _errors(run: ResolvedRun, *, ranks: int | None) -> list[ConfigError]:
     """Return violations of the rules.
 
     Those about this machine, data and weights are left out, because the run and its files may be on other machines.
     """
     world = None if ranks is None else World(rank=0, size=ranks, local_rank=0, local_size=None)
-    described = error_of(lambda: read_config_file(config_folder(Path(cfg.pretrained_checkpoint.restore_from_path)))) is None
-    found = broken_rules(cfg, gpus=0, world=world, here=False)
-    return [mistake for mistake in found if not _is_elsewhere(mistake, described=described)]
-
-
-def _is_elsewhere(mistake: ConfigError, *, described: bool) -> bool:
-    if mistake.key.startswith((_DATA, "exp_manager.", "export.")):
-        return True
-    return mistake.about_files and (described or mistake.key != _MODEL)
+    has_config = error_of(lambda: run.files.config) is None
+    return [
+        error
+        for error in run_errors(run, world=world, elsewhere=True)
+        if not error.key.startswith((_DATA, "exp_manager.", "export."))
+        and not (error.about_files and (has_config or error.key != _MODEL))
+    ]

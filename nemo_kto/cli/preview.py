@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nemo_kto.algorithms.recipes import RECIPES, Recipe
+from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.cli.arguments import integer_from
 from nemo_kto.config import compose
-from nemo_kto.config.mistakes import checked_config
-from nemo_kto.config.rules.training import broken_rules
-from nemo_kto.config.schema import RunConfig
+from nemo_kto.config.check import Checker
+from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.rules.training import run_errors
 from nemo_kto.data.tokens.parts import WHOLE_FILE
 from nemo_kto.errors import ConfigError, UserError
 
@@ -50,9 +50,11 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"FILE must be a jsonl file, got the folder {flags.file}; name one of its files")
     named = {_MODEL: flags.model, "model.data.data_prefix": flags.file}
     overrides = [f"{key}={_quoted(value)}" for key, value in named.items() if value is not None]
-    cfg = _config(recipe, [*overrides, *flags.overrides])
+    source, title = compose.Source(config_name=recipe.config_name), "the rows cannot be shown"
+    checker = Checker(recipe=recipe, source=source, rules=_errors, gpus=0, title=title)
+    run = checker.resolve([*overrides, *flags.overrides])
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    sys.stdout.write("\n".join(_lines(cfg, Path(flags.file), rows=flags.rows, coloured=coloured)) + "\n")
+    sys.stdout.write("\n".join(_lines(run, Path(flags.file), rows=flags.rows, coloured=coloured)) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,39 +74,26 @@ def _quoted(text: str) -> str:
     return f"'{escaped}'"
 
 
-def _config(recipe: Recipe, overrides: Sequence[str]) -> RunConfig:
-    """Return the configuration of a training run with these overrides.
-
-    Raises:
-        UserError: If the keys that concern the rows have errors; the message lists all of them.
-    """
-    cfg, found = checked_config(
-        overrides, source=compose.Source(config_name=recipe.config_name), recipe=recipe, rules=_about_rows
-    )
-    if cfg is None:
-        raise UserError("\n  ".join(["The rows cannot be shown:", *dict.fromkeys(map(str, found))]))
-    return cfg
-
-
-def _about_rows(cfg: RunConfig) -> list[ConfigError]:
+def _errors(run: ResolvedRun) -> list[ConfigError]:
     """Return violations of the rules for data, model and loss.
 
     Those about the machine and the run are left out, because training may run on another machine.
     """
-    sections = ("model.data.", "pretrained_checkpoint.", f"model.{cfg.recipe.name}.")
-    return [mistake for mistake in broken_rules(cfg, gpus=0) if mistake.key.startswith(sections)]
+    sections = ("model.data.", "pretrained_checkpoint.", f"model.{run.cfg.recipe.name}.")
+    return [error for error in run_errors(run, elsewhere=True) if error.key.startswith(sections)]
 
 
-def _lines(cfg: RunConfig, file: Path, *, rows: int, coloured: bool) -> Iterator[str]:
+def _lines(run: ResolvedRun, file: Path, *, rows: int, coloured: bool) -> Iterator[str]:
     from nemo_kto.data.inspect.preview import Marks, Preview
-    from nemo_kto.run.rows import collate_settings, model_tokenizer, source_settings
+    from nemo_kto.run.rows import collate_settings, micro_batch_limits, model_tokenizer, source_settings
 
-    tokenizer = model_tokenizer(Path(cfg.pretrained_checkpoint.restore_from_path))
+    cfg = run.cfg
+    tokenizer = model_tokenizer(run.files)
     batch_size = max(cfg.model.global_batch_size, 2)
     with tempfile.TemporaryDirectory() as folder:
         beginning = Path(folder, "rows.jsonl")
         beginning.write_bytes(b"".join(_first_rows(file, max(batch_size, rows))))
-        source = source_settings(cfg, tokenizer) | {"data_prefix": {"train": str(beginning)}, "cache_dir": Path(folder)}
+        source = source_settings(run, tokenizer) | {"data_prefix": {"train": str(beginning)}, "cache_dir": Path(folder)}
         try:
             splits = cfg.recipe.build_splits(source, cfg.data_options())
         except UserError as error:
@@ -113,11 +102,12 @@ def _lines(cfg: RunConfig, file: Path, *, rows: int, coloured: bool) -> Iterator
         examples = dataset.__getitems__(range(min(len(dataset), batch_size)))
         shown = dataset.examples_of_lines(rows)
         with_kl = cfg.loss.record.needs_z0 and len(examples) > 1  # a KL example takes the response of another example
-        take, collate_fn = cfg.recipe.collation(collate_settings(cfg, tokenizer), with_kl=with_kl)
+        settings = collate_settings(cfg, tokenizer, micro_batch_limits(run))
+        take, collate_fn = cfg.recipe.collation(settings, with_kl=with_kl)
         batch = collate_fn(take(examples, kept=range(min(shown, len(examples)))))
         decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         preview = Preview(decode=decode, seq_length=cfg.model.data.seq_length, marks=Marks(coloured=coloured))
-        yield f"{file} as {cfg.pretrained_checkpoint.restore_from_path} sees it in `nemo-kto {cfg.recipe.name}`"
+        yield f"{file} as {run.files.source} sees it in `nemo-kto {cfg.recipe.name}`"
         yield f"Marks: {preview.marks.legend()}."
         for warning in splits.warnings:
             yield f"Of the first rows, {warning.removeprefix(f'{beginning}: ')}."

@@ -20,20 +20,6 @@ from nemo_kto.utils.field_errors import names
 Rules = Callable[[RunConfig], Sequence[ConfigError]]  # constraints that concern several keys, files or the machine
 
 
-def checked_config(
-    overrides: Sequence[str], *, source: Source, recipe: Recipe, rules: Rules
-) -> tuple[RunConfig | None, list[ConfigError]]:
-    """Return the configuration of a command line, or None and all its errors."""
-    try:
-        cfg, errors = to_config(load(overrides, source=source), recipe=recipe)
-        errors = errors if cfg is None else [*rules(cfg)]
-        if cfg is not None and not errors:
-            return cfg, []
-    except WRONG as error:
-        errors = [does_not_compose(error)]
-    return None, find_mistakes(overrides, source=source, recipe=recipe, rules=rules) or errors
-
-
 def does_not_compose(error: BaseException) -> ConfigError:
     """Return the error for a command line that Hydra rejects for a reason that is not found in a single override."""
     return ConfigError("The command line", f"does not compose: {reason(error)}")

@@ -226,7 +226,7 @@ class RankMemory:
     on_gpu: bool
 
     @property
-    def certain(self) -> float:
+    def static(self) -> float:
         """Bytes on the device that do not depend on the data."""
         held = self.weights + self.gradients + self.optimizer
         return held if self.on_gpu else held + self.reference
@@ -247,9 +247,9 @@ class RankMemory:
         """
         passes = self.activations + self.logprobs
         if self.on_gpu:
-            return CONTEXT + self.certain + max(passes, self.working)
+            return CONTEXT + self.static + max(passes, self.working)
         loading = self.weights + self.gradients + self.file
-        return max(loading, self.certain + passes + self.heap + self.working + self.checkpoint)
+        return max(loading, self.static + passes + self.heap + self.working + self.checkpoint)
 
 
 def rank_memory(training: Training, *, stage: int) -> RankMemory:

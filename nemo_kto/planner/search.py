@@ -9,10 +9,9 @@ from itertools import product
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import adapts_experts
 from nemo_kto.architecture.stages import PipelineSplit
-from nemo_kto.config.choices import adapter_settings, pipeline_split
-from nemo_kto.config.schema import RunConfig
+from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.planner.hardware import GPUS_PER_MACHINE
-from nemo_kto.planner.plan_run import Plan, degrees, make_plan, with_model
+from nemo_kto.planner.plan_run import Plan, degrees, make_plan
 
 Values = dict[str, object]  # keys of the model section of the configuration -> values
 _FULL: Values = {
@@ -33,7 +32,7 @@ def layouts(plan: Plan) -> Iterator[Values]:
     Tensor parallelism stays within a machine and is always combined with sequence parallelism, which has no extra cost.
     Context parallelism is considered only for long sequences.
     """
-    ranks, model, architecture = plan.machines.ranks, plan.cfg.model, plan.training.architecture
+    ranks, model, architecture = plan.machines.ranks, plan.run.cfg.model, plan.training.architecture
     answers = plan.step.rows // model.global_batch_size
     contexts = [number for number in _divisors(ranks) if _are_long(plan, number)]
     for tensor, pipeline, context in product(_divisors(ranks), _divisors(ranks), contexts):
@@ -46,7 +45,7 @@ def layouts(plan: Plan) -> Iterator[Values]:
             "context_parallel_size": context,
             "sequence_parallel": tensor > 1,
         }
-        splits = _splits(pipeline_split(model), pipeline, architecture.num_layers)
+        splits = _splits(plan.run.split, pipeline, architecture.num_layers)
         shared = _expert_degrees(architecture, ranks // pipeline)
         for split, experts, recompute, rows in product(splits, shared, _RECOMPUTE, _ROWS):
             tokens = {"micro_batch_size": None, "micro_batch_tokens": rows * answers * plan.training.micro_batch_width}
@@ -83,10 +82,10 @@ def best_layouts(plan: Plan, count: int) -> list[Plan]:
 
     Of equally fast ones, the one with more tokens in a micro-batch is preferred.
     """
-    fitting = [found for values in layouts(plan) if (found := make_plan(with_model(plan.cfg, **values), plan.machines)).fits]
+    fitting = [found for values in layouts(plan) if (found := make_plan(plan.run.with_model(**values), plan.machines)).fits]
     best: dict[tuple[int, ...], Plan] = {}
     for found in sorted(fitting, key=lambda each: (each.speed.seconds, -each.training.micro_batch_tokens)):
-        best.setdefault((*degrees(found.cfg.model), found.cfg.model.expert_model_parallel_size), found)
+        best.setdefault((*degrees(found.run.cfg.model), found.run.cfg.model.expert_model_parallel_size), found)
     return list(best.values())[:count]
 
 
@@ -96,7 +95,7 @@ def remedies(plan: Plan) -> list[str]:
     There is at most one of each kind, the first in the order of increasing effect. If no single kind suffices, a combination
     of several is returned, and if that does not suffice either, LoRA.
     """
-    model = plan.cfg.model
+    model = plan.run.cfg.model
     one_row: Values = {"micro_batch_size": None, "micro_batch_tokens": plan.training.micro_batch_width}
     tensor: list[Values] = [
         {"tensor_model_parallel_size": model.tensor_model_parallel_size * by, "sequence_parallel": True} for by in (2, 4, 8)
@@ -119,8 +118,8 @@ def remedies(plan: Plan) -> list[str]:
 
 def _first_that_fits(plan: Plan, changes: Iterable[Values]) -> Values | None:
     for change in changes:
-        cfg = with_model(plan.cfg, **change)
-        if _is_possible(plan, cfg) and make_plan(cfg, plan.machines).fits:
+        run = plan.run.with_model(**change)
+        if _is_possible(plan, run) and make_plan(run, plan.machines).fits:
             return change
     return None
 
@@ -134,7 +133,7 @@ def values_of(plan: Plan) -> Values:
         names = (*names, *(f"account_for_{end}_in_pipeline_split" for end in ("embedding", "loss")))
     if plan.training.architecture.experts is not None:
         names = (*names, "expert_model_parallel_size", "expert_tensor_parallel_size")
-    values = {name: getattr(plan.cfg.model, name) for name in names}
+    values = {name: getattr(plan.run.cfg.model, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -147,14 +146,14 @@ def overrides(values: Values) -> str:
     return " ".join(f"{key}={value}" for key, value in texts.items() if value != "null")
 
 
-def _is_possible(plan: Plan, cfg: RunConfig) -> bool:
-    model, architecture = cfg.model, plan.training.architecture
+def _is_possible(plan: Plan, run: ResolvedRun) -> bool:
+    model, architecture = run.cfg.model, plan.training.architecture
     tensor, pipeline, context = degrees(model)
     data, rest = divmod(plan.machines.ranks, tensor * pipeline * context)
     shards = model.expert_tensor_parallel_size or tensor
-    fits_model = _divides_mlps(architecture, tensor) and pipeline_split(model).fits(architecture.num_layers)
+    fits_model = _divides_mlps(architecture, tensor) and run.split.fits(architecture.num_layers)
     fits_model &= architecture.sizes["expert_ffn"] % shards == 0
-    fits_model &= shards == 1 or not adapts_experts(architecture, adapter_settings(model.peft))
+    fits_model &= shards == 1 or not adapts_experts(architecture, run.adapters)
     fits_model &= plan.machines.ranks // pipeline % (model.expert_model_parallel_size * shards) == 0
     fits_batch = not rest and model.global_batch_size % (data * (model.micro_batch_size or 1)) == 0
     is_new = context == plan.training.context_parallel or _are_long(plan, context)

@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.architecture.lora import LoRASettings
-from nemo_kto.artifacts.checkpoint_files import config_folder
 from nemo_kto.artifacts.content import content_hash, model_files, tokenizer_files
 from nemo_kto.artifacts.sources import find_source
 from nemo_kto.checkpoint.model_state import adapters_in
-from nemo_kto.config.choices import adapter_settings
+from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.data.rows.sources import UNNAMED
 from nemo_kto.run.data import RunData
@@ -49,34 +47,34 @@ _FOLLOWS = {
 }
 
 
-def facts_of_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> Facts:
-    """Return the facts of a run; the precision in ``cfg`` must be resolved.
+def facts_of_run(run: ResolvedRun, data: RunData) -> Facts:
+    """Return the facts of a run; its precision must not be auto.
 
     All weights are read, unless their hashes are in the cache.
 
     Raises:
         OSError: a file cannot be read.
     """
-    name, model = cfg.recipe.name, cfg.model
+    cfg, name, model = run.cfg, run.cfg.recipe.name, run.cfg.model
     hashed = partial(content_hash, cache_dir=Path(model.data.cache_dir), shared=model.data.cache_shared)
-    source, held = Path(cfg.pretrained_checkpoint.restore_from_path), model.reference
+    source, reference = run.files.source, model.reference
     train: Any = data.train  # a torch DataLoader, with more attributes than the Loader protocol
-    tokenizer_folder = config_folder(source)
+    tokenizer_folder = run.files.hf_folder
     tokenizer = hashed(tokenizer_folder, tokenizer_files(tokenizer_folder))
     facts: Facts = {
         **_verbatim_facts(cfg),
         _MODEL: _model_content(str(source), hashed),
         _TOKENIZER: {"sha256": tokenizer, "from": str(tokenizer_folder)},
-        "model.reference.restore_from_path": _model_content(held.restore_from_path, hashed, default_base=source),
-        "model.reference.sync_alpha": held.sync_alpha if held.sync_interval else None,
-        **_adapter_facts(adapter_settings(model.peft)),
+        "model.reference.restore_from_path": _model_content(reference.restore_from_path, hashed, default_base=source),
+        "model.reference.sync_alpha": reference.sync_alpha if reference.sync_interval else None,
+        **_adapter_facts(run.adapters),
         "model.peft.restore_from_path": _adapter_content(model.peft.restore_from_path, hashed),
         **_loss_facts(cfg),
         **{f"model.data.{key}": value for key, value in cfg.data_options().items()},
         _DATA: {"sha256": train.dataset.fingerprint(), "from": f"{len(train.dataset)} rows"},
         _VALIDATION: _validation_content(data.splits.validation),
         _ORDER: {"sha256": train.batch_sampler.order_hash(), "from": f"that of numpy {np.__version__}"},
-        f"trainer.{name}.limit_train_batches": trainer_cfg.steps_per_epoch(len(train.batch_sampler)),
+        f"trainer.{name}.limit_train_batches": run.length.steps_per_epoch(len(train.batch_sampler)),
     }
     return dict(json.loads(json.dumps(facts)))
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from nemo_kto.algorithms.dpo import DPOTrainer
-from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, find_checkpoints
-from nemo_kto.checkpoint.distributed import checkpoint_dtype
-from nemo_kto.config.schema import RunConfig
+from nemo_kto.artifacts.checkpoint_files import find_checkpoints
+from nemo_kto.checkpoint.manager import checkpoint_dtype
+from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device.dtypes import DTYPES
 from nemo_kto.device.precision import PRECISIONS, bf16_support
 from nemo_kto.distributed import state
@@ -22,6 +22,8 @@ from nemo_kto.processes.ranks import requeue
 from nemo_kto.processes.signals import Stopped
 from nemo_kto.utils.files import make_folder, remove_unpublished
 from nemo_kto.utils.locks import locked
+
+logger = logging.getLogger(__name__)
 
 RUN_LOCK = ".lock"  # in the run folder
 _ANOTHER = "choose another folder with exp_manager.name or exp_manager.explicit_log_dir"
@@ -36,17 +38,13 @@ def hold_run_folder(folder: Path) -> Iterator[None]:
     Raises:
         UserError: another job is using the folder, or it cannot be written; raised on all ranks.
     """
-    with contextlib.ExitStack() as held:
-
-        def take() -> None:
-            held.enter_context(_held_here(folder))
-
-        state.from_rank_zero(take, doing="taking the lock of the run folder")
+    with contextlib.ExitStack() as lock:
+        state.from_rank_zero(lambda: lock.enter_context(_locked(folder)), doing="taking the lock of the run folder")
         yield
 
 
 @contextlib.contextmanager
-def _held_here(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     absent = [each for each in (folder, *folder.parents) if not each.exists()]
 
     def refuse(who: str) -> NoReturn:
@@ -69,76 +67,64 @@ def _held_here(folder: Path) -> Iterator[None]:
                     each.rmdir()
 
 
-logger = logging.getLogger(__name__)
-
-
-def resolve_precision(cfg: RunConfig) -> tuple[RunConfig, str]:
+def resolve_precision(run: ResolvedRun) -> ResolvedRun:
     """Replace trainer.precision=auto by bf16 or 32; collective.
 
     Rank 0 decides for all ranks: a resumed run keeps the precision of its newest checkpoint; a new run uses bf16 if the
     machine computes faster with it.
-
-    Returns:
-        The configuration with the precision, and the reason for it as text.
     """
-    chosen, why = state.from_rank_zero(lambda: _choose(cfg), doing="choosing the precision")
-    return cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"precision": chosen})}), why
+    precision, reason = state.from_rank_zero(lambda: _choose_precision(run), doing="choosing the precision")
+    return run.with_precision(precision, reason)
 
 
-def _choose(cfg: RunConfig) -> tuple[str, str]:
-    precision, why = PRECISIONS[cfg.trainer.precision], "set by the user"
-    resumed = _of_checkpoint(cfg) if precision == "auto" else None
-    if resumed is not None:
-        precision, why = resumed, "that of the checkpoint it resumes from"
+def _choose_precision(run: ResolvedRun) -> tuple[str, str]:
+    precision, reason, resumed = PRECISIONS[run.cfg.trainer.precision], "set by the user", False
+    if precision == "auto" and run.cfg.exp_manager.resume_if_exists and (saved := find_checkpoints(run.checkpoints)):
+        dtype = checkpoint_dtype(saved[-1].folder)
+        precision = next((name for name, of_name in DTYPES.items() if of_name == dtype), "auto")
+        resumed, reason = precision != "auto", "that of the checkpoint from which the run is resumed"
     if precision == "32":
-        return precision, why
+        return precision, reason
     support = bf16_support()
     if precision == "auto":
-        precision, why = "bf16" if support.native else "32", support.why
-    elif not support.native:
+        return "bf16" if support.native else "32", support.why
+    if not support.native:
         remedy = "start a new run with trainer.precision=32 in another folder" if resumed else "use auto or 32"
         logger.warning(f"trainer.precision is bf16, but {support.why}; {remedy}")
-    return precision, why
+    return precision, reason
 
 
-def _of_checkpoint(cfg: RunConfig) -> str | None:
-    """Return the precision of the newest checkpoint if the run is resumed from it, else None."""
-    run_folder = Path(cfg.exp_manager.explicit_log_dir)
-    checkpoints = find_checkpoints(run_folder / CHECKPOINTS) if cfg.exp_manager.resume_if_exists else []
-    dtype = checkpoint_dtype(checkpoints[-1].folder) if checkpoints else None
-    return next((name for name, of_name in DTYPES.items() if of_name == dtype), None)
-
-
-def stop_early(cfg: RunConfig, trainer: DPOTrainer) -> NoReturn:
+def stop_early(run: ResolvedRun, trainer: DPOTrainer) -> NoReturn:
     """End a run early, after its last checkpoint is complete; collective.
 
     Raises:
         Stopped: always.
     """
     reason = "" if trainer.stop is None else trainer.stop.text
-    where = f"at step {trainer.step} of {trainer.max_steps}, checkpoint {newest_checkpoint(cfg)}"
-    stop_run(f"stopped by {reason} {where if trainer.step else 'before the first step, with nothing to save'}", cfg)
+    where = f"at step {trainer.step} of {trainer.max_steps}, checkpoint {newest_checkpoint(run.checkpoints)}"
+    text = f"stopped by {reason} {where if trainer.step else 'before the first step, with nothing to save'}"
+    stop_run(text, requeues=run.cfg.trainer.requeue)
 
 
-def stop_run(text: str, cfg: RunConfig) -> NoReturn:
-    """End the run: requeue its SLURM job if trainer.requeue is set, and print how it is resumed; collective.
+def stop_run(text: str, *, requeues: bool) -> NoReturn:
+    """End the run and print how it is resumed; collective.
 
     Args:
         text: reason for the end of the run.
-        cfg: configuration of the run.
+        requeues: requeue the SLURM job of the run.
 
     Raises:
         Stopped: always.
     """
     if state.is_rank_zero():
-        job = requeue(os.environ) if cfg.trainer.requeue else None
+        job = requeue(os.environ) if requeues else None
         how = "start the same command again to resume" if job is None else f"SLURM job {job} was requeued to resume"
         print(f"nemo-kto: {text}; {how}", file=sys.stderr, flush=True)
-    state.largest(0)  # wait for rank 0, which is still busy: the exit of one rank may terminate the others
+    state.max_over_ranks(0)  # wait for rank 0, which is still busy: the exit of one rank may terminate the others
     raise Stopped
 
 
-def newest_checkpoint(cfg: RunConfig) -> str:
-    """Return the folder of the newest complete checkpoint of the run, or "none"."""
-    checkpoints = find_checkpoints(Path(cfg.exp_manager.explicit_log_dir) / CHECKPOINTS)
+def newest_checkpoint(folder: Path) -> str:
+    """Return the path of the newest complete checkpoint in the folder of a run's checkpoints, or "none"."""
+    checkpoints = find_checkpoints(folder)
     return str(checkpoints[-1].folder) if checkpoints else "none"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -18,11 +17,10 @@ from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.artifacts.adapter_files import is_our_adapter
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, check_checkpoint, config_folder, is_checkpoint
 from nemo_kto.artifacts.safetensors_files import is_our_model
-from nemo_kto.artifacts.sources import ModelSource, find_source, named_base, refuse_other_shape
-from nemo_kto.checkpoint.choose import newest_checkpoint
-from nemo_kto.checkpoint.distributed import checkpoint_dtype, load_weights_only, saved_adapters
-from nemo_kto.config.choices import adapter_settings, pipeline_split, recompute_modules
-from nemo_kto.config.schema import GPTConfig, OptimConfig
+from nemo_kto.artifacts.sources import named_base, refuse_other_shape
+from nemo_kto.checkpoint.discovery import newest_checkpoint
+from nemo_kto.checkpoint.manager import checkpoint_dtype, load_weights_only, saved_adapters
+from nemo_kto.config.resolved import ModelFiles, ResolvedRun
 from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
@@ -39,130 +37,100 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The policy model of this rank, with its architecture and sources.
+    """The policy model of this rank.
 
     Attributes:
-        source: Hugging Face folder or one of our checkpoints, from which the weights are loaded.
+        files: the model that it starts from.
         chunks: model chunks of this rank, wrapped for data parallelism if they are trained.
         split: partition of the layers across pipeline stages.
         adapters: adapter settings; None if all weights are trained.
-        adapter_folder: trained adapters to start from, in PEFT format; ``source`` may also contain adapters.
     """
 
-    source: Path
-    architecture: Architecture
+    files: ModelFiles
     chunks: Sequence[MegatronModule]
     split: PipelineSplit = ONE_STAGE
     adapters: LoRASettings | None
-    adapter_folder: str | None = None
 
     @property
-    def folder(self) -> Path:
-        """Hugging Face folder with the model configuration and the tokenizer."""
-        return config_folder(self.source)
-
-    @property
-    def start(self) -> ModelSource:
-        """Source of the initial weights; adapters that exist before the run are also part of the reference."""
-        source = find_source(self.source)
-        return source if self.adapter_folder is None else replace(source, adapters=Path(self.adapter_folder))
+    def architecture(self) -> Architecture:
+        """Architecture with the padding of the layout."""
+        return self.files.architecture
 
     @property
     def base_model(self) -> Path:
         """Base model of the adapters: the source itself or, if the source contains adapters, their base model."""
-        return self.start.base.absolute()
+        return self.files.own.base.absolute()
 
 
-def build_policy(cfg: GPTConfig, source: Path, *, dtype: torch.dtype) -> Policy:
-    """Build this rank's part of the model in ``source``, a Hugging Face folder or one of our checkpoints, and load it.
-
-    If adapters are configured, only they are trained.
-    """
-    adapters = adapter_settings(cfg.peft)
-    architecture = read_architecture(
-        config_folder(source),
-        tensor_parallel=cfg.tensor_model_parallel_size,
-        expert_tensor_parallel=cfg.expert_tensor_parallel_size,
-    )
-    if not is_checkpoint(source):
-        check_weights(architecture, source)  # before memory is allocated for a model that may have other sizes
+def build_policy(run: ResolvedRun) -> Policy:
+    """Build this rank's part of the model and load its weights; if adapters are configured, only they are trained."""
+    cfg, files, adapters = run.cfg.model, run.files, run.adapters
+    if not files.is_checkpoint:
+        check_weights(run.architecture, files.source)  # before memory is allocated for a model that may have other sizes
     chunks = build_chunks(
-        architecture,
-        params_dtype=dtype,
-        split=pipeline_split(cfg),
+        run.architecture,
+        params_dtype=run.dtype,
+        split=run.split,
         context_parallel=cfg.context_parallel_size,
         sequence_parallel=cfg.sequence_parallel,
         recompute_granularity=cfg.activations_checkpoint_granularity,
         recompute_method=cfg.activations_checkpoint_method,
         recompute_num_layers=cfg.activations_checkpoint_num_layers,
-        recompute_modules=recompute_modules(cfg),
+        recompute_modules=run.recompute_modules,
         attn_mask_type=AttnMaskType.arbitrary if cfg.data.reset_attention_mask else AttnMaskType.causal,
         fp8=cfg.fp8,
         expert_parallel=cfg.expert_model_parallel_size,
-        grouped_experts=not adapts_experts(architecture, adapters),
+        grouped_experts=not adapts_experts(run.architecture, adapters),
     )
     if adapters is not None:
         for chunk in chunks:
-            add_adapters(chunk, adapters, architecture=architecture, seed=cfg.seed)
-    policy = Policy(
-        source=source,
-        architecture=architecture,
-        chunks=wrap_data_parallel(
-            chunks, use_distributed_optimizer=cfg.optim.use_distributed_optimizer, overlap=overlaps(cfg.optim)
-        ),
-        split=pipeline_split(cfg),
-        adapters=adapters,
-        adapter_folder=cfg.peft.restore_from_path,
-    )
+            add_adapters(chunk, adapters, architecture=run.architecture, seed=cfg.seed)
+    overlap = cfg.optim.overlap
+    if overlap is None:
+        overlap = device.on_gpu() and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+    chunks = wrap_data_parallel(chunks, use_distributed_optimizer=cfg.optim.use_distributed_optimizer, overlap=overlap)
+    policy = Policy(files=files, chunks=chunks, split=run.split, adapters=adapters)
     load_policy_weights(policy)
     return policy
 
 
-def overlaps(optim: OptimConfig) -> bool:
-    """Return whether gradient communication overlaps with computation."""
-    if optim.overlap is None:
-        return device.on_gpu() and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
-    return optim.overlap
-
-
 def load_policy_weights(policy: Policy) -> None:
     """Load the initial weights of the policy; new adapters keep their initial values."""
-    load_base_weights(policy, policy.source)
-    if policy.adapter_folder is not None:
-        named = named_base(Path(policy.adapter_folder))
-        if named is not None and named.resolve() != policy.base_model.resolve() and state.is_rank_zero():
-            text = "the adapters %s, which name %s as their base model, are put on %s"
-            logger.warning(text, policy.adapter_folder, named, policy.base_model)
-        load_adapter(policy.chunks, policy.architecture, policy.adapter_folder)
-    elif policy.start.adapters is not None:
-        load_weights_only(policy.source, policy.chunks)
-
-
-def load_base_weights(policy: Policy, source: Path) -> None:
-    """Load all weights except for adapters from a Hugging Face folder or one of our checkpoints of the same shape.
-
-    If the checkpoint contains adapters, the weights of their base model are loaded.
-
-    Raises:
-        UserError: the model has another shape, or a base model does not exist.
-    """
+    files = policy.files
     try:
-        base = find_source(source).base
+        base = files.own.base
     except UserError as error:
         raise UserError(f"the model {error}") from error
-    folder = config_folder(base)
-    ours = policy.architecture
-    found = read_architecture(
-        folder, tensor_parallel=ours.tensor_parallel, expert_tensor_parallel=ours.expert_tensor_parallel
-    )
-    values = {each.name: (getattr(found, each.name), getattr(ours, each.name)) for each in fields(found)}
-    differing = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
-    if "head_dim" in differing:
-        differing.pop("rope", None)  # rope has one frequency per two channels of a head, so it differs as well
-    try:
-        refuse_other_shape(policy.folder, folder, differing)
-    except UserError as error:
-        raise UserError(f"the reference {error}") from error
+    load_base_weights(policy, base)
+    if files.adapter_folder is not None:
+        named = named_base(files.adapter_folder)
+        if named is not None and named.resolve() != base.resolve() and state.is_rank_zero():
+            text = "the adapters %s name %s as their base model, and are used with %s instead"
+            logger.warning(text, files.adapter_folder, named, policy.base_model)
+        load_adapter(policy.chunks, policy.architecture, files.adapter_folder)
+    elif files.own.adapters is not None:
+        load_weights_only(files.source, policy.chunks)
+
+
+def load_base_weights(policy: Policy, base: Path) -> None:
+    """Load the weights of a whole model of the policy's shape: a Hugging Face folder or one of our checkpoints.
+
+    Raises:
+        UserError: the model has another shape.
+    """
+    folder, ours = config_folder(base), policy.architecture
+    if folder != policy.files.hf_folder:
+        found = read_architecture(
+            folder, tensor_parallel=ours.tensor_parallel, expert_tensor_parallel=ours.expert_tensor_parallel
+        )
+        values = {each.name: (getattr(found, each.name), getattr(ours, each.name)) for each in fields(found)}
+        differing = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
+        if "head_dim" in differing:
+            differing.pop("rope", None)  # rope has one frequency per two channels of a head, so it differs as well
+        try:
+            refuse_other_shape(policy.files.hf_folder, folder, differing)
+        except UserError as error:
+            raise UserError(f"the reference {error}") from error
     if folder == base:
         with state.on_all_ranks(doing="loading the weights"):
             load_weights(policy.chunks, policy.architecture, folder)
@@ -185,7 +153,7 @@ def export_policy(policy: Policy, *, out: Path | None, adapter_out: Path | None,
     if out is not None:
         if policy.adapters is not None:
             merge_adapters(chunks)
-        export(chunks, architecture, source=policy.folder, out=out, max_shard_bytes=int(max_shard_size_gb * 1e9))
+        export(chunks, architecture, source=policy.files.hf_folder, out=out, max_shard_bytes=int(max_shard_size_gb * 1e9))
 
 
 def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> None:
@@ -209,8 +177,9 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> 
     check_checkpoint(checkpoint)
     saved = saved_adapters(checkpoint)
     if adapter and saved is None:
-        raise UserError(f"{checkpoint} must hold adapters for --adapter, but it holds a whole model; leave the flag out")
-    architecture, dtype = read_architecture(config_folder(checkpoint), tensor_parallel=1), checkpoint_dtype(checkpoint)
+        raise UserError(f"{checkpoint} must contain adapters for --adapter, but it is a whole model; omit --adapter")
+    files, dtype = ModelFiles(source=checkpoint), checkpoint_dtype(checkpoint)
+    architecture = files.architecture
     need = 0 if adapter else export_bytes(architecture, dtype)
     check_target(out, is_ours=is_our_adapter if adapter else is_our_model, need=need)  # before the model is loaded
     state.init_distributed(layout=state.Layout(), seed=0)
@@ -218,7 +187,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> 
     gpt = build_gpt(architecture, params_dtype=dtype, grouped_experts=not adapts_experts(architecture, adapters))
     if adapters is not None:
         add_adapters(gpt, adapters, architecture=architecture, seed=0)
-    policy = Policy(source=checkpoint, architecture=architecture, chunks=[gpt], adapters=adapters)
+    policy = Policy(files=files, chunks=[gpt], adapters=adapters)
     load_policy_weights(policy)
     export_policy(policy, out=None if adapter else out, adapter_out=out if adapter else None)
     state.destroy()

@@ -15,18 +15,16 @@ import torch
 from megatron.core.utils import get_model_config
 
 from nemo_kto.algorithms.duration import (
-    TrainerConfig,
     batches_to_epoch_end,
     steps_to_epoch_end,
     validation_batches,
     validation_sets,
 )
 from nemo_kto.artifacts.checkpoint_files import is_checkpoint
-from nemo_kto.artifacts.sources import ModelSource, find_source
-from nemo_kto.checkpoint.distributed import load_weights_only, saved_adapters
+from nemo_kto.artifacts.sources import ModelSource
+from nemo_kto.checkpoint.manager import load_weights_only, saved_adapters
 from nemo_kto.checkpoint.model_state import get_rng_state, set_rng_state
-from nemo_kto.config.choices import choose_mode
-from nemo_kto.config.schema import RunConfig
+from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.data.batches.loader import every_example
 from nemo_kto.device import device
 from nemo_kto.distributed import state
@@ -62,11 +60,10 @@ class ReferenceSetup(NamedTuple):
 
 
 def build_reference(
-    cfg: RunConfig,
+    run: ResolvedRun,
     policy: Policy,
     engine: LogProbEngine,
     data: RunData,
-    trainer_cfg: TrainerConfig,
     timers: PhaseTimers,
     run_timer: RunTimer,
     *,
@@ -78,11 +75,10 @@ def build_reference(
     initial weights of the policy are loaded again at the end.
 
     Args:
-        cfg: configuration of the run.
+        run: the run.
         policy: the policy with its initial weights.
         engine: runs the model.
         data: data of the run.
-        trainer_cfg: run length.
         timers: measure the phases of a step.
         run_timer: decides when the run must stop.
         first_step: optimizer steps done before this run was resumed; 0 for a new run.
@@ -91,32 +87,24 @@ def build_reference(
         UserError: the reference model does not exist or has another shape.
         Stopped: the run must stop before all log-probs are computed; those already computed are in the cache.
     """
-    mode, _ = choose_mode(cfg)
-    other = find_other(cfg, policy)
+    mode, other = run.reference.name, run.reference_model
     if mode == "none":
         return ReferenceSetup(None)
     if other is not None:
         load_model(policy, other)
     if mode == "cached":
-        cached = CachedReference(cache=_open_cache(cfg, policy, other, engine))
         precomputation = Precomputation(
-            cfg=cfg,
-            cached=cached,
+            run=run,
+            cached=CachedReference(cache=_open_cache(run, policy, engine)),
             engine=engine,
             data=data,
-            trainer_cfg=trainer_cfg,
             timers=timers,
             run_timer=run_timer,
             first_step=first_step,
         )
-        precomputation.before_training()
-        later = None
-        if precomputation.has_later_epochs:
-            active = _reference_again(cfg, policy, other, cached, engine, timers)
-            later = partial(precomputation.at_epoch_start, active=active)
-        setup = ReferenceSetup(cached, precompute=later)
+        setup = precomputation.before_training(policy)
     else:
-        setup = _hold(cfg, policy, other, engine, timers, adapter=mode == "adapter")
+        setup = _live_reference(run, policy, engine, timers, disables_adapters=mode == "adapter")
     if other is not None:
         load_policy_weights(policy)
     return setup
@@ -158,48 +146,21 @@ def load_model(policy: Policy, other: ModelSource) -> None:
         merge_adapters([carrier])
 
 
-def find_other(cfg: RunConfig, policy: Policy) -> ModelSource | None:
-    """Return the configured reference model; None if none is set, or if it is the model from which the policy starts."""
-    if (folder := cfg.model.reference.restore_from_path) is None:
-        return None
-    named, start = find_source(Path(folder), default_base=policy.base_model), policy.start
-    return None if named.resolve() == start.resolve() else named
-
-
-def _hold(
-    cfg: RunConfig, policy: Policy, other: ModelSource | None, engine: LogProbEngine, timers: PhaseTimers, *, adapter: bool
+def _live_reference(
+    run: ResolvedRun, policy: Policy, engine: LogProbEngine, timers: PhaseTimers, *, disables_adapters: bool
 ) -> ReferenceSetup:
     """Build a reference from the current weights of the model."""
-    if adapter and policy.start.adapters is None:
+    if disables_adapters and run.files.initial.adapters is None:
         without = partial(disable_adapters, policy.chunks)
         return ReferenceSetup(LiveReference(engine=engine, active=without, disables_adapters=True))
     # Only parameters that differ from the policy's are swapped. Without another model, these are the trained ones: all
     # weights, or only the adapters, whose frozen base model is shared with the policy.
-    weights_of = [weight for chunk in policy.chunks for weight in chunk.parameters()]
-    parameters = [weight for weight in weights_of if other is not None or weight.requires_grad]
-    moves = cfg.model.reference.sync_interval > 0
+    all_differ = run.reference_model is not None
+    parameters = [each for chunk in policy.chunks for each in chunk.parameters() if all_differ or each.requires_grad]
+    moves = run.cfg.model.reference.sync_interval > 0
     gathers = partial(finish_gathers, policy.chunks)
     weights = SwappedWeights(parameters=parameters, finish_gathers=gathers, moves=moves, phase=timers.phase)
     return ReferenceSetup(LiveReference(engine=engine, active=weights.active), weights if moves else None)
-
-
-def _reference_again(
-    cfg: RunConfig,
-    policy: Policy,
-    other: ModelSource | None,
-    cached: CachedReference,
-    engine: LogProbEngine,
-    timers: PhaseTimers,
-) -> Callable[[], AbstractContextManager[None]]:
-    """Return a function whose context turns the model into the reference, also after updates of the policy.
-
-    Call it before the first update of the policy.
-    """
-    if policy.adapters is not None and other is None:
-        live = _hold(cfg, policy, None, engine, timers, adapter=True).policy
-        assert isinstance(live, LiveReference)
-        return live.active
-    return partial(_reloaded, policy, other, cached.cache)
 
 
 @contextlib.contextmanager
@@ -240,47 +201,51 @@ class Precomputation:
         first_step: optimizer steps done before this run was resumed; 0 for a new run.
     """
 
-    cfg: RunConfig
+    run: ResolvedRun
     cached: CachedReference
     engine: LogProbEngine
     data: RunData
-    trainer_cfg: TrainerConfig
     timers: PhaseTimers
     run_timer: RunTimer
     first_step: int
 
-    @property
-    def has_later_epochs(self) -> bool:
-        """Whether the run continues beyond the epoch in which it starts or is resumed."""
-        batches = len(self.data.train.batch_sampler)
-        return self.first_step + self._steps(self.first_step) < self.trainer_cfg.total_steps(batches)
-
-    def before_training(self) -> None:
+    def before_training(self, policy: Policy) -> ReferenceSetup:
         """Compute the log-probs for the epoch in which the run starts or is resumed, and for validation; collective.
 
-        The model must hold the reference weights.
+        The model must hold the reference weights. Call it before the first update of the policy.
 
         Raises:
             Stopped: the run must stop before all log-probs are computed.
         """
-        length = self.trainer_cfg
-        validation = validation_sets(self.data.validation, limit=length.limit_val_batches)
-        train, number = batches_to_epoch_end(length, self.data.train, step=self.first_step), self._steps(self.first_step)
-        if self._covers_later_epochs():
-            loader = every_example(self.data.train)
+        run, length, cache = self.run, self.run.length, self.cached.cache
+        epoch_batches, number = len(self.data.train.batch_sampler), self._steps_to_epoch_end(self.first_step)
+        has_later_epochs = self.first_step + number < length.total_steps(epoch_batches)
+        train = batches_to_epoch_end(length, self.data.train, step=self.first_step)
+        if has_later_epochs and length.steps_per_epoch(epoch_batches) == epoch_batches and not run.cfg.loss.record.needs_z0:
+            loader = every_example(self.data.train)  # one pass over all examples gives the log-probs of all later epochs
             train, number = iter(loader), len(loader)
+        validation = validation_sets(self.data.validation, limit=length.limit_val_batches)
         number += sum(each.batches for each in validation)
-        cache, settings = self.cached.cache, self.cfg.model.data
+        settings = run.cfg.model.data
         rows = [settings.data_prefix, settings.splits_string, settings.fields, settings.seq_length, settings.truncation_mode]
         with self.timers.phase("reference"), cache.one_job(str(rows)), signals.deferred():
             known, batches = cache.size, chain(train, validation_batches(validation))
             reason = self._compute(batches, number, active=contextlib.nullcontext)
             if reason is not None:
                 text = f"stopped by {reason.text} in the reference pass, with {cache.size} log-probs in {cache.folder}"
-                stop_run(text, self.cfg)
+                stop_run(text, requeues=run.cfg.trainer.requeue)
         self.timers.report_and_reset()  # these phases are not part of a step
         if state.is_rank_zero():
             print(f"reference log-probs: {cache.size - known} sequences computed, in {cache.folder}", flush=True)
+        if not has_later_epochs:
+            return ReferenceSetup(self.cached)
+        # A context that turns the model into the reference, also after updates of the policy.
+        active: Callable[[], AbstractContextManager[None]] = partial(_reloaded, policy, run.reference_model, cache)
+        if policy.adapters is not None and run.reference_model is None:
+            live = _live_reference(run, policy, self.engine, self.timers, disables_adapters=True).policy
+            assert isinstance(live, LiveReference)
+            active = live.active
+        return ReferenceSetup(self.cached, precompute=partial(self.at_epoch_start, active=active))
 
     def at_epoch_start(self, step: int, *, active: Callable[[], AbstractContextManager[None]]) -> None:
         """Compute the log-probs from ``step`` to the end of its epoch, or until the run must stop; collective.
@@ -293,17 +258,11 @@ class Precomputation:
             return
         with self.timers.phase("reference"):
             self.cached.cache.refresh()  # without a lock: a run cannot be stopped while it waits for another job
-            batches = batches_to_epoch_end(self.trainer_cfg, self.data.train, step=step)
-            self._compute(batches, self._steps(step), active=active)
+            batches = batches_to_epoch_end(self.run.length, self.data.train, step=step)
+            self._compute(batches, self._steps_to_epoch_end(step), active=active)
 
-    def _steps(self, step: int) -> int:
-        return steps_to_epoch_end(self.trainer_cfg, len(self.data.train.batch_sampler), step=step)
-
-    def _covers_later_epochs(self) -> bool:
-        """Return whether one pass over all examples gives the log-probs of all later epochs."""
-        batches = len(self.data.train.batch_sampler)
-        uses_all = self.trainer_cfg.steps_per_epoch(batches) == batches
-        return self.has_later_epochs and uses_all and not self.cfg.loss.record.needs_z0
+    def _steps_to_epoch_end(self, step: int) -> int:
+        return steps_to_epoch_end(self.run.length, len(self.data.train.batch_sampler), step=step)
 
     def _compute(
         self, batches: Iterator[Any], number: int, *, active: Callable[[], AbstractContextManager[None]]
@@ -316,21 +275,24 @@ class Precomputation:
                 if (reason := self.run_timer.stop_reason()) is not None:
                     reasons.append(reason)
                     return
-                yield self.cfg.recipe.sequences(self.data.collate_fn(batch))
+                yield self.run.cfg.recipe.sequences(self.data.collate_fn(batch))
 
         self.cached.precompute(until_stopped(), self.engine, active=active)
         return reasons[0] if reasons else None
 
 
-def _open_cache(cfg: RunConfig, policy: Policy, other: ModelSource | None, engine: LogProbEngine) -> ReferenceCache:
+def _open_cache(run: ResolvedRun, policy: Policy, engine: LogProbEngine) -> ReferenceCache:
+    """Open the cache of log-probs of this reference; its settings and models determine the folder."""
+    data, fp8, other = run.cfg.model.data, run.cfg.model.fp8, run.reference_model
     settings = {
-        "precision": cfg.trainer.precision,
+        "precision": run.cfg.trainer.precision,
         "device": device.current_device().type,
         "mean over tokens": engine.average_log_probs,
-        "attention within documents": cfg.model.data.reset_attention_mask,
-        **({} if cfg.model.fp8 is None else {"fp8": cfg.model.fp8}),
+        "attention within documents": data.reset_attention_mask,
+        **({} if fp8 is None else {"fp8": fp8}),
     }
-    models = [policy.source, policy.base_model, policy.adapter_folder] if other is None else [other.base, other.adapters]
-    folders = [Path(model) for model in models if model is not None]
-    data = cfg.model.data
+    models = [run.files.source, policy.base_model, run.files.adapter_folder]
+    if other is not None:
+        models = [other.base, other.adapters]
+    folders = [model for model in models if model is not None]
     return ReferenceCache(folder=Path(data.cache_dir), settings=settings, models=folders, shared=data.cache_shared)

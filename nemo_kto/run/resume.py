@@ -8,16 +8,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.algorithms.stopping import EarlyStopping
-from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, INFO, Checkpoint, named_checkpoints
-from nemo_kto.checkpoint.choose import newest_checkpoint
-from nemo_kto.checkpoint.restricted import reading
+from nemo_kto.artifacts.checkpoint_files import INFO, Checkpoint, named_checkpoints
+from nemo_kto.checkpoint.discovery import newest_checkpoint
+from nemo_kto.checkpoint.safe_loading import read_errors
+from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.run.data import RunData
 from nemo_kto.run.facts import Facts, differences, facts_of_earlier, facts_of_run
+
+logger = logging.getLogger(__name__)
+
+_ANOTHER = "start a new run in another folder with exp_manager.name or exp_manager.explicit_log_dir"
+_EARLY_STOPPING = "exp_manager.create_early_stopping_callback"
 
 
 def build_early_stopping(cfg: RunConfig, *, agree: Callable[[int], int] | None = None) -> EarlyStopping | None:
@@ -39,30 +44,20 @@ def build_early_stopping(cfg: RunConfig, *, agree: Callable[[int], int] | None =
     )
 
 
-def stopped_early(cfg: RunConfig, checkpoint: Checkpoint) -> str | None:
-    """Return why early stopping ended the run of a checkpoint, under the current settings; None if it did not."""
-    stopping = build_early_stopping(cfg)
-    if stopping is None:
-        return None
-    stopping.load_state_dict(checkpoint.info["trainer"].get("early_stopping", {}))
-    return stopping.reason
-
-
-def check_early_stopping(cfg: RunConfig, data: RunData) -> None:
-    """Check before training that early stopping has validation rows.
+def check_validation_rows(cfg: RunConfig, data: RunData) -> None:
+    """Check before training that there are validation rows if early stopping or the choice of the best model needs them.
 
     Raises:
         UserError: there are no validation rows.
     """
-    if cfg.exp_manager.create_early_stopping_callback and not data.validation:
-        key = "exp_manager.create_early_stopping_callback"
-        text = f"must leave rows for validation with {key}=true, got none from {cfg.model.data.splits_string}"
-        raise UserError(f'model.data.splits_string {text}; e.g. "90,10", or set {key}=false')
-
-
-logger = logging.getLogger(__name__)
-
-_ANOTHER = "start a new run in another folder with exp_manager.name or exp_manager.explicit_log_dir"
+    needs = {
+        "export.which": (cfg.export.enabled and cfg.export.which == "best", "best", "last"),
+        _EARLY_STOPPING: (cfg.exp_manager.create_early_stopping_callback, "true", "false"),
+    }
+    for key, (is_needed, value, without) in needs.items():
+        if is_needed and not data.validation:
+            text = f"must leave rows for validation with {key}={value}, got none from {cfg.model.data.splits_string}"
+            raise UserError(f'model.data.splits_string {text}; e.g. "90,10", or set {key}={without}')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +80,7 @@ class Resumption:
         return None if self.checkpoint is None else self.checkpoint.step
 
 
-def look_for_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> Resumption:
+def look_for_run(run: ResolvedRun, data: RunData) -> Resumption:
     """Check the run folder and choose the checkpoint to resume from; collective, with the same result on all ranks.
 
     Nothing is written.
@@ -95,78 +90,64 @@ def look_for_run(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig) -> R
             are damaged.
     """
     doing = "comparing the run with its folder"
-    if not cfg.exp_manager.resume_if_exists:
-        state.from_rank_zero(lambda: _refuse_checkpoints(cfg), doing=doing)
-    newest = newest_checkpoint(_checkpoints(cfg))
-    return state.from_rank_zero(lambda: _look(cfg, data, trainer_cfg, newest), doing=doing)
+    if not run.cfg.exp_manager.resume_if_exists:
+        state.from_rank_zero(lambda: _refuse_checkpoints(run.checkpoints), doing=doing)
+    newest = newest_checkpoint(run.checkpoints)
+    return state.from_rank_zero(lambda: _compare(run, data, newest), doing=doing)
 
 
-def _checkpoints(cfg: RunConfig) -> Path:
-    return Path(cfg.exp_manager.explicit_log_dir) / CHECKPOINTS
-
-
-def _refuse_checkpoints(cfg: RunConfig) -> None:
-    if steps := list(named_checkpoints(_checkpoints(cfg)).values()):
+def _refuse_checkpoints(folder: Path) -> None:
+    if steps := list(named_checkpoints(folder).values()):
         raise UserError(
-            f"a new run must have a folder without checkpoints, but {_checkpoints(cfg)} has {len(steps)}, "
+            f"a new run must have a folder without checkpoints, but {folder} has {len(steps)}, "
             f"the last of step {steps[-1]}; resume it with exp_manager.resume_if_exists=true, or {_ANOTHER}"
         )
 
 
-def _look(cfg: RunConfig, data: RunData, trainer_cfg: TrainerConfig, newest: Checkpoint | None) -> Resumption:
-    folder = Path(cfg.exp_manager.explicit_log_dir)
-    facts = facts_of_run(cfg, data, trainer_cfg)
+def _compare(run: ResolvedRun, data: RunData, newest: Checkpoint | None) -> Resumption:
+    facts = facts_of_run(run, data)
     if newest is None:
         return Resumption(facts=facts)
-    with reading(newest.folder / INFO):
-        changed = differences(_facts_of(newest, facts), facts)
+    with read_errors(newest.folder / INFO):
+        saved = newest.info.get("run")
+        if saved is None:
+            text = "%s was written by an earlier version without the facts of its run: whether weights, data, seed and loss "
+            logger.warning(text + "are the same cannot be checked", newest.folder)
+            saved = facts_of_earlier(newest.info, facts)
+        changed = differences(saved, facts)
     if changed:
         count = "1 change" if len(changed) == 1 else f"{len(changed)} changes"
-        lines = [f"the run in {folder} cannot be resumed with {count}, nothing was written", *changed]
+        lines = [f"the run in {run.folder} cannot be resumed with {count}, nothing was written", *changed]
         raise UserError("\n  ".join([*lines, f"change {'it' if len(changed) == 1 else 'them'} back, or {_ANOTHER}"]))
-    finished = _finished(cfg, newest, trainer_cfg, len(data.train.batch_sampler))
+    finished = _finished(run, newest, len(data.train.batch_sampler))
     return Resumption(facts=facts, checkpoint=newest, finished=finished)
 
 
-def _facts_of(checkpoint: Checkpoint, now: Facts) -> Facts:
-    kept = checkpoint.info.get("run")
-    if kept is None:
-        logger.warning(
-            "%s is of an earlier version, which did not note what its run is of: that weights, data, seed and loss are the "
-            "same cannot be checked",
-            checkpoint.folder,
-        )
-    return facts_of_earlier(checkpoint.info, now) if kept is None else kept
-
-
-def _finished(cfg: RunConfig, newest: Checkpoint, trainer_cfg: TrainerConfig, batches: int) -> str | None:
+def _finished(run: ResolvedRun, newest: Checkpoint, batches: int) -> str | None:
     """Return the message that nothing is left to do; None if the run is not finished."""
-    step, total = newest.info["trainer"]["step"], trainer_cfg.total_steps(batches)
-    stopped = stopped_early(cfg, newest) if step < total else None
-    to_do = (step < total and stopped is None) or newest.info["trainer"].get("validation_due") or _lacks_export(cfg, newest)
-    if to_do:
+    trainer, total = newest.info["trainer"], run.length.total_steps(batches)
+    step, stopping = trainer["step"], build_early_stopping(run.cfg)
+    stopped = None
+    if step < total and stopping is not None:
+        stopping.load_state_dict(trainer.get("early_stopping", {}))
+        stopped = stopping.reason
+    if (step < total and stopped is None) or trainer.get("validation_due") or _lacks_export(run, newest):
         return None
-    why, settings = trainer_cfg.what_ends(batches)
-    folder = cfg.exp_manager.explicit_log_dir
-    longer = " and ".join(f"trainer.{cfg.recipe.name}.{setting}" for setting in settings)
-    remedy = f"raise {longer}"
+    reason, settings = run.length.what_ends(batches)
+    remedy = f"raise {' and '.join(f'trainer.{run.cfg.recipe.name}.{setting}' for setting in settings)}"
     if stopped is not None:
-        why, remedy = f"early stopping: {stopped}", "set exp_manager.create_early_stopping_callback=false"
-    text = f"already finished at step {step} of {total} ({why}), nothing was done in {folder}; {remedy} to train longer"
-    return f"{text}, or {_ANOTHER}"
+        reason, remedy = f"early stopping: {stopped}", f"set {_EARLY_STOPPING}=false"
+    text = f"already finished at step {step} of {total} ({reason}), nothing was done in {run.folder}"
+    return f"{text}; {remedy} to train longer, or {_ANOTHER}"
 
 
-def _lacks_export(cfg: RunConfig, newest: Checkpoint) -> bool:
+def _lacks_export(run: ResolvedRun, newest: Checkpoint) -> bool:
     """Return whether a run that reached its last step still lacks an export.
 
     Exports are written atomically, so an existing one is complete. An export older than the newest checkpoint belongs to an
     earlier step.
     """
-    if not cfg.export.enabled:
-        return False
-    adapters = [cfg.export.adapter_path] if cfg.model.peft.peft_scheme != "none" else []
+    export = run.cfg.export
+    paths = [export.path, *([export.adapter_path] if run.has_adapters else [])] if export.enabled else []
     written = (newest.folder / INFO).stat().st_mtime_ns
-    return not all(
-        Path(path).is_dir() and os.listdir(path) and os.stat(path).st_mtime_ns >= written
-        for path in (*adapters, cfg.export.path)
-    )
+    return not all(os.path.isdir(path) and os.listdir(path) and os.stat(path).st_mtime_ns >= written for path in paths)

@@ -9,9 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_kto.architecture.architecture import read_architecture
-from nemo_kto.artifacts.checkpoint_files import config_folder
-from nemo_kto.config.choices import adapter_settings, pipeline_split, reference_passes
+from nemo_kto.config.resolved import ModelFiles, ResolvedRun
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.data.batches.loader import SequenceCost, by_cost, every_nth
 from nemo_kto.data.tokens.chat import load_tokenizer
@@ -26,32 +24,32 @@ from nemo_kto.models.flops import ModelFlops, Passes
 _GPU_TOKENS, _CPU_TOKENS = 8192, 512
 
 
-def model_tokenizer(source: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a Hugging Face folder or of one of our checkpoints."""
-    return load_tokenizer(config_folder(source), vocab_size=model_vocab_size(source))
+def model_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model, and check that the model's embedding has a row for each of its tokens."""
+    return load_tokenizer(files.hf_folder, vocab_size=model_vocab_size(files))
 
 
-def model_vocab_size(source: Path) -> int | None:
+def model_vocab_size(files: ModelFiles) -> int | None:
     """Return the number of rows of the model's embedding.
 
     None if the folder contains no readable model configuration, because a tokenizer is enough to count tokens.
     """
     try:
-        return read_architecture(config_folder(source), tensor_parallel=1).vocab_size
+        return files.architecture.vocab_size
     except UserError:
         return None
 
 
-def source_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def source_settings(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the arguments of ``data.batches.dataset.build_splits``, except for the kind of the examples."""
-    data = cfg.model.data
+    cfg, data = run.cfg, run.cfg.model.data
     return {
         "data_prefix": data.data_prefix,
         "splits_string": data.splits_string,
         "fields": data.fields,
         "min_validation_rows": 2 if cfg.loss.record.needs_z0 else 1,  # KL examples are formed within a batch
         "tokenizer": tokenizer,
-        "vocab_size": model_vocab_size(Path(cfg.pretrained_checkpoint.restore_from_path)),
+        "vocab_size": model_vocab_size(run.files),
         "seq_length": data.seq_length,
         "truncation_mode": data.truncation_mode,
         "cache_dir": Path(data.cache_dir),
@@ -61,26 +59,26 @@ def source_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[
     }
 
 
-def collate_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def collate_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, limits: MicroBatchLimits) -> dict[str, Any]:
     """Return the keyword arguments of the collate functions in ``data.batches.collate``."""
     return {
         "eos_id": tokenizer.eos_token_id,
         "seq_length": cfg.model.data.seq_length,
-        "pad_to_multiple": micro_batch_limits(cfg).multiple,
+        "pad_to_multiple": limits.multiple,
         "reset_attention_mask": cfg.model.data.reset_attention_mask,
         "eod_mask_loss": cfg.model.data.eod_mask_loss,
     }
 
 
-def micro_batch_limits(cfg: RunConfig, *, on_gpu: bool | None = None) -> MicroBatchLimits:
+def micro_batch_limits(run: ResolvedRun, *, on_gpu: bool | None = None) -> MicroBatchLimits:
     """Return the configured limits of a micro-batch, or the defaults for the device.
 
     Args:
-        cfg: configuration of the run.
+        run: the run.
         on_gpu: whether the run computes on a GPU; None for the device of this rank. The planner passes a value, because a
             plan may be for another machine.
     """
-    model, on_gpu = cfg.model, device.on_gpu() if on_gpu is None else on_gpu
+    model, on_gpu = run.cfg.model, device.on_gpu() if on_gpu is None else on_gpu
     multiple = width_multiple(
         tensor_parallel=model.tensor_model_parallel_size,
         sequence_parallel=model.sequence_parallel,
@@ -97,25 +95,24 @@ def micro_batch_limits(cfg: RunConfig, *, on_gpu: bool | None = None) -> MicroBa
         multiple=multiple,
         packed=model.data.packing,
         context_parallel=model.context_parallel_size,
-        group=pipeline_split(model).group,
+        group=run.split.group,
     )
 
 
-def shares_of(cfg: RunConfig, *, training: bool) -> Callable[..., list[list[int]]]:
+def shares_of(run: ResolvedRun, *, training: bool) -> Callable[..., list[list[int]]]:
     """Return the function that distributes the examples of a global batch over the data-parallel ranks.
 
     With packed sequences, the ranks get about equal cost, otherwise about equal numbers of examples.
     """
+    cfg = run.cfg
     if not cfg.model.data.packing:
         return every_nth
-    source = Path(cfg.pretrained_checkpoint.restore_from_path)
-    architecture = read_architecture(config_folder(source), tensor_parallel=1)
-    flops = ModelFlops.of_model(architecture, adapters=adapter_settings(cfg.model.peft))
+    flops = ModelFlops.of_model(run.architecture, adapters=run.adapters)
 
     def cost(passes: Passes) -> SequenceCost:
         return flops.of_passes(passes).of_tokens
 
-    forward, disabled = reference_passes(cfg)
+    forward, disabled = run.reference_passes
     ahead = int(training and cfg.loss.record.looks_ahead)
     costs = cfg.recipe.costs(
         cost=cost(Passes(forward + 1 + ahead, disabled, backward=int(training))),
@@ -123,15 +120,3 @@ def shares_of(cfg: RunConfig, *, training: bool) -> Callable[..., list[list[int]
         seq_length=cfg.model.data.seq_length,
     )
     return partial(by_cost, costs=costs)
-
-
-def too_few_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> str | None:
-    """Return why ``rows`` training rows are too few for a global batch, with a remedy; None if they suffice."""
-    wanted = cfg.model.global_batch_size
-    if rows >= wanted:
-        return None
-    step = (cfg.model.micro_batch_size or 1) * data_parallel
-    largest = rows // step * step
-    fits = f"set model.global_batch_size={largest}, or train on more rows (model.data.data_prefix)"
-    remedy = fits if largest > cfg.loss.record.needs_z0 else "train on more rows (model.data.data_prefix)"
-    return f"model.global_batch_size must be at most the number of training rows, {rows}, got {wanted}; {remedy}"

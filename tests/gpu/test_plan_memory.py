@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.config.schema import RunConfig
+from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
 from nemo_kto.planner.hardware import CONTEXT
 from tests.helpers.tiny_models import make_checkpoint, make_rows, write_rows
@@ -21,8 +21,8 @@ def test_a_run_uses_the_planned_memory(tmp_path: Path) -> None:
 
     plans = []
 
-    def planned(cfg: RunConfig, ranks: int, local: int) -> None:
-        plans.append(plan_run.make_plan(cfg, plan_run.these_machines(cfg, ranks=ranks, local=local, timed=False)))
+    def planned(run: ResolvedRun, ranks: int, local: int) -> None:
+        plans.append(plan_run.make_plan(run, plan_run.these_machines(run, ranks=ranks, local=local, timed=False)))
 
     sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32768}
     model = make_checkpoint(tmp_path / "model", "llama", **sizes)

@@ -20,8 +20,9 @@ CLI = [sys.executable, "-m", "nemo_kto.cli.main"]
 _STUB_TRAINING = """
 import sys, types
 
-def train(cfg, check_memory):
+def train(run, check_memory):
     import os
+    cfg = run.cfg
     from nemo_kto.config.saved_config import save_config
     if os.environ.get("RANK", "0") == "0":  # as the job does, when it knows its precision
         save_config(cfg)

@@ -86,6 +86,7 @@ def train(
     ``build.train``.
     """
     from nemo_kto.config import compose
+    from nemo_kto.config.resolved import ResolvedRun
     from nemo_kto.run import build
 
     defaults = [
@@ -114,4 +115,4 @@ def train(
     source = compose.Source(config_name=f"gpt_{algorithm}")
     cfg, problems = compose.to_config(compose.load([*defaults, *overrides], source=source))
     assert cfg is not None, problems
-    build.train(cfg, **hooks)
+    build.train(ResolvedRun.of(cfg), **hooks)

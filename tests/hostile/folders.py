@@ -13,6 +13,7 @@ from nemo_kto.algorithms.recipes import KTO
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.artifacts.adapter_files import read_adapter_settings
+from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.data.rows.records import KTORecord, RowError
 from nemo_kto.data.tokens.chat import RecordEncoder
 from nemo_kto.errors import UserError
@@ -182,7 +183,7 @@ def ranks_say(model: Path, adapter: Path | None = None) -> str | None:
     """Errors that a rank finds, by the functions that read the files; any error except UserError is a bug."""
     try:
         check_weights(read_architecture(model, tensor_parallel=1), model)
-        encoder = RecordEncoder(tokenizer=model_tokenizer(model))
+        encoder = RecordEncoder(tokenizer=model_tokenizer(ModelFiles(source=model)))
         (encoded,) = encoder.encode([KTORecord(prompt=[USER], response=[ANSWER], desirable=True, line=1)])
         if isinstance(encoded, RowError):
             return str(encoded)

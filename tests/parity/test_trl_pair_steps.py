@@ -54,6 +54,7 @@ def trl_dpo_steps(
 def our_steps(policy: Path, reference: Path, rows: Path, folder: Path, overrides: list[str]) -> None:
     """The same run in this project, on this rank."""
     from nemo_kto.config import compose
+    from nemo_kto.config.resolved import ResolvedRun
     from nemo_kto.run import build
 
     settings = [
@@ -80,7 +81,7 @@ def our_steps(policy: Path, reference: Path, rows: Path, folder: Path, overrides
     ]
     cfg, problems = compose.to_config(compose.load([*settings, *overrides], source=compose.Source(config_name="gpt_dpo")))
     assert cfg is not None, problems
-    build.train(cfg)
+    build.train(ResolvedRun.of(cfg))
 
 
 def our_log(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -51,16 +51,15 @@ def errors_of(
 ) -> list[str]:
     world = None if ranks == 1 else World(rank=0, size=ranks, local_rank=0, local_size=ranks, sees_same=torchrun)
     job = Job(recipe=recipe, source=source_of(recipe), world=world)
-    rules = partial(job.broken_rules, sweep=sweep)
+    rules = job.checker(sweep=sweep).rule_errors
     return [str(mistake) for mistake in judge(config, recipe=recipe, rules=rules, fallback=composed([], recipe))]
 
 
 def mistakes(overrides: Sequence[str], recipe: Recipe = KTO, *, sweep: bool = False) -> list[str]:
     """Errors of a command line, except for missing required keys."""
     job = Job(recipe=recipe, source=source_of(recipe), world=None)
-    return [
-        str(wrong) for wrong in job.mistakes(overrides, sweep=sweep) if not wrong.text.startswith("must be given, got n")
-    ]
+    found = job.checker(sweep=sweep).errors(overrides)
+    return [str(error) for error in found if not error.text.startswith("must be given, got n")]
 
 
 def of(recipe: Recipe, texts: Sequence[Text]) -> list[Text]:

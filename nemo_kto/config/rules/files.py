@@ -1,4 +1,4 @@
-"""Rules for the files that a configuration names: model, tokenizer, adapters, first rows, folders.
+"""Rules for the files that a configuration names: model, tokenizer, adapters, data, folders.
 
 The checks run before anything is loaded and import neither transformers nor megatron-core. Errors that only a loaded model
 can show are reported when it is loaded.
@@ -12,8 +12,9 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from nemo_kto.architecture.config_file import CONFIG, read_config_file
+from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.architecture.families import Family
 from nemo_kto.architecture.lora import (
     EMBEDDING,
@@ -26,48 +27,81 @@ from nemo_kto.architecture.lora import (
 )
 from nemo_kto.architecture.rope import longest_sequence
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, is_our_adapter, read_adapter_settings
-from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, check_checkpoint, config_folder, is_checkpoint
+from nemo_kto.artifacts.checkpoint_files import INFO, check_checkpoint
 from nemo_kto.artifacts.safetensors_files import find_weights, is_our_model
-from nemo_kto.artifacts.sources import check_same_shape, find_source, is_peft_folder, is_whole_model
+from nemo_kto.artifacts.sources import check_same_shape, find_source, irregular_files, is_peft_folder, is_whole_model
 from nemo_kto.artifacts.tokenizer_files import check_tokenizer, has_chat_template
-from nemo_kto.config.choices import adapter_settings
+from nemo_kto.config.resolved import ModelFiles, ResolvedRun
 from nemo_kto.config.rules.layout import divisor_below, expert_rules, pipeline_rules
-from nemo_kto.config.schema import RunConfig
-from nemo_kto.data.rows.sources import WHOLE, read_data_prefix
+from nemo_kto.data.rows.reader import Fields
+from nemo_kto.data.rows.sources import WHOLE, check_validation_names, read_data_prefix
 from nemo_kto.errors import ConfigError, UserError, error_of
 from nemo_kto.utils.files import open_file, other_format
 
 Errors = Iterator[ConfigError]
 _MODEL, _DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"
 _REFERENCE, _ADAPTER = "model.reference.restore_from_path", "model.peft.restore_from_path"
-_MAX_ROW_BYTES = 2**20  # limit for a first row; a file without newlines may be as large as the disk
 _TARGETS, _DORA = "model.peft.lora_tuning.target_modules", "model.peft.lora_tuning.dora"
 _SELECTION, _SCHEME = "model.peft.lora_tuning.layer_selection", "model.peft.peft_scheme"
+_MAX_ROW_BYTES = 2**20  # limit for a first row; a file without newlines may be as large as the disk
 
 
-def broken_files(cfg: RunConfig) -> Errors:
-    """Find all errors in the named files and folders, except paths that do not exist, which other rules report."""
-    source, reference = Path(cfg.pretrained_checkpoint.restore_from_path), cfg.model.reference.restore_from_path
-    wrong = [*_source(_MODEL, source)]
-    if reference is not None and Path(reference) != source:
-        wrong += _source(_REFERENCE, Path(reference))
-    yield from wrong or _use_of_sources(cfg, source)
-    folder = config_folder(source)
+def file_rules(run: ResolvedRun) -> Errors:
+    """Find all errors in the named files and folders."""
+    cfg, files = run.cfg, run.files
+    yield from _missing_files(run)
+    reference = cfg.model.reference.restore_from_path
+    wrong = [*_source_rules(_MODEL, files)]
+    if reference is not None and Path(reference) != files.source:
+        wrong += _source_rules(_REFERENCE, ModelFiles(source=Path(reference)))
+    yield from wrong or _use_of_sources(run)
     try:
-        config, family = read_config_file(folder)
+        config, family = files.config
     except UserError:  # reported above, or the folder does not exist
         config, family = {}, None
-    yield from _layout(cfg, config, family)
+    yield from _model_rules(run, config, family)
     if family is not None:
-        yield from expert_rules(cfg, config, family)
-    yield from _adapter(cfg, config)
-    if family is not None and cfg.model.peft.peft_scheme != "none" and cfg.model.peft.restore_from_path is None:
-        yield from _targets(cfg, family)
-        yield from _embedding(cfg, config)
-    if os.path.isfile(folder / CONFIG):
-        yield from _raised(_MODEL, lambda: check_tokenizer(folder, vocab_size=config.get("vocab_size")))
-        yield from _rows(cfg, folder)
-    yield from _folders(cfg)
+        yield from expert_rules(run, config, family)
+    yield from _adapter_layers(run, config.get("num_hidden_layers"))
+    if family is not None and run.has_adapters and files.adapter_folder is None:
+        yield from _target_rules(run, config, family)
+    if os.path.isfile(files.hf_folder / CONFIG):
+        yield from _raised(_MODEL, lambda: check_tokenizer(files.hf_folder, vocab_size=config.get("vocab_size")))
+        yield from _first_rows(run)
+    yield from _folder_rules(run)
+
+
+def _missing_files(run: ResolvedRun) -> Errors:
+    """Find paths that do not exist or are of another kind."""
+    source, adapter = run.files.source, run.files.adapter_folder
+    if is_peft_folder(source):
+        remedy = f"set {_ADAPTER} to this folder, and {_MODEL} to the base model of the adapters"
+        yield ConfigError(_MODEL, f"must be a model, got {source}, which holds adapters in PEFT format; {remedy}")
+    elif not any(os.path.isfile(source / file) for file in (CONFIG, INFO)):
+        form = f"must be a Hugging Face folder (with {CONFIG}) or one of our checkpoints (with {INFO})"
+        got = f"{source}{irregular_files(source)}"
+        yield ConfigError(_MODEL, f"{form}, got {got}; download it or correct the path", about_files=True)
+    if adapter is not None and not os.path.isfile(adapter / ADAPTER_CONFIG):
+        text = f"must be a folder in PEFT format (with {ADAPTER_CONFIG}), got {adapter}; correct the path"
+        yield ConfigError(_ADAPTER, text, about_files=True)
+    prefix = run.cfg.model.data.data_prefix
+    missing = [path for path in _paths_in(prefix) if not os.path.exists(path)]
+    for path in missing:
+        yield ConfigError(_DATA, f"must name files and folders that exist, got {path}; correct the path", about_files=True)
+    if wrong_form := error_of(lambda: check_validation_names(prefix) if missing else read_data_prefix(prefix)):
+        yield ConfigError(_DATA, f"cannot be read: {wrong_form.removeprefix('data_prefix ')}")
+    if wrong_names := error_of(lambda: Fields(run.cfg.model.data.fields or {})):
+        yield ConfigError("model.data.fields", wrong_names)
+
+
+def _paths_in(value: object) -> list[str]:
+    """Return the paths in a string, a list or a mapping of splits; the weights of a blend are skipped."""
+    if isinstance(value, Mapping):
+        return _paths_in([*value.values()])
+    if isinstance(value, list | tuple):
+        return [path for part in value for path in _paths_in(part)]
+    is_path = isinstance(value, str | Path) and error_of(lambda: float(str(value))) is not None
+    return [str(value)] if is_path else []
 
 
 def _raised(key: str, action: Callable[[], object]) -> Errors:
@@ -78,42 +112,41 @@ def _raised(key: str, action: Callable[[], object]) -> Errors:
         yield ConfigError(key, f"cannot be used: {error}", about_files=True)
 
 
-def _source(key: str, source: Path) -> Errors:
+def _source_rules(key: str, files: ModelFiles) -> Errors:
     """Find errors in a model: in its configuration and the headers of its weight files."""
-    if is_checkpoint(source):
+    source = files.source
+    if files.is_checkpoint:
         try:
             base = check_checkpoint(source)
         except UserError as error:
             yield ConfigError(key, f"cannot be used: {error}", about_files=True)
         else:
             if base is not None and is_whole_model(base):
-                yield from _source(key, base)
-        yield from _raised(key, lambda: read_config_file(source / "hf"))
+                yield from _source_rules(key, ModelFiles(source=base))
+        yield from _raised(key, lambda: files.config)
     elif os.path.isfile(source / CONFIG):
-        yield from _raised(key, lambda: read_config_file(source))
+        yield from _raised(key, lambda: files.config)
         yield from _raised(key, lambda: find_weights(source))
     elif is_peft_folder(source):
         yield from _raised(key, lambda: read_adapter_settings(source))
 
 
-def _use_of_sources(cfg: RunConfig, source: Path) -> Errors:
+def _use_of_sources(run: ResolvedRun) -> Errors:
     """Check that existing folders of policy and reference fit their use, so that all named folders are used."""
-    reference, peft, base = cfg.model.reference.restore_from_path, cfg.model.peft, source
-    if is_whole_model(source) or is_checkpoint(source):
+    source, base, reference = run.files.source, run.files.source, run.cfg.model.reference.restore_from_path
+    if run.files.is_checkpoint or is_whole_model(source):
         try:
-            policy = find_source(source)
+            policy = run.files.own
         except UserError as error:
             yield ConfigError(_MODEL, str(error), about_files=True)
         else:
             base = policy.base
-            if policy.adapters is not None and peft.peft_scheme == "none":
+            if policy.adapters is not None and not run.has_adapters:
                 remedy = f"set {_SCHEME}=lora, or merge them first: nemo-kto export {source} FOLDER"
                 text = f"must be a whole model without adapters, got {source}, which holds only adapters"
                 yield ConfigError(_MODEL, f"{text}; {remedy}")
-            if policy.adapters is not None and peft.restore_from_path is not None:
-                text = (
-                    f"must be null where {_MODEL} brings adapters of its own, got {peft.restore_from_path}; give one of them"
-                )
+            if policy.adapters is not None and run.files.adapter_folder is not None:
+                text = f"must be null if {_MODEL} contains adapters, got {run.files.adapter_folder}; set one of the two"
                 yield ConfigError(_ADAPTER, text, (_MODEL,))
     if reference is not None:
         wrong = error_of(lambda: check_same_shape(base, find_source(Path(reference), default_base=base).base))
@@ -121,82 +154,74 @@ def _use_of_sources(cfg: RunConfig, source: Path) -> Errors:
             yield ConfigError(_REFERENCE, wrong, (_MODEL,), about_files=True)
 
 
-def _layout(cfg: RunConfig, config: dict[str, int], family: Family | None) -> Errors:
-    """Check the layout against the model that config.json describes; fields absent from config.json are not checked."""
-    model, where = cfg.model, cfg.pretrained_checkpoint.restore_from_path
-    yield from pipeline_rules(cfg, config.get("num_hidden_layers"))
+def _model_rules(run: ResolvedRun, config: dict[str, Any], family: Family | None) -> Errors:
+    """Check layout and sequence length against config.json; fields absent from config.json are not checked."""
+    model, source = run.cfg.model, run.files.source
+    yield from pipeline_rules(run, config.get("num_hidden_layers"))
     width, shards = config.get("intermediate_size"), model.tensor_model_parallel_size
     # In a model with experts, intermediate_size may be the width of the experts, or of no layer.
-    of_all = family is None or family.experts is None
-    if of_all and width is not None and width % shards:
-        text = f"must divide intermediate_size = {width} of {where}, got {shards}; use {divisor_below(width, shards)}"
+    is_dense = family is None or family.experts is None
+    if is_dense and width is not None and width % shards:
+        text = f"must divide intermediate_size = {width} of {source}, got {shards}; use {divisor_below(width, shards)}"
         yield ConfigError("model.tensor_model_parallel_size", text, (_MODEL,))
     limits = longest_sequence(config if family is None else family.rope(config, "full_attention"))
     (name, positions), length = limits, model.data.seq_length
     if positions is not None and length > positions:
-        text = f"must be at most {name} = {positions} of {where}, got {length}; use {positions} or fewer"
+        text = f"must be at most {name} = {positions} of {source}, got {length}; use {positions} or fewer"
         yield ConfigError("model.data.seq_length", text, (_MODEL,))
 
 
-def _adapter(cfg: RunConfig, config: dict[str, int]) -> Errors:
-    folder, layers = cfg.model.peft.restore_from_path, config.get("num_hidden_layers")
-    selected, key, reads = cfg.model.peft.lora_tuning.layer_selection, _SELECTION, [_SCHEME, _ADAPTER, _MODEL]
-    if folder is not None:
-        if not os.path.isfile(Path(folder) / ADAPTER_CONFIG):
-            return
+def _adapter_layers(run: ResolvedRun, layers: int | None) -> Errors:
+    """Check that the model has the layers that are adapted, and that existing adapters can be read."""
+    adapter, selected, key = run.files.adapter_folder, run.cfg.model.peft.lora_tuning.layer_selection, _SELECTION
+    if adapter is not None:
+        if not os.path.isfile(adapter / ADAPTER_CONFIG):
+            return  # reported as missing
         try:
-            settings = read_adapter_settings(folder)
+            selected, key = list(read_adapter_settings(adapter).layers or ()), _ADAPTER
         except UserError as error:
             yield ConfigError(_ADAPTER, f"cannot be used: {error}", about_files=True)
             return
-        selected, key, reads = list(settings.layers or ()), _ADAPTER, [_SCHEME, _MODEL]
-    if cfg.model.peft.peft_scheme != "none" and layers is not None and max(selected or [0]) > layers:
-        where = cfg.pretrained_checkpoint.restore_from_path
-        text = f"must adapt layers from 1 to {layers}, which {where} has, got layer {max(selected or [0])}; correct it"
-        yield ConfigError(key, text, tuple(reads))
+    if run.has_adapters and layers is not None and (last := max(selected or [0])) > layers:
+        text = f"must select layers from 1 to {layers} of {run.files.source}, got layer {last}; correct it"
+        yield ConfigError(key, text, tuple({_SCHEME, _ADAPTER, _MODEL} - {key}))
 
 
-def _targets(cfg: RunConfig, family: Family) -> Errors:
-    """Check that the target modules are linear layers that the model has as separate modules.
+def _target_rules(run: ResolvedRun, config: Mapping[str, object], family: Family) -> Errors:
+    """Check that the target modules are linear layers that the model has as separate modules, and that DoRA fits them.
 
-    With DoRA, experts cannot be targets.
+    Whether embeddings are tied by default is known only once the model is loaded.
     """
-    held = {hf_module(name) for mapping in adaptable(family) for name in mapping.hf_names}
-    targets = [target for target in cfg.model.peft.lora_tuning.target_modules if target in TARGET_MODULES]
-    if wrong := [target for target in targets if not held.issuperset(NEMO_TARGETS.get(target, (target,)))]:
-        text = f"must be layers that {family.name} has by themselves, got {', '.join(wrong)}, of which it fuses some; "
-        remedy = f"use of {', '.join(name for name in HUGGING_FACE_TARGETS if name in held)}, or {_SCHEME}=none"
-        yield ConfigError(_TARGETS, text + remedy, (_MODEL, _SCHEME))
+    tuning = run.cfg.model.peft.lora_tuning
+    separate = {hf_module(name) for mapping in adaptable(family) for name in mapping.hf_names}
+    targets = [target for target in tuning.target_modules if target in TARGET_MODULES]
+    if wrong := [target for target in targets if not separate.issuperset(NEMO_TARGETS.get(target, (target,)))]:
+        text = f"must be separate layers of {family.name}, got {', '.join(wrong)}, some of which it fuses"
+        remedy = f"use of {', '.join(name for name in HUGGING_FACE_TARGETS if name in separate)}, or {_SCHEME}=none"
+        yield ConfigError(_TARGETS, f"{text}; {remedy}", (_MODEL, _SCHEME))
     of_experts = {hf_module(name) for mapping in adaptable(family) if mapping.of_expert for name in mapping.hf_names}
     chosen = {module for target in targets for module in NEMO_TARGETS.get(target, (target,))}
-    if cfg.model.peft.lora_tuning.dora and chosen & of_experts:
-        text = "must be false with adapters on experts, which have none in peft either, got true"
-        yield ConfigError(_DORA, f"{text}; adapt the attention only", (_MODEL, _SCHEME, _TARGETS))
-
-
-def _embedding(cfg: RunConfig, config: Mapping[str, object]) -> Errors:
-    """Check that the embedding can be adapted; whether it is tied by default is known only once the model is loaded."""
-    targets = cfg.model.peft.lora_tuning.target_modules
-    if EMBEDDING not in targets:
-        return
-    settings, tied = adapter_settings(cfg.model.peft), bool(config.get("tie_word_embeddings"))
-    if settings is not None and (problem := embedding_problem(settings, tied=tied)):
-        got = f"{problem}, got {', '.join(targets)}"
+    if tuning.dora and chosen & of_experts:
+        text = "must be false with adapters on experts, for which peft has no DoRA, got true; adapt only the attention"
+        yield ConfigError(_DORA, text, (_MODEL, _SCHEME, _TARGETS))
+    tied, has_embedding = bool(config.get("tie_word_embeddings")), EMBEDDING in tuning.target_modules
+    if has_embedding and run.adapters is not None and (problem := embedding_problem(run.adapters, tied=tied)):
+        got = f"{problem}, got {', '.join(tuning.target_modules)}"
         yield ConfigError(_TARGETS, got, (_MODEL, _SCHEME, _SELECTION, _DORA))
 
 
-def _rows(cfg: RunConfig, folder: Path) -> Errors:
+def _first_rows(run: ResolvedRun) -> Errors:
     """Check that data files can be read, and that the tokenizer has a chat template if rows have messages.
 
     Only the first row of each file is read.
     """
+    prefix, folder = run.cfg.model.data.data_prefix, run.files.hf_folder
     try:
-        sources = read_data_prefix(cfg.model.data.data_prefix)
+        sources = read_data_prefix(prefix)
     except (UserError, OSError):
         return  # reported by other rules
     if sources.keys().isdisjoint((WHOLE, "train")):
-        text = f"must give training rows, got {cfg.model.data.data_prefix}; name their files under train"
-        yield ConfigError(_DATA, text)
+        yield ConfigError(_DATA, f"must give training rows, got {prefix}; name their files under train")
     for file in dict.fromkeys(file for group in sources.values() for source in group for file in source.files):
         try:
             with open_file(file) as handle:
@@ -212,7 +237,7 @@ def _rows(cfg: RunConfig, folder: Path) -> Errors:
         except (ValueError, RecursionError):
             continue  # reported with file and line when the rows are read
         if isinstance(row, dict) and any(map(_is_message_list, row.values())) and not _has_template(folder):
-            text = f"must hold plain strings where the tokenizer has no chat template, got messages in {file}"
+            text = f"must contain plain strings for a tokenizer without a chat template, got messages in {file}"
             remedy = f"add chat_template.jinja to {folder}, or write prompts and answers as strings"
             yield ConfigError(_DATA, f"{text}; {remedy}", (_MODEL,), about_files=True)
             return
@@ -229,57 +254,44 @@ def _has_template(folder: Path) -> bool:
         return True  # reported by the check of the tokenizer
 
 
-def _folders(cfg: RunConfig) -> Errors:
+def _folder_rules(run: ResolvedRun) -> Errors:
     """Check that folders can be created and written, and that runs and exports do not overwrite other files."""
-    written = {
-        "exp_manager.explicit_log_dir": cfg.exp_manager.explicit_log_dir,
-        "model.data.cache_dir": cfg.model.data.cache_dir,
-    }
-    exports = {"export.path": (cfg.export.path, is_our_model)}
-    if cfg.model.peft.peft_scheme != "none":
-        exports["export.adapter_path"] = (cfg.export.adapter_path, is_our_adapter)
-    if cfg.export.enabled:
-        written |= {key: path for key, (path, _) in exports.items() if path}
-    for key, path in written.items():
-        yield from _unwritable(key, Path(path))
-    checkpoints = Path(cfg.exp_manager.explicit_log_dir) / CHECKPOINTS
-    if not cfg.exp_manager.resume_if_exists and (earlier := sorted(checkpoints.glob("step_*"))):
+    cfg, export = run.cfg, run.cfg.export
+    exports = {"export.path": (export.path, is_our_model)} if export.enabled and export.path else {}
+    if export.enabled and export.adapter_path and run.has_adapters:
+        exports["export.adapter_path"] = (export.adapter_path, is_our_adapter)
+    written = {"exp_manager.explicit_log_dir": str(run.folder), "model.data.cache_dir": cfg.model.data.cache_dir}
+    for key, path in (written | {key: path for key, (path, _) in exports.items()}).items():
+        if (reason := _why_unwritable(Path(path))) is not None:
+            text = f"must be a folder that can be written, got {path}; {reason}; choose another"
+            yield ConfigError(key, text, about_files=True)
+    if not cfg.exp_manager.resume_if_exists and (earlier := sorted(run.checkpoints.glob("step_*"))):
         text = f"must be true in a folder with checkpoints, got false and {earlier[-1]}; or choose another exp_manager.name"
         yield ConfigError("exp_manager.resume_if_exists", text, ("exp_manager.explicit_log_dir",))
-    for key, (path, is_ours) in exports.items() if cfg.export.enabled else ():
+    for key, (path, is_ours) in exports.items():
         target = Path(path)
-        if path and os.path.isdir(target) and any(target.iterdir()) and not is_ours(target):
-            text = f"must be a new folder or an earlier export, got {path}, which holds something else"
+        if os.path.isdir(target) and any(target.iterdir()) and not is_ours(target):
+            text = f"must be a new folder or an earlier export, got {path}, which contains other files"
             yield ConfigError(key, f"{text}; remove it or choose another folder", about_files=True)
 
 
-def _takes_a_folder(folder: Path) -> bool:
-    """Return whether a subfolder can be created in ``folder``.
-
-    A file system may refuse operations that the mode bits allow, especially for root.
-    """
-    try:
-        os.rmdir(tempfile.mkdtemp(dir=folder))
-    except OSError:
-        return False
-    return True
-
-
-def _unwritable(key: str, path: Path) -> Errors:
-    """Check that ``path``, or its nearest existing parent, is a writable folder."""
-    nearest, reason = path, ""
+def _why_unwritable(path: Path) -> str | None:
+    """Return why ``path``, or its nearest existing parent, is not a writable folder; None if it is one."""
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.stat(path)
-        nearest = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
+        nearest = next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.lexists(folder))
+        subject = "it" if nearest == path else str(nearest)
         if not nearest.is_dir():
-            reason = "no folder"
-        elif not os.access(nearest, os.W_OK | os.X_OK) or (nearest != path.absolute() and not _takes_a_folder(nearest)):
-            reason = "not writable"
+            return f"{subject} is not a folder"
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            return f"{subject} is not writable"
     except (OSError, ValueError) as error:  # a name too long, a link to itself, an invalid character
-        reason = f"no name for one ({error.strerror if isinstance(error, OSError) else error})"
-    if reason:
-        where = f"{nearest} is {reason}" if nearest != path else f"it is {reason}"
-        yield ConfigError(
-            key, f"must be a folder that can be written, got {path}; {where}; choose another", about_files=True
-        )
+        return f"it is not a valid name ({error.strerror if isinstance(error, OSError) else error})"
+    try:
+        # A file system may refuse operations that the mode bits allow, especially for root.
+        if nearest != path.absolute():
+            os.rmdir(tempfile.mkdtemp(dir=nearest))
+    except OSError:
+        return f"{subject} is not writable"
+    return None

@@ -1,20 +1,26 @@
-"""Rules for the parallel layout: pipeline stages and experts."""
+"""Rules for the parallel layout: ranks, pipeline stages and experts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from nemo_kto.architecture.families import ExpertFields, Family
 from nemo_kto.architecture.lora import NEMO_TARGETS, LoRASettings, has_adaptable_experts
-from nemo_kto.architecture.stages import PipelineSplit, SplitError
-from nemo_kto.config.choices import adapter_settings, pipeline_split
-from nemo_kto.config.schema import RunConfig
+from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit, SplitError
+from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.errors import ConfigError
 
 Errors = Iterator[ConfigError]
-_STAGES, _MODEL = "model.pipeline_model_parallel_size", "pretrained_checkpoint.restore_from_path"
+_MODEL = "pretrained_checkpoint.restore_from_path"
+_STAGES, _TENSOR = "model.pipeline_model_parallel_size", "model.tensor_model_parallel_size"
+_CONTEXT, _RANKS = "model.context_parallel_size", ("trainer.devices", "trainer.num_nodes")
+_EXPERT, _EXPERT_TENSOR = "model.expert_model_parallel_size", "model.expert_tensor_parallel_size"
+_SCHEME, _ADAPTER = "model.peft.peft_scheme", "model.peft.restore_from_path"
+_TARGETS, _SELECTION = "model.peft.lora_tuning.target_modules", "model.peft.lora_tuning.layer_selection"
+_RECOMPUTE = "model.activations_checkpoint"
 # Attribute of PipelineSplit -> the key that sets it.
 _KEYS = {
     "stages": _STAGES,
@@ -24,185 +30,190 @@ _KEYS = {
     "counts_embedding": "model.account_for_embedding_in_pipeline_split",
     "counts_loss": "model.account_for_loss_in_pipeline_split",
 }
-_RECOMPUTE = "model.activations_checkpoint"
 
 
-def pipeline_rules(cfg: RunConfig, layers: int | None) -> Errors:
+def rank_rules(run: ResolvedRun, ranks: int) -> Errors:
+    """Check that the number of ranks, the parallel sizes and the batch size fit together."""
+    model = run.cfg.model
+    names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
+    names += ["context_parallel_size"] * (model.context_parallel_size > 1)
+    keys, sizes = tuple(f"model.{name}" for name in names), [getattr(model, name) for name in names]
+    one_model = math.prod(sizes)
+    if ranks % one_model:
+        product = f"{' * '.join(names[1:])} = {' * '.join(map(str, sizes))} = {one_model}"
+        text = f"* {product} must divide the number of ranks, got {ranks}"
+        remedy = f"use a multiple of {one_model} ranks (trainer.devices) or smaller sizes"
+        yield ConfigError(keys[0], f"{text}; {remedy}", (*keys, *_RANKS))
+    elif model.global_batch_size % (step := (model.micro_batch_size or 1) * (ranks // one_model)):
+        product = f"the number of data-parallel ranks = {step}"
+        if model.micro_batch_size is not None:
+            product = f"micro_batch_size * data-parallel ranks = {model.micro_batch_size} * {ranks // one_model} = {step}"
+        below = model.global_batch_size // step * step
+        near = f"{below} or {below + step}" if below else f"{step}"
+        text = f"must be divisible by {product}, got {model.global_batch_size}; use {near}"
+        yield ConfigError("model.global_batch_size", text, ("model.micro_batch_size", *keys, *_RANKS))
+    # The ranks of each pipeline stage hold complete copies of the experts in a layer.
+    stages, shards = model.pipeline_model_parallel_size, model.expert_tensor_parallel_size
+    shards = model.tensor_model_parallel_size if shards is None else shards
+    one_copy = model.expert_model_parallel_size * shards
+    if ranks % (model.tensor_model_parallel_size * stages) == 0 and ranks // stages % one_copy:
+        factors = f"{model.expert_model_parallel_size} * {shards} = {one_copy}"
+        text = f"* expert_tensor_parallel_size = {factors} must divide the ranks of a pipeline stage, got {ranks // stages}"
+        remedy = "use more ranks (trainer.devices) or smaller sizes"
+        yield ConfigError(_EXPERT, f"{text}; {remedy}", (_STAGES, _EXPERT_TENSOR, _TENSOR, *_RANKS))
+    if model.sequence_parallel and model.tensor_model_parallel_size == 1:
+        text = f"must be false with {_TENSOR}=1, got true; set model.sequence_parallel=false, or raise {_TENSOR}"
+        yield ConfigError("model.sequence_parallel", text, (_TENSOR,))
+    conflicts = {
+        "model.data.packing": ("=true", model.data.packing),
+        _CONTEXT: (" above 1", model.context_parallel_size > 1),
+    }
+    for key, (value, is_set) in conflicts.items():
+        if is_set and model.data.reset_attention_mask:
+            text = f"must be false with {key}{value}, got true; set one or the other"
+            yield ConfigError("model.data.reset_attention_mask", text, (key,))
+
+
+def pipeline_rules(run: ResolvedRun, layers: int | None) -> Errors:
     """Check the pipeline split of a model; ``layers`` is its number of layers, None if not known."""
-    split = pipeline_split(cfg.model)
-    changed = {name: getattr(split, name) for name in _KEYS if getattr(split, name) != getattr(PipelineSplit(), name)}
-    given = {_KEYS[name]: value for name, value in changed.items() if name != "stages"}
-    if split.stages == 1 and given:
-        for key, value in given.items():
-            text = f"needs {_STAGES} above 1, got {_word(value)} and 1; raise it or set {key}={_left_out(value)}"
-            yield ConfigError(key, text, (_STAGES,))
-    elif changed.keys() & {"first", "last"} and changed.keys() & {"counts_embedding", "counts_loss"}:
-        ends = [_KEYS[name] for name in ("first", "last") if name in changed]
-        for key in (_KEYS[name] for name in ("counts_embedding", "counts_loss") if name in changed):
-            text = (
-                f"must be false where {' and '.join(ends)} say how many layers a stage has, got true; give one or the other"
-            )
+    split = run.split
+    changed = {name: getattr(split, name) for name in _KEYS if getattr(split, name) != getattr(ONE_STAGE, name)}
+    ends = [_KEYS[name] for name in ("first", "last") if name in changed]
+    counted = [_KEYS[name] for name in ("counts_embedding", "counts_loss") if name in changed]
+    if split.stages == 1:
+        for name, value in changed.items():
+            off, got = _switched_off(value), str(value).lower()
+            text = f"must be {off} with {_STAGES}=1, got {got}; set {_KEYS[name]}={off}, or raise {_STAGES} above 1"
+            yield ConfigError(_KEYS[name], text, (_STAGES,))
+    if split.stages > 1 and ends and counted:
+        for key in counted:
+            text = f"must be false if {' or '.join(ends)} is set, got true; set one or the other"
             yield ConfigError(key, text, tuple(ends))
-    elif layers is not None:
-        yield from _shares(cfg, split, layers)
+    elif layers is not None and (split.stages > 1 or not changed):
+        yield from _layer_rules(run, layers)
 
 
-def _shares(cfg: RunConfig, split: PipelineSplit, layers: int) -> Errors:
-    """Check that the layers can be partitioned across pipeline stages."""
-    where, keys = cfg.pretrained_checkpoint.restore_from_path, (_MODEL, *_KEYS.values())
+def _layer_rules(run: ResolvedRun, layers: int) -> Errors:
+    """Check that the layers can be partitioned across pipeline stages, and into groups that are recomputed together."""
+    model, split, keys = run.cfg.model, run.split, (_MODEL, *_KEYS.values())
     try:
-        held = split.layers(layers)
+        stages = split.layers(layers)
     except SplitError as error:
-        key, value = _KEYS[error.name], getattr(split, error.name)
-        text = f"{error.constraint} of {where}, got {value}; {_remedy(split, error.name, layers)}"
+        key, got = _KEYS[error.name], getattr(split, error.name)
+        text = f"{error.constraint} of {run.files.source}, got {got}; {_split_remedy(split, error.name, layers)}"
         yield ConfigError(key, text, tuple(other for other in keys if other != key))
-    else:
-        yield from _groups(cfg, sorted({len(chunk) for stage in held for chunk in stage} - {0}), keys)
-
-
-def _groups(cfg: RunConfig, sizes: list[int], reads: tuple[str, ...]) -> Errors:
-    """Check the size of the groups of layers that are recomputed together.
-
-    megatron-core forms groups of equal size within a chunk.
-    """
-    group = cfg.model.activations_checkpoint_num_layers
-    if cfg.model.activations_checkpoint_method == "uniform" and group and any(size % group for size in sizes):
-        shares = " and ".join(map(str, sizes))
+        return
+    # megatron-core forms groups of equal size within a chunk.
+    sizes, group = sorted({len(chunk) for stage in stages for chunk in stage} - {0}), model.activations_checkpoint_num_layers
+    if model.activations_checkpoint_method == "uniform" and group and any(size % group for size in sizes):
         fitting = max(number for number in range(1, group) if not any(size % number for size in sizes))
-        text = f"must divide the layers that stages have in one piece ({shares}), got {group}; use {fitting}"
-        yield ConfigError(f"{_RECOMPUTE}_num_layers", text, (f"{_RECOMPUTE}_method", *reads))
+        text = f"must divide the number of layers of each model chunk ({' and '.join(map(str, sizes))}), got {group}"
+        yield ConfigError(f"{_RECOMPUTE}_num_layers", f"{text}; use {fitting}", (f"{_RECOMPUTE}_method", *keys))
 
 
-def _remedy(split: PipelineSplit, name: str, layers: int) -> str:
+def _split_remedy(split: PipelineSplit, name: str, layers: int) -> str:
     """Return the nearest valid values of the field ``name`` as a remedy.
 
-    For the number of stages, also suggest other ends of the pipeline with which this number is valid.
+    For the number of stages, also suggest other ends of the pipeline with which this number is valid: either the embedding
+    or the loss no longer counts as a layer, or the last stage gets another number of layers.
     """
+
+    def fits(**changes: Any) -> bool:
+        return replace(split, **changes).fits(layers)
+
     value = getattr(split, name)
-    fitting = [other for other in range(1, layers + 1) if _with(split, name, other).fits(layers)]
+    fitting = [other for other in range(1, layers + 1) if fits(**{name: other})]
     below, above = [other for other in fitting if other < value][-1:], [other for other in fitting if other > value][:1]
-    words = [_left_out(other) if name == "chunks" and other == 1 else str(other) for other in below]
+    words = ["null" if name == "chunks" and other == 1 else str(other) for other in below]
     words += map(str, above if name in ("first", "last") else ())
     if name == "stages":
-        words += _other_ends(split, layers)
+        counted = [end for end in ("counts_embedding", "counts_loss") if getattr(split, end)]
+        words += [f"{_KEYS[end]}=false" for end in counted if fits(**{end: False})]
+        if not counted:
+            average = layers / split.stages
+            last_sizes = [last for last in range(1, layers) if fits(last=last)]
+            # Sizes below the average first, because the last stage also computes the loss.
+            nearest = sorted(last_sizes, key=lambda last: (last > average, abs(last - average)))
+            words += [f"{_KEYS['last']}={last}" for last in nearest[:1]]
     return f"use {', or '.join(words)}" if words else "choose another number of stages"
 
 
-def _other_ends(split: PipelineSplit, layers: int) -> Iterator[str]:
-    """Yield settings of the pipeline's ends that make the number of stages valid.
-
-    Either the embedding or the loss no longer counts as a layer, or the last stage gets another number of layers.
-    """
-    counted = [name for name in ("counts_embedding", "counts_loss") if getattr(split, name)]
-    for name in counted:
-        if _with(split, name, False).fits(layers):
-            yield f"{_KEYS[name]}=false"
-    if not counted:
-        sizes, average = range(1, layers), layers / split.stages
-        fitting = [last for last in sizes if replace(split, last=last).fits(layers)]
-        # Sizes below the average first, because the last stage also computes the loss.
-        nearest = sorted(fitting, key=lambda last: (last > average, abs(last - average)))
-        yield from (f"{_KEYS['last']}={last}" for last in nearest[:1])
-
-
-def _with(split: PipelineSplit, name: str, value: Any) -> PipelineSplit:
-    return replace(split, **{name: value})
-
-
-def _word(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _left_out(value: object) -> str:
+def _switched_off(value: object) -> str:
     return "false" if isinstance(value, bool) else "null"
 
 
-_MODEL = "pretrained_checkpoint.restore_from_path"
-_PARALLEL, _TENSOR = "model.expert_model_parallel_size", "model.expert_tensor_parallel_size"
-_SCHEME, _ADAPTER = "model.peft.peft_scheme", "model.peft.restore_from_path"
-_TARGETS, _SELECTION = "model.peft.lora_tuning.target_modules", "model.peft.lora_tuning.layer_selection"
-
-
-def expert_rules(cfg: RunConfig, config: Mapping[str, Any], family: Family) -> Iterator[ConfigError]:
+def expert_rules(run: ResolvedRun, config: Mapping[str, Any], family: Family) -> Errors:
     """Check the settings for experts against the content of config.json and the family that it names."""
-    fields = family.experts
+    model, source, fields = run.cfg.model, run.files.source, family.experts
     if fields is None:
-        yield from _dense(cfg, family)
+        for key, (off, text) in {
+            _EXPERT: (1, "1"),
+            _EXPERT_TENSOR: (None, "null"),
+            "model.moe_aux_loss_coeff": (0, "0.0"),
+        }.items():
+            if (value := getattr(model, key.removeprefix("model."))) != off:
+                got = f"got {value} with {source} ({family.name})"
+                yield ConfigError(key, f"must be {text} for a model without experts, {got}; leave it out", (_MODEL,))
         return
-    model, where = cfg.model, cfg.pretrained_checkpoint.restore_from_path
     number, parallel = config.get(fields.number), model.expert_model_parallel_size
     if number is not None and number % parallel:
-        text = f"must divide the {number} experts of {where}, got {parallel}; use {divisor_below(number, parallel)}"
-        yield ConfigError(_PARALLEL, text, (_MODEL,))
+        text = f"must divide the {number} experts of {source}, got {parallel}; use {divisor_below(number, parallel)}"
+        yield ConfigError(_EXPERT, text, (_MODEL,))
     tensor, shards = model.tensor_model_parallel_size, model.expert_tensor_parallel_size
-    key, shards = ("model.tensor_model_parallel_size", tensor) if shards is None else (_TENSOR, shards)
+    key, shards = (_TENSOR, tensor) if shards is None else (_EXPERT_TENSOR, shards)
     name, width = fields.ffn_hidden_size, config.get(fields.ffn_hidden_size)
     if width is not None and width % shards:
-        text = f"must divide {name} = {width} of {where}, got {shards}; use {_TENSOR}={divisor_below(width, shards)}"
-        yield ConfigError(key, text, (_MODEL, _TENSOR))
+        remedy = f"use {_EXPERT_TENSOR}={divisor_below(width, shards)}"
+        yield ConfigError(key, f"must divide {name} = {width} of {source}, got {shards}; {remedy}", (_MODEL, _EXPERT_TENSOR))
     if tensor > 1 and not model.sequence_parallel:
-        text = (
-            f"must be true for a mixture of experts with model.tensor_model_parallel_size above 1, got false with {tensor}"
-        )
-        yield ConfigError("model.sequence_parallel", f"{text}; set it", ("model.tensor_model_parallel_size", _MODEL))
+        text = f"must be true for a mixture-of-experts model with {_TENSOR}={tensor}, got false; set it"
+        yield ConfigError("model.sequence_parallel", text, (_TENSOR, _MODEL))
     if model.fp8 is not None:
-        text = (
-            f"must be null for a mixture of experts, whose experts get any number of tokens, got {model.fp8}; leave it out"
-        )
-        yield ConfigError("model.fp8", text, (_MODEL,))
+        text = "must be null for a mixture-of-experts model, because the number of tokens of an expert varies"
+        yield ConfigError("model.fp8", f"{text}, got {model.fp8}; leave it out", (_MODEL,))
     try:
-        adapters = adapter_settings(model.peft)
+        adapters = run.adapters
     except ValueError:
         return  # reported by the check of the adapters
-    if adapters is None:
-        yield from _stages(cfg, config, fields)
-        return
-    modules = [name for name in adapters.modules if name in NEMO_TARGETS["mlp"]]
-    if modules and has_adaptable_experts(family):
-        yield from _adapted(cfg, modules, shards)
-        yield from _stages(cfg, config, fields, adapters)
+    modules = [] if adapters is None else [name for name in adapters.modules if name in NEMO_TARGETS["mlp"]]
+    has_adapted_experts = bool(modules) and has_adaptable_experts(family)
+    if has_adapted_experts:
+        yield from _adapted_expert_rules(run, modules, shards)
+    if adapters is None or has_adapted_experts:
+        yield from _trained_expert_rules(run, config, fields, adapters)
 
 
-def _adapted(cfg: RunConfig, modules: list[str], shards: int) -> Iterator[ConfigError]:
+def _adapted_expert_rules(run: ResolvedRun, modules: list[str], shards: int) -> Errors:
     """Check the requirements of adapters on the given modules of the experts."""
     if shards > 1:
-        text = f"must be 1 with adapters on experts ({', '.join(modules)}), which need whole experts, got {shards}; set it"
-        reads = (_SCHEME, _TARGETS, _ADAPTER, "model.tensor_model_parallel_size", _MODEL)
-        yield ConfigError(_TENSOR, f"{text}, or adapt the attention alone: {_TARGETS}=[attention]", reads)
-    if cfg.model.peft.restore_from_path is None and len({"gate_proj", "up_proj"}.intersection(modules)) == 1:
-        got = ", ".join(cfg.model.peft.lora_tuning.target_modules)
-        text = f"must have gate_proj and up_proj together for a mixture of experts, got {got}: peft has both in one tensor"
-        yield ConfigError(_TARGETS, f"{text}; use mlp_fc1 for the two", (_SCHEME, _MODEL))
+        text = f"must be 1 with adapters on experts ({', '.join(modules)}), which cannot be sharded, got {shards}; set it"
+        remedy = f"or adapt only the attention: {_TARGETS}=[attention]"
+        yield ConfigError(_EXPERT_TENSOR, f"{text}, {remedy}", (_SCHEME, _TARGETS, _ADAPTER, _TENSOR, _MODEL))
+    if run.files.adapter_folder is None and len({"gate_proj", "up_proj"}.intersection(modules)) == 1:
+        got = ", ".join(run.cfg.model.peft.lora_tuning.target_modules)
+        text = "must include both gate_proj and up_proj for a mixture-of-experts model, because peft has both in one tensor"
+        yield ConfigError(_TARGETS, f"{text}, got {got}; use mlp_fc1 for both", (_SCHEME, _MODEL))
 
 
-def _stages(
-    cfg: RunConfig, config: Mapping[str, Any], fields: ExpertFields, adapters: LoRASettings | None = None
-) -> Iterator[ConfigError]:
+def _trained_expert_rules(
+    run: ResolvedRun, config: Mapping[str, Any], fields: ExpertFields, adapters: LoRASettings | None
+) -> Errors:
     """Check that either all pipeline stages train experts or none does.
 
     This is required because the gradient norm of the experts is summed over all stages.
     """
-    layers, split = config.get("num_hidden_layers"), pipeline_split(cfg.model)
+    layers, split = config.get("num_hidden_layers"), run.split
     if layers is None or not split.fits(layers):
         return
     trained = fields.layers(config, layers)
     if adapters is not None and adapters.layers is not None:
         trained &= {number - 1 for number in adapters.layers}
-    held = [{layer for chunk in stage for layer in chunk} for stage in split.layers(layers)]
-    without = [number for number, layers_of in enumerate(held, start=1) if trained.isdisjoint(layers_of)]
+    stages = [{layer for chunk in stage for layer in chunk} for stage in split.layers(layers)]
+    without = [number for number, of_stage in enumerate(stages, start=1) if trained.isdisjoint(of_stage)]
     if without and trained:
-        key, what = "model.pipeline_model_parallel_size", "experts" if adapters is None else "adapted experts"
-        text = f"must leave layers with {what} to every stage, got {split.stages}, with none on stage {without[0]}"
-        yield ConfigError(key, f"{text}; use fewer stages", (_SCHEME, _TARGETS, _ADAPTER, _SELECTION, _MODEL))
-
-
-def _dense(cfg: RunConfig, family: Family) -> Iterator[ConfigError]:
-    without = {_PARALLEL: (1, "1"), _TENSOR: (None, "null"), "model.moe_aux_loss_coeff": (0.0, "0.0")}
-    for key, (nothing, text) in without.items():
-        if (value := getattr(cfg.model, key.removeprefix("model."))) != nothing:
-            where = cfg.pretrained_checkpoint.restore_from_path
-            message = f"must be {text} for a model without experts, got {value} with {where} ({family.name}); leave it out"
-            yield ConfigError(key, message, (_MODEL,))
+        kind = "experts" if adapters is None else "adapted experts"
+        text = f"must leave layers with {kind} on every stage, got {split.stages}: stage {without[0]} has none"
+        yield ConfigError(_STAGES, f"{text}; use fewer stages", (_SCHEME, _TARGETS, _ADAPTER, _SELECTION, _MODEL))
 
 
 def divisor_below(number: int, limit: int) -> int:

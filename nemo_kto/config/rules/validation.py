@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from nemo_kto.algorithms.recipes.recipe import OTHER_METRICS
-from nemo_kto.config.schema import RunConfig
+from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.data.rows.sources import (
     AUTO,
     SPLITS,
@@ -25,14 +25,14 @@ _DATA = "model.data.data_prefix"
 _CHECKPOINTS, _STOPPING = "exp_manager.checkpoint_callback_params", "exp_manager.early_stopping_callback_params"
 
 
-def monitor_rules(cfg: RunConfig, key: str, monitor: str) -> Errors:
-    """Check that ``monitor``, the value of ``key``, names a metric of the loss.
+def monitor_rules(run: ResolvedRun, key: str) -> Errors:
+    """Check that the monitor of checkpoints or of early stopping, the value of ``key``, is a metric of the loss.
 
     If validation sets have names, it must be the metric of one set. The mean over the sets is not offered, because only the
     user knows which sets count and how much.
     """
-    recipe, sets = cfg.recipe, validation_names(cfg.model.data.data_prefix)
-    anchor = cfg.loss.record.anchor
+    recipe, sets, anchor = run.cfg.recipe, validation_names(run.cfg.model.data.data_prefix), run.cfg.loss.record.anchor
+    monitor = getattr(run.cfg.exp_manager, key.split(".")[1]).monitor
     metrics = (*recipe.metrics, *(metric for name, metric in recipe.anchors.items() if name == anchor))
     prefixes = [*(f"val_{metric_prefix(name)}" for name in sets), "train_"]
     if monitor in {f"{prefix}{metric}" for prefix in prefixes for metric in metrics}:
@@ -46,14 +46,14 @@ def monitor_rules(cfg: RunConfig, key: str, monitor: str) -> Errors:
     yield ConfigError(key, text, tuple(reads))
 
 
-def set_name_rules(cfg: RunConfig) -> Errors:
+def set_name_rules(run: ResolvedRun) -> Errors:
     """Check that the names of validation sets make no two metrics share a name.
 
     The metrics of a set must differ from those of other sets and from metrics that belong to no set.
     """
-    reported = (*cfg.recipe.metrics, *cfg.recipe.anchors.values(), *OTHER_METRICS)
+    reported = (*run.cfg.recipe.metrics, *run.cfg.recipe.anchors.values(), *OTHER_METRICS)
     taken = dict.fromkeys(reported, UNNAMED)  # name of a metric or a set -> the set that uses it
-    for name in validation_names(cfg.model.data.data_prefix):
+    for name in validation_names(run.cfg.model.data.data_prefix):
         own = [name, *(f"{metric_prefix(name)}{metric}" for metric in reported)] if name else []
         if shared := next((metric for metric in own if metric in taken), None):
             both = f"{taken[shared]} and {name}" if taken[shared] else name
@@ -62,8 +62,9 @@ def set_name_rules(cfg: RunConfig) -> Errors:
         taken |= dict.fromkeys(own, name)
 
 
-def best_rules(cfg: RunConfig) -> Errors:
+def best_rules(run: ResolvedRun) -> Errors:
     """Check that the run will have checkpoints to select from, and a metric to select by."""
+    cfg = run.cfg
     kept, loop, section = cfg.exp_manager.checkpoint_callback_params, cfg.loop, f"trainer.{cfg.recipe.name}"
     wanted: Wanted = {
         f"{_CHECKPOINTS}.save_top_k": (kept.save_top_k, kept.save_top_k != 0, "not be 0"),
@@ -71,45 +72,39 @@ def best_rules(cfg: RunConfig) -> Errors:
         f"{section}.save_interval": (loop.save_interval, loop.save_interval > 0, "be above 0"),
         f"{section}.limit_val_batches": (loop.limit_val_batches, loop.limit_val_batches > 0, "be above 0"),
     }
-    yield from _validations(cfg, wanted, key="export.which", value="best", instead="last")
+    yield from _validation_rules(run, wanted, key="export.which", value="best", instead="last")
 
 
-def early_stopping_rules(cfg: RunConfig) -> Errors:
+def early_stopping_rules(run: ResolvedRun) -> Errors:
     """Check that the run will have validations and the metric that early stopping monitors."""
+    cfg = run.cfg
     if not cfg.exp_manager.create_early_stopping_callback:
         return
     monitor, loop = cfg.exp_manager.early_stopping_callback_params.monitor, cfg.loop
     if monitor != cfg.exp_manager.checkpoint_callback_params.monitor:  # otherwise the check of the checkpoints reports it
-        yield from monitor_rules(cfg, f"{_STOPPING}.monitor", monitor)
+        yield from monitor_rules(run, f"{_STOPPING}.monitor")
     section = f"trainer.{cfg.recipe.name}"
     wanted: Wanted = {
         f"{_STOPPING}.monitor": (monitor, monitor.startswith("val_"), "start with val_"),
         f"{section}.val_check_interval": (loop.val_check_interval, loop.val_check_interval > 0, "be above 0"),
         f"{section}.limit_val_batches": (loop.limit_val_batches, loop.limit_val_batches > 0, "be above 0"),
     }
-    yield from _validations(cfg, wanted, key="exp_manager.create_early_stopping_callback", value="true", instead="false")
+    yield from _validation_rules(
+        run, wanted, key="exp_manager.create_early_stopping_callback", value="true", instead="false"
+    )
 
 
-def _validations(cfg: RunConfig, wanted: Wanted, *, key: str, value: str, instead: str) -> Errors:
-    """Check that there will be validations as a setting requires them.
-
-    Args:
-        cfg: the configuration.
-        wanted: the values that the setting requires.
-        key: key of the setting.
-        value: the value of ``key`` that requires validations.
-        instead: the value of ``key`` that does not.
-    """
+def _validation_rules(run: ResolvedRun, wanted: Wanted, *, key: str, value: str, instead: str) -> Errors:
+    """Check the values that ``key=value`` requires, and that there will be validations; ``key=instead`` needs none."""
     setting, without = f"{key}={value}", f"or set {key}={instead}"
     for name, (got, fits, constraint) in wanted.items():
         if not fits:
             yield ConfigError(name, f"must {constraint} with {setting}, got {got}; change it, {without}", (key,))
-    prefix = cfg.model.data.data_prefix
+    prefix, given = run.cfg.model.data.data_prefix, run.cfg.model.data.splits_string
     try:
         sources = read_data_prefix(prefix)
     except ValueError:  # reported by the rules for files
         return
-    given = cfg.model.data.splits_string
     if WHOLE not in sources and sources.keys().isdisjoint(map(validation_split, validation_names(prefix))):
         text = f"must name rows for validation with {setting}, got those for {either([*sources])}; add them, {without}"
         yield ConfigError(_DATA, text, (key,))

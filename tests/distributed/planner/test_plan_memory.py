@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.config.schema import RunConfig
+from nemo_kto.config.resolved import ResolvedRun
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint, make_rows, write_rows
 from tests.helpers.training_jobs import train
@@ -39,9 +39,9 @@ def measured_and_planned(
 
     plans = []
 
-    def planned(cfg: RunConfig, ranks: int, local: int) -> None:
-        machines = plan_run.these_machines(cfg, ranks=ranks, local=local, timed=False)
-        plans.append((plan_run.make_plan(cfg, machines), state.pipeline_stage()))
+    def planned(run: ResolvedRun, ranks: int, local: int) -> None:
+        machines = plan_run.these_machines(run, ranks=ranks, local=local, timed=False)
+        plans.append((plan_run.make_plan(run, machines), state.pipeline_stage()))
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
     before = _resident("VmRSS")

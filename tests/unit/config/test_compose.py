@@ -196,7 +196,7 @@ def test_keys_of_the_other_algorithm(recipe: Recipe, override: str, text: str) -
 def test_errors_are_listed_in_the_order_of_the_command_line(recipe: Recipe) -> None:
     overrides = ["model.seed=x", "model.micro_batch_size=4", "foo=1", "hardware=tpu", "model.global_batch_size=6"]
     job = Job(recipe=recipe, source=source_of(recipe), world=None)
-    found = job.mistakes(overrides, sweep=False)
+    found = job.checker(sweep=False).errors(overrides)
     keys = ["model.seed", "foo", "hardware", "model.global_batch_size"]  # which 4 does not divide
     assert [mistake.key for mistake in found] == [*keys, "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"]
 
@@ -206,7 +206,7 @@ def test_an_invalid_key_takes_its_default_and_hides_derived_errors(recipe: Recip
     config = composed(["model.micro_batch_size=two", f"{dim}=four", "model.seed=7", f"{loss}=none"], recipe)
     cfg, found = compose.to_config(config, fallback=composed(["model.micro_batch_size=4", f"{dim}=8"], recipe))
     wrong = {mistake.key for mistake in found if "must be given" not in mistake.text}
-    assert wrong == {"model.micro_batch_size", dim, loss}, "alpha, which is made of adapter_dim, is not listed"
+    assert wrong == {"model.micro_batch_size", dim, loss}, "alpha, derived from adapter_dim, is not listed"
     assert cfg is not None
     assert (cfg.model.micro_batch_size, cfg.model.peft.lora_tuning.alpha, cfg.model.seed) == (4, 8, 7)
     assert cfg.loss.preference_loss == recipe.name
@@ -362,7 +362,8 @@ def test_a_user_configuration(recipe: Recipe, tmp_path: Path) -> None:
     config = compose.load(["model.micro_batch_size=2"], source=source)
     assert config.model.seed == 7
     assert compose.recipe_of(config) is recipe
-    found = Job(recipe=recipe, source=source, world=None).mistakes(["trainer.max_steps=x", "hardware=tpu"], sweep=False)
+    job = Job(recipe=recipe, source=source, world=None)
+    found = job.checker(sweep=False).errors(["trainer.max_steps=x", "hardware=tpu"])
     assert [str(mistake) for mistake in found][:2] == [
         Message("trainer.max_steps", f"trainer.{recipe.name}.max_steps", "-1", "x"),
         Message("cpu", "gpu_node", "tpu"),

@@ -40,7 +40,7 @@ def aligner(recipe: Recipe, *overrides: str) -> tuple[RunConfig | None, list[str
 
 def test_aligner_files_run_unchanged(recipe: Recipe, good: list[str]) -> None:
     job = Job(recipe=recipe, source=of_aligner(recipe), world=None)
-    assert job.mistakes([*good, *LAPTOP], sweep=False) == []
+    assert job.checker(sweep=False).errors([*good, *LAPTOP]) == []
     cfg, notes, wrong = aligner(recipe, *good)
     assert wrong == []
     assert cfg is not None
@@ -91,13 +91,13 @@ def test_aligner_values_without_equivalent_are_refused_with_the_reason(good: lis
         "precision=16": Message("trainer.precision", "bf16", "16", "set"),
     }
     job = Job(recipe=KTO, source=of_aligner(KTO), world=None)
-    assert [str(wrong) for wrong in job.mistakes([*good, *LAPTOP, *asked], sweep=False)] == [*asked.values()]
+    assert [str(wrong) for wrong in job.checker(sweep=False).errors([*good, *LAPTOP, *asked])] == [*asked.values()]
 
 
 def test_aligner_keys_on_the_command_line(load: Any, good: list[str]) -> None:
     job = Job(recipe=KTO, source=compose.Source(config_name="gpt_kto"), world=None)
     right = ["model.mcore_gpt=True", "+model.megatron_amp_O2=True", "model.optim.name=mcore_distributed_optim"]
-    assert job.mistakes([*good, *right, "+trainer.kto.max_steps=3"], sweep=False) == []
+    assert job.checker(sweep=False).errors([*good, *right, "+trainer.kto.max_steps=3"]) == []
     config = compose.load([*good, *right, "++model.max_position_embeddings=64"])
     assert compose.notes(config) == [Message("model.max_position_embeddings", "config.json")]
 
@@ -108,7 +108,7 @@ def test_an_edited_aligner_file(tmp_path: Path, good: list[str]) -> None:
     file.write_text(text)
     lines = {line.strip(): number for number, line in enumerate(text.splitlines(), start=1)}
     job = Job(recipe=KTO, source=compose.Source(config_name="gpt_kto", config_dir=str(tmp_path)), world=None)
-    assert [str(wrong) for wrong in job.mistakes([*good, *LAPTOP], sweep=False)] == [
+    assert [str(wrong) for wrong in job.checker(sweep=False).errors([*good, *LAPTOP])] == [
         Message("exp_manager.resume_if_exists", f"{file}:{lines['resume_if_exists: maybe']}", "true", "false", "maybe"),
         Message("model.optim.learning_rate", f"{file}:{lines['learning_rate: 9e-6']}", "model.optim.lr", "9e-06"),
     ]
@@ -119,7 +119,7 @@ def test_all_wrong_keys_of_a_file_are_listed_with_their_lines(tmp_path: Path, go
     wrong = "model:\n  optim:\n    lrr: 3\n  foo: {a: 1}\n  seed: x\ntrainer:\n  stps: 3\n  beta: 1\nbar: 1\n"
     file.write_text(f"defaults:\n  - gpt_kto\n  - _self_\n{wrong}")
     job = Job(recipe=KTO, source=compose.Source(config_name="mine", config_dir=str(tmp_path)), world=None)
-    assert [str(mistake) for mistake in job.mistakes([*good, "model.sed=1"], sweep=False)] == [
+    assert [str(mistake) for mistake in job.checker(sweep=False).errors([*good, "model.sed=1"])] == [
         Message("model.sed", "model.sed=1", "model.seed"),
         Message("trainer.stps", f"{file}:10", "3", "kto", "--help", "all"),
         Message("trainer.beta", f"{file}:11", "model.kto.ref_policy_kl_penalty", "1"),
@@ -139,7 +139,7 @@ NAMES = {
     "desirable_weight": ["model.kto.desirable_loss_weight"],
     "undesirable_weight": ["model.kto.undesirable_loss_weight"],
     "max_length": ["model.data.seq_length"],
-    "max_prompt_length": ["model.data.seq_length", "prompt", "answer", "model.data.truncation_mode"],
+    "max_prompt_length": ["model.data.seq_length", "prompt", "response", "model.data.truncation_mode"],
     "learning_rate": ["model.optim.lr"],
     "per_device_train_batch_size": ["model.micro_batch_size", "model.global_batch_size", "all"],
     "gradient_accumulation_steps": ["model.global_batch_size", "step"],

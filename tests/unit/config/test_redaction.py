@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.cli.job import refuse_mistakes
+from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.saved_config import redact_file, redacted, save_config
 from nemo_kto.distributed import state
 from nemo_kto.errors import ConfigError
@@ -37,7 +38,7 @@ def test_files_of_a_run_contain_no_secrets(
     config = load(*given(tmp_path, host="host"))
     save_config(config)
     save_config(load(*given(tmp_path, host="other")))
-    build_logger(config, resumed_step=None).finalize("success")
+    build_logger(ResolvedRun.of(config), resumed_step=None).finalize("success")
     assert capsys.readouterr().err == Message("nemo-kto", KEY, "https://***@host/mlflow", "last", "https://***@other/mlflow")
     written = {file.relative_to(tmp_path): file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     assert [(name, secret) for name, text in written.items() for secret in SECRETS if secret.encode() in text] == []

@@ -66,7 +66,7 @@ BROKEN = [
         "qwen3_moe",
         [LORA, f"{TARGETS}=[attention,down_proj]", f"{DORA}=true"],
         1,
-        [Message(DORA, "false", "adapters", "none", "peft", "true", "attention")],
+        [Message(DORA, "false", "adapters", "peft", "true", "attention")],
     ),
     (
         "gpt_oss",
@@ -118,7 +118,7 @@ BROKEN = [
         "mixtral",
         [f"{TENSOR}=2"],
         2,
-        [Message(SEQUENCE, "true", TENSOR, "1", "false", "2", "set")],
+        [Message(SEQUENCE, "true", TENSOR, "2", "false", "set")],
     ),
     (
         "qwen3_moe",
@@ -130,7 +130,7 @@ BROKEN = [
         "mixtral",
         [LORA, f"{TARGETS}=[all]", f"{TENSOR}=2", f"{SEQUENCE}=true"],
         2,
-        [Message(SHARDS, "1", "adapters", "gate_proj", "up_proj", "down_proj", "2", "alone", f"{TARGETS}=[attention]")],
+        [Message(SHARDS, "1", "adapters", "gate_proj", "up_proj", "down_proj", "2", "only", f"{TARGETS}=[attention]")],
     ),
     (
         "half_dense",

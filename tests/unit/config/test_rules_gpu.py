@@ -9,7 +9,8 @@ from typing import NamedTuple
 import pytest
 
 from nemo_kto.cli import plan
-from nemo_kto.config.rules.gpu import Computes, check_gpu, fp8_model, gpu_rules, packed_windows, transformer_engine_version
+from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.rules.gpu import Computes, check_gpu, gpu_rules, model_gpu_rules, transformer_engine_version
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, raises
@@ -23,6 +24,7 @@ BARE = Computes(on_gpu=True, engine=None)
 OLD = Computes(on_gpu=True, engine=(2, 1))
 INSTALL = ("transformer-engine[pytorch]", "docs/gpu/README.md")
 SHARDED = "model.optim.use_distributed_optimizer"
+HOPPER = Computes(on_gpu=True, engine=(2, 9), capability=(9, 0))
 
 
 class GpuSetting(NamedTuple):
@@ -69,23 +71,23 @@ def setting(request: pytest.FixtureRequest) -> GpuSetting:
 def test_one_error_per_setting(
     setting: GpuSetting, overrides: list[str], computes: Computes | None, names: list[str] | None, load: Load
 ) -> None:
-    found = [str(mistake) for mistake in gpu_rules(load(setting.override, *overrides), computes)]
+    found = [str(mistake) for mistake in gpu_rules(ResolvedRun.of(load(setting.override, *overrides)), computes)]
     nothing = names is None or (f"{SHARDED}=false" in overrides and not setting.sharded)
     assert found == ([] if nothing else [setting.refused(*(names or ()))])
 
 
 def test_offloaded_moments_must_be_in_fp32(load: Load) -> None:
-    cfg = load("model.optim.moments_dtype=bf16", "model.optim.offload_fraction=1")
+    run = ResolvedRun.of(load("model.optim.moments_dtype=bf16", "model.optim.offload_fraction=1"))
     expected = Message("model.optim.moments_dtype", "fp32", "model.optim.offload_fraction", "0", "bf16", "set")
-    assert [str(mistake) for mistake in gpu_rules(cfg, GPU)] == [expected]
+    assert [str(mistake) for mistake in gpu_rules(run, GPU)] == [expected]
 
 
 @pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)])
 def test_gpus_with_fp8(capability: tuple[int, int], refused: bool, load: Load) -> None:
     computes = Computes(on_gpu=True, engine=(2, 9), capability=capability)
     expected = Message("model.fp8", "null", "GPU", "8.0", "e4m3", "8.9", "leave")
-    assert [str(mistake) for mistake in gpu_rules(load("model.fp8=e4m3"), computes)] == [expected] * refused
-    assert list(gpu_rules(load("model.optim.moments_dtype=bf16"), computes)) == []
+    assert [str(mistake) for mistake in gpu_rules(ResolvedRun.of(load("model.fp8=e4m3")), computes)] == [expected] * refused
+    assert list(gpu_rules(ResolvedRun.of(load("model.optim.moments_dtype=bf16")), computes)) == []
 
 
 def test_sizes_supported_in_fp8(
@@ -95,10 +97,10 @@ def test_sizes_supported_in_fp8(
     model = make_checkpoint(tmp_path / "small", "llama", intermediate_size=96)
     base = ("model.fp8=hybrid", f"pretrained_checkpoint.restore_from_path={model}")
     tensor = "model.tensor_model_parallel_size={}"
-    assert list(fp8_model(load(*base, tensor.format(2)))) == []
+    assert list(model_gpu_rules(ResolvedRun.of(load(*base, tensor.format(2))), HOPPER)) == []
     weight = "decoder.layers.0.mlp.linear_fc2.weight"
     expected = Message("model.fp8", "null", "16", "hybrid", weight, "64 x 24", "model.tensor_model_parallel_size", "4")
-    assert [str(mistake) for mistake in fp8_model(load(*base, tensor.format(4)))] == [expected]
+    assert [str(mistake) for mistake in model_gpu_rules(ResolvedRun.of(load(*base, tensor.format(4))), HOPPER)] == [expected]
     with pytest.raises(UserError) as error:
         plan.main(["kto", *base, tensor.format(4), "--gpus", "4"])
     assert str(error.value) == expected
@@ -108,9 +110,9 @@ def test_sizes_supported_in_fp8(
         plan.main(["kto", *base, tensor.format(2), "--gpus", "2", "--gpu", "a100"])
     gpu(monkeypatch, **RICH)  # type: ignore[arg-type]
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.0")
-    check_gpu(load(*base, tensor.format(2)))
+    check_gpu(ResolvedRun.of(load(*base, tensor.format(2))))
     with pytest.raises(UserError) as error:
-        check_gpu(load(*base, tensor.format(4)))
+        check_gpu(ResolvedRun.of(load(*base, tensor.format(4))))
     assert str(error.value) == expected
 
 
@@ -132,13 +134,15 @@ def test_packed_rows_with_windows_on_several_ranks(
     """Torch's attention can do all of it, Transformer Engine cannot."""
     model = make_checkpoint(tmp_path / "windows", "mistral", sliding_window=window)
     base = ("model.context_parallel_size=2", "model.data.packing=true", f"pretrained_checkpoint.restore_from_path={model}")
+    run = ResolvedRun.of(load(*base, *overrides))
     expected = Message("model.data.packing", "false", "model.context_parallel_size", "1", "window", "true", "leave")
-    assert [str(mistake) for mistake in packed_windows(load(*base, *overrides), computes)] == [expected] * is_refused
+    assert [str(mistake) for mistake in model_gpu_rules(run, computes)] == [expected] * is_refused
 
 
 def test_models_without_fp8_layers(load: Load, tmp_path: Path) -> None:
-    cfg = load("model.fp8=e4m3", f"pretrained_checkpoint.restore_from_path={make_checkpoint(tmp_path / 'model', 'olmo2')}")
-    assert [str(mistake) for mistake in fp8_model(cfg)] == [
+    model = make_checkpoint(tmp_path / "model", "olmo2")
+    run = ResolvedRun.of(load("model.fp8=e4m3", f"pretrained_checkpoint.restore_from_path={model}"))
+    assert [str(mistake) for mistake in model_gpu_rules(run, HOPPER)] == [
         Message("model.fp8", "null", "MLP", "all", "olmo2", "e4m3", "leave")
     ]
 
@@ -147,13 +151,13 @@ def test_a_rank_checks_its_installed_packages(setting: GpuSetting, load: Load, m
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.0")
     gpu(monkeypatch, **RICH | {"te": False})  # type: ignore[arg-type]
     with pytest.raises(UserError) as error:
-        check_gpu(load(setting.override))
+        check_gpu(ResolvedRun.of(load(setting.override)))
     line = setting.refused("2.3", "none", *INSTALL)
     assert str(error.value) == line
 
 
 def test_defaults_give_no_error(load: Load) -> None:
-    assert list(gpu_rules(load("trainer.precision=32", f"{SHARDED}=false"), CPU)) == []
+    assert list(gpu_rules(ResolvedRun.of(load("trainer.precision=32", f"{SHARDED}=false")), CPU)) == []
 
 
 def test_errors_on_the_command_line_on_a_rank_and_in_a_plan(
@@ -162,7 +166,7 @@ def test_errors_on_the_command_line_on_a_rank_and_in_a_plan(
     line = setting.refused("CPU", "GPU", "leave")
     assert find_errors(setting.override) == [line]
     with pytest.raises(UserError) as of_rank:
-        check_gpu(load(setting.override))
+        check_gpu(ResolvedRun.of(load(setting.override)))
     assert str(of_rank.value) == line
     with pytest.raises(UserError) as of_plan:
         plan.main(["kto", *good, setting.override])
@@ -176,6 +180,6 @@ def test_errors_on_the_command_line_on_a_rank_and_in_a_plan(
 def test_the_version_of_transformer_engine(
     text: str, version: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert transformer_engine_version() is None, "it is not installed where these tests run"
+    assert transformer_engine_version() is None, "not installed on the test machine"
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"transformer-engine": text}[name])
     assert transformer_engine_version() == version

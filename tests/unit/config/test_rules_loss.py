@@ -51,7 +51,7 @@ BROKEN = [
     (
         KTO,
         ["model.global_batch_size=1"],
-        [Message("model.global_batch_size", "2", "answer", "1", "use")],
+        [Message("model.global_batch_size", "2", "KL", "1", "use")],
     ),
     (
         DPO,

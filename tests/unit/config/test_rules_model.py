@@ -391,7 +391,7 @@ def test_adapters_of_the_policy_that_would_be_ignored_are_refused(
         Message(f"{key}", "adapters", f"{trained}", "model.peft.peft_scheme=lora", "first", "FOLDER")
     ]
     assert find_errors(named, LORA, adapter, recipe=recipe) == [
-        Message("model.peft.restore_from_path", "null", f"{key}", "adapters", f"{tmp_path}/adapter", "give")
+        Message("model.peft.restore_from_path", "null", f"{key}", "adapters", f"{tmp_path}/adapter", "set")
     ]
 
 

@@ -121,7 +121,7 @@ def test_settings_that_need_a_pipeline(find_errors: FindErrors) -> None:
 
 def test_redundant_pipeline_settings(find_errors: FindErrors) -> None:
     assert find_errors(f"{STAGES}=2", f"{FIRST}=3", f"{EMBEDDING}=true", ranks=2) == [
-        Message(EMBEDDING, "false", FIRST, "true", "give")
+        Message(EMBEDDING, "false", FIRST, "true", "set")
     ]
 
 

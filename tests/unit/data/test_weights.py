@@ -16,8 +16,8 @@ from nemo_kto.data.rows.records import DataError, RowErrors, pair_of_row, record
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from tests.helpers.messages import Message
 from tests.unit.data.test_fingerprint import fingerprint, splits
-from tests.unit.data.toys import numbered_rows, write_rows
-from tests.unit.run.test_build_rows import config
+from tests.unit.data.tiny_data import numbered_rows, write_rows
+from tests.unit.run.test_build_rows import resolved
 
 PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}
 MESSAGES = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}]
@@ -83,6 +83,6 @@ def test_auto_balance_uses_row_weights(tmp_path: Path) -> None:
     assert train is not None
     assert train.class_weights == (5.5, 2.0)
     assert "got 1 * 5.5 / (1 * 2) = 2.75; set" in (balance_warning(*train.class_weights, 1.0, 1.0) or "")
-    section: Any = config("model.kto.auto_balance=true").loss
+    section: Any = resolved("model.kto.auto_balance=true").cfg.loss
     desirable, undesirable = loss_weights(section, train, lr=1e-6)
-    assert (desirable, undesirable) == (1.0, pytest.approx(2.75 / MAX_BALANCE)), "two rows of each kind would need none"
+    assert (desirable, undesirable) == (1.0, pytest.approx(2.75 / MAX_BALANCE)), "balanced rows would need no weights"

@@ -67,7 +67,7 @@ def test_bytes_per_parameter(
     assert (memory.parameters, memory.trained) == (number, number)
     each = (memory.weights, memory.gradients, memory.optimizer, memory.checkpoint)
     assert each == (number * weights, number * 4, number * optimizer, number * checkpoint)
-    assert memory.certain == number * (weights + 4 + optimizer)
+    assert memory.static == number * (weights + 4 + optimizer)
 
 
 def test_replicas_of_experts_shard_their_state(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_replicas_of_experts_shard_their_state(tmp_path: Path) -> None:
     traffic = step_traffic(split, Step(rows=8, width=16, forward_only=0), stage=0)
     of_token = 2 * HIDDEN * 4 + 4  # there and back, and its weight
     counts = split.micro_batches * 8 * 8  # integers of 8 bytes, for 8 experts
-    assert traffic.expert.bytes == 3 * (2 * 3 * (1 / 2) * of_token * 16 + counts), "layers; passes, choices, half away"
+    assert traffic.expert.bytes == 3 * (2 * 3 * (1 / 2) * of_token * 16 + counts), "layers; passes, top-k, half sent away"
     assert traffic.expert.messages == 3 * split.micro_batches * (2 * 3 + 1)
 
 
@@ -110,9 +110,9 @@ def test_only_adapters_have_gradients_and_optimizer_state(architecture: Architec
 def test_the_reference_in_host_memory(architecture: Architecture, changes: dict[str, Any], bytes_each: int, of: str) -> None:
     memory = first(architecture, **changes)
     assert memory.reference == bytes_each * getattr(memory, of)
-    assert memory.certain == memory.weights + memory.gradients + memory.optimizer + memory.reference
+    assert memory.static == memory.weights + memory.gradients + memory.optimizer + memory.reference
     on_gpu = first(architecture, **changes, on_gpu=True)
-    assert on_gpu.certain == memory.certain - memory.reference
+    assert on_gpu.static == memory.static - memory.reference
     assert on_gpu.host == memory.reference + memory.checkpoint
 
 
@@ -210,8 +210,8 @@ def test_memory_of_a_chunk_of_logits(architecture: Architecture) -> None:
 def test_the_peak_of_memory(architecture: Architecture) -> None:
     cpu, gpu = first(architecture), first(architecture, on_gpu=True)
     passes = cpu.activations + cpu.logprobs
-    assert cpu.device == cpu.certain + 2 * passes + cpu.working + cpu.checkpoint, "the heap keeps one pass more"
-    assert gpu.device == 2e9 + gpu.certain + max(gpu.activations + gpu.logprobs, gpu.working)
+    assert cpu.device == cpu.static + 2 * passes + cpu.working + cpu.checkpoint, "the allocator keeps one more pass"
+    assert gpu.device == 2e9 + gpu.static + max(gpu.activations + gpu.logprobs, gpu.working)
     assert first(architecture, largest_file=10**9).device == 10**9 + cpu.weights + cpu.gradients
     assert first(architecture, largest_file=10**9, on_gpu=True).device == gpu.device
 
@@ -267,7 +267,7 @@ def test_bytes_sent_for_adapters(architecture: Architecture) -> None:
     last = LoRASettings(rank=4, alpha=4, layers=(LAYERS,))
     staged = training(architecture, data_parallel=2, split=PipelineSplit(stages=2), adapters=last)
     first, second = (step_traffic(staged, step, stage=stage).data for stage in (0, 1))
-    assert first == (0, 0), "nothing is trained there"
+    assert first == (0, 0), "nothing is trained on this stage"
     assert second == (2, 1 / 2 * 8 * rank_memory(staged, stage=1).trained)
 
 

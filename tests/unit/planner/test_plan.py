@@ -12,6 +12,7 @@ import pytest
 
 from nemo_kto.algorithms.recipes import DPO, KTO, Recipe
 from nemo_kto.cli import plan
+from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.planner import plan_run
@@ -131,7 +132,7 @@ def test_the_best_layouts_of_a_mixture(here: Path, capsys: pytest.CaptureFixture
 def test_a_layout_that_does_not_fit_and_remedies(capsys: pytest.CaptureFixture[str]) -> None:
     status, table = planned(capsys, "dpo", MODEL, "--gpus", "8", "--memory", "60", TENSOR.format(1))
     assert status == plan.DOES_NOT_FIT
-    assert table["in all"] == Message("60.0 GB", "60.2 GB")
+    assert table["total"] == Message("60.0 GB", "60.2 GB")
     assert table["verdict"] == Message("fit", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true")
 
 
@@ -139,7 +140,7 @@ def test_the_best_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     status, table = planned(capsys, "kto", MODEL, "--gpus", "16", "--gpu", "a100")
     assert status == 0
     five = [table[str(number)] for number in range(1, 6)]
-    assert len({text.split(",")[0] for text in five}) == 5, "each of other degrees"
+    assert len({text.split(",")[0] for text in five}) == 5, "all layouts differ"
     rates = [int(text.split()[-2].replace(",", "")) for text in five]
     assert rates == sorted(rates, reverse=True)
     # the printed layout is the one that was found
@@ -183,7 +184,7 @@ def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     status, table = planned(capsys, "kto", MODEL, "hardware=cpu", "trainer.devices=2", "model.peft.peft_scheme=lora")
     assert status == plan.DOES_NOT_FIT
     assert table["weights"] == "32.2 GB"
-    assert "of 32.0 GB" in table["in all"]
+    assert "of 32.0 GB" in table["total"]
     assert_names(table["expected"], "estimate", "timed")
 
 
@@ -193,7 +194,7 @@ def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         (
             ["kto", "pretrained_checkpoint.restore_from_path=nowhere", "model.lr=3"],
             [
-                Message("nothing", "planned"),
+                Message("run", "planned"),
                 Message(
                     "pretrained_checkpoint.restore_from_path", "folder", "config.json", "trainer.json", "nowhere", "download"
                 ),
@@ -203,7 +204,7 @@ def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         (
             ["kto", MODEL, "--gpus", "6", TENSOR.format(4)],
             [
-                Message("nothing", "planned"),
+                Message("run", "planned"),
                 Message(
                     "model.tensor_model_parallel_size",
                     "pipeline_model_parallel_size",
@@ -218,7 +219,7 @@ def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         (
             ["dpo", MODEL, "--gpus", "8", "model.pipeline_model_parallel_size=5"],
             [
-                Message("nothing", "planned"),
+                Message("run", "planned"),
                 Message(
                     "model.tensor_model_parallel_size",
                     "pipeline_model_parallel_size",
@@ -272,17 +273,17 @@ def test_passes_without_gradient_are_those_of_the_loss_and_a_live_reference(
 ) -> None:
     for mode, passes in (("swap", swapped), ("cached", cached)):
         chosen = [f"model.{recipe.name}.preference_loss={loss}", f"model.reference.mode={mode}"]
-        cfg = load(MODEL, "trainer.precision=bf16", *chosen, recipe=recipe)
-        assert plan_run.make_plan(cfg, plan_run.gpus_elsewhere(8, "h100")).step.forward_only == passes
+        run = ResolvedRun.of(load(MODEL, "trainer.precision=bf16", *chosen, recipe=recipe))
+        assert plan_run.make_plan(run, plan_run.gpus_elsewhere(8, "h100")).step.forward_only == passes
 
 
 def test_a_run_that_cannot_fit_is_refused(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     """In fp32 a parameter takes 4 bytes, 4 of gradients and 8 of moments, independent of the rows."""
-    cfg = plan_run.with_precision(load(MODEL, "trainer.precision=32", "model.reference.mode=cached"))
+    run = ResolvedRun.of(load(MODEL, "trainer.precision=32", "model.reference.mode=cached"))
 
     def check(memory: float) -> None:
         hardware = Hardware(name="this machine", memory=memory, flops={}, measured=True)
-        plan_run.check_memory(cfg, plan_run.Machines(ranks=1, hardware=hardware, on_gpu=False))
+        plan_run.check_memory(run, plan_run.Machines(ranks=1, hardware=hardware, on_gpu=False))
 
     with pytest.raises(UserError) as error:
         check(128e9)

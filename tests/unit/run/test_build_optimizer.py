@@ -36,7 +36,7 @@ def test_too_long_phases_are_shortened_with_a_warning() -> None:
     found, warnings = lengths(4, **WSD, warmup_steps=9, constant_steps=2, wsd_decay_steps=3)
     assert found == ScheduleLengths(3, 0, 1)
     assert warnings == [
-        Message("model.optim.sched.warmup_steps", "number", "4", "9", "3"),
-        Message("model.optim.sched.constant_steps", "number", "1", "2", "left"),
-        Message("model.optim.sched.wsd_decay_steps", "1", "min_lr", "3", "shortened"),
+        Message("model.optim.sched.warmup_steps", "4", "9", "3"),
+        Message("model.optim.sched.constant_steps", "1", "2", "0"),
+        Message("model.optim.sched.wsd_decay_steps", "1", "min_lr", "3", "1"),
     ]

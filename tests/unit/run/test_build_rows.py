@@ -12,20 +12,21 @@ import pytest
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.config import compose
-from nemo_kto.config.schema import RunConfig
+from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.models.flops import ModelFlops
 from nemo_kto.run import build, reference
-from nemo_kto.run.rows import micro_batch_limits, shares_of, source_settings, too_few_rows
+from nemo_kto.run.data import too_few_rows
+from nemo_kto.run.rows import micro_batch_limits, shares_of, source_settings
 from tests.helpers.messages import Message
 from tests.helpers.tiny_models import make_tokenizer
 
 
-def config(*overrides: str, name: str = "kto") -> RunConfig:
+def resolved(*overrides: str, name: str = "kto") -> ResolvedRun:
     given = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix=rows.jsonl", *overrides]
     cfg, mistakes = compose.to_config(compose.load(given, source=compose.Source(config_name=f"gpt_{name}")))
     assert cfg is not None, mistakes
-    return cfg
+    return ResolvedRun.of(cfg)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_the_largest_batch_that_fits_is_named(
     rows: int, micro: int, data_parallel: int, kto: list[str] | None, dpo: list[str] | None
 ) -> None:
     for name, remedy in (("kto", kto), ("dpo", dpo)):
-        cfg = config(f"model.micro_batch_size={micro}", name=name)
+        cfg = resolved(f"model.micro_batch_size={micro}", name=name).cfg
         error = too_few_rows(cfg, rows, data_parallel=data_parallel)
         if remedy is None:
             assert error is None
@@ -61,17 +62,17 @@ def test_the_largest_batch_that_fits_is_named(
     ],
 )
 def test_the_default_limit_of_tokens(keys: list[str], prompts: int | None, tokens: int | None) -> None:
-    limits = micro_batch_limits(config(*keys))
+    limits = micro_batch_limits(resolved(*keys))
     assert (limits.prompts, limits.tokens) == (prompts, tokens)
 
 
 def test_kto_needs_two_validation_rows_and_its_variant_without_z0_one() -> None:
-    def least(cfg: RunConfig) -> int:
-        return int(source_settings(cfg, make_tokenizer())["min_validation_rows"])
+    def least(run: ResolvedRun) -> int:
+        return int(source_settings(run, make_tokenizer())["min_validation_rows"])
 
-    assert [least(config(name=name)) for name in RECIPES] == [2, 1]
+    assert [least(resolved(name=name)) for name in RECIPES] == [2, 1]
     for loss in ("apo_zero_unpaired", "bco"):
-        assert least(config(f"model.kto.preference_loss={loss}")) == 1
+        assert least(resolved(f"model.kto.preference_loss={loss}")) == 1
 
 
 @pytest.mark.parametrize(
@@ -83,10 +84,10 @@ def test_costs_of_packed_shards_include_the_passes_of_the_loss(
 ) -> None:
     """Reference, forward, two for the backward pass, and one more for delta; over samples, and over KL examples."""
     given = [f"pretrained_checkpoint.restore_from_path={tiny_llama}", "model.data.packing=true", "model.reference.mode=swap"]
-    cfg = config(*given, f"model.kto.preference_loss={loss}")
+    run = resolved(*given, f"model.kto.preference_loss={loss}")
     forward = ModelFlops.of_model(read_architecture(tiny_llama, tensor_parallel=1)).forward
     for is_training, passes in ((True, training), (False, validation)):
-        costs = cast(Any, shares_of(cfg, training=is_training)).keywords["costs"]
+        costs = cast(Any, shares_of(run, training=is_training)).keywords["costs"]
         for cost, count in zip((costs.cost, costs.kl_cost), passes, strict=True):
             assert (cost and cost(20)) == (count * forward.of_tokens(20) or None)
 
@@ -103,18 +104,18 @@ def test_rows_are_read_before_the_model_is_built(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(build.state, "init_distributed", lambda **_: None)
     monkeypatch.setattr(build.state, "raise_together", lambda *_: None)
     monkeypatch.setattr(build, "hold_run_folder", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(build, "resolve_precision", lambda cfg: (cfg, ""))
-    monkeypatch.setattr(build, "model_tokenizer", lambda source: make_tokenizer())
+    monkeypatch.setattr(build, "resolve_precision", lambda run: run)
+    monkeypatch.setattr(build, "model_tokenizer", lambda files: make_tokenizer())
     with pytest.raises(DataError, match="1 broken row"):
-        build.train(config())
+        build.train(resolved())
 
 
 def test_reference_log_probs_in_fp8_have_a_separate_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "ReferenceCache", lambda **kept: kept["settings"])
-    policy: Any = SimpleNamespace(source=Path("model"), base_model=Path("model"), adapter_folder=None)
+    policy: Any = SimpleNamespace(base_model=Path("model"))
     engine: Any = SimpleNamespace(average_log_probs=False)
 
     def settings(*overrides: str) -> Any:
-        return reference._open_cache(config(*overrides), policy, None, engine)
+        return reference._open_cache(resolved(*overrides), policy, engine)
 
     assert settings("model.fp8=e4m3") == settings() | {"fp8": "e4m3"}

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from nemo_kto.architecture.lora import LoRASettings
-from nemo_kto.config.choices import adapter_settings, choose_mode
-from nemo_kto.planner import plan_run
-from tests.unit.run.test_build_rows import config
+from tests.unit.run.test_build_rows import resolved
 
 LORA, TUNING = "model.peft.peft_scheme=lora", "model.peft.lora_tuning"
 
 
 def test_every_key_of_the_adapters_is_used() -> None:
-    assert adapter_settings(config().model.peft) is None
-    plain = adapter_settings(config(LORA).model.peft)
+    assert resolved().adapters is None
+    plain = resolved(LORA).adapters
     assert plain == LoRASettings(rank=32, alpha=32, target_modules=("attention_qkv",))
     given = [
         "adapter_dim=16",
@@ -23,7 +21,7 @@ def test_every_key_of_the_adapters_is_used() -> None:
         "target_modules=[mlp]",
         "layer_selection=[2]",
     ]
-    found = adapter_settings(config(LORA, *(f"{TUNING}.{key}" for key in given)).model.peft)
+    found = resolved(LORA, *(f"{TUNING}.{key}" for key in given)).adapters
     assert found == LoRASettings(rank=16, alpha=8, rslora=True, dora=True, dropout=0.1, target_modules=("mlp",), layers=(2,))
     assert found.scale == 2.0
 
@@ -38,6 +36,6 @@ def test_a_cached_reference_is_evaluated_per_epoch_for_new_kl_examples() -> None
         ([two, LORA, "model.reference.mode=cached"], True, None),
         ([two, LORA, "model.reference.restore_from_path=OTHER"], True, "all"),
     ):
-        cfg = config(*overrides)
-        mode, why = choose_mode(cfg)
-        assert (mode, short in why, plan_run._swapped(cfg, mode)) == ("cached", by_epoch, swapped), overrides
+        run = resolved(*overrides)
+        found = (run.reference.name, short in run.reference.reason, run.swapped_weights)
+        assert found == ("cached", by_epoch, swapped), overrides

@@ -20,7 +20,9 @@ def test_checks_of_the_machine_are_done_by_the_job(good: list[str]) -> None:
     here = Job(recipe=KTO, source=source_of(KTO), world=None)
     cfg, _ = compose.to_config(config)
     assert cfg is not None
-    texts = [[str(error) for error in job.broken_rules(cfg)] for job in (here, replace(here, elsewhere=True))]
+    texts = [
+        [str(error) for error in job.checker(sweep=False).rule_errors(cfg)] for job in (here, replace(here, elsewhere=True))
+    ]
     of_batch = Message("model.global_batch_size", "number", "4", "3", "use")
     of_nodes = Message("trainer.num_nodes", "1", "2", "torchrun", "srun", "examples/slurm")
     assert texts == [[of_nodes, of_batch], [of_batch]]

@@ -1,0 +1,288 @@
+"""Facts that a run derives from its configuration and from the files of its model, each computed once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from hydra.utils import instantiate
+
+from nemo_kto.algorithms.callbacks import Callback
+from nemo_kto.algorithms.duration import TrainerConfig
+from nemo_kto.architecture.config_file import read_config_file
+from nemo_kto.architecture.lora import LoRASettings
+from nemo_kto.architecture.stages import PipelineSplit
+from nemo_kto.artifacts.adapter_files import read_adapter_settings
+from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, is_checkpoint
+from nemo_kto.artifacts.sources import ModelSource, find_source
+from nemo_kto.config.schema import RunConfig
+from nemo_kto.device import device
+from nemo_kto.errors import UserError, import_object
+from nemo_kto.processes.ranks import World
+
+if TYPE_CHECKING:
+    import torch
+
+    from nemo_kto.architecture.architecture import Architecture
+    from nemo_kto.architecture.families import Family
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    """Files of the model that a run starts from; each is read once, when it is first needed.
+
+    Attributes:
+        source: a Hugging Face folder or one of our checkpoints.
+        adapter_folder: adapters in PEFT format to start from; ``source`` may also contain adapters.
+        tensor_parallel, expert_tensor_parallel: sizes that the architecture is padded for.
+    """
+
+    source: Path
+    adapter_folder: Path | None = None
+    tensor_parallel: int = 1
+    expert_tensor_parallel: int | None = None
+
+    @cached_property
+    def is_checkpoint(self) -> bool:
+        """Whether the source is one of our checkpoints."""
+        return is_checkpoint(self.source)
+
+    @cached_property
+    def hf_folder(self) -> Path:
+        """Hugging Face folder with the model's configuration and tokenizer: the source, or ``hf`` in a checkpoint."""
+        return self.source / "hf" if self.is_checkpoint else self.source
+
+    @cached_property
+    def config(self) -> tuple[dict[str, Any], Family]:
+        """Content of config.json, and the family that it names; raises UserError if it is missing or invalid."""
+        return read_config_file(self.hf_folder)
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """Architecture with the padding of the layout; raises UserError if it cannot be read. Imports transformers."""
+        from nemo_kto.architecture.architecture import read_architecture
+
+        tensor, expert_tensor = self.tensor_parallel, self.expert_tensor_parallel
+        return read_architecture(self.hf_folder, tensor_parallel=tensor, expert_tensor_parallel=expert_tensor)
+
+    @cached_property
+    def largest_file(self) -> int:
+        """Bytes of the largest file of weights; 0 if there is none."""
+        return max((file.stat().st_size for file in self.source.glob("*.safetensors")), default=0)
+
+    @cached_property
+    def own(self) -> ModelSource:
+        """Base model and adapters in the source itself; raises UserError if it is not a model."""
+        return find_source(self.source)
+
+    @cached_property
+    def initial(self) -> ModelSource:
+        """Source of the initial weights; adapters that exist before the run are also part of the reference."""
+        return self.own if self.adapter_folder is None else replace(self.own, adapters=self.adapter_folder)
+
+
+class ReferenceMode(NamedTuple):
+    """Mode of the reference (swap, adapter, cached or none), and why it was chosen."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRun:
+    """A configuration with all that follows from it and from the files of the model.
+
+    Attributes:
+        cfg: the configuration.
+        files: the model that the run starts from.
+        gpus: number of GPUs of this machine that the run may use.
+        precision_reason: why trainer.precision has its value.
+    """
+
+    cfg: RunConfig
+    files: ModelFiles
+    gpus: int
+    precision_reason: str = "set by the user"
+
+    @classmethod
+    def of(cls, cfg: RunConfig, *, gpus: int | None = None) -> ResolvedRun:
+        """Return the run of a configuration; no file is read yet. ``gpus``: by default those of this machine."""
+        if gpus is None:
+            gpus = 0 if cfg.trainer.accelerator == "cpu" else device.device_count()
+        adapter = cfg.model.peft.restore_from_path
+        files = ModelFiles(
+            source=Path(cfg.pretrained_checkpoint.restore_from_path),
+            adapter_folder=None if adapter is None else Path(adapter),
+            tensor_parallel=cfg.model.tensor_model_parallel_size,
+            expert_tensor_parallel=cfg.model.expert_tensor_parallel_size,
+        )
+        return cls(cfg=cfg, files=files, gpus=gpus)
+
+    def with_precision(self, precision: str, reason: str) -> ResolvedRun:
+        """Return the same run with another trainer.precision."""
+        trainer = self.cfg.trainer.model_copy(update={"precision": precision})
+        return replace(self, cfg=self.cfg.model_copy(update={"trainer": trainer}), precision_reason=reason)
+
+    def with_model(self, **values: Any) -> ResolvedRun:
+        """Return the same run with other values in the section ``model``; the model's files are not read again."""
+        model = self.cfg.model.model_copy(update=values)
+        return replace(self, cfg=self.cfg.model_copy(update={"model": model}))
+
+    @property
+    def local_ranks(self) -> int:
+        """Number of ranks per machine that the configuration requests."""
+        devices = self.cfg.trainer.devices
+        return devices if isinstance(devices, int) else self.gpus or 1
+
+    def world_size(self, world: World | None = None) -> int:
+        """Return the number of ranks of the run: those of ``world`` if they were already started."""
+        return self.cfg.trainer.num_nodes * self.local_ranks if world is None else world.size
+
+    @cached_property
+    def length(self) -> TrainerConfig:
+        """Run length, and intervals of validation, checkpoints and log lines."""
+        return TrainerConfig(global_batch_size=self.cfg.model.global_batch_size, **self.cfg.loop.duration())
+
+    @cached_property
+    def folder(self) -> Path:
+        """Run folder."""
+        return Path(self.cfg.exp_manager.explicit_log_dir)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the run's checkpoints."""
+        return self.folder / CHECKPOINTS
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Data type of the weights; trainer.precision must not be auto."""
+        from nemo_kto.device.dtypes import DTYPES
+
+        return DTYPES[self.cfg.trainer.precision]
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """Architecture of the model with the padding of this run's layout; raises UserError if it cannot be read."""
+        tensor, expert_tensor = self.cfg.model.tensor_model_parallel_size, self.cfg.model.expert_tensor_parallel_size
+        read = self.files.architecture
+        if (tensor, expert_tensor) == (self.files.tensor_parallel, self.files.expert_tensor_parallel):
+            return read
+        return replace(read, tensor_parallel=tensor, expert_tensor_parallel=expert_tensor or tensor)
+
+    @cached_property
+    def split(self) -> PipelineSplit:
+        """Partition of the layers across pipeline stages."""
+        model = self.cfg.model
+        return PipelineSplit(
+            stages=model.pipeline_model_parallel_size,
+            chunks=model.virtual_pipeline_model_parallel_size or 1,
+            first=model.num_layers_in_first_pipeline_stage,
+            last=model.num_layers_in_last_pipeline_stage,
+            counts_embedding=model.account_for_embedding_in_pipeline_split,
+            counts_loss=model.account_for_loss_in_pipeline_split,
+        )
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained instead of all weights."""
+        return self.cfg.model.peft.peft_scheme != "none"
+
+    @cached_property
+    def adapters(self) -> LoRASettings | None:
+        """LoRA settings from the configuration or from an existing adapter; None without adapters."""
+        if not self.has_adapters:
+            return None
+        tuning = self.cfg.model.peft.lora_tuning
+        if self.files.adapter_folder is not None:
+            return replace(read_adapter_settings(self.files.adapter_folder), dropout=tuning.adapter_dropout)
+        return LoRASettings(
+            rank=tuning.adapter_dim,
+            alpha=tuning.alpha,
+            rslora=tuning.rslora,
+            dora=tuning.dora,
+            dropout=tuning.adapter_dropout,
+            target_modules=tuple(tuning.target_modules),
+            layers=None if tuning.layer_selection is None else tuple(tuning.layer_selection),
+        )
+
+    @property
+    def recompute_modules(self) -> tuple[str, ...]:
+        """Modules of a layer that selective recomputation recomputes; by default the MLP.
+
+        The activations of the MLP are the largest. megatron-core's default is the core attention, which is fused here and
+        saves little, so that recomputing it would only be slower.
+        """
+        return tuple(self.cfg.model.recompute_modules or ("mlp",))
+
+    @cached_property
+    def has_new_kl_examples(self) -> bool:
+        """Whether later epochs have sequences that the first lacks: KL examples, which are formed within a batch."""
+        return self.cfg.loss.record.needs_z0 and self.cfg.loop.max_epochs > 1
+
+    @cached_property
+    def reference(self) -> ReferenceMode:
+        """Mode of the reference."""
+        settings = self.cfg.model.reference
+        if not self.cfg.loss.record.needs_reference:
+            return ReferenceMode("none", f"{self.cfg.loss.preference_loss} needs no reference")
+        later = "KL examples of later epochs when their epoch begins" if self.has_new_kl_examples else ""
+        if settings.mode != "auto":
+            note = f"; {later}" if settings.mode == "cached" and later else ""
+            return ReferenceMode(settings.mode, f"set by the user{note}")
+        if settings.sync_interval:
+            return ReferenceMode("swap", "synchronised with the policy, so that its log-probs change")
+        if self.has_adapters and settings.restore_from_path is None:
+            return ReferenceMode("adapter", "the model with its adapters disabled; costs almost no memory")
+        return ReferenceMode("cached", f"precomputed before training{f'; {later}' if later else ''}")
+
+    @cached_property
+    def reference_model(self) -> ModelSource | None:
+        """The configured reference model; None if none is set, or if it is the model from which the policy starts."""
+        folder = self.cfg.model.reference.restore_from_path
+        if folder is None or self.reference.name == "none":
+            return None
+        named = find_source(Path(folder), default_base=self.files.own.base.absolute())
+        return None if named.resolve() == self.files.initial.resolve() else named
+
+    @cached_property
+    def reference_passes(self) -> tuple[int, int]:
+        """Number of passes per step in which the model serves as the reference: with swapped weights, without adapters."""
+        # If training starts from existing adapters, the reference is the model with those, which are swapped in.
+        disables_adapters = self.reference.name == "adapter" and self.files.adapter_folder is None
+        return int(self.reference.name in ("swap", "adapter") and not disables_adapters), int(disables_adapters)
+
+    @property
+    def swapped_weights(self) -> Literal["all", "trained"] | None:
+        """Weights that have a copy on the host, of the reference or of the policy while the reference is evaluated."""
+        mode, has_other = self.reference.name, self.cfg.model.reference.restore_from_path is not None
+        if mode == "cached" and self.has_new_kl_examples and (not self.has_adapters or has_other):
+            return "all"
+        if mode == "swap":
+            return "trained" if self.has_adapters and not has_other else "all"
+        # the reference is the model with the adapters with which training starts
+        return "trained" if mode == "adapter" and self.files.adapter_folder is not None else None
+
+
+def find_callback(spec: str | Mapping[str, object]) -> Callable[[], Callback]:
+    """Return a factory for a user-defined callback of ``trainer.callbacks``.
+
+    Args:
+        spec: the path package.module.NAME, or a mapping with this path under _target_ and with keyword arguments.
+
+    Raises:
+        UserError: If the class does not exist, is not a Callback, or does not accept these arguments.
+    """
+    settings = {"_target_": spec} if isinstance(spec, str) else dict(spec)
+    path, arguments = str(settings.get("_target_")), {name: settings[name] for name in settings if not name.startswith("_")}
+    found = import_object(path)
+    if not (isinstance(found, type) and issubclass(found, Callback)):
+        raise UserError(f"must name subclasses of {Callback.__module__}.{Callback.__name__}, got {path}")
+    try:
+        inspect.signature(found).bind(**arguments)
+    except TypeError as error:
+        raise UserError(f"must have the arguments that {path} takes, got {arguments}: {error}") from error
+    return partial(instantiate, settings)
