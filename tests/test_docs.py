@@ -94,7 +94,7 @@ def test_the_two_commands_come_first() -> None:
 
 def test_the_command_lines_of_the_readme_compose() -> None:
     lines = [line.split() for line in commands(REPOSITORY / "README.md") if line.startswith("nemo-kto kto ") and "=" in line]
-    assert lines, "the README shows how one's own model is trained"
+    assert lines, "the README shows how to train a user's model"
     for words in lines:
         cfg, mistakes = compose.to_config(compose.load(words[2:]), recipe=KTO)
         assert not mistakes

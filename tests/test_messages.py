@@ -84,7 +84,7 @@ def test_a_message_contains_its_parts_and_equals_the_snapshot(stored: list[str])
     assert message != "model.seed is -1", "it has no entry yet"
     stored += ["model.seed is -1", "model.seed is 7"]
     assert [message] == ["model.seed is -1"]
-    assert message != "model.seed must not be -1", "it reads otherwise"
+    assert message != "model.seed must not be -1", "the text differs"
     assert "pytest --update-messages" in repr(message)
     assert message != "model.seed is 7", "a part is missing"
     assert "'-1'" in repr(message)

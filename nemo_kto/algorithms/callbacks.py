@@ -266,11 +266,7 @@ class SpikeCallback(Callback):
 
 @dataclass(kw_only=True, eq=False)
 class PrecomputeReference(Callback):
-    """Callback that precomputes the reference log-probs of each epoch when it begins.
-
-    Attributes:
-        precompute: compute the log-probs for all batches from the given step to the end of its epoch.
-    """
+    """Callback that precomputes the reference log-probs from the current step to the end of its epoch."""
 
     precompute: Callable[[int], None]
 
@@ -280,14 +276,9 @@ class PrecomputeReference(Callback):
 
 @dataclass(kw_only=True, eq=False)
 class ReferenceSync(Callback):
-    """Callback that moves the reference towards the policy every few steps.
+    """Callback that moves the reference towards the policy (TR-DPO, Gorbatovski et al. 2024, arXiv 2404.09656).
 
-    This is TR-DPO (Gorbatovski et al. 2024, arXiv 2404.09656).
-
-    Attributes:
-        mix: set reference = alpha * policy + (1 - alpha) * reference, for the given alpha.
-        interval: optimizer steps between two updates.
-        mixup_alpha: alpha of each update.
+    Every ``interval`` steps ``mix`` sets reference = mixup_alpha * policy + (1 - mixup_alpha) * reference.
     """
 
     mix: Callable[[float], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,34 +27,33 @@ from nemo_kto.models.lora.adapters import is_adapter
 
 def get_rng_state() -> dict[str, Any]:
     """Return the states of all random generators of this rank, as tensors and plain data."""
-    kept = np.random.get_state(legacy=False)
-    assert isinstance(kept, dict)
+    numpy_state = np.random.get_state(legacy=False)
     return {
         "torch": torch.get_rng_state(),
         "device": device.get_rng_state(),
         "tracker": get_cuda_rng_tracker().get_states(),
         "python": random.getstate(),
-        "numpy": json.dumps(kept, default=np.ndarray.tolist),
+        "numpy": json.dumps(numpy_state, default=np.ndarray.tolist),
     }
 
 
-def set_rng_state(kept: Mapping[str, Any]) -> None:
+def set_rng_state(saved: Mapping[str, Any]) -> None:
     """Restore the states returned by :func:`get_rng_state`.
 
     Raises:
         ValueError: the generators of model-parallel regions differ; torch, Python and numpy raise their own errors.
     """
     tracker = get_cuda_rng_tracker()
-    kinds, ours = (
-        {name: type(each) for name, each in dict(states).items()} for states in (kept["tracker"], tracker.get_states())
+    found, expected = (
+        {name: type(each) for name, each in dict(states).items()} for states in (saved["tracker"], tracker.get_states())
     )
-    if kinds != ours:
-        raise ValueError(f"tracker must hold the generators {', '.join(ours)}, got {', '.join(map(str, kinds))}")
-    torch.set_rng_state(kept["torch"])
-    device.set_rng_state(kept["device"])
-    tracker.set_states(kept["tracker"])
-    random.setstate(kept["python"])
-    np.random.set_state(json.loads(kept["numpy"]))
+    if found != expected:
+        raise ValueError(f"tracker must contain the generators {', '.join(expected)}, got {', '.join(map(str, found))}")
+    torch.set_rng_state(saved["torch"])
+    device.set_rng_state(saved["device"])
+    tracker.set_states(saved["tracker"])
+    random.setstate(saved["python"])
+    np.random.set_state(json.loads(saved["numpy"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +79,11 @@ def adapters_of(chunks: Sequence[nn.Module]) -> LoRASettings | None:
     return unwrap_model(chunks[0]).adapters
 
 
-def adapters_info(settings: LoRASettings, base_model: Path) -> dict[str, object]:
-    """Return the adapter entry for trainer.json."""
-    return {"base_model": str(base_model.absolute()), "settings": asdict(settings)}
-
-
 def adapters_in(info: Mapping[str, Any]) -> SavedAdapters | None:
     """Return the adapter entry of a trainer.json; None if the checkpoint holds all weights of a model."""
-    if (kept := info.get("adapters")) is None:
+    if (entry := info.get("adapters")) is None:
         return None
-    return SavedAdapters(base_model=Path(kept["base_model"]), settings=adapter_settings(kept))
+    return SavedAdapters(base_model=Path(entry["base_model"]), settings=adapter_settings(entry))
 
 
 def check_adapters(saved: SavedAdapters | None, chunks: Sequence[nn.Module]) -> None:
@@ -98,10 +92,10 @@ def check_adapters(saved: SavedAdapters | None, chunks: Sequence[nn.Module]) -> 
     Raises:
         UserError: the adapters differ.
     """
-    theirs, ours = _described(None if saved is None else saved.settings), _described(adapters_of(chunks))
-    if theirs != ours:
+    expected, found = _describe(None if saved is None else saved.settings), _describe(adapters_of(chunks))
+    if found != expected:
         raise UserError(
-            f"the model must have the adapters of the checkpoint ({theirs}), got {ours}; change model.peft back, or start a "
+            f"the model must have the adapters of the checkpoint ({expected}), got {found}; restore model.peft, or start a "
             "new run in another folder"
         )
 
@@ -133,7 +127,7 @@ def load_state(chunks: Sequence[nn.Module], loaded: StateDict, *, adapters: bool
         missing, unexpected = unwrap_model(chunk).load_state_dict(state, strict=False)
         missing = [name for name in missing if is_adapter(name) == adapters and _is_weight(name)]
         if missing or unexpected:
-            raise RuntimeError(f"weights must be those of the model, got none for {missing}, and no place for {unexpected}")
+            raise RuntimeError(f"the weights do not fit the model: missing {missing}, unexpected {unexpected}")
 
 
 def sharded_reference(chunks: Sequence[nn.Module], weights: SwappedWeights) -> ShardedStateDict:
@@ -142,23 +136,23 @@ def sharded_reference(chunks: Sequence[nn.Module], weights: SwappedWeights) -> S
     For a model with adapters these are the adapters, and also the base model if the reference has a different one.
     """
     base, adapters = (sharded_state(chunks, adapters=adapters) for adapters in (False, True))
-    whole: ShardedStateDict = {}
-    for part, held in zip(base, _reference_values(chunks, weights), strict=True):
+    reference: ShardedStateDict = {}
+    for part, values in zip(base, _reference_values(chunks, weights), strict=True):
         state = {**base[part], **adapters[part]}
-        entries = {name: entry for name, entry in state.items() if name in held}
+        entries = {name: entry for name, entry in state.items() if name in values}
         for name, entry in entries.items():
-            entry.key, entry.data = f"reference.{entry.key}", held[name]
+            entry.key, entry.data = f"reference.{entry.key}", values[name]
             if isinstance(entry, ShardedTensor):
-                entry.dtype = held[name].dtype
-        whole[part.replace("model", "reference")] = entries
-    return whole
+                entry.dtype = values[name].dtype
+        reference[part.replace("model", "reference")] = entries
+    return reference
 
 
 def load_reference(chunks: Sequence[nn.Module], weights: SwappedWeights, loaded: StateDict) -> None:
     """Load reference weights that were read into the form of :func:`sharded_reference`."""
-    for number, held in enumerate(_reference_values(chunks, weights)):
-        for name, values in loaded.get(f"reference{number}", {}).items():
-            held[name].copy_(values)
+    for number, values in enumerate(_reference_values(chunks, weights)):
+        for name, loaded_values in loaded.get(f"reference{number}", {}).items():
+            values[name].copy_(loaded_values)
     weights.round_values()
 
 
@@ -175,7 +169,7 @@ def _is_weight(name: str) -> bool:
     return not name.endswith("._extra_state")
 
 
-def _described(settings: LoRASettings | None) -> str:
+def _describe(settings: LoRASettings | None) -> str:
     if settings is None:
         return "none"
     layers = "all layers" if settings.layers is None else f"layers {', '.join(map(str, settings.layers))}"

@@ -24,7 +24,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from nemo_kto.checkpoint.optimizer_slices import load_slices, sharded_slices
-from nemo_kto.device import device
+from nemo_kto.distributed.state import max_over_ranks
 
 # Canonical tensors in the shapes of the weights, readable at any layout; optimizer_slices decides what a rank writes.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -36,17 +36,14 @@ def optimizer_state(optimizer: MegatronOptimizer, model_state: ShardedStateDict,
     With ``is_loading``, an optimizer without a state gets one first, which the load overwrites.
     """
     step = _adam_step(optimizer)
-    parts = _parts(optimizer)
     with contextlib.ExitStack() as stack:
-        for part in parts:
+        for part in _parts(optimizer):
             if is_loading and hasattr(part, "_init_optimizer_states_with_dummy_values") and not part.optimizer.state:
                 part._init_optimizer_states_with_dummy_values()
             if is_distributed(part):
-                stack.enter_context(_counter_of_nothing(part.optimizer, step))
-                stack.enter_context(_as_it_is(part.optimizer))
-                stack.enter_context(_in_slices(part))
+                stack.enter_context(_patched(part, step))
         sharded = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_METADATA)
-    _leave_classes_out(sharded)
+    _drop_classes(sharded)
     return {"optimizer": sharded, "adam_step": step}
 
 
@@ -58,20 +55,26 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: StateDict) -> Non
     Raises:
         ValueError: the saved step counter is not an integer of at least 0.
     """
-    if type(loaded["adam_step"]) is not int or loaded["adam_step"] < 0:
-        raise ValueError(f"adam_step must be an integer of at least 0, got {loaded['adam_step']!r}")
+    step = loaded["adam_step"]
+    if type(step) is not int or step < 0:
+        raise ValueError(f"adam_step must be an integer of at least 0, got {step!r}")
     parts = _parts(optimizer)
     states = [loaded["optimizer"]] if len(parts) == 1 else [loaded["optimizer"][number] for number in range(len(parts))]
-    for part, its_state in zip(parts, states, strict=True):
+    for part, state in zip(parts, states, strict=True):
         # megatron-core would look for Adam's counters among the saved tensors, so the tensors are loaded separately
-        tensors = its_state.pop("param_state", None)
-        inner = its_state.get("optimizer", its_state)
-        _take_over_settings(inner["param_groups"], part.param_groups)
-        _put_back_counters(inner, loaded["adam_step"], of_torch=_is_torchs(part.optimizer))
-        part.load_state_dict(its_state)
+        tensors = state.pop("param_state", None)
+        inner = state.get("optimizer", state)
+        _keep_current_settings(inner["param_groups"], part.param_groups)
+        for group in inner["param_groups"]:
+            group["step"] = step
+        if "state" in inner:  # megatron-core copies common_step to the state of every parameter
+            inner["state"].pop("common_step", None)
+            if _is_torch_adam(part.optimizer):
+                inner["state"]["common_step"] = torch.tensor(float(step))
+        part.load_state_dict(state)
         if tensors is not None:
             load_slices(part, tensors)
-        _set_counters(part.optimizer, loaded["adam_step"])
+        _set_counters(part.optimizer, step)
 
 
 def load_schedule(scheduler: OptimizerParamScheduler, saved: Mapping[str, Any], *, step: int) -> None:
@@ -88,28 +91,18 @@ def load_schedule(scheduler: OptimizerParamScheduler, saved: Mapping[str, Any], 
     scheduler.load_state_dict(dict(saved))
 
 
-def _take_over_settings(saved: Sequence[dict[str, object]], now: Sequence[Mapping[str, object]]) -> None:
-    """Give saved parameter groups the settings of the current ones: everything but the parameters and the step counter.
+def _keep_current_settings(saved: Sequence[dict[str, object]], current: Sequence[Mapping[str, object]]) -> None:
+    """Overwrite the settings of saved parameter groups: everything but the parameters and the step counter.
 
-    This happens before the groups are loaded, because megatron-core 0.19 also matches groups by their learning rates.
+    This must precede loading the groups, because megatron-core 0.19 also matches groups by their learning rates.
     """
 
     def kind(group: Mapping[str, object]) -> tuple[object, ...]:
         return tuple(group.get(name) for name in ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"))
 
-    settings = {kind(group): {name: group[name] for name in group if name not in ("params", "step")} for group in now}
+    settings = {kind(group): {name: group[name] for name in group if name not in ("params", "step")} for group in current}
     for group in saved:
         group.update(settings[kind(group)])
-
-
-def _put_back_counters(state: StateDict, step: int, *, of_torch: bool) -> None:
-    """Put the step count into a state to be loaded, in the place where the loading optimizer reads it."""
-    for group in state["param_groups"]:
-        group["step"] = step
-    if "state" in state:  # megatron-core copies common_step to the state of every parameter
-        state["state"].pop("common_step", None)
-        if of_torch:
-            state["state"]["common_step"] = torch.tensor(float(step))
 
 
 def is_distributed(optimizer: MegatronOptimizer) -> bool:
@@ -122,11 +115,10 @@ def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def _adams(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizer, or the optimizers that a hybrid one consists of."""
     return list(optimizer.sub_optimizers) if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
 
 
-def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+def _is_torch_adam(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.Adam)  # AdamW is a subclass
 
 
@@ -136,10 +128,10 @@ def _set_counters(optimizer: torch.optim.Optimizer, step: int) -> None:
         for group in optimizer.param_groups:  # a counter in these groups would overwrite the inner optimizers' at every step
             group.pop("step", None)
     for adam in _adams(optimizer):
-        if _is_torchs(adam):
-            for kept in adam.state.values():
+        if _is_torch_adam(adam):
+            for parameter_state in adam.state.values():
                 # one tensor each: megatron-core gives all parameters the same tensor, which each would then increment
-                kept["step"] = torch.tensor(float(step))
+                parameter_state["step"] = torch.tensor(float(step))
         else:
             for group in adam.param_groups:
                 group["step"] = step
@@ -150,16 +142,14 @@ def _adam_step(optimizer: MegatronOptimizer) -> int:
 
     The maximum over all ranks is taken, because a pipeline stage with nothing to train has no counter.
     """
-    mine = 0
+    step = 0
     for adam in (adam for part in _parts(optimizer) for adam in _adams(part.optimizer)):
-        counted = adam.state.values() if _is_torchs(adam) else adam.param_groups
-        mine = max([mine, *(int(kept["step"]) for kept in counted if "step" in kept)])
-    box = torch.tensor(mine, device=device.current_device())
-    torch.distributed.all_reduce(box, torch.distributed.ReduceOp.MAX)
-    return int(box)
+        counters = adam.state.values() if _is_torch_adam(adam) else adam.param_groups
+        step = max([step, *(int(counter["step"]) for counter in counters if "step" in counter)])
+    return max_over_ranks(step)
 
 
-def _leave_classes_out(state: StateDict) -> None:
+def _drop_classes(state: StateDict) -> None:
     """Drop the optimizer classes that megatron-core stores with the settings of a group: a checkpoint is plain data."""
     if "param_groups" in state:
         for group in state["param_groups"]:
@@ -167,55 +157,33 @@ def _leave_classes_out(state: StateDict) -> None:
                 del group[name]
     for inner in state.values():
         if isinstance(inner, dict):
-            _leave_classes_out(inner)
+            _drop_classes(inner)
 
 
 @contextlib.contextmanager
-def _in_slices(part: MegatronOptimizer) -> Iterator[None]:
-    """Make the distributed optimizer return its state as slices instead of its own form.
+def _patched(part: MegatronOptimizer, step: int) -> Iterator[None]:
+    """Make a distributed optimizer return its state as slices, in the dtypes in which it is stored."""
 
-    For its own form megatron-core runs the garbage collector afterwards, because it has gathered large tensors. With slices
-    this would only stall training, so it is disabled.
-    """
-
-    def of_part(model_state: ShardedStateDict, is_loading: bool, _: object) -> ShardedStateDict:
+    def slices(model_state: ShardedStateDict, is_loading: bool, _: object) -> ShardedStateDict:
         return sharded_slices(part, model_state, is_loading=is_loading)
 
-    part.sharded_param_state_fully_reshardable = of_part
+    inner = part.optimizer
+    part.sharded_param_state_fully_reshardable = slices
+    # megatron-core collects garbage after gathering large tensors; with slices this would only stall training
     distrib_optimizer.gc = SimpleNamespace(collect=lambda: 0)
+    # Transformer Engine's optimizer would make fp32 copies of all bf16 moments, which the distributed optimizer discards: it
+    # needs only the settings of the groups
+    inner.state_dict = functools.partial(torch.optim.Optimizer.state_dict, inner)
+    # The distributed optimizer reads a step counter from each torch Adam, whose state is empty before the first step and on
+    # a stage that has nothing to train. state_dict leaves keys that are not tensors unchanged.
+    is_empty = _is_torch_adam(inner) and not inner.state
+    if is_empty:
+        inner.state["placeholder"] = {"step": torch.tensor(float(step))}
     try:
         yield
     finally:
+        if is_empty:
+            del inner.state["placeholder"]
+        del inner.state_dict
         distrib_optimizer.gc = gc
         del part.sharded_param_state_fully_reshardable
-
-
-@contextlib.contextmanager
-def _as_it_is(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Make an optimizer return its state in the dtypes in which it is held.
-
-    Transformer Engine's would make fp32 copies of all bf16 moments, and the distributed optimizer, which needs only the
-    settings of the groups, would discard them.
-    """
-    optimizer.state_dict = functools.partial(torch.optim.Optimizer.state_dict, optimizer)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del optimizer.state_dict
-
-
-@contextlib.contextmanager
-def _counter_of_nothing(optimizer: torch.optim.Optimizer, step: int) -> Iterator[None]:
-    """Give an empty torch Adam a placeholder step counter, because the distributed optimizer reads one from each.
-
-    Adam's state is empty on a stage that has nothing to train, and before the first step.
-    """
-    nothing = isinstance(optimizer, torch.optim.Adam) and not optimizer.state
-    if nothing:
-        # a string as key instead of a parameter: state_dict leaves keys that are no tensors unchanged
-        optimizer.state["nothing"] = {"step": torch.tensor(float(step))}  # type: ignore[index]
-    try:
-        yield
-    finally:
-        if nothing:
-            del optimizer.state["nothing"]  # type: ignore[arg-type]

@@ -61,17 +61,19 @@ def sharded_slices(optimizer: Any, model_state: ShardedStateDict, *, is_loading:
         model_state: sharded state of the model that it trains.
         is_loading: leave the values out, because the load provides them.
     """
-    forms = {
-        id(form.data): form for form in nested_values(model_state) if isinstance(form, ShardedTensor | ShardedTensorFactory)
+    entries = {
+        id(entry.data): entry
+        for entry in nested_values(model_state)
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
     }
     state: ShardedStateDict = {}
-    for number, (parameter, start, end) in enumerate(_held(optimizer)):
+    for number, (parameter, start, end) in enumerate(_local_slices(optimizer)):
         values = _values(optimizer, parameter)
         state[number] = {}
         for name in STATES:
             # an optimizer that has taken no step yet has no moments
             flat = values[name] if name in values else torch.zeros_like(values["param"])
-            pieces = _pieces(forms[id(parameter)], f"optimizer.state.{name}.", flat, start, end, is_loading=is_loading)
+            pieces = _pieces(entries[id(parameter)], f"optimizer.state.{name}.", flat, start, end, is_loading=is_loading)
             state[number][name] = dict(enumerate(pieces))
     return state
 
@@ -79,36 +81,36 @@ def sharded_slices(optimizer: Any, model_state: ShardedStateDict, *, is_loading:
 @torch.no_grad()
 def load_slices(optimizer: Any, loaded: StateDict) -> None:
     """Load optimizer values that were read into the form of :func:`sharded_slices`."""
-    for number, (parameter, _, _) in enumerate(_held(optimizer)):
-        states = loaded[number]
-        for name, held in _values(optimizer, parameter).items():
-            held.copy_(torch.cat([states[name][piece].flatten() for piece in sorted(states[name])]))
+    for index, (parameter, _, _) in enumerate(_local_slices(optimizer)):
+        states = loaded[index]
+        for name, values in _values(optimizer, parameter).items():
+            values.copy_(torch.cat([states[name][number].flatten() for number in sorted(states[name])]))
 
 
 def _values(optimizer: Any, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """Return main weight and moments of a parameter's slice, on the host or the device; no moments before the first step."""
     inner = optimizer.optimizer
-    group, place = optimizer.model_param_group_index_map[parameter]
-    piece = inner.param_groups[group]["params"][place]
-    main = inner.param_to_inner_param[piece] if isinstance(inner, HybridDeviceOptimizer) else piece
-    kept = {"param": main, **inner.state.get(piece, {})}
-    return {name: kept[name].detach() for name in STATES if name in kept}
+    group, index = optimizer.model_param_group_index_map[parameter]
+    shard = inner.param_groups[group]["params"][index]
+    main = inner.param_to_inner_param[shard] if isinstance(inner, HybridDeviceOptimizer) else shard
+    values = {"param": main, **inner.state.get(shard, {})}
+    return {name: values[name].detach() for name in STATES if name in values}
 
 
-def _held(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
+def _local_slices(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
     """Yield each parameter of which this rank has a slice, with the slice's start and end in the parameter's flat values."""
     for ranges in optimizer.gbuf_ranges:
         for buckets in ranges.values():
             for bucket in buckets:
-                for parameter, its in bucket["param_map"].items():
-                    yield parameter, its["param"].start, its["param"].end
+                for parameter, shard in bucket["param_map"].items():
+                    yield parameter, shard["param"].start, shard["param"].end
 
 
 def _pieces(
-    form: ShardedTensor | ShardedTensorFactory, prefix: str, flat: torch.Tensor, start: int, end: int, *, is_loading: bool
+    entry: ShardedTensor | ShardedTensorFactory, prefix: str, flat: torch.Tensor, start: int, end: int, *, is_loading: bool
 ) -> Iterator[ShardedTensor]:
     """Yield the rectangles of the global tensors that cover the flat values from ``start`` to ``end`` of a parameter."""
-    for part, begin in _parts(form):
+    for part, begin in _parts(entry):
         shape = (1,) * part.prepend_axis_num + tuple(part.local_shape)
         length = math.prod(shape)
         for block in blocks(shape, max(start - begin, 0), min(end - begin, length)):
@@ -127,12 +129,12 @@ def _pieces(
             )
 
 
-def _parts(form: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[ShardedTensor, int]]:
+def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[ShardedTensor, int]]:
     """Yield a parameter's tensors in the checkpoint, such as gate and up projection, and where each starts in its values."""
-    if isinstance(form, ShardedTensor):
-        yield form, 0
+    if isinstance(entry, ShardedTensor):
+        yield entry, 0
         return
-    without_values = torch.empty(form.data.shape, dtype=form.data.dtype, device="meta")
-    for part in nested_values(form.build_fn(form.key, without_values, form.replica_id, None)):
-        assert part.data.is_contiguous(), f"{form.key} must be cut along its first axis"
+    without_values = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta")
+    for part in nested_values(entry.build_fn(entry.key, without_values, entry.replica_id, None)):
+        assert part.data.is_contiguous(), f"{entry.key} must be cut along its first axis"
         yield part, int(part.data.storage_offset())

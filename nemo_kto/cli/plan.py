@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         given.append(f"{_DATA}=rows.jsonl")  # required, but not read
     rules = partial(_errors, ranks=None if searches else flags.gpus)
     source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
-    title = "nothing can be planned"
+    title = "the run cannot be planned"
     gpus = None if flags.gpus is None else 0  # those of this machine, or of no particular one
     run = Checker(recipe=recipe, source=source, rules=rules, gpus=gpus, title=title).resolve(given)
     run = with_precision(run, on_gpu=flags.gpus is not None)

@@ -17,10 +17,7 @@ from nemo_kto.device import device
 
 
 def sum_over_data_parallel(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sum values that are known on every pipeline stage over the data-parallel group; collective.
-
-    Args:
-        sums: name -> 0-d tensor; the same names on every rank.
+    """Sum 0-d tensors that are known on every pipeline stage over the data-parallel group; collective.
 
     Returns:
         name -> 0-d float64 tensor on the device (counts are exact up to 2**53).
@@ -31,13 +28,9 @@ def sum_over_data_parallel(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.
 
 
 def global_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sum values that only the last pipeline stage knows over the global batch, on every rank; collective.
+    """Sum 0-d tensors that only the last pipeline stage knows over the global batch, on every rank; collective.
 
-    Args:
-        sums: name -> 0-d tensor; the same names on every rank. Earlier stages pass zeros.
-
-    Returns:
-        name -> 0-d float64 tensor on the device (counts are exact up to 2**53).
+    Earlier stages pass zeros. The result is as that of :func:`sum_over_data_parallel`.
     """
     packed = torch.stack(list(sum_over_data_parallel(sums).values()))
     dist.all_reduce(packed, group=parallel_state.get_pipeline_model_parallel_group())
@@ -50,12 +43,10 @@ def to_host(values: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
 
 def gather_over_data_parallel(rows_NC: torch.Tensor) -> tuple[torch.Tensor, slice]:
-    """Gather the rows of all data-parallel ranks, on the device; collective.
+    """Gather the rows of all data-parallel ranks in their order, on the device; collective.
 
-    The rows of ranks that have fewer of them are padded with rows of zeros, so a column must mark the actual rows.
-
-    Returns:
-        The rows in the order of the ranks, and the slice of this rank's own rows.
+    Ranks with fewer rows are padded with zeros, so a column must mark the actual rows. Also returns the slice of this
+    rank's own rows.
     """
     longest = largest_over_data_parallel(len(rows_NC))
     padded = torch.zeros(longest, rows_NC.shape[1], dtype=rows_NC.dtype, device=device.current_device())
@@ -69,24 +60,21 @@ def gather_over_data_parallel(rows_NC: torch.Tensor) -> tuple[torch.Tensor, slic
 
 def largest_over_data_parallel(count: int) -> int:
     """Return the largest of the counts of all data-parallel ranks; collective."""
-    box = torch.full((), count, device=device.current_device())  # filled on the device, without a copy from the host
-    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
-    return int(box.item())
+    value = torch.full((), count, device=device.current_device())  # filled on the device, without a copy from the host
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+    return int(value.item())
 
 
-def ranks_where(answer: torch.Tensor) -> list[int]:
-    """Return the world ranks whose ``answer`` (0-d bool, on the device) is True; collective."""
-    answers = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device.current_device())
-    answers[dist.get_rank()] = answer
-    dist.all_reduce(answers)
-    return [rank for rank, said_yes in enumerate(answers.tolist()) if said_yes]
+def ranks_where(flag: torch.Tensor) -> list[int]:
+    """Return the world ranks whose ``flag`` (0-d bool, on the device) is True; collective."""
+    flags = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device.current_device())
+    flags[dist.get_rank()] = flag
+    dist.all_reduce(flags)
+    return [rank for rank, is_set in enumerate(flags.tolist()) if is_set]
 
 
 def from_last_stage(values: torch.Tensor) -> torch.Tensor:
-    """Broadcast ``values`` of the last pipeline stage to every stage, in place.
-
-    Earlier stages pass a tensor of the same shape. Collective.
-    """
+    """Broadcast ``values`` of the last pipeline stage to tensors of the same shape on every stage, in place; collective."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1 and values.numel():
         group = parallel_state.get_pipeline_model_parallel_group()
         dist.broadcast(values, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
@@ -97,9 +85,6 @@ def gather_shares(share: Tensor, *, group: dist.ProcessGroup) -> Tensor:
     """All-gather the shards of all ranks along the first dimension, in the order of the ranks. Differentiable.
 
     Every rank uses the whole tensor, so the gradient of a shard is the sum over the ranks (a reduce-scatter).
-
-    Returns:
-        [first size * ranks, ...].
     """
     gathered: Tensor = gather_from_sequence_parallel_region(share, tensor_parallel_output_grad=True, group=group)
     return gathered

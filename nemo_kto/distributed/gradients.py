@@ -40,9 +40,6 @@ def add_products_to_main_grads(chunk: torch.nn.Module) -> None:
     Transformer Engine's layers support it. megatron-core's own layers need a kernel of apex on a GPU, which may not be
     compiled; on the CPU ``device.patches`` replaces it, for weights in fp32. megatron-core's configuration option is not
     used, because it would apply to layers of every kind.
-
-    Args:
-        chunk: model chunk wrapped in DistributedDataParallel.
     """
     modules: Iterator[Any] = chunk.modules()
     for module in modules:

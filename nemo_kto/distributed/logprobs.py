@@ -52,23 +52,20 @@ def vocab_parallel_logprobs(
     the target; in the backward pass the gradient of the hidden states. They also run if there are no tokens.
 
     Args:
-        hidden_TH: hidden states, the same on every rank of ``group``.
+        hidden_TH: the same on every rank of ``group``.
         weight_VH: this rank's rows of the output weight; rank i of the group holds rows i * V to (i + 1) * V. If it has an
             fp32 ``main_grad``, its gradient is added to that.
-        target_T: tokens whose log-probs are computed; the same on every rank. They must be in [0, vocab_size), which is not
-            checked here, because the host would have to wait for the device; see :func:`check_targets`.
+        target_T: tokens whose log-probs are computed; the same on every rank. They must be in [0, vocab_size), which only
+            :func:`check_targets` checks, because the host would have to wait for the device.
         vocab_size: number of tokens. Rows of the weight beyond it only pad the vocabulary and are ignored.
         group: tensor-parallel group; None for a single rank.
         chunk_size: number of tokens whose logits exist at the same time. Affects memory and speed, not the result.
-        softcap: replace logits by softcap * tanh(logit / softcap), in fp32; None for no soft cap.
+        softcap: replace logits by softcap * tanh(logit / softcap), in fp32.
         reduce_hidden_grad: sum the gradient of the hidden states over ``group``. False if the backward pass of the preceding
             operation does so (the gather of sequence parallelism).
 
     Returns:
         [T], fp32 (float64 for float64 inputs), the same on every rank of the group.
-
-    Raises:
-        ValueError: ``chunk_size`` or ``softcap`` is not positive.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
@@ -76,31 +73,27 @@ def vocab_parallel_logprobs(
         raise ValueError(f"softcap must be positive, or None for no cap, got {softcap}")
     first = weight_VH.shape[0] * (dist.get_rank(group) if group is not None else 0)
     columns = min(max(vocab_size - first, 0), weight_VH.shape[0])
-    is_here_T = (target_T >= first) & (target_T < first + columns)
-    column_T = torch.where(is_here_T, target_T - first, 0)
+    is_local_T = (target_T >= first) & (target_T < first + columns)
+    column_T = torch.where(is_local_T, target_T - first, 0)
     logps_T: torch.Tensor = _Logprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_TH, weight_VH, column_T, is_here_T, columns, group, chunk_size, softcap, reduce_hidden_grad
+        hidden_TH, weight_VH, column_T, is_local_T, columns, group, chunk_size, softcap, reduce_hidden_grad
     )
     return logps_T
 
 
 def check_targets(target_T: torch.Tensor, *, vocab_size: int) -> None:
-    """Check that targets, a tensor on the host, are in the vocabulary.
-
-    Raises:
-        ValueError: a target is not in [0, vocab_size).
-    """
+    """Check that targets, a tensor on the host, are in [0, vocab_size); raise ValueError otherwise."""
     if len(target_T) and not 0 <= int(target_T.min()) <= int(target_T.max()) < vocab_size:
         raise ValueError(
-            f"targets must be in [0, vocab_size = {vocab_size}), got {int(target_T.min())} to "
-            f"{int(target_T.max())}; tokenise the data with the tokenizer of this model"
+            f"targets must be in [0, vocab_size={vocab_size}), got {int(target_T.min())} to {int(target_T.max())}; "
+            "tokenise the data with the tokenizer of this model"
         )
 
 
 class _Logprobs(torch.autograd.Function):
     """Autograd function of :func:`vocab_parallel_logprobs`.
 
-    ``column_T`` is the index of the target among this rank's logit columns if ``is_here_T``, and arbitrary otherwise.
+    ``column_T`` is the index of the target among this rank's logit columns if ``is_local_T``, and arbitrary otherwise.
     """
 
     @staticmethod
@@ -109,7 +102,7 @@ class _Logprobs(torch.autograd.Function):
         hidden_TH: torch.Tensor,
         weight_VH: torch.Tensor,
         column_T: torch.Tensor,
-        is_here_T: torch.Tensor,
+        is_local_T: torch.Tensor,
         columns: int,
         group: dist.ProcessGroup | None,
         chunk_size: int,
@@ -122,8 +115,7 @@ class _Logprobs(torch.autograd.Function):
         exp_sum_T, target_logit_T = exp_sum_and_target_2T
         for chunk in _chunks(num_tokens if columns else 0, chunk_size):
             logits_cv = _logits(hidden_TH[chunk], weight_VH[:columns], softcap)
-            its_logit_c1 = logits_cv.gather(1, column_T[chunk].unsqueeze(1))
-            target_logit_T[chunk] = its_logit_c1.squeeze(1) * is_here_T[chunk]
+            target_logit_T[chunk] = logits_cv.gather(1, column_T[chunk].unsqueeze(1)).squeeze(1) * is_local_T[chunk]
             maximum_T[chunk] = logits_cv.amax(dim=1)
             exp_sum_T[chunk] = logits_cv.sub_(maximum_T[chunk].unsqueeze(1)).exp_().sum(dim=1)
             del logits_cv  # frees it before the next chunk is computed
@@ -133,36 +125,31 @@ class _Logprobs(torch.autograd.Function):
             exp_sum_T *= (own_maximum_T - maximum_T).exp_()
             dist.all_reduce(exp_sum_and_target_2T, group=group)
         normaliser_T = exp_sum_T.log().add_(maximum_T)
-        ctx.save_for_backward(hidden_TH, weight_VH, column_T, is_here_T, normaliser_T)
-        ctx.columns, ctx.chunk_size, ctx.main_grad_VH = columns, chunk_size, main_grad_of(weight_VH)
-        ctx.softcap = softcap
+        ctx.save_for_backward(hidden_TH, weight_VH, column_T, is_local_T, normaliser_T)
+        ctx.columns, ctx.chunk_size, ctx.softcap, ctx.main_grad_VH = columns, chunk_size, softcap, main_grad_of(weight_VH)
         ctx.reduce_group = group if reduce_hidden_grad else None
         return target_logit_T - normaliser_T
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_TH, weight_VH, column_T, is_here_T, normaliser_T = ctx.saved_tensors
+        hidden_TH, weight_VH, column_T, is_local_T, normaliser_T = ctx.saved_tensors
         columns, dtype, wide = ctx.columns, hidden_TH.dtype, normaliser_T.dtype
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_grad_TH = torch.zeros_like(hidden_TH, dtype=wide) if wants_hidden else None
-        is_summed = wants_weight and ctx.main_grad_VH is not None
-        weight_grad_VH = ctx.main_grad_VH if is_summed else None
+        weight_grad_VH = ctx.main_grad_VH if wants_weight else None
+        is_summed = weight_grad_VH is not None
         if wants_weight and not is_summed:
             weight_grad_VH = torch.zeros_like(weight_VH, dtype=wide)
         grad_T1 = -grads[0].unsqueeze(1)
         for chunk in _chunks(len(hidden_TH) if columns else 0, ctx.chunk_size):
             _add_gradients(
-                _slopes(
-                    hidden_TH[chunk],
-                    weight_VH[:columns],
-                    column_T[chunk],
-                    is_here_T[chunk],
-                    normaliser_T[chunk],
-                    softcap=ctx.softcap,
-                ),
-                grad_T1[chunk],
                 hidden_TH[chunk],
                 weight_VH[:columns],
+                column_T[chunk],
+                is_local_T[chunk],
+                normaliser_T[chunk],
+                grad_T1[chunk],
+                softcap=ctx.softcap,
                 hidden_grad_cH=None if hidden_grad_TH is None else hidden_grad_TH[chunk],
                 weight_grad_vH=None if weight_grad_VH is None else weight_grad_VH[:columns],
             )
@@ -195,41 +182,34 @@ def _logits(hidden_cH: torch.Tensor, weight_vH: torch.Tensor, softcap: float | N
     return logits_cv if softcap is None else logits_cv.div_(softcap).tanh_().mul_(softcap)
 
 
-def _slopes(
+def _add_gradients(
     hidden_cH: torch.Tensor,
     weight_vH: torch.Tensor,
     column_c: torch.Tensor,
-    is_here_c: torch.Tensor,
+    is_local_c: torch.Tensor,
     normaliser_c: torch.Tensor,
+    grad_c1: torch.Tensor,
     *,
     softcap: float | None,
-) -> torch.Tensor:
-    """Return d -log-prob / d logits = softmax - one-hot(target), [c, v]; with a soft cap, for the logits before it."""
-    slope_cv = _logits(hidden_cH, weight_vH, softcap)
-    # d (c tanh(x / c)) / dx = 1 - tanh(x / c)^2
-    cap_slope_cv = None if softcap is None else slope_cv.div(softcap).square_().neg_().add_(1)
-    slope_cv.sub_(normaliser_c.unsqueeze(1)).exp_()
-    slope_cv.scatter_add_(1, column_c.unsqueeze(1), -is_here_c.to(slope_cv.dtype).unsqueeze(1))
-    return slope_cv if cap_slope_cv is None else slope_cv.mul_(cap_slope_cv)
-
-
-def _add_gradients(
-    slope_cv: torch.Tensor,
-    grad_c1: torch.Tensor,
-    hidden_cH: torch.Tensor,
-    weight_vH: torch.Tensor,
-    *,
     hidden_grad_cH: torch.Tensor | None,
     weight_grad_vH: torch.Tensor | None,
 ) -> None:
     """Add (slope * grad) @ weight and (slope * grad)^T @ hidden to the two gradients, which are fp32 or wider.
 
-    The slopes are overwritten, or freed if the caller holds no reference to them.
+    The slope is d -log-prob / d logits = softmax - one-hot(target), with a soft cap for the logits before it.
     """
+    slope_cv = _logits(hidden_cH, weight_vH, softcap)
+    # d (c tanh(x / c)) / dx = 1 - tanh(x / c)^2
+    cap_slope_cv = None if softcap is None else slope_cv.div(softcap).square_().neg_().add_(1)
+    slope_cv.sub_(normaliser_c.unsqueeze(1)).exp_()
+    slope_cv.scatter_add_(1, column_c.unsqueeze(1), -is_local_c.to(slope_cv.dtype).unsqueeze(1))
+    if cap_slope_cv is not None:
+        slope_cv.mul_(cap_slope_cv)
+        del cap_slope_cv  # frees memory for the products
     wide = slope_cv.dtype
     if _multiplies_to_fp32(hidden_cH):
         slope_2cv = _as_summands(slope_cv.mul_(grad_c1), hidden_cH.dtype).flatten(0, 1)
-        del slope_cv  # frees memory for the products
+        del slope_cv
         if hidden_grad_cH is not None:
             hidden_grad_cH += torch.mm(slope_2cv, weight_vH, out_dtype=wide).unflatten(0, (2, -1)).sum(dim=0)
         if weight_grad_vH is not None:

@@ -23,7 +23,7 @@ from nemo_kto.processes import rendezvous, watchdog
 from nemo_kto.processes.signals import Stopped
 
 Item = TypeVar("Item")
-_FOR_ALL = "at work for all ranks"  # default description of work for which the other ranks wait
+_FOR_ALL = "working for all ranks"  # default description of work for which the other ranks wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +31,9 @@ class Layout:
     """Model-parallel sizes; the remaining factor of the world size is data parallel.
 
     Attributes:
-        tensor: tensor-parallel size.
-        pipeline: pipeline-parallel size.
-        context: context-parallel size.
         virtual: number of model chunks of each pipeline rank (virtual pipeline parallelism); None for one.
         sequence_parallel: also shard the activations between the tensor-parallel regions over the sequence.
-        expert: expert-parallel size: the number of ranks of a stage among which the experts of a layer are partitioned.
+        expert: number of ranks of a stage among which the experts of a layer are partitioned.
         expert_tensor: tensor-parallel size of the experts; None for ``tensor``.
     """
 
@@ -70,8 +67,7 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
         timeout: time that a collective waits for a missing rank before it fails.
 
     Raises:
-        ValueError: the world size is not a multiple of the ranks of a model, or the ranks of a stage are not a multiple of
-            the ranks of its experts.
+        ValueError: the world size does not fit the layout.
     """
     install_cpu_backend()
     device.select()
@@ -80,12 +76,12 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
     if world_size() % layout.model_ranks:
         raise ValueError(
             f"tensor ({layout.tensor}) x pipeline ({layout.pipeline}) x context ({layout.context}) = {layout.model_ranks} "
-            f"must divide the number of ranks, got {world_size()}; use a multiple of {layout.model_ranks} ranks"
+            f"must divide the number of ranks, got {world_size()} ranks; use a multiple of {layout.model_ranks}"
         )
-    if (of_stage := world_size() // layout.pipeline) % layout.expert_ranks:
+    if (stage_ranks := world_size() // layout.pipeline) % layout.expert_ranks:
         raise ValueError(
-            f"expert ({layout.expert}) x expert tensor = {layout.expert_ranks} must divide the ranks of a pipeline stage, "
-            f"got {of_stage}; use a smaller expert-parallel size"
+            f"expert ({layout.expert}) x expert tensor = {layout.expert_ranks} must divide the number of ranks per "
+            f"pipeline stage, got {stage_ranks} ranks; use a smaller expert-parallel size"
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
@@ -161,36 +157,31 @@ def is_first_of_machine() -> bool:
     return os.environ.get("LOCAL_RANK", str(rank())) == "0"
 
 
-def largest(answer: int) -> int:
-    """Return the maximum of ``answer`` over all ranks; collective."""
-    box = torch.full((), answer, device=device.current_device())  # filled on the device: the host waits only for the result
-    dist.all_reduce(box, op=dist.ReduceOp.MAX)
-    return int(box.item())
+def max_over_ranks(value: int) -> int:
+    """Return the maximum of ``value`` over all ranks; collective."""
+    # filled on the device, so that the host waits only for the result
+    reduced = torch.full((), value, device=device.current_device())
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+    return int(reduced.item())
 
 
 def sum_over_ranks(count: int) -> int:
     """Return the sum of ``count`` over all ranks; collective."""
-    box = torch.tensor(count, dtype=torch.int64, device=device.current_device())
-    dist.all_reduce(box)
-    return int(box)
+    total = torch.tensor(count, dtype=torch.int64, device=device.current_device())
+    dist.all_reduce(total)
+    return int(total)
 
 
-def any_rank(*answers: bool) -> list[bool]:
-    """Return for each answer whether it is True on any rank; collective."""
-    box = torch.tensor([int(answer) for answer in answers], device=device.current_device())
-    dist.all_reduce(box, dist.ReduceOp.MAX)
-    return [bool(answer) for answer in box.tolist()]
+def any_rank(*flags: bool) -> list[bool]:
+    """Return for each flag whether it is True on any rank; collective."""
+    reduced = torch.tensor([int(flag) for flag in flags], device=device.current_device())
+    dist.all_reduce(reduced, dist.ReduceOp.MAX)
+    return [bool(flag) for flag in reduced.tolist()]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Error of one rank, in a form that can be sent to the other ranks.
-
-    Attributes:
-        text: message of the error.
-        of_user: it is a :class:`~nemo_kto.errors.UserError`.
-        stopped: it is a :class:`~nemo_kto.processes.signals.Stopped`: a signal requested the stop.
-    """
+    """Error of one rank, in a form that can be sent to the other ranks: a UserError, Stopped or any other exception."""
 
     text: str
     of_user: bool
@@ -198,16 +189,11 @@ class Problem:
 
     @classmethod
     def of(cls, error: BaseException) -> Problem:
-        """Build the problem from an exception."""
         of_user, stopped = isinstance(error, UserError), isinstance(error, Stopped)
         return cls(str(error) if of_user or stopped else f"{type(error).__name__}: {error}", of_user, stopped)
 
     def error(self, failure: str = "{}") -> BaseException:
-        """Return the exception to raise: a UserError, Stopped or a RuntimeError.
-
-        Args:
-            failure: message in which ``{}`` is replaced by the text of the problem; not used for Stopped.
-        """
+        """Return a UserError, Stopped or RuntimeError; except for Stopped, ``{}`` in ``failure`` is replaced by the text."""
         if self.stopped:
             return Stopped(self.text)
         return (UserError if self.of_user else RuntimeError)(failure.format(self.text))
@@ -218,7 +204,7 @@ class Problem:
 
 
 def attempt(action: Callable[[], object]) -> Problem | None:
-    """Run ``action`` and return its error, because the other ranks must receive it before this rank exits."""
+    """Run ``action`` and return its error instead of raising: the other ranks must receive it before this rank exits."""
     try:
         action()
     except Exception as error:
@@ -227,19 +213,7 @@ def attempt(action: Callable[[], object]) -> Problem | None:
 
 
 def raise_together(problem: Problem | None, failure: str) -> None:
-    """Raise an error on every rank if any rank has a ``problem``; collective.
-
-    The error is that of the first rank with a problem.
-
-    Args:
-        problem: problem of this rank, if any.
-        failure: message in which ``{}`` is replaced by the text of the first problem.
-
-    Raises:
-        UserError: the first problem is an error of the user.
-        Stopped: the first problem is a requested stop.
-        RuntimeError: the first problem is any other error.
-    """
+    """Raise the error of the first rank with a ``problem`` on every rank, see :meth:`Problem.error`; collective."""
     if (first := _first_problem(problem)) is not None:
         raise first.error(failure)
 
@@ -255,39 +229,33 @@ def on_rank_zero(action: Callable[[], object], failure: str) -> None:
 def from_rank_zero(action: Callable[[], Item], *, doing: str = _FOR_ALL) -> Item:
     """Run ``action`` on rank 0 and return its result, a picklable object, on every rank; collective.
 
-    The other ranks wait without a time limit while rank 0 is alive. If rank 0 fails, they fail with its message.
-
-    Args:
-        action: function that rank 0 calls.
-        doing: description of the action for the error message if rank 0 dies: "comparing the run with its checkpoints".
+    The other ranks wait without a time limit while rank 0 is alive. If rank 0 fails, they fail with its message. ``doing``
+    describes the action in the error message if rank 0 dies: "comparing the run with its checkpoints".
     """
     if world_size() == 1:  # also before there is a process group
         return action()
-    box: list[Any] = [None, None]  # the result, the problem
+    outcome: list[Any] = [None, None]  # the result, the problem
     section = watchdog.section(doing=doing)
     try:
         if is_rank_zero():
-            box[0] = action()
+            outcome[0] = action()
     except BaseException as error:
-        box[1] = Problem.of(error)
+        outcome[1] = Problem.of(error)
         raise
     finally:
         section.finish()
-        dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise box[1].while_waiting_for("rank 0")
-    result: Item = box[0]
-    return result
+        dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1].while_waiting_for("rank 0")
+    return cast(Item, outcome[0])
 
 
 @contextlib.contextmanager
 def main_process_first(*, doing: str = _FOR_ALL) -> Iterator[None]:
     """Run the block on the first process of each machine, which fills a cache, then on the others, which read it.
 
-    The others wait without a time limit while the first one is alive. If it fails, they fail with its message.
-
-    Args:
-        doing: description of the block for the error message if a first process dies: "tokenising the rows".
+    The others wait without a time limit while the first one is alive. If it fails, they fail with its message. ``doing``
+    describes the block in the error message if a first process dies: "tokenising the rows".
     """
     first, problem = is_first_of_machine(), None
     section = watchdog.section(doing=doing)
@@ -310,10 +278,8 @@ def main_process_first(*, doing: str = _FOR_ALL) -> Iterator[None]:
 def on_all_ranks(*, doing: str) -> Iterator[None]:
     """Run the block on every rank and wait until all ranks have finished it.
 
-    There is no time limit while the other ranks are alive. A rank whose block fails does not wait.
-
-    Args:
-        doing: description of the block for the error message if a rank dies: "loading the weights".
+    There is no time limit while the other ranks are alive. A rank whose block fails does not wait. ``doing`` describes the
+    block in the error message if a rank dies: "loading the weights".
     """
     section = watchdog.section(doing=doing)
     try:

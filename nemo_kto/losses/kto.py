@@ -183,12 +183,11 @@ def kto_metric_sums(
     """Return the loss and metric sums of a micro-batch, which add exactly over micro-batches and ranks.
 
     Args:
-        weighted_preference_losses_N, weighted_sft_losses_N: the two terms of the loss of each example, with all weights
-            applied; the second one counts only for desirable examples.
+        weighted_preference_losses_N, weighted_sft_losses_N: the two terms of the loss, with all weights applied; the second
+            one counts only for desirable examples.
         sft_scale: number of valid examples of the global batch divided by the number of its desirable ones. It is needed
             because the gradient is divided by the number of all examples, while the SFT term is a mean over desirable ones.
-        preference_losses_N, sft_losses_N: the same terms without weights: the KTO loss of each example and the negative
-            log-prob of its response.
+        preference_losses_N, sft_losses_N: the same terms without weights.
         logps_N: log-prob of each response under the policy.
         valid_N: True for examples with a response token; other examples are counted only in ``invalid_rows``.
 

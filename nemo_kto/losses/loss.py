@@ -117,12 +117,9 @@ class Loss:
 
 
 def find_loss(name: str, known: Mapping[str, Loss]) -> Loss:
-    """Return the loss with the given name.
+    """Return the loss with the given name, a key of ``known`` or the path ``package.module.NAME`` of a :class:`Loss`.
 
-    Args:
-        name: a key of ``known``, or the path ``package.module.NAME`` of a :class:`Loss`; the module may be in the working
-            directory.
-        known: built-in losses by name.
+    The module may be in the working directory.
 
     Raises:
         UserError: no such loss exists.

@@ -31,12 +31,7 @@ class Metrics(dict[str, float]):
     """
 
     def __init__(self, sums: Mapping[str, float], derive: Derive) -> None:
-        """Derive the metrics from sums.
-
-        Args:
-            sums: name -> sum or count over a global batch.
-            derive: computes the metrics from such sums.
-        """
+        """Compute the metrics with ``derive`` from sums and counts over a global batch."""
         super().__init__(derive(sums))
         self.sums = dict(sums)
         self._derive = derive
@@ -89,7 +84,7 @@ def metrics_by_set(parts: Iterable[tuple[str, Metrics]]) -> Metrics:
 
 @dataclass(frozen=True, kw_only=True)
 class RunningMean:
-    """Mean of all values so far, stored as sum and count so that it does not depend on how they were batched.
+    """Mean of all values so far, stored as sum and count.
 
     Examples:
         >>> one = RunningMean().plus(3.0, 1)

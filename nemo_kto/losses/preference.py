@@ -393,13 +393,11 @@ def preference_metric_sums(
     """Return the loss and metric sums of a micro-batch, which add exactly over micro-batches and ranks.
 
     Args:
-        weighted_preference_losses_P, weighted_sft_losses_P: the two terms of the loss of each pair, with all weights
-            applied.
+        weighted_preference_losses_P, weighted_sft_losses_P: the two terms of the loss, with all weights applied.
         sft_scale: number of valid pairs of the global batch divided by the sum of their ``sft_counts_P``. It is needed
             because the gradient is divided by the number of pairs, while the SFT term is divided by that sum.
         sft_counts_P: contribution of each pair to the denominator of the SFT term: 1, or its number of tokens.
-        preference_losses_P, sft_losses_P: the same terms without weights: the preference loss of each pair and the negative
-            log-prob of its chosen answer.
+        preference_losses_P, sft_losses_P: the same terms without weights.
         chosen_logps_P, rejected_logps_P: log-probs of the answers under the policy.
         valid_P: True if both answers have a token; other pairs are counted only in ``invalid_rows``.
 

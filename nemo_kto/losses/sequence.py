@@ -18,10 +18,7 @@ def response_positions(labels_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Find the response tokens of a batch and the hidden states that predict them.
 
     The hidden state at position t - 1 predicts the token at position t. A response token in the first column is therefore
-    left out, because no hidden state predicts it.
-
-    Args:
-        labels_BS: the token id at response tokens, ``IGNORED`` elsewhere; not shifted.
+    left out. Labels are the token ids of response tokens, not shifted, and ``IGNORED`` elsewhere.
 
     Returns:
         (sequence_T, position_T, target_T), int64, ordered by sequence and then by position: for each response token the
@@ -40,10 +37,7 @@ def response_positions(labels_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def response_counts(labels_BS: Tensor) -> Tensor:
-    """Return the number of predicted response tokens of each sequence: [B], int64.
-
-    Args:
-        labels_BS: see :func:`response_positions`; a response token in the first column is not counted.
+    """Return the number of response tokens of each sequence that :func:`response_positions` finds: [B], int64.
 
     Examples:
         >>> response_counts(torch.tensor([[-100, 5, 6], [5, -100, -100]])).tolist()
@@ -65,8 +59,7 @@ def sequence_sums(
     The sum is computed in float64 and rounded once, so it does not depend on the order of the tokens.
 
     Args:
-        token_logps_T: log-prob of each response token; fp32.
-        sequence_T: index of the sequence of each token, in [0, N); int64.
+        token_logps_T, sequence_T: log-prob of each response token, and the index of its sequence.
         num_sequences: N.
         average: return the mean over the tokens of a sequence instead of the sum.
         over_ranks: sums its argument over all ranks that hold tokens of these sequences; called once; must be

@@ -27,8 +27,8 @@ from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import fraction_of
 from nemo_kto.algorithms.stopping import SkippedSteps
 from nemo_kto.artifacts.checkpoint_files import INFO, named_checkpoints
-from nemo_kto.checkpoint.distributed import CheckpointManager
-from nemo_kto.checkpoint.restricted import reading
+from nemo_kto.checkpoint.manager import CheckpointManager
+from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.config.resolved import ResolvedRun, find_callback
 from nemo_kto.config.rules.gpu import check_gpu
 from nemo_kto.config.saved_config import public_config, redacted, save_config
@@ -146,7 +146,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         max_time=cfg.trainer.max_time,
         started=ranks.started_at(),
         received=signals.received,
-        agree=state.largest,
+        agree=state.max_over_ranks,
         requeue=cfg.trainer.requeue,
     )
     engine = build_engine(run, policy, data.limits)
@@ -180,10 +180,10 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         timers=timers,
         callbacks=build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step),
         skipped=build_skipping(run, data, checkpoints),
-        early_stopping=build_early_stopping(cfg, agree=state.largest),
+        early_stopping=build_early_stopping(cfg, agree=state.max_over_ranks),
     )
     if resumed is not None and resumption.checkpoint is not None:
-        with reading(resumption.checkpoint.folder / INFO):
+        with read_errors(resumption.checkpoint.folder / INFO):
             trainer.load_state_dict(resumed)
     return trainer
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.artifacts.adapter_files import is_our_adapter
 from nemo_kto.artifacts.safetensors_files import is_our_model
-from nemo_kto.checkpoint.choose import best_checkpoint
-from nemo_kto.checkpoint.distributed import load_weights_only
+from nemo_kto.checkpoint.discovery import best_checkpoint
+from nemo_kto.checkpoint.manager import load_weights_only
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError

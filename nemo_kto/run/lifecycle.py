@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.artifacts.checkpoint_files import find_checkpoints
-from nemo_kto.checkpoint.distributed import checkpoint_dtype
+from nemo_kto.checkpoint.manager import checkpoint_dtype
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device.dtypes import DTYPES
 from nemo_kto.device.precision import PRECISIONS, bf16_support
@@ -120,7 +120,7 @@ def stop_run(text: str, *, requeues: bool) -> NoReturn:
         job = requeue(os.environ) if requeues else None
         how = "start the same command again to resume" if job is None else f"SLURM job {job} was requeued to resume"
         print(f"nemo-kto: {text}; {how}", file=sys.stderr, flush=True)
-    state.largest(0)  # wait for rank 0, which is still busy: the exit of one rank may terminate the others
+    state.max_over_ranks(0)  # wait for rank 0, which is still busy: the exit of one rank may terminate the others
     raise Stopped
 
 

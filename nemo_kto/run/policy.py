@@ -18,8 +18,8 @@ from nemo_kto.artifacts.adapter_files import is_our_adapter
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, check_checkpoint, config_folder, is_checkpoint
 from nemo_kto.artifacts.safetensors_files import is_our_model
 from nemo_kto.artifacts.sources import named_base, refuse_other_shape
-from nemo_kto.checkpoint.choose import newest_checkpoint
-from nemo_kto.checkpoint.distributed import checkpoint_dtype, load_weights_only, saved_adapters
+from nemo_kto.checkpoint.discovery import newest_checkpoint
+from nemo_kto.checkpoint.manager import checkpoint_dtype, load_weights_only, saved_adapters
 from nemo_kto.config.resolved import ModelFiles, ResolvedRun
 from nemo_kto.device import device
 from nemo_kto.distributed import state

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from nemo_kto.algorithms.stopping import EarlyStopping
 from nemo_kto.artifacts.checkpoint_files import INFO, Checkpoint, named_checkpoints
-from nemo_kto.checkpoint.choose import newest_checkpoint
-from nemo_kto.checkpoint.restricted import reading
+from nemo_kto.checkpoint.discovery import newest_checkpoint
+from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.distributed import state
@@ -108,7 +108,7 @@ def _compare(run: ResolvedRun, data: RunData, newest: Checkpoint | None) -> Resu
     facts = facts_of_run(run, data)
     if newest is None:
         return Resumption(facts=facts)
-    with reading(newest.folder / INFO):
+    with read_errors(newest.folder / INFO):
         saved = newest.info.get("run")
         if saved is None:
             text = "%s was written by an earlier version without the facts of its run: whether weights, data, seed and loss "

@@ -124,5 +124,5 @@ def test_a_run_without_a_usable_checkpoint_does_not_start_over(
     assert "Traceback" not in again.output
     assert str(tmp_path / "run") in again.last_lines
     after = files(tmp_path / "run")
-    assert {name: after.get(name) for name in before} == before, "what there is stays as it is"
+    assert {name: after.get(name) for name in before} == before, "existing files are unchanged"
     assert [json.loads(line)["step"] for line in after["metrics.jsonl"].splitlines()][-1] == 5

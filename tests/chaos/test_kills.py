@@ -106,7 +106,7 @@ def test_the_mean_of_rewards_survives_a_kill(job: Job, whole: Callable[[Job], Pa
     expected = metrics(whole(job) / "run")
     assert_ended_as_told(run(job, same, crash=crash), crash, 2)
     saved = [checkpoint.step for checkpoint in find_checkpoints(same / "run" / "checkpoints")]
-    assert saved, "it is to be resumed"
+    assert saved, "the run can be resumed"
     shutil.copytree(same, other, ignore=shutil.ignore_patterns("chaos_*", "rows"))
     assert_resumes(job, same, whole(job))
 
@@ -115,9 +115,9 @@ def test_the_mean_of_rewards_survives_a_kill(job: Job, whole: Callable[[Job], Pa
     ours = metrics(other / "run")
     rows = recorded_rows(whole(job) / "rows")
     assert recorded_rows(other / "rows") == {step: rows[step] for step in rows if step > saved[-1]}
-    assert ours != expected, "computed again, and rounded otherwise"
+    assert ours != expected, "recomputed with other rounding"
     deltas = [line["train/delta"] for line in expected if "train/delta" in line]
-    assert min(abs(delta) for delta in deltas[saved[-1] - 1 :]) > 1e-3, "a mean that began again must show"
+    assert min(abs(delta) for delta in deltas[saved[-1] - 1 :]) > 1e-3, "a restarted mean must be visible"
     for mine, theirs in zip(ours, expected, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 

@@ -43,6 +43,7 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     "initializer_range": 0.3,  # large, so that every part of the model shows in the logits
 }
+_NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3}
 _NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # the defaults are past the vocabulary
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -56,6 +57,10 @@ _LLAMA3 = {
 
 def _rope(theta: float, **more: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta, **more}
+
+
+def _yarn(theta: float, **more: Any) -> dict[str, Any]:
+    return _rope(theta, rope_type="yarn", factor=4.0, original_max_position_embeddings=32, **more)
 
 
 CONFIGS = {
@@ -86,7 +91,7 @@ CONFIGS = {
     "gemma3": lambda: Gemma3TextConfig(
         **_SIZES,
         rope_parameters={
-            "full_attention": _rope(5e5, rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
+            "full_attention": _yarn(5e5),
             "sliding_attention": _rope(2e3),
         },
         head_dim=16,
@@ -99,7 +104,7 @@ CONFIGS = {
     "llama": lambda: LlamaConfig(**_SIZES, rope_parameters=_rope(5e5)),
     "llama-tied-llama3-rope": lambda: LlamaConfig(**_SIZES, rope_parameters=_LLAMA3, head_dim=16, tie_word_embeddings=True),
     "llama-odd-heads": lambda: LlamaConfig(
-        **{**_SIZES, "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3},
+        **{**_SIZES, **_NINE_HEADS, "hidden_size": 36},
         rope_parameters=_rope(1e5),
         tie_word_embeddings=True,
     ),
@@ -113,13 +118,13 @@ CONFIGS = {
     ),
     "llama-yarn-rope": lambda: LlamaConfig(
         **_SIZES,
-        rope_parameters=_rope(1e5, rope_type="yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=4.0),
+        rope_parameters=_yarn(1e5, beta_fast=4.0),
     ),
     "mistral-window": lambda: MistralConfig(**_SIZES, rope_parameters=_rope(1e5), sliding_window=7, head_dim=16),
     "mistral": lambda: MistralConfig(**_SIZES, rope_parameters=_rope(1e5), sliding_window=None),
     "olmo2": lambda: Olmo2Config(**_SIZES, rope_parameters=_rope(5e5), **_NO_TOKENS),
     "olmo2-tied-odd-heads-bias": lambda: Olmo2Config(
-        **{**_SIZES, "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3},
+        **{**_SIZES, **_NINE_HEADS, "hidden_size": 36},
         rope_parameters=_rope(1e5),
         attention_bias=True,
         tie_word_embeddings=True,
@@ -128,7 +133,7 @@ CONFIGS = {
     "olmo3": lambda: Olmo3Config(
         **_SIZES,
         rope_parameters={
-            "full_attention": _rope(5e5, rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
+            "full_attention": _yarn(5e5),
             "sliding_attention": _rope(5e5),
         },
         sliding_window=7,
@@ -152,7 +157,7 @@ CONFIGS = {
         **_NO_TOKENS,
     ),
     "phi3-odd-heads-window-longrope": lambda: Phi3Config(
-        **{**_SIZES, "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3},
+        **{**_SIZES, **_NINE_HEADS, "hidden_size": 36},
         rope_parameters=_rope(
             1e5, rope_type="longrope", short_factor=[1.0, 1.5], long_factor=[2.0, 4.0], attention_factor=0.7
         ),
@@ -168,7 +173,7 @@ CONFIGS = {
     ),
     "smollm3-window-yarn-rope": lambda: SmolLM3Config(
         **_SIZES,
-        rope_parameters=_rope(1e5, rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
+        rope_parameters=_yarn(1e5),
         use_sliding_window=True,
         sliding_window=7,
         tie_word_embeddings=True,
@@ -197,9 +202,7 @@ _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_int
 MIXTURES = {
     "gpt-oss": lambda: GptOssConfig(
         **_SIZES,
-        rope_parameters=_rope(
-            1e5, rope_type="yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=4.0, truncate=False
-        ),
+        rope_parameters=_yarn(1e5, beta_fast=4.0, truncate=False),
         head_dim=16,
         num_local_experts=4,
         num_experts_per_tok=2,
@@ -208,7 +211,7 @@ MIXTURES = {
         swiglu_limit=1.5,
     ),
     "gpt-oss-odd-heads-no-attention-bias": lambda: GptOssConfig(
-        **{**_SIZES, "num_attention_heads": 9, "num_key_value_heads": 3},
+        **{**_SIZES, **_NINE_HEADS},
         rope_parameters=_rope(1e5),
         head_dim=8,
         num_local_experts=8,
@@ -230,9 +233,9 @@ MIXTURES = {
         layer_types=["full_attention", "chunked_attention", "chunked_attention", "full_attention"],
     ),
     "llama4-bias-no-norm-odd-heads": lambda: Llama4TextConfig(
-        **{**_SIZES, "num_attention_heads": 9, "num_key_value_heads": 3},
+        **{**_SIZES, **_NINE_HEADS},
         **_LLAMA4,
-        rope_parameters=_rope(1e5, rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
+        rope_parameters=_yarn(1e5),
         intermediate_size_mlp=24,
         moe_layers=[0, 1, 3],
         no_rope_layers=[1, 1, 1, 1],  # without a rotation the gradients of the keys' biases are zero
@@ -243,7 +246,7 @@ MIXTURES = {
     "llama4-norms-everywhere": lambda: Llama4TextConfig(
         **_SIZES,
         **{**_LLAMA4, "attn_temperature_tuning": False},
-        rope_parameters=_rope(1e5, rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
+        rope_parameters=_yarn(1e5),
         no_rope_layers=[1, 1, 1, 1],
     ),
     "mixtral": lambda: MixtralConfig(**_SIZES, rope_parameters=_rope(1e5), num_local_experts=4),

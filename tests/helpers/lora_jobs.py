@@ -15,8 +15,8 @@ from megatron.core.utils import get_model_config, unwrap_model
 from nemo_kto.architecture.architecture import Architecture, read_architecture
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.stages import PipelineSplit
-from nemo_kto.checkpoint.choose import newest_checkpoint
-from nemo_kto.checkpoint.distributed import CheckpointManager
+from nemo_kto.checkpoint.discovery import newest_checkpoint
+from nemo_kto.checkpoint.manager import CheckpointManager
 from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.huggingface.adapter import export_adapter, load_adapter

@@ -115,6 +115,31 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = "f
     return folder
 
 
+def tiny_architecture(family: str, **changes: Any) -> Any:
+    """An Architecture of two layers with six heads of size 2 in three groups; ``changes``: its other fields."""
+    from nemo_kto.architecture.architecture import Architecture
+    from nemo_kto.architecture.families import FAMILIES
+    from nemo_kto.architecture.rope import Rope
+
+    sizes: dict[str, Any] = {
+        "tensor_parallel": 1,
+        "num_layers": 2,
+        "hidden_size": 8,
+        "num_attention_heads": 6,
+        "num_query_groups": 3,
+        "head_dim": 2,
+        "ffn_hidden_size": 24,
+        "vocab_size": 11,
+        "max_position_embeddings": 16,
+        "norm_epsilon": 1e-6,
+        "rope": Rope(frequencies=(1.0,)),
+        "windows": (None, None),
+        "rotates": (True, True),
+        "tied": False,
+    }
+    return Architecture(family=FAMILIES[family], **(sizes | changes))
+
+
 def write_safetensors(file: Path, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}), dtype: str = "F32") -> None:
     """Write a safetensors file of zeros."""
     header, end = {}, 0

@@ -28,7 +28,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.utils.files import MAX_LINE_BYTES
 from tests.helpers.messages import Message, assert_names
 from tests.hostile.folders import launcher_says
-from tests.unit.data.toys import chatml_tokenizer
+from tests.unit.data.tiny_data import chatml_tokenizer
 
 MAX_MESSAGE = 700  # characters, without the folder
 READ = ""  # no error
@@ -235,7 +235,7 @@ def error_of(raw: bytes, kind: ExampleKind, encoder: RecordEncoder, folder: Path
         message = str(error).replace(str(folder), "FOLDER")
         assert "FOLDER/rows.jsonl:1: " in message
         assert len(message) < MAX_MESSAGE
-        assert list((folder / "cache").glob("*")) == [], "a part of a table was left"
+        assert list((folder / "cache").glob("*")) == [], "a partial table was left"
         return message
     assert table is not None
     assert len(table) > 0

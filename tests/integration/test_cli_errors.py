@@ -41,9 +41,14 @@ SAID = [
 ]
 
 
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    """An environment in which no training may start."""
+    return stub_training(tmp_path, "raise AssertionError('started')")
+
+
 @of_every_algorithm("kto")
-def test_all_errors_in_one_list(tmp_path: Path, name: str) -> None:
-    env = stub_training(tmp_path, "raise AssertionError('started')")
+def test_all_errors_in_one_list(tmp_path: Path, env: dict[str, str], name: str) -> None:
     before = sorted(tmp_path.iterdir())
     script = str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py")
     wrong = [override.replace("ALGORITHM", name) for override in WRONG]
@@ -62,8 +67,8 @@ TOO_FEW = (
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", RECIPES)
-def test_errors_are_printed_once_and_not_per_rank(tmp_path: Path, name: str) -> None:
-    env = {**stub_training(tmp_path, "raise AssertionError('started')"), "OMP_NUM_THREADS": "1"}
+def test_errors_are_printed_once_and_not_per_rank(tmp_path: Path, env: dict[str, str], name: str) -> None:
+    env |= {"OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_kto.cli.main", name]
     done = run_interpreter([*torchrun, *GOOD, "model.seeds=1", "trainer.devices=4"], cwd=tmp_path, env=env)
     assert done.returncode != 0
@@ -72,16 +77,14 @@ def test_errors_are_printed_once_and_not_per_rank(tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, Naming(*TOO_FEW)), (1, "")])
-def test_rank_0_prints_for_all_ranks(tmp_path: Path, rank: int, expected: str) -> None:
-    env = stub_training(tmp_path, "raise AssertionError('started')")
+def test_rank_0_prints_for_all_ranks(tmp_path: Path, env: dict[str, str], rank: int, expected: str) -> None:
     env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     done = run([*CLI, "kto", *GOOD, "model.seeds=1", "trainer.devices=4"], cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 
-def test_missing_keys_and_missing_nodes(tmp_path: Path) -> None:
-    env = stub_training(tmp_path, "raise AssertionError('started')")
+def test_missing_keys_and_missing_nodes(tmp_path: Path, env: dict[str, str]) -> None:
     done = run([*CLI, "kto", "hardware=cpu", "trainer.num_nodes=2"], cwd=tmp_path, env=env)
     assert done.returncode == 2
     assert done.stderr == (
@@ -104,16 +107,14 @@ def test_missing_keys_and_missing_nodes(tmp_path: Path) -> None:
     )
 
 
-def test_an_invalid_user_configuration(tmp_path: Path) -> None:
-    env = stub_training(tmp_path, "raise AssertionError('started')")
+def test_an_invalid_user_configuration(tmp_path: Path, env: dict[str, str]) -> None:
     (tmp_path / "mine.yaml").write_text("defaults:\n  - gpt_kto\n  - _self_\nmodel:\n  optim:\n    learning_rate: 1\n")
     done = run([*CLI, "kto", "--config-dir", ".", "--config-name", "mine", *GOOD], cwd=tmp_path, env=env)
     assert done.returncode == 2
     assert done.stderr == Naming("nemo-kto", "1", "nothing", "model.optim.learning_rate", "mine.yaml:6", "model.optim.lr")
 
 
-def test_keys_of_the_wrong_algorithm(tmp_path: Path) -> None:
-    env = stub_training(tmp_path, "raise AssertionError('started')")
+def test_keys_of_the_wrong_algorithm(tmp_path: Path, env: dict[str, str]) -> None:
     given = ["trainer.kto.max_steps=3", "model.kto.auto_balance=true", "model.dpo.label_smoothing=0.1"]
     done = run([*CLI, "dpo", *GOOD, *given, "model.dpo.preference_loss=ipo"], cwd=tmp_path, env=env)
     assert done.returncode == 2
@@ -139,16 +140,14 @@ def test_keys_of_the_wrong_algorithm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "other"), [("kto", "dpo"), ("dpo", "kto")])
-def test_the_configuration_of_the_other_algorithm(tmp_path: Path, name: str, other: str) -> None:
-    env = stub_training(tmp_path, "raise AssertionError('started')")
+def test_the_configuration_of_the_other_algorithm(tmp_path: Path, env: dict[str, str], name: str, other: str) -> None:
     (tmp_path / "mine.yaml").write_text(f"defaults:\n  - gpt_{other}\n  - _self_\n")
     done = run([*CLI, name, "--config-dir", ".", "--config-name", "mine", *GOOD], cwd=tmp_path, env=env)
     assert done.returncode == 2
     assert done.stderr == Naming("nemo-kto", "1", "nothing", "mine.yaml", f"{name}", "one", f"{other}")
 
 
-def test_a_configuration_without_the_types_of_an_algorithm(tmp_path: Path) -> None:
-    env = stub_training(tmp_path, "raise AssertionError('started')")
+def test_a_configuration_without_the_types_of_an_algorithm(tmp_path: Path, env: dict[str, str]) -> None:
     (tmp_path / "mine.yaml").write_text("model:\n  seed: 7\n")
     done = run([*CLI, "dpo", "--config-dir", ".", "--config-name", "mine"], cwd=tmp_path, env=env)
     assert done.returncode == 2
@@ -185,8 +184,7 @@ def test_a_sweep_with_an_invalid_value_starts_no_job(tmp_path: Path) -> None:
     )
 
 
-def test_options_of_the_command_lines_of_other_trainers(tmp_path: Path) -> None:
-    env = stub_training(tmp_path, "raise AssertionError('started')")
+def test_options_of_the_command_lines_of_other_trainers(tmp_path: Path, env: dict[str, str]) -> None:
     given = [
         "--model_name_or_path",
         "model",

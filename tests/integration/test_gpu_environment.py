@@ -69,7 +69,7 @@ def test_an_environment_without_a_package_index(tmp_path: Path) -> None:
         command = [str(tmp_path / name / "bin" / "python"), "-W", "ignore", "-c", program]
         shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert shown.stdout == expected, shown.stderr
-    assert sorted(each.name for each in site.iterdir()) == ["carried.py", "this.pth"], "it is left as it was"
+    assert sorted(each.name for each in site.iterdir()) == ["carried.py", "this.pth"], "unchanged"
 
 
 def test_a_folder_without_wheels_is_refused(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_the_ranks_of_a_job_of_a_sweep_read_the_same_file(tmp_path: Path) -> Non
     done = run([*CLI, "kto", *SOURCE, *given, "--multirun", "model.seed=5"], cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["1000", "1000"]
-    assert done.stderr.count("model.overwrite_base_config.data.data_prefix ") == 1, "once, and not once a rank"
+    assert done.stderr.count("model.overwrite_base_config.data.data_prefix ") == 1, "once, not per rank"
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_a_resumed_run_that_finishes(stopped_and_resumed: tuple[Path, list[list[
 def test_the_best_checkpoint_is_exported(stopped_and_resumed: tuple[Path, list[list[str]]]) -> None:
     folder, _ = stopped_and_resumed
     step, _ = best_of(folder / "results/gpt_kto", "val_loss")
-    assert step < 6, "not the last one"
+    assert step < 6, "not the last checkpoint"
     checkpoint = f"results/gpt_kto/checkpoints/step_{step:06}"
     done = run([*CLI, "export", checkpoint, "again"], cwd=folder, env=environment(), preload=TRAINING)
     assert done.stdout.splitlines() == [
@@ -209,7 +209,7 @@ def test_the_best_adapters_of_two_ranks_are_exported(tiny_llama: Path, tmp_path:
     adapters = ["model.peft.peft_scheme=lora", "model.reference.mode=auto", "export.adapter_path=best_adapter"]
     out, errors = train(tmp_path, Path("model"), "dpo", *layout, *adapters, "model.optim.lr=1e-2")
     step, _ = best_of(tmp_path / "results/gpt_dpo", "val_loss")
-    assert step < 6, "not the last one"
+    assert step < 6, "not the last checkpoint"
     shown = text_shown()
     assert without_figures(out) == without_figures(line for line in shown if not line.startswith(("step", "estimated")))
     assert_names(out, "best", f"{step}", "adapters")
@@ -238,4 +238,4 @@ logging.getLogger("library").info("not told")
     first = ["warning: mine", "warning: old (FutureWarning)", "told in job 1"]
     assert lines[:3] == first
     assert lines[-1] == "told in job 2"
-    assert lines[3:-1] == ["warning: mine"], "the module warnings tells the same once in a process"
+    assert lines[3:-1] == ["warning: mine"], "the warnings module reports each warning once per process"

@@ -179,7 +179,7 @@ def test_the_number_of_steps_follows_the_machine(scripts: dict[str, Any], algori
 
     slow, fast = made(1.0), made(1e6)
     assert (slow.steps, fast.steps) == (workload.min_steps, workload.max_steps)
-    assert slow.minutes > 60, "it says so where it cannot be done in time"
+    assert slow.minutes > 60, "a plan that takes too long is reported"
     passes = fast.train * workload.responses * workload.passes + 2 * fast.held_out * workload.responses
     assert fast.minutes == pytest.approx((plan.FIXED_SECONDS + 0.05 * passes) / 60, rel=0.01)
     lengths = [made(gflops) for gflops in range(20, 400)]
@@ -220,7 +220,7 @@ def test_a_stage_reports_that_it_is_running(
     assert lines[:3] == ["", "== A stage", "$ as typed"]
     body = lines[3:]
     assert [line for line in body if not line.startswith("   ... ")] == ["one", "two"]
-    assert len(body[body.index("one") : body.index("two")]) >= 3, "the silence between was filled"
+    assert len(body[body.index("one") : body.index("two")]) >= 3, "progress lines between the outputs"
     with pytest.raises(SystemExit) as failed:
         run.stage("Another", [sys.executable, "-c", "raise SystemExit(3)"])
     assert failed.value.code == 3

@@ -150,7 +150,7 @@ def test_the_reference_job(job: Job, whole: Path) -> None:
     assert steps[0]["train/lr"] == pytest.approx(5e-4 / 2)
     validations = [row for row in trained(whole) if "val/loss" in row]
     assert [row["step"] for row in validations] == job.validated
-    assert {row["val/rows"] for row in validations} == {job.validation_rows}, "the incomplete batch counts too"
+    assert {row["val/rows"] for row in validations} == {job.validation_rows}, "the incomplete batch is included"
     kept = {path.name for path in (whole / "checkpoints").iterdir()}
     assert f"step_{job.steps:06}" in kept
     assert len(kept) == job.kept
@@ -230,12 +230,12 @@ def test_killed_and_started_again(victim: int, job: Job, rows: Path, whole: Path
     wait_until(lambda: (folder / "checkpoints" / "step_000002").exists(), process)
     time.sleep(random.Random(victim).uniform(0.0, job.latest))
     os.kill(rank_process(process.pid, victim), signal.SIGKILL)
-    assert process.wait(timeout=60) != 0, "a rank that dies takes the job down"
+    assert process.wait(timeout=60) != 0, "a killed rank ends the job"
     reached = len([row for row in trained(folder) if "train/loss" in row])
     done = finish(words, job, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert trained(folder) == trained(whole), f"killed when {reached} steps were logged"
-    assert not list((folder / "checkpoints").glob(".*")), "what a killed save leaves is cleared away"
+    assert not list((folder / "checkpoints").glob(".*")), "files of a killed save are removed"
 
 
 def wait_until(
@@ -244,7 +244,7 @@ def wait_until(
     """Poll, and fail early where the process has ended."""
     end = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, "the run ended before it was to be killed"
+        assert process.poll() is None, "the run ended before the kill"
         assert time.monotonic() < end
         time.sleep(0.01)
 

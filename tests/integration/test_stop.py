@@ -55,7 +55,7 @@ MODEL = "nemo_kto.models.nlp.gpt.megatron_gpt_kto_model"
 DATA = "nemo_kto.data.tokens.cache TokenCache.open 1"
 LOADING = "nemo_kto.run.build build_policy 1"
 REFERENCE = "nemo_kto.models.engine.engine LogProbEngine.logprobs 2"
-SAVE = "nemo_kto.checkpoint.distributed CheckpointManager.save 1"
+SAVE = "nemo_kto.checkpoint.manager CheckpointManager.save 1"
 EXPORT = "nemo_kto.run.finish export_policy 1"
 
 
@@ -133,7 +133,7 @@ def test_a_repeatedly_stopped_job_equals_an_uninterrupted_one(runs: Runs) -> Non
     assert message == Naming("SIGINT", "step 2 of 5", f"{where}2", "start", "resume")
     assert len(runs.logged("run")) == 2
     done = runs.run("run", SIGNAL=f"{EXPORT} all SIGTERM")
-    assert (done.returncode, "stopped" in done.stderr) == (0, False), "the export is written to its end"
+    assert (done.returncode, "stopped" in done.stderr) == (0, False), "the export is completed"
     assert list((runs.folder / "run/hf").glob("*.safetensors"))
     assert runs.logged("run") == runs.logged("whole")
 

@@ -73,9 +73,9 @@ def test_the_page_of_an_index_has_no_broken_link(built: Path, monkeypatch: pytes
         page = BytesParser().parsebytes(files.read(name))
     links = re.compile(r"\]\(([^)]*)\)")
     relative = [link for link in links.findall((REPOSITORY / "README.md").read_text()) if not link.startswith(("http", "#"))]
-    assert relative, "else there is nothing to look at"
+    assert relative, "there must be relative links"
     assert not [link for link in links.findall(str(page.get_payload())) if not link.startswith(("http", "#"))]
-    assert not page.get_all("Project-URL"), "the repository has no address of its own"
+    assert not page.get_all("Project-URL"), "the repository has no address"
     monkeypatch.setenv("NEMO_KTO_REPOSITORY", "https://example.org/nemo_kto/")
     command = [sys.executable, "setup.py", "--long-description", "--url"]
     printed = subprocess.run(command, cwd=built / "source", capture_output=True, text=True, check=True).stdout

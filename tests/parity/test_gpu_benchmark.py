@@ -63,7 +63,7 @@ def test_rows_are_as_long_as_those_of_real_data() -> None:
     rows = make_rows(size)
     assert sorted(len(row["prompt"]) + len(row["completion"]) + 1 for row in rows) == lengths
     longest_kl_example = max(len(row["prompt"]) for row in rows) + max(len(row["completion"]) for row in rows) + 1
-    assert longest_kl_example == 4096, "none is cut, so every trainer sees as many tokens"
+    assert longest_kl_example == 4096, "no truncation, so that all trainers see the same tokens"
 
 
 def run_of(seconds: float, *, loss: float = 0.5, tokens: int = 1000, peak: float = 10e9, **more: Any) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def test_logits_equal_peft(outcome: Any, folders: Any, adapters: Any, name: str)
     results, out = outcome
     expected = peft_logits(folders[name], adapters[name]).numpy()
     base = hf_models.transformers_logits(folders[name]).numpy()
-    assert np.abs(expected - base).max() > 0.1, "the adapters must matter"
+    assert np.abs(expected - base).max() > 0.1, "the adapters must change the logits"
     np.testing.assert_array_equal(peft_logits(folders[name], out / name / "again").numpy(), expected)
     merged = hf_models.transformers_logits(out / name / "merged").numpy()
     tolerance = {"rtol": 0, "atol": 1e-5 * np.abs(expected).max()}
@@ -133,13 +133,13 @@ def test_initial_values_are_equal_at_every_layout(outcome: Any, folders: Any, na
             assert not values.any()
             continue
         if tensor.endswith("lora_embedding_B"):
-            assert values.std().item() == pytest.approx(1, rel=0.15), "normal, as peft starts it"
+            assert values.std().item() == pytest.approx(1, rel=0.15), "normally distributed, as in peft"
             continue
         bound = values.size(1) ** -0.5
         assert 0.75 * bound < values.abs().max() <= bound
         assert len(values.unique()) > 0.9 * values.numel()
     a_of = {tensor: values for tensor, values in first.items() if ".lora_A." in tensor}
-    assert len({tuple(values.flatten()[:8].tolist()) for values in a_of.values()}) == len(a_of), "no two layers alike"
+    assert len({tuple(values.flatten()[:8].tolist()) for values in a_of.values()}) == len(a_of), "all layers differ"
     name_of_first = FIRST_VALUES.setdefault(name, a_of)
     assert all(torch.equal(values, name_of_first[tensor]) for tensor, values in a_of.items())
 

@@ -87,7 +87,7 @@ def test_logits_equal_peft(outcome: Any, folders: Any, adapters: Any, name: str)
     results, out = outcome
     expected = hf_models.transformers_logits(adapters[name].with_name(f"{name}-merged")).numpy()
     base = hf_models.transformers_logits(folders[name]).numpy()
-    assert np.abs(expected - base).max() > 1, "the adapters must matter"
+    assert np.abs(expected - base).max() > 1, "the adapters must change the logits"
     tolerance = {"rtol": 0, "atol": 3e-5 * np.abs(expected).max()}
     model = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
     with warnings.catch_warnings():
@@ -133,7 +133,7 @@ def test_initial_values_are_equal_at_every_layout(outcome: Any, name: str) -> No
     }  # layers, experts
     assert sum(".experts." in tensor for tensor in a_of) == of_experts[name]
     assert all(0.7 < values.abs().max() * math.sqrt(values.size(1)) <= 1 for values in a_of.values())
-    assert len({tuple(values.flatten()[:8].tolist()) for values in a_of.values()}) == len(a_of), "no two experts alike"
+    assert len({tuple(values.flatten()[:8].tolist()) for values in a_of.values()}) == len(a_of), "all experts differ"
     name_of_first = FIRST_VALUES.setdefault(name, a_of)
     assert all(torch.equal(values, name_of_first[tensor]) for tensor, values in a_of.items())
 

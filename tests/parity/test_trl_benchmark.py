@@ -57,7 +57,7 @@ def test_the_benchmark_table(tiny_checkpoint: Callable[..., Path]) -> None:
         assert 0 < products < 100
         assert loss == pytest.approx(float(trainers[0][7]), abs=2e-6)
         assert kl == pytest.approx(float(trainers[0][8]), abs=2e-5)
-        assert loss != 0.5, "nothing was learnt, so nothing was compared"
+        assert loss != 0.5, "the loss must change, or the comparison proves nothing"
 
 
 def test_another_version_of_trl_needs_its_python() -> None:

@@ -68,13 +68,9 @@ class Recipe(ABC):
 
     Attributes:
         name: name of the command and of the sections trainer.NAME and model.NAME; its configuration is conf/gpt_NAME.yaml.
-        title: one-line description.
-        data: description of the training data.
-        page: page in the documentation.
         losses: built-in losses, by value of ``preference_loss``.
         loss_inputs: names of the keyword arguments that every loss function must take.
         optional_inputs: names of those that are passed to the loss functions that take them.
-        loss_section: class of the section model.NAME.
         unit: plural noun for the rows of the data.
         data_defaults: algorithm-specific keys of model.data with their default values (floats), for losses that need
             rewards.
@@ -121,14 +117,9 @@ class Recipe(ABC):
 
     @abstractmethod
     def preview(self, show: Preview, dataset: Any, batch: Any, examples: Sequence[Any], loss: Loss) -> Iterator[str]:
-        """Yield the lines of ``nemo-kto data preview`` for ``batch``.
+        """Yield the lines of ``nemo-kto data preview`` for ``batch``, the first of ``examples``, collated.
 
-        Args:
-            show: formats the lines.
-            dataset: the examples of the file.
-            batch: the first of ``examples``, collated.
-            examples: the first examples of ``dataset``, which stand for a global batch.
-            loss: the loss of the run.
+        ``examples`` are the first of ``dataset`` and stand for a global batch.
         """
 
     @abstractmethod

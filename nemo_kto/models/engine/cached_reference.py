@@ -222,7 +222,7 @@ class CachedReference:
                 for sequences in parts:
                     keys_B2 = sequence_keys(sequences)
                     missing = np.flatnonzero(~self.cache.look_up(keys_B2)[1])
-                    if not state.largest(len(missing)):
+                    if not state.max_over_ranks(len(missing)):
                         continue
                     if not is_active:
                         reference.enter_context(active())

@@ -99,7 +99,7 @@ def test_resumes_bitwise(
     end_early(whole, parts, length)
     ranks.run(world_size, train, tiny_llama, kto_rows, parts, world_size, [*overrides, *of_length])
     assert len(losses(whole)) == steps
-    assert sorted(os.listdir(parts / "checkpoints")) == sorted(os.listdir(whole / "checkpoints")), "it has gone on"
+    assert sorted(os.listdir(parts / "checkpoints")) == sorted(os.listdir(whole / "checkpoints")), "the run continued"
     assert losses(parts) == losses(whole)
     assert [row["train/consumed_samples"] for row in losses(parts)] == [16.0 * step for step in range(1, steps + 1)]
 
@@ -129,7 +129,7 @@ def test_resumes_at_another_layout(
     ranks.run(world_size, train, tiny_llama, kto_rows, tmp_path / "run", world_size, [*overrides, *of_length])
     ours, steps = trajectory(tmp_path / "run"), trajectory(whole)
     assert len(ours) == len(steps) == count
-    assert ours[stop:] != steps[stop:], "computed again, and rounded otherwise"
+    assert ours[stop:] != steps[stop:], "recomputed with other rounding"
     assert difference(ours[stop], steps[stop]) < 1e-5
     assert max(difference(mine, theirs) for mine, theirs in zip(ours, steps, strict=True)) < 1e-4
 
@@ -165,5 +165,5 @@ def test_a_checkpoint_can_be_the_pretrained_model(
     overrides = ["model.tensor_model_parallel_size=2", "trainer.kto.max_steps=1"]
     ranks.run(2, train, whole / "checkpoints" / "step_000005", kto_rows, tmp_path, 2, overrides)
     last, first = trajectory(whole)[-1], trajectory(tmp_path)[0]
-    assert first["train/loss"] == pytest.approx(0.5, abs=1e-6), "the reference is what the run starts from"
+    assert first["train/loss"] == pytest.approx(0.5, abs=1e-6), "the reference is the model at the start"
     assert last["val/rewards_margin"] > 0.1

@@ -154,7 +154,7 @@ def load_into(checkpoint: Path, folder: Path, settings: LoRASettings | None, lay
     """
     from megatron.core.utils import unwrap_model
 
-    from nemo_kto.checkpoint.distributed import load_weights_only
+    from nemo_kto.checkpoint.manager import load_weights_only
 
     state.init_distributed(layout=layout, seed=3)
     chunks, _ = lora_jobs.build(folder, layout, settings)
@@ -187,7 +187,7 @@ def test_weights_only(checkpoints: dict[str, Path], ranks: RankPool, folder: Pat
         assert change["weight"] == 0.0
         assert change["adapter"] > 0.05
     for error, change in ranks.run(2, load_into, checkpoints["model"], folder, ALL, tp2):
-        assert error == "", "a whole model is a base model to begin with"
+        assert error == "", "a complete model serves as base model"
         assert change["weight"] > 1e-3
         assert change["adapter"] == 0.0
 

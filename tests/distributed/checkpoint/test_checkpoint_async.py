@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
-from nemo_kto.checkpoint import writing
+from nemo_kto.checkpoint import writer
 from nemo_kto.distributed import state
 from tests.helpers import lora_jobs
 from tests.helpers.messages import Naming
@@ -26,7 +26,7 @@ from tests.helpers.rank_pool import RankPool
 
 LAYOUT = state.Layout()
 SLOW_SECONDS = 0.2  # of a slow disk, for a file
-write_file = writing.write_file
+write_file = writer.write_file
 
 
 class Trained:
@@ -67,7 +67,7 @@ def two_steps_during_a_save(model: Path, folder: Path, distributed: bool) -> dic
             assert disk.wait(60)
         return write_file(*arguments, **options)
 
-    with mock.patch.object(writing, "write_file", when_the_disk_is_ready):
+    with mock.patch.object(writer, "write_file", when_the_disk_is_ready):
         begun = slow.manager.save({"step": 2}, {})
         polled = []
         for _ in range(2):
@@ -85,7 +85,7 @@ def two_steps_during_a_save(model: Path, folder: Path, distributed: bool) -> dic
         time.sleep(SLOW_SECONDS)
         return write_file(*arguments, **options)
 
-    with mock.patch.object(writing, "write_file", slowly):
+    with mock.patch.object(writer, "write_file", slowly):
         same = at_once.manager.save({"step": 2}, {})
     assert written is not None
     assert same is not None
@@ -112,7 +112,7 @@ def test_a_checkpoint_has_the_values_of_its_step(
     assert set(slow["files"]) >= {"rng/00000.pt", "rng/00001.pt", "state/.metadata", "hf/tokenizer.json", "hf/config.json"}
     sizes = [kept["size"] for kept in shards.values()]
     assert len(sizes) == 2
-    assert min(sizes) > 0.8 * max(sizes), "each rank writes its share"
+    assert min(sizes) > 0.8 * max(sizes), "each rank writes its shard"
 
 
 Usage = namedtuple("Usage", "total used free")
@@ -124,7 +124,7 @@ def saves_during_a_removal(model: Path, folder: Path, short_of_room: bool) -> tu
     trained = Trained(model, folder, async_save=True)
     trained.manager.save_top_k = 0
     trained.step()
-    may_go, remove, oldest = threading.Event(), writing.remove_folder, folder / "step_000001"
+    may_go, remove, oldest = threading.Event(), writer.remove_folder, folder / "step_000001"
 
     def remove_later(path: Path) -> None:
         may_go.wait(10)  # a save that waits for this finds it removed
@@ -135,7 +135,7 @@ def saves_during_a_removal(model: Path, folder: Path, short_of_room: bool) -> tu
         may_go.set()
         return Usage(10**12, 0, 0 if oldest.exists() else 10**12)
 
-    with mock.patch.object(writing, "remove_folder", remove_later):
+    with mock.patch.object(writer, "remove_folder", remove_later):
         given = [trained.manager.save({"step": step}, {}) for step in (1, 2)]
         with mock.patch.object(shutil, "disk_usage", usage) if short_of_room else contextlib.nullcontext():
             given.append(trained.manager.save({"step": 3}, {}))
@@ -153,7 +153,7 @@ def test_a_save_waits_for_a_removal_only_if_it_needs_the_space(
 ) -> None:
     (tmp_path / "run").mkdir()
     for given, names in ranks.run(2, saves_during_a_removal, tiny_llama, tmp_path / "run", short_of_room):
-        assert given == [None, 1, 2, 3], "a save gives the one before it"
+        assert given == [None, 1, 2, 3], "a save returns the previous one"
         left = [name for name in names if name != ".writing-step_000003"]
         assert left == (["step_000002"] if short_of_room else ["step_000001", "step_000002"])
 
@@ -178,14 +178,14 @@ def failures(model: Path, folder: Path) -> list[Any]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write_file(file, *arguments, **options)
 
-    with mock.patch.object(writing, "write_file", full):
+    with mock.patch.object(writer, "write_file", full):
         trained.manager.save({"step": 2}, {})
         note(message(trained.manager.finish))
 
     def broken(file: Path, *arguments: Any, **options: Any) -> Any:
         raise ValueError("broken")
 
-    with mock.patch.object(writing, "write_file", broken):
+    with mock.patch.object(writer, "write_file", broken):
         trained.manager.save({"step": 2}, {})
         trained.manager._save.thread.join()  # type: ignore[union-attr]
         note(message(trained.manager.poll))

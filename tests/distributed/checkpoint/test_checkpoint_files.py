@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from nemo_kto.artifacts.checkpoint_files import find_checkpoints
-from nemo_kto.checkpoint.distributed import CheckpointManager
+from nemo_kto.checkpoint.manager import CheckpointManager
 from tests.helpers.messages import Naming
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import train
@@ -149,7 +149,7 @@ def test_a_full_disk_stops_every_rank_and_loses_no_earlier_checkpoint(
     errors = ranks.run(2, with_a_full_disk, tiny_llama, kto_rows, tmp_path)
     final, key = str(tmp_path / "checkpoints/step_000002"), "exp_manager.checkpoint_callback_params.save_top_k"
     assert errors == [Naming("UserError", final, "File too large", "free", key)] * 2
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"], "no half of it is left"
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"], "no partial checkpoint is left"
     assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path / "checkpoints")] == [1]
     ranks.run(2, train, tiny_llama, kto_rows, tmp_path, 2, ["trainer.kto.max_steps=2", "model.tensor_model_parallel_size=2"])
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000001", "step_000002"]

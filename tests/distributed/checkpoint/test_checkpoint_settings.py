@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from nemo_kto.checkpoint.choose import newest_checkpoint
-from nemo_kto.checkpoint.distributed import CheckpointManager
+from nemo_kto.checkpoint.discovery import newest_checkpoint
+from nemo_kto.checkpoint.manager import CheckpointManager
 from nemo_kto.distributed import state
 from nemo_kto.models.engine.optimizer import build_optimizer
 from tests.helpers import lora_jobs
@@ -117,7 +117,7 @@ def found(ranks: RankPool, tiny_llama: Path, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize("form", FORMS)
 def test_the_next_step_uses_the_new_settings(form: str, found: list[dict[str, Any]]) -> None:
     steps = [of_rank[form] for of_rank in found]
-    assert sum(step["tensors"] for step in steps) == (27 if "distributed" in form else 54), "each has its share, or all"
+    assert sum(step["tensors"] for step in steps) == (27 if "distributed" in form else 54), "each has its shard, or all"
     for step in steps:
         # the third of five steps, the first of which warms up: half of the way from lr to min_lr
         assert step["lr"] == pytest.approx(0.004 + 0.016 / 2, rel=1e-12)

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from nemo_kto.artifacts.checkpoint_files import hash_file, info_text
-from nemo_kto.checkpoint.choose import newest_checkpoint
+from nemo_kto.checkpoint.discovery import newest_checkpoint
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from tests.helpers import lora_jobs
@@ -155,7 +155,7 @@ def load_all(model: Path, folder: Path) -> dict[str, tuple[str, str]]:
         signal.alarm(SECONDS)  # ends this rank where it hangs
         try:
             newest = newest_checkpoint(run.folder)
-            assert newest is not None, "it is as its trainer.json says"
+            assert newest is not None, "its files match its trainer.json"
             run.manager.load(newest)
             found[case] = ("", "")
         except BaseException as error:

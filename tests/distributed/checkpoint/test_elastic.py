@@ -126,15 +126,15 @@ def test_resumes_at_another_layout(
     shutil.copy(uninterrupted / "metrics.jsonl", tmp_path)
     ours, expected = run(name, optimizer, after, length, tmp_path), trajectory(uninterrupted)
     assert len(ours) == len(expected) == steps
-    assert ours[:stop] == expected[:stop], "what was logged before the stop stays"
-    assert ours[stop:] != expected[stop:], "the rest was computed again, and rounded otherwise"
+    assert ours[:stop] == expected[:stop], "log lines before the stop are kept"
+    assert ours[stop:] != expected[stop:], "later steps were recomputed with other rounding"
     # A margin is a difference of rewards, which are here too: it is rounded as they are, and smaller (1.2e-5 was seen).
     resumed, theirs = ({name: each[stop][name] for name in each[stop] if "margin" not in name} for each in (ours, expected))
     assert difference(resumed, theirs) < 1e-5
     assert_same(ours[stop:], expected[stop:], steps=steps - stop, first=2e-5)
 
     rows, all_rows = recorded_rows(tmp_path / "rows"), recorded_rows(uninterrupted / "rows")
-    assert list(rows) == list(range(stop + 1, steps + 1)), "no step before the stop was taken again"
+    assert list(rows) == list(range(stop + 1, steps + 1)), "no step before the stop was repeated"
     assert rows == {step: all_rows[step] for step in rows}, "rows or their order differ"
     for first in range(1, steps - epoch + 2, epoch):
         used = [row for step in range(first, first + epoch) for row in {**all_rows, **rows}[step]]

@@ -126,7 +126,7 @@ def check_steps(results: list[list[float]], written: Path, model: Path, expected
     scale = max(gradient.abs().max() for gradient in gradients.values())
     assert ours.keys() == gradients.keys()
     for tensor, gradient in gradients.items():
-        assert gradient.abs().max() > 1e-4 * scale, "the test must see every part"
+        assert gradient.abs().max() > 1e-4 * scale, "every parameter must have a gradient"
         assert (ours[tensor] - gradient).abs().max() < 1e-5 * scale, tensor
     for *our_norms, largest_padding in results:
         # As docs/numerics.md has it for later steps: AdamW's first updates are gradients over their own size, so that what
@@ -134,7 +134,7 @@ def check_steps(results: list[list[float]], written: Path, model: Path, expected
         assert our_norms[0] == pytest.approx(norms[0], rel=2e-5)
         assert our_norms == pytest.approx(norms, rel=1e-4)
         assert largest_padding == 0.0
-    assert norms[0] > lora_jobs.CLIP, "the norm must matter"
+    assert norms[0] > lora_jobs.CLIP, "the gradient norm must exceed the limit"
     after = load_file(written / "trained" / "adapter_model.safetensors")
     for tensor, values in trained.items():
         assert (after[tensor] - values).abs().max() < 1e-4 * values.abs().max(), tensor
@@ -165,7 +165,7 @@ def test_replicated_parameters_stay_equal_under_dropout(layout: str, ranks: Rank
         assert (values == second[1][name]).all(), name
     assert first[2] == second[2]
     without = ranks.run(2, lora_jobs.replicated_after_dropout, SHARED[layout], folder, SETTINGS["llama-odd-heads"])
-    assert abs(without[0][0][0] - first[0][0]) > 1e-3, "dropout must matter"
+    assert abs(without[0][0][0] - first[0][0]) > 1e-3, "dropout must change the result"
 
 
 def test_dropout_masks_are_equal_on_ranks_with_the_same_activations(ranks: RankPool, models: Any) -> None:

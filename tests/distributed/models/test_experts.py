@@ -111,7 +111,7 @@ def test_same_trajectory(
     name: str, layout: str, steps: int, start: Start, whole: Callable[[str, str, int], Path], tmp_path: Path
 ) -> None:
     ours, expected = start(name, layout, steps, tmp_path), trajectory(whole(name, "one_rank", steps))
-    assert expected[0]["train/moe_aux_loss"] > 1.05, "experts must not be chosen alike, or their number says nothing"
+    assert expected[0]["train/moe_aux_loss"] > 1.05, "experts must be chosen unevenly, or their number proves nothing"
     assert expected[-1]["val/rewards_margin"] > 0.05, "the policy must move, or equality proves nothing"
     assert_same(ours, expected, steps=steps)
 
@@ -143,10 +143,10 @@ def test_resumed(
     shutil.copy(uninterrupted / "metrics.jsonl", tmp_path)
     ours, expected = start(name, after, steps, tmp_path), trajectory(uninterrupted)
     if before == after:
-        assert ours == expected, "to the last bit"
+        assert ours == expected, "bitwise"
         return
     assert ours[:stop] == expected[:stop]
-    assert ours[stop:] != expected[stop:], "the rest was computed again, and rounded otherwise"
+    assert ours[stop:] != expected[stop:], "later steps were recomputed with other rounding"
     assert_same(ours[stop:], expected[stop:], steps=steps - stop)
 
 
@@ -171,7 +171,7 @@ def unevenly_shared(model: Path, counts: list[int], expert_parallel: int) -> tup
     mine = slice(first, first + counts[parallel_state.get_data_parallel_rank()])
     runs, sequences = engine(chunks, architecture), make_sequences(1, mine)
     logps = runs.logprobs(sequences)
-    assert runs.logprobs(make_sequences(1, slice(0, 0))).shape == (0,), "nobody has any"
+    assert runs.logprobs(make_sequences(1, slice(0, 0))).shape == (0,), "no rank has one"
     carried = sum(each.tokens_bs.numel() for each in runs._micro_batches(sequences, runs.limits))
     return logps.tolist(), int(runs.work_sums(sequences, passes=Passes(forward=1))["padded_tokens"]), carried
 

@@ -44,5 +44,5 @@ def test_same_trajectory(
         ranks.run(world_size, train, model, kto_rows, tmp_path / name, world_size, [*layout, *given])
     ours, expected = (trajectory(tmp_path / name) for name in ("tp2_pp2", "one_rank"))
     assert expected[-1]["val/rewards_margin"] > 0.05, "the policy must move, or equality proves nothing"
-    assert ours != expected, "computed otherwise, and rounded otherwise"
+    assert ours != expected, "computed and rounded differently"
     assert_same(ours, expected, steps=steps)

@@ -83,7 +83,7 @@ def balance_step(
     runs.forward_backward(sequences, nothing_else, forward_only=False)
     recorded = runs.balance_sums()
     runs.logprobs(sequences)
-    assert runs.balance_sums() == recorded, "a reference and KL examples count nowhere"
+    assert runs.balance_sums() == recorded, "the reference and KL examples do not count"
     for parameter in unwrap_model(chunks[0]).parameters():
         parameter.data.copy_(parameter.main_grad)
     export(chunks, architecture, source=policy, out=out, max_shard_bytes=10**9)

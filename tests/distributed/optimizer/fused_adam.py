@@ -57,7 +57,7 @@ class FusedAdam(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            assert type(group["step"]) is int, "the kernel takes nothing else"
+            assert type(group["step"]) is int, "the kernel requires an int"
             with_gradient = [weight for weight in group["params"] if weight.grad is not None]
             for weight in with_gradient:
                 if not self.state[weight]:

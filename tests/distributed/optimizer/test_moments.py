@@ -90,7 +90,7 @@ def test_a_run_with_moments_in_bf16(ranks: RankPool, tiny_llama: Path, tmp_path:
             ("exp_avg_sq", "torch.bfloat16"),
             ("param", "torch.float32"),
         ]
-        assert of_rank["same"], "a resumed run is the same run"
+        assert of_rank["same"], "a resumed run has the same steps"
         assert of_rank["widened"], "bf16 to fp32 loses nothing"
     sizes = [of_rank["bytes"] for of_rank in found]
     assert abs(sum(sizes) - 2 * found[0]["planned"]) <= 0.01 * sum(sizes), "eight for each parameter, shared by two ranks"

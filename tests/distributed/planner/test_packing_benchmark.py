@@ -44,7 +44,7 @@ def test_all_packings_compute_the_same(ranks: RankPool, tiny_llama: Path, tmp_pa
     assert one[0] == packed[0] == 0.0
     assert 0 < filled[0] < 1
     assert 0 < eight[0] < 1
-    assert one[2] > 0.1, "KL must not be at its bound, or equality says nothing"
+    assert one[2] > 0.1, "KL must not be clamped, or equality proves nothing"
     for padding, loss, kl, rounds in (eight, filled, packed):
         assert abs(loss - one[1]) < 1e-5 * abs(one[1]), padding
         assert abs(kl - one[2]) <= 1e-5 * abs(one[2])

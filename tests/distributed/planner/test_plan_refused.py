@@ -33,5 +33,5 @@ def test_ranks_share_host_memory(ranks: RankPool, tiny_llama: Path, kto_rows: Pa
     need = 16 * number
     refusals = ranks.run(2, with_little_memory, tiny_llama, kto_rows, tmp_path / "refused", 2 * need - 2)
     assert refusals == [Naming("2.9 MB", "2 ranks", "nemo-kto plan kto")] * 2
-    assert [*(tmp_path / "refused").glob("*.jsonl")] == [], "nothing was begun"
+    assert [*(tmp_path / "refused").glob("*.jsonl")] == [], "nothing was started"
     assert ranks.run(2, with_little_memory, tiny_llama, kto_rows, tmp_path / "ran", 2 * need) == ["ran"] * 2

@@ -74,7 +74,7 @@ def test_rank_0_decides_the_precision_and_a_resumed_run_keeps_it(start: Start) -
     (first, _, error), (second, _, _) = start(True, False, precision="auto", steps=1)
     assert error == ""
     assert f"  precision   bf16 ({FAST})" in first.splitlines()
-    assert "precision" not in second, "rank 0 speaks for all"
+    assert "precision" not in second, "only rank 0 prints"
     assert start.saved() == ("bf16", "bfloat16")
 
     ((resumed, warnings, _),) = start(False, precision="auto", steps=2)
@@ -84,7 +84,7 @@ def test_rank_0_decides_the_precision_and_a_resumed_run_keeps_it(start: Start) -
 
     before = (start.folder / "config.yaml").read_bytes()
     ((_, _, error),) = start(False, precision="32-true", steps=3)
-    assert (start.folder / "config.yaml").read_bytes() == before, "what was refused leaves nothing behind"
+    assert (start.folder / "config.yaml").read_bytes() == before, "a refused run leaves no files"
     assert error.splitlines()[1:] == [
         Naming("trainer.precision", "bf16", "32"),
         Naming("folder", "exp_manager.name", "exp_manager.explicit_log_dir"),

@@ -199,7 +199,7 @@ def test_the_life_of_a_cache(ranks: RankPool, tmp_path: Path) -> None:
     assert found["rows"] == 9
     assert found["other settings"] == 0
     assert found["error"] == Naming("FOLDER", "3", "run", "start")
-    assert found["modes"] == ["0o600", "0o700"], "files and folders are for the user only"
+    assert found["modes"] == ["0o600", "0o700"], "files and folders are private"
     for text in found["warnings"]:
         assert_names(text, "FOLDER/part-")
         assert_names(text, "again")

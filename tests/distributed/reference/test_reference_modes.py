@@ -79,7 +79,7 @@ def kl_estimates(folder: Path) -> list[float]:
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = [line["train/kl_unclamped"] for line in logged if "train/kl_unclamped" in line]
     assert len(found) == 4
-    assert any(found), "zero everywhere would prove nothing"
+    assert any(found), "zeros would prove nothing"
     return found
 
 
@@ -132,7 +132,7 @@ def test_a_cache_is_reused_by_other_runs_and_layouts(steps: int, job: Callable[[
     tp2 = run(CACHED, length, "model.tensor_model_parallel_size=2", world_size=2)
     assert_same(tp2, swapped, steps=steps, first=1e-4)
     run(CACHED, length, "model.kto.ref_policy_kl_penalty=0.7", "model.optim.lr=1e-4")
-    assert [(part, part.stat().st_mtime_ns) for part in run.parts()] == written, "all rows were known"
+    assert [(part, part.stat().st_mtime_ns) for part in run.parts()] == written, "all sequences were cached"
     run(CACHED, length, "model.seed=99")  # other pairs for KL rows, the same samples
     epochs = 1 + (steps > 6)  # of six steps; KL rows of an epoch are evaluated together, when it begins
     assert len(run.parts()) == len(written) + epochs

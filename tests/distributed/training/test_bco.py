@@ -38,7 +38,7 @@ def test_delta_is_the_mean_of_all_rewards_and_is_resumed(
     assert steps[0]["train/preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert abs(steps[-1]["train/delta"]) > 1e-3, "the policy must move, or equality proves nothing"
     for number in (2, 4):
-        assert steps[number - 1]["val/delta"] == steps[number - 1]["train/delta"], "a validation leaves it as it is"
+        assert steps[number - 1]["val/delta"] == steps[number - 1]["train/delta"], "a validation does not change it"
         saved = saved_rewards(whole, number)
         assert saved["count"] == 16 * number
         assert saved["total"] / saved["count"] == steps[number - 1]["train/delta"]
@@ -51,7 +51,7 @@ def test_delta_is_the_mean_of_all_rewards_and_is_resumed(
         if name == "same":
             assert losses(resumed) == losses(whole)
         else:
-            assert losses(resumed)[2:] != losses(whole)[2:], "computed again, and rounded otherwise"
+            assert losses(resumed)[2:] != losses(whole)[2:], "recomputed with other rounding"
         assert_same(trajectory(resumed), steps)
 
 

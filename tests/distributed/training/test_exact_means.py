@@ -77,7 +77,7 @@ def work_of_a_batch(folder: Path) -> dict[str, float]:
 def test_the_loss_with_an_sft_term_does_not_depend_on_the_global_batch(ranks: RankPool, tiny_llama: Path) -> None:
     (found,) = ranks.run(1, evaluated_in_batches_of, tiny_llama, (8, 4, 1))
     expected = found[8][0]
-    assert expected["sft_loss"] > 10, "a term that is small beside the other proves nothing"
+    assert expected["sft_loss"] > 10, "a much smaller term proves nothing"
     for size, both in found.items():
         for metrics in both:
             terms = W_PREFERENCE * metrics["preference_loss"] + W_SFT * metrics["sft_loss"]

@@ -32,4 +32,4 @@ def test_three_steps(name: str, logged: dict[str, golden.Trajectory]) -> None:
 def test_the_golden_file_has_exactly_the_losses() -> None:
     found = golden.read()
     assert sorted(found) == sorted(f"{algorithm}-{loss}" for algorithm, loss in golden.LOSSES)
-    assert max(step["train/kl"] for step in found["kto-kto"]) > 0.01, "a reference point that is clamped protects nothing"
+    assert max(step["train/kl"] for step in found["kto-kto"]) > 0.01, "a clamped z0 proves nothing"

@@ -104,7 +104,7 @@ def test_no_micro_batch_waits_for_the_device(
         keys = [*overrides, f"model.micro_batch_size={size}"]
         found += ranks.run(1, waits, tiny_llama, rows, tmp_path / str(size), algorithm, keys)
     few, many = found
-    assert many == few, "what there is does not depend on the number of micro-batches"
+    assert many == few, "the waits do not depend on the number of micro-batches"
     # the first pass brings the frequencies of the rotary embedding to the device, the last one divides by the examples
     assert all(not of_a_pass for of_a_pass in many[1:-1]), many
     assert sum(sum(of_a_pass.values()) for of_a_pass in many) <= 2, many

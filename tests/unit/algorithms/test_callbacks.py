@@ -10,7 +10,7 @@ from nemo_kto.algorithms.callbacks import Callback, Event, ReferenceSync, Stragg
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.throughput import ThroughputMeter
 from nemo_kto.telemetry.watch import RankTimes
-from tests.unit.algorithms.parts import Run
+from tests.unit.algorithms.trainer_doubles import Run
 
 
 class Diary(Callback):

@@ -12,7 +12,7 @@ import torch
 from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig
 from nemo_kto.algorithms.duration import interval_steps, limit_batches
 from tests.helpers.messages import Message, raises
-from tests.unit.algorithms.parts import LEARNING_RATE, Run
+from tests.unit.algorithms.trainer_doubles import LEARNING_RATE, Run
 
 
 def closed_form(batches: list[list[float]]) -> float:
@@ -88,7 +88,7 @@ def test_steps_equal_gradient_descent() -> None:
     first = run.model.trained_on[0]
     losses, norms = run.notes.series("train/loss"), run.notes.series("train/grad_norm")
     assert losses[0] == (1, sum(row**2 / 2 for row in first) / 2)
-    assert norms[0] == (1, sum(first) / 2), "the first step of the schedule already learns"
+    assert norms[0] == (1, sum(first) / 2), "the first step of the schedule changes the weights"
     assert run.notes.series("train/lr")[0] == (1, LEARNING_RATE)
     assert run.model.zeroed == 20
 

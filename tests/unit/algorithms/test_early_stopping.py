@@ -14,7 +14,7 @@ import torch
 from nemo_kto.algorithms.stopping import EarlyStopping
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message
-from tests.unit.algorithms.parts import Run
+from tests.unit.algorithms.trainer_doubles import Run
 
 
 def stopping(**settings: Any) -> EarlyStopping:

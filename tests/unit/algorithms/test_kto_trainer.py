@@ -10,7 +10,7 @@ import torch
 from nemo_kto.algorithms import kto
 from nemo_kto.algorithms.kto import KTOTrainer
 from nemo_kto.data.batches import collate
-from tests.unit.algorithms.parts import Run
+from tests.unit.algorithms.trainer_doubles import Run
 
 
 class Reference:
@@ -40,7 +40,7 @@ def test_reference_log_probs_of_examples_and_kl_examples() -> None:
     (augmented,) = trainer().augment_dataloader([batch])
     assert augmented["ref_policy_log_probs_samples"].tolist() == [-1.0, -2.0, -3.0]
     assert augmented["ref_policy_log_probs_kl_samples"].tolist() == [-4.0, -5.0, -6.0]
-    assert sorted(batch) == ["kl_samples", "preference"], "the loader's own batch is left alone"
+    assert sorted(batch) == ["kl_samples", "preference"], "the loader's batch is unchanged"
 
 
 def test_no_kl_examples() -> None:

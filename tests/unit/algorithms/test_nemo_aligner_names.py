@@ -19,7 +19,7 @@ from nemo_kto.data.batches.sampler import GlobalBatchSampler
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.timers import RunTimer
 from tests.helpers.messages import raises
-from tests.unit.algorithms.parts import LEARNING_RATE, Descent, Mean, Notebook, Schedule
+from tests.unit.algorithms.trainer_doubles import LEARNING_RATE, Descent, Mean, Notebook, Schedule
 
 EOS = 0
 SECTION = {
@@ -159,7 +159,7 @@ def test_aligner_examples_are_collated_alike() -> None:
     too_long = {**single([1, 2], [3, 0], 1), "sample_labels": torch.full((4,), -100)}  # it has no labels to learn from
     batch = kto_custom_collate([too_long, *SINGLES], EOS)
     assert (batch["sample_labels"][0] == -100).all()
-    assert batch["kl_sample_labels"].gt(0).any(dim=1).tolist() == [True, False, True], "nor does the second learn from it"
+    assert batch["kl_sample_labels"].gt(0).any(dim=1).tolist() == [True, False, True], "nor is the second trained on it"
     wrong = {**SINGLES[0], "sample_labels": torch.tensor([-100, 2, 3, 0])}
     with raises(ValueError, "sample_labels", "-100", "prompt"):
         kto_custom_collate([wrong, *SINGLES], EOS)

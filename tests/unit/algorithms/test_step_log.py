@@ -15,7 +15,7 @@ from nemo_kto.algorithms.callbacks import Callback, Event, SpikeCallback, StepLo
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.throughput import ThroughputMeter
 from tests.helpers.messages import Message
-from tests.unit.algorithms.parts import LEARNING_RATE, Run
+from tests.unit.algorithms.trainer_doubles import LEARNING_RATE, Run
 
 LINES = {3: [1, 2, 3], 6: [4, 5, 6], 9: [7, 8, 9], 10: [10]}  # step of a line -> steps it is of
 

@@ -9,8 +9,8 @@ import pytest
 from nemo_kto.algorithms.callbacks import Callback, Event
 from nemo_kto.algorithms.stopping import EarlyStopping
 from tests.helpers.messages import assert_names, raises
-from tests.unit.algorithms.parts import Run
-from tests.unit.algorithms.test_stops import resumed, stopped
+from tests.unit.algorithms.test_stopping import resumed, stopped
+from tests.unit.algorithms.trainer_doubles import Run
 
 SETS = {"small": 3, "large": 5}  # of two and of three batches
 
@@ -30,7 +30,7 @@ def test_each_set_has_the_metrics_of_a_separate_run() -> None:
         assert {count for _, _, count in figures(run, f"{name}_")} == {rows}
     assert figures(run, "small_") != figures(run, "large_")
     names = {name for _, values in run.notes.logged for name in values if name.startswith("val/")}
-    assert names == {"val/small_loss", "val/small_rows", "val/large_loss", "val/large_rows"}, "and none of all sets together"
+    assert names == {"val/small_loss", "val/small_rows", "val/large_loss", "val/large_rows"}, "no metrics over all sets"
 
 
 def test_metric_prefix_of_one_set() -> None:
@@ -69,7 +69,7 @@ def test_arguments_of_validation_callbacks() -> None:
             events.append(event)
 
     Run(val_rows=5, callbacks=[Notes()]).fit()
-    assert events.pop().metrics.sums.keys() == {"loss", "rows"}, "those of one set are as they are"
+    assert events.pop().metrics.sums.keys() == {"loss", "rows"}, "metrics of one set have no prefix"
     run = Run(val_rows=SETS, callbacks=[Notes()]).fit()
     (event,) = events
     assert event.metrics["large_loss"] == figures(run, "large_")[0][1]

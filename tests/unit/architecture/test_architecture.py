@@ -172,7 +172,7 @@ def test_layers_of_llama4_with_experts(tmp_path: Path, changes: dict[str, Any], 
     read = read_architecture(folder(tmp_path, **given), tensor_parallel=1)
     assert read.sparse_layers == sparse
     assert read.family.experts is not None
-    assert read.family.experts.layers(given, 3) == {layer for layer in range(3) if sparse[layer]}, "as the launcher has it"
+    assert read.family.experts.layers(given, 3) == {layer for layer in range(3) if sparse[layer]}, "as in the launcher"
 
 
 def test_llama4_without_its_extras(tmp_path: Path) -> None:

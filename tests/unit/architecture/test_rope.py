@@ -185,7 +185,7 @@ def test_positions_start_at_zero_for_each_packed_sequence() -> None:
         expected = torch.cat([rotated_by_transformers(part) for part in parts])
         torch.testing.assert_close(table.rotate(heads_sbhd, lengths), expected, rtol=1e-6, atol=1e-6)
     half = table.rotate(heads_sbhd.bfloat16(), (8, 1))
-    assert half.dtype == torch.bfloat16, "the row that was kept is fp32"
+    assert half.dtype == torch.bfloat16, "the cached row is fp32"
 
 
 def test_default_frequencies() -> None:

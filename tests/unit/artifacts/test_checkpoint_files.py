@@ -15,7 +15,7 @@ import pytest
 
 from nemo_kto.artifacts import checkpoint_files
 from nemo_kto.artifacts.checkpoint_files import check_checkpoint, find_checkpoints, hash_file, info_text
-from nemo_kto.checkpoint.choose import newest_checkpoint, verify
+from nemo_kto.checkpoint.discovery import newest_checkpoint, verify
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, raises
 

@@ -20,14 +20,14 @@ from nemo_kto.artifacts.checkpoint_files import (
     info_text,
     read_checkpoint,
 )
-from nemo_kto.checkpoint.choose import newest_checkpoint, rank_by
+from nemo_kto.checkpoint.discovery import newest_checkpoint, rank_by
 from nemo_kto.checkpoint.model_state import adapters_in
-from nemo_kto.checkpoint.restricted import reading
+from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.cli.checkpoint import main
 from nemo_kto.errors import UserError
 from nemo_kto.run.facts import differences, facts_of_earlier
 from tests.helpers.messages import assert_names
-from tests.unit.algorithms.parts import Run
+from tests.unit.algorithms.trainer_doubles import Run
 from tests.unit.artifacts.test_checkpoint_files import make_checkpoint
 
 STEP, BATCH = 4, 2
@@ -120,14 +120,14 @@ def checkpoint(tmp_path: Path) -> Path:
 def use(found: Checkpoint) -> None:
     """All that a resumed run, a listing and an export do with the values of a trainer.json."""
     rank_by(found, "val_loss", "min")
-    with reading(found.folder / "trainer.json"):
+    with read_errors(found.folder / "trainer.json"):
         differences(found.info.get("run") or facts_of_earlier(found.info, RUN), RUN)
     adapters_in(found.info)
     stopping = EarlyStopping(monitor="val_loss", mode="min", min_delta=0.0, patience=3)
     stopping.load_state_dict(found.info["trainer"].get("early_stopping", {}))
     str(stopping.reason)
     run = Run(rows=20, batch=BATCH, early_stopping=stopping)
-    with reading(found.folder / "trainer.json"):
+    with read_errors(found.folder / "trainer.json"):
         run.trainer.load_state_dict(found.info["trainer"])
     main(["ls", str(found.folder.parent.parent)])
     main(["verify", str(found.folder)])

@@ -206,7 +206,7 @@ def test_an_invalid_key_takes_its_default_and_hides_derived_errors(recipe: Recip
     config = composed(["model.micro_batch_size=two", f"{dim}=four", "model.seed=7", f"{loss}=none"], recipe)
     cfg, found = compose.to_config(config, fallback=composed(["model.micro_batch_size=4", f"{dim}=8"], recipe))
     wrong = {mistake.key for mistake in found if "must be given" not in mistake.text}
-    assert wrong == {"model.micro_batch_size", dim, loss}, "alpha, which is made of adapter_dim, is not listed"
+    assert wrong == {"model.micro_batch_size", dim, loss}, "alpha, derived from adapter_dim, is not listed"
     assert cfg is not None
     assert (cfg.model.micro_batch_size, cfg.model.peft.lora_tuning.alpha, cfg.model.seed) == (4, 8, 7)
     assert cfg.loss.preference_loss == recipe.name

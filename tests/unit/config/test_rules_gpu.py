@@ -180,6 +180,6 @@ def test_errors_on_the_command_line_on_a_rank_and_in_a_plan(
 def test_the_version_of_transformer_engine(
     text: str, version: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert transformer_engine_version() is None, "it is not installed where these tests run"
+    assert transformer_engine_version() is None, "not installed on the test machine"
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"transformer-engine": text}[name])
     assert transformer_engine_version() == version

@@ -62,7 +62,7 @@ def test_a_set_name_without_validation_sets(find_errors: FindErrors) -> None:
         Message(MONITOR, "val_", "train_", f"{OFFERED['kto']}", "val_helpful_loss", "val_loss")
     ]
     wrong = find_errors("model.data.data_prefix=3", f"{MONITOR}=val_helpful_loss")
-    assert wrong == [Message("model.data.data_prefix", "string", "list", "mapping", "3")], "perhaps it has that set"
+    assert wrong == [Message("model.data.data_prefix", "string", "list", "mapping", "3")], "the set may exist"
 
 
 NAMES = "model.data.data_prefix"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.messages import Message
 from tests.unit.data.test_dataset import named, prompts, splits
-from tests.unit.data.toys import numbered_rows, write_rows
+from tests.unit.data.tiny_data import numbered_rows, write_rows
 
 
 def flip(content: bytes) -> bytes:

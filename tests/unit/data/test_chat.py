@@ -11,7 +11,7 @@ from nemo_kto.data.rows.records import KTORecord, RowError, TextOrMessages
 from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder, load_tokenizer
 from tests.helpers.messages import Message, assert_names, raises
 from tests.helpers.tiny_models import make_tokenizer
-from tests.unit.data.toys import CHATML, chatml_tokenizer, llama_tokenizer
+from tests.unit.data.tiny_data import CHATML, chatml_tokenizer, llama_tokenizer
 
 USER = {"role": "user", "content": "what is a good film?"}
 ANSWER = {"role": "assistant", "content": "the film"}

@@ -27,7 +27,7 @@ from nemo_kto.data.tokens.cache import KTO_EXAMPLES
 from nemo_kto.data.tokens.chat import RecordEncoder
 from tests.helpers import fork_server
 from tests.helpers.messages import Message, raises
-from tests.unit.data.toys import chatml_tokenizer, llama_tokenizer, numbered_rows, write_rows
+from tests.unit.data.tiny_data import chatml_tokenizer, llama_tokenizer, numbered_rows, write_rows
 
 TOKENIZER = chatml_tokenizer()
 
@@ -262,7 +262,7 @@ def python(code: str, *arguments: object, fork: bool = True) -> list[str]:
     environment = {**os.environ, **quiet, "PYTHONPATH": fork_server.search_path(root)}
     command = ["-c", textwrap.dedent(code), *map(str, arguments)]
     if fork:
-        preload = ("nemo_kto.data.batches.dataset", "tests.unit.data.toys")
+        preload = ("nemo_kto.data.batches.dataset", "tests.unit.data.tiny_data")
         done = fork_server.run(command, cwd=Path.cwd(), env=environment, preload=preload)
     else:
         done = subprocess.run([sys.executable, *command], env=environment, check=False, capture_output=True, text=True)
@@ -277,7 +277,7 @@ READ = """
     from nemo_kto.data.tokens.cache import KTO_EXAMPLES
     from nemo_kto.data.tokens.chat import RecordEncoder
     from nemo_kto.data.batches.dataset import KTODataset, build_splits
-    from tests.unit.data.toys import chatml_tokenizer
+    from tests.unit.data.tiny_data import chatml_tokenizer
 
     def memory(kind):
         lines = Path("/proc/self/status").read_text().splitlines()

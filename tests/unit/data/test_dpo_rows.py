@@ -26,7 +26,7 @@ from nemo_kto.data.rows.records import DataError, RowError, RowErrors, pair_of_r
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.data.tokens.truncation import Truncation
 from tests.helpers.messages import Message, raises
-from tests.unit.data.toys import chatml_tokenizer, write_rows
+from tests.unit.data.tiny_data import chatml_tokenizer, write_rows
 
 EOS = 0
 PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}

@@ -13,7 +13,7 @@ import pytest
 from nemo_kto.data.batches.dataset import DPODataset, KTODataset, Splits, build_splits
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from tests.helpers.messages import Message
-from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
+from tests.unit.data.tiny_data import chatml_tokenizer, numbered_rows, write_rows
 
 TOKENIZER = chatml_tokenizer()
 
@@ -89,7 +89,7 @@ def test_a_file_is_hashed_once(tmp_path: Path) -> None:
     before = fingerprint(file, tmp_path)
     (kept,) = (tmp_path / "cache" / "hashes").iterdir()
     kept.write_text("0" * 64)
-    assert fingerprint(file, tmp_path) != before, "what is kept is used"
+    assert fingerprint(file, tmp_path) != before, "the cached hash is used"
 
 
 @pytest.mark.parametrize(("shared", "folder_mode", "file_mode"), [(False, 0o700, 0o600), (True, 0o755, 0o644)])

@@ -16,7 +16,7 @@ from nemo_kto.data.batches.dataset import KTODataset, KTOExample, build_splits
 from nemo_kto.data.batches.loader import build_dataloader, every_example
 from nemo_kto.data.batches.sampler import GlobalBatchSampler
 from nemo_kto.data.tokens.cache import KTO_EXAMPLES
-from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
+from tests.unit.data.tiny_data import chatml_tokenizer, numbered_rows, write_rows
 
 TOKENIZER = chatml_tokenizer()
 EOS = TOKENIZER.eos_token_id

@@ -26,7 +26,7 @@ from nemo_kto.errors import UserError
 from tests.helpers import fork_server
 from tests.helpers.messages import Message, raises
 from tests.unit.data import part_work
-from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
+from tests.unit.data.tiny_data import chatml_tokenizer, numbered_rows, write_rows
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 ENCODER = RecordEncoder(tokenizer=chatml_tokenizer())

@@ -129,5 +129,5 @@ def test_the_order_has_a_hash() -> None:
     hashes = [sampler.order_hash() for sampler in samplers]
     assert len(set(hashes)) == 4
     samplers[0].set_position(3, 4)
-    assert samplers[0].order_hash() == hashes[0], "wherever it stands"
-    assert training(20, size=2).order_hash() == hashes[0], "the size of a batch is another matter"
+    assert samplers[0].order_hash() == hashes[0], "from any position"
+    assert training(20, size=2).order_hash() == hashes[0], "independent of the batch size"

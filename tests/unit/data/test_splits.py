@@ -15,7 +15,7 @@ from nemo_kto.data.rows.sources import SPLITS, UNNAMED, Source, split_shares
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.data.tokens.chat import RecordEncoder
 from tests.helpers.messages import Message
-from tests.unit.data.toys import chatml_tokenizer, numbered_rows, write_rows
+from tests.unit.data.tiny_data import chatml_tokenizer, numbered_rows, write_rows
 
 TOKENIZER = chatml_tokenizer()
 SOURCE = Source((), None)

@@ -16,7 +16,7 @@ from nemo_kto.data.tokens.chat import RecordEncoder
 from nemo_kto.utils import hashes
 from tests.helpers.messages import assert_names
 from tests.unit.data.test_dataset import prompts, splits
-from tests.unit.data.toys import numbered_rows, write_rows
+from tests.unit.data.tiny_data import numbered_rows, write_rows
 
 FILES = 12
 
@@ -52,11 +52,11 @@ def test_a_large_file_of_the_cache_is_read_once(tmp_path: Path, read: list[str],
     path = write_rows(tmp_path / "a.jsonl", numbered_rows(7))
     for _ in range(3):
         splits(path, tmp_path)
-        assert read == [".arrow"], "it is read when it is written, and not when it is opened again"
+        assert read == [".arrow"], "read once after writing, not on opening"
     (cached,) = (tmp_path / "cache").glob("*.arrow")
     os.utime(cached)
     splits(path, tmp_path)
-    assert read == [".arrow"] * 2, "its times are others"
+    assert read == [".arrow"] * 2, "changed times"
 
 
 def test_a_rank_whose_machine_has_verified_the_cache_reads_nothing(tmp_path: Path, read: list[str]) -> None:
@@ -75,7 +75,7 @@ def test_many_small_files_need_few_syncs_and_log_lines(
     monkeypatch.setattr(os, "fsync", lambda handle: (waits.append(handle), fsync(handle)))
     caplog.set_level(logging.INFO)
     assert prompts(splits(folder, tmp_path).train) == expected()
-    assert len(waits) <= 4, "those of the lock"
+    assert len(waits) <= 4, "syncs of the lock"
     assert len(caplog.messages) == 2
     for message in caplog.messages:
         assert_names(message, f"{FILES} files", "00.jsonl")

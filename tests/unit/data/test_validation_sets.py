@@ -11,7 +11,7 @@ from nemo_kto.data.rows.sources import UNNAMED, validation_names
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, raises
 from tests.unit.data.test_dataset import named, prompts, splits
-from tests.unit.data.toys import numbered_rows, write_rows
+from tests.unit.data.tiny_data import numbered_rows, write_rows
 
 
 def write(folder: Path, **rows: int) -> dict[str, str]:

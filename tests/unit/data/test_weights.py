@@ -16,7 +16,7 @@ from nemo_kto.data.rows.records import DataError, RowErrors, pair_of_row, record
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from tests.helpers.messages import Message
 from tests.unit.data.test_fingerprint import fingerprint, splits
-from tests.unit.data.toys import numbered_rows, write_rows
+from tests.unit.data.tiny_data import numbered_rows, write_rows
 from tests.unit.run.test_build_rows import resolved
 
 PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}
@@ -85,4 +85,4 @@ def test_auto_balance_uses_row_weights(tmp_path: Path) -> None:
     assert "got 1 * 5.5 / (1 * 2) = 2.75; set" in (balance_warning(*train.class_weights, 1.0, 1.0) or "")
     section: Any = resolved("model.kto.auto_balance=true").cfg.loss
     desirable, undesirable = loss_weights(section, train, lr=1e-6)
-    assert (desirable, undesirable) == (1.0, pytest.approx(2.75 / MAX_BALANCE)), "two rows of each kind would need none"
+    assert (desirable, undesirable) == (1.0, pytest.approx(2.75 / MAX_BALANCE)), "balanced rows would need no weights"

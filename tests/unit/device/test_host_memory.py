@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.checkpoint.writing import PlannedSave
+from nemo_kto.checkpoint.writer import PlannedSave
 from nemo_kto.device import device
 from nemo_kto.models.engine.reference import SwappedWeights
 from tests.helpers.messages import raises
@@ -97,14 +97,14 @@ def test_a_reference_of_odd_sizes_is_swapped_bitwise(blocks: list[int]) -> None:
 
 def test_copies_of_a_checkpoint_are_in_one_reused_block(blocks: list[int]) -> None:
     planned, live = PlannedSave(), tensors()
-    first = planned._copied(live)
+    first = planned.copied_to_host(live)
     for tensor in live:
         tensor.add_(1)
-    again = planned._copied(live)
+    again = planned.copied_to_host(live)
     assert [copy.data_ptr() for copy in again] == [copy.data_ptr() for copy in first]
     assert all(torch.equal(copy, value) for copy, value in zip(again, live, strict=True))
     assert blocks == [ROUNDED]
-    planned._copied(live[:4])
+    planned.copied_to_host(live[:4])
     assert blocks == [ROUNDED, ROUNDED - 192]
 
 
@@ -139,7 +139,7 @@ def test_pages_are_locked_until_the_last_tensor_is_freed(monkeypatch: pytest.Mon
     copies = device.host_tensors(tensors())
     assert runtime.locked == {copies[0].data_ptr(): ROUNDED}
     assert copies[0].data_ptr() % mmap.PAGESIZE == 0
-    assert "dc" in flags_of(copies[0].data_ptr()), "it is not copied to a fork"
+    assert "dc" in flags_of(copies[0].data_ptr()), "not copied to a forked process"
     last = copies[3][10:20].view(-1)
     del copies
     gc.collect()

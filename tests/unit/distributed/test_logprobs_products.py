@@ -103,7 +103,7 @@ def test_no_product_is_as_large_as_the_weight(has_main_grad: bool, adds: bool) -
     assert found_VH is not None
     error = torch.linalg.vector_norm(found_VH[:COLUMNS].double() - expected_vH) / torch.linalg.vector_norm(expected_vH)
     assert error < (1e-5 if has_main_grad else 2**-8)
-    assert not found_VH[COLUMNS:].any(), "rows that pad the vocabulary"
+    assert not found_VH[COLUMNS:].any(), "padding of the vocabulary"
 
 
 def test_the_called_functions_exist_in_the_installed_torch(monkeypatch: pytest.MonkeyPatch, adds: bool) -> None:

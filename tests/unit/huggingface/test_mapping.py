@@ -11,35 +11,17 @@ from hypothesis import strategies as st
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.families import FAMILIES, Experts, ParamMapping
-from nemo_kto.architecture.rope import Rope
 from nemo_kto.architecture.segments import Segment, cut, place_in_file, segments, split_dimension
 from nemo_kto.huggingface.mapping import wanted_weights
+from tests.helpers.tiny_models import tiny_architecture
 
 
 def architecture(
     family: str = "Qwen3ForCausalLM", *, tensor_parallel: int = 1, heads: int = 6, groups: int = 3
 ) -> Architecture:
-    return Architecture(
-        family=FAMILIES[family],
-        tensor_parallel=tensor_parallel,
-        num_layers=2,
-        hidden_size=8,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        head_dim=2,
-        ffn_hidden_size=24,
-        vocab_size=11,
-        max_position_embeddings=16,
-        norm_epsilon=1e-6,
-        rope=Rope(frequencies=(1.0,)),
-        windows=(None, None),
-        rotates=(True, True),
-        tied=False,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        qk_norm=True,
-    )
+    biases = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "qk_norm"), True)
+    sizes = {"tensor_parallel": tensor_parallel, "num_attention_heads": heads, "num_query_groups": groups}
+    return tiny_architecture(family, **sizes, **biases)
 
 
 DIVIDED = [

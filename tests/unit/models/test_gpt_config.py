@@ -111,7 +111,7 @@ def test_experts_are_grouped_if_possible(on_gpu: bool, tmp_path: Path, monkeypat
     architecture = read_architecture(folder, tensor_parallel=1)
     config = config_of(architecture, expert_model_parallel_size=4)
     assert config.moe_grouped_gemm == on_gpu
-    assert not config_of(architecture, grouped_experts=False).moe_grouped_gemm, "each by itself, as adapters need them"
+    assert not config_of(architecture, grouped_experts=False).moe_grouped_gemm, "separate experts, as adapters require"
     assert (config.num_moe_experts, config.moe_router_topk, config.moe_ffn_hidden_size) == (8, 3, 32)
     assert config.moe_layer_freq == [1, 0, 1, 1]
     assert config.moe_router_pre_softmax

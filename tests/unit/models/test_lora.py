@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.families import FAMILIES, Experts, Layers, Split
 from nemo_kto.architecture.lora import (
     HUGGING_FACE_TARGETS,
@@ -19,30 +18,14 @@ from nemo_kto.architecture.lora import (
     adapts_experts,
     embedding_problem,
 )
-from nemo_kto.architecture.rope import Rope
 from nemo_kto.architecture.segments import Segment, held, pieces, segments, source_shapes
 from nemo_kto.models.lora.adapters import is_adapter
 from nemo_kto.models.lora.layers import adapt_linear
 from tests.helpers.messages import Message
+from tests.helpers.tiny_models import tiny_architecture
 
 # Three key-value heads that two ranks share as four; head size 2.
-ARCHITECTURE = Architecture(
-    family=FAMILIES["LlamaForCausalLM"],
-    tensor_parallel=2,
-    num_layers=2,
-    hidden_size=8,
-    num_attention_heads=6,
-    num_query_groups=3,
-    head_dim=2,
-    ffn_hidden_size=24,
-    vocab_size=11,
-    max_position_embeddings=16,
-    norm_epsilon=1e-6,
-    rope=Rope(frequencies=(1.0,)),
-    windows=(None, None),
-    rotates=(True, True),
-    tied=True,
-)
+ARCHITECTURE = tiny_architecture("LlamaForCausalLM", tensor_parallel=2, tied=True)
 INNER = "base_model.model.model.layers.{layer}."
 
 

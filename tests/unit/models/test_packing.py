@@ -86,4 +86,4 @@ def test_every_item_is_in_one_row_within_its_limits(lengths: list[int], tokens: 
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60))
 def test_rows_are_equally_full_but_for_one_item(lengths: list[int]) -> None:
     rows = [sum(lengths[item] for item in row) for row in pack_lengths(lengths, tokens=120)]
-    assert max(rows) - min(rows) <= max(lengths), "the row with the fewest tokens always came first"
+    assert max(rows) - min(rows) <= max(lengths), "always the row with the fewest tokens"

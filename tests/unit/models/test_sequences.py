@@ -45,7 +45,7 @@ def cut(batch: SequenceBatch, **limits: int | None) -> list[tuple[list[int], int
     ],
 )
 def test_contents_of_a_micro_batch(limits: dict[str, int], expected: list[tuple[list[int], int]]) -> None:
-    assert cut(batch_of([3, 8, 2, 2, 7]), **limits) == expected, "the longest first, as wide as needed"
+    assert cut(batch_of([3, 8, 2, 2, 7]), **limits) == expected, "the longest first, without extra padding"
 
 
 def test_empty_micro_batches_complete_the_groups() -> None:
@@ -89,7 +89,9 @@ def test_every_sequence_is_in_one_micro_batch_within_its_limits(
         width = limits.width(max(int(batch.lengths_B[number]) for number in numbers))
         carried += len(numbers) * width
         assert width % multiple == 0
-        assert len({number % len(lengths) for number in numbers}) * answers == len(numbers), "answers stay together"
+        assert len({number % len(lengths) for number in numbers}) * answers == len(numbers), (
+            "answers to a prompt stay together"
+        )
         assert prompts is None or len(numbers) <= prompts * answers
         assert tokens is None or len(numbers) == answers or len(numbers) * width <= tokens
     assert batch.padded_tokens(limits) == carried
@@ -119,7 +121,9 @@ def test_packed_rows_contain_every_sequence_once(
         assert each.lengths == (*own[:-1], own[-1] + width - sum(own)), "padding is at the end, with the last sequence"
         tokens_of = each.tokens_bs[0, : sum(own)].split(own)
         assert all(torch.equal(found, batch.tokens_BS[n, :k]) for found, n, k in zip(tokens_of, numbers, own, strict=True))
-        assert len({number % len(lengths) for number in numbers}) * answers == len(numbers), "answers stay together"
+        assert len({number % len(lengths) for number in numbers}) * answers == len(numbers), (
+            "answers to a prompt stay together"
+        )
         assert prompts is None or len(numbers) <= prompts * answers
         assert tokens is None or len(numbers) == answers or sum(own) <= tokens
         assert each.packed is not None

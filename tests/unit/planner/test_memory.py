@@ -85,7 +85,7 @@ def test_replicas_of_experts_shard_their_state(tmp_path: Path) -> None:
     traffic = step_traffic(split, Step(rows=8, width=16, forward_only=0), stage=0)
     of_token = 2 * HIDDEN * 4 + 4  # there and back, and its weight
     counts = split.micro_batches * 8 * 8  # integers of 8 bytes, for 8 experts
-    assert traffic.expert.bytes == 3 * (2 * 3 * (1 / 2) * of_token * 16 + counts), "layers; passes, choices, half away"
+    assert traffic.expert.bytes == 3 * (2 * 3 * (1 / 2) * of_token * 16 + counts), "layers; passes, top-k, half sent away"
     assert traffic.expert.messages == 3 * split.micro_batches * (2 * 3 + 1)
 
 
@@ -210,7 +210,7 @@ def test_memory_of_a_chunk_of_logits(architecture: Architecture) -> None:
 def test_the_peak_of_memory(architecture: Architecture) -> None:
     cpu, gpu = first(architecture), first(architecture, on_gpu=True)
     passes = cpu.activations + cpu.logprobs
-    assert cpu.device == cpu.static + 2 * passes + cpu.working + cpu.checkpoint, "the heap keeps one pass more"
+    assert cpu.device == cpu.static + 2 * passes + cpu.working + cpu.checkpoint, "the allocator keeps one more pass"
     assert gpu.device == 2e9 + gpu.static + max(gpu.activations + gpu.logprobs, gpu.working)
     assert first(architecture, largest_file=10**9).device == 10**9 + cpu.weights + cpu.gradients
     assert first(architecture, largest_file=10**9, on_gpu=True).device == gpu.device
@@ -267,7 +267,7 @@ def test_bytes_sent_for_adapters(architecture: Architecture) -> None:
     last = LoRASettings(rank=4, alpha=4, layers=(LAYERS,))
     staged = training(architecture, data_parallel=2, split=PipelineSplit(stages=2), adapters=last)
     first, second = (step_traffic(staged, step, stage=stage).data for stage in (0, 1))
-    assert first == (0, 0), "nothing is trained there"
+    assert first == (0, 0), "nothing is trained on this stage"
     assert second == (2, 1 / 2 * 8 * rank_memory(staged, stage=1).trained)
 
 

@@ -140,7 +140,7 @@ def test_the_best_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     status, table = planned(capsys, "kto", MODEL, "--gpus", "16", "--gpu", "a100")
     assert status == 0
     five = [table[str(number)] for number in range(1, 6)]
-    assert len({text.split(",")[0] for text in five}) == 5, "each of other degrees"
+    assert len({text.split(",")[0] for text in five}) == 5, "all layouts differ"
     rates = [int(text.split()[-2].replace(",", "")) for text in five]
     assert rates == sorted(rates, reverse=True)
     # the printed layout is the one that was found
@@ -194,7 +194,7 @@ def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         (
             ["kto", "pretrained_checkpoint.restore_from_path=nowhere", "model.lr=3"],
             [
-                Message("nothing", "planned"),
+                Message("run", "planned"),
                 Message(
                     "pretrained_checkpoint.restore_from_path", "folder", "config.json", "trainer.json", "nowhere", "download"
                 ),
@@ -204,7 +204,7 @@ def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         (
             ["kto", MODEL, "--gpus", "6", TENSOR.format(4)],
             [
-                Message("nothing", "planned"),
+                Message("run", "planned"),
                 Message(
                     "model.tensor_model_parallel_size",
                     "pipeline_model_parallel_size",
@@ -219,7 +219,7 @@ def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         (
             ["dpo", MODEL, "--gpus", "8", "model.pipeline_model_parallel_size=5"],
             [
-                Message("nothing", "planned"),
+                Message("run", "planned"),
                 Message(
                     "model.tensor_model_parallel_size",
                     "pipeline_model_parallel_size",

@@ -226,7 +226,7 @@ def test_only_the_same_process_is_continued(child: psutil.Process, monkeypatch: 
 
     assert resumed(parent=os.getpid())
     assert not resumed(parent=os.getpid() + 1), "another process's child"
-    assert not resumed(parent=os.getpid(), created=child.create_time() - 1), "its id was used again"
+    assert not resumed(parent=os.getpid(), created=child.create_time() - 1), "its process id was reused"
     assert not resumed(parent=os.getpid(), host="elsewhere")
     for process in (-1, 0, 2**40):  # not of a process
         ranks.resume_sibling(process, host=socket.gethostname(), created=child.create_time())

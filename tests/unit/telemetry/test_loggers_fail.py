@@ -157,4 +157,4 @@ def test_closed_progress_output() -> None:
     progress.log_metrics({"train/loss": 0.5}, 1)
     progress.log_metrics({"train/loss": 0.5}, 2)
     progress.finalize("failed")
-    assert stream.tried == 1, "it is not tried again"
+    assert stream.tried == 1, "no second attempt"

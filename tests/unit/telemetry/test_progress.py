@@ -102,7 +102,7 @@ def test_the_time_of_the_run_is_estimated_once_after_three_steps() -> None:
     short = Progress(total_steps=3, stream=out, clock=clock)
     for step in (1, 2, 3):
         short.log_metrics({"train/loss": 0.5}, step)
-    assert "estimated" not in out.getvalue(), "it is over by then"
+    assert "estimated" not in out.getvalue(), "already finished"
 
 
 def test_a_progress_bar_in_a_file_is_a_line_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:

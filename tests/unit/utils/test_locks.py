@@ -82,8 +82,8 @@ def test_a_second_process_is_refused_with_the_owner_of_the_lock(tmp_path: Path, 
         owners = taken(tmp_path / "lock")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "lock.owner"]
     assert owners == f"process {pid} on {this_process().host} (SLURM job 99) since 2023-11-14 22:13:20 UTC"
-    assert taken(tmp_path / "lock") is None, "killed: the kernel has freed it at once"
-    assert list(tmp_path.iterdir()) == [], "an orderly end leaves nothing"
+    assert taken(tmp_path / "lock") is None, "the kernel frees the lock of a killed process"
+    assert list(tmp_path.iterdir()) == [], "a normal end leaves no files"
 
 
 def test_a_waiting_process_gets_the_released_lock(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
 from nemo_kto.data.tokens.template_trial import Conversation, try_template
 from nemo_kto.data.tokens.truncation import Truncation
 from tests.helpers.messages import Message, assert_names
-from tests.unit.data.toys import CHATML, chatml_tokenizer
+from tests.unit.data.tiny_data import CHATML, chatml_tokenizer
 
 TIME = ("0.2", "CPU", "template", "strings")
 MEMORY = ("1", "GiB", "template", "strings")

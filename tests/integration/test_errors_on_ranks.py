@@ -54,7 +54,7 @@ def test_an_error_on_one_rank(model: Path, tmp_path: Path) -> None:
     done = train(tmp_path, make_rows(8))
     assert_said_once(done, "model/model.safetensors", DOWN, "finite", "download")
     left = {path.name for path in (tmp_path / "results").rglob("*") if path.is_file()}
-    assert left <= {".lock", ".lock.owner"}, "the first rank is killed where it waits, and a lock of the dead is no obstacle"
+    assert left <= {".lock", ".lock.owner"}, "the waiting rank 0 is killed, and its lock becomes free"
 
 
 def test_an_error_on_all_ranks(model: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.telemetry.timers import StopReason
-from tests.unit.algorithms.parts import Run
+from tests.unit.algorithms.trainer_doubles import Run
 
 
 def stopped(when: Callable[[Run], bool], **settings: Any) -> Run:

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.commands import CLI, REPOSITORY, TRAINING, environment, run
 from tests.helpers.messages import assert_names
 from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
-from tests.integration.test_own_loss import FILES
+from tests.integration.test_custom_loss import FILES
 
 # Records its calls, and adds a metric.
 CALLBACK = """

@@ -21,7 +21,7 @@ import queue
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +47,19 @@ from nemo_kto.artifacts.checkpoint_files import (
 )
 from nemo_kto.artifacts.content import read_companions
 from nemo_kto.checkpoint import model_state
-from nemo_kto.checkpoint.choose import rank_by, verify
+from nemo_kto.checkpoint.discovery import rank_by, verify
 from nemo_kto.checkpoint.model_state import get_rng_state, set_rng_state
 from nemo_kto.checkpoint.optimizer import is_distributed, load_optimizer_state, load_schedule, optimizer_state
-from nemo_kto.checkpoint.restricted import load_plain, load_state, reading
-from nemo_kto.checkpoint.writing import (
+from nemo_kto.checkpoint.safe_loading import load_plain, load_state, read_errors
+from nemo_kto.checkpoint.writer import (
     NO_ROOM,
     FileWriter,
-    FolderRemover,
     PlannedSave,
     Write,
     bytes_to_write,
+    start_removal,
+    write_bytes,
     write_file,
-    writes,
 )
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
@@ -67,7 +67,11 @@ from nemo_kto.models.engine.reference import SwappedWeights
 from nemo_kto.utils.files import REMOVING, WRITING, partial_folder, publish_folder, start_folder
 
 _NOT_WRITTEN = "the checkpoint could not be written: {}; earlier checkpoints are untouched"
-_MORE_ROOM = "free some room, or keep fewer with exp_manager.checkpoint_callback_params.save_top_k"
+_MORE_ROOM = "free some space, or keep fewer checkpoints with exp_manager.checkpoint_callback_params.save_top_k"
+# megatron-core 0.19 has several strategies for an asynchronous save
+_SAVE_OPTIONS = (
+    {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
+)
 
 
 def checkpoint_dtype(path: Path) -> torch.dtype:
@@ -96,7 +100,7 @@ def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
     if saved is not None:
         model_state.check_adapters(saved, chunks)
     sharded = model_state.sharded_state(chunks, adapters=saved is not None)
-    with reading(path / "state"):
+    with read_errors(path / "state"):
         model_state.load_state(chunks, load_state(sharded, path / "state"), adapters=saved is not None)
 
 
@@ -116,7 +120,7 @@ class WrittenCheckpoint:
 
 
 @dataclass(kw_only=True, eq=False)
-class _Save:
+class _PendingSave:
     """A checkpoint that is being written."""
 
     final: Path
@@ -173,41 +177,47 @@ class CheckpointManager:
         # megatron-core would start a server process for the results of a save, which costs seconds and outlives a rank that
         # is killed. Results do not pass through that queue here, so a plain queue takes its place.
         filesystem_async._results_queue = queue.Queue()
-        self._save: _Save | None = None
-        self._removing = FolderRemover(folders=[])
-        self._removing.start()
+        self._save: _PendingSave | None = None
+        self._removal = start_removal([])
         self._companions: dict[str, bytes] = {}
         state.on_rank_zero(self._prepare, "{}")
 
     def save(self, trainer_state: Mapping[str, Any], metrics: Mapping[str, float]) -> WrittenCheckpoint | None:
-        """Start a checkpoint of the current state; collective. A checkpoint still being written is finished first.
+        """Start a checkpoint of the current state; collective. A pending checkpoint is finished first.
 
         Returns:
             Without ``async_save``, the new checkpoint. With it, the earlier checkpoint that had to be finished first, if
             any; :meth:`poll` returns the new one later.
 
         Raises:
-            UserError: there is not enough free space; says how much is needed, on every rank.
-            RuntimeError: the checkpoint could not be written; gives the reason on every rank.
+            UserError: there is not enough free space.
+            RuntimeError: the checkpoint could not be written.
         """
         started = time.monotonic()
         earlier = self._finish_writing()
-        sharded = self._state(is_loading=False)
+        sharded = self._sharded_state(is_loading=False)
         need = state.sum_over_ranks(bytes_to_write(sharded)) + sum(map(len, self._companions.values()))
         final = checkpoint_folder(self.folder, trainer_state["step"])
         info = self._info(trainer_state, metrics)
-        self._save = save = _Save(final=final, step=trainer_state["step"], info=info, need=need, started=started)
+        self._save = save = _PendingSave(final=final, step=trainer_state["step"], info=info, need=need, started=started)
         self._on_rank_zero(lambda: self._begin(save))
-        self._planned.of_copies = self.async_save
+        self._planned.copies_to_host = self.async_save
         try:
-            self._plan(sharded, partial_folder(final) / "state")
+            dist_checkpointing.save(  # writes the common state, and plans what each rank writes
+                sharded,
+                str(partial_folder(final) / "state"),
+                sharded_strategy=self._strategy,
+                validate_access_integrity=False,
+                async_sharded_save=True,
+                **_SAVE_OPTIONS,
+            )
             files, save.results = self._planned.take_files()
         except (Exception, CheckpointException) as error:  # CheckpointException is no subclass of Exception
             raise RuntimeError(_NOT_WRITTEN.format(error)) from error
-        generators = io.BytesIO()
-        torch.save(get_rng_state(), generators)
+        rng_state = io.BytesIO()
+        torch.save(get_rng_state(), rng_state)
         parts: dict[str, Write] = {f"state/{name}": write for name, write in files.items()}
-        parts[f"rng/{state.rank():05d}.pt"] = writes(generators.getvalue())
+        parts[f"rng/{state.rank():05d}.pt"] = write_bytes(rng_state.getvalue())
         save.thread = FileWriter(folder=partial_folder(final), files=parts)
         save.thread.start()
         save.stall_seconds = time.monotonic() - started
@@ -217,15 +227,15 @@ class CheckpointManager:
         """Publish the pending checkpoint once the parts of all ranks are on disk, and return it; else None. Collective.
 
         Raises:
-            UserError: the disk is full; says how much space is needed, on every rank.
-            RuntimeError: a rank could not write its part; gives the reason, on every rank.
+            UserError: the disk is full.
+            RuntimeError: a rank could not write its part.
         """
         return self._complete_if_written(waiting_since=None)
 
     def finish(self) -> WrittenCheckpoint | None:
         """Wait for the pending checkpoint, if there is one, and return it; collective. Raises like :meth:`poll`."""
         written = self._finish_writing()
-        self._removing.join()
+        self._removal.join()
         return written
 
     def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -238,25 +248,24 @@ class CheckpointManager:
 
         Raises:
             ValueError: the checkpoint holds other adapters.
-            UserError: one of its files is not as this program writes it; names the file.
+            UserError: one of its files is not as this program writes it.
         """
         model_state.check_adapters(model_state.adapters_in(checkpoint.info), self.chunks)
         folder, trainer = checkpoint.folder, dict(checkpoint.info["trainer"])
-        loaded = load_state(self._state(is_loading=True), folder / "state")
-        with reading(folder / "state"):
+        loaded = load_state(self._sharded_state(is_loading=True), folder / "state")
+        with read_errors(folder / "state"):
             model_state.load_state(self.chunks, loaded, adapters=self._adapters is not None)
             if self.reference_weights is not None:
                 model_state.load_reference(self.chunks, self.reference_weights, loaded)
             load_optimizer_state(self.optimizer, loaded)
             load_schedule(self.scheduler, loaded["scheduler"], step=trainer["step"])
         if checkpoint.info["layout"] == _layout():
-            with reading(generators := folder / "rng" / f"{state.rank():05d}.pt"):
-                set_rng_state(load_plain(generators))
+            with read_errors(rng_file := folder / "rng" / f"{state.rank():05d}.pt"):
+                set_rng_state(load_plain(rng_file))
         return trainer
 
-    def _state(self, *, is_loading: bool) -> ShardedStateDict:
-        adapters = self._adapters is not None
-        model = model_state.sharded_state(self.chunks, adapters=adapters)
+    def _sharded_state(self, *, is_loading: bool) -> ShardedStateDict:
+        model = model_state.sharded_state(self.chunks, adapters=self._adapters is not None)
         of_chunks = model if len(self.chunks) > 1 else model["model0"]
         optimizer = optimizer_state(self.optimizer, of_chunks, is_loading=is_loading)
         reference = {}
@@ -265,11 +274,12 @@ class CheckpointManager:
         return {**model, **reference, **optimizer, "scheduler": self.scheduler.state_dict()}
 
     def _info(self, trainer_state: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
-        """Return the content of a checkpoint's trainer.json, without its list of files."""
+        """Return the content of trainer.json, without its list of files."""
         info: dict[str, Any] = {"trainer": dict(trainer_state), "metrics": dict(metrics)}
         info["dtype"] = model_state.dtype_name(self.chunks)
         if self._adapters is not None:
-            info["adapters"] = model_state.adapters_info(self._adapters, self.base_model or self.hugging_face_source)
+            base_model = self.base_model or self.hugging_face_source
+            info["adapters"] = {"base_model": str(base_model.absolute()), "settings": asdict(self._adapters)}
         info["moving_reference"] = self.reference_weights is not None
         info["run"] = dict(self.run)
         info["versions"] = {"torch": torch.__version__, "megatron-core": megatron.core.__version__}
@@ -281,11 +291,11 @@ class CheckpointManager:
             for leftover in self.folder.glob(f"{start}*"):
                 shutil.rmtree(leftover)
 
-    def _begin(self, save: _Save) -> None:
+    def _begin(self, save: _PendingSave) -> None:
         """Create the partial folder with the model's companion files, if the disk has room for the whole checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if save.need > shutil.disk_usage(self.folder).free:
-            self._removing.join()  # a pending removal frees space
+            self._removal.join()  # a pending removal frees space
         if save.need > shutil.disk_usage(self.folder).free:
             raise self._no_room(save)
         partial = start_folder(save.final)
@@ -295,20 +305,7 @@ class CheckpointManager:
         for name, content in self._companions.items():
             file = partial / "hf" / name
             file.parent.mkdir(exist_ok=True)
-            save.info["files"][f"hf/{name}"] = write_file(file, writes(content))
-
-    def _plan(self, sharded: ShardedStateDict, folder: Path) -> None:
-        """Let megatron-core write the common state and plan what each rank writes; collective."""
-        newer = {"async_strategy": "mcore"}  # megatron-core 0.19 has several strategies
-        options = newer if newer.keys() <= inspect.signature(dist_checkpointing.save).parameters.keys() else {}
-        dist_checkpointing.save(
-            sharded,
-            str(folder),
-            sharded_strategy=self._strategy,
-            validate_access_integrity=False,
-            async_sharded_save=True,
-            **options,
-        )
+            save.info["files"][f"hf/{name}"] = write_file(file, write_bytes(content))
 
     def _finish_writing(self) -> WrittenCheckpoint | None:
         if (save := self._save) is None or save.thread is None:
@@ -326,35 +323,29 @@ class CheckpointManager:
         if is_busy:
             return None
         began = time.monotonic() if waiting_since is None else waiting_since
-        self._complete(save)
+        of_ranks: list[Any] = [None] * state.world_size()
+        own_part = (save.results, save.thread.written)
+        torch.distributed.gather_object(own_part, of_ranks if state.is_rank_zero() else None, dst=0)
+        self._on_rank_zero(lambda: self._publish(save, of_ranks))
         self._save = None
         now = time.monotonic()
         stall = save.stall_seconds + now - began
         return WrittenCheckpoint(step=save.step, seconds=now - save.started, stall_seconds=stall)
 
-    def _complete(self, save: _Save) -> None:
-        """Publish a checkpoint whose parts are all on disk; collective."""
-        assert save.thread is not None
-        of_ranks: list[Any] = [None] * state.world_size()
-        mine = (save.results, save.thread.written)
-        torch.distributed.gather_object(mine, of_ranks if state.is_rank_zero() else None, dst=0)
-        self._on_rank_zero(lambda: self._publish(save, of_ranks))
-
-    def _publish(self, save: _Save, of_ranks: Sequence[tuple[list[Any], dict[str, Written]]]) -> None:
+    def _publish(self, save: _PendingSave, of_ranks: Sequence[tuple[list[Any], dict[str, Written]]]) -> None:
         partial = partial_folder(save.final)
         self._planned.write_index([results for results, _ in of_ranks])
         files = save.info["files"] | {name: written for _, of_rank in of_ranks for name, written in of_rank.items()}
-        small = (file for file in (partial / "state").iterdir() if f"state/{file.name}" not in files)
-        files |= {f"state/{file.name}": hash_file(file) for file in small}  # written by megatron-core
+        others = (file for file in (partial / "state").iterdir() if f"state/{file.name}" not in files)
+        files |= {f"state/{file.name}": hash_file(file) for file in others}  # small files written by megatron-core
         info = {**save.info, "files": {name: files[name]._asdict() for name in sorted(files)}}
         (partial / INFO).write_text(info_text(info), encoding="utf-8")
         publish_folder(save.final)  # an existing folder of this name is damaged: else the run would have resumed from it
         if self.save_top_k >= 0:
             older = [each for each in find_checkpoints(self.folder) if each.step < save.step]
             ranked = sorted(older, key=lambda each: rank_by(each, self.monitor, self.mode))
-            self._removing.join()
-            self._removing = FolderRemover(folders=[checkpoint.folder for checkpoint in ranked[self.save_top_k :]])
-            self._removing.start()
+            self._removal.join()
+            self._removal = start_removal([checkpoint.folder for checkpoint in ranked[self.save_top_k :]])
 
     def _on_rank_zero(self, action: Callable[[], object]) -> None:
         """Run a part of the current save on rank 0; either all ranks succeed, or all fail and its files are removed."""
@@ -382,10 +373,10 @@ class CheckpointManager:
             shutil.rmtree(partial_folder(save.final), ignore_errors=True)
         state.raise_together(problem, _NOT_WRITTEN)
 
-    def _no_room(self, save: _Save, error: OSError | None = None) -> UserError:
-        room = shutil.disk_usage(self.folder).free
-        why = "" if error is None else f" ({error.strerror})"
-        message = f"{save.final} needs {size_text(save.need)}, and there is room for {size_text(room)}{why}"
+    def _no_room(self, save: _PendingSave, error: OSError | None = None) -> UserError:
+        free = shutil.disk_usage(self.folder).free
+        reason = "" if error is None else f" ({error.strerror})"
+        message = f"{save.final} needs {size_text(save.need)}, but only {size_text(free)} is free{reason}"
         return UserError(f"{message}; {_MORE_ROOM}")
 
 

@@ -39,7 +39,7 @@ def test_each_example_is_on_one_rank_and_costs_are_balanced(costs: list[float], 
     shares = balanced_shares(costs, ranks=ranks)
     assert sorted(number for share in shares for number in share) == list(range(len(costs)))
     sums = [sum(costs[number] for number in share) for share in shares]
-    assert max(sums) - min(sums) <= max(costs, default=0.0) + 1e-9, "the rank with the least always came first"
+    assert max(sums) - min(sums) <= max(costs, default=0.0) + 1e-9, "always the rank with the least work"
 
 
 def test_costs_of_ranks_differ_by_less_than_one_percent() -> None:

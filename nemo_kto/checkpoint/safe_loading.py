@@ -27,10 +27,10 @@ from nemo_kto.errors import UserError
 from nemo_kto.processes.watchdog import is_lost_connection
 from nemo_kto.utils.files import open_file, read_json
 
-_REMEDY = "take another checkpoint (nemo-kto checkpoint verify FOLDER says which are as they were written)"
+_REMEDY = "take another checkpoint (nemo-kto checkpoint verify FOLDER shows which are intact)"
 _METADATA, _COMMON, _BACKENDS = ".metadata", "common.pt", "metadata.json"
 # Classes whose construction has no side effects, and one function, which looks up a name in a table.
-_NAMED_BY_METADATA = {
+_ALLOWED_IN_METADATA = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
@@ -44,38 +44,35 @@ _NAMED_BY_METADATA = {
 }  # fmt: skip
 
 
-class _Foreign(pickle.UnpicklingError):
+class _ForbiddenName(pickle.UnpicklingError):
     """A pickle refers to a name that is not allowed."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if name in _NAMED_BY_METADATA.get(module, ()):
+        if name in _ALLOWED_IN_METADATA.get(module, ()):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
         value = vars(torch).get(name) if module == "torch" else None
         if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
             return value
-        raise _Foreign(f"{module}.{name}")
+        raise _ForbiddenName(f"{module}.{name}")
 
 
 def _enum_member(owner: object, name: str) -> enum.Enum:
     """Return a member of an enum: Python 3.11.0 to 3.11.3 pickle enum members as calls of getattr."""
     if not (isinstance(owner, type) and issubclass(owner, enum.Enum) and name in owner.__members__):
-        raise _Foreign("builtins.getattr")
+        raise _ForbiddenName("builtins.getattr")
     return owner[name]
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
+def read_errors(path: Path) -> Iterator[None]:
     """Turn errors in a block that uses a checkpoint's file or folder into a UserError that names it.
 
     Python and torch may raise any exception for a value whose type or shape differs from what this program writes. Errors of
     the machine and of other ranks pass unchanged.
-
-    Raises:
-        UserError: names the path, the failure, and the remedy.
     """
     try:
         yield
@@ -89,35 +86,34 @@ def reading(path: Path) -> Iterator[None]:
         if isinstance(cause, OSError) and cause.strerror:
             raise UserError(f"{cause.filename or path} cannot be read: {cause.strerror}; {_REMEDY}") from error
         if (refused := re.search(r"GLOBAL ([\w.]+)", str(cause))) is not None:  # the name that torch refuses to load
-            raise UserError(f"{path} must hold only tensors and plain data, got {refused[1]}; {_REMEDY}") from error
+            raise UserError(f"{path} must contain only tensors and plain data, got {refused[1]}; {_REMEDY}") from error
         message = (str(cause).splitlines() or [""])[0][:200]
-        got = f"something else ({type(cause).__name__}: {message})"
-        raise UserError(f"{path} must be as this program writes it, got {got}; {_REMEDY}") from error
+        raise UserError(
+            f"{path} is not a valid part of a checkpoint ({type(cause).__name__}: {message}); {_REMEDY}"
+        ) from error
 
 
 def read_metadata(stream: IO[bytes], *, file: Path | None = None) -> Metadata:
     """Read the metadata of a checkpoint in torch's distributed format from an open file.
 
-    Args:
-        stream: the open file.
-        file: path of the file, for a stream without a name.
+    ``file`` is its path, for a stream without a name.
 
     Raises:
-        UserError: it refers to anything but metadata, or to a file outside the folder; names the file.
+        UserError: it refers to anything but metadata, or to a file outside the folder.
     """
     file = Path(stream.name) if file is None else file
-    must = f"{file} must hold only checkpoint metadata"
+    must = f"{file} must contain only checkpoint metadata"
     try:
         metadata = _MetadataUnpickler(stream).load()
         paths = [info.relative_path for info in metadata.storage_data.values()]
-    except _Foreign as error:
+    except _ForbiddenName as error:
         raise UserError(f"{must}, got {error}; {_REMEDY}") from None
     except Exception as error:  # a broken pickle can raise any exception
-        raise UserError(f"{must}, got something else ({error}); {_REMEDY}") from error
+        raise UserError(f"{file} is not valid checkpoint metadata ({error}); {_REMEDY}") from error
     if not isinstance(metadata, Metadata):
         raise UserError(f"{must}, got {type(metadata).__name__}; {_REMEDY}")
     if outside := [path for path in paths if not isinstance(path, str) or Path(path).name != path]:
-        raise UserError(f"{file} must name files of its own folder, got {outside[0]}; {_REMEDY}")
+        raise UserError(f"{file} must refer to files in its own folder, got {outside[0]}; {_REMEDY}")
     return metadata
 
 
@@ -125,9 +121,9 @@ def load_plain(file: Path) -> Any:
     """Load tensors and plain data from a file written by torch.save.
 
     Raises:
-        UserError: it holds anything else, or cannot be read; names the file.
+        UserError: it contains anything else, or cannot be read.
     """
-    with reading(file), open_file(file) as stream:
+    with read_errors(file), open_file(file) as stream:
         return torch.load(stream, map_location="cpu", weights_only=True)
 
 
@@ -143,17 +139,17 @@ def load_state(sharded: ShardedStateDict, folder: Path) -> StateDict:
     backends = read_json(folder / _BACKENDS, remedy=_REMEDY)
     found = (backends.get("sharded_backend"), backends.get("common_backend", "torch"))
     if found != ("torch_dist", "torch"):  # other formats have their own readers, which load other pickles
-        raise UserError(f"{folder / _BACKENDS} must name the formats torch_dist and torch, got {found}; {_REMEDY}")
-    with reading(folder / _METADATA), open_file(folder / _METADATA) as stream:
+        raise UserError(f"{folder / _BACKENDS} must have the formats torch_dist and torch, got {found}; {_REMEDY}")
+    with read_errors(folder / _METADATA), open_file(folder / _METADATA) as stream:
         metadata = read_metadata(stream, file=folder / _METADATA)
-    with reading(folder):
+    with read_errors(folder):
         for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
             open_file(folder / name).close()  # refuses a pipe, on which torch would wait
     if (folder / _COMMON).exists():
         load_plain(folder / _COMMON)
     restricted = SimpleNamespace(load=read_metadata, dump=pickle.dump, dumps=pickle.dumps)
     with (
-        reading(folder),
+        read_errors(folder),
         _replaced(filesystem, "pickle", restricted),
         _replaced(DefaultLoadPlanner, "load_bytes", _load_bytes),
     ):

@@ -10,9 +10,9 @@ import torch
 
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, raises
-from tests.unit.algorithms.parts import Run
 from tests.unit.algorithms.test_dpo_trainer import closed_form
-from tests.unit.algorithms.test_stops import resumed
+from tests.unit.algorithms.test_stopping import resumed
+from tests.unit.algorithms.trainer_doubles import Run
 
 
 def rows(batch: list[float]) -> str:
@@ -27,7 +27,7 @@ def test_a_non_finite_loss_skips_the_step(value: float, caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         run.fit()
     batches = run.model.trained_on
-    assert len(batches) == 10, "the data goes on"
+    assert len(batches) == 10, "the data position advances"
     assert float(run.model.weight) == closed_form(batches[:2] + batches[3:])
     assert run.optimizer.calls == 9
     assert [count for _, count in run.notes.series("train/skipped_steps")] == [0, 0, 1, 1, 1, 1, 1, 1, 1, 1]
@@ -43,7 +43,7 @@ def test_a_non_finite_gradient_skips_the_step() -> None:
     run = Run()
     run.optimizer.skip = {2, 5}
     run.fit()
-    assert run.model.steps == 8, "a skipped step leaves the model's state as it was"
+    assert run.model.steps == 8, "a skipped step does not change the model's state"
     assert [count for _, count in run.notes.series("train/skipped_steps")] == [0, 1, 1, 1, 2, 2, 2, 2, 2, 2]
     assert 2 not in run.notes.steps_with("train/grad_norm")
 

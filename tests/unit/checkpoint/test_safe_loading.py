@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorProperties
 
-from nemo_kto.checkpoint.restricted import read_metadata
+from nemo_kto.checkpoint.safe_loading import read_metadata
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message
 

@@ -43,25 +43,34 @@ class PlannedSave(TorchDistSaveShardedStrategy):
     It takes over at a method that exists in megatron-core 0.16 and 0.19, where these would create their forked writer.
 
     Attributes:
-        of_copies: whether to write host copies, which training does not change. Their memory is kept for the next save.
+        copies_to_host: whether to write host copies, which training does not change. Their memory is kept for the next save.
     """
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
-        self.of_copies = False
+        self.copies_to_host = False
         self._copies: list[torch.Tensor] = []
         self._writer: Any = None
         self._metadata: Any = None  # metadata of the whole checkpoint, on rank 0
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *options: Any) -> AsyncRequest:
         """Plan what this rank writes; collective. ``options``: megatron-core 0.19 passes one, 0.16 none."""
-        if self.of_copies:
+        if self.copies_to_host:
             entries = [each for each in nested_values(sharded_state_dict) if isinstance(each, ShardedTensor)]
-            mine = [entry for entry in entries if is_main_replica(entry.replica_id)]
-            for entry, copy in zip(mine, self._copied([entry.data for entry in mine]), strict=True):
+            own = [entry for entry in entries if is_main_replica(entry.replica_id)]
+            for entry, copy in zip(own, self.copied_to_host([entry.data for entry in own]), strict=True):
                 entry.data = copy
             device.synchronize()
         return super().async_save(sharded_state_dict, checkpoint_dir, *options)
+
+    def copied_to_host(self, live: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy tensors to the host, into the memory of the last save: allocating takes longer than copying."""
+        if [(each.shape, each.dtype) for each in self._copies] != [(each.shape, each.dtype) for each in live]:
+            self._copies = []  # freed before the new ones are allocated
+            self._copies = device.host_tensors(live)
+        for copy, tensor in zip(self._copies, live, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        return self._copies
 
     def take_files(self) -> tuple[dict[str, Write], list[WriteResult]]:
         """Return what this rank has to write of the planned state.
@@ -80,22 +89,13 @@ class PlannedSave(TorchDistSaveShardedStrategy):
         self._writer.finish(self._metadata, results)
         save_config(CheckpointingConfig(self.backend, self.version), str(self._writer.checkpoint_dir))
 
-    def _copied(self, live: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy tensors to the host, into the memory of the last save: allocating takes longer than copying."""
-        if [(each.shape, each.dtype) for each in self._copies] != [(each.shape, each.dtype) for each in live]:
-            self._copies = []  # freed before the new ones are allocated
-            self._copies = device.host_tensors(live)
-        for copy, tensor in zip(self._copies, live, strict=True):
-            copy.copy_(tensor, non_blocking=True)
-        return self._copies
-
     def _get_save_and_finalize_callbacks(self, writer: Any, planned: Sequence[Any], *_: object) -> AsyncRequest:
         self._writer, self._metadata = writer, planned[1]
         return AsyncRequest(None, (), [])
 
 
 def _bucket_writer(name: str, entries: list[tuple[Any, Any]], results: list[WriteResult]) -> Write:
-    """Return a function that writes tensors and objects one after the other, as torch.distributed.checkpoint does."""
+    """Return a function that writes tensors and objects as torch.distributed.checkpoint does."""
 
     def write(stream: IO[bytes]) -> None:
         for item, value in entries:
@@ -105,13 +105,13 @@ def _bucket_writer(name: str, entries: list[tuple[Any, Any]], results: list[Writ
             else:
                 stream.write(value.getbuffer())
             length = stream.tell() - start
-            place = _StorageInfo(name, start, length)
-            results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=place))
+            storage = _StorageInfo(name, start, length)
+            results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=storage))
 
     return write
 
 
-def writes(content: bytes) -> Write:
+def write_bytes(content: bytes) -> Write:
     """Return a function that writes these bytes."""
     return lambda stream: stream.write(content)
 
@@ -157,20 +157,22 @@ class FileWriter(threading.Thread):
         self.join()
 
 
-class FolderRemover(threading.Thread):
-    """Thread that removes checkpoints that are no longer kept: removing large files takes seconds."""
+def start_removal(folders: Sequence[Path]) -> threading.Thread:
+    """Remove checkpoints that are no longer kept in a thread, because removing large files takes seconds.
 
-    def __init__(self, *, folders: Sequence[Path]) -> None:
-        super().__init__(name="checkpoint removal", daemon=True)
-        self._folders = folders
+    A failure is logged as a warning, and the next start of the run removes the leftovers.
+    """
 
-    def run(self) -> None:
-        """Remove the folders; a failure is logged as a warning, and the next start of the run removes the leftovers."""
-        for folder in self._folders:
+    def remove() -> None:
+        for folder in folders:
             try:
                 remove_folder(folder)
             except OSError as error:
                 logger.warning("%s could not be removed: %s", folder, error.strerror)
+
+    thread = threading.Thread(target=remove, name="checkpoint removal", daemon=True)
+    thread.start()
+    return thread
 
 
 class _HashingStream:

@@ -1,4 +1,4 @@
-"""Selection and verification of checkpoints: rank 0 lists them, all ranks share the hashing, and all get the same result."""
+"""Discovery and verification of checkpoints: rank 0 lists them, the ranks share the hashing, and all get the same result."""
 
 from __future__ import annotations
 
@@ -27,36 +27,33 @@ logger = logging.getLogger(__name__)
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """Return the newest checkpoint whose every byte is as it was written; None if the run has no checkpoint. Collective.
+    """Return the newest intact checkpoint in a folder, every byte of which is verified; None if there is none. Collective.
 
     A damaged checkpoint is reported in a warning, and the one before it is tried.
-
-    Args:
-        folder: the folder of a run's checkpoints.
 
     Raises:
         UserError: there are checkpoints but all are damaged, or a file cannot be read; raised on every rank.
     """
     reasons = []
     for path in reversed(state.from_rank_zero(lambda: list(named_checkpoints(folder)))):
-        found = state.from_rank_zero(partial(_look, path))
+        found = state.from_rank_zero(partial(_read_or_damage, path))
         if isinstance(found, Checkpoint):
-            wrong = _damage_together(found.folder, file_records(found.info))
-            if not wrong:
+            problems = _find_damage(found.folder, file_records(found.info))
+            if not problems:
                 return found
-            found = wrong[0]
+            found = problems[0]
         if state.is_rank_zero():
-            logger.warning("%s is damaged and not used: %s", path, found)
+            logger.warning("%s is damaged and is not used: %s", path, found)
         reasons.append(f"{path.name}: {found}")
     if reasons:
-        message = f"{folder} must have a checkpoint that is as it was written, but all are damaged"
-        remedy = "put one back, or remove them to start again from the first step"
+        message = f"{folder} must contain an intact checkpoint, but all are damaged"
+        remedy = "restore one, or remove all of them to start from the first step"
         raise UserError("\n  ".join([message, *reasons, remedy]))
     return None
 
 
 def best_checkpoint(folder: Path, *, monitor: str, mode: str) -> Checkpoint | None:
-    """Return the checkpoint of a run with the best metric, the newest among equals; None if no checkpoint has that metric.
+    """Return the checkpoint in a folder with the best metric, the newest among equals; None if none has that metric.
 
     Collective: rank 0 decides for all ranks.
 
@@ -67,8 +64,7 @@ def best_checkpoint(folder: Path, *, monitor: str, mode: str) -> Checkpoint | No
     """
 
     def find() -> Checkpoint | None:
-        kept = find_checkpoints(folder)
-        ranked = [checkpoint for checkpoint in kept if checkpoint.info["metrics"].get(monitor) is not None]
+        ranked = [each for each in find_checkpoints(folder) if each.info["metrics"].get(monitor) is not None]
         return min(ranked, key=lambda each: rank_by(each, monitor, mode), default=None)
 
     return state.from_rank_zero(find)
@@ -86,14 +82,14 @@ def verify(folder: Path, parts: Sequence[str]) -> None:
     Raises:
         UserError: a file is missing or damaged; names the first such file, on every rank.
     """
-    found = state.from_rank_zero(lambda: _look(folder))
+    found = state.from_rank_zero(lambda: _read_or_damage(folder))
     if isinstance(found, str):
         refuse_damaged(folder, [found])
     else:
-        refuse_damaged(folder, _damage_together(folder, only_in(file_records(found.info), parts)))
+        refuse_damaged(folder, _find_damage(folder, only_in(file_records(found.info), parts)))
 
 
-def _look(path: Path) -> Checkpoint | str:
+def _read_or_damage(path: Path) -> Checkpoint | str:
     """Return the checkpoint in a folder, or a description of the damage to its trainer.json or to the sizes of its files."""
     try:
         return read_checkpoint(path)
@@ -101,18 +97,18 @@ def _look(path: Path) -> Checkpoint | str:
         return str(error)
 
 
-def _damage_together(folder: Path, records: Mapping[str, Written]) -> list[str]:
+def _find_damage(folder: Path, records: Mapping[str, Written]) -> list[str]:
     """Return the damage to files of a checkpoint: each rank reads a share of the bytes, and every rank gets all results."""
     if state.world_size() == 1:
         return damage(folder, records)
-    loads = [0] * state.world_size()
-    mine: dict[str, Written] = {}
+    loads = [0] * state.world_size()  # bytes to read by rank
+    own: dict[str, Written] = {}
     for name in sorted(records, key=lambda name: (-records[name].size, name)):
-        least = loads.index(min(loads))
-        loads[least] += records[name].size + 1
-        if least == state.rank():
-            mine[name] = records[name]
-    wrong: list[str] = []
-    problem = state.attempt(lambda: wrong.extend(damage(folder, mine)))
+        reader = loads.index(min(loads))
+        loads[reader] += records[name].size + 1
+        if reader == state.rank():
+            own[name] = records[name]
+    found: list[str] = []
+    problem = state.attempt(lambda: found.extend(damage(folder, own)))
     state.raise_together(problem, "{}")
-    return sorted(found for of_rank in state.gather(wrong) for found in of_rank)
+    return sorted(text for of_rank in state.gather(found) for text in of_rank)

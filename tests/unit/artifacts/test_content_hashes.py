@@ -84,7 +84,7 @@ def test_a_large_file_is_read_once(model: Path, monkeypatch: pytest.MonkeyPatch)
     before, kept = hashed(model), list((model.parent / "cache" / "hashes").iterdir())
     assert len(kept) == 1, "config.json is small"
     kept[0].write_text("0" * 64)
-    assert hashed(model) != before, "what is kept is used"
+    assert hashed(model) != before, "the cached hash is used"
     (model / "model.safetensors").write_text("weights")  # the same again, at another time
     assert hashed(model) == before
     assert len(list((model.parent / "cache" / "hashes").iterdir())) == 2
