@@ -376,7 +376,7 @@ class CheckpointManager:
     def _no_room(self, save: _PendingSave, error: OSError | None = None) -> UserError:
         free = shutil.disk_usage(self.folder).free
         reason = "" if error is None else f" ({error.strerror})"
-        message = f"{save.final} needs {size_text(save.need)} of disk space, got {size_text(free)}{reason}"
+        message = f"{save.final} needs {size_text(save.need)}, but only {size_text(free)} is free{reason}"
         return UserError(f"{message}; {_MORE_ROOM}")
 
 

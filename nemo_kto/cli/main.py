@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 from nemo_kto import __version__
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
-from nemo_kto.cli.entry import look_at_checkpoints
 from nemo_kto.device import device
-from nemo_kto.errors import UserError
+from nemo_kto.errors import UserError, either
 from nemo_kto.processes import ranks, signals
 from nemo_kto.telemetry import console
 from nemo_kto.telemetry.console import set_up_logging, take_over
@@ -36,28 +35,31 @@ _VALUED = ("--cfg -c", "--package -p", "--experimental-rerun")
 _SOURCE = ("--config-path -cp", "--config-name -cn", "--config-dir -cd")
 _HYDRA_MODES = ("hydra_help", "resolve", "multirun", "shell_completion", "experimental_rerun", "cfg", "info")
 
+# Command that only prints -> its module.
+_PRINTING = {"plan": "plan", "checkpoint": "checkpoint", "data preview": "preview", "data check": "check"}
+
 _USAGE = """\
-nemo-kto: aligns large language models on feedback, on one processor or many GPUs
+nemo-kto: alignment training of large language models on human feedback, on one CPU or many GPUs
 
 {commands}
   nemo-kto export CHECKPOINT OUT
       Write a checkpoint, or the newest one of a run folder, in Hugging Face format.
 
   nemo-kto plan {names} [KEY=VALUE ...] [--gpus N] [--memory GB]
-      Say what a run needs, which layouts fit, and how fast it may be; nothing is loaded.
+      Estimate the memory and speed of a run, and find the layouts that fit; nothing is loaded.
 
   nemo-kto data preview FILE --model MODEL
       Show the first rows of a jsonl file as the model sees them.
 
   nemo-kto checkpoint ls RUN
   nemo-kto checkpoint verify RUN|CHECKPOINT
-      Show the checkpoints of a run; compare every file with its hash.
+      List the checkpoints of a run; compare every file with its hash.
 
   nemo-kto data check FILE ... [--model MODEL] [--seq-length N]
-      Count what jsonl files hold: balance, lengths, duplicates, contradictions, broken rows.
+      Report statistics of jsonl files: balance, lengths, duplicates, contradictions, invalid rows.
 
   nemo-kto --version
-  nemo-kto {names} --help        all keys, with their defaults and meaning
+  nemo-kto {names} --help        all keys, with their defaults and descriptions
   nemo-kto export --help
 """
 
@@ -65,7 +67,7 @@ _COMMAND_USAGE = """\
   nemo-kto {recipe.name} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA [KEY=VALUE ...]
       {recipe.title}. MODEL: a Hugging Face folder.
       DATA: {recipe.data}.
-      The aligned model is in results/{recipe.config_name}/hf afterwards, in Hugging Face format.
+      The aligned model is written to results/{recipe.config_name}/hf, in Hugging Face format.
 """
 
 _TRAINING_USAGE = """\
@@ -74,11 +76,11 @@ _TRAINING_USAGE = """\
   {program} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA [KEY=VALUE ...]
 
   Four ranks on this machine:       trainer.devices=4
-  Ranks that are there already:     torchrun --nproc-per-node 4 --no-python nemo-kto {recipe.name} ..., or srun
+  Several machines:                 torchrun --nproc-per-node 4 --no-python nemo-kto {recipe.name} ..., or srun
   No GPU:                           hardware=cpu
-  See what would be run:            --cfg job
+  Print the configuration:          --cfg job
   Several runs, one for each value: --multirun model.optim.lr=1e-6,3e-6
-  A file of your own:               --config-dir FOLDER --config-name FILE
+  Your own configuration file:      --config-dir FOLDER --config-name FILE
 
 Keys and their defaults:
 
@@ -89,56 +91,53 @@ Keys and their defaults:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command `nemo-kto`."""
     console.protect()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments[0] if arguments else "--help"
     try:
-        _run(list(sys.argv[1:] if argv is None else argv))
+        if command == "export":
+            _export(arguments[1:])
+            return
+        gc.disable()  # imports dominate the time of short commands, and imported objects are never freed
+        if command in RECIPES:
+            train(RECIPES[command], arguments[1:])
+        else:
+            with console.exit_if_output_lost():
+                _print(" ".join(arguments[:2]) if command == "data" else command, arguments)
     except KeyboardInterrupt:
         ranks.exit_rank(ranks.INTERRUPTED, world=None)
+    finally:
+        gc.enable()
 
 
-def _run(arguments: Sequence[str]) -> None:
-    command = arguments[0] if arguments else "--help"
-    if command in RECIPES:
-        gc.disable()  # imports dominate the time to reject a command line, and imported objects are never freed
-        try:
-            train(RECIPES[command], arguments[1:])
-        finally:
-            gc.enable()
-    elif command == "export":
-        _export(arguments[1:])
-    else:
-        with console.exit_if_output_lost():
-            _show(command, arguments)
-
-
-def _show(command: str, arguments: Sequence[str]) -> None:
+def _print(command: str, arguments: Sequence[str]) -> None:
     """Run a command that only prints."""
-    if command == "plan":
-        _plan(arguments[1:])
-    elif command == "checkpoint":
-        look_at_checkpoints(list(arguments[1:]))
-    elif arguments[:1] == ["data"] and arguments[1:2] in (["preview"], ["check"]):
-        _data(arguments[1], arguments[2:])
+    commands = "\n".join(_COMMAND_USAGE.format(recipe=recipe) for recipe in RECIPES.values())
+    usage = _USAGE.format(commands=commands, names="|".join(RECIPES))
+    if command in _PRINTING:
+        if command == "plan":
+            set_up_logging(rank=0)
+        try:
+            module = importlib.import_module(f"nemo_kto.cli.{_PRINTING[command]}")
+            if (status := module.main(arguments[len(command.split()) :])) is not None:
+                sys.exit(status)
+        except UserError as error:
+            print(f"nemo-kto {command}: {error}", file=sys.stderr)
+            sys.exit(ranks.USAGE_ERROR)
     elif command == "--version":
         print(f"nemo-kto {__version__}")
     elif command in ("--help", "-h", "help"):
-        print(_usage(), end="")
+        print(usage, end="")
     else:
-        known = f"{', '.join(RECIPES)}, plan, export, checkpoint, data preview or data check"
-        command = " ".join(arguments[: 1 + (command == "data")])
-        print(f"nemo-kto: the command must be {known}, got {command}\n\n{_usage()}", end="", file=sys.stderr)
+        known = either([*RECIPES, "export", *_PRINTING])
+        print(f"nemo-kto: the command must be {known}, got {command}\n\n{usage}", end="", file=sys.stderr)
         sys.exit(ranks.USAGE_ERROR)
-
-
-def _usage() -> str:
-    commands = "\n".join(_COMMAND_USAGE.format(recipe=recipe) for recipe in RECIPES.values())
-    return _USAGE.format(commands=commands, names="|".join(RECIPES))
 
 
 def _export(argv: Sequence[str]) -> None:
     description = "Write a checkpoint in Hugging Face format: configuration, tokenizer, and weights with adapters merged."
     parser = argparse.ArgumentParser(prog="nemo-kto export", description=description)
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run folder, whose newest complete one is taken")
-    parser.add_argument("out", type=Path, help="folder to write to; made if absent")
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run folder for its newest complete checkpoint")
+    parser.add_argument("out", type=Path, help="target folder; created if it does not exist")
     parser.add_argument("--adapter", action="store_true", help="write only the adapters, in PEFT format")
     arguments = parser.parse_args(argv)
     if not os.path.isdir(arguments.checkpoint):
@@ -152,30 +151,6 @@ def _export(argv: Sequence[str]) -> None:
         export_checkpoint(arguments.checkpoint, arguments.out, adapter=arguments.adapter)
     except UserError as error:
         ranks.fail(error, world=None)
-
-
-def _data(name: str, argv: Sequence[str]) -> None:
-    gc.disable()  # imports dominate the time, and imported objects are never freed
-    try:
-        importlib.import_module(f"nemo_kto.cli.{name}").main(argv)
-    except UserError as error:
-        print(f"nemo-kto data {name}: {error}", file=sys.stderr)
-        sys.exit(ranks.USAGE_ERROR)
-    finally:
-        gc.enable()
-
-
-def _plan(argv: Sequence[str]) -> None:
-    gc.disable()  # as in _data
-    set_up_logging(rank=0)
-    from nemo_kto.cli.plan import main as plan
-    from nemo_kto.config.saved_config import redacted
-
-    try:
-        sys.exit(plan(argv))
-    except UserError as error:
-        print(f"nemo-kto plan: {redacted(str(error))}", file=sys.stderr)
-        sys.exit(ranks.USAGE_ERROR)
 
 
 def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
@@ -255,9 +230,8 @@ def _run_hydra(job: Job, flags: argparse.Namespace) -> None:
     except (*compose.WRONG, ValueError) as error:
         if began:
             raise
-        job.refuse(
-            flags.overrides, error, sweep=flags.multirun
-        )  # Hydra raises a ValueError for invalid flags, an OSError for its folders
+        # Hydra raises a ValueError for invalid flags, an OSError for its folders
+        job.refuse(flags.overrides, error, sweep=flags.multirun)
 
 
 def _flags(argv: Sequence[str]) -> argparse.Namespace:

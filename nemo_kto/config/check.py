@@ -11,15 +11,16 @@ from nemo_kto.algorithms.recipes.recipe import Recipe
 from nemo_kto.config import compose
 from nemo_kto.config.mistakes import does_not_compose, find_mistakes
 from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.saved_config import redacted
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.errors import ConfigError, UserError
 
 
 class InvalidConfig(UserError):
-    """A configuration with errors; ``errors`` contains all of them."""
+    """A configuration with errors, which ``errors`` contains; in the message, secrets are redacted."""
 
     def __init__(self, *, title: str, errors: Sequence[ConfigError]) -> None:
-        super().__init__("\n  ".join([f"{title}:", *dict.fromkeys(map(str, errors))]))
+        super().__init__(redacted("\n  ".join([f"{title}:", *dict.fromkeys(map(str, errors))])))
         self.errors = errors
 
 
@@ -52,12 +53,12 @@ class Checker:
         try:
             config = compose.load(overrides, source=self.source) if config is None else config
             cfg, errors = compose.to_config(config, recipe=self.recipe)
-            if cfg is not None:
-                run = ResolvedRun.of(cfg, gpus=self.gpus)
-                if not (errors := self.rules(run)):
-                    return run
         except compose.WRONG as error:
-            errors = [does_not_compose(error)]
+            cfg, errors = None, [does_not_compose(error)]
+        if cfg is not None:
+            run = ResolvedRun.of(cfg, gpus=self.gpus)
+            if not (errors := self.rules(run)):
+                return run
         raise InvalidConfig(title=self.title, errors=self.errors(overrides) or errors)
 
     def errors(self, overrides: Sequence[str]) -> list[ConfigError]:

@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 from omegaconf import OmegaConf
@@ -15,9 +14,6 @@ from omegaconf import OmegaConf
 from nemo_kto.config.compose import WRONG, known_keys
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.utils.files import publish_file, read_bytes
-
-if TYPE_CHECKING:
-    from nemo_kto.config.schema import RunConfig
 
 HIDDEN = "***"
 _MIN_LENGTH = 8  # of a secret in the environment; a shorter one would also match ordinary words
@@ -35,8 +31,8 @@ def redacted(text: str) -> str:
     """Redact passwords in URLs, Hugging Face tokens, and values of environment variables whose names mark secrets."""
     for pattern, instead in _IN_TEXT:
         text = pattern.sub(instead, text)
-    held = {value for name, value in os.environ.items() if _NAME.search(name) and len(value) >= _MIN_LENGTH}
-    for value in sorted(held, key=len, reverse=True):
+    secrets = {value for name, value in os.environ.items() if _NAME.search(name) and len(value) >= _MIN_LENGTH}
+    for value in sorted(secrets, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     return text
 
@@ -63,14 +59,11 @@ def _public(value: object) -> object:
     if isinstance(value, str):
         return redacted(value)
     if isinstance(value, Mapping):
-        return {key: HIDDEN if _is_secret(key, inner) else _public(inner) for key, inner in value.items()}
+        secret = {key for key, inner in value.items() if isinstance(inner, str) and _NAME.search(str(key))}
+        return {key: HIDDEN if key in secret else _public(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_public(inner) for inner in value]
     return value
-
-
-def _is_secret(key: object, value: object) -> bool:
-    return isinstance(value, str) and bool(_NAME.search(str(key)))
 
 
 _MAX_BYTES = 2**18  # a saved configuration has a thirtieth of this size
@@ -82,7 +75,7 @@ class _PlainLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("there must be no aliases")
+            raise yaml.YAMLError("must not contain aliases")
         return super().compose_node(parent, index)
 
 
@@ -96,7 +89,7 @@ def save_config(config: RunConfig) -> None:
         for key in known_keys(now):
             old, new = _value(before, key), _value(values, key)
             if old not in (_ABSENT, new):  # absent if the file was truncated or written by an earlier version
-                print(f"nemo-kto: {key} was {old} when this was last started, and is {new}", file=sys.stderr)
+                print(f"nemo-kto: {key} changed since the last start of this run: {old} -> {new}", file=sys.stderr)
     with publish_file(file) as writing:
         writing.write_text(OmegaConf.to_yaml(now), encoding="utf-8")
 
@@ -109,7 +102,7 @@ def _load(file: Path) -> object:
             return before
     except (*WRONG, ValueError):
         pass
-    text = "cannot be read and is written again; what has changed since the last start is not known"
+    text = "cannot be read and is replaced; changes since the last start of this run are not known"
     print(f"nemo-kto: {file} {text}", file=sys.stderr)
     return None
 

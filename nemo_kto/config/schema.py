@@ -25,7 +25,7 @@ from nemo_kto.utils.fields import FilePath, MayChange, MustStay, Name, Remedy, S
 Base = TypeVar("Base", bound=BaseModel)
 
 
-def reads(parse: Callable[[str], object]) -> Callable[[str], bool]:
+def _accepts(parse: Callable[[str], object]) -> Callable[[str], bool]:
     """Return a predicate that is true for strings that ``parse`` accepts, i.e. without a ValueError."""
     return lambda text: error_of(lambda: parse(text)) is None
 
@@ -58,11 +58,11 @@ FILES = MayChange("where files are written, and who may read them")
 Count = Annotated[int, Ge(1)]
 Part = Annotated[int | float, check(_is_part, "be an integer of at least 0, or a fraction from 0.0 to 1.0")]
 Duration = Annotated[
-    Name, check(reads(parse_duration), "be written DD:HH:MM:SS (days:hours:minutes:seconds)", "e.g. {key}=00:03:45:00")
+    Name, check(_accepts(parse_duration), "be written DD:HH:MM:SS (days:hours:minutes:seconds)", "e.g. {key}=00:03:45:00")
 ]
 Splits = Annotated[
     Name,
-    check(reads(read_splits_string), 'be auto, or up to three numbers, the first above 0, such as "98,2"'),
+    check(_accepts(read_splits_string), 'be auto, or up to three numbers, the first above 0, such as "98,2"'),
 ]
 RecomputeModules = Annotated[
     list[Annotated[str, one_of(("mlp", "core_attn"))]], check(bool, "not be empty", "null recomputes the MLP")
@@ -83,7 +83,7 @@ class LoopConfig(Section):
         Part, check(bool, "be above 0", "use 1.0 for all"), MustStay("the number of steps in an epoch", verbatim=False)
     ]
     limit_val_batches: Annotated[Part, TIMES]
-    gradient_clip_val: Annotated[float, Ge(0), Remedy("0 switches clipping off"), NEXT_STEP]
+    gradient_clip_val: Annotated[float, Ge(0), Remedy("0 disables clipping"), NEXT_STEP]
 
     def duration(self) -> dict[str, Any]:
         """Return the keyword arguments of :class:`nemo_kto.algorithms.duration.TrainerConfig`."""
@@ -94,7 +94,7 @@ class TrainerConfig(Section):
     """Section trainer, without trainer.NAME."""
 
     num_nodes: Annotated[Count, LAYOUT]
-    devices: Annotated[Count | Literal["auto"], Remedy("use auto for one rank a GPU"), LAYOUT]
+    devices: Annotated[Count | Literal["auto"], Remedy("use auto for one rank per GPU"), LAYOUT]
     accelerator: Annotated[Literal["auto", "cpu", "gpu"], LAYOUT]
     precision: Annotated[
         Name, one_of(tuple(PRECISIONS)), Remedy("fp16 and fp64 are not supported"), MustStay("the same; `auto` keeps it")
@@ -102,8 +102,8 @@ class TrainerConfig(Section):
     max_time: Annotated[Duration | None, TIMES]
     stop_signals: Annotated[list[Annotated[str, one_of(signals.NAMES)]], TIMES]
     requeue: Annotated[bool, TIMES]
-    max_skipped_steps: Annotated[int, Ge(1), Remedy("1 ends the run at the first one"), TIMES]
-    timeout_minutes: Annotated[Count, check(lambda minutes: minutes <= 525_600, "be at most 525600, which is a year"), SPEED]
+    max_skipped_steps: Annotated[int, Ge(1), Remedy("1 ends the run at the first skipped step"), TIMES]
+    timeout_minutes: Annotated[Count, check(lambda minutes: minutes <= 525_600, "be at most 525600 (a year)"), SPEED]
     callbacks: Annotated[list[str | dict[str, object]], TIMES]
 
 
@@ -139,7 +139,7 @@ class EarlyStoppingConfig(Section):
 
     monitor: Name
     mode: Literal["min", "max"]
-    min_delta: Annotated[float, Ge(0), Remedy("0: every improvement counts")]
+    min_delta: Annotated[float, Ge(0), Remedy("0 counts every improvement")]
     patience: Count
 
 
@@ -197,7 +197,7 @@ class ReferenceConfig(Section):
 
     mode: Annotated[Literal["auto", "swap", "adapter", "cached"], MayChange("how the reference is evaluated")]
     restore_from_path: Annotated[FilePath | None, MustStay("weights and configuration, by content", verbatim=False)]
-    sync_interval: Annotated[int, Ge(0), Remedy("0: the reference stays"), SAME]
+    sync_interval: Annotated[int, Ge(0), Remedy("0 keeps the reference fixed"), SAME]
     sync_alpha: Annotated[
         float, Gt(0), Le(1), Remedy("e.g. 0.6"), MustStay("the same if `sync_interval` is above 0", verbatim=False)
     ]
@@ -255,7 +255,7 @@ class DataConfig(Section):
     ]
     splits_string: Annotated[Splits | None, ROWS]
     fields: Annotated[dict[str, Name] | None, ROWS]
-    seq_length: Annotated[int, Ge(2), Remedy("a row has a prompt and an answer"), SAME]
+    seq_length: Annotated[int, Ge(2), Remedy("a sequence has a prompt and a response"), SAME]
     truncation_mode: Annotated[str, one_of(TRUNCATION_MODES), SAME]
     packing: Annotated[bool, SPEED]
     num_workers: Annotated[int, Ge(0), SPEED]
@@ -275,7 +275,7 @@ class GPTConfig(Section):
     tensor_model_parallel_size: Annotated[Count, LAYOUT]
     pipeline_model_parallel_size: Annotated[Count, LAYOUT]
     virtual_pipeline_model_parallel_size: Annotated[
-        Annotated[int, Ge(2), Remedy("null: no virtual pipeline")] | None, LAYOUT
+        Annotated[int, Ge(2), Remedy("null disables the virtual pipeline")] | None, LAYOUT
     ]
     num_layers_in_first_pipeline_stage: Annotated[Count | None, LAYOUT]
     num_layers_in_last_pipeline_stage: Annotated[Count | None, LAYOUT]
@@ -284,7 +284,7 @@ class GPTConfig(Section):
     context_parallel_size: Annotated[Count, LAYOUT]
     expert_model_parallel_size: Annotated[Count, LAYOUT]
     expert_tensor_parallel_size: Annotated[Count | None, LAYOUT]
-    moe_aux_loss_coeff: Annotated[float, Ge(0), Remedy("0.0: no such loss"), SAME]
+    moe_aux_loss_coeff: Annotated[float, Ge(0), Remedy("0.0 disables the loss"), SAME]
     sequence_parallel: Annotated[bool, LAYOUT]
     seed: Annotated[int, Ge(0), Le(2**32 - 1), Remedy("e.g. {key}=1234"), SAME]
     fp8: Annotated[Literal["hybrid", "e4m3"] | None, SPEED]

@@ -155,11 +155,11 @@ def _texts(key: str, field: Field, details: Sequence[ErrorDetails], value: objec
     if any(detail["type"] == "missing" for detail in details):
         yield f"must be given, got nothing{field.remedy(key, *(check.remedy for check in field.checks[:1]))}"
         return
-    broken = [detail for detail in details if detail["type"] in ("check", *_OUT_OF_RANGE)]
-    for detail in broken:
+    violated = [detail for detail in details if detail["type"] in ("check", *_OUT_OF_RANGE)]
+    for detail in violated:
         own = detail.get("ctx", {}) if detail["type"] == "check" else {"text": _constraint(field, detail)}
         yield f"must {own['text']}, got {echo(detail['input'])}{field.remedy(key, own.get('remedy', ''))}"
-    if not broken:
+    if not violated:
         typed = any(word.startswith(("a ", "an ", "true")) for word in field.alternatives)
         remedy = "" if typed else field.remedy(key)
         yield f"must be {either(field.alternatives)}, got {echo(value, quoted=typed)}{remedy}"

@@ -74,7 +74,7 @@ def test_block_attention_equals_the_cpu(more: dict[str, Any], dtype: torch.dtype
     draw = torch.Generator().manual_seed(0)
     parts = [torch.randn(1, heads, BLOCK + 72, 64, generator=draw).to(dtype) for heads in (8, 4, 4)]
     parts += [torch.randn(8, generator=draw).to(dtype)] * ("window" in more)
-    settings = {"attn_mask": None, "dropout_p": 0.0, "is_causal": True, "scale": 0.125, "enable_gqa": True, **more}
+    settings = {"attn_mask": None, "is_causal": True, "scale": 0.125, "enable_gqa": True, **more}
     found = []
     for place, kind in (("cpu", torch.float32), (device.current_device(), dtype)):
         here = [part.to(place, kind).requires_grad_() for part in parts]

@@ -45,7 +45,7 @@ def test_the_command(tiny_llama: Path, tmp_path: Path) -> None:
     status, output, errors = run("plan", "dpo", model, "model.optim.lr=-1")
     assert (status, output) == (2, [])
     assert errors[:2] == [
-        Naming("plan", "nothing", "planned"),
+        Naming("plan", "cannot", "planned"),
         Naming("model.optim.lr", "0", "-1", "model.optim.lr=1e-5"),
     ]
     assert list(tmp_path.iterdir()) == [], "something was written"

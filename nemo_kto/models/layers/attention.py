@@ -8,7 +8,6 @@ kernels (on GPU and on CPU) never hold more than one block of them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -103,7 +102,6 @@ class TorchAttention(MegatronModule):
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
-        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
@@ -116,15 +114,12 @@ class TorchAttention(MegatronModule):
         temperature: TemperatureTable | None = None,
     ) -> None:
         super().__init__(config=config)
-        if config.apply_query_key_layer_scaling:
-            raise ValueError(
-                "apply_query_key_layer_scaling must be False; torch's attention sums in fp32 and needs no scaling"
-            )
-        if getattr(config, "softmax_type", "vanilla") != "vanilla":
-            raise ValueError(f"softmax_type must be 'vanilla' without Transformer Engine, got {config.softmax_type!r}")
+        required = {"apply_query_key_layer_scaling": False, "attention_dropout": 0.0, "softmax_type": "vanilla"}
+        for name, value in required.items():
+            if (found := getattr(config, name, value)) != value:
+                raise ValueError(f"{name} must be {value!r} without Transformer Engine, got {found!r}")
         self.attn_mask_type = attn_mask_type
         self.context = None if config.context_parallel_size == 1 or pg_collection is None else pg_collection.cp
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.softcap, self.in_blocks = softcap, softcap is not None or sinks
         self.softmax_offset: torch.nn.Parameter | None = None
@@ -201,7 +196,7 @@ class TorchAttention(MegatronModule):
             raise ValueError("attn_mask_type must be causal for packed sequences, got arbitrary")
         lengths = packed_seq_params.lengths
         query, key = query.unsqueeze(1), key.unsqueeze(1)
-        in_one_kernel = self.context is None and not self.dropout and not self.in_blocks
+        in_one_kernel = self.context is None and not self.in_blocks
         in_one_kernel &= self.chunk is None or max(lengths) <= self.chunk
         if not in_one_kernel or (kernel := varlen_attention(query.dtype)) is None:
             return self._attend(query, key, value.unsqueeze(1), lengths, None).squeeze(1)
@@ -267,21 +262,15 @@ class TorchAttention(MegatronModule):
                 options["window"], window = window, None
             attention = functools.partial(block_attention, **options)
         mask = _attention_mask(query, key, masked, window)
-        dropout = self.dropout if self.training else 0.0
-        # Heads of different tensor-parallel ranks need different dropout. With sequence parallelism the transformer block
-        # has already switched to such a generator.
-        fork = dropout != 0.0 and not self.config.sequence_parallel
-        with get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
-            context = attention(
-                query.permute(1, 2, 0, 3),
-                key.permute(1, 2, 0, 3),
-                value.permute(1, 2, 0, 3),
-                attn_mask=mask,
-                dropout_p=dropout,
-                is_causal=mask is None,
-                scale=self.scale,
-                enable_gqa=query.size(2) != key.size(2),
-            )
+        context = attention(
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=query.size(2) != key.size(2),
+        )
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
 

@@ -30,7 +30,6 @@ def block_attention(
     value_bgsd: Tensor,
     *,
     attn_mask: Tensor | None,
-    dropout_p: float,
     is_causal: bool,
     scale: float,
     enable_gqa: bool,
@@ -50,11 +49,9 @@ def block_attention(
         [batch, heads, sequence, head size], stored in memory as [sequence, batch, heads, head size].
 
     Raises:
-        ValueError: if there is dropout, neither a mask nor ``is_causal`` or both, a window together with a mask, or query
-            and key-value heads that differ in number without ``enable_gqa``.
+        ValueError: if there is neither a mask nor ``is_causal`` or both, a window together with a mask, or query and
+            key-value heads that differ in number without ``enable_gqa``.
     """
-    if dropout_p:
-        raise ValueError(f"dropout_p must be 0 for attention in blocks, got {dropout_p}")
     offset = 0  # index of a query's own key minus index of the query
     if isinstance(attn_mask, CausalBias):
         is_lower_right = attn_mask.variant == CausalVariant.LOWER_RIGHT

@@ -139,7 +139,7 @@ NAMES = {
     "desirable_weight": ["model.kto.desirable_loss_weight"],
     "undesirable_weight": ["model.kto.undesirable_loss_weight"],
     "max_length": ["model.data.seq_length"],
-    "max_prompt_length": ["model.data.seq_length", "prompt", "answer", "model.data.truncation_mode"],
+    "max_prompt_length": ["model.data.seq_length", "prompt", "response", "model.data.truncation_mode"],
     "learning_rate": ["model.optim.lr"],
     "per_device_train_batch_size": ["model.micro_batch_size", "model.global_batch_size", "all"],
     "gradient_accumulation_steps": ["model.global_batch_size", "step"],

@@ -34,7 +34,7 @@ def test_a_damaged_configuration_is_replaced(
     file.write_bytes(damage)
     save_config(config)
     assert file.read_bytes() == content
-    assert capsys.readouterr().err == Message("nemo-kto", f"{file}", "written")
+    assert capsys.readouterr().err == Message("nemo-kto", f"{file}", "replaced")
 
 
 def test_interpolations_of_a_saved_configuration_are_not_resolved(

@@ -4,12 +4,10 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import varlen
@@ -17,7 +15,6 @@ from torch.nn.attention import varlen
 from nemo_kto.architecture.families import Temperature
 from nemo_kto.architecture.rope import read_rope
 from nemo_kto.device import kernels
-from nemo_kto.device.patches import install_cpu_backend
 from nemo_kto.models.layers.attention import PackedSequences, TorchAttention
 from nemo_kto.models.layers.rope_tables import RopeTable, TemperatureTable
 from tests.helpers.messages import Message, raises
@@ -212,28 +209,6 @@ def test_a_rank_uses_the_sinks_of_its_heads() -> None:
     assert attention().softmax_offset is None
 
 
-@pytest.fixture
-def generators() -> Iterator[Any]:
-    install_cpu_backend()
-    tracker = get_cuda_rng_tracker()
-    tracker.reset()
-    tracker.add("model-parallel-rng", 7)
-    yield tracker
-    tracker.reset()
-
-
-def test_dropout_draws_from_the_model_parallel_generator(generators: Any) -> None:
-    layer = attention(attention_dropout=0.5).train()
-    outside = torch.get_rng_state()
-    first, second = layer(*heads(), None), layer(*heads(), None)
-    assert torch.equal(torch.get_rng_state(), outside)
-    assert not torch.equal(first, second)
-    generators.reset()
-    generators.add("model-parallel-rng", 7)
-    assert torch.equal(layer(*heads(), None), first)
-    torch.testing.assert_close(layer.eval()(*heads(), None), reference(CAUSAL))
-
-
 def row_of(lengths: tuple[int, ...]) -> PackedSequences:
     return PackedSequences.of([lengths])[0]
 
@@ -347,6 +322,7 @@ def test_unsupported_arguments_are_refused(arguments: dict[str, Any], message: M
     ("settings", "message"),
     [
         ({"apply_query_key_layer_scaling": True}, Message("apply_query_key_layer_scaling")),
+        ({"attention_dropout": 0.1}, Message("attention_dropout", "0.0", "0.1")),
         ({"softmax_type": "off-by-one"}, Message("softmax_type", "vanilla", "off-by-one")),
     ],
 )

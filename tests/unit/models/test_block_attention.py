@@ -43,7 +43,7 @@ def written_out(
 
 
 def attend(*parts: torch.Tensor, mask: torch.Tensor | None, **changes: object) -> torch.Tensor:
-    settings = {"dropout_p": 0.0, "is_causal": mask is None, "scale": SCALE, "enable_gqa": True, "cap": CAP}
+    settings = {"is_causal": mask is None, "scale": SCALE, "enable_gqa": True, "cap": CAP}
     return block_attention(*parts, attn_mask=mask, **{**settings, **changes})  # type: ignore[arg-type]
 
 
@@ -134,7 +134,6 @@ def test_no_tensor_contains_the_scores_of_all_queries() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dropout_p": 0.1}, Message("dropout_p", "0", "0.1")),
         ({"is_causal": False}, Message("is_causal", "False")),
         ({"mask": CAUSAL, "is_causal": False, "window": 3}, Message("3", "window")),
         ({"enable_gqa": False}, Message("enable_gqa", "4", "2")),

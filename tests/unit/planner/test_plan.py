@@ -194,7 +194,7 @@ def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         (
             ["kto", "pretrained_checkpoint.restore_from_path=nowhere", "model.lr=3"],
             [
-                Message("nothing", "planned"),
+                Message("run", "planned"),
                 Message(
                     "pretrained_checkpoint.restore_from_path", "folder", "config.json", "trainer.json", "nowhere", "download"
                 ),
@@ -204,7 +204,7 @@ def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         (
             ["kto", MODEL, "--gpus", "6", TENSOR.format(4)],
             [
-                Message("nothing", "planned"),
+                Message("run", "planned"),
                 Message(
                     "model.tensor_model_parallel_size",
                     "pipeline_model_parallel_size",
@@ -219,7 +219,7 @@ def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         (
             ["dpo", MODEL, "--gpus", "8", "model.pipeline_model_parallel_size=5"],
             [
-                Message("nothing", "planned"),
+                Message("run", "planned"),
                 Message(
                     "model.tensor_model_parallel_size",
                     "pipeline_model_parallel_size",
