@@ -51,14 +51,12 @@ def _file_hash(file: Path) -> str:
 def _content_hash(file: Path) -> str:
     table, whole = MemoryMappedTable.from_file(str(file)), hashlib.sha256()
     for name in sorted(set(table.column_names) - set(_NOT_CONTENT)):
-        if name == "weight" and not _has_weights(table.column(name)):
+        if name == "weight" and all(
+            (chunk.to_numpy(zero_copy_only=False) == 1).all() for chunk in table.column(name).chunks
+        ):
             continue  # examples without weights keep the hash they had before weights were introduced
         whole.update(f"{name} {_column_hash(table.column(name))}\n".encode())
     return whole.hexdigest()
-
-
-def _has_weights(column: pyarrow.ChunkedArray) -> bool:
-    return any((chunk.to_numpy(zero_copy_only=False) != 1).any() for chunk in column.chunks)
 
 
 def _column_hash(column: pyarrow.ChunkedArray) -> str:
