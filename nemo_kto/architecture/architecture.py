@@ -35,20 +35,16 @@ class Architecture:
         rotated_norm: in layers with a rotation, queries and keys are normalised after it, without weights.
         temperature: attention temperature scaling in layers without a rotation; None for no scaling.
         tied: the output layer shares its weight with the embedding.
-        qkv_bias: query, key and value projections have biases.
         output_bias: the attention's output projection has a bias.
-        mlp_bias: gate, up and down projections have biases.
-        expert_bias: these projections of the experts have biases, and so has the router.
+        expert_bias: the projections of the experts have biases, and so has the router.
         sinks: each head has an additional learned score in its softmax, to which no value belongs.
         qk_norm: queries and keys are normalised, each head separately unless ``all_heads_norm`` is set.
         all_heads_norm: the norm of ``qk_norm`` is taken over all heads of a token together.
-        pre_norm: the inputs of attention and MLP are normalised.
-        post_norm: the outputs of attention and MLP are normalised.
+        pre_norm, post_norm: the inputs, or the outputs, of attention and MLP are normalised.
         zero_centered_norm: norms scale by 1 + weight.
         scaled_embedding: embeddings are multiplied by sqrt(hidden size).
         query_pre_attn_scalar: scores are divided by its square root; None means the head size.
-        attention_softcap: the constant c if scores become c tanh(score / c); None for no cap.
-        logit_softcap: the same for the logits.
+        attention_softcap, logit_softcap: the constant c if scores, or logits, become c tanh(score / c); None for no cap.
         swiglu_limit: limit l of a clamped SwiGLU, gate * sigmoid(swiglu_alpha * gate) * (up + 1), in which the gate is
             clamped to at most l and the up projection to [-l, l]; None for the unclamped activation in its usual form.
         swiglu_alpha: set only together with the limit.
@@ -130,9 +126,7 @@ class Architecture:
     def instances(self, mapping: ParamMapping, layers: Iterable[int]) -> Iterator[dict[str, int]]:
         """Yield the layer number, and the expert number for experts, of each instance of a parameter of the table.
 
-        Args:
-            mapping: the parameter's entry in the table.
-            layers: layers to consider, from 0; parameters outside the layers do not depend on them.
+        Only these layers, counted from 0, are considered; parameters outside of the layers do not depend on them.
         """
         if mapping.required_flag and not getattr(self, mapping.required_flag):
             return
@@ -205,10 +199,7 @@ def read_architecture(
 ) -> Architecture:
     """Read the architecture from config.json in a Hugging Face folder.
 
-    Args:
-        folder: the Hugging Face folder.
-        tensor_parallel: tensor-parallel size; determines the padding.
-        expert_tensor_parallel: expert-tensor-parallel size; None for the tensor-parallel size.
+    The parallel sizes determine the padding; that of experts is by default the tensor-parallel size.
 
     Raises:
         UserError: there is no config.json, or it does not describe a supported model; names the problem.

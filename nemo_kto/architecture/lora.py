@@ -120,13 +120,13 @@ def adapted_mappings(architecture: Architecture, settings: LoRASettings) -> list
 
 
 def embedding_problem(settings: LoRASettings, *, tied: bool) -> str | None:
-    """Return why the embedding, which may be ``tied`` to the output layer, cannot be adapted; None if it can or is not."""
+    """Return why the embedding cannot be adapted; None if it can be, or is not in the settings."""
     if EMBEDDING not in settings.modules:
         return None
     if tied:
-        return f"must leave out {EMBEDDING} where it is the output layer too, which peft would not adapt with it"
+        return f"must leave out {EMBEDDING} if it is tied to the output layer, which peft would not adapt with it"
     if settings.layers is not None:
-        return f"must leave out {EMBEDDING} where only some layers are adapted: it lies in none"
+        return f"must leave out {EMBEDDING} if only some layers are adapted"
     return f"must leave out {EMBEDDING} with DoRA" if settings.dora else None
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.families import ParamMapping, Split
@@ -19,8 +18,7 @@ class RankParameter:
     """A parameter of a rank.
 
     Attributes:
-        name: name of the parameter.
-        shape: shape of the rank's shard.
+        shape: that of the rank's shard.
         trained: False if adapters are trained instead.
         is_replicated: every tensor-parallel rank holds all of it; always False for a parameter of an expert.
     """
@@ -57,8 +55,7 @@ def rank_parameters(
     """Return the parameters of a rank, including padded heads and rows. All ranks of a stage hold the same shapes.
 
     Args:
-        architecture: the model; also determines the tensor-parallel size.
-        split: partition of the layers across pipeline stages.
+        architecture: also determines the tensor-parallel size.
         expert_parallel: expert-parallel size, which divides the number of experts; the first such rank is described.
         stage: number of the pipeline stage, from 0.
         adapters: LoRA settings; None if all weights are trained.
@@ -69,20 +66,35 @@ def rank_parameters(
     is_first, is_last = stage == 0, stage == split.stages - 1
     layers = [layer for chunk in split.layers(architecture.num_layers)[stage] for layer in chunk]
     experts = architecture.sizes["experts"] // expert_parallel
-    held = []
+    parameters: list[RankParameter] = []
+
+    def add(mapping: ParamMapping, names: Iterable[str], *, trained: bool) -> None:
+        is_replicated = not is_cut(mapping) and not mapping.of_expert
+        shape = rank_shape(mapping, architecture)
+        parameters.extend(
+            RankParameter(name=name, shape=shape, trained=trained, is_replicated=is_replicated) for name in names
+        )
+
     for mapping in architecture.family.mappings:
-        name = mapping.mcore_name
-        hold = _form(mapping, architecture, trained=adapters is None)
+        name, trained = mapping.mcore_name, adapters is None
         places = [place for place in architecture.instances(mapping, layers) if place.get("expert", -1) < experts]
         if "{layer}" in name:
-            held += [hold(name=name.format(**place)) for place in places]
+            add(mapping, (name.format(**place) for place in places), trained=trained)
         elif not places:
             continue
         elif is_first if mapping.split is Split.VOCABULARY and name.startswith("embedding.") else is_last:
-            held.append(hold(name=name))
+            add(mapping, [name], trained=trained)
         elif is_last and architecture.tied:  # the last stage holds a copy of the embedding
-            held.append(hold(name="output_layer.weight"))
-    return held if adapters is None else [*held, *_adapters(architecture, adapters, layers, experts, is_first=is_first)]
+            add(mapping, ["output_layer.weight"], trained=trained)
+    if adapters is None:
+        return parameters
+    layers = [layer for layer in layers if adapters.layers is None or layer + 1 in adapters.layers]
+    for mapping in adapted_mappings(architecture, adapters):
+        for part in adapter_mappings(mapping, adapters):
+            places = [place for place in architecture.instances(part, layers) if place.get("expert", -1) < experts]
+            names = [part.mcore_name.format(**place) for place in places if is_first or "layer" in place]
+            add(part, names, trained=True)
+    return parameters
 
 
 def rank_shape(mapping: ParamMapping, architecture: Architecture) -> tuple[int, ...]:
@@ -92,22 +104,3 @@ def rank_shape(mapping: ParamMapping, architecture: Architecture) -> tuple[int, 
         whole = sum(segment.length for segment in segments(mapping, architecture))
         shape[dimension] = whole // shards(mapping, architecture) if is_cut(mapping) else whole
     return tuple(shape)
-
-
-def _adapters(
-    architecture: Architecture, settings: LoRASettings, layers: Sequence[int], experts: int, *, is_first: bool
-) -> Iterator[RankParameter]:
-    for mapping in adapted_mappings(architecture, settings):
-        for part in adapter_mappings(mapping, settings):
-            hold = _form(part, architecture, trained=True)
-            for place in architecture.instances(part, layers):
-                selected = settings.layers is None or place["layer"] + 1 in settings.layers
-                selected &= is_first or "layer" in place
-                if selected and place.get("expert", -1) < experts:
-                    yield hold(name=part.mcore_name.format(**place))
-
-
-def _form(mapping: ParamMapping, architecture: Architecture, *, trained: bool) -> Callable[..., RankParameter]:
-    """Return a function that builds a parameter described by a mapping from its name."""
-    is_replicated = not is_cut(mapping) and not mapping.of_expert
-    return partial(RankParameter, shape=rank_shape(mapping, architecture), trained=trained, is_replicated=is_replicated)

@@ -73,10 +73,7 @@ def shape_in_file(mapping: ParamMapping, shape: tuple[int, ...], architecture: A
 def place_in_file(mapping: ParamMapping, place: Mapping[str, int], where: tuple[slice, ...]) -> tuple[slice | int, ...]:
     """Convert the slice ``where`` of a weight into a slice of the file's tensor that holds it.
 
-    Args:
-        mapping: mapping of the weight.
-        place: number of the expert, for an expert's weight.
-        where: the slice of the weight.
+    ``place`` has the number of the expert, for an expert's weight.
     """
     if mapping.transposed:  # only matrices are
         where = (*where, slice(None))[:2][::-1]
@@ -114,18 +111,24 @@ def _segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment
     if mapping.split is Split.ROW_PARALLEL:
         width = source_shapes(mapping, architecture)[0][1]
         return _padded(width, width)
-    if mapping.split is Split.GATED:
-        ranks = shards(mapping, architecture)
-        # width of the gate, which the file has as a weight of its own or in one tensor with the up projection
-        part = source_shapes(mapping, architecture)[0][0] // (1 if len(mapping.hf_names) > 1 else 2) // ranks
-        return [Segment(source=source, start=rank * part, length=part) for rank in range(ranks) for source in (0, 1)]
-    if mapping.split is Split.INTERLEAVED:
-        ranks = shards(mapping, architecture)
-        part = source_shapes(mapping, architecture)[0][0] // 2 // ranks
-        starts = (2 * rank * part + which for rank in range(ranks) for which in (0, 1))
+    if mapping.split in (Split.GATED, Split.INTERLEAVED):
+        ranks = range(shards(mapping, architecture))
+        # width of the gate, which the file has as a separate weight or in one tensor with the up projection
+        width = source_shapes(mapping, architecture)[0][0] // (1 if len(mapping.hf_names) > 1 else 2)
+        part = width // len(ranks)
+        if mapping.split is Split.GATED:
+            return [Segment(source=source, start=rank * part, length=part) for rank in ranks for source in (0, 1)]
+        starts = (2 * rank * part + which for rank in ranks for which in (0, 1))
         return [Segment(source=0, start=start, length=part, step=2) for start in starts]
     if mapping.split is Split.QKV:
-        return _query_key_value(architecture)
+        query = architecture.num_attention_heads // architecture.num_query_groups * head  # the query heads of one group
+        parts = [
+            Segment(source=source, start=group * width, length=width)
+            for group in range(architecture.num_query_groups)
+            for source, width in enumerate((query, head, head))
+        ]
+        padding = (architecture.padded_query_groups - architecture.num_query_groups) * (query + 2 * head)
+        return [*parts, Segment(source=None, start=0, length=padding)] if padding else parts
     if mapping.split is Split.STACKED:
         shapes = source_shapes(mapping, architecture)
         return [Segment(source=source, start=0, length=shape[0]) for source, shape in enumerate(shapes)]
@@ -144,25 +147,14 @@ def cut(parts: Iterable[Segment], *, start: int, length: int) -> Iterator[tuple[
 
 
 def held(mapping: ParamMapping, architecture: Architecture, *, rank: int, length: int) -> Iterator[tuple[int, Segment]]:
-    """Yield the segments of a tensor-parallel rank's shard of a parameter, each with its offset in the shard.
-
-    Args:
-        mapping: mapping of the parameter.
-        architecture: the model's architecture.
-        rank: rank in the tensor-parallel group.
-        length: length of the rank's shard.
-    """
+    """Yield the segments of a tensor-parallel rank's shard of this length, each with its offset in the shard."""
     return cut(segments(mapping, architecture), start=rank * length if is_cut(mapping) else 0, length=length)
 
 
 def pieces(values: Tensor, mapping: ParamMapping, architecture: Architecture, *, rank: int) -> Iterator[Piece]:
-    """Yield the pieces of weights to be stored in a parameter, and set its padding to zero.
+    """Yield the pieces of weights to be stored in the ``values`` of a parameter, and set its padding to zero.
 
-    Args:
-        values: the parameter's values on this rank.
-        mapping: mapping of the parameter.
-        architecture: the model's architecture.
-        rank: this rank in the tensor-parallel group, or in the expert-tensor-parallel group for a parameter of an expert.
+    ``rank`` is that in the tensor-parallel group, or in the expert-tensor-parallel group for a parameter of an expert.
     """
     dimension = split_dimension(mapping)
     if dimension is None:
@@ -175,21 +167,6 @@ def pieces(values: Tensor, mapping: ParamMapping, architecture: Architecture, *,
         else:
             where = (slice(None),) * dimension + (part.where,)
             yield Piece(source=part.source, where=where, place=place)
-
-
-def _query_key_value(architecture: Architecture) -> list[Segment]:
-    head = architecture.head_dim
-    query = architecture.num_attention_heads // architecture.num_query_groups * head  # the query heads of one group
-    widths = (query, head, head)  # widths of query, key and value in a group
-    parts = [
-        Segment(source=source, start=group * width, length=width)
-        for group in range(architecture.num_query_groups)
-        for source, width in enumerate(widths)
-    ]
-    groups_of_zeros = architecture.padded_query_groups - architecture.num_query_groups
-    if groups_of_zeros:
-        parts.append(Segment(source=None, start=0, length=groups_of_zeros * (query + 2 * head)))
-    return parts
 
 
 def _padded(size: int, padded: int) -> list[Segment]:

@@ -96,10 +96,7 @@ class PipelineSplit:
     def most_kept(self, stage: int, micro_batches: int, sizes: Sequence[float]) -> float:
         """Return the peak size of the values that a stage keeps for backward passes.
 
-        Args:
-            stage: number of the stage, from 0.
-            micro_batches: micro-batches per step.
-            sizes: size of the values that each chunk keeps for one micro-batch.
+        ``sizes`` are those that each chunk keeps for one micro-batch.
         """
         now = most = 0.0
         for is_forward, chunk in self.passes(stage, min(self.micro_batches(micro_batches), 4 * self.stages)):
@@ -136,7 +133,7 @@ class PipelineSplit:
     def _whole_stages(self, num_layers: int) -> list[int]:
         """Return the number of layers of each stage, with embedding and loss if these count; divisible by the chunks."""
         if self.stages == 1 and self != PipelineSplit():
-            raise SplitError("stages", "must be at least 2 for chunks, or an uneven split, of the layers", 1)
+            raise SplitError("stages", "must be at least 2 for several chunks or an uneven split of the layers", 1)
         counted = [name for name, is_one in (("embedding", self.counts_embedding), ("loss", self.counts_loss)) if is_one]
         parts = f"the {num_layers} layers"
         if counted:
@@ -156,18 +153,16 @@ class PipelineSplit:
         """Return the number of layers of each stage for a given number in the first or the last stage."""
         if self.counts_embedding or self.counts_loss:
             name = "first" if self.last is None else "last"
-            raise SplitError(
-                name, "must be left out where embedding or loss are counted among the layers", getattr(self, name)
-            )
+            raise SplitError(name, "must be left out if embedding or loss count as layers", getattr(self, name))
         first, last = ([] if count is None else [count] for count in (self.first, self.last))
         others, rest = self.stages - len(first) - len(last), num_layers - sum(first) - sum(last)
         if others == 0 and rest:
             raise SplitError(
-                "first", f"must make up, with the {self.last} of the last stage, the {num_layers} layers", first[0]
+                "first", f"must add up, with the {self.last} of the last stage, to the {num_layers} layers", first[0]
             )
         if others and (rest < others or rest % others):
             name, value = ("first", first[0]) if first else ("last", last[0])
-            raise SplitError(name, f"must leave the other stages equal shares of the {num_layers} layers", value)
+            raise SplitError(name, f"must leave equal shares to the other stages of the {num_layers} layers", value)
         return [*first, *([rest // others] * others if others else []), *last]
 
 

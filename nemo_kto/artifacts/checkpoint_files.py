@@ -169,10 +169,18 @@ def damage(folder: Path, records: Mapping[str, Written]) -> list[str]:
     """
 
     def of_file(item: tuple[str, Written]) -> str | None:
+        name, record = item
         try:
-            _check_content(folder, *item)
+            _check_size(folder, name, record)
+            if record.sha256 is not None and hash_file(folder / name) != record:
+                return f"{name} was changed after it was written"
         except DamagedCheckpoint as error:
             return str(error)
+        except OSError as error:
+            problem = _damaged_or_unreadable(folder, name, error)
+            if isinstance(problem, UserError):
+                raise problem from error
+            return str(problem)
         return None
 
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -254,18 +262,6 @@ def _check_size(folder: Path, name: str, record: Written) -> None:
         raise _damaged_or_unreadable(folder, name, error) from error
     if found.st_size != record.size:
         raise DamagedCheckpoint(f"{name} has {found.st_size} bytes instead of {record.size}")
-
-
-def _check_content(folder: Path, name: str, record: Written) -> None:
-    _check_size(folder, name, record)
-    if record.sha256 is None:
-        return
-    try:
-        found = hash_file(folder / name)
-    except OSError as error:
-        raise _damaged_or_unreadable(folder, name, error) from error
-    if found != record:
-        raise DamagedCheckpoint(f"{name} was changed after it was written")
 
 
 def _damaged_or_unreadable(folder: Path, name: str, error: OSError) -> Exception:

@@ -48,7 +48,6 @@ def content_hash(folder: Path, files: Sequence[Path], *, cache_dir: Path, shared
 
     Args:
         folder: names are relative to this folder.
-        files: in any order; all below ``folder``.
         cache_dir: folder where the hashes of large files are cached; created if absent.
         shared: others may read the cached hashes, as the umask allows; else only the user may.
     """
@@ -76,14 +75,15 @@ def read_companions(folder: Path, *, into: str) -> dict[str, bytes]:
     warning that names it: transformers, which has read the tokenizer, did not need it.
 
     Args:
-        folder: folder of a Hugging Face model.
         into: destination of the files, for the warning: "the checkpoints".
 
     Raises:
         UserError: a file is a link that leads out of the folder.
     """
     contents = {}
-    for name in _names(folder):
+    # all that transformers may read beside the weights
+    names = {*_EXPECTED, *(file.relative_to(folder).as_posix() for file in tokenizer_files(folder))}
+    for name in sorted(name for name in names if os.path.lexists(folder / name) and not os.path.isdir(folder / name)):
         path = file_inside(folder, name)
         try:
             contents[name] = read_bytes(path, limit=_MAX_BYTES)
@@ -102,9 +102,3 @@ def copy_companions(source: Path, target: Path) -> None:
         if name != CONFIG:
             (target / name).parent.mkdir(exist_ok=True)
             (target / name).write_bytes(content)
-
-
-def _names(folder: Path) -> list[str]:
-    """Return the names below the folder of all that transformers may read beside the weights, sorted."""
-    names = {*_EXPECTED, *(file.relative_to(folder).as_posix() for file in tokenizer_files(folder))}
-    return sorted(name for name in names if os.path.lexists(folder / name) and not os.path.isdir(folder / name))

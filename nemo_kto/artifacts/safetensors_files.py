@@ -30,8 +30,8 @@ Shapes = dict[str, tuple[int, ...]]
 """Names of weights in a file -> their shapes."""
 
 
-class _Broken(ValueError):
-    """A header is invalid; the message describes the problem."""
+class _InvalidHeader(ValueError):
+    """The message describes the problem."""
 
 
 def tensor_shapes(file: Path) -> Shapes:
@@ -60,22 +60,24 @@ def _read_header(file: Path) -> tuple[Shapes, dict[str, str]]:
             handle.seek(0)
             length = int.from_bytes(handle.read(8), "little")
             if size < 8 or length > _MAX_HEADER_BYTES:
-                raise _Broken("it begins with something else than a header")
+                raise _InvalidHeader("it has no header")
             if size < 8 + length:
-                raise _Broken(f"it has {size} bytes, its header alone {length}")
+                raise _InvalidHeader(f"it has {size} bytes and its header {length}")
             header = json.loads(handle.read(length))
         return _parse_header(header, size - 8 - length)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}; {_REMEDY}") from error
-    except _Broken as error:
-        raise UserError(f"{file} must be a whole safetensors file, but {error}; {_REMEDY}") from None
+    except _InvalidHeader as error:
+        raise UserError(f"{file} must be a complete safetensors file, but {error}; {_REMEDY}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} must be a safetensors file, but its header is no JSON ({error}); {_REMEDY}") from error
+        raise UserError(
+            f"{file} must be a safetensors file, but its header is not valid JSON ({error}); {_REMEDY}"
+        ) from error
 
 
 def _parse_header(header: object, data_bytes: int) -> tuple[Shapes, dict[str, str]]:
     if not isinstance(header, dict):
-        raise _Broken("its header is no JSON object")
+        raise _InvalidHeader("its header is not a JSON object")
     metadata = header.pop("__metadata__", {})
     shapes, end = {}, 0
     for name, entry in header.items():
@@ -83,18 +85,18 @@ def _parse_header(header: object, data_bytes: int) -> tuple[Shapes, dict[str, st
             case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(first), int(last)]}:
                 pass
             case _:
-                raise _Broken(f"its header does not say what {printable(name, 100)} is")
+                raise _InvalidHeader(f"its header has no valid entry for {printable(name, 100)}")
         is_packed = dtype == _PACKED and name.endswith((BLOCKS, SCALES))
         if dtype not in _FLOATS and not is_packed:
             floats = either([*_FLOATS])
             got = f"{printable(name, 100)} is {printable(dtype, 20)}"
-            raise _Broken(f"{got} and not {floats}, perhaps quantized; start from the unquantized model")
+            raise _InvalidHeader(f"{got} instead of {floats}, perhaps quantized; start from the unquantized model")
         size = 1 if is_packed else _FLOATS[dtype]
         if not all(type(part) is int and part >= 0 for part in shape) or last - first != math.prod(shape) * size:
-            raise _Broken(f"its header contradicts itself about {printable(name, 100)}")
+            raise _InvalidHeader(f"its header contradicts itself about {printable(name, 100)}")
         shapes[name], end = tuple(shape), max(end, last)
     if end != data_bytes:
-        raise _Broken(f"it has {data_bytes} bytes of weights, and its header names {end}: it was cut short or changed")
+        raise _InvalidHeader(f"it has {data_bytes} bytes of weights, and its header {end}: cut short or changed")
     return shapes, metadata if isinstance(metadata, dict) else {}
 
 
@@ -110,7 +112,7 @@ def find_weights(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """
     weight_map = _read_index(folder)
     files = [file_inside(folder, SINGLE)] if weight_map is None else sorted(set(weight_map.values()))
-    if absent := [f"{file.name} is {irregular(file) or 'not there'}" for file in files if not file.is_file()]:
+    if absent := [f"{file.name} is {irregular(file) or 'missing'}" for file in files if not file.is_file()]:
         raise UserError(
             f"{folder} must hold its weights as safetensors, but {', '.join(absent)}; "
             "load the model with transformers and write it with save_pretrained"

@@ -64,11 +64,14 @@ def find_source(folder: Path, *, default_base: Path | None = None) -> ModelSourc
                 f"must be a model or adapters, got {folder}, which has {ADAPTER_CONFIG} and weights of a whole model; "
                 "move one of them to another folder"
             )
-        return ModelSource(base=_peft_base(folder, default_base), adapters=folder)
+        name = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+        is_path = bool(name) and Path(str(name)).expanduser().is_absolute()  # else a hub name: organisation/model
+        base = named_base(folder) or (None if is_path else default_base) or _base_there(folder, str(name))
+        return ModelSource(base=base, adapters=folder)
     if os.path.isfile(folder / CONFIG):
         return ModelSource(base=folder)
     raise UserError(
-        f"must be a Hugging Face folder (with {CONFIG}), one of our checkpoints (with {INFO}) or adapters in PEFT "
+        f"must be a Hugging Face folder (with {CONFIG}), a checkpoint of nemo-kto (with {INFO}) or adapters in PEFT "
         f"format (with {ADAPTER_CONFIG}), got {folder}{irregular_files(folder)}; download it or correct the path"
     )
 
@@ -105,49 +108,27 @@ def check_same_shape(policy: Path, other: Path) -> None:
     Raises:
         UserError: the shapes differ.
     """
-    ours, theirs = _config(policy), _config(other)
-    pairs = {key: (theirs[key], ours[key]) for key in _SHAPE if key in ours and key in theirs}
+    files = [config_folder(folder) / CONFIG for folder in (policy, other)]
+    expected, found = (read_json(file) if os.path.isfile(file) else {} for file in files)
+    pairs = {key: (found[key], expected[key]) for key in _SHAPE if key in expected and key in found}
     refuse_other_shape(policy, other, {key: pair for key, pair in pairs.items() if pair[0] != pair[1]})
 
 
 def refuse_other_shape(policy: Path, other: Path, differing: Mapping[str, tuple[object, object]]) -> None:
-    """Reject a model that differs from the policy in any value.
-
-    Args:
-        policy: the policy's folder.
-        other: folder of the other model.
-        differing: name -> (value of the other model, value of the policy).
-
-    Raises:
-        UserError: ``differing`` is not empty.
-    """
+    """Raise a UserError if a model differs from the policy: name -> (value of the other model, value of the policy)."""
     if differing:
-        values = ", ".join(f"{name} {theirs} instead of {ours}" for name, (theirs, ours) in differing.items())
+        values = ", ".join(f"{name} {found} instead of {expected}" for name, (found, expected) in differing.items())
         raise UserError(
             f"must be a model of the same shape as the policy in {policy}, got {other} with {values}; name another model, "
             "or train one of its shape"
         )
 
 
-def _config(folder: Path) -> dict[str, object]:
-    """Return the Hugging Face configuration of a whole model; empty if the file does not exist."""
-    file = config_folder(folder) / CONFIG
-    return read_json(file) if os.path.isfile(file) else {}
-
-
-def _peft_base(folder: Path, default_base: Path | None) -> Path:
-    if (base := named_base(folder)) is not None:
-        return base
-    name = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-    is_path = bool(name) and Path(str(name)).expanduser().is_absolute()  # else a hub name: organisation/model
-    return default_base if default_base is not None and not is_path else _base_there(folder, str(name))
-
-
 def _base_there(folder: Path, base: str) -> Path:
     if not is_whole_model(Path(base).expanduser()):
         where = ADAPTER_CONFIG if os.path.isfile(folder / ADAPTER_CONFIG) else INFO
         raise UserError(
-            f"must have the base model of its adapters where {where} names it, got {folder} with {base}, which is no model "
-            f"on this machine; put it there, or correct {where}"
+            f"must be adapters whose base model is on this machine, got {folder}, whose {where} names {base}, which is not "
+            f"a model folder; copy it there, or correct {where}"
         )
     return Path(base).expanduser()

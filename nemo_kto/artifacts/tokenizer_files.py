@@ -19,9 +19,6 @@ _VOCABULARIES = (_TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt", "spie
 def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
     """Check that a folder holds a tokenizer that fits its model.
 
-    Args:
-        vocab_size: rows of the model's embedding; None if unknown.
-
     Raises:
         UserError: there is no tokenizer, a file is damaged, it brings its own code, it has no EOS token, or a token that
             training needs has no row in the embedding (:func:`check_ids`).
@@ -29,7 +26,7 @@ def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         others = (f"{name}, which is {kind}" for name in _VOCABULARIES if (kind := irregular(folder / name)))
         message = f"{folder} must hold a tokenizer ({_TOKENIZER} or tokenizer.model), got {next(others, 'none')}"
-        raise UserError(f"{message}; copy its files from where the model came from")
+        raise UserError(f"{message}; copy its files from the original model")
     for name in (*_VOCABULARIES, *_TEMPLATES):
         _check_format(folder / name, needed=name in _TEMPLATES)
     config = _tokenizer_config(folder)
@@ -38,7 +35,10 @@ def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
         raise UserError(f"{folder / _CONFIG}: the tokenizer must have an EOS token, got none; set eos_token there")
     if (folder / _TOKENIZER).is_file():
         ids, added = _ids(folder / _TOKENIZER)
-        every_row = _every_row(config)
+        # tokens that every data row gets, independent of its text
+        special = (config.get("bos_token"), config.get("eos_token"))
+        texts = (token.get("content") if isinstance(token, dict) else token for token in special)
+        every_row = [text for text in texts if isinstance(text, str)]
         ids |= {token: added[token] for token in every_row if token in added}
         check_ids(ids, vocab_size=vocab_size, file=folder / _TOKENIZER)
         following = max([*ids.values(), *added.values()]) + 1  # the id that transformers gives to a token without one
@@ -68,8 +68,6 @@ def check_ids(ids: Mapping[str, int], *, vocab_size: int | None, file: Path) -> 
     the data that contains one is rejected when it is tokenised.
 
     Args:
-        ids: token -> its id.
-        vocab_size: rows of the embedding; None if unknown.
         file: file that defines the tokens, for the error message.
 
     Raises:
@@ -78,7 +76,7 @@ def check_ids(ids: Mapping[str, int], *, vocab_size: int | None, file: Path) -> 
     token, highest = max(ids.items(), key=lambda entry: entry[1], default=("", -1))
     if vocab_size is not None and highest >= vocab_size:
         message = f"{file}: tokens must have ids below the model's vocab_size = {vocab_size}, got {highest} of {show(token)}"
-        remedy = "take the model's own tokenizer, or resize the embedding with resize_token_embeddings"
+        remedy = "use the model's own tokenizer, or resize the embedding with resize_token_embeddings"
         raise UserError(f"{message}; {remedy}")
 
 
@@ -96,13 +94,6 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / _CONFIG, remedy=_REMEDY) if (folder / _CONFIG).exists() else {}
 
 
-def _every_row(config: Mapping[str, Any]) -> list[str]:
-    """Return the tokens of a tokenizer_config.json that every data row gets, independent of its text: BOS and EOS."""
-    values = (config.get("bos_token"), config.get("eos_token"))
-    texts = (value.get("content") if isinstance(value, dict) else value for value in values)
-    return [text for text in texts if isinstance(text, str)]
-
-
 def _ids(file: Path) -> tuple[dict[str, int], dict[str, int]]:
     """Return token -> id from a tokenizer.json: the tokens of its model, and the added tokens."""
     content = read_json(file, remedy=_REMEDY)
@@ -116,5 +107,5 @@ def _ids(file: Path) -> tuple[dict[str, int], dict[str, int]]:
             raise LookupError("no tokens")
         return ids, new
     except (TypeError, ValueError, LookupError) as error:
-        message = f"{file} must have model.vocab, the id of each token, and added_tokens; got something else"
+        message = f"{file} must have model.vocab, the id of each token, and added_tokens, got other content"
         raise UserError(f"{message}; {_REMEDY}") from error

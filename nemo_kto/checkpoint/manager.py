@@ -194,7 +194,7 @@ class CheckpointManager:
             RuntimeError: the checkpoint could not be written.
         """
         started = time.monotonic()
-        earlier = self._finish_writing()
+        earlier = self._complete(wait=True)
         sharded = self._sharded_state(is_loading=False)
         need = state.sum_over_ranks(bytes_to_write(sharded)) + sum(map(len, self._companions.values()))
         final = checkpoint_folder(self.folder, trainer_state["step"])
@@ -230,11 +230,11 @@ class CheckpointManager:
             UserError: the disk is full.
             RuntimeError: a rank could not write its part.
         """
-        return self._complete_if_written(waiting_since=None)
+        return self._complete(wait=False)
 
     def finish(self) -> WrittenCheckpoint | None:
         """Wait for the pending checkpoint, if there is one, and return it; collective. Raises like :meth:`poll`."""
-        written = self._finish_writing()
+        written = self._complete(wait=True)
         self._removal.join()
         return written
 
@@ -307,22 +307,18 @@ class CheckpointManager:
             file.parent.mkdir(exist_ok=True)
             save.info["files"][f"hf/{name}"] = write_file(file, write_bytes(content))
 
-    def _finish_writing(self) -> WrittenCheckpoint | None:
+    def _complete(self, *, wait: bool) -> WrittenCheckpoint | None:
+        """Publish the pending checkpoint if the parts of all ranks are on disk; with ``wait``, wait for them."""
         if (save := self._save) is None or save.thread is None:
             return None
         began = time.monotonic()
-        save.thread.join()
-        return self._complete_if_written(waiting_since=began)
-
-    def _complete_if_written(self, *, waiting_since: float | None) -> WrittenCheckpoint | None:
-        if (save := self._save) is None or save.thread is None:
-            return None
+        if wait:
+            save.thread.join()
         is_busy, has_failed = state.any_rank(save.thread.is_alive(), save.thread.problem is not None)
         if has_failed:
             self._raise_together(save.thread.problem)
         if is_busy:
             return None
-        began = time.monotonic() if waiting_since is None else waiting_since
         of_ranks: list[Any] = [None] * state.world_size()
         own_part = (save.results, save.thread.written)
         torch.distributed.gather_object(own_part, of_ranks if state.is_rank_zero() else None, dst=0)

@@ -21,8 +21,8 @@ from nemo_kto.errors import UserError
 from nemo_kto.telemetry.progress import progress_bar
 
 _DESCRIPTION = """\
-Count what jsonl files hold: rows and their balance, lengths, repetitions, contradictions, broken rows. Exit status 2 if rows
-are broken. With --model in tokens too, and what --seq-length would truncate.
+Statistics of jsonl files: rows and their balance, lengths, duplicates, contradictions, invalid rows. Exit status 2 if rows
+are invalid. With --model, lengths are also counted in tokens, with the rows that --seq-length would truncate.
 """
 
 
@@ -38,7 +38,9 @@ def main(argv: Sequence[str]) -> None:
     flags = _parser().parse_args(list(argv))
     files = _files(flags.file)
     if flags.seq_length is not None and flags.model is None:
-        raise UserError("--seq-length must come with --model, whose tokenizer makes tokens of the rows; add --model FOLDER")
+        raise UserError(
+            "--seq-length must be given with --model, whose tokenizer counts tokens, got no --model; add --model FOLDER"
+        )
     fields = Fields(_columns(flags.fields))
     encoder = truncation = None
     if flags.model is not None:
@@ -51,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
         if flags.seq_length is not None:
             truncation = Truncation(flags.seq_length, TRUNCATION_MODES[0], encoder.bos_id)
     as_pairs = RECIPES[flags.algorithm].unit == "pairs"
-    report, broken = Report(as_pairs=as_pairs, seq_length=flags.seq_length), RowErrors()
+    report, errors = Report(as_pairs=as_pairs, seq_length=flags.seq_length), RowErrors()
     for file in files:
         work = PartCheck(path=file, as_pairs=as_pairs, fields=fields, encoder=encoder, truncation=truncation)
         expected, title = number_of_parts(file), f"reading {file.name}"
@@ -60,23 +62,25 @@ def main(argv: Sequence[str]) -> None:
         for counted in progress_bar(parts, total=expected, title=title, shown=True):
             report.add(file, counted)
             for line, what in counted.broken:
-                broken.add(file, line, what)
+                errors.add(file, line, what)
             if counted.is_last:
-                broken.raise_if_any()
+                errors.raise_if_any()
     sys.stdout.write("\n".join(report.lines()) + "\n")
     sys.stdout.flush()
-    broken.raise_if_any()
+    errors.raise_if_any()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nemo-kto data check", description=_DESCRIPTION)
     parser.add_argument("file", metavar="FILE", nargs="+", help="jsonl files, or folders of them")
     parser.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder, whose tokenizer counts tokens")
-    parser.add_argument("--seq-length", type=integer_from(2), metavar="N", help="count what this model.data.seq_length cuts")
-    parser.add_argument("--fields", default="", metavar="OURS:COLUMN,...", help="columns of other names: model.data.fields")
+    parser.add_argument(
+        "--seq-length", type=integer_from(2), metavar="N", help="count the rows that this model.data.seq_length truncates"
+    )
+    parser.add_argument("--fields", default="", metavar="OURS:COLUMN,...", help="names of the columns: model.data.fields")
     parser.add_argument("--workers", type=integer_from(1), metavar="N", help="processes for large files (one for each core)")
     names = list(RECIPES)
-    parser.add_argument("--algorithm", choices=names, default=names[0], help=f"who reads the rows ({names[0]})")
+    parser.add_argument("--algorithm", choices=names, default=names[0], help=f"algorithm of the rows ({names[0]})")
     return parser
 
 
@@ -101,8 +105,8 @@ def _files(named: Sequence[str]) -> list[Path]:
 def _columns(text: str) -> dict[str, str]:
     columns = {}
     for pair in filter(None, text.strip("{} ").split(",")):
-        ours, colon, column = pair.partition(":")
-        if not (colon and ours.strip() and column.strip()):
+        field, colon, column = pair.partition(":")
+        if not (colon and field.strip() and column.strip()):
             raise UserError(f"--fields must be OURS:COLUMN, separated by commas, got {pair}; e.g. --fields prompt:question")
-        columns[ours.strip()] = column.strip()
+        columns[field.strip()] = column.strip()
     return columns

@@ -50,15 +50,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nemo-kto checkpoint", description="Look at the checkpoints of a run.")
+    parser = argparse.ArgumentParser(prog="nemo-kto checkpoint", description="List or verify the checkpoints of a run.")
     commands = parser.add_subparsers(metavar="ls|verify", required=True)
-    listing = commands.add_parser(
-        "ls", description="Step, date, size, layout and metrics of each checkpoint, and whether it is complete."
-    )
+    listing = commands.add_parser("ls", description="List step, date, size, layout, metrics and state of each checkpoint.")
     listing.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
     listing.set_defaults(command=_list)
     verifying = commands.add_parser(
-        "verify", description="Read every file and compare it with its hash. Exit status 1 if any is damaged."
+        "verify", description="Compare every file with its hash. Exit status 1 if any is damaged."
     )
     verifying.add_argument("folder", metavar="RUN|CHECKPOINT", type=Path, help="a run folder or a checkpoint")
     verifying.set_defaults(command=_verify)
@@ -71,7 +69,7 @@ def _list(folder: Path) -> int:
     for row in rows:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
     for leftover in sorted((folder / CHECKPOINTS).glob(f"{WRITING}*")):
-        print(f"{leftover.name}: not complete; it is being written, or its run was stopped")
+        print(f"{leftover.name}: incomplete: it is being written, or its run was stopped")
     return 0
 
 
@@ -139,7 +137,7 @@ def _paths(folder: Path) -> list[Path]:
         UserError: If there are none.
     """
     if not os.path.isdir(folder):
-        raise UserError(f"RUN must be a folder that exists, got {folder}; correct the path")
+        raise UserError(f"RUN must be an existing folder, got {folder}; correct the path")
     if paths := list(named_checkpoints(folder / CHECKPOINTS)):
         return paths
-    raise UserError(f"RUN must be a run folder, with checkpoints in {folder / CHECKPOINTS}, but there are none")
+    raise UserError(f"RUN must be a run folder with checkpoints, got none in {folder / CHECKPOINTS}; correct the path")

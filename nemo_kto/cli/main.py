@@ -154,12 +154,7 @@ def _export(argv: Sequence[str]) -> None:
 
 
 def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
-    """Train with an algorithm: `nemo-kto NAME` and the scripts in examples/.
-
-    Args:
-        recipe: the algorithm.
-        argv: overrides and Hydra's flags; by default those of sys.argv.
-    """
+    """Train: `nemo-kto NAME` and the scripts in examples/; ``argv`` contains overrides and Hydra's flags."""
     from nemo_kto.cli.job import Job, refuse_mistakes
     from nemo_kto.config import compose
     from nemo_kto.config.keys import as_text

@@ -27,9 +27,9 @@ _MODEL, _DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_pref
 _LAYOUT = tuple(f"model.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context", "expert_model"))
 _SHOWN = 5
 _DESCRIPTION = """\
-What a run needs, rank by rank, and how fast it may be; of the model only config.json is read. KEY=VALUE: as in training.
-With --gpus and without a layout (model.{tensor_model,pipeline_model,context,expert_model}_parallel_size): the five
-fastest of the layouts that fit. Without --gpus: on this machine. Exit status 1 if the run does not fit.
+Estimate the memory of each rank and the speed of a run; only config.json of the model is read. KEY=VALUE: as in training.
+With --gpus and without a layout (model.{tensor_model,pipeline_model,context,expert_model}_parallel_size), list the five
+fastest layouts that fit. Without --gpus, plan for this machine. Exit status 1 if the run does not fit.
 """
 DOES_NOT_FIT = 1  # exit status
 
@@ -78,13 +78,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nemo-kto plan", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("algorithm", choices=list(RECIPES), help="what will be run")
+    parser.add_argument("algorithm", choices=list(RECIPES), help="the algorithm of the run")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as model.data.seq_length=512")
-    parser.add_argument("--gpus", type=integer_from(1), metavar="N", help="plan for so many GPUs, on machines of eight")
-    parser.add_argument("--gpu", choices=list(GPUS), default=DEFAULT_GPU, help=f"which, with --gpus ({DEFAULT_GPU})")
-    parser.add_argument("--memory", type=_gigabytes, metavar="GB", help="memory of a rank, in 10^9 bytes")
-    parser.add_argument("--config-name", metavar="FILE", help="a configuration of your own")
-    parser.add_argument("--config-dir", metavar="FOLDER", help="where it is")
+    parser.add_argument("--gpus", type=integer_from(1), metavar="N", help="number of GPUs, on machines with eight GPUs")
+    parser.add_argument("--gpu", choices=list(GPUS), default=DEFAULT_GPU, help=f"their kind, with --gpus ({DEFAULT_GPU})")
+    parser.add_argument("--memory", type=_gigabytes, metavar="GB", help="memory of each rank, in 10^9 bytes")
+    parser.add_argument("--config-name", metavar="FILE", help="your configuration file")
+    parser.add_argument("--config-dir", metavar="FOLDER", help="folder of that file")
     return parser
 
 

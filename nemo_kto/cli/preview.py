@@ -25,8 +25,8 @@ from nemo_kto.errors import ConfigError, UserError
 
 _MODEL = "pretrained_checkpoint.restore_from_path"
 _DESCRIPTION = """\
-Show the first rows of a file as the model sees them: the decoded tokens, with prompt, answer and masked parts told apart,
-their numbers, the label, and the answer that a prompt is paired with in a KL example. KEY=VALUE: as in training.
+Show the first rows of a file as the model sees them: the decoded tokens with prompt, response and masked parts marked,
+their number, the label, and the response of the KL example. KEY=VALUE: as in training.
 """
 
 
@@ -43,11 +43,11 @@ def main(argv: Sequence[str]) -> None:
     recipe = RECIPES[flags.algorithm]
     if flags.model is None and not any(text.startswith(f"{_MODEL}=") for text in flags.overrides):
         raise UserError(
-            "--model must name a Hugging Face folder, whose tokenizer and chat template make tokens of the rows, got none; "
+            "--model must be a Hugging Face folder, whose tokenizer and chat template are used, got none; "
             f"e.g. nemo-kto data preview {flags.file} --model MODEL"
         )
     if Path(flags.file).is_dir():
-        raise UserError(f"FILE must be a jsonl file, got the folder {flags.file}; name one of its files")
+        raise UserError(f"FILE must be a jsonl file, got the folder {flags.file}; choose one of its files")
     named = {_MODEL: flags.model, "model.data.data_prefix": flags.file}
     overrides = [f"{key}={_quoted(value)}" for key, value in named.items() if value is not None]
     source, title = compose.Source(config_name=recipe.config_name), "the rows cannot be shown"
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="FOLDER", help="the model that will be trained: a Hugging Face folder")
     parser.add_argument("--rows", type=integer_from(1), default=3, metavar="N", help="rows to show (3)")
     names = list(RECIPES)
-    parser.add_argument("--algorithm", choices=names, default=names[0], help=f"who reads the rows ({names[0]})")
+    parser.add_argument("--algorithm", choices=names, default=names[0], help=f"algorithm of the rows ({names[0]})")
     return parser
 
 

@@ -53,12 +53,12 @@ class Checker:
         try:
             config = compose.load(overrides, source=self.source) if config is None else config
             cfg, errors = compose.to_config(config, recipe=self.recipe)
-            if cfg is not None:
-                run = ResolvedRun.of(cfg, gpus=self.gpus)
-                if not (errors := self.rules(run)):
-                    return run
         except compose.WRONG as error:
-            errors = [does_not_compose(error)]
+            cfg, errors = None, [does_not_compose(error)]
+        if cfg is not None:
+            run = ResolvedRun.of(cfg, gpus=self.gpus)
+            if not (errors := self.rules(run)):
+                return run
         raise InvalidConfig(title=self.title, errors=self.errors(overrides) or errors)
 
     def errors(self, overrides: Sequence[str]) -> list[ConfigError]:

@@ -31,9 +31,6 @@ def find_mistakes(
     """Find all errors in a command line.
 
     Args:
-        overrides: the overrides on the command line.
-        source: location of the configuration.
-        recipe: the algorithm.
         rules: finds the errors in a typed configuration.
         sweep: whether a key may have several values; each is checked together with the first values of the other keys.
     """

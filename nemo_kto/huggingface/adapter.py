@@ -28,8 +28,9 @@ from nemo_kto.artifacts.safetensors_files import WRITTEN_BY, tensor_shapes
 from nemo_kto.checkpoint.model_state import adapters_of
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.folders import write_together
+from nemo_kto.huggingface.huggingface import read_weights
 from nemo_kto.huggingface.mapping import differences, rank_adapters, wanted_adapters
-from nemo_kto.huggingface.stream import gather_weights, read_weights
+from nemo_kto.huggingface.stream import gather_weights
 from nemo_kto.models.lora.adapters import magnitudes, set_magnitudes
 
 
@@ -39,9 +40,6 @@ def export_adapter(
     """Write the adapters in PEFT's format, as :func:`nemo_kto.huggingface.huggingface.export` writes the model.
 
     Args:
-        chunks: this rank's model chunks.
-        architecture: the model's architecture.
-        out: folder to write.
         base_model: folder or name of the model that the adapters belong to; recorded in the configuration.
 
     Raises:
@@ -104,12 +102,14 @@ def _settings(chunks: Sequence[nn.Module]) -> LoRASettings:
 
 def _config(settings: LoRASettings, architecture: Architecture, base_model: str | Path) -> dict[str, object]:
     mixture = _of_mixture(settings, architecture) if has_adaptable_experts(architecture.family) else {}
+    dense = [mapping for mapping in adapted_mappings(architecture, settings) if not mapping.of_expert]
+    family_names = {hf_module(name): name.split(".")[-2] for mapping in dense for name in mapping.hf_names}
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base_model), "inference_mode": True,
         "r": settings.rank,
         "lora_alpha": int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,
         "lora_dropout": settings.dropout,
-        "target_modules": list(settings.modules),
+        "target_modules": [family_names.get(module, module) for module in settings.modules],
         "layers_to_transform": None if settings.layers is None else [layer - 1 for layer in settings.layers],
         "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "modules_to_save": None,
         "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": settings.rslora, "use_dora": settings.dora,

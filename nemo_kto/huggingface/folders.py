@@ -44,8 +44,7 @@ def write_together(
 
     Args:
         what: name of the operation, for the error.
-        target: folder to write; an earlier one is replaced if ``is_ours``.
-        is_ours: whether a folder is an earlier export of the same kind.
+        is_ours: whether a folder is an earlier export of the same kind, which is replaced.
         prepare: called on rank 0 before anything else.
         stream: called on every rank with a first copy: returns an iterator that sends this rank's weights as it is consumed
             and, on rank 0, yields the weights to write.
@@ -83,9 +82,9 @@ def _checked(weight: tuple[str, Tensor]) -> tuple[str, Tensor]:
     """Return the weight unchanged after checking that all its values are finite."""
     name, tensor = weight
     if not math.isfinite(float(tensor.sum())) and not (finite := torch.isfinite(tensor)).all():
-        wrong = f"{int((~finite).sum())} of {tensor.numel()} that are not"
+        wrong = f"{int((~finite).sum())} of {tensor.numel()} values that are not"
         remedy = "export an earlier checkpoint of the run, and train with a lower learning rate"
-        raise UserError(f"{name} must be finite numbers, got {wrong}; {remedy}")
+        raise UserError(f"{name} must be finite, got {wrong}; {remedy}")
     return weight
 
 
@@ -93,26 +92,25 @@ def check_target(target: Path, *, is_ours: Callable[[Path], bool], need: int = 0
     """Check that a folder can be exported to, without leaving anything in it.
 
     Args:
-        target: folder to export to.
         is_ours: whether a folder is an earlier export, which may be replaced.
         need: bytes that will be written.
 
     Raises:
-        UserError: something else is in the way, the folder cannot be created, or there is not enough free space.
+        UserError: the folder has other content, it cannot be created, or there is not enough free space.
     """
     target = Path(os.path.realpath(target))
     try:
         is_empty = target.is_dir() and not any(target.iterdir())
         if target.exists() and not (is_empty or is_ours(target)):
-            raise UserError(f"{target} exists and is no earlier export; remove it or {_ELSEWHERE}")
+            raise UserError(f"{target} exists and is not an earlier export; remove it or {_ELSEWHERE}")
         nearest = next(place for place in target.parents if place.exists())
         os.rmdir(tempfile.mkdtemp(dir=nearest))
         room = shutil.disk_usage(nearest).free
     except OSError as error:
-        raise UserError(f"{target} cannot be made: {error.strerror}; {_ELSEWHERE}") from error
+        raise UserError(f"{target} cannot be created: {error.strerror}; {_ELSEWHERE}") from error
     if room < need:
-        message = f"{nearest} must have room for the {need / 1e9:.1f} GB of the export, got {room / 1e9:.1f} GB"
-        raise UserError(f"{message}; free some or {_ELSEWHERE}")
+        message = f"{nearest} must have {need / 1e9:.1f} GB of free space for the export, got {room / 1e9:.1f} GB"
+        raise UserError(f"{message}; free some space or {_ELSEWHERE}")
 
 
 class NewFolder:

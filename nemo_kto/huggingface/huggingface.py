@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.config_file import CONFIG
+from nemo_kto.architecture.segments import Piece, pieces, place_in_file
 from nemo_kto.artifacts.content import copy_companions
-from nemo_kto.artifacts.safetensors_files import WRITTEN_BY, ShardWriter, find_weights, is_our_model
+from nemo_kto.artifacts.safetensors_files import BLOCKS, SCALES, WRITTEN_BY, ShardWriter, find_weights, is_our_model
 from nemo_kto.checkpoint.model_state import dtype_name
+from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.folders import write_together
-from nemo_kto.huggingface.mapping import differences, rank_weights, wanted_weights
-from nemo_kto.huggingface.mxfp4 import dequantized_shapes
-from nemo_kto.huggingface.stream import gather_weights, read_weights
+from nemo_kto.huggingface.mapping import Weight, differences, rank_weights, wanted_weights
+from nemo_kto.huggingface.mxfp4 import dequantize, dequantized_shapes
+from nemo_kto.huggingface.stream import gather_weights
 from nemo_kto.utils.files import file_inside, read_json
 
 _SHOWN = 20  # differences to list; a model of another size differs everywhere
@@ -34,13 +39,14 @@ def load_weights(chunks: Sequence[nn.Module], architecture: Architecture, folder
     Raises:
         UserError: as for :func:`check_weights`, or a value is not finite.
     """
-    check_weights(architecture, folder)
-    files = {name: file for name, (file, _) in find_weights(Path(folder)).items()}
+    files = check_weights(architecture, folder)
     read_weights(rank_weights(chunks, architecture), architecture, files)
 
 
-def check_weights(architecture: Architecture, folder: str | Path) -> None:
-    """Compare the weights in a folder with those of the architecture; reads only the headers of the files.
+def check_weights(architecture: Architecture, folder: str | Path) -> dict[str, Path]:
+    """Compare the weights in a folder with those of the architecture, and return the file of each.
+
+    Only the headers of the files are read.
 
     Raises:
         UserError: weights are missing, unexpected or of another shape; lists up to 20. Or the files cannot be read.
@@ -53,11 +59,53 @@ def check_weights(architecture: Architecture, folder: str | Path) -> None:
     shapes = dequantized_shapes({name: shape for name, (_, shape) in found.items()})
     if problems := differences(wanted_weights(architecture), shapes, ignored):
         message = (
-            f"{folder}: the weights must be those that config.json ({architecture.family.hf_architecture}) asks for, "
+            f"{folder}: the weights must be those of config.json ({architecture.family.hf_architecture}), "
             f"got {len(problems)} differences:"
         )
         shown = problems if len(problems) <= _SHOWN else [*problems[:_SHOWN], f"and {len(problems) - _SHOWN} more"]
         raise UserError("\n  ".join([message, *shown, "download the model again, or write it with save_pretrained"]))
+    return {name: file for name, (file, _) in found.items()}
+
+
+def read_weights(weights: Iterable[Weight], architecture: Architecture, files: Mapping[str, Path]) -> None:
+    """Fill parameters of this rank from ``files`` (name of a weight -> its file); weights without a file keep their values.
+
+    MXFP4 weights are dequantized.
+
+    Files are opened one after the other, and only the slices that this rank holds are read, so that memory holds the model
+    and one slice. Values are converted to the dtype of the parameters. Padding is set to zero.
+
+    Raises:
+        UserError: a value is not finite.
+    """
+    wanted: dict[Path, list[tuple[str, Weight, Piece]]] = defaultdict(list)
+    for weight in weights:
+        rank = dist.get_rank(state.tensor_group(of_expert=weight.mapping.of_expert))
+        for piece in pieces(weight.parameter.data, weight.mapping, architecture, rank=rank):
+            name = list(weight.mapping.hf_names)[piece.source].format(**weight.place)
+            if (found := name if name in files else name + BLOCKS) in files:
+                wanted[files[found]].append((name, weight, piece))
+    for file in sorted(wanted):
+        with safe_open(file, framework="pt") as handle, torch.no_grad():
+            for name, weight, piece in wanted[file]:
+                if name in files:
+                    values = handle.get_slice(name)[place_in_file(weight.mapping, weight.place, piece.where)]
+                    piece.place.copy_(values.T if weight.mapping.transposed else values)
+                else:
+                    piece.place.copy_(_dequantized(name, weight, piece, files))
+                if not math.isfinite(float(piece.place.sum())):
+                    raise UserError(f"{file}: {name} must have finite values, got NaN or infinity; download the model again")
+
+
+def _dequantized(name: str, weight: Weight, piece: Piece, files: Mapping[str, Path]) -> Tensor:
+    """Return a piece of a matrix stored in MXFP4, whose blocks and scales may be in different files."""
+    rows, *columns = piece.where
+    packed = []
+    for part in (name + BLOCKS, name + SCALES):
+        with safe_open(files[part], framework="pt") as handle:
+            packed.append(handle.get_slice(part)[weight.place["expert"], rows])
+    of_rows, where = dequantize(*packed), (slice(None), *columns)
+    return of_rows[where]
 
 
 def export(
@@ -71,9 +119,7 @@ def export(
 
     Args:
         chunks: this rank's model chunks, wrapped or not, built from ``architecture``.
-        architecture: the model's architecture.
         source: folder of the original model; its configuration, tokenizer and chat template are copied to ``out``.
-        out: folder to write.
         max_shard_bytes: size limit of a weight file.
 
     Raises:

@@ -1,72 +1,24 @@
-"""Streaming of weights between files and ranks, one at a time, at any layout."""
+"""Streaming of weights from all ranks to rank 0, one at a time, at any layout."""
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import safe_open
 from torch import Tensor
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.families import ParamMapping
-from nemo_kto.architecture.segments import Piece, is_cut, pieces, place_in_file, segments, source_shapes, split_dimension
-from nemo_kto.artifacts.safetensors_files import BLOCKS, SCALES
+from nemo_kto.architecture.segments import is_cut, segments, source_shapes, split_dimension
 from nemo_kto.device import device
 from nemo_kto.distributed import state
-from nemo_kto.errors import UserError
 from nemo_kto.huggingface.mapping import Weight
-from nemo_kto.huggingface.mxfp4 import dequantize
 
 # Header of a parameter sent by a pipeline stage: mapping, layer and expert, and shape and dtype of the values that follow.
 _Header = tuple[ParamMapping, Mapping[str, int], torch.Size, torch.dtype]
-
-
-def read_weights(weights: Iterable[Weight], architecture: Architecture, files: Mapping[str, Path]) -> None:
-    """Fill parameters of this rank from ``files`` (name of a weight -> its file); weights without a file keep their values.
-
-    MXFP4 weights are dequantized.
-
-    Files are opened one after the other, and only the slices that this rank holds are read, so that memory holds the model
-    and one slice. Values are converted to the dtype of the parameters. Padding is set to zero.
-
-    Raises:
-        UserError: a value is not finite.
-    """
-    wanted: dict[Path, list[tuple[str, Weight, Piece]]] = defaultdict(list)
-    for weight in weights:
-        rank = dist.get_rank(state.tensor_group(of_expert=weight.mapping.of_expert))
-        for piece in pieces(weight.parameter.data, weight.mapping, architecture, rank=rank):
-            name = list(weight.mapping.hf_names)[piece.source].format(**weight.place)
-            if (found := name if name in files else name + BLOCKS) in files:
-                wanted[files[found]].append((name, weight, piece))
-    for file in sorted(wanted):
-        with safe_open(file, framework="pt") as handle, torch.no_grad():
-            for name, weight, piece in wanted[file]:
-                if name in files:
-                    values = handle.get_slice(name)[place_in_file(weight.mapping, weight.place, piece.where)]
-                    piece.place.copy_(values.T if weight.mapping.transposed else values)
-                else:
-                    piece.place.copy_(_dequantized(name, weight, piece, files))
-                if not math.isfinite(float(piece.place.sum())):
-                    raise UserError(f"{file}: {name} must be finite numbers, got others; download the model again")
-
-
-def _dequantized(name: str, weight: Weight, piece: Piece, files: Mapping[str, Path]) -> Tensor:
-    """Return a piece of a matrix stored in MXFP4, whose blocks and scales may be in different files."""
-    rows, *columns = piece.where
-    packed = []
-    for part in (name + BLOCKS, name + SCALES):
-        with safe_open(files[part], framework="pt") as handle:
-            packed.append(handle.get_slice(part)[weight.place["expert"], rows])
-    of_rows, where = dequantize(*packed), (slice(None), *columns)
-    return of_rows[where]
 
 
 def sends_weights() -> bool:
@@ -99,8 +51,12 @@ def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Ite
     if leads and not first_stage:
         dist.send_object_list([None], dst=stages[0], group=pipeline)
     for stage in stages[1:] if leads and first_stage else ():
-        while (received := _receive_header(stage, pipeline)) is not None:
-            mapping, place, shape, dtype = received
+        received: list[_Header | None] = [None]
+        while True:
+            dist.recv_object_list(received, src=stage, group=pipeline)
+            if received[0] is None:
+                break
+            mapping, place, shape, dtype = received[0]
             whole = torch.empty(shape, dtype=dtype, device=device.current_device())
             dist.recv(whole, src=stage, group=pipeline)
             yield from files.of(mapping, place, whole)
@@ -131,12 +87,6 @@ def _whole_values(weight: Weight, architecture: Architecture, *, leads: bool) ->
             yield {**weight.place, "expert": weight.place["expert"] + number * on_each}, received
     elif parallel_state.get_expert_tensor_parallel_rank() == 0:
         dist.send(whole, dst=dist.get_process_group_ranks(stage)[0], group=stage)
-
-
-def _receive_header(stage: int, pipeline: dist.ProcessGroup) -> _Header | None:
-    box: list[_Header | None] = [None]
-    dist.recv_object_list(box, src=stage, group=pipeline)
-    return box[0]
 
 
 def _gather_shards(weight: Weight) -> Tensor:

@@ -31,8 +31,6 @@ class Activations:
         architecture: the model; also determines the tensor-parallel size.
         element_bytes: bytes per value of the model: 4 in fp32, 2 in bf16.
         sequence_parallel: norms and the operations around them are sharded over the tensor-parallel ranks.
-        context_parallel: context-parallel size.
-        expert_parallel: expert-parallel size.
         adapters: LoRA settings; None if all weights are trained.
         on_gpu: norms are one kernel, and queries and keys are rotated before the core attention. On the CPU the core
             attention rotates them, and norms in bf16 are several operations that save their input and their normalised
@@ -57,7 +55,8 @@ class Activations:
         attention = self._attention(core="core_attn" not in recomputed)
         if "mlp" in recomputed:  # its input is saved, whether or not the gradient of a weight needs it
             return self._norms() + attention + self.layer_input() + self._adapter_inputs(_ATTENTION)
-        return self._norms() + attention + self._mlp() + self._adapter_inputs(_ATTENTION | _MLP)
+        mlp = self._mean(self._dense_mlp(), self._experts())
+        return self._norms() + attention + mlp + self._adapter_inputs(_ATTENTION | _MLP)
 
     def layer_input(self) -> float:
         """Return the bytes per token of the hidden state before a layer, all that a recomputed layer saves."""
@@ -163,9 +162,6 @@ class Activations:
             keys = 0 if self._few_passes() else key_value  # otherwise a view of the fused tensor suffices
             saved += self._norm(query + keys, trained=self.adapters is None) + 4 * heads
         return saved + self.element_bytes * self._hidden() * self._keeps_input("q_proj", "k_proj", "v_proj")
-
-    def _mlp(self) -> float:
-        return self._mean(self._dense_mlp(), self._experts())
 
     def _dense(self) -> float:
         """Return the fraction of layers with one dense MLP."""

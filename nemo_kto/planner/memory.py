@@ -32,9 +32,6 @@ class Training:
         element_bytes: bytes per value of the model: 4 in fp32, 2 in bf16.
         fp8: linear layers multiply in fp8.
         split: partition of the layers across pipeline stages.
-        data_parallel: data-parallel size.
-        context_parallel: context-parallel size.
-        expert_parallel: expert-parallel size.
         sequence_parallel: activations between tensor-parallel regions are sharded over the sequence.
         adapters: LoRA settings; None if all weights are trained.
         distributed_optimizer: the optimizer state is sharded over the data- and context-parallel ranks.
@@ -50,10 +47,8 @@ class Training:
         micro_batch_tokens: maximum number of tokens of a micro-batch, on all context-parallel ranks together.
         micro_batch_width: tokens of its longest row, or of its longest sequence if ``packed``.
         micro_batches: number per step and data-parallel rank.
-        packed: the sequences of a micro-batch are packed into one row.
         logprob_chunk: tokens whose logits exist at the same time.
         largest_file: bytes of the largest file of weights, which is mapped while it is read; 0 if there is no file yet.
-        on_gpu: ranks compute on GPUs.
     """
 
     architecture: Architecture
@@ -136,13 +131,13 @@ class Training:
         embedding has adapters, or because recomputation of the following layers requires it.
         """
         adapted = self.adapters is not None and EMBEDDING in self.adapters.modules
-        asked = adapted or self.recompute is not None
+        has_gradient = adapted or self.recompute is not None
         return [
             [
                 block
                 for number, layers in enumerate(chunks)
                 for block in blocks_of(
-                    self.architecture, layers, adapters=self.adapters, enters=asked or (stage, number) != (0, 0)
+                    self.architecture, layers, adapters=self.adapters, enters=has_gradient or (stage, number) != (0, 0)
                 )
             ]
             for stage, chunks in enumerate(self.split.layers(self.architecture.num_layers))
@@ -228,8 +223,8 @@ class RankMemory:
     @property
     def static(self) -> float:
         """Bytes on the device that do not depend on the data."""
-        held = self.weights + self.gradients + self.optimizer
-        return held if self.on_gpu else held + self.reference
+        static = self.weights + self.gradients + self.optimizer
+        return static if self.on_gpu else static + self.reference
 
     @property
     def host(self) -> float:
@@ -257,7 +252,9 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
     parameters = training.parameters[stage]
     count, trained = (sum(each.numel for each in parameters if each.trained >= wanted) for wanted in (False, True))
     share = training.share(parameters)
-    kept = share if training.distributed_optimizer else trained  # values with optimizer state on this rank
+    with_state = share if training.distributed_optimizer else trained  # values with optimizer state on this rank
+    # fp8 matrices are kept for all micro-batches of a step: as stored, and transposed for the backward pass
+    quantised = 2 * sum(each.numel for each in parameters if each.is_multiplied) if training.fp8 else 0
     swapped = {None: 0, "all": count, "trained": trained}[training.swapped]
     moving = _FP32 if training.reference_moves and training.element_bytes < _FP32 else 0
     activations = _activations(training, stage, parameters)
@@ -266,9 +263,9 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
         stage=stage,
         parameters=count,
         trained=trained,
-        weights=count * training.element_bytes + (_quantised(parameters) if training.fp8 else 0),
+        weights=count * training.element_bytes + quantised,
         gradients=trained * _FP32,
-        optimizer=kept * training.state_bytes(),
+        optimizer=with_state * training.state_bytes(),
         activations=activations,
         logprobs=logprobs,
         working=_working(training, parameters),
@@ -279,11 +276,6 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
         file=0.0 if training.on_gpu else training.largest_file,
         on_gpu=training.on_gpu,
     )
-
-
-def _quantised(parameters: list[RankParameter]) -> int:
-    """Return the bytes of fp8 matrices, kept for all micro-batches of a step: as stored, and transposed for backward."""
-    return 2 * sum(each.numel for each in parameters if each.is_multiplied)
 
 
 def _power_of_two(size: int) -> int:

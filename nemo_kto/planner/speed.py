@@ -41,12 +41,6 @@ def _operations(training: Training, step: Step) -> Flops:
     return training.flops.of_passes(passes)
 
 
-def _busiest(training: Training, step: Step) -> Traffic:
-    """Return the communication of a rank of the stage that sends the most bytes."""
-    stages = [step_traffic(training, step, stage=stage) for stage in range(training.split.stages)]
-    return max(stages, key=lambda each: each.bytes)
-
-
 def _again(training: Training, step: Step) -> int:
     """Return the FLOPs of recomputation: of all layers, of the MLPs, or of the products of the core attention."""
     forward = training.flops.forward
@@ -70,7 +64,8 @@ def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
     """Estimate the speed of a step; a pipeline is as fast as its slowest stage."""
     of_stage = training.tensor_parallel * training.replicas
     ranks = of_stage * training.split.stages
-    flops, traffic = step_flops(training, step), _busiest(training, step)
+    flops, stages = step_flops(training, step), range(training.split.stages)
+    traffic = max((step_traffic(training, step, stage=stage) for stage in stages), key=lambda each: each.bytes)
     work = (flops + _again(training, step)) * _slowest_stage(training, step)
     bubble = training.split.bubble(training.micro_batches)
     seconds = work / of_stage / hardware.reached(training.element_bytes)

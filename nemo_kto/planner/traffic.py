@@ -64,9 +64,6 @@ class Traffic:
     """Communication of one rank in a step, by process group.
 
     Attributes:
-        tensor: in the tensor-parallel group.
-        pipeline: to other pipeline stages.
-        context: in the context-parallel group.
         data: between ranks that hold the same weights.
         expert: tokens for experts on other ranks.
     """
@@ -129,8 +126,8 @@ def _tensor(training: Training, step: Step, stage: int) -> Iterator[Sent]:
         if shards:
             yield Sent(forwards * micro_batches, forwards * half * hidden)
     if shards:  # gradients of replicated weights: each rank has those of its part of the sequence
-        held = sum(each.numel for each in training.parameters[stage] if each.trained and each.is_replicated)
-        yield Sent(held > 0, 2 * half * held * _FP32)
+        replicated = sum(each.numel for each in training.parameters[stage] if each.trained and each.is_replicated)
+        yield Sent(replicated > 0, 2 * half * replicated * _FP32)
     yield from _adapters(training, step, stage)
 
 
@@ -234,7 +231,7 @@ def _expert(training: Training, step: Step, stage: int) -> Iterator[Sent]:
     tokens that each of them received, and sum their outputs.
     """
     architecture, experts = training.architecture, training.architecture.experts
-    assert experts is not None, "only a mixture shares out experts"
+    assert experts is not None, "only a mixture-of-experts model has experts"
     blocks, micro_batches = [block for block in training.blocks[stage] if block.name == EXPERTS], _micro_batches(training)
     forwards = sum(1 + step.forward_only + _again(training, block) for block in blocks)
     gone, back = forwards + sum(block.enters for block in blocks), forwards + sum(block.leaves for block in blocks)

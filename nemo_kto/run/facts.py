@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ from nemo_kto.artifacts.content import content_hash, model_files, tokenizer_file
 from nemo_kto.artifacts.sources import find_source
 from nemo_kto.checkpoint.model_state import adapters_in
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.config.schema import RunConfig
 from nemo_kto.data.rows.sources import UNNAMED
 from nemo_kto.run.data import RunData
-from nemo_kto.utils.field_errors import Field, echo, names
+from nemo_kto.utils.field_errors import echo, names
 from nemo_kto.utils.fields import MustStay
 
 ContentHash = Callable[[Path, Sequence[Path]], str]  # (folder, files in it) -> hash of the files
@@ -28,13 +27,13 @@ Facts = dict[str, Any]
 _TOKENIZER, _VALIDATION, _ORDER = "tokenizer", "validation rows", "order of the rows"
 _DATA, _MODEL = "model.data.data_prefix", "pretrained_checkpoint.restore_from_path"
 _SAME_CONTENT = {
-    _MODEL: f"{_MODEL} must hold the same weights and configuration",
-    _TOKENIZER: f"{_MODEL} must hold the same tokenizer and chat template",
-    "model.reference.restore_from_path": "model.reference.restore_from_path must hold the same weights and configuration",
-    "model.peft.restore_from_path": "model.peft.restore_from_path must hold the same adapters",
+    _MODEL: f"{_MODEL} must contain the same weights and configuration",
+    _TOKENIZER: f"{_MODEL} must contain the same tokenizer and chat template",
+    "model.reference.restore_from_path": "model.reference.restore_from_path must contain the same weights and configuration",
+    "model.peft.restore_from_path": "model.peft.restore_from_path must contain the same adapters",
     _DATA: f"{_DATA} and splits_string must give the same training rows in the same order",
     _VALIDATION: f"{_DATA} and splits_string must give the same validation rows",
-    _ORDER: "model.seed must draw the rows in the same order",
+    _ORDER: "model.seed must give the rows in the same order",
 }
 # Suffix of a key -> facts that determine it. A change of the key is only reported if none of these facts has changed.
 # model.seed is among them because a blend of files is sampled at random.
@@ -57,19 +56,23 @@ def facts_of_run(run: ResolvedRun, data: RunData) -> Facts:
     """
     cfg, name, model = run.cfg, run.cfg.recipe.name, run.cfg.model
     hashed = partial(content_hash, cache_dir=Path(model.data.cache_dir), shared=model.data.cache_shared)
-    source, reference = run.files.source, model.reference
+    source, reference, tokenizer, adapter = run.files.source, model.reference, run.files.hf_folder, run.files.adapter_folder
     train: Any = data.train  # a torch DataLoader, with more attributes than the Loader protocol
-    tokenizer_folder = run.files.hf_folder
-    tokenizer = hashed(tokenizer_folder, tokenizer_files(tokenizer_folder))
+    fields = names(type(cfg))
+    verbatim = [key for key, field in fields.items() if isinstance(field.resume, MustStay) and field.resume.verbatim]
+    # Loss options that are not set have the default of the loss.
+    loss: dict[str, object] = {key: getattr(cfg.loss, key) for key in cfg.recipe.loss_section.model_fields}
+    loss |= {key: option.default for key, option in cfg.loss.record.options.items()} | cfg.loss.loss_options()
+    loss = {f"model.{name}.{key}": value for key, value in loss.items()}
     facts: Facts = {
-        **_verbatim_facts(cfg),
+        **{key: reduce(getattr, key.split("."), cfg) for key in verbatim if fields[key].section is None},
         _MODEL: _model_content(str(source), hashed),
-        _TOKENIZER: {"sha256": tokenizer, "from": str(tokenizer_folder)},
+        _TOKENIZER: {"sha256": hashed(tokenizer, tokenizer_files(tokenizer)), "from": str(tokenizer)},
         "model.reference.restore_from_path": _model_content(reference.restore_from_path, hashed, default_base=source),
         "model.reference.sync_alpha": reference.sync_alpha if reference.sync_interval else None,
         **_adapter_facts(run.adapters),
-        "model.peft.restore_from_path": _adapter_content(model.peft.restore_from_path, hashed),
-        **_loss_facts(cfg),
+        "model.peft.restore_from_path": None if adapter is None else _adapter_content(adapter, hashed),
+        **{key: value for key, value in loss.items() if isinstance(fields[key].resume, MustStay)},
         **{f"model.data.{key}": value for key, value in cfg.data_options().items()},
         _DATA: {"sha256": train.dataset.fingerprint(), "from": f"{len(train.dataset)} rows"},
         _VALIDATION: _validation_content(data.splits.validation),
@@ -77,16 +80,6 @@ def facts_of_run(run: ResolvedRun, data: RunData) -> Facts:
         f"trainer.{name}.limit_train_batches": run.length.steps_per_epoch(len(train.batch_sampler)),
     }
     return dict(json.loads(json.dumps(facts)))
-
-
-def _verbatim_facts(cfg: RunConfig) -> Facts:
-    """Return the keys whose values must stay the same, as marked in the configuration's type."""
-    keys = [key for key, field in names(type(cfg)).items() if field.section is None and _is_verbatim(field)]
-    return {key: reduce(getattr, key.split("."), cfg) for key in keys}
-
-
-def _is_verbatim(field: Field) -> bool:
-    return isinstance(field.resume, MustStay) and field.resume.verbatim
 
 
 def _validation_content(sets: Mapping[str, Any]) -> dict[str, str] | None:
@@ -98,15 +91,6 @@ def _validation_content(sets: Mapping[str, Any]) -> dict[str, str] | None:
     hashes = json.dumps({name: examples.fingerprint() for name, examples in sets.items()}, sort_keys=True)
     rows = ", ".join(f"{len(examples)} rows in {name}" for name, examples in sorted(sets.items()))
     return {"sha256": hashlib.sha256(hashes.encode()).hexdigest(), "from": rows}
-
-
-def _loss_facts(cfg: RunConfig) -> dict[str, object]:
-    """Return the keys of the loss section that must not change; unset options have the default of the loss."""
-    prefix = f"model.{cfg.recipe.name}"
-    values: dict[str, object] = {key: getattr(cfg.loss, key) for key in cfg.recipe.loss_section.model_fields}
-    values |= {key: option.default for key, option in cfg.loss.record.options.items()} | cfg.loss.loss_options()
-    fields = names(type(cfg))
-    return {f"{prefix}.{key}": values[key] for key in values if isinstance(fields[f"{prefix}.{key}"].resume, MustStay)}
 
 
 def _adapter_facts(settings: LoRASettings | None) -> Facts:
@@ -135,8 +119,8 @@ def _model_content(folder: str | None, hashed: ContentHash, *, default_base: Pat
     return {"sha256": " on ".join(parts), "from": folder}
 
 
-def _adapter_content(folder: str | None, hashed: ContentHash) -> dict[str, str] | None:
-    return None if folder is None else {"sha256": hashed(Path(folder), model_files(Path(folder))), "from": folder}
+def _adapter_content(folder: Path, hashed: ContentHash) -> dict[str, str]:
+    return {"sha256": hashed(folder, model_files(folder)), "from": str(folder)}
 
 
 def facts_of_earlier(info: Mapping[str, Any], now: Facts) -> Facts:
@@ -164,30 +148,22 @@ def facts_of_earlier(info: Mapping[str, Any], now: Facts) -> Facts:
 
 def differences(before: Facts, now: Facts) -> list[str]:
     """Describe each changed fact in one sentence; facts that only one side has are not compared."""
-    return list(_differences(before, now))
 
+    def compared(value: object) -> object:
+        return value["sha256"] if isinstance(value, Mapping) else value
 
-def _differences(before: Facts, now: Facts) -> Iterator[str]:
-    changed = {key for key in now if key in before and not _same(before[key], now[key])}
+    changed = {key for key in now if key in before and compared(before[key]) != compared(now[key])}
+    lines = []
     for key in (key for key in now if key in changed):
         if any(key.endswith(end) and changed.intersection(causes) for end, causes in _FOLLOWS.items()):
             continue
         old, new = before[key], now[key]
         if key in _SAME_CONTENT:
-            yield f"{_SAME_CONTENT[key]} in a resumed run, got {_others(old, new)}"
+            places = ["none" if content is None else content["from"] for content in (new, old)]
+            earlier = f"; then {places[1]}" if places[0] != places[1] else ""
+            lines.append(f"{_SAME_CONTENT[key]} in a resumed run, got others ({places[0]}{earlier})")
         elif key.endswith(".limit_train_batches"):
-            yield f"{key} must give epochs of {old} steps in a resumed run, got {new}"
+            lines.append(f"{key} must give epochs of {old} steps in a resumed run, got {new}")
         else:
-            yield f"{key} must stay {echo(old)} in a resumed run, got {echo(new)}"
-
-
-def _same(before: object, now: object) -> bool:
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        return bool(before["sha256"] == now["sha256"])
-    return before == now
-
-
-def _others(before: Mapping[str, str] | None, now: Mapping[str, str] | None) -> str:
-    places = [None if content is None else content["from"] for content in (before, now)]
-    old, new = ("none" if place is None else place for place in places)
-    return f"others ({new}; then {old})" if old != new else f"others ({new})"
+            lines.append(f"{key} must stay {echo(old)} in a resumed run, got {echo(new)}")
+    return lines

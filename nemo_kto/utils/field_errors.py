@@ -125,10 +125,7 @@ def echo(value: object, *, quoted: bool = False) -> str:
 def mistakes(error: ValidationError, section: type[BaseModel], values: Mapping[str, object]) -> Iterator[ConfigError]:
     """Convert a pydantic ValidationError to ConfigErrors with our messages; the text for an unknown key is empty.
 
-    Args:
-        error: raised by pydantic.
-        section: the type of the whole configuration.
-        values: dotted name -> value for all keys.
+    ``section`` is the type of the whole configuration, ``values`` maps dotted names to values.
     """
     known, found = names(section), dict[str, tuple[Field | None, list[ErrorDetails]]]()
     for detail in error.errors(include_url=False):

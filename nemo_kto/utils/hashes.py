@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from nemo_kto.utils.files import make_folder, publish_file
@@ -24,11 +25,18 @@ def file_hash(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def kept_hash(file: Path) -> str | None:
-    """Return the SHA-256 stored in a file; None if the file does not exist or is damaged.
+def stored_hash(file: Path, compute: Callable[[], str], *, private: bool) -> str:
+    """Return the SHA-256 stored in a file, which is written if it does not exist or is damaged."""
+    if (known := _read_hash(file)) is None:
+        known = compute()
+        make_folder(file.parent, private=private)
+        with publish_file(file, private=private, durable=False) as writing:
+            writing.write_text(known, encoding="ascii")
+    return known
 
-    A damaged file, such as after a crash of the machine, is removed.
-    """
+
+def _read_hash(file: Path) -> str | None:
+    """Return the hash stored in a file; None if the file does not exist, or is damaged, as after a crash of the machine."""
     try:
         text = file.read_bytes()
     except FileNotFoundError:
@@ -55,15 +63,11 @@ def hash_once(file: Path, *, cache_dir: Path, private: bool) -> str:
     if state.st_size < MIN_KEPT_BYTES:
         return file_hash(file)
     about = [str(file.resolve()), state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
-    kept = cache_dir / "hashes" / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()}.sha256"
-    if (known := kept_hash(kept)) is not None:
+    stored = cache_dir / "hashes" / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()}.sha256"
+    if (known := _read_hash(stored)) is not None:
         return known
     if state.st_size >= _MIN_LOGGED_BYTES:
         logger.info("hashing %s (%.0f GB), once", file, state.st_size / 1e9)
-    make_folder(kept.parent, private=private)
-    with one_writer(kept, private=private):
-        if (known := kept_hash(kept)) is None:  # otherwise another process wrote it while this one waited
-            known = file_hash(file)
-            with publish_file(kept, private=private, durable=False) as writing:
-                writing.write_text(known, encoding="ascii")
-    return known
+    make_folder(stored.parent, private=private)
+    with one_writer(stored, private=private):  # another process may write it while this one waits
+        return stored_hash(stored, lambda: file_hash(file), private=private)

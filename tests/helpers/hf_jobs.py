@@ -19,7 +19,7 @@ from nemo_kto.architecture.segments import cut, segments, split_dimension
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout
-from nemo_kto.huggingface import stream
+from nemo_kto.huggingface import huggingface
 from nemo_kto.huggingface.adapter import export_adapter, load_adapter
 from nemo_kto.huggingface.huggingface import export, load_weights
 from nemo_kto.huggingface.mapping import rank_weights
@@ -242,7 +242,7 @@ def bytes_read(layout: Layout, folder: Path) -> tuple[int, int, int]:
     state.init_distributed(layout=layout, seed=3)
     model, architecture = build(folder, layout)
     sizes: list[int] = []
-    original = stream.safe_open
+    original = huggingface.safe_open
 
     class Slice:
         def __init__(self, inner: Any) -> None:
@@ -270,10 +270,10 @@ def bytes_read(layout: Layout, folder: Path) -> tuple[int, int, int]:
             return Slice(self.inner.get_slice(name))
 
     try:
-        setattr(stream, "safe_open", Opened)  # noqa: B010
+        setattr(huggingface, "safe_open", Opened)  # noqa: B010
         load_weights([model], architecture, folder)
     finally:
-        setattr(stream, "safe_open", original)  # noqa: B010
+        setattr(huggingface, "safe_open", original)  # noqa: B010
     return sum(sizes), max(sizes), sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 

@@ -77,12 +77,12 @@ def test_a_slow_rank_and_a_rank_stuck_in_a_callback(tiny_llama: Path, tmp_path: 
                 )
             )
     try:
-        assert processes[0].wait(240) == 1, (tmp_path / "said0").read_text()
+        assert processes[0].wait(240) == 1, (tmp_path / "log0").read_text()
     finally:
         for process in processes:
             if process.poll() is None:
                 os.kill(process.pid, signal.SIGKILL)
-    lines = (tmp_path / "said0").read_text().splitlines()
+    lines = (tmp_path / "log0").read_text().splitlines()
 
     host = socket.gethostname()
     slow = rf"warning: rank 1 of 2 on {host} .* [\d.]+ s .*"

@@ -60,5 +60,12 @@ LLAMA4 = Family(
     temperature=_temperature,
     own_head_dim=True,
     dense_width="intermediate_size_mlp",
-    experts=ExpertFields(shared_ffn_hidden_size="intermediate_size", normalized=False, shared_gate=False, weighs_input=True),
+    experts=ExpertFields(
+        shared_ffn_hidden_size="intermediate_size",
+        normalized=False,
+        sparse_layers="moe_layers",
+        sparse_step="interleave_moe_layer_step",
+        shared_gate=False,
+        weighs_input=True,
+    ),
 )

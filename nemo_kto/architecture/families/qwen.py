@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nemo_kto.architecture.families.fields import ABSENT, Count, Indices, ModelFields, PartCount
 from nemo_kto.architecture.families.mappings import DENSE, qk_norms, separate_experts, shared_expert, sparse, with_experts
 from nemo_kto.architecture.families.table import ExpertFields, Family, Split, window_by_layer_type, window_everywhere
@@ -19,6 +21,13 @@ class QwenMoeFields(ModelFields):
     qkv_bias: bool = ABSENT
 
 
+_EXPERT_FIELDS = ExpertFields(
+    number="num_experts",
+    ffn_hidden_size="moe_intermediate_size",
+    normalized="norm_topk_prob",
+    sparse_step="decoder_sparse_step",
+    dense_layers="mlp_only_layers",
+)
 _EXPERTS = separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")
 _SHARED_GATE = sparse("mlp.shared_experts.gate_weight", {"mlp.shared_expert_gate.weight": (1, "hidden")}, Split.REPLICATED)
 # Qwen 2 and 2.5: biases only on query, key and value
@@ -37,12 +46,7 @@ QWEN2_MOE = Family(
     fields=QwenMoeFields,
     flags={"qkv_bias": "qkv_bias"},
     windows=window_by_layer_type,
-    experts=ExpertFields(
-        number="num_experts",
-        ffn_hidden_size="moe_intermediate_size",
-        shared_ffn_hidden_size="shared_expert_intermediate_size",
-        normalized="norm_topk_prob",
-    ),
+    experts=replace(_EXPERT_FIELDS, shared_ffn_hidden_size="shared_expert_intermediate_size"),
 )
 # Qwen 3: a norm on every query and key head, and a head size that is set separately
 QWEN3 = Family(
@@ -61,5 +65,5 @@ QWEN3_MOE = Family(
     fields=QwenMoeFields,
     flags=QWEN3.flags,
     windows=window_everywhere,
-    experts=ExpertFields(number="num_experts", ffn_hidden_size="moe_intermediate_size", normalized="norm_topk_prob"),
+    experts=_EXPERT_FIELDS,
 )

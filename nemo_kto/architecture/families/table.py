@@ -16,7 +16,7 @@ Windows = tuple[int | None, ...]
 
 
 class Layers(Enum):
-    """Layers that have a parameter."""
+    """Which layers have a parameter."""
 
     ALL = "every layer, or it lies outside of the layers"
     DENSE = "layers with one MLP"
@@ -53,15 +53,23 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertFields:
-    """Fields of a configuration that describe its mixture of experts; ``normalized`` may also be a constant.
+    """Fields of a configuration that describe its mixture of experts; those with an empty name do not exist.
 
-    The other attributes are those of :class:`Experts`.
+    Attributes:
+        normalized: also a constant.
+        sparse_layers: numbers of the layers with experts, from 0; if it is absent, these follow from the next two.
+        sparse_step: every so many layers have experts.
+        dense_layers: numbers of layers without experts, from 0.
+        shared_gate, weighs_input: as in :class:`Experts`.
     """
 
     number: str = "num_local_experts"
     ffn_hidden_size: str = "intermediate_size"
-    shared_ffn_hidden_size: str = ""  # there is no shared expert if the configuration lacks this field
+    shared_ffn_hidden_size: str = ""
     normalized: str | bool = True
+    sparse_layers: str = ""
+    sparse_step: str = ""
+    dense_layers: str = ""
     shared_gate: bool = True
     weighs_input: bool = False
 
@@ -81,10 +89,9 @@ class ExpertFields:
 
     def layers(self, config: Mapping[str, Any], num_layers: int) -> set[int]:
         """Return the numbers, from 0, of the layers with experts, from the fields of a configuration."""
-        if (listed := config.get("moe_layers")) is not None:
+        if (listed := config.get(self.sparse_layers)) is not None:
             return {layer for layer in listed if layer < num_layers}
-        step = config.get("decoder_sparse_step", config.get("interleave_moe_layer_step", 1))
-        dense = config.get("mlp_only_layers") or ()
+        step, dense = config.get(self.sparse_step, 1), config.get(self.dense_layers) or ()
         return {layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0}
 
 

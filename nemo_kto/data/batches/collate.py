@@ -71,12 +71,6 @@ def kl_partners(prompts: Sequence[Hashable]) -> list[int]:
     the largest group. This is a permutation. No example gets a response to its own prompt, unless one prompt has more than
     half of the examples; in that case as few examples as possible do, and none gets its own response. If all prompts are
     distinct, each example gets the response of the next one.
-
-    Args:
-        prompts: keys of the prompts of the N examples; equal prompts have equal keys.
-
-    Raises:
-        ValueError: there is only one example.
     """
     if len(prompts) == 1:
         raise ValueError(
@@ -136,9 +130,6 @@ def kto_custom_collate(
         with_kl: also make KL examples.
         kept: indices of the B examples to keep; None: all.
 
-    Returns:
-        See :class:`KTOBatch`. For B = 0, S is ``pad_to_multiple``.
-
     Raises:
         ValueError: ``with_kl`` is set and the batch has a single example, a sample is longer than ``seq_length``, or the
             labels of a mapping do not match its response.
@@ -169,10 +160,7 @@ def kto_custom_collate(
 
 
 def _kto_example(item: Item) -> KTOExample:
-    """Convert a mapping in the format of NeMo-Aligner.
-
-    NeMo-Aligner masks an example that is too long completely; such an example gets an empty response.
-    """
+    """Convert a mapping of NeMo-Aligner, which masks an example that is too long completely: its response is empty."""
     prompt, response, labels = (np.asarray(item[name]) for name in ("prompt_tokens", "response_tokens", "sample_labels"))
     if (labels == IGNORED).all():
         response = response[:0]
@@ -194,14 +182,9 @@ def dpo_custom_collate(
 ) -> DPOBatch:
     """Collate pairs into tensors.
 
-    Args:
-        batch: B pairs. They may be mappings in the format of NeMo-Aligner, with ``chosen``, ``chosen_length``,
-            ``chosen_labels`` and ``chosen_reward``, the same for ``rejected``, and optionally ``weight``.
-        eos_id, reset_position_ids, reset_attention_mask, eod_mask_loss, pad_to_multiple: see :func:`kto_custom_collate`.
-        seq_length: maximum sequence length. None: no limit.
-
-    Returns:
-        See :class:`DPOBatch`; S is the same for both answers, and ``pad_to_multiple`` for B = 0.
+    Pairs may be mappings in the format of NeMo-Aligner, with ``chosen``, ``chosen_length``, ``chosen_labels`` and
+    ``chosen_reward``, the same for ``rejected``, and optionally ``weight``. The length S is the same for both answers. The
+    options are those of :func:`kto_custom_collate`.
 
     Raises:
         ValueError: a sequence is longer than ``seq_length``, or the labels of a mapping do not match its response.
@@ -220,10 +203,7 @@ def dpo_custom_collate(
 
 
 def _dpo_example(item: Item) -> DPOExample:
-    """Convert a mapping in the format of NeMo-Aligner.
-
-    NeMo-Aligner masks a pair that is too long completely; such a pair gets empty answers.
-    """
+    """Convert a mapping of NeMo-Aligner, which masks a pair that is too long completely: its answers are empty."""
     (prompt, chosen), (other_prompt, rejected) = (_answer(item, name) for name in ("chosen", "rejected"))
     if len(chosen) + len(rejected) and not np.array_equal(prompt, other_prompt):
         raise ValueError("chosen and rejected must begin with the same prompt, which -100 marks in their labels, got two")
@@ -274,11 +254,7 @@ class _Padding:
     pad_to_multiple: int
 
     def pad(self, *parts: Texts) -> list[_Padded]:
-        """Pad all parts to the length of the longest sequence, rounded up to a multiple of ``pad_to_multiple``.
-
-        Raises:
-            ValueError: a sequence is longer than ``seq_length``.
-        """
+        """Pad all parts to the length of the longest sequence, rounded up to a multiple of ``pad_to_multiple``."""
         width = max((len(prompt) + len(answer) for part in parts for prompt, answer in part), default=1)
         if self.seq_length is not None and width > self.seq_length:
             raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,8 +72,7 @@ class SplitCounts:
         rows: number of examples, or pairs.
         desirable: number of desirable examples; None for pairs.
         tokens: number of tokens in prompts and answers, after truncation; the prompt of a pair counts once per answer.
-        cut_prompts: number of examples, or pairs, whose prompt was truncated.
-        cut_responses: number of examples, or pairs, of which an answer was truncated.
+        cut_prompts, cut_responses: number of examples, or pairs, whose prompt or any of whose answers was truncated.
     """
 
     rows: int
@@ -105,7 +103,7 @@ Example = TypeVar("Example")
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of an example: the line in its file, and whether its prompt and any of its answers were truncated."""
+    """Origin of an example: the line of its file, and whether its prompt and any of its answers were truncated."""
 
     line: int
     prompt_cut: bool
@@ -130,8 +128,13 @@ class FileOfTable(NamedTuple):
     examples: int
 
 
-class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
+class _TokenDataset(torch.utils.data.Dataset[Example]):
     """Dataset of the examples in a memory-mapped table, in the order of an index."""
+
+    _example: Callable[..., Example]
+    _columns: ClassVar[tuple[str, ...]]  # fields of an example
+    _sequences: ClassVar[tuple[str, ...]]  # columns of token ids that form the sequences of an example
+    _defaults: Mapping[str, float] = {}  # column -> value in examples without one
 
     def __init__(self, *, table: datasets.Dataset, index: np.ndarray, files: Sequence[FileOfTable] = ()) -> None:
         """Create a view of examples as stored by ``TokenCache``.
@@ -151,7 +154,14 @@ class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
 
     def __getitems__(self, places: Sequence[int]) -> list[Example]:
         """Return several examples in one look-up; torch's DataLoader calls a method with this name."""
-        return self._examples(self._table[self._index[np.asarray(places)].tolist()])
+        table = self._table[self._index[np.asarray(places)].tolist()]
+        columns: dict[str, list] = {}
+        for name in self._columns:
+            column = table.column(name)
+            if name in self._defaults:
+                column = column.fill_null(self._defaults[name])
+            columns[name] = _ragged(column) if name.endswith("_ids") else column.to_pylist()
+        return [self._example(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
 
     def fingerprint(self) -> str:
         """Return a hash of the token ids, labels, rewards and weights in order; it does not depend on the file paths."""
@@ -192,26 +202,17 @@ class _TokenDataset(torch.utils.data.Dataset[Example], ABC):
             cut_responses=self._number_of("response_cut"),
         )
 
-    _sequences: ClassVar[tuple[str, ...]]  # columns of token ids that form the sequences of an example
-
     def _number_of(self, column: str) -> int:
         """Return the number of examples for which a column of the table is true."""
         return int(self._table.data.column(column).to_numpy()[self._index].sum())
-
-    @abstractmethod
-    def _examples(self, table: pyarrow.Table) -> list[Example]:
-        """Return the examples of a slice of the table."""
 
 
 class KTODataset(_TokenDataset[KTOExample]):
     """Dataset of unpaired answers, each desirable or undesirable."""
 
+    _example = KTOExample
+    _columns = ("prompt_ids", "response_ids", "desirable", "weight")
     _sequences = ("prompt_ids", "response_ids")
-
-    def _examples(self, table: pyarrow.Table) -> list[KTOExample]:
-        columns: dict[str, list] = {name: _ragged(table.column(name)) for name in ("prompt_ids", "response_ids")}
-        columns |= {name: table.column(name).to_pylist() for name in ("desirable", "weight")}
-        return [KTOExample(**dict(zip(columns, example, strict=True))) for example in zip(*columns.values(), strict=True)]
 
     @property
     def class_weights(self) -> tuple[float, float]:
@@ -223,6 +224,8 @@ class KTODataset(_TokenDataset[KTOExample]):
 class DPODataset(_TokenDataset[DPOExample]):
     """Dataset of pairs of answers."""
 
+    _example = DPOExample
+    _columns = ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_reward", "rejected_reward", "weight")
     _sequences = ("prompt_ids", "chosen_ids", "prompt_ids", "rejected_ids")
 
     def __init__(
@@ -235,16 +238,7 @@ class DPODataset(_TokenDataset[DPOExample]):
     ) -> None:
         """Create a view of a table; ``default_rewards`` are those of the chosen and the rejected answer of rows without."""
         super().__init__(table=table, index=index, files=files)
-        self._default_rewards = default_rewards
-
-    def _examples(self, table: pyarrow.Table) -> list[DPOExample]:
-        columns: dict[str, list] = {
-            name: _ragged(table.column(name)) for name in ("prompt_ids", "chosen_ids", "rejected_ids")
-        }
-        for name, default in zip(("chosen_reward", "rejected_reward"), self._default_rewards, strict=True):
-            columns[name] = table.column(name).fill_null(default).to_pylist()
-        columns["weight"] = table.column("weight").to_pylist()
-        return [DPOExample(**dict(zip(columns, example, strict=True))) for example in zip(*columns.values(), strict=True)]
+        self._defaults = dict(zip(("chosen_reward", "rejected_reward"), default_rewards, strict=True))
 
 
 AnyDataset = TypeVar("AnyDataset", KTODataset, DPODataset)
@@ -252,10 +246,9 @@ AnyDataset = TypeVar("AnyDataset", KTODataset, DPODataset)
 
 @dataclass(frozen=True, kw_only=True)
 class Splits(Generic[AnyDataset]):
-    """Datasets of a run.
+    """Datasets of a run; None for a split without data.
 
     Attributes:
-        train, test: the dataset of the split; None if the data has no such split.
         validation: name of each validation set -> its dataset; a single set without a name has the empty name.
         warnings: unexpected treatment of columns and rows, one line each.
     """

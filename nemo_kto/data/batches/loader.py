@@ -125,15 +125,11 @@ def build_dataloader(
     are memory-mapped. The start of the next iteration is set on ``loader.batch_sampler`` (see ``GlobalBatchSampler``).
 
     Args:
-        sampler: order of the examples, the same on every rank.
         rank, size: rank of this process in the data-parallel group, and size of the group.
         take: (global batch, kept=indices of this rank) -> the item to yield: :func:`share`, or ``kto_custom_collate`` with
             its options bound.
         shares: (global batch, ranks=size) -> indices of the examples of each rank.
         num_workers: number of processes that prefetch; it does not change the batches.
-
-    Raises:
-        ValueError: ``rank`` is not in [0, ``size``).
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank must be at least 0 and below size, got rank {rank} of {size}")

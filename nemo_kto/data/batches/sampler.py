@@ -22,12 +22,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
     example needs the response of another example.
 
     Attributes:
-        num_examples: number of examples in the dataset.
         global_batch_size: number of examples in a batch, over all ranks.
-        seed: determines the order.
         shuffle: use a new order in each epoch; otherwise the order of the dataset.
         drop_last: drop the incomplete last batch (training); otherwise it is used (validation).
-        needs_kl_examples: KL examples are formed within each batch, so that every batch needs at least two examples.
 
     Raises:
         ValueError: no batch can be formed.
@@ -57,11 +54,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return len(self._ranges(0))
 
     def set_position(self, epoch: int, consumed_in_epoch: int) -> None:
-        """Set the next iteration to start in ``epoch`` after the first ``consumed_in_epoch`` examples.
-
-        Raises:
-            ValueError: a value is negative, or ``consumed_in_epoch`` exceeds the number of examples.
-        """
+        """Set the next iteration to start in ``epoch`` after the first ``consumed_in_epoch`` examples."""
         if epoch < 0 or not 0 <= consumed_in_epoch <= self.num_examples:
             raise ValueError(
                 f"a position must have an epoch of at least 0 and 0 to {self.num_examples} examples consumed in it, got "

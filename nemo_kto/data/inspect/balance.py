@@ -26,10 +26,9 @@ def loss_balance(desirable: float, undesirable: float, desirable_weight: float, 
 def balanced_weights(
     desirable: float, undesirable: float, desirable_weight: float, undesirable_weight: float
 ) -> tuple[float, float]:
-    """Return w_D and w_U for which the balance is in its range.
+    """Return w_D and w_U for which the balance is in its range, or unchanged if it is undefined.
 
-    The weight of the class with too little weight is raised by the smallest sufficient factor. The weights are returned
-    unchanged if the balance is in its range or is undefined.
+    The weight of the class with too little weight is raised by the smallest sufficient factor.
 
     Examples:
         >>> balanced_weights(30, 60, 1.0, 1.0)
@@ -60,15 +59,11 @@ def balance_warning(desirable: float, undesirable: float, desirable_weight: floa
 
 
 def one_class_warning(desirable: float, undesirable: float, lr: float) -> str | None:
-    """Return a warning about training rows of a single class, which nothing balances.
-
-    None if both classes are present, or if the learning rate is in the recommended range.
-    """
+    """Return a warning about training rows of a single class, unless the learning rate is in the recommended range."""
     if (desirable and undesirable) or MIN_LR <= lr <= MAX_LR:
         return None
     kind = "desirable" if desirable else "undesirable"
     return (
-        f"all training rows are {kind}: nothing balances what they teach, so the learning rate should be from "
-        f"{MIN_LR:.0e} to {MAX_LR:.0e} (as TRL advises for KTO), got {lr:.4g}; set model.optim.lr, and rather train for "
-        "more epochs"
+        f"all training rows are {kind}: without the other class the learning rate should be from {MIN_LR:.0e} to "
+        f"{MAX_LR:.0e} (as TRL recommends for KTO), got {lr:.4g}; set model.optim.lr, and train for more epochs if necessary"
     )

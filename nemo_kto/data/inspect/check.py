@@ -115,9 +115,7 @@ class PartCheck:
     """Computation of the statistics of parts of a file, usable in any process.
 
     Attributes:
-        path: the data file.
         as_pairs: rows are pairs for DPO; otherwise labelled answers for KTO.
-        fields: the columns to rename.
         encoder: tokenises the records; None: only characters are counted.
         truncation: truncation to count; None: nothing is truncated.
     """

@@ -28,9 +28,7 @@ class Marks:
 
     def legend(self) -> str:
         """Return an explanation of the marks."""
-        if self.coloured:
-            return f"{self.mark(_GIVEN, 'prompt')}, {self.mark(_TRAINED, 'trained on')}, {self.mark(_MASKED, 'masked')}"
-        return f"the prompt, {self.mark(_TRAINED, 'what is trained on')}, {self.mark(_MASKED, 'what is masked')}"
+        return f"{self.mark(_GIVEN, 'prompt')}, {self.mark(_TRAINED, 'trained on')}, {self.mark(_MASKED, 'masked')}"
 
     def mark(self, kind: str, text: str) -> str:
         """Return the text with the marks of its kind; colours are reset at the end of each line."""
@@ -43,13 +41,7 @@ class Marks:
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """Preview of examples as they are in a batch.
-
-    Attributes:
-        decode: token ids -> text, including special tokens.
-        seq_length: maximum number of tokens in a sequence.
-        marks: marks of the parts of a text.
-    """
+    """Preview of examples as they are in a batch; ``decode`` returns the text of token ids, including special tokens."""
 
     decode: Decode
     seq_length: int
@@ -60,14 +52,14 @@ class Preview:
         origins = dataset.origins(range(len(examples)))
         partners = kl_partners_of(examples) if "kl_samples" in batch else None
         if partners is not None:
-            yield f"KL examples: as if the first {len(examples)} examples were a global batch; training shuffles them."
+            yield f"KL examples are shown for a global batch of the first {len(examples)} examples; training shuffles them."
         for k, length in enumerate(batch["sample_lengths"].tolist()):
             prompt, kind = len(examples[k].prompt_ids), "desirable" if examples[k].desirable else "undesirable"
             weight = _weight(examples[k].weight)
             yield f"\n{origins[k].title}: {kind}{weight}, {self._count(prompt, length)}{origins[k].cuts}"
             yield from self._text(batch["samples"][k], batch["sample_labels"][k], prompt, length)
             if partners is not None:
-                same = ", which was given to the same prompt" if batch["kl_same_prompt"][k] else ""
+                same = " (to the same prompt)" if batch["kl_same_prompt"][k] else ""
                 length = int(batch["kl_sample_lengths"][k])
                 count = self._count(prompt, length)
                 yield f"  KL example: this prompt with the answer of {origins[partners[k]].title}{same}, {count}"
@@ -80,12 +72,11 @@ class Preview:
             rewards = f", rewards {values[0]:g} and {values[1]:g}" if with_rewards else ""
             yield f"\n{origin.title}: a pair{_weight(dataset[k].weight)}{rewards}{origin.cuts}"
             prompt = len(dataset[k].prompt_ids)
-            length = int(batch["chosen_lengths"][k])
-            yield f"  chosen, {self._count(prompt, length)}"
-            yield from self._text(batch["chosen"][k], batch["chosen_labels"][k], prompt, length)
-            length = int(batch["rejected_lengths"][k])
-            yield f"  rejected, {self._count(prompt, length)}"
-            yield from self._text(batch["rejected"][k], batch["rejected_labels"][k], prompt, length, answer_only=True)
+            chosen = batch["chosen"][k], batch["chosen_labels"][k], batch["chosen_lengths"][k]
+            rejected = batch["rejected"][k], batch["rejected_labels"][k], batch["rejected_lengths"][k]
+            for name, (tokens, labels, length) in (("chosen", chosen), ("rejected", rejected)):
+                yield f"  {name}, {self._count(prompt, int(length))}"
+                yield from self._text(tokens, labels, prompt, int(length), answer_only=name == "rejected")
 
     def _count(self, prompt: int, length: int) -> str:
         return f"{prompt} + {length - prompt} = {length} of at most {self.seq_length} tokens"

@@ -20,18 +20,10 @@ _MAX_REPEATS = 100
 
 
 def split_ranges(num_rows: int, shares: Sequence[Fraction], joined: Callable[[int], bool]) -> list[tuple[int, int]]:
-    """Split rows 0 .. num_rows-1 into contiguous ranges, one for each share.
+    """Split rows 0 .. num_rows-1 into contiguous ranges (start, stop), one for each share; the shares sum to 1.
 
     The split uses ranges instead of random sampling, so that answers to the same prompt, which are usually adjacent in a
-    file, stay in the same split.
-
-    Args:
-        num_rows: number of rows.
-        shares: shares of the rows, which sum to 1.
-        joined: returns whether row i must be in the same split as row i-1 (the two sides of a pair).
-
-    Returns:
-        (start, stop) for each share; a range may be empty.
+    file, stay in the same split. ``joined`` returns whether row i must be in the same split as row i-1.
     """
     cuts = [0]
     for k in range(1, len(shares)):
@@ -48,7 +40,6 @@ def join_small(ranges: dict[str, list[Range]], splits_string: str | None, min_va
     Args:
         ranges: ranges of each split; the ranges of a source are contiguous, in the order of ``SPLITS``.
         splits_string: the setting that the ranges were made from; None if all rows are for training.
-        min_validation_rows: minimum number of validation rows.
 
     Returns:
         Warnings about moved rows, about a validation split without rows and about test rows, which are not used.
@@ -75,11 +66,7 @@ def join_small(ranges: dict[str, list[Range]], splits_string: str | None, min_va
 
 
 def leave_out_small(ranges: dict[str, list[Range]], min_validation_rows: int) -> list[str]:
-    """Drop an unnamed validation set, in place, if it has too few rows.
-
-    Returns:
-        Warnings about this and about test rows, which are not used.
-    """
+    """Drop an unnamed validation set, in place, if it has too few rows; return warnings about it and about test rows."""
     rows, warnings = _num_rows(ranges), []
     if 0 < rows.get("validation", 0) < min_validation_rows:
         ranges["validation"] = []
@@ -91,11 +78,7 @@ def leave_out_small(ranges: dict[str, list[Range]], min_validation_rows: int) ->
 
 
 def refuse_small_sets(ranges: Mapping[str, Sequence[Range]], min_validation_rows: int) -> None:
-    """Check that no named validation set has too few rows; such a set is not dropped, as its metrics may be needed.
-
-    Raises:
-        UserError: some sets have too few rows; the message lists all of them.
-    """
+    """Raise a UserError if named validation sets have too few rows; they are not dropped, as their metrics may be needed."""
     small = [f"{n} in {split}" for split, n in _num_rows(ranges).items() if split not in SPLITS and n < min_validation_rows]
     if small:
         least = f"at least {min_validation_rows} rows in each validation set"
@@ -117,7 +100,6 @@ def blend(sizes: Sequence[int], weights: Sequence[Fraction], *, seed: int) -> tu
     Args:
         sizes: number of rows of each source, at least 1.
         weights: share of each source, above 0, in any unit.
-        seed: determines the order of the rows within each pass.
 
     Returns:
         (source [N], row within the source [N]), int64.

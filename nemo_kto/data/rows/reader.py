@@ -82,13 +82,7 @@ class Fields:
 
 @dataclass(kw_only=True)
 class FileColumns:
-    """Columns of the rows of a file, counted while it is read.
-
-    Attributes:
-        rows: number of JSON objects in the file.
-        found: column -> number of rows that have it.
-        unused: column -> number of rows in which it is present but not used.
-    """
+    """Counts of the columns of a file: ``found`` and ``unused`` map a column to the rows that have it, or do not use it."""
 
     rows: int = 0
     found: dict[str, int] = field(default_factory=dict)
@@ -162,11 +156,10 @@ class FileReader:
         *,
         as_pair: bool,
     ) -> Iterator[Record]:
-        for line, raw in part.lines(path):
-            if raw.isspace():
-                continue
+        for line, given in _json_rows(path, part):
             try:
-                given = _parse_json(raw)
+                if isinstance(given, RowError):
+                    raise given
                 row, renamed = self.fields.rename(given)
                 used = used_columns(tuple(row), as_pair=as_pair)
                 columns.add(given, {renamed.get(name, name) for name in used} if renamed else used)
@@ -177,8 +170,17 @@ class FileReader:
             yield from records
 
 
+def _json_rows(path: str | Path, part: FilePart) -> Iterator[tuple[int, Row | RowError]]:
+    """Yield line number and row, or the error, of each line of a jsonl file that is not empty."""
+    for line, raw in part.lines(path):
+        if not raw.isspace():
+            try:
+                yield line, _parse_json(raw)
+            except RowError as error:
+                yield line, error
+
+
 def _parse_json(raw: bytes) -> Row:
-    """Parse a line of a jsonl file."""
     if len(raw) > MAX_LINE_BYTES:
         raise RowError(f"a line must have at most {MAX_LINE_BYTES:,} bytes, got more; write one object per line")
     try:

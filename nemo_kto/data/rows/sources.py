@@ -20,12 +20,7 @@ _AUTO_PART, _AUTO_MIN, _AUTO_MAX = 100, 2, 10_000
 
 @dataclass(frozen=True)
 class Source:
-    """Files that are read in sequence and, in a blend, have one common weight.
-
-    Attributes:
-        files: at least one jsonl file.
-        weight: share of the blend, relative to the other weights; None: the files are appended without weighting.
-    """
+    """Files (at least one) that are read in sequence; ``weight`` is their share of a blend, None without a blend."""
 
     files: tuple[Path, ...]
     weight: Fraction | None
@@ -75,11 +70,7 @@ def validation_split(name: str) -> str:
 
 
 def check_validation_names(data_prefix: object) -> None:
-    """Check that the names of validation sets can be part of metric names.
-
-    Raises:
-        DataError: some cannot; the message lists all of them.
-    """
+    """Raise a DataError if names of validation sets cannot be part of metric names."""
     if wrong := [name for name in _validation_sets(data_prefix) if not _SET_NAME.fullmatch(name)]:
         got = ", ".join(map(repr, wrong))
         raise DataError(

@@ -154,7 +154,6 @@ class TokenCache:
         shared: the files have the permissions of the umask, so that others may read them; otherwise only the user may.
         verified: another process on this machine has just compared the files with their hashes; this process does not.
         preprocess_workers: maximum number of processes for tokenisation; None: one per core that this process may use.
-        progress: (items, total=..., title=...) -> yields the items and shows how many have been processed.
     """
 
     kind: ExampleKind
@@ -168,13 +167,9 @@ class TokenCache:
     progress: Progress = show_nothing
 
     def __post_init__(self) -> None:
-        self._tokenizer_hash = self.encoder.fingerprint()
+        self._private, self._tokenizer_hash = not self.shared, self.encoder.fingerprint()
         self._tokeniser = Tokeniser(
-            kind=self.kind,
-            fields=self.fields,
-            encoder=self.encoder,
-            truncation=self.truncation,
-            private=not self.shared,
+            kind=self.kind, fields=self.fields, encoder=self.encoder, truncation=self.truncation, private=self._private
         )
 
     def open(self, paths: Sequence[Path], *, broken: RowErrors) -> dict[Path, Opened]:
@@ -191,7 +186,7 @@ class TokenCache:
         opened = {path: found for path in paths if (found := self._read(cached[path])) is not None}
         if absent := [path for path in cached if path not in opened]:
             logger.info("tokenising %s into %s", _names(absent), self.folder)
-            make_folder(self.folder, private=not self.shared)
+            make_folder(self.folder, private=self._private)
             request = hashlib.sha256(json.dumps([file.name for file in cached.values()]).encode()).hexdigest()[:24]
             for is_large, group in groupby(absent, key=lambda path: number_of_parts(path) > 1):
                 files = {path: cached[path] for path in group}
@@ -204,7 +199,7 @@ class TokenCache:
         """Return the examples of files that are tokenised in parts; each file is written by at most one process."""
         opened = {}
         for path, cached in files.items():
-            with one_writer(cached, private=not self.shared):
+            with one_writer(cached, private=self._private):
                 if (found := self._read(cached)) is None:  # else another process has written it meanwhile
                     try:
                         found = self._write_parts(path, cached, broken)
@@ -214,10 +209,30 @@ class TokenCache:
                 opened[path] = found
         return opened
 
+    def _write_parts(self, path: Path, cached: Path, broken: RowErrors) -> Opened:
+        writer = PartWriter(tokeniser=self._tokeniser, path=path, folder=cached.with_suffix(PARTS))
+        make_folder(writer.folder, private=self._private)
+        before, columns, rows, parts, expected = broken.total, FileColumns(), 0, 0, number_of_parts(path)
+        results = self._map(writer, file_parts(path), number=expected, what=path.name)
+        try:
+            for result in self.progress(results, total=expected, title=f"tokenising {path.name}"):
+                result.add_to(path, columns, broken)
+                rows, parts = rows + result.rows, parts + 1
+            self._check_file(path, cached, rows=rows, broken=broken, before=before)
+        except DataError:
+            shutil.rmtree(writer.folder, ignore_errors=True)
+            raise
+        table = None
+        if broken.total == before:
+            writer.assemble(cached, parts=parts)
+            table = self._complete(cached, columns)
+        shutil.rmtree(writer.folder, ignore_errors=True)
+        return table, columns
+
     def _open_small(self, files: Mapping[Path, Path], request: str, broken: RowErrors) -> dict[Path, Opened]:
         """Return the examples of files with one part each; of the processes with the same request one writes at a time."""
         what = _names(list(files))
-        with one_writer(self.folder / f"{self.kind.name}-files-{request}", private=not self.shared):
+        with one_writer(self.folder / f"{self.kind.name}-files-{request}", private=self._private):
             opened = {path: found for path, cached in files.items() if (found := self._read(cached)) is not None}
             absent = [(path, cached) for path, cached in files.items() if path not in opened]
             remove_unpublished(self.folder, {cached.name for _, cached in absent})
@@ -227,33 +242,16 @@ class TokenCache:
             if len(groups) > 1:
                 results = self.progress(results, total=len(absent), title=f"tokenising {what}")
             for (path, cached), result in zip(absent, results, strict=False):  # the results end after ``is_last``
-                columns, before = FileColumns(), broken.total
+                columns, before, table = FileColumns(), broken.total, None
                 try:
                     result.add_to(path, columns, broken)
-                    usable = self._is_usable(path, cached, rows=result.rows, broken=broken, before=before)
-                    opened[path] = self._complete(cached, columns) if usable else (None, columns)
+                    self._check_file(path, cached, rows=result.rows, broken=broken, before=before)
+                    if broken.total == before:
+                        table = self._complete(cached, columns)
                 finally:
-                    if path not in opened or opened[path][0] is None:
+                    if table is None:
                         cached.unlink(missing_ok=True)
-        return opened
-
-    def _write_parts(self, path: Path, cached: Path, broken: RowErrors) -> Opened:
-        writer = PartWriter(tokeniser=self._tokeniser, path=path, folder=cached.with_suffix(PARTS))
-        make_folder(writer.folder, private=not self.shared)
-        before, columns, rows, parts, expected = broken.total, FileColumns(), 0, 0, number_of_parts(path)
-        results = self._map(writer, file_parts(path), number=expected, what=path.name)
-        try:
-            for result in self.progress(results, total=expected, title=f"tokenising {path.name}"):
-                result.add_to(path, columns, broken)
-                rows, parts = rows + result.rows, parts + 1
-            usable = self._is_usable(path, cached, rows=rows, broken=broken, before=before)
-        except DataError:
-            shutil.rmtree(writer.folder, ignore_errors=True)
-            raise
-        if usable:
-            writer.assemble(cached, parts=parts)
-        opened = self._complete(cached, columns) if usable else (None, columns)
-        shutil.rmtree(writer.folder, ignore_errors=True)
+                opened[path] = table, columns
         return opened
 
     def _map(self, work: Callable[[Item], Result], items: Iterable[Item], *, number: int, what: str) -> Iterator[Result]:
@@ -261,25 +259,20 @@ class TokenCache:
         doing, setting = f"tokenising {what}", "model.data.preprocess_workers"
         return map_parts(work, items, processes=processes, doing=doing, setting=setting)
 
-    def _is_usable(self, path: Path, cached: Path, *, rows: int, broken: RowErrors, before: int) -> bool:
-        """Return whether a file has examples and no broken rows; an empty file is added to ``broken``.
-
-        Raises:
-            DataError: the file was changed while it was read.
-        """
+    def _check_file(self, path: Path, cached: Path, *, rows: int, broken: RowErrors, before: int) -> None:
+        """Add a file without rows to ``broken``, and raise a DataError if the file was changed while it was read."""
         if self._name(path) != cached.name:
             raise DataError(f"{path} was changed while it was read; start the run again when the file is complete")
         if rows == 0 and broken.total == before:
             broken.add(path, 1, "the file must have at least one row, got none; remove it from data_prefix")
-        return broken.total == before
 
-    def _complete(self, cached: Path, columns: FileColumns) -> Opened:
+    def _complete(self, cached: Path, columns: FileColumns) -> Table:
         """Write the JSON file of a cached file, which marks it as complete, and open the cached file."""
-        about = {**asdict(columns), "sha256": hash_once(cached, cache_dir=self.folder, private=not self.shared)}
+        about = {**asdict(columns), "sha256": hash_once(cached, cache_dir=self.folder, private=self._private)}
         is_large = cached.stat().st_size >= MIN_KEPT_BYTES  # tokenising a small file again is fast
-        with publish_file(cached.with_suffix(".json"), private=not self.shared, durable=is_large) as writing:
+        with publish_file(cached.with_suffix(".json"), private=self._private, durable=is_large) as writing:
             writing.write_text(json.dumps(about), encoding="utf-8")
-        return MemoryMappedTable.from_file(str(cached)), columns
+        return MemoryMappedTable.from_file(str(cached))
 
     def _read(self, cached: Path) -> Opened | None:
         """Open a cached file; None if it is absent, or if its content is not as written, in which case it is removed."""
@@ -287,7 +280,7 @@ class TokenCache:
         try:
             columns = json.loads(about.read_text(encoding="utf-8"))
             sha256 = columns.pop("sha256")
-            if self.verified or sha256 == hash_once(cached, cache_dir=self.folder, private=not self.shared):
+            if self.verified or sha256 == hash_once(cached, cache_dir=self.folder, private=self._private):
                 return MemoryMappedTable.from_file(str(cached)), FileColumns(**columns)
         except FileNotFoundError:
             return None

@@ -41,12 +41,9 @@ class _Text(NamedTuple):
 def load_tokenizer(folder: str | Path, *, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a Hugging Face folder, without network access and without running code from the folder.
 
-    Args:
-        folder: the Hugging Face folder.
-        vocab_size: vocabulary size of the model's embedding; None if unknown.
-
     Raises:
-        UserError: the folder has no tokenizer, transformers cannot load it, or BOS or EOS has no embedding.
+        UserError: the folder has no tokenizer, transformers cannot load it, or BOS or EOS has no embedding, of which the
+            model has ``vocab_size`` (None if unknown).
     """
     check_tokenizer(Path(folder), vocab_size=vocab_size)
     try:
@@ -72,17 +69,16 @@ def load_tokenizer(folder: str | Path, *, vocab_size: int | None = None) -> PreT
 
 @contextlib.contextmanager
 def _panics_named(folder: Path) -> Iterator[None]:
-    """Turn a panic of the tokenizers library, which is not an Exception, into an error about tokenizer.json.
+    """Turn a panic of the tokenizers library, which is not an Exception, into a UserError about tokenizer.json.
 
-    Raises:
-        UserError: the library panicked, for example because a regular expression takes too long on a text.
+    It panics, for example, if a regular expression takes too long on a text.
     """
     try:
         yield
     except BaseException as error:
         if type(error).__module__ != "pyo3_runtime":
             raise
-        message = f"{folder / 'tokenizer.json'}: the tokenizers library gave up: {printable(str(error))}"
+        message = f"{folder / 'tokenizer.json'}: the tokenizers library failed: {printable(str(error))}"
         raise UserError(f"{message}; correct its regular expressions, or {_AGAIN}") from error
 
 
@@ -99,14 +95,9 @@ class RecordEncoder:
     """
 
     def __init__(self, *, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> None:
-        """Prepare encoding with a tokenizer.
+        """Prepare encoding with a tokenizer, which must have an EOS token.
 
-        Args:
-            tokenizer: tokenizer of the model, with an EOS token.
-            vocab_size: vocabulary size of the model's embedding, which limits the token ids of records; None if unknown.
-
-        Raises:
-            UserError: the tokenizer has no EOS token.
+        ``vocab_size``, the size of the model's embedding (None if unknown), limits the token ids of records.
         """
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer must have an EOS token, got none; set eos_token in tokenizer_config.json")
@@ -118,10 +109,13 @@ class RecordEncoder:
         self._folder = Path(tokenizer.name_or_path)
         file = chat_template_file(self._folder) if tokenizer.name_or_path else None
         self._template_name = "the tokenizer's chat template" + (f" ({file})" if file else "")
-        self._special_tokens = _special_tokens(tokenizer)
+        # End-of-turn tokens are often special tokens other than the EOS.
+        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._special_tokens = tuple(dict.fromkeys([*map(str, tokenizer.all_special_tokens), *added]))
         self._special_ids = set(tokenizer.convert_tokens_to_ids(list(self._special_tokens)))
         with _panics_named(self._folder):
-            self.bos_id: int | None = tokenizer.bos_token_id if _adds_bos(tokenizer) else None
+            adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        self.bos_id: int | None = tokenizer.bos_token_id if adds_bos else None
         # Forking after tokenising in threads is intended: the forked data loader workers never tokenise.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
@@ -171,15 +165,9 @@ class RecordEncoder:
                 text = _Text(record.prompt, record.response, templated=False)
             elif last is not None:
                 text = last
-            elif failed is not None and record is failed[0]:
-                text = last = failed[1]
             else:
-                try:
-                    text = self._render_row(record)
-                except LastRowError as error:
-                    text = last = error
-                except RowError as error:
-                    text = error
+                text = failed[1] if failed is not None and record is failed[0] else self._render_row(record)
+                last = text if isinstance(text, LastRowError) else None
             texts.append(text)
         return texts
 
@@ -203,18 +191,21 @@ class RecordEncoder:
             _tried_templates.add(self._template)
         return None if failed is None else (first[failed[0]], failed[1])
 
-    def _render_row(self, record: KTORecord) -> _Text:
+    def _render_row(self, record: KTORecord) -> _Text | RowError:
         assert isinstance(record.prompt, list)
         assert isinstance(record.response, list)
         if "tools" in record.template and "tools" not in self._template:
-            raise RowError('"tools" is not used by the tokenizer\'s chat template; change the template or remove the key')
-        prompt = self._render(record.prompt, record.template, add_generation_prompt=True)
-        whole = self._render([*record.prompt, *record.response], record.template, add_generation_prompt=False)
+            return RowError('"tools" is not used by the tokenizer\'s chat template; change the template or remove the key')
+        try:
+            prompt = self._render(record.prompt, record.template, add_generation_prompt=True)
+            whole = self._render([*record.prompt, *record.response], record.template, add_generation_prompt=False)
+        except RowError as error:
+            return error
         if len(whole) > _MAX_CHARACTERS:
             message = f"{self._template_name} must render a row as at most {_MAX_CHARACTERS:,} characters"
-            raise LastRowError(f"{message}, got {len(whole):,}; {REMEDY}")
+            return LastRowError(f"{message}, got {len(whole):,}; {REMEDY}")
         if not whole.startswith(prompt):
-            raise RowError(
+            return RowError(
                 f"the chat template must render the prompt the same with and without the answer after it, got "
                 f"{prompt[-60:]!r} without and {whole[: len(prompt)][-60:]!r} with it; change the chat template, or "
                 "write the row as plain strings"
@@ -233,9 +224,9 @@ class RecordEncoder:
             raise LastRowError(out_of_memory(self._template_name)) from error
         except Exception as error:  # a template is a program and may raise any exception
             message = f"the tokenizer's chat template refuses the messages: {printable(str(error))}"
-            raise RowError(f"{message}; correct chat_template.jinja, or write the row as plain strings") from error
+            raise RowError(f"{message}; {REMEDY}") from error
         if not isinstance(rendered, str) or not rendered.strip():
-            raise RowError("the tokenizer's chat template must give text, got none; correct chat_template.jinja")
+            raise RowError("the tokenizer's chat template must produce text, got none; correct the template")
         return rendered
 
     def _finish(self, text: _Text, prompt: list[int], answer: list[int]) -> EncodedExample | RowError:
@@ -254,17 +245,6 @@ class RecordEncoder:
             token = f"{show(self._beyond[min(unknown)])} with id {min(unknown)}"
             return RowError(
                 f"each token must be in the model's vocabulary, got {token} beyond its vocab_size; remove it from the row, "
-                "or take the model's own tokenizer"
+                "or use the model's own tokenizer"
             )
         return EncodedExample(prompt, answer if ended else [*answer, self._eos_id])
-
-
-def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the tokenizer itself adds a BOS in front of a string."""
-    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Return the texts of all special tokens; end-of-turn tokens are often special tokens other than the EOS."""
-    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return tuple(dict.fromkeys([*map(str, tokenizer.all_special_tokens), *added]))

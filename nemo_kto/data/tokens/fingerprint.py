@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from datasets.table import MemoryMappedTable
 
-from nemo_kto.utils.files import make_folder, publish_file
-from nemo_kto.utils.hashes import MIN_KEPT_BYTES, kept_hash
+from nemo_kto.utils.hashes import MIN_KEPT_BYTES, stored_hash
 
 if TYPE_CHECKING:
     import pyarrow
@@ -42,29 +41,22 @@ def _file_hash(file: Path) -> str:
     The hash of a large file is stored; it stays valid because the file name identifies everything that the file was made
     from.
     """
-    kept, state = file.parent / "hashes" / f"{file.stem}.sha256", file.stat()
+    state = file.stat()
     if state.st_size < MIN_KEPT_BYTES:
         return _content_hash(file)
-    if (known := kept_hash(kept)) is not None:
-        return known
-    found, private = _content_hash(file), not state.st_mode & 0o077  # same permissions as the file
-    make_folder(kept.parent, private=private)
-    with publish_file(kept, private=private, durable=False) as writing:
-        writing.write_text(found, encoding="ascii")
-    return found
+    stored, private = file.parent / "hashes" / f"{file.stem}.sha256", not state.st_mode & 0o077  # permissions of the file
+    return stored_hash(stored, lambda: _content_hash(file), private=private)
 
 
 def _content_hash(file: Path) -> str:
     table, whole = MemoryMappedTable.from_file(str(file)), hashlib.sha256()
     for name in sorted(set(table.column_names) - set(_NOT_CONTENT)):
-        if name == "weight" and not _has_weights(table.column(name)):
+        if name == "weight" and all(
+            (chunk.to_numpy(zero_copy_only=False) == 1).all() for chunk in table.column(name).chunks
+        ):
             continue  # examples without weights keep the hash they had before weights were introduced
         whole.update(f"{name} {_column_hash(table.column(name))}\n".encode())
     return whole.hexdigest()
-
-
-def _has_weights(column: pyarrow.ChunkedArray) -> bool:
-    return any((chunk.to_numpy(zero_copy_only=False) != 1).any() for chunk in column.chunks)
 
 
 def _column_hash(column: pyarrow.ChunkedArray) -> str:

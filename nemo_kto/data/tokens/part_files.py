@@ -60,12 +60,7 @@ class PartResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokeniser:
-    """Tokeniser of rows into Arrow files, usable in any process.
-
-    Attributes:
-        kind, fields, encoder, truncation: determine how a row is converted.
-        private: the files are readable only by the user.
-    """
+    """Tokeniser of rows into Arrow files, which only the user can read if ``private`` is set; usable in any process."""
 
     kind: ExampleKind
     fields: Fields
@@ -97,9 +92,6 @@ class Tokeniser:
 
         Args:
             files: (data file, target file) for each file.
-
-        Raises:
-            DataError: a file cannot be opened, or is of another format.
         """
         results: list[PartResult] = []
         for path, target in files:

@@ -115,7 +115,9 @@ def _open(path: str | Path) -> BinaryIO:
     try:
         return open_file(path)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; correct the path, or let this user read it") from error
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}; correct the path, or give this user permission to read it"
+        ) from error
 
 
 def _part_bytes(size: int) -> int:
@@ -137,12 +139,7 @@ def size_groups(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[
 
 
 def number_of_processes(wanted: int | None, parts: int) -> int:
-    """Return the number of processes in which to process the parts.
-
-    Args:
-        wanted: maximum number of processes; None: one per core that this process may use, at most 16.
-        parts: number of parts.
-    """
+    """Return the number of processes for ``parts`` parts: at most ``wanted``, or one per core (at most 16) if None."""
     cores = min(len(os.sched_getaffinity(0)), _MAX_DEFAULT)
     return max(1, min(wanted or cores, parts // _PARTS_FOR_A_PROCESS))
 
@@ -157,7 +154,6 @@ def map_parts(
 
     Args:
         work: function to apply; it is pickled and sent once to each process.
-        parts: arguments of ``work``.
         processes: number of processes; with 1 the work is done in this process.
         doing: description of the work for the error message, such as "tokenising rows.jsonl".
         setting: name of the setting for the number of processes, for the error message.
@@ -172,40 +168,34 @@ def map_parts(
         # Sent through a file, because reading a large object from a pipe would delay the start of the next process.
         pickled = Path(scratch, "work")
         pickled.write_bytes(pickle.dumps(work))
-        yield from _in_processes(pickled, parts, processes, doing, setting)
-
-
-def _in_processes(pickled: Path, parts: Iterable[Any], processes: int, doing: str, setting: str) -> Iterator[Any]:
-    context = multiprocessing.get_context("spawn")
-    with isolated_starts():  # the pool starts Python's resource tracker
-        pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(str(pickled),))
-    pending: deque[Future[Any]] = deque()
-    try:
-        for part in parts:
-            with isolated_starts():
-                pending.append(pool.submit(_do, part))
-            if len(pending) > 2 * processes:
+        context = multiprocessing.get_context("spawn")
+        with isolated_starts():  # the pool starts Python's resource tracker
+            pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(str(pickled),))
+        pending: deque[Future[Any]] = deque()
+        try:
+            for part in parts:
+                with isolated_starts():
+                    pending.append(pool.submit(_do, part))
+                if len(pending) > 2 * processes:
+                    yield pending.popleft().result()
+            while pending:
                 yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BaseException as error:
-        for process in list((pool._processes or {}).values()):
-            process.kill()
-        if isinstance(error, BrokenProcessPool):
-            message = f"a process was killed while {processes} were {doing} (out of memory?)"
-            raise UserError(f"{message}; set {setting} below {processes}") from error
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
+        except BaseException as error:
+            for process in list((pool._processes or {}).values()):
+                process.kill()
+            if isinstance(error, BrokenProcessPool):
+                message = f"a process was killed while {processes} were {doing} (out of memory?)"
+                raise UserError(f"{message}; set {setting} below {processes}") from error
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 @contextlib.contextmanager
 def isolated_starts() -> Iterator[None]:
     """Start processes in the block that import neither the running program nor files of the working directory.
 
-    The program may have no ``if __name__ == "__main__"`` guard, and the working directory may be the folder of an untrusted
-    model. The environment is restored afterwards, because programs started by a user's callback may need the modules in
-    their own folder.
+    The program may have no ``if __name__ == "__main__"`` guard, and the working directory may be that of a model.
     """
     name = "PYTHONSAFEPATH"  # has the effect of python -P
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")

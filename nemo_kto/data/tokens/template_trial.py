@@ -39,12 +39,9 @@ class Conversation(NamedTuple):
 def try_template(rows: Sequence[Conversation], *, name: str) -> tuple[int, LastRowError] | None:
     """Render rows in a new interpreter, which takes as long as importing transformers.
 
-    Args:
-        rows: the rows to render. Rows that the template refuses are skipped.
-        name: name of the template in the error message.
-
     Returns:
-        Index of the first row for which the template exceeds a limit, and the error; None if there is no such row.
+        Index of the first row for which the template, called ``name`` in the error, exceeds a limit, and the error; None if
+        there is no such row. Rows that the template refuses are skipped.
     """
     context = multiprocessing.get_context("spawn")
     reader, writer = context.Pipe(duplex=False)
@@ -96,9 +93,9 @@ def _render(rows: Sequence[Conversation], max_seconds: float, writer: Connection
         whole = [*row.prompt, *row.response]
         with contextlib.suppress(Exception):  # refused by the template: the rendering in the run names the reason
             try:
-                for messages, asks in ((row.prompt, True), (whole, False)):
+                for messages, is_prompt in ((row.prompt, True), (whole, False)):
                     render_jinja_template(
-                        [messages], chat_template=row.template, add_generation_prompt=asks, **dict(row.variables)
+                        [messages], chat_template=row.template, add_generation_prompt=is_prompt, **dict(row.variables)
                     )
             except MemoryError:
                 os._exit(_OUT_OF_MEMORY)

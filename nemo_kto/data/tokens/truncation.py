@@ -17,9 +17,6 @@ class Truncation:
         seq_length: maximum number of tokens in an example, at least 2.
         mode: ``keep_end`` keeps the last tokens of the prompt (and a BOS at its beginning), ``keep_start`` the first ones.
         bos_id: token that ``keep_end`` keeps at the beginning of a prompt; None: there is no such token.
-
-    Raises:
-        ValueError: ``seq_length`` is below 2, or ``mode`` is unknown.
     """
 
     seq_length: int

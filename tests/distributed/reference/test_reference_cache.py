@@ -181,11 +181,15 @@ def two_jobs(folder: Path) -> dict[str, Any]:
     with late.one_job("b"):  # would wait for ever if it waited for the rows "a"
         found["other rows are not waited for"] = not found["waited"]
 
-    def on_wait(who: str, target: Path) -> None:
+    def on_wait(*_: object) -> None:
         found["waited"] = True
         os.write(release, b".")
 
-    with mock.patch.multiple(locks, _say_wait=on_wait, _GRACE_SECONDS=0.0), late.one_job("a"):
+    with (
+        mock.patch.object(locks, "_GRACE_SECONDS", 0.0),
+        mock.patch.object(locks.logger, "warning", on_wait),
+        late.one_job("a"),
+    ):
         found["rows"] = late.size
     return found
 

@@ -146,5 +146,5 @@ def test_the_warning_about_unbalanced_rows() -> None:
     assert one_class_warning(7, 0, 5e-6) is None
     assert one_class_warning(7, 3, 1e-3) is None
     assert one_class_warning(0, 7, 9e-6) == Message(
-        "all", "undesirable", "nothing", "5e-07", "5e-06", "TRL", "KTO", "9e-06", "model.optim.lr", "train"
+        "all", "undesirable", "other class", "5e-07", "5e-06", "TRL", "KTO", "9e-06", "model.optim.lr", "train"
     )
