@@ -25,29 +25,6 @@ class Architecture:
     left out of the softmax. A padded head has zero weights at its input and its output, so it adds zero to the output,
     receives zero gradients and stays zero. The padded model computes the same as the unpadded one, and the padding is
     dropped on export.
-
-    Attributes:
-        vocab_size: rows of the embedding in the Hugging Face folder.
-        ffn_hidden_size: width of the gate and of the up projection, in layers without experts.
-        local_rope: RoPE of the sliding-window layers; None if it is the same as that of the other layers.
-        windows: number of tokens each layer attends to, including the current one; None for all.
-        chunked, rotates, interleaved_rotary: as in :class:`~nemo_kto.architecture.families.Family`.
-        rotated_norm: in layers with a rotation, queries and keys are normalised after it, without weights.
-        temperature: attention temperature scaling in layers without a rotation; None for no scaling.
-        tied: the output layer shares its weight with the embedding.
-        output_bias: the attention's output projection has a bias.
-        expert_bias: the projections of the experts have biases, and so has the router.
-        sinks: each head has an additional learned score in its softmax, to which no value belongs.
-        qk_norm: queries and keys are normalised, each head separately unless ``all_heads_norm`` is set.
-        all_heads_norm: the norm of ``qk_norm`` is taken over all heads of a token together.
-        pre_norm, post_norm: the inputs, or the outputs, of attention and MLP are normalised.
-        zero_centered_norm: norms scale by 1 + weight.
-        scaled_embedding: embeddings are multiplied by sqrt(hidden size).
-        query_pre_attn_scalar: scores are divided by its square root; None means the head size.
-        attention_softcap, logit_softcap: the constant c if scores, or logits, become c tanh(score / c); None for no cap.
-        swiglu_limit: limit l of a clamped SwiGLU, gate * sigmoid(swiglu_alpha * gate) * (up + 1), in which the gate is
-            clamped to at most l and the up projection to [-l, l]; None for the unclamped activation in its usual form.
-        swiglu_alpha: set only together with the limit.
     """
 
     family: Family
@@ -57,35 +34,37 @@ class Architecture:
     num_attention_heads: int
     num_query_groups: int
     head_dim: int
-    ffn_hidden_size: int
-    vocab_size: int
+    ffn_hidden_size: int  # width of the gate and of the up projection, in layers without experts
+    vocab_size: int  # rows of the embedding in the Hugging Face folder
     max_position_embeddings: int
     norm_epsilon: float
     rope: Rope
-    windows: Windows
+    windows: Windows  # number of tokens each layer attends to, including the current one; None for all
     rotates: tuple[bool, ...]
-    tied: bool
-    chunked: bool = False
+    tied: bool  # the output layer shares its weight with the embedding
+    chunked: bool = False  # as in :class:`~nemo_kto.architecture.families.Family`, also ``rotates`` and the next
     interleaved_rotary: bool = False
-    rotated_norm: bool = False
-    temperature: Temperature | None = None
+    rotated_norm: bool = False  # in layers with a rotation, queries and keys are normalised after it, without weights
+    temperature: Temperature | None = None  # in layers without a rotation; None for no scaling
     qkv_bias: bool = False
-    output_bias: bool = False
+    output_bias: bool = False  # bias of the attention's output projection
     mlp_bias: bool = False
-    expert_bias: bool = False
-    sinks: bool = False
-    qk_norm: bool = False
-    all_heads_norm: bool = False
-    pre_norm: bool = True
-    post_norm: bool = False
-    zero_centered_norm: bool = False
-    scaled_embedding: bool = False
-    local_rope: Rope | None = None
-    query_pre_attn_scalar: float | None = None
-    attention_softcap: float | None = None
-    logit_softcap: float | None = None
+    expert_bias: bool = False  # the projections of the experts have biases, and so has the router
+    sinks: bool = False  # each head has an additional learned score in its softmax, to which no value belongs
+    qk_norm: bool = False  # queries and keys are normalised, each head separately unless ``all_heads_norm`` is set
+    all_heads_norm: bool = False  # the norm of ``qk_norm`` is taken over all heads of a token together
+    pre_norm: bool = True  # the inputs of attention and MLP are normalised
+    post_norm: bool = False  # the outputs of attention and MLP are normalised
+    zero_centered_norm: bool = False  # norms scale by 1 + weight
+    scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden size)
+    local_rope: Rope | None = None  # RoPE of the sliding-window layers; None if it is the same as that of the other layers
+    query_pre_attn_scalar: float | None = None  # scores are divided by its square root; None means the head size
+    attention_softcap: float | None = None  # scores become c tanh(score / c) with this c; None for no cap
+    logit_softcap: float | None = None  # the same for logits
+    # Limit l of a clamped SwiGLU, gate * sigmoid(swiglu_alpha * gate) * (up + 1), in which the gate is clamped to at most l
+    # and the up projection to [-l, l]; None for the unclamped activation in its usual form.
     swiglu_limit: float | None = None
-    swiglu_alpha: float | None = None
+    swiglu_alpha: float | None = None  # set only together with the limit
     experts: Experts | None = None
     expert_tensor_parallel: int = 1
 
@@ -199,10 +178,8 @@ def read_architecture(
 ) -> Architecture:
     """Read the architecture from config.json in a Hugging Face folder.
 
-    The parallel sizes determine the padding; that of experts is by default the tensor-parallel size.
-
-    Raises:
-        UserError: there is no config.json, or it does not describe a supported model; names the problem.
+    The parallel sizes determine the padding; that of experts is by default the tensor-parallel size. Raises UserError if
+    there is no config.json, or it does not describe a supported model; names the problem.
     """
     folder = Path(folder)
     _, family = read_config_file(folder)  # before transformers, whose error would not list the supported models

@@ -26,8 +26,7 @@ _LACKING = dict.fromkeys(("deepseek_v2", "deepseek_v3"), "attention whose keys a
 def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
     """Return the content of a folder's config.json and the model family it names.
 
-    Raises:
-        UserError: there is no config.json, or it does not describe a supported model; lists every problem.
+    Raises UserError if there is no config.json, or it does not describe a supported model; lists every problem.
     """
     path = folder / CONFIG
     if not os.path.exists(path):
@@ -70,7 +69,6 @@ def _refuse_other_kinds(config: Mapping[str, Any]) -> None:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
-    """Raise a ValueError for a property that this program's model does not support."""
     if (kind := config.get("model_type")) != family.name:
         raise ValueError(f"model_type must be {family.name!r} for {family.hf_architecture}, got {kind!r}; {_REMEDY}")
     if (quantization := config.get("quantization_config")) is not None:

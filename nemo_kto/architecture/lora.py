@@ -29,26 +29,16 @@ TARGET_MODULES = (*NEMO_TARGETS, *HUGGING_FACE_TARGETS, EMBEDDING)
 class LoRASettings:
     """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685, section 4.1): y = W x + scale * B A x.
 
-    Attributes:
-        rank: rows of A and columns of B.
-        alpha: the adapter's output is scaled by alpha / rank, or alpha / sqrt(rank) with ``rslora``.
-        dropout: probability with which an input of A is dropped in training.
-        target_modules: names from :data:`TARGET_MODULES`.
-        layers: numbers of the adapted layers, counted from 1; None for all.
-        rslora: rank-stabilised scale (Kalajdzievski 2023, arXiv 2312.03732).
-        dora: each row of the sum of weight and adapter has a trained magnitude (``models.lora.dora``).
-
-    Raises:
-        ValueError: a value is out of range or a name is unknown; the message lists what is allowed.
+    Raises ValueError if a value is out of range or a name is unknown; the message lists what is allowed.
     """
 
-    rank: int
-    alpha: float
-    dropout: float = 0.0
-    target_modules: tuple[str, ...] = ("attention_qkv",)
-    layers: tuple[int, ...] | None = None
-    rslora: bool = False
-    dora: bool = False
+    rank: int  # rows of A and columns of B
+    alpha: float  # the adapter's output is scaled by alpha / rank, or alpha / sqrt(rank) with ``rslora``
+    dropout: float = 0.0  # probability with which an input of A is dropped in training
+    target_modules: tuple[str, ...] = ("attention_qkv",)  # from :data:`TARGET_MODULES`
+    layers: tuple[int, ...] | None = None  # numbers of the adapted layers, counted from 1; None for all
+    rslora: bool = False  # rank-stabilised scale (Kalajdzievski 2023, arXiv 2312.03732)
+    dora: bool = False  # each row of the sum of weight and adapter has a trained magnitude (``models.lora.dora``)
 
     def __post_init__(self) -> None:
         if self.rank < 1:

@@ -15,18 +15,12 @@ from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 
 @dataclass(frozen=True, kw_only=True)
 class RankParameter:
-    """A parameter of a rank.
-
-    Attributes:
-        shape: that of the rank's shard.
-        trained: False if adapters are trained instead.
-        is_replicated: every tensor-parallel rank holds all of it; always False for a parameter of an expert.
-    """
+    """A parameter of a rank."""
 
     name: str
-    shape: tuple[int, ...]
-    trained: bool
-    is_replicated: bool
+    shape: tuple[int, ...]  # of the rank's shard
+    trained: bool  # False if adapters are trained instead
+    is_replicated: bool  # every tensor-parallel rank holds all of it; always False for a parameter of an expert
 
     @property
     def numel(self) -> int:
@@ -54,14 +48,8 @@ def rank_parameters(
 ) -> list[RankParameter]:
     """Return the parameters of a rank, including padded heads and rows. All ranks of a stage hold the same shapes.
 
-    Args:
-        architecture: also determines the tensor-parallel size.
-        expert_parallel: expert-parallel size, which divides the number of experts; the first such rank is described.
-        stage: number of the pipeline stage, from 0.
-        adapters: LoRA settings; None if all weights are trained.
-
-    Raises:
-        SplitError: the layers cannot be partitioned in this way.
+    ``expert_parallel`` divides the number of experts; the first such rank is described. ``stage`` is counted from 0. Without
+    ``adapters`` all weights are trained. Raises SplitError if the layers cannot be partitioned in this way.
     """
     is_first, is_last = stage == 0, stage == split.stages - 1
     layers = [layer for chunk in split.layers(architecture.num_layers)[stage] for layer in chunk]

@@ -27,21 +27,14 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embedding: the rotation angles of a position.
+    """Rotary position embedding: the rotation angles of a position."""
 
-    Attributes:
-        frequencies: radians per position for each pair of channels, exact fp32 values. Channels of a head beyond the pairs
-            are not rotated.
-        attention_factor: factor on cosines and sines, and so squared on each score; yarn and longrope have one.
-        factor_in_table: the factor is applied to cosines and sines; otherwise its square is part of the softmax scale.
-    """
-
+    # radians per position for each pair of channels, exact fp32 values; further channels do not rotate
     frequencies: tuple[float, ...]
-    attention_factor: float = 1.0
-    factor_in_table: bool = False
+    attention_factor: float = 1.0  # on cosines and sines, and so squared on each score; yarn and longrope have one
+    factor_in_table: bool = False  # it is applied to cosines and sines; otherwise its square is part of the softmax scale
 
     def __str__(self) -> str:
-        """Return a description for messages."""
         message = f"{len(self.frequencies)} frequencies from {max(self.frequencies):g} to {min(self.frequencies):g}"
         return message if self.attention_factor == 1.0 else f"{message} and attention factor {self.attention_factor:g}"
 
@@ -63,8 +56,7 @@ class Rope:
 def rope_type(config: Mapping[str, Any]) -> str:
     """Return the RoPE type in a configuration that a family's ``rope`` has reduced to one layer type.
 
-    Raises:
-        ValueError: the type is not implemented, or differs between layers of a family with a single RoPE.
+    Raises ValueError if the type is not implemented, or differs between layers of a family with a single RoPE.
     """
     settings = _settings(config)
     if nested := sorted(name for name, value in settings.items() if isinstance(value, Mapping)):
@@ -89,18 +81,12 @@ def longest_sequence(config: Mapping[str, Any]) -> tuple[str, int | None]:
 
 
 def read_rope(config: Mapping[str, Any], *, partial: bool = False) -> Rope:
-    """Read the rotary embedding from a Hugging Face configuration.
+    """Read the rotary embedding from a Hugging Face configuration, with defaults filled in, reduced to one layer type.
 
     Both the old form (rope_theta, rope_scaling) and the new one (rope_parameters) are supported. The values are computed by
-    transformers' own functions, for sequences up to :func:`longest_sequence`.
-
-    Args:
-        config: the configuration as a dict, with the family's defaults filled in, reduced to one layer type by the
-            family's ``rope``.
-        partial: the family has models that rotate only the first channels of each head.
-
-    Raises:
-        ValueError: the RoPE type is not implemented, one of its settings is missing, or a partial rotation is impossible.
+    transformers' own functions, for sequences up to :func:`longest_sequence`. ``partial``: the family has models that rotate
+    only the first channels of each head. Raises ValueError if the RoPE type is not implemented, one of its settings is
+    missing, or a partial rotation is impossible.
     """
     from transformers import PretrainedConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -20,15 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """``length`` rows (or columns) from ``start`` of weight number ``source`` of a mapping; zeros if ``source`` is None.
-
-    Successive rows are ``step`` rows apart in the weight.
-    """
+    """``length`` rows (or columns) from ``start`` of weight number ``source`` of a mapping; zeros if ``source`` is None."""
 
     source: int | None
     start: int
     length: int
-    step: int = 1
+    step: int = 1  # distance of successive rows in the weight
 
     @property
     def where(self) -> slice:
@@ -71,10 +68,7 @@ def shape_in_file(mapping: ParamMapping, shape: tuple[int, ...], architecture: A
 
 
 def place_in_file(mapping: ParamMapping, place: Mapping[str, int], where: tuple[slice, ...]) -> tuple[slice | int, ...]:
-    """Convert the slice ``where`` of a weight into a slice of the file's tensor that holds it.
-
-    ``place`` has the number of the expert, for an expert's weight.
-    """
+    """Convert the slice ``where`` of a weight into one of the file's tensor; ``place`` has the number of an expert."""
     if mapping.transposed:  # only matrices are
         where = (*where, slice(None))[:2][::-1]
     return (place["expert"], *where) if mapping.joins_experts else where

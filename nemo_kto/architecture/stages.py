@@ -14,9 +14,8 @@ from itertools import groupby
 class SplitError(ValueError):
     """Layers cannot be partitioned across pipeline stages as requested.
 
-    Attributes:
-        name: the attribute of the split that is invalid.
-        constraint: the requirement on it, such as "must divide the 5 layers"; ends with the word layers.
+    ``name`` is the invalid attribute of the split, and ``constraint`` the requirement on it, such as "must divide the 5
+    layers", which ends with the word layers.
     """
 
     def __init__(self, name: str, constraint: str, value: object) -> None:
@@ -26,29 +25,17 @@ class SplitError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSplit:
-    """Partition of layers across pipeline stages: even, except for the settings of the first and last stage.
-
-    Attributes:
-        stages: pipeline-parallel size.
-        chunks: model chunks per stage; more than one make a virtual pipeline.
-        first, last: number of layers of the first and of the last stage; None for the same number as the other stages.
-        counts_embedding: the embedding counts as a layer of the first stage.
-        counts_loss: the loss counts as a layer of the last stage.
-    """
+    """Partition of layers across pipeline stages: even, except for the settings of the first and last stage."""
 
     stages: int = 1
-    chunks: int = 1
-    first: int | None = None
-    last: int | None = None
-    counts_embedding: bool = False
-    counts_loss: bool = False
+    chunks: int = 1  # model chunks per stage; more than one make a virtual pipeline
+    first: int | None = None  # number of layers of the first stage; None for the same number as the other stages
+    last: int | None = None  # the same for the last stage
+    counts_embedding: bool = False  # the embedding counts as a layer of the first stage
+    counts_loss: bool = False  # the loss counts as a layer of the last stage
 
     def layers(self, num_layers: int) -> list[list[range]]:
-        """Return the layers of each chunk of each stage, counted from 0.
-
-        Raises:
-            SplitError: the layers cannot be partitioned in this way.
-        """
+        """Return the layers of each chunk of each stage, counted from 0; SplitError if there is no such partition."""
         sizes = self._sizes(num_layers)
         held: list[list[range]] = [[] for _ in sizes]
         start = 0
@@ -94,10 +81,7 @@ class PipelineSplit:
         return waits / (self.chunks * self.micro_batches(micro_batches) + waits)
 
     def most_kept(self, stage: int, micro_batches: int, sizes: Sequence[float]) -> float:
-        """Return the peak size of the values that a stage keeps for backward passes.
-
-        ``sizes`` are those that each chunk keeps for one micro-batch.
-        """
+        """Return the peak size that a stage keeps for backward passes, if its chunks keep ``sizes`` for each micro-batch."""
         now = most = 0.0
         for is_forward, chunk in self.passes(stage, min(self.micro_batches(micro_batches), 4 * self.stages)):
             now += sizes[chunk] if is_forward else -sizes[chunk]
@@ -124,7 +108,6 @@ class PipelineSplit:
             yield False, self.chunks - 1 - chunk
 
     def _sizes(self, num_layers: int) -> list[list[int]]:
-        """Return the number of layers of each chunk of each stage."""
         sizes = [[count // self.chunks] * self.chunks for count in self._whole_stages(num_layers)]
         sizes[0][0] -= self.counts_embedding
         sizes[-1][-1] -= self.counts_loss

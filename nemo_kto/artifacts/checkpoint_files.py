@@ -85,11 +85,7 @@ def checkpoint_folder(folder: Path, step: int) -> Path:
 
 
 def named_checkpoints(folder: Path) -> dict[Path, int]:
-    """Return all paths named like a checkpoint, complete or not, with their steps; oldest first.
-
-    Raises:
-        UserError: the folder cannot be read.
-    """
+    """Return all paths named like a checkpoint, complete or not, with their steps, oldest first; UserError if unreadable."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -103,8 +99,7 @@ def named_checkpoints(folder: Path) -> dict[Path, int]:
 def find_checkpoints(folder: Path) -> list[Checkpoint]:
     """Return the complete checkpoints of a run, oldest first: all files exist with their sizes. Contents are not read.
 
-    Raises:
-        UserError: a file cannot be accessed, which does not mean that it is damaged.
+    Raises UserError if a file cannot be accessed, which does not mean that it is damaged.
     """
     found = []
     for path in named_checkpoints(folder):
@@ -118,9 +113,7 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read the trainer.json of a checkpoint and check the sizes of its files.
 
-    Raises:
-        DamagedCheckpoint: the checkpoint is not as it was written.
-        UserError: a file cannot be accessed.
+    Raises DamagedCheckpoint if the checkpoint is not as it was written, UserError if a file cannot be accessed.
     """
     try:
         _check_kind(folder, INFO)
@@ -146,11 +139,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def file_records(info: Info) -> dict[str, Written]:
-    """Return the size and hash of each file of a checkpoint when it was written, by file name.
-
-    Raises:
-        DamagedCheckpoint: a name leads out of the folder.
-    """
+    """Return each file's size and hash when it was written; DamagedCheckpoint if a name leads out of the folder."""
     if outside := [name for name in info["files"] if os.path.isabs(name) or ".." in Path(name).parts]:
         raise DamagedCheckpoint(f"{INFO} must list files of its own folder, got {outside[0]!r}, which is outside")
     return {
@@ -162,10 +151,7 @@ def file_records(info: Info) -> dict[str, Written]:
 def damage(folder: Path, records: Mapping[str, Written]) -> list[str]:
     """Read files of a checkpoint, several at once, and return a message about each that is not as it was written.
 
-    Files of earlier versions have no hash, so only their sizes are checked.
-
-    Raises:
-        UserError: a file cannot be read.
+    Files of earlier versions have no hash, so only their sizes are checked. Raises UserError if a file cannot be read.
     """
 
     def of_file(item: tuple[str, Written]) -> str | None:
@@ -209,13 +195,10 @@ def info_text(info: Mapping[str, Any]) -> str:
 
 
 def check_checkpoint(folder: Path) -> Path | None:
-    """Verify a checkpoint's trainer.json and hf folder, and the sizes of the other files.
+    """Verify a checkpoint's trainer.json and hf folder, and the sizes of the other files; return the base model of adapters.
 
-    Returns:
-        The base model of a checkpoint that holds only adapters; None for one that holds all weights.
-
-    Raises:
-        UserError: trainer.json is not as this program writes it, or a file is missing or damaged; names it.
+    None is returned for a checkpoint of all weights. Raises UserError if trainer.json is not as this program writes it, or a
+    file is missing or damaged; names it.
     """
     adapters = None
     try:
@@ -228,11 +211,7 @@ def check_checkpoint(folder: Path) -> Path | None:
 
 
 def refuse_damaged(folder: Path, wrong: list[str]) -> None:
-    """Reject a checkpoint that is not as it was written.
-
-    Raises:
-        UserError: ``wrong`` is not empty; gives the first message in it.
-    """
+    """Raise a UserError with the first message in ``wrong``, if any: the checkpoint is not as it was written."""
     if wrong:
         raise UserError(f"{folder} must be as it was written, but {wrong[0]}; {_REMEDY}")
 

@@ -44,12 +44,10 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def content_hash(folder: Path, files: Sequence[Path], *, cache_dir: Path, shared: bool = False) -> str:
-    """Return a hash of the names and the content of files in ``folder``.
+    """Return a hash of the content of files and of their names relative to ``folder``.
 
-    Args:
-        folder: names are relative to this folder.
-        cache_dir: folder where the hashes of large files are cached; created if absent.
-        shared: others may read the cached hashes, as the umask allows; else only the user may.
+    Hashes of large files are cached in ``cache_dir``, which is created if absent; with ``shared`` others may read them, as
+    the umask allows, else only the user may.
     """
     files = sorted(files)
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -72,13 +70,8 @@ def read_companions(folder: Path, *, into: str) -> dict[str, bytes]:
     """Read the configuration, the tokenizer's files and the chat templates of a model: path below ``folder`` -> content.
 
     A file that cannot be copied (not regular, not readable, larger than 256 MiB, or a broken link) is left out, with a
-    warning that names it: transformers, which has read the tokenizer, did not need it.
-
-    Args:
-        into: destination of the files, for the warning: "the checkpoints".
-
-    Raises:
-        UserError: a file is a link that leads out of the folder.
+    warning that names it and the destination, ``into``: transformers, which has read the tokenizer, did not need it.
+    Raises UserError if a file is a link that leads out of the folder.
     """
     contents = {}
     # all that transformers may read beside the weights
@@ -95,8 +88,7 @@ def read_companions(folder: Path, *, into: str) -> dict[str, bytes]:
 def copy_companions(source: Path, target: Path) -> None:
     """Copy all companions but the configuration into an export, with default permissions, like :func:`read_companions`.
 
-    Raises:
-        OSError: ``target`` cannot be written.
+    Raises OSError if ``target`` cannot be written.
     """
     for name, content in read_companions(source, into="the export").items():
         if name != CONFIG:

@@ -24,14 +24,10 @@ _SHAPE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Source of a model's weights.
+    """Source of a model's weights."""
 
-    Attributes:
-        base: a Hugging Face folder, or one of our checkpoints of a whole model.
-        adapters: a folder in PEFT format, or one of our checkpoints of adapters; None for the base model without adapters.
-    """
-
-    base: Path
+    base: Path  # a Hugging Face folder, or one of our checkpoints of a whole model
+    # a folder in PEFT format, or one of our checkpoints of adapters; None for only the base model
     adapters: Path | None = None
 
     def resolve(self) -> ModelSource:
@@ -43,15 +39,10 @@ class ModelSource:
 
 
 def find_source(folder: Path, *, default_base: Path | None = None) -> ModelSource:
-    """Return the source of the model in ``folder``.
+    """Return the source of the model in ``folder``: a Hugging Face folder, one of our checkpoints, or a PEFT folder.
 
-    Args:
-        folder: a Hugging Face folder, one of our checkpoints, or a folder in PEFT format.
-        default_base: base model for adapters in PEFT format that name none, or that name a hub model, which has no local
-            folder.
-
-    Raises:
-        UserError: the folder is none of these, or it holds adapters whose base model does not exist.
+    ``default_base`` is the base model for adapters in PEFT format that name none, or that name a hub model, which has no
+    local folder. Raises UserError if the folder is none of these, or the base model of its adapters does not exist.
     """
     if is_checkpoint(folder):
         adapters = read_json(folder / INFO).get("adapters")
@@ -103,11 +94,7 @@ def named_base(adapters: Path) -> Path | None:
 
 
 def check_same_shape(policy: Path, other: Path) -> None:
-    """Reject a model whose config.json shows that its shape differs from the policy's; a full check needs both models.
-
-    Raises:
-        UserError: the shapes differ.
-    """
+    """Raise a UserError if config.json shows a shape other than the policy's; a full check needs both models."""
     files = [config_folder(folder) / CONFIG for folder in (policy, other)]
     expected, found = (read_json(file) if os.path.isfile(file) else {} for file in files)
     pairs = {key: (found[key], expected[key]) for key in _SHAPE if key in expected and key in found}

@@ -39,13 +39,8 @@ def export_adapter(
 ) -> None:
     """Write the adapters in PEFT's format, as :func:`nemo_kto.huggingface.huggingface.export` writes the model.
 
-    Args:
-        base_model: folder or name of the model that the adapters belong to; recorded in the configuration.
-
-    Raises:
-        UserError: something else is in the way at ``out``, or a weight is not finite; gives the reason, on every rank.
-        RuntimeError: rank 0 could not write; gives the reason, on every rank.
-        ValueError: the model has no adapters.
+    ``base_model`` (folder or name) is recorded in the configuration. Raises like ``export``, and ValueError for a model
+    without adapters.
     """
     settings, instead = _settings(chunks), magnitudes(chunks)
 
@@ -70,9 +65,8 @@ def load_adapter(chunks: Sequence[nn.Module], architecture: Architecture, folder
     """Fill the adapters of this rank's chunks from a folder in PEFT's format, before an optimizer copies their parameters.
 
     The base weights must be loaded already: DoRA's magnitudes are stored as differences from the norms of weight rows.
-
-    Raises:
-        UserError: the folder holds no adapter, or one for a model with other adapters; lists all differences, on every rank.
+    Raises UserError if the folder holds no adapter, or one for a model with other adapters; lists all differences, on every
+    rank.
     """
     settings, saved = _settings(chunks), read_adapter_settings(folder)
     shapes = tensor_shapes(Path(folder) / ADAPTER_WEIGHTS)

@@ -40,20 +40,14 @@ def write_together(
 ) -> None:
     """Export a model from all ranks: ranks with the first copy of a weight stream it to rank 0, which writes. Collective.
 
-    Ranks without a first copy wait.
+    ``stream`` is called on every rank with a first copy; its iterator sends this rank's weights as it is consumed and, on
+    rank 0, yields the weights to write. Other ranks wait. Rank 0 first calls ``prepare``, and then ``write`` with a folder
+    for the streamed weights and all other files of the export. ``is_ours`` tells whether a folder is an earlier export of
+    the same kind, which is replaced. ``what`` names the operation in errors.
 
-    Args:
-        what: name of the operation, for the error.
-        is_ours: whether a folder is an earlier export of the same kind, which is replaced.
-        prepare: called on rank 0 before anything else.
-        stream: called on every rank with a first copy: returns an iterator that sends this rank's weights as it is consumed
-            and, on rank 0, yields the weights to write.
-        write: called on rank 0 to write the streamed weights, and all other files of the export, into a folder.
-
-    Raises:
-        UserError: raised by ``prepare``, or something else is in the way at ``target``, or a weight is not finite; raised on
-            every rank.
-        RuntimeError: rank 0 failed; gives the reason, on every rank.
+    Raises, on every rank:
+        UserError: raised by ``prepare``, or something else is in the way at ``target``, or a weight is not finite.
+        RuntimeError: rank 0 failed; gives the reason.
     """
     first_rank, failure, folder = state.is_rank_zero(), f"{what} failed: {{}}", NewFolder(target=target)
 
@@ -91,12 +85,8 @@ def _checked(weight: tuple[str, Tensor]) -> tuple[str, Tensor]:
 def check_target(target: Path, *, is_ours: Callable[[Path], bool], need: int = 0) -> None:
     """Check that a folder can be exported to, without leaving anything in it.
 
-    Args:
-        is_ours: whether a folder is an earlier export, which may be replaced.
-        need: bytes that will be written.
-
-    Raises:
-        UserError: the folder has other content, it cannot be created, or there is not enough free space.
+    ``is_ours`` is as for :func:`write_together`; ``need`` is the number of bytes to be written. Raises UserError if the
+    folder has other content, it cannot be created, or there is not enough free space.
     """
     target = Path(os.path.realpath(target))
     try:
@@ -114,10 +104,7 @@ def check_target(target: Path, *, is_ours: Callable[[Path], bool], need: int = 0
 
 
 class NewFolder:
-    """A folder that replaces an earlier one as a whole or not at all.
-
-    If the target is a link, the destination of the link is replaced.
-    """
+    """A folder that replaces an earlier one as a whole or not at all; a target that is a link is resolved first."""
 
     def __init__(self, *, target: Path) -> None:
         self._target = Path(os.path.realpath(target))
@@ -133,12 +120,9 @@ class NewFolder:
         return [path for path in self._target.parent.iterdir() if name.fullmatch(path.name)]
 
     def start(self) -> None:
-        """Wait until no other process writes the same folder, then create :attr:`path`, empty.
+        """Wait until no other process writes the same folder, then create :attr:`path`, empty; OSError if that fails.
 
         Leftovers of killed processes are removed; an earlier folder that was being replaced gets its name back.
-
-        Raises:
-            OSError: the folder cannot be created.
         """
         self._target.parent.mkdir(parents=True, exist_ok=True)
         self._lock.enter_context(one_writer(self._target, private=False))
@@ -150,11 +134,7 @@ class NewFolder:
         self.path.mkdir()
 
     def publish(self) -> None:
-        """Flush the content to disk and rename the folder to its target.
-
-        Raises:
-            OSError: this failed; an earlier folder is kept.
-        """
+        """Flush the content to disk and rename the folder to its target; on an OSError an earlier folder is kept."""
         plain = self.path.stat().st_mode & 0o666  # as the umask allows; safetensors creates files for their owner only
         for path in [*self.path.rglob("*"), self.path]:
             if path.is_file():

@@ -34,22 +34,16 @@ _SHOWN = 20  # differences to list; a model of another size differs everywhere
 def load_weights(chunks: Sequence[nn.Module], architecture: Architecture, folder: str | Path) -> None:
     """Fill this rank's parameters from the safetensors of a Hugging Face folder, before an optimizer copies them.
 
-    Only the slices that this rank holds are read; adapters are unchanged.
-
-    Raises:
-        UserError: as for :func:`check_weights`, or a value is not finite.
+    Adapters are unchanged. Raises UserError as :func:`check_weights`, or if a value is not finite.
     """
     files = check_weights(architecture, folder)
     read_weights(rank_weights(chunks, architecture), architecture, files)
 
 
 def check_weights(architecture: Architecture, folder: str | Path) -> dict[str, Path]:
-    """Compare the weights in a folder with those of the architecture, and return the file of each.
+    """Compare the weights in a folder with the architecture, by the headers of the files, and return the file of each.
 
-    Only the headers of the files are read.
-
-    Raises:
-        UserError: weights are missing, unexpected or of another shape; lists up to 20. Or the files cannot be read.
+    Raises UserError if weights are missing, unexpected or of another shape (lists up to 20), or files cannot be read.
     """
     found = find_weights(Path(folder))
     # Some old files hold the rotary table, which is computed here, and some a second copy of a tied embedding.
@@ -70,13 +64,9 @@ def check_weights(architecture: Architecture, folder: str | Path) -> dict[str, P
 def read_weights(weights: Iterable[Weight], architecture: Architecture, files: Mapping[str, Path]) -> None:
     """Fill parameters of this rank from ``files`` (name of a weight -> its file); weights without a file keep their values.
 
-    MXFP4 weights are dequantized.
-
     Files are opened one after the other, and only the slices that this rank holds are read, so that memory holds the model
-    and one slice. Values are converted to the dtype of the parameters. Padding is set to zero.
-
-    Raises:
-        UserError: a value is not finite.
+    and one slice. MXFP4 weights are dequantized, and values converted to the dtype of the parameters. Padding is set to
+    zero. Raises UserError if a value is not finite.
     """
     wanted: dict[Path, list[tuple[str, Weight, Piece]]] = defaultdict(list)
     for weight in weights:
@@ -116,15 +106,11 @@ def export(
     The ranks with the first copy of the model send one weight at a time to rank 0, which writes; the others wait. The folder
     appears under its name when it is complete. An earlier export of this program in its place is replaced; anything else
     there is an error. Adapters are left out; call ``models.lora.merge_adapters`` first to merge them into the weights.
+    Configuration, tokenizer and chat template are copied from ``source``, the folder of the original model.
 
-    Args:
-        chunks: this rank's model chunks, wrapped or not, built from ``architecture``.
-        source: folder of the original model; its configuration, tokenizer and chat template are copied to ``out``.
-        max_shard_bytes: size limit of a weight file.
-
-    Raises:
-        UserError: something else is in the way at ``out``, or a weight is not finite; gives the reason, on every rank.
-        RuntimeError: rank 0 could not write; gives the reason, on every rank.
+    Raises, on every rank:
+        UserError: something else is in the way at ``out``, or a weight is not finite.
+        RuntimeError: rank 0 could not write; gives the reason.
     """
     source, target = Path(source), Path(out)
 

@@ -30,20 +30,13 @@ _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(?P<rest>linear_fc[12]\.weight)(?P<
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter of this rank and its mapping.
+    """A parameter of this rank and its mapping."""
 
-    Attributes:
-        parameter: the parameter, or a tensor that replaces it.
-        mapping: its entry in the family's table.
-        place: ``layer``, the number of its layer in the whole model, and ``expert``, the number of its expert in the layer;
-            each only if the parameter belongs to one.
-        copied: whether it is the last stage's copy of a tied embedding.
-    """
-
-    parameter: Tensor
-    mapping: ParamMapping
+    parameter: Tensor  # the parameter, or a tensor that replaces it
+    mapping: ParamMapping  # its entry in the family's table
+    # ``layer``, its number in the whole model, and ``expert``, its number in the layer, if it belongs to one
     place: Mapping[str, int]
-    copied: bool = False
+    copied: bool = False  # it is the last stage's copy of a tied embedding
 
 
 def wanted_weights(architecture: Architecture) -> Shapes:
@@ -83,11 +76,7 @@ def differences(wanted: Shapes, found: Shapes, ignored: Collection[str] = ()) ->
 
 
 def rank_weights(chunks: Sequence[nn.Module], architecture: Architecture) -> Iterator[Weight]:
-    """Yield every parameter of this rank's chunks but the adapters, with its mapping.
-
-    Raises:
-        KeyError: the family's table has no mapping for a parameter.
-    """
+    """Yield this rank's parameters but the adapters, with their mappings; KeyError if the table has none for a parameter."""
     mappings = {mapping.mcore_name: mapping for mapping in architecture.family.mappings}
     for name, place, parameter in _parameters(chunks):
         if name == "output_layer.weight" and architecture.tied:
@@ -101,10 +90,7 @@ def rank_weights(chunks: Sequence[nn.Module], architecture: Architecture) -> Ite
 def rank_adapters(
     chunks: Sequence[nn.Module], architecture: Architecture, settings: LoRASettings, instead: Mapping[nn.Parameter, Tensor]
 ) -> Iterator[Weight]:
-    """Yield the adapters of this rank's chunks, with their mappings under PEFT's names.
-
-    ``instead`` replaces some parameters by tensors with the values that the file stores.
-    """
+    """Yield this rank's adapters, under PEFT's names; ``instead`` replaces parameters by the values that the file stores."""
     mappings = {mapping.mcore_name: mapping for mapping in _adapter_mappings(architecture, settings)}
     for name, place, parameter in _parameters(chunks):
         if is_adapter(name):

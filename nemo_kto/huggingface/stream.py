@@ -126,7 +126,6 @@ class _FileWeights:
                 yield name, joined
 
     def _parts(self, mapping: ParamMapping, whole: Tensor) -> Iterator[Tensor]:
-        """Yield the weights that a parameter holds, in the order of the mapping."""
         dimension = split_dimension(mapping)
         parts = [] if dimension is None else segments(mapping, self.architecture)
         for source, shape in enumerate(source_shapes(mapping, self.architecture)):

@@ -25,33 +25,22 @@ _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Formula for the activations that one rank saves; bytes per token are for each token that the rank has.
+    """Formula for the activations that one rank saves; bytes per token are for each token that the rank has."""
 
-    Attributes:
-        architecture: the model; also determines the tensor-parallel size.
-        element_bytes: bytes per value of the model: 4 in fp32, 2 in bf16.
-        sequence_parallel: norms and the operations around them are sharded over the tensor-parallel ranks.
-        adapters: LoRA settings; None if all weights are trained.
-        on_gpu: norms are one kernel, and queries and keys are rotated before the core attention. On the CPU the core
-            attention rotates them, and norms in bf16 are several operations that save their input and their normalised
-            input, both in fp32.
-        packed: sequences are packed; on the CPU attention processes them one by one and concatenates the outputs.
-    """
-
-    architecture: Architecture
-    element_bytes: int
-    sequence_parallel: bool = False
+    architecture: Architecture  # also determines the tensor-parallel size
+    element_bytes: int  # bytes per value of the model: 4 in fp32, 2 in bf16
+    sequence_parallel: bool = False  # norms and the operations around them are sharded over the tensor-parallel ranks
     context_parallel: int = 1
     expert_parallel: int = 1
-    adapters: LoRASettings | None = None
+    adapters: LoRASettings | None = None  # None if all weights are trained
+    # On a GPU norms are one kernel, and queries and keys are rotated before the core attention. On the CPU the core
+    # attention rotates them, and norms in bf16 are several operations that save their input and their normalised input,
+    # both in fp32.
     on_gpu: bool = False
-    packed: bool = False
+    packed: bool = False  # on the CPU attention processes packed sequences one by one and concatenates the outputs
 
     def layer(self, recomputed: Collection[str] = ()) -> float:
-        """Return the bytes per token of one transformer layer, except those inside the ``recomputed`` modules.
-
-        If only some layers have experts, it is the mean over all layers.
-        """
+        """Return the bytes per token of a layer, on average over all layers, except inside the ``recomputed`` modules."""
         attention = self._attention(core="core_attn" not in recomputed)
         if "mlp" in recomputed:  # its input is saved, whether or not the gradient of a weight needs it
             return self._norms() + attention + self.layer_input() + self._adapter_inputs(_ATTENTION)
@@ -63,10 +52,7 @@ class Activations:
         return self.element_bytes * self._hidden()
 
     def rotations(self) -> int:
-        """Return the bytes per position of the RoPE tables, one for each RoPE, shared by all layers and passes.
-
-        A table has the cosines, and the sines for half a head.
-        """
+        """Return the bytes per position of the RoPE tables, shared by all layers: cosines, and sines for half a head."""
         tables = 1 if self.architecture.local_rope is None else 2
         element_bytes = _FP32 if self.architecture.interleaved_rotary else self.element_bytes
         return tables * 3 * element_bytes * self.architecture.head_dim // 2
@@ -114,10 +100,7 @@ class Activations:
         return 8 + 1
 
     def head(self) -> float:
-        """Return the bytes per token of the last stage: final norm, hidden states, and their gradient in fp32.
-
-        It is for tokens whose log-prob is computed.
-        """
+        """Return the bytes on the last stage per token with a log-prob: final norm, hidden states, their fp32 gradient."""
         whole = self.architecture.hidden_size * self.element_bytes
         return self._norm(self._hidden(), trained=self.adapters is None) + 3 * whole + 4 * self.architecture.hidden_size
 
@@ -180,10 +163,7 @@ class Activations:
         return 0.0 if experts is None else experts.per_token * experts.ffn_hidden_size / self.architecture.tensor_parallel
 
     def _copies(self) -> float:
-        """Return the copies of a token on a rank: one for each chosen expert, on average over the ranks.
-
-        Each of the ranks that share an expert by tensor parallelism has a copy.
-        """
+        """Return the copies of a token on a rank, on average: one for each chosen expert and each rank that shares it."""
         if (experts := self.architecture.experts) is None:
             return 0.0
         return experts.per_token * self.architecture.expert_tensor_parallel / self.architecture.tensor_parallel
@@ -244,10 +224,7 @@ class Activations:
         return dropped + changed + self.element_bytes * self.adapters.rank * sum(parts for _, parts in adapted)
 
     def _changed_outputs(self, kept: frozenset[str]) -> list[tuple[float, float]]:
-        """Return for each layer with DoRA the number of its rows on a rank, and of the values of its output for a token.
-
-        Of the experts only shared ones can have DoRA.
-        """
+        """Return the rows on a rank and the output values per token of each DoRA layer; of experts only shared ones."""
         if self.adapters is None or not self.adapters.dora:
             return []
         fused, hidden = self._query() + 2 * self._key_value(), (self.architecture.hidden_size, self._hidden())

@@ -19,24 +19,17 @@ CONTEXT = 2e9  # bytes of GPU memory for CUDA, its libraries and NCCL; an assump
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Device of a rank.
-
-    Attributes:
-        memory: bytes.
-        flops: bytes per value -> peak FLOP/s: 2 for bf16, 4 for fp32 without TF32.
-        capability: CUDA compute capability; None if unknown.
-        link, network: bytes per second that a GPU can send to GPUs of its machine and to other machines; None on a CPU,
-            whose ranks share one memory.
-        measured: ``flops`` was measured on this machine just now, and is not a peak.
-    """
+    """Device of a rank."""
 
     name: str
-    memory: float
-    flops: dict[int, float]
-    capability: tuple[int, int] | None = None
+    memory: float  # bytes
+    flops: dict[int, float]  # bytes per value -> peak FLOP/s: 2 for bf16, 4 for fp32 without TF32
+    capability: tuple[int, int] | None = None  # CUDA compute capability; None if unknown
+    # Bytes per second that a GPU can send to GPUs of its machine and to other machines; None on a CPU, whose ranks share one
+    # memory.
     link: float | None = None
     network: float | None = None
-    measured: bool = False
+    measured: bool = False  # ``flops`` was measured on this machine just now, and is not a peak
 
     def reached(self, element_bytes: int) -> float:
         """Return the expected FLOP/s for values of ``element_bytes`` bytes."""

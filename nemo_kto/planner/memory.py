@@ -25,57 +25,35 @@ _PRODUCT_ROWS = 8192  # rows of the output weight's gradient at a time; copied f
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Settings that determine the memory of a rank.
+    """Settings that determine the memory of a rank."""
 
-    Attributes:
-        architecture: the model; also determines the tensor-parallel size.
-        element_bytes: bytes per value of the model: 4 in fp32, 2 in bf16.
-        fp8: linear layers multiply in fp8.
-        split: partition of the layers across pipeline stages.
-        sequence_parallel: activations between tensor-parallel regions are sharded over the sequence.
-        adapters: LoRA settings; None if all weights are trained.
-        distributed_optimizer: the optimizer state is sharded over the data- and context-parallel ranks.
-        moment_bytes: bytes per value of each of Adam's two moments.
-        offload: fraction of the optimizer state that is stored in the host memory of a GPU.
-        swapped: weights of which the reference is a copy on the host: "all", "trained" or None.
-        reference_moves: the reference is synchronised with the policy, and also has fp32 values.
-        async_save: checkpoints are written from a copy on the host, whose memory is kept.
-        recompute: None, "selective" or "full".
-        recompute_modules: with "selective": "mlp", "core_attn" or both.
-        recompute_method, recompute_layers: with "full": "uniform" saves the input of each group of ``recompute_layers``
-            layers; "block" recomputes ``recompute_layers`` layers of a chunk and saves the activations of the others.
-        micro_batch_tokens: maximum number of tokens of a micro-batch, on all context-parallel ranks together.
-        micro_batch_width: tokens of its longest row, or of its longest sequence if ``packed``.
-        micro_batches: number per step and data-parallel rank.
-        logprob_chunk: tokens whose logits exist at the same time.
-        largest_file: bytes of the largest file of weights, which is mapped while it is read; 0 if there is no file yet.
-    """
-
-    architecture: Architecture
-    element_bytes: int
-    fp8: bool = False
+    architecture: Architecture  # also determines the tensor-parallel size
+    element_bytes: int  # bytes per value of the model: 4 in fp32, 2 in bf16
+    fp8: bool = False  # linear layers multiply in fp8
     split: PipelineSplit = ONE_STAGE
     data_parallel: int = 1
     context_parallel: int = 1
     expert_parallel: int = 1
-    sequence_parallel: bool = False
-    adapters: LoRASettings | None = None
-    distributed_optimizer: bool = True
-    moment_bytes: int = _FP32
-    offload: float = 0.0
-    swapped: str | None = None
-    reference_moves: bool = False
-    async_save: bool = True
-    recompute: str | None = None
-    recompute_modules: tuple[str, ...] = ()
+    sequence_parallel: bool = False  # activations between tensor-parallel regions are sharded over the sequence
+    adapters: LoRASettings | None = None  # None if all weights are trained
+    distributed_optimizer: bool = True  # its state is sharded over the data- and context-parallel ranks
+    moment_bytes: int = _FP32  # per value of each of Adam's two moments
+    offload: float = 0.0  # fraction of the optimizer state that is stored in the host memory of a GPU
+    swapped: str | None = None  # weights of which the reference is a copy on the host: "all", "trained" or None
+    reference_moves: bool = False  # the reference is synchronised with the policy, and also has fp32 values
+    async_save: bool = True  # checkpoints are written from a copy on the host, whose memory is kept
+    recompute: str | None = None  # None, "selective" or "full"
+    recompute_modules: tuple[str, ...] = ()  # with "selective": "mlp", "core_attn" or both
+    # With "full": "uniform" saves the input of each group of ``recompute_layers`` layers; "block" recomputes
+    # ``recompute_layers`` layers of a chunk and saves the activations of the others.
     recompute_method: str | None = None
     recompute_layers: int | None = None
-    micro_batch_tokens: int
-    micro_batch_width: int
-    micro_batches: int
+    micro_batch_tokens: int  # maximum, on all context-parallel ranks together
+    micro_batch_width: int  # tokens of its longest row, or of its longest sequence if ``packed``
+    micro_batches: int  # per step and data-parallel rank
     packed: bool = False
-    logprob_chunk: int
-    largest_file: int = 0
+    logprob_chunk: int  # tokens whose logits exist at the same time
+    largest_file: int = 0  # bytes of the largest file of weights, mapped while it is read; 0 if there is no file yet
     on_gpu: bool
 
     @property
@@ -144,10 +122,7 @@ class Training:
         ]
 
     def copies(self, parameter: RankParameter) -> int:
-        """Return the number of ranks that hold the same values of a parameter.
-
-        These are the data- and context-parallel ranks; for an expert, all ranks of its stage with that expert.
-        """
+        """Return how many ranks hold the same values of a parameter; for an expert, those of its stage that have it."""
         if not parameter.of_expert:
             return self.replicas
         return self.replicas * self.tensor_parallel // self.expert_ranks
@@ -157,10 +132,7 @@ class Training:
         return sum(each.numel / self.copies(each) for each in parameters if each.trained)
 
     def state_bytes(self) -> float:
-        """Return the bytes of optimizer state on the device per trained value: two moments, and in bf16 the fp32 value.
-
-        Offloaded state is not included.
-        """
+        """Return the bytes of optimizer state on the device per trained value: two moments, and in bf16 the fp32 value."""
         main = 0 if self.element_bytes == _FP32 else _FP32
         return (1 - self.offload) * (2 * self.moment_bytes + main)
 
@@ -188,37 +160,23 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Memory of a rank, in bytes except for the counts.
-
-    Attributes:
-        stage: pipeline stage of the rank.
-        parameters, trained: numbers of all and of trained values.
-        weights, gradients, optimizer: held during the whole run; gradients are summed in fp32.
-        activations: saved for the backward passes of all in-flight micro-batches.
-        logprobs: hidden states and logits of the last stage.
-        working: the largest temporary during the reduction of gradients and the update of weights.
-        heap: allocator fragmentation: freed activations that the C library keeps and cannot reuse, see :attr:`device`.
-        offloaded: optimizer state on the host.
-        reference, checkpoint: copies on the host.
-        file: file of weights, mapped while the model is loaded.
-        on_gpu: host memory is separate from device memory.
-    """
+    """Memory of a rank, in bytes except for the counts."""
 
     stage: int
-    parameters: int
-    trained: int
-    weights: float
-    gradients: float
+    parameters: int  # number of values
+    trained: int  # number of trained values
+    weights: float  # held during the whole run, as the next two
+    gradients: float  # summed in fp32
     optimizer: float
-    activations: float
-    logprobs: float
-    working: float
-    heap: float
-    offloaded: float
-    reference: float
-    checkpoint: float
-    file: float
-    on_gpu: bool
+    activations: float  # saved for the backward passes of all in-flight micro-batches
+    logprobs: float  # hidden states and logits of the last stage
+    working: float  # the largest temporary during the reduction of gradients and the update of weights
+    heap: float  # allocator fragmentation: freed activations that the C library keeps and cannot reuse, see :attr:`device`
+    offloaded: float  # optimizer state on the host
+    reference: float  # copy on the host
+    checkpoint: float  # copy on the host
+    file: float  # of weights, mapped while the model is loaded
+    on_gpu: bool  # host memory is separate from device memory
 
     @property
     def static(self) -> float:
@@ -279,7 +237,6 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
 
 
 def _power_of_two(size: int) -> int:
-    """Return the smallest power of two that is not less than a size in bytes."""
     return 1 << max(size - 1, 0).bit_length()
 
 
@@ -318,10 +275,7 @@ def _activations(training: Training, stage: int, parameters: list[RankParameter]
 
 
 def _kept_by_chunk(training: Training, layers: int) -> float:
-    """Return the bytes that a chunk of ``layers`` layers saves for one micro-batch.
-
-    These are activations, or only the inputs of recomputed layers.
-    """
+    """Return the bytes that a chunk saves for one micro-batch: activations, or only the inputs of recomputed layers."""
     each, inputs = _layer(training), 0
     if training.recompute == "full":
         count = min(training.recompute_layers or 1, layers)
@@ -346,10 +300,7 @@ def _layer(training: Training) -> float:
 
 
 def _weight_gradient(training: Training, parameters: list[RankParameter]) -> float:
-    """Return the bytes of the largest weight gradient in a layer, before it is added to the accumulated gradient.
-
-    0 for fp32 on the CPU, where the matrix product adds it directly.
-    """
+    """Return the bytes of a layer's largest weight gradient before it is accumulated; fp32 on the CPU adds it directly."""
     in_layers = [each.numel for each in parameters if each.trained and ".layers." in each.name]
     added_at_once = training.element_bytes == _FP32 and not training.on_gpu
     return 0.0 if added_at_once else max(in_layers, default=0) * training.element_bytes
@@ -378,10 +329,8 @@ def _working(training: Training, parameters: list[RankParameter]) -> float:
     On the CPU weights are updated one after the other, with two fp32 tensors each; torch's update on a GPU creates one fp32
     tensor for every weight at the same time. Both bf16 moments are converted to fp32 for the update: Transformer Engine did
     so up to version 2.12. An optimizer that is partly on the host is built twice, first from whole weights: during that time
-    the weights that stay on the GPU exist there in fp32.
-
-    gloo copies the tensors that it scatters and gathers, here the distributed optimizer's gradients and weights, even in a
-    group of one rank.
+    the weights that stay on the GPU exist there in fp32. gloo copies the tensors that it scatters and gathers, here the
+    distributed optimizer's gradients and weights, even in a group of one rank.
     """
     trained = [each.numel for each in parameters if each.trained]
     share = training.share(parameters) if training.distributed_optimizer else sum(trained)

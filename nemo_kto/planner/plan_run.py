@@ -25,16 +25,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    """Machines of a run.
-
-    Attributes:
-        ranks: total number of ranks.
-        hardware: device of each rank; its memory is that of one rank.
-        on_gpu: the device is a GPU.
-    """
+    """Machines of a run."""
 
     ranks: int
-    hardware: Hardware
+    hardware: Hardware  # device of each rank; its memory is that of one rank
     on_gpu: bool
 
     def with_memory(self, memory: float) -> Machines:
@@ -44,18 +38,13 @@ class Machines:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Estimated needs of a run on given machines.
+    """Estimated needs of a run on given machines."""
 
-    Attributes:
-        run: the run, with a precision other than auto.
-        stages: memory of a rank of each pipeline stage.
-    """
-
-    run: ResolvedRun
+    run: ResolvedRun  # with a precision other than auto
     machines: Machines
     training: Training
     step: Step
-    stages: list[RankMemory]
+    stages: list[RankMemory]  # memory of a rank of each pipeline stage
 
     @property
     def largest(self) -> RankMemory:
@@ -80,11 +69,7 @@ class Plan:
 
 
 def make_plan(run: ResolvedRun, machines: Machines) -> Plan:
-    """Build the plan of a run, whose layout must fit the number of ranks.
-
-    Raises:
-        UserError: the model's configuration cannot be read.
-    """
+    """Build the plan of a run, whose layout must fit the number of ranks; raises UserError if config.json is unreadable."""
     cfg, model = run.cfg, run.cfg.model
     tensor, pipeline, context = degrees(model)
     data = machines.ranks // (tensor * pipeline * context)
@@ -141,15 +126,10 @@ def gpus_elsewhere(ranks: int, gpu: str) -> Machines:
 
 
 def these_machines(run: ResolvedRun, *, ranks: int | None = None, local: int | None = None, timed: bool = True) -> Machines:
-    """Return the machines of a run that is started on this machine.
+    """Return the machines of a run that is started on this machine; without GPUs its ranks share memory and processors.
 
-    The ranks of a machine without GPUs share its memory and its processors.
-
-    Args:
-        run: the run; its precision must not be auto.
-        ranks: number of ranks that are already running; None to use that of the configuration.
-        local: number of ranks on this machine; None to use that of the configuration.
-        timed: time a matrix product on a CPU, which an estimate of the speed needs.
+    The precision of the run must not be auto. ``ranks``, and ``local`` on this machine, are those that already run; None to
+    use the configuration's. ``timed``: time a matrix product on a CPU, which an estimate of the speed needs.
     """
     ranks, local = ranks or run.world_size(), local or run.local_ranks
     if run.gpus:
@@ -175,13 +155,10 @@ def with_precision(run: ResolvedRun, *, on_gpu: bool) -> ResolvedRun:
 
 
 def check_memory(run: ResolvedRun, machines: Machines) -> None:
-    """Raise an error for a run that cannot fit into memory, and log a warning for one that may not fit.
+    """Raise a UserError for a run that cannot fit into memory, and log a warning for one that may not fit.
 
     Weights, gradients, optimizer state and a reference on the host do not depend on the data: if they alone exceed the
     memory, the run would certainly fail later. The memory of a pass depends on the actual length of the sequences.
-
-    Raises:
-        UserError: the run cannot fit.
     """
     plan = make_plan(run, machines)
     available = f"{size(machines.hardware.memory)} of {machines.hardware.name}"

@@ -53,10 +53,7 @@ def layouts(plan: Plan) -> Iterator[Values]:
 
 
 def _splits(given: PipelineSplit, stages: int, layers: int) -> Iterator[Values]:
-    """Yield the settings with which the layers can be partitioned across ``stages`` pipeline stages.
-
-    The embedding and the loss may each count as one layer if the partition is then even.
-    """
+    """Yield settings of even partitions across ``stages``, in which embedding and loss may each count as one layer."""
     for chunks, counts_ends in product(_CHUNKS, (False, True)):
         split = replace(given, stages=stages, chunks=chunks)
         if counts_ends:
@@ -78,10 +75,7 @@ def _expert_degrees(architecture: Architecture, ranks: int) -> list[Values]:
 
 
 def best_layouts(plan: Plan, count: int) -> list[Plan]:
-    """Return the ``count`` fastest layouts that fit, one for each combination of parallel sizes.
-
-    Of equally fast ones, the one with more tokens in a micro-batch is preferred.
-    """
+    """Return the ``count`` fastest layouts that fit, one per combination of sizes; on a tie the larger micro-batch wins."""
     fitting = [found for values in layouts(plan) if (found := make_plan(plan.run.with_model(**values), plan.machines)).fits]
     best: dict[tuple[int, ...], Plan] = {}
     for found in sorted(fitting, key=lambda each: (each.speed.seconds, -each.training.micro_batch_tokens)):

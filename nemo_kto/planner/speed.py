@@ -16,19 +16,12 @@ from nemo_kto.planner.traffic import Step, Traffic, step_traffic
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Estimated speed of a step.
+    """Estimated speed of a step."""
 
-    Attributes:
-        flops: FLOPs of the unpadded model over the global batch, as counted by perf/mfu.
-        traffic: communication of a rank of the stage that sends the most bytes.
-        bubble: fraction of the time in which a rank waits for the pipeline to fill and to drain.
-        seconds: estimated duration of the step.
-    """
-
-    flops: int
-    traffic: Traffic
-    bubble: float
-    seconds: float
+    flops: int  # of the unpadded model over the global batch, as counted by perf/mfu
+    traffic: Traffic  # of a rank of the stage that sends the most bytes
+    bubble: float  # fraction of the time in which a rank waits for the pipeline to fill and to drain
+    seconds: float  # duration of the step
 
 
 def step_flops(training: Training, step: Step) -> int:

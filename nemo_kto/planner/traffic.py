@@ -24,22 +24,15 @@ _SHAPE = 3 * 8  # bytes of three integers, the shape of a hidden state that is s
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Passes through the model in a step.
+    """Passes through the model in a step."""
 
-    Attributes:
-        rows: number of sequences of the global batch, each with a forward and a backward pass.
-        width: tokens per sequence.
-        answer: tokens per sequence whose log-prob is computed; None for all but the first.
-        forward_only: number of forward passes without gradient, each over ``rows`` sequences: for KL examples, for a loss
-            that looks ahead, and for a reference that is evaluated.
-        disabled: how many of the ``forward_only`` passes evaluate a reference that is the model with adapters disabled.
-    """
-
-    rows: int
-    width: int
-    answer: int | None = None
+    rows: int  # sequences of the global batch, each with a forward and a backward pass
+    width: int  # tokens per sequence
+    answer: int | None = None  # tokens per sequence whose log-prob is computed; None for all but the first
+    # Forward passes without gradient, each over ``rows`` sequences: for KL examples, for a loss that looks ahead, and for a
+    # reference that is evaluated.
     forward_only: int
-    disabled: int = 0
+    disabled: int = 0  # of these, passes of a reference that is the model with adapters disabled
 
     @property
     def tokens(self) -> int:
@@ -61,18 +54,13 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Communication of one rank in a step, by process group.
-
-    Attributes:
-        data: between ranks that hold the same weights.
-        expert: tokens for experts on other ranks.
-    """
+    """Communication of one rank in a step, by process group."""
 
     tensor: Sent
     pipeline: Sent
     context: Sent
-    data: Sent
-    expert: Sent
+    data: Sent  # between ranks that hold the same weights
+    expert: Sent  # tokens for experts on other ranks
 
     @property
     def bytes(self) -> float:
@@ -165,10 +153,9 @@ def _adapters(training: Training, step: Step, stage: int) -> Iterator[Sent]:
 
 
 def _pipeline(training: Training, step: Step, stage: int) -> Iterator[Sent]:
-    """Yield the communication between pipeline stages.
+    """Yield the communication between pipeline stages: hidden states to the next, their gradients to the previous one.
 
-    Hidden states go to the next stage and their gradients to the previous one. If the first and the last stage both hold the
-    embedding, they sum its gradient.
+    If the first and the last stage both hold the embedding, they sum its gradient.
     """
     split, shards = training.split, training.tensor_parallel if training.sequence_parallel else 1
     hidden = step.tokens / training.replicas * training.architecture.hidden_size * training.element_bytes / shards
@@ -245,7 +232,6 @@ def _expert(training: Training, step: Step, stage: int) -> Iterator[Sent]:
 
 
 def _again(training: Training, block: Block) -> int:
-    """Return 1 if the forward pass of a block is recomputed in the backward pass, otherwise 0."""
     return int(training.recompute == "full" or ("mlp" in training.recomputed and block.name != ATTENTION))
 
 

@@ -15,11 +15,7 @@ FAMILIES = {family.hf_architecture: family for family in sorted(_FOUND, key=lamb
 
 
 def find_family(hf_architecture: str) -> Family:
-    """Return the table of an architecture.
-
-    Raises:
-        ValueError: there is no table for it; the message lists the supported architectures.
-    """
+    """Return the table of an architecture; without one, a ValueError lists the supported architectures."""
     if hf_architecture not in FAMILIES:
         raise ValueError(
             f"the architecture must be one of {', '.join(FAMILIES)}, got {hf_architecture!r}; choose another model"

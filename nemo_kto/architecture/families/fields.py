@@ -1,7 +1,4 @@
-"""Types and constraints of the fields of config.json that this program or transformers' configuration reads.
-
-An absent field has the default of transformers.
-"""
+"""Types and constraints of the config.json fields that are read here or by transformers, whose defaults absent ones have."""
 
 from __future__ import annotations
 

@@ -10,8 +10,6 @@ from nemo_kto.architecture.families.table import Family, rope_by_layer_type, win
 
 
 class GemmaFields(ModelFields):
-    """Fields of config.json."""
-
     query_pre_attn_scalar: Positive = ABSENT
 
 

@@ -8,8 +8,6 @@ from nemo_kto.architecture.families.table import ExpertFields, Family, ParamMapp
 
 
 class GptOssFields(ModelFields):
-    """Fields of config.json."""
-
     swiglu_alpha: Positive = ABSENT
     swiglu_limit: Positive = ABSENT
 

@@ -1,8 +1,4 @@
-"""Llama 4 text models.
-
-Attention in chunks in the layers with RoPE, attention temperature scaling in those without; one routed expert per token, and
-a shared expert.
-"""
+"""Llama 4 text models: chunked attention in layers with RoPE, temperature scaling in others, routed and shared experts."""
 
 from __future__ import annotations
 
@@ -25,8 +21,6 @@ if TYPE_CHECKING:
 
 
 class Llama4Fields(ModelFields):
-    """Fields of config.json."""
-
     intermediate_size_mlp: Count = ABSENT
     moe_layers: Indices | None = None
     interleave_moe_layer_step: Count = ABSENT

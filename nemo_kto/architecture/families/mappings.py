@@ -95,9 +95,7 @@ def sparse(mcore_name: str, hf_names: dict[str, Shape], split: Split, *, transpo
 def separate_experts(block: str, *, gate: str, up: str, down: str) -> Mappings:
     """Return the mappings of a router and experts whose matrices are separate tensors of the file.
 
-    Args:
-        block: name of the mixture-of-experts block in the file, such as ``mlp``.
-        gate, up, down: names of an expert's projections.
+    ``block`` is the name of the mixture-of-experts block in the file, such as ``mlp``; the others are those of projections.
     """
     expert, wide = block + ".experts.{expert}.", ("expert_ffn", "hidden")
     return (
@@ -110,10 +108,7 @@ def separate_experts(block: str, *, gate: str, up: str, down: str) -> Mappings:
 def joined_experts(block: str, split: Split, *, biases: bool = False) -> Mappings:
     """Return the mappings of a router and experts for files that join a layer's experts in one tensor [experts, in, out].
 
-    Args:
-        block: name of the mixture-of-experts block in the file, such as ``mlp``.
-        split: arrangement of gate and up projection in their tensor.
-        biases: the router and the experts have biases.
+    ``block`` is as for :func:`separate_experts`; ``split`` is the arrangement of gate and up projection in their tensor.
     """
     gate_and_up, down = ("expert_gate_and_up", "hidden"), ("hidden", "expert_ffn")  # of one expert, [out, in]
     experts = block + ".experts."

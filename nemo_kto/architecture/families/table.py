@@ -25,52 +25,33 @@ class Layers(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts: MLPs from which a router chooses some for each token (Shazeer et al. 2017, arXiv 1701.06538).
+    """A mixture of experts: MLPs from which a router chooses some for each token (Shazeer et al. 2017, arXiv 1701.06538)."""
 
-    Attributes:
-        number: experts per layer.
-        per_token: experts chosen for each token.
-        ffn_hidden_size: width of an expert's gate and up projection.
-        normalized: the weights of a token's experts are normalised to a sum of 1; else they are probabilities over all
-            experts.
-        layers: whether each layer has experts; the others have one MLP.
-        shared_ffn_hidden_size: width of the gate and up projection of a shared expert, which processes every token; 0 if
-            there is none.
-        shared_gate: the output of the shared expert is weighted by a gate, the sigmoid of one value per token.
-        weighs_input: the router probability is the sigmoid of the expert's logit, not a softmax over experts, and scales the
-            expert's input instead of its output. Only for one expert per token.
-    """
-
-    number: int
-    per_token: int
-    ffn_hidden_size: int
-    normalized: bool
-    layers: tuple[bool, ...]
+    number: int  # per layer
+    per_token: int  # experts chosen for each token
+    ffn_hidden_size: int  # width of an expert's gate and up projection
+    normalized: bool  # the weights of a token's experts sum to 1; else they are probabilities over all experts
+    layers: tuple[bool, ...]  # whether each layer has experts; the others have one MLP
+    # width of gate and up projection of a shared expert, which processes every token; 0: none
     shared_ffn_hidden_size: int = 0
-    shared_gate: bool = True
+    shared_gate: bool = True  # the output of the shared expert is weighted by a gate, the sigmoid of one value per token
+    # The router probability is the sigmoid of the expert's logit, not a softmax over experts, and scales the expert's input
+    # instead of its output. Only for one expert per token.
     weighs_input: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertFields:
-    """Fields of a configuration that describe its mixture of experts; those with an empty name do not exist.
-
-    Attributes:
-        normalized: also a constant.
-        sparse_layers: numbers of the layers with experts, from 0; if it is absent, these follow from the next two.
-        sparse_step: every so many layers have experts.
-        dense_layers: numbers of layers without experts, from 0.
-        shared_gate, weighs_input: as in :class:`Experts`.
-    """
+    """Fields of a configuration that describe its mixture of experts; those with an empty name do not exist."""
 
     number: str = "num_local_experts"
     ffn_hidden_size: str = "intermediate_size"
     shared_ffn_hidden_size: str = ""
-    normalized: str | bool = True
-    sparse_layers: str = ""
-    sparse_step: str = ""
-    dense_layers: str = ""
-    shared_gate: bool = True
+    normalized: str | bool = True  # also a constant
+    sparse_layers: str = ""  # numbers of the layers with experts, from 0; if absent, these follow from the next two
+    sparse_step: str = ""  # s if every s-th layer has experts
+    dense_layers: str = ""  # numbers of layers without experts, from 0
+    shared_gate: bool = True  # this and the next are as in :class:`Experts`
     weighs_input: bool = False
 
     def read(self, config: PretrainedConfig) -> Experts:
@@ -101,13 +82,9 @@ class Temperature:
 
     Queries at position p, from 0, are multiplied by 1 + scale * log(1 + floor((p + 1) / floor)), so that the softmax over
     many keys stays sharp (Nakanishi 2025, arXiv 2501.19399).
-
-    Attributes:
-        floor: length of the position intervals with one scale; positions below it, counted from 1, are not scaled.
-        scale: factor on the logarithm.
     """
 
-    floor: int
+    floor: int  # length of the position intervals with one scale; positions below it, counted from 1, are not scaled
     scale: float
 
 
@@ -127,27 +104,19 @@ class Split(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ParamMapping:
-    """Mapping between a megatron-core parameter and the Hugging Face weights it holds.
+    """Mapping between a megatron-core parameter and the Hugging Face weights it holds."""
 
-    Attributes:
-        mcore_name: name in megatron-core's local layers, with ``{layer}`` for the number of the layer in the whole model and
-            ``{expert}`` for the number of the expert in its layer.
-        hf_names: name and shape of each weight in the file; sizes are names from ``Architecture.sizes`` or integers. A
-            single name for a split of several weights means that the file has them concatenated along the rows of one
-            tensor. A name without ``{expert}`` for a weight of an expert means that the file has the weights of all experts
-            in one tensor.
-        split: how the parameter is assembled from the weights and sharded.
-        required_flag: flag of ``Architecture`` without which the parameter does not exist; empty if it always exists.
-        layers: layers that have the parameter.
-        transposed: the file stores the transpose of the weight with this shape.
-    """
-
+    # Name in megatron-core's local layers, with ``{layer}`` for the number of the layer in the whole model and ``{expert}``
+    # for the number of the expert in its layer.
     mcore_name: str
+    # Name and shape of each weight in the file; sizes are names from ``Architecture.sizes`` or integers. A single name for a
+    # split of several weights means that the file has them concatenated along the rows of one tensor. A name without
+    # ``{expert}`` for a weight of an expert means that the file has the weights of all experts in one tensor.
     hf_names: Mapping[str, tuple[str | int, ...]]
-    split: Split
-    required_flag: str = ""
-    layers: Layers = Layers.ALL
-    transposed: bool = False
+    split: Split  # how the parameter is assembled from the weights and sharded
+    required_flag: str = ""  # flag of ``Architecture`` without which the parameter does not exist; empty if it always exists
+    layers: Layers = Layers.ALL  # layers that have the parameter
+    transposed: bool = False  # the file stores the transpose of the weight with this shape
 
     @property
     def of_expert(self) -> bool:
@@ -173,8 +142,7 @@ def window_everywhere(config: PretrainedConfig) -> Windows:
 def window_by_layer_type(config: PretrainedConfig) -> Windows:
     """Return a window of the last ``sliding_window`` tokens for the layers that ``layer_types`` selects.
 
-    Raises:
-        ValueError: a layer type is neither full_attention nor sliding_attention, or the window has no token.
+    Raises ValueError if a layer type is neither full_attention nor sliding_attention, or the window has no token.
     """
     if "sliding_attention" in config.layer_types and config.sliding_window == 0:
         raise ValueError("sliding_window must be at least 1 where layer_types has sliding_attention, got 0; correct one")
@@ -184,10 +152,8 @@ def window_by_layer_type(config: PretrainedConfig) -> Windows:
 def chunks_by_layer_type(config: PretrainedConfig) -> Windows:
     """Return chunks of ``attention_chunk_size`` tokens for the layers that ``layer_types`` selects.
 
-    In such a layer a token attends only to its chunk.
-
-    Raises:
-        ValueError: a layer type is neither full_attention nor chunked_attention, or the chunk size is missing.
+    In such a layer a token attends only to its chunk. Raises ValueError if a layer type is neither full_attention nor
+    chunked_attention, or the chunk size is missing.
     """
     if "chunked_attention" in config.layer_types and config.attention_chunk_size is None:
         raise ValueError("attention_chunk_size must be given where layer_types has chunked_attention, got null; add it")
@@ -231,48 +197,29 @@ def rope_by_layer_type(config: Mapping[str, Any], layer_type: str) -> Mapping[st
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Everything the project knows about a model family.
+    """Everything the project knows about a model family."""
 
-    Attributes:
-        name: name of the family; equal to ``model_type`` in the configuration file.
-        hf_architecture: entry of ``architectures`` in the configuration file.
-        mappings: the weights.
-        fields: fields of the configuration file with their types and constraints.
-        flags: flag of ``Architecture`` (qkv_bias, qk_norm, post_norm, ...) -> field of the configuration that sets it,
-            or a constant.
-        numbers: numeric attribute of ``Architecture`` -> field of the configuration with its value.
-        activation: field of the configuration that names the MLP's activation, and the required name.
-        windows: number of tokens each layer attends to, including the current one; None for all.
-        chunked: a window does not slide; it is the chunk of the sequence that contains the token.
-        rotates: whether each layer has rotary embeddings.
-        interleaved_rotary: interleaved RoPE: neighbouring channels of a head are rotated together, not channels half a head
-            apart.
-        temperature: attention temperature scaling of layers without rotary embeddings; None for no scaling.
-        rope: reduces a configuration to the RoPE of one layer type (full_attention, sliding_attention).
-        partial_rotary: ``partial_rotary_factor`` may limit the rotation to the first channels of each head.
-        local_rope: sliding-window layers have a separate RoPE.
-        own_head_dim: the default head size is not the hidden size divided by the number of heads.
-        mxfp4: files may have the matrices of experts in MXFP4, which are dequantized when they are read.
-        dense_width: field of the configuration with the MLP width of layers without experts.
-        experts: fields of the configuration with the mixture of experts; None for a dense family.
-    """
-
-    name: str
-    hf_architecture: str
+    name: str  # ``model_type`` in the configuration file
+    hf_architecture: str  # entry of ``architectures`` in the configuration file
     mappings: tuple[ParamMapping, ...]
-    fields: type[ModelFields] = ModelFields
+    fields: type[ModelFields] = ModelFields  # fields of the configuration file with their types and constraints
+    # Flag of ``Architecture`` (qkv_bias, qk_norm, post_norm, ...) -> field of the configuration that sets it, or a constant.
     flags: Mapping[str, str | bool] = field(default_factory=dict)
+    # numeric attribute of ``Architecture`` -> field of the configuration
     numbers: Mapping[str, str] = field(default_factory=dict)
-    activation: tuple[str, str] = ("hidden_act", "silu")
+    activation: tuple[str, str] = ("hidden_act", "silu")  # field that names the MLP's activation, and the required name
+    # tokens each layer attends to, with the current one; None for all
     windows: Callable[[PretrainedConfig], Windows] = no_window
-    chunked: bool = False
-    rotates: Callable[[PretrainedConfig], tuple[bool, ...]] = every_layer_rotates
-    interleaved_rotary: bool = False
+    chunked: bool = False  # a window does not slide; it is the chunk of the sequence that contains the token
+    rotates: Callable[[PretrainedConfig], tuple[bool, ...]] = every_layer_rotates  # whether each layer has RoPE
+    interleaved_rotary: bool = False  # neighbouring channels of a head are rotated together, not channels half a head apart
+    # Attention temperature scaling of layers without rotary embeddings; None for no scaling.
     temperature: Callable[[PretrainedConfig], Temperature | None] = lambda config: None
+    # Reduces a configuration to the RoPE of one layer type (full_attention, sliding_attention).
     rope: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = one_rope
-    partial_rotary: bool = False
-    local_rope: bool = False
-    own_head_dim: bool = False
-    mxfp4: bool = False
-    dense_width: str = "intermediate_size"
-    experts: ExpertFields | None = None
+    partial_rotary: bool = False  # ``partial_rotary_factor`` may limit the rotation to the first channels of each head
+    local_rope: bool = False  # sliding-window layers have a separate RoPE
+    own_head_dim: bool = False  # the default head size is not the hidden size divided by the number of heads
+    mxfp4: bool = False  # files may have the matrices of experts in MXFP4, which are dequantized when they are read
+    dense_width: str = "intermediate_size"  # field with the MLP width of layers without experts
+    experts: ExpertFields | None = None  # None for a dense family
