@@ -84,9 +84,9 @@ def _train(run: ResolvedRun, check_memory: CheckMemory | None) -> None:
     """Run the job; the lock of the run folder must be held."""
     state.raise_together(state.attempt(lambda: check_gpu(run)), "{}")
     if check_memory is not None:
-        ranks = state.world_size()
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, ranks // run.cfg.trainer.num_nodes)))
-        state.raise_together(state.attempt(partial(check_memory, run, ranks, local)), "{}")
+        world_size = state.world_size()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, world_size // run.cfg.trainer.num_nodes)))
+        state.raise_together(state.attempt(partial(check_memory, run, world_size, local)), "{}")
     with watchdog.phase("opening the logs"):
         check_logs(run)
     with watchdog.phase("preparing data"):
