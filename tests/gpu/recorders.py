@@ -102,7 +102,7 @@ class StopAfter(Callback):
 class RecordWaits(Callback):
     """Writes FILE: for each step, where the host waited for the GPU, one text for each wait.
 
-    Waits within operators are torch's warnings; explicit ones are recorded in the wrapped functions.
+    Waits within operators are torch's warnings; explicit waits are recorded by wrapped functions.
     """
 
     def __init__(self, file: str) -> None:

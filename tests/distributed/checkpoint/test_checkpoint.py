@@ -165,5 +165,5 @@ def test_a_checkpoint_can_be_the_pretrained_model(
     overrides = ["model.tensor_model_parallel_size=2", "trainer.kto.max_steps=1"]
     ranks.run(2, train, whole / "checkpoints" / "step_000005", kto_rows, tmp_path, 2, overrides)
     last, first = trajectory(whole)[-1], trajectory(tmp_path)[0]
-    assert first["train/loss"] == pytest.approx(0.5, abs=1e-6), "the reference is the model at the start"
+    assert first["train/loss"] == pytest.approx(0.5, abs=1e-6), "the reference is the initial model"
     assert last["val/rewards_margin"] > 0.1

@@ -312,7 +312,7 @@ def test_targets_are_checked_before_the_export(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "mine" / "thesis.tex").touch()
     assert expected(tmp_path / "mine") == Naming(f"{tmp_path / 'mine'}", "folder")
     file = tmp_path / "mine" / "thesis.tex"
-    assert expected(file / "out") == Naming(f"{file / 'out'}", "made", "folder")
+    assert expected(file / "out") == Naming(f"{file / 'out'}", "created", "folder")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**12, 10**12, 10**9))
     assert expected(tmp_path / "a" / "b", need=14 * 10**9) == Naming(f"{tmp_path}", "14.0", "GB", "1.0", "folder")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine", "thesis.tex"], "no files are left"

@@ -70,7 +70,7 @@ BROKEN = [
     (
         ["trainer.ALGORITHM.gradient_clip_val=-1"],
         1,
-        [Message("trainer.ALGORITHM.gradient_clip_val", "0", "-1", "switches")],
+        [Message("trainer.ALGORITHM.gradient_clip_val", "0", "-1", "disables")],
     ),
     (
         ["trainer.ALGORITHM.val_check_interval=-1"],
@@ -213,7 +213,7 @@ BROKEN = [
             )
         ],
     ),
-    (["model.data.seq_length=1"], 1, [Message("model.data.seq_length", "2", "1", "prompt", "answer")]),
+    (["model.data.seq_length=1"], 1, [Message("model.data.seq_length", "2", "1", "prompt", "response")]),
     (["model.data.truncation_mode=middle"], 1, [Message("model.data.truncation_mode", "keep_end", "keep_start", "middle")]),
     (["model.data.num_workers=-1"], 1, [Message("model.data.num_workers", "0", "-1")]),
     (["export.max_shard_size_gb=0"], 1, [Message("export.max_shard_size_gb", "0", "5.0")]),

@@ -240,7 +240,7 @@ BROKEN = [
     ),
     (
         ["model.reference.sync_interval=-1"],
-        [Message("model.reference.sync_interval", "0", "-1", "stays")],
+        [Message("model.reference.sync_interval", "0", "-1", "fixed")],
     ),
     (
         ["model.reference.sync_alpha=0"],

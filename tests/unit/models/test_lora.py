@@ -178,7 +178,7 @@ def test_an_embedding_is_transposed_for_peft() -> None:
         ({}, False, None),
         ({"target_modules": ("all",)}, True, None),
         ({}, True, Message("embed_tokens", "peft")),
-        ({"layers": (1,)}, False, Message("embed_tokens", "adapted", "none")),
+        ({"layers": (1,)}, False, Message("embed_tokens", "adapted", "layers")),
         ({"dora": True}, False, Message("embed_tokens", "DoRA")),
     ],
 )
