@@ -22,15 +22,12 @@ _MEANS = ("timing/", "train/grad_norm")  # prefixes of the values that are avera
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """A finished training step, group of logged steps, or validation.
-
-    The metrics of named validation sets are called NAME_METRIC. Callbacks may add to ``report``.
-    """
+    """A finished training step, group of logged steps, or validation."""
 
     step: int  # optimizer steps done so far
-    metrics: Metrics  # over the global batch or over the validation examples
+    metrics: Metrics  # over the global batch or the validation examples; of named validation sets as NAME_METRIC
     seconds: float  # elapsed wall-clock time
-    report: dict[str, float]  # values to be logged, by their full names: train/loss, timing/step_time, ...
+    report: dict[str, float]  # values to log by full name (train/loss, timing/step_time, ...); callbacks may add to it
 
 
 class StepLog:
@@ -146,10 +143,7 @@ class LoggerCallback(Callback):
 
 @dataclass(kw_only=True, eq=False)
 class CheckpointCallback(Callback):
-    """Callback that starts each checkpoint when it is due, and logs its duration once it is complete.
-
-    If the run fails, an incomplete checkpoint is left on disk.
-    """
+    """Callback that starts checkpoints and logs their durations; a run that fails leaves an incomplete one on disk."""
 
     writer: CheckpointWriter
     logger: MetricsLogger

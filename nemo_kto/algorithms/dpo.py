@@ -273,10 +273,7 @@ class DPOTrainer:
                 yield each.name, self.model.get_loss_and_metrics(batch, forward_only=True)[1]
 
     def augment_dataloader(self, dataloader: Iterable[Any]) -> Iterator[Any]:
-        """Yield collated batches with the reference log-probs added as ``ref_policy_log_probs_{chosen,rejected}``.
-
-        The log-probs are left out if the loss needs no reference.
-        """
+        """Yield collated batches with the reference log-probs of both answers added if the loss uses a reference."""
         for raw in self.timed(dataloader):
             batch: DPOBatch = self.collate_fn(raw)
             if self.model.uses_reference:

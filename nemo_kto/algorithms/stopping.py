@@ -17,10 +17,7 @@ _MAX_NAMED = 8  # maximum number of rows, and of ranks, in a message
 
 @dataclass(kw_only=True, eq=False)
 class EarlyStopping:
-    """Counter of validations without improvement, as in EarlyStopping of PyTorch Lightning.
-
-    A non-finite value ends the run at once.
-    """
+    """Counter of validations without improvement, as in Lightning's EarlyStopping; a non-finite value also ends the run."""
 
     monitor: str  # validation metric, as val_NAME
     mode: str  # "min" or "max": whether smaller or larger values are better

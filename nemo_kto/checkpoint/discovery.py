@@ -72,7 +72,7 @@ def rank_by(checkpoint: Checkpoint, monitor: str, mode: str) -> tuple[float, int
 
 
 def verify(folder: Path, parts: Sequence[str]) -> None:
-    """Verify parts of a checkpoint, such as state; collective. UserError names the first missing or damaged file."""
+    """Verify parts of a checkpoint, such as state; collective. UserError on every rank names the first damage."""
     found = state.from_rank_zero(lambda: _read_or_damage(folder))
     if isinstance(found, str):
         refuse_damaged(folder, [found])

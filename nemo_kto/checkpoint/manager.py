@@ -214,12 +214,9 @@ class CheckpointManager:
         return written
 
     def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Restore the state of a checkpoint; collective.
+        """Restore the state of a checkpoint and return the trainer's state; collective.
 
         The random generators are restored only if the layout equals the saved one.
-
-        Returns:
-            The trainer's state.
 
         Raises:
             ValueError: the checkpoint holds other adapters.

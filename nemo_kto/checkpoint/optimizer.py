@@ -31,10 +31,7 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def optimizer_state(optimizer: MegatronOptimizer, model_state: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
-    """Return the optimizer's sharded state, either to save or as the form to load into.
-
-    With ``is_loading``, an optimizer without a state gets one first, which the load overwrites.
-    """
+    """Return the sharded state to save or, with ``is_loading``, to load into; a missing state is initialised first."""
     step = _adam_step(optimizer)
     with contextlib.ExitStack() as stack:
         for part in _parts(optimizer):

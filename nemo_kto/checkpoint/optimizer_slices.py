@@ -54,10 +54,7 @@ def _of_row(shape: tuple[int, ...], number: int, start: int, end: int) -> Iterat
 
 
 def sharded_slices(optimizer: Any, model_state: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
-    """Return this rank's state of a DistributedOptimizer: parameter number -> state name -> rectangle number -> values.
-
-    ``model_state`` is the sharded state of the model. With ``is_loading`` the values are left out.
-    """
+    """Return this rank's state of a DistributedOptimizer: parameter number -> state name -> rectangle number -> values."""
     entries = {
         id(entry.data): entry
         for entry in nested_values(model_state)

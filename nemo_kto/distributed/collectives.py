@@ -17,17 +17,14 @@ from nemo_kto.device import device
 
 
 def sum_over_data_parallel(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sum 0-d tensors that are known on every pipeline stage over the data-parallel group; collective.
-
-    The sums are float64 on the device, so counts are exact up to 2**53.
-    """
+    """Sum 0-d tensors known on every pipeline stage over the data-parallel group, in float64 on the device; collective."""
     (packed,) = device.upload([torch.stack([value.detach().double() for value in sums.values()])])
     dist.all_reduce(packed, group=parallel_state.get_data_parallel_group())
     return dict(zip(sums, packed.unbind(), strict=True))
 
 
 def global_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Like :func:`sum_over_data_parallel` for values of the last pipeline stage; earlier stages pass zeros. Collective."""
+    """Sum 0-d tensors of the last pipeline stage over the global batch, on every rank; others pass zeros. Collective."""
     packed = torch.stack(list(sum_over_data_parallel(sums).values()))
     dist.all_reduce(packed, group=parallel_state.get_pipeline_model_parallel_group())
     return dict(zip(sums, packed.unbind(), strict=True))
