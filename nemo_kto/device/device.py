@@ -40,10 +40,7 @@ def on_gpu() -> bool:
 
 
 def force_cpu() -> None:
-    """Make this process and its child processes compute on the CPU, even if there are GPUs.
-
-    Must be called before torch has looked for GPUs and before megatron-core is imported.
-    """
+    """Make this process and its children use the CPU; call before torch looks for GPUs or megatron-core is imported."""
     os.environ["NEMO_KTO_FORCE_CPU"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -136,10 +133,7 @@ class _HostBlock(mmap.mmap):
 
     torch's allocator of page-locked memory rounds each block up to a power of two (torch 2.11 to 2.13,
     ATen/core/CachingHostAllocator.h) and keeps freed blocks. Therefore the pages are allocated from the operating system and
-    locked with ``cudaHostRegister``.
-
-    Raises:
-        RuntimeError: CUDA cannot lock the pages.
+    locked with ``cudaHostRegister``; RuntimeError if CUDA cannot lock them.
     """
 
     def __new__(cls, size: int) -> _HostBlock:
@@ -201,16 +195,13 @@ def has_queued_work() -> bool:
 
 
 def record_collectives(prefix: str) -> None:
-    """Make torch's flight recorder write the last NCCL collectives to the file ``prefix`` + rank when one times out.
-
-    Must be called before the process group is created. Variables that are set in the environment already are kept.
-    """
+    """Make torch's flight recorder write the last NCCL collectives on a timeout; call before init_process_group."""
     if not on_gpu():
         return
-    for name, value in (
+    for name, value in (  # the user's values are kept
         ("TORCH_FR_BUFFER_SIZE", "2000"),  # number of collectives that are recorded
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
-        (_COLLECTIVES_FILE, prefix),
+        (_COLLECTIVES_FILE, prefix),  # the file is ``prefix`` + rank
     ):
         os.environ.setdefault(name, value)
 
@@ -224,10 +215,7 @@ def write_collectives(rank: int) -> None:
 
 
 class Moment:
-    """Time at which the device will have completed all work queued so far; the difference of two is in seconds.
-
-    Computing a difference makes the host wait for the later moment.
-    """
+    """Time at which the device has completed the work queued so far; a difference, in seconds, waits for the later one."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event(enable_timing=True)
@@ -278,10 +266,7 @@ class Stopwatch:
 
 @functools.cache
 def _copy_streams(gpu: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Return one stream for copies to the device and one for copies to the host.
-
-    All swaps use the same two, because torch's allocator keeps separate memory for every stream that was ever used.
-    """
+    """Return streams to the device and to the host, the same for all swaps: torch keeps separate memory for each stream."""
     return torch.cuda.Stream(gpu), torch.cuda.Stream(gpu)
 
 

@@ -4,8 +4,5 @@ from __future__ import annotations
 
 import torch
 
-DTYPES = {"bf16": torch.bfloat16, "32": torch.float32}
-"""Value of trainer.precision -> dtype of the model."""
-
-MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Value of model.optim.moments_dtype -> dtype of the optimizer's moments."""
+DTYPES = {"bf16": torch.bfloat16, "32": torch.float32}  # trainer.precision -> dtype of the model
+MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}  # model.optim.moments_dtype -> dtype of the optimizer's moments

@@ -41,13 +41,11 @@ def adds_products() -> bool:
 
 @functools.cache
 def adds_wide_products() -> bool:
-    """Return whether torch can add a product of bf16 matrices to an fp32 sum in place, on this GPU.
-
-    ``torch.addmm`` with ``out_dtype`` accepts an fp32 sum since torch 2.11 (aten/src/ATen/native/cuda/Blas.cpp). Builds in
-    NVIDIA's images are between releases, so the call is tried once instead of comparing versions.
-    """
+    """Return whether torch can add a product of bf16 matrices to an fp32 sum in place, on this GPU."""
     if not device.on_gpu():
         return False
+    # ``torch.addmm`` with ``out_dtype`` accepts an fp32 sum since torch 2.11 (aten/src/ATen/native/cuda/Blas.cpp). Builds in
+    # NVIDIA's images are between releases, so the call is tried once instead of comparing versions.
     total = torch.zeros(8, 8, device=device.current_device())
     factor = total.bfloat16()
     try:
@@ -91,13 +89,10 @@ def slow_paths(
     dtype: torch.dtype,
     *,
     tensor_parallel: int,
-    unsupported_by_te: Sequence[str] = (),
+    unsupported_by_te: Sequence[str] = (),  # features of the model that Transformer Engine's layers do not support
     environment: Mapping[str, str] = os.environ,
 ) -> list[str]:
-    """Return one line for each fast path that a run on this GPU cannot use, with its remedy; empty on the CPU.
-
-    ``unsupported_by_te`` are features of the model that Transformer Engine's layers do not support.
-    """
+    """Return one line for each fast path that a run on this GPU cannot use, with its remedy; empty on the CPU."""
     if not device.on_gpu():
         return []
     found, te_layers = [], uses_transformer_engine(dtype) and not unsupported_by_te

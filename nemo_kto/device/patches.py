@@ -54,10 +54,9 @@ _FACTORIES = (
 
 
 def install_import_hook() -> None:
-    """Adapt the import of megatron-core to the device; call before megatron-core is imported.
-
-    The device is checked only when megatron-core is imported, because only then it is certain; torch is not loaded earlier.
-    """
+    """Adapt the import of megatron-core to the device; call before megatron-core is imported."""
+    # The device is checked only when megatron-core is imported, because only then it is certain; until then torch is not
+    # loaded.
     sys.meta_path.insert(0, _MegatronFinder())
 
 
@@ -125,12 +124,10 @@ def _jit_without_compiler(name: str, path: Sequence[str] | None) -> ModuleSpec |
 
 @functools.cache
 def install_cpu_backend() -> None:
-    """Prepare this process for megatron-core on the CPU. May be called any number of times.
+    """Prepare this process for megatron-core on the CPU; with a GPU, only apply the patches that every device needs.
 
-    With a GPU, only the patches that every device needs are applied.
-
-    Raises:
-        RuntimeError: megatron-core was imported with an optimizer for GPUs before the CPU was selected.
+    May be called any number of times. Raises RuntimeError if megatron-core was imported with an optimizer for GPUs before
+    the CPU was selected.
     """
     define_missing_names()
     keep_norm_on_device()
@@ -151,10 +148,7 @@ def install_cpu_backend() -> None:
 
 
 def define_missing_names() -> None:
-    """Define the name that megatron-core 0.16.1 uses without importing it if Transformer Engine is absent.
-
-    Without it, the router of a mixture-of-experts model raises NameError.
-    """
+    """Define a name whose absence makes megatron-core 0.16.1's router raise NameError without Transformer Engine."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):

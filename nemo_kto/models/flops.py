@@ -19,28 +19,21 @@ ATTENTION, MLP, EXPERTS, SHARED_EXPERTS = "self_attention", "mlp", "mlp.experts"
 
 
 class Block(NamedTuple):
-    """A part of a layer with a residual connection around it; experts and shared expert share one.
-
-    ``enters``, ``inside`` and ``leaves`` tell whether a gradient is required by the input of the block, by the input of its
-    last linear layer, and by its output, which is added to the residual stream.
-    """
+    """A part of a layer with a residual connection around it; experts and shared expert share one."""
 
     layer: int  # from 0
     name: str  # ATTENTION, MLP, EXPERTS or SHARED_EXPERTS
     adapted: tuple[ParamMapping, ...]  # parameters with adapters, listed once for all experts
-    enters: bool
-    inside: bool
-    leaves: bool
+    enters: bool  # the input of the block requires a gradient
+    inside: bool  # the input of its last linear layer does
+    leaves: bool  # its output does, which is added to the residual stream
 
 
 def blocks_of(
     architecture: Architecture, layers: Sequence[int], *, adapters: LoRASettings | None, enters: bool
 ) -> Iterator[Block]:
-    """Yield the blocks of consecutive layers, in the order of a forward pass.
-
-    ``adapters`` is None if all weights are trained; ``enters`` is whether the input of the first layer requires a gradient.
-    """
-    enters = enters or adapters is None
+    """Yield the blocks of consecutive layers in forward order; ``enters``: the input of the first requires a gradient."""
+    enters = enters or adapters is None  # without adapters all weights are trained
     adapted: dict[str, tuple[ParamMapping, ...]] = dict.fromkeys((ATTENTION, MLP, EXPERTS, SHARED_EXPERTS), ())
     for mapping in [] if adapters is None else adapted_mappings(architecture, adapters):
         # decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight belongs to mlp.experts
@@ -93,15 +86,11 @@ def _triangle(number: int) -> int:
 
 
 class Flops(NamedTuple):
-    """FLOPs of one or several passes.
-
-    ``per_token_pair`` are those of attention scores and values for a pair of a token and a token it attends to, keyed by the
-    attention window of the layers.
-    """
+    """FLOPs of one or several passes."""
 
     per_token: int  # of the linear layers
     per_token_mlp: int  # the part of ``per_token`` that is in the MLPs
-    per_token_pair: Mapping[AttentionWindow, int]
+    per_token_pair: Mapping[AttentionWindow, int]  # of attention, for a pair of a token and a token it attends to
     per_response_token: int  # of the output layer, which is applied to response tokens only
 
     def attention(self, length: int) -> int:
@@ -196,11 +185,7 @@ def _attention(architecture: Architecture, blocks: Sequence[Block], *, backward:
 
 
 def _base_products(architecture: Architecture, block: Block) -> Iterator[_Product]:
-    """Yield the products with the weights of a block, without adapters.
-
-    The first is that of query, key and value; or of gate and up projection, with the router, or the gate of the shared
-    expert. The last one is that of the attention output, or of the down projection.
-    """
+    """Yield the products with a block's weights: query, key, value (gate, up, router), then attention output (down)."""
     hidden, head_dim, experts = architecture.hidden_size, architecture.head_dim, architecture.experts
     if block.name == ATTENTION:
         heads, groups = architecture.num_attention_heads, architecture.num_query_groups
@@ -218,13 +203,10 @@ def _base_products(architecture: Architecture, block: Block) -> Iterator[_Produc
 
 
 def _adapter_products(architecture: Architecture, blocks: Sequence[Block], adapters: LoRASettings) -> Iterator[_Product]:
-    """Yield the products with A and B of each adapter, one pair for each weight of the Hugging Face model, as in PEFT.
-
-    An adapter of the embedding has one product only, because the other matrix is a lookup.
-    """
+    """Yield the products with A and B of each adapter, one pair for each Hugging Face weight, as in PEFT."""
     for mapping in adapted_mappings(architecture, adapters):
         if mapping.split is Split.VOCABULARY:
-            yield _Product(2 * adapters.rank * architecture.hidden_size, False, True)
+            yield _Product(2 * adapters.rank * architecture.hidden_size, False, True)  # the other matrix is a lookup
     adapted = [(block, mapping) for block in blocks for mapping in block.adapted]
     for block, mapping in adapted:
         experts = architecture.experts.per_token if architecture.experts is not None and mapping.of_expert else 1

@@ -50,14 +50,10 @@ class HiddenStateGPT(GPTModel):
 
     With sequence parallelism these are this rank's part of the sequence. The caller computes logits from
     ``output_weight()``, a few tokens at a time, so the gradient of that weight comes from the caller, not from this module.
-
-    Attributes:
-        adapters: LoRA settings that ``models.lora.add_adapters`` applied; None for a model whose own weights are trained.
-        logit_softcap: c in the soft cap c tanh(logit / c) of the logits; None for no soft cap.
     """
 
-    adapters: LoRASettings | None = None
-    logit_softcap: float | None = None
+    adapters: LoRASettings | None = None  # those that ``add_adapters`` applied; None: the model's own weights are trained
+    logit_softcap: float | None = None  # c in c tanh(logit / c); None: no soft cap
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -75,11 +71,7 @@ class HiddenStateGPT(GPTModel):
         return (*prepared, padding_mask)
 
     def output_weight(self) -> Tensor:
-        """Return this rank's rows of the output weight, [padded vocabulary / tensor parallel, hidden].
-
-        Raises:
-            RuntimeError: if this pipeline stage has no output layer.
-        """
+        """Return this rank's rows of the output weight, [padded vocabulary / tp, hidden]; RuntimeError on other stages."""
         if not self.post_process:
             raise RuntimeError("this pipeline stage has no output weight; only the last one has")
         if self.share_embeddings_and_output_weights:
@@ -113,24 +105,19 @@ def build_gpt(
     empty: bool = False,
     **recompute: str | int | None,
 ) -> HiddenStateGPT:
-    """Build one model chunk of this rank, with random weights.
+    """Build one model chunk of this rank, with random weights; SplitError if the layers cannot be partitioned like this.
 
     Args:
-        architecture: the model, including its tensor-parallel size.
-        params_dtype: dtype of parameters and activations.
-        split, chunk: partition of the layers across pipeline stages; index of the chunk among those of this rank, from 0.
+        chunk: index of the chunk among those of this rank, from 0.
         pre_process, post_process: the chunk starts with the embedding; it ends with the output layer.
-        recompute_modules: mlp, core_attn or both, with recompute_granularity="selective".
         attn_mask_type: causal, or arbitrary if ``forward`` gets a mask, [batch, 1, sequence, sequence], True = masked out.
-        fp8: "hybrid" (e4m3, and e5m2 for gradients) or "e4m3": format of the products in Transformer Engine's linear layers.
+        fp8: "hybrid" (e4m3, and e5m2 for gradients) or "e4m3", for the products in Transformer Engine's linear layers.
         grouped_experts: Transformer Engine multiplies the experts of a rank in one call; adapters need separate experts.
-        empty: create megatron-core's own layers on torch's meta device, with names and shapes of the weights but no values
-            or memory, in order to apply adapters to them and merge these into the weights of another model.
-        recompute: recompute_granularity, None to keep all activations, "selective" to recompute ``recompute_modules``,
-            "full" for whole layers; recompute_method, uniform or block; recompute_num_layers per unit or in total.
-
-    Raises:
-        SplitError: if the layers cannot be partitioned like this.
+        empty: create megatron-core's own layers on torch's meta device, without values or memory, in order to apply adapters
+            to them and merge these into the weights of another model.
+        recompute: recompute_granularity, None to keep all activations, "selective" to recompute ``recompute_modules`` (mlp,
+            core_attn or both), "full" for whole layers; recompute_method, uniform or block; recompute_num_layers per unit or
+            in total.
     """
     use_te = uses_transformer_engine(params_dtype) and not empty and not architecture.unsupported_by_te
     config = transformer_config(

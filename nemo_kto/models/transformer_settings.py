@@ -71,11 +71,9 @@ def transformer_config(
 
 
 def pipeline_settings(split: PipelineSplit) -> dict[str, Any]:
-    """Return megatron-core's settings for a pipeline split, and for the communication between its stages.
-
-    With several chunks per stage, activations and gradients may be exchanged between the same two ranks at the same time.
-    They are then not sent as one batch, in which gloo mixes them up; on GPUs the communication overlaps with computation.
-    """
+    """Return megatron-core's settings for a pipeline split, and for the communication between its stages."""
+    # With several chunks per stage, activations and gradients may be exchanged between the same two ranks at the same time.
+    # They are then not sent as one batch, in which gloo mixes them up; on GPUs the communication overlaps with computation.
     interleaved = split.chunks > 1
     return {
         "pipeline_model_parallel_size": split.stages,
@@ -90,10 +88,7 @@ def pipeline_settings(split: PipelineSplit) -> dict[str, Any]:
 
 
 def _expert_settings(architecture: Architecture, *, grouped: bool) -> dict[str, Any]:
-    """Return megatron-core's settings for experts.
-
-    With ``grouped``, Transformer Engine multiplies the tokens of all experts of a rank in one call, not one by one.
-    """
+    """Return megatron-core's settings for experts; ``grouped``: one product for the tokens of all experts of a rank."""
     settings: dict[str, Any] = {
         # megatron-core rejects the default with variable sequence lengths, even for a model without experts.
         "moe_token_dispatcher_type": "alltoall",  # nosec B105  # no password

@@ -37,16 +37,11 @@ class ReferenceCache:
     def __init__(
         self, *, folder: Path, settings: Mapping[str, object], models: Sequence[Path], shared: bool = False
     ) -> None:
-        """Open the existing cache files and remove damaged ones; collective.
+        """Open the existing cache files and remove damaged ones; collective. Raises UserError if a file cannot be read.
 
-        Args:
-            folder: parent folder of all caches; created if absent.
-            settings: further settings on which the log-prob of given tokens depends, such as the precision.
-            models: folders that make up the reference model.
-            shared: other users may read the files, subject to the umask; otherwise only the user.
-
-        Raises:
-            UserError: a file cannot be read.
+        ``folder`` is the parent of all caches, created if absent; ``models`` are the folders that make up the reference
+        model; ``settings`` are further settings on which the log-prob of given tokens depends, such as the precision. With
+        ``shared``, other users may read the files, subject to the umask.
         """
         self._private = not shared
         self._models = models
@@ -61,11 +56,7 @@ class ReferenceCache:
         self.refresh()
 
     def check_models(self) -> None:
-        """Check that the reference model's files, which are about to be read again, have not changed; collective.
-
-        Raises:
-            UserError: the files have changed or are missing.
-        """
+        """Raise UserError if the reference model's files, which are about to be read again, have changed; collective."""
         cache_dir = self.folder.parent.parent
         with state.main_process_first(doing="checking the reference model"):
             for model, known in zip(self._models, self._hashes, strict=True):
@@ -95,13 +86,11 @@ class ReferenceCache:
             yield
 
     def refresh(self) -> None:
-        """Memory-map the cache files, including those of other jobs; collective.
-
-        All ranks use the files that every rank sees: otherwise some would enter a collective that the others never reach.
-        """
+        """Memory-map the cache files, including those of other jobs; collective."""
         visible = {file.name for file in self.folder.glob("part-*.npy")}
         per_rank: list[set[str]] = [set()] * state.world_size()
         dist.all_gather_object(per_rank, visible)
+        # only files that every rank sees: otherwise some ranks would enter a collective that the others never reach
         self._parts = [np.load(self.folder / name, mmap_mode="r") for name in sorted(set.intersection(*per_rank))]
 
     def look_up(self, keys_N2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -186,11 +175,7 @@ class CachedReference:
     passes = Passes()
 
     def logprobs(self, *parts: SequenceBatch) -> torch.Tensor:
-        """See :meth:`nemo_kto.models.engine.reference.ReferencePolicy.logprobs`.
-
-        Raises:
-            RuntimeError: a sequence is not in the cache.
-        """
+        """See :meth:`ReferencePolicy.logprobs`; raises RuntimeError if a sequence is not in the cache."""
         found = list[torch.Tensor]()
         for sequences in parts:
             logps_B, found_B = self.cache.look_up(sequence_keys(sequences))
@@ -211,10 +196,7 @@ class CachedReference:
     ) -> None:
         """Compute the log-probs that the cache lacks; collective. Every rank must pass the same number of batches.
 
-        Args:
-            batches: sequences of each batch.
-            engine: runs the model.
-            active: returns a context in which the model is the reference; entered when the first log-prob is missing.
+        ``active`` returns a context in which the model is the reference; it is entered when the first log-prob is missing.
         """
         with contextlib.ExitStack() as reference:
             is_active = False

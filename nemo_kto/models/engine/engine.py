@@ -54,39 +54,26 @@ class MicroBatchLoss(NamedTuple):
 SequenceLoss = Callable[[Tensor, Tensor], MicroBatchLoss]
 """(indices of the sequences in the batch [b], their log-probs [b]) -> loss, on the last pipeline stage.
 
-If sequences have a second log-prob, the second log-probs follow the first ones: [2b].
-
-Both tensors are on the device. Reading one of their values on the host, or copying host data to the device, would make the
-host wait for the device at each micro-batch.
+If sequences have a second log-prob, the second log-probs follow the first ones: [2b]. Both tensors are on the device.
+Reading one of their values on the host, or copying host data to the device, would make the host wait at each micro-batch.
 """
 
 
 @dataclass(kw_only=True, eq=False)
 class LogProbEngine:
-    """Runs the model chunks of this rank through the pipeline schedule. All methods are collective.
+    """Runs the model chunks of this rank through the pipeline schedule. All methods are collective."""
 
-    Attributes:
-        chunks: model chunks of this rank, wrapped by :func:`~nemo_kto.models.engine.optimizer.wrap_data_parallel`.
-        vocab_size: size of the tokenizer's vocabulary; logit columns beyond it are padding.
-        limits: size limits of a micro-batch of a forward and backward pass.
-        forward_micro_batch_size: number of sequences in a micro-batch of a pass without gradient; None to use ``limits``,
-            so that the same weights give bitwise identical log-probs.
-        average_log_probs: take the mean over the response tokens as a sequence's log-prob, instead of the sum.
-        logprob_chunk_size: number of tokens whose logits exist at the same time.
-        flops: FLOPs of one pass, for the throughput metrics.
-        moe_aux_loss_coeff: weight of the load-balancing loss of each layer with experts in the objective.
-        forward_clock: measures the forward passes of this rank, in which only tensor- and context-parallel ranks wait for
-            each other.
-    """
-
-    chunks: list[DistributedDataParallel]
-    vocab_size: int
-    limits: MicroBatchLimits
+    chunks: list[DistributedDataParallel]  # wrapped by ``wrap_data_parallel``
+    vocab_size: int  # of the tokenizer; logit columns beyond it are padding
+    limits: MicroBatchLimits  # of a forward and backward pass
+    # Number of sequences in a micro-batch of a pass without gradient; None to use ``limits``, so that the same weights give
+    # bitwise identical log-probs.
     forward_micro_batch_size: int | None
-    average_log_probs: bool
-    logprob_chunk_size: int
+    average_log_probs: bool  # a sequence's log-prob is the mean over its response tokens, instead of the sum
+    logprob_chunk_size: int  # number of tokens whose logits exist at the same time
     flops: ModelFlops
-    moe_aux_loss_coeff: float = 0.0
+    moe_aux_loss_coeff: float = 0.0  # weight of the load-balancing loss of each layer with experts in the objective
+    # Forward passes of this rank, in which only tensor- and context-parallel ranks wait for each other.
     forward_clock: device.Stopwatch = field(default_factory=device.Stopwatch)
 
     def __post_init__(self) -> None:
@@ -102,10 +89,7 @@ class LogProbEngine:
 
     @torch.no_grad()
     def logprobs(self, *parts: SequenceBatch) -> Tensor:
-        """Return the log-prob of each response under the current weights, part after part: [B], fp32, on the CPU.
-
-        Every pipeline stage returns the same values. The model runs in evaluation mode and without gradient.
-        """
+        """Return the log-prob of each response, part after part: [B], fp32, on the CPU, the same on every pipeline stage."""
         return from_last_stage(torch.cat([self._local_logprobs(sequences) for sequences in parts])).cpu()
 
     def _local_logprobs(self, sequences: SequenceBatch) -> Tensor:
@@ -131,9 +115,7 @@ class LogProbEngine:
         """Run the forward passes and, unless ``forward_only``, the backward passes of ``sequences``.
 
         Gradients are those of the sum of the loss over the GLOBAL batch divided by its number of examples, at every layout.
-
-        Returns:
-            The sums of each micro-batch on the last pipeline stage; an empty list on the other stages.
+        Returns the sums of each micro-batch on the last pipeline stage, an empty list on the others.
         """
         for router in routers(self.chunks):  # the objective is a mean over examples, which have ``answers`` sequences each
             router.loss_weight, router.balance = self.moe_aux_loss_coeff / sequences.answers, None
@@ -183,9 +165,7 @@ class LogProbEngine:
     def work_sums(self, sequences: SequenceBatch, *, passes: Passes) -> dict[str, Tensor]:
         """Return the work of ``passes`` over ``sequences`` as 0-d tensors; collective with expert parallelism.
 
-        Returns:
-            ``tokens``: tokens without padding; ``padded_tokens``: tokens and padding of all micro-batches, including empty
-            ones; ``flops``: FLOPs of the passes.
+        ``tokens`` are without padding, ``padded_tokens`` with that of all micro-batches, including empty ones.
         """
         padded = sequences.padded_tokens(self.limits, agree=self._agree())
         return {
@@ -254,10 +234,7 @@ class LogProbEngine:
         return {"padding_mask": owner_bs.unsqueeze(-1) == torch.arange(sequences, device=owner_bs.device)}
 
     def _sequence_logps(self, micro_batch: MicroBatch, hidden_bsh: Tensor) -> Tensor:
-        """Compute the log-probs of the sequences from the hidden states of the last stage: [b] or [2b], fp32.
-
-        Only hidden states that predict a counted token are multiplied by the output weight.
-        """
+        """Return the log-probs, [b] or [2b] fp32; only hidden states that predict a counted token get logits."""
         hidden_sbh = hidden_bsh.transpose(0, 1)
         if self._config.sequence_parallel:
             hidden_sbh = gather_from_sequence_parallel_region(hidden_sbh)
@@ -292,10 +269,7 @@ class LogProbEngine:
 
 
 def _finalize_gradients(chunks: list[torch.nn.Module], num_examples: Tensor, **options: Any) -> None:
-    """Sum gradients over data- and context-parallel ranks and divide them by the number of examples, with megatron-core.
-
-    megatron-core sums the number of examples over the same ranks. Context-parallel ranks have the same examples, so only one
-    of them counts.
-    """
+    """Sum gradients over data- and context-parallel ranks and divide them by the number of examples, with megatron-core."""
+    # megatron-core sums this over the same ranks, but context-parallel ranks have the same examples
     counted = num_examples if leads_context_parallel() else torch.zeros_like(num_examples)
     finalize_model_grads(chunks, counted, **options)

@@ -31,10 +31,8 @@ def wrap_data_parallel(
     """Wrap model chunks in megatron-core's DistributedDataParallel.
 
     Gradients are summed in fp32 over the data-parallel group; ``finalize_model_grads`` divides them by the number of
-    examples of the global batch, because only it knows that number.
-
-    With ``overlap``, gradients are summed during the backward pass, and sharded weights gathered during the forward pass;
-    the model must be run by a ``LogProbEngine``, or by one of megatron-core's schedules.
+    examples of the global batch. With ``overlap``, gradients are summed during the backward pass, and sharded weights
+    gathered during the forward pass; the model must be run by a ``LogProbEngine``, or by one of megatron-core's schedules.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -84,20 +82,18 @@ def build_optimizer(
     eps: float,
     clip_grad: float,
     params_dtype: torch.dtype,
-    use_distributed_optimizer: bool,
+    use_distributed_optimizer: bool,  # shards main weights and moments over the data-parallel group (ZeRO-1)
     moments_dtype: torch.dtype = torch.float32,
     offload_fraction: float = 0.0,
 ) -> MegatronOptimizer:
     """Build AdamW for the chunks of this rank; in bf16 the optimizer keeps fp32 main weights.
 
     Args:
-        chunks: model chunks wrapped by :func:`wrap_data_parallel`.
         clip_grad: maximum norm of the whole gradient; 0 disables clipping (the norm is still measured).
-        use_distributed_optimizer: shard main weights and moments over the data-parallel group (ZeRO-1).
         moments_dtype: fp32; or bf16 with the distributed optimizer and Transformer Engine's fused Adam, whose arithmetic is
             still in fp32.
-        offload_fraction: fraction of the main weights and moments that is stored and updated in the host memory of a GPU.
-            Requires the distributed optimizer, weights in bf16 and moments in fp32.
+        offload_fraction: fraction of the main weights and moments that is stored and updated in the host memory of a GPU;
+            requires the distributed optimizer, weights in bf16 and moments in fp32.
     """
     state_options: dict[str, Any] = {}
     if offload_fraction:
@@ -143,13 +139,11 @@ class CosineRestartsScheduler(OptimizerParamScheduler):
     megatron-core lacks. The step at the end of a cycle is the first of the next one; only the last cycle reaches ``min_lr``.
     """
 
-    def __init__(self, *, cycles: int, **settings: Any) -> None:
-        """Set the number of cycles, at least 1; ``settings`` are arguments of the base class."""
+    def __init__(self, *, cycles: int, **settings: Any) -> None:  # settings: arguments of the base class
         self.cycles = cycles  # set first, because the constructor of the base class calls get_lr
         super().__init__(**settings)
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """Return the learning rate of a parameter group at the current step."""
         done, length = self.num_steps - self.lr_warmup_steps, self.lr_decay_steps - self.lr_warmup_steps
         if not 0 < done < length:
             return float(super().get_lr(param_group))
@@ -161,27 +155,21 @@ class CosineRestartsScheduler(OptimizerParamScheduler):
 def build_scheduler(
     *,
     optimizer: MegatronOptimizer,
-    name: str,
+    name: str,  # a key of SCHEDULES
     lr: float,
     min_lr: float,
     warmup_steps: int,
     constant_steps: int,
     max_steps: int,
     weight_decay: float,
-    wsd_decay_steps: int | None = None,
-    wsd_decay_style: str | None = None,
-    cycles: int | None = None,
+    wsd_decay_steps: int | None = None,  # only for WSD (warm-up, stable, decay): number of steps of the decay to ``min_lr``
+    wsd_decay_style: str | None = None,  # only for WSD: linear, cosine, exponential or minus_sqrt
+    cycles: int | None = None,  # only for CosineWithRestarts
 ) -> OptimizerParamScheduler:
     """Build the learning-rate schedule of ``max_steps`` steps, the last ``constant_steps`` of them at ``min_lr``.
 
     The trainer advances the schedule before the optimizer steps, so step k (from 1) of a warm-up over w steps uses the
     learning rate ``lr * k / w``: the first step has a rate above 0, and the last step of the run reaches ``min_lr``.
-
-    Args:
-        name: a key of :data:`SCHEDULES`.
-        wsd_decay_steps: number of steps over which WSD (warm-up, stable, decay) decays to ``min_lr``; only for WSD.
-        wsd_decay_style: linear, cosine, exponential or minus_sqrt; only for WSD.
-        cycles: number of cycles; only for CosineWithRestarts.
     """
     settings: dict[str, Any] = {
         "optimizer": optimizer,

@@ -28,11 +28,7 @@ class ReferencePolicy(Protocol):
 
 
 class LiveReference:
-    """Reference that runs the model itself inside a context that turns it into the reference.
-
-    Attributes:
-        active: returns a context in which the model computes as the reference does.
-    """
+    """Reference that runs the model itself inside a context, ``active()``, that turns it into the reference."""
 
     def __init__(
         self, *, engine: LogProbEngine, active: Callable[[], AbstractContextManager[None]], disables_adapters: bool = False
@@ -43,7 +39,6 @@ class LiveReference:
         self.passes = Passes(disabled=1) if disables_adapters else Passes(forward=1)
 
     def logprobs(self, *parts: SequenceBatch) -> Tensor:
-        """See :meth:`ReferencePolicy.logprobs`."""
         with self.active():
             return self._engine.logprobs(*parts)
 
@@ -54,31 +49,21 @@ class SwappedWeights:
     A swap moves one tensor after the other, so it needs extra device memory for two tensors at most, not for a model. A
     reference that is updated has fp32 values as well: in bf16, updates smaller than half the distance to the next
     representable number would be rounded away.
-
-    Attributes:
-        parameters: parameters that differ between the policy and the reference.
-        host: reference values in the dtype of the parameters; the policy values while the reference is active.
-        values: unrounded values of ``host``: fp32 if the reference is updated; ``host`` itself if it is not, or in fp32.
     """
 
     def __init__(
         self,
         *,
-        parameters: Iterable[torch.nn.Parameter],
-        finish_gathers: Callable[[], None] = lambda: None,
-        moves: bool = False,
-        phase: Phase = contextlib.nullcontext,
+        parameters: Iterable[torch.nn.Parameter],  # those that differ between the policy and the reference
+        finish_gathers: Callable[[], None] = lambda: None,  # completes pending all-gathers of the parameters
+        moves: bool = False,  # the reference will be updated by :meth:`mix`
+        phase: Phase = contextlib.nullcontext,  # records the swap in a timer
     ) -> None:
-        """Copy the current values as the reference; call before the first update of the policy.
-
-        Args:
-            parameters: parameters that differ between the policy and the reference.
-            finish_gathers: completes pending all-gathers of the parameters.
-            moves: the reference will be updated by :meth:`mix`.
-            phase: returns a context that records the swap in a timer.
-        """
+        """Copy the current values as the reference; call before the first update of the policy."""
         self.parameters = list(parameters)
+        # reference values in the dtype of the parameters; the policy values while the reference is active
         self.host = device.copied_to_host(self.parameters)
+        # unrounded values of ``host``: fp32 if the reference is updated
         self.values = [host.float() for host in self.host] if moves else self.host
         self._finish_gathers, self._phase = finish_gathers, phase
 

@@ -34,15 +34,12 @@ def width_multiple(
     sequence_parallel: bool,
     context_parallel: int = 1,
     fp8: bool = False,
-    on_gpu: bool | None = None,
+    on_gpu: bool | None = None,  # whether the run computes on GPUs; None for the device of this process
 ) -> int:
     """Return the multiple to which the width of a micro-batch is rounded up.
 
     Each context-parallel rank has two chunks of the width, and sequence parallelism shards its tokens. With ``fp8`` each
     shard is quantised separately, so its size must be a multiple of ``FP8_MULTIPLE``.
-
-    Args:
-        on_gpu: whether the run computes on GPUs; None for the device of this process.
     """
     on_gpu = device.on_gpu() if on_gpu is None else on_gpu
     shards = context_parallel * (tensor_parallel if sequence_parallel else 1)
@@ -74,10 +71,7 @@ class MicroBatchLimits:
         return -(-longest // self.multiple) * self.multiple
 
     def packed_lengths(self, lengths: Tensor) -> Tensor:
-        """Return the numbers of tokens that sequences of these lengths take in a pack.
-
-        Context-parallel ranks have two equal chunks of each sequence, so lengths are rounded up to a multiple of these.
-        """
+        """Return ``lengths`` rounded up for a pack: context-parallel ranks have two equal chunks of each sequence."""
         chunks = 2 * self.context_parallel if self.context_parallel > 1 else 1
         return -(-lengths // chunks) * chunks
 
@@ -93,22 +87,17 @@ class MicroBatchLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceBatch:
-    """Batch of sequences, each a prompt with one answer, padded on the right.
-
-    Attributes:
-        answers: number of answers to each prompt. Sequences k, k + B / answers, ... are answers to one prompt and are always
-            in the same micro-batch.
-        prompt_labels_BS: labels of a second log-prob of each sequence, over tokens outside its response; None if sequences
-            have one log-prob.
-    """
+    """Batch of sequences, each a prompt with one answer, padded on the right."""
 
     tokens_BS: Tensor
     labels_BS: Tensor  # token id at positions of the response, -100 elsewhere
     lengths_B: Tensor  # number of tokens before the padding
     positions_BS: Tensor
     mask_B1SS: Tensor | None = None  # True where attention is forbidden; None for plain causal attention
+    # Number of answers to each prompt. Sequences k, k + B / answers, ... are answers to one prompt, and are always in the
+    # same micro-batch.
     answers: int = 1
-    prompt_labels_BS: Tensor | None = None
+    prompt_labels_BS: Tensor | None = None  # labels of a second log-prob of each sequence, over tokens outside its response
 
     @classmethod
     def of(
@@ -142,11 +131,7 @@ class SequenceBatch:
         return self.tokens_BS.shape[0]
 
     def with_prompts(self, wanted_B: Tensor) -> SequenceBatch:
-        """Return the batch with a second log-prob of all tokens outside the response.
-
-        Args:
-            wanted_B: sequences that need it; the second log-prob of the others is over no token.
-        """
+        """Return the batch with a second log-prob: of all tokens outside the response if in ``wanted_B``, else of none."""
         is_prompt_BS = (self.labels_BS == IGNORED) & (torch.arange(self.tokens_BS.shape[1]) < self.lengths_B[:, None])
         return replace(self, prompt_labels_BS=torch.where(is_prompt_BS & wanted_B[:, None], self.tokens_BS, IGNORED))
 
@@ -193,13 +178,10 @@ class SequenceBatch:
     ) -> list[MicroBatch]:
         """Split the batch into micro-batches on the device, either packed or of prompts of similar length.
 
-        Prompts are grouped by length and each micro-batch is only as wide as its longest sequence needs, because padding
-        costs time and a sum over sequences does not depend on their order. A micro-batch has the first answers to its
-        prompts, followed by the second ones, if there are any. With context parallelism it has this rank's tokens of each
-        sequence.
-
-        ``agree`` maps the number of micro-batches that this rank needs to the number that all ranks run; the additional ones
-        have no sequences.
+        Each micro-batch is only as wide as its longest sequence needs, because padding costs time and a sum over sequences
+        does not depend on their order. It has the first answers to its prompts, followed by the second ones, if there are
+        any; with context parallelism, this rank's tokens of each sequence. ``agree`` maps the number of micro-batches that
+        this rank needs to the number that all ranks run; the additional ones have no sequences.
         """
         whole = [self._micro_batch(index_b, limits) for index_b in self._partition(limits)]
         whole += [self._empty_micro_batch(limits)] * (agree(limits.whole_groups(len(whole))) - len(whole))
@@ -298,24 +280,18 @@ class MicroBatch:
 
     The last stage reads only the indices, so it does not depend on the arrangement of sequences in ``tokens_bs``: padded,
     packed into one ([1, s]), or this rank's part of each.
-
-    Attributes:
-        owner_bs: sequence to which each token counts in a loss that the model itself adds (load balancing), as an index into
-            ``sequence_index_b``; -1 for padding and for sequences that are excluded from the loss.
-        hidden_index_T: hidden state that predicts each response token, as an index into [s * b] (megatron-core's order).
-        target_T: response token that the hidden state predicts.
-        logprob_T: log-prob to which the token contributes: an index into ``sequence_index_b``, plus b for the second
-            log-prob of a sequence.
     """
 
     sequence_index_b: Tensor  # indices of the sequences in the batch
     tokens_bs: Tensor
     positions_bs: Tensor
     mask_b1ss: Tensor | None
+    # Sequence to which each token counts in a loss that the model itself adds (load balancing), as an index into
+    # ``sequence_index_b``; -1 for padding and for sequences that are excluded from the loss.
     owner_bs: Tensor
-    hidden_index_T: Tensor
-    target_T: Tensor
-    logprob_T: Tensor
+    hidden_index_T: Tensor  # hidden state that predicts each response token: an index into [s * b] (megatron-core's order)
+    target_T: Tensor  # response token that the hidden state predicts
+    logprob_T: Tensor  # log-prob it contributes to: an index into ``sequence_index_b``, plus b for a second log-prob
     num_logprobs: int  # b, or 2 b if sequences have a second log-prob
     lengths: tuple[int, ...] | None = None  # of the whole sequences of a pack, each with its padding; None if not packed
     packed: PackedSequences | None = None  # the lengths in the form that attention needs, on the device
@@ -323,8 +299,7 @@ class MicroBatch:
     def share(self, rank: int, size: int) -> MicroBatch:
         """Return the part of the micro-batch that a context-parallel rank has: its tokens, and the targets they predict.
 
-        Raises:
-            ValueError: the length of a sequence is not a multiple of 2 * size.
+        Raises ValueError if the length of a sequence is not a multiple of 2 * size.
         """
         if size == 1:
             return self
@@ -345,10 +320,7 @@ class MicroBatch:
 
     @classmethod
     def on_device(cls, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Copy micro-batches to this rank's device, in one transfer for each dtype.
-
-        The host does not have to wait for further transfers between micro-batches.
-        """
+        """Copy micro-batches to this rank's device, in one transfer per dtype; the host need not wait between them."""
         from nemo_kto.models.layers.attention import PackedSequences
 
         names = (

@@ -1,9 +1,8 @@
 """Core attention on torch's scaled_dot_product_attention, for megatron-core's layers without Transformer Engine.
 
-It applies RoPE to queries and keys itself, so the layers do not need megatron-core's rotary embedding.
-
-megatron-core's own torch attention materialises the scores of all heads, [batch, heads, sequence, sequence]; torch's fused
-kernels (on GPU and on CPU) never hold more than one block of them.
+It applies RoPE to queries and keys itself, so the layers do not need megatron-core's rotary embedding. megatron-core's own
+torch attention materialises the scores of all heads, [batch, heads, sequence, sequence]; torch's fused kernels (on GPU and
+on CPU) never hold more than one block of them.
 """
 
 from __future__ import annotations
@@ -46,13 +45,9 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """megatron-core's description of packed sequences, with their lengths on the host, so that no rank waits for the device.
+    """megatron-core's description of packed sequences, with lengths on the host so that no rank waits for the device."""
 
-    Attributes:
-        lengths: number of tokens of each sequence, including its padding.
-    """
-
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # number of tokens of each sequence, including its padding
 
     @classmethod
     def of(cls, packs: Sequence[tuple[int, ...]]) -> list[PackedSequences]:
@@ -74,44 +69,28 @@ class PackedSequences(PackedSeqParams):
 class TorchAttention(MegatronModule):
     """softmax(scale * q k^T) v with a causal, sliding-window or arbitrary mask, grouped heads, soft caps and sinks.
 
-    The arguments up to ``pg_collection`` are those of megatron-core's core attention.
-
-    Args:
-        config: the transformer's configuration; ``window_size`` = (number of earlier tokens, 0) limits the attention of the
-            layers that ``window_attn_skip_freq`` selects.
-        layer_number: from 1, over all pipeline stages.
-        softmax_scale: factor on the scores; None for 1 / sqrt(head size).
-        cp_comm_type: not used; every context-parallel rank gathers all keys and values.
-        softcap: the scores become softcap * tanh(score / softcap); None for no soft cap.
-        sinks: add to the softmax of each head one learned score without a value, the parameter ``softmax_offset``, as in
-            megatron-core's own attention, [heads of this rank].
-        chunked: the window of a token is the chunk of its sequence that contains it, instead of a sliding window.
-        rope: RoPE for queries and keys, in all layers but those that ``config.no_rope_freq`` marks; None if they are
-            already rotated.
-        local_rope: RoPE for layers with a window; None to use ``rope``.
-        norm_after_rope: normalise queries and keys after RoPE, each head by its root mean square.
-        temperature: attention temperature scaling of the queries in layers without RoPE; None to leave them unscaled.
-
-    Raises:
-        ValueError: if the configuration requests a feature that this attention would silently ignore.
+    The arguments up to ``pg_collection`` are those of megatron-core's core attention; ``config.window_size`` = (number of
+    earlier tokens, 0) limits the attention of the layers that ``window_attn_skip_freq`` selects. ``softmax_offset``, the
+    parameter of the sinks, is [heads of this rank], as in megatron-core's own attention. Raises ValueError if the
+    configuration requests a feature that this attention would silently ignore.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,
+        layer_number: int,  # from 1, over all pipeline stages
         attn_mask_type: AttnMaskType,
         attention_type: str,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,  # None for 1 / sqrt(head size)
+        cp_comm_type: str | None = None,  # not used; every context-parallel rank gathers all keys and values
         pg_collection: ProcessGroupCollection | None = None,
-        softcap: float | None = None,
-        sinks: bool = False,
-        chunked: bool = False,
-        rope: RopeTable | None = None,
-        local_rope: RopeTable | None = None,
-        norm_after_rope: bool = False,
-        temperature: TemperatureTable | None = None,
+        softcap: float | None = None,  # the scores become softcap * tanh(score / softcap)
+        sinks: bool = False,  # add to the softmax of each head one learned score without a value
+        chunked: bool = False,  # the window of a token is the chunk of its sequence that contains it; False: it slides
+        rope: RopeTable | None = None,  # in all layers but those of ``config.no_rope_freq``; None: already rotated
+        local_rope: RopeTable | None = None,  # RoPE for layers with a window; None to use ``rope``
+        norm_after_rope: bool = False,  # normalise queries and keys after RoPE, each head by its root mean square
+        temperature: TemperatureTable | None = None,  # scaling of the queries in layers without RoPE
     ) -> None:
         super().__init__(config=config)
         required = {"apply_query_key_layer_scaling": False, "attention_dropout": 0.0, "softmax_type": "vanilla"}
@@ -164,21 +143,16 @@ class TorchAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """Compute attention.
+        """Compute attention: [sequence, batch, heads * head size]; for packed sequences [tokens, heads * head size].
 
         Args:
-            query: [sequence, batch, heads of this rank, head size]; for packed sequences [tokens, heads of this rank, head
-                size]. Context-parallel ranks hold a part of each sequence, as described in ``models/layers/packing.py``.
-            key, value: [sequence, batch, key-value heads of this rank, head size]; for packed sequences without the batch.
+            query: [sequence, batch, heads of this rank, head size]; for packed sequences without the batch. Context-parallel
+                ranks hold a part of each sequence, as described in ``models/layers/packing.py``.
+            key, value: like ``query``, with the key-value heads of this rank.
             attention_mask: [batch or 1, 1, sequence, sequence], True where attention is forbidden; used only if the mask
                 type is arbitrary, and then it replaces the causal mask. Every query must be able to attend to some key.
-            attn_mask_type: overrides the type given at construction.
-            attention_bias: must be None.
             packed_seq_params: lengths of packed sequences, which do not attend to each other, before context parallelism
                 divides them; None if each sequence has its own place in the batch.
-
-        Returns:
-            [sequence, batch, heads * head size]; for packed sequences [tokens, heads * head size].
 
         Raises:
             ValueError: if there is a bias on the scores, a mask type other than causal and arbitrary, a mask together with
@@ -237,10 +211,7 @@ class TorchAttention(MegatronModule):
     def _apply_positions(
         self, query: Tensor, key: Tensor, lengths: tuple[int, ...] | None, *, rank: int = 0, size: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """Apply RoPE (and norm), or temperature scaling, to queries and keys [sequence, batch, heads, head size].
-
-        The other arguments are those of :meth:`RopeTable.rotate`.
-        """
+        """Apply RoPE (and norm), or temperature scaling; other arguments as for :meth:`RopeTable.rotate`."""
         if self.rope is not None:
             query, key = (self.rope.rotate(heads, lengths, rank=rank, size=size) for heads in (query, key))
             if self.norm_epsilon is not None:
@@ -277,8 +248,7 @@ class TorchAttention(MegatronModule):
 def _attention_mask(query: Tensor, key: Tensor, masked: Tensor | None, window: int | None) -> Tensor | None:
     """Return the mask, True where a query (row) may attend to a key (column); the last query may attend to all keys.
 
-    For plain causal attention it is None, or, if there are more keys than queries, torch's ``causal_lower_right``, so that
-    fused kernels need no mask tensor.
+    For plain causal attention it is None, or with more keys than queries ``causal_lower_right``: no mask tensor is needed.
     """
     queries, keys = query.size(0), key.size(0)
     allowed = None if masked is None else ~masked

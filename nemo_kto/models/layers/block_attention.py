@@ -33,24 +33,15 @@ def block_attention(
     is_causal: bool,
     scale: float,
     enable_gqa: bool,
-    cap: float | None = None,
-    sinks_h: Tensor | None = None,
-    window: int | None = None,
+    cap: float | None = None,  # the scores become cap * tanh(scores / cap)
+    sinks_h: Tensor | None = None,  # additional score without a value in the softmax of each head
+    window: int | None = None,  # number of keys a query attends to in causal attention, including its own
 ) -> Tensor:
     """Compute softmax(scores) v, scores = scale * q k^T; other arguments as for torch's scaled_dot_product_attention.
 
-    Args:
-        attn_mask: mask, or a causal bias of ``torch.nn.attention.bias``, which is not turned into a tensor.
-        cap: the scores become cap * tanh(scores / cap); None for no soft cap.
-        sinks_h: additional score without a value in the softmax of each head; None for none.
-        window: number of keys a query attends to in causal attention, including its own; None for all earlier ones.
-
-    Returns:
-        [batch, heads, sequence, head size], stored in memory as [sequence, batch, heads, head size].
-
-    Raises:
-        ValueError: if there is neither a mask nor ``is_causal`` or both, a window together with a mask, or query and
-            key-value heads that differ in number without ``enable_gqa``.
+    ``attn_mask`` may be a causal bias of ``torch.nn.attention.bias``, which is not turned into a tensor. The result is
+    stored in memory as [sequence, batch, heads, head size]. Raises ValueError if there is neither a mask nor ``is_causal``
+    or both, a window together with a mask, or query and key-value heads that differ in number without ``enable_gqa``.
     """
     offset = 0  # index of a query's own key minus index of the query
     if isinstance(attn_mask, CausalBias):

@@ -16,13 +16,9 @@ from nemo_kto.distributed.gradients import added_to_main_grad, main_grad_of
 
 
 class SparseGradEmbedding(VocabParallelEmbedding):
-    """megatron-core's embedding, without its dense gradient of the whole table for each micro-batch.
+    """megatron-core's embedding, without its dense gradient of the whole table for each micro-batch."""
 
-    Attributes:
-        scale: factor on the embedding vectors.
-    """
-
-    scale = 1.0
+    scale = 1.0  # factor on the embedding vectors
 
     def forward(self, input_: Tensor) -> Tensor:
         """Map tokens [b, s] to [b, s, H], or with sequence parallelism to this rank's part of [s, b, H]."""
@@ -48,10 +44,7 @@ def scale_of(hidden_size: int, dtype: torch.dtype) -> float:
 
 
 class _Lookup(torch.autograd.Function):
-    """Look up a table, with zeros for tokens of other ranks.
-
-    Zeros are written instead of selecting the local tokens, because a selection would wait for the device.
-    """
+    """Look up a table, with zeros for tokens of other ranks; selecting the local tokens would wait for the device."""
 
     @staticmethod
     def forward(ctx: Any, weight_VH: Tensor, index_bs: Tensor, is_local_bs: Tensor) -> Tensor:

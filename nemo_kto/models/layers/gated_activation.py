@@ -12,11 +12,7 @@ from torch import Tensor
 
 
 class SwiGLU(MegatronModule):
-    """SwiGLU activation, silu(gate) * up, as a module for the layer spec.
-
-    megatron-core's own implementation writes one more tensor, saves silu(gate) for the backward pass, and there copies the
-    two gradients to concatenate them.
-    """
+    """SwiGLU, silu(gate) * up; megatron-core's own saves silu(gate), writes one more tensor and concatenates gradients."""
 
     is_gelu = False
 
@@ -61,10 +57,7 @@ def _activate(gate: Tensor, is_gelu: bool) -> Tensor:
 
 
 class ClampedSwiGLU(MegatronModule):
-    """Clamped SwiGLU of gpt-oss (arXiv 2508.10925): gate sigmoid(alpha gate) (up + 1), after clamping gate and up.
-
-    ``gate`` is clamped to min(gate, limit), ``up`` to min(max(up, -limit), limit).
-    """
+    """Clamped SwiGLU (arXiv 2508.10925): g sigmoid(alpha g) (u + 1), g = min(gate, limit), u = clamp(up, -limit, limit)."""
 
     def __init__(self, config: TransformerConfig, *, alpha: float, limit: float) -> None:
         super().__init__(config)
@@ -77,11 +70,7 @@ class ClampedSwiGLU(MegatronModule):
 
 
 class _ClampedGated(torch.autograd.Function):
-    """Autograd function of :class:`ClampedSwiGLU`.
-
-    With g and u after clamping and s = sigmoid(alpha g): d g = s (1 + alpha g (1 - s)) (u + 1), d u = g s; each is 0 where
-    its input was clamped.
-    """
+    """With s = sigmoid(alpha g): dg = s (1 + alpha g (1 - s)) (u + 1), du = g s; each is 0 where its input was clamped."""
 
     @staticmethod
     def forward(ctx: Any, gate_and_up: Tensor, alpha: float, limit: float) -> Tensor:

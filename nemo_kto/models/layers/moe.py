@@ -54,24 +54,19 @@ class _BiasShare(torch.autograd.Function):
 
 
 class BalancedRouter(TopKRouter):
-    """megatron-core's router, with a load-balancing loss and statistics of the expert choices in training.
+    """megatron-core's router, with a load-balancing loss and statistics of the expert choices in training."""
 
-    Attributes:
-        loss_weight: weight of the loss of each sequence in the objective; the schedule divides by the number of examples.
-        balance: statistics accumulated since it was last set to None: the sum of the losses, the number of sequences, and
-            how often each expert was chosen; [2 + E], the same on all ranks that share a sequence.
-    """
-
+    # Weight of the loss of each sequence in the objective; the schedule divides by the number of examples.
     loss_weight: float = 0.0
+    # Statistics accumulated since it was last set to None: the sum of the losses, the number of sequences, and how often
+    # each expert was chosen; [2 + E], the same on all ranks that share a sequence.
     balance: Tensor | None = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Choose experts as megatron-core does; in training, add the load-balancing loss.
+        """Choose experts for the logits [s, b, E] as megatron-core does; in training, add the load-balancing loss.
 
-        Args:
-            logits: [s, b, E].
-            padding_mask: not a padding mask, but the owners of the tokens: [s, b, n], True if a token counts for a
-                sequence. None for no loss.
+        ``padding_mask`` is not a padding mask, but the owners of the tokens: [s, b, n], True if a token counts for a
+        sequence. None for no loss.
         """
         scored = logits
         if self.score_function == "sigmoid":
@@ -88,10 +83,7 @@ class BalancedRouter(TopKRouter):
         return probs, chosen
 
     def _balance_losses(self, logits_TE: Tensor, chosen_TE: Tensor, owners_Tn: Tensor) -> Tensor:
-        """Return the loss of each sequence, [n], and record statistics in ``balance``.
-
-        If ranks share a sequence, it is this rank's part of a sum over the ranks.
-        """
+        """Return the loss of each sequence, [n], or this rank's part of it, and record statistics in ``balance``."""
         probs_nE = owners_Tn.T @ torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
         chosen_nE = owners_Tn.T @ chosen_TE.float()
         whole = torch.stack([chosen_nE, probs_nE.detach()])
@@ -106,10 +98,9 @@ class BalancedRouter(TopKRouter):
 
 
 class BiasedRouter(BalancedRouter):
-    """Router with a learned bias on the logit of each expert.
+    """Router with a learned bias on the logit of each expert, added in fp32.
 
-    megatron-core has such a bias only if all linear layers have one, and lets Transformer Engine add it in the dtype of the
-    model; this class adds it to the logits in fp32.
+    megatron-core has one only if all linear layers have one, and lets Transformer Engine add it in the dtype of the model.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -143,10 +134,9 @@ def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[BalancedRouter]:
 def balance_sums(chunks: Sequence[torch.nn.Module]) -> dict[str, float]:
     """Return the statistics of the routers of all ranks, identical on every rank; empty for a dense model. Collective.
 
-    Returns:
-        ``moe_aux_loss_sum``: the losses, summed over sequences and layers; ``moe_aux_losses``: their number;
-        ``moe_largest_share_sum`` and ``moe_smallest_share_sum``: the largest and the smallest fraction of a layer's choices
-        that fell on one expert, over all layers; ``moe_batches``: 1, the number of batches that these two are sums over.
+    ``moe_aux_loss_sum`` and ``moe_aux_losses`` are the sum and the number of the losses over sequences and layers;
+    ``moe_largest_share_sum`` and ``moe_smallest_share_sum`` the largest and the smallest fraction of a layer's choices that
+    fell on one expert, over all layers; ``moe_batches`` is 1, the number of batches that these two are sums over.
     """
     config = get_model_config(chunks[0])
     if config.num_moe_experts is None:

@@ -23,11 +23,7 @@ class _RMSNorm(torch.nn.RMSNorm):
     zero_centered = False  # True: the factor is 1 + weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise over the last dimension.
-
-        On the CPU in fp32 a custom function is used, because torch has no CPU kernel for it and combines eight others.
-        """
-        if not device.on_gpu() and x.dtype == torch.float32:
+        if not device.on_gpu() and x.dtype == torch.float32:  # torch has no CPU kernel for it and combines eight others
             normed: Tensor = _CPURMSNorm.apply(x, self.weight, self.eps, self.zero_centered)  # type: ignore[no-untyped-call]
             return normed
         if not self.zero_centered:
@@ -37,10 +33,7 @@ class _RMSNorm(torch.nn.RMSNorm):
 
 
 class _CPURMSNorm(torch.autograd.Function):
-    """RMS norm on the CPU, with three passes over x forward and seven backward.
-
-    y = w x / rms(x), with rms(x) = sqrt(mean(x^2) + eps).
-    """
+    """RMS norm on the CPU, w x / sqrt(mean(x^2) + eps), with three passes over x forward and seven backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, zero_centered: bool) -> Tensor:
@@ -82,11 +75,7 @@ class TorchNorm:
     def __new__(  # type: ignore[misc]  # a builder that reads like a class, as the layer spec expects
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
     ) -> torch.nn.Module:
-        """Build the norm over a last dimension of ``hidden_size``; ``eps`` is added to the mean square.
-
-        Raises:
-            ValueError: if ``config.normalization`` is another norm.
-        """
+        """Build the norm over a last dimension of ``hidden_size``; ValueError if ``config.normalization`` is not RMSNorm."""
         if config.normalization != "RMSNorm":
             raise ValueError(f"normalization must be RMSNorm, got {config.normalization!r}")
         norm = _RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype, device=device.current_device())
@@ -98,14 +87,9 @@ class TorchNorm:
 class AllHeadsNorm(torch.nn.Module):
     """RMS norm over all heads of a token together, with the heads sharded over tensor-parallel ranks.
 
-    Every rank holds the weight of all heads and uses the part for its own heads; megatron-core sums the gradients of modules
-    named q_layernorm and k_layernorm over the tensor-parallel group. Padding heads are zero and stay zero.
-
-    Args:
-        hidden_size: size of a head.
-        eps: added to the mean square.
-        heads: number of heads of the model.
-        padded_heads: number of heads including padding; if there are fewer heads than ranks, several ranks hold the same.
+    Every rank holds the weight of all heads, each of ``hidden_size``, and uses the part for its own heads; megatron-core
+    sums the gradients of modules named q_layernorm and k_layernorm over the tensor-parallel group. Padding heads, which
+    ``padded_heads`` includes, are zero and stay zero; if there are fewer heads than ranks, several ranks hold the same.
     """
 
     returns_residual = False  # megatron-core >= 0.18 reads it from every norm
@@ -170,10 +154,7 @@ OutputAndBias = tuple[Tensor, Tensor | None]
 
 
 class PostNormLayer(TransformerLayer):
-    """Transformer layer that normalises the outputs of attention and MLP before adding them to the residual stream.
-
-    The norms before attention and MLP come from the layer spec, which may have none.
-    """
+    """Transformer layer that normalises the outputs of attention and MLP before adding them to the residual stream."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -97,11 +97,7 @@ def unshard_tokens(shares_t: Tensor, lengths: Sequence[int], *, size: int) -> Te
 
 
 def _chunk(length: int, size: int) -> int:
-    """Return the number of tokens of a chunk.
-
-    Raises:
-        ValueError: if the sequence cannot be cut into equal chunks.
-    """
+    """Return the number of tokens of a chunk; ValueError if the sequence cannot be cut into equal chunks."""
     if length % (2 * size):
         raise ValueError(
             f"the length of a sequence must be a multiple of 2 * context_parallel_size = {2 * size}, got {length}"
@@ -114,18 +110,11 @@ def _chunks_of(rank: int, size: int) -> tuple[int, int]:
 
 
 def pack_lengths(lengths: Sequence[int], *, tokens: int | None, prompts: int | None = None) -> list[list[int]]:
-    """Pack items into few packs with similar numbers of tokens.
+    """Return the indices of the items of each pack, for few packs with similar numbers of tokens.
 
     Items are placed from the longest to the shortest, each into the pack with the fewest tokens. If an item does not fit,
-    the packing is repeated with one more pack.
-
-    Args:
-        lengths: number of tokens of each item.
-        tokens: maximum number of tokens of a pack; a longer item gets a pack of its own. None for no limit.
-        prompts: maximum number of items of a pack; None for no limit.
-
-    Returns:
-        The indices of the items of each pack.
+    the packing is repeated with one more pack. ``tokens`` and ``prompts`` limit the tokens and the items of a pack; an item
+    with more tokens gets a pack of its own.
 
     Examples:
         >>> pack_lengths((5, 9, 3, 4), tokens=12)

@@ -26,10 +26,7 @@ class TemperatureTable:
         self._packed: tuple[tuple[int, ...], Tensor] | None = None
 
     def scale(self, query_sbhd: Tensor, lengths: tuple[int, ...] | None = None, *, rank: int = 0, size: int = 1) -> Tensor:
-        """Multiply queries [sequence, batch, heads, head size] by the factors of their positions.
-
-        The factor of position p is 1 + scale * log(1 + floor((p + 1) / floor)), in fp32.
-        """
+        """Multiply queries at position p by 1 + scale * log(1 + floor((p + 1) / floor)), computed in fp32."""
         lengths = (len(query_sbhd),) if lengths is None else lengths
         floor, scale = self._temperature.floor, self._temperature.scale
         if max(lengths) < floor:  # every factor is 1
@@ -42,10 +39,7 @@ class TemperatureTable:
 
 
 class RopeTable:
-    """RoPE with cached cosines and sines, shared by all layers of a model.
-
-    megatron-core instead recomputes them in each layer, for queries and for keys.
-    """
+    """RoPE with cached cosines and sines, shared by all layers; megatron-core instead recomputes them in each layer."""
 
     def __init__(self, *, rope: Rope, interleaved: bool = False) -> None:
         """Store the rotation frequencies.
@@ -76,10 +70,7 @@ class RopeTable:
         return (torch.cat((rotated, rest), dim=-1) if rest.size(-1) else rotated).to(dtype)
 
     def _from_zero(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines [positions, 1, 1, rotated channels] and sines [positions, 1, 1, rotated channels / 2].
-
-        They are computed in fp32 and have the dtype of ``like``.
-        """
+        """Return cosines [positions, 1, 1, rotated channels] and sines [..., rotated channels / 2], computed in fp32."""
         cached = self._cos_and_sin
         if cached is None or len(cached[0]) < positions or cached[0].dtype != like.dtype:
             frequency_c = self._rope.inverse_frequencies().to(like.device)

@@ -59,14 +59,10 @@ def is_adapter(name: str) -> bool:
 def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture: Architecture, seed: int) -> None:
     """Freeze a model chunk and add adapters to its linear layers; call before wrapping it for data parallelism.
 
-    A is initialised as in PEFT: uniform within 1 / sqrt(in) (He et al. 2015, arXiv 1502.01852, with a = sqrt(5)), for an
-    embedding from a normal distribution. It is drawn separately for each layer of the Hugging Face model, so that it is the
-    same at every layout. B starts at zero; DoRA's magnitudes start at the norms of the rows.
-
-    If experts are adapted, the chunk must be built without grouped experts.
-
-    Raises:
-        UserError: if a layer number exceeds the number of layers, or the embedding cannot be adapted.
+    A is drawn as in PEFT, uniform within 1 / sqrt(in) (He et al. 2015, arXiv 1502.01852, with a = sqrt(5)), for an embedding
+    from a normal distribution; separately for each layer of the Hugging Face model, so that it is the same at every layout.
+    B starts at zero. Adapted experts require a chunk without grouped experts. Raises UserError if a layer number exceeds the
+    number of layers, or the embedding cannot be adapted.
     """
     if problem := embedding_problem(settings, tied=architecture.tied):
         raise UserError(f"adapters {problem}")
@@ -101,11 +97,7 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
 
 @contextlib.contextmanager
 def disable_adapters(chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """Context manager in which the adapters are off, so that the model is the base model; no weight changes.
-
-    Raises:
-        RuntimeError: if the adapters are merged into the weights.
-    """
+    """Context in which the adapters are off, so that the model is the base model; RuntimeError if they are merged."""
     adapters = _adapters(chunks)
     if any(adapter.adapter_is_merged for adapter in adapters):
         raise RuntimeError("cannot disable adapters that are merged into the weights")
@@ -121,11 +113,7 @@ def disable_adapters(chunks: Iterable[nn.Module]) -> Iterator[None]:
 
 @torch.no_grad()
 def merge_adapters(chunks: Sequence[nn.Module]) -> None:
-    """Merge every adapter into its weight; the model computes the same function with the weights of a plain model.
-
-    Raises:
-        RuntimeError: if the adapters are already merged.
-    """
+    """Merge every adapter into its weight; the model computes the same function. RuntimeError if already merged."""
     finish_gathers(chunks)
     adapters = _adapters(chunks)
     if any(adapter.adapter_is_merged for adapter in adapters):
@@ -135,10 +123,7 @@ def merge_adapters(chunks: Sequence[nn.Module]) -> None:
 
 
 def share_weights(adapted: HiddenStateGPT, chunk: nn.Module) -> None:
-    """Make the adapted layers of one model use the weights of another model with the same names and shapes.
-
-    The weights are shared from then on, not copied.
-    """
+    """Make the adapted layers of one model share the weights of another model with the same names and shapes."""
     weights = dict(unwrap_model(chunk).named_parameters())
     for name, adapter in adapted.named_modules():
         if isinstance(adapter, Adapter):
@@ -170,14 +155,11 @@ def constant_weights(chunks: Iterable[nn.Module]) -> Iterator[None]:
 
 @torch.no_grad()
 def magnitudes(chunks: Iterable[nn.Module]) -> dict[nn.Parameter, Tensor]:
-    """Return DoRA's magnitudes in fp32, keyed by the parameters ``lora_magnitude`` (m minus its start); collective.
-
-    Raises:
-        RuntimeError: if the adapters are merged into the weights, because that changed the norms of the weights.
-    """
+    """Return DoRA's magnitudes in fp32, keyed by ``lora_magnitude``; collective. RuntimeError if the adapters are merged."""
     chunks = [*chunks]
     finish_gathers(chunks)
     adapters = [(adapter.lora_magnitude, adapter) for adapter in _adapters(chunks)]
+    # merging has changed the norms of the weights
     if any(parameter is not None and adapter.adapter_is_merged for parameter, adapter in adapters):
         raise RuntimeError("cannot read the magnitudes of adapters that are merged into the weights")
     return {parameter: adapter.magnitudes() for parameter, adapter in adapters if parameter is not None}
@@ -215,10 +197,7 @@ def _adapters(chunks: Iterable[nn.Module]) -> list[Adapter]:
 
 
 def _part_of_row(weight: Tensor, mapping: ParamMapping, architecture: Architecture) -> Tensor | None:
-    """Return the index of the Hugging Face weight that each row belongs to, 0 for padding: [out of this rank].
-
-    None if the mapping does not divide the weight by rows.
-    """
+    """Return the index of the Hugging Face weight of each row, [out of this rank], 0 for padding; None if not by rows."""
     if split_dimension(mapping) != 0:
         return None
     parts = torch.zeros(weight.size(0), dtype=torch.long)

@@ -35,17 +35,10 @@ def row_norms(
     *,
     columns_over: torch.distributed.ProcessGroup | None = None,
 ) -> RowNorms:
-    """Compute the norms of the rows of W and of W + s B A.
+    """Compute the row norms of W [out, in] and of W + scale * B A, with B [out, parts * rank] and A [parts * rank, in].
 
     The sum itself is formed, for some rows at a time: a norm computed from those of W and of B A would lose precision where
-    the two nearly cancel.
-
-    Args:
-        weight: W, [out, in].
-        full_b: B, [out, parts * rank].
-        lora_a: A, [parts * rank, in].
-        scale: s.
-        columns_over: ranks over which the columns are sharded; None if they are not sharded.
+    the two nearly cancel. ``columns_over`` are the ranks over which the columns are sharded; None if they are not.
     """
     lora_a = lora_a.float()
     squares: tuple[list[Tensor], list[Tensor]] = ([], [])

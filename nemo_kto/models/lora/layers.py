@@ -4,8 +4,6 @@ In a column-parallel layer A is replicated over tensor-parallel ranks and B is s
 sharded by columns and B is replicated. Only the product A x, whose width is the rank of the adapter, is communicated. DoRA's
 magnitudes are sharded like the rows of B. For a row-parallel layer they need the squares of each row summed over the ranks,
 once for all micro-batches of a pass.
-
-The adapters are a mixin for any linear layer, megatron-core's own or Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ Output = tuple[Tensor, Tensor | None]  # output, and the bias if the caller is t
 
 
 class Adapter:
-    """Mixin for adapted layers; the frozen weight belongs to the other base class."""
+    """Mixin for adapted layers of megatron-core or Transformer Engine; the frozen weight belongs to the other base class."""
 
     weight: nn.Parameter
     bias: Tensor | None  # an empty tensor if a layer of Transformer Engine has none
@@ -81,15 +79,12 @@ class Adapter:
         self.adapter_is_merged = True
 
     def magnitudes(self) -> Tensor:
-        """Return DoRA's m of each row, zero for rows without one: [out of this rank], fp32.
-
-        Collective over tensor-parallel ranks.
-        """
+        """Return DoRA's m of each row, zero for rows without one: [out of this rank], fp32; collective over the group."""
         assert self.lora_magnitude is not None
         return (self._norms().base + self.lora_magnitude.detach().float()) * self.has_magnitude
 
     def set_magnitudes(self, values: Tensor) -> None:
-        """Set the magnitudes to ``values``, a result of :meth:`magnitudes`. Collective over tensor-parallel ranks."""
+        """Set the magnitudes to ``values``, a result of :meth:`magnitudes`; collective over the tensor-parallel group."""
         assert self.lora_magnitude is not None
         self.lora_magnitude.data.copy_((values - self._norms().base) * self.has_magnitude)
 
@@ -112,15 +107,12 @@ class Adapter:
         return self.adapter_is_on and not self.adapter_is_merged
 
     def _dropout(self, input_: Tensor, *, is_replicated: bool) -> Tensor:
-        """Return dropout(x) in training mode, else x.
-
-        Ranks with replicated activations need the same dropout mask, ranks with sharded ones need different masks. With
-        sequence parallelism the transformer block has already switched to the generator that differs between ranks.
-        """
+        """Apply dropout in training, with the same mask on all ranks only if their activations are replicated."""
         if not (self.adapter_dropout and self.training):
             return input_
         if self.adapter_is_expert:
             generator = get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name())
+        # with sequence parallelism the transformer block has switched to the generator that differs between ranks
         elif is_replicated or self.sequence_parallel:
             generator = contextlib.nullcontext()
         else:
@@ -133,12 +125,9 @@ class Adapter:
         return F.linear(input_, self.lora_a) * self.adapter_scale
 
     def _combine(self, output: Output, adapter_output: Tensor, dropped_product: Tensor | None) -> Output:
-        """Add the adapter's output to that of the layer and, with DoRA, apply the magnitudes to the sum.
+        """Add ``adapter_output``, s B A dropout(x), to (W x, bias) or (W x + bias, None); with DoRA, apply the magnitudes.
 
-        Args:
-            output: W x and the bias, or W x + bias and None.
-            adapter_output: s B A dropout(x).
-            dropped_product: W dropout(x), to which DoRA applies the magnitudes, as in PEFT; None if it equals W x.
+        ``dropped_product`` is W dropout(x), to which DoRA applies the magnitudes, as in PEFT; None if it equals W x.
         """
         product, bias = output
         total, change = product + adapter_output, self._change()
@@ -150,10 +139,7 @@ class Adapter:
         return torch.addcmul(total, changed, change.to(total.dtype)), bias
 
     def add_to_columns(self, output: Output, input_: Tensor) -> Output:
-        """Add the adapter to the output of a column-parallel layer.
-
-        ``input_`` is [sequence (a part of it if sequence parallel), batch, in].
-        """
+        """Add the adapter to a column-parallel output; ``input_`` is [sequence (a part if sequence parallel), batch, in]."""
         if not self._is_active():
             return output
         dropped = self._dropout(input_, is_replicated=True)
@@ -179,10 +165,7 @@ class Adapter:
         parallelism this is the rank's part, before the layer gathers the parts for its own product. The layer adds the
         gradient of the returned tensor after reducing its own gradient over the ranks, so the adapter's gradient must
         already be reduced at that point. It is, because the gradient of A x is summed over the ranks before it reaches A.
-
-        Args:
-            forward: forward of the layer without adapters; returns (output, bias, normed), or ((output, normed), None).
-            input_: [sequence (a part of it if sequence parallel), batch, in], before the norm.
+        ``forward`` returns (output, bias, normed), or ((output, normed), None).
         """
         self.return_layernorm_output = self._is_active()
         result = forward(input_)
@@ -213,10 +196,7 @@ class Adapter:
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
     ) -> ShardedStateDict:
-        """Return the sharded state of the layer, with the sharded parts of the adapter divided like the weight.
-
-        In a gated layer, gate and up projection are sharded separately.
-        """
+        """Return the sharded state; the adapter is divided like the weight, in a gated layer gate and up separately."""
         state: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         dimensions = dict.fromkeys((LORA_B, LORA_MAGNITUDE), 0) if self.is_column else {LORA_A: 1}
         sharded = self._sharded_tensors(prefix, dimensions, sharded_offsets, metadata)
@@ -245,7 +225,6 @@ class LoRAColumnParallelLinear(Adapter, ColumnParallelLinear):
     is_column = True
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Output:
-        """Apply the layer with its adapter; ``input_`` is [sequence (a part of it if sequence parallel), batch, in]."""
         return self.add_to_columns(super().forward(input_, weight, runtime_gather_output), input_)
 
 
@@ -255,7 +234,6 @@ class LoRARowParallelLinear(Adapter, RowParallelLinear):
     is_column = False
 
     def forward(self, input_: Tensor) -> Output:
-        """Apply the layer with its adapter; ``input_`` is [sequence, batch, in of this rank]."""
         return self.add_to_rows(super().forward(input_), input_)
 
 
@@ -297,7 +275,6 @@ if HAVE_TE:
         is_column = True
 
         def forward(self, x: Tensor) -> Output:
-            """Apply the layer with its adapter; ``x`` is as in :meth:`Adapter.add_to_normed_columns`."""
             return self.add_to_normed_columns(super().forward, x)
 
     class LoRATERowParallelLinear(Adapter, TERowParallelLinear):
@@ -306,7 +283,6 @@ if HAVE_TE:
         is_column = False
 
         def forward(self, x: Tensor) -> Output:
-            """Apply the layer with its adapter; ``x`` is [sequence, batch, in of this rank]."""
             return self.add_to_rows(super().forward(x), x)
 
     ADAPTED_CLASSES |= {
@@ -327,16 +303,10 @@ def adapt_linear(
 ) -> None:
     """Add adapters to a linear layer in place; its class changes, its parameter names stay the same.
 
-    A and B are initialised to zero, and magnitudes to their initial values; the caller must draw A. This function does not
-    freeze the other parameters.
-
-    Args:
-        linear: layer of a class in :data:`ADAPTED_CLASSES`; megatron-core's own may belong to an expert.
-        scale: factor on the adapter's output.
-        dropout: dropout probability of the inputs of A in training.
-        parts: number of layers fused in the weight.
-        part_of_row: index of the part that each row of the weight belongs to, [out of this rank]; None for the first.
-        magnitudes: for each part, whether its rows have DoRA's magnitudes.
+    A and B are initialised to zero, and magnitudes to their initial values; the caller must draw A, and freeze the other
+    parameters. The layer is of a class in :data:`ADAPTED_CLASSES`; megatron-core's own may belong to an expert. Its weight
+    fuses ``parts`` layers, ``part_of_row`` is the part that each row belongs to, [out of this rank] (None: the first), and
+    ``magnitudes`` whether the rows of each part have DoRA's magnitudes.
 
     Raises:
         TypeError: if the layer is of another class, or already adapted.

@@ -21,17 +21,10 @@ from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, upload_
 
 @dataclass(kw_only=True, eq=False)
 class MegatronGPTDPOModel(MegatronGPTModel):
-    """Model for direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290) and other pairwise losses.
+    """Model for direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290) and other pairwise losses."""
 
-    Both answers of a pair are in the same micro-batch.
-
-    Attributes:
-        sft_token_mean: average the SFT loss over the tokens of the global batch instead of over its pairs.
-        sft_completion_only: restrict the SFT loss to the chosen answer; if False, it also covers the prompt.
-    """
-
-    sft_token_mean: bool = False
-    sft_completion_only: bool = True
+    sft_token_mean: bool = False  # average the SFT loss over the tokens of the global batch instead of over its pairs
+    sft_completion_only: bool = True  # restrict the SFT loss to the chosen answer; if False, it also covers the prompt
 
     @staticmethod
     def sequences(batch: DPOBatch) -> tuple[SequenceBatch, ...]:
@@ -57,15 +50,10 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         return self.reference_logprobs(*self.sequences(batch))
 
     def get_loss_and_metrics(self, batch: DPOBatch, forward_only: bool) -> tuple[float, Metrics]:
-        """Compute loss and metrics of one step over the global batch, identical on every rank.
+        """Compute loss and :func:`preference_metrics` of one step over the global batch, identical on every rank.
 
-        Args:
-            batch: this rank's P pairs; if the loss needs a reference, including ``ref_policy_log_probs_chosen`` [P] and
-                ``ref_policy_log_probs_rejected`` [P].
-            forward_only: skip the backward pass and leave the gradients unchanged.
-
-        Returns:
-            The loss, and the metrics of :func:`nemo_kto.losses.preference.preference_metrics`.
+        ``batch`` has this rank's P pairs; if the loss needs a reference, with ``ref_policy_log_probs_chosen`` and
+        ``ref_policy_log_probs_rejected``, [P] each. With ``forward_only`` the gradients are unchanged.
         """
         (answers,) = self.sequences(batch)
         trained = (
@@ -95,10 +83,7 @@ class MegatronGPTDPOModel(MegatronGPTModel):
             return self.global_metrics(parts, loss=loss, batch_sums=batch_sums, derive=preference_metrics)
 
     def _batch_sums(self, answers: SequenceBatch, sft_counts_P: Tensor, *, forward_only: bool) -> dict[str, Tensor]:
-        """Return the work, the ``valid`` pairs and the SFT denominator (``sft_count``) of the global batch.
-
-        All values are 0-d float64 tensors on the device.
-        """
+        """Return the work, the ``valid`` pairs and the SFT denominator (``sft_count``) of the global batch: 0-d float64."""
         passes = self.passes(forward_only=forward_only, looks_ahead=self.objective.loss.looks_ahead)
         work = self.engine.work_sums(answers, passes=passes)
         own_passes = self.engine.flops.of_passes(Passes(forward=1, backward=not forward_only))

@@ -23,12 +23,9 @@ from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, upload_
 class MegatronGPTKTOModel(MegatronGPTModel):
     """Model for Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306) of a GPT policy.
 
-    One step over a global batch: a forward-only pass over the KL examples gives the reference point z0; then the samples
-    run forward and backward with that z0. KL examples have no backward pass. For a loss with delta, a forward-only pass
-    over the samples themselves comes first, and adds their rewards to the running mean.
-
-    Attributes:
-        desirable_loss_weight, undesirable_loss_weight: loss weights of desirable and of undesirable answers.
+    One step over a global batch: a forward-only pass over the KL examples gives the reference point z0; then the samples run
+    forward and backward with that z0. KL examples have no backward pass. For a loss with delta, a forward-only pass over the
+    samples themselves comes first, and adds their rewards to the running mean.
     """
 
     desirable_loss_weight: float
@@ -66,22 +63,14 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         return samples, kl_samples
 
     def get_ref_policy_logprobs(self, batch: KTOBatch) -> Tensor:
-        """Return the reference log-prob of each response: [2B], fp32, on the CPU; first samples, then KL examples.
-
-        The shape is [B] if the batch has no KL examples.
-        """
+        """Return the reference log-probs: [2B], samples then KL examples, or [B] without these; fp32, on the CPU."""
         return self.reference_logprobs(*self.sequences(batch))
 
     def get_loss_and_metrics(self, batch: KTOBatch, forward_only: bool) -> tuple[float, Metrics]:
-        """Compute loss and metrics of one step over the global batch, identical on every rank.
+        """Compute loss and :func:`kto_metrics` of one step over the global batch, identical on every rank.
 
-        Args:
-            batch: this rank's examples, including ``ref_policy_log_probs_samples`` [B] and, for a loss with z0,
-                ``ref_policy_log_probs_kl_samples`` [B].
-            forward_only: skip the backward pass and leave the gradients unchanged.
-
-        Returns:
-            The loss, and the metrics of :func:`nemo_kto.losses.kto.kto_metrics`.
+        ``batch`` has this rank's examples, with ``ref_policy_log_probs_samples`` [B] and, for a loss with z0,
+        ``ref_policy_log_probs_kl_samples`` [B]. With ``forward_only`` the gradients are unchanged.
         """
         samples, *kl_samples = self.sequences(batch)
         anchor, batch_sums = self._anchor(batch, samples, kl_samples, forward_only=forward_only)
@@ -105,9 +94,8 @@ class MegatronGPTKTOModel(MegatronGPTModel):
 
         z0 (section 4.1) is the mean log-ratio of the KL examples of the global batch, at least 0. delta is the mean of all
         rewards in this training run, including those of the batch; with ``forward_only`` it is not updated. Both need a
-        forward-only pass of the policy.
-
-        All values are 0-d tensors on the device, known to every pipeline stage; only the rewards are copied to the host.
+        forward-only pass of the policy. All values are 0-d tensors on the device, known to every pipeline stage; only the
+        rewards are copied to the host.
         """
         loss, valid_B = self.objective.loss, samples.valid_B
         sums = {"valid": valid_B.sum(), "valid_desirable": (valid_B & batch["preference"].bool()).sum()}

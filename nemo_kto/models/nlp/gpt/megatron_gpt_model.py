@@ -72,15 +72,10 @@ class MegatronGPTModel:
         """Restore the state returned by :meth:`state_dict`."""
 
     def zero_grad(self) -> None:
-        """Clear the gradients of the previous step."""
         self.engine.zero_grad()
 
     def reference_logprobs(self, *parts: SequenceBatch) -> Tensor:
-        """Return the reference log-prob of each response, concatenated over ``parts``: fp32, on the CPU.
-
-        Raises:
-            RuntimeError: if the loss has no reference.
-        """
+        """Return the reference log-prob of each response, over all ``parts``: fp32, on the CPU; RuntimeError without one."""
         if self.reference is None:
             raise RuntimeError("the model has no reference policy, because its loss does not need one")
         with self.phase("reference"):
@@ -95,12 +90,10 @@ class MegatronGPTModel:
         return not ranks_where(~self.engine.local_weights_are_finite())
 
     def sft_losses(self, logps_b: Tensor, response_counts_b: Tensor, *, average: bool | None = None) -> Tensor:
-        """Return the negative log-prob of each answer, reduced as the SFT loss needs it: [b].
+        """Return the negative log-prob of each answer, [b], reduced as the SFT loss needs it.
 
-        Args:
-            logps_b: log-probs as the engine reduces them (sum or mean over tokens).
-            response_counts_b: number of response tokens of each sequence.
-            average: take the mean over these tokens instead of the sum; None uses ``objective.sft_average_log_probs``.
+        ``logps_b`` are reduced as the engine does (sum or mean over tokens). ``average`` takes the mean over the response
+        tokens instead of the sum; None uses ``objective.sft_average_log_probs``.
         """
         average = self.objective.sft_average_log_probs if average is None else average
         if average == self.engine.average_log_probs:
@@ -118,11 +111,9 @@ class MegatronGPTModel:
     ) -> tuple[float, Metrics]:
         """Return loss and metrics of the global batch, identical on every rank.
 
-        Args:
-            parts: sums of each micro-batch, as the engine's ``forward_backward`` returns them.
-            loss: the loss; over no examples it gives the contribution of a pipeline stage without micro-batch losses.
-            batch_sums: sums over the global batch that every stage already has, 0-d float64 on the device.
-            derive: function from sums to metrics, which must include ``loss``.
+        ``parts`` are the sums of each micro-batch, from the engine's ``forward_backward``; ``loss`` over no examples gives
+        the contribution of a stage without micro-batch losses. ``batch_sums`` are sums over the global batch that every
+        stage already has, 0-d float64 on the device; ``derive`` maps sums to metrics, which must include ``loss``.
         """
         nothing = torch.zeros(0, device=device.current_device())
         zeros = loss(nothing.long(), nothing).sums
