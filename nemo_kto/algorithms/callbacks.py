@@ -1,4 +1,4 @@
-"""Training callbacks: events, the callback interface and the built-in callbacks.
+"""Training callbacks: events, the interface and the built-in callbacks.
 
 Callbacks run in a fixed order: the built-in ones, the user's (``trainer.callbacks``), then checkpoints and loggers, so that
 values which a callback adds to ``event.report`` are logged. They run on every rank; only rank 0 should write files.
@@ -22,20 +22,12 @@ _MEANS = ("timing/", "train/grad_norm")  # prefixes of the values that are avera
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """A finished training step, group of logged steps, or validation.
+    """A finished training step, group of logged steps, or validation."""
 
-    Attributes:
-        step: optimizer steps done so far.
-        metrics: metrics over the global batch or over the validation examples; if the validation sets are named, each
-            metric is called NAME_METRIC. ``metrics.sums`` holds the sums from which they are computed.
-        seconds: elapsed wall-clock time.
-        report: values to be logged under their full names (train/loss, timing/step_time, ...); callbacks may add to it.
-    """
-
-    step: int
-    metrics: Metrics
-    seconds: float
-    report: dict[str, float]
+    step: int  # optimizer steps done so far
+    metrics: Metrics  # over the global batch or the validation examples; of named validation sets as NAME_METRIC
+    seconds: float  # elapsed wall-clock time
+    report: dict[str, float]  # values to log by full name (train/loss, timing/step_time, ...); callbacks may add to it
 
 
 class StepLog:
@@ -60,7 +52,6 @@ class StepLog:
         self._newest: dict[str, float] = {}
 
     def add(self, event: Event) -> None:
-        """Add a step."""
         self._last = event
         self._steps += 1
         self._seconds += event.seconds
@@ -100,10 +91,7 @@ class StepLog:
 
 
 class Callback:
-    """Base class for callbacks; every hook does nothing by default.
-
-    The hooks are modelled on those of Lightning, such as on_train_batch_end and on_save_checkpoint.
-    """
+    """Base class for callbacks, with hooks modelled on those of Lightning; every hook does nothing by default."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Called before the first step of a new or resumed run."""
@@ -155,11 +143,7 @@ class LoggerCallback(Callback):
 
 @dataclass(kw_only=True, eq=False)
 class CheckpointCallback(Callback):
-    """Callback that starts each checkpoint when it is due, and logs its duration once it is complete.
-
-    An asynchronous checkpoint may be complete only some steps later. If the run fails, an incomplete checkpoint is left on
-    disk.
-    """
+    """Callback that starts checkpoints and logs their durations; a run that fails leaves an incomplete one on disk."""
 
     writer: CheckpointWriter
     logger: MetricsLogger
@@ -177,7 +161,6 @@ class CheckpointCallback(Callback):
             self._log(self.writer.finish())
 
     def _log(self, written: WrittenCheckpoint | None) -> None:
-        """Log the durations of a completed checkpoint, at the step of that checkpoint."""
         if written is not None:
             times = {"timing/checkpoint": written.seconds, "timing/checkpoint_stall": written.stall_seconds}
             self.logger.log_metrics(times, written.step)
@@ -208,20 +191,13 @@ class StragglerCallback(Callback):
     Every ``interval`` steps the ranks are compared. For each phase, timing/PHASE_max is the time of the slowest rank, in
     seconds per step averaged since the last comparison, and timing/PHASE_max_rank is that rank. Both appear in the next line
     of the log. A rank that delays the others is named in a warning.
-
-    Attributes:
-        gather: return the times of all ranks in rank order; collective.
-        forward_seconds: return the seconds that this rank spent in forward passes since the last call.
-        stage: pipeline stage of this rank.
-        warn: report a warning.
-        interval: steps between two comparisons.
     """
 
-    gather: Callable[[RankTimes], list[RankTimes]]
-    forward_seconds: Callable[[], float]
-    stage: int
+    gather: Callable[[RankTimes], list[RankTimes]]  # times of all ranks in rank order; collective
+    forward_seconds: Callable[[], float]  # seconds that this rank spent in forward passes since the last call
+    stage: int  # pipeline stage of this rank
     warn: Callable[[str], None]
-    interval: int = INTERVAL
+    interval: int = INTERVAL  # steps between two comparisons
 
     def __post_init__(self) -> None:
         self._finder, self._sums, self._steps = StragglerFinder(), dict[str, float](), 0
@@ -256,7 +232,7 @@ class StragglerCallback(Callback):
 
 @dataclass(kw_only=True, eq=False)
 class SpikeCallback(Callback):
-    """Callback that warns about loss spikes; every step is checked, including those that are not logged."""
+    """Callback that warns about loss spikes; checks every step, including those that are not logged."""
 
     spikes: LossSpikes = field(default_factory=LossSpikes)
 

@@ -31,25 +31,9 @@ Item = TypeVar("Item")
 class DPOTrainer:
     """Trainer for preference losses: steps, validation, checkpoints and timers, independent of the loss.
 
-    Attributes:
-        cfg: run length and intervals of validation and checkpoints; or a mapping with the same keys, such as the section
-            ``trainer.NAME`` of a configuration, see :meth:`TrainerConfig.of`.
-        model: the policy.
-        optimizer: the megatron-core optimizer, which also clips the gradient.
-        scheduler: the OptimizerParamScheduler of megatron-core.
-        train_dataloader: yields global batches; its ``batch_sampler`` has a length (batches per epoch) and
-            ``set_position(epoch, consumed_in_epoch)``.
-        val_dataloader: yields the validation batches, including an incomplete last one; or a mapping from the names of
-            several validation sets to such loaders, which are evaluated separately; None for no validation.
-        test_dataloader: not used by the trainer, only stored for the caller; may be None.
-        collate_fn: applied to each item that a loader yields.
-        logger: receives every report.
-        ckpt_callback: writes the checkpoints.
-        run_timer: decides when the run must stop before its last step.
-        timers: measure the phases of a step; pass the same object to the model.
-        callbacks: called before checkpoints and the logger, see ``algorithms.callbacks``.
-        skipped: handles steps with non-finite values; by default the first one ends the run.
-        early_stopping: decides after each validation whether to end the run; None disables early stopping.
+    ``cfg`` may be a mapping, such as the section ``trainer.NAME`` of a configuration, see :meth:`TrainerConfig.of`. The
+    validation loader yields also an incomplete last batch; a mapping from names to loaders gives validation sets with
+    separate metrics.
 
     Raises:
         ValueError: the run has no steps, or ``cfg`` is an invalid mapping.
@@ -57,18 +41,18 @@ class DPOTrainer:
 
     cfg: TrainerConfig | Mapping[str, Any]
     model: PolicyModel[Any]
-    optimizer: Optimizer
+    optimizer: Optimizer  # also clips the gradient
     scheduler: Scheduler
     train_dataloader: Loader[Any]
-    val_dataloader: ValidationLoaders
-    test_dataloader: Loader[Any] | None
-    collate_fn: Callable[[Any], Any]
+    val_dataloader: ValidationLoaders  # None for no validation
+    test_dataloader: Loader[Any] | None  # not used by the trainer, only stored for the caller
+    collate_fn: Callable[[Any], Any]  # applied to each item that a loader yields
     logger: MetricsLogger
     ckpt_callback: CheckpointWriter
-    run_timer: RunTimer
-    timers: PhaseTimers = field(default_factory=PhaseTimers)
-    callbacks: Sequence[Callback] = ()
-    skipped: SkippedSteps = field(default_factory=SkippedSteps)
+    run_timer: RunTimer  # decides when the run must stop before its last step
+    timers: PhaseTimers = field(default_factory=PhaseTimers)  # pass the same object to the model
+    callbacks: Sequence[Callback] = ()  # called before checkpoints and the logger
+    skipped: SkippedSteps = field(default_factory=SkippedSteps)  # by default the first skipped step ends the run
     early_stopping: EarlyStopping | None = None
 
     def __post_init__(self) -> None:
@@ -119,7 +103,6 @@ class DPOTrainer:
 
     @property
     def _finished(self) -> bool:
-        """Whether no step is left."""
         return self.step >= self.max_steps or self.stopped_early is not None
 
     @property
@@ -194,14 +177,9 @@ class DPOTrainer:
             self._save()
 
     def _optimizer_step(self, loss: float, model_state: Mapping[str, Any]) -> dict[str, float]:
-        """Apply the gradient, or skip the step on all ranks if loss or gradient are not finite.
+        """Apply the gradient, or skip the step on all ranks if loss or gradient are not finite; return values to log.
 
-        Args:
-            loss: loss of the global batch.
-            model_state: state of the model before the step, restored if the step is skipped.
-
-        Returns:
-            lr, grad_norm if known, and skipped_steps, the total so far.
+        ``model_state``, the state of the model before the step, is restored if the step is skipped.
         """
         updated, grad_norm = False, None
         with self.timers.phase("optimizer"):
@@ -239,7 +217,6 @@ class DPOTrainer:
             self._log()
 
     def _log(self) -> None:
-        """Log the steps since the last log line."""
         if (line := self.step_log.take()) is not None:
             self._call_callbacks("on_log", line)
 
@@ -291,16 +268,12 @@ class DPOTrainer:
 
     @torch.no_grad()
     def _validation_batches(self) -> Iterator[tuple[str, Metrics]]:
-        """Yield the name of the validation set and the metrics of each batch, one set after the other."""
         for each in self.val_sets:
             for batch in islice(self.augment_dataloader(each.loader), each.batches):
                 yield each.name, self.model.get_loss_and_metrics(batch, forward_only=True)[1]
 
     def augment_dataloader(self, dataloader: Iterable[Any]) -> Iterator[Any]:
-        """Yield collated batches with the reference log-probs added as ``ref_policy_log_probs_{chosen,rejected}``.
-
-        The log-probs are left out if the loss needs no reference.
-        """
+        """Yield collated batches with the reference log-probs of both answers added if the loss uses a reference."""
         for raw in self.timed(dataloader):
             batch: DPOBatch = self.collate_fn(raw)
             if self.model.uses_reference:
@@ -364,7 +337,6 @@ class DPOTrainer:
             self.early_stopping.load_state_dict(state.get("early_stopping", {}))
 
     def _set_position(self) -> None:
-        """Set the training sampler to the batch of the next step."""
         done = self.step % self.steps_per_epoch
         self.train_dataloader.batch_sampler.set_position(self.epoch, done * self._cfg.global_batch_size)
 

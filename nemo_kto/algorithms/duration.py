@@ -18,26 +18,16 @@ ValidationLoaders = Loader[Any] | Mapping[str, Loader[Any]] | None
 class TrainerConfig:
     """Run length, and intervals of validation, checkpoints and log lines.
 
-    Attributes:
-        max_epochs: passes over the training examples.
-        max_steps: optimizer steps after which the run ends; -1 for no limit besides ``max_epochs``.
-        val_check_interval: steps between validations; a float is a fraction of an epoch, 0 disables them.
-        save_interval: steps between checkpoints; a float is a fraction of an epoch, 0 saves only at the end.
-        limit_train_batches: global batches to use per epoch; a float is a fraction of the epoch.
-        limit_val_batches: global batches to use of each validation set; a float is a fraction of the set, 0 disables
-            validation.
-        global_batch_size: examples per step over all ranks.
-        val_before_training: also validate before the first step.
-        log_every_n_steps: steps per log line.
+    Intervals are in steps, or as floats in epochs; limits are in global batches, or as floats fractions of the data set.
     """
 
     max_epochs: int
-    max_steps: int
-    val_check_interval: int | float
-    save_interval: int | float
-    limit_train_batches: int | float
-    limit_val_batches: int | float
-    global_batch_size: int
+    max_steps: int  # -1 for no limit besides max_epochs
+    val_check_interval: int | float  # 0 disables validation
+    save_interval: int | float  # 0 saves only at the end
+    limit_train_batches: int | float  # per epoch
+    limit_val_batches: int | float  # for each validation set; 0 disables validation
+    global_batch_size: int  # examples per step over all ranks
     val_before_training: bool = False
     log_every_n_steps: int = 1
 
@@ -47,11 +37,8 @@ class TrainerConfig:
     ) -> TrainerConfig:
         """Create a TrainerConfig from a mapping such as the section ``trainer.NAME`` of a configuration.
 
-        Args:
-            section: values of the attributes by name; may contain ``gradient_clip_val``, which is only compared with
-                ``clip_grad``.
-            global_batch_size: default for ``section``.
-            clip_grad: norm to which the optimizer clips gradients; None if it does not clip.
+        ``gradient_clip_val`` in the section is only compared with ``clip_grad``, the norm to which the optimizer clips
+        gradients (None: it does not clip). ``global_batch_size`` is a default for the section.
 
         Raises:
             ValueError: a name is unknown or missing, or ``gradient_clip_val`` differs from ``clip_grad``.
@@ -80,11 +67,7 @@ class TrainerConfig:
         return steps if self.max_steps < 0 else min(steps, self.max_steps)
 
     def what_ends(self, batches: int) -> tuple[str, tuple[str, ...]]:
-        """Describe the limit that ends a run with ``batches`` global batches per epoch.
-
-        Returns:
-            The limit as text, and the names of the settings to raise for a longer run.
-        """
+        """Return the limit that ends a run, as text, and the names of the settings to raise for a longer run."""
         epochs = "one epoch" if self.max_epochs == 1 else f"{self.max_epochs} epochs"
         of_epochs = self.steps_per_epoch(batches) * self.max_epochs
         if self.max_steps < 0 or self.max_steps > of_epochs:
@@ -109,7 +92,6 @@ def interval_steps(interval: int | float, steps_per_epoch: int) -> int:
 
 
 def fraction_of(total: int, fraction: float) -> int:
-    """Return ``fraction`` of ``total``, rounded down."""
     return int(total * fraction + 1e-9)  # 0.29 of 100 is 28.999999999999996 in floating point
 
 
@@ -129,26 +111,18 @@ def batches_to_epoch_end(cfg: TrainerConfig, train: Loader[Raw], *, step: int) -
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ValidationSet:
-    """A validation set with its own metrics.
+    """A validation set with its own metrics."""
 
-    Attributes:
-        name: prefix of the names of its metrics; empty for an unnamed set.
-        loader: yields the global batches of the set.
-        batches: number of batches to use per validation.
-    """
-
-    name: str
+    name: str  # prefix of the names of its metrics; empty for an unnamed set
     loader: Loader[Any]
-    batches: int
+    batches: int  # number of batches to use per validation
 
 
 def validation_sets(loaders: ValidationLoaders, *, limit: int | float) -> tuple[ValidationSet, ...]:
     """Return the validation sets in order, without empty ones.
 
-    Args:
-        loaders: the loader of one unnamed set, a mapping from the names of several sets to their loaders, or None for no
-            validation.
-        limit: global batches to use of each set; a float is a fraction of the set, see :func:`limit_batches`.
+    ``loaders`` is the loader of one unnamed set, a mapping from the names of several sets to their loaders, or None for no
+    validation. ``limit`` applies to each set as in :func:`limit_batches`.
     """
     named = loaders if isinstance(loaders, Mapping) else {} if loaders is None else {UNNAMED: loaders}
     sets = (
@@ -159,6 +133,5 @@ def validation_sets(loaders: ValidationLoaders, *, limit: int | float) -> tuple[
 
 
 def validation_batches(sets: Iterable[ValidationSet]) -> Iterator[Any]:
-    """Yield the items of the loaders for one validation."""
     for each in sets:
         yield from islice(each.loader, each.batches)

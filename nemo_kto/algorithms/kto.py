@@ -12,7 +12,7 @@ __all__ = ["KTOTrainer", "kto_custom_collate"]
 
 
 def identity(batch: KTOBatch) -> KTOBatch:
-    """Return the batch unchanged; the collate function of loaders that already yield batches."""
+    """Return the batch unchanged: a collate function for loaders that already yield batches."""
     return batch
 
 
@@ -27,11 +27,7 @@ class KTOTrainer(DPOTrainer):
     collate_fn: Callable[[KTOBatch], KTOBatch] = field(init=False, default=identity)
 
     def augment_dataloader(self, dataloader: Iterable[KTOBatch]) -> Iterator[KTOBatch]:
-        """Yield batches with the reference log-probs added, one value per sequence.
-
-        They are added as ``ref_policy_log_probs_samples`` if the loss uses a reference, and as
-        ``ref_policy_log_probs_kl_samples`` if the batch also has KL examples.
-        """
+        """Yield batches with the reference log-probs added if the loss uses a reference, one value per sequence."""
         for batch in self.timed(dataloader):
             if self.model.uses_reference:
                 reference = self.model.get_ref_policy_logprobs(batch).cpu()

@@ -99,20 +99,12 @@ class CheckpointWriter(Protocol):
 
 
 class Trainer(Protocol):
-    """Interface of the trainer for callbacks.
-
-    Attributes:
-        model: the policy.
-        step: optimizer steps done so far.
-        max_steps: optimizer steps of the whole run.
-        monitored: the newest metrics, as val_NAME and train_NAME.
-        timers: measure the phases of a step.
-    """
+    """Interface of the trainer for callbacks."""
 
     model: PolicyModel[Any]
-    step: int
-    max_steps: int
-    monitored: dict[str, float]
+    step: int  # optimizer steps done so far
+    max_steps: int  # optimizer steps of the whole run
+    monitored: dict[str, float]  # newest metrics, as val_NAME and train_NAME
     timers: PhaseTimers
 
     def state_dict(self) -> dict[str, Any]: ...

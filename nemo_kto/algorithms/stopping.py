@@ -17,24 +17,13 @@ _MAX_NAMED = 8  # maximum number of rows, and of ranks, in a message
 
 @dataclass(kw_only=True, eq=False)
 class EarlyStopping:
-    """Counter of validations without improvement, as in EarlyStopping of PyTorch Lightning.
+    """Counter of validations without improvement, as in Lightning's EarlyStopping; a non-finite value also ends the run."""
 
-    A non-finite value ends the run at once.
-
-    Attributes:
-        monitor: validation metric to monitor, as val_NAME.
-        mode: "min" or "max": whether smaller or larger values are better.
-        min_delta: a change counts as an improvement only if it is larger than this.
-        patience: number of consecutive validations without improvement that ends the run.
-        reduce_max: return the maximum of an integer over all ranks, so that all ranks decide the same; None if there is
-            only one rank.
-    """
-
-    monitor: str
-    mode: str
-    min_delta: float
-    patience: int
-    reduce_max: Callable[[int], int] | None = None
+    monitor: str  # validation metric, as val_NAME
+    mode: str  # "min" or "max": whether smaller or larger values are better
+    min_delta: float  # a change counts as an improvement only if it is larger than this
+    patience: int  # number of consecutive validations without improvement that ends the run
+    reduce_max: Callable[[int], int] | None = None  # maximum over all ranks, so that they agree; None for a single rank
 
     def __post_init__(self) -> None:
         self.best: float | None = None
@@ -43,11 +32,7 @@ class EarlyStopping:
         self.is_finite = True
 
     def update(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Evaluate the metrics of a validation after ``step``; collective if ``reduce_max`` is set.
-
-        Raises:
-            UserError: the monitored metric is not among ``metrics``.
-        """
+        """Evaluate a validation after ``step``; UserError if the metric is missing. Collective if ``reduce_max`` is set."""
         name = self.monitor.removeprefix("val_")
         if name not in metrics:
             raise UserError(
@@ -93,36 +78,25 @@ class EarlyStopping:
 
 @dataclass(kw_only=True, eq=False)
 class SkippedSteps:
-    """Counter of skipped steps, which reports each of them and ends the run after too many consecutive ones.
+    """Counter of skipped steps, which reports each of them and ends the run after too many consecutive ones."""
 
-    Attributes:
-        max_in_a_row: number of consecutive skipped steps that ends the run; 1 ends it at the first.
-        name_rows: return the source of the examples with the given indices, such as "rows.jsonl:3"; None if unknown.
-        last_checkpoint: return a description of the newest complete checkpoint; None if unknown. All ranks call it.
-        logs: whether this rank logs skipped steps.
-    """
-
-    max_in_a_row: int = 1
-    name_rows: Callable[[Sequence[int]], Sequence[str]] | None = None
-    last_checkpoint: Callable[[], str] | None = None
-    logs: bool = True
+    max_in_a_row: int = 1  # number of consecutive skipped steps that ends the run
+    name_rows: Callable[[Sequence[int]], Sequence[str]] | None = None  # sources of examples by index: "rows.jsonl:3"
+    last_checkpoint: Callable[[], str] | None = None  # describes the newest complete checkpoint; all ranks call it
+    logs: bool = True  # whether this rank logs skipped steps
 
     def __post_init__(self) -> None:
         self.total = 0
         self.in_a_row = 0
 
     def applied(self) -> None:
-        """Record an applied step."""
         self.in_a_row = 0
 
     def skip(self, reason: str, *, step: int, ranks: Sequence[int], examples: Sequence[int]) -> None:
-        """Record a skipped step.
+        """Record a skipped step, counted from 1, with a reason such as "the loss is nan".
 
-        Args:
-            reason: the non-finite value, such as "the loss is nan".
-            step: number of the step, from 1.
-            ranks: ranks whose own values were not finite; empty if only the values reduced over all ranks are not.
-            examples: indices of the examples of the global batch.
+        ``ranks`` are those whose own values were not finite, empty if only the values reduced over all ranks are not;
+        ``examples`` are the indices of the examples of the global batch.
 
         Raises:
             UserError: too many consecutive steps were skipped; the message names the last of them.

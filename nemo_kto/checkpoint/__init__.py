@@ -1,6 +1,3 @@
-"""Saving and loading of training checkpoints.
-
-``nemo_kto.device`` is imported first because it settles which optional packages megatron-core may import.
-"""
+"""Saving and loading of training checkpoints; importing nemo_kto.device first decides what megatron-core may import."""
 
 import nemo_kto.device  # noqa: F401

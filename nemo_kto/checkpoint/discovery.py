@@ -53,14 +53,9 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def best_checkpoint(folder: Path, *, monitor: str, mode: str) -> Checkpoint | None:
-    """Return the checkpoint in a folder with the best metric, the newest among equals; None if none has that metric.
+    """Return the checkpoint in a folder with the best metric ``monitor``; None if none has it. Collective.
 
-    Collective: rank 0 decides for all ranks.
-
-    Args:
-        folder: the folder of a run's checkpoints.
-        monitor: name of the metric that ranks checkpoints.
-        mode: 'min' or 'max', whether small or large values are better.
+    ``mode`` is 'min' or 'max': whether small or large values are better. Among equals the newest is returned.
     """
 
     def find() -> Checkpoint | None:
@@ -77,11 +72,7 @@ def rank_by(checkpoint: Checkpoint, monitor: str, mode: str) -> tuple[float, int
 
 
 def verify(folder: Path, parts: Sequence[str]) -> None:
-    """Verify that parts of a checkpoint, such as state, are as they were written; collective.
-
-    Raises:
-        UserError: a file is missing or damaged; names the first such file, on every rank.
-    """
+    """Verify parts of a checkpoint, such as state; collective. UserError on every rank names the first damage."""
     found = state.from_rank_zero(lambda: _read_or_damage(folder))
     if isinstance(found, str):
         refuse_damaged(folder, [found])
@@ -90,7 +81,7 @@ def verify(folder: Path, parts: Sequence[str]) -> None:
 
 
 def _read_or_damage(path: Path) -> Checkpoint | str:
-    """Return the checkpoint in a folder, or a description of the damage to its trainer.json or to the sizes of its files."""
+    """Return the checkpoint, or a description of the damage to its trainer.json or to the sizes of its files."""
     try:
         return read_checkpoint(path)
     except DamagedCheckpoint as error:
@@ -98,7 +89,7 @@ def _read_or_damage(path: Path) -> Checkpoint | str:
 
 
 def _find_damage(folder: Path, records: Mapping[str, Written]) -> list[str]:
-    """Return the damage to files of a checkpoint: each rank reads a share of the bytes, and every rank gets all results."""
+    """Return the damage to files: each rank reads a part of the bytes, and every rank gets all results."""
     if state.world_size() == 1:
         return damage(folder, records)
     loads = [0] * state.world_size()  # bytes to read by rank

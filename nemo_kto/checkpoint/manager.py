@@ -75,7 +75,6 @@ _SAVE_OPTIONS = (
 
 
 def checkpoint_dtype(path: Path) -> torch.dtype:
-    """Return the dtype of the weights in a checkpoint."""
     info = json.loads((path / INFO).read_text(encoding="utf-8"))
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[info["dtype"]]
 
@@ -106,23 +105,15 @@ def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenCheckpoint:
-    """A complete checkpoint.
-
-    Attributes:
-        step: step of the run at which it was saved.
-        seconds: time from the request until the checkpoint was complete.
-        stall_seconds: the part of ``seconds`` during which training waited.
-    """
+    """A complete checkpoint."""
 
     step: int
-    seconds: float
-    stall_seconds: float
+    seconds: float  # from the request until the checkpoint was complete
+    stall_seconds: float  # the part of them during which training waited
 
 
 @dataclass(kw_only=True, eq=False)
 class _PendingSave:
-    """A checkpoint that is being written."""
-
     final: Path
     step: int
     info: dict[str, Any]
@@ -137,36 +128,22 @@ class _PendingSave:
 class CheckpointManager:
     """Writer and loader of a run's checkpoints, which also removes those that are no longer kept.
 
-    Attributes:
-        folder: folder of the checkpoints.
-        chunks: this rank's model chunks.
-        optimizer: optimizer of these chunks.
-        scheduler: schedule of the learning rate.
-        monitor: name of the metric that ranks checkpoints.
-        mode: 'min' or 'max', whether small or large values are better.
-        save_top_k: checkpoints to keep besides the last; -1 keeps all.
-        async_save: whether training continues while a checkpoint is written.
-        hugging_face_source: folder with the configuration and the tokenizer of the model.
-        base_model: for a model with adapters, the source of its base weights; None means ``hugging_face_source``.
-        reference_weights: weights of a reference that is synced; None for a reference that never changes.
-        run: values that a resumed run must share with this one; stored in every checkpoint.
-
     Raises:
         UserError: a file to be copied into every checkpoint is a link out of its folder.
     """
 
     folder: Path
-    chunks: Sequence[torch.nn.Module]
+    chunks: Sequence[torch.nn.Module]  # this rank's model chunks
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
-    monitor: str
-    mode: str
-    save_top_k: int
-    async_save: bool
-    hugging_face_source: Path
-    base_model: Path | None = None
-    reference_weights: SwappedWeights | None = None
-    run: Mapping[str, Any] = field(default_factory=dict)
+    monitor: str  # name of the metric that ranks checkpoints
+    mode: str  # 'min' or 'max': whether small or large values are better
+    save_top_k: int  # checkpoints to keep besides the last; -1 keeps all
+    async_save: bool  # whether training continues while a checkpoint is written
+    hugging_face_source: Path  # folder with the configuration and the tokenizer of the model
+    base_model: Path | None = None  # for a model with adapters, the source of its base weights; None: hugging_face_source
+    reference_weights: SwappedWeights | None = None  # of a reference that is synced; None if it never changes
+    run: Mapping[str, Any] = field(default_factory=dict)  # values that a resumed run must share with this one
 
     def __post_init__(self) -> None:
         self._adapters = model_state.adapters_of(self.chunks)
@@ -185,9 +162,7 @@ class CheckpointManager:
     def save(self, trainer_state: Mapping[str, Any], metrics: Mapping[str, float]) -> WrittenCheckpoint | None:
         """Start a checkpoint of the current state; collective. A pending checkpoint is finished first.
 
-        Returns:
-            Without ``async_save``, the new checkpoint. With it, the earlier checkpoint that had to be finished first, if
-            any; :meth:`poll` returns the new one later.
+        Without ``async_save`` the new checkpoint is returned; with it the earlier one that had to be finished first, if any.
 
         Raises:
             UserError: there is not enough free space.
@@ -239,12 +214,9 @@ class CheckpointManager:
         return written
 
     def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Restore the state of a checkpoint; collective.
+        """Restore the state of a checkpoint and return the trainer's state; collective.
 
         The random generators are restored only if the layout equals the saved one.
-
-        Returns:
-            The trainer's state.
 
         Raises:
             ValueError: the checkpoint holds other adapters.
@@ -274,7 +246,6 @@ class CheckpointManager:
         return {**model, **reference, **optimizer, "scheduler": self.scheduler.state_dict()}
 
     def _info(self, trainer_state: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
-        """Return the content of trainer.json, without its list of files."""
         info: dict[str, Any] = {"trainer": dict(trainer_state), "metrics": dict(metrics)}
         info["dtype"] = model_state.dtype_name(self.chunks)
         if self._adapters is not None:

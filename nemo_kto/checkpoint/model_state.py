@@ -26,7 +26,7 @@ from nemo_kto.models.lora.adapters import is_adapter
 
 
 def get_rng_state() -> dict[str, Any]:
-    """Return the states of all random generators of this rank, as tensors and plain data."""
+    """Return the states of this rank's random generators, as tensors and plain data."""
     numpy_state = np.random.get_state(legacy=False)
     return {
         "torch": torch.get_rng_state(),
@@ -38,11 +38,7 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(saved: Mapping[str, Any]) -> None:
-    """Restore the states returned by :func:`get_rng_state`.
-
-    Raises:
-        ValueError: the generators of model-parallel regions differ; torch, Python and numpy raise their own errors.
-    """
+    """Restore :func:`get_rng_state`; raise ValueError if the generators of model-parallel regions differ."""
     tracker = get_cuda_rng_tracker()
     found, expected = (
         {name: type(each) for name, each in dict(states).items()} for states in (saved["tracker"], tracker.get_states())
@@ -58,14 +54,9 @@ def set_rng_state(saved: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedAdapters:
-    """The adapter entry of a checkpoint that holds only adapters.
+    """The adapter entry of a checkpoint that holds only adapters."""
 
-    Attributes:
-        base_model: source of the base model's weights: a Hugging Face folder or one of our own checkpoints.
-        settings: the LoRA settings.
-    """
-
-    base_model: Path
+    base_model: Path  # source of the base model's weights: a Hugging Face folder or one of our own checkpoints
     settings: LoRASettings
 
 
@@ -87,11 +78,7 @@ def adapters_in(info: Mapping[str, Any]) -> SavedAdapters | None:
 
 
 def check_adapters(saved: SavedAdapters | None, chunks: Sequence[nn.Module]) -> None:
-    """Check that a model has the adapters of a checkpoint; their dropout may differ.
-
-    Raises:
-        UserError: the adapters differ.
-    """
+    """Raise UserError unless a model has the adapters of a checkpoint; their dropout may differ."""
     expected, found = _describe(None if saved is None else saved.settings), _describe(adapters_of(chunks))
     if found != expected:
         raise UserError(
@@ -117,11 +104,7 @@ def sharded_state(chunks: Sequence[nn.Module], *, adapters: bool) -> ShardedStat
 
 
 def load_state(chunks: Sequence[nn.Module], loaded: StateDict, *, adapters: bool) -> None:
-    """Load weights that were read into the form of :func:`sharded_state`.
-
-    Raises:
-        RuntimeError: weights are missing or unexpected.
-    """
+    """Load weights in the form of :func:`sharded_state`; raise RuntimeError if some are missing or unexpected."""
     for number, chunk in enumerate(chunks):
         state = loaded.get(f"model{number}", {})  # a stage without adapters has none
         missing, unexpected = unwrap_model(chunk).load_state_dict(state, strict=False)
@@ -149,7 +132,7 @@ def sharded_reference(chunks: Sequence[nn.Module], weights: SwappedWeights) -> S
 
 
 def load_reference(chunks: Sequence[nn.Module], weights: SwappedWeights, loaded: StateDict) -> None:
-    """Load reference weights that were read into the form of :func:`sharded_reference`."""
+    """Load reference weights in the form of :func:`sharded_reference`."""
     for number, values in enumerate(_reference_values(chunks, weights)):
         for name, loaded_values in loaded.get(f"reference{number}", {}).items():
             values[name].copy_(loaded_values)
@@ -157,7 +140,6 @@ def load_reference(chunks: Sequence[nn.Module], weights: SwappedWeights, loaded:
 
 
 def _reference_values(chunks: Sequence[nn.Module], weights: SwappedWeights) -> Iterator[dict[str, Tensor]]:
-    """Yield the reference's values for each chunk, by parameter name."""
     values_of = {id(parameter): values for parameter, values in zip(weights.parameters, weights.values, strict=True)}
     for chunk in chunks:
         named = unwrap_model(chunk).named_parameters()

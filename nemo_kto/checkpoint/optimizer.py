@@ -31,10 +31,7 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def optimizer_state(optimizer: MegatronOptimizer, model_state: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
-    """Return the optimizer's sharded state, either to save or as the form to load into.
-
-    With ``is_loading``, an optimizer without a state gets one first, which the load overwrites.
-    """
+    """Return the sharded state to save or, with ``is_loading``, to load into; a missing state is initialised first."""
     step = _adam_step(optimizer)
     with contextlib.ExitStack() as stack:
         for part in _parts(optimizer):
@@ -78,11 +75,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: StateDict) -> Non
 
 
 def load_schedule(scheduler: OptimizerParamScheduler, saved: Mapping[str, Any], *, step: int) -> None:
-    """Restore the learning rate schedule as it was after ``step`` steps.
-
-    Raises:
-        ValueError: a value is not finite, or the schedule's step count is not an integer from 0 to ``step``.
-    """
+    """Restore the learning rate schedule as it was after ``step`` steps; raise ValueError if its values are invalid."""
     for name, value in saved.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} of the schedule must be finite, got {value}")
@@ -92,10 +85,7 @@ def load_schedule(scheduler: OptimizerParamScheduler, saved: Mapping[str, Any], 
 
 
 def _keep_current_settings(saved: Sequence[dict[str, object]], current: Sequence[Mapping[str, object]]) -> None:
-    """Overwrite the settings of saved parameter groups: everything but the parameters and the step counter.
-
-    This must precede loading the groups, because megatron-core 0.19 also matches groups by their learning rates.
-    """
+    """Overwrite the settings of saved groups before loading: megatron-core 0.19 also matches groups by learning rate."""
 
     def kind(group: Mapping[str, object]) -> tuple[object, ...]:
         return tuple(group.get(name) for name in ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"))
@@ -123,7 +113,6 @@ def _is_torch_adam(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _set_counters(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Set the step count of each Adam after a load."""
     if isinstance(optimizer, HybridDeviceOptimizer):
         for group in optimizer.param_groups:  # a counter in these groups would overwrite the inner optimizers' at every step
             group.pop("step", None)
@@ -138,10 +127,7 @@ def _set_counters(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def _adam_step(optimizer: MegatronOptimizer) -> int:
-    """Return the steps that Adam has counted: torch's counts per parameter, others per group.
-
-    The maximum over all ranks is taken, because a pipeline stage with nothing to train has no counter.
-    """
+    """Return Adam's step count, the maximum over all ranks: a pipeline stage with nothing to train has no counter."""
     step = 0
     for adam in (adam for part in _parts(optimizer) for adam in _adams(part.optimizer)):
         counters = adam.state.values() if _is_torch_adam(adam) else adam.param_groups
@@ -150,7 +136,7 @@ def _adam_step(optimizer: MegatronOptimizer) -> int:
 
 
 def _drop_classes(state: StateDict) -> None:
-    """Drop the optimizer classes that megatron-core stores with the settings of a group: a checkpoint is plain data."""
+    """Drop the optimizer classes that megatron-core stores with the settings of a group, to keep a checkpoint plain data."""
     if "param_groups" in state:
         for group in state["param_groups"]:
             for name in [name for name, value in group.items() if isinstance(value, type)]:

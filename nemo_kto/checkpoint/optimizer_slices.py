@@ -54,13 +54,7 @@ def _of_row(shape: tuple[int, ...], number: int, start: int, end: int) -> Iterat
 
 
 def sharded_slices(optimizer: Any, model_state: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
-    """Return this rank's optimizer state: parameter number -> state name -> rectangle number -> values.
-
-    Args:
-        optimizer: megatron-core's DistributedOptimizer.
-        model_state: sharded state of the model that it trains.
-        is_loading: leave the values out, because the load provides them.
-    """
+    """Return this rank's state of a DistributedOptimizer: parameter number -> state name -> rectangle number -> values."""
     entries = {
         id(entry.data): entry
         for entry in nested_values(model_state)
@@ -80,7 +74,7 @@ def sharded_slices(optimizer: Any, model_state: ShardedStateDict, *, is_loading:
 
 @torch.no_grad()
 def load_slices(optimizer: Any, loaded: StateDict) -> None:
-    """Load optimizer values that were read into the form of :func:`sharded_slices`."""
+    """Load optimizer values in the form of :func:`sharded_slices`."""
     for index, (parameter, _, _) in enumerate(_local_slices(optimizer)):
         states = loaded[index]
         for name, values in _values(optimizer, parameter).items():
@@ -109,7 +103,7 @@ def _local_slices(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int
 def _pieces(
     entry: ShardedTensor | ShardedTensorFactory, prefix: str, flat: torch.Tensor, start: int, end: int, *, is_loading: bool
 ) -> Iterator[ShardedTensor]:
-    """Yield the rectangles of the global tensors that cover the flat values from ``start`` to ``end`` of a parameter."""
+    """Yield the rectangles that cover the flat values ``start`` to ``end`` of a parameter."""
     for part, begin in _parts(entry):
         shape = (1,) * part.prepend_axis_num + tuple(part.local_shape)
         length = math.prod(shape)

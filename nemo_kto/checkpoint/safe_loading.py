@@ -94,9 +94,7 @@ def read_errors(path: Path) -> Iterator[None]:
 
 
 def read_metadata(stream: IO[bytes], *, file: Path | None = None) -> Metadata:
-    """Read the metadata of a checkpoint in torch's distributed format from an open file.
-
-    ``file`` is its path, for a stream without a name.
+    """Read the metadata of a checkpoint in torch's distributed format; ``file`` is the path of a stream without a name.
 
     Raises:
         UserError: it refers to anything but metadata, or to a file outside the folder.
@@ -118,11 +116,7 @@ def read_metadata(stream: IO[bytes], *, file: Path | None = None) -> Metadata:
 
 
 def load_plain(file: Path) -> Any:
-    """Load tensors and plain data from a file written by torch.save.
-
-    Raises:
-        UserError: it contains anything else, or cannot be read.
-    """
+    """Load tensors and plain data from a file of torch.save; raise UserError if it has anything else or is unreadable."""
     with read_errors(file), open_file(file) as stream:
         return torch.load(stream, map_location="cpu", weights_only=True)
 

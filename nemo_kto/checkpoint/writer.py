@@ -41,14 +41,11 @@ class PlannedSave(TorchDistSaveShardedStrategy):
     """megatron-core's save strategy up to the plan of what each rank writes; the caller does the writing.
 
     It takes over at a method that exists in megatron-core 0.16 and 0.19, where these would create their forked writer.
-
-    Attributes:
-        copies_to_host: whether to write host copies, which training does not change. Their memory is kept for the next save.
     """
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
-        self.copies_to_host = False
+        self.copies_to_host = False  # write host copies, which training does not change; the next save reuses their memory
         self._copies: list[torch.Tensor] = []
         self._writer: Any = None
         self._metadata: Any = None  # metadata of the whole checkpoint, on rank 0
@@ -73,11 +70,7 @@ class PlannedSave(TorchDistSaveShardedStrategy):
         return self._copies
 
     def take_files(self) -> tuple[dict[str, Write], list[WriteResult]]:
-        """Return what this rank has to write of the planned state.
-
-        Returns:
-            File name -> function that writes it; and a list that these functions fill with the input of :meth:`write_index`.
-        """
+        """Return functions that write this rank's files, by name, and the list they fill for :meth:`write_index`."""
         results: list[WriteResult] = []
         buckets = self._writer.write_buckets
         files = {name: _bucket_writer(name, [*objects, *tensors], results) for _, name, (objects, tensors) in buckets}
@@ -112,7 +105,6 @@ def _bucket_writer(name: str, entries: list[tuple[Any, Any]], results: list[Writ
 
 
 def write_bytes(content: bytes) -> Write:
-    """Return a function that writes these bytes."""
     return lambda stream: stream.write(content)
 
 
@@ -124,23 +116,17 @@ def bytes_to_write(sharded: ShardedStateDict) -> int:
 
 
 class FileWriter(threading.Thread):
-    """Thread that writes files below a folder one after the other, hashes them, and flushes them to the disk.
-
-    Attributes:
-        written: size and hash of each finished file.
-        problem: the error that stopped the thread early, if any.
-    """
+    """Thread that writes files below a folder one after the other, hashes them, and flushes them to the disk."""
 
     def __init__(self, *, folder: Path, files: Mapping[str, Write]) -> None:
         super().__init__(name="checkpoint", daemon=True)
-        self.written: dict[str, Written] = {}
-        self.problem: Exception | None = None
+        self.written: dict[str, Written] = {}  # size and hash of each finished file
+        self.problem: Exception | None = None  # the error that stopped the thread early
         self._folder = folder
         self._files = dict(files)
         self._stopped = threading.Event()
 
     def run(self) -> None:
-        """Write all files, or stop at the first error and keep it in ``problem``."""
         try:
             while self._files:
                 name = next(iter(self._files))
@@ -160,7 +146,7 @@ class FileWriter(threading.Thread):
 def start_removal(folders: Sequence[Path]) -> threading.Thread:
     """Remove checkpoints that are no longer kept in a thread, because removing large files takes seconds.
 
-    A failure is logged as a warning, and the next start of the run removes the leftovers.
+    If this fails, a warning is logged, and the next start of the run removes the leftovers.
     """
 
     def remove() -> None:
@@ -176,7 +162,7 @@ def start_removal(folders: Sequence[Path]) -> threading.Thread:
 
 
 class _HashingStream:
-    """A write-only, sequential binary stream that hashes what passes through it."""
+    """Sequential, write-only binary stream that hashes its data."""
 
     def __init__(self, file: IO[bytes], stopped: threading.Event | None) -> None:
         self._file, self._stopped = file, stopped
@@ -204,12 +190,7 @@ class _HashingStream:
 
 
 def write_file(file: Path, write: Write, *, stopped: threading.Event | None = None) -> Written:
-    """Write a file, flush it to the disk, and return its size and hash.
-
-    Raises:
-        OSError: the file cannot be written.
-        InterruptedError: ``stopped`` was set.
-    """
+    """Write a file, flush it to the disk, and return its size and hash; raise InterruptedError if ``stopped`` is set."""
     with file.open("wb") as plain:
         stream = _HashingStream(plain, stopped)
         try:

@@ -1,7 +1,4 @@
-"""Command `nemo-kto data check`: statistics and errors of data files before training.
-
-It does not load megatron-core.
-"""
+"""Command `nemo-kto data check`: statistics and errors of data files before training. It does not load megatron-core."""
 
 from __future__ import annotations
 
@@ -27,14 +24,7 @@ are invalid. With --model, lengths are also counted in tokens, with the rows tha
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command.
-
-    Args:
-        argv: arguments after the command's name.
-
-    Raises:
-        UserError: If the command line is invalid, or, after the report, if rows are invalid.
-    """
+    """Run the command; raise UserError if the command line is invalid, or, after the report, if rows are invalid."""
     flags = _parser().parse_args(list(argv))
     files = _files(flags.file)
     if flags.seq_length is not None and flags.model is None:
@@ -85,11 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _files(named: Sequence[str]) -> list[Path]:
-    """Return the files that the arguments name, each once.
-
-    Raises:
-        UserError: If files are missing; the message lists all of them.
-    """
+    """Return the files that the arguments name, each once; raise UserError with all that are missing."""
     files, missing = list[Path](), []
     for name in named:
         path = Path(name)

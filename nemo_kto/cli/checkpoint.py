@@ -1,6 +1,6 @@
 """Commands `nemo-kto checkpoint ls` and `verify`: list the checkpoints of a run, and check their files against hashes.
 
-They do not load torch, so that they respond at once on any machine that can access the folder.
+They do not load torch, so that they respond at once.
 """
 
 from __future__ import annotations
@@ -33,16 +33,9 @@ _HEADER = ("step", "written", "size", "data x tensor x pipeline", "metrics", "st
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command.
+    """Run the command and return its exit status: 1 if ``verify`` finds damage.
 
-    Args:
-        argv: arguments after the command's name.
-
-    Returns:
-        The exit status: 1 if ``verify`` finds damage.
-
-    Raises:
-        UserError: If the folder has no checkpoints, or a file cannot be read.
+    Raises UserError if the folder has no checkpoints, or a file cannot be read.
     """
     arguments = _parser().parse_args(list(argv))
     command: Callable[[Path], int] = arguments.command
@@ -131,11 +124,7 @@ def _look(path: Path) -> Checkpoint | str:
 
 
 def _paths(folder: Path) -> list[Path]:
-    """Return the paths of the checkpoints of a run, oldest first.
-
-    Raises:
-        UserError: If there are none.
-    """
+    """Return the paths of the checkpoints of a run, oldest first; raise UserError if there are none."""
     if not os.path.isdir(folder):
         raise UserError(f"RUN must be an existing folder, got {folder}; correct the path")
     if paths := list(named_checkpoints(folder / CHECKPOINTS)):

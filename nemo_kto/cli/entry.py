@@ -20,7 +20,6 @@ def main() -> None:
 
 
 def look_at_checkpoints(argv: list[str]) -> None:
-    """Run `nemo-kto checkpoint` and exit."""
     from nemo_kto.cli.checkpoint import main as command
     from nemo_kto.errors import UserError
 

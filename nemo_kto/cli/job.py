@@ -33,21 +33,13 @@ from nemo_kto.telemetry.console import set_up_logging, take_over
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The job of a command line, which runs once, or several times in a sweep.
-
-    Attributes:
-        recipe: the algorithm.
-        source: location of the configuration.
-        world: the ranks that this process belongs to; None if none were started.
-        script: the script that was called; None for the command `nemo-kto`.
-        elsewhere: whether a Hydra launcher runs each job of a sweep in another process, on another machine.
-    """
+    """The job of a command line, which runs once, or several times in a sweep."""
 
     recipe: Recipe
     source: compose.Source
-    world: ranks.World | None
-    script: Path | None = None
-    elsewhere: bool = False
+    world: ranks.World | None  # the ranks that this process belongs to; None if none were started
+    script: Path | None = None  # the script that was called; None for the command `nemo-kto`
+    elsewhere: bool = False  # a Hydra launcher runs each job of a sweep in another process, on another machine
 
     def checker(self, *, sweep: bool) -> Checker:
         """Return the check of a command line; with ``sweep``, of all its jobs."""
@@ -75,13 +67,7 @@ class Job:
         job.run(config, list(settings.overrides.task), sweep=sweep)
 
     def run(self, config: DictConfig, overrides: Sequence[str], *, sweep: bool = False) -> None:
-        """Check a configuration, then train in this process or in ranks started for it.
-
-        Args:
-            config: the configuration, composed with ``overrides``.
-            overrides: the overrides on the command line.
-            sweep: whether this is one of several jobs.
-        """
+        """Check ``config``, composed with ``overrides``, then train in this process or in ranks started for it."""
         try:
             run = self.checker(sweep=sweep).resolve(overrides, config)
         except InvalidConfig as error:
@@ -107,10 +93,9 @@ class Job:
     def _command(self, overrides: Sequence[str]) -> list[str]:
         """Return the interpreter's arguments that run this job again: with the script that was called, or with the module.
 
-        With -P, nothing is imported from the working directory, which may be the folder of an untrusted model. A script is
-        called without -P unless it was called with it, because it may need the modules in its folder. -P affects this
-        interpreter and the multiprocessing processes that it starts; an environment variable would also affect programs
-        started by a user's callbacks.
+        With -P, nothing is imported from the working directory, which may be the folder of an untrusted model. A script may
+        need the modules in its folder, and gets -P only if it was called with it. An environment variable instead of -P
+        would also affect programs started by a user's callbacks.
         """
         if self.script is None:
             program = ["-P", "-m", "nemo_kto.cli.main", self.recipe.name]
@@ -154,15 +139,9 @@ class Job:
 
 
 def check_memory(run: ResolvedRun, ranks: int, local: int) -> None:
-    """Check that the memory of the machines suffices for a run.
+    """Raise UserError if the run cannot fit into the memory of the machines; its precision must not be auto.
 
-    Args:
-        run: the run; its precision must not be auto.
-        ranks: number of ranks.
-        local: number of ranks on this machine.
-
-    Raises:
-        UserError: If the run cannot fit.
+    ``ranks`` is the number of all ranks, ``local`` of those on this machine.
     """
     from nemo_kto.planner import plan_run
 

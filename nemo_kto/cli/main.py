@@ -110,7 +110,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _print(command: str, arguments: Sequence[str]) -> None:
-    """Run a command that only prints."""
     commands = "\n".join(_COMMAND_USAGE.format(recipe=recipe) for recipe in RECIPES.values())
     usage = _USAGE.format(commands=commands, names="|".join(RECIPES))
     if command in _PRINTING:
@@ -250,11 +249,7 @@ def _source_parser() -> argparse.ArgumentParser:
 
 
 def _other_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate arguments that Hydra knows from options in the style of other trainers.
-
-    Returns:
-        The arguments for Hydra, and the other options as --NAME=VALUE.
-    """
+    """Separate the arguments for Hydra from options in the style of other trainers, returned as --NAME=VALUE."""
     known = {"--info", *(names.split()[0] for names in (*_SOURCE, *_SWITCHES, *_VALUED))}
     words, others = [], list[str]()
     rest = list(argv)

@@ -1,7 +1,4 @@
-"""Command `nemo-kto plan`: estimate memory and speed of a run, on this machine or on others.
-
-Nothing is loaded or started.
-"""
+"""Command `nemo-kto plan`: estimate memory and speed of a run, here or on other machines; nothing is loaded or started."""
 
 from __future__ import annotations
 
@@ -35,17 +32,7 @@ DOES_NOT_FIT = 1  # exit status
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        argv: arguments after the command's name.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        UserError: If the command line has errors; the message lists all of them.
-    """
+    """Run the command and return its exit status; raise UserError with all errors in the command line."""
     flags = _parser().parse_intermixed_args(list(argv))
     recipe, searches = RECIPES[flags.algorithm], flags.gpus is not None and not _names_layout(flags.overrides)
     given = list(flags.overrides)
@@ -103,10 +90,7 @@ def _names_layout(overrides: Sequence[str]) -> bool:
 
 
 def _errors(run: ResolvedRun, *, ranks: int | None) -> list[ConfigError]:
-    """Return violations of the rules.
-
-    Those about this machine, data and weights are left out, because the run and its files may be on other machines.
-    """
+    """Return errors except those about machine, data and weights: run and files may be on other machines."""
     world = None if ranks is None else World(rank=0, size=ranks, local_rank=0, local_size=None)
     has_config = error_of(lambda: run.files.config) is None
     return [

@@ -31,14 +31,7 @@ their number, the label, and the response of the KL example. KEY=VALUE: as in tr
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command.
-
-    Args:
-        argv: arguments after the command's name.
-
-    Raises:
-        UserError: If the command line, the model's tokenizer or the rows are invalid.
-    """
+    """Run the command; raise UserError if the command line, the model's tokenizer or the rows are invalid."""
     flags = _parser().parse_intermixed_args(list(argv))
     recipe = RECIPES[flags.algorithm]
     if flags.model is None and not any(text.startswith(f"{_MODEL}=") for text in flags.overrides):
@@ -75,10 +68,7 @@ def _quoted(text: str) -> str:
 
 
 def _errors(run: ResolvedRun) -> list[ConfigError]:
-    """Return violations of the rules for data, model and loss.
-
-    Those about the machine and the run are left out, because training may run on another machine.
-    """
+    """Return errors in data, model and loss, not in machine or run: training may run on another machine."""
     sections = ("model.data.", "pretrained_checkpoint.", f"model.{run.cfg.recipe.name}.")
     return [error for error in run_errors(run, elsewhere=True) if error.key.startswith(sections)]
 

@@ -26,30 +26,17 @@ class InvalidConfig(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Checker:
-    """Checks command lines of one algorithm.
-
-    Attributes:
-        recipe: the algorithm.
-        source: location of the configuration.
-        rules: finds the errors that the types do not show.
-        gpus: number of GPUs per machine; None for those of this machine.
-        sweep: whether a key may have several values, one for each of several jobs.
-        title: first line of the message that lists the errors.
-    """
+    """Checks command lines of one algorithm."""
 
     recipe: Recipe
     source: compose.Source
-    rules: Callable[[ResolvedRun], list[ConfigError]]
-    gpus: int | None = None
-    sweep: bool = False
-    title: str = "the configuration is invalid"
+    rules: Callable[[ResolvedRun], list[ConfigError]]  # finds the errors that the types do not show
+    gpus: int | None = None  # per machine; None for those of this machine
+    sweep: bool = False  # a key may have several values, one for each of several jobs
+    title: str = "the configuration is invalid"  # first line of the message that lists the errors
 
     def resolve(self, overrides: Sequence[str], config: DictConfig | None = None) -> ResolvedRun:
-        """Return the run of a command line; ``config`` is its configuration if it is already composed.
-
-        Raises:
-            InvalidConfig: the command line or one of its values is invalid.
-        """
+        """Return the run of a command line, whose ``config`` may be composed already; raise InvalidConfig for any error."""
         try:
             config = compose.load(overrides, source=self.source) if config is None else config
             cfg, errors = compose.to_config(config, recipe=self.recipe)
@@ -66,5 +53,4 @@ class Checker:
         return find_mistakes(overrides, source=self.source, recipe=self.recipe, rules=self.rule_errors, sweep=self.sweep)
 
     def rule_errors(self, cfg: RunConfig) -> list[ConfigError]:
-        """Find the errors in a configuration that its types do not show."""
         return self.rules(ResolvedRun.of(cfg, gpus=self.gpus))

@@ -44,7 +44,7 @@ OmegaConf.register_new_resolver("int_div", operator.floordiv, replace=True)
 
 
 def config_path() -> str:
-    """Return the location of the YAML files as hydra.main takes it: the installed package, or conf/ in a bare checkout."""
+    """Return the location of the YAML files for hydra.main: the installed package, or conf/ in a bare checkout."""
     if importlib.util.find_spec(PACKAGE) is not None:
         return f"pkg://{PACKAGE}"
     return str(Path(__file__).resolve().parents[2] / "conf")
@@ -58,18 +58,15 @@ def config_folder() -> Traversable:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The location of the configuration as given on the command line (Hydra's flags of the same names).
-
-    The files are composed once; each call of :meth:`compose` sets values in a copy.
-    """
+    """The location of the configuration as given on the command line (Hydra's flags of the same names)."""
 
     config_name: str = next(iter(RECIPES.values())).config_name
     config_path: str | None = None
     config_dir: str | None = None
+    # Files are composed once; each call of :meth:`compose` sets values in a copy.
     _composed: dict[tuple[str, ...], DictConfig] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def flags(self) -> list[str]:
-        """Return the equivalent command-line flags."""
         flags = {"config-name": self.config_name, "config-path": self.config_path, "config-dir": self.config_dir}
         return [f"--{name}={value}" for name, value in flags.items() if value is not None]
 
@@ -98,11 +95,7 @@ class Source:
             return self  # find_mistakes reports the error
 
     def compose(self, overrides: Sequence[str] = ()) -> DictConfig:
-        """Compose the files of this source, without resolving or checking the result.
-
-        Raises:
-            HydraException, OmegaConfBaseException: a file or an override is wrong; see :data:`WRONG` for other errors.
-        """
+        """Compose the files of this source, without resolving or checking the result; raise one of :data:`WRONG`."""
         try:
             parsed = OverridesParser.create().parse_overrides(list(overrides))
             is_value = [self._is_value(override) for override in parsed]
@@ -173,10 +166,7 @@ def _includes_ours(file: Path) -> bool:
 
 
 def _store_merged(theirs: DictConfig, recipe: Recipe, *, name: str) -> str:
-    """Merge a configuration of NeMo-Aligner over ours, and return the name under which Hydra finds the result.
-
-    ``hardware=...`` on the command line takes precedence over both.
-    """
+    """Merge a configuration of NeMo-Aligner over ours, and return the name under which Hydra finds the result."""
     ours = Source(config_name=recipe.config_name).compose()
     OmegaConf.set_struct(ours, False)
     given = cast(dict[str, Any], OmegaConf.to_container(theirs))
@@ -192,6 +182,7 @@ def _store_merged(theirs: DictConfig, recipe: Recipe, *, name: str) -> str:
         data["seq_length"] = f"${{oc.select:model.encoder_seq_length,{ours.model.data.seq_length}}}"
     merged = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(ours, given)))
     name = f"nemo_aligner_{name}"
+    # hardware=... on the command line takes precedence over both
     ConfigStore.instance().store(name=name, node={"defaults": ["base/hydra", "_self_", {"hardware": None}], **merged})
     return name
 
@@ -208,11 +199,7 @@ def _set_value(config: DictConfig, override: Override) -> None:
 
 
 def recipe_of(config: DictConfig) -> Recipe:
-    """Return the algorithm of a composed configuration.
-
-    Raises:
-        UserError: If the defaults include none of our files.
-    """
+    """Return the algorithm of a composed configuration; raise UserError if its defaults include none of our files."""
     name = config.get("algorithm")
     if name not in RECIPES:
         known = either([recipe.config_name for recipe in RECIPES.values()])
@@ -228,15 +215,9 @@ def load(overrides: Sequence[str] = (), *, source: Source = DEFAULT_SOURCE) -> D
 def to_config(
     config: DictConfig, *, recipe: Recipe | None = None, fallback: DictConfig | None = None
 ) -> tuple[RunConfig | None, list[ConfigError]]:
-    """Resolve a configuration and convert it to its type.
+    """Resolve a configuration and convert it to its type; return it with all errors.
 
-    Args:
-        config: the composed configuration.
-        recipe: the algorithm; by default that of ``config``.
-        fallback: a configuration whose values replace invalid ones.
-
-    Returns:
-        The typed configuration, and all errors. Without ``fallback``, an invalid configuration gives None.
+    Values of ``fallback`` replace invalid ones; without it, an invalid configuration gives None.
     """
     recipe, config = recipe or recipe_of(config), config.copy()
     OmegaConf.set_struct(config, False)
@@ -305,7 +286,6 @@ def _resolved(config: DictConfig) -> tuple[dict[str, object], list[ConfigError]]
 
 
 def _replace(config: DictConfig, key: str, fallback: DictConfig) -> None:
-    """Replace an invalid value with the value from another configuration."""
     section, last = _parent(config, key)
     other, _ = _parent(fallback, key)
     if other is None or last not in other.keys():  # noqa: SIM118  (a mapping of omegaconf does not hold what is missing)

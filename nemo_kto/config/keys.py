@@ -33,10 +33,7 @@ class Key(NamedTuple):
 
 
 def all_keys(recipe: Recipe) -> list[Key]:
-    """Return every key of an algorithm's configuration once.
-
-    Where the algorithm's file overrides a default, its line is used.
-    """
+    """Return every key of an algorithm's configuration once; lines of the algorithm's file override those of others."""
     text = _read(recipe.config_name)
     keys: dict[str, Key] = {}
     for file, package in _DEFAULTS.findall(text):
@@ -113,7 +110,6 @@ def aligner_table() -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
     lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
     return "\n".join([lines[0], f"|{'---|' * len(header)}", *lines[1:]])
 

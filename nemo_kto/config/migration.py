@@ -51,7 +51,7 @@ def aligner_keys(algorithm: str = "NAME") -> Mapping[str, AlignerKey]:
 
 
 def aligner_key(key: str, algorithm: str = "NAME") -> AlignerKey | None:
-    """Return the entry for a key that only NeMo-Aligner has, or for the section that contains it; otherwise None."""
+    """Return the entry for a key that only NeMo-Aligner has, or for the section that contains it."""
     entries, sections = aligner_keys(algorithm), itertools.accumulate(key.split("."), "{}.{}".format)
     return next((entries[name] for name in sections if name in entries), None)
 
@@ -59,8 +59,7 @@ def aligner_key(key: str, algorithm: str = "NAME") -> AlignerKey | None:
 def forced(override: str) -> str:
     """Return an override with two plus signs if Hydra would otherwise reject it.
 
-    This applies to keys of NeMo-Aligner that our files lack, and to +KEY=VALUE, which users of NeMo-Aligner write for keys
-    that its files lack and ours have.
+    These are keys of NeMo-Aligner that our files lack, and +KEY=VALUE for keys that only our files have.
     """
     if aligner_key(override.lstrip("+").partition("=")[0]) is not None:
         return f"++{override.lstrip('+')}"
@@ -68,11 +67,7 @@ def forced(override: str) -> str:
 
 
 def judge(values: Mapping[str, object], known: Container[str], algorithm: str) -> Iterator[ConfigError | str]:
-    """Check the keys of NeMo-Aligner in ``values`` (dotted name -> value); ``known`` contains our keys.
-
-    Yields:
-        An error, or a note on a key without effect, to print at the start of the run.
-    """
+    """Yield errors in the keys of NeMo-Aligner in ``values``, and notes on keys without effect; ``known``: our keys."""
     for key, value in values.items():
         entry = None if key in known else aligner_key(key, algorithm)
         if entry is None or value in entry.agrees or (entry.same_as is not None and value == values.get(entry.same_as)):
@@ -97,15 +92,10 @@ def without() -> dict[str, str]:
 
 
 def unknown_key(key: str, got: str, known: Sequence[str], recipe: Recipe) -> ConfigError:
-    """Return the error for an unknown key.
+    """Return the error for an unknown key; the remedy is our key for a name of another trainer, or a similar key.
 
-    The remedy is our key for the name that another trainer uses, or our key with the most similar spelling.
-
-    Args:
-        key: the key as given; its sections may be missing or wrong, and hyphens stand for underscores.
-        got: the key with its value, as given.
-        known: our keys and sections.
-        recipe: the algorithm.
+    In ``key``, sections may be missing or wrong, and hyphens stand for underscores. ``got`` is the key with its value, as
+    given; ``known`` contains our keys and sections.
     """
     name, known = key.lstrip("-").replace("-", "_"), [each for each in known if not key.startswith(f"{each}.")]
     last, section = name.rpartition(".")[2], f"model.{recipe.name}"
@@ -128,7 +118,7 @@ def unknown_key(key: str, got: str, known: Sequence[str], recipe: Recipe) -> Con
 
 
 def _nearest(name: str, last: str, known: Sequence[str]) -> str | None:
-    """Return the known key with the same last component in another section, or with similar spelling; None if none."""
+    """Return the known key with the same last component in another section, or with similar spelling."""
     elsewhere = [each for each in known if each.rsplit(".", 1)[-1] == last and each != name]
     if elsewhere:
         return max(elsewhere, key=lambda each: difflib.SequenceMatcher(None, name, each).ratio())

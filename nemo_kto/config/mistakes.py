@@ -30,9 +30,7 @@ def find_mistakes(
 ) -> list[ConfigError]:
     """Find all errors in a command line.
 
-    Args:
-        rules: finds the errors in a typed configuration.
-        sweep: whether a key may have several values; each is checked together with the first values of the other keys.
+    In a sweep, each value of a key is checked together with the first values of the other keys.
     """
     file = f"{source.config_name}.yaml"
     try:
@@ -126,7 +124,6 @@ class _CommandLine(NamedTuple):
         return [f"{name}={value}" for value in override.sweep_string_iterator()]
 
     def _is_allowed(self, key: str, *, is_added: bool) -> bool:
-        """Return whether a key that is not in the files may be set."""
         if key.startswith(("hydra.", "hydra/", *(f"{name}." for name in FREE_FORM))):
             return True
         if is_added and key.rpartition(".")[0] == f"model.{self.recipe.name}":  # may be an option of a user-defined loss
@@ -134,7 +131,7 @@ class _CommandLine(NamedTuple):
         return migration.aligner_key(key) is not None or bool(self.source.choices(key))
 
     def fault(self, text: str) -> ConfigError | None:
-        """Return the error if Hydra cannot apply an override; otherwise None."""
+        """Return the error if Hydra cannot apply an override."""
         key, _, value = text.lstrip("+").partition("=")
         try:
             self.source.compose([text])

@@ -35,20 +35,16 @@ if TYPE_CHECKING:
 class ModelFiles:
     """Files of the model that a run starts from; each is read once, when it is first needed.
 
-    Attributes:
-        source: a Hugging Face folder or one of our checkpoints.
-        adapter_folder: adapters in PEFT format to start from; ``source`` may also contain adapters.
-        tensor_parallel, expert_tensor_parallel: sizes that the architecture is padded for.
+    Properties raise UserError if a file is missing or invalid.
     """
 
-    source: Path
-    adapter_folder: Path | None = None
-    tensor_parallel: int = 1
+    source: Path  # a Hugging Face folder or one of our checkpoints
+    adapter_folder: Path | None = None  # adapters in PEFT format to start from; ``source`` may also contain adapters
+    tensor_parallel: int = 1  # the architecture is padded for this size and the next
     expert_tensor_parallel: int | None = None
 
     @cached_property
     def is_checkpoint(self) -> bool:
-        """Whether the source is one of our checkpoints."""
         return is_checkpoint(self.source)
 
     @cached_property
@@ -58,12 +54,12 @@ class ModelFiles:
 
     @cached_property
     def config(self) -> tuple[dict[str, Any], Family]:
-        """Content of config.json, and the family that it names; raises UserError if it is missing or invalid."""
+        """Content of config.json, and the family that it names."""
         return read_config_file(self.hf_folder)
 
     @cached_property
     def architecture(self) -> Architecture:
-        """Architecture with the padding of the layout; raises UserError if it cannot be read. Imports transformers."""
+        """Architecture with the padding of the layout. Imports transformers."""
         from nemo_kto.architecture.architecture import read_architecture
 
         tensor, expert_tensor = self.tensor_parallel, self.expert_tensor_parallel
@@ -76,7 +72,7 @@ class ModelFiles:
 
     @cached_property
     def own(self) -> ModelSource:
-        """Base model and adapters in the source itself; raises UserError if it is not a model."""
+        """Base model and adapters in the source itself."""
         return find_source(self.source)
 
     @cached_property
@@ -86,27 +82,20 @@ class ModelFiles:
 
 
 class ReferenceMode(NamedTuple):
-    """Mode of the reference (swap, adapter, cached or none), and why it was chosen."""
+    """Mode of the reference and why it was chosen."""
 
-    name: str
+    name: str  # swap, adapter, cached or none
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRun:
-    """A configuration with all that follows from it and from the files of the model.
-
-    Attributes:
-        cfg: the configuration.
-        files: the model that the run starts from.
-        gpus: number of GPUs of this machine that the run may use.
-        precision_reason: why trainer.precision has its value.
-    """
+    """A configuration with all that follows from it and from the files of the model."""
 
     cfg: RunConfig
     files: ModelFiles
-    gpus: int
-    precision_reason: str = "set by the user"
+    gpus: int  # number of GPUs of this machine that the run may use
+    precision_reason: str = "set by the user"  # why trainer.precision has its value
 
     @classmethod
     def of(cls, cfg: RunConfig, *, gpus: int | None = None) -> ResolvedRun:
@@ -123,7 +112,6 @@ class ResolvedRun:
         return cls(cfg=cfg, files=files, gpus=gpus)
 
     def with_precision(self, precision: str, reason: str) -> ResolvedRun:
-        """Return the same run with another trainer.precision."""
         trainer = self.cfg.trainer.model_copy(update={"precision": precision})
         return replace(self, cfg=self.cfg.model_copy(update={"trainer": trainer}), precision_reason=reason)
 
@@ -149,12 +137,10 @@ class ResolvedRun:
 
     @cached_property
     def folder(self) -> Path:
-        """Run folder."""
         return Path(self.cfg.exp_manager.explicit_log_dir)
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the run's checkpoints."""
         return self.folder / CHECKPOINTS
 
     @cached_property
@@ -211,10 +197,9 @@ class ResolvedRun:
 
     @property
     def recompute_modules(self) -> tuple[str, ...]:
-        """Modules of a layer that selective recomputation recomputes; by default the MLP.
+        """Modules of a layer that selective recomputation recomputes; by default the MLP, whose activations are the largest.
 
-        The activations of the MLP are the largest. megatron-core's default is the core attention, which is fused here and
-        saves little, so that recomputing it would only be slower.
+        megatron-core's default is the core attention, which is fused here, so that recomputing it would save little.
         """
         return tuple(self.cfg.model.recompute_modules or ("mlp",))
 
@@ -225,7 +210,6 @@ class ResolvedRun:
 
     @cached_property
     def reference(self) -> ReferenceMode:
-        """Mode of the reference."""
         settings = self.cfg.model.reference
         if not self.cfg.loss.record.needs_reference:
             return ReferenceMode("none", f"{self.cfg.loss.preference_loss} needs no reference")
@@ -270,11 +254,8 @@ class ResolvedRun:
 def find_callback(spec: str | Mapping[str, object]) -> Callable[[], Callback]:
     """Return a factory for a user-defined callback of ``trainer.callbacks``.
 
-    Args:
-        spec: the path package.module.NAME, or a mapping with this path under _target_ and with keyword arguments.
-
-    Raises:
-        UserError: If the class does not exist, is not a Callback, or does not accept these arguments.
+    ``spec`` is the path package.module.NAME, or a mapping with this path under _target_ and with keyword arguments. Raises
+    UserError if the class does not exist, is not a Callback, or does not accept these arguments.
     """
     settings = {"_target_": spec} if isinstance(spec, str) else dict(spec)
     path, arguments = str(settings.get("_target_")), {name: settings[name] for name in settings if not name.startswith("_")}

@@ -38,10 +38,7 @@ def redacted(text: str) -> str:
 
 
 def redact_file(file: Path) -> None:
-    """Redact the secrets in a text file of another program, if it exists.
-
-    These are the secrets that :func:`redacted` finds, and values assigned to names that mark secrets, such as api_key.
-    """
+    """Redact the secrets in another program's text file, and values assigned to names that mark secrets (api_key)."""
     if not file.is_file():
         return
     text = file.read_text(encoding="utf-8")

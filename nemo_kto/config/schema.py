@@ -26,7 +26,6 @@ Base = TypeVar("Base", bound=BaseModel)
 
 
 def _accepts(parse: Callable[[str], object]) -> Callable[[str], bool]:
-    """Return a predicate that is true for strings that ``parse`` accepts, i.e. without a ValueError."""
     return lambda text: error_of(lambda: parse(text)) is None
 
 
@@ -86,7 +85,7 @@ class LoopConfig(Section):
     gradient_clip_val: Annotated[float, Ge(0), Remedy("0 disables clipping"), NEXT_STEP]
 
     def duration(self) -> dict[str, Any]:
-        """Return the keyword arguments of :class:`nemo_kto.algorithms.duration.TrainerConfig`."""
+        """Return the arguments of :class:`nemo_kto.algorithms.duration.TrainerConfig`."""
         return self.model_dump(exclude={"gradient_clip_val"})
 
 
@@ -323,12 +322,10 @@ class RunConfig(Section):
 
     @property
     def loop(self) -> LoopConfig:
-        """The section trainer.NAME."""
         return getattr(self.trainer, self.recipe.name)
 
     @property
     def loss(self) -> LossConfig:
-        """The section model.NAME."""
         return getattr(self.model, self.recipe.name)
 
     def data_options(self) -> dict[str, float]:
@@ -344,10 +341,7 @@ def _extended(base: type[Base], fields: Mapping[str, tuple[object, object]]) -> 
 
 @cache
 def config_type(recipe: Recipe, loss: Loss | None = None) -> type[RunConfig]:
-    """Build the configuration type of an algorithm.
-
-    The options of all its losses, and of the user-defined ``loss`` if given, are keys of model.NAME.
-    """
+    """Build the type of an algorithm's configuration; options of its losses and of ``loss`` are keys of model.NAME."""
     losses = [*recipe.losses.values(), *([] if loss is None else [loss])]
     options = {name: option.annotation for each in losses for name, option in each.options.items()}
     section = _extended(recipe.loss_section, {name: (or_(kind, None), None) for name, kind in options.items()})

@@ -17,21 +17,14 @@ from nemo_kto.device import device
 
 
 def sum_over_data_parallel(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sum 0-d tensors that are known on every pipeline stage over the data-parallel group; collective.
-
-    Returns:
-        name -> 0-d float64 tensor on the device (counts are exact up to 2**53).
-    """
+    """Sum 0-d tensors known on every pipeline stage over the data-parallel group, in float64 on the device; collective."""
     (packed,) = device.upload([torch.stack([value.detach().double() for value in sums.values()])])
     dist.all_reduce(packed, group=parallel_state.get_data_parallel_group())
     return dict(zip(sums, packed.unbind(), strict=True))
 
 
 def global_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sum 0-d tensors that only the last pipeline stage knows over the global batch, on every rank; collective.
-
-    Earlier stages pass zeros. The result is as that of :func:`sum_over_data_parallel`.
-    """
+    """Sum 0-d tensors of the last pipeline stage over the global batch, on every rank; others pass zeros. Collective."""
     packed = torch.stack(list(sum_over_data_parallel(sums).values()))
     dist.all_reduce(packed, group=parallel_state.get_pipeline_model_parallel_group())
     return dict(zip(sums, packed.unbind(), strict=True))
@@ -84,7 +77,7 @@ def from_last_stage(values: torch.Tensor) -> torch.Tensor:
 def gather_shares(share: Tensor, *, group: dist.ProcessGroup) -> Tensor:
     """All-gather the shards of all ranks along the first dimension, in the order of the ranks. Differentiable.
 
-    Every rank uses the whole tensor, so the gradient of a shard is the sum over the ranks (a reduce-scatter).
+    The gradient of a shard is summed over the ranks (a reduce-scatter), because every rank uses the whole tensor.
     """
     gathered: Tensor = gather_from_sequence_parallel_region(share, tensor_parallel_output_grad=True, group=group)
     return gathered
@@ -101,5 +94,5 @@ def sum_over_context_parallel(values: Tensor) -> Tensor:
 
 
 def leads_context_parallel() -> bool:
-    """Return whether this is rank 0 of its context-parallel group, which alone counts values that all its ranks have."""
+    """Return whether this is the rank of its context-parallel group that counts values which all its ranks have."""
     return int(parallel_state.get_context_parallel_rank()) == 0

@@ -26,9 +26,9 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 def added_to_main_grad(weight: Tensor) -> Tensor:
     """Return a placeholder gradient for a backward pass that has added its gradient to ``main_grad``.
 
-    DistributedDataParallel waits for a gradient of each weight to know that it is complete. An empty sparse tensor suffices
-    and takes no memory, also if a weight is used twice (tied embeddings): autograd adds two of them to a third empty one. A
-    dense placeholder, even a view of a single number, would be written out in the size of the weight.
+    DistributedDataParallel waits for a gradient of each weight. An empty sparse tensor suffices and takes no memory, also if
+    a weight is used twice (tied embeddings): autograd adds two of them to a third empty one. A dense placeholder, even a
+    view of a single number, would be written out in the size of the weight.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # DistributedDataParallel must not add it again
     return torch.zeros(weight.shape, dtype=weight.dtype, layout=torch.sparse_coo, device=weight.device)
@@ -68,10 +68,7 @@ def expect_whole_weights(chunks: Iterable[DistributedDataParallel]) -> None:
 
 
 def finish_gathers(chunks: Iterable[torch.nn.Module]) -> None:
-    """Complete pending all-gathers, so that every rank has the whole weights.
-
-    Collective, unless the weights are whole already. The weights of chunks whose gathers do not overlap always are.
-    """
+    """Complete pending all-gathers, so that every rank has the whole weights; collective, unless it has them already."""
     groups = _gathering_groups(chunks)
     for group in groups:
         if not group.param_gather_dispatched:
@@ -81,7 +78,7 @@ def finish_gathers(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def bucket_groups(chunk: MegatronModule) -> list[Any]:
-    """Return megatron-core's bucket groups, whose gradients are communicated together, those of experts last."""
+    """Return megatron-core's bucket groups (gradients communicated together), those of experts last."""
     return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
 

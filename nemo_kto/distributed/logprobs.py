@@ -9,8 +9,8 @@ is converted to fp32 in blocks of rows, and fp32 matrices are multiplied.
 
 Peak memory in addition to inputs and results, in fp32: in the forward pass one chunk of logits [c, v]; in the backward pass
 the same (with a soft cap also its slopes) and the two gradients, [T, H] and, if the weight has no ``main_grad``, [V, H]. A
-bf16 model needs in addition, on a GPU, two chunks in bf16 and, while the fp32 chunk is free, a block of rows of a product
-[v, H] if torch cannot add it in place; on a CPU, a block of the weight.
+bf16 model also needs, on a GPU, two chunks in bf16 and, while the fp32 chunk is free, a block of rows of a product [v, H] if
+torch cannot add it in place; on a CPU, a block of the weight.
 
 Shape suffixes: T tokens, H hidden size, V this rank's rows of the weight, v those that are not padding, c tokens of a chunk.
 """
@@ -49,23 +49,23 @@ def vocab_parallel_logprobs(
     """Compute the log-softmax over the full vocabulary at the target tokens. Differentiable in hidden states and weight.
 
     Each call runs three collectives, for all tokens at once: the maximum; the sum of exponentials together with the logit of
-    the target; in the backward pass the gradient of the hidden states. They also run if there are no tokens.
+    the target; in the backward pass the gradient of the hidden states. They also run if there are no tokens. Hidden states,
+    targets and the result ([T], fp32, or float64 for float64 inputs) are the same on every rank of the group.
 
     Args:
-        hidden_TH: the same on every rank of ``group``.
         weight_VH: this rank's rows of the output weight; rank i of the group holds rows i * V to (i + 1) * V. If it has an
             fp32 ``main_grad``, its gradient is added to that.
-        target_T: tokens whose log-probs are computed; the same on every rank. They must be in [0, vocab_size), which only
-            :func:`check_targets` checks, because the host would have to wait for the device.
-        vocab_size: number of tokens. Rows of the weight beyond it only pad the vocabulary and are ignored.
+        target_T: tokens in [0, vocab_size), which only :func:`check_targets` checks, because here the host would have to
+            wait for the device.
+        vocab_size: rows of the weight beyond it only pad the vocabulary and are ignored.
         group: tensor-parallel group; None for a single rank.
         chunk_size: number of tokens whose logits exist at the same time. Affects memory and speed, not the result.
         softcap: replace logits by softcap * tanh(logit / softcap), in fp32.
         reduce_hidden_grad: sum the gradient of the hidden states over ``group``. False if the backward pass of the preceding
             operation does so (the gather of sequence parallelism).
 
-    Returns:
-        [T], fp32 (float64 for float64 inputs), the same on every rank of the group.
+    Raises:
+        ValueError: ``chunk_size`` or ``softcap`` is not positive.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
@@ -91,10 +91,7 @@ def check_targets(target_T: torch.Tensor, *, vocab_size: int) -> None:
 
 
 class _Logprobs(torch.autograd.Function):
-    """Autograd function of :func:`vocab_parallel_logprobs`.
-
-    ``column_T`` is the index of the target among this rank's logit columns if ``is_local_T``, and arbitrary otherwise.
-    """
+    # column_T is the index of the target among this rank's logit columns if is_local_T, and arbitrary otherwise
 
     @staticmethod
     def forward(
@@ -247,6 +244,6 @@ def _multiplies_to_fp32(factor: torch.Tensor) -> bool:
 
 
 def _weight_blocks(weight_vH: torch.Tensor) -> list[slice]:
-    """Return blocks of rows that are converted one by one; a weight in fp32 needs no conversion and is one block."""
+    """Return blocks of rows to convert one by one; a weight in fp32 needs no conversion and is one block."""
     is_wide = weight_vH.dtype == _wide(weight_vH.dtype)
     return _chunks(len(weight_vH), len(weight_vH) if is_wide else _BLOCK_ROWS)

@@ -28,22 +28,15 @@ _FOR_ALL = "working for all ranks"  # default description of work for which the 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Model-parallel sizes; the remaining factor of the world size is data parallel.
-
-    Attributes:
-        virtual: number of model chunks of each pipeline rank (virtual pipeline parallelism); None for one.
-        sequence_parallel: also shard the activations between the tensor-parallel regions over the sequence.
-        expert: number of ranks of a stage among which the experts of a layer are partitioned.
-        expert_tensor: tensor-parallel size of the experts; None for ``tensor``.
-    """
+    """Model-parallel sizes; the remaining factor of the world size is data parallel."""
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
-    virtual: int | None = None
-    sequence_parallel: bool = False
-    expert: int = 1
-    expert_tensor: int | None = None
+    virtual: int | None = None  # number of model chunks of each pipeline rank (virtual pipeline parallelism); None for one
+    sequence_parallel: bool = False  # also shard the activations between the tensor-parallel regions over the sequence
+    expert: int = 1  # number of ranks of a stage among which the experts of a layer are partitioned
+    expert_tensor: int | None = None  # tensor-parallel size of the experts; None for tensor
 
     @property
     def expert_ranks(self) -> int:
@@ -59,12 +52,8 @@ class Layout:
 def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelta(minutes=30)) -> None:
     """Initialise the process groups of ``layout`` and seed all random generators.
 
-    The default process group is created by :func:`~nemo_kto.processes.rendezvous.join` unless it exists already.
-
-    Args:
-        layout: model-parallel sizes.
-        seed: seed of every generator; offsets within a tensor-parallel group are those of megatron-core.
-        timeout: time that a collective waits for a missing rank before it fails.
+    A default process group that exists already is used. ``timeout`` is the time that a collective waits for a missing rank
+    before it fails.
 
     Raises:
         ValueError: the world size does not fit the layout.
@@ -110,7 +99,6 @@ def uses_gloo_groups() -> bool:
 
 
 def destroy() -> None:
-    """Stop the watchdog and destroy all process groups."""
     watchdog.stop(hosts_store=rendezvous.hosts_store())
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
@@ -129,12 +117,10 @@ def world_size() -> int:
 
 
 def pipeline_stage() -> int:
-    """Return this rank's pipeline stage, from 0."""
     return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
 def tensor_group(*, of_expert: bool) -> dist.ProcessGroup:
-    """Return the tensor-parallel group, or with ``of_expert`` the tensor-parallel group of the experts."""
     if of_expert:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
@@ -199,7 +185,7 @@ class Problem:
         return (UserError if self.of_user else RuntimeError)(failure.format(self.text))
 
     def while_waiting_for(self, whom: str) -> BaseException:
-        """Return the exception for ranks that only waited for ``whom``, which has the problem."""
+        """Return the exception for ranks that only waited for ``whom``."""
         return self.error("{}" if self.of_user else f"{whom} failed while the others waited for it: {{}}")
 
 
@@ -254,8 +240,8 @@ def from_rank_zero(action: Callable[[], Item], *, doing: str = _FOR_ALL) -> Item
 def main_process_first(*, doing: str = _FOR_ALL) -> Iterator[None]:
     """Run the block on the first process of each machine, which fills a cache, then on the others, which read it.
 
-    The others wait without a time limit while the first one is alive. If it fails, they fail with its message. ``doing``
-    describes the block in the error message if a first process dies: "tokenising the rows".
+    The others wait without a time limit while the first one is alive. If it fails, they fail with its message. ``doing`` is
+    as for :func:`from_rank_zero`.
     """
     first, problem = is_first_of_machine(), None
     section = watchdog.section(doing=doing)
@@ -276,10 +262,9 @@ def main_process_first(*, doing: str = _FOR_ALL) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_all_ranks(*, doing: str) -> Iterator[None]:
-    """Run the block on every rank and wait until all ranks have finished it.
+    """Run the block on every rank and wait until all ranks have finished it, without a time limit while they are alive.
 
-    There is no time limit while the other ranks are alive. A rank whose block fails does not wait. ``doing`` describes the
-    block in the error message if a rank dies: "loading the weights".
+    A rank whose block fails does not wait. ``doing`` is as for :func:`from_rank_zero`.
     """
     section = watchdog.section(doing=doing)
     try:

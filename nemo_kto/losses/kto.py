@@ -3,15 +3,9 @@
 Notation. r is the log-ratio of an example, log pi(y|x) - log pi_ref(y|x) over the tokens of its response y. beta r is its
 reward. z0 is the reference point, an estimate of KL(pi || pi_ref). N is the number of examples.
 
-Every loss takes
-
-    log_ratios_N: r; fp32.
-    desirable_N: 1 or True for a desirable response, 0 or False for an undesirable one.
-    beta: strength of the constraint that keeps the policy close to the reference.
-    desirable_weight, undesirable_weight: w_D and w_U.
-
-and returns one loss per example, [N]. The KTO and APO-zero losses are between 0 and the weight of the example. The functions
-do not communicate, read no configuration and keep no state.
+Every loss takes log_ratios_N (r; fp32), desirable_N (1 or True for a desirable response, else 0 or False), beta (strength of
+the constraint that keeps the policy close to the reference), desirable_weight and undesirable_weight (w_D and w_U), and
+returns one loss per example, [N]. The KTO and APO-zero losses are between 0 and the weight of the example.
 """
 
 from __future__ import annotations
@@ -36,7 +30,7 @@ def kl_reference_point(log_ratio_sum: Tensor, count: Tensor) -> Tensor:
 
     The examples are prompts paired with the response to another prompt. Pass sums over the WHOLE global batch: because the
     estimate is clamped once, after the sum, it does not depend on how the batch is divided among ranks and micro-batches.
-    Clamping parts of the batch and averaging the results would bias it upwards. z0 is 0 if no example is valid.
+    Clamping parts of the batch and averaging the results would bias it upwards.
 
     Examples:
         >>> kl_reference_point(torch.tensor(3.0), torch.tensor(2)).item()
@@ -77,7 +71,7 @@ def apo_zero_unpaired_losses(
         desirable:    w_D (1 - sigmoid(beta r))
         undesirable:  w_U sigmoid(beta r)
 
-    This is KTO with its reference point fixed at zero, so it needs no KL examples.
+    This is KTO with its reference point fixed at zero: it needs no KL examples.
 
     Examples:
         >>> apo_zero_unpaired_losses(torch.tensor([100.0, 100.0]), torch.tensor([1, 0]), beta=1.0,
@@ -125,7 +119,6 @@ def _weighted_losses(
 def _by_class(
     gains_N: Tensor, desirable_N: Tensor, desirable_weight: float, undesirable_weight: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gains, negated for undesirable examples, and the weights: [N] each."""
     desirable_N = desirable_N.bool()
     signed_N = torch.where(desirable_N, gains_N, -gains_N)
     return signed_N, torch.where(desirable_N, desirable_weight, undesirable_weight).to(gains_N.dtype)
@@ -180,21 +173,15 @@ def kto_metric_sums(
     valid_N: Tensor,
     beta: float,
 ) -> dict[str, Tensor]:
-    """Return the loss and metric sums of a micro-batch, which add exactly over micro-batches and ranks.
+    """Return the loss and metric sums of a micro-batch, which add exactly over micro-batches and ranks: 0-d tensors.
 
-    Args:
-        weighted_preference_losses_N, weighted_sft_losses_N: the two terms of the loss, with all weights applied; the second
-            one counts only for desirable examples.
-        sft_scale: number of valid examples of the global batch divided by the number of its desirable ones. It is needed
-            because the gradient is divided by the number of all examples, while the SFT term is a mean over desirable ones.
-        preference_losses_N, sft_losses_N: the same terms without weights.
-        logps_N: log-prob of each response under the policy.
-        valid_N: True for examples with a response token; other examples are counted only in ``invalid_rows``.
+    The two terms of the loss are passed with all weights applied and without weights; the SFT term counts only for desirable
+    examples. ``sft_scale`` is the number of valid examples of the global batch divided by the number of its desirable ones,
+    because the gradient is divided by the number of all examples, while the SFT term is a mean over desirable ones.
+    ``valid_N`` is True for examples with a response token; others are counted only in ``invalid_rows``.
 
-    Returns:
-        0-d tensors: ``loss_sum`` (differentiable, in the dtype of the losses; meaningful only within this global batch,
-        because of ``sft_scale``), sums in float64 without gradient, and counts in int64 (``rows``, ``invalid_rows``,
-        ``chosen_rows``, ``rejected_rows``).
+    ``loss_sum`` is differentiable, has the dtype of the losses and is meaningful only within this global batch, because of
+    ``sft_scale``. Other sums are float64 without gradient, counts are int64.
     """
     desirable_N, undesirable_N = valid_N & desirable_N.bool(), valid_N & ~desirable_N.bool()
     rewards_N = beta * log_ratios_N.detach().double()
@@ -218,20 +205,12 @@ def kto_metric_sums(
 
 
 def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Compute the metrics from sums over the global batch.
+    """Compute the metrics from the sums of :func:`kto_metric_sums`, :func:`kl_sums` and delta over the global batch.
 
-    Args:
-        sums: result of :func:`kto_metric_sums`, added over micro-batches and ranks; also that of :func:`kl_sums` if the
-            loss has a reference point, and ``delta_sum`` with its number of terms ``delta_batches`` if the loss has delta.
-
-    Returns:
-        loss (mean preference term over all examples plus mean SFT term over the desirable ones; 0 if no example is valid),
-        preference_loss, sft_loss (over desirable examples), kl_unclamped (mean log-ratio of the KL examples), kl (the same,
-        clamped at 0; for a single global batch this is its reference point), delta (of the batch, or the mean over several
-        batches), same_prompt_pairs (number of KL examples with a response to their own prompt),
-        rewards_{chosen,rejected}_mean, rewards_margin, rewards_all_{mean,std}, logps_{chosen,rejected}_mean, rows,
-        invalid_rows. Metrics without examples are left out: those of an absent class, the margin unless both classes are
-        present, and the (sample) standard deviation of a single example.
+    loss is the mean preference term over all examples plus the mean SFT term over the desirable ones, 0 if no example is
+    valid; kl_unclamped the mean log-ratio of the KL examples; kl the same, clamped at 0 (for a single global batch its
+    reference point); same_prompt_pairs the number of KL examples with a response to their own prompt. The standard
+    deviation is that of a sample. Metrics without examples are left out, such as those of an absent class.
     """
     rows = sums["rows"]
     preference_term = sums["weighted_preference_loss_sum"] / max(rows, 1)

@@ -28,28 +28,25 @@ class Loss:
 
     The keyword-only parameters of ``function`` describe the loss. Those with a default are its options: keys of model.kto or
     model.dpo, whose types, constraints and defaults are defined only in the signature. Those without a default are its
-    inputs, which the model passes: the loss gets what it takes.
+    inputs, which the model passes. The function returns one loss per example (KTO) or pair (DPO):
 
-    Attributes:
-        function: returns one loss per example (KTO) or pair (DPO).
-            KTO: (log_ratios_N, desirable_N, *, beta, desirable_weight, undesirable_weight, options) -> [N]; also z0, the
-            estimate of KL(policy || reference), or delta, the running mean of the rewards.
-            DPO: (chosen_logratios_P, rejected_logratios_P, *, beta, options) -> [P]; also reward_delta_P, computed from the
-            rewards in the data.
-        needs_reference: ``function`` takes log-ratios; otherwise it takes log-probs under the policy in their place.
-        average_log_probs: ``function`` always takes means over the tokens of a response.
-        sorts: the values that are sorted over the global batch, which requires an additional forward pass of the policy over
-            it: "answers", the log-ratios of the chosen and of the rejected answers, or "margins", the margins of the pairs
-            under the policy and under the reference. ``function`` then takes first_P and second_P, the two values of a pair,
-            and for each the value of equal rank of the other kind, first_partners_P and second_partners_P.
+        KTO: (log_ratios_N, desirable_N, *, beta, desirable_weight, undesirable_weight, options) -> [N]; also z0, the
+        estimate of KL(policy || reference), or delta, the running mean of the rewards.
+        DPO: (chosen_logratios_P, rejected_logratios_P, *, beta, options) -> [P]; also reward_delta_P, computed from the
+        rewards in the data.
+
+    ``sorts`` names values that are sorted over the global batch, which requires an additional forward pass of the policy
+    over it: "answers", the log-ratios of the chosen and of the rejected answers, or "margins", the margins of the pairs
+    under the policy and under the reference. The function then takes first_P and second_P, the two values of a pair, and for
+    each the value of equal rank of the other kind, first_partners_P and second_partners_P.
 
     Raises:
         ValueError: the requirements contradict each other.
     """
 
     function: Callable[..., Tensor]
-    needs_reference: bool = True
-    average_log_probs: bool = False
+    needs_reference: bool = True  # takes log-ratios; otherwise log-probs under the policy in their place
+    average_log_probs: bool = False  # always takes means over the tokens of a response
     sorts: Literal["answers", "margins"] | None = None
 
     def __post_init__(self) -> None:
@@ -73,7 +70,7 @@ class Loss:
 
     @cached_property
     def inputs(self) -> frozenset[str]:
-        """Names of the required keyword-only parameters of ``function``: its inputs besides the two tensors."""
+        """Names of the required keyword-only parameters of ``function``."""
         return frozenset(name for name, parameter in self._keywords.items() if parameter.default is parameter.empty)
 
     @property
@@ -83,12 +80,10 @@ class Loss:
 
     @property
     def needs_delta(self) -> bool:
-        """Whether the loss takes the running mean of the rewards."""
         return "delta" in self.inputs
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether the loss takes the rewards in the data."""
         return "reward_delta_P" in self.inputs
 
     @property
@@ -103,11 +98,7 @@ class Loss:
 
     @property
     def options(self) -> dict[str, Option]:
-        """Type and default of each option, by name.
-
-        Raises:
-            NameError: an annotation of ``function`` refers to an undefined name.
-        """
+        """Type and default of each option, by name; NameError if an annotation refers to an undefined name."""
         given = {name: each for name, each in self._keywords.items() if each.default is not each.empty}
         # the annotations of tensors are not evaluated because importing torch takes seconds
         annotated = {name: each.annotation for name, each in given.items() if each.annotation is not each.empty}
@@ -119,10 +110,7 @@ class Loss:
 def find_loss(name: str, known: Mapping[str, Loss]) -> Loss:
     """Return the loss with the given name, a key of ``known`` or the path ``package.module.NAME`` of a :class:`Loss`.
 
-    The module may be in the working directory.
-
-    Raises:
-        UserError: no such loss exists.
+    The module may be in the working directory. Raises UserError if there is no such loss.
     """
     if name in known:
         return known[name]

@@ -18,10 +18,10 @@ Derive = Callable[[Mapping[str, float]], dict[str, float]]
 
 
 class Metrics(dict[str, float]):
-    """Named metrics, derived from sums and counts.
+    """Named metrics, derived from sums and counts, which remain available as ``sums``.
 
-    ``a + b`` adds the sums and derives the metrics again, so that batches of different size, or with different numbers of
-    examples that count, are weighted correctly. The sums and counts remain available as ``sums``.
+    ``a + b`` adds the sums and derives the metrics again, so that batches with different numbers of valid examples are
+    weighted correctly.
 
     Examples:
         >>> mean = lambda sums: {"loss": sums["loss_sum"] / sums["rows"]}
@@ -31,7 +31,6 @@ class Metrics(dict[str, float]):
     """
 
     def __init__(self, sums: Mapping[str, float], derive: Derive) -> None:
-        """Compute the metrics with ``derive`` from sums and counts over a global batch."""
         super().__init__(derive(sums))
         self.sums = dict(sums)
         self._derive = derive
@@ -53,12 +52,9 @@ def metric_prefix(name: str) -> str:
 
 
 def metrics_by_set(parts: Iterable[tuple[str, Metrics]]) -> Metrics:
-    """Combine the metrics of the batches of a validation, separately for each set.
+    """Combine the metrics of the batches of a validation, each with the name of its set, separately for each set.
 
     Metrics are named NAME_METRIC and sums NAME/SUM. The metrics of a single unnamed set keep their names.
-
-    Args:
-        parts: name of the set and metrics of each batch.
 
     Examples:
         >>> mean = lambda sums: {"loss": sums["loss_sum"] / sums["rows"]}
@@ -103,18 +99,16 @@ class RunningMean:
         return self.total / max(self.count, 1)
 
     def plus(self, total: float, count: int) -> RunningMean:
-        """Return the mean that also includes ``count`` further values with the sum ``total``."""
+        """Return the mean including ``count`` further values with the sum ``total``."""
         return RunningMean(total=self.total + total, count=self.count + count)
 
 
 def balance_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Compute the expert load balance of a mixture-of-experts model from sums over global batches.
+    """Compute the expert load balance of a mixture-of-experts model from sums over global batches; empty for a dense model.
 
-    Returns:
-        moe_aux_loss, the mean load-balancing loss over sequences and layers (1 if all experts are chosen equally often);
-        moe_largest_share and moe_smallest_share, the fraction of the choices in a layer that selected its most or its least
-        frequently chosen expert, for the layer in which this fraction is most extreme; computed for each batch and averaged
-        over batches. moe_aux_loss is left out if its sums are missing, as for packed sequences. Empty for a dense model.
+    moe_aux_loss is the mean load-balancing loss over sequences and layers (1 if all experts are chosen equally often), left
+    out for packed sequences. moe_largest_share and moe_smallest_share are the fractions of the choices in a layer that
+    selected its most and its least frequently chosen expert, for the most extreme layer, averaged over batches.
     """
     if not sums.get("moe_batches"):
         return {}
@@ -125,7 +119,7 @@ def balance_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def masked_sum(values_N: Tensor, mask_N: Tensor) -> Tensor:
-    """Return the sum of the values where the mask is True: 0-d, float64, without gradient.
+    """Sum the values where the mask is True: 0-d, float64, without gradient.
 
     Examples:
         >>> masked_sum(torch.tensor([1.0, float("nan")]), torch.tensor([True, False])).item()

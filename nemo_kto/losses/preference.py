@@ -4,12 +4,8 @@ Notation. A pair is a chosen and a rejected answer to one prompt. r is the log-r
 log pi(y|x) - log pi_ref(y|x) over its tokens, and beta r is its reward. r_c and r_r are the log-ratios of the chosen and of
 the rejected answer; h = r_c - r_r. P is the number of pairs. e is the argument label_smoothing.
 
-Every loss takes
-
-    chosen_logratios_P, rejected_logratios_P: r_c and r_r; fp32.
-    beta: strength of the constraint that keeps the policy close to the reference.
-
-and returns one loss per pair, [P]. The functions do not communicate, read no configuration and keep no state.
+Every loss takes chosen_logratios_P and rejected_logratios_P (r_c and r_r; fp32) and beta (strength of the constraint that
+keeps the policy close to the reference), and returns one loss per pair, [P].
 """
 
 from __future__ import annotations
@@ -131,8 +127,7 @@ def rpo_sq_losses(
 
         (beta h - eta d)^2
 
-    d is reward_delta_P, the reward of the chosen answer minus that of the rejected one, from the data. eta is
-    gt_reward_scale.
+    d is reward_delta_P, the chosen answer's reward in the data minus that of the rejected one; eta is gt_reward_scale.
     """
     return (beta * (chosen_logratios_P - rejected_logratios_P) - gt_reward_scale * reward_delta_P).square()
 
@@ -210,8 +205,7 @@ def apo_zero_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *,
 
         (1 - sigmoid(beta r_c)) + sigmoid(beta r_r)
 
-    It is for data whose chosen answers are better than those of the model: it makes chosen answers more likely and rejected
-    answers less likely.
+    For data whose chosen answers are better than the model's: chosen answers become more likely, rejected ones less likely.
     """
     return torch.sigmoid(-beta * chosen_logratios_P) + torch.sigmoid(beta * rejected_logratios_P)
 
@@ -221,8 +215,7 @@ def apo_down_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *,
 
         sigmoid(beta r_c) + (1 - sigmoid(beta h))
 
-    It is for data whose chosen answers are worse than those of the model: it makes both answers less likely, and the
-    rejected one more so.
+    For data whose chosen answers are worse than the model's: both become less likely, the rejected answer more so.
     """
     difference_P = chosen_logratios_P - rejected_logratios_P
     return torch.sigmoid(beta * chosen_logratios_P) + torch.sigmoid(-beta * difference_P)
@@ -274,9 +267,7 @@ def orpo_losses(
 def rank_partners(first_N: Tensor, second_N: Tensor) -> tuple[Tensor, Tensor]:
     """Match the values of two tensors by their rank in sorted order; pass those of the WHOLE global batch.
 
-    Returns:
-        For each value of ``first_N`` the value of ``second_N`` with the same rank, and for each value of ``second_N`` the
-        value of ``first_N`` with the same rank: [N] each, without gradient.
+    Returns for each value of one tensor the value of the other with the same rank: [N] each, without gradient.
 
     Examples:
         >>> rank_partners(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([10.0, 20.0, 30.0]))
@@ -314,10 +305,9 @@ def aot_losses(
     above, because a small step does not change the order. The pairs may therefore be distributed over micro-batches in any
     way.
 
-    Args:
-        first_P, second_P: a and b. For AOT on pairs, the margins log pi(chosen) - log pi(rejected) under the policy and
-            under the reference; for AOT on unpaired answers, the log-ratios of the chosen and of the rejected answers.
-        first_partners_P, second_partners_P: b_p(i) and a_p(i), see :func:`rank_partners`.
+    first_P and second_P are a and b: for AOT on pairs, the margins log pi(chosen) - log pi(rejected) under the policy and
+    under the reference; for AOT on unpaired answers, the log-ratios of the chosen and of the rejected answers.
+    first_partners_P and second_partners_P are b_p(i) and a_p(i), see :func:`rank_partners`.
 
     Examples:
         >>> a, b = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
@@ -390,21 +380,16 @@ def preference_metric_sums(
     valid_P: Tensor,
     beta: float,
 ) -> dict[str, Tensor]:
-    """Return the loss and metric sums of a micro-batch, which add exactly over micro-batches and ranks.
+    """Return the loss and metric sums of a micro-batch, which add exactly over micro-batches and ranks: 0-d tensors.
 
-    Args:
-        weighted_preference_losses_P, weighted_sft_losses_P: the two terms of the loss, with all weights applied.
-        sft_scale: number of valid pairs of the global batch divided by the sum of their ``sft_counts_P``. It is needed
-            because the gradient is divided by the number of pairs, while the SFT term is divided by that sum.
-        sft_counts_P: contribution of each pair to the denominator of the SFT term: 1, or its number of tokens.
-        preference_losses_P, sft_losses_P: the same terms without weights.
-        chosen_logps_P, rejected_logps_P: log-probs of the answers under the policy.
-        valid_P: True if both answers have a token; other pairs are counted only in ``invalid_rows``.
+    The two terms of the loss are passed with all weights applied and without weights. ``sft_counts_P`` is the contribution
+    of each pair to the denominator of the SFT term: 1, or its number of tokens. ``sft_scale`` is the number of valid pairs
+    of the global batch divided by the sum of their ``sft_counts_P``, because the gradient is divided by the number of pairs,
+    while the SFT term is divided by that sum. ``valid_P`` is True if both answers have a token; other pairs are counted only
+    in ``invalid_rows``.
 
-    Returns:
-        0-d tensors: ``loss_sum`` (differentiable, in the dtype of the losses; meaningful only within this global batch,
-        because of ``sft_scale``), sums in float64 without gradient, and counts in int64 (``rows``, ``invalid_rows``,
-        ``correct``).
+    ``loss_sum`` is differentiable, has the dtype of the losses and is meaningful only within this global batch, because of
+    ``sft_scale``. Other sums are float64 without gradient, counts are int64.
     """
     chosen_rewards_P = beta * chosen_logratios_P.detach().double()
     rejected_rewards_P = beta * rejected_logratios_P.detach().double()
@@ -431,11 +416,8 @@ def preference_metric_sums(
 def preference_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Compute the metrics from the sums of :func:`preference_metric_sums` over the global batch.
 
-    Returns:
-        loss (mean preference term plus mean SFT term; 0 if no pair is valid), preference_loss, sft_loss, acc (fraction of
-        the pairs whose chosen answer has the higher reward), rewards_{chosen,rejected}_mean, rewards_margin,
-        rewards_margin_std, rewards_all_{mean,std}, logps_{chosen,rejected}_mean, rows (number of pairs), invalid_rows.
-        Standard deviations are sample standard deviations. Metrics that no pair contributes to are left out.
+    loss is the mean preference term plus the mean SFT term, 0 if no pair is valid; acc the fraction of the pairs whose
+    chosen answer has the higher reward. Standard deviations are those of a sample. Metrics without pairs are left out.
     """
     rows, sft_count = sums["rows"], max(sums["sft_count"], 1)
     metrics = {"loss": sums["weighted_preference_loss_sum"] / max(rows, 1) + sums["weighted_sft_loss_sum"] / sft_count}

@@ -15,14 +15,11 @@ IGNORED = -100
 
 
 def response_positions(labels_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the response tokens of a batch and the hidden states that predict them.
+    """Find the response tokens of a batch: index of the sequence, position of the predicting hidden state, and token id.
 
     The hidden state at position t - 1 predicts the token at position t. A response token in the first column is therefore
-    left out. Labels are the token ids of response tokens, not shifted, and ``IGNORED`` elsewhere.
-
-    Returns:
-        (sequence_T, position_T, target_T), int64, ordered by sequence and then by position: for each response token the
-        index of its sequence, the position of the hidden state that predicts it, and the token id.
+    left out. Labels are the token ids of response tokens, not shifted, and ``IGNORED`` elsewhere. The results are [T],
+    int64, ordered by sequence and then by position.
 
     Examples:
         >>> labels = torch.tensor([[-100, -100, 7, 8], [-100, 9, -100, -100]])
@@ -54,19 +51,10 @@ def sequence_sums(
     average: bool,
     over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> Tensor:
-    """Sum the token log-probs of each sequence; differentiable.
+    """Sum the token log-probs of each sequence, or average them: [N], 0 for a sequence without tokens; differentiable.
 
-    The sum is computed in float64 and rounded once, so it does not depend on the order of the tokens.
-
-    Args:
-        token_logps_T, sequence_T: log-prob of each response token, and the index of its sequence.
-        num_sequences: N.
-        average: return the mean over the tokens of a sequence instead of the sum.
-        over_ranks: sums its argument over all ranks that hold tokens of these sequences; called once; must be
-            differentiable.
-
-    Returns:
-        [N], in the dtype of ``token_logps_T``; 0 for a sequence without tokens.
+    The sum is computed in float64 and rounded once, so it does not depend on the order of the tokens. ``over_ranks`` sums
+    its argument over all ranks that hold tokens of these sequences; it is called once and must be differentiable.
 
     Examples:
         >>> logps, sequences = torch.tensor([-1.0, -2.0, -4.0]), torch.tensor([0, 0, 2])

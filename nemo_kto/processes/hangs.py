@@ -24,26 +24,16 @@ BUSY, WAITING, PATIENT = "busy", "waiting", "patient"
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """State of a rank, as reported by the rank.
-
-    Attributes:
-        phase: current phases, outermost first, such as "validation/reference"; "" between phases.
-        last_phase: the phase that ended last; "" if none has.
-        seconds: time since a phase last began or ended.
-        changes: phases begun and ended so far; all ranks go through the same phases in the same order.
-        steps: optimizer steps done; None before the training.
-        doing: BUSY, WAITING or PATIENT.
-        stack: a line for each of the innermost frames of the main thread, innermost last.
-    """
+    """State of a rank, as reported by the rank."""
 
     host: str
-    phase: str
-    last_phase: str
-    seconds: float
-    changes: int
-    steps: int | None
-    doing: str
-    stack: Sequence[str]
+    phase: str  # current phases, outermost first, such as "validation/reference"; "" between phases
+    last_phase: str  # the phase that ended last; "" if none has
+    seconds: float  # since a phase last began or ended
+    changes: int  # phases begun and ended so far; all ranks go through the same phases in the same order
+    steps: int | None  # optimizer steps done; None before the training
+    doing: str  # BUSY, WAITING or PATIENT
+    stack: Sequence[str]  # a line for each of the innermost frames of the main thread, innermost last
 
     def place(self) -> str:
         """Return text such as "in phase 'data' for 95 s (11 steps done)"."""
@@ -110,13 +100,7 @@ def judge(answers: Mapping[int, Answer], *, ended: Mapping[int, str], hosts: Map
     """Return a message that names the rank or ranks that the others wait for.
 
     Ranks that do not answer are blamed first; then, among the ranks with the least progress, those that do their own work;
-    then those that wait in an earlier phase than the others.
-
-    Args:
-        answers: answer of each rank that gave one.
-        ended: reason of each rank that announced its exit.
-        hosts: host name of each rank.
-        size: number of ranks.
+    then those that wait in an earlier phase. ``ended`` has the reason of each rank that announced its exit.
     """
     if lost := [rank for rank in range(size) if rank not in answers]:
         waiting = next((answer for answer in answers.values() if answer.doing != BUSY), next(iter(answers.values()), None))

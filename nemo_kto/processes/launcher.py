@@ -35,18 +35,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 def spawn_ranks(count: int, command: Sequence[str], *, stop_signals: Sequence[str]) -> None:
     """Start ``count`` ranks with these arguments of Python on this machine and wait for them; nothing is restarted.
 
-    When a rank fails, the others are ended at once. The CPU cores are divided among the ranks: each gets as many threads as
-    there are cores per rank, unless OMP_NUM_THREADS is set.
-
-    ``stop_signals``, names of the signals that ask the run to stop, are forwarded, and the ranks take as long as they need.
-    A second SIGINT ends them at once, and so do other signals.
-
-    The ranks rendezvous in an unnamed file, which disappears with the last of them, and listen only on the loopback
-    interface. Processes that the ranks leave behind are killed; other child processes of this process are spared.
+    When a rank fails, the others are ended at once. Each rank gets as many threads as there are cores per rank, unless
+    OMP_NUM_THREADS is set. Signals named in ``stop_signals`` are forwarded, and the ranks take as long as they need; a
+    second SIGINT and other signals end them at once. Processes that the ranks leave behind are killed. The ranks rendezvous
+    in an unnamed file, which disappears with the last of them, and listen only on the loopback interface.
 
     Raises:
-        SystemExit: a rank failed (with its status), all ended early (85), a signal ended the run (128 + its number), or
-            the loopback interface is down (2, with a message).
+        SystemExit: a rank failed (with its status), all ended early (85), a signal ended the run (128 + its number), or the
+            loopback interface is down (2, with a message).
     """
     if rendezvous.loopback() is None:
         ranks.fail(UserError(_NO_LOOPBACK), world=None)
@@ -75,17 +71,10 @@ def spawn_ranks(count: int, command: Sequence[str], *, stop_signals: Sequence[st
 
 @dataclass(kw_only=True, eq=False)
 class _Rank:
-    """A rank that was started by this process.
-
-    Attributes:
-        error_file: where the rank writes the message with which it ends.
-        ended_ns: when its end was noticed, in ns since 1970.
-    """
-
     number: int
     process: Popen[bytes]
-    error_file: str
-    ended_ns: int = 0
+    error_file: str  # where the rank writes the message with which it ends
+    ended_ns: int = 0  # when its end was noticed, in ns since 1970
 
     @property
     def status(self) -> int:
@@ -133,10 +122,7 @@ class _Ended(BaseException):
 
 @contextlib.contextmanager
 def _forwarded(stop_signals: Sequence[str], started: Sequence[_Rank]) -> Iterator[set[int]]:
-    """Forward the signals that ask for a stop to the ranks within the block; others, and a second SIGINT, end the block.
-
-    Yields the set of signals that have arrived.
-    """
+    """Forward stop signals to the ranks within the block; others, and a second SIGINT, end it. Yields those that arrived."""
     stopping = signals.numbers(stop_signals)
     arrived: set[int] = set()
 
@@ -183,10 +169,7 @@ def _wait(started: Sequence[_Rank]) -> list[_Rank]:
 
 
 def _first(failed: Iterable[_Rank]) -> _Rank:
-    """Return the rank whose failure caused the others.
-
-    A killed rank is noticed only after the ranks that missed it; a rank that was ended by SIGTERM was not the cause.
-    """
+    """Return the rank whose failure caused the others; a killed rank is noticed only after the ranks that missed it."""
 
     def when_ns(rank: _Rank) -> int:  # ranks fail within milliseconds, and the ends of processes are noticed later
         with contextlib.suppress(OSError):
@@ -219,11 +202,7 @@ def _report(rank: _Rank, count: int) -> int:
 
 
 def _end_descendants(started: Sequence[_Rank]) -> None:
-    """Kill the ranks and the processes they started, but no other descendants of this process.
-
-    A process started by a rank is in the rank's session or has its environment, even if the rank has ended; a daemon that
-    has left both survives.
-    """
+    """Kill the ranks and the processes they started, in a rank's session or with its environment, and no others."""
     sessions = {rank.process.pid for rank in started}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, ProcessLookupError):

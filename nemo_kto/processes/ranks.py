@@ -52,28 +52,20 @@ _RAISE_FILES = "raise it before the start, e.g. ulimit -n 4096"
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The position of this process among the ranks.
-
-    Attributes:
-        local_rank: rank of this process among those of its machine.
-        local_size: number of ranks on this machine; None if unknown.
-        sees_same: all ranks of a machine see the same GPUs, as under torchrun; under srun each may see a single one.
-    """
+    """The position of this process among the ranks."""
 
     rank: int
     size: int
-    local_rank: int
-    local_size: int | None
-    sees_same: bool = False
+    local_rank: int  # rank of this process among those of its machine
+    local_size: int | None  # number of ranks on this machine; None if unknown
+    sees_same: bool = False  # all ranks of a machine see the same GPUs, as under torchrun; under srun each may see one
 
 
 def detect_world(environ: MutableMapping[str, str] | None = None) -> World | None:
     """Return this process's position among ranks started by a launcher; None if the process is the only one.
 
-    In an srun step the variables that torch.distributed reads are set from SLURM's; an existing MASTER_ADDR is kept.
-
-    Raises:
-        UserError: a variable is not a number, out of range, or missing; names it.
+    In an srun step the variables that torch.distributed reads are set from SLURM's; an existing MASTER_ADDR is kept. Raises
+    a UserError that names the variable if one is missing, not a number or out of range.
     """
     environ = os.environ if environ is None else environ
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
@@ -147,8 +139,7 @@ def created() -> float:
 def resume_sibling(process: int, *, host: str, created: float) -> None:
     """Send SIGCONT to a stopped rank of this machine.
 
-    The arguments come from another rank and may be wrong: the process may be gone and its id reused, or the id may belong to
-    another container. Only a process with the same parent as this one and the same creation time is signalled.
+    The id may be reused or of another container: only a process with this one's parent and this creation time is signalled.
     """
     import psutil
 
@@ -169,8 +160,7 @@ def begin_now() -> None:
 def end_with_launcher() -> None:
     """Let the kernel kill this rank when its launcher is killed: nobody would notice the failure of another rank then.
 
-    Raises:
-        UserError: the environment is that of a rank but this process is not one, for example if a rank starts a program.
+    Raises UserError if this process only has the environment of a rank, for example if a rank starts a program.
     """
     left = [name for name in (STARTED_BY, STARTED_AT, ERROR_FILE, STORE_FILE) if name in os.environ]
     if not left:
@@ -189,9 +179,9 @@ def end_with_launcher() -> None:
 def fail(error: BaseException, *, world: World | None) -> NoReturn:
     """End this process: for a UserError with its message and status 2, for other errors with a traceback and status 1.
 
-    For ranks started by :func:`~nemo_kto.processes.launcher.spawn_ranks`, the launcher prints the error of the rank that
-    failed first, and not those of the ranks that failed because of it. Otherwise all ranks but rank 0 wait before they
-    print: rank 0 prints the same error, if it has it, and meanwhile its launcher ends them all.
+    A launcher of this package prints the error of the rank that failed first, and not those that follow from it. Otherwise
+    all ranks but rank 0 wait before they print: rank 0 prints the same error, if it has it, and its launcher ends them
+    meanwhile.
     """
     if isinstance(error, UserError):
         _report(str(error), world=world)
@@ -267,11 +257,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def requeue(environ: Mapping[str, str]) -> str | None:
-    """Requeue the SLURM job of this process.
-
-    Returns:
-        The job id, for an array job with its task id; None if requeueing failed, which is logged as a warning.
-    """
+    """Requeue the SLURM job and return its id (of an array job with the task id); None, with a warning, if that failed."""
     job = environ.get("SLURM_JOB_ID")
     if array := environ.get("SLURM_ARRAY_JOB_ID"):
         job = f"{array}_{environ.get('SLURM_ARRAY_TASK_ID')}"

@@ -36,13 +36,7 @@ def join(backend: str, *, timeout: timedelta) -> None:
 
     The first two listen only on the loopback interface, even if the environment names other interfaces; ranks started by
     others keep the settings of torchrun or srun. From this call on, a watchdog reports the rank that the others wait for.
-
-    Args:
-        backend: backend of torch.distributed.
-        timeout: how long a collective waits for a missing rank before it fails.
-
-    Raises:
-        UserError: the rendezvous failed: rank 0 cannot be reached or cannot listen, or ranks are missing after the timeout.
+    Raises UserError if rank 0 cannot be reached or cannot listen, or if ranks are missing after ``timeout``.
     """
     rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     file = os.environ.get(ranks.STORE_FILE)
@@ -81,7 +75,6 @@ def hosts_store() -> bool:
 
 
 def _await_all(store: dist.Store, *, rank: int, size: int, seconds: float) -> None:
-    """Wait until every rank has joined."""
     watchdog.check_in(store, rank)
     if store.add("joined", 1) == size:
         store.set("complete", "")

@@ -43,10 +43,9 @@ def numbers(names: Sequence[str]) -> list[signal.Signals]:
 
 
 def listen(names: Sequence[str], *, ends_at_second_interrupt: bool) -> None:
-    """Make the named signals stop the run in this process; no effect outside the main thread.
+    """Make the named signals, also those that arrived while blocked, stop the run; no effect outside the main thread.
 
-    Signals that arrived while they were blocked take effect. With ``ends_at_second_interrupt``, a second SIGINT raises
-    KeyboardInterrupt at once.
+    With ``ends_at_second_interrupt``, a second SIGINT raises KeyboardInterrupt at once.
     """
     global _listener
     if threading.current_thread() is not threading.main_thread():
@@ -71,8 +70,7 @@ def blocked() -> Iterator[None]:
 def deferred() -> Iterator[None]:
     """Only record the signals that arrive in the block; the code in it checks for them with :func:`received`.
 
-    If :class:`Stopped` leaves the block, the run ends, and signals stay deferred: if another rank has ended before, the
-    launcher of the ranks ends this one too.
+    If :class:`Stopped` leaves the block, signals stay deferred: the run ends, and its launcher may end this rank too.
     """
     before, _listener.deferred = _listener.deferred, True
     _listener.raised = None  # a Stopped raised earlier was caught, or this line would not be reached

@@ -1,10 +1,9 @@
 """Watchdog thread of each rank: finds the rank that the others wait for, and aborts them with its name, phase and stack.
 
-In normal operation nothing is sent: each rank only checks the store for a question every few seconds. A rank whose main
-thread has waited in one collective for most of the timeout posts a question, all ranks answer with their current state
-(:mod:`nemo_kto.processes.hangs`), and the verdict is distributed through the store. A rank that does not answer has ended or
-is stopped. In a :class:`Section`, in which ranks may work for hours, the thread also sends the heartbeat of its rank.
-Messages in the store are JSON; nothing is unpickled, because on several machines outsiders may reach it.
+In normal operation each rank only checks the store for a question every few seconds. A rank whose main thread has waited in
+one collective for most of the timeout posts a question, all ranks answer with their state (:mod:`nemo_kto.processes.hangs`),
+and the verdict is distributed through the store. A rank that does not answer has ended or is stopped. Messages are JSON;
+nothing is unpickled, because on several machines outsiders may reach the store.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ class StoreLost(RuntimeError):
 def within(seconds: float, action: Callable[[], Result]) -> Result:
     """Run an action with a time limit: torch's store calls may wait forever for a stopped or foreign process.
 
-    Raises:
-        StoreLost: the action did not return in time, or raised an error.
+    Raises StoreLost if the action does not return in time, or raises an error.
     """
     results: list[Result] = []
     problems: list[Exception] = []
@@ -91,11 +89,7 @@ class BoundedStore:
     _lost: StoreLost | None = None
 
     def call(self, action: Callable[[dist.Store], Result]) -> Result:
-        """Run an action on the store and return its result.
-
-        Raises:
-            StoreLost: this call was not answered, an earlier one is still unanswered, or the connection is lost.
-        """
+        """Run an action on the store; StoreLost if this or an earlier call is unanswered, or the connection is lost."""
         if self._lost is not None and (self._lost.caller is None or self._lost.caller.is_alive()):
             raise self._lost
         try:
@@ -134,14 +128,7 @@ class Watchdog:
     """The thread that observes this rank's main thread, answers for it, and aborts it if it waits for a lost rank."""
 
     def __init__(self, *, store: dist.Store, rank: int, size: int, timeout: timedelta, store_host: str) -> None:
-        """Start to observe the calling thread; every rank must do this.
-
-        Args:
-            store: store in which every rank has registered (:func:`check_in`).
-            rank, size: rank of this process, and number of ranks.
-            timeout: timeout of the collectives.
-            store_host: description of the process that hosts the store, for messages.
-        """
+        """Start to observe the calling thread, on every rank and after :func:`check_in`; ``store_host`` is for messages."""
         self.steps: Callable[[], int] | None = None
         self.rank, self.size, self.store_host, self.timeout = rank, size, store_host, timeout.total_seconds()
         self._answer_seconds = min(_ANSWER_SECONDS, _ANSWER_FRACTION * self.timeout)
@@ -181,11 +168,7 @@ class Watchdog:
             self._changes, self._changed = self._changes + 1, time.monotonic()
 
     def stop(self, *, hosts_store: bool) -> None:
-        """Deregister this rank, so that the others do not take it for lost, and end the thread.
-
-        Args:
-            hosts_store: the store ends with this process, which therefore waits a while until all ranks have left.
-        """
+        """Deregister this rank and end the thread; a process that hosts the store waits a while until all have left."""
         self._stopped = True
         self._wake.set()
         self._thread.join(self._answer_seconds + self._tick)
@@ -203,10 +186,7 @@ class Watchdog:
             self._store.call(lambda store: store.set(f"ended/{self.rank}", why))
 
     def find_lost(self) -> str | None:
-        """Return a description of the rank to which this rank lost its connection; None if it cannot be found.
-
-        Does not return if the watchdog is about to end this process.
-        """
+        """Return a description of the lost rank or None; does not return if the watchdog is about to end this process."""
         self._failing = True
         self._wake.set()
         self._found.wait(2 * self._answer_seconds + 4 * self._tick)
@@ -273,7 +253,6 @@ class Watchdog:
             self._investigate()
 
     def _answer(self) -> None:
-        """Publish the state of this rank as the answer to the current question."""
         answer = hangs.Answer(
             host=socket.gethostname(),
             phase=self._phase(),
@@ -342,19 +321,14 @@ class Watchdog:
 
 
 class Section:
-    """A part of the program in which ranks work for different times; collective, from its creation to :meth:`finish`.
+    """A part of the program in which ranks work for different times, even hours; collective, from start to :meth:`finish`.
 
     Ranks that have finished wait through the store, without the time limit of a collective, for those that still work, as
     long as the watchdogs of these send heartbeats.
     """
 
     def __init__(self, *, watchdog: Watchdog | None, doing: str) -> None:
-        """Enter the section.
-
-        Args:
-            watchdog: watchdog of this rank; None for a single rank, which waits for no other.
-            doing: activity of a rank that works in the section, such as "reading the rows".
-        """
+        """Enter the section; ``watchdog`` is None for a single rank, ``doing`` an activity such as "reading the rows"."""
         self._dog, self._doing = watchdog, doing
         if watchdog is not None:
             self._store = BoundedStore(store=watchdog.client, seconds=SILENT_SECONDS)
@@ -382,9 +356,8 @@ class Section:
     def finish(self) -> None:
         """End this rank's work and wait until all ranks have ended theirs.
 
-        Raises:
-            RuntimeError: a rank that still works has been silent for ``SILENT_SECONDS``, or has not entered the section
-                within the timeout of the process group, or the store is lost; names the rank.
+        Raises a RuntimeError that names the rank if one that still works is silent for ``SILENT_SECONDS``, one has not
+        entered the section within the timeout of the process group, or the store is lost.
         """
         if self._dog is None:
             return

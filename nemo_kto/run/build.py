@@ -84,9 +84,9 @@ def _train(run: ResolvedRun, check_memory: CheckMemory | None) -> None:
     """Run the job; the lock of the run folder must be held."""
     state.raise_together(state.attempt(lambda: check_gpu(run)), "{}")
     if check_memory is not None:
-        ranks = state.world_size()
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, ranks // run.cfg.trainer.num_nodes)))
-        state.raise_together(state.attempt(partial(check_memory, run, ranks, local)), "{}")
+        world_size = state.world_size()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, world_size // run.cfg.trainer.num_nodes)))
+        state.raise_together(state.attempt(partial(check_memory, run, world_size, local)), "{}")
     with watchdog.phase("opening the logs"):
         check_logs(run)
     with watchdog.phase("preparing data"):
@@ -128,8 +128,7 @@ class Start(NamedTuple):
 def prepare(run: ResolvedRun) -> Start:
     """Read the data and run the resume checks on the run folder; collective.
 
-    Raises:
-        UserError: the data cannot be used, or the run cannot be resumed with this configuration.
+    Raises UserError if the data cannot be used, or the run cannot be resumed with this configuration.
     """
     data = build_data(run, model_tokenizer(run.files))
     return Start(data, look_for_run(run, data))
@@ -213,7 +212,6 @@ def build_engine(run: ResolvedRun, policy: Policy, limits: MicroBatchLimits) -> 
 
 
 def build_objective(cfg: RunConfig) -> Objective:
-    """Build the training objective."""
     return Objective(
         loss=cfg.loss.record,
         options=cfg.loss.loss_options(),
@@ -271,13 +269,7 @@ def build_callbacks(
 
 
 def check_logs(run: ResolvedRun) -> None:
-    """Check that the logs of a new run can be opened; collective.
-
-    A resumed run is not checked: it continues without logs that cannot be opened.
-
-    Raises:
-        UserError: some logs cannot be opened; the message names them.
-    """
+    """Raise UserError if logs of a new run cannot be opened; collective. A resumed run continues without such logs."""
 
     def check() -> None:
         if not named_checkpoints(run.checkpoints):
@@ -313,7 +305,6 @@ def _logger_settings(run: ResolvedRun) -> dict[str, Any]:
 def build_optimizer_and_schedule(
     run: ResolvedRun, policy: Policy, *, max_steps: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Build the optimizer and the learning-rate schedule of a run of ``max_steps`` steps."""
     optim = run.cfg.model.optim
     rates = {"lr": optim.lr, "min_lr": optim.sched.min_lr, "weight_decay": optim.weight_decay}
     optimizer = build_optimizer(
@@ -345,7 +336,7 @@ def build_optimizer_and_schedule(
 
 
 class ScheduleLengths(NamedTuple):
-    """Lengths of the parts of a schedule in optimizer steps; ``wsd_decay_steps`` is None if there is no such part."""
+    """Lengths of the parts of a schedule in optimizer steps."""
 
     warmup_steps: int
     constant_steps: int
@@ -353,11 +344,7 @@ class ScheduleLengths(NamedTuple):
 
 
 def schedule_lengths(schedule: ScheduleConfig, max_steps: int) -> tuple[ScheduleLengths, list[str]]:
-    """Fit the parts of a schedule into ``max_steps`` steps.
-
-    Returns:
-        The lengths of the parts, and a warning for each part that was shortened or left out.
-    """
+    """Fit the parts of a schedule into ``max_steps`` steps; return a warning for each part shortened or left out."""
     prefix, warnings = "model.optim.sched", []
     wanted, total = schedule.warmup_steps, "1 step" if max_steps == 1 else f"{max_steps} steps"
     warmup = min(wanted, max_steps - 1)

@@ -28,28 +28,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """Datasets and loaders of a run.
-
-    Attributes:
-        train: loader of the training examples.
-        validation: loader of each validation set by name, as in ``Splits``.
-        splits: the datasets.
-        collate_fn: turns each item that a loader yields into a batch.
-        limits: limits of a micro-batch.
-    """
+    """Datasets and loaders of a run."""
 
     train: Loader[Any]
-    validation: Mapping[str, Loader[Any]]
+    validation: Mapping[str, Loader[Any]]  # by the name of the set, as in ``Splits``
     splits: Splits[Any]
-    collate_fn: Callable[[Any], Any]
+    collate_fn: Callable[[Any], Any]  # turns each item that a loader yields into a batch
     limits: MicroBatchLimits
 
 
 def build_data(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase) -> RunData:
     """Read, tokenise and split the rows, and build their loaders; the tokenised rows are cached.
 
-    Raises:
-        DataError: some rows are invalid, or there are too few training rows.
+    Raises DataError if rows are invalid, or there are too few for training.
     """
     cfg = run.cfg
     with state.main_process_first(doing="reading and tokenising the rows"):
@@ -109,7 +100,6 @@ def too_few_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> str | None
 
 
 def _warn(cfg: RunConfig, splits: Splits[Any], *, rows: int) -> None:
-    """Log warnings about the data; ``rows`` is the number of training rows."""
     warnings = [*splits.warnings]
     for name, examples in splits.in_use.items():
         warnings += examples.counts.warnings(name, seq_length=cfg.model.data.seq_length)

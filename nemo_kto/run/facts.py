@@ -47,12 +47,9 @@ _FOLLOWS = {
 
 
 def facts_of_run(run: ResolvedRun, data: RunData) -> Facts:
-    """Return the facts of a run; its precision must not be auto.
+    """Return the facts of a run, whose precision must not be auto; raise OSError if a file cannot be read.
 
     All weights are read, unless their hashes are in the cache.
-
-    Raises:
-        OSError: a file cannot be read.
     """
     cfg, name, model = run.cfg, run.cfg.recipe.name, run.cfg.model
     hashed = partial(content_hash, cache_dir=Path(model.data.cache_dir), shared=model.data.cache_shared)
@@ -108,10 +105,7 @@ def _adapter_facts(settings: LoRASettings | None) -> Facts:
 
 
 def _model_content(folder: str | None, hashed: ContentHash, *, default_base: Path | None = None) -> dict[str, str] | None:
-    """Hash the content of a model.
-
-    For adapters, the base model is hashed as well; this is ``default_base`` if the adapters name none.
-    """
+    """Hash a model; for adapters, also their base model, which is ``default_base`` if they name none."""
     if folder is None:
         return None
     source = find_source(Path(folder), default_base=default_base)
@@ -124,11 +118,9 @@ def _adapter_content(folder: Path, hashed: ContentHash) -> dict[str, str]:
 
 
 def facts_of_earlier(info: Mapping[str, Any], now: Facts) -> Facts:
-    """Derive facts from a checkpoint of an earlier version, whose trainer.json contains none.
+    """Derive facts from a checkpoint of an earlier version, whose trainer.json (``info``) contains none.
 
-    Args:
-        info: content of trainer.json.
-        now: facts of the run to be resumed.
+    ``now`` are the facts of the run to be resumed.
     """
     trainer, saved = info["trainer"], adapters_in(info)
     known: Facts = {

@@ -22,11 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_export(run: ResolvedRun) -> None:
-    """Check before training that the model can be exported; collective.
-
-    Raises:
-        UserError: a folder cannot be written or has too little free space.
-    """
+    """Raise UserError before training if an export folder cannot be written or has too little free space; collective."""
     export = run.cfg.export
     if not export.enabled:
         return

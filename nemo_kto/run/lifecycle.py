@@ -33,10 +33,8 @@ _ANOTHER = "choose another folder with exp_manager.name or exp_manager.explicit_
 def hold_run_folder(folder: Path) -> Iterator[None]:
     """Lock a run folder during the block, so that no other job uses it; collective, rank 0 holds the lock.
 
-    The folder is created if it does not exist, and removed at the end if nothing was written into it.
-
-    Raises:
-        UserError: another job is using the folder, or it cannot be written; raised on all ranks.
+    The folder is created if it does not exist, and removed at the end if nothing was written into it. All ranks raise
+    UserError if another job is using the folder, or it cannot be written.
     """
     with contextlib.ExitStack() as lock:
         state.from_rank_zero(lambda: lock.enter_context(_locked(folder)), doing="taking the lock of the run folder")
@@ -95,11 +93,7 @@ def _choose_precision(run: ResolvedRun) -> tuple[str, str]:
 
 
 def stop_early(run: ResolvedRun, trainer: DPOTrainer) -> NoReturn:
-    """End a run early, after its last checkpoint is complete; collective.
-
-    Raises:
-        Stopped: always.
-    """
+    """End a run early, after its last checkpoint is complete, by raising Stopped; collective."""
     reason = "" if trainer.stop is None else trainer.stop.text
     where = f"at step {trainer.step} of {trainer.max_steps}, checkpoint {newest_checkpoint(run.checkpoints)}"
     text = f"stopped by {reason} {where if trainer.step else 'before the first step, with nothing to save'}"
@@ -107,14 +101,9 @@ def stop_early(run: ResolvedRun, trainer: DPOTrainer) -> NoReturn:
 
 
 def stop_run(text: str, *, requeues: bool) -> NoReturn:
-    """End the run and print how it is resumed; collective.
+    """End the run by raising Stopped, and print how it is resumed; collective.
 
-    Args:
-        text: reason for the end of the run.
-        requeues: requeue the SLURM job of the run.
-
-    Raises:
-        Stopped: always.
+    ``text`` is the reason for its end; with ``requeues``, its SLURM job is requeued.
     """
     if state.is_rank_zero():
         job = requeue(os.environ) if requeues else None

@@ -37,19 +37,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The policy model of this rank.
+    """The policy model of this rank."""
 
-    Attributes:
-        files: the model that it starts from.
-        chunks: model chunks of this rank, wrapped for data parallelism if they are trained.
-        split: partition of the layers across pipeline stages.
-        adapters: adapter settings; None if all weights are trained.
-    """
-
-    files: ModelFiles
-    chunks: Sequence[MegatronModule]
+    files: ModelFiles  # the model that it starts from
+    chunks: Sequence[MegatronModule]  # wrapped for data parallelism if they are trained
     split: PipelineSplit = ONE_STAGE
-    adapters: LoRASettings | None
+    adapters: LoRASettings | None  # None if all weights are trained
 
     @property
     def architecture(self) -> Architecture:
@@ -113,11 +106,7 @@ def load_policy_weights(policy: Policy) -> None:
 
 
 def load_base_weights(policy: Policy, base: Path) -> None:
-    """Load the weights of a whole model of the policy's shape: a Hugging Face folder or one of our checkpoints.
-
-    Raises:
-        UserError: the model has another shape.
-    """
+    """Load a whole model, a Hugging Face folder or one of our checkpoints; raise UserError if it has another shape."""
     folder, ours = config_folder(base), policy.architecture
     if folder != policy.files.hf_folder:
         found = read_architecture(
@@ -139,13 +128,10 @@ def load_base_weights(policy: Policy, base: Path) -> None:
 
 
 def export_policy(policy: Policy, *, out: Path | None, adapter_out: Path | None, max_shard_size_gb: float = 5.0) -> None:
-    """Write the model in Hugging Face format, and its adapters, if any, in PEFT format; collective.
+    """Write the model to ``out`` in Hugging Face format, and its adapters to ``adapter_out`` in PEFT format; collective.
 
-    Args:
-        policy: the policy.
-        out: folder for the model; None to skip it. Adapters are merged into the written weights, and stay merged in memory.
-        adapter_out: folder for the adapters; None to skip them.
-        max_shard_size_gb: maximum size of a weight file in 10^9 bytes.
+    In the written model, adapters are merged into the weights; they stay merged in memory. None skips an export.
+    ``max_shard_size_gb`` is the maximum size of a weight file in 10^9 bytes.
     """
     chunks, architecture = policy.chunks, policy.architecture
     if policy.adapters is not None and adapter_out is not None:
@@ -157,16 +143,10 @@ def export_policy(policy: Policy, *, out: Path | None, adapter_out: Path | None,
 
 
 def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> None:
-    """Export one of our checkpoints in Hugging Face format, in a single process.
+    """Export a checkpoint, or the newest one of a run folder, to ``out`` in Hugging Face format, in a single process.
 
-    Args:
-        checkpoint: a checkpoint, or a run folder, of which the newest checkpoint is exported.
-        out: target folder.
-        adapter: write the adapters in PEFT format instead of the model with merged adapters.
-
-    Raises:
-        UserError: there is no checkpoint, the checkpoint is damaged, it has no adapters although ``adapter`` is set, or
-            ``out`` cannot be used.
+    With ``adapter``, write the adapters in PEFT format instead of the model with merged adapters. Raises UserError if there
+    is no checkpoint, it is damaged or lacks the adapters, or ``out`` cannot be used.
     """
     if not is_checkpoint(checkpoint):
         newest = newest_checkpoint(checkpoint / CHECKPOINTS)

@@ -45,17 +45,11 @@ from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason
 
 
 class ReferenceSetup(NamedTuple):
-    """The reference of a run.
+    """The reference of a run."""
 
-    Attributes:
-        policy: the reference policy; None if the loss needs no reference.
-        synced_weights: reference weights that are moved towards the policy at intervals; None if they stay fixed.
-        precompute: compute the log-probs from a step to the end of its epoch; None if the mode is not "cached" or no further
-            epoch follows.
-    """
-
-    policy: ReferencePolicy | None
-    synced_weights: SwappedWeights | None = None
+    policy: ReferencePolicy | None  # None if the loss needs no reference
+    synced_weights: SwappedWeights | None = None  # moved towards the policy at intervals; None if they stay fixed
+    # Computes the log-probs from a step to the end of its epoch; None if not "cached", or if no further epoch follows.
     precompute: Callable[[int], None] | None = None
 
 
@@ -67,21 +61,11 @@ def build_reference(
     timers: PhaseTimers,
     run_timer: RunTimer,
     *,
-    first_step: int,
+    first_step: int,  # optimizer steps done before this run was resumed; 0 for a new run
 ) -> ReferenceSetup:
-    """Build the reference; afterwards the model holds the initial weights of the policy.
+    """Build the reference; before and afterwards the model holds the initial weights of the policy.
 
-    If the reference is another model, its weights are loaded into the policy's model to copy or evaluate them, and the
-    initial weights of the policy are loaded again at the end.
-
-    Args:
-        run: the run.
-        policy: the policy with its initial weights.
-        engine: runs the model.
-        data: data of the run.
-        timers: measure the phases of a step.
-        run_timer: decides when the run must stop.
-        first_step: optimizer steps done before this run was resumed; 0 for a new run.
+    If the reference is another model, its weights are loaded into the policy's model in between, to copy or evaluate them.
 
     Raises:
         UserError: the reference model does not exist or has another shape.
@@ -111,13 +95,9 @@ def build_reference(
 
 
 def load_model(policy: Policy, other: ModelSource) -> None:
-    """Load another model into the policy's model.
+    """Load another model, with its adapters merged, into the policy's model; raise UserError if it has another shape.
 
-    The adapters of the other model are merged into the weights. The adapters of the policy are reset so that they have no
-    effect.
-
-    Raises:
-        UserError: the other model has another shape.
+    The adapters of the policy are reset so that they have no effect.
     """
     load_base_weights(policy, other.base)
     zero_adapters(policy.chunks)
@@ -165,12 +145,9 @@ def _live_reference(
 
 @contextlib.contextmanager
 def _reloaded(policy: Policy, other: ModelSource | None, cache: ReferenceCache) -> Iterator[None]:
-    """Load the reference weights from their files for the block, and restore the policy weights exactly afterwards.
+    """Load the reference weights from their files for the block, in which the policy weights are in host memory.
 
-    During the block, the policy weights of this rank are in host memory.
-
-    Raises:
-        UserError: the files have changed since the start of the run.
+    The policy weights are restored exactly. Raises UserError if the files have changed since the start of the run.
     """
     cache.check_models()
     finish_gathers(policy.chunks)
@@ -196,9 +173,6 @@ class Precomputation:
     The log-probs for the first epoch and for the validations are computed before training, those for each later epoch when
     it begins. Later epochs have the same examples as the first one, except for KL examples, which are formed within a batch,
     and for examples that ``limit_train_batches`` left out.
-
-    Attributes:
-        first_step: optimizer steps done before this run was resumed; 0 for a new run.
     """
 
     run: ResolvedRun
@@ -207,15 +181,13 @@ class Precomputation:
     data: RunData
     timers: PhaseTimers
     run_timer: RunTimer
-    first_step: int
+    first_step: int  # optimizer steps done before this run was resumed; 0 for a new run
 
     def before_training(self, policy: Policy) -> ReferenceSetup:
         """Compute the log-probs for the epoch in which the run starts or is resumed, and for validation; collective.
 
-        The model must hold the reference weights. Call it before the first update of the policy.
-
-        Raises:
-            Stopped: the run must stop before all log-probs are computed.
+        The model must hold the reference weights; call it before the first update of the policy. Raises Stopped if the run
+        must stop before all log-probs are computed.
         """
         run, length, cache = self.run, self.run.length, self.cached.cache
         epoch_batches, number = len(self.data.train.batch_sampler), self._steps_to_epoch_end(self.first_step)
@@ -250,9 +222,7 @@ class Precomputation:
     def at_epoch_start(self, step: int, *, active: Callable[[], AbstractContextManager[None]]) -> None:
         """Compute the log-probs from ``step`` to the end of its epoch, or until the run must stop; collective.
 
-        Args:
-            step: optimizer steps done so far.
-            active: return a context in which the model is the reference.
+        ``active`` returns a context in which the model is the reference.
         """
         if step == self.first_step:
             return
@@ -267,7 +237,7 @@ class Precomputation:
     def _compute(
         self, batches: Iterator[Any], number: int, *, active: Callable[[], AbstractContextManager[None]]
     ) -> StopReason | None:
-        """Compute the log-probs of ``number`` batches; return the reason if the run must stop first, else None."""
+        """Compute the log-probs of ``number`` batches; return the reason if the run must stop first."""
         reasons: list[StopReason] = []
 
         def until_stopped() -> Iterator[Sequence[SequenceBatch]]:

@@ -28,9 +28,7 @@ _EARLY_STOPPING = "exp_manager.create_early_stopping_callback"
 def build_early_stopping(cfg: RunConfig, *, agree: Callable[[int], int] | None = None) -> EarlyStopping | None:
     """Build early stopping from the configuration; None if it is disabled.
 
-    Args:
-        cfg: configuration of the run.
-        agree: return the maximum of an integer over all ranks; None for one rank.
+    ``agree`` returns the maximum of an integer over all ranks; None for one rank.
     """
     if not cfg.exp_manager.create_early_stopping_callback:
         return None
@@ -45,11 +43,7 @@ def build_early_stopping(cfg: RunConfig, *, agree: Callable[[int], int] | None =
 
 
 def check_validation_rows(cfg: RunConfig, data: RunData) -> None:
-    """Check before training that there are validation rows if early stopping or the choice of the best model needs them.
-
-    Raises:
-        UserError: there are no validation rows.
-    """
+    """Raise UserError if early stopping or the choice of the best model needs validation rows and there are none."""
     needs = {
         "export.which": (cfg.export.enabled and cfg.export.which == "best", "best", "last"),
         _EARLY_STOPPING: (cfg.exp_manager.create_early_stopping_callback, "true", "false"),
@@ -62,17 +56,11 @@ def check_validation_rows(cfg: RunConfig, data: RunData) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Resumption:
-    """Result of the resume checks on the run folder.
+    """Result of the resume checks on the run folder."""
 
-    Attributes:
-        facts: facts that must not change when the run is resumed; they are saved in its checkpoints.
-        checkpoint: checkpoint from which the run is resumed, the same on all ranks; None for a new run.
-        finished: message that nothing is left to do; None if the run is not finished.
-    """
-
-    facts: Facts
-    checkpoint: Checkpoint | None = None
-    finished: str | None = None
+    facts: Facts  # saved in the checkpoints; they must not change when the run is resumed
+    checkpoint: Checkpoint | None = None  # to resume from, the same on all ranks; None for a new run
+    finished: str | None = None  # message that nothing is left to do; None if the run is not finished
 
     @property
     def resumed_step(self) -> int | None:
@@ -83,11 +71,8 @@ class Resumption:
 def look_for_run(run: ResolvedRun, data: RunData) -> Resumption:
     """Check the run folder and choose the checkpoint to resume from; collective, with the same result on all ranks.
 
-    Nothing is written.
-
-    Raises:
-        UserError: the folder contains another run, facts have changed (the message lists all of them), or all checkpoints
-            are damaged.
+    Nothing is written. Raises UserError if the folder contains another run, facts have changed (the message lists all of
+    them), or all checkpoints are damaged.
     """
     doing = "comparing the run with its folder"
     if not run.cfg.exp_manager.resume_if_exists:

@@ -73,10 +73,7 @@ def collate_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, limits:
 def micro_batch_limits(run: ResolvedRun, *, on_gpu: bool | None = None) -> MicroBatchLimits:
     """Return the configured limits of a micro-batch, or the defaults for the device.
 
-    Args:
-        run: the run.
-        on_gpu: whether the run computes on a GPU; None for the device of this rank. The planner passes a value, because a
-            plan may be for another machine.
+    ``on_gpu`` is None for the device of this rank; the planner passes a value, because a plan may be for another machine.
     """
     model, on_gpu = run.cfg.model, device.on_gpu() if on_gpu is None else on_gpu
     multiple = width_multiple(

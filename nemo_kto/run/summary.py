@@ -95,12 +95,7 @@ def _split_rows(unit: str, counts: SplitCounts) -> SplitRows:
 def print_end(run: ResolvedRun, policy: Policy, trainer: DPOTrainer, *, best: Checkpoint | None, seconds: float) -> None:
     """Print the summary of the run after training, on rank 0: metrics, written files and how to use them.
 
-    Args:
-        run: the run.
-        policy: the trained policy.
-        trainer: the trainer after its last step.
-        best: the best of the kept checkpoints; None if none has the monitored metric.
-        seconds: wall-clock time of training.
+    ``best`` is the best of the kept checkpoints, None if none has the monitored metric; ``seconds`` the time of training.
     """
     if not state.is_rank_zero():
         return

@@ -1,10 +1,8 @@
 """Output and logging of the commands; importing the package sets up nothing.
 
-Standard output and error are fault-tolerant: text that cannot be written is dropped, because a run must not end when a
-terminal is closed, a disk is full, or the reader of a pipe has exited (``| head``).
-
-Rank 0 shows INFO messages of this package, without a prefix. All ranks show warnings and errors with a prefix, including
-those of the module ``warnings``. Messages of other libraries are shown from level WARNING.
+Output that cannot be written is dropped, because a run must not end when a terminal is closed, a disk is full, or the reader
+of a pipe has exited (``| head``). Rank 0 shows INFO messages of this package, without a prefix. All ranks show warnings and
+errors with a prefix, including those of ``warnings``; other libraries are shown from level WARNING.
 """
 
 from __future__ import annotations
@@ -156,10 +154,7 @@ def set_up_logging(*, rank: int, stream: TextIO | None = None) -> None:
 
 
 def take_over(libraries: Iterable[str] = _HAVE_HANDLERS) -> None:
-    """Remove the handlers that libraries install on import, so that their logs are shown once, in the common format.
-
-    Call it after the libraries are imported.
-    """
+    """Remove the handlers that imported libraries have installed, so that logs are shown once, in the common format."""
     for library in map(logging.getLogger, libraries):
         for handler in [handler for handler in library.handlers if type(handler) is logging.StreamHandler]:
             library.removeHandler(handler)

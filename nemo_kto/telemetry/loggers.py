@@ -115,10 +115,7 @@ def _lines_up_to(file: Path, step: int) -> list[bytes]:
 
 
 class TensorBoard:
-    """TensorBoard event files.
-
-    This uses the writer of torch: Lightning's logger does the same, but its import takes a third of a second.
-    """
+    """TensorBoard event files, by the writer of torch: the import of Lightning's logger takes a third of a second."""
 
     def __init__(self, *, folder: Path, resumed_step: int | None) -> None:
         """Open a new event file in ``folder`` and purge events after ``resumed_step``, because those steps are repeated."""
@@ -151,24 +148,18 @@ class RunLogger:
         mlflow: Mapping[str, object] | None = None,
         redact: Callable[[str], str] = str,
     ) -> None:
-        """Open the sinks.
+        """Open the sinks in the run folder, which is created if it does not exist.
 
-        In a new run, a sink that cannot be opened is an error. A resumed run continues without it, and so does any run if a
-        sink fails later, because a logging error must not end a training run.
+        In a new run, a sink that cannot be opened is an error: UserError, or ModuleNotFoundError if its package is missing.
+        A resumed run continues without it, and so does any run if a sink fails later: a logging error must not end a
+        training run.
 
         Args:
-            folder: run folder; created if it does not exist.
             enabled: whether this rank logs; True on rank 0 only.
             resumed_step: optimizer steps done before the run was resumed; None for a new run.
-            tensorboard: write event files to ``folder``/tensorboard.
-            wandb: arguments of Lightning's WandbLogger; None disables it.
-            mlflow: arguments of Lightning's MLFlowLogger; None disables it. Without a tracking_uri, metrics are written to
-                ``folder``/mlflow.db.
+            wandb, mlflow: arguments of Lightning's WandbLogger and MLFlowLogger; None disables them. Without a tracking_uri,
+                MLflow writes to ``folder``/mlflow.db.
             redact: remove secrets from an error message.
-
-        Raises:
-            ModuleNotFoundError: the package of an enabled logger is not installed.
-            UserError: a logger of a new run cannot be opened.
         """
         self._sinks: dict[str, Sink] = {}
         self._redact = redact
@@ -200,7 +191,6 @@ class RunLogger:
         self._for_all(lambda sink: sink.log_metrics(dict(values), step))
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
-        """Record the configuration of the run."""
         self._for_all(lambda sink: sink.log_hyperparams(dict(params)))
 
     def finalize(self, status: str) -> None:
@@ -228,13 +218,10 @@ def check_loggers(
     mlflow: Mapping[str, object] | None = None,
     redact: Callable[[str], str] = str,
 ) -> None:
-    """Check that :class:`RunLogger` can open all loggers of a new run with the same arguments.
+    """Raise a UserError that names all loggers of a new run that :class:`RunLogger` could not open with these arguments.
 
-    The packages are imported and the tracking services are contacted. Nothing is written, and no run is started in a
+    The packages are imported and the tracking services are contacted; nothing is written, and no run is started in a
     service.
-
-    Raises:
-        UserError: some loggers cannot be opened; the message names all of them.
     """
 
     def check_tensorboard() -> None:
@@ -285,11 +272,7 @@ def _check_mlflow(arguments: Mapping[str, object]) -> None:
 
 
 def import_package(module: str, *, package: str | None = None) -> Any:
-    """Import a module that a logger needs; ``package`` provides it, and has by default the name of the module.
-
-    Raises:
-        UserError: the package is not installed, or it is installed but cannot be imported.
-    """
+    """Import a module of ``package`` (default: of that name); UserError if it is not installed or cannot be imported."""
     package = package or module
     if not installed(package):
         raise UserError(missing_package(package))

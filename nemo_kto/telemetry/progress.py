@@ -30,21 +30,15 @@ _BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}  {postfix}"
 class Progress:
     """Progress display: step, loss, kl or delta, acc, margin, seconds per step, tokens per second and remaining time.
 
-    It has the interface of a logger and selects the displayed values from the logged metrics, so that a run only has to log.
-    Once the stream cannot be written (the terminal is closed, the disk is full), nothing more is shown.
-
-    Attributes:
-        total_steps: optimizer steps of the whole run.
-        start_step: steps already done, in a resumed run.
-        validations: title of each validation set -> prefix of its metrics.
-        clock: return the seconds since some fixed moment.
+    It has the interface of a logger and selects the displayed values from the logged metrics. Once the stream cannot be
+    written (the terminal is closed, the disk is full), nothing more is shown.
     """
 
-    total_steps: int
-    start_step: int = 0
-    validations: Mapping[str, str] = field(default_factory=lambda: ONE_VALIDATION_SET)
+    total_steps: int  # of the whole run
+    start_step: int = 0  # steps already done, in a resumed run
+    validations: Mapping[str, str] = field(default_factory=lambda: ONE_VALIDATION_SET)  # title -> prefix of its metrics
     stream: TextIO = field(default_factory=lambda: sys.stderr)
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = time.monotonic  # seconds since some fixed moment
 
     def __post_init__(self) -> None:
         self._began = self._last = self.clock()
@@ -113,14 +107,7 @@ class Progress:
 def progress_bar(
     items: Iterable[Item], *, total: int, title: str, shown: bool, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Item]:
-    """Yield the items and show progress: a bar on a terminal, a line every few seconds in a file.
-
-    Args:
-        total: number of items.
-        title: text before the count.
-        shown: whether to show progress; False on all ranks but one.
-        clock: return the seconds since some fixed moment.
-    """
+    """Yield the items and show progress if ``shown``: a bar on a terminal, a line every few seconds in a file."""
     from tqdm import tqdm
 
     stream = sys.stderr

@@ -14,21 +14,14 @@ from nemo_kto.utils.files import open_file, read_lines
 
 @dataclass(frozen=True, kw_only=True)
 class SplitRows:
-    """Row counts of a data split.
+    """Row counts of a data split; None if not counted."""
 
-    Attributes:
-        unit: noun for the rows: rows or pairs.
-        classes: number of rows of each class by name; empty if there is only one class.
-        tokens: tokens of prompts and responses together; None if not counted.
-        cut_prompts, cut_responses: number of rows with a truncated prompt or response; None if not counted.
-    """
-
-    unit: str
+    unit: str  # rows or pairs
     rows: int
-    classes: Mapping[str, int] = field(default_factory=dict)
-    tokens: int | None = None
-    cut_prompts: int | None = None
-    cut_responses: int | None = None
+    classes: Mapping[str, int] = field(default_factory=dict)  # rows of each class; empty if there is only one
+    tokens: int | None = None  # of prompts and responses together
+    cut_prompts: int | None = None  # with a truncated prompt
+    cut_responses: int | None = None  # with a truncated response
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{count:,} {name}" for name, count in self.classes.items())
@@ -45,51 +38,34 @@ class SplitRows:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """Summary of a run before its first step.
-
-    Attributes:
-        model: folder of the initial model.
-        family: architecture family of the model.
-        adapters: description of the adapters; None if all weights are trained.
-        trained: number of trained parameters, of the ``parameters`` of the whole model.
-        steps: optimizer steps of the whole run.
-        resumed_step: number of steps already done; None for a new run.
-        global_batch: examples per step.
-        micro_batch: description of the micro-batch limits.
-        stages: further description of the pipeline stages; may be empty.
-        expert_parallel: number of ranks across which the experts of a layer are partitioned; None for a dense model.
-        precision, reference: the chosen precision and reference mode, each with the reason.
-        folder: run folder.
-        slow_paths: computations that could be faster on this device, and what they need for that.
-    """
+    """Summary of a run before its first step."""
 
     command: str
-    model: str
-    family: str
-    parameters: int
-    adapters: str | None
-    trained: int
+    model: str  # folder of the initial model
+    family: str  # architecture family of the model
+    parameters: int  # of the whole model
+    adapters: str | None  # description; None if all weights are trained
+    trained: int  # number of trained parameters
     splits: Mapping[str, SplitRows]
-    steps: int
+    steps: int  # of the whole run
     steps_per_epoch: int
-    resumed_step: int | None
-    global_batch: int
-    micro_batch: str
+    resumed_step: int | None  # number of steps already done; None for a new run
+    global_batch: int  # examples per step
+    micro_batch: str  # description of the limits
     data_parallel: int
     context_parallel: int
     tensor_parallel: int
     pipeline_parallel: int
-    stages: str
+    stages: str  # further description of the pipeline stages; may be empty
     sequence_parallel: bool
     device: str
-    precision: str
+    precision: str  # with the reason, like ``reference``
     reference: str
-    folder: str
-    slow_paths: Sequence[str] = ()
-    expert_parallel: int | None = None
+    folder: str  # run folder
+    slow_paths: Sequence[str] = ()  # computations that could be faster on this device, and what they need for that
+    expert_parallel: int | None = None  # ranks across which the experts of a layer are partitioned; None for a dense model
 
     def __str__(self) -> str:
-        """Format the summary as a table."""
         what = "all trained" if self.adapters is None else f"{short(self.trained)} in adapters trained"
         resumed = "" if self.resumed_step is None else f", resumed after step {self.resumed_step}"
         ranks = self.data_parallel * self.context_parallel * self.tensor_parallel * self.pipeline_parallel
@@ -120,35 +96,22 @@ class RunStart:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """Summary of a run after training.
-
-    Attributes:
-        step, steps: the last step done, and the steps of the whole run.
-        seconds: wall-clock time since the first step of the new or resumed run.
-        stopped_by: limit that ended the run before its last step; None if there was none.
-        early_stopping: reason for early stopping; None if the run was not stopped early.
-        reached: first and last value of each metric by label, see :func:`figures_of`.
-        best: the best checkpoint, with the reason.
-        exports: path of each export, and how to load it, by label.
-        train_longer: overrides to append to the command to train longer.
-        metrics: location of the metrics.
-    """
+    """Summary of a run after training."""
 
     command: str
-    step: int
-    steps: int
+    step: int  # the last step done
+    steps: int  # of the whole run
     steps_per_epoch: int
-    seconds: float
-    stopped_by: str | None
-    reached: Mapping[str, str]
-    best: str
-    exports: Mapping[str, str]
-    train_longer: str
-    metrics: str
-    early_stopping: str | None = None
+    seconds: float  # wall-clock time since the first step of the new or resumed run
+    stopped_by: str | None  # limit that ended the run before its last step; None if there was none
+    reached: Mapping[str, str]  # first and last value of each metric by label, see :func:`figures_of`
+    best: str  # the best checkpoint, with the reason
+    exports: Mapping[str, str]  # path of each export, and how to load it, by label
+    train_longer: str  # overrides to append to the command to train longer
+    metrics: str  # their location
+    early_stopping: str | None = None  # reason; None if the run was not stopped early
 
     def __str__(self) -> str:
-        """Format the summary as a table."""
         stopped_by = self.stopped_by if self.early_stopping is None else "early stopping"
         state = "finished" if stopped_by is None else f"stopped by {stopped_by}"
         of = f"step {self.step:,} of {self.steps:,} ({epochs(self.step, self.steps_per_epoch)})"
@@ -165,10 +128,7 @@ class RunEnd:
 
 
 def layout_text(*, data: int, context: int, tensor: int, pipeline: int, stages: str, sequence_parallel: bool) -> str:
-    """Describe the degrees of parallelism, whose product is the number of ranks.
-
-    ``stages`` is a further description of the pipeline stages; it may be empty.
-    """
+    """Describe the degrees of parallelism, whose product is the number of ranks; ``stages`` may be empty."""
     degrees = [(data, "data"), (context, "context"), (tensor, "tensor"), (pipeline, "pipeline")]
     text = " x ".join(f"{degree} {name}" for degree, name in degrees if name != "context" or degree > 1)
     return f"{text} parallel{f' ({stages})' if stages else ''}{', sequence parallel' if sequence_parallel else ''}"

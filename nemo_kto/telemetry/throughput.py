@@ -38,31 +38,21 @@ _BF16_PEAKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputMeter:
-    """Converter from the counts of a step to throughput.
-
-    Attributes:
-        peak_memory: return the peak memory of this rank so far, in bytes.
-        peak_flops: peak FLOP/s of one device (:func:`device_peak_flops`); None leaves the utilisation out.
-    """
+    """Converter from the counts of a step to throughput."""
 
     world_size: int
-    peak_memory: Callable[[], int]
-    peak_flops: float | None = None
+    peak_memory: Callable[[], int]  # of this rank so far, in bytes
+    peak_flops: float | None = None  # FLOP/s of one device (:func:`device_peak_flops`); None: no utilisation
 
     def figures(
         self, *, seconds: float, tokens: int, padded_tokens: int, flops: float, kl_tokens: int = 0
     ) -> dict[str, float]:
         """Return the throughput of a step, from its wall-clock time and its counts over the global batch.
 
-        Args:
-            tokens: training tokens, without padding.
-            padded_tokens: tokens, KL tokens and padding together.
-            kl_tokens: tokens of the KL examples, without padding.
-
-        Returns:
-            tokens_per_sec, tokens_per_sec_per_rank, padding_fraction (0 to 1), peak_memory_gb (10^9 bytes, this rank),
-            kl_tokens_per_sec if there are KL examples, and mfu (model FLOPs utilisation: model FLOP/s as a fraction of the
-            peak of all devices, 0 to 1) if the peak is known.
+        ``tokens`` and ``kl_tokens`` (of the KL examples) exclude padding; ``padded_tokens`` is both with padding. The names
+        are tokens_per_sec, tokens_per_sec_per_rank, padding_fraction (0 to 1), peak_memory_gb (10^9 bytes, this rank),
+        kl_tokens_per_sec if there are KL examples, and mfu (model FLOPs utilisation: model FLOP/s as a fraction of the peak
+        of all devices, 0 to 1) if the peak is known.
         """
         report = {
             "tokens_per_sec": tokens / seconds,
@@ -78,10 +68,7 @@ class ThroughputMeter:
 
 
 def device_peak_flops(device: torch.device, dtype: torch.dtype, *, name: str) -> float | None:
-    """Return the peak FLOP/s of a device without sparsity; None if it is in no table, or not with operands of this dtype.
-
-    ``name``: product name of the device, as reported by torch.
-    """
+    """Return the peak FLOP/s without sparsity of a device with torch's ``name``; None if no table has it for this dtype."""
     if device.type == "cpu":
         return None
     if dtype == torch.bfloat16 and name in _BF16_PEAKS:

@@ -16,19 +16,14 @@ _DURATION = re.compile(r"(\d+):(\d{1,2}):(\d{1,2}):(\d{1,2})")
 
 @dataclass(kw_only=True, eq=False)
 class PhaseTimers:
-    """Wall-clock seconds of the phases of a step, such as "reference", "kl" or "forward_backward".
+    """Wall-clock seconds of the phases of a step, such as "reference"; the time of a nested phase is counted in both phases.
 
-    The time of a nested phase is counted in both phases.
-
-    Attributes:
-        observe: return a context that is entered and left with each phase, given its name.
-        clock: return the current time as an object; the difference of two is in seconds. With a device clock, a time is
-            only reached when the device has finished the work queued before, so that the time of a kernel belongs to the
-            phase that queued it.
+    With a device clock, a time is only reached when the device has finished the work queued before, so that the time of a
+    kernel belongs to the phase that queued it.
     """
 
-    observe: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext
-    clock: Callable[[], Any] = time.perf_counter
+    observe: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext  # context for each phase, by name
+    clock: Callable[[], Any] = time.perf_counter  # the difference of two times is in seconds
 
     def __post_init__(self) -> None:
         self._spans: list[tuple[str, Any, Any]] = []  # (name, begin, end)
@@ -53,11 +48,7 @@ class PhaseTimers:
 
 
 def parse_duration(text: str) -> int:
-    """Return the seconds of a duration in the format DD:HH:MM:SS, such as "00:03:45:00".
-
-    Raises:
-        ValueError: the text has another format, or hours, minutes or seconds are out of range.
-    """
+    """Return the seconds of a duration DD:HH:MM:SS, such as "00:03:45:00"; ValueError for another format or range."""
     if match := _DURATION.fullmatch(text.strip()):
         days, hours, minutes, seconds = map(int, match.groups())
         if hours < 24 and minutes < 60 and seconds < 60:
@@ -73,35 +64,24 @@ def duration_text(seconds: float) -> str:
 
 
 class StopReason(NamedTuple):
-    """Reason why a run ends before its last step.
-
-    ``early``: the run must end at once, with a checkpoint but without validation and export.
-    """
+    """Reason why a run ends before its last step."""
 
     text: str
-    early: bool
+    early: bool  # the run must end at once, with a checkpoint but without validation and export
 
 
 @dataclass(kw_only=True, eq=False)
 class RunTimer:
     """Timer that decides, equally on all ranks, whether a run must stop because of its time limit or a signal.
 
-    Attributes:
-        max_time: time limit as DD:HH:MM:SS; None for no limit.
-        started: start time by ``clock``; None for the time at which :meth:`start_time` is called.
-        received: return the number of the stop signal that this rank received, or 0.
-        agree: return the maximum of an integer over all ranks, so that all ranks stop together; None for a single rank.
-        requeue: the job is requeued at once, so that the run also ends early when the time limit is reached.
-
-    Raises:
-        ValueError: ``max_time`` has another format.
+    Raises ValueError if ``max_time`` has another format.
     """
 
-    max_time: str | None
-    started: float | None = None
-    received: Callable[[], int] | None = None
-    agree: Callable[[int], int] | None = None
-    requeue: bool = False
+    max_time: str | None  # time limit as DD:HH:MM:SS; None for no limit
+    started: float | None = None  # start time by ``clock``; None for the time at which :meth:`start_time` is called
+    received: Callable[[], int] | None = None  # number of the stop signal that this rank received, or 0
+    agree: Callable[[int], int] | None = None  # maximum over all ranks, so that all stop; None for a single rank
+    requeue: bool = False  # the job is requeued at once, so that the run also ends early at the time limit
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
@@ -115,8 +95,7 @@ class RunTimer:
     def stop_reason(self) -> StopReason | None:
         """Return why the run must stop now, or None; collective if ``agree`` is set.
 
-        Raises:
-            RuntimeError: there is a time limit, but no start time.
+        Raises RuntimeError if there is a time limit, but no start time.
         """
         number = self.received() if self.received is not None else 0
         time_is_over = False

@@ -26,19 +26,12 @@ _PAUSE = 50  # steps without a further warning after a warning
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
-    """Times of one rank, in seconds per step on average.
-
-    Attributes:
-        host: name of the machine.
-        stage: pipeline stage of the rank; different stages have different work.
-        step: time of the whole step.
-        phases: time of each phase by name.
-    """
+    """Times of one rank, in seconds per step on average."""
 
     host: str
-    stage: int
-    step: float
-    phases: Mapping[str, float]
+    stage: int  # pipeline stage; different stages have different work
+    step: float  # the whole step
+    phases: Mapping[str, float]  # time of each phase by name
 
     @property
     def own(self) -> float:

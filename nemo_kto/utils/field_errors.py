@@ -24,14 +24,11 @@ _OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_e
 
 
 class Field(NamedTuple):
-    """One key of a section: its type, the metadata of the type and of its type arguments, and whether it may change.
-
-    ``resume`` is the marker of the key or, if it has none, of the innermost section with one.
-    """
+    """One key of a section: its type, and the metadata of the type and of its type arguments."""
 
     annotation: object
     metadata: list[object]
-    resume: MustStay | MayChange | None = None
+    resume: MustStay | MayChange | None = None  # marker of the key, else of the innermost section with one
 
     @property
     def section(self) -> type[BaseModel] | None:

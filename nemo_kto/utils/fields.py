@@ -36,15 +36,10 @@ class Remedy:
 
 @dataclass(frozen=True)
 class MustStay:
-    """The value must stay the same in a resumed run. On a section: for its keys without a marker.
+    """The value must stay the same in a resumed run. On a section: for its keys without a marker."""
 
-    Attributes:
-        meaning: what is compared.
-        verbatim: whether the value itself is compared; otherwise ``run.facts`` derives the facts to compare from it.
-    """
-
-    meaning: str = "the same"
-    verbatim: bool = True
+    meaning: str = "the same"  # what is compared
+    verbatim: bool = True  # compare the value itself; otherwise the facts that ``run.facts`` derives from it
 
 
 @dataclass(frozen=True)
@@ -69,13 +64,7 @@ class Check:
 
 
 def check(holds: Callable[..., object], text: str, remedy: str = "") -> AfterValidator:
-    """Return field metadata with a :class:`Check`.
-
-    Args:
-        holds: predicate that is true for valid values.
-        text: the constraint; it follows "must" in the error message.
-        remedy: as in :class:`Remedy`.
-    """
+    """Return metadata with a :class:`Check`; ``text`` follows "must" in the message, ``remedy`` is as in :class:`Remedy`."""
     return AfterValidator(Check(holds, text, remedy))
 
 

@@ -53,12 +53,9 @@ _FORMATS = (
 
 
 def open_file(file: str | Path) -> BinaryIO:
-    """Open a regular file, or a link to one, for reading.
+    """Open a regular file, or a link to one, for reading; OSError otherwise, whose ``strerror`` tells the cases apart.
 
     Other kinds are rejected without blocking: a FIFO would block until it has a writer, and a device may never end.
-
-    Raises:
-        OSError: the file cannot be opened or is not a regular file; ``strerror`` tells the cases apart.
     """
     _check_regular(file, os.stat(file))  # before opening, because opening alone can move a device
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
@@ -99,10 +96,7 @@ def read_bytes(file: str | Path, *, limit: int = MAX_FILE_BYTES) -> bytes:
 
 
 def read_lines(handle: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of an open file.
-
-    For a line longer than MAX_LINE_BYTES, yield its first MAX_LINE_BYTES + 1 bytes and stop.
-    """
+    """Yield the lines of an open file; of a line above MAX_LINE_BYTES, yield its first MAX_LINE_BYTES + 1 bytes and stop."""
     while line := handle.readline(MAX_LINE_BYTES + 1):
         yield line
         if len(line) > MAX_LINE_BYTES:
@@ -116,11 +110,7 @@ def other_format(start: bytes) -> str | None:
 
 
 def read_json(file: Path, *, remedy: str = "download or write it again") -> dict[str, Any]:
-    """Read the JSON object in an untrusted file.
-
-    Raises:
-        UserError: the file cannot be read or is not a JSON object; the message names the file and ends with the remedy.
-    """
+    """Read the JSON object in an untrusted file; on failure raise a UserError with the file and the remedy."""
     try:
         raw = read_bytes(file)
     except OSError as error:
@@ -147,13 +137,10 @@ def refuse_code(file: Path, content: Mapping[str, object]) -> None:
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """Return the path of a file in a model folder after checking that its links stay within the model's own files.
+    """Return the path of a file in a model folder; UserError if the file, or the target of its link, is outside the model.
 
     A link may point to another file in the folder. In Hugging Face's cache it may point to the blobs of the same model
     (models--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH). The folder itself may be a link.
-
-    Raises:
-        UserError: the file is outside the model.
     """
     if "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
         raise UserError(f"{folder} must contain all its files, got {name!r}, which is outside; {_OUTSIDE}")
@@ -179,14 +166,9 @@ def publish_file(target: Path, *, private: bool = False, durable: bool = True) -
     """Write a file atomically: yield a temporary path, and rename it to ``target`` at the end of the block.
 
     No file appears if the block raises or removes the temporary file. Any number of processes may publish the same file at
-    the same time. The content is flushed to disk before the rename, so that after a crash of the machine ``target`` is
-    either the complete new file or the previous one.
-
-    Args:
-        target: final path.
-        private: only the user may read the file, also while it is written; otherwise the umask applies.
-        durable: wait for the disk. False for a file whose content is verified at every read: it may be damaged after a
-            crash of the machine.
+    the same time. With ``private``, only the user may read the file, also while it is written. With ``durable``, the content
+    is flushed to disk before the rename, so that after a crash of the machine ``target`` is either the complete new file or
+    the previous one; False is for a file whose content is verified at every read.
     """
     writing = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
     try:

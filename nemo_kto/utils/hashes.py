@@ -49,15 +49,10 @@ def _read_hash(file: Path) -> str | None:
 
 
 def hash_once(file: Path, *, cache_dir: Path, private: bool) -> str:
-    """Return the SHA-256 of a file; for a large file, cache it until size, timestamps or inode of the file change.
+    """Return the SHA-256 of a file; if it has at least MIN_KEPT_BYTES, its hash is cached in ``cache_dir``/hashes.
 
-    ctime, the time of the last change to a file or its name, cannot be set back, so that a changed file is always read
-    again.
-
-    Args:
-        file: file of any size; one smaller than ``MIN_KEPT_BYTES`` is read each time.
-        cache_dir: folder of the cache, which contains the cached hashes in "hashes".
-        private: only the user may read the cached hashes.
+    It is computed again if size, timestamps or inode of the file change; ctime cannot be set back, so that no change is
+    missed. With ``private``, only the user may read the cached hashes.
     """
     state = file.stat()
     if state.st_size < MIN_KEPT_BYTES:

@@ -14,7 +14,6 @@ class _LazyModule(ModuleType):
 def lazy_import(name: str) -> ModuleType:
     """Return a stand-in for a module that imports it when one of its attributes is first read.
 
-    Used for torch, which takes seconds to import, in modules that are also loaded just to check a command line. Type
-    checkers see the real import under TYPE_CHECKING.
+    Used for torch, which takes seconds to import, in modules that are also loaded just to check a command line.
     """
     return _LazyModule(name)

@@ -39,19 +39,13 @@ _JOBS = {"SLURM_JOB_ID": "SLURM job", "PBS_JOBID": "PBS job", "LSB_JOBID": "LSF 
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """The holder of a lock.
-
-    Attributes:
-        machine: boot id: it changes at every boot, and all containers of a machine share it.
-        job: description of the job of the batch system; None outside of one.
-        since: when the lock was taken, in seconds since 1970.
-    """
+    """The holder of a lock."""
 
     host: str
     pid: int
-    machine: str
-    job: str | None
-    since: float
+    machine: str  # boot id: it changes at every boot, and all containers of a machine share it
+    job: str | None  # description of the job of the batch system; None outside of one
+    since: float  # when the lock was taken, in seconds since 1970
 
     def __str__(self) -> str:
         began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
@@ -78,18 +72,11 @@ def owner_file(file: Path) -> Path:
 
 @contextlib.contextmanager
 def locked(file: Path, *, when_held: Callable[[str], None], private: bool = False) -> Iterator[None]:
-    """Hold the lock ``file`` during the block.
+    """Hold the lock ``file``, whose folder must exist, during the block; OSError if it or the owner file cannot be written.
 
-    A process does not exclude itself, and processes that it forks do not hold the lock.
-
-    Args:
-        file: path of the lock; its folder must exist.
-        when_held: called once with a description of the holder if another process holds the lock; the lock is then waited
-            for, unless this call raises.
-        private: only the user may read the owner file.
-
-    Raises:
-        OSError: If the lock cannot be opened or the owner file cannot be written.
+    If another process holds the lock, ``when_held`` is called once with a description of it; the lock is then waited for,
+    unless this call raises. A process does not exclude itself, and processes that it forks do not hold the lock. With
+    ``private``, only the user may read the owner file.
     """
     owner, text = owner_file(file), json.dumps(vars(this_process()))
     handle = _acquire(file, when_held, 0o600 if private else 0o666)
@@ -122,10 +109,8 @@ def one_writer(target: Path, *, private: bool, part: str = "") -> Iterator[None]
     """Let one process at a time write ``target``, a file or folder of a shared cache; the others wait.
 
     A process that waited should check whether ``target`` exists now. Temporary files of ``target`` that killed processes
-    left are removed. Where no lock is available, several processes may do the same work.
-
-    ``part`` is a suffix of the lock's name, for parts of ``target`` that may be written at the same time. ``private``: only
-    the user may read the owner file.
+    left are removed. Where no lock is available, several processes may do the same work. ``part`` is a suffix of the lock's
+    name, for parts of ``target`` that may be written at the same time.
     """
 
     def report(who: str) -> None:

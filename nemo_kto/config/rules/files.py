@@ -1,7 +1,6 @@
 """Rules for the files that a configuration names: model, tokenizer, adapters, data, folders.
 
-The checks run before anything is loaded and import neither transformers nor megatron-core. Errors that only a loaded model
-can show are reported when it is loaded.
+The checks load nothing and import neither transformers nor megatron-core.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def _raised(key: str, action: Callable[[], object]) -> Errors:
 
 
 def _source_rules(key: str, files: ModelFiles) -> Errors:
-    """Find errors in a model: in its configuration and the headers of its weight files."""
+    """Check a model's configuration and the headers of its weight files."""
     source = files.source
     if files.is_checkpoint:
         try:
@@ -188,10 +187,7 @@ def _adapter_layers(run: ResolvedRun, layers: int | None) -> Errors:
 
 
 def _target_rules(run: ResolvedRun, config: Mapping[str, object], family: Family) -> Errors:
-    """Check that the target modules are linear layers that the model has as separate modules, and that DoRA fits them.
-
-    Whether embeddings are tied by default is known only once the model is loaded.
-    """
+    """Check that the target modules are linear layers that the model has as separate modules, and that DoRA fits them."""
     tuning = run.cfg.model.peft.lora_tuning
     separate = {hf_module(name) for mapping in adaptable(family) for name in mapping.hf_names}
     targets = [target for target in tuning.target_modules if target in TARGET_MODULES]
@@ -204,6 +200,7 @@ def _target_rules(run: ResolvedRun, config: Mapping[str, object], family: Family
     if tuning.dora and chosen & of_experts:
         text = "must be false with adapters on experts, for which peft has no DoRA, got true; adapt only the attention"
         yield ConfigError(_DORA, text, (_MODEL, _SCHEME, _TARGETS))
+    # whether embeddings are tied by default is known only once the model is loaded
     tied, has_embedding = bool(config.get("tie_word_embeddings")), EMBEDDING in tuning.target_modules
     if has_embedding and run.adapters is not None and (problem := embedding_problem(run.adapters, tied=tied)):
         got = f"{problem}, got {', '.join(tuning.target_modules)}"
@@ -211,10 +208,7 @@ def _target_rules(run: ResolvedRun, config: Mapping[str, object], family: Family
 
 
 def _first_rows(run: ResolvedRun) -> Errors:
-    """Check that data files can be read, and that the tokenizer has a chat template if rows have messages.
-
-    Only the first row of each file is read.
-    """
+    """Check that the first row of each file can be read, and that the tokenizer has a chat template if it has messages."""
     prefix, folder = run.cfg.model.data.data_prefix, run.files.hf_folder
     try:
         sources = read_data_prefix(prefix)

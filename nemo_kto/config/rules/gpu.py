@@ -16,14 +16,10 @@ from nemo_kto.errors import ConfigError, UserError
 
 
 def check_transformer_engine() -> None:
-    """Check that Transformer Engine, which is optional, can be imported; do nothing on the CPU.
+    """Raise UserError if Transformer Engine is installed and cannot be imported; do nothing on the CPU.
 
-    The check comes before the import by megatron-core, which would fail with a traceback. On an ImportError, megatron-core
-    falls back to its own layers. Transformer Engine raises other errors if it is the empty shell that
-    `pip install transformer-engine` installs, or if its parts have different versions.
-
-    Raises:
-        UserError: If Transformer Engine is installed and cannot be imported.
+    Importing megatron-core would fail with a traceback: it handles an ImportError, but Transformer Engine raises others if
+    it is the empty shell that `pip install transformer-engine` installs, or if its parts have different versions.
     """
     if not device.on_gpu():
         return
@@ -57,17 +53,11 @@ _MOMENTS, _FP8 = "model.optim.moments_dtype", "model.fp8"
 
 @dataclass(frozen=True, kw_only=True)
 class Computes:
-    """The hardware and software that a run computes with.
-
-    Attributes:
-        on_gpu: whether the run uses GPUs.
-        engine: version of Transformer Engine; None if absent.
-        capability: CUDA compute capability of the GPU; None if not known yet.
-    """
+    """The hardware and software that a run computes with."""
 
     on_gpu: bool
-    engine: tuple[int, int] | None
-    capability: tuple[int, int] | None = None
+    engine: tuple[int, int] | None  # version of Transformer Engine; None if absent
+    capability: tuple[int, int] | None = None  # CUDA compute capability of the GPU; None if not known yet
 
 
 def computes_here(*, on_gpu: bool) -> Computes:
@@ -76,11 +66,7 @@ def computes_here(*, on_gpu: bool) -> Computes:
 
 
 def check_gpu(run: ResolvedRun) -> None:
-    """Check the rules on a rank, where precision, GPU and importable packages are known.
-
-    Raises:
-        UserError: If options are not supported; the message lists all of them.
-    """
+    """Check the rules on a rank, where precision, GPU and importable packages are known; raise UserError with all errors."""
     from nemo_kto.device.dtypes import DTYPES
     from nemo_kto.device.kernels import uses_transformer_engine
 
@@ -95,11 +81,9 @@ def check_gpu(run: ResolvedRun) -> None:
 
 
 def gpu_rules(run: ResolvedRun, computes: Computes | None) -> Iterator[ConfigError]:
-    """Find options that the hardware or software does not support, without reading the model.
+    """Find options that hardware or software (``computes``, None if not known) does not support; the model is not read.
 
-    Args:
-        run: trainer.precision=auto counts as bf16, which it is on every GPU that supports any of these options.
-        computes: None if not known.
+    trainer.precision=auto counts as bf16, which it is on every GPU that supports any of these options.
     """
     model, optim = run.cfg.model, run.cfg.model.optim
     if optim.offload_fraction and optim.moments_dtype != "fp32":
@@ -143,8 +127,7 @@ def _version(numbers: tuple[int, int]) -> str:
 def model_gpu_rules(run: ResolvedRun, computes: Computes) -> Iterator[ConfigError]:
     """Find all options that hardware, software or the model's architecture do not support.
 
-    Raises:
-        UserError: the architecture is needed and cannot be read.
+    Raises UserError if the architecture is needed and cannot be read.
     """
     yield from gpu_rules(run, computes)
     yield from _fp8_rules(run)

@@ -112,11 +112,7 @@ def _layer_rules(run: ResolvedRun, layers: int) -> Errors:
 
 
 def _split_remedy(split: PipelineSplit, name: str, layers: int) -> str:
-    """Return the nearest valid values of the field ``name`` as a remedy.
-
-    For the number of stages, also suggest other ends of the pipeline with which this number is valid: either the embedding
-    or the loss no longer counts as a layer, or the last stage gets another number of layers.
-    """
+    """Return the nearest valid values of the field ``name``; for the number of stages, also other ends of the pipeline."""
 
     def fits(**changes: Any) -> bool:
         return replace(split, **changes).fits(layers)
@@ -184,7 +180,6 @@ def expert_rules(run: ResolvedRun, config: Mapping[str, Any], family: Family) ->
 
 
 def _adapted_expert_rules(run: ResolvedRun, modules: list[str], shards: int) -> Errors:
-    """Check the requirements of adapters on the given modules of the experts."""
     if shards > 1:
         text = f"must be 1 with adapters on experts ({', '.join(modules)}), which cannot be sharded, got {shards}; set it"
         remedy = f"or adapt only the attention: {_TARGETS}=[attention]"
@@ -198,10 +193,7 @@ def _adapted_expert_rules(run: ResolvedRun, modules: list[str], shards: int) -> 
 def _trained_expert_rules(
     run: ResolvedRun, config: Mapping[str, Any], fields: ExpertFields, adapters: LoRASettings | None
 ) -> Errors:
-    """Check that either all pipeline stages train experts or none does.
-
-    This is required because the gradient norm of the experts is summed over all stages.
-    """
+    """Check that all pipeline stages train experts, or none: the experts' gradient norm is summed over all stages."""
     layers, split = config.get("num_hidden_layers"), run.split
     if layers is None or not split.fits(layers):
         return

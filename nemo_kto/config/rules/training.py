@@ -23,11 +23,8 @@ def run_errors(
 ) -> list[ConfigError]:
     """Find all errors in a configuration that its types do not show.
 
-    Args:
-        run: the configuration and what follows from it.
-        world: the ranks that were started; None if the run starts its own.
-        sweep: whether the run is one of several jobs; keys that its loss does not use may be for the other jobs.
-        elsewhere: whether the run will be on another machine, so that this one is not checked.
+    ``world``: the ranks that were started; None if the run starts its own. With ``sweep``, keys that the loss does not use
+    are accepted, because they may be for other jobs; with ``elsewhere``, this machine is not checked.
     """
     checks: list[Callable[[ResolvedRun], Errors]] = [
         *([] if elsewhere else [partial(_machine_rules, world=world)]),
@@ -144,7 +141,7 @@ def _loss_rules(run: ResolvedRun) -> Errors:
 
 
 def unused_keys(run: ResolvedRun) -> Errors:
-    """Find keys that were given and that the loss does not use: options of other losses, and default rewards.
+    """Find options of other losses and default rewards that were given and are not used.
 
     Values equal to the defaults of those options are accepted, because NeMo-Aligner's file contains them.
     """

@@ -28,8 +28,7 @@ _CHECKPOINTS, _STOPPING = "exp_manager.checkpoint_callback_params", "exp_manager
 def monitor_rules(run: ResolvedRun, key: str) -> Errors:
     """Check that the monitor of checkpoints or of early stopping, the value of ``key``, is a metric of the loss.
 
-    If validation sets have names, it must be the metric of one set. The mean over the sets is not offered, because only the
-    user knows which sets count and how much.
+    With named validation sets, it must be that of one set, not a mean, because only the user knows which sets count.
     """
     recipe, sets, anchor = run.cfg.recipe, validation_names(run.cfg.model.data.data_prefix), run.cfg.loss.record.anchor
     monitor = getattr(run.cfg.exp_manager, key.split(".")[1]).monitor
@@ -47,10 +46,7 @@ def monitor_rules(run: ResolvedRun, key: str) -> Errors:
 
 
 def set_name_rules(run: ResolvedRun) -> Errors:
-    """Check that the names of validation sets make no two metrics share a name.
-
-    The metrics of a set must differ from those of other sets and from metrics that belong to no set.
-    """
+    """Check that the metrics of each validation set have names that no other set and no other metric uses."""
     reported = (*run.cfg.recipe.metrics, *run.cfg.recipe.anchors.values(), *OTHER_METRICS)
     taken = dict.fromkeys(reported, UNNAMED)  # name of a metric or a set -> the set that uses it
     for name in validation_names(run.cfg.model.data.data_prefix):

@@ -113,7 +113,7 @@ def kto_custom_collate(
     with_kl: bool = True,
     kept: Sequence[int] | None = None,
 ) -> KTOBatch:
-    """Collate the examples ``kept`` of one global batch into tensors.
+    """Collate the examples ``kept`` of one global batch into tensors; ``kept`` are indices, None: all.
 
     Args:
         batch: ALL examples of the global batch, because KL examples are formed over all of them, not only over those kept.
@@ -121,14 +121,10 @@ def kto_custom_collate(
             ``sample_labels`` and ``preference``, and optionally ``weight``.
         eos_id: token for padding on the right; it also ends documents for the three options that follow.
         reset_position_ids: positions restart at 0 after each EOS.
-        reset_attention_mask: tokens attend only to their own document, which ends with an EOS; the mask is then
-            [B, 1, S, S].
-        eod_mask_loss: the token after an EOS, which begins another document, is not trained on; the EOS itself is. This is
-            the loss mask of Megatron, which excludes tokens predicted from an EOS.
+        reset_attention_mask: tokens attend only to their own document; the mask is then [B, 1, S, S].
+        eod_mask_loss: the token after an EOS is not trained on, as in Megatron's loss mask; the EOS itself is.
         seq_length: maximum sequence length, to which the responses of KL examples are truncated. None: no limit.
         pad_to_multiple: the common length S is a multiple of this number.
-        with_kl: also make KL examples.
-        kept: indices of the B examples to keep; None: all.
 
     Raises:
         ValueError: ``with_kl`` is set and the batch has a single example, a sample is longer than ``seq_length``, or the
@@ -180,14 +176,11 @@ def dpo_custom_collate(
     seq_length: int | None = None,
     pad_to_multiple: int = 1,
 ) -> DPOBatch:
-    """Collate pairs into tensors.
+    """Collate pairs into tensors, with one length S for both answers; the options are those of :func:`kto_custom_collate`.
 
     Pairs may be mappings in the format of NeMo-Aligner, with ``chosen``, ``chosen_length``, ``chosen_labels`` and
-    ``chosen_reward``, the same for ``rejected``, and optionally ``weight``. The length S is the same for both answers. The
-    options are those of :func:`kto_custom_collate`.
-
-    Raises:
-        ValueError: a sequence is longer than ``seq_length``, or the labels of a mapping do not match its response.
+    ``chosen_reward``, the same for ``rejected``, and optionally ``weight``. Raises ValueError if a sequence is longer than
+    ``seq_length``, or the labels of a mapping do not match its response.
     """
     pairs = [item if isinstance(item, DPOExample) else _dpo_example(item) for item in batch]
     padding = _Padding(eos_id, reset_position_ids, reset_attention_mask, eod_mask_loss, seq_length, pad_to_multiple)
@@ -244,8 +237,6 @@ class _Padded(NamedTuple):
 
 @dataclass(frozen=True)
 class _Padding:
-    """Arguments of the collate functions, see :func:`kto_custom_collate`."""
-
     eos_id: int
     reset_position_ids: bool
     reset_attention_mask: bool

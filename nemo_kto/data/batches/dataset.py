@@ -66,20 +66,13 @@ class DPOExample:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitCounts:
-    """Counts of one split; for a blend, counts of one epoch.
+    """Counts of one split; for a blend, counts of one epoch."""
 
-    Attributes:
-        rows: number of examples, or pairs.
-        desirable: number of desirable examples; None for pairs.
-        tokens: number of tokens in prompts and answers, after truncation; the prompt of a pair counts once per answer.
-        cut_prompts, cut_responses: number of examples, or pairs, whose prompt or any of whose answers was truncated.
-    """
-
-    rows: int
-    desirable: int | None
-    tokens: int
-    cut_prompts: int
-    cut_responses: int
+    rows: int  # examples or pairs
+    desirable: int | None  # None for pairs
+    tokens: int  # in prompts and answers, after truncation; the prompt of a pair counts once per answer
+    cut_prompts: int  # examples or pairs with a truncated prompt
+    cut_responses: int  # examples or pairs with any truncated answer
 
     @property
     def classes(self) -> dict[str, int]:
@@ -137,10 +130,9 @@ class _TokenDataset(torch.utils.data.Dataset[Example]):
     _defaults: Mapping[str, float] = {}  # column -> value in examples without one
 
     def __init__(self, *, table: datasets.Dataset, index: np.ndarray, files: Sequence[FileOfTable] = ()) -> None:
-        """Create a view of examples as stored by ``TokenCache``.
+        """Create a view of the examples at the positions ``index`` [N] of a table of ``TokenCache``.
 
-        ``index`` [N] is the position of each example in the table; ``files``, from which the table was made in this order,
-        are needed only by :meth:`names`.
+        ``files``, from which the table was made in this order, are needed only by :meth:`names`.
         """
         self._table = table.with_format("arrow")
         self._index = index
@@ -168,7 +160,6 @@ class _TokenDataset(torch.utils.data.Dataset[Example]):
         return examples_hash([Path(file["filename"]) for file in self._table.cache_files], self._index)
 
     def origins(self, places: Sequence[int]) -> list[Origin]:
-        """Return the origin of each example and whether it was truncated."""
         table = self._table[self._index[np.asarray(places)].tolist()]
         columns = [table.column(name).to_pylist() for name in ("line", "prompt_cut", "response_cut")]
         return [Origin(*values) for values in zip(*columns, strict=True)]
@@ -203,7 +194,6 @@ class _TokenDataset(torch.utils.data.Dataset[Example]):
         )
 
     def _number_of(self, column: str) -> int:
-        """Return the number of examples for which a column of the table is true."""
         return int(self._table.data.column(column).to_numpy()[self._index].sum())
 
 
@@ -246,17 +236,12 @@ AnyDataset = TypeVar("AnyDataset", KTODataset, DPODataset)
 
 @dataclass(frozen=True, kw_only=True)
 class Splits(Generic[AnyDataset]):
-    """Datasets of a run; None for a split without data.
-
-    Attributes:
-        validation: name of each validation set -> its dataset; a single set without a name has the empty name.
-        warnings: unexpected treatment of columns and rows, one line each.
-    """
+    """Datasets of a run; None for a split without data."""
 
     train: AnyDataset | None
-    validation: Mapping[str, AnyDataset]
+    validation: Mapping[str, AnyDataset]  # by name; a single set without a name has the empty name
     test: AnyDataset | None
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # unexpected treatment of columns and rows, one line each
 
     @property
     def in_use(self) -> dict[str, AnyDataset]:
@@ -284,9 +269,7 @@ def build_splits(
     preprocess_workers: int | None = 1,
     progress: Progress = show_nothing,
 ) -> Splits[AnyDataset]:
-    """Build the training, validation and test datasets.
-
-    The examples are tokenised on the first call and memory-mapped from ``cache_dir`` afterwards.
+    """Build the training, validation and test datasets; they are tokenised once and then memory-mapped from ``cache_dir``.
 
     Args:
         kind: ``cache.KTO_EXAMPLES`` or ``cache.DPO_EXAMPLES``.
@@ -296,12 +279,12 @@ def build_splits(
         splits_string: shares of each file (or folder) in the order of its rows, such as "98,2", or "auto", see
             ``sources.split_shares``. None: all rows are for training. It is ignored if ``data_prefix`` itself defines the
             splits.
-        tokenizer, vocab_size: tokenizer and vocabulary size of the model, see ``chat.RecordEncoder``.
+        tokenizer, vocab_size: see ``chat.RecordEncoder``.
         seq_length, truncation_mode, fields: see ``truncation.Truncation`` and ``reader.Fields``.
         seed: determines the order of the examples within a blend.
         cache_dir, cache_shared, cache_verified, preprocess_workers, progress: see ``cache.TokenCache``.
-        min_validation_rows: minimum size of a validation set. The rows of a smaller set are used for training, or dropped
-            if the set has separate files; a smaller named set is an error.
+        min_validation_rows: minimum size of a validation set. The rows of a smaller set are used for training, or dropped if
+            the set has separate files; a smaller named set is an error.
 
     Raises:
         DataError: files are missing, a column of ``fields`` is in no file, or rows are broken (all of them are counted).
@@ -375,8 +358,6 @@ def _unused_columns(of_files: Mapping[Path, FileColumns]) -> Iterator[str]:
 
 
 def _cut(source: Source, table: Table, splits_string: str | None) -> dict[str, Range]:
-    """Return the rows of a source for each split."""
-
     def is_second_of_pair(place: int) -> bool:
         first, second = table.slice(place - 1, 2).column("line").to_pylist()
         return bool(first == second)

@@ -1,7 +1,4 @@
-"""Data loaders, and the assignment of examples to data-parallel ranks.
-
-Shape suffixes: N examples in a global batch.
-"""
+"""Data loaders, and the assignment of examples to data-parallel ranks. Shape suffix: N examples in a global batch."""
 
 from __future__ import annotations
 
@@ -27,17 +24,11 @@ SequenceCost = Callable[[int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class KTOCosts:
-    """Cost of each example of a global batch.
+    """Cost of each example of a global batch."""
 
-    Attributes:
-        cost: cost of the passes over a sample.
-        kl_cost: cost of the passes over its KL example; None if there are no KL examples.
-        seq_length: maximum sequence length, to which the responses of KL examples are truncated.
-    """
-
-    cost: SequenceCost
-    kl_cost: SequenceCost | None
-    seq_length: int
+    cost: SequenceCost  # of the passes over a sample
+    kl_cost: SequenceCost | None  # of the passes over its KL example; None if there are no KL examples
+    seq_length: int  # to which the responses of KL examples are truncated
 
     def __call__(self, batch: Sequence[KTOExample]) -> list[float]:
         """Return the cost of each example: [N], in the order of the batch."""
@@ -64,13 +55,10 @@ class DPOCosts:
 
 
 def balanced_shares(costs_N: Sequence[float], *, ranks: int) -> list[list[int]]:
-    """Assign examples to ranks greedily, so that the total costs of the ranks are balanced.
+    """Assign examples to ranks greedily, so that their total costs are balanced; return the sorted indices for each rank.
 
     Examples are taken in decreasing order of cost; each goes to the rank with the lowest total so far. The largest total is
     at most 4/3 of the optimum (Graham 1969, https://doi.org/10.1137/0117039).
-
-    Returns:
-        For each rank the indices of its examples, in increasing order.
 
     Examples:
         >>> balanced_shares([3.0, 7.0, 4.0, 2.0, 2.0], ranks=2)
@@ -119,13 +107,12 @@ def build_dataloader(
     shares: Callable[..., list[list[int]]] = every_nth,
     num_workers: int = 0,
 ) -> DataLoader[Share]:
-    """Build a loader that yields this rank's share of each global batch of ``sampler``.
+    """Build a loader that yields the share of data-parallel rank ``rank`` of ``size`` in each global batch of ``sampler``.
 
     Every rank reads the whole global batch, because KL examples are formed over all of it; this is cheap, because examples
     are memory-mapped. The start of the next iteration is set on ``loader.batch_sampler`` (see ``GlobalBatchSampler``).
 
     Args:
-        rank, size: rank of this process in the data-parallel group, and size of the group.
         take: (global batch, kept=indices of this rank) -> the item to yield: :func:`share`, or ``kto_custom_collate`` with
             its options bound.
         shares: (global batch, ranks=size) -> indices of the examples of each rank.

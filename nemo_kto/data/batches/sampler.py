@@ -12,29 +12,19 @@ from torch.utils.data import Sampler
 
 @dataclass(kw_only=True, eq=False)
 class GlobalBatchSampler(Sampler[list[int]]):
-    """Sampler that yields the indices of the examples of each global batch of one epoch.
+    """Sampler that yields the indices of the examples of each global batch of an epoch; ValueError if none can be formed.
 
     The order depends only on seed and epoch. Every example occurs once per epoch, except that the incomplete last batch is
     dropped if ``drop_last`` is set. Iterating does not change the state, so that workers may prefetch; the trainer sets the
-    start of an iteration with ``set_position``.
-
-    If ``needs_kl_examples`` is set, a last batch with a single example is merged into the previous batch, because a KL
-    example needs the response of another example.
-
-    Attributes:
-        global_batch_size: number of examples in a batch, over all ranks.
-        shuffle: use a new order in each epoch; otherwise the order of the dataset.
-        drop_last: drop the incomplete last batch (training); otherwise it is used (validation).
-
-    Raises:
-        ValueError: no batch can be formed.
+    start of an iteration with ``set_position``. If ``needs_kl_examples`` is set, a last batch with a single example is
+    merged into the previous batch, because a KL example needs the response of another example.
     """
 
     num_examples: int
-    global_batch_size: int
+    global_batch_size: int  # over all ranks
     seed: int
-    shuffle: bool
-    drop_last: bool
+    shuffle: bool  # new order in each epoch; otherwise the order of the dataset
+    drop_last: bool  # the incomplete last batch: in training, but not in validation
     needs_kl_examples: bool = True
 
     def __post_init__(self) -> None:

@@ -30,34 +30,21 @@ Lengths = dict[str, "array[int]"]  # name of a text (such as "prompt") -> its le
 
 @dataclass(kw_only=True)
 class Counted:
-    """Statistics of a part of a file with N examples, or pairs.
-
-    Attributes:
-        broken: line and error of each broken row.
-        is_last: no further part should be read, see ``records.LastRowError``.
-        lines: [N], line of each example.
-        prompts: [N], hash of each prompt.
-        examples: [N], hash of prompt, answers and label.
-        opposites: [N], hash of the example that would contradict this one.
-        desirable: [N], 1 or 0; 1 for pairs.
-        weights: [N].
-        characters, tokens: lengths of the texts; tokens are counted only with a tokenizer.
-        cut_prompts, cut_answers: number of examples whose prompt, or any of whose answers, would be truncated.
-    """
+    """Statistics of a part of a file with N examples, or pairs."""
 
     columns: FileColumns = field(default_factory=FileColumns)
-    broken: list[tuple[int, str]] = field(default_factory=list)
-    is_last: bool = False
-    lines: array[int] = field(default_factory=lambda: array("q"))
-    prompts: array[int] = field(default_factory=lambda: array("Q"))
-    examples: array[int] = field(default_factory=lambda: array("Q"))
-    opposites: array[int] = field(default_factory=lambda: array("Q"))
-    desirable: array[int] = field(default_factory=lambda: array("b"))
-    weights: array[float] = field(default_factory=lambda: array("d"))
+    broken: list[tuple[int, str]] = field(default_factory=list)  # line and error of each broken row
+    is_last: bool = False  # no further part should be read, see ``records.LastRowError``
+    lines: array[int] = field(default_factory=lambda: array("q"))  # [N], line of each example
+    prompts: array[int] = field(default_factory=lambda: array("Q"))  # [N], hash of each prompt
+    examples: array[int] = field(default_factory=lambda: array("Q"))  # [N], hash of prompt, answers and label
+    opposites: array[int] = field(default_factory=lambda: array("Q"))  # [N], hash of the contradicting example
+    desirable: array[int] = field(default_factory=lambda: array("b"))  # [N], 1 or 0; 1 for pairs
+    weights: array[float] = field(default_factory=lambda: array("d"))  # [N]
     characters: Lengths = field(default_factory=dict)
-    tokens: Lengths = field(default_factory=dict)
-    cut_prompts: int = 0
-    cut_answers: int = 0
+    tokens: Lengths = field(default_factory=dict)  # counted only with a tokenizer
+    cut_prompts: int = 0  # examples whose prompt would be truncated
+    cut_answers: int = 0  # examples any of whose answers would be truncated
 
     def add(self, sides: Sequence[KTORecord], encoded: Sequence[EncodedExample], truncation: Truncation | None) -> None:
         """Count an example, given as one side, or a pair, given as two sides; ``encoded`` is empty without a tokenizer."""
@@ -112,22 +99,15 @@ def _digest(*texts: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PartCheck:
-    """Computation of the statistics of parts of a file, usable in any process.
-
-    Attributes:
-        as_pairs: rows are pairs for DPO; otherwise labelled answers for KTO.
-        encoder: tokenises the records; None: only characters are counted.
-        truncation: truncation to count; None: nothing is truncated.
-    """
+    """Computation of the statistics of parts of a file, usable in any process."""
 
     path: Path
-    as_pairs: bool
+    as_pairs: bool  # rows are pairs for DPO; otherwise labelled answers for KTO
     fields: Fields
-    encoder: RecordEncoder | None = None
-    truncation: Truncation | None = None
+    encoder: RecordEncoder | None = None  # None: only characters are counted
+    truncation: Truncation | None = None  # to be counted; None: nothing is truncated
 
     def __call__(self, part: FilePart) -> Counted:
-        """Return the statistics of a part."""
         counted, broken = Counted(), PartErrors()
         reader = FileReader(fields=self.fields, broken=broken)
         read = reader.dpo_records if self.as_pairs else reader.kto_records
@@ -150,17 +130,11 @@ class PartCheck:
 
 @dataclass(kw_only=True)
 class Report:
-    """Report on all files of a data set.
-
-    Attributes:
-        as_pairs: see :class:`PartCheck`.
-        seq_length: length to which examples are truncated; None: they are not truncated.
-        columns: columns of the rows of each file.
-    """
+    """Report on all files of a data set."""
 
     as_pairs: bool
-    seq_length: int | None = None
-    columns: dict[Path, FileColumns] = field(default_factory=dict, init=False)
+    seq_length: int | None = None  # to which examples are truncated; None: they are not truncated
+    columns: dict[Path, FileColumns] = field(default_factory=dict, init=False)  # of the rows of each file
     _parts: list[Counted] = field(default_factory=list, init=False)
     _files: list[Path] = field(default_factory=list, init=False)  # file of each part
 
@@ -171,7 +145,6 @@ class Report:
         self._files.append(path)
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the report."""
         for path, columns in self.columns.items():
             yield f"{path}: {_count(columns.rows, 'row')}"
             if columns.unused:

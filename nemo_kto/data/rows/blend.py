@@ -35,14 +35,9 @@ def split_ranges(num_rows: int, shares: Sequence[Fraction], joined: Callable[[in
 
 
 def join_small(ranges: dict[str, list[Range]], splits_string: str | None, min_validation_rows: int) -> list[str]:
-    """Move the validation rows to the training split, in place, if there are too few of them.
+    """Move the validation rows to the training split, in place, if there are too few; return warnings, also about test rows.
 
-    Args:
-        ranges: ranges of each split; the ranges of a source are contiguous, in the order of ``SPLITS``.
-        splits_string: the setting that the ranges were made from; None if all rows are for training.
-
-    Returns:
-        Warnings about moved rows, about a validation split without rows and about test rows, which are not used.
+    ``ranges`` were made from ``splits_string``: those of a source are contiguous, in the order of ``SPLITS``.
     """
     rows = _num_rows(ranges)
     total, found, warnings = sum(rows.values()), rows["validation"], []
@@ -95,17 +90,10 @@ def blend(sizes: Sequence[int], weights: Sequence[Fraction], *, seed: int) -> tu
     """Mix sources in exact proportion, in an order that keeps every segment close to this proportion.
 
     An epoch of the blend is the shortest one in which each source has its share and every row of every source is used at
-    least once. The rows of a source are used in passes: no row is repeated before all other rows of its source were used.
+    least once. No row is repeated before all other rows of its source were used. ``weights`` are above 0, in any unit.
 
-    Args:
-        sizes: number of rows of each source, at least 1.
-        weights: share of each source, above 0, in any unit.
-
-    Returns:
-        (source [N], row within the source [N]), int64.
-
-    Raises:
-        UserError: an epoch would use the rows more than a hundred times on average.
+    Returns (source [N], row within the source [N]), int64. Raises UserError if an epoch would use the rows more than a
+    hundred times on average.
     """
     total = sum(weights, Fraction(0))
     shares = [weight / total for weight in weights]

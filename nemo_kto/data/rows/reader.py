@@ -1,7 +1,4 @@
-"""Reader of jsonl files: rows become records.
-
-Columns are renamed. Unused columns are counted, or refused if the prompt would be incomplete without them.
-"""
+"""Reader of jsonl files: rows become records. Unused columns are counted, or refused if the prompt lacks their text."""
 
 from __future__ import annotations
 
@@ -46,17 +43,12 @@ _ANSWER_LIKE = frozenset("answer output generation reply".split())
 
 @dataclass(frozen=True)
 class Fields:
-    """Mapping of column names (``model.data.fields``).
+    """Mapping of column names (``model.data.fields``); a file without such a column is read unchanged.
 
-    Attributes:
-        columns: name of a known column (``COLUMNS``) -> its name in the files. A file without such a column is read
-            unchanged.
-
-    Raises:
-        DataError: a name is not a known column, or a column of the files is used twice.
+    Raises DataError if a name is not a known column, or a column of the files is used twice.
     """
 
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)  # known column (``COLUMNS``) -> its name in the files
 
     def __post_init__(self) -> None:
         for name in self.columns:
@@ -129,15 +121,10 @@ class PartErrors(RowErrors):
 
 @dataclass(frozen=True, kw_only=True)
 class FileReader:
-    """Reader of files that keeps one row in memory at a time.
-
-    Attributes:
-        fields: the columns to rename.
-        broken: collects the rows that cannot be used, so that the caller can read further files before it raises.
-    """
+    """Reader of files that keeps one row in memory at a time."""
 
     fields: Fields
-    broken: RowErrors
+    broken: RowErrors  # collects unusable rows, so that the caller can read further files before it raises
 
     def kto_records(self, path: str | Path, columns: FileColumns, part: FilePart = WHOLE_FILE) -> Iterator[KTORecord]:
         """Yield the labelled answers of a part of a file, in order, and count its columns in ``columns``."""
@@ -198,11 +185,7 @@ def _parse_json(raw: bytes) -> Row:
 
 
 def _complete_records(row: Row, line: int, records_of: Callable[[Row, int], list[Record]]) -> list[Record]:
-    """Return the records of a row, after checking that no unused column holds a part of the prompt.
-
-    Raises:
-        RowError: the row has images, video or audio, cannot be used, or would lose a part of its prompt.
-    """
+    """Return the records of a row; RowError if it is unusable, has media, or an unused column holds a part of the prompt."""
     if media := _columns_like(row, _MEDIA):
         raise RowError(f'"{media[0]}" is not supported: models are trained on text only; leave such rows out')
     has_prompt = any(row.get(name) for name in {"prompt", "messages"} & used_columns(tuple(row), as_pair=False))

@@ -94,19 +94,10 @@ class RowErrors:
 
 @dataclass(frozen=True, kw_only=True)
 class _Record:
-    """What records of both kinds have.
-
-    Attributes:
-        prompt: plain text, or the messages before the answer.
-        line: line of the file, counted from 1; the two records of a pair have the same line.
-        template: arguments of the chat template besides the messages: ``tools`` and template variables.
-        weight: weight of the loss of this record.
-    """
-
-    prompt: TextOrMessages
-    line: int
-    template: Mapping[str, object] = field(default_factory=dict)
-    weight: float = 1.0
+    prompt: TextOrMessages  # plain text, or the messages before the answer
+    line: int  # of the file, counted from 1; the two records of a pair have the same line
+    template: Mapping[str, object] = field(default_factory=dict)  # chat template arguments: ``tools`` and variables
+    weight: float = 1.0  # of the loss of this record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,11 +126,7 @@ class DPORecord(_Record):
 
 
 def records_of_row(row: Row, line: int) -> list[KTORecord]:
-    """Return the records of a row: one, or two for a pair (the desirable one first).
-
-    Raises:
-        RowError: the row has none of the known forms, or an invalid value.
-    """
+    """Return the record of a row, or the two of a pair (the desirable one first); RowError if the row is invalid."""
     if keys := _pair_keys(row):
         answers = list(zip(_pair(row, *keys), (True, False), strict=True))
     else:
@@ -161,11 +148,7 @@ def records_of_row(row: Row, line: int) -> list[KTORecord]:
 
 
 def pair_of_row(row: Row, line: int) -> DPORecord:
-    """Return the pair of a row.
-
-    Raises:
-        RowError: the row is not a pair, its sides have different prompts, or it has an invalid value.
-    """
+    """Return the pair of a row; RowError if it is not a pair, its sides have different prompts, or a value is invalid."""
     keys = _pair_keys(row)
     if keys is None:
         raise RowError(
@@ -190,10 +173,9 @@ def pair_of_row(row: Row, line: int) -> DPORecord:
 
 @lru_cache(maxsize=1024)  # most rows of a file have the same columns
 def used_columns(columns: tuple[str, ...], *, as_pair: bool) -> frozenset[str]:
-    """Return the columns that are read from a row with the given columns.
+    """Return the columns that are read from a row with the given columns; they may include columns that it does not have.
 
-    They may include columns that the row does not have. The row is read by :func:`records_of_row`, or by :func:`pair_of_row`
-    if ``as_pair`` is set.
+    The row is read by :func:`records_of_row`, or by :func:`pair_of_row` if ``as_pair`` is set.
     """
     if keys := _pair_keys(columns):
         read = {"prompt", *keys, *(_REWARDS if as_pair else ())}

@@ -27,20 +27,14 @@ class Source:
 
 
 def read_data_prefix(data_prefix: object) -> dict[str, tuple[Source, ...]]:
-    """Return the sources of each split.
+    """Return split -> sources: either the single key ``WHOLE`` (not yet split), or the ``SPLITS`` that have data.
 
-    Args:
-        data_prefix: a jsonl file; a folder (its jsonl files in the order of their names, or train.jsonl,
-            validation.jsonl and test.jsonl as splits); a list of files and folders; a list of alternating weights and
-            files; or a mapping from "train", "validation" and "test" to any of these. The value of "validation" may also be
-            a mapping from the names of several validation sets to any of these.
+    ``data_prefix`` is a jsonl file; a folder (its jsonl files in the order of their names, or train.jsonl, validation.jsonl
+    and test.jsonl as splits); a list of files and folders; a list of alternating weights and files; or a mapping from
+    "train", "validation" and "test" to any of these. The value of "validation" may also be a mapping from the names of
+    several validation sets to any of these; their keys are then given by :func:`validation_split`.
 
-    Returns:
-        Split -> sources: either the single key ``WHOLE`` (not yet split), or the ``SPLITS`` that have data. Named validation
-        sets have the keys given by :func:`validation_split`.
-
-    Raises:
-        DataError: a path does not exist, or ``data_prefix`` has none of these forms.
+    Raises DataError if a path does not exist, or ``data_prefix`` has none of these forms.
     """
     if isinstance(data_prefix, Mapping):
         unknown = sorted(set(map(str, data_prefix)) - set(SPLITS))
@@ -79,12 +73,9 @@ def check_validation_names(data_prefix: object) -> None:
 
 
 def read_splits_string(splits_string: str) -> tuple[Fraction, Fraction, Fraction] | None:
-    """Return the shares of train, validation and test, which sum to 1; None for ``AUTO``.
+    """Return the shares of train, validation and test, which sum to 1; None for ``AUTO``, see :func:`split_shares`.
 
-    The shares of ``AUTO`` depend on the number of rows, see :func:`split_shares`.
-
-    Raises:
-        ValueError: not one to three numbers of at least 0, or a share of 0 for train.
+    Raises ValueError unless there are one to three numbers of at least 0, the first above 0.
     """
     if splits_string == AUTO:
         return None

@@ -47,35 +47,22 @@ class Progress(Protocol):
 
 
 def show_nothing(items: Iterable[Item], *, total: int, title: str) -> Iterator[Item]:
-    """Yield the items without showing progress."""
     yield from items
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleKind:
-    """Kind of examples: how the rows of a file are read, tokenised and stored.
+    """Kind of examples: how the rows of a file are read, tokenised and stored."""
 
-    Attributes:
-        name: prefix of the names of the cached files.
-        features: columns of the cached examples; ``line`` is the line of the row, ``prompt_cut`` and ``response_cut`` are
-            true if prompt or response was truncated.
-        read: (reader, file, column counts to update, part of the file) -> the records of the part.
-        tokenise: records -> for each record its columns, or the error that makes it unusable.
-    """
-
-    name: str
-    features: Features
-    read: Callable[[FileReader, Path, FileColumns, FilePart], Iterator[Any]]
-    tokenise: Callable[[list[Any], RecordEncoder, Truncation], Iterator[Columns | RowError]]
+    name: str  # prefix of the names of the cached files
+    features: Features  # of the cached examples; ``prompt_cut`` and ``response_cut``: whether it was truncated
+    read: Callable[[FileReader, Path, FileColumns, FilePart], Iterator[Any]]  # updates the column counts
+    tokenise: Callable[[list[Any], RecordEncoder, Truncation], Iterator[Columns | RowError]]  # one item per record
 
     def examples(
         self, records: list[Any], encoder: RecordEncoder, cut: Truncation, path: Path, broken: RowErrors
     ) -> Iterator[Columns]:
-        """Yield the columns of the example of each record; records that cannot be used are added to ``broken``.
-
-        Raises:
-            DataError: the error of a record is a LastRowError.
-        """
+        """Yield the columns of usable records and add others to ``broken``; DataError if an error is a LastRowError."""
         for record, example in zip(records, self.tokenise(records, encoder, cut), strict=True):
             if isinstance(example, RowError):
                 broken.add(path, record.line, str(example))
@@ -147,23 +134,16 @@ class TokenCache:
     the renamed columns, the tokenizer, the sequence length and the truncation. Files are published atomically. When a file
     is opened, it is compared with the hash of the content that was written; a large file is read for this only once, until
     it changes. Any number of processes may read at the same time; one process writes while the others wait for it.
-
-    Attributes:
-        kind, fields, encoder, truncation: determine how a row is converted.
-        folder: folder of the files; created if absent.
-        shared: the files have the permissions of the umask, so that others may read them; otherwise only the user may.
-        verified: another process on this machine has just compared the files with their hashes; this process does not.
-        preprocess_workers: maximum number of processes for tokenisation; None: one per core that this process may use.
     """
 
     kind: ExampleKind
-    folder: Path
+    folder: Path  # created if absent
     fields: Fields
     encoder: RecordEncoder
     truncation: Truncation
-    shared: bool = False
-    verified: bool = False
-    preprocess_workers: int | None = 1
+    shared: bool = False  # files have the permissions of the umask; otherwise only the user may read them
+    verified: bool = False  # another process on this machine has just compared the hashes; this one does not
+    preprocess_workers: int | None = 1  # maximum; None: one per core that this process may use
     progress: Progress = show_nothing
 
     def __post_init__(self) -> None:
@@ -173,14 +153,10 @@ class TokenCache:
         )
 
     def open(self, paths: Sequence[Path], *, broken: RowErrors) -> dict[Path, Opened]:
-        """Return the examples of jsonl files, which are tokenised first unless they are cached.
+        """Return memory-mapped examples and columns of jsonl files, which are tokenised first unless they are cached.
 
-        Returns:
-            For each file the memory-mapped examples with the columns of their kind, or None if rows are broken (they are
-            added to ``broken``); and the columns of the rows.
-
-        Raises:
-            UserError: a cached file cannot be read.
+        The examples of a file with broken rows, which are added to ``broken``, are None. Raises UserError if a cached file
+        cannot be read.
         """
         cached = {path: self.folder / self._name(path) for path in paths}
         opened = {path: found for path in paths if (found := self._read(cached[path])) is not None}

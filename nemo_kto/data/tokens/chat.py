@@ -41,9 +41,7 @@ class _Text(NamedTuple):
 def load_tokenizer(folder: str | Path, *, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a Hugging Face folder, without network access and without running code from the folder.
 
-    Raises:
-        UserError: the folder has no tokenizer, transformers cannot load it, or BOS or EOS has no embedding, of which the
-            model has ``vocab_size`` (None if unknown).
+    Raises UserError if it cannot be loaded, or BOS or EOS is beyond the model's ``vocab_size`` (None if unknown).
     """
     check_tokenizer(Path(folder), vocab_size=vocab_size)
     try:
@@ -69,10 +67,7 @@ def load_tokenizer(folder: str | Path, *, vocab_size: int | None = None) -> PreT
 
 @contextlib.contextmanager
 def _panics_named(folder: Path) -> Iterator[None]:
-    """Turn a panic of the tokenizers library, which is not an Exception, into a UserError about tokenizer.json.
-
-    It panics, for example, if a regular expression takes too long on a text.
-    """
+    """Turn a panic of the tokenizers library, which is not an Exception, into a UserError about tokenizer.json."""
     try:
         yield
     except BaseException as error:
@@ -85,20 +80,14 @@ def _panics_named(folder: Path) -> Iterator[None]:
 class RecordEncoder:
     """Encoder of records into token ids, one batch at a time.
 
-    A row of strings gets a BOS if the tokenizer adds one itself, and an EOS after the answer. A row of messages is rendered
-    by the chat template; white space after the end-of-turn token is removed, and an EOS is added only if the template ends a
-    turn without any special token. The answer is tokenised as the continuation of the prompt. If this would change the
-    tokens of the prompt (which the model is given unchanged), the answer is tokenised separately.
-
-    Attributes:
-        bos_id: BOS token that is added to rows of strings; None if the tokenizer adds none.
+    A row of strings gets a BOS (``bos_id``) if the tokenizer adds one itself, and an EOS after the answer. A row of messages
+    is rendered by the chat template; white space after the end-of-turn token is removed, and an EOS is added only if the
+    template ends a turn without any special token. The answer is tokenised as the continuation of the prompt. If this would
+    change the tokens of the prompt (which the model is given unchanged), the answer is tokenised separately.
     """
 
     def __init__(self, *, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> None:
-        """Prepare encoding with a tokenizer, which must have an EOS token.
-
-        ``vocab_size``, the size of the model's embedding (None if unknown), limits the token ids of records.
-        """
+        """Prepare encoding; the tokenizer must have an EOS. ``vocab_size`` (None if unknown) limits the token ids."""
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer must have an EOS token, got none; set eos_token in tokenizer_config.json")
         self._tokenizer = tokenizer
@@ -172,11 +161,7 @@ class RecordEncoder:
         return texts
 
     def _try_template(self, records: Sequence[KTORecord]) -> tuple[KTORecord, LastRowError] | None:
-        """Try the chat template on the first rows of messages, once in each process.
-
-        Returns:
-            The first record for which the template exceeds a limit, and the error; None if there is no such record.
-        """
+        """Try the template on the first rows of messages, once per process; return the first at a limit, and the error."""
         first = [record for record in records if isinstance(record.prompt, list)][:_TRIAL_ROWS]
         if not first or self._template in _tried_templates:
             return None

@@ -19,14 +19,9 @@ _NOT_CONTENT = ("line", "prompt_cut", "response_cut")  # origin of an example, a
 
 
 def examples_hash(files: Sequence[Path], index: np.ndarray) -> str:
-    """Return a hash of the examples and their order.
+    """Return a hash of the examples at the positions ``index`` [N] (int64) of the concatenated files of ``TokenCache``.
 
-    The hash of each large file is stored next to the file, so that hashing millions of examples costs no more than hashing
-    their index.
-
-    Args:
-        files: files of ``TokenCache``, which are concatenated.
-        index: [N] int64, position of each example in the concatenated files.
+    The hash of each large file is stored next to it, so that hashing millions of examples costs no more than their index.
     """
     whole = hashlib.sha256()
     for file in files:
@@ -38,8 +33,7 @@ def examples_hash(files: Sequence[Path], index: np.ndarray) -> str:
 def _file_hash(file: Path) -> str:
     """Return a hash of the token ids, labels, rewards and weights in a file; it does not depend on how the file groups them.
 
-    The hash of a large file is stored; it stays valid because the file name identifies everything that the file was made
-    from.
+    That of a large file is stored; it stays valid because the file name identifies everything that the file was made from.
     """
     state = file.stat()
     if state.st_size < MIN_KEPT_BYTES:

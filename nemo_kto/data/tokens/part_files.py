@@ -1,7 +1,4 @@
-"""Tokenisation of data files into Arrow files.
-
-Small files are tokenised as a whole, large ones in parts, so that an interrupted run does not have to repeat finished parts.
-"""
+"""Tokenisation of data files into Arrow files: small ones whole, large ones in parts, which an interrupted run keeps."""
 
 from __future__ import annotations
 
@@ -33,24 +30,15 @@ _BATCH = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class PartResult:
-    """Result of tokenising a part of a file into ``rows`` examples, or pairs.
-
-    Attributes:
-        broken: line and error of each broken row.
-        is_last: no further part should be read, see ``records.LastRowError``.
-    """
+    """Result of tokenising a part of a file into ``rows`` examples, or pairs."""
 
     rows: int
     columns: FileColumns
-    broken: list[tuple[int, str]]
-    is_last: bool
+    broken: list[tuple[int, str]]  # line and error of each broken row
+    is_last: bool  # no further part should be read, see ``records.LastRowError``
 
     def add_to(self, path: Path, columns: FileColumns, broken: RowErrors) -> None:
-        """Add the columns and broken rows of this part to those of the file.
-
-        Raises:
-            DataError: this is the last part, and rows are broken.
-        """
+        """Add the columns and broken rows to those of the file; DataError if this is the last part and rows are broken."""
         columns.merge(self.columns)
         for line, what in self.broken:
             broken.add(path, line, what)
@@ -85,13 +73,10 @@ class Tokeniser:
         return PartResult(rows=count, columns=columns, broken=broken.rows, is_last=is_last)
 
     def write_files(self, files: Sequence[tuple[Path, Path]]) -> list[PartResult]:
-        """Tokenise small files into one file each, up to and including the first whose result has ``is_last`` set.
+        """Tokenise (data file, target file) for small files, up to and including the first whose result has ``is_last`` set.
 
         Nothing is written for a file with broken rows. A file is published without waiting for the disk, because its content
         is compared with a hash whenever it is opened; a larger file, whose hash is stored, is flushed to disk first.
-
-        Args:
-            files: (data file, target file) for each file.
         """
         results: list[PartResult] = []
         for path, target in files:

@@ -40,27 +40,15 @@ JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sig
 
 @dataclass(frozen=True, kw_only=True)
 class FilePart:
-    """Range of whole lines of a file.
+    """Range of whole lines of a file."""
 
-    Attributes:
-        number: index of the part, from 0.
-        start, stop: byte range of the part; ``stop`` is None for the end of the file.
-        first_line: number of its first line, from 1.
-    """
-
-    number: int = 0
-    start: int = 0
-    stop: int | None = None
-    first_line: int = 1
+    number: int = 0  # index of the part, from 0
+    start: int = 0  # first byte
+    stop: int | None = None  # byte after the last one; None for the end of the file
+    first_line: int = 1  # its number, from 1
 
     def lines(self, path: str | Path) -> Iterator[tuple[int, bytes]]:
-        """Yield number and bytes of each line, with one line in memory at a time.
-
-        A line that exceeds the length limit is the last one, see ``read_lines``.
-
-        Raises:
-            DataError: the file cannot be opened.
-        """
+        """Yield number and bytes of each line, up to one above the length limit; DataError if the file cannot be opened."""
         place = self.start
         with _open(path) as file:
             file.seek(place)
@@ -81,12 +69,9 @@ def number_of_parts(path: Path) -> int:
 
 
 def file_parts(path: Path) -> Iterator[FilePart]:
-    """Yield the parts of a file while reading it once; they depend only on the file.
+    """Yield the parts of a file while reading it once; they depend only on the file. DataError if it is of another format.
 
     A part that contains a line above the length limit is the last one.
-
-    Raises:
-        DataError: the file cannot be opened, or is of another format.
     """
     number, start, line = 0, 0, 1
     with _open(path) as file:
@@ -149,17 +134,11 @@ def map_parts(
 ) -> Iterator[Result]:
     """Yield the result of ``work`` for each part (of a file, or group of files), in the order of the parts.
 
-    Worker processes are new interpreters, because a fork of this process could inherit a lock that a thread of gloo or of
-    the tokenizer holds and that would never be released. They end together with this process, however it ends.
+    With one process, the work is done in this one. Worker processes are new interpreters, because a fork of this process
+    could inherit a lock that a thread of gloo or of the tokenizer holds and that would never be released. ``work`` is
+    pickled and sent once to each; they end together with this process, however it ends.
 
-    Args:
-        work: function to apply; it is pickled and sent once to each process.
-        processes: number of processes; with 1 the work is done in this process.
-        doing: description of the work for the error message, such as "tokenising rows.jsonl".
-        setting: name of the setting for the number of processes, for the error message.
-
-    Raises:
-        UserError: a process was killed.
+    Raises UserError, which names ``doing`` (such as "tokenising rows.jsonl") and ``setting``, if a process was killed.
     """
     if processes == 1:
         yield from map(work, parts)

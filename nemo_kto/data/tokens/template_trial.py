@@ -39,9 +39,8 @@ class Conversation(NamedTuple):
 def try_template(rows: Sequence[Conversation], *, name: str) -> tuple[int, LastRowError] | None:
     """Render rows in a new interpreter, which takes as long as importing transformers.
 
-    Returns:
-        Index of the first row for which the template, called ``name`` in the error, exceeds a limit, and the error; None if
-        there is no such row. Rows that the template refuses are skipped.
+    Returns index and error of the first row for which the template, called ``name`` in the error, exceeds a limit; None if
+    there is none. Rows that the template refuses are skipped.
     """
     context = multiprocessing.get_context("spawn")
     reader, writer = context.Pipe(duplex=False)

@@ -12,16 +12,11 @@ class Truncation:
     """Truncation settings.
 
     The prompt is truncated first, an answer only if it is too long on its own. Each keeps at least one token.
-
-    Attributes:
-        seq_length: maximum number of tokens in an example, at least 2.
-        mode: ``keep_end`` keeps the last tokens of the prompt (and a BOS at its beginning), ``keep_start`` the first ones.
-        bos_id: token that ``keep_end`` keeps at the beginning of a prompt; None: there is no such token.
     """
 
-    seq_length: int
-    mode: str
-    bos_id: int | None
+    seq_length: int  # maximum number of tokens in an example, at least 2
+    mode: str  # ``keep_end`` of the prompt (and a BOS at its beginning), or ``keep_start``
+    bos_id: int | None  # kept by ``keep_end`` at the beginning of a prompt; None: there is no such token
 
     def __post_init__(self) -> None:
         if self.seq_length < 2:
