@@ -73,7 +73,7 @@ LONG = Job(
     validated=[4, 8, 12, 16, 20, 24, 27],
     validation_rows=19,
     kept=4,
-    latest=4.0,
+    latest=2.0,
 )
 
 

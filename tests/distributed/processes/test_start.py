@@ -126,7 +126,7 @@ def test_a_warmup_longer_than_the_run_is_shortened(length: tuple[str, ...], step
     more = (*length, "model.optim.sched.warmup_steps=10", "model.optim.sched.name=LinearAnnealing", "model.optim.lr=1e-3")
     ((_, warnings, error),) = start(False, precision="32", steps=1, more=(*more, "model.optim.sched.min_lr=1e-5"))
     assert error == ""
-    assert warnings == [Naming("model.optim.sched.warmup_steps", "number", f"{steps}", "10", f"{steps - 1}")]
+    assert warnings == [Naming("model.optim.sched.warmup_steps", f"{steps}", "10", f"{steps - 1}")]
     logged = map(json.loads, (start.folder / "metrics.jsonl").read_text().splitlines())
     rates = [row["train/lr"] for row in logged if "train/lr" in row]
     assert rates == pytest.approx([*(1e-3 * step / (steps - 1) for step in range(1, steps)), 1e-5])

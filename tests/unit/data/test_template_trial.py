@@ -123,19 +123,21 @@ def test_an_interrupted_parent_kills_the_child(monkeypatch: pytest.MonkeyPatch) 
     def interrupted(self: object) -> bytes:
         raise KeyboardInterrupt
 
+    others = set(multiprocessing.active_children())  # ranks of other tests in this process
     monkeypatch.setattr(Connection, "recv_bytes", interrupted)
     with pytest.raises(KeyboardInterrupt):
         try_template([conversation("hi", CHATML)], name="T")
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= others
 
 
 def test_signals_to_the_job_do_not_end_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     receive = Connection.recv_bytes
     received: list[bytes] = []
+    others = set(multiprocessing.active_children())  # ranks of other tests in this process
 
     def signalled(self: Connection) -> bytes:
         received.append(receive(self))
-        for child in multiprocessing.active_children():
+        for child in set(multiprocessing.active_children()) - others:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 os.kill(child.pid or 0, number)
         return received[-1]
