@@ -182,7 +182,7 @@ def _adapter_layers(run: ResolvedRun, layers: int | None) -> Errors:
             yield ConfigError(_ADAPTER, f"cannot be used: {error}", about_files=True)
             return
     if run.has_adapters and layers is not None and (last := max(selected or [0])) > layers:
-        text = f"must select layers from 1 to {layers} of {run.files.source}, got layer {last}; correct it"
+        text = f"must name layers from 1 to {layers} of {run.files.source}, got layer {last}; correct it"
         yield ConfigError(key, text, tuple({_SCHEME, _ADAPTER, _MODEL} - {key}))
 
 
