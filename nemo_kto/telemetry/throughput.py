@@ -40,8 +40,8 @@ def throughput(
 ) -> dict[str, float]:
     """Return the throughput of steps, from their wall-clock time and their sums over all ranks.
 
-    The sums are ``tokens`` and ``kl_tokens`` (of the KL examples), which exclude padding, ``padded_tokens``, which is both with
-    padding, and ``flops``. ``peak_flops`` is the FLOP/s of one device (:func:`device_peak_flops`). The names are
+    The sums are ``tokens`` and ``kl_tokens`` (of the KL examples), which exclude padding, ``padded_tokens``, which is both
+    with padding, and ``flops``. ``peak_flops`` is the FLOP/s of one device (:func:`device_peak_flops`). The names are
     tokens_per_sec, tokens_per_sec_per_rank, padding_fraction (0 to 1), kl_tokens_per_sec if there are KL examples, and mfu
     (model FLOPs utilisation: model FLOP/s as a fraction of the peak of all devices, 0 to 1) if the peak is known.
     """
