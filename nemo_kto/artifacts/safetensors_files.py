@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -166,51 +165,38 @@ def _read_index(folder: Path) -> dict[str, Path] | None:
     return {name: paths[file] for name, file in files.items()}
 
 
-@dataclass(kw_only=True, eq=False)
-class ShardWriter:
-    """Writer of weights into safetensors files of limited size, which keeps at most one file's weights in memory.
+def write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path, *, max_shard_bytes: int) -> None:
+    """Write weights into safetensors files in an existing folder, and their index; memory holds one file's weights.
 
-    Attributes:
-        folder: an existing folder.
-        max_shard_bytes: a file is closed before it would exceed this size, unless a single weight is larger.
+    A file is closed before it would exceed ``max_shard_bytes``, unless a single weight is larger.
     """
+    from safetensors.torch import save_file
 
-    folder: Path
-    max_shard_bytes: int
+    parts: list[list[str]] = []  # names of the weights in each file
+    total_bytes = 0
+    for shard in _shards(weights, max_shard_bytes):
+        save_file(shard, folder / f"part-{len(parts)}", metadata={"format": "pt"})
+        parts.append(list(shard))
+        total_bytes += sum(tensor.nbytes for tensor in shard.values())
+    weight_map = {}
+    for number, names in enumerate(parts):
+        file = f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
+        (folder / f"part-{number}").rename(folder / file)
+        weight_map.update(dict.fromkeys(names, file))
+    metadata = {"total_size": total_bytes, "written_by": WRITTEN_BY}
+    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
-    def __post_init__(self) -> None:
-        self._shard: dict[str, Tensor] = {}
-        self._shard_bytes = self._total_bytes = 0
-        self._parts: list[list[str]] = []
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add one weight; it must not change until the call of ``add`` or ``close`` that writes it."""
-        size = tensor.numel() * tensor.element_size()
-        if self._shard and self._shard_bytes + size > self.max_shard_bytes:
-            self._flush()
-        self._shard[name] = tensor.contiguous()
-        self._shard_bytes += size
-        self._total_bytes += size
-
-    def close(self, *, mark: str) -> None:
-        """Write the remaining weights, give the files their final names, and write the index, with ``mark`` as metadata."""
-        self._flush()
-        weight_map = {}
-        for number, names in enumerate(self._parts):
-            file = f"model-{number + 1:05d}-of-{len(self._parts):05d}.safetensors"
-            self._part(number).rename(self.folder / file)
-            weight_map.update(dict.fromkeys(names, file))
-        metadata = {"total_size": self._total_bytes, "written_by": mark}
-        index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-        (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-    def _flush(self) -> None:
-        if self._shard:
-            from safetensors.torch import save_file
-
-            save_file(self._shard, self._part(len(self._parts)), metadata={"format": "pt"})
-            self._parts.append(list(self._shard))
-            self._shard, self._shard_bytes = {}, 0
-
-    def _part(self, number: int) -> Path:
-        return self.folder / f"part-{number}"
+def _shards(weights: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    shard_bytes = 0
+    for name, tensor in weights:
+        if shard and shard_bytes + tensor.nbytes > max_shard_bytes:
+            yield shard
+            shard.clear()  # the caller still has the dictionary
+            shard_bytes = 0
+        shard[name] = tensor.contiguous()
+        shard_bytes += tensor.nbytes
+    if shard:
+        yield shard

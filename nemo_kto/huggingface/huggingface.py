@@ -18,7 +18,7 @@ from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.architecture.segments import Piece, pieces, place_in_file
 from nemo_kto.artifacts.content import copy_companions
-from nemo_kto.artifacts.safetensors_files import BLOCKS, SCALES, WRITTEN_BY, ShardWriter, find_weights, is_our_model
+from nemo_kto.artifacts.safetensors_files import BLOCKS, SCALES, find_weights, is_our_model, write_shards
 from nemo_kto.checkpoint.model_state import dtype_name
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
@@ -115,10 +115,7 @@ def export(
     source, target = Path(source), Path(out)
 
     def write(folder: Path, stream: Iterator[tuple[str, Tensor]]) -> None:
-        writer = ShardWriter(folder=folder, max_shard_bytes=max_shard_bytes)
-        for name, tensor in stream:
-            writer.add(name, tensor)
-        writer.close(mark=WRITTEN_BY)
+        write_shards(stream, folder, max_shard_bytes=max_shard_bytes)
         config = _config(source)
         config.pop("dtype", None)  # newer name of torch_dtype; all versions of transformers read the older one
         config["torch_dtype"] = dtype_name(chunks)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from nemo_kto.artifacts.safetensors_files import INDEX, ShardWriter
+from nemo_kto.artifacts.safetensors_files import INDEX, WRITTEN_BY, write_shards
 from nemo_kto.distributed.state import Layout
 from tests.helpers import hf_jobs, hf_models
 from tests.helpers.hf_models import weights
@@ -208,15 +208,13 @@ def test_norms_and_sinks_of_all_heads_in_a_distributed_checkpoint(
 
 
 def test_shards_have_at_most_the_given_size_except_for_single_weights(tmp_path: Path) -> None:
-    writer = ShardWriter(folder=tmp_path, max_shard_bytes=100)
     sizes = {"a": 10, "b": 15, "c": 1, "d": 40, "e": 3}  # of four bytes
-    for name, size in sizes.items():
-        writer.add(name, torch.full((size,), float(size)))
-    writer.close(mark="test")
+    weights_of_sizes = ((name, torch.full((size,), float(size))) for name, size in sizes.items())
+    write_shards(weights_of_sizes, tmp_path, max_shard_bytes=100)
     index = json.loads((tmp_path / INDEX).read_text())
     first, second, third, fourth = (f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4))
     assert index["weight_map"] == {"a": first, "b": first, "c": second, "d": third, "e": fourth}
-    assert index["metadata"] == {"total_size": 4 * sum(sizes.values()), "written_by": "test"}
+    assert index["metadata"] == {"total_size": 4 * sum(sizes.values()), "written_by": WRITTEN_BY}
     assert {path.name for path in tmp_path.iterdir()} == {INDEX, first, second, third, fourth}
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(tmp_path / file)[name], torch.full((sizes[name],), float(sizes[name])))
