@@ -15,8 +15,7 @@ from nemo_kto.algorithms.protocols import Loader
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.data.batches.dataset import Splits
-from nemo_kto.data.batches.loader import build_dataloader
-from nemo_kto.data.batches.sampler import GlobalBatchSampler
+from nemo_kto.data.batches.loader import GlobalBatchSampler, build_dataloader
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.distributed import state
 from nemo_kto.models.engine.sequences import MicroBatchLimits

@@ -68,7 +68,9 @@ def facts_of_run(run: ResolvedRun, data: RunData) -> Facts:
         "model.reference.restore_from_path": _model_content(reference.restore_from_path, hashed, default_base=source),
         "model.reference.sync_alpha": reference.sync_alpha if reference.sync_interval else None,
         **_adapter_facts(run.adapters),
-        "model.peft.restore_from_path": None if adapter is None else _adapter_content(adapter, hashed),
+        "model.peft.restore_from_path": (
+            None if adapter is None else {"sha256": hashed(adapter, model_files(adapter)), "from": str(adapter)}
+        ),
         **{key: value for key, value in loss.items() if isinstance(fields[key].resume, MustStay)},
         **{f"model.data.{key}": value for key, value in cfg.data_options().items()},
         _DATA: {"sha256": train.dataset.fingerprint(), "from": f"{len(train.dataset)} rows"},
@@ -111,10 +113,6 @@ def _model_content(folder: str | None, hashed: ContentHash, *, default_base: Pat
     source = find_source(Path(folder), default_base=default_base)
     parts = [hashed(part, model_files(part)) for part in (source.adapters, source.base) if part is not None]
     return {"sha256": " on ".join(parts), "from": folder}
-
-
-def _adapter_content(folder: Path, hashed: ContentHash) -> dict[str, str]:
-    return {"sha256": hashed(folder, model_files(folder)), "from": str(folder)}
 
 
 def facts_of_earlier(info: Mapping[str, Any], now: Facts) -> Facts:

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from nemo_kto.algorithms.stopping import EarlyStopping
 from nemo_kto.artifacts.checkpoint_files import INFO, Checkpoint, named_checkpoints
@@ -15,7 +14,7 @@ from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.distributed import state
-from nemo_kto.errors import UserError
+from nemo_kto.errors import UserError, plural
 from nemo_kto.run.data import RunData
 from nemo_kto.run.facts import Facts, differences, facts_of_earlier, facts_of_run
 
@@ -32,14 +31,7 @@ def build_early_stopping(cfg: RunConfig, *, agree: Callable[[int], int] | None =
     """
     if not cfg.exp_manager.create_early_stopping_callback:
         return None
-    settings = cfg.exp_manager.early_stopping_callback_params
-    return EarlyStopping(
-        monitor=settings.monitor,
-        mode=settings.mode,
-        min_delta=settings.min_delta,
-        patience=settings.patience,
-        reduce_max=agree,
-    )
+    return EarlyStopping(**cfg.exp_manager.early_stopping_callback_params.model_dump(), reduce_max=agree)
 
 
 def check_validation_rows(cfg: RunConfig, data: RunData) -> None:
@@ -75,18 +67,18 @@ def look_for_run(run: ResolvedRun, data: RunData) -> Resumption:
     them), or all checkpoints are damaged.
     """
     doing = "comparing the run with its folder"
+
+    def refuse_checkpoints() -> None:
+        if steps := list(named_checkpoints(run.checkpoints).values()):
+            raise UserError(
+                f"a new run must have a folder without checkpoints, but {run.checkpoints} has {len(steps)}, "
+                f"the last of step {steps[-1]}; resume it with exp_manager.resume_if_exists=true, or {_ANOTHER}"
+            )
+
     if not run.cfg.exp_manager.resume_if_exists:
-        state.from_rank_zero(lambda: _refuse_checkpoints(run.checkpoints), doing=doing)
+        state.from_rank_zero(refuse_checkpoints, doing=doing)
     newest = newest_checkpoint(run.checkpoints)
     return state.from_rank_zero(lambda: _compare(run, data, newest), doing=doing)
-
-
-def _refuse_checkpoints(folder: Path) -> None:
-    if steps := list(named_checkpoints(folder).values()):
-        raise UserError(
-            f"a new run must have a folder without checkpoints, but {folder} has {len(steps)}, "
-            f"the last of step {steps[-1]}; resume it with exp_manager.resume_if_exists=true, or {_ANOTHER}"
-        )
 
 
 def _compare(run: ResolvedRun, data: RunData, newest: Checkpoint | None) -> Resumption:
@@ -101,7 +93,7 @@ def _compare(run: ResolvedRun, data: RunData, newest: Checkpoint | None) -> Resu
             saved = facts_of_earlier(newest.info, facts)
         changed = differences(saved, facts)
     if changed:
-        count = "1 change" if len(changed) == 1 else f"{len(changed)} changes"
+        count = plural(len(changed), "change")
         lines = [f"the run in {run.folder} cannot be resumed with {count}, nothing was written", *changed]
         raise UserError("\n  ".join([*lines, f"change {'it' if len(changed) == 1 else 'them'} back, or {_ANOTHER}"]))
     finished = _finished(run, newest, len(data.train.batch_sampler))

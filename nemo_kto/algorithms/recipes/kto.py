@@ -81,7 +81,7 @@ def loss_weights(section: KTOLossConfig, examples: KTODataset, *, lr: float) -> 
 
     With ``auto_balance`` they are balanced; otherwise a warning is logged if they are not.
     """
-    from nemo_kto.data.inspect.balance import balance_warning, balanced_weights, one_class_warning
+    from nemo_kto.data.inspect.check import balance_warning, balanced_weights, one_class_warning
     from nemo_kto.distributed import state
 
     desirable, undesirable = examples.class_weights

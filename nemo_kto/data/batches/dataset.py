@@ -27,9 +27,8 @@ from nemo_kto.data.rows.sources import (
     validation_names,
     validation_split,
 )
-from nemo_kto.data.tokens.cache import ExampleKind, Progress, TokenCache, show_nothing
+from nemo_kto.data.tokens.cache import ExampleKind, Progress, TokenCache, examples_hash, show_nothing
 from nemo_kto.data.tokens.chat import RecordEncoder
-from nemo_kto.data.tokens.fingerprint import examples_hash
 from nemo_kto.data.tokens.truncation import Truncation
 
 if TYPE_CHECKING:

@@ -8,10 +8,12 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 from datasets import Features, Value
 from datasets import Sequence as SequenceOf
 from datasets.table import MemoryMappedTable, Table
@@ -24,12 +26,13 @@ from nemo_kto.data.tokens.parts import FilePart, file_parts, map_parts, number_o
 from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.errors import UserError
 from nemo_kto.utils.files import make_folder, publish_file, remove_unpublished
-from nemo_kto.utils.hashes import MIN_KEPT_BYTES, hash_once
+from nemo_kto.utils.hashes import MIN_KEPT_BYTES, hash_once, stored_hash
 from nemo_kto.utils.locks import one_writer
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = 4  # increase it if the same data and tokenizer give other token ids or columns
+_NOT_CONTENT = ("line", "prompt_cut", "response_cut")  # origin of an example, and whether it was truncated
 _IDS = SequenceOf(Value("int32"))
 Columns = dict[str, object]  # column name -> value, for one example
 Item = TypeVar("Item")
@@ -279,3 +282,39 @@ class TokenCache:
 
 def _names(paths: Sequence[Path]) -> str:
     return paths[0].name if len(paths) == 1 else f"{len(paths):,} files ({paths[0].name} and others)"
+
+
+def examples_hash(files: Sequence[Path], index: np.ndarray) -> str:
+    """Return a hash of the examples at the positions ``index`` [N] (int64) of the concatenated files of ``TokenCache``.
+
+    It covers token ids, labels, rewards and weights, and does not depend on how a file groups them. The hash of each large
+    file is stored next to it; it stays valid because the file name identifies everything that the file was made from.
+    """
+    whole = hashlib.sha256()
+    for file in files:
+        state = file.stat()
+        if state.st_size < MIN_KEPT_BYTES:
+            content = _content_hash(file)
+        else:
+            stored, private = file.parent / "hashes" / f"{file.stem}.sha256", not state.st_mode & 0o077  # as the file itself
+            content = stored_hash(stored, partial(_content_hash, file), private=private)
+        whole.update(content.encode())
+    whole.update(np.ascontiguousarray(index, dtype="<i8").tobytes())
+    return whole.hexdigest()
+
+
+def _content_hash(file: Path) -> str:
+    table, whole = MemoryMappedTable.from_file(str(file)), hashlib.sha256()
+    for name in sorted(set(table.column_names) - set(_NOT_CONTENT)):
+        chunks, lengths, values = table.column(name).chunks, hashlib.sha256(), hashlib.sha256()
+        if name == "weight" and all((chunk.to_numpy(zero_copy_only=False) == 1).all() for chunk in chunks):
+            continue  # examples without weights keep the hash they had before weights were introduced
+        for chunk in chunks:
+            if hasattr(chunk, "value_lengths"):  # one list per example
+                lengths.update(np.ascontiguousarray(chunk.value_lengths().to_numpy(), dtype="<i8").tobytes())
+                chunk = chunk.flatten()
+            array = np.ascontiguousarray(chunk.to_numpy(zero_copy_only=False))
+            assert array.dtype != object, f"{chunk.type} has no bytes of its own"
+            values.update(array.tobytes())
+        whole.update(f"{name} {lengths.hexdigest()}{values.hexdigest()}\n".encode())
+    return whole.hexdigest()

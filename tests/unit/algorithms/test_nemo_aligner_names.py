@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig, dpo_custom_collate
 from nemo_kto.algorithms.kto import KTOTrainer, kto_custom_collate
 from nemo_kto.data.batches.dataset import DPOExample, KTOExample
-from nemo_kto.data.batches.sampler import GlobalBatchSampler
+from nemo_kto.data.batches.loader import GlobalBatchSampler
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.timers import RunTimer
 from tests.helpers.messages import raises

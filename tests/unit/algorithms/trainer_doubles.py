@@ -13,7 +13,7 @@ from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig
 from nemo_kto.algorithms.duration import ValidationLoaders
 from nemo_kto.algorithms.stopping import EarlyStopping, SkippedSteps
-from nemo_kto.data.batches.sampler import GlobalBatchSampler
+from nemo_kto.data.batches.loader import GlobalBatchSampler
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nemo_kto.data.batches.collate import dpo_custom_collate
 from nemo_kto.data.batches.dataset import DPODataset, DPOExample, KTODataset, SplitCounts, build_splits
-from nemo_kto.data.inspect.balance import (
+from nemo_kto.data.inspect.check import (
     MAX_BALANCE,
     MIN_BALANCE,
     balance_warning,

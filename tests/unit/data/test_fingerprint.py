@@ -20,7 +20,7 @@ TOKENIZER = chatml_tokenizer()
 
 @pytest.fixture(autouse=True)
 def keep_every_hash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_kto.data.tokens.fingerprint.MIN_KEPT_BYTES", 0)
+    monkeypatch.setattr("nemo_kto.data.tokens.cache.MIN_KEPT_BYTES", 0)
 
 
 def splits(data_prefix: object, tmp_path: Path, splits_string: str | None = None, **changes: object) -> Splits[KTODataset]:

@@ -13,8 +13,7 @@ import torch
 
 from nemo_kto.data.batches.collate import kto_custom_collate
 from nemo_kto.data.batches.dataset import KTODataset, KTOExample, build_splits
-from nemo_kto.data.batches.loader import build_dataloader, every_example
-from nemo_kto.data.batches.sampler import GlobalBatchSampler
+from nemo_kto.data.batches.loader import GlobalBatchSampler, build_dataloader, every_example
 from nemo_kto.data.tokens.cache import KTO_EXAMPLES
 from tests.unit.data.tiny_data import chatml_tokenizer, numbered_rows, write_rows
 

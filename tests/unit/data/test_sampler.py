@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.data.batches.sampler import GlobalBatchSampler
+from nemo_kto.data.batches.loader import GlobalBatchSampler
 from tests.helpers.messages import raises
 
 
