@@ -6,17 +6,18 @@ only sizes.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 from nemo_kto.artifacts.saved_info import find_wrong
 from nemo_kto.errors import UserError
@@ -33,29 +34,13 @@ _THREADS = 8  # hashlib releases the GIL
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.ENAMETOOLONG)
 
 
-class Info(TypedDict, total=False):
-    """Content of a trainer.json; earlier versions lack moving_reference, run and checksum; full models lack adapters."""
-
-    trainer: dict[str, Any]
-    metrics: dict[str, float]
-    dtype: str
-    layout: dict[str, int]
-    distributed_optimizer: bool
-    files: dict[str, Any]  # {"size": bytes, "sha256": hexadecimal}; in earlier versions only the size
-    adapters: dict[str, object]
-    moving_reference: bool
-    run: dict[str, Any]
-    versions: dict[str, str]
-    checksum: str
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint: its folder, and the content of its trainer.json."""
 
     folder: Path
     step: int  # 0 if the folder's name is not the one that a run gives it
-    info: Info
+    info: Mapping[str, Any]  # has the fields of :class:`~nemo_kto.artifacts.saved_info.Info`
 
 
 class Written(NamedTuple):
@@ -115,30 +100,28 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
     Raises DamagedCheckpoint if the checkpoint is not as it was written, UserError if a file cannot be accessed.
     """
+    with _reading(folder, INFO):
+        _status(folder, INFO)
+        content = read_bytes(folder / INFO)
     try:
-        _check_kind(folder, INFO)
-        info = json.loads(read_bytes(folder / INFO).decode("utf-8"))
-        if not isinstance(info, dict):
-            raise DamagedCheckpoint(f"{INFO} is not a JSON object")
-        if "checksum" in info and info["checksum"] != _checksum(info):
-            raise DamagedCheckpoint(f"{INFO} was changed after it was written")
-    except OSError as error:
-        raise _damaged_or_unreadable(folder, INFO, error) from error
-    except DamagedCheckpoint:
-        raise
+        info = json.loads(content.decode("utf-8"))
+        is_changed = isinstance(info, dict) and "checksum" in info and info["checksum"] != _checksum(info)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{INFO} is not valid JSON") from error
+    if not isinstance(info, dict):
+        raise DamagedCheckpoint(f"{INFO} is not a JSON object")
+    if is_changed:
+        raise DamagedCheckpoint(f"{INFO} was changed after it was written")
     named = _NAME.fullmatch(folder.name)
     step = int(named[1]) if named else None
     if wrong := find_wrong(info, step=step):
         raise DamagedCheckpoint(f"{INFO} is not valid: {'; '.join(wrong)}")
-    found: Info = info  # type: ignore[assignment]
-    for name, record in file_records(found).items():
+    for name, record in file_records(info).items():
         _check_size(folder, name, record)
-    return Checkpoint(folder, step or 0, found)
+    return Checkpoint(folder, step or 0, info)
 
 
-def file_records(info: Info) -> dict[str, Written]:
+def file_records(info: Mapping[str, Any]) -> dict[str, Written]:
     """Return each file's size and hash when it was written; DamagedCheckpoint if a name leads out of the folder."""
     if outside := [name for name in info["files"] if os.path.isabs(name) or ".." in Path(name).parts]:
         raise DamagedCheckpoint(f"{INFO} must list files of its own folder, got {outside[0]!r}, which is outside")
@@ -158,15 +141,11 @@ def damage(folder: Path, records: Mapping[str, Written]) -> list[str]:
         name, record = item
         try:
             _check_size(folder, name, record)
-            if record.sha256 is not None and hash_file(folder / name) != record:
-                return f"{name} was changed after it was written"
+            with _reading(folder, name):
+                if record.sha256 is not None and hash_file(folder / name) != record:
+                    return f"{name} was changed after it was written"
         except DamagedCheckpoint as error:
             return str(error)
-        except OSError as error:
-            problem = _damaged_or_unreadable(folder, name, error)
-            if isinstance(problem, UserError):
-                raise problem from error
-            return str(problem)
         return None
 
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -223,7 +202,19 @@ def _checksum(info: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def _check_kind(folder: Path, name: str) -> os.stat_result:
+@contextlib.contextmanager
+def _reading(folder: Path, name: str) -> Iterator[None]:
+    """Turn an OSError about a file of a checkpoint into a DamagedCheckpoint, or a UserError if it is no sign of damage."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DAMAGE:
+            raise _unreadable(folder / name, error) from error
+        problem = "is missing" if error.errno in (errno.ENOENT, errno.ENOTDIR) else f"cannot be read ({error.strerror})"
+        raise DamagedCheckpoint(f"{name} {problem}") from error
+
+
+def _status(folder: Path, name: str) -> os.stat_result:
     """Return the status of a regular file; others are rejected, because reading one, such as a fifo, may never end."""
     try:
         found = os.stat(folder / name)
@@ -235,19 +226,10 @@ def _check_kind(folder: Path, name: str) -> os.stat_result:
 
 
 def _check_size(folder: Path, name: str, record: Written) -> None:
-    try:
-        found = _check_kind(folder, name)
-    except OSError as error:
-        raise _damaged_or_unreadable(folder, name, error) from error
+    with _reading(folder, name):
+        found = _status(folder, name)
     if found.st_size != record.size:
         raise DamagedCheckpoint(f"{name} has {found.st_size} bytes instead of {record.size}")
-
-
-def _damaged_or_unreadable(folder: Path, name: str, error: OSError) -> Exception:
-    if error.errno not in _DAMAGE:
-        return _unreadable(folder / name, error)
-    problem = "is missing" if error.errno in (errno.ENOENT, errno.ENOTDIR) else f"cannot be read ({error.strerror})"
-    return DamagedCheckpoint(f"{name} {problem}")
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:

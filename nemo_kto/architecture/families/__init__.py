@@ -1,4 +1,4 @@
-"""Tables of the model families. A new family is a new file of this folder with an object of the class ``Family``."""
+"""Tables of the model families. A new family is an object of the class ``Family`` in a file of this folder."""
 
 from __future__ import annotations
 
