@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
     title = "the run cannot be planned"
     gpus = None if flags.gpus is None else 0  # those of this machine, or of no particular one
-    run = Checker(recipe=recipe, source=source, rules=rules, gpus=gpus, title=title).resolve(given)
+    run = Checker(recipe=recipe, source=source, rules=rules, gpus=gpus, title=title, weights=False).resolve(given)
     run = with_precision(run, on_gpu=flags.gpus is not None)
     machines = these_machines(run) if flags.gpus is None else gpus_elsewhere(flags.gpus, flags.gpu)
     if flags.memory is not None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from nemo_kto.algorithms.recipes.recipe import Recipe
+from nemo_kto.artifacts import hub
 from nemo_kto.config import compose
 from nemo_kto.config.mistakes import does_not_compose, find_mistakes
-from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.config.saved_config import redacted
+from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of, with_value
+from nemo_kto.config.saved_config import redacted, saved_value
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.errors import ConfigError, UserError
 
@@ -34,6 +35,8 @@ class Checker:
     gpus: int | None = None  # per machine; None for those of this machine
     sweep: bool = False  # a key may have several values, one for each of several jobs
     title: str = "the configuration is invalid"  # first line of the message that lists the errors
+    leads: bool = True  # this process decides for its machine which revision of a hub model is the newest
+    weights: bool = True  # the weights of hub models are needed
 
     def resolve(self, overrides: Sequence[str], config: DictConfig | None = None) -> ResolvedRun:
         """Return the run of a command line, whose ``config`` may be composed already; raise InvalidConfig for any error."""
@@ -43,8 +46,8 @@ class Checker:
         except compose.WRONG as error:
             cfg, errors = None, [does_not_compose(error)]
         if cfg is not None:
-            run = ResolvedRun.of(cfg, gpus=self.gpus)
-            if not (errors := self.rules(run)):
+            run, errors = self._check(cfg)
+            if not errors:
                 return run
         raise InvalidConfig(title=self.title, errors=self.errors(overrides) or errors)
 
@@ -53,4 +56,22 @@ class Checker:
         return find_mistakes(overrides, source=self.source, recipe=self.recipe, rules=self.rule_errors, sweep=self.sweep)
 
     def rule_errors(self, cfg: RunConfig) -> list[ConfigError]:
-        return self.rules(ResolvedRun.of(cfg, gpus=self.gpus))
+        return self._check(cfg)[1]
+
+    def _check(self, cfg: RunConfig) -> tuple[ResolvedRun, list[ConfigError]]:
+        """Download the hub models of a configuration and apply the rules to it.
+
+        In the result, each hub model has the revision of which the run folder has a record, or the newest.
+        """
+        failed: dict[str, ConfigError] = {}
+        for key in MODEL_KEYS:
+            if not hub.is_hub_name(name := str(value_of(cfg, key))):
+                continue
+            earlier = saved_value(cfg, key) if cfg.exp_manager.resume_if_exists else None
+            try:
+                cfg = with_value(cfg, key, hub.pin(name, earlier=earlier, leads=self.leads, weights=self.weights))
+            except UserError as error:
+                failed[key] = ConfigError(key, str(error), about_files=True)
+        run = ResolvedRun.of(cfg, gpus=self.gpus)
+        others = [error for error in self.rules(run) if error.key not in failed and not failed.keys() & set(error.reads)]
+        return run, [*failed.values(), *others]
