@@ -59,6 +59,7 @@ def print_start(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         resumed_step=resumed_step,
         global_batch=model.global_batch_size,
         micro_batch=str(data.limits),
+        seq_length=f"at most {cfg.seq_length:,} tokens ({run.length_reason})",
         data_parallel=parallel_state.get_data_parallel_world_size(),
         context_parallel=model.context_parallel_size,
         tensor_parallel=model.tensor_model_parallel_size,

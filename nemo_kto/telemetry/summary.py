@@ -52,6 +52,7 @@ class RunStart:
     resumed_step: int | None  # number of steps already done; None for a new run
     global_batch: int  # examples per step
     micro_batch: str  # description of the limits
+    seq_length: str  # maximum number of tokens of a sequence, with the reason
     data_parallel: int
     context_parallel: int
     tensor_parallel: int
@@ -84,6 +85,7 @@ class RunStart:
             **{name: str(rows) for name, rows in self.splits.items()},
             "steps": f"{self.steps:,} ({epochs(self.steps, self.steps_per_epoch)}){resumed}",
             "batch": f"{self.global_batch:,} {self.splits['train'].unit} a step, micro-batches of {self.micro_batch}",
+            "sequences": self.seq_length,
             "layout": "1 rank" if ranks == 1 else f"{ranks} ranks = {degrees}{experts}",
             "device": self.device,
             "precision": self.precision,

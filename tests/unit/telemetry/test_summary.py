@@ -36,6 +36,7 @@ START = RunStart(
     resumed_step=None,
     global_batch=64,
     micro_batch="4",
+    seq_length="at most 256 tokens (max_position_embeddings of the model)",
     context_parallel=1,
     data_parallel=1,
     tensor_parallel=1,
@@ -71,6 +72,7 @@ def test_the_start_table() -> None:
         Message("validation", "400 rows"),
         Message("steps", "375", "2.01 epochs", "187 steps"),
         Message("64", "4"),
+        Message("sequences", "256", "max_position_embeddings"),
         Message("layout", "1 rank"),
         Message("device", "NVIDIA H200"),
         Message("bf16 (why)"),
@@ -81,7 +83,7 @@ def test_the_start_table() -> None:
 
 def test_the_layout_line_of_a_mixture_of_experts() -> None:
     start = replace(START, data_parallel=8, pipeline_parallel=2, expert_parallel=4)
-    assert str(start).splitlines()[7] == Message("layout", "16 ranks", "8 data x 1 tensor x 2 pipeline", "experts over 4")
+    assert str(start).splitlines()[8] == Message("layout", "16 ranks", "8 data x 1 tensor x 2 pipeline", "experts over 4")
 
 
 @pytest.mark.parametrize(
@@ -114,11 +116,11 @@ def test_the_start_table_of_many_ranks_with_resumed_adapters() -> None:
         Message("adapters", "LoRA of rank 16, alpha 32, on q_proj, v_proj"),
     ]
     assert lines[5] == Message("187", "1")
-    assert lines[7] == Message("layout", "8 ranks", "2 data x 4 tensor x 1 pipeline", "sequence parallel")
+    assert lines[8] == Message("layout", "8 ranks", "2 data x 4 tensor x 1 pipeline", "sequence parallel")
     shared = str(replace(start, context_parallel=2)).splitlines()
-    assert shared[7] == Message("16 ranks", "2 data x 2 context x 4 tensor x 1 pipeline", "sequence parallel")
+    assert shared[8] == Message("16 ranks", "2 data x 2 context x 4 tensor x 1 pipeline", "sequence parallel")
     staged = replace(start, pipeline_parallel=2, tensor_parallel=1, stages="2 chunks", sequence_parallel=False)
-    assert str(staged).splitlines()[7] == Message("4 ranks", "2 data x 1 tensor x 2 pipeline", "2 chunks")
+    assert str(staged).splitlines()[8] == Message("4 ranks", "2 data x 1 tensor x 2 pipeline", "2 chunks")
 
 
 def test_the_start_table_with_missing_kernels() -> None:
