@@ -41,7 +41,7 @@ class Written(NamedTuple):
     sha256: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A complete checkpoint: its folder, and the content of its trainer.json."""
 
@@ -133,7 +133,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     }
     for name, record in files.items():
         _check_size(folder, name, record)
-    return Checkpoint(folder, step or 0, info, files)
+    return Checkpoint(folder=folder, step=step or 0, info=info, files=files)
 
 
 def damage(folder: Path, records: Mapping[str, Written]) -> list[str]:

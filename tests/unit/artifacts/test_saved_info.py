@@ -24,7 +24,7 @@ from nemo_kto.checkpoint.model_state import adapters_in
 from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.cli.checkpoint import main
 from nemo_kto.errors import UserError
-from nemo_kto.run.facts import differences, facts_of_earlier
+from nemo_kto.run.resume import differences, facts_of_earlier
 from tests.helpers.messages import assert_names
 from tests.unit.algorithms.trainer_doubles import Run
 from tests.unit.artifacts.test_checkpoint_files import make_checkpoint
