@@ -26,7 +26,7 @@ from nemo_kto.config.rules.gpu import check_transformer_engine
 from nemo_kto.config.rules.training import run_errors, unused_keys
 from nemo_kto.config.saved_config import redact_file, redacted
 from nemo_kto.device import device
-from nemo_kto.errors import ConfigError, UserError
+from nemo_kto.errors import ConfigError, UserError, plural
 from nemo_kto.processes import ranks, signals
 from nemo_kto.telemetry.console import set_up_logging, take_over
 
@@ -154,8 +154,12 @@ def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None) 
     All ranks find the same errors, and rank 0 prints them, except for files that are missing only on another machine.
     """
     lines = list(dict.fromkeys(redacted(str(mistake)) for mistake in mistakes))
-    count = "1 mistake" if len(lines) == 1 else f"{len(lines)} mistakes"
-    text = "\n".join([f"nemo-kto: {count} in the configuration, nothing was started", *(f"  {line}" for line in lines)])
+    text = "\n".join(
+        [
+            f"nemo-kto: {plural(len(lines), 'mistake')} in the configuration, nothing was started",
+            *(f"  {line}" for line in lines),
+        ]
+    )
     if world is None or world.rank == 0:
         print(text, file=sys.stderr)
     elif world.local_rank == 0 and all(mistake.about_files for mistake in mistakes):

@@ -87,20 +87,20 @@ def _run_lines(plan: Plan) -> dict[str, str]:
 
 def _layout(plan: Plan) -> str:
     training = plan.training
-    degrees = layout_text(
+    experts = ""
+    if training.architecture.experts is not None:
+        shards = training.architecture.expert_tensor_parallel
+        experts = f"{training.expert_parallel}" + (f" x {shards}" if shards > 1 else "")
+    layout = layout_text(
         data=training.data_parallel,
         context=training.context_parallel,
         tensor=training.tensor_parallel,
         pipeline=training.split.stages,
         stages=training.split.text(training.architecture.num_layers),
         sequence_parallel=training.sequence_parallel,
+        experts=experts,
     )
-    experts = ""
-    if training.architecture.experts is not None:
-        shards = training.architecture.expert_tensor_parallel
-        experts = f", experts over {training.expert_parallel}" + (f" x {shards}" if shards > 1 else "")
-    ranks = f"{plan.machines.ranks} ranks = {degrees}{experts}" if plan.machines.ranks > 1 else "1 rank"
-    return f"{ranks}, {training.recompute or 'no'} recomputation"
+    return f"{layout}, {training.recompute or 'no'} recomputation"
 
 
 def _rate(plan: Plan) -> str:
