@@ -248,7 +248,7 @@ class Precomputation:
                 if (reason := self.run_timer.stop_reason()) is not None:
                     reasons.append(reason)
                     return
-                yield self.run.cfg.recipe.sequences(self.data.collate_fn(batch))
+                yield self.run.cfg.recipe.model_class().sequences(self.data.collate_fn(batch))
 
         self.cached.precompute(until_stopped(), self.engine, active=active)
         return reasons[0] if reasons else None

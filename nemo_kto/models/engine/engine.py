@@ -24,12 +24,12 @@ from torch import Tensor
 from nemo_kto.device import device
 from nemo_kto.distributed.collectives import (
     from_last_stage,
-    largest_over_data_parallel,
     leads_context_parallel,
     sum_over_context_parallel,
 )
 from nemo_kto.distributed.gradients import bucket_groups, finish_gathers
 from nemo_kto.distributed.logprobs import check_targets, vocab_parallel_logprobs
+from nemo_kto.distributed.state import max_over_ranks
 from nemo_kto.losses.sequence import IGNORED, sequence_sums
 from nemo_kto.models.engine.sequences import MicroBatch, MicroBatchLimits, SequenceBatch
 from nemo_kto.models.flops import ModelFlops, Passes
@@ -181,7 +181,9 @@ class LogProbEngine:
         Data-parallel ranks among which experts are partitioned exchange tokens in every pass, so they must run the same
         number of passes: a rank with fewer micro-batches adds empty ones.
         """
-        return largest_over_data_parallel if experts_span_copies(self._config) else int
+        if not experts_span_copies(self._config):
+            return int
+        return partial(max_over_ranks, group=parallel_state.get_data_parallel_group())
 
     @contextlib.contextmanager
     def _mode(self, *, forward_only: bool) -> Iterator[None]:
