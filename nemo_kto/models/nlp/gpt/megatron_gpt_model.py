@@ -51,11 +51,6 @@ class MegatronGPTModel:
     phase: Phase = nullcontext  # reports a named phase of a step to a timer
     _local_loss: Tensor = field(init=False, default_factory=lambda: torch.zeros(()))  # this rank's part of the last loss
 
-    @staticmethod
-    def sequences(batch: Any) -> tuple[SequenceBatch, ...]:
-        """Return the sequences of a batch for which reference log-probs are needed."""
-        raise NotImplementedError
-
     @property
     def uses_reference(self) -> bool:
         """Whether the loss needs reference log-probs."""
