@@ -68,8 +68,8 @@ def test_ranks_are_started_and_get_the_same_command_line(tmp_path: Path, name: s
     # The working directory may be the folder of a model that somebody else made: ranks import nothing from it.
     for module in ("hydra", "yaml"):
         (tmp_path / f"{module}.py").write_text(f"raise SystemExit('{module}.py of the working directory ran')")
-    given = ["model", "rows.jsonl", "trainer.accelerator=cpu", "trainer.devices=2", "model.optim.lr=3e-6"]
-    done = run([*CLI, name, *given], cwd=tmp_path, env=env, fork_ranks=False)
+    words = ["model", "rows.jsonl", "trainer.accelerator=cpu", "trainer.devices=2", "model.optim.lr=3e-6"]
+    done = run([*CLI, name, *words], cwd=tmp_path, env=env, fork_ranks=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     for rank in ("0", "1"):
