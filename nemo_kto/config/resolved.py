@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.architecture.config_file import read_config_file
 from nemo_kto.architecture.lora import LoRASettings
+from nemo_kto.architecture.rope import longest_sequence
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.artifacts.adapter_files import read_adapter_settings
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, is_checkpoint
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
     from nemo_kto.architecture.architecture import Architecture
     from nemo_kto.architecture.families import Family
+
+_MAX_DEFAULT_LENGTH = 2048
 
 
 # Keys that name a model or adapters: a folder, or a model of the Hugging Face hub (artifacts/hub.py).
@@ -76,6 +80,12 @@ class ModelFiles:
         return read_config_file(self.hf_folder)
 
     @cached_property
+    def longest_sequence(self) -> tuple[str, int | None]:
+        """Field of config.json that limits the sequence length, and its value in tokens; None if it is not set."""
+        config, family = self.config
+        return longest_sequence(family.rope(config, "full_attention"))
+
+    @cached_property
     def architecture(self) -> Architecture:
         """Architecture with the padding of the layout. Imports transformers."""
         from nemo_kto.architecture.architecture import read_architecture
@@ -114,10 +124,14 @@ class ResolvedRun:
     files: ModelFiles
     gpus: int  # number of GPUs of this machine that the run may use
     precision_reason: str = "set by the user"  # why trainer.precision has its value
+    length_reason: str = "set by the user"  # why model.data.seq_length has its value
 
     @classmethod
     def of(cls, cfg: RunConfig, *, gpus: int | None = None) -> ResolvedRun:
-        """Return the run of a configuration; no file is read yet. ``gpus``: by default those of this machine."""
+        """Return the run of a configuration, with a default for the sequence length, for which config.json is read.
+
+        ``gpus``: by default those of this machine.
+        """
         if gpus is None:
             gpus = 0 if cfg.trainer.accelerator == "cpu" else device.device_count()
         adapter = cfg.model.peft.restore_from_path
@@ -127,7 +141,17 @@ class ResolvedRun:
             tensor_parallel=cfg.model.tensor_model_parallel_size,
             expert_tensor_parallel=cfg.model.expert_tensor_parallel_size,
         )
-        return cls(cfg=cfg, files=files, gpus=gpus)
+        run = cls(cfg=cfg, files=files, gpus=gpus)
+        return run if cfg.model.data.seq_length is not None else run.with_default_length()
+
+    def with_default_length(self) -> ResolvedRun:
+        length, reason = _MAX_DEFAULT_LENGTH, "the default"
+        with contextlib.suppress(UserError):  # a model that cannot be read has its own error
+            name, positions = self.files.longest_sequence
+            if positions is not None and positions < length:
+                length, reason = positions, f"{name} of the model"
+        data = self.cfg.model.data.model_copy(update={"seq_length": length})
+        return replace(self.with_model(data=data), length_reason=reason)
 
     def with_precision(self, precision: str, reason: str) -> ResolvedRun:
         return replace(self, cfg=with_value(self.cfg, "trainer.precision", precision), precision_reason=reason)

@@ -24,7 +24,6 @@ from nemo_kto.architecture.lora import (
     embedding_problem,
     hf_module,
 )
-from nemo_kto.architecture.rope import longest_sequence
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, is_our_adapter, read_adapter_settings
 from nemo_kto.artifacts.checkpoint_files import INFO, check_checkpoint
 from nemo_kto.artifacts.hub import remedy_for_missing
@@ -165,9 +164,8 @@ def _model_rules(run: ResolvedRun, config: dict[str, Any], family: Family | None
     if is_dense and width is not None and width % shards:
         text = f"must divide intermediate_size = {width} of {source}, got {shards}; use {divisor_below(width, shards)}"
         yield ConfigError("model.tensor_model_parallel_size", text, (_MODEL,))
-    limits = longest_sequence(config if family is None else family.rope(config, "full_attention"))
-    (name, positions), length = limits, model.data.seq_length
-    if positions is not None and length > positions:
+    name, positions = ("", None) if family is None else run.files.longest_sequence
+    if positions is not None and (length := run.cfg.seq_length) > positions:
         text = f"must be at most {name} = {positions} of {source}, got {length}; use {positions} or fewer"
         yield ConfigError("model.data.seq_length", text, (_MODEL,))
 
