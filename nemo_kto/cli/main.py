@@ -1,4 +1,4 @@
-"""Commands `nemo-kto kto`, `dpo`, `plan`, `export`, `checkpoint`, `data preview|check`; entry point of examples/.
+"""Commands `nemo-kto kto`, `dpo`, `plan`, `export`, `import`, `checkpoint`, `data preview|check`; entry point of examples/.
 
 A command line is checked as a whole before anything starts. A training command then joins existing ranks (torchrun, srun),
 starts its own ranks, or runs in this process as the only rank.
@@ -36,7 +36,13 @@ _SOURCE = ("--config-path -cp", "--config-name -cn", "--config-dir -cd")
 _HYDRA_MODES = ("hydra_help", "resolve", "multirun", "shell_completion", "experimental_rerun", "cfg", "info")
 
 # Command that only prints -> its module.
-_PRINTING = {"plan": "plan", "checkpoint": "checkpoint", "data preview": "preview", "data check": "check"}
+_PRINTING = {
+    "import": "import_model",
+    "plan": "plan",
+    "checkpoint": "checkpoint",
+    "data preview": "preview",
+    "data check": "check",
+}
 
 _USAGE = """\
 nemo-kto: alignment training of large language models on human feedback, on one CPU or many GPUs
@@ -44,6 +50,9 @@ nemo-kto: alignment training of large language models on human feedback, on one 
 {commands}
   nemo-kto export CHECKPOINT OUT
       Write a checkpoint, or the newest one of a run folder, in Hugging Face format.
+
+  nemo-kto import FILE OUT [--tokenizer FOLDER|hf:NAME]
+      Write a .nemo archive, or a torch_dist checkpoint of Megatron-LM or Megatron-Bridge, in Hugging Face format.
 
   nemo-kto plan {names} MODEL [DATA] [KEY=VALUE ...] [--gpus N] [--memory GB]
       Estimate the memory and speed of a run, and find the layouts that fit; nothing is loaded.
