@@ -90,7 +90,7 @@ PACKAGES = {
     "huggingface": Package(
         own=names("checkpoint models device distributed architecture artifacts utils"),
         outside=names("torch megatron.core safetensors"),
-        only_in=(("yaml", names("megatron_checkpoints.py")),),
+        only_in=(("yaml", names("megatron_checkpoints.py")), ("transformers", names("importing.py"))),
     ),
     "algorithms": Package(
         own=names("losses data telemetry utils"), outside=names("torch"), never=names("torch.distributed torch.cuda")

@@ -7,7 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_kto.artifacts.hub import is_hub_name, local_folder, pin, remedy_for_missing
+from nemo_kto.artifacts.hub import is_hub_name, local_folder, pin
+from nemo_kto.artifacts.sources import remedy_for_missing
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.telemetry.console import set_up_logging, take_over

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,9 @@ def import_checkpoint(path: Path, out: Path, *, tokenizer: Path | None, max_shar
             weights = _weights(checkpoint, names, architecture)
             write_shards(weights, folder.path, max_shard_bytes=max_shard_bytes)
         folder.publish()
+    except OSError as error:
+        text = f"OUT must be a folder that can be written, got {out}: {error.strerror or error}"
+        raise UserError(f"{text}; free some space, or choose another folder") from error
     finally:
         folder.discard()
     count = len(read_json(out / INDEX)["weight_map"])
@@ -99,14 +103,28 @@ def _write_tokenizer(checkpoint: MegatronCheckpoint, given: Path | None, folder:
         check_tokenizer(source)
         copy_companions(source, folder)
     elif isinstance(source, Path) and source.is_file():  # a SentencePiece model, as of Llama 2 and Mistral
-        (folder / "tokenizer.model").write_bytes(source.read_bytes())
-        settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        _convert_sentencepiece(source, folder, checkpoint.path)
     else:
         named = f", which names {source}" if source is not None else ""
         example = f"hf:{source}" if isinstance(source, str) and source.count("/") == 1 else "hf:ORGANISATION/NAME"
         text = f"must be given for a checkpoint without a tokenizer, got none with {checkpoint.path}{named}"
         raise UserError(f"--tokenizer {text}; e.g. --tokenizer FOLDER or --tokenizer {example}")
+
+
+def _convert_sentencepiece(file: Path, folder: Path, archive: Path) -> None:
+    """Write the SentencePiece model of an archive as a tokenizer that needs only the library tokenizers."""
+    from transformers import LlamaTokenizer
+
+    shutil.copyfile(file, folder / "tokenizer.model")
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    try:
+        LlamaTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(folder)
+    except Exception as error:  # of the libraries that read it, or because they are missing
+        text = f"FILE must have a tokenizer that transformers reads, got {archive} with {file.name}"
+        packages = "install sentencepiece and protobuf (pip install sentencepiece protobuf)"
+        reason = (str(error).splitlines() or [""])[0]
+        raise UserError(f"{text} ({type(error).__name__}: {reason}); {packages}, or give --tokenizer FOLDER") from error
 
 
 def _configuration(checkpoint: MegatronCheckpoint, names: Mapping[str, str], tokenizer: Path | None) -> dict[str, Any]:
@@ -179,9 +197,8 @@ def _weights(
         if norm_offset and "layernorm" in mapping.mcore_name:
             whole_values = whole_values + norm_offset
         if not math.isfinite(float(whole_values.sum())) and not torch.isfinite(whole_values).all():
-            raise UserError(
-                f"FILE must have finite weights, got NaN or infinity in {parts[0][0]}; import an earlier checkpoint"
-            )
+            text = f"FILE must have finite weights, got {checkpoint.path} with NaN or infinity in {parts[0][0]}"
+            raise UserError(f"{text}; import an earlier checkpoint")
         yield from files.of(mapping, place, whole_values)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import shutil
 import tarfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -124,7 +125,9 @@ def write_bridge_config(model: Path, folder: Path, **more: Any) -> None:
         shutil.copy(file, folder / "tokenizer")
 
 
-def write_nemo(model: Path, weights: Path, archive: Path, *, mode: str = "w", **more: Any) -> None:
+def write_nemo(
+    model: Path, weights: Path, archive: Path, *, mode: Literal["w", "w:gz"] = "w", tokenizer: bytes = b"", **more: Any
+) -> None:
     """Pack a .nemo archive with ``weights``, a torch_dist folder or a file model_weights.ckpt."""
     config = json.loads((model / "config.json").read_text())
     settings = {
@@ -139,10 +142,16 @@ def write_nemo(model: Path, weights: Path, archive: Path, *, mode: str = "w", **
         "tokenizer": {"library": "huggingface", "type": "org/model"},
         **more,
     }
+    if tokenizer:
+        settings["tokenizer"] = {"library": "sentencepiece", "type": None, "model": "nemo:0123_tokenizer.model"}
     (weights.parent / "model_config.yaml").write_text(yaml.safe_dump(settings))
     with tarfile.open(archive, mode) as tar:
         tar.add(weights.parent / "model_config.yaml", "./model_config.yaml")
         tar.add(weights, f"./{weights.name}")
+        if tokenizer:
+            info = tarfile.TarInfo("./0123_tokenizer.model")
+            info.size = len(tokenizer)
+            tar.addfile(info, io.BytesIO(tokenizer))
 
 
 def state_dict(model: Path, *, norm_offset: int = 0) -> dict[str, torch.Tensor]:
@@ -170,3 +179,18 @@ def state_dict(model: Path, *, norm_offset: int = 0) -> dict[str, torch.Tensor]:
         }
         found |= {layer + ours: tensors[f"{theirs}{name}.weight"] + norm_offset for ours, name in norms.items()}
     return {f"model.{name}": tensor for name, tensor in found.items()}
+
+
+def sentencepiece_model() -> bytes:
+    """A SentencePiece model of characters: it has the three special tokens of Llama, and 256 tokens in all."""
+    from transformers.convert_slow_tokenizer import import_protobuf
+
+    model: Any = import_protobuf().ModelProto()
+    pieces = [("<unk>", 2), ("<s>", 3), ("</s>", 3), *((f"<0x{byte:02X}>", 6) for byte in range(200)), ("▁", 1)]
+    for token, kind in [*pieces, *((character, 1) for character in "abcdefghijklmnopqrstuvwxyz")]:
+        piece = model.pieces.add()
+        piece.piece, piece.type, piece.score = token, kind, 0.0
+    model.trainer_spec.model_type = 2
+    model.trainer_spec.unk_id, model.trainer_spec.bos_id, model.trainer_spec.eos_id = 0, 1, 2
+    content: bytes = model.SerializeToString()
+    return content

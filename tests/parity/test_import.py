@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from nemo_kto.cli.import_model import main
 from nemo_kto.distributed.state import Layout
@@ -59,7 +60,7 @@ def assert_same(model: Path, imported: Path, *, padded: int = 0) -> None:
     ("name", "layout", "settings", "padded"),
     [
         ("llama-all-biases-linear-rope", TP2, {"seq_len_interpolation_factor": 2.5}, 1),
-        ("qwen2", TP1, {"tokenizer": {"library": "sentencepiece", "model": None}}, 0),
+        pytest.param("qwen2", TP1, {"tokenizer": {"library": "sentencepiece", "model": None}}, 0, marks=pytest.mark.full),
     ],
 )
 def test_a_nemo_archive(
@@ -92,11 +93,23 @@ def test_a_nemo_archive_with_weights_in_one_file(zero_centered: bool, source: So
         torch.testing.assert_close(weights(tmp_path / "out")[name], tensor, rtol=0, atol=1e-6 * zero_centered)
 
 
+def test_the_sentencepiece_model_of_a_nemo_archive(source: Source, tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    model, stored = source("mistral"), tmp_path / "unpacked" / "model_weights.ckpt"
+    stored.parent.mkdir()
+    torch.save(megatron.state_dict(model), stored)
+    megatron.write_nemo(model, stored, tmp_path / "model.nemo", tokenizer=megatron.sentencepiece_model())
+    main([f"{tmp_path}/model.nemo", f"{tmp_path}/out"])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.convert_ids_to_tokens(tokenizer("a cab").input_ids) == ["<s>", "▁", "a", "▁", "c", "a", "b"]
+    assert tokenizer.eos_token_id == 2
+
+
 @pytest.mark.parametrize(
     ("name", "layout", "stacked", "more"),
     [
         ("qwen3", TP1, False, {}),
-        ("llama-tied-llama3-rope", TP2, True, {}),
+        pytest.param("llama-tied-llama3-rope", TP2, True, {}, marks=pytest.mark.full),
         ("mistral-window", TP2, True, {"window_size": (6, 0)}),
     ],
 )
