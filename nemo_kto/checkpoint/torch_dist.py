@@ -33,7 +33,7 @@ class TorchDist:
     Raises UserError if a file is missing or damaged, or contains anything but tensors.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, *, folder: Path) -> None:
         self._folder = folder
         self._metadata = read_folder_metadata(folder)
         self._load = lru_cache(maxsize=2)(self._load_chunk)  # a chunk may contain several layers or experts
@@ -79,7 +79,7 @@ def chunk_key(chunk: ChunkStorageMetadata) -> tuple[tuple[int, ...], tuple[int, 
 class TorchFile:
     """Tensors of a state dict in one file of torch.save; raises UserError if it contains anything but plain data."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, *, file: Path) -> None:
         self._file = file
 
     @cached_property

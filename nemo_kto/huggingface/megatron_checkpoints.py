@@ -116,9 +116,9 @@ def _find(folder: Path, path: Path) -> MegatronCheckpoint:
     found = _read_nemo(folder) if (folder / _NEMO).is_file() else _read_megatron(folder)
     weights = folder / "model_weights" if (folder / "model_weights").is_dir() else folder
     if (folder / "model_weights.ckpt").is_file():
-        tensors: StoredTensors = TorchFile(folder / "model_weights.ckpt")
+        tensors: StoredTensors = TorchFile(file=folder / "model_weights.ckpt")
     elif (weights / ".metadata").is_file():
-        tensors = TorchDist(weights)
+        tensors = TorchDist(folder=weights)
     else:
         raise UserError(_why_not(weights, path))
     if any(".language_model." in name for name in tensors.shapes):
