@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
     named = {_MODEL: flags.model, "model.data.data_prefix": flags.file}
     overrides = [f"{key}={_quoted(value)}" for key, value in named.items() if value is not None]
     source, title = compose.Source(config_name=recipe.config_name), "the rows cannot be shown"
-    checker = Checker(recipe=recipe, source=source, rules=_errors, gpus=0, title=title)
+    checker = Checker(recipe=recipe, source=source, rules=data_errors, gpus=0, title=title)
     run = checker.resolve([*overrides, *flags.overrides])
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     sys.stdout.write("\n".join(_lines(run, Path(flags.file), rows=flags.rows, coloured=coloured)) + "\n")
@@ -67,7 +67,7 @@ def _quoted(text: str) -> str:
     return f"'{escaped}'"
 
 
-def _errors(run: ResolvedRun) -> list[ConfigError]:
+def data_errors(run: ResolvedRun) -> list[ConfigError]:
     """Return errors in data, model and loss, not in machine or run: training may run on another machine."""
     sections = ("model.data.", "pretrained_checkpoint.", f"model.{run.cfg.recipe.name}.")
     return [error for error in run_errors(run, elsewhere=True) if error.key.startswith(sections)]
