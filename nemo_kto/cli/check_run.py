@@ -6,11 +6,13 @@ The rows are tokenised into the cache, and weights are hashed into it, so that t
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli.arguments import integer_from
+from nemo_kto.cli.arguments import gigabytes, integer_from, is_set
 from nemo_kto.config import compose
 from nemo_kto.config.check import Checker, InvalidConfig
 from nemo_kto.config.resolved import ResolvedRun
@@ -19,9 +21,10 @@ from nemo_kto.config.rules.training import run_errors
 from nemo_kto.device import device
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.planner.hardware import DEFAULT_GPU, GPUS
-from nemo_kto.planner.plan_run import Plan, gpus_elsewhere, make_plan, these_machines, with_precision
-from nemo_kto.planner.report import plan_text
 from nemo_kto.processes.ranks import World
+
+if TYPE_CHECKING:
+    from nemo_kto.planner.plan_run import Plan
 
 _DESCRIPTION = """\
 Check a run before it is started: every key, file and row, its folder, and its memory; no rank is started, no GPU is needed.
@@ -38,22 +41,25 @@ def main(argv: Sequence[str]) -> int:
     if flags.gpu is not None and flags.gpus_per_node is None:
         raise UserError(f"--gpu must be given with --gpus-per-node, got --gpu {flags.gpu}; add --gpus-per-node 8")
     recipe, gpus = RECIPES[flags.algorithm], flags.gpus_per_node
-    overrides = list(flags.overrides)
-    for flag, key, value in (("--nodes", "trainer.num_nodes", flags.nodes), ("--gpus-per-node", "trainer.devices", gpus)):
-        if value is not None and any(text.lstrip("+").startswith(f"{key}=") for text in overrides):
-            raise UserError(f"{key} must be left out with {flag}, which sets it, got both; leave one out")
-        overrides += [] if value is None else [f"{key}={value}"]
+    launched = {"trainer.num_nodes": flags.nodes, "trainer.devices": gpus}
+    set_twice = [key for key, value in launched.items() if value is not None and is_set(key, flags.overrides)]
+    overrides = [*flags.overrides, *(f"{key}={value}" for key, value in launched.items() if value is not None)]
     if gpus is not None:
         device.force_cpu()  # a login node may have other GPUs
     source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
-    rules = partial(_errors, elsewhere=gpus is not None)
+    rules = partial(_errors, elsewhere=gpus is not None, set_twice=set_twice)
     run = Checker(recipe=recipe, source=source, rules=rules, gpus=gpus, title=_TITLE).resolve(overrides)
+    from nemo_kto.planner.plan_run import gpus_elsewhere, make_plan, these_machines, with_precision
+    from nemo_kto.planner.report import plan_text
+
     run = with_precision(run, on_gpu=run.gpus > 0)
     machines, computes = these_machines(run), computes_here(on_gpu=run.gpus > 0)
     if gpus is not None:
         machines = gpus_elsewhere(run.world_size(), flags.gpu or DEFAULT_GPU)
         engine = transformer_engine_version() or OLDEST_ENGINE  # a container on those machines may have it
         computes = Computes(on_gpu=True, engine=engine, capability=machines.hardware.capability)
+    if flags.memory is not None:
+        machines = machines.with_memory(flags.memory * 1e9)
     if errors := list(model_gpu_rules(run, computes)):
         raise InvalidConfig(title=_TITLE, errors=errors)
     plan = make_plan(run, machines)
@@ -71,20 +77,25 @@ def _parser() -> argparse.ArgumentParser:
     number = "GPUs, and ranks, of each machine: trainer.devices"
     parser.add_argument("--gpus-per-node", type=integer_from(1), metavar="N", help=number)
     parser.add_argument("--gpu", choices=list(GPUS), help=f"their kind ({DEFAULT_GPU})")
+    parser.add_argument("--memory", type=gigabytes, metavar="GB", help="memory of each rank, in 10^9 bytes")
     parser.add_argument("--config-name", metavar="FILE", help="your configuration file")
     parser.add_argument("--config-dir", metavar="FOLDER", help="folder of that file")
     return parser
 
 
-def _errors(run: ResolvedRun, *, elsewhere: bool) -> list[ConfigError]:
-    """Return the errors as for ranks that a launcher has started; with ``elsewhere``, not on this machine."""
-    local = run.local_ranks
-    world = World(rank=0, size=run.world_size(), local_rank=0, local_size=local, sees_same=True)
+def _errors(run: ResolvedRun, *, elsewhere: bool, set_twice: Sequence[str]) -> list[ConfigError]:
+    """Return the errors as for ranks that a launcher has started; with ``elsewhere``, not on this machine.
+
+    ``set_twice``: keys that both a flag and an override set.
+    """
+    sees_same = "SLURM_JOB_ID" not in os.environ  # with srun --gpus-per-task=1, a process sees one GPU of its machine
+    world = World(rank=0, size=run.world_size(), local_rank=0, local_size=run.local_ranks, sees_same=sees_same)
     errors = run_errors(run, world=world, elsewhere=elsewhere)
     if elsewhere and run.cfg.trainer.accelerator == "cpu":
         text = "must be gpu or auto with --gpus-per-node, got cpu; leave one out, trainer.devices is the number of ranks"
         errors.append(ConfigError("trainer.accelerator", text))
-    return errors
+    remedy = "--nodes sets trainer.num_nodes, and --gpus-per-node trainer.devices; leave one out"
+    return [*errors, *(ConfigError(key, f"must not be given twice, got a flag too; {remedy}") for key in set_twice)]
 
 
 def _prepare(plan: Plan) -> dict[str, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli.arguments import integer_from
+from nemo_kto.cli.arguments import integer_from, is_set
 from nemo_kto.config import compose
 from nemo_kto.config.check import Checker
 from nemo_kto.config.resolved import ResolvedRun
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the command; raise UserError if the command line, the model's tokenizer or the rows are invalid."""
     flags = _parser().parse_intermixed_args(list(argv))
     recipe = RECIPES[flags.algorithm]
-    if flags.model is None and not any(text.startswith(f"{_MODEL}=") for text in flags.overrides):
+    if flags.model is None and not is_set(_MODEL, flags.overrides):
         raise UserError(
             "--model must be a Hugging Face folder, whose tokenizer and chat template are used, got none; "
             f"e.g. nemo-kto data preview {flags.file} --model MODEL"
