@@ -26,7 +26,7 @@ from nemo_kto.architecture.lora import (
     adaptable,
     hf_module,
 )
-from nemo_kto.artifacts.safetensors_files import WRITTEN_BY, Shapes, read_metadata, tensor_shapes
+from nemo_kto.artifacts.safetensors_files import WRITTEN_BY, Shapes, read_header, tensor_shapes
 from nemo_kto.errors import UserError, printable
 from nemo_kto.utils.field_errors import file_errors
 from nemo_kto.utils.files import file_inside, irregular, read_json
@@ -130,7 +130,7 @@ def read_adapter_settings(folder: str | Path) -> LoRASettings:
 def is_our_adapter(folder: Path) -> bool:
     """Return whether this program wrote the folder."""
     try:
-        return read_metadata(folder / ADAPTER_WEIGHTS).get("written_by") == WRITTEN_BY
+        return read_header(folder / ADAPTER_WEIGHTS)[1].get("written_by") == WRITTEN_BY
     except UserError:
         return False
 

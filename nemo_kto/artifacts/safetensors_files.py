@@ -39,15 +39,11 @@ def tensor_shapes(file: Path) -> Shapes:
     Raises:
         UserError: the file is not a safetensors file, is truncated, or holds other types than floats.
     """
-    return _read_header(file)[0]
+    return read_header(file)[0]
 
 
-def read_metadata(file: Path) -> dict[str, str]:
-    """Return the metadata in a safetensors file; raises like :func:`tensor_shapes`."""
-    return _read_header(file)[1]
-
-
-def _read_header(file: Path) -> tuple[Shapes, dict[str, str]]:
+def read_header(file: Path) -> tuple[Shapes, dict[str, str]]:
+    """Return the shape of every tensor in a safetensors file, and its metadata; raises like :func:`tensor_shapes`."""
     try:
         with open_file(file) as handle:
             size = handle.seek(0, os.SEEK_END)

@@ -153,8 +153,13 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
     )
     engine = build_engine(run, policy, data.limits)
     reference = build_reference(run, policy, engine, data, timers, run_timer, first_step=resumed_step or 0)
-    make_model = cfg.recipe.model(cfg.loss, data.splits.train, lr=cfg.model.optim.lr)
-    model = make_model(engine=engine, reference=reference.policy, objective=build_objective(run.cfg), phase=timers.phase)
+    model = cfg.recipe.model_class()(
+        engine=engine,
+        reference=reference.policy,
+        objective=build_objective(run.cfg),
+        phase=timers.phase,
+        **cfg.recipe.model_options(cfg.loss, data.splits.train, lr=cfg.model.optim.lr),
+    )
     optimizer, scheduler = build_optimizer_and_schedule(run, policy, max_steps=max_steps)
     checkpoints = CheckpointManager(
         folder=run.checkpoints,

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from nemo_kto.data.batches.dataset import KTODataset, KTOExample, Splits
     from nemo_kto.data.batches.loader import KTOCosts, SequenceCost
     from nemo_kto.data.inspect.preview import Preview
-    from nemo_kto.models.engine.sequences import SequenceBatch
     from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
 
 logger = logging.getLogger(__name__)
@@ -59,16 +58,14 @@ class KTORecipe(Recipe):
     ) -> Iterator[str]:
         return show.kto(dataset, batch, examples)
 
-    def sequences(self, batch: KTOBatch) -> tuple[SequenceBatch, ...]:
+    def model_class(self) -> type[MegatronGPTKTOModel]:
         from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
 
-        return MegatronGPTKTOModel.sequences(batch)
+        return MegatronGPTKTOModel
 
-    def model(self, section: KTOLossConfig, examples: KTODataset, *, lr: float) -> Callable[..., MegatronGPTKTOModel]:
-        from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
-
+    def model_options(self, section: KTOLossConfig, examples: KTODataset, *, lr: float) -> dict[str, float]:
         desirable, undesirable = loss_weights(section, examples, lr=lr)
-        return partial(MegatronGPTKTOModel, desirable_loss_weight=desirable, undesirable_loss_weight=undesirable)
+        return {"desirable_loss_weight": desirable, "undesirable_loss_weight": undesirable}
 
     def trainer(self, collate_fn: Callable[[Any], Any]) -> type[KTOTrainer]:
         from nemo_kto.algorithms.kto import KTOTrainer
