@@ -19,8 +19,7 @@ from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.gpu import OLDEST_ENGINE, Computes, computes_here, model_gpu_rules, transformer_engine_version
 from nemo_kto.config.rules.training import run_errors
 from nemo_kto.device import device
-from nemo_kto.errors import ConfigError, UserError
-from nemo_kto.planner.hardware import DEFAULT_GPU, GPUS
+from nemo_kto.errors import ConfigError, UserError, either
 from nemo_kto.processes.ranks import World
 
 if TYPE_CHECKING:
@@ -51,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
     run = Checker(recipe=recipe, source=source, rules=rules, gpus=gpus, title=_TITLE).resolve(overrides)
     from nemo_kto.planner.plan_run import gpus_elsewhere, make_plan, these_machines, with_precision
     from nemo_kto.planner.report import plan_text
+    from nemo_kto.planner.speed import DEFAULT_GPU
 
     run = with_precision(run, on_gpu=run.gpus > 0)
     machines, computes = these_machines(run), computes_here(on_gpu=run.gpus > 0)
@@ -76,11 +76,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=integer_from(1), metavar="N", help="number of machines: trainer.num_nodes")
     number = "GPUs, and ranks, of each machine: trainer.devices"
     parser.add_argument("--gpus-per-node", type=integer_from(1), metavar="N", help=number)
-    parser.add_argument("--gpu", choices=list(GPUS), help=f"their kind ({DEFAULT_GPU})")
+    parser.add_argument("--gpu", type=_gpu, metavar="KIND", help="their kind, as for `nemo-kto plan`")
     parser.add_argument("--memory", type=gigabytes, metavar="GB", help="memory of each rank, in 10^9 bytes")
     parser.add_argument("--config-name", metavar="FILE", help="your configuration file")
     parser.add_argument("--config-dir", metavar="FOLDER", help="folder of that file")
     return parser
+
+
+def _gpu(text: str) -> str:
+    from nemo_kto.planner.speed import GPUS
+
+    if text not in GPUS:
+        raise argparse.ArgumentTypeError(f"must be {either(list(GPUS))}, got {text}")
+    return text
 
 
 def _errors(run: ResolvedRun, *, elsewhere: bool, set_twice: Sequence[str]) -> list[ConfigError]:
