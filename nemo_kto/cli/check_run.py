@@ -41,8 +41,8 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--gpu must be given with --gpus-per-node, got --gpu {flags.gpu}; add --gpus-per-node 8")
     recipe, gpus = RECIPES[flags.algorithm], flags.gpus_per_node
     launched = {"trainer.num_nodes": flags.nodes, "trainer.devices": gpus}
-    set_twice = [key for key, value in launched.items() if value is not None and is_set(key, flags.overrides)]
-    overrides = [*flags.overrides, *(f"{key}={value}" for key, value in launched.items() if value is not None)]
+    set_twice = [key for key, value in launched.items() if value is not None and is_set(key, flags.words)]
+    overrides = [*flags.words, *(f"{key}={value}" for key, value in launched.items() if value is not None)]
     if gpus is not None:
         device.force_cpu()  # a login node may have other GPUs
     source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="nemo-kto check", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("algorithm", choices=list(RECIPES), help="the algorithm of the run")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as model.data.seq_length=512")
+    parser.add_argument("words", nargs="*", metavar="MODEL DATA KEY=VALUE", help="as in training")
     parser.add_argument("--nodes", type=integer_from(1), metavar="N", help="number of machines: trainer.num_nodes")
     number = "GPUs, and ranks, of each machine: trainer.devices"
     parser.add_argument("--gpus-per-node", type=integer_from(1), metavar="N", help=number)

@@ -25,14 +25,14 @@ def main(argv: Sequence[str]) -> None:
     """Run the command; raise UserError if the command line, the model's tokenizer or the rows are invalid."""
     parser = argparse.ArgumentParser(prog="nemo-kto data tokenise", description=_DESCRIPTION)
     parser.add_argument("algorithm", choices=list(RECIPES), help="the algorithm of the run")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as model.data.seq_length=512")
+    parser.add_argument("words", nargs="*", metavar="MODEL DATA KEY=VALUE", help="as in training")
     parser.add_argument("--config-name", metavar="FILE", help="your configuration file")
     parser.add_argument("--config-dir", metavar="FOLDER", help="folder of that file")
     flags = parser.parse_intermixed_args(list(argv))
     recipe = RECIPES[flags.algorithm]
     source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
     title = "the rows cannot be tokenised"
-    run = Checker(recipe=recipe, source=source, rules=data_errors, gpus=0, title=title).resolve(flags.overrides)
+    run = Checker(recipe=recipe, source=source, rules=data_errors, gpus=0, title=title, weights=False).resolve(flags.words)
     from nemo_kto.run.rows import model_tokenizer, source_settings, split_text
 
     set_up_logging(rank=0)

@@ -73,7 +73,7 @@ def make_plan(run: ResolvedRun, machines: Machines) -> Plan:
     tensor, pipeline, context = degrees(model)
     data = machines.ranks // (tensor * pipeline * context)
     limits, answers = micro_batch_limits(run, on_gpu=machines.on_gpu), 2 if cfg.recipe.unit == "pairs" else 1
-    width = limits.width(model.data.seq_length)
+    width = limits.width(cfg.seq_length)
     prompts = max(1, min(limits.fitting(width, answers=answers), model.global_batch_size // data))
     training = Training(
         architecture=run.architecture,

@@ -19,7 +19,7 @@ class Login:
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder, self.rows = folder, write_rows(folder / "rows.jsonl", make_rows(40))
-        self.given = [f"pretrained_checkpoint.restore_from_path={model}", "model.data.data_prefix=rows.jsonl"]
+        self.given = [str(model), "rows.jsonl"]
         self.given += ["model.data.cache_dir=cache", "model.data.seq_length=64", "model.global_batch_size=16"]
 
     def __call__(self, *words: str) -> tuple[int, dict[str, str], str]:
