@@ -13,7 +13,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,20 +34,26 @@ _THREADS = 8  # hashlib releases the GIL
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.ENAMETOOLONG)
 
 
-@dataclass(frozen=True)
+class Written(NamedTuple):
+    """Size in bytes and SHA-256 of a file when it was written; earlier versions did not record the SHA-256."""
+
+    size: int
+    sha256: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A complete checkpoint: its folder, and the content of its trainer.json."""
 
     folder: Path
     step: int  # 0 if the folder's name is not the one that a run gives it
     info: Mapping[str, Any]  # has the fields of :class:`~nemo_kto.artifacts.saved_info.Info`
+    files: Mapping[str, Written]  # size and hash of every other file when it was written
 
-
-class Written(NamedTuple):
-    """Size in bytes and SHA-256 of a file when it was written; earlier versions did not record the SHA-256."""
-
-    size: int
-    sha256: str | None
+    def files_in(self, *folders: str) -> dict[str, Written]:
+        """Return the entries of files in some folders of the checkpoint, such as state."""
+        starts = tuple(f"{folder}/" for folder in folders)
+        return {name: record for name, record in self.files.items() if name.startswith(starts)}
 
 
 class DamagedCheckpoint(ValueError):
@@ -86,13 +92,16 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
 
     Raises UserError if a file cannot be accessed, which does not mean that it is damaged.
     """
-    found = []
-    for path in named_checkpoints(folder):
-        try:
-            found.append(read_checkpoint(path))
-        except DamagedCheckpoint:  # reported when a run looks for the checkpoint to resume from
-            continue
-    return found
+    found = map(read_or_damage, named_checkpoints(folder))  # damage is reported when a run looks for one to resume from
+    return [checkpoint for checkpoint in found if isinstance(checkpoint, Checkpoint)]
+
+
+def read_or_damage(folder: Path) -> Checkpoint | str:
+    """Return a checkpoint, or a description of the damage to its trainer.json or to the sizes of its files."""
+    try:
+        return read_checkpoint(folder)
+    except DamagedCheckpoint as error:
+        return str(error)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -116,19 +125,15 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     step = int(named[1]) if named else None
     if wrong := find_wrong(info, step=step):
         raise DamagedCheckpoint(f"{INFO} is not valid: {'; '.join(wrong)}")
-    for name, record in file_records(info).items():
-        _check_size(folder, name, record)
-    return Checkpoint(folder, step or 0, info)
-
-
-def file_records(info: Mapping[str, Any]) -> dict[str, Written]:
-    """Return each file's size and hash when it was written; DamagedCheckpoint if a name leads out of the folder."""
     if outside := [name for name in info["files"] if os.path.isabs(name) or ".." in Path(name).parts]:
         raise DamagedCheckpoint(f"{INFO} must list files of its own folder, got {outside[0]!r}, which is outside")
-    return {
+    files = {
         name: Written(entry, None) if isinstance(entry, int) else Written(entry["size"], entry["sha256"])
         for name, entry in info["files"].items()
     }
+    for name, record in files.items():
+        _check_size(folder, name, record)
+    return Checkpoint(folder=folder, step=step or 0, info=info, files=files)
 
 
 def damage(folder: Path, records: Mapping[str, Written]) -> list[str]:
@@ -157,12 +162,6 @@ def hash_file(file: Path) -> Written:
     return Written(file.stat().st_size, file_hash(file))
 
 
-def only_in(records: Mapping[str, Written], folders: Iterable[str]) -> dict[str, Written]:
-    """Return the records of files in some folders of a checkpoint, such as state."""
-    starts = tuple(f"{folder}/" for folder in folders)
-    return {name: record for name, record in records.items() if name.startswith(starts)}
-
-
 def size_text(count: int) -> str:
     """Format a number of bytes in GB or MB."""
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
@@ -179,13 +178,9 @@ def check_checkpoint(folder: Path) -> Path | None:
     None is returned for a checkpoint of all weights. Raises UserError if trainer.json is not as this program writes it, or a
     file is missing or damaged; names it.
     """
-    adapters = None
-    try:
-        info = read_checkpoint(folder).info
-        wrong, adapters = damage(folder, only_in(file_records(info), ["hf"])), info.get("adapters")
-    except DamagedCheckpoint as error:
-        wrong = [str(error)]
-    refuse_damaged(folder, wrong)
+    found = read_or_damage(folder)
+    refuse_damaged(folder, [found] if isinstance(found, str) else damage(folder, found.files_in("hf")))
+    adapters = None if isinstance(found, str) else found.info.get("adapters")
     return None if adapters is None else Path(str(adapters["base_model"]))
 
 

@@ -28,7 +28,18 @@ def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
         message = f"{folder} must hold a tokenizer ({_TOKENIZER} or tokenizer.model), got {next(others, 'none')}"
         raise UserError(f"{message}; copy its files from the original model")
     for name in (*_VOCABULARIES, *_TEMPLATES):
-        _check_format(folder / name, needed=name in _TEMPLATES)
+        file = folder / name
+        if name in _TEMPLATES and (kind := irregular(file)) is not None:  # transformers would skip it
+            raise UserError(f"{file} must be a regular file, got {kind}; {_REMEDY}")
+        if not file.is_file():
+            continue
+        try:
+            with open_file(file) as handle:
+                other = other_format(handle.read(_FORMAT_BYTES))
+        except OSError as error:
+            raise UserError(f"{file} cannot be read: {error.strerror}; {_REMEDY}") from error
+        if other is not None:
+            raise UserError(f"{file} must be a file of the tokenizer, but it is {other}")
     config = _tokenizer_config(folder)
     refuse_code(folder / _CONFIG, config)
     if "eos_token" in config and config["eos_token"] is None:
@@ -44,21 +55,6 @@ def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
         following = max([*ids.values(), *added.values()]) + 1  # the id that transformers gives to a token without one
         new = {token: following for token in every_row if token not in ids}
         check_ids(new, vocab_size=vocab_size, file=folder / _CONFIG)
-
-
-def _check_format(file: Path, *, needed: bool) -> None:
-    """Reject a file of another format; if it is ``needed``, also reject other irregular files, which transformers skips."""
-    if needed and (kind := irregular(file)) is not None:
-        raise UserError(f"{file} must be a regular file, got {kind}; {_REMEDY}")
-    if not file.is_file():
-        return
-    try:
-        with open_file(file) as handle:
-            message = other_format(handle.read(_FORMAT_BYTES))
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}; {_REMEDY}") from error
-    if message is not None:
-        raise UserError(f"{file} must be a file of the tokenizer, but it is {message}")
 
 
 def check_ids(ids: Mapping[str, int], *, vocab_size: int | None, file: Path) -> None:

@@ -143,11 +143,11 @@ def is_first_of_machine() -> bool:
     return os.environ.get("LOCAL_RANK", str(rank())) == "0"
 
 
-def max_over_ranks(value: int) -> int:
-    """Return the maximum of ``value`` over all ranks; collective."""
+def max_over_ranks(value: int, *, group: dist.ProcessGroup | None = None) -> int:
+    """Return the maximum of ``value`` over the ranks of a group, by default over all ranks; collective."""
     # filled on the device, so that the host waits only for the result
     reduced = torch.full((), value, device=device.current_device())
-    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
     return int(reduced.item())
 
 

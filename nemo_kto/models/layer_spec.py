@@ -91,8 +91,8 @@ def _use_torch_modules(layer: ModuleSpec, architecture: Architecture) -> None:
         params={
             "softcap": architecture.attention_softcap,
             "sinks": architecture.sinks,
-            "chunked": architecture.chunked,
-            "rope": RopeTable(rope=architecture.rope, interleaved=architecture.interleaved_rotary),
+            "chunked": architecture.family.chunked,
+            "rope": RopeTable(rope=architecture.rope, interleaved=architecture.family.interleaved_rotary),
             "norm_after_rope": architecture.rotated_norm,
             "temperature": None if temperature is None else TemperatureTable(temperature=temperature),
             "local_rope": None if local_rope is None else RopeTable(rope=local_rope),

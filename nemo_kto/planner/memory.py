@@ -17,8 +17,8 @@ from nemo_kto.architecture.parameters import RankParameter, rank_parameters
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.models.flops import Block, ModelFlops, blocks_of
 from nemo_kto.planner.activations import Activations
-from nemo_kto.planner.hardware import CONTEXT
 
+CONTEXT = 2e9  # bytes of GPU memory for CUDA, its libraries and NCCL; an assumption
 _FP32 = 4
 _PRODUCT_ROWS = 8192  # rows of the output weight's gradient at a time; copied from distributed.logprobs, which imports torch
 

@@ -13,9 +13,8 @@ from nemo_kto.device import device
 from nemo_kto.device.dtypes import MOMENTS
 from nemo_kto.device.precision import PRECISIONS, bf16_support, product_flops
 from nemo_kto.errors import UserError
-from nemo_kto.planner.hardware import DEFAULT_GPU, GPUS, Hardware, known_gpu
 from nemo_kto.planner.memory import RankMemory, Training, stages_memory
-from nemo_kto.planner.speed import Speed, step_speed
+from nemo_kto.planner.speed import DEFAULT_GPU, GPUS, Hardware, Speed, known_gpu, step_speed
 from nemo_kto.planner.traffic import Step
 from nemo_kto.run.rows import micro_batch_limits
 
@@ -71,7 +70,7 @@ def make_plan(run: ResolvedRun, machines: Machines) -> Plan:
     tensor, pipeline, context = degrees(model)
     data = machines.ranks // (tensor * pipeline * context)
     limits, answers = micro_batch_limits(run, on_gpu=machines.on_gpu), 2 if cfg.recipe.unit == "pairs" else 1
-    width = limits.width(model.data.seq_length)
+    width = limits.width(cfg.seq_length)
     prompts = max(1, min(limits.fitting(width, answers=answers), model.global_batch_size // data))
     training = Training(
         architecture=run.architecture,
@@ -118,7 +117,7 @@ def degrees(model: GPTConfig) -> tuple[int, int, int]:
 
 
 def gpus_elsewhere(ranks: int, gpu: str) -> Machines:
-    """Return machines with ``ranks`` GPUs of a kind that planner/hardware.py lists under the short name ``gpu``."""
+    """Return machines with ``ranks`` GPUs of a kind that planner/speed.py lists under the short name ``gpu``."""
     return Machines(ranks=ranks, hardware=GPUS[gpu], on_gpu=True)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nemo_kto.architecture.parameters import rank_parameters
-from nemo_kto.planner.hardware import CONTEXT
+from nemo_kto.planner.memory import CONTEXT
 from nemo_kto.planner.plan_run import Plan, remedy, size
 from nemo_kto.planner.search import overrides, values_of
 from nemo_kto.telemetry.summary import layout_text, short, table

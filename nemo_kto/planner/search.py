@@ -10,8 +10,8 @@ from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import adapts_experts
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.planner.hardware import GPUS_PER_MACHINE
 from nemo_kto.planner.plan_run import Plan, degrees, make_plan
+from nemo_kto.planner.speed import GPUS_PER_MACHINE
 
 Values = dict[str, object]  # keys of the model section of the configuration -> values
 _FULL: Values = {

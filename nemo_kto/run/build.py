@@ -44,7 +44,15 @@ from nemo_kto.models.flops import ModelFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
 from nemo_kto.processes import ranks, signals, watchdog
 from nemo_kto.run.data import RunData, build_data
-from nemo_kto.run.lifecycle import check_export, finish, hold_run_folder, newest_checkpoint, resolve_precision, stop_early
+from nemo_kto.run.lifecycle import (
+    agree_on_models,
+    check_export,
+    finish,
+    hold_run_folder,
+    newest_checkpoint,
+    resolve_precision,
+    stop_early,
+)
 from nemo_kto.run.policy import Policy, build_policy
 from nemo_kto.run.reference import ReferenceSetup, build_reference
 from nemo_kto.run.resume import Resumption, build_early_stopping, check_validation_rows, look_for_run
@@ -78,7 +86,7 @@ def train(run: ResolvedRun, *, check_memory: CheckMemory | None = None) -> None:
     device.record_collectives(str(run.folder / "nccl_trace_rank_"))
     state.init_distributed(layout=layout, seed=model.seed, timeout=timedelta(minutes=run.cfg.trainer.timeout_minutes))
     with hold_run_folder(run.folder):
-        _train(resolve_precision(run), check_memory)
+        _train(resolve_precision(agree_on_models(run)), check_memory)
 
 
 def _train(run: ResolvedRun, check_memory: CheckMemory | None) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
-from nemo_kto.planner.hardware import CONTEXT
+from nemo_kto.planner.memory import CONTEXT
 from tests.helpers.tiny_models import make_checkpoint, make_rows, write_rows
 from tests.helpers.training_jobs import train
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from nemo_kto.architecture.families.mappings import DENSE, renamed, separate_experts, with_experts
 from nemo_kto.architecture.families.table import SLIDING, SLIDING_LAYERS, ExpertFields, Family
-from nemo_kto.architecture.rope import rope_settings
 
 LLAMA = Family(
     name="llama",
@@ -33,16 +30,6 @@ MIXTRAL = Family(
     window=SLIDING,
     experts=ExpertFields(),
 )
-
-
-def _yarn_is_longrope(config: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
-    """Return the configuration with longrope in the place of yarn, as transformers reads it."""
-    settings = rope_settings(config)
-    if settings.get("rope_type", settings.get("type")) != "yarn":
-        return config
-    return {**config, "rope_scaling": None, "rope_parameters": {**settings, "rope_type": "longrope"}}
-
-
 # fused tensors, Mistral's window, and in some models a rotation of a part of each head
 PHI3 = Family(
     name="phi3",
@@ -55,6 +42,6 @@ PHI3 = Family(
         },
     ),
     window=SLIDING,
-    rope=_yarn_is_longrope,
+    yarn_is_longrope=True,
     partial_rotary=True,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nemo_kto.architecture.families.mappings import DENSE, POST_NORMS, qk_norms, without
-from nemo_kto.architecture.families.table import SLIDING_LAYERS, Family, rope_by_layer_type
+from nemo_kto.architecture.families.table import SLIDING_LAYERS, Family
 
 OLMO2 = Family(
     name="olmo2",
@@ -26,6 +26,5 @@ OLMO3 = replace(
     name="olmo3",
     hf_architecture="Olmo3ForCausalLM",
     window=SLIDING_LAYERS,
-    rope=rope_by_layer_type,
     local_rope=True,
 )

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from nemo_kto.architecture.families.fields import ModelFields
+from nemo_kto.architecture.rope import rope_settings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -134,25 +135,6 @@ class ParamMapping:
         return self.of_expert and not any("{expert}" in name for name in self.hf_names)
 
 
-def one_rope(config: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
-    """Return the configuration unchanged: all layers have the same RoPE."""
-    return config
-
-
-def rope_by_layer_type(config: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
-    """Return a configuration in which the RoPE of one layer type is that of all layers.
-
-    Older configurations have ``rope_local_base_freq`` instead of one entry per layer type in ``rope_parameters``.
-    """
-    parameters = config.get("rope_parameters") or {}
-    if layer_type in parameters:
-        return {**config, "rope_parameters": parameters[layer_type], "rope_scaling": None}
-    if layer_type == "sliding_attention":
-        theta = config.get("rope_local_base_freq", config.get("rope_theta"))
-        return {**config, "rope_parameters": None, "rope_scaling": None, "rope_theta": theta}
-    return config
-
-
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """Everything the project knows about a model family."""
@@ -173,8 +155,7 @@ class Family:
     interleaved_rotary: bool = False  # neighbouring channels of a head are rotated together, not channels half a head apart
     # Attention temperature scaling of layers without rotary embeddings; None for no scaling.
     temperature: Callable[[PretrainedConfig], Temperature | None] = lambda config: None
-    # Reduces a configuration to the RoPE of one layer type (full_attention, sliding_attention).
-    rope: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = one_rope
+    yarn_is_longrope: bool = False  # transformers reads the RoPE type yarn as longrope
     partial_rotary: bool = False  # ``partial_rotary_factor`` may limit the rotation to the first channels of each head
     local_rope: bool = False  # sliding-window layers have a separate RoPE
     own_head_dim: bool = False  # the default head size is not the hidden size divided by the number of heads
@@ -209,3 +190,18 @@ class Family:
         """Return whether each layer has RoPE; despite its name, ``no_rope_layers`` has a 1 for each that has it."""
         marks = config.no_rope_layers if self.no_rope_layers else [1] * config.num_hidden_layers
         return tuple(map(bool, marks[: config.num_hidden_layers]))
+
+    def rope(self, config: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
+        """Return a configuration whose RoPE is that of one layer type (full_attention, sliding_attention) in all layers.
+
+        Older configurations have ``rope_local_base_freq`` instead of one entry per layer type in ``rope_parameters``.
+        """
+        settings, parameters = rope_settings(config), config.get("rope_parameters") or {}
+        if self.yarn_is_longrope and settings.get("rope_type", settings.get("type")) == "yarn":
+            return {**config, "rope_scaling": None, "rope_parameters": {**settings, "rope_type": "longrope"}}
+        if self.local_rope and layer_type in parameters:
+            return {**config, "rope_scaling": None, "rope_parameters": parameters[layer_type]}
+        if self.local_rope and layer_type == "sliding_attention":
+            theta = config.get("rope_local_base_freq", config.get("rope_theta"))
+            return {**config, "rope_scaling": None, "rope_parameters": None, "rope_theta": theta}
+        return config

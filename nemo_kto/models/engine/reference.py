@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -27,20 +28,17 @@ class ReferencePolicy(Protocol):
     def logprobs(self, *parts: SequenceBatch) -> Tensor: ...
 
 
+@dataclass(kw_only=True, eq=False)
 class LiveReference:
     """Reference that runs the model itself inside a context, ``active()``, that turns it into the reference."""
 
-    def __init__(
-        self, *, engine: LogProbEngine, active: Callable[[], AbstractContextManager[None]], disables_adapters: bool = False
-    ) -> None:
-        """Store the arguments; ``disables_adapters`` determines which passes are counted as FLOPs."""
-        self._engine = engine
-        self.active = active
-        self.passes = Passes(disabled=1) if disables_adapters else Passes(forward=1)
+    engine: LogProbEngine
+    active: Callable[[], AbstractContextManager[None]]
+    passes: Passes
 
     def logprobs(self, *parts: SequenceBatch) -> Tensor:
         with self.active():
-            return self._engine.logprobs(*parts)
+            return self.engine.logprobs(*parts)
 
 
 class SwappedWeights:

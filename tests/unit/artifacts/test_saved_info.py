@@ -16,7 +16,6 @@ from nemo_kto.artifacts.checkpoint_files import (
     DamagedCheckpoint,
     check_checkpoint,
     damage,
-    file_records,
     info_text,
     read_checkpoint,
 )
@@ -207,7 +206,7 @@ def test_file_names_cannot_leave_the_folder(name: str, checkpoint: Path, monkeyp
     info["files"][name] = {"size": 6, "sha256": "0" * 64}
     write(checkpoint, info)
     with pytest.raises(DamagedCheckpoint) as error:
-        damage(checkpoint, file_records(read_checkpoint(checkpoint).info))
+        damage(checkpoint, read_checkpoint(checkpoint).files)
     if "secret" in name or "etc" in name:
         assert_names(error.value, "trainer.json", name, "outside")
     with pytest.raises(UserError) as refused:

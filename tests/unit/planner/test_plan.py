@@ -15,7 +15,7 @@ from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.planner import plan_run
-from nemo_kto.planner.hardware import Hardware
+from nemo_kto.planner.speed import Hardware
 from tests.helpers.messages import Message, assert_names
 from tests.unit.conftest import Load
 
