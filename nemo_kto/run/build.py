@@ -109,7 +109,7 @@ def _train(run: ResolvedRun, check_memory: CheckMemory | None) -> None:
     check_validation_rows(run.cfg, start.data)
     if check_memory is not None and state.is_rank_zero():
         longest = max(examples.counts.longest for examples in start.data.splits.in_use.values())
-        if warning := check_memory(run, world_size, local, min(longest, run.cfg.model.data.seq_length)):
+        if warning := check_memory(run, world_size, local, min(longest, run.cfg.seq_length)):
             logger.warning(warning)
     with watchdog.phase("loading the model"):
         policy = build_policy(run)
