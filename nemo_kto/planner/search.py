@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -21,6 +22,11 @@ _FULL: Values = {
 }
 _NONE: Values = dict.fromkeys(_FULL)
 _RECOMPUTE = (_NONE, {**_NONE, "activations_checkpoint_granularity": "selective"}, _FULL)
+_LARGER: dict[str, Values] = {  # parallel sizes that may be enlarged -> changes that come with it
+    "tensor_model_parallel_size": {"sequence_parallel": True},
+    "pipeline_model_parallel_size": {},
+    "context_parallel_size": {},
+}
 _ROWS = (1, 2, 4)  # candidate numbers of rows of a micro-batch
 _CHUNK = 2048  # minimum tokens: with shorter chunks, context-parallel ranks would wait for keys and values
 _CHUNKS = (1, 2, 4)  # candidate numbers of model chunks of a pipeline stage
@@ -91,11 +97,14 @@ def remedies(plan: Plan) -> list[str]:
     """
     model = plan.run.cfg.model
     one_row: Values = {"micro_batch_size": None, "micro_batch_tokens": plan.training.micro_batch_width}
-    tensor: list[Values] = [
-        {"tensor_model_parallel_size": model.tensor_model_parallel_size * by, "sequence_parallel": True} for by in (2, 4, 8)
-    ]
-    pipeline: list[Values] = [{"pipeline_model_parallel_size": model.pipeline_model_parallel_size * by} for by in (2, 4, 8)]
-    context: list[Values] = [{"context_parallel_size": model.context_parallel_size * by} for by in (2, 4, 8)]
+    tensor, pipeline, context = (
+        [{name: getattr(model, name) * by, **changes} for by in (2, 4, 8)] for name, changes in _LARGER.items()
+    )
+
+    def fits(change: Values) -> bool:
+        run = plan.run.with_model(**change)
+        return _is_possible(plan, run) and make_plan(run, plan.machines).fits
+
     of_stage = plan.machines.ranks // plan.training.split.stages
     experts = [each for each in _expert_degrees(plan.training.architecture, of_stage) if each]
     together: list[Values] = [{**one, **other, **_FULL, **one_row} for one in ({}, *tensor) for other in ({}, *pipeline)]
@@ -105,17 +114,9 @@ def remedies(plan: Plan) -> list[str]:
         [together],
         [[lora, {**lora, **_FULL, **one_row}]],
     ):
-        if found := [change for kind in kinds if (change := _first_that_fits(plan, kind)) is not None]:
+        if found := [change for changes in kinds for change in itertools.islice(filter(fits, changes), 1)]:
             return [overrides(change) for change in found]
     return []
-
-
-def _first_that_fits(plan: Plan, changes: Iterable[Values]) -> Values | None:
-    for change in changes:
-        run = plan.run.with_model(**change)
-        if _is_possible(plan, run) and make_plan(run, plan.machines).fits:
-            return change
-    return None
 
 
 def values_of(plan: Plan) -> Values:
