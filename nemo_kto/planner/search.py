@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -22,11 +21,6 @@ _FULL: Values = {
 }
 _NONE: Values = dict.fromkeys(_FULL)
 _RECOMPUTE = (_NONE, {**_NONE, "activations_checkpoint_granularity": "selective"}, _FULL)
-_LARGER: dict[str, Values] = {  # parallel sizes that may be enlarged -> changes that come with it
-    "tensor_model_parallel_size": {"sequence_parallel": True},
-    "pipeline_model_parallel_size": {},
-    "context_parallel_size": {},
-}
 _ROWS = (1, 2, 4)  # candidate numbers of rows of a micro-batch
 _CHUNK = 2048  # minimum tokens: with shorter chunks, context-parallel ranks would wait for keys and values
 _CHUNKS = (1, 2, 4)  # candidate numbers of model chunks of a pipeline stage
@@ -97,9 +91,11 @@ def remedies(plan: Plan) -> list[str]:
     """
     model = plan.run.cfg.model
     one_row: Values = {"micro_batch_size": None, "micro_batch_tokens": plan.training.micro_batch_width}
-    tensor, pipeline, context = (
-        [{name: getattr(model, name) * by, **changes} for by in (2, 4, 8)] for name, changes in _LARGER.items()
-    )
+    tensor: list[Values] = [
+        {"tensor_model_parallel_size": model.tensor_model_parallel_size * by, "sequence_parallel": True} for by in (2, 4, 8)
+    ]
+    pipeline: list[Values] = [{"pipeline_model_parallel_size": model.pipeline_model_parallel_size * by} for by in (2, 4, 8)]
+    context: list[Values] = [{"context_parallel_size": model.context_parallel_size * by} for by in (2, 4, 8)]
 
     def fits(change: Values) -> bool:
         run = plan.run.with_model(**change)
@@ -114,8 +110,9 @@ def remedies(plan: Plan) -> list[str]:
         [together],
         [[lora, {**lora, **_FULL, **one_row}]],
     ):
-        if found := [change for changes in kinds for change in itertools.islice(filter(fits, changes), 1)]:
-            return [overrides(change) for change in found]
+        found = [next(filter(fits, changes), None) for changes in kinds]
+        if any(found):
+            return [overrides(change) for change in found if change is not None]
     return []
 
 

@@ -9,7 +9,7 @@ of A and B for each part, as in PEFT, where Hugging Face's models have these par
 Parts that are not adapted have A = B = 0, so their gradients are exactly zero and they remain zero; the same holds for the
 rows of B and the columns of A that are padding. ``models.lora.layers`` describes how A and B are sharded over ranks.
 
-With DoRA (``models.lora.dora``) each adapted row also has a magnitude:
+With DoRA each adapted row also has a magnitude:
 
     lora_magnitude  [out]        minus its initial value, the norm of the row of W; zero for rows without a magnitude
 """
