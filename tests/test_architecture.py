@@ -62,7 +62,11 @@ PACKAGES = {
         outside=names("pydantic annotated_types"),
         only_in=(("transformers", names("architecture.py rope.py")),),
     ),
-    "artifacts": Package(own=names("architecture utils"), outside=names("pydantic annotated_types safetensors")),
+    "artifacts": Package(
+        own=names("architecture utils"),
+        outside=names("pydantic annotated_types safetensors"),
+        only_in=(("huggingface_hub", names("hub.py")),),
+    ),
     "data": Package(
         own=names("losses artifacts utils"),
         outside=names("torch"),

@@ -17,13 +17,13 @@ from typing import Any
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.cli.arguments import integer_from
 from nemo_kto.config import compose
-from nemo_kto.config.check import Checker
+from nemo_kto.config.check import POSITIONS, Checker, quoted
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.training import run_errors
 from nemo_kto.data.tokens.parts import WHOLE_FILE
 from nemo_kto.errors import ConfigError, UserError
 
-_MODEL = "pretrained_checkpoint.restore_from_path"
+_MODEL, _DATA = POSITIONS.values()
 _DESCRIPTION = """\
 Show the first rows of a file as the model sees them: the decoded tokens with prompt, response and masked parts marked,
 their number, the label, and the response of the KL example. KEY=VALUE: as in training.
@@ -41,8 +41,8 @@ def main(argv: Sequence[str]) -> None:
         )
     if Path(flags.file).is_dir():
         raise UserError(f"FILE must be a jsonl file, got the folder {flags.file}; choose one of its files")
-    named = {_MODEL: flags.model, "model.data.data_prefix": flags.file}
-    overrides = [f"{key}={_quoted(value)}" for key, value in named.items() if value is not None]
+    named = {_MODEL: flags.model, _DATA: flags.file}
+    overrides = [f"{key}={quoted(value)}" for key, value in named.items() if value is not None]
     source, title = compose.Source(config_name=recipe.config_name), "the rows cannot be shown"
     checker = Checker(recipe=recipe, source=source, rules=_errors, gpus=0, title=title)
     run = checker.resolve([*overrides, *flags.overrides])
@@ -59,12 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     names = list(RECIPES)
     parser.add_argument("--algorithm", choices=names, default=names[0], help=f"algorithm of the rows ({names[0]})")
     return parser
-
-
-def _quoted(text: str) -> str:
-    """Quote a string for Hydra."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
 
 
 def _errors(run: ResolvedRun) -> list[ConfigError]:
@@ -96,7 +90,7 @@ def _lines(run: ResolvedRun, file: Path, *, rows: int, coloured: bool) -> Iterat
         take, collate_fn = cfg.recipe.collation(settings, with_kl=with_kl)
         batch = collate_fn(take(examples, kept=range(min(shown, len(examples)))))
         decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        preview = Preview(decode=decode, seq_length=cfg.model.data.seq_length, marks=Marks(coloured=coloured))
+        preview = Preview(decode=decode, seq_length=cfg.seq_length, marks=Marks(coloured=coloured))
         yield f"{file} as {run.files.source} sees it in `nemo-kto {cfg.recipe.name}`"
         yield f"Marks: {preview.marks.legend()}."
         for warning in splits.warnings:

@@ -53,10 +53,7 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
     """Initialise the process groups of ``layout`` and seed all random generators.
 
     A default process group that exists already is used. ``timeout`` is the time that a collective waits for a missing rank
-    before it fails.
-
-    Raises:
-        ValueError: the world size does not fit the layout.
+    before it fails. Raises ValueError if the world size does not fit the layout.
     """
     install_cpu_backend()
     device.select()

@@ -101,7 +101,7 @@ def too_few_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> str | None
 def _warn(cfg: RunConfig, splits: Splits[Any], *, rows: int) -> None:
     warnings = [*splits.warnings]
     for name, examples in splits.in_use.items():
-        warnings += examples.counts.warnings(name, seq_length=cfg.model.data.seq_length)
+        warnings += examples.counts.warnings(name, seq_length=cfg.seq_length)
     batch = cfg.model.global_batch_size
     if left_out := rows % batch:
         text = f"train: each epoch omits {left_out} of {rows} rows, different ones each time, which fill no global batch"

@@ -49,6 +49,7 @@ def start_table(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         **{name: split_text(cfg.recipe.unit, examples.counts) for name, examples in data.splits.in_use.items()},
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))}){resumed}",
         "batch": f"{model.global_batch_size:,} {cfg.recipe.unit} a step, micro-batches of {data.limits}",
+        "sequences": f"at most {cfg.seq_length:,} tokens ({run.length_reason})",
         "layout": layout_text(
             data=parallel_state.get_data_parallel_world_size(),
             context=model.context_parallel_size,

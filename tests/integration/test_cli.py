@@ -68,7 +68,8 @@ def test_ranks_are_started_and_get_the_same_command_line(tmp_path: Path, name: s
     # The working directory may be the folder of a model that somebody else made: ranks import nothing from it.
     for module in ("hydra", "yaml"):
         (tmp_path / f"{module}.py").write_text(f"raise SystemExit('{module}.py of the working directory ran')")
-    done = run([*CLI, name, *GOOD, "trainer.devices=2", "model.optim.lr=3e-6"], cwd=tmp_path, env=env, fork_ranks=False)
+    words = ["model", "rows.jsonl", "trainer.accelerator=cpu", "trainer.devices=2", "model.optim.lr=3e-6"]
+    done = run([*CLI, name, *words], cwd=tmp_path, env=env, fork_ranks=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     for rank in ("0", "1"):
@@ -87,7 +88,7 @@ def test_ranks_are_started_and_get_the_same_command_line(tmp_path: Path, name: s
     saved = yaml.safe_load((tmp_path / f"results/gpt_{name}/config.yaml").read_text())
     assert saved["model"]["optim"]["lr"] == 3e-6
     assert saved["export"]["path"] == f"results/gpt_{name}/hf"  # resolved
-    assert saved["model"]["data"]["data_prefix"] == "rows.jsonl"
+    assert (saved["model"]["data"]["data_prefix"], saved["model"]["data"]["seq_length"]) == ("rows.jsonl", 2048)
     # Hydra leaves nothing behind.
     given = ("modules", "model", "rows.jsonl")
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".py" and path.name not in given) == [
@@ -321,9 +322,9 @@ def test_a_sweep_gives_each_job_a_run_folder(tmp_path: Path, name: str) -> None:
 def test_the_ranks_of_a_job_of_a_sweep_have_its_run_folder(tmp_path: Path) -> None:
     """As above, with one job, and a password among the overrides, which Hydra writes into multirun.yaml."""
     env = stub_training(tmp_path, TELL)
-    given = ["--multirun", "model.seed=5", "trainer.devices=2"]
+    given = ["model.seed=5", "trainer.devices=2"]
     given += ["exp_manager.mlflow_logger_kwargs.tracking_uri=https://me:pass1word@host"]
-    done = run([*CLI, "dpo", *GOOD, *given], cwd=tmp_path, env=env)
+    done = run([*CLI, "dpo", "--multirun", "model", "rows.jsonl", *GOOD[2:], *given], cwd=tmp_path, env=env)
     assert (done.returncode, done.stderr) == (0, "")
     assert_run_folder_of_a_job(tmp_path, "dpo", 0, 5)
     record = (tmp_path / "results/gpt_dpo/multirun.yaml").read_text()
@@ -369,9 +370,7 @@ def test_flags_that_only_print(tmp_path: Path, recipe: Recipe) -> None:
     )
     assert yaml.safe_load(shown.stdout)["lr"] == 3e-6
     helped = run([*CLI, name, "--help"], cwd=tmp_path, env=env).stdout
-    assert helped.startswith(
-        f"{recipe.title} ({recipe.page})\n\n  nemo-kto {name} pretrained_checkpoint.restore_from_path=MODEL "
-    )
+    assert helped.startswith(f"{recipe.title} ({recipe.page})\n\n  nemo-kto {name} MODEL DATA [KEY=VALUE ...]\n")
     assert_names(helped, "torchrun", "--nproc-per-node", "4", "--no-python", "nemo-kto", f"{name}")
     for key in keys.all_keys(recipe):
         assert f"  {key.name}={key.default}\n      {key.comment}\n" in helped
@@ -379,9 +378,7 @@ def test_flags_that_only_print(tmp_path: Path, recipe: Recipe) -> None:
     assert helped.count("\n      ") == len(keys.all_keys(recipe))  # and no key of another
     script = str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py")
     helped = run([sys.executable, script, "--help"], cwd=tmp_path, env=env).stdout
-    assert helped.startswith(
-        f"{recipe.title} ({recipe.page})\n\n  python {script} pretrained_checkpoint.restore_from_path=MODEL "
-    )
+    assert helped.startswith(f"{recipe.title} ({recipe.page})\n\n  python {script} MODEL DATA [KEY=VALUE ...]\n")
     assert not (tmp_path / "results").exists()
 
 
@@ -390,7 +387,7 @@ def test_version_help_and_export(tmp_path: Path) -> None:
     assert run_interpreter([*CLI, "--version"], cwd=tmp_path, env=env).stdout == f"nemo-kto {nemo_kto.__version__}\n"
     helped = run(CLI, cwd=tmp_path, env=env).stdout
     for name in RECIPES:
-        assert f"  nemo-kto {name} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA" in helped
+        assert f"  nemo-kto {name} MODEL DATA [KEY=VALUE ...]\n" in helped
         assert_names(helped, f"results/gpt_{name}/hf")
     assert "nemo-kto kto|dpo --help " in helped
     assert_names(helped, "CHECKPOINT", "OUT")

@@ -105,6 +105,7 @@ def start_table(model: Path, steps: str) -> list[object]:
         "  validation  13 rows (5 desirable, 8 undesirable), 745 tokens, 6 prompts truncated",
         f"  steps       {steps}",
         Naming("8", "4"),
+        "  sequences   at most 64 tokens (set by the user)",
         "  layout      1 rank",
         f"  device      CPU, {device.device_name()}, 1 thread a rank",
         Naming("32", "precision"),
