@@ -125,6 +125,8 @@ def tensor_group(*, of_expert: bool) -> dist.ProcessGroup:
 
 def gather(item: Item) -> list[Item]:
     """Gather a picklable object from every rank, in the order of the ranks; collective."""
+    if world_size() == 1:  # also before there is a process group
+        return [item]
     items: list[Item | None] = [None] * world_size()
     dist.all_gather_object(items, item)
     return cast(list[Item], items)

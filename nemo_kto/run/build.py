@@ -66,8 +66,9 @@ from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 logger = logging.getLogger(__name__)
 
 
-# (run, number of ranks, number of ranks on this machine); raises UserError if memory is too small.
-CheckMemory = Callable[[ResolvedRun, int, int], None]
+# (run, number of ranks, number of ranks on this machine, tokens of the longest sequence; None before the rows are read);
+# returns a warning, and raises UserError if memory is too small.
+CheckMemory = Callable[[ResolvedRun, int, int, int | None], str | None]
 
 
 def train(run: ResolvedRun, *, check_memory: CheckMemory | None = None) -> None:
@@ -91,10 +92,10 @@ def train(run: ResolvedRun, *, check_memory: CheckMemory | None = None) -> None:
 def _train(run: ResolvedRun, check_memory: CheckMemory | None) -> None:
     """Run the job; the lock of the run folder must be held."""
     state.raise_together(state.attempt(lambda: check_gpu(run)), "{}")
+    world_size = state.world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, world_size // run.cfg.trainer.num_nodes)))
     if check_memory is not None:
-        world_size = state.world_size()
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, world_size // run.cfg.trainer.num_nodes)))
-        state.raise_together(state.attempt(partial(check_memory, run, world_size, local)), "{}")
+        state.raise_together(state.attempt(partial(check_memory, run, world_size, local, None)), "{}")
     with watchdog.phase("opening the logs"):
         check_logs(run)
     with watchdog.phase("preparing data"):
@@ -106,6 +107,10 @@ def _train(run: ResolvedRun, check_memory: CheckMemory | None) -> None:
         return
     check_export(run)
     check_validation_rows(run.cfg, start.data)
+    if check_memory is not None and state.is_rank_zero():
+        longest = max(examples.counts.longest for examples in start.data.splits.in_use.values())
+        if warning := check_memory(run, world_size, local, min(longest, run.cfg.seq_length)):
+            logger.warning(warning)
     with watchdog.phase("loading the model"):
         policy = build_policy(run)
     if state.is_rank_zero():
@@ -134,12 +139,12 @@ class Start(NamedTuple):
     resumption: Resumption
 
 
-def prepare(run: ResolvedRun) -> Start:
-    """Read the data and run the resume checks on the run folder; collective.
+def prepare(run: ResolvedRun, *, data_parallel: tuple[int, int] | None = None) -> Start:
+    """Read the data (see :func:`build_data`), and run the resume checks on the run folder; collective.
 
     Raises UserError if the data cannot be used, or the run cannot be resumed with this configuration.
     """
-    data = build_data(run, model_tokenizer(run.files))
+    data = build_data(run, model_tokenizer(run.files), data_parallel=data_parallel)
     return Start(data, look_for_run(run, data))
 
 

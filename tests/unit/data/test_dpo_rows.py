@@ -108,7 +108,9 @@ def test_one_file_works_for_both_algorithms_and_defaults_are_not_cached(tmp_path
         assert splits.train is not None
         rewards = [(row.chosen_reward, row.rejected_reward) for row in splits.train.__getitems__(range(4))]
         assert rewards == [defaults, (5.0, 4.0), defaults, defaults]
-        assert splits.train.counts == SplitCounts(rows=4, desirable=None, tokens=24, cut_prompts=0, cut_responses=0)
+        assert splits.train.counts == SplitCounts(
+            rows=4, desirable=None, tokens=24, longest=3, cut_prompts=0, cut_responses=0
+        )
     judged = build_splits(kind=KTO_EXAMPLES, make=KTODataset, **shared).train
     assert judged is not None
     assert len(judged) == 8
