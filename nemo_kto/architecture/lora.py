@@ -38,7 +38,7 @@ class LoRASettings:
     target_modules: tuple[str, ...] = ("attention_qkv",)  # from :data:`TARGET_MODULES`
     layers: tuple[int, ...] | None = None  # numbers of the adapted layers, counted from 1; None for all
     rslora: bool = False  # rank-stabilised scale (Kalajdzievski 2023, arXiv 2312.03732)
-    dora: bool = False  # each row of the sum of weight and adapter has a trained magnitude (``models.lora.dora``)
+    dora: bool = False  # each row of the sum of weight and adapter has a trained magnitude (``models.lora.layers``)
 
     def __post_init__(self) -> None:
         if self.rank < 1:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli.arguments import integer_from
+from nemo_kto.cli.arguments import integer_from, is_set
 from nemo_kto.config import compose
 from nemo_kto.config.check import POSITIONS, Checker, quoted
 from nemo_kto.config.resolved import ResolvedRun
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the command; raise UserError if the command line, the model's tokenizer or the rows are invalid."""
     flags = _parser().parse_intermixed_args(list(argv))
     recipe = RECIPES[flags.algorithm]
-    if flags.model is None and not any(text.startswith(f"{_MODEL}=") for text in flags.overrides):
+    if flags.model is None and not is_set(_MODEL, flags.overrides):
         raise UserError(
             "--model must be a Hugging Face folder, whose tokenizer and chat template are used, got none; "
             f"e.g. nemo-kto data preview {flags.file} --model MODEL"
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
     named = {_MODEL: flags.model, _DATA: flags.file}
     overrides = [f"{key}={quoted(value)}" for key, value in named.items() if value is not None]
     source, title = compose.Source(config_name=recipe.config_name), "the rows cannot be shown"
-    checker = Checker(recipe=recipe, source=source, rules=_errors, gpus=0, title=title)
+    checker = Checker(recipe=recipe, source=source, rules=data_errors, gpus=0, title=title)
     run = checker.resolve([*overrides, *flags.overrides])
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     sys.stdout.write("\n".join(_lines(run, Path(flags.file), rows=flags.rows, coloured=coloured)) + "\n")
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _errors(run: ResolvedRun) -> list[ConfigError]:
+def data_errors(run: ResolvedRun) -> list[ConfigError]:
     """Return errors in data, model and loss, not in machine or run: training may run on another machine."""
     sections = ("model.data.", "pretrained_checkpoint.", f"model.{run.cfg.recipe.name}.")
     return [error for error in run_errors(run, elsewhere=True) if error.key.startswith(sections)]

@@ -19,9 +19,8 @@ from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.device import device
 from nemo_kto.device.kernels import uses_transformer_engine
-from nemo_kto.models.layer_spec import block_spec
 from nemo_kto.models.layers.embedding import SparseGradEmbedding, scale_of
-from nemo_kto.models.transformer_settings import transformer_config
+from nemo_kto.models.transformer import block_spec, transformer_config
 
 # Parameters whose size depends on the number of zero heads that pad the model for the tensor-parallel size.
 _PADDED_WITH_HEADS = (

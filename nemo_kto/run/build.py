@@ -139,12 +139,12 @@ class Start(NamedTuple):
     resumption: Resumption
 
 
-def prepare(run: ResolvedRun) -> Start:
-    """Read the data and run the resume checks on the run folder; collective.
+def prepare(run: ResolvedRun, *, data_parallel: tuple[int, int] | None = None) -> Start:
+    """Read the data (see :func:`build_data`), and run the resume checks on the run folder; collective.
 
     Raises UserError if the data cannot be used, or the run cannot be resumed with this configuration.
     """
-    data = build_data(run, model_tokenizer(run.files))
+    data = build_data(run, model_tokenizer(run.files), data_parallel=data_parallel)
     return Start(data, look_for_run(run, data))
 
 

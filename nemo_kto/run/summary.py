@@ -13,7 +13,6 @@ from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.artifacts.checkpoint_files import Checkpoint, find_checkpoints
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.schema import RunConfig
-from nemo_kto.data.batches.dataset import SplitCounts
 from nemo_kto.data.rows.sources import validation_names
 from nemo_kto.device import device
 from nemo_kto.device.kernels import MAX_CONNECTIONS, slow_paths
@@ -22,6 +21,7 @@ from nemo_kto.huggingface.mapping import Shapes, wanted_adapters, wanted_weights
 from nemo_kto.losses.metrics import metric_prefix
 from nemo_kto.run.data import RunData
 from nemo_kto.run.policy import Policy
+from nemo_kto.run.rows import split_text
 from nemo_kto.telemetry.loggers import METRICS_FILE
 from nemo_kto.telemetry.summary import adapter_lines, epochs, figures_of, layout_text, model_lines, short, table
 from nemo_kto.telemetry.timers import duration_text
@@ -73,15 +73,6 @@ def start_table(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
 
 def _count(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes.values()))
-
-
-def split_text(unit: str, counts: SplitCounts) -> str:
-    """Describe the rows of a split; ``unit`` is rows or pairs."""
-    kinds = ", ".join(f"{count:,} {name}" for name, count in counts.classes.items())
-    cut = {"prompts": counts.cut_prompts, "responses": counts.cut_responses}
-    truncated = " and ".join(f"{count:,} {what}" for what, count in cut.items() if count)
-    rows = f"{counts.rows:,} {unit}" + (f" ({kinds})" if kinds else "")
-    return f"{rows}, {counts.tokens:,} tokens, {truncated or 'none'} truncated"
 
 
 def end_table(run: ResolvedRun, policy: Policy, trainer: DPOTrainer, *, best: Checkpoint | None, seconds: float) -> str:
