@@ -104,6 +104,7 @@ def start_table(model: Path, steps: str) -> list[object]:
         "  train       51 rows (30 desirable, 21 undesirable), 2,529 tokens, 16 prompts truncated",
         "  validation  13 rows (5 desirable, 8 undesirable), 745 tokens, 6 prompts truncated",
         f"  steps       {steps}",
+        "  lr          0.001 (model.optim.lr)",
         Naming("8", "4"),
         "  layout      1 rank",
         f"  device      CPU, {device.device_name()}, 1 thread a rank",
@@ -206,7 +207,12 @@ def test_the_best_adapters_of_two_ranks_are_exported(tiny_llama: Path, tmp_path:
     write_rows(tmp_path / "rows.jsonl", make_pairs(64))
     (tmp_path / "model").symlink_to(tiny_llama)
     layout = ["trainer.devices=2", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true"]
-    adapters = ["model.peft.peft_scheme=lora", "model.reference.mode=auto", "export.adapter_path=best_adapter"]
+    adapters = [
+        "model.peft.peft_scheme=lora",
+        "model.peft.lora_tuning.target_modules=attention_qkv",
+        "model.reference.mode=auto",
+        "export.adapter_path=best_adapter",
+    ]
     out, errors = train(tmp_path, Path("model"), "dpo", *layout, *adapters, "model.optim.lr=1e-2")
     step, _ = best_of(tmp_path / "results/gpt_dpo", "val_loss")
     assert step < 6, "not the last checkpoint"
