@@ -47,6 +47,7 @@ def start_table(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         "model": f"{source} ({architecture.family.name}), {short(parameters)} parameters, {trained}",
         "adapters": adapters,
         **{name: split_text(cfg.recipe.unit, examples.counts) for name, examples in data.splits.in_use.items()},
+        **cfg.recipe.start_lines(cfg.loss, data.splits.train),
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))}){resumed}",
         "batch": f"{model.global_batch_size:,} {cfg.recipe.unit} a step, micro-batches of {data.limits}",
         "sequences": f"at most {cfg.seq_length:,} tokens ({run.length_reason})",
