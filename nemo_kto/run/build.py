@@ -44,7 +44,15 @@ from nemo_kto.models.flops import ModelFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
 from nemo_kto.processes import ranks, signals, watchdog
 from nemo_kto.run.data import RunData, build_data
-from nemo_kto.run.lifecycle import check_export, finish, hold_run_folder, newest_checkpoint, resolve_precision, stop_early
+from nemo_kto.run.lifecycle import (
+    agree_on_models,
+    check_export,
+    finish,
+    hold_run_folder,
+    newest_checkpoint,
+    resolve_precision,
+    stop_early,
+)
 from nemo_kto.run.policy import Policy, build_policy
 from nemo_kto.run.reference import ReferenceSetup, build_reference
 from nemo_kto.run.resume import Resumption, build_early_stopping, check_validation_rows, look_for_run
@@ -58,8 +66,9 @@ from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 logger = logging.getLogger(__name__)
 
 
-# (run, number of ranks, number of ranks on this machine); raises UserError if memory is too small.
-CheckMemory = Callable[[ResolvedRun, int, int], None]
+# (run, number of ranks, number of ranks on this machine, tokens of the longest sequence; None before the rows are read);
+# returns a warning, and raises UserError if memory is too small.
+CheckMemory = Callable[[ResolvedRun, int, int, int | None], str | None]
 
 
 def train(run: ResolvedRun, *, check_memory: CheckMemory | None = None) -> None:
@@ -77,16 +86,16 @@ def train(run: ResolvedRun, *, check_memory: CheckMemory | None = None) -> None:
     device.record_collectives(str(run.folder / "nccl_trace_rank_"))
     state.init_distributed(layout=layout, seed=model.seed, timeout=timedelta(minutes=run.cfg.trainer.timeout_minutes))
     with hold_run_folder(run.folder):
-        _train(resolve_precision(run), check_memory)
+        _train(resolve_precision(agree_on_models(run)), check_memory)
 
 
 def _train(run: ResolvedRun, check_memory: CheckMemory | None) -> None:
     """Run the job; the lock of the run folder must be held."""
     state.raise_together(state.attempt(lambda: check_gpu(run)), "{}")
+    world_size = state.world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, world_size // run.cfg.trainer.num_nodes)))
     if check_memory is not None:
-        world_size = state.world_size()
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, world_size // run.cfg.trainer.num_nodes)))
-        state.raise_together(state.attempt(partial(check_memory, run, world_size, local)), "{}")
+        state.raise_together(state.attempt(partial(check_memory, run, world_size, local, None)), "{}")
     with watchdog.phase("opening the logs"):
         check_logs(run)
     with watchdog.phase("preparing data"):
@@ -98,6 +107,10 @@ def _train(run: ResolvedRun, check_memory: CheckMemory | None) -> None:
         return
     check_export(run)
     check_validation_rows(run.cfg, start.data)
+    if check_memory is not None and state.is_rank_zero():
+        longest = max(examples.counts.longest for examples in start.data.splits.in_use.values())
+        if warning := check_memory(run, world_size, local, min(longest, run.cfg.seq_length)):
+            logger.warning(warning)
     with watchdog.phase("loading the model"):
         policy = build_policy(run)
     if state.is_rank_zero():
@@ -126,12 +139,12 @@ class Start(NamedTuple):
     resumption: Resumption
 
 
-def prepare(run: ResolvedRun) -> Start:
-    """Read the data and run the resume checks on the run folder; collective.
+def prepare(run: ResolvedRun, *, data_parallel: tuple[int, int] | None = None) -> Start:
+    """Read the data (see :func:`build_data`), and run the resume checks on the run folder; collective.
 
     Raises UserError if the data cannot be used, or the run cannot be resumed with this configuration.
     """
-    data = build_data(run, model_tokenizer(run.files))
+    data = build_data(run, model_tokenizer(run.files), data_parallel=data_parallel)
     return Start(data, look_for_run(run, data))
 
 
@@ -158,7 +171,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         reference=reference.policy,
         objective=build_objective(run.cfg),
         phase=timers.phase,
-        **cfg.recipe.model_options(cfg.loss, data.splits.train, lr=cfg.model.optim.lr),
+        **cfg.recipe.model_options(cfg.loss, data.splits.train),
     )
     optimizer, scheduler = build_optimizer_and_schedule(run, policy, max_steps=max_steps)
     checkpoints = CheckpointManager(

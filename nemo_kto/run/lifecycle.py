@@ -13,10 +13,11 @@ from typing import NoReturn
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.artifacts.adapter_files import is_our_adapter
 from nemo_kto.artifacts.checkpoint_files import find_checkpoints
+from nemo_kto.artifacts.hub import is_hub_name, pin
 from nemo_kto.artifacts.safetensors_files import is_our_model
 from nemo_kto.checkpoint.discovery import best_checkpoint
 from nemo_kto.checkpoint.manager import checkpoint_dtype, load_weights_only
-from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of, with_value
 from nemo_kto.device.dtypes import DTYPES
 from nemo_kto.device.precision import PRECISIONS, bf16_support
 from nemo_kto.distributed import state
@@ -70,6 +71,29 @@ def _locked(folder: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):  # a folder is not empty, because something was written into it
                 for each in absent:
                     each.rmdir()
+
+
+def agree_on_models(run: ResolvedRun) -> ResolvedRun:
+    """Return the run with rank 0's revisions of hub models, which are downloaded where they are missing; collective.
+
+    A rank that started before its machine asked the hub may have found an earlier revision in the cache.
+    """
+    keys = [key for key in MODEL_KEYS if is_hub_name(str(value_of(run.cfg, key)))]
+    if not keys:
+        return run
+    names = state.from_rank_zero(
+        lambda: [str(value_of(run.cfg, key)) for key in keys], doing="choosing the model's revision"
+    )
+
+    cfg = run.cfg
+
+    def download() -> None:
+        nonlocal cfg
+        for key, name in zip(keys, names, strict=True):
+            cfg = with_value(cfg, key, pin(name, leads=False))
+
+    state.raise_together(state.attempt(download), "{}")
+    return ResolvedRun.of(cfg, gpus=run.gpus)
 
 
 def resolve_precision(run: ResolvedRun) -> ResolvedRun:

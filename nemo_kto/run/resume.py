@@ -80,9 +80,9 @@ def facts_of_run(run: ResolvedRun, data: RunData) -> Facts:
     loss = {f"model.{name}.{key}": value for key, value in loss.items()}
     facts: Facts = {
         **{key: reduce(getattr, key.split("."), cfg) for key in verbatim if fields[key].section is None},
-        _MODEL: _model_content(str(source), hashed),
+        _MODEL: _model_content(source, hashed),
         _TOKENIZER: {"sha256": hashed(tokenizer, tokenizer_files(tokenizer)), "from": str(tokenizer)},
-        "model.reference.restore_from_path": _model_content(reference.restore_from_path, hashed, default_base=source),
+        "model.reference.restore_from_path": _model_content(run.reference_folder, hashed, default_base=source),
         "model.reference.sync_alpha": reference.sync_alpha if reference.sync_interval else None,
         **_adapter_facts(run.adapters),
         "model.peft.restore_from_path": (
@@ -123,13 +123,13 @@ def _adapter_facts(settings: LoRASettings | None) -> Facts:
     return {f"model.peft.lora_tuning.{key}": value for key, value in values.items()}
 
 
-def _model_content(folder: str | None, hashed: ContentHash, *, default_base: Path | None = None) -> dict[str, str] | None:
+def _model_content(folder: Path | None, hashed: ContentHash, *, default_base: Path | None = None) -> dict[str, str] | None:
     """Hash a model; for adapters, also their base model, which is ``default_base`` if they name none."""
     if folder is None:
         return None
-    source = find_source(Path(folder), default_base=default_base)
+    source = find_source(folder, default_base=default_base)
     parts = [hashed(part, model_files(part)) for part in (source.adapters, source.base) if part is not None]
-    return {"sha256": " on ".join(parts), "from": folder}
+    return {"sha256": " on ".join(parts), "from": str(folder)}
 
 
 def facts_of_earlier(info: Mapping[str, Any], now: Facts) -> Facts:

@@ -15,7 +15,6 @@ from nemo_kto.artifacts.checkpoint_files import Checkpoint, find_checkpoints
 from nemo_kto.config.compose import DEFAULT_LR
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.schema import RunConfig
-from nemo_kto.data.batches.dataset import SplitCounts
 from nemo_kto.data.rows.sources import validation_names
 from nemo_kto.device import device
 from nemo_kto.device.kernels import MAX_CONNECTIONS, slow_paths
@@ -24,6 +23,7 @@ from nemo_kto.huggingface.mapping import Shapes, wanted_adapters, wanted_weights
 from nemo_kto.losses.metrics import metric_prefix
 from nemo_kto.run.data import RunData
 from nemo_kto.run.policy import Policy
+from nemo_kto.run.rows import split_text
 from nemo_kto.telemetry.loggers import METRICS_FILE
 from nemo_kto.telemetry.summary import adapter_lines, epochs, figures_of, layout_text, model_lines, short, table
 from nemo_kto.telemetry.timers import duration_text
@@ -51,9 +51,11 @@ def start_table(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         "model": f"{source} ({architecture.family.name}), {short(parameters)} parameters, {trained}",
         "adapters": adapters,
         **{name: split_text(cfg.recipe.unit, examples.counts) for name, examples in data.splits.in_use.items()},
+        **cfg.recipe.start_lines(cfg.loss, data.splits.train),
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))}){resumed}",
         "lr": _lr_text(run),
         "batch": f"{model.global_batch_size:,} {cfg.recipe.unit} a step, micro-batches of {data.limits}",
+        "sequences": f"at most {cfg.seq_length:,} tokens ({run.length_reason})",
         "layout": layout_text(
             data=parallel_state.get_data_parallel_world_size(),
             context=model.context_parallel_size,
@@ -83,15 +85,6 @@ def _lr_text(run: ResolvedRun) -> str:
 
 def _count(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes.values()))
-
-
-def split_text(unit: str, counts: SplitCounts) -> str:
-    """Describe the rows of a split; ``unit`` is rows or pairs."""
-    kinds = ", ".join(f"{count:,} {name}" for name, count in counts.classes.items())
-    cut = {"prompts": counts.cut_prompts, "responses": counts.cut_responses}
-    truncated = " and ".join(f"{count:,} {what}" for what, count in cut.items() if count)
-    rows = f"{counts.rows:,} {unit}" + (f" ({kinds})" if kinds else "")
-    return f"{rows}, {counts.tokens:,} tokens, {truncated or 'none'} truncated"
 
 
 def end_table(run: ResolvedRun, policy: Policy, trainer: DPOTrainer, *, best: Checkpoint | None, seconds: float) -> str:
