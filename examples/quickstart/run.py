@@ -35,7 +35,6 @@ OWN = {
     "kto": ["model.optim.lr=8e-5", "model.optim.sched.min_lr=2e-5"],
     "dpo": [
         "model.peft.peft_scheme=lora",
-        "model.peft.lora_tuning.target_modules=[all]",
         "model.peft.lora_tuning.adapter_dim=16",
         "model.optim.lr=1e-3",
         "model.optim.sched.min_lr=2e-4",
