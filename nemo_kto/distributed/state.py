@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -164,28 +164,26 @@ def any_rank(*flags: bool) -> list[bool]:
     return [bool(flag) for flag in reduced.tolist()]
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Error of one rank, in a form that can be sent to the other ranks: a UserError, Stopped or any other exception."""
+class Problem(NamedTuple):
+    """Error of one rank, in a form that can be sent to the other ranks."""
 
     text: str
-    of_user: bool
-    stopped: bool = False
+    kind: type[UserError] | type[Stopped] | type[RuntimeError]  # the last one stands for all other exceptions
 
     @classmethod
     def of(cls, error: BaseException) -> Problem:
-        of_user, stopped = isinstance(error, UserError), isinstance(error, Stopped)
-        return cls(str(error) if of_user or stopped else f"{type(error).__name__}: {error}", of_user, stopped)
+        for kind in (UserError, Stopped):
+            if isinstance(error, kind):
+                return cls(str(error), kind)
+        return cls(f"{type(error).__name__}: {error}", RuntimeError)
 
     def error(self, failure: str = "{}") -> BaseException:
-        """Return a UserError, Stopped or RuntimeError; except for Stopped, ``{}`` in ``failure`` is replaced by the text."""
-        if self.stopped:
-            return Stopped(self.text)
-        return (UserError if self.of_user else RuntimeError)(failure.format(self.text))
+        """Return an exception of this kind; except for Stopped, ``{}`` in ``failure`` is replaced by the text."""
+        return self.kind(self.text if self.kind is Stopped else failure.format(self.text))
 
     def while_waiting_for(self, whom: str) -> BaseException:
         """Return the exception for ranks that only waited for ``whom``."""
-        return self.error("{}" if self.of_user else f"{whom} failed while the others waited for it: {{}}")
+        return self.error("{}" if self.kind is UserError else f"{whom} failed while the others waited for it: {{}}")
 
 
 def attempt(action: Callable[[], object]) -> Problem | None:

@@ -171,7 +171,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         reference=reference.policy,
         objective=build_objective(run.cfg),
         phase=timers.phase,
-        **cfg.recipe.model_options(cfg.loss, data.splits.train, lr=cfg.model.optim.lr),
+        **cfg.recipe.model_options(cfg.loss, data.splits.train),
     )
     optimizer, scheduler = build_optimizer_and_schedule(run, policy, max_steps=max_steps)
     checkpoints = CheckpointManager(

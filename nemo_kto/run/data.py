@@ -112,5 +112,6 @@ def _warn(cfg: RunConfig, splits: Splits[Any], *, rows: int) -> None:
     if left_out := rows % batch:
         text = f"train: each epoch omits {left_out} of {rows} rows, different ones each time, which fill no global batch"
         warnings.append(f"{text} (model.global_batch_size={batch})")
+    warnings += cfg.recipe.warnings(cfg.loss, splits.train, lr=cfg.model.optim.lr)
     for warning in warnings:
         logger.warning(warning)

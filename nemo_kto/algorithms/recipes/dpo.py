@@ -59,7 +59,7 @@ class DPORecipe(Recipe):
 
         return MegatronGPTDPOModel
 
-    def model_options(self, section: DPOLossConfig, examples: DPODataset, *, lr: float) -> dict[str, bool]:
+    def model_options(self, section: DPOLossConfig, examples: DPODataset) -> dict[str, bool]:
         return {"sft_token_mean": section.sft_token_mean, "sft_completion_only": section.sft_completion_only}
 
     def trainer(self, collate_fn: Callable[[Any], Any]) -> Callable[..., DPOTrainer]:

@@ -16,6 +16,7 @@ from nemo_kto.data.batches.dataset import DPODataset, DPOExample, KTODataset, Sp
 from nemo_kto.data.inspect.check import (
     MAX_BALANCE,
     MIN_BALANCE,
+    balance_text,
     balance_warning,
     balanced_weights,
     loss_balance,
@@ -129,6 +130,19 @@ def test_auto_balanced_weights(good: int, bad: int, w_good: float, w_bad: float)
     assert balance_warning(good, bad, *balanced) is None
 
 
+@pytest.mark.parametrize(
+    ("classes", "weights", "text"),
+    [
+        ((30, 21), (1.0, 1.0), "desirable / undesirable = 1.429 (recommended: 1 to 4/3)"),
+        ((30, 60), (2.0, 1.0), "desirable / undesirable = 1 with loss weights 2 and 1 (recommended: 1 to 4/3)"),
+        ((7, 0), (1.0, 1.0), "all examples are desirable"),
+        ((7, 3), (0.0, 1.0), "all examples are undesirable"),
+    ],
+)
+def test_the_balance_as_text(classes: tuple[int, int], weights: tuple[float, float], text: str) -> None:
+    assert balance_text(*classes, *weights) == text
+
+
 def test_the_warning_about_unbalanced_rows() -> None:
     assert balance_warning(30, 60, 1.0, 1.0) == Message(
         "desirable_loss_weight",
@@ -145,6 +159,7 @@ def test_the_warning_about_unbalanced_rows() -> None:
         "model.kto.auto_balance=true",
     )
     assert balance_warning(7, 0, 1.0, 1.0) is None
+    assert [balance_warning(good, 100, 1.0, 1.0) is None for good in (79, 80, 160, 161)] == [False, True, True, False]
     assert one_class_warning(7, 0, 5e-6) is None
     assert one_class_warning(7, 3, 1e-3) is None
     assert one_class_warning(0, 7, 9e-6) == Message(
