@@ -109,7 +109,7 @@ PACKAGES = {
     ),
     "planner": Package(own=names("device telemetry architecture artifacts models config run utils")),
     "cli": Package(
-        own=names("data device processes telemetry architecture artifacts algorithms config run planner utils"),
+        own=names("losses data device processes telemetry architecture artifacts algorithms config run planner utils"),
         outside=names("hydra omegaconf"),
         never=names("hydra._internal"),
     ),

@@ -35,6 +35,8 @@ _VALUED = ("--cfg -c", "--package -p", "--experimental-rerun")
 _SOURCE = ("--config-path -cp", "--config-name -cn", "--config-dir -cd")
 _HYDRA_MODES = ("hydra_help", "resolve", "multirun", "shell_completion", "experimental_rerun", "cfg", "info")
 
+_SWEEP_REPORT = "+hydra.callbacks.nemo_kto._target_=nemo_kto.cli.sweep.SweepReport"
+
 # Command that only prints -> its module.
 _PRINTING = {
     "plan": "plan",
@@ -215,7 +217,8 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         refuse_mistakes(mistakes, world)
     # Hydra parses the command line itself and accepts flags only before overrides.
     modes = _source_parser().parse_known_args([part for part in argv if part not in flags.words])[1]
-    sys.argv = [sys.argv[0], *modes, *source.adopted.flags(), *map(forced, given)]
+    report = [_SWEEP_REPORT] if flags.multirun else []
+    sys.argv = [sys.argv[0], *modes, *source.adopted.flags(), *map(forced, given), *report]
     _run_hydra(job, given, sweep=flags.multirun)
 
 
