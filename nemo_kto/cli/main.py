@@ -49,14 +49,14 @@ nemo-kto: alignment training of large language models on human feedback, on one 
       Estimate the memory and speed of a run, and find the layouts that fit; nothing is loaded.
 
   nemo-kto data preview FILE --model MODEL
-      Show the first rows of a jsonl file as the model sees them.
+      Show the first rows of a data file as the model sees them.
 
   nemo-kto checkpoint ls RUN
   nemo-kto checkpoint verify RUN|CHECKPOINT
       List the checkpoints of a run; compare every file with its hash.
 
   nemo-kto data check FILE ... [--model MODEL] [--seq-length N]
-      Report statistics of jsonl files: balance, lengths, duplicates, contradictions, invalid rows.
+      Report statistics of data files: balance, lengths, duplicates, contradictions, invalid rows.
 
   nemo-kto --version
   nemo-kto {names} --help        all keys, with their defaults and descriptions

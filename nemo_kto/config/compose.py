@@ -37,7 +37,7 @@ from nemo_kto.utils.field_errors import echo, mistakes, names
 PACKAGE = "nemo_kto.conf"
 # Raised by Hydra if files or overrides do not compose; the last three for a file that is not text or includes itself.
 WRONG = (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError)
-FREE_FORM = ("model.data.data_prefix", "model.data.fields")  # may be mappings with arbitrary keys
+FREE_FORM = ("model.data.data_prefix", "model.data.fields", "model.data.labels")  # may be mappings with arbitrary keys
 # For expressions in the YAML files.
 OmegaConf.register_new_resolver("multiply", lambda *factors: math.prod(factors), replace=True)
 OmegaConf.register_new_resolver("int_div", operator.floordiv, replace=True)

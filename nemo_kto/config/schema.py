@@ -249,11 +249,12 @@ class DataConfig(Section):
     data_prefix: Annotated[
         str | list[object] | dict[str, object],
         AfterValidator(_expand),
-        check(bool, "be given", "name a jsonl file, a folder or a list of them"),
+        check(bool, "be given", "name a data file, a folder or a list of them"),
         ROWS,
     ]
     splits_string: Annotated[Splits | None, ROWS]
     fields: Annotated[dict[str, Name] | None, ROWS]
+    labels: Annotated[dict[str, list[bool | int | float | str]] | None, ROWS]
     seq_length: Annotated[int, Ge(2), Remedy("a sequence has a prompt and a response"), SAME]
     truncation_mode: Annotated[str, one_of(TRUNCATION_MODES), SAME]
     packing: Annotated[bool, SPEED]

@@ -54,6 +54,7 @@ def print_start(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         adapters=adapters,
         trained=trained,
         splits={name: _split_rows(cfg.recipe.unit, examples.counts) for name, examples in data.splits.in_use.items()},
+        labels=data.splits.labels,
         steps=run.length.total_steps(batches),
         steps_per_epoch=run.length.steps_per_epoch(batches),
         resumed_step=resumed_step,

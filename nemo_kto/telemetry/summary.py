@@ -63,6 +63,7 @@ class RunStart:
     reference: str
     folder: str  # run folder
     slow_paths: Sequence[str] = ()  # computations that could be faster on this device, and what they need for that
+    labels: str = ""  # which values mean desirable and undesirable; empty for pairs
     expert_parallel: int | None = None  # ranks across which the experts of a layer are partitioned; None for a dense model
 
     def __str__(self) -> str:
@@ -82,6 +83,7 @@ class RunStart:
             "model": f"{self.model} ({self.family}), {short(self.parameters)} parameters, {what}",
             "adapters": self.adapters or "none",
             **{name: str(rows) for name, rows in self.splits.items()},
+            **({"labels": self.labels} if self.labels else {}),
             "steps": f"{self.steps:,} ({epochs(self.steps, self.steps_per_epoch)}){resumed}",
             "batch": f"{self.global_batch:,} {self.splits['train'].unit} a step, micro-batches of {self.micro_batch}",
             "layout": "1 rank" if ranks == 1 else f"{ranks} ranks = {degrees}{experts}",
