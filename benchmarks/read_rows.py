@@ -1,4 +1,4 @@
-"""Time and memory for reading the rows of a data file in each form: python benchmarks/read_rows.py [--rows 1000000] [FORM ...]
+"""Time and memory for reading rows in each form of file: python benchmarks/read_rows.py [--rows 1000000] [FORM ...]
 
 Each form is read in a new process, as in `nemo-kto data check`: rows become records, without a tokenizer.
 """

@@ -62,6 +62,11 @@ def either(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
 
 
+def plural(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 step", "2,000 steps"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def error_of(call: Callable[[], object]) -> str | None:
     """Return the message of the ValueError that ``call`` raises, or None if it raises none."""
     try:

@@ -10,6 +10,7 @@ import pytest
 
 from nemo_kto.algorithms.recipes import KTO, RECIPES
 from nemo_kto.config import compose
+from nemo_kto.config.check import read_positions
 from nemo_kto.config.migration import aligner_keys
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -68,8 +69,8 @@ def test_commands_exist(document: Path) -> None:
         if words[:1] == ["make"]:
             unknown += [command for target in words[1:2] if target not in targets]
         elif words[:1] == ["nemo-kto"]:
-            known = (*RECIPES, "plan", "export", "data", "checkpoint", "--version", "--help")
-            unknown += [command for subcommand in words[1:2] if subcommand not in known]
+            known = (*RECIPES, "check", "plan", "export", "data", "checkpoint", "--version", "--help")
+            unknown += [command for subcommand in words[1:2] if subcommand.rstrip(":") not in known]
         elif words[:1] in (["python"], ["sbatch"]):
             unknown += [command for word in words if word.endswith((".py", ".sbatch")) and not (REPOSITORY / word).exists()]
     assert not unknown, f"{names(document)}: {unknown}"
@@ -96,8 +97,9 @@ def test_the_command_lines_of_the_readme_compose() -> None:
     lines = [line.split() for line in commands(REPOSITORY / "README.md") if line.startswith("nemo-kto kto ") and "=" in line]
     assert lines, "the README shows how to train a user's model"
     for words in lines:
-        cfg, mistakes = compose.to_config(compose.load(words[2:]), recipe=KTO)
-        assert not mistakes
+        overrides, misplaced = read_positions(words[2:], KTO)
+        cfg, mistakes = compose.to_config(compose.load(overrides), recipe=KTO)
+        assert not mistakes + misplaced
         assert cfg is not None
         assert cfg.model.data.data_prefix == "rows.jsonl"
 

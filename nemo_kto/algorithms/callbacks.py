@@ -14,7 +14,7 @@ from typing import Any
 
 from nemo_kto.algorithms.protocols import CheckpointWriter, MetricsLogger, Trainer, WrittenCheckpoint
 from nemo_kto.losses.metrics import Metrics
-from nemo_kto.telemetry.throughput import ThroughputMeter
+from nemo_kto.telemetry.throughput import throughput
 from nemo_kto.telemetry.watch import INTERVAL, LossSpikes, RankTimes, StragglerFinder, slowest
 
 _MEANS = ("timing/", "train/grad_norm")  # prefixes of the values that are averaged over the steps of a log line
@@ -170,17 +170,14 @@ class CheckpointCallback(Callback):
 class ThroughputCallback(Callback):
     """Callback that adds perf/...: tokens per second, padding, memory and, for a known device, model FLOPs utilisation."""
 
-    meter: ThroughputMeter
+    world_size: int
+    peak_memory: Callable[[], int]  # of this rank so far, in bytes
+    peak_flops: float | None = None  # FLOP/s of one device; None: no utilisation
 
     def on_log(self, trainer: Trainer, event: Event) -> None:
-        sums = event.metrics.sums
-        figures = self.meter.figures(
-            seconds=event.seconds,
-            tokens=int(sums["tokens"]),
-            padded_tokens=int(sums["padded_tokens"]),
-            flops=sums["flops"],
-            kl_tokens=int(sums.get("kl_tokens", 0)),
-        )
+        sums, seconds = event.metrics.sums, event.seconds
+        figures = throughput(sums, seconds=seconds, world_size=self.world_size, peak_flops=self.peak_flops)
+        figures["peak_memory_gb"] = self.peak_memory() / 1e9
         event.report.update({f"perf/{name}": value for name, value in figures.items()})
 
 

@@ -40,10 +40,8 @@ class Architecture:
     norm_epsilon: float
     rope: Rope
     windows: Windows  # number of tokens each layer attends to, including the current one; None for all
-    rotates: tuple[bool, ...]
+    rotates: tuple[bool, ...]  # whether each layer has RoPE
     tied: bool  # the output layer shares its weight with the embedding
-    chunked: bool = False  # as in :class:`~nemo_kto.architecture.families.Family`, also ``rotates`` and the next
-    interleaved_rotary: bool = False
     rotated_norm: bool = False  # in layers with a rotation, queries and keys are normalised after it, without weights
     temperature: Temperature | None = None  # in layers without a rotation; None for no scaling
     qkv_bias: bool = False
@@ -80,8 +78,8 @@ class Architecture:
             "sinks in the softmax": self.sinks,
             "experts with biases": self.expert_bias,
             "a clamped activation": self.swiglu_limit is not None,
-            "attention in chunks": self.chunked and any(self.windows),
-            "interleaved RoPE": self.interleaved_rotary,
+            "attention in chunks": self.family.chunked and any(self.windows),
+            "interleaved RoPE": self.family.interleaved_rotary,
             "query and key norms after RoPE": self.rotated_norm,
             "attention temperature scaling": self.temperature is not None,
         }
@@ -240,9 +238,7 @@ def _architecture(
         rope=ropes[0],
         local_rope=ropes[1] if family.local_rope else None,
         windows=family.windows(config),
-        chunked=family.chunked,
         rotates=rotates,
-        interleaved_rotary=family.interleaved_rotary,
         temperature=family.temperature(config),
         tied=bool(config.tie_word_embeddings),
         experts=experts,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_kto.architecture.families import FAMILIES, Family, find_family
+from nemo_kto.architecture.families import FAMILIES, ExpertFields, Family
 from nemo_kto.architecture.families.fields import ModelFields
 from nemo_kto.architecture.rope import rope_type
 from nemo_kto.errors import UserError
@@ -37,7 +37,8 @@ def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
     refuse_code(path, config)
     names = config.get("architectures")
     hf_architecture = str(names[0]) if isinstance(names, list) and names else ""
-    fields = FAMILIES[hf_architecture].fields if hf_architecture in FAMILIES else ModelFields
+    family = FAMILIES.get(hf_architecture)
+    fields = ModelFields if family is None else family.fields
     given = {name: value for name, value in config.items() if name in fields.model_fields}
     if given.get("use_sliding_window") is False and given.get("sliding_window") == 0:
         del given["sliding_window"]  # transformers writes 0 for Qwen2-MoE models without a window
@@ -45,11 +46,14 @@ def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
         raise UserError(f"{path}: {'; '.join(wrong)}; {_REMEDY}")
     try:
         _refuse_other_kinds(config)
-        family = find_family(hf_architecture)
+        if family is None:
+            raise ValueError(
+                f"the architecture must be one of {', '.join(FAMILIES)}, got {hf_architecture!r}; choose another model"
+            )
         _refuse_unsupported(given, family)
         _check_layers_and_heads(given, family)
         if family.experts is not None:
-            _check_experts(given, family)
+            _check_experts(given, family.experts, family.name)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
     return config, family
@@ -114,17 +118,16 @@ def _check_layers_and_heads(config: Mapping[str, Any], family: Family) -> None:
         raise ValueError(f"head_dim must be even, because RoPE rotates pairs of channels, got {width}; {_REMEDY}")
 
 
-def _check_experts(config: Mapping[str, Any], family: Family) -> None:
-    assert family.experts is not None
-    number, chosen = config.get(family.experts.number), config.get("num_experts_per_tok")
+def _check_experts(config: Mapping[str, Any], fields: ExpertFields, family: str) -> None:
+    number, chosen = config.get(fields.number), config.get("num_experts_per_tok")
     if number is not None and chosen is not None and chosen > number:
         raise ValueError(f"num_experts_per_tok must be at most the number of experts, {number}, got {chosen}; {_REMEDY}")
-    if family.experts.weighs_input and (chosen or 1) > 1:
+    if fields.weighs_input and (chosen or 1) > 1:
         raise ValueError(
-            f"num_experts_per_tok must be 1 for {family.name}, got {chosen}: megatron-core scales the input of an expert by "
+            f"num_experts_per_tok must be 1 for {family}, got {chosen}: megatron-core scales the input of an expert by "
             "its router probability only if each token has one expert; choose another model"
         )
-    normalized = family.experts.normalized
+    normalized = fields.normalized
     if chosen == 1 and (config.get(normalized) if isinstance(normalized, str) else normalized):
         raise ValueError(
             "num_experts_per_tok must be at least 2 if the router probabilities of a token's experts are normalized, got 1, "

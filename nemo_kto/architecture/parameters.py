@@ -58,9 +58,12 @@ def rank_parameters(
 
     def add(mapping: ParamMapping, names: Iterable[str], *, trained: bool) -> None:
         is_replicated = not is_cut(mapping) and not mapping.of_expert
-        shape = rank_shape(mapping, architecture)
+        shape, dimension = [*source_shapes(mapping, architecture)[0]], split_dimension(mapping)
+        if dimension is not None:
+            whole = sum(segment.length for segment in segments(mapping, architecture))
+            shape[dimension] = whole // shards(mapping, architecture) if is_cut(mapping) else whole
         parameters.extend(
-            RankParameter(name=name, shape=shape, trained=trained, is_replicated=is_replicated) for name in names
+            RankParameter(name=name, shape=tuple(shape), trained=trained, is_replicated=is_replicated) for name in names
         )
 
     for mapping in architecture.family.mappings:
@@ -83,12 +86,3 @@ def rank_parameters(
             names = [part.mcore_name.format(**place) for place in places if is_first or "layer" in place]
             add(part, names, trained=True)
     return parameters
-
-
-def rank_shape(mapping: ParamMapping, architecture: Architecture) -> tuple[int, ...]:
-    """Return the shape of a rank's shard of a parameter."""
-    shape, dimension = [*source_shapes(mapping, architecture)[0]], split_dimension(mapping)
-    if dimension is not None:
-        whole = sum(segment.length for segment in segments(mapping, architecture))
-        shape[dimension] = whole // shards(mapping, architecture) if is_cut(mapping) else whole
-    return tuple(shape)

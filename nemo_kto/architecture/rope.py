@@ -58,7 +58,7 @@ def rope_type(config: Mapping[str, Any]) -> str:
 
     Raises ValueError if the type is not implemented, or differs between layers of a family with a single RoPE.
     """
-    settings = _settings(config)
+    settings = rope_settings(config)
     if nested := sorted(name for name, value in settings.items() if isinstance(value, Mapping)):
         message = f"rope_parameters must be the same for all layers, got one set for each of {', '.join(nested)}"
         raise ValueError(f"{message}; choose another model")
@@ -76,7 +76,7 @@ def longest_sequence(config: Mapping[str, Any]) -> tuple[str, int | None]:
     """
     if rope_type(config) == "longrope":
         name = "original_max_position_embeddings"
-        return name, config.get(name) or _settings(config).get(name)
+        return name, config.get(name) or rope_settings(config).get(name)
     return "max_position_embeddings", config.get("max_position_embeddings")
 
 
@@ -91,7 +91,7 @@ def read_rope(config: Mapping[str, Any], *, partial: bool = False) -> Rope:
     from transformers import PretrainedConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    settings, kind = _settings(config), rope_type(config)
+    settings, kind = rope_settings(config), rope_type(config)
     given = {**config, **settings}
     if missing := [name for name in (*_NEEDED[kind], "rope_theta") if given.get(name) is None]:
         message = f"rope type {kind!r} needs {', '.join(missing)}, missing in rope_parameters (or rope_scaling)"
@@ -121,5 +121,6 @@ def read_rope(config: Mapping[str, Any], *, partial: bool = False) -> Rope:
     )
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the RoPE settings of a configuration in the older or the newer form."""
     return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}

@@ -26,7 +26,7 @@ from nemo_kto.architecture.lora import (
     adaptable,
     hf_module,
 )
-from nemo_kto.artifacts.safetensors_files import WRITTEN_BY, Shapes, read_metadata, tensor_shapes
+from nemo_kto.artifacts.safetensors_files import WRITTEN_BY, Shapes, read_header, tensor_shapes
 from nemo_kto.errors import UserError, printable
 from nemo_kto.utils.field_errors import file_errors
 from nemo_kto.utils.files import file_inside, irregular, read_json
@@ -90,9 +90,7 @@ class _Config(BaseModel):
 def read_adapter_settings(folder: str | Path) -> LoRASettings:
     """Return the settings of the adapter in a folder in PEFT's format.
 
-    Raises:
-        UserError: the folder holds no adapter, the adapter has unsupported features (all are listed), or a file is a link
-            out of the folder.
+    Raises UserError if there is none, it has unsupported features (all are listed), or a file is a link out of the folder.
     """
     folder = Path(folder)
     files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
@@ -130,7 +128,7 @@ def read_adapter_settings(folder: str | Path) -> LoRASettings:
 def is_our_adapter(folder: Path) -> bool:
     """Return whether this program wrote the folder."""
     try:
-        return read_metadata(folder / ADAPTER_WEIGHTS).get("written_by") == WRITTEN_BY
+        return read_header(folder / ADAPTER_WEIGHTS)[1].get("written_by") == WRITTEN_BY
     except UserError:
         return False
 

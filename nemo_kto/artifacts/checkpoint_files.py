@@ -6,17 +6,18 @@ only sizes.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 from nemo_kto.artifacts.saved_info import find_wrong
 from nemo_kto.errors import UserError
@@ -33,36 +34,26 @@ _THREADS = 8  # hashlib releases the GIL
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.ENAMETOOLONG)
 
 
-class Info(TypedDict, total=False):
-    """Content of a trainer.json; earlier versions lack moving_reference, run and checksum; full models lack adapters."""
-
-    trainer: dict[str, Any]
-    metrics: dict[str, float]
-    dtype: str
-    layout: dict[str, int]
-    distributed_optimizer: bool
-    files: dict[str, Any]  # {"size": bytes, "sha256": hexadecimal}; in earlier versions only the size
-    adapters: dict[str, object]
-    moving_reference: bool
-    run: dict[str, Any]
-    versions: dict[str, str]
-    checksum: str
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete checkpoint: its folder, and the content of its trainer.json."""
-
-    folder: Path
-    step: int  # 0 if the folder's name is not the one that a run gives it
-    info: Info
-
-
 class Written(NamedTuple):
     """Size in bytes and SHA-256 of a file when it was written; earlier versions did not record the SHA-256."""
 
     size: int
     sha256: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint: its folder, and the content of its trainer.json."""
+
+    folder: Path
+    step: int  # 0 if the folder's name is not the one that a run gives it
+    info: Mapping[str, Any]  # has the fields of :class:`~nemo_kto.artifacts.saved_info.Info`
+    files: Mapping[str, Written]  # size and hash of every other file when it was written
+
+    def files_in(self, *folders: str) -> dict[str, Written]:
+        """Return the entries of files in some folders of the checkpoint, such as state."""
+        starts = tuple(f"{folder}/" for folder in folders)
+        return {name: record for name, record in self.files.items() if name.startswith(starts)}
 
 
 class DamagedCheckpoint(ValueError):
@@ -101,13 +92,16 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
 
     Raises UserError if a file cannot be accessed, which does not mean that it is damaged.
     """
-    found = []
-    for path in named_checkpoints(folder):
-        try:
-            found.append(read_checkpoint(path))
-        except DamagedCheckpoint:  # reported when a run looks for the checkpoint to resume from
-            continue
-    return found
+    found = map(read_or_damage, named_checkpoints(folder))  # damage is reported when a run looks for one to resume from
+    return [checkpoint for checkpoint in found if isinstance(checkpoint, Checkpoint)]
+
+
+def read_or_damage(folder: Path) -> Checkpoint | str:
+    """Return a checkpoint, or a description of the damage to its trainer.json or to the sizes of its files."""
+    try:
+        return read_checkpoint(folder)
+    except DamagedCheckpoint as error:
+        return str(error)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -115,37 +109,31 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
     Raises DamagedCheckpoint if the checkpoint is not as it was written, UserError if a file cannot be accessed.
     """
+    with _reading(folder, INFO):
+        _status(folder, INFO)
+        content = read_bytes(folder / INFO)
     try:
-        _check_kind(folder, INFO)
-        info = json.loads(read_bytes(folder / INFO).decode("utf-8"))
-        if not isinstance(info, dict):
-            raise DamagedCheckpoint(f"{INFO} is not a JSON object")
-        if "checksum" in info and info["checksum"] != _checksum(info):
-            raise DamagedCheckpoint(f"{INFO} was changed after it was written")
-    except OSError as error:
-        raise _damaged_or_unreadable(folder, INFO, error) from error
-    except DamagedCheckpoint:
-        raise
+        info = json.loads(content.decode("utf-8"))
+        is_changed = isinstance(info, dict) and "checksum" in info and info["checksum"] != _checksum(info)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{INFO} is not valid JSON") from error
+    if not isinstance(info, dict):
+        raise DamagedCheckpoint(f"{INFO} is not a JSON object")
+    if is_changed:
+        raise DamagedCheckpoint(f"{INFO} was changed after it was written")
     named = _NAME.fullmatch(folder.name)
     step = int(named[1]) if named else None
     if wrong := find_wrong(info, step=step):
         raise DamagedCheckpoint(f"{INFO} is not valid: {'; '.join(wrong)}")
-    found: Info = info  # type: ignore[assignment]
-    for name, record in file_records(found).items():
-        _check_size(folder, name, record)
-    return Checkpoint(folder, step or 0, found)
-
-
-def file_records(info: Info) -> dict[str, Written]:
-    """Return each file's size and hash when it was written; DamagedCheckpoint if a name leads out of the folder."""
     if outside := [name for name in info["files"] if os.path.isabs(name) or ".." in Path(name).parts]:
         raise DamagedCheckpoint(f"{INFO} must list files of its own folder, got {outside[0]!r}, which is outside")
-    return {
+    files = {
         name: Written(entry, None) if isinstance(entry, int) else Written(entry["size"], entry["sha256"])
         for name, entry in info["files"].items()
     }
+    for name, record in files.items():
+        _check_size(folder, name, record)
+    return Checkpoint(folder=folder, step=step or 0, info=info, files=files)
 
 
 def damage(folder: Path, records: Mapping[str, Written]) -> list[str]:
@@ -158,15 +146,11 @@ def damage(folder: Path, records: Mapping[str, Written]) -> list[str]:
         name, record = item
         try:
             _check_size(folder, name, record)
-            if record.sha256 is not None and hash_file(folder / name) != record:
-                return f"{name} was changed after it was written"
+            with _reading(folder, name):
+                if record.sha256 is not None and hash_file(folder / name) != record:
+                    return f"{name} was changed after it was written"
         except DamagedCheckpoint as error:
             return str(error)
-        except OSError as error:
-            problem = _damaged_or_unreadable(folder, name, error)
-            if isinstance(problem, UserError):
-                raise problem from error
-            return str(problem)
         return None
 
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -176,12 +160,6 @@ def damage(folder: Path, records: Mapping[str, Written]) -> list[str]:
 def hash_file(file: Path) -> Written:
     """Return the size and hash of a file."""
     return Written(file.stat().st_size, file_hash(file))
-
-
-def only_in(records: Mapping[str, Written], folders: Iterable[str]) -> dict[str, Written]:
-    """Return the records of files in some folders of a checkpoint, such as state."""
-    starts = tuple(f"{folder}/" for folder in folders)
-    return {name: record for name, record in records.items() if name.startswith(starts)}
 
 
 def size_text(count: int) -> str:
@@ -200,13 +178,9 @@ def check_checkpoint(folder: Path) -> Path | None:
     None is returned for a checkpoint of all weights. Raises UserError if trainer.json is not as this program writes it, or a
     file is missing or damaged; names it.
     """
-    adapters = None
-    try:
-        info = read_checkpoint(folder).info
-        wrong, adapters = damage(folder, only_in(file_records(info), ["hf"])), info.get("adapters")
-    except DamagedCheckpoint as error:
-        wrong = [str(error)]
-    refuse_damaged(folder, wrong)
+    found = read_or_damage(folder)
+    refuse_damaged(folder, [found] if isinstance(found, str) else damage(folder, found.files_in("hf")))
+    adapters = None if isinstance(found, str) else found.info.get("adapters")
     return None if adapters is None else Path(str(adapters["base_model"]))
 
 
@@ -223,7 +197,19 @@ def _checksum(info: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def _check_kind(folder: Path, name: str) -> os.stat_result:
+@contextlib.contextmanager
+def _reading(folder: Path, name: str) -> Iterator[None]:
+    """Turn an OSError about a file of a checkpoint into a DamagedCheckpoint, or a UserError if it is no sign of damage."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DAMAGE:
+            raise _unreadable(folder / name, error) from error
+        problem = "is missing" if error.errno in (errno.ENOENT, errno.ENOTDIR) else f"cannot be read ({error.strerror})"
+        raise DamagedCheckpoint(f"{name} {problem}") from error
+
+
+def _status(folder: Path, name: str) -> os.stat_result:
     """Return the status of a regular file; others are rejected, because reading one, such as a fifo, may never end."""
     try:
         found = os.stat(folder / name)
@@ -235,19 +221,10 @@ def _check_kind(folder: Path, name: str) -> os.stat_result:
 
 
 def _check_size(folder: Path, name: str, record: Written) -> None:
-    try:
-        found = _check_kind(folder, name)
-    except OSError as error:
-        raise _damaged_or_unreadable(folder, name, error) from error
+    with _reading(folder, name):
+        found = _status(folder, name)
     if found.st_size != record.size:
         raise DamagedCheckpoint(f"{name} has {found.st_size} bytes instead of {record.size}")
-
-
-def _damaged_or_unreadable(folder: Path, name: str, error: OSError) -> Exception:
-    if error.errno not in _DAMAGE:
-        return _unreadable(folder / name, error)
-    problem = "is missing" if error.errno in (errno.ENOENT, errno.ENOTDIR) else f"cannot be read ({error.strerror})"
-    return DamagedCheckpoint(f"{name} {problem}")
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:

@@ -80,8 +80,8 @@ class _File(BaseModel):
     sha256: str
 
 
-class _Info(BaseModel):
-    """Required values of a trainer.json, and those that earlier versions or full models lack."""
+class Info(BaseModel):
+    """Content of a trainer.json; earlier versions lack some of the fields with a default, full models lack adapters."""
 
     model_config = _STRICT
     trainer: Annotated[_Trainer, Field(description="an object")]
@@ -112,14 +112,13 @@ def adapter_settings(adapters: Mapping[str, Any]) -> LoRASettings:
 def find_wrong(info: Mapping[str, Any], *, step: int | None) -> list[str]:
     """Return a message about each value of a trainer.json that this program would not write.
 
-    Args:
-        step: the step in the name of the checkpoint's folder; None if the folder has another name.
+    ``step`` is the one in the name of the checkpoint's folder; None if the folder has another name.
     """
     trainer = info.get("trainer")
     if isinstance(trainer, dict):  # these are empty if there is nothing to record
         empty = [name for name in ("unlogged", "early_stopping") if trainer.get(name) == {}]
         info = {**info, "trainer": {name: value for name, value in trainer.items() if name not in empty}}
-    if wrong := file_errors(_Info, info):
+    if wrong := file_errors(Info, info):
         return wrong
     taken, consumed = info["trainer"]["step"], info["trainer"].get("consumed_samples")
     if step is not None and taken != step:

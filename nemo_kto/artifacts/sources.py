@@ -13,6 +13,7 @@ from pathlib import Path
 from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
 from nemo_kto.artifacts.checkpoint_files import INFO, config_folder, is_checkpoint
+from nemo_kto.artifacts.hub import remedy_for_missing
 from nemo_kto.errors import UserError
 from nemo_kto.utils.files import irregular, read_json
 
@@ -63,7 +64,8 @@ def find_source(folder: Path, *, default_base: Path | None = None) -> ModelSourc
         return ModelSource(base=folder)
     raise UserError(
         f"must be a Hugging Face folder (with {CONFIG}), a checkpoint of nemo-kto (with {INFO}) or adapters in PEFT "
-        f"format (with {ADAPTER_CONFIG}), got {folder}{irregular_files(folder)}; download it or correct the path"
+        f"format (with {ADAPTER_CONFIG}), got {folder}{irregular_files(folder)}; "
+        f"{remedy_for_missing(folder, 'download it or correct the path')}"
     )
 
 

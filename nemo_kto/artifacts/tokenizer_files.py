@@ -19,16 +19,26 @@ _VOCABULARIES = (_TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt", "spie
 def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
     """Check that a folder holds a tokenizer that fits its model.
 
-    Raises:
-        UserError: there is no tokenizer, a file is damaged, it brings its own code, it has no EOS token, or a token that
-            training needs has no row in the embedding (:func:`check_ids`).
+    Raises UserError if there is none, a file is damaged, it brings its own code, it has no EOS token, or a token that
+    training needs has no row in the embedding (:func:`check_ids`).
     """
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         others = (f"{name}, which is {kind}" for name in _VOCABULARIES if (kind := irregular(folder / name)))
         message = f"{folder} must hold a tokenizer ({_TOKENIZER} or tokenizer.model), got {next(others, 'none')}"
         raise UserError(f"{message}; copy its files from the original model")
     for name in (*_VOCABULARIES, *_TEMPLATES):
-        _check_format(folder / name, needed=name in _TEMPLATES)
+        file = folder / name
+        if name in _TEMPLATES and (kind := irregular(file)) is not None:  # transformers would skip it
+            raise UserError(f"{file} must be a regular file, got {kind}; {_REMEDY}")
+        if not file.is_file():
+            continue
+        try:
+            with open_file(file) as handle:
+                other = other_format(handle.read(_FORMAT_BYTES))
+        except OSError as error:
+            raise UserError(f"{file} cannot be read: {error.strerror}; {_REMEDY}") from error
+        if other is not None:
+            raise UserError(f"{file} must be a file of the tokenizer, but it is {other}")
     config = _tokenizer_config(folder)
     refuse_code(folder / _CONFIG, config)
     if "eos_token" in config and config["eos_token"] is None:
@@ -46,32 +56,11 @@ def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
         check_ids(new, vocab_size=vocab_size, file=folder / _CONFIG)
 
 
-def _check_format(file: Path, *, needed: bool) -> None:
-    """Reject a file of another format; if it is ``needed``, also reject other irregular files, which transformers skips."""
-    if needed and (kind := irregular(file)) is not None:
-        raise UserError(f"{file} must be a regular file, got {kind}; {_REMEDY}")
-    if not file.is_file():
-        return
-    try:
-        with open_file(file) as handle:
-            message = other_format(handle.read(_FORMAT_BYTES))
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}; {_REMEDY}") from error
-    if message is not None:
-        raise UserError(f"{file} must be a file of the tokenizer, but it is {message}")
-
-
 def check_ids(ids: Mapping[str, int], *, vocab_size: int | None, file: Path) -> None:
-    """Check that tokens have rows in the model's embedding.
+    """Raise a UserError that names the ``file`` with the tokens if one has no row in the model's embedding.
 
     Tokens that were added for other purposes, such as Gemma 3's image tokens beside a text model, are not checked: a row of
     the data that contains one is rejected when it is tokenised.
-
-    Args:
-        file: file that defines the tokens, for the error message.
-
-    Raises:
-        UserError: a token has no row.
     """
     token, highest = max(ids.items(), key=lambda entry: entry[1], default=("", -1))
     if vocab_size is not None and highest >= vocab_size:

@@ -10,14 +10,11 @@ from pathlib import Path
 
 from nemo_kto.artifacts.checkpoint_files import (
     Checkpoint,
-    DamagedCheckpoint,
     Written,
     damage,
-    file_records,
     find_checkpoints,
     named_checkpoints,
-    only_in,
-    read_checkpoint,
+    read_or_damage,
     refuse_damaged,
 )
 from nemo_kto.distributed import state
@@ -29,16 +26,14 @@ logger = logging.getLogger(__name__)
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
     """Return the newest intact checkpoint in a folder, every byte of which is verified; None if there is none. Collective.
 
-    A damaged checkpoint is reported in a warning, and the one before it is tried.
-
-    Raises:
-        UserError: there are checkpoints but all are damaged, or a file cannot be read; raised on every rank.
+    A damaged checkpoint is reported in a warning, and the one before it is tried. Raises UserError on every rank if all
+    checkpoints are damaged, or a file cannot be read.
     """
     reasons = []
     for path in reversed(state.from_rank_zero(lambda: list(named_checkpoints(folder)))):
-        found = state.from_rank_zero(partial(_read_or_damage, path))
+        found = state.from_rank_zero(partial(read_or_damage, path))
         if isinstance(found, Checkpoint):
-            problems = _find_damage(found.folder, file_records(found.info))
+            problems = _find_damage(found.folder, found.files)
             if not problems:
                 return found
             found = problems[0]
@@ -73,19 +68,8 @@ def rank_by(checkpoint: Checkpoint, monitor: str, mode: str) -> tuple[float, int
 
 def verify(folder: Path, parts: Sequence[str]) -> None:
     """Verify parts of a checkpoint, such as state; collective. UserError on every rank names the first damage."""
-    found = state.from_rank_zero(lambda: _read_or_damage(folder))
-    if isinstance(found, str):
-        refuse_damaged(folder, [found])
-    else:
-        refuse_damaged(folder, _find_damage(folder, only_in(file_records(found.info), parts)))
-
-
-def _read_or_damage(path: Path) -> Checkpoint | str:
-    """Return the checkpoint, or a description of the damage to its trainer.json or to the sizes of its files."""
-    try:
-        return read_checkpoint(path)
-    except DamagedCheckpoint as error:
-        return str(error)
+    found = state.from_rank_zero(lambda: read_or_damage(folder))
+    refuse_damaged(folder, [found] if isinstance(found, str) else _find_damage(folder, found.files_in(*parts)))
 
 
 def _find_damage(folder: Path, records: Mapping[str, Written]) -> list[str]:

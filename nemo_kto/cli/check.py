@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_kto.algorithms.recipes import RECIPES
+from nemo_kto.artifacts.hub import is_hub_name, local_folder, pin
 from nemo_kto.cli.arguments import integer_from
 from nemo_kto.data.inspect.check import PartCheck, Report
 from nemo_kto.data.rows.files import file_parts, number_of_parts
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
         from nemo_kto.data.tokens.chat import RecordEncoder
         from nemo_kto.run.rows import model_tokenizer, model_vocab_size
 
-        model = ModelFiles(source=Path(flags.model))
+        model = ModelFiles(source=local_folder(pin(flags.model, weights=False) if is_hub_name(flags.model) else flags.model))
         encoder = RecordEncoder(tokenizer=model_tokenizer(model), vocab_size=model_vocab_size(model))
         if flags.seq_length is not None:
             truncation = Truncation(flags.seq_length, TRUNCATION_MODES[0], encoder.bos_id)

@@ -16,12 +16,10 @@ from nemo_kto.artifacts.checkpoint_files import (
     CHECKPOINTS,
     INFO,
     Checkpoint,
-    DamagedCheckpoint,
     damage,
-    file_records,
     is_checkpoint,
     named_checkpoints,
-    read_checkpoint,
+    read_or_damage,
     size_text,
 )
 from nemo_kto.errors import UserError
@@ -67,10 +65,9 @@ def _list(folder: Path) -> int:
 
 
 def _row(path: Path) -> tuple[str, ...]:
-    found = _look(path)
+    found = read_or_damage(path)
     if isinstance(found, str):
         return (path.name.removeprefix("step_").lstrip("0") or "0", "", "", "", "", f"damaged: {found}")
-    records = file_records(found.info)
     layout = found.info.get("layout", {})
     tensor, pipeline, context = (layout.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
     model_ranks = tensor * pipeline * context
@@ -78,7 +75,7 @@ def _row(path: Path) -> tuple[str, ...]:
     return (
         str(found.step),
         datetime.fromtimestamp((path / INFO).stat().st_mtime).strftime("%Y-%m-%d %H:%M"),
-        size_text(sum(record.size for record in records.values())),
+        size_text(sum(record.size for record in found.files.values())),
         " x ".join(map(str, parts)) + (f", {context} context" if context > 1 else ""),
         ", ".join(_metrics(found.info.get("metrics", {}))),
         "complete",
@@ -98,8 +95,8 @@ def _metrics(metrics: Mapping[str, float]) -> Iterator[str]:
 def _verify(folder: Path) -> int:
     status = 0
     for path in [folder] if is_checkpoint(folder) else _paths(folder):
-        found = _look(path)
-        wrong = [found] if isinstance(found, str) else damage(path, file_records(found.info))
+        found = read_or_damage(path)
+        wrong = [found] if isinstance(found, str) else damage(path, found.files)
         if wrong:
             status = DAMAGED
             print("\n  ".join([f"{path}: damaged", *wrong]), flush=True)
@@ -109,18 +106,11 @@ def _verify(folder: Path) -> int:
 
 
 def _as_written(checkpoint: Checkpoint) -> str:
-    records = file_records(checkpoint.info).values()
+    records = checkpoint.files.values()
     message = f"{len(records)} files ({size_text(sum(record.size for record in records))}) are as they were written"
     if any(record.sha256 is None for record in records):
         return f"{message}, by their sizes; an earlier version wrote no hashes"
     return message
-
-
-def _look(path: Path) -> Checkpoint | str:
-    try:
-        return read_checkpoint(path)
-    except DamagedCheckpoint as error:
-        return str(error)
 
 
 def _paths(folder: Path) -> list[Path]:

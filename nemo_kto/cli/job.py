@@ -18,15 +18,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from nemo_kto.algorithms.recipes import Recipe
+from nemo_kto.artifacts.hub import is_hub_name
 from nemo_kto.config import compose
 from nemo_kto.config.check import Checker, InvalidConfig
 from nemo_kto.config.mistakes import does_not_compose
-from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of
 from nemo_kto.config.rules.gpu import check_transformer_engine
 from nemo_kto.config.rules.training import run_errors, unused_keys
 from nemo_kto.config.saved_config import redact_file, redacted
 from nemo_kto.device import device
-from nemo_kto.errors import ConfigError, UserError
+from nemo_kto.errors import ConfigError, UserError, plural
 from nemo_kto.processes import ranks, signals
 from nemo_kto.telemetry.console import set_up_logging, take_over
 
@@ -44,7 +45,8 @@ class Job:
     def checker(self, *, sweep: bool) -> Checker:
         """Return the check of a command line; with ``sweep``, of all its jobs."""
         rules = partial(run_errors, world=self.world, sweep=sweep, elsewhere=self.elsewhere)
-        return Checker(recipe=self.recipe, source=self.source, rules=rules, sweep=sweep)
+        leads = self.world is None or self.world.local_rank == 0
+        return Checker(recipe=self.recipe, source=self.source, rules=rules, sweep=sweep, leads=leads)
 
     def refuse(self, overrides: Sequence[str], error: BaseException, *, sweep: bool) -> NoReturn:
         """Print why a command line does not compose, and exit."""
@@ -81,7 +83,8 @@ class Job:
             device.force_cpu()
         if self.world is None and run.local_ranks > 1:
             own_folder = [f"exp_manager.explicit_log_dir='{run.folder}'"] if sweep else []
-            command = self._command([*overrides, *own_folder, *(f"{mistake.key}=null" for mistake in unused)])
+            models = [f"{key}='{name}'" for key in MODEL_KEYS if is_hub_name(name := str(value_of(run.cfg, key)))]
+            command = self._command([*overrides, *own_folder, *models, *(f"{mistake.key}=null" for mistake in unused)])
             from nemo_kto.processes import launcher
 
             launcher.spawn_ranks(run.local_ranks, command, stop_signals=run.cfg.trainer.stop_signals)
@@ -138,14 +141,16 @@ class Job:
         ranks.end_early(str(stop), world=self.world)
 
 
-def check_memory(run: ResolvedRun, ranks: int, local: int) -> None:
-    """Raise UserError if the run cannot fit into the memory of the machines; its precision must not be auto.
+def check_memory(run: ResolvedRun, ranks: int, local: int, longest: int | None) -> str | None:
+    """Return a warning if the run may not fit into the memory of the machines; its precision must not be auto.
 
-    ``ranks`` is the number of all ranks, ``local`` of those on this machine.
+    ``ranks`` is the number of all ranks, ``local`` of those on this machine; ``longest`` the tokens of the longest sequence,
+    None before the rows have been read. Raises UserError if the run cannot fit.
     """
     from nemo_kto.planner import plan_run
 
-    plan_run.check_memory(run, plan_run.these_machines(run, ranks=ranks, local=local, timed=False))
+    machines = plan_run.these_machines(run, ranks=ranks, local=local, timed=False)
+    return plan_run.check_memory(run, machines, longest=longest)
 
 
 def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None) -> NoReturn:
@@ -154,8 +159,12 @@ def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None) 
     All ranks find the same errors, and rank 0 prints them, except for files that are missing only on another machine.
     """
     lines = list(dict.fromkeys(redacted(str(mistake)) for mistake in mistakes))
-    count = "1 mistake" if len(lines) == 1 else f"{len(lines)} mistakes"
-    text = "\n".join([f"nemo-kto: {count} in the configuration, nothing was started", *(f"  {line}" for line in lines)])
+    text = "\n".join(
+        [
+            f"nemo-kto: {plural(len(lines), 'mistake')} in the configuration, nothing was started",
+            *(f"  {line}" for line in lines),
+        ]
+    )
     if world is None or world.rank == 0:
         print(text, file=sys.stderr)
     elif world.local_rank == 0 and all(mistake.about_files for mistake in mistakes):

@@ -1,4 +1,4 @@
-"""Commands `nemo-kto kto`, `dpo`, `plan`, `export`, `checkpoint`, `data preview|check`; entry point of examples/.
+"""The command `nemo-kto`; entry point of examples/.
 
 A command line is checked as a whole before anything starts. A training command then joins existing ranks (torchrun, srun),
 starts its own ranks, or runs in this process as the only rank.
@@ -36,7 +36,14 @@ _SOURCE = ("--config-path -cp", "--config-name -cn", "--config-dir -cd")
 _HYDRA_MODES = ("hydra_help", "resolve", "multirun", "shell_completion", "experimental_rerun", "cfg", "info")
 
 # Command that only prints -> its module.
-_PRINTING = {"plan": "plan", "checkpoint": "checkpoint", "data preview": "preview", "data check": "check"}
+_PRINTING = {
+    "plan": "plan",
+    "check": "check_run",
+    "checkpoint": "checkpoint",
+    "data preview": "preview",
+    "data check": "check",
+    "data tokenise": "tokenise",
+}
 
 _USAGE = """\
 nemo-kto: alignment training of large language models on human feedback, on one CPU or many GPUs
@@ -45,8 +52,11 @@ nemo-kto: alignment training of large language models on human feedback, on one 
   nemo-kto export CHECKPOINT OUT
       Write a checkpoint, or the newest one of a run folder, in Hugging Face format.
 
-  nemo-kto plan {names} [KEY=VALUE ...] [--gpus N] [--memory GB]
+  nemo-kto plan {names} MODEL [DATA] [KEY=VALUE ...] [--gpus N] [--memory GB]
       Estimate the memory and speed of a run, and find the layouts that fit; nothing is loaded.
+
+  nemo-kto check {names} MODEL DATA [KEY=VALUE ...] [--nodes N --gpus-per-node N [--gpu KIND]]
+      Check every key, file and row of a run, and plan it, on a machine without its GPUs; the rows are tokenised.
 
   nemo-kto data preview FILE --model MODEL
       Show the first rows of a data file as the model sees them.
@@ -58,13 +68,16 @@ nemo-kto: alignment training of large language models on human feedback, on one 
   nemo-kto data check FILE ... [--model MODEL] [--seq-length N]
       Report statistics of data files: balance, lengths, duplicates, contradictions, invalid rows.
 
+  nemo-kto data tokenise {names} MODEL DATA [KEY=VALUE ...]
+      Tokenise the rows of a run in advance, with all cores of this machine.
+
   nemo-kto --version
   nemo-kto {names} --help        all keys, with their defaults and descriptions
   nemo-kto export --help
 """
 
 _COMMAND_USAGE = """\
-  nemo-kto {recipe.name} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA [KEY=VALUE ...]
+  nemo-kto {recipe.name} MODEL DATA [KEY=VALUE ...]
       {recipe.title}. MODEL: a Hugging Face folder.
       DATA: {recipe.data}.
       The aligned model is written to results/{recipe.config_name}/hf, in Hugging Face format.
@@ -73,7 +86,9 @@ _COMMAND_USAGE = """\
 _TRAINING_USAGE = """\
 {recipe.title} ({recipe.page})
 
-  {program} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA [KEY=VALUE ...]
+  {program} MODEL DATA [KEY=VALUE ...]
+
+  MODEL: pretrained_checkpoint.restore_from_path; DATA: model.data.data_prefix, a file, FILE,FILE or a folder
 
   Four ranks on this machine:       trainer.devices=4
   Several machines:                 torchrun --nproc-per-node 4 --no-python nemo-kto {recipe.name} ..., or srun
@@ -113,7 +128,7 @@ def _print(command: str, arguments: Sequence[str]) -> None:
     commands = "\n".join(_COMMAND_USAGE.format(recipe=recipe) for recipe in RECIPES.values())
     usage = _USAGE.format(commands=commands, names="|".join(RECIPES))
     if command in _PRINTING:
-        if command == "plan":
+        if command in ("plan", "check"):
             set_up_logging(rank=0)
         try:
             module = importlib.import_module(f"nemo_kto.cli.{_PRINTING[command]}")
@@ -153,9 +168,10 @@ def _export(argv: Sequence[str]) -> None:
 
 
 def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
-    """Train: `nemo-kto NAME` and the scripts in examples/; ``argv`` contains overrides and Hydra's flags."""
+    """Train: `nemo-kto NAME` and the scripts in examples/; ``argv`` contains positions, overrides and Hydra's flags."""
     from nemo_kto.cli.job import Job, refuse_mistakes
     from nemo_kto.config import compose
+    from nemo_kto.config.check import read_positions
     from nemo_kto.config.keys import as_text
     from nemo_kto.config.migration import forced
 
@@ -176,35 +192,35 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     source = compose.Source(
         config_name=flags.config_name or recipe.config_name, config_path=flags.config_path, config_dir=flags.config_dir
     )
-    elsewhere = any(text.startswith("hydra/launcher=") for text in flags.overrides)
+    given, misplaced = read_positions(flags.words, recipe)
+    elsewhere = any(text.startswith("hydra/launcher=") for text in given)
     job = Job(recipe=recipe, source=source, world=world, script=_own_script(), elsewhere=elsewhere)
-    if others:
-        refuse_mistakes(job.checker(sweep=flags.multirun).errors([*others, *flags.overrides]), world)
+    if others or misplaced:
+        refuse_mistakes(job.checker(sweep=flags.multirun).errors([*others, *flags.words]), world)
     try:
         own_file = source.own_file
         own_text = None if own_file is None else own_file.read_text(encoding="utf-8", errors="replace")
         # such as hydra.mode=MULTIRUN or ${hydra:job.num}
-        about_hydra = "hydra" in " ".join([own_text or "", *flags.overrides])
+        about_hydra = "hydra" in " ".join([own_text or "", *given])
         plain = not about_hydra and not any(getattr(flags, mode) for mode in _HYDRA_MODES)
-        config = compose.load(flags.overrides, source=source) if plain else None
+        config = compose.load(given, source=source) if plain else None
     except (*compose.WRONG, ValueError) as error:  # ValueError: raised where Hydra splits an override before parsing it
-        job.refuse(flags.overrides, error, sweep=flags.multirun)
+        job.refuse(given, error, sweep=flags.multirun)
     if config is not None:
-        job.run(config, flags.overrides)
+        job.run(config, given)
         return
     # A file without defaults lacks our logging settings for Hydra, so that Hydra would write logs before any check.
     without_defaults = own_text is not None and "defaults:" not in own_text
-    if (flags.multirun or without_defaults) and (mistakes := job.checker(sweep=True).errors(flags.overrides)):
+    if (flags.multirun or without_defaults) and (mistakes := job.checker(sweep=True).errors(given)):
         refuse_mistakes(mistakes, world)
     # Hydra parses the command line itself and accepts flags only before overrides.
-    modes = _source_parser().parse_known_args([part for part in argv if part not in flags.overrides])[1]
-    overrides = [forced(text) for text in flags.overrides]
-    sys.argv = [sys.argv[0], *modes, *source.adopted.flags(), *overrides]
-    _run_hydra(job, flags)
+    modes = _source_parser().parse_known_args([part for part in argv if part not in flags.words])[1]
+    sys.argv = [sys.argv[0], *modes, *source.adopted.flags(), *map(forced, given)]
+    _run_hydra(job, given, sweep=flags.multirun)
 
 
-def _run_hydra(job: Job, flags: argparse.Namespace) -> None:
-    """Let Hydra parse sys.argv and run the job, once or, in a sweep, several times."""
+def _run_hydra(job: Job, given: Sequence[str], *, sweep: bool) -> None:
+    """Let Hydra parse sys.argv and run the job, once or, in a sweep, several times; ``given`` are the overrides in it."""
     import hydra
 
     from nemo_kto.config import compose
@@ -225,18 +241,18 @@ def _run_hydra(job: Job, flags: argparse.Namespace) -> None:
         if began:
             raise
         # Hydra raises a ValueError for invalid flags, an OSError for its folders
-        job.refuse(flags.overrides, error, sweep=flags.multirun)
+        job.refuse(given, error, sweep=sweep)
 
 
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse Hydra's flags, which may be mixed with overrides, and the overrides."""
+    """Parse Hydra's flags, which may be mixed with the words of the command line: positions and overrides."""
     parser = argparse.ArgumentParser(prog="nemo-kto", add_help=False, allow_abbrev=False, parents=[_source_parser()])
     for names in _SWITCHES:
         parser.add_argument(*names.split(), action="store_true")
     for names in _VALUED:
         parser.add_argument(*names.split())
     parser.add_argument("--info", "-i", nargs="?", const="all")
-    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("words", nargs="*")
     return parser.parse_intermixed_args(list(argv))
 
 

@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from functools import partial
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli.arguments import integer_from
+from nemo_kto.cli.arguments import gigabytes, integer_from, is_set
 from nemo_kto.config import compose
-from nemo_kto.config.check import Checker, InvalidConfig
+from nemo_kto.config.check import POSITIONS, Checker, InvalidConfig, read_positions
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.gpu import OLDEST_ENGINE, Computes, computes_here, model_gpu_rules
 from nemo_kto.config.rules.training import run_errors
 from nemo_kto.errors import ConfigError, error_of
-from nemo_kto.planner.hardware import DEFAULT_GPU, GPUS
 from nemo_kto.planner.plan_run import gpus_elsewhere, make_plan, these_machines, with_precision
 from nemo_kto.planner.report import plan_text, search_text
 from nemo_kto.planner.search import best_layouts
+from nemo_kto.planner.speed import DEFAULT_GPU, GPUS
 from nemo_kto.processes.ranks import World
 
-_MODEL, _DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"
+_MODEL, _DATA = POSITIONS.values()
 _LAYOUT = tuple(f"model.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context", "expert_model"))
 _SHOWN = 5
 _DESCRIPTION = """\
-Estimate the memory of each rank and the speed of a run; only config.json of the model is read. KEY=VALUE: as in training.
+Estimate the memory of each rank and the speed of a run; only config.json of the model is read.
 With --gpus and without a layout (model.{tensor_model,pipeline_model,context,expert_model}_parallel_size), list the five
 fastest layouts that fit. Without --gpus, plan for this machine. Exit status 1 if the run does not fit.
 """
@@ -34,15 +34,16 @@ DOES_NOT_FIT = 1  # exit status
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit status; raise UserError with all errors in the command line."""
     flags = _parser().parse_intermixed_args(list(argv))
-    recipe, searches = RECIPES[flags.algorithm], flags.gpus is not None and not _names_layout(flags.overrides)
-    given = list(flags.overrides)
-    if not any(text.startswith(f"{_DATA}=") for text in given):
-        given.append(f"{_DATA}=rows.jsonl")  # required, but not read
+    recipe, words = RECIPES[flags.algorithm], list(flags.words)
+    given, _ = read_positions(words, recipe)
+    searches = flags.gpus is not None and not any(is_set(key, given) for key in _LAYOUT)
+    if not is_set(_DATA, given):
+        words.append(f"{_DATA}=rows.jsonl")  # required, but not read
     rules = partial(_errors, ranks=None if searches else flags.gpus)
     source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
     title = "the run cannot be planned"
     gpus = None if flags.gpus is None else 0  # those of this machine, or of no particular one
-    run = Checker(recipe=recipe, source=source, rules=rules, gpus=gpus, title=title).resolve(given)
+    run = Checker(recipe=recipe, source=source, rules=rules, gpus=gpus, title=title, weights=False).resolve(words)
     run = with_precision(run, on_gpu=flags.gpus is not None)
     machines = these_machines(run) if flags.gpus is None else gpus_elsewhere(flags.gpus, flags.gpu)
     if flags.memory is not None:
@@ -66,27 +67,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="nemo-kto plan", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("algorithm", choices=list(RECIPES), help="the algorithm of the run")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as model.data.seq_length=512")
+    parser.add_argument("words", nargs="*", metavar="MODEL [DATA] KEY=VALUE", help="as in training")
     parser.add_argument("--gpus", type=integer_from(1), metavar="N", help="number of GPUs, on machines with eight GPUs")
     parser.add_argument("--gpu", choices=list(GPUS), default=DEFAULT_GPU, help=f"their kind, with --gpus ({DEFAULT_GPU})")
-    parser.add_argument("--memory", type=_gigabytes, metavar="GB", help="memory of each rank, in 10^9 bytes")
+    parser.add_argument("--memory", type=gigabytes, metavar="GB", help="memory of each rank, in 10^9 bytes")
     parser.add_argument("--config-name", metavar="FILE", help="your configuration file")
     parser.add_argument("--config-dir", metavar="FOLDER", help="folder of that file")
     return parser
-
-
-def _gigabytes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, in 10^9 bytes, got {text}; e.g. --memory 80")
-    return value
-
-
-def _names_layout(overrides: Sequence[str]) -> bool:
-    return any(text.lstrip("+").startswith(f"{key}=") for text in overrides for key in _LAYOUT)
 
 
 def _errors(run: ResolvedRun, *, ranks: int | None) -> list[ConfigError]:

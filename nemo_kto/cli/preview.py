@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli.arguments import integer_from
+from nemo_kto.cli.arguments import integer_from, is_set
 from nemo_kto.config import compose
-from nemo_kto.config.check import Checker
+from nemo_kto.config.check import POSITIONS, Checker, quoted
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.training import run_errors
 from nemo_kto.errors import ConfigError, UserError
 
-_MODEL = "pretrained_checkpoint.restore_from_path"
+_MODEL, _DATA = POSITIONS.values()
 _DESCRIPTION = """\
 Show the first rows of a file as the model sees them: the decoded tokens with prompt, response and masked parts marked,
 their number, the label, and the response of the KL example. KEY=VALUE: as in training.
@@ -33,17 +33,17 @@ def main(argv: Sequence[str]) -> None:
     """Run the command; raise UserError if the command line, the model's tokenizer or the rows are invalid."""
     flags = _parser().parse_intermixed_args(list(argv))
     recipe = RECIPES[flags.algorithm]
-    if flags.model is None and not any(text.startswith(f"{_MODEL}=") for text in flags.overrides):
+    if flags.model is None and not is_set(_MODEL, flags.overrides):
         raise UserError(
             "--model must be a Hugging Face folder, whose tokenizer and chat template are used, got none; "
             f"e.g. nemo-kto data preview {flags.file} --model MODEL"
         )
     if Path(flags.file).is_dir():
         raise UserError(f"FILE must be a data file, got the folder {flags.file}; choose one of its files")
-    named = {_MODEL: flags.model, "model.data.data_prefix": flags.file}
-    overrides = [f"{key}={_quoted(value)}" for key, value in named.items() if value is not None]
+    named = {_MODEL: flags.model, _DATA: flags.file}
+    overrides = [f"{key}={quoted(value)}" for key, value in named.items() if value is not None]
     source, title = compose.Source(config_name=recipe.config_name), "the rows cannot be shown"
-    checker = Checker(recipe=recipe, source=source, rules=_errors, gpus=0, title=title)
+    checker = Checker(recipe=recipe, source=source, rules=data_errors, gpus=0, title=title)
     run = checker.resolve([*overrides, *flags.overrides])
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     sys.stdout.write("\n".join(_lines(run, flags.file, rows=flags.rows, coloured=coloured)) + "\n")
@@ -60,13 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _quoted(text: str) -> str:
-    """Quote a string for Hydra."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
-
-
-def _errors(run: ResolvedRun) -> list[ConfigError]:
+def data_errors(run: ResolvedRun) -> list[ConfigError]:
     """Return errors in data, model and loss, not in machine or run: training may run on another machine."""
     sections = ("model.data.", "pretrained_checkpoint.", f"model.{run.cfg.recipe.name}.")
     return [error for error in run_errors(run, elsewhere=True) if error.key.startswith(sections)]
@@ -90,7 +84,7 @@ def _lines(run: ResolvedRun, file: str, *, rows: int, coloured: bool) -> Iterato
         take, collate_fn = cfg.recipe.collation(settings, with_kl=with_kl)
         batch = collate_fn(take(examples, kept=range(min(shown, len(examples)))))
         decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        preview = Preview(decode=decode, seq_length=cfg.model.data.seq_length, marks=Marks(coloured=coloured))
+        preview = Preview(decode=decode, seq_length=cfg.seq_length, marks=Marks(coloured=coloured))
         yield f"{file} as {run.files.source} sees it in `nemo-kto {cfg.recipe.name}`"
         yield f"Marks: {preview.marks.legend()}."
         for warning in splits.warnings:

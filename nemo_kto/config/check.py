@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
 from nemo_kto.algorithms.recipes.recipe import Recipe
+from nemo_kto.artifacts import hub
 from nemo_kto.config import compose
 from nemo_kto.config.mistakes import does_not_compose, find_mistakes
-from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.config.saved_config import redacted
-from nemo_kto.config.schema import RunConfig
+from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of, with_value
+from nemo_kto.config.saved_config import redacted, saved_value
+from nemo_kto.config.schema import RunConfig, config_type
 from nemo_kto.errors import ConfigError, UserError
+from nemo_kto.utils.field_errors import names
+
+POSITIONS = {"MODEL": "pretrained_checkpoint.restore_from_path", "DATA": "model.data.data_prefix"}
+_OVERRIDE = re.compile(r"[+~]\w|[^=]*=")  # +KEY, ~KEY or KEY=VALUE
 
 
 class InvalidConfig(UserError):
@@ -22,6 +29,41 @@ class InvalidConfig(UserError):
     def __init__(self, *, title: str, errors: Sequence[ConfigError]) -> None:
         super().__init__(redacted("\n  ".join([f"{title}:", *dict.fromkeys(map(str, errors))])))
         self.errors = errors
+
+
+def read_positions(words: Sequence[str], recipe: Recipe) -> tuple[list[str], list[ConfigError]]:
+    """Return the overrides of a command line ``[MODEL [DATA]] [KEY=VALUE ...]``, and the errors in its positions.
+
+    DATA may name several files, separated by commas, or be written as a value of model.data.data_prefix: [...] or {...}.
+    """
+    keys = names(config_type(recipe))
+    placed = [word for word in words if not _OVERRIDE.match(word) and not ("." in word and word in keys)]
+    overrides, errors = [word for word in words if word not in placed], list[ConfigError]()
+    for (name, key), word in zip(POSITIONS.items(), placed, strict=False):
+        given = [text for text in overrides if text.lstrip("+").startswith((f"{key}=", f"{key}."))]
+        if given:
+            text = f"must be given once, as {name} or as KEY=VALUE, got {word} and {' '.join(given)}; leave one out"
+            errors.append(ConfigError(key, text))
+        else:
+            overrides.append(f"{key}={_data_value(word) if name == 'DATA' else quoted(word)}")
+    if further := placed[len(POSITIONS) :]:
+        text = f"must have two words without =, MODEL and DATA, got {', '.join(further)} after them"
+        remedy = "write settings as KEY=VALUE, and several data files as FILE,FILE"
+        errors.append(ConfigError("The command line", f"{text}; {remedy}"))
+    return overrides, errors
+
+
+def _data_value(word: str) -> str:
+    if word.startswith(("[", "{")):
+        return word
+    if "," not in word or os.path.exists(word):
+        return quoted(word)
+    return f"[{','.join(map(quoted, word.split(',')))}]"
+
+
+def quoted(text: str) -> str:
+    """Quote a string for Hydra, where a backslash is only special before a quote."""
+    return "'" + re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text) + "'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,23 +76,48 @@ class Checker:
     gpus: int | None = None  # per machine; None for those of this machine
     sweep: bool = False  # a key may have several values, one for each of several jobs
     title: str = "the configuration is invalid"  # first line of the message that lists the errors
+    leads: bool = True  # this process decides for its machine which revision of a hub model is the newest
+    weights: bool = True  # the weights of hub models are needed
 
-    def resolve(self, overrides: Sequence[str], config: DictConfig | None = None) -> ResolvedRun:
+    def resolve(self, words: Sequence[str], config: DictConfig | None = None) -> ResolvedRun:
         """Return the run of a command line, whose ``config`` may be composed already; raise InvalidConfig for any error."""
+        overrides, misplaced = read_positions(words, self.recipe)
+        if misplaced:
+            raise InvalidConfig(title=self.title, errors=self.errors(words))
         try:
             config = compose.load(overrides, source=self.source) if config is None else config
             cfg, errors = compose.to_config(config, recipe=self.recipe)
         except compose.WRONG as error:
             cfg, errors = None, [does_not_compose(error)]
         if cfg is not None:
-            run = ResolvedRun.of(cfg, gpus=self.gpus)
-            if not (errors := self.rules(run)):
+            run, errors = self._check(cfg)
+            if not errors:
                 return run
-        raise InvalidConfig(title=self.title, errors=self.errors(overrides) or errors)
+        raise InvalidConfig(title=self.title, errors=self.errors(words) or errors)
 
-    def errors(self, overrides: Sequence[str]) -> list[ConfigError]:
+    def errors(self, words: Sequence[str]) -> list[ConfigError]:
         """Find all errors in a command line; in a sweep, those of all jobs."""
-        return find_mistakes(overrides, source=self.source, recipe=self.recipe, rules=self.rule_errors, sweep=self.sweep)
+        overrides, misplaced = read_positions(words, self.recipe)
+        source, recipe, rules = self.source, self.recipe, self.rule_errors
+        return [*misplaced, *find_mistakes(overrides, source=source, recipe=recipe, rules=rules, sweep=self.sweep)]
 
     def rule_errors(self, cfg: RunConfig) -> list[ConfigError]:
-        return self.rules(ResolvedRun.of(cfg, gpus=self.gpus))
+        return self._check(cfg)[1]
+
+    def _check(self, cfg: RunConfig) -> tuple[ResolvedRun, list[ConfigError]]:
+        """Download the hub models of a configuration and apply the rules to it.
+
+        In the result, each hub model has the revision of which the run folder has a record, or the newest.
+        """
+        failed: dict[str, ConfigError] = {}
+        for key in MODEL_KEYS:
+            if not hub.is_hub_name(name := str(value_of(cfg, key))):
+                continue
+            earlier = saved_value(cfg, key) if cfg.exp_manager.resume_if_exists else None
+            try:
+                cfg = with_value(cfg, key, hub.pin(name, earlier=earlier, leads=self.leads, weights=self.weights))
+            except UserError as error:
+                failed[key] = ConfigError(key, str(error), about_files=True)
+        run = ResolvedRun.of(cfg, gpus=self.gpus)
+        others = [error for error in self.rules(run) if error.key not in failed and not failed.keys() & set(error.reads)]
+        return run, [*failed.values(), *others]

@@ -179,7 +179,7 @@ def _store_merged(theirs: DictConfig, recipe: Recipe, *, name: str) -> str:
         elif section.get(last, "") is None and "null" not in known.alternatives:
             del section[last]  # NeMo-Aligner writes null for "not given"
     if (data := sections.get("model.data", {})).get("seq_length") == "${model.encoder_seq_length}":  # read from checkpoints
-        data["seq_length"] = f"${{oc.select:model.encoder_seq_length,{ours.model.data.seq_length}}}"
+        data["seq_length"] = "${oc.select:model.encoder_seq_length}"
     merged = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(ours, given)))
     name = f"nemo_aligner_{name}"
     # hardware=... on the command line takes precedence over both

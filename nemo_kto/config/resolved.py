@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from hydra.utils import instantiate
+from pydantic import BaseModel
 
 from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.architecture.config_file import read_config_file
 from nemo_kto.architecture.lora import LoRASettings
+from nemo_kto.architecture.rope import longest_sequence
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.artifacts.adapter_files import read_adapter_settings
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, is_checkpoint
+from nemo_kto.artifacts.hub import local_folder
 from nemo_kto.artifacts.sources import ModelSource, find_source
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.device import device
@@ -29,6 +33,24 @@ if TYPE_CHECKING:
 
     from nemo_kto.architecture.architecture import Architecture
     from nemo_kto.architecture.families import Family
+
+_MAX_DEFAULT_LENGTH = 2048
+
+
+# Keys that name a model or adapters: a folder, or a model of the Hugging Face hub (artifacts/hub.py).
+MODEL_KEYS = ("pretrained_checkpoint.restore_from_path", "model.reference.restore_from_path", "model.peft.restore_from_path")
+Base = TypeVar("Base", bound=BaseModel)
+
+
+def value_of(section: BaseModel, key: str) -> object:
+    """Return the value of a key of a configuration."""
+    return reduce(getattr, key.split("."), section)
+
+
+def with_value(section: Base, key: str, value: object) -> Base:
+    """Return the configuration with another value of a key, which is not validated."""
+    name, _, rest = key.partition(".")
+    return section.model_copy(update={name: with_value(getattr(section, name), rest, value) if rest else value})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +78,12 @@ class ModelFiles:
     def config(self) -> tuple[dict[str, Any], Family]:
         """Content of config.json, and the family that it names."""
         return read_config_file(self.hf_folder)
+
+    @cached_property
+    def longest_sequence(self) -> tuple[str, int | None]:
+        """Field of config.json that limits the sequence length, and its value in tokens; None if it is not set."""
+        config, family = self.config
+        return longest_sequence(family.rope(config, "full_attention"))
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -96,24 +124,37 @@ class ResolvedRun:
     files: ModelFiles
     gpus: int  # number of GPUs of this machine that the run may use
     precision_reason: str = "set by the user"  # why trainer.precision has its value
+    length_reason: str = "set by the user"  # why model.data.seq_length has its value
 
     @classmethod
     def of(cls, cfg: RunConfig, *, gpus: int | None = None) -> ResolvedRun:
-        """Return the run of a configuration; no file is read yet. ``gpus``: by default those of this machine."""
+        """Return the run of a configuration, with a default for the sequence length, for which config.json is read.
+
+        ``gpus``: by default those of this machine.
+        """
         if gpus is None:
             gpus = 0 if cfg.trainer.accelerator == "cpu" else device.device_count()
         adapter = cfg.model.peft.restore_from_path
         files = ModelFiles(
-            source=Path(cfg.pretrained_checkpoint.restore_from_path),
-            adapter_folder=None if adapter is None else Path(adapter),
+            source=local_folder(cfg.pretrained_checkpoint.restore_from_path),
+            adapter_folder=None if adapter is None else local_folder(adapter),
             tensor_parallel=cfg.model.tensor_model_parallel_size,
             expert_tensor_parallel=cfg.model.expert_tensor_parallel_size,
         )
-        return cls(cfg=cfg, files=files, gpus=gpus)
+        run = cls(cfg=cfg, files=files, gpus=gpus)
+        return run if cfg.model.data.seq_length is not None else run.with_default_length()
+
+    def with_default_length(self) -> ResolvedRun:
+        length, reason = _MAX_DEFAULT_LENGTH, "the default"
+        with contextlib.suppress(UserError):  # a model that cannot be read has its own error
+            name, positions = self.files.longest_sequence
+            if positions is not None and positions < length:
+                length, reason = positions, f"{name} of the model"
+        data = self.cfg.model.data.model_copy(update={"seq_length": length})
+        return replace(self.with_model(data=data), length_reason=reason)
 
     def with_precision(self, precision: str, reason: str) -> ResolvedRun:
-        trainer = self.cfg.trainer.model_copy(update={"precision": precision})
-        return replace(self, cfg=self.cfg.model_copy(update={"trainer": trainer}), precision_reason=reason)
+        return replace(self, cfg=with_value(self.cfg, "trainer.precision", precision), precision_reason=reason)
 
     def with_model(self, **values: Any) -> ResolvedRun:
         """Return the same run with other values in the section ``model``; the model's files are not read again."""
@@ -223,13 +264,19 @@ class ResolvedRun:
             return ReferenceMode("adapter", "the model with its adapters disabled; costs almost no memory")
         return ReferenceMode("cached", f"precomputed before training{f'; {later}' if later else ''}")
 
+    @property
+    def reference_folder(self) -> Path | None:
+        """Folder of the configured reference model; None if none is set."""
+        name = self.cfg.model.reference.restore_from_path
+        return None if name is None else local_folder(name)
+
     @cached_property
     def reference_model(self) -> ModelSource | None:
         """The configured reference model; None if none is set, or if it is the model from which the policy starts."""
-        folder = self.cfg.model.reference.restore_from_path
+        folder = self.reference_folder
         if folder is None or self.reference.name == "none":
             return None
-        named = find_source(Path(folder), default_base=self.files.own.base.absolute())
+        named = find_source(folder, default_base=self.files.own.base.absolute())
         return None if named.resolve() == self.files.initial.resolve() else named
 
     @cached_property

@@ -91,6 +91,13 @@ def save_config(config: RunConfig) -> None:
         writing.write_text(OmegaConf.to_yaml(now), encoding="utf-8")
 
 
+def saved_value(config: RunConfig, key: str) -> object:
+    """Return the value of a key in the configuration that the run folder has from an earlier start; None without one."""
+    file = Path(config.exp_manager.explicit_log_dir) / "config.yaml"
+    value = _value(_load(file), key) if file.is_file() else _ABSENT
+    return None if value is _ABSENT else value
+
+
 def _load(file: Path) -> object:
     """Load the saved configuration without resolving interpolations; if it is damaged, print a warning and return None."""
     try:

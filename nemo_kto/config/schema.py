@@ -249,13 +249,13 @@ class DataConfig(Section):
     data_prefix: Annotated[
         str | list[object] | dict[str, object],
         AfterValidator(_expand),
-        check(bool, "be given", "name a data file, a folder or a list of them"),
+        check(bool, "be given", "name a jsonl file, a folder or a list of them"),
         ROWS,
     ]
     splits_string: Annotated[Splits | None, ROWS]
     fields: Annotated[dict[str, Name] | None, ROWS]
     labels: Annotated[dict[str, list[bool | int | float | str]] | None, ROWS]
-    seq_length: Annotated[int, Ge(2), Remedy("a sequence has a prompt and a response"), SAME]
+    seq_length: Annotated[Annotated[int, Ge(2), Remedy("a sequence has a prompt and a response")] | None, SAME]
     truncation_mode: Annotated[str, one_of(TRUNCATION_MODES), SAME]
     packing: Annotated[bool, SPEED]
     num_workers: Annotated[int, Ge(0), SPEED]
@@ -328,6 +328,12 @@ class RunConfig(Section):
     @property
     def loss(self) -> LossConfig:
         return getattr(self.model, self.recipe.name)
+
+    @property
+    def seq_length(self) -> int:
+        """Maximum number of tokens of a sequence; ``ResolvedRun.of`` has replaced null by the default of the model."""
+        assert self.model.data.seq_length is not None
+        return self.model.data.seq_length
 
     def data_options(self) -> dict[str, float]:
         """Return the algorithm-specific keys of model.data, with defaults for those not given."""

@@ -56,30 +56,21 @@ def cpu_has_bf16() -> bool | None:
 
 def bf16_slowdown() -> float:
     """Return the ratio of the times of a matrix product in bf16 and in fp32, on one thread of this CPU."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # other ranks may be busy, so a second thread might have to wait for a core
-    try:
-        return _shortest(torch.bfloat16) / _shortest(torch.float32)
-    finally:
-        torch.set_num_threads(threads)
+    # other ranks may be busy, so a second thread might have to wait for a core
+    return product_flops(torch.float32, threads=1) / product_flops(torch.bfloat16, threads=1)
 
 
 def product_flops(dtype: torch.dtype, *, threads: int) -> float:
-    """Measure the FLOP/s of a matrix product on ``threads`` threads of this CPU."""
+    """Measure the FLOP/s of a matrix product on ``threads`` threads of this CPU, by its shortest time."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return 2 * _ROWS * _WIDTH * _WIDTH / _shortest(dtype)
+        left, right = torch.ones(_ROWS, _WIDTH, dtype=dtype), torch.ones(_WIDTH, _WIDTH, dtype=dtype)
+        torch.mm(left, right)  # warm-up
+        shortest, began = float("inf"), time.perf_counter()
+        while (start := time.perf_counter()) < began + _SECONDS:
+            torch.mm(left, right)
+            shortest = min(shortest, time.perf_counter() - start)
     finally:
         torch.set_num_threads(before)
-
-
-def _shortest(dtype: torch.dtype) -> float:
-    """Return the shortest measured time of a matrix product, in seconds."""
-    left, right = torch.ones(_ROWS, _WIDTH, dtype=dtype), torch.ones(_WIDTH, _WIDTH, dtype=dtype)
-    torch.mm(left, right)  # warm-up
-    shortest, began = float("inf"), time.perf_counter()
-    while (start := time.perf_counter()) < began + _SECONDS:
-        torch.mm(left, right)
-        shortest = min(shortest, time.perf_counter() - start)
-    return shortest
+    return 2 * _ROWS * _WIDTH * _WIDTH / shortest

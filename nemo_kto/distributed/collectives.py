@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from nemo_kto.device import device
+from nemo_kto.distributed.state import max_over_ranks
 
 
 def sum_over_data_parallel(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -41,21 +42,14 @@ def gather_over_data_parallel(rows_NC: torch.Tensor) -> tuple[torch.Tensor, slic
     Ranks with fewer rows are padded with zeros, so a column must mark the actual rows. Also returns the slice of this
     rank's own rows.
     """
-    longest = largest_over_data_parallel(len(rows_NC))
+    group = parallel_state.get_data_parallel_group()
+    longest = max_over_ranks(len(rows_NC), group=group)
     padded = torch.zeros(longest, rows_NC.shape[1], dtype=rows_NC.dtype, device=device.current_device())
     padded[: len(rows_NC)] = rows_NC
-    group = parallel_state.get_data_parallel_group()
     parts = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, padded, group=group)
     start = longest * dist.get_rank(group)
     return torch.cat(parts), slice(start, start + len(rows_NC))
-
-
-def largest_over_data_parallel(count: int) -> int:
-    """Return the largest of the counts of all data-parallel ranks; collective."""
-    value = torch.full((), count, device=device.current_device())  # filled on the device, without a copy from the host
-    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
-    return int(value.item())
 
 
 def ranks_where(flag: torch.Tensor) -> list[int]:

@@ -178,7 +178,7 @@ def _attention(architecture: Architecture, blocks: Sequence[Block], *, backward:
     for block in blocks:
         if block.name == ATTENTION:
             size = architecture.windows[block.layer]
-            window = AttentionWindow(size, chunked=architecture.chunked and size is not None)
+            window = AttentionWindow(size, chunked=architecture.family.chunked and size is not None)
             products = 2 * block.inside if backward else 1
             found[window] = found.get(window, 0) + products * flops
     return found

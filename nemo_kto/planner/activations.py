@@ -54,7 +54,7 @@ class Activations:
     def rotations(self) -> int:
         """Return the bytes per position of the RoPE tables, shared by all layers: cosines, and sines for half a head."""
         tables = 1 if self.architecture.local_rope is None else 2
-        element_bytes = _FP32 if self.architecture.interleaved_rotary else self.element_bytes
+        element_bytes = _FP32 if self.architecture.family.interleaved_rotary else self.element_bytes
         return tables * 3 * element_bytes * self.architecture.head_dim // 2
 
     def adapter_matrices(self, recomputed: Collection[str] = ()) -> float:

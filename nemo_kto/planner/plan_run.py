@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import os
 from dataclasses import dataclass, replace
@@ -14,13 +13,10 @@ from nemo_kto.device import device
 from nemo_kto.device.dtypes import MOMENTS
 from nemo_kto.device.precision import PRECISIONS, bf16_support, product_flops
 from nemo_kto.errors import UserError
-from nemo_kto.planner.hardware import DEFAULT_GPU, GPUS, Hardware, known_gpu
 from nemo_kto.planner.memory import RankMemory, Training, stages_memory
-from nemo_kto.planner.speed import Speed, step_speed
+from nemo_kto.planner.speed import DEFAULT_GPU, GPUS, Hardware, Speed, known_gpu, step_speed
 from nemo_kto.planner.traffic import Step
 from nemo_kto.run.rows import micro_batch_limits
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +70,7 @@ def make_plan(run: ResolvedRun, machines: Machines) -> Plan:
     tensor, pipeline, context = degrees(model)
     data = machines.ranks // (tensor * pipeline * context)
     limits, answers = micro_batch_limits(run, on_gpu=machines.on_gpu), 2 if cfg.recipe.unit == "pairs" else 1
-    width = limits.width(model.data.seq_length)
+    width = limits.width(cfg.seq_length)
     prompts = max(1, min(limits.fitting(width, answers=answers), model.global_batch_size // data))
     training = Training(
         architecture=run.architecture,
@@ -121,7 +117,7 @@ def degrees(model: GPTConfig) -> tuple[int, int, int]:
 
 
 def gpus_elsewhere(ranks: int, gpu: str) -> Machines:
-    """Return machines with ``ranks`` GPUs of a kind that planner/hardware.py lists under the short name ``gpu``."""
+    """Return machines with ``ranks`` GPUs of a kind that planner/speed.py lists under the short name ``gpu``."""
     return Machines(ranks=ranks, hardware=GPUS[gpu], on_gpu=True)
 
 
@@ -154,12 +150,15 @@ def with_precision(run: ResolvedRun, *, on_gpu: bool) -> ResolvedRun:
     return run.with_precision(precision, run.precision_reason)
 
 
-def check_memory(run: ResolvedRun, machines: Machines) -> None:
-    """Raise a UserError for a run that cannot fit into memory, and log a warning for one that may not fit.
+def check_memory(run: ResolvedRun, machines: Machines, *, longest: int | None = None) -> str | None:
+    """Return a warning about a run that may not fit into memory; raise a UserError for one that cannot fit.
 
     Weights, gradients, optimizer state and a reference on the host do not depend on the data: if they alone exceed the
-    memory, the run would certainly fail later. The memory of a pass depends on the actual length of the sequences.
+    memory, the run would certainly fail later. The memory of a pass is estimated for sequences of ``longest`` tokens; None
+    before the rows have been read, for no warning.
     """
+    if longest is not None:
+        run = run.with_model(data=run.cfg.model.data.model_copy(update={"seq_length": longest}))
     plan = make_plan(run, machines)
     available = f"{size(machines.hardware.memory)} of {machines.hardware.name}"
     if plan.static > machines.hardware.memory:
@@ -167,9 +166,10 @@ def check_memory(run: ResolvedRun, machines: Machines) -> None:
             f"weights, gradients, optimizer and reference of this run need {size(plan.static)} for each rank, got "
             f"{available}; {remedy(plan)} (`nemo-kto plan {run.cfg.recipe.name}` with the same keys shows all of it)"
         )
-    if not plan.fits:
-        text = "the run may need %s for each rank if sequences are as long as model.data.seq_length, but has %s; %s"
-        logger.warning(text, size(plan.largest.device), available, remedy(plan))
+    if longest is None or plan.fits:
+        return None
+    need = f"the run may need {size(plan.largest.device)} for each rank with its longest sequences, of {longest:,} tokens"
+    return f"{need}, but has {available}; {remedy(plan)}"
 
 
 def remedy(plan: Plan) -> str:

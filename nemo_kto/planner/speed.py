@@ -1,17 +1,62 @@
-"""Estimate of the time of a step from its FLOPs, its communication and the pipeline bubble.
+"""Estimate of the time of a step from its FLOPs, its communication and the pipeline bubble, and the figures of GPUs.
 
-It uses published hardware figures (planner/hardware.py), and assumes that communication does not overlap with computation.
-Not included are reading data, the optimizer update, swaps of the reference, validation and checkpoints.
+Communication is assumed not to overlap with computation. Not included are reading data, the optimizer update, swaps of the
+reference, validation and checkpoints.
+
+The figures of GPUs are published by the manufacturers, none measured by this project. Sources: NVIDIA's data sheets "A100
+Tensor Core GPU" (2021), "H100 Tensor Core GPU" (SXM) and "H200 Tensor Core GPU", dense figures without sparsity; "DGX A100"
+(eight 200 Gb/s ports) and "DGX H100/H200" (eight 400 Gb/s ports).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemo_kto.models.flops import Flops, Passes
-from nemo_kto.planner.hardware import GPUS_PER_MACHINE, LINK_EFFICIENCY, Hardware
+from nemo_kto.models.flops import Passes
 from nemo_kto.planner.memory import Training
 from nemo_kto.planner.traffic import Step, Traffic, step_traffic
+
+# Fraction of its peak that a GPU reaches in large bf16 matrix products, without waiting for other ranks: Megatron-LM's own
+# tables (Narayanan et al. 2021, arXiv 2104.04473, table 1) show 44 to 52 % with all waiting included.
+EFFICIENCY = 0.5
+# Fraction of its peak bandwidth that a link reaches; an assumption.
+LINK_EFFICIENCY = 0.6
+GPUS_PER_MACHINE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Device of a rank."""
+
+    name: str
+    memory: float  # bytes
+    flops: dict[int, float]  # bytes per value -> peak FLOP/s: 2 for bf16, 4 for fp32 without TF32
+    capability: tuple[int, int] | None = None  # CUDA compute capability; None if unknown
+    # Bytes per second that a GPU can send to GPUs of its machine and to other machines; None on a CPU, whose ranks share one
+    # memory.
+    link: float | None = None
+    network: float | None = None
+    measured: bool = False  # ``flops`` was measured on this machine just now, and is not a peak
+
+    def reached(self, element_bytes: int) -> float:
+        """Return the expected FLOP/s for values of ``element_bytes`` bytes."""
+        return self.flops[element_bytes] * (1.0 if self.measured else EFFICIENCY)
+
+
+_HOPPER = {2: 989e12, 4: 67e12}
+GPUS = {
+    "a100": Hardware(
+        name="A100 80GB", memory=80e9, flops={2: 312e12, 4: 19.5e12}, capability=(8, 0), link=300e9, network=25e9
+    ),
+    "h100": Hardware(name="H100 80GB", memory=80e9, flops=_HOPPER, capability=(9, 0), link=450e9, network=50e9),
+    "h200": Hardware(name="H200", memory=141e9, flops=_HOPPER, capability=(9, 0), link=450e9, network=50e9),
+}
+DEFAULT_GPU = "h100"
+
+
+def known_gpu(name: str) -> Hardware | None:
+    """Return the GPU with a driver's product name, such as "NVIDIA H100 80GB HBM3"; None if it is not listed."""
+    return next((gpu for key, gpu in GPUS.items() if key in name.lower()), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,50 +69,36 @@ class Speed:
     seconds: float  # duration of the step
 
 
-def step_flops(training: Training, step: Step) -> int:
-    """Return the FLOPs of all forward and backward passes on all ranks, without recomputation."""
-    return _operations(training, step).of_sequences(step.rows, step.width)
-
-
-def _operations(training: Training, step: Step) -> Flops:
-    passes = Passes(forward=1 + step.forward_only - step.disabled, disabled=step.disabled, backward=1)
-    return training.flops.of_passes(passes)
-
-
-def _again(training: Training, step: Step) -> int:
-    """Return the FLOPs of recomputation: of all layers, of the MLPs, or of the products of the core attention."""
-    forward = training.flops.forward
-    if training.recompute == "full":
-        return step.rows * forward.of_tokens(step.width)
-    of_mlps = forward.per_token_mlp * step.tokens if "mlp" in training.recomputed else 0
-    return of_mlps + (step.rows * forward.attention(step.width) if "core_attn" in training.recomputed else 0)
-
-
-def _slowest_stage(training: Training, step: Step) -> float:
-    """Return the fraction of the FLOPs of a step on the stage with the most; the last stage also computes log-probs."""
-    of_logprobs = _operations(training, step).per_response_token * step.rows * (step.width - 1)
-    whole = step_flops(training, step) + _again(training, step)
-    sizes = training.split.stage_sizes(training.architecture.num_layers)
-    of_layers = [(whole - of_logprobs) * size / sum(sizes) for size in sizes]
-    of_layers[-1] += of_logprobs
-    return max(of_layers) / whole
-
-
 def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
     """Estimate the speed of a step; a pipeline is as fast as its slowest stage."""
-    of_stage = training.tensor_parallel * training.replicas
-    ranks = of_stage * training.split.stages
-    flops, stages = step_flops(training, step), range(training.split.stages)
-    traffic = max((step_traffic(training, step, stage=stage) for stage in stages), key=lambda each: each.bytes)
-    work = (flops + _again(training, step)) * _slowest_stage(training, step)
+    passes = Passes(forward=1 + step.forward_only - step.disabled, disabled=step.disabled, backward=1)
+    operations, forward = training.flops.of_passes(passes), training.flops.forward
+    flops = operations.of_sequences(step.rows, step.width)  # without recomputation
+    again = 0  # recomputation: of all layers, of the MLPs, or of the products of the core attention
+    if training.recompute == "full":
+        again = step.rows * forward.of_tokens(step.width)
+    if "mlp" in training.recomputed:
+        again += step.tokens * forward.per_token_mlp
+    if "core_attn" in training.recomputed:
+        again += step.rows * forward.attention(step.width)
+    of_logprobs = operations.per_response_token * step.rows * (step.width - 1)  # on the last stage
+    sizes = training.split.stage_sizes(training.architecture.num_layers)
+    of_stages = [(flops + again - of_logprobs) * size / sum(sizes) for size in sizes]
+    of_stages[-1] += of_logprobs
+    of_stage = training.tensor_parallel * training.replicas  # ranks
     bubble = training.split.bubble(training.micro_batches)
-    seconds = work / of_stage / hardware.reached(training.element_bytes)
+    seconds = max(of_stages) / of_stage / hardware.reached(training.element_bytes)
+    stages = range(training.split.stages)
+    traffic = max((step_traffic(training, step, stage=stage) for stage in stages), key=lambda each: each.bytes)
     if hardware.link is not None and hardware.network is not None:
-        seconds += traffic.tensor.bytes / (hardware.link * LINK_EFFICIENCY)
         near = training.tensor_parallel * training.context_parallel  # consecutive ranks, on one machine if they fit
-        model_ranks = near * training.split.stages
-        reaches = near, model_ranks, ranks, training.expert_ranks
-        sent_far = traffic.context, traffic.pipeline, traffic.data, traffic.expert
-        for sent, reach in zip(sent_far, reaches, strict=True):
-            seconds += sent.bytes / (LINK_EFFICIENCY * (hardware.link if reach <= GPUS_PER_MACHINE else hardware.network))
+        for sent, reach in (
+            (traffic.tensor, 1),  # always within a machine
+            (traffic.context, near),
+            (traffic.pipeline, near * training.split.stages),
+            (traffic.data, of_stage * training.split.stages),
+            (traffic.expert, training.expert_ranks),
+        ):
+            bandwidth = hardware.link if reach <= GPUS_PER_MACHINE else hardware.network
+            seconds += sent.bytes / (bandwidth * LINK_EFFICIENCY)
     return Speed(flops=flops, traffic=traffic, bubble=bubble, seconds=seconds / (1 - bubble))

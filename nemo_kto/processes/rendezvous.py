@@ -9,7 +9,6 @@ import logging
 import os
 import socket
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 
 import psutil
@@ -42,10 +41,9 @@ def join(backend: str, *, timeout: timedelta) -> None:
     file = os.environ.get(ranks.STORE_FILE)
     store: dist.Store
     if "RANK" in os.environ and file is None:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        key = Rendezvous(address=address, port=port, rank=rank, size=size)
+        key = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         if key not in _stores:
-            _stores[key] = key.connect(min(timeout.total_seconds(), CONNECT_SECONDS))
+            _stores[key] = _connect(*key, rank=rank, size=size, seconds=min(timeout.total_seconds(), CONNECT_SECONDS))
         store = _stores[key]
         store_host = "the process that started the first machine's ranks" if _of_agent() else "rank 0"
     else:
@@ -101,86 +99,74 @@ def _of_agent() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rendezvous:
-    """MASTER_ADDR and MASTER_PORT of the ranks of several machines; rank and size of the process that connects."""
-
-    address: str
-    port: int
-    rank: int
-    size: int
-
-    def connect(self, seconds: float) -> dist.TCPStore:
-        """Return the store of rank 0 or torchrun, which must be reachable within ``seconds``."""
-        listener = self._listen() if self.rank == 0 and not _of_agent() else None
-        self._await_listener(seconds, listening=listener is not None)
-        try:
-            return watchdog.within(
-                seconds,
-                lambda: dist.TCPStore(
-                    self.address,
-                    self.port,
-                    is_master=listener is not None,
-                    master_listen_fd=None if listener is None else listener.detach(),
-                    timeout=timedelta(seconds=seconds),
-                    wait_for_workers=False,
-                ),
-            )
-        except watchdog.StoreLost as error:
-            raise UserError(
-                f"rank 0 must answer at MASTER_ADDR:MASTER_PORT, got something else at {self.address}:{self.port} "
-                f"({error}; {self._who()}); see whether another program listens at this port"
-            ) from error
-
-    def _who(self) -> str:
-        return f"rank {self.rank} of {self.size} on {socket.gethostname()}"
-
-    def _listen(self) -> socket.socket:
-        """Create the listening socket of rank 0. Torch's own attempt would retry for minutes."""
+def _connect(address: str, port: int, *, rank: int, size: int, seconds: float) -> dist.TCPStore:
+    """Return the store of rank 0 or torchrun, which must be reachable within ``seconds``."""
+    who = f"rank {rank} of {size} on {socket.gethostname()}"
+    listener: socket.socket | None = None
+    if rank == 0 and not _of_agent():  # torch's own attempt to listen would retry for minutes
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         try:
-            return socket.create_server(("", self.port), family=family, dualstack_ipv6=both, backlog=2048)
+            listener = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=2048)
         except OSError as error:
             raise UserError(
-                f"MASTER_PORT must be a free port of the machine of rank 0, got {self.port} "
-                f"({os.strerror(error.errno or 0)}; {self._who()}); choose another port"
+                f"MASTER_PORT must be a free port of the machine of rank 0, got {port} "
+                f"({os.strerror(error.errno or 0)}; {who}); choose another port"
             ) from error
+    _await_listener(address, port, seconds=seconds, listening=listener is not None, who=who)
+    try:
+        return watchdog.within(
+            seconds,
+            lambda: dist.TCPStore(
+                address,
+                port,
+                is_master=listener is not None,
+                master_listen_fd=None if listener is None else listener.detach(),
+                timeout=timedelta(seconds=seconds),
+                wait_for_workers=False,
+            ),
+        )
+    except watchdog.StoreLost as error:
+        raise UserError(
+            f"rank 0 must answer at MASTER_ADDR:MASTER_PORT, got something else at {address}:{port} "
+            f"({error}; {who}); see whether another program listens at this port"
+        ) from error
 
-    def _await_listener(self, seconds: float, *, listening: bool) -> None:
-        """Wait until rank 0, which may start later, accepts connections. Torch's own attempt would warn every second."""
-        pause, warn_at, deadline = 0.05, time.monotonic() + WARN_SECONDS, time.monotonic() + seconds
-        where = f"{self.address}:{self.port}"
-        while True:
-            try:
-                socket.create_connection((self.address, self.port), timeout=5).close()
-                return
-            except (OSError, UnicodeError) as error:
-                reason = getattr(error, "strerror", None) or str(error)
-                is_name_error = isinstance(error, (socket.gaierror, UnicodeError))
-                if is_name_error and (getattr(error, "errno", None) != socket.EAI_AGAIN or time.monotonic() > deadline):
-                    raise UserError(
-                        f"MASTER_ADDR must be a name or address that every machine can resolve, got {self.address!r} "
-                        f"({reason}; port {self.port}; {self._who()}); set it to the address of the machine of rank 0"
-                    ) from error
-            now = time.monotonic()
-            if now > deadline and listening:
+
+def _await_listener(address: str, port: int, *, seconds: float, listening: bool, who: str) -> None:
+    """Wait until rank 0, which may start later, accepts connections. Torch's own attempt would warn every second."""
+    pause, warn_at, deadline = 0.05, time.monotonic() + WARN_SECONDS, time.monotonic() + seconds
+    where = f"{address}:{port}"
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=5).close()
+            return
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            is_name_error = isinstance(error, (socket.gaierror, UnicodeError))
+            if is_name_error and (getattr(error, "errno", None) != socket.EAI_AGAIN or time.monotonic() > deadline):
                 raise UserError(
-                    f"MASTER_ADDR must be an address of the machine of rank 0, got {where}, at which rank 0 cannot connect "
-                    f"to itself within {seconds:g} s ({reason}; {self._who()}); set it to the name or address of it"
-                )
-            if now > deadline:
-                raise UserError(
-                    f"rank 0 must listen at MASTER_ADDR:MASTER_PORT, got no connection to {where} within {seconds:g} s "
-                    f"({reason}; {self._who()}); see whether rank 0 runs, whether this is its machine, and whether a "
-                    "firewall blocks the port"
-                )
-            if now > warn_at and os.environ.get("LOCAL_RANK", "0") == "0":
-                logger.warning(f"waiting up to {seconds:g} s for rank 0 at {where} ({reason})")
-                warn_at = deadline
-            time.sleep(pause)
-            pause = min(2 * pause, 1.0)
+                    f"MASTER_ADDR must be a name or address that every machine can resolve, got {address!r} "
+                    f"({reason}; port {port}; {who}); set it to the address of the machine of rank 0"
+                ) from error
+        now = time.monotonic()
+        if now > deadline and listening:
+            raise UserError(
+                f"MASTER_ADDR must be an address of the machine of rank 0, got {where}, at which rank 0 cannot connect "
+                f"to itself within {seconds:g} s ({reason}; {who}); set it to the name or address of it"
+            )
+        if now > deadline:
+            raise UserError(
+                f"rank 0 must listen at MASTER_ADDR:MASTER_PORT, got no connection to {where} within {seconds:g} s "
+                f"({reason}; {who}); see whether rank 0 runs, whether this is its machine, and whether a firewall blocks "
+                "the port"
+            )
+        if now > warn_at and os.environ.get("LOCAL_RANK", "0") == "0":
+            logger.warning(f"waiting up to {seconds:g} s for rank 0 at {where} ({reason})")
+            warn_at = deadline
+        time.sleep(pause)
+        pause = min(2 * pause, 1.0)
 
 
-_stores: dict[Rendezvous, dist.Store] = {}  # kept because the jobs of a sweep use the same port again
+_stores: dict[tuple[str, int], dist.Store] = {}  # kept because the jobs of a sweep use the same port again
 _joined = 0  # number of process groups that this process has created

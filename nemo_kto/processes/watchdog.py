@@ -275,7 +275,17 @@ class Watchdog:
         self._quiet_until = time.monotonic() + 2 * self._answer_seconds
         if asker != me:
             return
-        answers, ended = self._collect(number)
+        answers: dict[int, hangs.Answer] = {}
+        ended: dict[int, str] = {}
+        deadline = time.monotonic() + self._answer_seconds
+        while len(answers) + len(ended) < self.size and time.monotonic() < deadline:
+            for rank in set(range(self.size)) - set(answers):
+                if (text := self._store.read(f"answer/{number}/{rank}")) is not None:
+                    answers[rank] = hangs.Answer(**json.loads(text))
+                    ended.pop(rank, None)
+                elif (why := self._store.read(f"ended/{rank}")) is not None:
+                    ended[rank] = why
+            time.sleep(min(self._tick, 0.25))
         self._observe_main(0.0)
         if not self._failing and not self._waits_too_long():  # the rank that was waited for has arrived
             return
@@ -290,24 +300,6 @@ class Watchdog:
                 ranks.resume_sibling(one.process, host=one.host, created=one.created)
         time.sleep(2 * self._tick)  # lets the others read the verdict before the store can end with this process
         self._end(verdict, reported_by_others=False)
-
-    def _collect(self, number: int) -> tuple[dict[int, hangs.Answer], dict[int, str]]:
-        """Return the answers that arrive in time, and the reasons of ranks that have announced their exit."""
-        answers: dict[int, hangs.Answer] = {}
-        ended: dict[int, str] = {}
-        deadline = time.monotonic() + self._answer_seconds
-        while True:
-            for rank in range(self.size):
-                if rank in answers:
-                    continue
-                if (text := self._store.read(f"answer/{number}/{rank}")) is not None:
-                    answers[rank] = hangs.Answer(**json.loads(text))
-                    ended.pop(rank, None)
-                elif (why := self._store.read(f"ended/{rank}")) is not None:
-                    ended[rank] = why
-            if len(answers) + len(ended) >= self.size or time.monotonic() > deadline:
-                return answers, ended
-            time.sleep(min(self._tick, 0.25))
 
     def _end(self, verdict: str, *, reported_by_others: bool) -> None:
         """End this process, whose main thread is in an uninterruptible call; if it is failing, only pass on the verdict."""
@@ -332,7 +324,6 @@ class Section:
         self._dog, self._doing = watchdog, doing
         if watchdog is not None:
             self._store = BoundedStore(store=watchdog.client, seconds=SILENT_SECONDS)
-            self._lost_store = watchdog.lost_store
             watchdog.sections_entered += 1  # all ranks enter the same sections in the same order
             self._prefix = f"section/{watchdog.sections_entered}"
             self._key = f"{self._prefix}/{watchdog.rank}"
@@ -365,17 +356,19 @@ class Section:
         try:
             self.leave()
             self._await_all(self._dog)
+        except StoreLost as error:
+            raise RuntimeError(f"{self._dog.lost_store(error)} needs it while ranks are {self._doing}") from error
         finally:
             self._dog.in_section_wait = False
 
     def _await_all(self, dog: Watchdog) -> None:
         """Watch the first rank that has not left; once it has, the next such rank."""
         watched, beats, silent, pause = 0, 0, 0.0, _MIN_POLL
-        while self._count(f"{self._prefix}/left") < dog.size:
-            if self._count(f"{self._prefix}/{watched}/left"):
+        while self._count("left") < dog.size:
+            if self._count(f"{watched}/left"):
                 watched, beats, silent = watched + 1, 0, 0.0
                 continue
-            if (found := self._count(f"{self._prefix}/{watched}/beats")) != beats:
+            if (found := self._count(f"{watched}/beats")) != beats:
                 beats, silent = found, 0.0
             elif not beats and silent > dog.timeout:
                 raise RuntimeError(
@@ -383,9 +376,10 @@ class Section:
                     "see its output for what it did instead"
                 )
             elif beats and silent > SILENT_SECONDS:
-                one = CheckIn(**json.loads(self._read(f"present/{watched}") or "{}"))
+                one = read_check_in(self._store, watched)
+                who = f"rank {watched}" if one is None else f"rank {watched} (process {one.process} on {one.host})"
                 raise RuntimeError(
-                    f"rank {watched} (process {one.process} on {one.host}) has sent no heartbeat for {SILENT_SECONDS:g} s "
+                    f"{who} has sent no heartbeat for {SILENT_SECONDS:g} s "
                     f"while it was {self._doing} and the others waited for it; it was killed or stopped, or its machine "
                     "cannot be reached"
                 )
@@ -395,13 +389,7 @@ class Section:
             pause = min(2 * pause, _MAX_POLL)
 
     def _count(self, key: str) -> int:
-        return int(self._read(key) or 0)
-
-    def _read(self, key: str) -> str | None:
-        try:
-            return self._store.read(key)
-        except StoreLost as error:
-            raise RuntimeError(f"{self._lost_store(error)} needs it while ranks are {self._doing}") from error
+        return int(self._store.read(f"{self._prefix}/{key}") or 0)
 
 
 _current: Watchdog | None = None

@@ -36,6 +36,7 @@ from nemo_kto.config.schema import RunConfig, ScheduleConfig
 from nemo_kto.device import device
 from nemo_kto.device.dtypes import MOMENTS
 from nemo_kto.distributed import state
+from nemo_kto.errors import plural
 from nemo_kto.models.engine.engine import LogProbEngine
 from nemo_kto.models.engine.optimizer import build_optimizer, build_scheduler
 from nemo_kto.models.engine.sequences import MicroBatchLimits
@@ -43,23 +44,31 @@ from nemo_kto.models.flops import ModelFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
 from nemo_kto.processes import ranks, signals, watchdog
 from nemo_kto.run.data import RunData, build_data
-from nemo_kto.run.finish import check_export, finish
-from nemo_kto.run.lifecycle import hold_run_folder, newest_checkpoint, resolve_precision, stop_early
+from nemo_kto.run.lifecycle import (
+    agree_on_models,
+    check_export,
+    finish,
+    hold_run_folder,
+    newest_checkpoint,
+    resolve_precision,
+    stop_early,
+)
 from nemo_kto.run.policy import Policy, build_policy
 from nemo_kto.run.reference import ReferenceSetup, build_reference
 from nemo_kto.run.resume import Resumption, build_early_stopping, check_validation_rows, look_for_run
 from nemo_kto.run.rows import model_tokenizer
-from nemo_kto.run.summary import print_start, validation_titles
+from nemo_kto.run.summary import start_table, validation_titles
 from nemo_kto.telemetry.loggers import RunLogger, check_loggers
 from nemo_kto.telemetry.progress import Progress
-from nemo_kto.telemetry.throughput import ThroughputMeter, device_peak_flops
+from nemo_kto.telemetry.throughput import device_peak_flops
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 
 logger = logging.getLogger(__name__)
 
 
-# (run, number of ranks, number of ranks on this machine); raises UserError if memory is too small.
-CheckMemory = Callable[[ResolvedRun, int, int], None]
+# (run, number of ranks, number of ranks on this machine, tokens of the longest sequence; None before the rows are read);
+# returns a warning, and raises UserError if memory is too small.
+CheckMemory = Callable[[ResolvedRun, int, int, int | None], str | None]
 
 
 def train(run: ResolvedRun, *, check_memory: CheckMemory | None = None) -> None:
@@ -77,16 +86,16 @@ def train(run: ResolvedRun, *, check_memory: CheckMemory | None = None) -> None:
     device.record_collectives(str(run.folder / "nccl_trace_rank_"))
     state.init_distributed(layout=layout, seed=model.seed, timeout=timedelta(minutes=run.cfg.trainer.timeout_minutes))
     with hold_run_folder(run.folder):
-        _train(resolve_precision(run), check_memory)
+        _train(resolve_precision(agree_on_models(run)), check_memory)
 
 
 def _train(run: ResolvedRun, check_memory: CheckMemory | None) -> None:
     """Run the job; the lock of the run folder must be held."""
     state.raise_together(state.attempt(lambda: check_gpu(run)), "{}")
+    world_size = state.world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, world_size // run.cfg.trainer.num_nodes)))
     if check_memory is not None:
-        world_size = state.world_size()
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, world_size // run.cfg.trainer.num_nodes)))
-        state.raise_together(state.attempt(partial(check_memory, run, world_size, local)), "{}")
+        state.raise_together(state.attempt(partial(check_memory, run, world_size, local, None)), "{}")
     with watchdog.phase("opening the logs"):
         check_logs(run)
     with watchdog.phase("preparing data"):
@@ -98,9 +107,14 @@ def _train(run: ResolvedRun, check_memory: CheckMemory | None) -> None:
         return
     check_export(run)
     check_validation_rows(run.cfg, start.data)
+    if check_memory is not None and state.is_rank_zero():
+        longest = max(examples.counts.longest for examples in start.data.splits.in_use.values())
+        if warning := check_memory(run, world_size, local, min(longest, run.cfg.seq_length)):
+            logger.warning(warning)
     with watchdog.phase("loading the model"):
         policy = build_policy(run)
-    print_start(run, policy, start.data, resumed_step=start.resumption.resumed_step)
+    if state.is_rank_zero():
+        print(start_table(run, policy, start.data, resumed_step=start.resumption.resumed_step), flush=True)
     with watchdog.phase("building the trainer"):
         trainer = build_trainer(run, policy, start)
     watchdog.count_steps(lambda: trainer.step)
@@ -125,12 +139,12 @@ class Start(NamedTuple):
     resumption: Resumption
 
 
-def prepare(run: ResolvedRun) -> Start:
-    """Read the data and run the resume checks on the run folder; collective.
+def prepare(run: ResolvedRun, *, data_parallel: tuple[int, int] | None = None) -> Start:
+    """Read the data (see :func:`build_data`), and run the resume checks on the run folder; collective.
 
     Raises UserError if the data cannot be used, or the run cannot be resumed with this configuration.
     """
-    data = build_data(run, model_tokenizer(run.files))
+    data = build_data(run, model_tokenizer(run.files), data_parallel=data_parallel)
     return Start(data, look_for_run(run, data))
 
 
@@ -139,7 +153,9 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
     cfg, data, resumption = run.cfg, start.data, start.resumption
     max_steps, resumed_step = run.length.total_steps(len(data.train.batch_sampler)), resumption.resumed_step
     if run.length.max_steps > max_steps and state.is_rank_zero():
-        logger.warning(_too_many_steps(run, max_steps))
+        prefix, length = f"trainer.{cfg.recipe.name}", plural(run.length.max_epochs, "epoch")
+        text = f"{prefix}.max_steps={run.length.max_steps} exceeds the {plural(max_steps, 'step')} of {length}"
+        logger.warning(f"{text}; training stops after step {max_steps}. Raise {prefix}.max_epochs to train longer.")
     timers = PhaseTimers(clock=device.moment, observe=watchdog.phase)
     run_timer = RunTimer(
         max_time=cfg.trainer.max_time,
@@ -150,8 +166,13 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
     )
     engine = build_engine(run, policy, data.limits)
     reference = build_reference(run, policy, engine, data, timers, run_timer, first_step=resumed_step or 0)
-    make_model = cfg.recipe.model(cfg.loss, data.splits.train, lr=cfg.model.optim.lr)
-    model = make_model(engine=engine, reference=reference.policy, objective=build_objective(run.cfg), phase=timers.phase)
+    model = cfg.recipe.model_class()(
+        engine=engine,
+        reference=reference.policy,
+        objective=build_objective(run.cfg),
+        phase=timers.phase,
+        **cfg.recipe.model_options(cfg.loss, data.splits.train),
+    )
     optimizer, scheduler = build_optimizer_and_schedule(run, policy, max_steps=max_steps)
     checkpoints = CheckpointManager(
         folder=run.checkpoints,
@@ -187,18 +208,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
     return trainer
 
 
-def _too_many_steps(run: ResolvedRun, max_steps: int) -> str:
-    prefix, epochs = f"trainer.{run.cfg.recipe.name}", run.length.max_epochs
-    steps, epochs_text = (
-        "1 step" if max_steps == 1 else f"{max_steps} steps",
-        "1 epoch" if epochs == 1 else f"{epochs} epochs",
-    )
-    text = f"{prefix}.max_steps={run.length.max_steps} exceeds the {steps} of {epochs_text}; training stops after step"
-    return f"{text} {max_steps}. Raise {prefix}.max_epochs to train longer."
-
-
 def build_engine(run: ResolvedRun, policy: Policy, limits: MicroBatchLimits) -> LogProbEngine:
-    """Build the engine that runs the policy."""
     return LogProbEngine(
         chunks=list(policy.chunks),
         vocab_size=policy.architecture.vocab_size,
@@ -223,8 +233,6 @@ def build_objective(cfg: RunConfig) -> Objective:
 
 
 def build_skipping(run: ResolvedRun, data: RunData, checkpoints: CheckpointManager) -> SkippedSteps:
-    """Build the handling of steps with non-finite losses or gradients."""
-
     def last_checkpoint() -> str:
         checkpoints.finish()  # complete the checkpoint in progress
         return newest_checkpoint(run.checkpoints)
@@ -256,12 +264,10 @@ def build_callbacks(
     if (weights := reference.synced_weights) is not None:
         settings = run.cfg.model.reference
         callbacks.append(ReferenceSync(mix=weights.mix, interval=settings.sync_interval, mixup_alpha=settings.sync_alpha))
-    meter = ThroughputMeter(
-        world_size=state.world_size(),
-        peak_memory=device.peak_memory_bytes,
-        peak_flops=device_peak_flops(device.current_device(), run.dtype, name=device.device_name()),
+    peak = device_peak_flops(device.current_device(), run.dtype, name=device.device_name())
+    callbacks.append(
+        ThroughputCallback(world_size=state.world_size(), peak_memory=device.peak_memory_bytes, peak_flops=peak)
     )
-    callbacks.append(ThroughputCallback(meter=meter))
     if state.is_rank_zero():
         progress = Progress(total_steps=max_steps, start_step=resumed_step or 0, validations=validation_titles(run.cfg))
         callbacks += [LoggerCallback(logger=progress), SpikeCallback()]
@@ -346,7 +352,7 @@ class ScheduleLengths(NamedTuple):
 def schedule_lengths(schedule: ScheduleConfig, max_steps: int) -> tuple[ScheduleLengths, list[str]]:
     """Fit the parts of a schedule into ``max_steps`` steps; return a warning for each part shortened or left out."""
     prefix, warnings = "model.optim.sched", []
-    wanted, total = schedule.warmup_steps, "1 step" if max_steps == 1 else f"{max_steps} steps"
+    wanted, total = schedule.warmup_steps, plural(max_steps, "step")
     warmup = min(wanted, max_steps - 1)
     if schedule.warmup_ratio is not None:
         warmup = fraction_of(max_steps, schedule.warmup_ratio)

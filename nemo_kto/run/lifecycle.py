@@ -1,4 +1,4 @@
-"""Start and early end of a job: lock of the run folder, choice of precision, and exit of a stopped run."""
+"""Start and end of a job: lock of the run folder, choice of precision, export, and exit of a stopped run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,23 @@ from pathlib import Path
 from typing import NoReturn
 
 from nemo_kto.algorithms.dpo import DPOTrainer
+from nemo_kto.artifacts.adapter_files import is_our_adapter
 from nemo_kto.artifacts.checkpoint_files import find_checkpoints
-from nemo_kto.checkpoint.manager import checkpoint_dtype
-from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.artifacts.hub import is_hub_name, pin
+from nemo_kto.artifacts.safetensors_files import is_our_model
+from nemo_kto.checkpoint.discovery import best_checkpoint
+from nemo_kto.checkpoint.manager import checkpoint_dtype, load_weights_only
+from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of, with_value
 from nemo_kto.device.dtypes import DTYPES
 from nemo_kto.device.precision import PRECISIONS, bf16_support
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
+from nemo_kto.huggingface.folders import check_target
+from nemo_kto.huggingface.huggingface import export_bytes
 from nemo_kto.processes.ranks import requeue
 from nemo_kto.processes.signals import Stopped
+from nemo_kto.run.policy import Policy, export_policy
+from nemo_kto.run.summary import end_table
 from nemo_kto.utils.files import make_folder, remove_unpublished
 from nemo_kto.utils.locks import locked
 
@@ -63,6 +71,29 @@ def _locked(folder: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):  # a folder is not empty, because something was written into it
                 for each in absent:
                     each.rmdir()
+
+
+def agree_on_models(run: ResolvedRun) -> ResolvedRun:
+    """Return the run with rank 0's revisions of hub models, which are downloaded where they are missing; collective.
+
+    A rank that started before its machine asked the hub may have found an earlier revision in the cache.
+    """
+    keys = [key for key in MODEL_KEYS if is_hub_name(str(value_of(run.cfg, key)))]
+    if not keys:
+        return run
+    names = state.from_rank_zero(
+        lambda: [str(value_of(run.cfg, key)) for key in keys], doing="choosing the model's revision"
+    )
+
+    cfg = run.cfg
+
+    def download() -> None:
+        nonlocal cfg
+        for key, name in zip(keys, names, strict=True):
+            cfg = with_value(cfg, key, pin(name, leads=False))
+
+    state.raise_together(state.attempt(download), "{}")
+    return ResolvedRun.of(cfg, gpus=run.gpus)
 
 
 def resolve_precision(run: ResolvedRun) -> ResolvedRun:
@@ -117,3 +148,44 @@ def newest_checkpoint(folder: Path) -> str:
     """Return the path of the newest complete checkpoint in the folder of a run's checkpoints, or "none"."""
     checkpoints = find_checkpoints(folder)
     return str(checkpoints[-1].folder) if checkpoints else "none"
+
+
+def check_export(run: ResolvedRun) -> None:
+    """Raise UserError before training if an export folder cannot be written or has too little free space; collective."""
+    export = run.cfg.export
+    if not export.enabled:
+        return
+
+    def check() -> None:
+        targets = [("export.path", export.path, is_our_model, export_bytes(run.architecture, run.dtype))]
+        if run.has_adapters:
+            targets.append(("export.adapter_path", export.adapter_path, is_our_adapter, 0))  # adapters are small
+        for key, path, is_ours, need in targets:
+            try:
+                check_target(Path(path), is_ours=is_ours, need=need)
+            except UserError as error:
+                raise UserError(f"{key} cannot be used: {error}, or set export.enabled=false") from error
+
+    state.on_rank_zero(check, "{}")
+
+
+def finish(run: ResolvedRun, policy: Policy, trainer: DPOTrainer, *, seconds: float) -> None:
+    """Export the configured model and print the summary of the run; collective. ``seconds``: time of training."""
+    export, ranking = run.cfg.export, run.cfg.exp_manager.checkpoint_callback_params
+    best = best_checkpoint(run.checkpoints, monitor=ranking.monitor, mode=ranking.mode)
+    if export.enabled:
+        if export.which == "best" and best is not None:
+            load_weights_only(best.folder, policy.chunks)
+        elif export.which == "best" and state.is_rank_zero():
+            text = "no checkpoint has %s, so there is no best one; the model after the last step is exported"
+            logger.warning(text, ranking.monitor)
+        later = f"the checkpoints are complete: `nemo-kto export {run.folder} OUT` writes the model later"
+        out, adapter_out = Path(export.path), Path(export.adapter_path)
+        try:
+            export_policy(policy, out=out, adapter_out=adapter_out, max_shard_size_gb=export.max_shard_size_gb)
+        except UserError as error:
+            raise UserError(f"{error}; {later}") from error
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}; {later}") from error
+    if state.is_rank_zero():
+        print(f"\n{end_table(run, policy, trainer, best=best, seconds=seconds)}", flush=True)

@@ -30,10 +30,16 @@ from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.distributed.gradients import finish_gathers
 from nemo_kto.huggingface.adapter import load_adapter, read_adapter_settings
-from nemo_kto.models.engine.cached_reference import CachedReference, ReferenceCache
 from nemo_kto.models.engine.engine import LogProbEngine
-from nemo_kto.models.engine.reference import LiveReference, ReferencePolicy, SwappedWeights
+from nemo_kto.models.engine.reference import (
+    CachedReference,
+    LiveReference,
+    ReferenceCache,
+    ReferencePolicy,
+    SwappedWeights,
+)
 from nemo_kto.models.engine.sequences import SequenceBatch
+from nemo_kto.models.flops import Passes
 from nemo_kto.models.gpt import build_gpt
 from nemo_kto.models.lora.adapters import add_adapters, disable_adapters, merge_adapters, share_weights, zero_adapters
 from nemo_kto.processes import signals
@@ -132,7 +138,7 @@ def _live_reference(
     """Build a reference from the current weights of the model."""
     if disables_adapters and run.files.initial.adapters is None:
         without = partial(disable_adapters, policy.chunks)
-        return ReferenceSetup(LiveReference(engine=engine, active=without, disables_adapters=True))
+        return ReferenceSetup(LiveReference(engine=engine, active=without, passes=Passes(disabled=1)))
     # Only parameters that differ from the policy's are swapped. Without another model, these are the trained ones: all
     # weights, or only the adapters, whose frozen base model is shared with the policy.
     all_differ = run.reference_model is not None
@@ -140,7 +146,9 @@ def _live_reference(
     moves = run.cfg.model.reference.sync_interval > 0
     gathers = partial(finish_gathers, policy.chunks)
     weights = SwappedWeights(parameters=parameters, finish_gathers=gathers, moves=moves, phase=timers.phase)
-    return ReferenceSetup(LiveReference(engine=engine, active=weights.active), weights if moves else None)
+    return ReferenceSetup(
+        LiveReference(engine=engine, active=weights.active, passes=Passes(forward=1)), weights if moves else None
+    )
 
 
 @contextlib.contextmanager
@@ -252,7 +260,7 @@ class Precomputation:
                 if (reason := self.run_timer.stop_reason()) is not None:
                     reasons.append(reason)
                     return
-                yield self.run.cfg.recipe.sequences(self.data.collate_fn(batch))
+                yield self.run.cfg.recipe.model_class().sequences(self.data.collate_fn(batch))
 
         self.cached.precompute(until_stopped(), self.engine, active=active)
         return reasons[0] if reasons else None

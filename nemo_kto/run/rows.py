@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.config.resolved import ModelFiles, ResolvedRun
 from nemo_kto.config.schema import RunConfig
+from nemo_kto.data.batches.dataset import SplitCounts
 from nemo_kto.data.batches.loader import SequenceCost, by_cost, every_nth
 from nemo_kto.data.tokens.chat import load_tokenizer
 from nemo_kto.device import device
@@ -51,7 +52,7 @@ def source_settings(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase) -> dic
         "min_validation_rows": 2 if cfg.loss.record.needs_z0 else 1,  # KL examples are formed within a batch
         "tokenizer": tokenizer,
         "vocab_size": model_vocab_size(run.files),
-        "seq_length": data.seq_length,
+        "seq_length": cfg.seq_length,
         "truncation_mode": data.truncation_mode,
         "cache_dir": Path(data.cache_dir),
         "cache_shared": data.cache_shared,
@@ -60,11 +61,20 @@ def source_settings(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase) -> dic
     }
 
 
+def split_text(unit: str, counts: SplitCounts) -> str:
+    """Describe the rows of a split; ``unit`` is rows or pairs."""
+    kinds = ", ".join(f"{count:,} {name}" for name, count in counts.classes.items())
+    cut = {"prompts": counts.cut_prompts, "responses": counts.cut_responses}
+    truncated = " and ".join(f"{count:,} {what}" for what, count in cut.items() if count)
+    rows = f"{counts.rows:,} {unit}" + (f" ({kinds})" if kinds else "")
+    return f"{rows}, {counts.tokens:,} tokens, {truncated or 'none'} truncated"
+
+
 def collate_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, limits: MicroBatchLimits) -> dict[str, Any]:
     """Return the keyword arguments of the collate functions in ``data.batches.collate``."""
     return {
         "eos_id": tokenizer.eos_token_id,
-        "seq_length": cfg.model.data.seq_length,
+        "seq_length": cfg.seq_length,
         "pad_to_multiple": limits.multiple,
         "reset_attention_mask": cfg.model.data.reset_attention_mask,
         "eod_mask_loss": cfg.model.data.eod_mask_loss,
@@ -115,6 +125,6 @@ def shares_of(run: ResolvedRun, *, training: bool) -> Callable[..., list[list[in
     costs = cfg.recipe.costs(
         cost=cost(Passes(forward + 1 + ahead, disabled, backward=int(training))),
         kl_cost=cost(Passes(forward + 1, disabled)) if cfg.loss.record.needs_z0 else None,
-        seq_length=cfg.model.data.seq_length,
+        seq_length=cfg.seq_length,
     )
     return partial(by_cost, costs=costs)

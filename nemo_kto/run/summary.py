@@ -1,4 +1,4 @@
-"""Summaries at start and end of a run: collects the values; ``telemetry.summary`` formats the text."""
+"""Tables at start and end of a run; ``telemetry.summary`` formats their values."""
 
 from __future__ import annotations
 
@@ -13,122 +13,96 @@ from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.artifacts.checkpoint_files import Checkpoint, find_checkpoints
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.schema import RunConfig
-from nemo_kto.data.batches.dataset import SplitCounts
 from nemo_kto.data.rows.sources import validation_names
 from nemo_kto.device import device
 from nemo_kto.device.kernels import MAX_CONNECTIONS, slow_paths
-from nemo_kto.distributed import state
+from nemo_kto.errors import plural
 from nemo_kto.huggingface.mapping import Shapes, wanted_adapters, wanted_weights
 from nemo_kto.losses.metrics import metric_prefix
 from nemo_kto.run.data import RunData
 from nemo_kto.run.policy import Policy
+from nemo_kto.run.rows import split_text
 from nemo_kto.telemetry.loggers import METRICS_FILE
-from nemo_kto.telemetry.summary import RunEnd, RunStart, SplitRows, adapter_lines, figures_of, model_lines
+from nemo_kto.telemetry.summary import adapter_lines, epochs, figures_of, layout_text, model_lines, short, table
+from nemo_kto.telemetry.timers import duration_text
 
 
-def print_start(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step: int | None) -> None:
-    """Print the summary of the run before training, on rank 0."""
-    if not state.is_rank_zero():
-        return
+def start_table(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step: int | None) -> str:
+    """Return the summary of a run before training."""
     cfg, model, architecture, settings = run.cfg, run.cfg.model, policy.architecture, run.adapters
-    batches, other = len(data.train.batch_sampler), run.reference_model
-    parameters = trained = _count(wanted_weights(architecture))
-    adapters = None
+    batches, reference = len(data.train.batch_sampler), f"{run.reference.name} ({run.reference.reason})"
+    parameters, trained, adapters = _count(wanted_weights(architecture)), "all trained", "none"
     if settings is not None:
-        trained = _count(wanted_adapters(architecture, settings))
+        trained = f"{short(_count(wanted_adapters(architecture, settings)))} in adapters trained"
         layers = "" if settings.layers is None else f" of layers {', '.join(map(str, settings.layers))}"
-        adapters = (
-            f"{settings.kind} of rank {settings.rank}, {settings.scale_text}, on {', '.join(settings.modules)}{layers}"
-        )
-        if run.files.adapter_folder is not None:
-            adapters += f", from {run.files.adapter_folder}"
+        origin = "" if run.files.adapter_folder is None else f", from {run.files.adapter_folder}"
+        modules = ", ".join(settings.modules)
+        adapters = f"{settings.kind} of rank {settings.rank}, {settings.scale_text}, on {modules}{layers}{origin}"
     device_text = f"{device.device_name()}, {MAX_CONNECTIONS}={os.environ.get(MAX_CONNECTIONS)}"
     if not device.on_gpu():
-        threads = torch.get_num_threads()
-        device_text = f"CPU, {device.device_name()}, {threads} {'thread' if threads == 1 else 'threads'} a rank"
-    start = RunStart(
-        command=f"nemo-kto {cfg.recipe.name}",
-        model=cfg.pretrained_checkpoint.restore_from_path,
-        family=architecture.family.name,
-        parameters=parameters,
-        adapters=adapters,
-        trained=trained,
-        splits={name: _split_rows(cfg.recipe.unit, examples.counts) for name, examples in data.splits.in_use.items()},
-        labels=data.splits.labels,
-        steps=run.length.total_steps(batches),
-        steps_per_epoch=run.length.steps_per_epoch(batches),
-        resumed_step=resumed_step,
-        global_batch=model.global_batch_size,
-        micro_batch=str(data.limits),
-        data_parallel=parallel_state.get_data_parallel_world_size(),
-        context_parallel=model.context_parallel_size,
-        tensor_parallel=model.tensor_model_parallel_size,
-        pipeline_parallel=model.pipeline_model_parallel_size,
-        stages=run.split.text(architecture.num_layers),
-        sequence_parallel=model.sequence_parallel,
-        expert_parallel=None if architecture.experts is None else model.expert_model_parallel_size,
-        device=device_text,
-        precision=f"{cfg.trainer.precision} ({run.precision_reason})",
-        reference=f"{run.reference.name} ({run.reference.reason}){'' if other is None else f', {other}'}",
-        folder=str(run.folder),
-        slow_paths=slow_paths(
-            run.dtype, tensor_parallel=model.tensor_model_parallel_size, unsupported_by_te=architecture.unsupported_by_te
+        device_text = f"CPU, {device.device_name()}, {plural(torch.get_num_threads(), 'thread')} a rank"
+    source, steps = cfg.pretrained_checkpoint.restore_from_path, run.length.total_steps(batches)
+    resumed = "" if resumed_step is None else f", resumed after step {resumed_step}"
+    lines = {
+        "model": f"{source} ({architecture.family.name}), {short(parameters)} parameters, {trained}",
+        "adapters": adapters,
+        **{name: split_text(cfg.recipe.unit, examples.counts) for name, examples in data.splits.in_use.items()},
+        **({"labels": data.splits.labels} if data.splits.labels else {}),
+        **cfg.recipe.start_lines(cfg.loss, data.splits.train),
+        "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))}){resumed}",
+        "batch": f"{model.global_batch_size:,} {cfg.recipe.unit} a step, micro-batches of {data.limits}",
+        "sequences": f"at most {cfg.seq_length:,} tokens ({run.length_reason})",
+        "layout": layout_text(
+            data=parallel_state.get_data_parallel_world_size(),
+            context=model.context_parallel_size,
+            tensor=model.tensor_model_parallel_size,
+            pipeline=model.pipeline_model_parallel_size,
+            stages=run.split.text(architecture.num_layers),
+            sequence_parallel=model.sequence_parallel,
+            experts="" if architecture.experts is None else str(model.expert_model_parallel_size),
         ),
-    )
-    print(start, flush=True)
+        "device": device_text,
+        "precision": f"{cfg.trainer.precision} ({run.precision_reason})",
+        "reference": reference if run.reference_model is None else f"{reference}, {run.reference_model}",
+        "run folder": str(run.folder),
+    }
+    unsupported, tensor = architecture.unsupported_by_te, model.tensor_model_parallel_size
+    slow = slow_paths(run.dtype, tensor_parallel=tensor, unsupported_by_te=unsupported)
+    lines |= {f"slow path {number}": path for number, path in enumerate(slow, start=1)}
+    return table(f"nemo-kto {cfg.recipe.name}", lines)
 
 
 def _count(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes.values()))
 
 
-def _split_rows(unit: str, counts: SplitCounts) -> SplitRows:
-    return SplitRows(
-        unit=unit,
-        rows=counts.rows,
-        classes=counts.classes,
-        tokens=counts.tokens,
-        cut_prompts=counts.cut_prompts,
-        cut_responses=counts.cut_responses,
-    )
-
-
-def print_end(run: ResolvedRun, policy: Policy, trainer: DPOTrainer, *, best: Checkpoint | None, seconds: float) -> None:
-    """Print the summary of the run after training, on rank 0: metrics, written files and how to use them.
+def end_table(run: ResolvedRun, policy: Policy, trainer: DPOTrainer, *, best: Checkpoint | None, seconds: float) -> str:
+    """Return the summary of a run after training: metrics, written files and how to use them.
 
     ``best`` is the best of the kept checkpoints, None if none has the monitored metric; ``seconds`` the time of training.
     """
-    if not state.is_rank_zero():
-        return
+    cfg, name, metrics = run.cfg, run.cfg.recipe.name, run.folder / METRICS_FILE
     is_early = trainer.step < trainer.max_steps
     early_stopping = trainer.stopped_early if is_early else None
-    needed = [] if run.cfg.exp_manager.resume_if_exists else ["exp_manager.resume_if_exists=true"]
+    state_text, next_step, lines = "finished", "train longer", dict[str, str]()
+    overrides = [] if cfg.exp_manager.resume_if_exists else ["exp_manager.resume_if_exists=true"]
     if early_stopping is not None:
-        needed.append("exp_manager.create_early_stopping_callback=false")
-    if not is_early:
+        state_text, lines["early stopping"] = "stopped by early stopping", early_stopping
+        overrides.append("exp_manager.create_early_stopping_callback=false")
+    elif is_early:
+        state_text, next_step = f"stopped by trainer.max_time={cfg.trainer.max_time}", "resume"
+    else:
         _, limits = run.length.what_ends(len(trainer.train_dataloader.batch_sampler))
-        larger = {
-            "max_epochs": run.length.max_epochs + 1,
-            "max_steps": -1 if "max_epochs" in limits else 2 * trainer.max_steps,
-        }
-        needed += [f"trainer.{run.cfg.recipe.name}.{limit}={larger[limit]}" for limit in limits]
-    metrics = run.folder / METRICS_FILE
-    board = f"; tensorboard --logdir {run.folder / 'tensorboard'}" if run.cfg.exp_manager.create_tensorboard_logger else ""
-    end = RunEnd(
-        command=f"nemo-kto {run.cfg.recipe.name}",
-        step=trainer.step,
-        steps=trainer.max_steps,
-        steps_per_epoch=trainer.steps_per_epoch,
-        seconds=seconds,
-        stopped_by=f"trainer.max_time={run.cfg.trainer.max_time}" if is_early and early_stopping is None else None,
-        reached=figures_of(metrics, validations=validation_titles(run.cfg)),
-        best=_best_text(run, best),
-        exports=_export_lines(run, policy, trainer, best),
-        train_longer=" ".join(needed),
-        metrics=f"{metrics}{board}",
-        early_stopping=early_stopping,
-    )
-    print(f"\n{end}", flush=True)
+        max_steps = -1 if "max_epochs" in limits else 2 * trainer.max_steps
+        larger = {"max_epochs": run.length.max_epochs + 1, "max_steps": max_steps}
+        overrides += [f"trainer.{name}.{limit}={larger[limit]}" for limit in limits]
+    board = f"; tensorboard --logdir {run.folder / 'tensorboard'}" if cfg.exp_manager.create_tensorboard_logger else ""
+    lines |= figures_of(metrics, validations=validation_titles(cfg))
+    lines |= {"best checkpoint": _best_text(run, best), **_export_lines(run, policy, trainer, best)}
+    lines[next_step] = " ".join(["the same command", *(["with", *overrides] if overrides else [])])
+    lines["metrics"] = f"{metrics}{board}"
+    done = f"step {trainer.step:,} of {trainer.max_steps:,} ({epochs(trainer.step, trainer.steps_per_epoch)})"
+    return table(f"nemo-kto {name} {state_text} after {done} in {duration_text(seconds)}", lines)
 
 
 def validation_titles(cfg: RunConfig) -> dict[str, str]:

@@ -150,9 +150,8 @@ class RunLogger:
     ) -> None:
         """Open the sinks in the run folder, which is created if it does not exist.
 
-        In a new run, a sink that cannot be opened is an error: UserError, or ModuleNotFoundError if its package is missing.
-        A resumed run continues without it, and so does any run if a sink fails later: a logging error must not end a
-        training run.
+        In a new run, a sink that cannot be opened is a UserError. A resumed run continues without it, and so does any run
+        if a sink fails later: a logging error must not end a training run.
 
         Args:
             enabled: whether this rank logs; True on rank 0 only.
@@ -163,9 +162,6 @@ class RunLogger:
         """
         self._sinks: dict[str, Sink] = {}
         self._redact = redact
-        for package, switch in (("tensorboard", tensorboard), ("wandb", wandb is not None), ("mlflow", mlflow is not None)):
-            if switch and not installed(package):
-                raise ModuleNotFoundError(missing_package(package))
         if not enabled:
             return
         folder.mkdir(parents=True, exist_ok=True)

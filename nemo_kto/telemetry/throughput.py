@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from nemo_kto.utils.lazy import lazy_import
@@ -36,35 +35,27 @@ _BF16_PEAKS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ThroughputMeter:
-    """Converter from the counts of a step to throughput."""
+def throughput(
+    sums: Mapping[str, float], *, seconds: float, world_size: int, peak_flops: float | None = None
+) -> dict[str, float]:
+    """Return the throughput of steps, from their wall-clock time and their sums over all ranks.
 
-    world_size: int
-    peak_memory: Callable[[], int]  # of this rank so far, in bytes
-    peak_flops: float | None = None  # FLOP/s of one device (:func:`device_peak_flops`); None: no utilisation
-
-    def figures(
-        self, *, seconds: float, tokens: int, padded_tokens: int, flops: float, kl_tokens: int = 0
-    ) -> dict[str, float]:
-        """Return the throughput of a step, from its wall-clock time and its counts over the global batch.
-
-        ``tokens`` and ``kl_tokens`` (of the KL examples) exclude padding; ``padded_tokens`` is both with padding. The names
-        are tokens_per_sec, tokens_per_sec_per_rank, padding_fraction (0 to 1), peak_memory_gb (10^9 bytes, this rank),
-        kl_tokens_per_sec if there are KL examples, and mfu (model FLOPs utilisation: model FLOP/s as a fraction of the peak
-        of all devices, 0 to 1) if the peak is known.
-        """
-        report = {
-            "tokens_per_sec": tokens / seconds,
-            "tokens_per_sec_per_rank": tokens / seconds / self.world_size,
-            "padding_fraction": 1.0 - (tokens + kl_tokens) / padded_tokens,
-            "peak_memory_gb": self.peak_memory() / 1e9,
-        }
-        if kl_tokens:
-            report["kl_tokens_per_sec"] = kl_tokens / seconds
-        if self.peak_flops:
-            report["mfu"] = flops / seconds / (self.peak_flops * self.world_size)
-        return report
+    The sums are ``tokens`` and ``kl_tokens`` (of the KL examples), which exclude padding, ``padded_tokens``, which is both
+    with padding, and ``flops``. ``peak_flops`` is the FLOP/s of one device (:func:`device_peak_flops`). The names are
+    tokens_per_sec, tokens_per_sec_per_rank, padding_fraction (0 to 1), kl_tokens_per_sec if there are KL examples, and mfu
+    (model FLOPs utilisation: model FLOP/s as a fraction of the peak of all devices, 0 to 1) if the peak is known.
+    """
+    tokens, kl_tokens = int(sums["tokens"]), int(sums.get("kl_tokens", 0))
+    report = {
+        "tokens_per_sec": tokens / seconds,
+        "tokens_per_sec_per_rank": tokens / seconds / world_size,
+        "padding_fraction": 1.0 - (tokens + kl_tokens) / int(sums["padded_tokens"]),
+    }
+    if kl_tokens:
+        report["kl_tokens_per_sec"] = kl_tokens / seconds
+    if peak_flops:
+        report["mfu"] = sums["flops"] / seconds / (peak_flops * world_size)
+    return report
 
 
 def device_peak_flops(device: torch.device, dtype: torch.dtype, *, name: str) -> float | None:

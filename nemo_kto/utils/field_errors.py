@@ -10,7 +10,6 @@ from typing import Annotated, Literal, NamedTuple, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from nemo_kto.errors import ConfigError, either, show
@@ -20,6 +19,7 @@ _WORDS: dict[object, str] = {
     int: "an integer", float: "a float", bool: "true or false", str: "a string", NoneType: "null", list: "a list",
     dict: "a mapping",
 }  # fmt: skip
+_MISSING = object()
 _OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
 
 
@@ -29,11 +29,16 @@ class Field(NamedTuple):
     annotation: object
     metadata: list[object]
     resume: MustStay | MayChange | None = None  # marker of the key, else of the innermost section with one
+    own_description: str | None = None
 
     @property
     def section(self) -> type[BaseModel] | None:
-        """The section class if the key is a section; None if it holds a value."""
-        return self.annotation if isinstance(self.annotation, type) and issubclass(self.annotation, BaseModel) else None
+        """The class of a section, also of one that may be null; None if the key holds a value."""
+        union = get_origin(self.annotation) in (Union, UnionType)
+        kind, *others = [
+            part for part in (get_args(self.annotation) if union else [self.annotation]) if part is not NoneType
+        ]
+        return kind if not others and isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
     @property
     def alternatives(self) -> list[str]:
@@ -61,7 +66,9 @@ class Field(NamedTuple):
 
     @property
     def description(self) -> str:
-        """Description of the type and the constraints, for the configuration page."""
+        """Description of the type and the constraints, for the configuration page and the errors of files."""
+        if self.own_description:
+            return self.own_description
         texts = [check.text.removeprefix("be ").replace("not be ", "not ") for check in self.checks]
         types = [] if any(text.startswith("an ") for text in texts) else [either(self.alternatives)]
         return ", ".join(filter(None, [*types, self.bounds, *texts]))
@@ -104,7 +111,7 @@ def _names(section: type[BaseModel], prefix: str, inherited: MustStay | MayChang
     for name, info in section.model_fields.items():
         metadata = [*info.metadata, *_metadata(info.annotation)]
         resume = next((item for item in metadata if isinstance(item, MustStay | MayChange)), inherited)
-        field = Field(info.annotation, metadata, resume)
+        field = Field(info.annotation, metadata, resume, info.description)
         yield prefix + name, field
         if field.section is not None:
             yield from _names(field.section, f"{prefix}{name}.", resume)
@@ -175,26 +182,18 @@ def file_errors(section: type[BaseModel], content: Mapping[str, object], prefix:
     try:
         section.model_validate(content)
     except ValidationError as error:
-        locations = [detail["loc"] for detail in error.errors(include_url=False, include_context=False, include_input=False)]
-        return list(dict.fromkeys(_file_error(section, content, location, prefix) for location in locations))
+        return list(dict.fromkeys(_file_errors(error, names(section), content, prefix)))
     return []
 
 
-def _file_error(section: type[BaseModel], content: Mapping[str, object], location: Sequence[int | str], key: str) -> str:
-    name, info = str(location[0]), section.model_fields[str(location[0])]
-    if name not in content:
-        return f"{key}{name} must be {_description(info)}, but is missing"
-    inner, value = Field(_not_none(info.annotation), []).section, content[name]
-    if inner is not None and isinstance(value, dict):
-        return _file_error(inner, value, location[1:], f"{key}{name}.")
-    return f"{key}{name} must be {_description(info)}, got {show(value)}"
-
-
-def _description(info: FieldInfo) -> str:
-    return info.description or Field(info.annotation, [*info.metadata, *_metadata(info.annotation)]).description
-
-
-def _not_none(annotation: object) -> object:
-    """Return the type A of an annotation ``A | None``; other annotations unchanged."""
-    others = [part for part in get_args(annotation) if part is not NoneType]
-    return others[0] if len(others) == 1 and get_origin(annotation) in (Union, UnionType) else annotation
+def _file_errors(
+    error: ValidationError, known: Mapping[str, Field], content: Mapping[str, object], prefix: str
+) -> Iterator[str]:
+    for detail in error.errors(include_url=False, include_context=False, include_input=False):
+        key, field = _locate(detail["loc"], known)
+        value: object = content
+        for name in key.split("."):
+            value = value.get(name, _MISSING) if isinstance(value, Mapping) else _MISSING
+        assert field is not None  # keys of others are accepted
+        got = "but is missing" if value is _MISSING else f"got {show(value)}"
+        yield f"{prefix}{key} must be {field.description}, {got}"

@@ -39,7 +39,7 @@ class MustStay:
     """The value must stay the same in a resumed run. On a section: for its keys without a marker."""
 
     meaning: str = "the same"  # what is compared
-    verbatim: bool = True  # compare the value itself; otherwise the facts that ``run.facts`` derives from it
+    verbatim: bool = True  # compare the value itself; otherwise the facts that ``run.resume`` derives from it
 
 
 @dataclass(frozen=True)

@@ -76,12 +76,13 @@ def kto_model(
     """
     from nemo_kto.losses.kto import LOSSES
     from nemo_kto.models.engine.reference import LiveReference
+    from nemo_kto.models.flops import Passes
     from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
     from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
 
     return MegatronGPTKTOModel(
         engine=runs,
-        reference=LiveReference(engine=runs, active=active),
+        reference=LiveReference(engine=runs, active=active, passes=Passes(forward=1)),
         objective=Objective(loss=LOSSES[loss], beta=beta, **objective),
         desirable_loss_weight=weights[0],
         undesirable_loss_weight=weights[1],

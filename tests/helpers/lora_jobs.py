@@ -200,20 +200,22 @@ def dropped(layout: state.Layout, folder: Path, settings: LoRASettings) -> dict[
     state.init_distributed(layout=layout, seed=3)
     chunks, _ = build(folder, layout, settings)
     attention = unwrap_model(chunks[0]).decoder.layers[0].self_attention
-    result = {}
+    result: dict[str, Any] = {}
     for name, linear in {"column": attention.linear_qkv, "row": attention.linear_proj}.items():
         linear.lora_a.data.fill_(1.0)
         ones = torch.ones(5, 1, linear.lora_a.size(1))
         # the transformer block switches the generator where it is sequence parallel
         switched = get_cuda_rng_tracker().fork() if layout.sequence_parallel else contextlib.nullcontext()
+
+        def low_rank(linear: Any = linear, ones: torch.Tensor = ones) -> torch.Tensor:
+            with torch.no_grad():
+                return torch.nn.functional.linear(linear._dropout(ones), linear.lora_a) * linear.adapter_scale
+
         linear.train()
-        with switched, torch.no_grad():
-            result[name] = linear._down_project(linear._dropout(ones, is_replicated=name == "column")).numpy()
+        with switched:
+            result[name] = low_rank().numpy()
         linear.eval()
-        with torch.no_grad():
-            result[f"{name}, evaluation"] = (
-                linear._down_project(linear._dropout(ones, is_replicated=name == "column")).unique().tolist()
-            )
+        result[f"{name}, evaluation"] = low_rank().unique().tolist()
         result[f"{name}, width"] = ones.size(-1)
     return result
 

@@ -68,7 +68,8 @@ def test_ranks_are_started_and_get_the_same_command_line(tmp_path: Path, name: s
     # The working directory may be the folder of a model that somebody else made: ranks import nothing from it.
     for module in ("hydra", "yaml"):
         (tmp_path / f"{module}.py").write_text(f"raise SystemExit('{module}.py of the working directory ran')")
-    done = run([*CLI, name, *GOOD, "trainer.devices=2", "model.optim.lr=3e-6"], cwd=tmp_path, env=env, fork_ranks=False)
+    words = ["model", "rows.jsonl", "trainer.accelerator=cpu", "trainer.devices=2", "model.optim.lr=3e-6"]
+    done = run([*CLI, name, *words], cwd=tmp_path, env=env, fork_ranks=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     for rank in ("0", "1"):
@@ -87,7 +88,7 @@ def test_ranks_are_started_and_get_the_same_command_line(tmp_path: Path, name: s
     saved = yaml.safe_load((tmp_path / f"results/gpt_{name}/config.yaml").read_text())
     assert saved["model"]["optim"]["lr"] == 3e-6
     assert saved["export"]["path"] == f"results/gpt_{name}/hf"  # resolved
-    assert saved["model"]["data"]["data_prefix"] == "rows.jsonl"
+    assert (saved["model"]["data"]["data_prefix"], saved["model"]["data"]["seq_length"]) == ("rows.jsonl", 2048)
     # Hydra leaves nothing behind.
     given = ("modules", "model", "rows.jsonl")
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".py" and path.name not in given) == [
@@ -321,9 +322,9 @@ def test_a_sweep_gives_each_job_a_run_folder(tmp_path: Path, name: str) -> None:
 def test_the_ranks_of_a_job_of_a_sweep_have_its_run_folder(tmp_path: Path) -> None:
     """As above, with one job, and a password among the overrides, which Hydra writes into multirun.yaml."""
     env = stub_training(tmp_path, TELL)
-    given = ["--multirun", "model.seed=5", "trainer.devices=2"]
+    given = ["model.seed=5", "trainer.devices=2"]
     given += ["exp_manager.mlflow_logger_kwargs.tracking_uri=https://me:pass1word@host"]
-    done = run([*CLI, "dpo", *GOOD, *given], cwd=tmp_path, env=env)
+    done = run([*CLI, "dpo", "--multirun", "model", "rows.jsonl", *GOOD[2:], *given], cwd=tmp_path, env=env)
     assert (done.returncode, done.stderr) == (0, "")
     assert_run_folder_of_a_job(tmp_path, "dpo", 0, 5)
     record = (tmp_path / "results/gpt_dpo/multirun.yaml").read_text()
@@ -369,9 +370,7 @@ def test_flags_that_only_print(tmp_path: Path, recipe: Recipe) -> None:
     )
     assert yaml.safe_load(shown.stdout)["lr"] == 3e-6
     helped = run([*CLI, name, "--help"], cwd=tmp_path, env=env).stdout
-    assert helped.startswith(
-        f"{recipe.title} ({recipe.page})\n\n  nemo-kto {name} pretrained_checkpoint.restore_from_path=MODEL "
-    )
+    assert helped.startswith(f"{recipe.title} ({recipe.page})\n\n  nemo-kto {name} MODEL DATA [KEY=VALUE ...]\n")
     assert_names(helped, "torchrun", "--nproc-per-node", "4", "--no-python", "nemo-kto", f"{name}")
     for key in keys.all_keys(recipe):
         assert f"  {key.name}={key.default}\n      {key.comment}\n" in helped
@@ -379,9 +378,7 @@ def test_flags_that_only_print(tmp_path: Path, recipe: Recipe) -> None:
     assert helped.count("\n      ") == len(keys.all_keys(recipe))  # and no key of another
     script = str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py")
     helped = run([sys.executable, script, "--help"], cwd=tmp_path, env=env).stdout
-    assert helped.startswith(
-        f"{recipe.title} ({recipe.page})\n\n  python {script} pretrained_checkpoint.restore_from_path=MODEL "
-    )
+    assert helped.startswith(f"{recipe.title} ({recipe.page})\n\n  python {script} MODEL DATA [KEY=VALUE ...]\n")
     assert not (tmp_path / "results").exists()
 
 
@@ -390,7 +387,7 @@ def test_version_help_and_export(tmp_path: Path) -> None:
     assert run_interpreter([*CLI, "--version"], cwd=tmp_path, env=env).stdout == f"nemo-kto {nemo_kto.__version__}\n"
     helped = run(CLI, cwd=tmp_path, env=env).stdout
     for name in RECIPES:
-        assert f"  nemo-kto {name} pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA" in helped
+        assert f"  nemo-kto {name} MODEL DATA [KEY=VALUE ...]\n" in helped
         assert_names(helped, f"results/gpt_{name}/hf")
     assert "nemo-kto kto|dpo --help " in helped
     assert_names(helped, "CHECKPOINT", "OUT")
@@ -410,12 +407,7 @@ def test_the_slurm_script_passes_on_its_arguments(tmp_path: Path, name: str) -> 
     script = ["bash", str(REPOSITORY / "examples/slurm/train.sbatch")]
     given = [*script, name, "/model", "/a b.jsonl", "model.optim.betas=[0.9, 0.95]"]
     done = run(given, cwd=tmp_path, env=env)
-    handed_on = [
-        "OMP_NUM_THREADS=2",
-        "--kill-on-bad-exit=1",
-        "--label",
-        "--cpus-per-task=2",
-        "nemo-kto",
+    run_words = [
         name,
         "trainer.num_nodes=2",
         "trainer.devices=8",
@@ -424,15 +416,41 @@ def test_the_slurm_script_passes_on_its_arguments(tmp_path: Path, name: str) -> 
         "model.data.data_prefix=/a b.jsonl",
         "model.optim.betas=[0.9, 0.95]",
     ]
+    one_process = ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=16", "nemo-kto", "check"]
+    handed_on = [
+        "OMP_NUM_THREADS=2",
+        *one_process,
+        *run_words,
+        "OMP_NUM_THREADS=2",
+        "--kill-on-bad-exit=1",
+        "--label",
+        "--cpus-per-task=2",
+        "nemo-kto",
+        *run_words,
+    ]
     assert done.stdout.splitlines() == handed_on
 
     # A task of an array, with its own CPUs per task and threads per rank.
     (tmp_path / "rates").write_text("model.optim.lr=1\nmodel.optim.lr=2 'model.optim.betas=[0.8, 0.9]'\n")
     array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2", "SLURM_CPUS_PER_TASK": "4", "SWEEP": "rates"}
     done = run(given, cwd=tmp_path, env=env | array | {"OMP_NUM_THREADS": "3"})
-    changed = {0: "OMP_NUM_THREADS=3", 3: "--cpus-per-task=4", 8: "exp_manager.name=mine-5_2"}
-    expected = [changed.get(index, word) for index, word in enumerate(handed_on)]
-    assert done.stdout.splitlines() == [*expected, "model.optim.lr=2", "model.optim.betas=[0.8, 0.9]"]
+    changed = {"OMP_NUM_THREADS=2": "OMP_NUM_THREADS=3", "--cpus-per-task=2": "--cpus-per-task=4"}
+    changed |= {"exp_manager.name=mine-7": "exp_manager.name=mine-5_2"}
+    check, ranks = [changed.get(word, word) for word in handed_on[:14]], [changed.get(word, word) for word in handed_on[14:]]
+    swept = ["model.optim.lr=2", "model.optim.betas=[0.8, 0.9]"]
+    assert done.stdout.splitlines() == [*check, *swept, *ranks, *swept]
+
+
+def test_the_slurm_script_starts_no_rank_after_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text('#!/bin/bash\necho started\nexit "$STATUS"\n')
+    (tmp_path / "srun").chmod(0o755)
+    job = {"CPUS_ON_NODE": "2", "NTASKS_PER_NODE": "2", "JOB_NUM_NODES": "1", "JOB_NAME": "mine", "JOB_ID": "7"}
+    env = environment() | {f"SLURM_{key}": value for key, value in job.items()}
+    env["PATH"] = f"{tmp_path}:{env['PATH']}"
+    script = ["bash", str(REPOSITORY / "examples/slurm/train.sbatch"), "kto", "/model", "/rows.jsonl"]
+    for status, started in ((0, 2), (1, 2), (2, 1)):
+        done = run(script, cwd=tmp_path, env=env | {"STATUS": str(status)})
+        assert (done.returncode, done.stdout) == (status, "started\n" * started)
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,10 @@ def start_table(model: Path, steps: str) -> list[object]:
         "  adapters    none",
         "  train       51 rows (30 desirable, 21 undesirable), 2,529 tokens, 16 prompts truncated",
         "  validation  13 rows (5 desirable, 8 undesirable), 745 tokens, 6 prompts truncated",
+        "  balance     desirable / undesirable = 1.429 (recommended: 1 to 4/3)",
         f"  steps       {steps}",
         Naming("8", "4"),
+        "  sequences   at most 64 tokens (set by the user)",
         "  layout      1 rank",
         f"  device      CPU, {device.device_name()}, 1 thread a rank",
         Naming("32", "precision"),
@@ -163,8 +165,7 @@ def test_a_resumed_run_that_finishes(stopped_and_resumed: tuple[Path, list[list[
         Naming("warning", "validation", "prompt", "6", "13", "model.data.seq_length=64"),
         Naming("warning", "train", "3", "51", "model.global_batch_size=8"),
     ]
-    assert_names(warnings[3], "warning", "desirable_loss_weight", "desirable")
-    assert len(warnings) == 4
+    assert len(warnings) == 3
     assert "estimated time: N s (N s a step)" in errors
 
 

@@ -56,7 +56,7 @@ DATA = "nemo_kto.data.tokens.cache TokenCache.open 1"
 LOADING = "nemo_kto.run.build build_policy 1"
 REFERENCE = "nemo_kto.models.engine.engine LogProbEngine.logprobs 2"
 SAVE = "nemo_kto.checkpoint.manager CheckpointManager.save 1"
-EXPORT = "nemo_kto.run.finish export_policy 1"
+EXPORT = "nemo_kto.run.lifecycle export_policy 1"
 
 
 def pass_of_model(number: int) -> str:

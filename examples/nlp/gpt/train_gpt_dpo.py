@@ -1,6 +1,6 @@
 """DPO and its variants, of a GPT model, with the command line of NeMo-Aligner:
 
-    python examples/nlp/gpt/train_gpt_dpo.py pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA
+    python examples/nlp/gpt/train_gpt_dpo.py MODEL DATA
 
 The configuration is conf/gpt_dpo.yaml; `nemo-kto dpo` is the same.
 """

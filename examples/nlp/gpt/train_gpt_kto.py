@@ -1,6 +1,6 @@
 """KTO of a GPT model, with the command line of NeMo-Aligner:
 
-    python examples/nlp/gpt/train_gpt_kto.py pretrained_checkpoint.restore_from_path=MODEL model.data.data_prefix=DATA
+    python examples/nlp/gpt/train_gpt_kto.py MODEL DATA
 
 The configuration is conf/gpt_kto.yaml; `nemo-kto kto` is the same.
 """

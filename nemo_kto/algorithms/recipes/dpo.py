@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from nemo_kto.data.batches.dataset import DPODataset, DPOExample, Splits
     from nemo_kto.data.batches.loader import DPOCosts, SequenceCost
     from nemo_kto.data.inspect.preview import Preview
-    from nemo_kto.models.engine.sequences import SequenceBatch
     from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 
 
@@ -55,16 +54,13 @@ class DPORecipe(Recipe):
     ) -> Iterator[str]:
         return show.dpo(dataset, batch, with_rewards=loss.needs_rewards)
 
-    def sequences(self, batch: DPOBatch) -> tuple[SequenceBatch, ...]:
+    def model_class(self) -> type[MegatronGPTDPOModel]:
         from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 
-        return MegatronGPTDPOModel.sequences(batch)
+        return MegatronGPTDPOModel
 
-    def model(self, section: DPOLossConfig, examples: DPODataset, *, lr: float) -> Callable[..., MegatronGPTDPOModel]:
-        from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
-
-        token_mean, completion_only = section.sft_token_mean, section.sft_completion_only
-        return partial(MegatronGPTDPOModel, sft_token_mean=token_mean, sft_completion_only=completion_only)
+    def model_options(self, section: DPOLossConfig, examples: DPODataset) -> dict[str, bool]:
+        return {"sft_token_mean": section.sft_token_mean, "sft_completion_only": section.sft_completion_only}
 
     def trainer(self, collate_fn: Callable[[Any], Any]) -> Callable[..., DPOTrainer]:
         from nemo_kto.algorithms.dpo import DPOTrainer

@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # these take seconds to import, and the command line does not
     from nemo_kto.data.batches.dataset import Splits
     from nemo_kto.data.batches.loader import SequenceCost
     from nemo_kto.data.inspect.preview import Preview
-    from nemo_kto.models.engine.sequences import SequenceBatch
     from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 
 Weight = Annotated[float, Ge(0)]
@@ -123,15 +122,20 @@ class Recipe(ABC):
         """
 
     @abstractmethod
-    def sequences(self, batch: Any) -> tuple[SequenceBatch, ...]:
-        """Return the sequences of a batch for which the reference computes log-probs."""
+    def model_class(self) -> type[MegatronGPTModel]:
+        """Return the class of the model."""
 
     @abstractmethod
-    def model(self, section: Any, examples: Any, *, lr: float) -> Callable[..., MegatronGPTModel]:
-        """Return a function that builds the model from engine, reference, objective and phase.
+    def model_options(self, section: Any, examples: Any) -> dict[str, Any]:
+        """Return the algorithm-specific arguments of the model; ``examples`` is the training dataset."""
 
-        ``examples`` is the training dataset.
-        """
+    def warnings(self, section: Any, examples: Any, *, lr: float) -> list[str]:
+        """Return warnings about settings that do not fit the training dataset."""
+        return []
+
+    def start_lines(self, section: Any, examples: Any) -> dict[str, str]:
+        """Return the algorithm-specific lines about the training dataset in the table at the start of a run."""
+        return {}
 
     @abstractmethod
     def trainer(self, collate_fn: Callable[[Any], Any]) -> Callable[..., DPOTrainer]:

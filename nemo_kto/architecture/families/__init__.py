@@ -1,4 +1,4 @@
-"""Tables of the model families. A new family is a new file of this folder with an object of the class ``Family``."""
+"""Tables of the model families. A new family is an object of the class ``Family`` in a file of this folder."""
 
 from __future__ import annotations
 
@@ -7,17 +7,8 @@ import pkgutil
 
 from nemo_kto.architecture.families.table import ExpertFields, Experts, Family, Layers, ParamMapping, Split, Temperature
 
-__all__ = ["FAMILIES", "ExpertFields", "Experts", "Family", "Layers", "ParamMapping", "Split", "Temperature", "find_family"]
+__all__ = ["FAMILIES", "ExpertFields", "Experts", "Family", "Layers", "ParamMapping", "Split", "Temperature"]
 
 _MODULES = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
 _FOUND = [value for module in _MODULES for value in vars(module).values() if isinstance(value, Family)]
 FAMILIES = {family.hf_architecture: family for family in sorted(_FOUND, key=lambda family: family.name)}
-
-
-def find_family(hf_architecture: str) -> Family:
-    """Return the table of an architecture; without one, a ValueError lists the supported architectures."""
-    if hf_architecture not in FAMILIES:
-        raise ValueError(
-            f"the architecture must be one of {', '.join(FAMILIES)}, got {hf_architecture!r}; choose another model"
-        )
-    return FAMILIES[hf_architecture]

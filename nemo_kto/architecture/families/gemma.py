@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from nemo_kto.architecture.families.fields import ABSENT, ModelFields, Positive
 from nemo_kto.architecture.families.mappings import DENSE, POST_NORMS, qk_norms, renamed
-from nemo_kto.architecture.families.table import Family, rope_by_layer_type, window_by_layer_type
+from nemo_kto.architecture.families.table import SLIDING_LAYERS, Family
 
 
 class GemmaFields(ModelFields):
@@ -33,7 +33,7 @@ GEMMA2 = Family(
         "logit_softcap": "final_logit_softcapping",
     },
     activation=("hidden_activation", "gelu_pytorch_tanh"),
-    windows=window_by_layer_type,
+    window=SLIDING_LAYERS,
     own_head_dim=True,
 )
 # no cap on the scores, query and key norms, and a separate RoPE for sliding-window layers
@@ -44,6 +44,5 @@ GEMMA3 = replace(
     mappings=GEMMA2.mappings + qk_norms("head", "head"),
     flags={**GEMMA2.flags, "qk_norm": True},
     numbers={name: theirs for name, theirs in GEMMA2.numbers.items() if name != "attention_softcap"},
-    rope=rope_by_layer_type,
     local_rope=True,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nemo_kto.architecture.families.fields import ABSENT, ModelFields, Positive
 from nemo_kto.architecture.families.mappings import DENSE, HF, MCORE, joined_experts, without
-from nemo_kto.architecture.families.table import ExpertFields, Family, ParamMapping, Split, window_by_layer_type
+from nemo_kto.architecture.families.table import SLIDING_LAYERS, ExpertFields, Family, ParamMapping, Split
 
 
 class GptOssFields(ModelFields):
@@ -24,7 +24,7 @@ GPT_OSS = Family(
     fields=GptOssFields,
     flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias", "sinks": True, "expert_bias": True},
     numbers={"swiglu_alpha": "swiglu_alpha", "swiglu_limit": "swiglu_limit"},
-    windows=window_by_layer_type,
+    window=SLIDING_LAYERS,
     own_head_dim=True,
     mxfp4=True,
     experts=ExpertFields(),

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 from nemo_kto.architecture.families.fields import ABSENT, Count, Indices, ModelFields, Positive
 from nemo_kto.architecture.families.mappings import DENSE, joined_experts, shared_expert, with_experts
 from nemo_kto.architecture.families.table import (
+    CHUNKED_LAYERS,
     ExpertFields,
     Family,
     Split,
     Temperature,
-    chunks_by_layer_type,
-    no_rope_layers,
 )
 
 if TYPE_CHECKING:
@@ -47,9 +46,8 @@ LLAMA4 = Family(
     mappings=with_experts(_MLPS, (*joined_experts(_BLOCK, Split.GATED), *shared_expert(_BLOCK))),
     fields=Llama4Fields,
     flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias", "rotated_norm": "use_qk_norm"},
-    windows=chunks_by_layer_type,
-    chunked=True,
-    rotates=no_rope_layers,
+    window=CHUNKED_LAYERS,
+    no_rope_layers=True,
     interleaved_rotary=True,
     temperature=_temperature,
     own_head_dim=True,

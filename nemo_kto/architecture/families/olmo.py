@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nemo_kto.architecture.families.mappings import DENSE, POST_NORMS, qk_norms, without
-from nemo_kto.architecture.families.table import Family, rope_by_layer_type, window_by_layer_type
+from nemo_kto.architecture.families.table import SLIDING_LAYERS, Family
 
 OLMO2 = Family(
     name="olmo2",
@@ -25,7 +25,6 @@ OLMO3 = replace(
     OLMO2,
     name="olmo3",
     hf_architecture="Olmo3ForCausalLM",
-    windows=window_by_layer_type,
-    rope=rope_by_layer_type,
+    window=SLIDING_LAYERS,
     local_rope=True,
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from nemo_kto.architecture.families.fields import ABSENT, Count, Indices, ModelFields, PartCount
 from nemo_kto.architecture.families.mappings import DENSE, qk_norms, separate_experts, shared_expert, sparse, with_experts
-from nemo_kto.architecture.families.table import ExpertFields, Family, Split, window_by_layer_type, window_everywhere
+from nemo_kto.architecture.families.table import SLIDING, SLIDING_LAYERS, ExpertFields, Family, Split
 
 
 class QwenMoeFields(ModelFields):
@@ -36,7 +36,7 @@ QWEN2 = Family(
     hf_architecture="Qwen2ForCausalLM",
     mappings=DENSE,
     flags={"qkv_bias": True},
-    windows=window_by_layer_type,
+    window=SLIDING_LAYERS,
 )
 # Qwen 1.5 and 2 with narrow experts and a shared expert
 QWEN2_MOE = Family(
@@ -45,7 +45,7 @@ QWEN2_MOE = Family(
     mappings=with_experts(DENSE, (*_EXPERTS, *shared_expert("mlp"), _SHARED_GATE)),
     fields=QwenMoeFields,
     flags={"qkv_bias": "qkv_bias"},
-    windows=window_by_layer_type,
+    window=SLIDING_LAYERS,
     experts=replace(_EXPERT_FIELDS, shared_ffn_hidden_size="shared_expert_intermediate_size"),
 )
 # Qwen 3: a norm on every query and key head, and a head size that is set separately
@@ -54,7 +54,7 @@ QWEN3 = Family(
     hf_architecture="Qwen3ForCausalLM",
     mappings=DENSE + qk_norms("head", "head"),
     flags={"qk_norm": True, "qkv_bias": "attention_bias", "output_bias": "attention_bias"},
-    windows=window_by_layer_type,
+    window=SLIDING_LAYERS,
     own_head_dim=True,
 )
 # Qwen 3 with many narrow experts, in some models not in every layer
@@ -64,6 +64,6 @@ QWEN3_MOE = Family(
     mappings=with_experts(QWEN3.mappings, _EXPERTS),
     fields=QwenMoeFields,
     flags=QWEN3.flags,
-    windows=window_everywhere,
+    window=SLIDING,
     experts=_EXPERT_FIELDS,
 )

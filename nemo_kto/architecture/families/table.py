@@ -8,11 +8,17 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from nemo_kto.architecture.families.fields import ModelFields
+from nemo_kto.architecture.rope import rope_settings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Windows = tuple[int | None, ...]
+
+# Values of ``Family.window``.
+SLIDING = ("sliding_window", "")
+SLIDING_LAYERS = ("sliding_window", "sliding_attention")
+CHUNKED_LAYERS = ("attention_chunk_size", "chunked_attention")
 
 
 class Layers(Enum):
@@ -129,72 +135,6 @@ class ParamMapping:
         return self.of_expert and not any("{expert}" in name for name in self.hf_names)
 
 
-def no_window(config: PretrainedConfig) -> Windows:
-    """Return no window for any layer: each attends to all previous tokens."""
-    return (None,) * config.num_hidden_layers
-
-
-def window_everywhere(config: PretrainedConfig) -> Windows:
-    """Return a window of the last ``sliding_window`` tokens for every layer, or none if it is null."""
-    return (config.sliding_window,) * config.num_hidden_layers
-
-
-def window_by_layer_type(config: PretrainedConfig) -> Windows:
-    """Return a window of the last ``sliding_window`` tokens for the layers that ``layer_types`` selects.
-
-    Raises ValueError if a layer type is neither full_attention nor sliding_attention, or the window has no token.
-    """
-    if "sliding_attention" in config.layer_types and config.sliding_window == 0:
-        raise ValueError("sliding_window must be at least 1 where layer_types has sliding_attention, got 0; correct one")
-    return _by_layer_type(config, {"full_attention": None, "sliding_attention": config.sliding_window})
-
-
-def chunks_by_layer_type(config: PretrainedConfig) -> Windows:
-    """Return chunks of ``attention_chunk_size`` tokens for the layers that ``layer_types`` selects.
-
-    In such a layer a token attends only to its chunk. Raises ValueError if a layer type is neither full_attention nor
-    chunked_attention, or the chunk size is missing.
-    """
-    if "chunked_attention" in config.layer_types and config.attention_chunk_size is None:
-        raise ValueError("attention_chunk_size must be given where layer_types has chunked_attention, got null; add it")
-    return _by_layer_type(config, {"full_attention": None, "chunked_attention": config.attention_chunk_size})
-
-
-def _by_layer_type(config: PretrainedConfig, windows: Mapping[str, int | None]) -> Windows:
-    if unknown := sorted(set(config.layer_types) - set(windows)):
-        raise ValueError(f"layer_types must be of {', '.join(windows)}, got {', '.join(unknown)}; choose another model")
-    return tuple(windows[kind] for kind in config.layer_types)
-
-
-def every_layer_rotates(config: PretrainedConfig) -> tuple[bool, ...]:
-    """Return True for every layer: all have rotary embeddings."""
-    return (True,) * config.num_hidden_layers
-
-
-def no_rope_layers(config: PretrainedConfig) -> tuple[bool, ...]:
-    """Return ``no_rope_layers`` as bools: despite its name it has a 1 for each layer that has rotary embeddings."""
-    return tuple(bool(entry) for entry in config.no_rope_layers[: config.num_hidden_layers])
-
-
-def one_rope(config: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
-    """Return the configuration unchanged: all layers have the same RoPE."""
-    return config
-
-
-def rope_by_layer_type(config: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
-    """Return a configuration in which the RoPE of one layer type is that of all layers.
-
-    Older configurations have ``rope_local_base_freq`` instead of one entry per layer type in ``rope_parameters``.
-    """
-    parameters = config.get("rope_parameters") or {}
-    if layer_type in parameters:
-        return {**config, "rope_parameters": parameters[layer_type], "rope_scaling": None}
-    if layer_type == "sliding_attention":
-        theta = config.get("rope_local_base_freq", config.get("rope_theta"))
-        return {**config, "rope_parameters": None, "rope_scaling": None, "rope_theta": theta}
-    return config
-
-
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """Everything the project knows about a model family."""
@@ -207,19 +147,63 @@ class Family:
     flags: Mapping[str, str | bool] = field(default_factory=dict)
     # numeric attribute of ``Architecture`` -> field of the configuration
     numbers: Mapping[str, str] = field(default_factory=dict)
+    # Linear layers that have other names than in Llama's files, with Llama's name for each, which LoRA's settings use.
+    module_names: Mapping[str, str] = field(default_factory=dict)
     activation: tuple[str, str] = ("hidden_act", "silu")  # field that names the MLP's activation, and the required name
-    # tokens each layer attends to, with the current one; None for all
-    windows: Callable[[PretrainedConfig], Windows] = no_window
-    chunked: bool = False  # a window does not slide; it is the chunk of the sequence that contains the token
-    rotates: Callable[[PretrainedConfig], tuple[bool, ...]] = every_layer_rotates  # whether each layer has RoPE
+    # Field with the number of tokens that a layer attends to, with the current one, and the type in ``layer_types`` of the
+    # layers to which it applies, empty for all layers.
+    window: tuple[str, str] = ("", "")
+    no_rope_layers: bool = False  # the configuration names layers without RoPE
     interleaved_rotary: bool = False  # neighbouring channels of a head are rotated together, not channels half a head apart
     # Attention temperature scaling of layers without rotary embeddings; None for no scaling.
     temperature: Callable[[PretrainedConfig], Temperature | None] = lambda config: None
-    # Reduces a configuration to the RoPE of one layer type (full_attention, sliding_attention).
-    rope: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = one_rope
+    yarn_is_longrope: bool = False  # transformers reads the RoPE type yarn as longrope
     partial_rotary: bool = False  # ``partial_rotary_factor`` may limit the rotation to the first channels of each head
     local_rope: bool = False  # sliding-window layers have a separate RoPE
     own_head_dim: bool = False  # the default head size is not the hidden size divided by the number of heads
     mxfp4: bool = False  # files may have the matrices of experts in MXFP4, which are dequantized when they are read
     dense_width: str = "intermediate_size"  # field with the MLP width of layers without experts
     experts: ExpertFields | None = None  # None for a dense family
+
+    @property
+    def chunked(self) -> bool:
+        """Whether a window does not slide, but is the chunk of the sequence that contains the token."""
+        return self.window == CHUNKED_LAYERS
+
+    def windows(self, config: PretrainedConfig) -> Windows:
+        """Return the number of tokens that each layer attends to, with the current one; None for all previous tokens.
+
+        Raises ValueError if the window has no tokens, or a layer is of another type.
+        """
+        field_name, layer_type = self.window
+        size = getattr(config, field_name) if field_name else None
+        if not layer_type:
+            return (size,) * config.num_hidden_layers
+        if layer_type in config.layer_types and size == 0:
+            raise ValueError(f"{field_name} must be at least 1 where layer_types has {layer_type}, got 0; correct one")
+        if layer_type in config.layer_types and size is None and self.chunked:
+            raise ValueError(f"{field_name} must be given where layer_types has {layer_type}, got null; add it")
+        sizes = {"full_attention": None, layer_type: size}
+        if unknown := sorted(set(config.layer_types) - set(sizes)):
+            raise ValueError(f"layer_types must be of {', '.join(sizes)}, got {', '.join(unknown)}; choose another model")
+        return tuple(sizes[kind] for kind in config.layer_types)
+
+    def rotates(self, config: PretrainedConfig) -> tuple[bool, ...]:
+        """Return whether each layer has RoPE; despite its name, ``no_rope_layers`` has a 1 for each that has it."""
+        marks = config.no_rope_layers if self.no_rope_layers else [1] * config.num_hidden_layers
+        return tuple(map(bool, marks[: config.num_hidden_layers]))
+
+    def rope(self, config: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
+        """Return a configuration whose RoPE is that of one layer type (full_attention, sliding_attention) in all layers.
+
+        Older configurations have ``rope_local_base_freq`` instead of one entry per layer type in ``rope_parameters``.
+        """
+        settings, parameters = rope_settings(config), config.get("rope_parameters") or {}
+        if self.yarn_is_longrope and settings.get("rope_type", settings.get("type")) == "yarn":
+            return {**config, "rope_scaling": None, "rope_parameters": {**settings, "rope_type": "longrope"}}
+        if self.local_rope and layer_type in parameters:
+            return {**config, "rope_scaling": None, "rope_parameters": parameters[layer_type]}
+        if self.local_rope and layer_type == "sliding_attention":
+            theta = config.get("rope_local_base_freq", config.get("rope_theta"))
+            return {**config, "rope_scaling": None, "rope_parameters": None, "rope_theta": theta}
+        return config

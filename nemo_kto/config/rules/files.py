@@ -23,9 +23,9 @@ from nemo_kto.architecture.lora import (
     embedding_problem,
     hf_module,
 )
-from nemo_kto.architecture.rope import longest_sequence
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, is_our_adapter, read_adapter_settings
 from nemo_kto.artifacts.checkpoint_files import INFO, check_checkpoint
+from nemo_kto.artifacts.hub import remedy_for_missing
 from nemo_kto.artifacts.safetensors_files import find_weights, is_our_model
 from nemo_kto.artifacts.sources import check_same_shape, find_source, irregular_files, is_peft_folder, is_whole_model
 from nemo_kto.artifacts.tokenizer_files import check_tokenizer, has_chat_template
@@ -47,12 +47,11 @@ _SELECTION, _SCHEME = "model.peft.lora_tuning.layer_selection", "model.peft.peft
 
 def file_rules(run: ResolvedRun) -> Errors:
     """Find all errors in the named files and folders."""
-    cfg, files = run.cfg, run.files
+    files, reference = run.files, run.reference_folder
     yield from _missing_files(run)
-    reference = cfg.model.reference.restore_from_path
     wrong = [*_source_rules(_MODEL, files)]
-    if reference is not None and Path(reference) != files.source:
-        wrong += _source_rules(_REFERENCE, ModelFiles(source=Path(reference)))
+    if reference is not None and reference != files.source:
+        wrong += _source_rules(_REFERENCE, ModelFiles(source=reference))
     yield from wrong or _use_of_sources(run)
     try:
         config, family = files.config
@@ -79,9 +78,11 @@ def _missing_files(run: ResolvedRun) -> Errors:
     elif not any(os.path.isfile(source / file) for file in (CONFIG, INFO)):
         form = f"must be a Hugging Face folder (with {CONFIG}) or one of our checkpoints (with {INFO})"
         got = f"{source}{irregular_files(source)}"
-        yield ConfigError(_MODEL, f"{form}, got {got}; download it or correct the path", about_files=True)
+        remedy = remedy_for_missing(source, "download it or correct the path")
+        yield ConfigError(_MODEL, f"{form}, got {got}; {remedy}", about_files=True)
     if adapter is not None and not os.path.isfile(adapter / ADAPTER_CONFIG):
-        text = f"must be a folder in PEFT format (with {ADAPTER_CONFIG}), got {adapter}; correct the path"
+        remedy = remedy_for_missing(adapter, "correct the path")
+        text = f"must be a folder in PEFT format (with {ADAPTER_CONFIG}), got {adapter}; {remedy}"
         yield ConfigError(_ADAPTER, text, about_files=True)
     prefix = run.cfg.model.data.data_prefix
     missing = [path for path in _paths_in(prefix) if not is_remote(path) and not os.path.exists(path)]
@@ -135,7 +136,7 @@ def _source_rules(key: str, files: ModelFiles) -> Errors:
 
 def _use_of_sources(run: ResolvedRun) -> Errors:
     """Check that existing folders of policy and reference fit their use, so that all named folders are used."""
-    source, base, reference = run.files.source, run.files.source, run.cfg.model.reference.restore_from_path
+    source, base, reference = run.files.source, run.files.source, run.reference_folder
     if run.files.is_checkpoint or is_whole_model(source):
         try:
             policy = run.files.own
@@ -151,7 +152,7 @@ def _use_of_sources(run: ResolvedRun) -> Errors:
                 text = f"must be null if {_MODEL} contains adapters, got {run.files.adapter_folder}; set one of the two"
                 yield ConfigError(_ADAPTER, text, (_MODEL,))
     if reference is not None:
-        wrong = error_of(lambda: check_same_shape(base, find_source(Path(reference), default_base=base).base))
+        wrong = error_of(lambda: check_same_shape(base, find_source(reference, default_base=base).base))
         if wrong is not None:
             yield ConfigError(_REFERENCE, wrong, (_MODEL,), about_files=True)
 
@@ -166,9 +167,8 @@ def _model_rules(run: ResolvedRun, config: dict[str, Any], family: Family | None
     if is_dense and width is not None and width % shards:
         text = f"must divide intermediate_size = {width} of {source}, got {shards}; use {divisor_below(width, shards)}"
         yield ConfigError("model.tensor_model_parallel_size", text, (_MODEL,))
-    limits = longest_sequence(config if family is None else family.rope(config, "full_attention"))
-    (name, positions), length = limits, model.data.seq_length
-    if positions is not None and length > positions:
+    name, positions = ("", None) if family is None else run.files.longest_sequence
+    if positions is not None and (length := run.cfg.seq_length) > positions:
         text = f"must be at most {name} = {positions} of {source}, got {length}; use {positions} or fewer"
         yield ConfigError("model.data.seq_length", text, (_MODEL,))
 

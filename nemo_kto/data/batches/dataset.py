@@ -72,6 +72,7 @@ class SplitCounts:
     rows: int  # examples or pairs
     desirable: int | None  # None for pairs
     tokens: int  # in prompts and answers, after truncation; the prompt of a pair counts once per answer
+    longest: int  # tokens of the longest prompt and of the longest answer; no sequence, also of a KL example, has more
     cut_prompts: int  # examples or pairs with a truncated prompt
     cut_responses: int  # examples or pairs with any truncated answer
 
@@ -181,15 +182,18 @@ class _TokenDataset(torch.utils.data.Dataset[Example]):
     @cached_property
     def counts(self) -> SplitCounts:
         """Counts of the split; computing them takes a second for ten million examples."""
-        tokens = 0
+        tokens, longest = 0, dict[str, int]()
         for name in self._sequences:
             chunks = self._table.data.column(name).chunks
-            lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])
-            tokens += int(lengths[self._index].sum(dtype=np.int64))
+            lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])[self._index]
+            tokens += int(lengths.sum(dtype=np.int64))
+            longest[name] = int(lengths.max(initial=0))
+        prompt = longest.pop("prompt_ids")
         return SplitCounts(
             rows=len(self),
             desirable=self._number_of("desirable") if "desirable" in self._table.column_names else None,
             tokens=tokens,
+            longest=prompt + max(longest.values()),
             cut_prompts=self._number_of("prompt_cut"),
             cut_responses=self._number_of("response_cut"),
         )

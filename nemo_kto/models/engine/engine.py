@@ -24,12 +24,12 @@ from torch import Tensor
 from nemo_kto.device import device
 from nemo_kto.distributed.collectives import (
     from_last_stage,
-    largest_over_data_parallel,
     leads_context_parallel,
     sum_over_context_parallel,
 )
 from nemo_kto.distributed.gradients import bucket_groups, finish_gathers
 from nemo_kto.distributed.logprobs import check_targets, vocab_parallel_logprobs
+from nemo_kto.distributed.state import max_over_ranks
 from nemo_kto.losses.sequence import IGNORED, sequence_sums
 from nemo_kto.models.engine.sequences import MicroBatch, MicroBatchLimits, SequenceBatch
 from nemo_kto.models.flops import ModelFlops, Passes
@@ -87,7 +87,6 @@ class LogProbEngine:
             for group in bucket_groups(chunk):
                 group.check_grads = partial(self._note_gradients, group)
 
-    @torch.no_grad()
     def logprobs(self, *parts: SequenceBatch) -> Tensor:
         """Return the log-prob of each response, part after part: [B], fp32, on the CPU, the same on every pipeline stage."""
         return from_last_stage(torch.cat([self._local_logprobs(sequences) for sequences in parts])).cpu()
@@ -105,7 +104,7 @@ class LogProbEngine:
 
         if micro_batches := self._micro_batches(sequences, limits):
             schedule = self._schedule(micro_batches, collect, forward_only=True)
-            with self._evaluation_mode(), constant_weights(self.chunks):
+            with self._mode(forward_only=True):
                 schedule(collect_non_loss_data=True)
         return logps_B
 
@@ -122,14 +121,10 @@ class LogProbEngine:
         micro_batches = self._micro_batches(sequences, self.limits)
         if forward_only and not micro_batches:
             return []
+        if not forward_only:
+            self._local_norms = []
         schedule = self._schedule(micro_batches, loss, forward_only=forward_only)
-        if forward_only:
-            with torch.no_grad(), self._evaluation_mode(), constant_weights(self.chunks):
-                return schedule()
-        self._local_norms = []
-        for chunk in self.chunks:
-            chunk.train()
-        with constant_weights(self.chunks):
+        with self._mode(forward_only=forward_only):
             return schedule()
 
     def balance_sums(self) -> dict[str, float]:
@@ -155,8 +150,8 @@ class LogProbEngine:
         """Return whether the trainable weights of this rank are finite: 0-d bool, on the device; collective."""
         finish_gathers(self.chunks)
         trained = [weight.detach() for chunk in self.chunks for weight in chunk.parameters() if weight.requires_grad]
-        largest = [torch.linalg.vector_norm(weight, ord=math.inf).float() for weight in trained]  # no temporary copies
-        return self._all_finite(largest)
+        # the largest values; isfinite of the weights themselves would need temporary copies
+        return self._all_finite([torch.linalg.vector_norm(weight, ord=math.inf).float() for weight in trained])
 
     @staticmethod
     def _all_finite(values: Sequence[Tensor]) -> Tensor:
@@ -186,7 +181,22 @@ class LogProbEngine:
         Data-parallel ranks among which experts are partitioned exchange tokens in every pass, so they must run the same
         number of passes: a rank with fewer micro-batches adds empty ones.
         """
-        return largest_over_data_parallel if experts_span_copies(self._config) else int
+        if not experts_span_copies(self._config):
+            return int
+        return partial(max_over_ranks, group=parallel_state.get_data_parallel_group())
+
+    @contextlib.contextmanager
+    def _mode(self, *, forward_only: bool) -> Iterator[None]:
+        """Context for passes: in evaluation and without gradient if ``forward_only``; weights do not change inside it."""
+        was_training = self.chunks[0].training
+        for chunk in self.chunks:
+            chunk.train(not forward_only)
+        try:
+            with torch.set_grad_enabled(not forward_only), constant_weights(self.chunks):
+                yield
+        finally:
+            for chunk in self.chunks:
+                chunk.train(was_training or not forward_only)
 
     def _schedule(
         self, micro_batches: list[MicroBatch], loss: Callable[..., object], *, forward_only: bool
@@ -255,17 +265,6 @@ class LogProbEngine:
             average=self.average_log_probs,
             over_ranks=sum_over_context_parallel,
         )
-
-    @contextlib.contextmanager
-    def _evaluation_mode(self) -> Iterator[None]:
-        was_training = self.chunks[0].training
-        for chunk in self.chunks:
-            chunk.eval()
-        try:
-            yield
-        finally:
-            for chunk in self.chunks:
-                chunk.train(was_training)
 
 
 def _finalize_gradients(chunks: list[torch.nn.Module], num_examples: Tensor, **options: Any) -> None:

@@ -18,9 +18,23 @@ from nemo_kto.device import device
 from nemo_kto.distributed.gradients import added_to_main_grad, main_grad_of
 
 
-class _RMSNorm(torch.nn.RMSNorm):
+class TorchNorm(torch.nn.RMSNorm):
+    """RMS norm with the call signature of megatron-core's norms.
+
+    With sequence parallelism every rank of a tensor-parallel group normalises its own part of the sequence, so the gradient
+    of the weight is a partial sum. The weight has the attribute ``sequence_parallel``, by which megatron-core selects the
+    gradients that it sums over the group.
+    """
+
     returns_residual = False  # megatron-core >= 0.18 reads it from every norm
-    zero_centered = False  # True: the factor is 1 + weight
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        """Build the norm over a last dimension of ``hidden_size``; ValueError if ``config.normalization`` is not RMSNorm."""
+        if config.normalization != "RMSNorm":
+            raise ValueError(f"normalization must be RMSNorm, got {config.normalization!r}")
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device.current_device())
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.zero_centered = config.layernorm_zero_centered_gamma  # True: the factor is 1 + weight
 
     def forward(self, x: Tensor) -> Tensor:
         if not device.on_gpu() and x.dtype == torch.float32:  # torch has no CPU kernel for it and combines eight others
@@ -62,26 +76,6 @@ class _CPURMSNorm(torch.autograd.Function):
 def unit_norm(x: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) over the last dimension, computed in fp32 and without a weight."""
     return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
-
-
-class TorchNorm:
-    """Builder of an RMS norm, with the call signature of megatron-core's own norm builder.
-
-    With sequence parallelism every rank of a tensor-parallel group normalises its own part of the sequence, so the gradient
-    of the weight is a partial sum. The weight has the attribute ``sequence_parallel``, by which megatron-core selects the
-    gradients that it sums over the group.
-    """
-
-    def __new__(  # type: ignore[misc]  # a builder that reads like a class, as the layer spec expects
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
-    ) -> torch.nn.Module:
-        """Build the norm over a last dimension of ``hidden_size``; ValueError if ``config.normalization`` is not RMSNorm."""
-        if config.normalization != "RMSNorm":
-            raise ValueError(f"normalization must be RMSNorm, got {config.normalization!r}")
-        norm = _RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype, device=device.current_device())
-        norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        norm.zero_centered = config.layernorm_zero_centered_gamma
-        return norm
 
 
 class AllHeadsNorm(torch.nn.Module):

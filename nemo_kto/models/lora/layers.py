@@ -4,13 +4,22 @@ In a column-parallel layer A is replicated over tensor-parallel ranks and B is s
 sharded by columns and B is replicated. Only the product A x, whose width is the rank of the adapter, is communicated. DoRA's
 magnitudes are sharded like the rows of B. For a row-parallel layer they need the squares of each row summed over the ranks,
 once for all micro-batches of a pass.
+
+DoRA (Liu et al. 2024, arXiv 2402.09353) trains magnitudes for the rows of adapted weights. With m the magnitudes, [out],
+and ||.|| the norm of each row (equation 5):
+
+    y = m / ||W + s B A|| * (W x + s B A x) + bias
+
+The norm in the denominator is treated as a constant in the backward pass (section 4.3). The trained parameter is
+m - ||W||, which starts at zero like B: its gradient is that of m, the initial model equals the base model bit for bit, and
+bf16 keeps small updates of m, which it would round away in a sum with ||W||.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,12 +40,69 @@ from torch import Tensor, nn
 
 from nemo_kto.architecture.lora import LORA_A, LORA_B, LORA_MAGNITUDE
 from nemo_kto.device import device
-from nemo_kto.models.layers.embedding import SparseGradEmbedding
-from nemo_kto.models.lora.dora import Change, RowNorms, row_norms
+from nemo_kto.models.gpt import SparseGradEmbedding
 
 Metadata = dict[str, torch.distributed.ProcessGroup]  # process groups that megatron-core passes to every layer
 Offsets = tuple[tuple[int, int, int], ...]  # (dimension, index of the shard, number of shards) of a sharded module
 Output = tuple[Tensor, Tensor | None]  # output, and the bias if the caller is to add it
+_ROWS = 256  # number of rows of a weight for which W + s B A exists at the same time, in fp32
+
+
+class RowNorms(NamedTuple):
+    """Row norms of a layer, [out of this rank] each, in fp32."""
+
+    base: Tensor  # ||W||
+    adapted: Tensor  # ||W + s B A||
+
+
+@torch.no_grad()
+def row_norms(
+    weight: Tensor,
+    full_b: Tensor,
+    lora_a: Tensor,
+    scale: float,
+    *,
+    columns_over: torch.distributed.ProcessGroup | None = None,
+) -> RowNorms:
+    """Compute the row norms of W [out, in] and of W + scale * B A, with B [out, parts * rank] and A [parts * rank, in].
+
+    The sum itself is formed, for some rows at a time: a norm computed from those of W and of B A would lose precision where
+    the two nearly cancel. ``columns_over`` are the ranks over which the columns are sharded; None if they are not.
+    """
+    lora_a = lora_a.float()
+    squares: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for weight_rows, b_rows in zip(weight.split(_ROWS), full_b.split(_ROWS), strict=True):
+        base = weight_rows.float()
+        adapted = torch.addmm(base, b_rows.float(), lora_a, alpha=scale)
+        for sums, matrix in zip(squares, (base, adapted), strict=True):
+            sums.append(matrix.square().sum(1))
+    norms = RowNorms(*map(torch.cat, squares))
+    for total in norms if columns_over is not None and columns_over.size() > 1 else ():
+        # one tensor per call: the order of summation depends on the position in the buffer, and for B = 0 both sums must
+        # be bitwise equal
+        torch.distributed.all_reduce(total, group=columns_over)
+    return RowNorms(*map(torch.sqrt, norms))
+
+
+class Change(NamedTuple):
+    """Relative change of an output by its magnitude, m / ||W + s B A|| - 1, as a function of m - ||W||: [out], fp32.
+
+    It is zero for rows without a magnitude, and for rows of zeros, which have no direction.
+    """
+
+    start: Tensor  # change at m = ||W||
+    slope: Tensor  # derivative with respect to m
+
+    @classmethod
+    def of(cls, norms: RowNorms, has_magnitude: Tensor) -> Change:
+        """Build the function from the row norms; ``has_magnitude`` marks the rows with a magnitude, [out] bool."""
+        counts = has_magnitude & (norms.adapted > 0)
+        divisor = norms.adapted.masked_fill(~counts, 1.0)
+        return cls((norms.base / divisor - 1).masked_fill_(~counts, 0.0), counts / divisor)
+
+    def at(self, moved: Tensor) -> Tensor:
+        """Return the change at ``moved`` = m - ||W||, [out]."""
+        return self.start + moved.float() * self.slope
 
 
 class Adapter:
@@ -106,29 +172,50 @@ class Adapter:
     def _is_active(self) -> bool:
         return self.adapter_is_on and not self.adapter_is_merged
 
-    def _dropout(self, input_: Tensor, *, is_replicated: bool) -> Tensor:
+    def _dropout(self, input_: Tensor) -> Tensor:
         """Apply dropout in training, with the same mask on all ranks only if their activations are replicated."""
         if not (self.adapter_dropout and self.training):
             return input_
         if self.adapter_is_expert:
             generator = get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name())
         # with sequence parallelism the transformer block has switched to the generator that differs between ranks
-        elif is_replicated or self.sequence_parallel:
+        elif self.is_column or self.sequence_parallel:
             generator = contextlib.nullcontext()
         else:
             generator = get_cuda_rng_tracker().fork()
         with generator:
             return F.dropout(input_, self.adapter_dropout)
 
-    def _down_project(self, input_: Tensor) -> Tensor:
-        """Return scale * x A^T: [..., in] -> [..., parts * rank]."""
-        return F.linear(input_, self.lora_a) * self.adapter_scale
+    def _exchange(self, hidden: Tensor) -> Tensor:
+        """Communicate the input of a column-parallel product, or the output of a row-parallel one, over the ranks."""
+        if self.adapter_is_expert:  # adapted experts are not sharded, and this rank already has their tokens
+            return hidden
+        if self.is_column:  # the backward pass sums the gradient over the ranks, each of which has the part from its rows
+            exchange = copy_to_tensor_model_parallel_region
+            if self.sequence_parallel:
+                exchange = gather_from_sequence_parallel_region
+        else:
+            exchange = reduce_from_tensor_model_parallel_region
+            if self.sequence_parallel:
+                exchange = reduce_scatter_to_sequence_parallel_region
+        return cast(Tensor, exchange(hidden, group=self.adapter_group))
 
-    def _combine(self, output: Output, adapter_output: Tensor, dropped_product: Tensor | None) -> Output:
-        """Add ``adapter_output``, s B A dropout(x), to (W x, bias) or (W x + bias, None); with DoRA, apply the magnitudes.
+    def add_adapter(self, output: Output, input_: Tensor) -> Output:
+        """Add s B A dropout(x) to the layer's output, (W x, bias) or (W x + bias, None); with DoRA, apply the magnitudes.
 
-        ``dropped_product`` is W dropout(x), to which DoRA applies the magnitudes, as in PEFT; None if it equals W x.
+        ``input_``, x, is [sequence (a part if column- and sequence-parallel), batch, in (of this rank if row-parallel)].
         """
+        if not self._is_active():
+            return output
+        dropped = self._dropout(input_)
+        low_rank = F.linear(dropped, self.lora_a) * self.adapter_scale  # [..., parts * rank]
+        adapter_output = F.linear(self._exchange(low_rank), self.full_b())
+        dropped_product = None  # W dropout(x), to which DoRA applies the magnitudes, as in PEFT; None if it equals W x
+        if self.lora_magnitude is not None and dropped is not input_:
+            if self.is_column:
+                dropped_product = F.linear(self._exchange(dropped), self.weight)
+            else:
+                dropped_product = self._exchange(F.linear(dropped, self.weight))
         product, bias = output
         total, change = product + adapter_output, self._change()
         if change is None:
@@ -137,26 +224,6 @@ class Adapter:
         if dropped_product is None and bias is None and self.bias is not None and self.bias.numel():
             changed = total - self.bias
         return torch.addcmul(total, changed, change.to(total.dtype)), bias
-
-    def add_to_columns(self, output: Output, input_: Tensor) -> Output:
-        """Add the adapter to a column-parallel output; ``input_`` is [sequence (a part if sequence parallel), batch, in]."""
-        if not self._is_active():
-            return output
-        dropped = self._dropout(input_, is_replicated=True)
-        adapter_output = F.linear(self._to_columns(self._down_project(dropped)), self.full_b())
-        dropped_product = None
-        if self.lora_magnitude is not None and dropped is not input_:
-            dropped_product = F.linear(self._to_columns(dropped), self.weight)
-        return self._combine(output, adapter_output, dropped_product)
-
-    def _to_columns(self, hidden: Tensor) -> Tensor:
-        """Pass the input of a product to the ranks over which the rows of the matrix are sharded."""
-        if self.adapter_is_expert:  # adapted experts are not sharded, and this rank already has their tokens
-            return hidden
-        if self.sequence_parallel:
-            return cast(Tensor, gather_from_sequence_parallel_region(hidden, group=self.adapter_group))
-        # the backward pass of the copy sums the gradient over the ranks, each of which has the part from its rows
-        return cast(Tensor, copy_to_tensor_model_parallel_region(hidden, group=self.adapter_group))
 
     def add_to_normed_columns(self, forward: Callable[[Tensor], Any], input_: Tensor) -> Output:
         """Run a column-parallel layer that normalises its own input (Transformer Engine's LayerNormLinear), with adapter.
@@ -172,26 +239,7 @@ class Adapter:
         if not self._is_active():
             return cast(Output, result)
         output, bias, normed = result if len(result) == 3 else (result[0][0], result[1], result[0][1])
-        return self.add_to_columns((output, bias), normed)
-
-    def add_to_rows(self, output: Output, input_: Tensor) -> Output:
-        """Add the adapter to the output of a row-parallel layer; ``input_`` is [sequence, batch, in of this rank]."""
-        if not self._is_active():
-            return output
-        dropped = self._dropout(input_, is_replicated=False)
-        adapter_output = F.linear(self._from_rows(self._down_project(dropped)), self.full_b())
-        dropped_product = None
-        if self.lora_magnitude is not None and dropped is not input_:
-            dropped_product = self._from_rows(F.linear(dropped, self.weight))
-        return self._combine(output, adapter_output, dropped_product)
-
-    def _from_rows(self, product: Tensor) -> Tensor:
-        """Sum a product over the ranks over which the columns of the matrix are sharded."""
-        if self.adapter_is_expert:
-            return product
-        if self.sequence_parallel:
-            return cast(Tensor, reduce_scatter_to_sequence_parallel_region(product, group=self.adapter_group))
-        return cast(Tensor, reduce_from_tensor_model_parallel_region(product, group=self.adapter_group))
+        return self.add_adapter((output, bias), normed)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
@@ -225,7 +273,7 @@ class LoRAColumnParallelLinear(Adapter, ColumnParallelLinear):
     is_column = True
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Output:
-        return self.add_to_columns(super().forward(input_, weight, runtime_gather_output), input_)
+        return self.add_adapter(super().forward(input_, weight, runtime_gather_output), input_)
 
 
 class LoRARowParallelLinear(Adapter, RowParallelLinear):
@@ -234,7 +282,7 @@ class LoRARowParallelLinear(Adapter, RowParallelLinear):
     is_column = False
 
     def forward(self, input_: Tensor) -> Output:
-        return self.add_to_rows(super().forward(input_), input_)
+        return self.add_adapter(super().forward(input_), input_)
 
 
 class LoRAEmbedding(Adapter, SparseGradEmbedding):
@@ -283,7 +331,7 @@ if HAVE_TE:
         is_column = False
 
         def forward(self, x: Tensor) -> Output:
-            return self.add_to_rows(super().forward(x), x)
+            return self.add_adapter(super().forward(x), x)
 
     ADAPTED_CLASSES |= {
         TELayerNormColumnParallelLinear: LoRATELayerNormColumnParallelLinear,

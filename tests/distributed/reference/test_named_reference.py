@@ -38,11 +38,11 @@ def run_a_step(model: Path, rows: Path, folder: Path, world_size: int, overrides
     from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 
     seen: Logps = {}
-    original = MegatronGPTDPOModel.reference_logprobs
+    original = MegatronGPTDPOModel.get_ref_policy_logprobs
 
-    def recorded(self: Any, *parts: Any) -> Any:
-        logps = original(self, *parts)
-        (answers,) = parts
+    def recorded(self: Any, batch: Any) -> Any:
+        logps = original(self, batch)
+        (answers,) = self.sequences(batch)
         for number, length in enumerate(answers.lengths_B.tolist()):
             prompt = int((answers.labels_BS[number] == -100).int()[:length].sum())
             seen[(prompt, *answers.tokens_BS[number, :length].tolist())] = logps[number].item()
@@ -50,7 +50,7 @@ def run_a_step(model: Path, rows: Path, folder: Path, world_size: int, overrides
 
     settings = ["trainer.dpo.max_steps=1", "trainer.dpo.limit_val_batches=0", f"model.data.cache_dir={folder}/cache"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MegatronGPTDPOModel, "reference_logprobs", recorded)
+        patch.setattr(MegatronGPTDPOModel, "get_ref_policy_logprobs", recorded)
         train(model, rows, folder, world_size, [*settings, *overrides], "dpo")
     return seen
 

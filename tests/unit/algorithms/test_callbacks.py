@@ -8,7 +8,6 @@ import pytest
 
 from nemo_kto.algorithms.callbacks import Callback, Event, ReferenceSync, StragglerCallback, ThroughputCallback
 from nemo_kto.losses.metrics import Metrics
-from nemo_kto.telemetry.throughput import ThroughputMeter
 from nemo_kto.telemetry.watch import RankTimes
 from tests.unit.algorithms.trainer_doubles import Run
 
@@ -120,10 +119,10 @@ def test_a_callback_that_overrides_nothing_changes_nothing() -> None:
 
 
 def test_throughput_is_reported_from_the_sums_of_the_step() -> None:
-    meter = ThroughputMeter(world_size=2, peak_memory=lambda: 3_000_000_000, peak_flops=50.0)
     sums = {"tokens": 30.0, "kl_tokens": 6.0, "padded_tokens": 48.0, "flops": 400.0}
     event = Event(step=1, metrics=Metrics(sums, lambda sums: {}), seconds=2.0, report={})
-    ThroughputCallback(meter=meter).on_log(Run().trainer, event)
+    callback = ThroughputCallback(world_size=2, peak_memory=lambda: 3_000_000_000, peak_flops=50.0)
+    callback.on_log(Run().trainer, event)
     assert event.report == {
         "perf/tokens_per_sec": 15.0,
         "perf/tokens_per_sec_per_rank": 7.5,

@@ -13,7 +13,6 @@ import torch
 
 from nemo_kto.algorithms.callbacks import Callback, Event, SpikeCallback, StepLog, ThroughputCallback
 from nemo_kto.losses.metrics import Metrics
-from nemo_kto.telemetry.throughput import ThroughputMeter
 from tests.helpers.messages import Message
 from tests.unit.algorithms.trainer_doubles import LEARNING_RATE, Run
 
@@ -67,14 +66,13 @@ def test_a_log_line_of_skipped_steps() -> None:
 
 
 def test_throughput_covers_all_steps_of_a_line() -> None:
-    meter = ThroughputMeter(world_size=1, peak_memory=lambda: 0)
     log = StepLog()
     for tokens, seconds in ((30.0, 1.0), (10.0, 4.0)):
         sums = {"tokens": tokens, "padded_tokens": 40.0, "flops": 1.0}
         log.add(Event(step=1, metrics=Metrics(sums, lambda sums: {}), seconds=seconds, report={}))
     line = log.take()
     assert line is not None
-    ThroughputCallback(meter=meter).on_log(Run().trainer, line)
+    ThroughputCallback(world_size=1, peak_memory=lambda: 0).on_log(Run().trainer, line)
     assert (line.report["perf/tokens_per_sec"], line.report["perf/padding_fraction"]) == (8.0, 0.5)
 
 

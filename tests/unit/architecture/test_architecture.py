@@ -137,8 +137,8 @@ def test_llama4_as_published(tmp_path: Path) -> None:
     given = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size_mlp": 192}
     read = read_architecture(folder(tmp_path, **of("Llama4ForCausalLM"), **given), tensor_parallel=1)
     assert (read.head_dim, read.ffn_hidden_size, read.qkv_bias, read.qk_norm) == (128, 192, False, False)
-    assert (read.windows, read.chunked) == ((8192, 8192, 8192, None), True)
-    assert (read.rotates, read.interleaved_rotary, read.rotated_norm) == ((True, True, True, False), True, True)
+    assert (read.windows, read.family.chunked) == ((8192, 8192, 8192, None), True)
+    assert (read.rotates, read.family.interleaved_rotary, read.rotated_norm) == ((True, True, True, False), True, True)
     assert read.temperature == Temperature(floor=8192, scale=0.1)
     assert read.experts == Experts(
         number=16,

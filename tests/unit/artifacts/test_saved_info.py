@@ -16,7 +16,6 @@ from nemo_kto.artifacts.checkpoint_files import (
     DamagedCheckpoint,
     check_checkpoint,
     damage,
-    file_records,
     info_text,
     read_checkpoint,
 )
@@ -25,7 +24,7 @@ from nemo_kto.checkpoint.model_state import adapters_in
 from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.cli.checkpoint import main
 from nemo_kto.errors import UserError
-from nemo_kto.run.facts import differences, facts_of_earlier
+from nemo_kto.run.resume import differences, facts_of_earlier
 from tests.helpers.messages import assert_names
 from tests.unit.algorithms.trainer_doubles import Run
 from tests.unit.artifacts.test_checkpoint_files import make_checkpoint
@@ -207,7 +206,7 @@ def test_file_names_cannot_leave_the_folder(name: str, checkpoint: Path, monkeyp
     info["files"][name] = {"size": 6, "sha256": "0" * 64}
     write(checkpoint, info)
     with pytest.raises(DamagedCheckpoint) as error:
-        damage(checkpoint, file_records(read_checkpoint(checkpoint).info))
+        damage(checkpoint, read_checkpoint(checkpoint).files)
     if "secret" in name or "etc" in name:
         assert_names(error.value, "trainer.json", name, "outside")
     with pytest.raises(UserError) as refused:

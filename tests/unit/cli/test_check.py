@@ -132,7 +132,7 @@ def test_pairs_of_several_files(tokenizer_folder: Path, capsys: pytest.CaptureFi
     # for KTO the same pairs are two examples each
     assert shown(capsys, "data")[3:5] == [
         "examples        8: 4 desirable, 4 undesirable",
-        Message("balance", "desirable", "undesirable", "1", "1.333"),
+        Message("balance", "desirable", "undesirable", "1", "4/3"),
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.config.schema import config_type
-from nemo_kto.run.facts import differences, facts_of_earlier
+from nemo_kto.run.resume import differences, facts_of_earlier
 from nemo_kto.utils.field_errors import names
 from nemo_kto.utils.fields import MayChange, MustStay
 from tests.helpers.messages import Message

@@ -19,9 +19,8 @@ from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.planner import memory
 from nemo_kto.planner.activations import Activations
-from nemo_kto.planner.hardware import GPUS, known_gpu
 from nemo_kto.planner.memory import RankMemory, Training, rank_memory, stages_memory
-from nemo_kto.planner.speed import step_speed
+from nemo_kto.planner.speed import GPUS, known_gpu, step_speed
 from nemo_kto.planner.traffic import Step, step_traffic
 from tests.helpers.tiny_models import make_checkpoint
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import textwrap
 from pathlib import Path
@@ -16,7 +15,7 @@ from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.planner import plan_run
-from nemo_kto.planner.hardware import Hardware
+from nemo_kto.planner.speed import Hardware
 from tests.helpers.messages import Message, assert_names
 from tests.unit.conftest import Load
 
@@ -277,21 +276,21 @@ def test_passes_without_gradient_are_those_of_the_loss_and_a_live_reference(
         assert plan_run.make_plan(run, plan_run.gpus_elsewhere(8, "h100")).step.forward_only == passes
 
 
-def test_a_run_that_cannot_fit_is_refused(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_cannot_fit_is_refused(load: Load) -> None:
     """In fp32 a parameter takes 4 bytes, 4 of gradients and 8 of moments, independent of the rows."""
     run = ResolvedRun.of(load(MODEL, "trainer.precision=32", "model.reference.mode=cached"))
 
-    def check(memory: float) -> None:
+    def check(memory: float, longest: int | None) -> str | None:
         hardware = Hardware(name="this machine", memory=memory, flops={}, measured=True)
-        plan_run.check_memory(run, plan_run.Machines(ranks=1, hardware=hardware, on_gpu=False))
+        machines = plan_run.Machines(ranks=1, hardware=hardware, on_gpu=False)
+        return plan_run.check_memory(run, machines, longest=longest)
 
     with pytest.raises(UserError) as error:
-        check(128e9)
+        check(128e9, None)
     assert str(error.value) == Message("128.5", "GB", "128.0", "model.peft.peft_scheme=lora", "kto", "all")
-    with caplog.at_level(logging.WARNING):
-        check(129e9)
-    (warned,) = caplog.messages
-    assert warned == Message("330.6 GB", "129.0 GB", "model.data.seq_length", "model.peft.peft_scheme=lora")
-    caplog.clear()
-    check(1e12)
-    assert not caplog.messages
+    assert check(129e9, None) is None, "before the rows have been read"
+    assert check(129e9, run.cfg.model.data.seq_length) == Message(
+        "330.6 GB", "129.0 GB", "2,048 tokens", "model.peft.peft_scheme=lora"
+    )
+    assert check(310e9, 2048) is not None
+    assert check(310e9, 37) is None, "an estimate for the real lengths of the rows"

@@ -169,9 +169,12 @@ def wandb_history(file: Path) -> list[tuple[int, float]]:
 
 def test_a_missing_package_is_an_error_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loggers, "installed", lambda package: package != "wandb")
-    with pytest.raises(ModuleNotFoundError, match=r"pip install wandb.*create_wandb_logger=false"):
-        quiet(tmp_path / "run", wandb={"project": "tests"})
+    message = r"pip install wandb.*create_wandb_logger=false"
+    with pytest.raises(UserError, match=message):
+        check_loggers(folder=tmp_path / "run", wandb={"project": "tests"})
     assert not (tmp_path / "run").exists()
+    with pytest.raises(UserError, match=message):
+        quiet(tmp_path / "run", wandb={"project": "tests"})
 
 
 def test_a_folder_is_not_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

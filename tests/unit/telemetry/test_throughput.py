@@ -6,17 +6,16 @@ import pytest
 import torch
 from lightning_fabric.utilities.throughput import get_available_flops
 
-from nemo_kto.telemetry.throughput import _BF16_PEAKS, ThroughputMeter, device_peak_flops
+from nemo_kto.telemetry.throughput import _BF16_PEAKS, device_peak_flops, throughput
 
 
 def test_metrics_of_a_step() -> None:
-    meter = ThroughputMeter(world_size=4, peak_memory=lambda: 9_500_000_000, peak_flops=1000.0)
-    assert meter.figures(seconds=2.0, tokens=400, padded_tokens=1000, flops=6000.0) == pytest.approx(
+    sums = {"tokens": 400.0, "padded_tokens": 1000.0, "flops": 6000.0}
+    assert throughput(sums, seconds=2.0, world_size=4, peak_flops=1000.0) == pytest.approx(
         {
             "tokens_per_sec": 200.0,
             "tokens_per_sec_per_rank": 50.0,
             "padding_fraction": 0.6,
-            "peak_memory_gb": 9.5,
             "mfu": 6000.0 / 2.0 / 4000.0,
         }
     )
@@ -24,16 +23,16 @@ def test_metrics_of_a_step() -> None:
 
 def test_tokens_of_kl_examples_are_counted_separately() -> None:
     """They are not trained on, but they are padded and use the devices."""
-    meter = ThroughputMeter(world_size=4, peak_memory=lambda: 0)
-    figures = meter.figures(seconds=2.0, tokens=400, kl_tokens=300, padded_tokens=1000, flops=6000.0)
+    sums = {"tokens": 400.0, "kl_tokens": 300.0, "padded_tokens": 1000.0, "flops": 6000.0}
+    figures = throughput(sums, seconds=2.0, world_size=4)
     assert (figures["tokens_per_sec"], figures["tokens_per_sec_per_rank"], figures["kl_tokens_per_sec"]) == (200, 50, 150)
     assert figures["padding_fraction"] == pytest.approx(0.3)
 
 
 def test_no_utilisation_without_a_known_peak() -> None:
     peak = device_peak_flops(torch.device("cpu"), torch.float32, name="CPU")
-    meter = ThroughputMeter(world_size=1, peak_memory=lambda: 0, peak_flops=peak)
-    assert "mfu" not in meter.figures(seconds=1.0, tokens=1, padded_tokens=1, flops=1.0)
+    sums = {"tokens": 1.0, "padded_tokens": 1.0, "flops": 1.0}
+    assert "mfu" not in throughput(sums, seconds=1.0, world_size=1, peak_flops=peak)
 
 
 @pytest.mark.parametrize(

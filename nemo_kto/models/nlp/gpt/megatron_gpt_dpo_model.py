@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,27 +28,12 @@ class MegatronGPTDPOModel(MegatronGPTModel):
     sft_completion_only: bool = True  # restrict the SFT loss to the chosen answer; if False, it also covers the prompt
 
     @staticmethod
-    def sequences(batch: DPOBatch) -> tuple[SequenceBatch, ...]:
-        """Return the sequences for which reference log-probs are needed: the chosen answers, then the rejected ones."""
-        chosen = SequenceBatch.of(
-            batch["chosen"],
-            batch["chosen_labels"],
-            batch["chosen_lengths"],
-            batch.get("chosen_position_ids"),
-            batch.get("chosen_attention_mask"),
-        )
-        rejected = SequenceBatch.of(
-            batch["rejected"],
-            batch["rejected_labels"],
-            batch["rejected_lengths"],
-            batch.get("rejected_position_ids"),
-            batch.get("rejected_attention_mask"),
-        )
-        return (SequenceBatch.answers_to_one_prompt(chosen, rejected),)
-
-    def get_ref_policy_logprobs(self, batch: DPOBatch) -> Tensor:
-        """Return the reference log-prob of each answer: [2P], fp32, on the CPU; first chosen, then rejected."""
-        return self.reference_logprobs(*self.sequences(batch))
+    def sequences(batch: Mapping[str, Any]) -> tuple[SequenceBatch, ...]:
+        """Return the chosen answers, followed by the rejected ones, as one batch."""
+        tensor: Callable[[str], Any] = batch.get
+        keys = "{}", "{}_labels", "{}_lengths", "{}_position_ids", "{}_attention_mask"
+        answers = [SequenceBatch.of(*(tensor(key.format(name)) for key in keys)) for name in ("chosen", "rejected")]
+        return (SequenceBatch.answers_to_one_prompt(*answers),)
 
     def get_loss_and_metrics(self, batch: DPOBatch, forward_only: bool) -> tuple[float, Metrics]:
         """Compute loss and :func:`preference_metrics` of one step over the global batch, identical on every rank.
@@ -56,13 +42,18 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         ``ref_policy_log_probs_rejected``, [P] each. With ``forward_only`` the gradients are unchanged.
         """
         (answers,) = self.sequences(batch)
-        trained = (
-            answers if self.sft_completion_only else answers.with_prompts(torch.arange(len(answers)) < len(answers) // 2)
-        )
-        sft_counts_P = torch.ones(len(answers) // 2, dtype=torch.long)  # contributions to the denominator of the SFT term
+        pairs, trained = len(answers) // 2, answers
+        if not self.sft_completion_only:
+            trained = answers.with_prompts(torch.arange(len(answers)) < pairs)
+        sft_counts_P = torch.ones(pairs, dtype=torch.long)  # contributions to the denominator of the SFT term
         if self.sft_token_mean:
-            sft_counts_P = (trained.response_counts_B + trained.prompt_counts_B).tensor_split(2)[0]
-        batch_sums = self._batch_sums(trained, sft_counts_P, forward_only=forward_only)
+            sft_counts_P = (trained.response_counts_B + trained.prompt_counts_B)[:pairs]
+        passes = self.passes(forward_only=forward_only, looks_ahead=self.objective.loss.looks_ahead)
+        work = self.engine.work_sums(trained, passes=passes)
+        own_passes = self.engine.flops.of_passes(Passes(forward=1, backward=not forward_only))
+        work["flops"] = work["flops"] + own_passes.per_response_token * trained.prompt_counts_B.sum()
+        valid_P = answers.valid_B.view(2, -1).all(dim=0)
+        batch_sums = sum_over_data_parallel({**work, "valid": valid_P.sum(), "sft_count": (sft_counts_P * valid_P).sum()})
         sft_scale = batch_sums.pop("valid") / batch_sums.pop("sft_count").clamp(min=1)
         reference_logps_B = None
         if self.uses_reference:
@@ -74,22 +65,13 @@ class MegatronGPTDPOModel(MegatronGPTModel):
             sft_counts_P=sft_counts_P,
             reference_logps_B=reference_logps_B,
             reward_delta_P=batch["chosen_rewards"] - batch["rejected_rewards"],
-            weights_P=batch.get("weights", torch.ones(len(answers) // 2)),
+            weights_P=batch.get("weights", torch.ones(pairs)),
         )
         values |= self._rank_partners(answers, reference_logps_B)
-        loss = partial(self._micro_batch_loss, values, sft_scale)
+        micro_batch_loss = partial(self._micro_batch_loss, values, sft_scale)
         with self.phase("forward_backward"):
-            parts = self.engine.forward_backward(trained, loss, forward_only=forward_only)
-            return self.global_metrics(parts, loss=loss, batch_sums=batch_sums, derive=preference_metrics)
-
-    def _batch_sums(self, answers: SequenceBatch, sft_counts_P: Tensor, *, forward_only: bool) -> dict[str, Tensor]:
-        """Return the work, the ``valid`` pairs and the SFT denominator (``sft_count``) of the global batch: 0-d float64."""
-        passes = self.passes(forward_only=forward_only, looks_ahead=self.objective.loss.looks_ahead)
-        work = self.engine.work_sums(answers, passes=passes)
-        own_passes = self.engine.flops.of_passes(Passes(forward=1, backward=not forward_only))
-        work["flops"] = work["flops"] + own_passes.per_response_token * answers.prompt_counts_B.sum()
-        valid_P = answers.valid_B.view(2, -1).all(dim=0)
-        return sum_over_data_parallel({**work, "valid": valid_P.sum(), "sft_count": (sft_counts_P * valid_P).sum()})
+            parts = self.engine.forward_backward(trained, micro_batch_loss, forward_only=forward_only)
+            return self.global_metrics(parts, loss=micro_batch_loss, batch_sums=batch_sums, derive=preference_metrics)
 
     def _rank_partners(self, answers: SequenceBatch, reference_logps_B: Tensor | None) -> dict[str, Tensor]:
         """Return the rank partners of each pair for a loss that sorts, [P] each on the device; {} for other losses.
@@ -120,8 +102,7 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         if self.objective.loss.sorts == "margins":
             assert reference_logps_b is not None, "a loss that compares margins has a reference"
             (chosen_p, rejected_p), (ref_chosen_p, ref_rejected_p) = (
-                logps_b.tensor_split(2),
-                reference_logps_b.tensor_split(2),
+                each_b.tensor_split(2) for each_b in (logps_b, reference_logps_b)
             )
             return chosen_p - rejected_p, ref_chosen_p - ref_rejected_p
         first_p, second_p = (logps_b if reference_logps_b is None else logps_b - reference_logps_b).tensor_split(2)
@@ -132,14 +113,13 @@ class MegatronGPTDPOModel(MegatronGPTModel):
     ) -> Tensor:
         """Return the SFT loss of each pair, [p], from the log-probs of its chosen answer and (or None) of its prompt."""
         counts_p = values["response_counts_B"][pair_index_p]
+        average = self.objective.sft_average_log_probs and not self.sft_token_mean
         if prompt_p is None:
-            return self.sft_losses(chosen_p, counts_p, average=False if self.sft_token_mean else None)
+            return self.sft_losses(chosen_p, counts_p, average=average)
         prompt_counts_p = values["prompt_counts_B"][pair_index_p]
         sums_p = self.sft_losses(chosen_p, counts_p, average=False)
         sums_p = sums_p + self.sft_losses(prompt_p, prompt_counts_p, average=False)
-        if self.sft_token_mean or not self.objective.sft_average_log_probs:
-            return sums_p
-        return sums_p / (counts_p + prompt_counts_p).clamp(min=1)
+        return sums_p / (counts_p + prompt_counts_p).clamp(min=1) if average else sums_p
 
     def _micro_batch_loss(
         self, values: Mapping[str, Tensor], sft_scale: Tensor, sequence_index_b: Tensor, logps: Tensor

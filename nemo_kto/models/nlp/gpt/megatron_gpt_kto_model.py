@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -42,64 +42,26 @@ class MegatronGPTKTOModel(MegatronGPTModel):
             self._rewards = RunningMean(**state["rewards"])
 
     @staticmethod
-    def sequences(batch: KTOBatch) -> tuple[SequenceBatch, ...]:
-        """Return the sequences for which reference log-probs are needed: the samples, then the KL examples, if any."""
-        samples = SequenceBatch.of(
-            batch["samples"],
-            batch["sample_labels"],
-            batch["sample_lengths"],
-            batch.get("position_ids"),
-            batch.get("attention_mask"),
-        )
-        if "kl_samples" not in batch:
-            return (samples,)
-        kl_samples = SequenceBatch.of(
-            batch["kl_samples"],
-            batch["kl_sample_labels"],
-            batch["kl_sample_lengths"],
-            batch.get("kl_position_ids"),
-            batch.get("kl_attention_mask"),
-        )
-        return samples, kl_samples
-
-    def get_ref_policy_logprobs(self, batch: KTOBatch) -> Tensor:
-        """Return the reference log-probs: [2B], samples then KL examples, or [B] without these; fp32, on the CPU."""
-        return self.reference_logprobs(*self.sequences(batch))
+    def sequences(batch: Mapping[str, Any]) -> tuple[SequenceBatch, ...]:
+        """Return the samples, then the KL examples, if any."""
+        samples = "samples", "sample_labels", "sample_lengths", "position_ids", "attention_mask"
+        kl_samples = "kl_samples", "kl_sample_labels", "kl_sample_lengths", "kl_position_ids", "kl_attention_mask"
+        tensor: Callable[[str], Any] = batch.get
+        return tuple(SequenceBatch.of(*map(tensor, keys)) for keys in (samples, kl_samples) if keys[0] in batch)
 
     def get_loss_and_metrics(self, batch: KTOBatch, forward_only: bool) -> tuple[float, Metrics]:
         """Compute loss and :func:`kto_metrics` of one step over the global batch, identical on every rank.
 
         ``batch`` has this rank's examples, with ``ref_policy_log_probs_samples`` [B] and, for a loss with z0,
-        ``ref_policy_log_probs_kl_samples`` [B]. With ``forward_only`` the gradients are unchanged.
+        ``ref_policy_log_probs_kl_samples`` [B]. With ``forward_only`` neither gradients nor delta are changed.
+
+        All sums over the global batch are 0-d tensors on the device, known to every pipeline stage; only the rewards are
+        copied to the host.
         """
         samples, *kl_samples = self.sequences(batch)
-        anchor, batch_sums = self._anchor(batch, samples, kl_samples, forward_only=forward_only)
-        sft_scale = batch_sums["valid"] / batch_sums["valid_desirable"].clamp(min=1)
-        values = upload_values(
-            desirable_B=batch["preference"],
-            valid_B=samples.valid_B,
-            response_counts_B=samples.response_counts_B,
-            weights_B=batch.get("weights", torch.ones(len(samples))),
-            reference_logps_B=batch["ref_policy_log_probs_samples"] if self.uses_reference else None,
-        )
-        loss = partial(self._micro_batch_loss, values, anchor, sft_scale)
-        with self.phase("forward_backward"):
-            parts = self.engine.forward_backward(samples, loss, forward_only=forward_only)
-            return self.global_metrics(parts, loss=loss, batch_sums=batch_sums, derive=kto_metrics)
-
-    def _anchor(
-        self, batch: KTOBatch, samples: SequenceBatch, kl_samples: list[SequenceBatch], *, forward_only: bool
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the anchor of the loss as keyword arguments (z0 or delta, or none), and sums over the global batch.
-
-        z0 (section 4.1) is the mean log-ratio of the KL examples of the global batch, at least 0. delta is the mean of all
-        rewards in this training run, including those of the batch; with ``forward_only`` it is not updated. Both need a
-        forward-only pass of the policy. All values are 0-d tensors on the device, known to every pipeline stage; only the
-        rewards are copied to the host.
-        """
         loss, valid_B = self.objective.loss, samples.valid_B
-        sums = {"valid": valid_B.sum(), "valid_desirable": (valid_B & batch["preference"].bool()).sum()}
         updates_delta = loss.needs_delta and not forward_only
+        sums = {"valid": valid_B.sum(), "valid_desirable": (valid_B & batch["preference"].bool()).sum()}
         if updates_delta:
             with self.phase("delta"):
                 log_ratios_B = self.engine.logprobs(samples) - batch["ref_policy_log_probs_samples"]
@@ -116,16 +78,29 @@ class MegatronGPTKTOModel(MegatronGPTModel):
             sums |= kl_sums(log_ratios_B, kl_batch.valid_B)
             if "kl_same_prompt" in batch:
                 sums["same_prompt_pairs"] = batch["kl_same_prompt"].sum()
-        total = sum_over_data_parallel(sums | work)
-        if loss.needs_z0:
-            return {"z0": kl_reference_point(total["kl_sum"], total["kl_rows"]).float()}, total
-        if updates_delta:
-            rewards = to_host({name: total.pop(name) for name in ("reward_sum", "reward_rows")})
-            self._rewards = self._rewards.plus(rewards["reward_sum"], int(rewards["reward_rows"]))
-        if loss.needs_delta:
-            delta = torch.full_like(total["valid"], self._rewards.mean)
-            return {"delta": delta.float()}, total | {"delta_sum": delta, "delta_batches": torch.ones_like(delta)}
-        return {}, total
+        batch_sums = sum_over_data_parallel(sums | work)
+        anchor: dict[str, Tensor] = {}  # what log-ratios are compared with
+        if loss.needs_z0:  # section 4.1: the mean log-ratio of the KL examples of the global batch, at least 0
+            anchor["z0"] = kl_reference_point(batch_sums["kl_sum"], batch_sums["kl_rows"]).float()
+        elif loss.needs_delta:  # the mean of all rewards in this training run, including those of the batch
+            if updates_delta:
+                rewards = to_host({name: batch_sums.pop(name) for name in ("reward_sum", "reward_rows")})
+                self._rewards = self._rewards.plus(rewards["reward_sum"], int(rewards["reward_rows"]))
+            delta = torch.full_like(batch_sums["valid"], self._rewards.mean)
+            anchor["delta"] = delta.float()
+            batch_sums |= {"delta_sum": delta, "delta_batches": torch.ones_like(delta)}
+        values = upload_values(
+            desirable_B=batch["preference"],
+            valid_B=valid_B,
+            response_counts_B=samples.response_counts_B,
+            weights_B=batch.get("weights", torch.ones(len(samples))),
+            reference_logps_B=batch["ref_policy_log_probs_samples"] if self.uses_reference else None,
+        )
+        sft_scale = batch_sums["valid"] / batch_sums["valid_desirable"].clamp(min=1)
+        micro_batch_loss = partial(self._micro_batch_loss, values, anchor, sft_scale)
+        with self.phase("forward_backward"):
+            parts = self.engine.forward_backward(samples, micro_batch_loss, forward_only=forward_only)
+            return self.global_metrics(parts, loss=micro_batch_loss, batch_sums=batch_sums, derive=kto_metrics)
 
     def _micro_batch_loss(
         self,
@@ -150,7 +125,9 @@ class MegatronGPTKTOModel(MegatronGPTModel):
             **anchor,
             **objective.options,
         )
-        sft_b = self.sft_losses(logps_b, values["response_counts_B"][sequence_index_b])
+        sft_b = self.sft_losses(
+            logps_b, values["response_counts_B"][sequence_index_b], average=objective.sft_average_log_probs
+        )
         weights_b = values["weights_B"][sequence_index_b]
         return MicroBatchLoss.of(
             kto_metric_sums(

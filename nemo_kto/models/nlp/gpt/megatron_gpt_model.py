@@ -74,12 +74,20 @@ class MegatronGPTModel:
     def zero_grad(self) -> None:
         self.engine.zero_grad()
 
-    def reference_logprobs(self, *parts: SequenceBatch) -> Tensor:
-        """Return the reference log-prob of each response, over all ``parts``: fp32, on the CPU; RuntimeError without one."""
+    @staticmethod
+    def sequences(batch: Mapping[str, Any]) -> tuple[SequenceBatch, ...]:
+        """Return the sequences for which reference log-probs are needed."""
+        raise NotImplementedError
+
+    def get_ref_policy_logprobs(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return the reference log-prob of each response of :meth:`sequences`, one after the other: fp32, on the CPU.
+
+        Raises RuntimeError if the loss needs no reference.
+        """
         if self.reference is None:
             raise RuntimeError("the model has no reference policy, because its loss does not need one")
         with self.phase("reference"):
-            return self.reference.logprobs(*parts)
+            return self.reference.logprobs(*self.sequences(batch))
 
     def ranks_not_finite(self) -> list[int]:
         """Return the ranks whose own contribution to the last loss or gradient is not finite; collective."""
@@ -89,13 +97,11 @@ class MegatronGPTModel:
         """Return whether the weights of all ranks are finite; collective."""
         return not ranks_where(~self.engine.local_weights_are_finite())
 
-    def sft_losses(self, logps_b: Tensor, response_counts_b: Tensor, *, average: bool | None = None) -> Tensor:
-        """Return the negative log-prob of each answer, [b], reduced as the SFT loss needs it.
+    def sft_losses(self, logps_b: Tensor, response_counts_b: Tensor, *, average: bool) -> Tensor:
+        """Return the negative log-prob of each answer, [b]: the sum over its response tokens, or the ``average``.
 
-        ``logps_b`` are reduced as the engine does (sum or mean over tokens). ``average`` takes the mean over the response
-        tokens instead of the sum; None uses ``objective.sft_average_log_probs``.
+        ``logps_b`` are reduced as the engine does (sum or mean over tokens).
         """
-        average = self.objective.sft_average_log_probs if average is None else average
         if average == self.engine.average_log_probs:
             return -logps_b
         counts_b = response_counts_b.clamp(min=1)

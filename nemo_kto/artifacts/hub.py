@@ -1,0 +1,149 @@
+"""Models of the Hugging Face hub, named hf:ORGANISATION/NAME[@REVISION], in huggingface_hub's own cache.
+
+A name is pinned first: its revision becomes the hash of a commit, whose files are then in one folder of the cache. Only
+safetensors, JSON and tokenizer files are downloaded. huggingface_hub is imported where a hub name is used.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+from pathlib import Path
+
+from nemo_kto.errors import UserError
+from nemo_kto.utils.locks import one_writer
+
+HUB = "hf:"
+_NAME = re.compile(r"hf:(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>(?!.*\.\.)\w[\w./-]*))?", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_SMALL = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
+_LEFT_OUT = ("*/*", "consolidated*")  # copies of the model in other formats
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether a model is named by its repository on the hub, not by a folder."""
+    return name.startswith(HUB)
+
+
+def local_folder(name: str) -> Path:
+    """Return the folder of a model: ``name`` itself, or the folder of a pinned hub name in huggingface_hub's cache."""
+    if (found := _NAME.fullmatch(name)) is None or not _COMMIT.fullmatch(found["revision"] or ""):
+        return Path(name)
+    return _cache_folder(found["repository"]) / "snapshots" / found["revision"]
+
+
+def pin(name: str, *, earlier: object = None, leads: bool = True, weights: bool = True) -> str:
+    """Download a model if the cache lacks it, and return its name with the hash of the commit as revision.
+
+    One process of a machine downloads while the others wait.
+
+    Args:
+        name: hf:ORGANISATION/NAME[@REVISION]; the default revision is the newest.
+        earlier: the pinned name in the record of an earlier start of the same run, whose commit is the default revision.
+        leads: ask the hub for the newest commit; other ranks of a machine take the commit in the cache, if it is complete.
+        weights: also download the weights; otherwise only the files that describe the model.
+
+    Raises:
+        UserError: the name has another form, there is no such model, or it cannot be downloaded.
+    """
+    if (found := _NAME.fullmatch(name)) is None:
+        raise UserError(f"must be {HUB}ORGANISATION/NAME or {HUB}ORGANISATION/NAME@REVISION, got {name}; correct the name")
+    repository, revision = found["repository"], found["revision"]
+    if revision is None and str(earlier).startswith(f"{HUB}{repository}@"):
+        revision = str(earlier).partition("@")[2]
+    commit = _download(str(_cache_folder(repository)), repository, revision, leads, weights)
+    if isinstance(commit, UserError):
+        raise commit
+    return f"{HUB}{repository}@{commit}"
+
+
+def remedy_for_missing(folder: Path, usual: str) -> str:
+    """Return the remedy for a missing folder: how to get the model if it may be the name of one on the hub, or ``usual``."""
+    name = str(folder)
+    if not _REPOSITORY.fullmatch(name) or os.path.lexists(folder.parent):
+        return usual
+    return (
+        f"correct the path, or for the model of that name on the Hugging Face hub write {HUB}{name}, or download it with "
+        f"`hf download {name} --local-dir {folder.name}` and name the folder {folder.name}"
+    )
+
+
+def _cache_folder(repository: str) -> Path:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE).expanduser() / f"models--{repository.replace('/', '--')}"
+
+
+@cache
+def _download(folder: str, repository: str, revision: str | None, leads: bool, weights: bool) -> str | UserError:
+    """Return the hash of the commit, or the error; both are kept, because a command line is checked more than once."""
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    offline = bool(HF_HUB_OFFLINE)
+    try:
+        if offline or not leads:
+            try:
+                return _snapshot(repository, revision, weights, local_files_only=True)
+            except FileNotFoundError:
+                if offline:
+                    raise
+        Path(folder).parent.mkdir(parents=True, exist_ok=True)
+        with one_writer(Path(folder), private=False):
+            return _snapshot(repository, revision, weights, local_files_only=False)
+    except Exception as error:  # of huggingface_hub, of the HTTP library below it, or an OSError
+        return _explained(error, repository, revision, offline=offline)
+
+
+def _snapshot(repository: str, revision: str | None, weights: bool, *, local_files_only: bool) -> str:
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_SMALL, *(["*.safetensors"] if weights else [])]
+    return Path(
+        snapshot_download(
+            repository,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=list(_LEFT_OUT),
+            local_files_only=local_files_only,
+        )
+    ).name
+
+
+def _explained(error: Exception, repository: str, revision: str | None, *, offline: bool) -> UserError:
+    """Return the UserError for a failed download."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    version = "" if revision is None else f" --revision {revision}"
+    elsewhere = (
+        f"on a machine with a network run `hf download {repository}{version}` with the same cache "
+        f"(HF_HUB_CACHE={HF_HUB_CACHE}), or copy the model here and name its folder"
+    )
+    got = f"got {HUB}{repository}{'' if revision is None else f'@{revision}'}"
+    if isinstance(error, GatedRepoError):
+        page = f"https://huggingface.co/{repository}"
+        text = f"must be a model that you may download, {got}, which is gated"
+        return UserError(f"{text}; accept its terms at {page}, and set HF_TOKEN or run `hf auth login`")
+    if isinstance(error, RepositoryNotFoundError):
+        text = f"must be a model on the Hugging Face hub, {got}, which does not exist or is private"
+        return UserError(f"{text}; correct the name, or for a private model set HF_TOKEN or run `hf auth login`")
+    if isinstance(error, RevisionNotFoundError):
+        text = f"must be a branch, tag or commit of {repository}, got {revision}"
+        return UserError(f"{text}; see https://huggingface.co/{repository}/tree/main")
+    if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+        text = f"cannot be downloaded, {got}: the hub does not accept the token"
+        return UserError(f"{text}; set HF_TOKEN to a valid one or unset it, or run `hf auth login`")
+    if offline:
+        text = f"must be in the cache of the Hugging Face hub with HF_HUB_OFFLINE=1, {got}, which is not"
+        return UserError(f"{text}; unset HF_HUB_OFFLINE, or {elsewhere}")
+    if isinstance(error, LocalEntryNotFoundError | ConnectionError):
+        return UserError(f"cannot be downloaded, {got}: this machine cannot reach the Hugging Face hub; {elsewhere}")
+    reason = (error.strerror if isinstance(error, OSError) else None) or (str(error).splitlines() or [""])[0]
+    return UserError(f"cannot be downloaded, {got}: {type(error).__name__}: {reason}; correct the cause, or {elsewhere}")

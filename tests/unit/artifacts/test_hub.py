@@ -1,0 +1,155 @@
+"""Models named by their repository on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.artifacts.hub import local_folder, pin, remedy_for_missing
+from nemo_kto.errors import UserError
+from tests.helpers.commands import environment
+from tests.helpers.hub_cache import add_model
+from tests.helpers.messages import Message, raises
+from tests.helpers.tiny_models import write_stub_model
+
+FIRST, SECOND = "1" * 40, "2" * 40
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with two commits of org/model: tag v1 is the first, main the second."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = write_stub_model(tmp_path / "original")
+    add_model(tmp_path / "hub", "org/model", model, commit=FIRST, revision="v1")
+    add_model(tmp_path / "hub", "org/model", model, commit=SECOND)
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize(
+    ("name", "earlier", "commit"),
+    [
+        ("hf:org/model", None, SECOND),
+        ("hf:org/model@main", None, SECOND),
+        ("hf:org/model@v1", None, FIRST),
+        (f"hf:org/model@{FIRST}", None, FIRST),
+        ("hf:org/model", f"hf:org/model@{FIRST}", FIRST),  # a resumed run takes the commit of its first start
+        ("hf:org/model@main", f"hf:org/model@{FIRST}", SECOND),
+        ("hf:org/model", f"hf:org/model-2@{FIRST}", SECOND),  # the record is that of another model
+        ("hf:org/model", "/a/folder", SECOND),
+    ],
+)
+def test_a_name_is_pinned_to_a_commit(name: str, earlier: str | None, commit: str, cache: Path) -> None:
+    for leads in (True, False):
+        pinned = pin(name, earlier=earlier, leads=leads)
+        assert pinned == f"hf:org/model@{commit}"
+    folder = local_folder(pinned)
+    assert folder == cache / "models--org--model" / "snapshots" / commit
+    assert (folder / "config.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["model", "/a/model", "./hf:org/model", "hf:org/model", "hf:org/model@main", "hf:x"])
+def test_other_names_are_folders(name: str) -> None:
+    assert local_folder(name) == Path(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["hf:", "hf:model", "hf:a/b/c", "hf:a/b@", "hf:../b", "hf:a/..", "hf:a/b@../c", "hf:a b/c", "hf:-/b\n", "hf:/a/b"],
+)
+def test_a_name_of_another_form_is_refused(name: str, cache: Path) -> None:
+    with raises(UserError, "hf:ORGANISATION/NAME"):
+        pin(name)
+
+
+def test_a_model_that_the_cache_lacks_offline(cache: Path) -> None:
+    for name in ("hf:org/other", "hf:org/model@v9"):
+        with raises(UserError, name, "HF_HUB_OFFLINE=1", f"HF_HUB_CACHE={cache}", "hf download org/"):
+            pin(name)
+
+
+def test_how_to_get_a_model_that_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert remedy_for_missing(Path("Qwen/Qwen3-0.6B"), "usual") == Message(
+        "hf:Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B", "correct the path"
+    )
+    (tmp_path / "Qwen").mkdir()  # a mistyped folder
+    for name in ("Qwen/Qwen3-0.6B", "model", "/a/b", "~/b", "../b", "a/b/c"):
+        assert remedy_for_missing(Path(name), "usual") == "usual"
+
+
+ANSWERS = {  # repository -> status and error code of the hub's answer
+    "org/gated": (403, "GatedRepo"),
+    "org/missing": (404, "RepoNotFound"),
+    "org/token": (401, ""),
+    "org/tagless": (404, "RevisionNotFound"),
+    "org/down": (400, ""),
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        status, code = next(answer for name, answer in ANSWERS.items() if name in self.path)
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Messages for models that cannot be downloaded, from a process that is online: name -> message."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    code = (
+        "import json, sys\n"
+        "from nemo_kto.artifacts.hub import pin\n"
+        "said = {}\n"
+        "for name in sys.argv[1:]:\n"
+        "    try: pin(name)\n"
+        "    except ValueError as error: said[name] = str(error)\n"
+        "print(json.dumps(said))\n"
+    )
+    found: dict[str, str] = {}
+    for endpoint, names in (
+        (f"http://127.0.0.1:{server.server_port}", [f"hf:{name}" for name in ANSWERS]),
+        ("http://127.0.0.1:9", ["hf:org/unreachable"]),
+    ):
+        online = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path_factory.mktemp("home"))}
+        done = subprocess.run(
+            [sys.executable, "-c", code, *names],
+            env=environment() | online,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        found |= json.loads(done.stdout)
+    yield found
+    server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("hf:org/gated", ("gated", "https://huggingface.co/org/gated", "HF_TOKEN", "hf auth login")),
+        ("hf:org/missing", ("does not exist or is private", "HF_TOKEN", "hf auth login")),
+        ("hf:org/token", ("token", "HF_TOKEN", "hf auth login")),
+        ("hf:org/tagless", ("branch, tag or commit", "org/tagless")),
+        ("hf:org/down", ("hf:org/down", "hf download org/down")),
+        ("hf:org/unreachable", ("cannot reach the Hugging Face hub", "hf download org/unreachable", "HF_HUB_CACHE")),
+    ],
+)
+def test_a_model_that_cannot_be_downloaded(name: str, parts: tuple[str, ...], refusals: dict[str, str]) -> None:
+    assert refusals[name] == Message(*parts, varies=[r"(?<=HF_HUB_CACHE=)[^)\s]+"])

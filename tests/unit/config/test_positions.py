@@ -1,0 +1,103 @@
+"""MODEL and DATA by position, and the length of sequences that follows from the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.algorithms.recipes import KTO, Recipe
+from nemo_kto.config.check import POSITIONS, read_positions
+from nemo_kto.config.resolved import ResolvedRun
+from tests.helpers.messages import Message
+from tests.unit.conftest import Load, composed, mistakes
+
+MODEL, DATA = POSITIONS.values()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "models/a",
+        "~/models/a",
+        "hf:org/a@main",
+        "it's",
+        "a b",
+        "back\\slash",
+        "ends\\",
+        "it\\'s",
+        "'quoted'",
+        "[x]",
+        "a,b",
+        "12",
+    ],
+)
+def test_positions_are_values_of_their_keys(recipe: Recipe, path: str) -> None:
+    overrides, errors = read_positions([path, "model.seed=7", "rows.jsonl"], recipe)
+    assert errors == []
+    config = composed(overrides, recipe)
+    model, rows = config.pretrained_checkpoint.restore_from_path, config.model.data.data_prefix
+    assert (model, rows, config.model.seed) == (path, "rows.jsonl", 7)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("a b.jsonl,c.jsonl", ["a b.jsonl", "c.jsonl"]),
+        ("0.7,a.jsonl,0.3,b.jsonl", ["0.7", "a.jsonl", "0.3", "b.jsonl"]),
+        ("[0.7,a.jsonl,0.3,b.jsonl]", [0.7, "a.jsonl", 0.3, "b.jsonl"]),
+        ("{train:a.jsonl,validation:b.jsonl}", {"train": "a.jsonl", "validation": "b.jsonl"}),
+        ("there,is.jsonl", "there,is.jsonl"),
+    ],
+)
+def test_the_second_position_names_any_data(
+    word: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there,is.jsonl").touch()
+    assert composed(read_positions(["model", word], KTO)[0]).model.data.data_prefix == value
+
+
+def test_a_model_or_data_given_twice(good: list[str]) -> None:
+    model, data, *rest = good
+    assert mistakes(["models/b", model, data, *rest]) == [Message(MODEL, "models/b", model, "MODEL", "once")]
+    assert mistakes([model.partition("=")[2], "b.jsonl", data, *rest])[0] == Message(DATA, "b.jsonl", data, "DATA", "once")
+
+
+def test_every_misplaced_word_is_named_with_the_other_mistakes(good: list[str]) -> None:
+    places = [text.partition("=")[2] for text in good[:2]]
+    assert mistakes([*places, "more.jsonl", "model.optim.lr", "1e-6", "model.optim.lr=fast"]) == [
+        Message("MODEL", "DATA", "more.jsonl, 1e-6", "KEY=VALUE", "FILE,FILE"),
+        Message("model.optim.lr", "KEY=VALUE"),
+        Message("model.optim.lr", "fast"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limits", "given", "length", "why"),
+    [
+        ({"max_position_embeddings": 256}, [], 256, "max_position_embeddings of the model"),
+        ({"max_position_embeddings": 256}, ["model.data.seq_length=128"], 128, "set by the user"),
+        ({"max_position_embeddings": 8192}, [], 2048, "the default"),
+        ({"max_position_embeddings": 8192}, ["model.data.seq_length=8192"], 8192, "set by the user"),
+        ({}, [], 2048, "the default"),
+        (
+            {
+                "max_position_embeddings": 8192,
+                "rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 1024},
+            },
+            [],
+            1024,
+            "original_max_position_embeddings of the model",
+        ),
+    ],
+)
+def test_the_length_of_sequences_follows_from_the_model(
+    load: Load, tmp_path: Path, limits: dict[str, object], given: list[str], length: int, why: str
+) -> None:
+    cfg = load(*given)
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **limits}))
+    run = ResolvedRun.of(cfg)
+    assert (run.cfg.seq_length, run.cfg.model.data.seq_length, run.length_reason) == (length, length, why)

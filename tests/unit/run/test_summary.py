@@ -1,0 +1,27 @@
+"""Row counts in the start table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nemo_kto.data.batches.dataset import SplitCounts
+from nemo_kto.run.rows import split_text
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [
+        ({}, "5 pairs, 70 tokens, none truncated"),
+        ({"cut_prompts": 2, "cut_responses": 1}, "5 pairs, 70 tokens, 2 prompts and 1 responses truncated"),
+        ({"cut_responses": 3}, "5 pairs, 70 tokens, 3 responses truncated"),
+        (
+            {"rows": 12_000, "desirable": 7_000, "tokens": 3_400_000, "cut_prompts": 12},
+            "12,000 pairs (7,000 desirable, 5,000 undesirable), 3,400,000 tokens, 12 prompts truncated",
+        ),
+    ],
+)
+def test_rows_of_a_split(counts: dict[str, Any], text: str) -> None:
+    plain: dict[str, Any] = {"rows": 5, "desirable": None, "tokens": 70, "longest": 9, "cut_prompts": 0, "cut_responses": 0}
+    assert split_text("pairs", SplitCounts(**plain | counts)) == text
