@@ -165,12 +165,12 @@ def test_lines_of_csv_and_rows_of_tables_are_counted(tmp_path: Path) -> None:
 
 def test_a_broken_row_is_named_by_line_or_row(tmp_path: Path) -> None:
     rows = kto_rows(9)
-    rows[5]["weight"] = -1.5
+    rows[5]["weight"] = -2
     write_csv(tmp_path / "a.csv", rows)
     write_parquet(tmp_path / "a.parquet", rows)
-    with raises(DataError, "1 broken row:", f"{tmp_path}/a.csv:10:", "weight", "-1.5"):
+    with raises(DataError, "1 broken row:", f"{tmp_path}/a.csv:10:", "weight", "got -2.0"):
         examples(tmp_path / "a.csv", tmp_path / "cache")
-    with raises(DataError, "1 broken row:", f"{tmp_path}/a.parquet row 6:", "weight", "-1.5"):
+    with raises(DataError, "1 broken row:", f"{tmp_path}/a.parquet row 6:", "weight", "got -2"):
         examples(tmp_path / "a.parquet", tmp_path / "cache")
 
 
