@@ -21,7 +21,9 @@ NEMO_TARGETS: dict[str, tuple[str, ...]] = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
     "all": HUGGING_FACE_TARGETS,
+    "all-linear": HUGGING_FACE_TARGETS,  # PEFT's name
 }
+ALL_LINEAR = ("all", "all-linear")  # without the layers that a family fuses
 TARGET_MODULES = (*NEMO_TARGETS, *HUGGING_FACE_TARGETS, EMBEDDING)
 
 
@@ -93,6 +95,12 @@ def adaptable(family: Family) -> list[ParamMapping]:
         for mapping in family.mappings
         if (".linear_" in mapping.mcore_name and not mapping.joins_experts) or mapping.mcore_name.startswith("embedding.")
     ]
+
+
+def linear_modules(family: Family) -> tuple[str, ...]:
+    """Return the linear layers that a family has as separate modules, by their usual names."""
+    separate = {hf_module(name) for mapping in adaptable(family) for name in mapping.hf_names}
+    return tuple(module for module in HUGGING_FACE_TARGETS if module in separate)
 
 
 def has_adaptable_experts(family: Family) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import socket
@@ -132,7 +133,8 @@ class Job:
             from nemo_kto.processes import watchdog
 
             error = ranks.explain_open_files(error)
-            watchdog.explain(error)
+            with contextlib.suppress(signals.Stopped):  # sent by the launcher, because another rank has failed
+                watchdog.explain(error)
             ranks.fail(error, world=self.world)
 
     def _end_early(self, stop: signals.Stopped, *, requeues: bool) -> NoReturn:

@@ -9,7 +9,7 @@ from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, BaseModel, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, create_model
 
 from nemo_kto.algorithms.recipes.recipe import LossConfig, Recipe
 from nemo_kto.architecture.lora import MAX_ALPHA, TARGET_MODULES
@@ -173,7 +173,9 @@ class LoRATuningConfig(Section):
     """Section model.peft.lora_tuning: settings of the LoRA adapters."""
 
     target_modules: Annotated[
-        list[Annotated[str, one_of(TARGET_MODULES)]], check(bool, "not be empty", "e.g. [attention_qkv]")
+        list[Annotated[str, one_of(TARGET_MODULES)]],
+        BeforeValidator(lambda names: [names] if isinstance(names, str) else names),
+        check(bool, "not be empty", "e.g. all-linear"),
     ]
     adapter_dim: Count
     alpha: Annotated[float, Gt(0), Le(MAX_ALPHA), Remedy("e.g. {key}=32")]

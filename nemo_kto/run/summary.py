@@ -10,7 +10,9 @@ import torch
 from megatron.core import parallel_state
 
 from nemo_kto.algorithms.dpo import DPOTrainer
+from nemo_kto.architecture.lora import EMBEDDING, linear_modules
 from nemo_kto.artifacts.checkpoint_files import Checkpoint, find_checkpoints
+from nemo_kto.config.compose import DEFAULT_LR
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.data.rows.sources import validation_names
@@ -36,7 +38,9 @@ def start_table(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         trained = f"{short(_count(wanted_adapters(architecture, settings)))} in adapters trained"
         layers = "" if settings.layers is None else f" of layers {', '.join(map(str, settings.layers))}"
         origin = "" if run.files.adapter_folder is None else f", from {run.files.adapter_folder}"
-        modules = ", ".join(settings.modules)
+        modules = ", ".join(
+            module for module in settings.modules if module in (*linear_modules(architecture.family), EMBEDDING)
+        )
         adapters = f"{settings.kind} of rank {settings.rank}, {settings.scale_text}, on {modules}{layers}{origin}"
     device_text = f"{device.device_name()}, {MAX_CONNECTIONS}={os.environ.get(MAX_CONNECTIONS)}"
     if not device.on_gpu():
@@ -50,6 +54,7 @@ def start_table(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         **({"labels": data.splits.labels} if data.splits.labels else {}),
         **cfg.recipe.start_lines(cfg.loss, data.splits.train),
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))}){resumed}",
+        "lr": _lr_text(run),
         "batch": f"{model.global_batch_size:,} {cfg.recipe.unit} a step, micro-batches of {data.limits}",
         "sequences": f"at most {cfg.seq_length:,} tokens ({run.length_reason})",
         "layout": layout_text(
@@ -70,6 +75,13 @@ def start_table(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
     slow = slow_paths(run.dtype, tensor_parallel=tensor, unsupported_by_te=unsupported)
     lines |= {f"slow path {number}": path for number, path in enumerate(slow, start=1)}
     return table(f"nemo-kto {cfg.recipe.name}", lines)
+
+
+def _lr_text(run: ResolvedRun) -> str:
+    lr, scheme = run.cfg.model.optim.lr, run.cfg.model.peft.peft_scheme
+    if lr != DEFAULT_LR[scheme]:
+        return f"{lr:g} (model.optim.lr)"
+    return f"{lr:g} (the default of model.optim.lr {'for adapters' if run.has_adapters else 'if all weights are trained'})"
 
 
 def _count(shapes: Shapes) -> int:

@@ -105,6 +105,7 @@ def start_table(model: Path, steps: str) -> list[object]:
         "  validation  13 rows (5 desirable, 8 undesirable), 745 tokens, 6 prompts truncated",
         "  balance     desirable / undesirable = 1.429 (recommended: 1 to 4/3)",
         f"  steps       {steps}",
+        "  lr          0.001 (model.optim.lr)",
         Naming("8", "4"),
         "  sequences   at most 64 tokens (set by the user)",
         "  layout      1 rank",
@@ -207,7 +208,12 @@ def test_the_best_adapters_of_two_ranks_are_exported(tiny_llama: Path, tmp_path:
     write_rows(tmp_path / "rows.jsonl", make_pairs(64))
     (tmp_path / "model").symlink_to(tiny_llama)
     layout = ["trainer.devices=2", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true"]
-    adapters = ["model.peft.peft_scheme=lora", "model.reference.mode=auto", "export.adapter_path=best_adapter"]
+    adapters = [
+        "model.peft.peft_scheme=lora",
+        "model.peft.lora_tuning.target_modules=attention_qkv",
+        "model.reference.mode=auto",
+        "export.adapter_path=best_adapter",
+    ]
     out, errors = train(tmp_path, Path("model"), "dpo", *layout, *adapters, "model.optim.lr=1e-2")
     step, _ = best_of(tmp_path / "results/gpt_dpo", "val_loss")
     assert step < 6, "not the last checkpoint"

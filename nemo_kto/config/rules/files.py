@@ -15,13 +15,14 @@ from typing import Any
 from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.architecture.families import Family
 from nemo_kto.architecture.lora import (
+    ALL_LINEAR,
     EMBEDDING,
-    HUGGING_FACE_TARGETS,
     NEMO_TARGETS,
     TARGET_MODULES,
     adaptable,
     embedding_problem,
     hf_module,
+    linear_modules,
 )
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, is_our_adapter, read_adapter_settings
 from nemo_kto.artifacts.checkpoint_files import INFO, check_checkpoint
@@ -192,11 +193,12 @@ def _adapter_layers(run: ResolvedRun, layers: int | None) -> Errors:
 def _target_rules(run: ResolvedRun, config: Mapping[str, object], family: Family) -> Errors:
     """Check that the target modules are linear layers that the model has as separate modules, and that DoRA fits them."""
     tuning = run.cfg.model.peft.lora_tuning
-    separate = {hf_module(name) for mapping in adaptable(family) for name in mapping.hf_names}
+    separate = {*linear_modules(family), EMBEDDING}
     targets = [target for target in tuning.target_modules if target in TARGET_MODULES]
-    if wrong := [target for target in targets if not separate.issuperset(NEMO_TARGETS.get(target, (target,)))]:
+    named = [target for target in targets if target not in ALL_LINEAR]
+    if wrong := [target for target in named if not separate.issuperset(NEMO_TARGETS.get(target, (target,)))]:
         text = f"must be separate layers of {family.name}, got {', '.join(wrong)}, some of which it fuses"
-        remedy = f"use of {', '.join(name for name in HUGGING_FACE_TARGETS if name in separate)}, or {_SCHEME}=none"
+        remedy = f"use of {', '.join(linear_modules(family))}, or {_SCHEME}=none"
         yield ConfigError(_TARGETS, f"{text}; {remedy}", (_MODEL, _SCHEME))
     of_experts = {hf_module(name) for mapping in adaptable(family) if mapping.of_expert for name in mapping.hf_names}
     chosen = {module for target in targets for module in NEMO_TARGETS.get(target, (target,))}

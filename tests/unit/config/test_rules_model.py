@@ -26,8 +26,8 @@ TUNING = "model.peft.lora_tuning"
 SCHEDULE = "model.optim.sched"
 LORA = "model.peft.peft_scheme=lora"
 MODULES = (
-    "attention_qkv, attention_dense, mlp_fc1, mlp_fc2, attention, mlp, all, q_proj, k_proj, v_proj, o_proj, gate_proj, "
-    "up_proj, down_proj or embed_tokens"
+    "attention_qkv, attention_dense, mlp_fc1, mlp_fc2, attention, mlp, all, all-linear, q_proj, k_proj, v_proj, o_proj, "
+    "gate_proj, up_proj, down_proj or embed_tokens"
 )
 
 # Overrides and errors, of every algorithm.
@@ -195,7 +195,7 @@ BROKEN = [
     (["model.optim.sched.wsd_decay_steps=0"], [Message("model.optim.sched.wsd_decay_steps", "1", "0")]),
     (["model.optim.sched.warmup_steps=-1"], [Message("model.optim.sched.warmup_steps", "0", "-1")]),
     (
-        ["model.optim.lr=1e-7"],
+        ["model.optim.lr=1e-7", "model.optim.sched.min_lr=9e-7"],
         [Message("model.optim.sched.min_lr", "0", "model.optim.lr", "1e-07", "9e-07", "model.optim.sched.min_lr=0")],
     ),
     (
@@ -285,7 +285,7 @@ BROKEN = [
     ),
     (
         [f"{TUNING}.target_modules=[]"],
-        [Message(f"{TUNING}.target_modules", "empty", "none", "[attention_qkv]")],
+        [Message(f"{TUNING}.target_modules", "empty", "none", "all-linear")],
     ),
     ([f"{TUNING}.adapter_dim=0"], [Message(f"{TUNING}.adapter_dim", "1", "0")]),  # and not alpha, which is made of it
     ([f"{TUNING}.alpha=0", f"{TUNING}.adapter_dim=1"], [Message(f"{TUNING}.alpha", "0", "1000000", f"{TUNING}.alpha=32")]),

@@ -26,6 +26,7 @@ LLAMA = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
     "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": False,
 }  # fmt: skip
+ATTENTION = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=attention_qkv"]
 MODEL, TENSOR = "pretrained_checkpoint.restore_from_path=llama", "model.tensor_model_parallel_size={}"
 
 
@@ -180,7 +181,7 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "host_memory_bytes", lambda: 64 * 10**9)
-    status, table = planned(capsys, "kto", MODEL, "hardware=cpu", "trainer.devices=2", "model.peft.peft_scheme=lora")
+    status, table = planned(capsys, "kto", MODEL, "hardware=cpu", "trainer.devices=2", *ATTENTION)
     assert status == plan.DOES_NOT_FIT
     assert table["weights"] == "32.2 GB"
     assert "of 32.0 GB" in table["total"]
