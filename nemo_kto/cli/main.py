@@ -61,14 +61,14 @@ nemo-kto: alignment training of large language models on human feedback, on one 
       Check every key, file and row of a run, and plan it, on a machine without its GPUs; the rows are tokenised.
 
   nemo-kto data preview FILE --model MODEL
-      Show the first rows of a jsonl file as the model sees them.
+      Show the first rows of a data file as the model sees them.
 
   nemo-kto checkpoint ls RUN
   nemo-kto checkpoint verify RUN|CHECKPOINT
       List the checkpoints of a run; compare every file with its hash.
 
   nemo-kto data check FILE ... [--model MODEL] [--seq-length N]
-      Report statistics of jsonl files: balance, lengths, duplicates, contradictions, invalid rows.
+      Report statistics of data files: balance, lengths, duplicates, contradictions, invalid rows.
 
   nemo-kto data tokenise {names} MODEL DATA [KEY=VALUE ...]
       Tokenise the rows of a run in advance, with all cores of this machine.
