@@ -156,6 +156,7 @@ def _export(argv: Sequence[str]) -> None:
 
 def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     """Train: `nemo-kto NAME` and the scripts in examples/; ``argv`` contains positions, overrides and Hydra's flags."""
+    from nemo_kto.cli import objects
     from nemo_kto.cli.job import Job, refuse_mistakes
     from nemo_kto.config import compose
     from nemo_kto.config.check import read_positions
@@ -167,12 +168,15 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     try:
         ranks.end_with_launcher()
         world = ranks.detect_world()
+        objects.unpack()
     except UserError as error:
         ranks.fail(error, world=None)
     set_up_logging(rank=0 if world is None else world.rank)
     flags = _flags(argv)
     if flags.help:
-        program = f"python {sys.argv[0]}" if _own_script() else f"nemo-kto {recipe.name}"
+        script = Path(sys.argv[0])  # perhaps one of examples/, which implies its algorithm
+        is_script = script.suffix == ".py" and script.resolve() != Path(__file__).resolve()
+        program = f"python {script}" if is_script else f"nemo-kto {recipe.name}"
         with console.exit_if_output_lost():
             print(_TRAINING_USAGE.format(recipe=recipe, program=program, keys=as_text(recipe)), end="")
         return
@@ -181,7 +185,7 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     )
     given, misplaced = read_positions(flags.words, recipe)
     elsewhere = any(text.startswith("hydra/launcher=") for text in given)
-    job = Job(recipe=recipe, source=source, world=world, script=_own_script(), elsewhere=elsewhere)
+    job = Job(recipe=recipe, source=source, world=world, elsewhere=elsewhere)
     if others or misplaced:
         refuse_mistakes(job.checker(sweep=flags.multirun).errors([*others, *flags.words]), world)
     try:
@@ -266,12 +270,6 @@ def _other_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             values.append(rest.pop(0))
         others.append(word if "=" in word else f"{word}={' '.join(values) or 'true'}")
     return words, others
-
-
-def _own_script() -> Path | None:
-    """Return the script that was called, such as one in examples/, which implies its algorithm; None for a command."""
-    script = Path(sys.argv[0]).resolve()
-    return script if script.suffix == ".py" and script != Path(__file__).resolve() else None
 
 
 if __name__ == "__main__":
