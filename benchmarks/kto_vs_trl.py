@@ -201,7 +201,7 @@ def run_ours(model: Path, rows: list[dict[str, Any]], clock: Clock, *, overrides
     from nemo_kto.config.resolved import ResolvedRun
     from nemo_kto.data.batches.dataset import KTOExample
     from nemo_kto.distributed import state
-    from nemo_kto.models.engine.cached_reference import CachedReference
+    from nemo_kto.models.engine.reference import CachedReference
     from nemo_kto.run import build
 
     # TRL takes the KL response from the previous row, nemo_kto from the next row

@@ -75,8 +75,9 @@ PACKAGES = {
             # not where a command line is checked, which would take a third longer
             ("numpy", names("blend.py cache.py check.py collate.py dataset.py loader.py")),
             ("transformers", names("chat.py dataset.py template_trial.py")),
-            ("datasets", names("cache.py dataset.py part_files.py")),
-            ("pyarrow", names("part_files.py")),
+            ("datasets", names("cache.py dataset.py part_files.py sources.py")),
+            ("fsspec", names("sources.py")),
+            ("pyarrow", names("files.py forms.py part_files.py")),
         ),
     ),
     "models": Package(

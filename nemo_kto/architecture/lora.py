@@ -21,7 +21,9 @@ NEMO_TARGETS: dict[str, tuple[str, ...]] = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
     "all": HUGGING_FACE_TARGETS,
+    "all-linear": HUGGING_FACE_TARGETS,  # PEFT's name
 }
+ALL_LINEAR = ("all", "all-linear")  # without the layers that a family fuses
 TARGET_MODULES = (*NEMO_TARGETS, *HUGGING_FACE_TARGETS, EMBEDDING)
 
 
@@ -38,7 +40,7 @@ class LoRASettings:
     target_modules: tuple[str, ...] = ("attention_qkv",)  # from :data:`TARGET_MODULES`
     layers: tuple[int, ...] | None = None  # numbers of the adapted layers, counted from 1; None for all
     rslora: bool = False  # rank-stabilised scale (Kalajdzievski 2023, arXiv 2312.03732)
-    dora: bool = False  # each row of the sum of weight and adapter has a trained magnitude (``models.lora.dora``)
+    dora: bool = False  # each row of the sum of weight and adapter has a trained magnitude (``models.lora.layers``)
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -93,6 +95,12 @@ def adaptable(family: Family) -> list[ParamMapping]:
         for mapping in family.mappings
         if (".linear_" in mapping.mcore_name and not mapping.joins_experts) or mapping.mcore_name.startswith("embedding.")
     ]
+
+
+def linear_modules(family: Family) -> tuple[str, ...]:
+    """Return the linear layers that a family has as separate modules, by their usual names."""
+    separate = {hf_module(name) for mapping in adaptable(family) for name in mapping.hf_names}
+    return tuple(module for module in HUGGING_FACE_TARGETS if module in separate)
 
 
 def has_adaptable_experts(family: Family) -> bool:
@@ -167,26 +175,7 @@ def adapter_mappings(mapping: ParamMapping, settings: LoRASettings) -> tuple[Par
     return (*matrices, magnitude)
 
 
-# Parts of each fused layer, in the order of the weights in its mapping.
-_PARTS = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-    "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"),
-    "linear_fc2": ("down_proj",),
-}
-
-
-def _family_names() -> dict[str, str]:
-    """Return the families' own names of modules, such as Mixtral's w1, w2 and w3, and the usual name of each."""
-    names: dict[str, str] = {}
-    for mapping in (mapping for family in FAMILIES.values() for mapping in adaptable(family)):
-        parts = _PARTS.get(mapping.mcore_name.split(".")[-2], ())
-        if mapping.mcore_name.endswith(".weight") and len(mapping.hf_names) == len(parts):
-            names |= {name.split(".")[-2]: part for name, part in zip(mapping.hf_names, parts, strict=True)}
-    return names
-
-
-_USUAL_NAMES = _family_names()
+_USUAL_NAMES = {own: usual for family in FAMILIES.values() for own, usual in family.module_names.items()}
 
 
 def hf_module(name: str) -> str:

@@ -90,9 +90,7 @@ class _Config(BaseModel):
 def read_adapter_settings(folder: str | Path) -> LoRASettings:
     """Return the settings of the adapter in a folder in PEFT's format.
 
-    Raises:
-        UserError: the folder holds no adapter, the adapter has unsupported features (all are listed), or a file is a link
-            out of the folder.
+    Raises UserError if there is none, it has unsupported features (all are listed), or a file is a link out of the folder.
     """
     folder = Path(folder)
     files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)

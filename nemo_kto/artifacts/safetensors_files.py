@@ -36,8 +36,7 @@ class _InvalidHeader(ValueError):
 def tensor_shapes(file: Path) -> Shapes:
     """Return the shape of every tensor in a safetensors file; reads only its header.
 
-    Raises:
-        UserError: the file is not a safetensors file, is truncated, or holds other types than floats.
+    Raises UserError if it is not a safetensors file, is truncated, or holds other types than floats.
     """
     return read_header(file)[0]
 
@@ -101,9 +100,8 @@ def find_weights(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     If there is an index, only the files that it names are read, and each weight must be in the one file that the index gives
     for it. Weights in these files that the index omits are weights too, as in transformers.
 
-    Raises:
-        UserError: there are no safetensors files, some that the index names are missing, they cannot be read, or the index
-            contradicts them; lists all such files. Or a file is a link out of the folder.
+    Raises UserError if there are no safetensors files, a file is a link out of the folder, or files that the index names are
+    missing, unreadable or contradict it; lists all such files.
     """
     weight_map = _read_index(folder)
     files = [file_inside(folder, SINGLE)] if weight_map is None else sorted(set(weight_map.values()))

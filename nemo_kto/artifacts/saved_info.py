@@ -112,8 +112,7 @@ def adapter_settings(adapters: Mapping[str, Any]) -> LoRASettings:
 def find_wrong(info: Mapping[str, Any], *, step: int | None) -> list[str]:
     """Return a message about each value of a trainer.json that this program would not write.
 
-    Args:
-        step: the step in the name of the checkpoint's folder; None if the folder has another name.
+    ``step`` is the one in the name of the checkpoint's folder; None if the folder has another name.
     """
     trainer = info.get("trainer")
     if isinstance(trainer, dict):  # these are empty if there is nothing to record

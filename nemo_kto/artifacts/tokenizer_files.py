@@ -19,9 +19,8 @@ _VOCABULARIES = (_TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt", "spie
 def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
     """Check that a folder holds a tokenizer that fits its model.
 
-    Raises:
-        UserError: there is no tokenizer, a file is damaged, it brings its own code, it has no EOS token, or a token that
-            training needs has no row in the embedding (:func:`check_ids`).
+    Raises UserError if there is none, a file is damaged, it brings its own code, it has no EOS token, or a token that
+    training needs has no row in the embedding (:func:`check_ids`).
     """
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         others = (f"{name}, which is {kind}" for name in _VOCABULARIES if (kind := irregular(folder / name)))
@@ -58,16 +57,10 @@ def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
 
 
 def check_ids(ids: Mapping[str, int], *, vocab_size: int | None, file: Path) -> None:
-    """Check that tokens have rows in the model's embedding.
+    """Raise a UserError that names the ``file`` with the tokens if one has no row in the model's embedding.
 
     Tokens that were added for other purposes, such as Gemma 3's image tokens beside a text model, are not checked: a row of
     the data that contains one is rejected when it is tokenised.
-
-    Args:
-        file: file that defines the tokens, for the error message.
-
-    Raises:
-        UserError: a token has no row.
     """
     token, highest = max(ids.items(), key=lambda entry: entry[1], default=("", -1))
     if vocab_size is not None and highest >= vocab_size:

@@ -88,11 +88,8 @@ def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
     """Load only the weights of a checkpoint, written at any layout; collective.
 
     From a checkpoint of adapters only the adapters are loaded, and the base model keeps its weights; from any other
-    checkpoint everything but the adapters is loaded.
-
-    Raises:
-        ValueError: the checkpoint holds other adapters than the model has.
-        UserError: it is damaged, or one of its files could run code when loaded.
+    checkpoint everything but the adapters is loaded. Raises UserError if it holds other adapters than the model has, is
+    damaged, or one of its files could run code when loaded.
     """
     verify(path, ("state", "hf"))
     saved = saved_adapters(path)
@@ -128,8 +125,7 @@ class _PendingSave:
 class CheckpointManager:
     """Writer and loader of a run's checkpoints, which also removes those that are no longer kept.
 
-    Raises:
-        UserError: a file to be copied into every checkpoint is a link out of its folder.
+    Raises UserError if a file to be copied into every checkpoint is a link out of its folder.
     """
 
     folder: Path
@@ -163,10 +159,7 @@ class CheckpointManager:
         """Start a checkpoint of the current state; collective. A pending checkpoint is finished first.
 
         Without ``async_save`` the new checkpoint is returned; with it the earlier one that had to be finished first, if any.
-
-        Raises:
-            UserError: there is not enough free space.
-            RuntimeError: the checkpoint could not be written.
+        Raises UserError if there is not enough free space, and RuntimeError if the checkpoint could not be written.
         """
         started = time.monotonic()
         earlier = self._complete(wait=True)
@@ -201,9 +194,7 @@ class CheckpointManager:
     def poll(self) -> WrittenCheckpoint | None:
         """Publish the pending checkpoint once the parts of all ranks are on disk, and return it; else None. Collective.
 
-        Raises:
-            UserError: the disk is full.
-            RuntimeError: a rank could not write its part.
+        Raises UserError if the disk is full, and RuntimeError if a rank could not write its part.
         """
         return self._complete(wait=False)
 
@@ -216,11 +207,8 @@ class CheckpointManager:
     def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Restore the state of a checkpoint and return the trainer's state; collective.
 
-        The random generators are restored only if the layout equals the saved one.
-
-        Raises:
-            ValueError: the checkpoint holds other adapters.
-            UserError: one of its files is not as this program writes it.
+        The random generators are restored only if the layout equals the saved one. Raises UserError if the checkpoint holds
+        other adapters, or one of its files is not as this program writes it.
         """
         model_state.check_adapters(model_state.adapters_in(checkpoint.info), self.chunks)
         folder, trainer = checkpoint.folder, dict(checkpoint.info["trainer"])

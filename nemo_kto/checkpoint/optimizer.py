@@ -47,10 +47,8 @@ def optimizer_state(optimizer: MegatronOptimizer, model_state: ShardedStateDict,
 def load_optimizer_state(optimizer: MegatronOptimizer, loaded: StateDict) -> None:
     """Restore the moments, main weights and counters that :func:`optimizer_state` saved.
 
-    Learning rates, betas, eps and weight decay stay those of ``optimizer``: a resumed run may change them.
-
-    Raises:
-        ValueError: the saved step counter is not an integer of at least 0.
+    Learning rates, betas, eps and weight decay stay those of ``optimizer``: a resumed run may change them. Raises ValueError
+    if the saved step counter is not an integer of at least 0.
     """
     step = loaded["adam_step"]
     if type(step) is not int or step < 0:

@@ -96,8 +96,7 @@ def read_errors(path: Path) -> Iterator[None]:
 def read_metadata(stream: IO[bytes], *, file: Path | None = None) -> Metadata:
     """Read the metadata of a checkpoint in torch's distributed format; ``file`` is the path of a stream without a name.
 
-    Raises:
-        UserError: it refers to anything but metadata, or to a file outside the folder.
+    Raises UserError if it refers to anything but metadata, or to a file outside the folder.
     """
     file = Path(stream.name) if file is None else file
     must = f"{file} must contain only checkpoint metadata"
@@ -125,10 +124,8 @@ def load_state(sharded: ShardedStateDict, folder: Path) -> StateDict:
     """Load the ``state`` folder of a checkpoint with ``dist_checkpointing.load``; collective.
 
     The pickles are checked first, so that the rank that finds a problem raises an error that names the file. While
-    megatron-core loads, torch reads the pickles by the same rules, so that changes made in between are refused too.
-
-    Raises:
-        UserError: a file could run code when loaded, or is not as this program writes it.
+    megatron-core loads, torch reads the pickles by the same rules, so that changes made in between are refused too. Raises
+    UserError if a file could run code when loaded, or is not as this program writes it.
     """
     backends = read_json(folder / _BACKENDS, remedy=_REMEDY)
     found = (backends.get("sharded_backend"), backends.get("common_backend", "torch"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 
 def integer_from(least: int) -> Callable[[str], int]:
@@ -15,3 +15,19 @@ def integer_from(least: int) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def gigabytes(text: str) -> float:
+    """Argparse type for a size of memory."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, in 10^9 bytes, got {text}; e.g. --memory 80")
+    return value
+
+
+def is_set(key: str, overrides: Iterable[str]) -> bool:
+    """Return whether an override sets the key."""
+    return any(text.lstrip("+").startswith(f"{key}=") for text in overrides)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import socket
@@ -146,7 +147,8 @@ class Job:
             from nemo_kto.processes import watchdog
 
             error = ranks.explain_open_files(error)
-            watchdog.explain(error)
+            with contextlib.suppress(signals.Stopped):  # sent by the launcher, because another rank has failed
+                watchdog.explain(error)
             ranks.fail(error, world=self.world)
 
     def _end_early(self, stop: signals.Stopped, *, requeues: bool) -> NoReturn:
@@ -155,14 +157,16 @@ class Job:
         ranks.end_early(str(stop), world=self.world)
 
 
-def check_memory(run: ResolvedRun, ranks: int, local: int) -> None:
-    """Raise UserError if the run cannot fit into the memory of the machines; its precision must not be auto.
+def check_memory(run: ResolvedRun, ranks: int, local: int, longest: int | None) -> str | None:
+    """Return a warning if the run may not fit into the memory of the machines; its precision must not be auto.
 
-    ``ranks`` is the number of all ranks, ``local`` of those on this machine.
+    ``ranks`` is the number of all ranks, ``local`` of those on this machine; ``longest`` the tokens of the longest sequence,
+    None before the rows have been read. Raises UserError if the run cannot fit.
     """
     from nemo_kto.planner import plan_run
 
-    plan_run.check_memory(run, plan_run.these_machines(run, ranks=ranks, local=local, timed=False))
+    machines = plan_run.these_machines(run, ranks=ranks, local=local, timed=False)
+    return plan_run.check_memory(run, machines, longest=longest)
 
 
 def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None) -> NoReturn:

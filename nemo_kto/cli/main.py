@@ -1,4 +1,4 @@
-"""Commands `nemo-kto kto`, `dpo`, `plan`, `export`, `checkpoint`, `data preview|check`; entry point of examples/.
+"""The command `nemo-kto`; entry point of examples/.
 
 A command line is checked as a whole before anything starts. A training command then joins existing ranks (torchrun, srun),
 starts its own ranks, or runs in this process as the only rank.
@@ -36,7 +36,14 @@ _SOURCE = ("--config-path -cp", "--config-name -cn", "--config-dir -cd")
 _HYDRA_MODES = ("hydra_help", "resolve", "multirun", "shell_completion", "experimental_rerun", "cfg", "info")
 
 # Command that only prints -> its module.
-_PRINTING = {"plan": "plan", "checkpoint": "checkpoint", "data preview": "preview", "data check": "check"}
+_PRINTING = {
+    "plan": "plan",
+    "check": "check_run",
+    "checkpoint": "checkpoint",
+    "data preview": "preview",
+    "data check": "check",
+    "data tokenise": "tokenise",
+}
 
 _USAGE = """\
 nemo-kto: alignment training of large language models on human feedback, on one CPU or many GPUs
@@ -48,15 +55,21 @@ nemo-kto: alignment training of large language models on human feedback, on one 
   nemo-kto plan {names} MODEL [DATA] [KEY=VALUE ...] [--gpus N] [--memory GB]
       Estimate the memory and speed of a run, and find the layouts that fit; nothing is loaded.
 
+  nemo-kto check {names} MODEL DATA [KEY=VALUE ...] [--nodes N --gpus-per-node N [--gpu KIND]]
+      Check every key, file and row of a run, and plan it, on a machine without its GPUs; the rows are tokenised.
+
   nemo-kto data preview FILE --model MODEL
-      Show the first rows of a jsonl file as the model sees them.
+      Show the first rows of a data file as the model sees them.
 
   nemo-kto checkpoint ls RUN
   nemo-kto checkpoint verify RUN|CHECKPOINT
       List the checkpoints of a run; compare every file with its hash.
 
   nemo-kto data check FILE ... [--model MODEL] [--seq-length N]
-      Report statistics of jsonl files: balance, lengths, duplicates, contradictions, invalid rows.
+      Report statistics of data files: balance, lengths, duplicates, contradictions, invalid rows.
+
+  nemo-kto data tokenise {names} MODEL DATA [KEY=VALUE ...]
+      Tokenise the rows of a run in advance, with all cores of this machine.
 
   nemo-kto --version
   nemo-kto {names} --help        all keys, with their defaults and descriptions
@@ -115,7 +128,7 @@ def _print(command: str, arguments: Sequence[str]) -> None:
     commands = "\n".join(_COMMAND_USAGE.format(recipe=recipe) for recipe in RECIPES.values())
     usage = _USAGE.format(commands=commands, names="|".join(RECIPES))
     if command in _PRINTING:
-        if command == "plan":
+        if command in ("plan", "check"):
             set_up_logging(rank=0)
         try:
             module = importlib.import_module(f"nemo_kto.cli.{_PRINTING[command]}")

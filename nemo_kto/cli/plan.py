@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli.arguments import integer_from
+from nemo_kto.cli.arguments import gigabytes, integer_from, is_set
 from nemo_kto.config import compose
 from nemo_kto.config.check import POSITIONS, Checker, InvalidConfig, read_positions
 from nemo_kto.config.resolved import ResolvedRun
@@ -34,9 +34,10 @@ DOES_NOT_FIT = 1  # exit status
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit status; raise UserError with all errors in the command line."""
     flags = _parser().parse_intermixed_args(list(argv))
-    recipe, searches = RECIPES[flags.algorithm], flags.gpus is not None and not _names_layout(flags.words)
-    words = list(flags.words)
-    if not any(text.startswith(f"{_DATA}=") for text in read_positions(words, recipe)[0]):
+    recipe, words = RECIPES[flags.algorithm], list(flags.words)
+    given, _ = read_positions(words, recipe)
+    searches = flags.gpus is not None and not any(is_set(key, given) for key in _LAYOUT)
+    if not is_set(_DATA, given):
         words.append(f"{_DATA}=rows.jsonl")  # required, but not read
     rules = partial(_errors, ranks=None if searches else flags.gpus)
     source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
@@ -69,24 +70,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("words", nargs="*", metavar="MODEL [DATA] KEY=VALUE", help="as in training")
     parser.add_argument("--gpus", type=integer_from(1), metavar="N", help="number of GPUs, on machines with eight GPUs")
     parser.add_argument("--gpu", choices=list(GPUS), default=DEFAULT_GPU, help=f"their kind, with --gpus ({DEFAULT_GPU})")
-    parser.add_argument("--memory", type=_gigabytes, metavar="GB", help="memory of each rank, in 10^9 bytes")
+    parser.add_argument("--memory", type=gigabytes, metavar="GB", help="memory of each rank, in 10^9 bytes")
     parser.add_argument("--config-name", metavar="FILE", help="your configuration file")
     parser.add_argument("--config-dir", metavar="FOLDER", help="folder of that file")
     return parser
-
-
-def _gigabytes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, in 10^9 bytes, got {text}; e.g. --memory 80")
-    return value
-
-
-def _names_layout(overrides: Sequence[str]) -> bool:
-    return any(text.lstrip("+").startswith(f"{key}=") for text in overrides for key in _LAYOUT)
 
 
 def _errors(run: ResolvedRun, *, ranks: int | None) -> list[ConfigError]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import yaml
 from hydra import compose, initialize_config_dir, initialize_config_module
@@ -37,10 +37,18 @@ from nemo_kto.utils.field_errors import echo, mistakes, names
 PACKAGE = "nemo_kto.conf"
 # Raised by Hydra if files or overrides do not compose; the last three for a file that is not text or includes itself.
 WRONG = (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError)
-FREE_FORM = ("model.data.data_prefix", "model.data.fields")  # may be mappings with arbitrary keys
+FREE_FORM = ("model.data.data_prefix", "model.data.fields", "model.data.labels")  # may be mappings with arbitrary keys
+# Default of model.optim.lr by model.peft.peft_scheme. For all weights 5e-7 to 5e-6 is advised; adapters need larger steps.
+DEFAULT_LR = {"none": 1e-6, "lora": 1e-5}
 # For expressions in the YAML files.
+OmegaConf.register_new_resolver("default_lr", DEFAULT_LR.get, replace=True)
+OmegaConf.register_new_resolver("tenth_of", lambda lr: float(f"{lr / 10:.12g}") if _is_number(lr) else 0.0, replace=True)
 OmegaConf.register_new_resolver("multiply", lambda *factors: math.prod(factors), replace=True)
 OmegaConf.register_new_resolver("int_div", operator.floordiv, replace=True)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float)
 
 
 def config_path() -> str:

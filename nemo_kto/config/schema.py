@@ -9,7 +9,7 @@ from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, BaseModel, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, create_model
 
 from nemo_kto.algorithms.recipes.recipe import LossConfig, Recipe
 from nemo_kto.architecture.lora import MAX_ALPHA, TARGET_MODULES
@@ -173,7 +173,9 @@ class LoRATuningConfig(Section):
     """Section model.peft.lora_tuning: settings of the LoRA adapters."""
 
     target_modules: Annotated[
-        list[Annotated[str, one_of(TARGET_MODULES)]], check(bool, "not be empty", "e.g. [attention_qkv]")
+        list[Annotated[str, one_of(TARGET_MODULES)]],
+        BeforeValidator(lambda names: [names] if isinstance(names, str) else names),
+        check(bool, "not be empty", "e.g. all-linear"),
     ]
     adapter_dim: Count
     alpha: Annotated[float, Gt(0), Le(MAX_ALPHA), Remedy("e.g. {key}=32")]
@@ -206,7 +208,7 @@ class ScheduleConfig(Section):
     """Section model.optim.sched: the learning rate schedule."""
 
     name: Literal["CosineAnnealing", "CosineWithRestarts", "LinearAnnealing", "WSD", "constant"]
-    warmup_steps: Annotated[int, Ge(0)]
+    warmup_steps: Annotated[int, Ge(0)] | None
     warmup_ratio: Annotated[float, Ge(0), Lt(1), Remedy("e.g. 0.1")] | None
     constant_steps: Annotated[int, Ge(0)]
     min_lr: float
@@ -254,6 +256,7 @@ class DataConfig(Section):
     ]
     splits_string: Annotated[Splits | None, ROWS]
     fields: Annotated[dict[str, Name] | None, ROWS]
+    labels: Annotated[dict[str, list[bool | int | float | str]] | None, ROWS]
     seq_length: Annotated[Annotated[int, Ge(2), Remedy("a sequence has a prompt and a response")] | None, SAME]
     truncation_mode: Annotated[str, one_of(TRUNCATION_MODES), SAME]
     packing: Annotated[bool, SPEED]

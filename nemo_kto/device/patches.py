@@ -65,14 +65,17 @@ class _MegatronFinder(MetaPathFinder):
         if name not in ("megatron.core", "megatron.core.jit"):
             return None
         on_gpu = device.on_gpu()
-        if name == "megatron.core":
-            silence_warnings(on_gpu)
-            if not on_gpu:
-                _hide_gpu_packages()
-            elif device.missing_for_compiling():
-                _disable_compiling()
-            return None
-        return None if on_gpu and not device.missing_for_compiling() else _jit_without_compiler(name, path)
+        compiles = on_gpu and not device.missing_for_compiling()
+        if name == "megatron.core.jit":
+            return None if compiles else _jit_without_compiler(name, path)
+        silence_warnings(on_gpu)
+        if not on_gpu:
+            # On the CPU of a machine with GPUs (device.force_cpu), megatron-core would use Transformer Engine's optimizer,
+            # which fails on CPU tensors. None makes Python raise ImportError for a package.
+            sys.modules.update(dict.fromkeys(_GPU_PACKAGES))  # type: ignore[arg-type]
+        elif not compiles:
+            _disable_compiling()
+        return None
 
 
 def silence_warnings(on_gpu: bool) -> None:
@@ -84,13 +87,6 @@ def silence_warnings(on_gpu: bool) -> None:
         random.addFilter(lambda record: "CPU RNG" not in record.getMessage())
     for name in ("megatron.core.rerun_state_machine", "megatron.core.optimizer_param_scheduler"):
         logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def _hide_gpu_packages() -> None:
-    # On the CPU of a machine with GPUs (device.force_cpu), megatron-core would use Transformer Engine's optimizer, which
-    # fails on CPU tensors.
-    for package in _GPU_PACKAGES:
-        sys.modules[package] = None  # type: ignore[assignment]  # makes Python raise ImportError for the package
 
 
 def _disable_compiling() -> None:

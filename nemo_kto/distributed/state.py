@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -53,10 +53,7 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
     """Initialise the process groups of ``layout`` and seed all random generators.
 
     A default process group that exists already is used. ``timeout`` is the time that a collective waits for a missing rank
-    before it fails.
-
-    Raises:
-        ValueError: the world size does not fit the layout.
+    before it fails. Raises ValueError if the world size does not fit the layout.
     """
     install_cpu_backend()
     device.select()
@@ -128,6 +125,8 @@ def tensor_group(*, of_expert: bool) -> dist.ProcessGroup:
 
 def gather(item: Item) -> list[Item]:
     """Gather a picklable object from every rank, in the order of the ranks; collective."""
+    if world_size() == 1:  # also before there is a process group
+        return [item]
     items: list[Item | None] = [None] * world_size()
     dist.all_gather_object(items, item)
     return cast(list[Item], items)
@@ -165,28 +164,26 @@ def any_rank(*flags: bool) -> list[bool]:
     return [bool(flag) for flag in reduced.tolist()]
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Error of one rank, in a form that can be sent to the other ranks: a UserError, Stopped or any other exception."""
+class Problem(NamedTuple):
+    """Error of one rank, in a form that can be sent to the other ranks."""
 
     text: str
-    of_user: bool
-    stopped: bool = False
+    kind: type[UserError] | type[Stopped] | type[RuntimeError]  # the last one stands for all other exceptions
 
     @classmethod
     def of(cls, error: BaseException) -> Problem:
-        of_user, stopped = isinstance(error, UserError), isinstance(error, Stopped)
-        return cls(str(error) if of_user or stopped else f"{type(error).__name__}: {error}", of_user, stopped)
+        for kind in (UserError, Stopped):
+            if isinstance(error, kind):
+                return cls(str(error), kind)
+        return cls(f"{type(error).__name__}: {error}", RuntimeError)
 
     def error(self, failure: str = "{}") -> BaseException:
-        """Return a UserError, Stopped or RuntimeError; except for Stopped, ``{}`` in ``failure`` is replaced by the text."""
-        if self.stopped:
-            return Stopped(self.text)
-        return (UserError if self.of_user else RuntimeError)(failure.format(self.text))
+        """Return an exception of this kind; except for Stopped, ``{}`` in ``failure`` is replaced by the text."""
+        return self.kind(self.text if self.kind is Stopped else failure.format(self.text))
 
     def while_waiting_for(self, whom: str) -> BaseException:
         """Return the exception for ranks that only waited for ``whom``."""
-        return self.error("{}" if self.of_user else f"{whom} failed while the others waited for it: {{}}")
+        return self.error("{}" if self.kind is UserError else f"{whom} failed while the others waited for it: {{}}")
 
 
 def attempt(action: Callable[[], object]) -> Problem | None:

@@ -103,7 +103,7 @@ def _config(settings: LoRASettings, architecture: Architecture, base_model: str 
         "r": settings.rank,
         "lora_alpha": int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,
         "lora_dropout": settings.dropout,
-        "target_modules": [family_names.get(module, module) for module in settings.modules],
+        "target_modules": [family_names[module] for module in settings.modules if module in family_names],
         "layers_to_transform": None if settings.layers is None else [layer - 1 for layer in settings.layers],
         "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "modules_to_save": None,
         "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": settings.rslora, "use_dora": settings.dora,

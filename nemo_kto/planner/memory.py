@@ -121,6 +121,20 @@ class Training:
             for stage, chunks in enumerate(self.split.layers(self.architecture.num_layers))
         ]
 
+    @functools.cached_property
+    def saved(self) -> Activations:
+        """Formula for the activations that the layers save."""
+        return Activations(
+            architecture=self.architecture,
+            element_bytes=self.element_bytes,
+            sequence_parallel=self.sequence_parallel,
+            context_parallel=self.context_parallel,
+            expert_parallel=self.expert_parallel,
+            adapters=self.adapters,
+            on_gpu=self.on_gpu,
+            packed=self.packed,
+        )
+
     def copies(self, parameter: RankParameter) -> int:
         """Return how many ranks hold the same values of a parameter; for an expert, those of its stage that have it."""
         if not parameter.of_expert:
@@ -148,14 +162,6 @@ class Training:
         gradients = sum(_power_of_two(each.numel * _FP32) / self.copies(each) for each in trained)
         copied = sum({_power_of_two(each.numel * self.element_bytes // self.copies(each)) for each in trained})
         return self.offload * (3 * _FP32 * self.share(trained) + gradients) + copied
-
-    def saved_bytes(self) -> float:
-        """Return the bytes that a rank writes into a checkpoint per trained value of its share.
-
-        The distributed optimizer also stores the fp32 values of fp32 weights, so that any layout and precision can read it.
-        """
-        main = _FP32 if self.distributed_optimizer or self.element_bytes < _FP32 else 0
-        return self.element_bytes + main + 2 * self.moment_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +216,9 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
     parameters = training.parameters[stage]
     count, trained = (sum(each.numel for each in parameters if each.trained >= wanted) for wanted in (False, True))
     share = training.share(parameters)
+    # The distributed optimizer also stores the fp32 values of fp32 weights, so that any layout and precision can read them.
+    saved_bytes = training.element_bytes + 2 * training.moment_bytes
+    saved_bytes += _FP32 if training.distributed_optimizer or training.element_bytes < _FP32 else 0
     with_state = share if training.distributed_optimizer else trained  # values with optimizer state on this rank
     # fp8 matrices are kept for all micro-batches of a step: as stored, and transposed for the backward pass
     quantised = 2 * sum(each.numel for each in parameters if each.is_multiplied) if training.fp8 else 0
@@ -230,7 +239,7 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
         heap=0.0 if training.on_gpu else activations + logprobs,
         offloaded=training.offloaded_bytes(parameters),
         reference=swapped * (training.element_bytes + moving),
-        checkpoint=share * training.saved_bytes() if training.async_save else 0.0,
+        checkpoint=share * saved_bytes if training.async_save else 0.0,
         file=0.0 if training.on_gpu else training.largest_file,
         on_gpu=training.on_gpu,
     )
@@ -245,23 +254,9 @@ def stages_memory(training: Training) -> list[RankMemory]:
     return [rank_memory(training, stage=stage) for stage in range(training.split.stages)]
 
 
-def saved_by_layers(training: Training) -> Activations:
-    """Return the formula for the activations that the layers save."""
-    return Activations(
-        architecture=training.architecture,
-        element_bytes=training.element_bytes,
-        sequence_parallel=training.sequence_parallel,
-        context_parallel=training.context_parallel,
-        expert_parallel=training.expert_parallel,
-        adapters=training.adapters,
-        on_gpu=training.on_gpu,
-        packed=training.packed,
-    )
-
-
 def _activations(training: Training, stage: int, parameters: list[RankParameter]) -> float:
     """Return the peak bytes of saved activations of in-flight micro-batches, plus temporaries."""
-    saved, tokens = saved_by_layers(training), training.rank_tokens
+    saved, tokens = training.saved, training.rank_tokens
     chunks = training.split.layers(training.architecture.num_layers)[stage]
     kept = [_kept_by_chunk(training, len(layers)) for layers in chunks]
     kept[0] += saved.embedding() * tokens if stage == 0 else 0
@@ -271,7 +266,10 @@ def _activations(training: Training, stage: int, parameters: list[RankParameter]
         rotated += tokens if training.packed else training.micro_batch_width / training.context_parallel
     rotations = saved.rotations() * rotated * len(chunks)
     once = rotations + saved.gradients_of_layer() * tokens + _recomputation(training, max(map(len, chunks)))
-    return most + once + _weight_gradient(training, parameters)
+    # a layer's largest weight gradient before it is accumulated; in fp32 on the CPU it is added directly
+    in_layers = [each.numel for each in parameters if each.trained and ".layers." in each.name]
+    added_at_once = training.element_bytes == _FP32 and not training.on_gpu
+    return most + once + (0 if added_at_once else max(in_layers, default=0) * training.element_bytes)
 
 
 def _kept_by_chunk(training: Training, layers: int) -> float:
@@ -281,29 +279,21 @@ def _kept_by_chunk(training: Training, layers: int) -> float:
         count = min(training.recompute_layers or 1, layers)
         uniform = training.recompute_method != "block"
         inputs, layers = (-(-layers // max(count, 1)), 0) if uniform else (count, layers - count)
-    return layers * each + inputs * saved_by_layers(training).layer_input() * training.rank_tokens
+    return layers * each + inputs * training.saved.layer_input() * training.rank_tokens
 
 
 def _recomputation(training: Training, layers: int) -> float:
     """Return the bytes that one recomputation restores in a chunk of ``layers`` layers."""
     if training.recompute != "full":
-        saved = saved_by_layers(training)
-        return (saved.layer() - saved.layer(training.recomputed)) * training.rank_tokens
+        return (training.saved.layer() - training.saved.layer(training.recomputed)) * training.rank_tokens
     count = min(training.recompute_layers or 1, layers)
     return _layer(training) * (min(1, count) if training.recompute_method == "block" else count)
 
 
 def _layer(training: Training) -> float:
     """Return the bytes that a layer saves for one micro-batch, except in selectively recomputed modules."""
-    saved = saved_by_layers(training)
-    return saved.layer(training.recomputed) * training.rank_tokens + saved.adapter_matrices(training.recomputed)
-
-
-def _weight_gradient(training: Training, parameters: list[RankParameter]) -> float:
-    """Return the bytes of a layer's largest weight gradient before it is accumulated; fp32 on the CPU adds it directly."""
-    in_layers = [each.numel for each in parameters if each.trained and ".layers." in each.name]
-    added_at_once = training.element_bytes == _FP32 and not training.on_gpu
-    return 0.0 if added_at_once else max(in_layers, default=0) * training.element_bytes
+    kept = training.saved.layer(training.recomputed) * training.rank_tokens
+    return kept + training.saved.adapter_matrices(training.recomputed)
 
 
 def _logprobs(training: Training) -> float:
@@ -313,14 +303,13 @@ def _logprobs(training: Training) -> float:
     product with the hidden states is added to the gradient of the output weight: in place, or a block of rows at a time if
     torch cannot. The planner does not know which applies; it counts the block, which is seldom larger than the chunk.
     """
-    saved, tokens = saved_by_layers(training), training.rank_tokens
     rows = training.architecture.padded_vocab_size // training.tensor_parallel
-    chunk = min(training.logprob_chunk, tokens) * rows
+    chunk = min(training.logprob_chunk, training.rank_tokens) * rows
     logits = chunk * (_FP32 if training.architecture.logit_softcap is None else 2 * _FP32)
     if training.on_gpu and training.element_bytes < _FP32:
         block = min(rows, _PRODUCT_ROWS) * training.architecture.hidden_size * _FP32 if training.adapters is None else 0
         logits = max(logits, chunk * 2 * training.element_bytes + max(chunk * _FP32, block))
-    return saved.head() * tokens + logits
+    return training.saved.head() * training.rank_tokens + logits
 
 
 def _working(training: Training, parameters: list[RankParameter]) -> float:

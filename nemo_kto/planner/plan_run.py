@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import os
 from dataclasses import dataclass, replace
@@ -18,8 +17,6 @@ from nemo_kto.planner.memory import RankMemory, Training, stages_memory
 from nemo_kto.planner.speed import DEFAULT_GPU, GPUS, Hardware, Speed, known_gpu, step_speed
 from nemo_kto.planner.traffic import Step
 from nemo_kto.run.rows import micro_batch_limits
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,12 +150,15 @@ def with_precision(run: ResolvedRun, *, on_gpu: bool) -> ResolvedRun:
     return run.with_precision(precision, run.precision_reason)
 
 
-def check_memory(run: ResolvedRun, machines: Machines) -> None:
-    """Raise a UserError for a run that cannot fit into memory, and log a warning for one that may not fit.
+def check_memory(run: ResolvedRun, machines: Machines, *, longest: int | None = None) -> str | None:
+    """Return a warning about a run that may not fit into memory; raise a UserError for one that cannot fit.
 
     Weights, gradients, optimizer state and a reference on the host do not depend on the data: if they alone exceed the
-    memory, the run would certainly fail later. The memory of a pass depends on the actual length of the sequences.
+    memory, the run would certainly fail later. The memory of a pass is estimated for sequences of ``longest`` tokens; None
+    before the rows have been read, for no warning.
     """
+    if longest is not None:
+        run = run.with_model(data=run.cfg.model.data.model_copy(update={"seq_length": longest}))
     plan = make_plan(run, machines)
     available = f"{size(machines.hardware.memory)} of {machines.hardware.name}"
     if plan.static > machines.hardware.memory:
@@ -166,9 +166,10 @@ def check_memory(run: ResolvedRun, machines: Machines) -> None:
             f"weights, gradients, optimizer and reference of this run need {size(plan.static)} for each rank, got "
             f"{available}; {remedy(plan)} (`nemo-kto plan {run.cfg.recipe.name}` with the same keys shows all of it)"
         )
-    if not plan.fits:
-        text = "the run may need %s for each rank if sequences are as long as model.data.seq_length, but has %s; %s"
-        logger.warning(text, size(plan.largest.device), available, remedy(plan))
+    if longest is None or plan.fits:
+        return None
+    need = f"the run may need {size(plan.largest.device)} for each rank with its longest sequences, of {longest:,} tokens"
+    return f"{need}, but has {available}; {remedy(plan)}"
 
 
 def remedy(plan: Plan) -> str:

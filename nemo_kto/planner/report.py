@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from nemo_kto.architecture.parameters import rank_parameters
@@ -16,8 +16,11 @@ _ESTIMATE = "an estimate from published figures, not measured"
 _MEASURED = "an estimate from a matrix product that was timed on this machine"
 
 
-def plan_text(plan: Plan) -> str:
-    """Return the report of a plan: run, layout, memory, communication, speed and verdict."""
+def plan_text(plan: Plan, *, checked: Mapping[str, str] | None = None) -> str:
+    """Return the report of a plan: run, layout, memory, communication, speed and verdict.
+
+    ``checked``: lines about the data and the folder of the run, if `nemo-kto check` has checked them.
+    """
     largest, training, speed, reference = plan.largest, plan.training, plan.speed, plan.run.reference
     device, on_gpu, traffic = plan.machines.hardware, plan.machines.on_gpu, plan.speed.traffic
     split, chunks = training.split, training.split.chunks
@@ -35,6 +38,7 @@ def plan_text(plan: Plan) -> str:
     seconds = f"{speed.seconds:.2g} s" if speed.seconds < 60 else duration_text(speed.seconds)
     lines = {
         **_run_lines(plan),
+        **(checked or {}),
         "layout": _layout(plan),
         "micro-batch": f"up to {training.micro_batch_tokens:,} tokens, {training.micro_batches:,} a step",
         "reference": f"{reference.name} ({reference.reason})",
@@ -55,7 +59,8 @@ def plan_text(plan: Plan) -> str:
         "expected": f"{_rate(plan)}, {seconds} a step ({_MEASURED if device.measured else _ESTIMATE})",
         "verdict": "fits" if plan.fits else f"does not fit: {remedy(plan)}",
     }
-    return table(f"nemo-kto plan {plan.run.cfg.recipe.name}: nothing was loaded; GB are 10^9 bytes", lines)
+    command, done = ("plan", "nothing was loaded") if checked is None else ("check", "no mistakes")
+    return table(f"nemo-kto {command} {plan.run.cfg.recipe.name}: {done}; GB are 10^9 bytes", lines)
 
 
 def search_text(plan: Plan, found: Sequence[Plan]) -> str:

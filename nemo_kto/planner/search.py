@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -96,6 +96,11 @@ def remedies(plan: Plan) -> list[str]:
     ]
     pipeline: list[Values] = [{"pipeline_model_parallel_size": model.pipeline_model_parallel_size * by} for by in (2, 4, 8)]
     context: list[Values] = [{"context_parallel_size": model.context_parallel_size * by} for by in (2, 4, 8)]
+
+    def fits(change: Values) -> bool:
+        run = plan.run.with_model(**change)
+        return _is_possible(plan, run) and make_plan(run, plan.machines).fits
+
     of_stage = plan.machines.ranks // plan.training.split.stages
     experts = [each for each in _expert_degrees(plan.training.architecture, of_stage) if each]
     together: list[Values] = [{**one, **other, **_FULL, **one_row} for one in ({}, *tensor) for other in ({}, *pipeline)]
@@ -105,17 +110,10 @@ def remedies(plan: Plan) -> list[str]:
         [together],
         [[lora, {**lora, **_FULL, **one_row}]],
     ):
-        if found := [change for kind in kinds if (change := _first_that_fits(plan, kind)) is not None]:
-            return [overrides(change) for change in found]
+        found = [next(filter(fits, changes), None) for changes in kinds]
+        if any(found):
+            return [overrides(change) for change in found if change is not None]
     return []
-
-
-def _first_that_fits(plan: Plan, changes: Iterable[Values]) -> Values | None:
-    for change in changes:
-        run = plan.run.with_model(**change)
-        if _is_possible(plan, run) and make_plan(run, plan.machines).fits:
-            return change
-    return None
 
 
 def values_of(plan: Plan) -> Values:

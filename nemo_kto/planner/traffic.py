@@ -106,9 +106,8 @@ def _tensor(training: Training, step: Step, stage: int) -> Iterator[Sent]:
             yield Sent(micro_batches, half * hidden)
     if stage == training.split.stages - 1:
         answers = step.answers / training.replicas
-        yield Sent(
-            2 * forwards * micro_batches, 2 * half * forwards * answers * 3 * _FP32
-        )  # maximum, sum and target's logit
+        # maximum, sum and target's logit
+        yield Sent(2 * forwards * micro_batches, 2 * half * forwards * answers * 3 * _FP32)
         whole = 2 * half * answers * training.architecture.hidden_size * _FP32
         yield Sent(micro_batches, half * hidden if shards else whole)  # the gradient of the hidden states
         if shards:
@@ -201,9 +200,8 @@ def _data(training: Training, stage: int) -> Iterator[Sent]:
     gathers = 1 if training.on_gpu else len(kinds)
     for of_expert in kinds:
         sent = sum(each.numel * (1 - 1 / training.copies(each)) for each in trained if each.of_expert == of_expert)
-        buckets = 1 + (
-            _shares_embedding(training, stage) and not of_expert
-        )  # one bucket if communication does not overlap the backward pass
+        # one bucket if communication does not overlap the backward pass, and one for an embedding on two stages
+        buckets = 1 + (_shares_embedding(training, stage) and not of_expert)
         yield Sent(buckets * (sent > 0), sent * _FP32)
         back = training.element_bytes if training.distributed_optimizer else _FP32
         times = gathers if training.distributed_optimizer else 1

@@ -65,9 +65,11 @@ from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 
 logger = logging.getLogger(__name__)
 
+_WARMUP_STEPS = 10  # default, or fewer in a shorter run
 
-# (run, number of ranks, number of ranks on this machine); raises UserError if memory is too small.
-CheckMemory = Callable[[ResolvedRun, int, int], None]
+# (run, number of ranks, number of ranks on this machine, tokens of the longest sequence; None before the rows are read);
+# returns a warning, and raises UserError if memory is too small.
+CheckMemory = Callable[[ResolvedRun, int, int, int | None], str | None]
 
 
 def train(run: ResolvedRun, *, check_memory: CheckMemory | None = None) -> None:
@@ -91,10 +93,10 @@ def train(run: ResolvedRun, *, check_memory: CheckMemory | None = None) -> None:
 def _train(run: ResolvedRun, check_memory: CheckMemory | None) -> None:
     """Run the job; the lock of the run folder must be held."""
     state.raise_together(state.attempt(lambda: check_gpu(run)), "{}")
+    world_size = state.world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, world_size // run.cfg.trainer.num_nodes)))
     if check_memory is not None:
-        world_size = state.world_size()
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, world_size // run.cfg.trainer.num_nodes)))
-        state.raise_together(state.attempt(partial(check_memory, run, world_size, local)), "{}")
+        state.raise_together(state.attempt(partial(check_memory, run, world_size, local, None)), "{}")
     with watchdog.phase("opening the logs"):
         check_logs(run)
     with watchdog.phase("preparing data"):
@@ -106,6 +108,10 @@ def _train(run: ResolvedRun, check_memory: CheckMemory | None) -> None:
         return
     check_export(run)
     check_validation_rows(run.cfg, start.data)
+    if check_memory is not None and state.is_rank_zero():
+        longest = max(examples.counts.longest for examples in start.data.splits.in_use.values())
+        if warning := check_memory(run, world_size, local, min(longest, run.cfg.seq_length)):
+            logger.warning(warning)
     with watchdog.phase("loading the model"):
         policy = build_policy(run)
     if state.is_rank_zero():
@@ -134,12 +140,12 @@ class Start(NamedTuple):
     resumption: Resumption
 
 
-def prepare(run: ResolvedRun) -> Start:
-    """Read the data and run the resume checks on the run folder; collective.
+def prepare(run: ResolvedRun, *, data_parallel: tuple[int, int] | None = None) -> Start:
+    """Read the data (see :func:`build_data`), and run the resume checks on the run folder; collective.
 
     Raises UserError if the data cannot be used, or the run cannot be resumed with this configuration.
     """
-    data = build_data(run, model_tokenizer(run.files))
+    data = build_data(run, model_tokenizer(run.files), data_parallel=data_parallel)
     return Start(data, look_for_run(run, data))
 
 
@@ -166,7 +172,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         reference=reference.policy,
         objective=build_objective(run.cfg),
         phase=timers.phase,
-        **cfg.recipe.model_options(cfg.loss, data.splits.train, lr=cfg.model.optim.lr),
+        **cfg.recipe.model_options(cfg.loss, data.splits.train),
     )
     optimizer, scheduler = build_optimizer_and_schedule(run, policy, max_steps=max_steps)
     checkpoints = CheckpointManager(
@@ -348,10 +354,10 @@ def schedule_lengths(schedule: ScheduleConfig, max_steps: int) -> tuple[Schedule
     """Fit the parts of a schedule into ``max_steps`` steps; return a warning for each part shortened or left out."""
     prefix, warnings = "model.optim.sched", []
     wanted, total = schedule.warmup_steps, plural(max_steps, "step")
-    warmup = min(wanted, max_steps - 1)
+    warmup = min(_WARMUP_STEPS if wanted is None else wanted, max_steps - 1)
     if schedule.warmup_ratio is not None:
         warmup = fraction_of(max_steps, schedule.warmup_ratio)
-    if warmup < wanted:
+    if wanted is not None and warmup < wanted:
         warnings.append(f"{prefix}.warmup_steps={wanted} does not fit into the {total} of the run; using {warmup}")
     rest = max_steps - warmup
     constant = schedule.constant_steps if schedule.constant_steps < rest else 0

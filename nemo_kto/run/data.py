@@ -36,10 +36,13 @@ class RunData:
     limits: MicroBatchLimits
 
 
-def build_data(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase) -> RunData:
+def build_data(
+    run: ResolvedRun, tokenizer: PreTrainedTokenizerBase, *, data_parallel: tuple[int, int] | None = None
+) -> RunData:
     """Read, tokenise and split the rows, and build their loaders; the tokenised rows are cached.
 
-    Raises DataError if rows are invalid, or there are too few for training.
+    ``data_parallel``: data-parallel rank and size; None for those of this rank. Raises DataError if rows are invalid, or
+    there are too few for training.
     """
     cfg = run.cfg
     with state.main_process_first(doing="reading and tokenising the rows"):
@@ -50,11 +53,14 @@ def build_data(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase) -> RunData:
         splits = cfg.recipe.build_splits(settings, cfg.data_options())
     if splits.train is None:
         raise DataError(f"model.data.data_prefix must give training rows, got none of {cfg.model.data.data_prefix}")
-    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    rank, size = data_parallel or (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
     if (wrong := too_few_rows(cfg, len(splits.train), data_parallel=size)) is not None:
         raise DataError(wrong)
     if state.is_rank_zero():
-        _warn(cfg, splits, rows=len(splits.train))
+        _warn(cfg, splits)
     limits = micro_batch_limits(run)
     take, collate_fn = cfg.recipe.collation(collate_settings(cfg, tokenizer, limits), with_kl=cfg.loss.record.needs_z0)
 
@@ -98,13 +104,10 @@ def too_few_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> str | None
     return f"model.global_batch_size must be at most the number of training rows, {rows}, got {wanted}; {remedy}"
 
 
-def _warn(cfg: RunConfig, splits: Splits[Any], *, rows: int) -> None:
+def _warn(cfg: RunConfig, splits: Splits[Any]) -> None:
     warnings = [*splits.warnings]
     for name, examples in splits.in_use.items():
         warnings += examples.counts.warnings(name, seq_length=cfg.seq_length)
-    batch = cfg.model.global_batch_size
-    if left_out := rows % batch:
-        text = f"train: each epoch omits {left_out} of {rows} rows, different ones each time, which fill no global batch"
-        warnings.append(f"{text} (model.global_batch_size={batch})")
+    warnings += cfg.recipe.warnings(cfg.loss, splits.train, lr=cfg.model.optim.lr)
     for warning in warnings:
         logger.warning(warning)

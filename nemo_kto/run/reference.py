@@ -30,9 +30,14 @@ from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.distributed.gradients import finish_gathers
 from nemo_kto.huggingface.adapter import load_adapter, read_adapter_settings
-from nemo_kto.models.engine.cached_reference import CachedReference, ReferenceCache
 from nemo_kto.models.engine.engine import LogProbEngine
-from nemo_kto.models.engine.reference import LiveReference, ReferencePolicy, SwappedWeights
+from nemo_kto.models.engine.reference import (
+    CachedReference,
+    LiveReference,
+    ReferenceCache,
+    ReferencePolicy,
+    SwappedWeights,
+)
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import Passes
 from nemo_kto.models.gpt import build_gpt
@@ -202,7 +207,14 @@ class Precomputation:
         validation = validation_sets(self.data.validation, limit=length.limit_val_batches)
         number += sum(each.batches for each in validation)
         settings = run.cfg.model.data
-        rows = [settings.data_prefix, settings.splits_string, settings.fields, settings.seq_length, settings.truncation_mode]
+        rows = [
+            settings.data_prefix,
+            settings.splits_string,
+            settings.fields,
+            settings.labels,
+            settings.seq_length,
+            settings.truncation_mode,
+        ]
         with self.timers.phase("reference"), cache.one_job(str(rows)), signals.deferred():
             known, batches = cache.size, chain(train, validation_batches(validation))
             reason = self._compute(batches, number, active=contextlib.nullcontext)

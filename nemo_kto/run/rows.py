@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.config.resolved import ModelFiles, ResolvedRun
 from nemo_kto.config.schema import RunConfig
+from nemo_kto.data.batches.dataset import SplitCounts
 from nemo_kto.data.batches.loader import SequenceCost, by_cost, every_nth
 from nemo_kto.data.tokens.chat import load_tokenizer
 from nemo_kto.device import device
@@ -47,6 +48,7 @@ def source_settings(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase) -> dic
         "data_prefix": data.data_prefix,
         "splits_string": data.splits_string,
         "fields": data.fields,
+        "labels": data.labels,
         "min_validation_rows": 2 if cfg.loss.record.needs_z0 else 1,  # KL examples are formed within a batch
         "tokenizer": tokenizer,
         "vocab_size": model_vocab_size(run.files),
@@ -57,6 +59,15 @@ def source_settings(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase) -> dic
         "preprocess_workers": data.preprocess_workers,
         "seed": cfg.model.seed,
     }
+
+
+def split_text(unit: str, counts: SplitCounts) -> str:
+    """Describe the rows of a split; ``unit`` is rows or pairs."""
+    kinds = ", ".join(f"{count:,} {name}" for name, count in counts.classes.items())
+    cut = {"prompts": counts.cut_prompts, "responses": counts.cut_responses}
+    truncated = " and ".join(f"{count:,} {what}" for what, count in cut.items() if count)
+    rows = f"{counts.rows:,} {unit}" + (f" ({kinds})" if kinds else "")
+    return f"{rows}, {counts.tokens:,} tokens, {truncated or 'none'} truncated"
 
 
 def collate_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, limits: MicroBatchLimits) -> dict[str, Any]:

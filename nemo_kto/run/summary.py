@@ -10,15 +10,17 @@ import torch
 from megatron.core import parallel_state
 
 from nemo_kto.algorithms.dpo import DPOTrainer
+from nemo_kto.architecture.lora import EMBEDDING, linear_modules
 from nemo_kto.artifacts.checkpoint_files import Checkpoint, find_checkpoints
+from nemo_kto.config.compose import DEFAULT_LR
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.data.batches.dataset import SplitCounts
 from nemo_kto.device import device
 from nemo_kto.device.kernels import MAX_CONNECTIONS, slow_paths
 from nemo_kto.errors import plural
 from nemo_kto.huggingface.mapping import Shapes, wanted_adapters, wanted_weights
 from nemo_kto.run.data import RunData
 from nemo_kto.run.policy import Policy
+from nemo_kto.run.rows import split_text
 from nemo_kto.telemetry.loggers import METRICS_FILE
 from nemo_kto.telemetry.summary import adapter_lines, epochs, figures_of, layout_text, model_lines, short, table
 from nemo_kto.telemetry.timers import duration_text
@@ -33,19 +35,26 @@ def start_table(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         trained = f"{short(_count(wanted_adapters(architecture, settings)))} in adapters trained"
         layers = "" if settings.layers is None else f" of layers {', '.join(map(str, settings.layers))}"
         origin = "" if run.files.adapter_folder is None else f", from {run.files.adapter_folder}"
-        modules = ", ".join(settings.modules)
+        modules = ", ".join(
+            module for module in settings.modules if module in (*linear_modules(architecture.family), EMBEDDING)
+        )
         adapters = f"{settings.kind} of rank {settings.rank}, {settings.scale_text}, on {modules}{layers}{origin}"
     device_text = f"{device.device_name()}, {MAX_CONNECTIONS}={os.environ.get(MAX_CONNECTIONS)}"
     if not device.on_gpu():
         device_text = f"CPU, {device.device_name()}, {plural(torch.get_num_threads(), 'thread')} a rank"
     source, steps = cfg.pretrained_checkpoint.restore_from_path, run.length.total_steps(batches)
     resumed = "" if resumed_step is None else f", resumed after step {resumed_step}"
+    unit, rest = cfg.recipe.unit, data.splits.in_use["train"].counts.rows % model.global_batch_size
+    omitted = f"; each epoch omits {rest:,} {unit}, different ones each time" if rest else ""
     lines = {
         "model": f"{source} ({architecture.family.name}), {short(parameters)} parameters, {trained}",
         "adapters": adapters,
-        **{name: split_text(cfg.recipe.unit, examples.counts) for name, examples in data.splits.in_use.items()},
+        **{name: split_text(unit, examples.counts) for name, examples in data.splits.in_use.items()},
+        **({"labels": data.splits.labels} if data.splits.labels else {}),
+        **cfg.recipe.start_lines(cfg.loss, data.splits.train),
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))}){resumed}",
-        "batch": f"{model.global_batch_size:,} {cfg.recipe.unit} a step, micro-batches of {data.limits}",
+        "lr": _lr_text(run),
+        "batch": f"{model.global_batch_size:,} {unit} a step, micro-batches of {data.limits}{omitted}",
         "sequences": f"at most {cfg.seq_length:,} tokens ({run.length_reason})",
         "layout": layout_text(
             data=parallel_state.get_data_parallel_world_size(),
@@ -67,17 +76,15 @@ def start_table(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
     return table(f"nemo-kto {cfg.recipe.name}", lines)
 
 
+def _lr_text(run: ResolvedRun) -> str:
+    lr, scheme = run.cfg.model.optim.lr, run.cfg.model.peft.peft_scheme
+    if lr != DEFAULT_LR[scheme]:
+        return f"{lr:g} (model.optim.lr)"
+    return f"{lr:g} (the default of model.optim.lr {'for adapters' if run.has_adapters else 'if all weights are trained'})"
+
+
 def _count(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes.values()))
-
-
-def split_text(unit: str, counts: SplitCounts) -> str:
-    """Describe the rows of a split; ``unit`` is rows or pairs."""
-    kinds = ", ".join(f"{count:,} {name}" for name, count in counts.classes.items())
-    cut = {"prompts": counts.cut_prompts, "responses": counts.cut_responses}
-    truncated = " and ".join(f"{count:,} {what}" for what, count in cut.items() if count)
-    rows = f"{counts.rows:,} {unit}" + (f" ({kinds})" if kinds else "")
-    return f"{rows}, {counts.tokens:,} tokens, {truncated or 'none'} truncated"
 
 
 def end_table(run: ResolvedRun, policy: Policy, trainer: DPOTrainer, *, best: Checkpoint | None, seconds: float) -> str:

@@ -15,12 +15,25 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO, cast
 
+DEFAULT_WIDTH = 80  # of a terminal that does not report its width
 LOST = 1  # exit status of a command whose result is its output, if the output could not be written
 _PACKAGE = "nemo_kto"
 # All ranks read the same rows and checkpoints, so that only rank 0 shows messages of these modules, except for errors.
 _SAME_ON_ALL_RANKS = (f"{_PACKAGE}.data", f"{_PACKAGE}.checkpoint")
+# torch logs this on a machine with a CUDA toolkit but without a GPU.
+_NO_GPU = ("torch.utils.cpp_extension", "No CUDA runtime is found")
 _HAVE_HANDLERS = ("transformers", "datasets", "huggingface_hub")
 _YELLOW, _RED, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """Return the number of columns of the terminal that ``stream`` writes to; None if it is not a terminal."""
+    if not stream.isatty():
+        return None
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or DEFAULT_WIDTH
+    except OSError:  # a terminal without a size
+        return DEFAULT_WIDTH
 
 
 class _Tolerant:
@@ -114,6 +127,8 @@ class _Handler(logging.StreamHandler[TextIO]):
         if self._rank > 0 and record.levelno < logging.ERROR and record.name.startswith(_SAME_ON_ALL_RANKS):
             return False
         text = record.getMessage()
+        if record.name == _NO_GPU[0] and text.startswith(_NO_GPU[1]):
+            return False
         if record.levelno == logging.WARNING and text in self._warned:
             return False
         self._warned |= {text} if record.levelno == logging.WARNING else set()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
+from nemo_kto.telemetry.console import DEFAULT_WIDTH, terminal_width
 from nemo_kto.telemetry.timers import duration_text
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _MEASURED = 3  # log lines before the time of the run is estimated; the first on
 # Label on the screen, and name of the metric without its prefix "train/" or "val/".
 SHOWN = (("loss", "loss"), ("kl", "kl"), ("delta", "delta"), ("acc", "acc"), ("margin", "rewards_margin"))
 ONE_VALIDATION_SET: Mapping[str, str] = {"validation": "val/"}
-_BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}  {postfix}"
+_BAR, _BAR_WIDTH = "{percentage:3.0f}%|{bar}| ", 17  # columns of the percentage and a bar of at least ten characters
 
 
 @dataclass(kw_only=True, eq=False)
@@ -48,7 +49,8 @@ class Progress:
         if self.stream.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=self.total_steps, initial=self.start_step, file=self.stream, unit="step", bar_format=_BAR)
+            shown = f"{_BAR}step {self._step}/{self.total_steps}"
+            self._bar = tqdm(total=self.total_steps, initial=self.start_step, file=self.stream, bar_format=shown)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Show the metrics train/..., val/... and perf/... after ``step``; other metrics are ignored."""
@@ -66,14 +68,20 @@ class Progress:
         self._seconds.append(seconds)
         left = (now - self._began) / max(1, step - self.start_step) * max(0, self.total_steps - step)
         self._last, self._step = now, step
-        parts = [*_values(metrics, "train/"), f"{seconds:.2f} s/step"]
+        values = [*_values(metrics, "train/"), f"{seconds:.2f} s/step"]
         if "perf/tokens_per_sec" in metrics:
-            parts.append(f"{metrics['perf/tokens_per_sec']:.0f} tokens/s")
-        parts.append(f"eta {timedelta(seconds=round(left))}")
+            values.append(f"{metrics['perf/tokens_per_sec']:.0f} tokens/s")
+        done, eta = f"step {step}/{self.total_steps}", f"eta {timedelta(seconds=round(left))}"
         if self._bar is None:
-            self.line(f"step {step}/{self.total_steps}  {'  '.join(parts)}")
+            self.line("  ".join([done, *values, eta]))
         else:
-            self._bar.set_postfix_str("  ".join(parts), refresh=False)
+            self._bar.ncols = (terminal_width(self.stream) or DEFAULT_WIDTH) - 1
+            text = f"{done}  {eta}"
+            for value in values:  # those for which the terminal has room
+                if len(f"{text}  {value}") > self._bar.ncols - _BAR_WIDTH:
+                    break
+                text += f"  {value}"
+            self._bar.bar_format = f"{_BAR}{text}"
             self._bar.update(step - self._bar.n)
         if len(self._seconds) == _MEASURED and step < self.total_steps:
             per_step = sum(self._seconds[1:]) / (_MEASURED - 1)

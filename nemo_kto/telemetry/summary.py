@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_kto.errors import plural
+from nemo_kto.telemetry.console import terminal_width
 from nemo_kto.telemetry.loggers import parse_line
 from nemo_kto.telemetry.progress import ONE_VALIDATION_SET, SHOWN
 from nemo_kto.utils.files import open_file, read_lines
@@ -24,9 +27,17 @@ def layout_text(
 
 
 def table(title: str, lines: Mapping[str, str]) -> str:
-    """Format a title and, below it, the lines with their labels in a column."""
-    width = max(map(len, lines)) + 2
-    return "\n".join([title, *(f"  {label:{width}}{text}" for label, text in lines.items())])
+    """Format a title and, below it, the lines with their labels in a column.
+
+    If stdout is a terminal, longer texts continue below their beginning; words such as paths are never broken.
+    """
+    indent = max(map(len, lines)) + 4
+    texts = [f"{f'  {label}':{indent}}{text}" for label, text in lines.items()]
+    if (width := terminal_width(sys.stdout)) is not None:
+        wrapper = textwrap.TextWrapper(max(width, 2 * indent), break_long_words=False, break_on_hyphens=False)
+        wrapper.subsequent_indent = " " * indent
+        texts = list(map(wrapper.fill, texts))
+    return "\n".join([title, *texts])
 
 
 def model_lines(folder: Path, what: str = "") -> dict[str, str]:

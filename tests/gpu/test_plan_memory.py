@@ -21,7 +21,7 @@ def test_a_run_uses_the_planned_memory(tmp_path: Path) -> None:
 
     plans = []
 
-    def planned(run: ResolvedRun, ranks: int, local: int) -> None:
+    def planned(run: ResolvedRun, ranks: int, local: int, longest: int | None) -> None:
         plans.append(plan_run.make_plan(run, plan_run.these_machines(run, ranks=ranks, local=local, timed=False)))
 
     sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32768}
@@ -31,5 +31,5 @@ def test_a_run_uses_the_planned_memory(tmp_path: Path) -> None:
     overrides += ["model.global_batch_size=8", "model.micro_batch_size=4", f"model.data.cache_dir={tmp_path / 'cache'}"]
     overrides += ["model.reference.mode=cached"]
     train(model, rows, tmp_path / "run", 1, overrides, check_memory=planned)
-    (plan,) = plans
+    plan = plans[0]
     assert device.peak_memory_bytes() == pytest.approx(plan.largest.device - CONTEXT, rel=0.15)

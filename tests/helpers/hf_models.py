@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -414,3 +415,15 @@ def transformers_logits(folder: Path) -> torch.Tensor:
     model = load(folder).eval()
     with torch.no_grad():
         return model(tokens()).logits
+
+
+def assert_adapted_logits(results: list[dict[str, Any]], expected: Any, base: Any, **tolerance: Any) -> None:
+    """Compare the logits of all ranks that have some with those of peft, and without adapters with the base model's."""
+    seen = [result for result in results if result["base"] is not None]
+    assert seen
+    for found in seen:
+        for which in ("adapted", "merged"):
+            np.testing.assert_allclose(found[which], expected, **tolerance, err_msg=which)
+        np.testing.assert_array_equal(found["off"], found["base"])
+        np.testing.assert_array_equal(found["first"], found["base"])
+        np.testing.assert_allclose(found["base"], base, rtol=0, atol=1e-5 * np.abs(base).max())

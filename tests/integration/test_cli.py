@@ -407,12 +407,7 @@ def test_the_slurm_script_passes_on_its_arguments(tmp_path: Path, name: str) -> 
     script = ["bash", str(REPOSITORY / "examples/slurm/train.sbatch")]
     given = [*script, name, "/model", "/a b.jsonl", "model.optim.betas=[0.9, 0.95]"]
     done = run(given, cwd=tmp_path, env=env)
-    handed_on = [
-        "OMP_NUM_THREADS=2",
-        "--kill-on-bad-exit=1",
-        "--label",
-        "--cpus-per-task=2",
-        "nemo-kto",
+    run_words = [
         name,
         "trainer.num_nodes=2",
         "trainer.devices=8",
@@ -421,15 +416,41 @@ def test_the_slurm_script_passes_on_its_arguments(tmp_path: Path, name: str) -> 
         "model.data.data_prefix=/a b.jsonl",
         "model.optim.betas=[0.9, 0.95]",
     ]
+    one_process = ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=16", "nemo-kto", "check"]
+    handed_on = [
+        "OMP_NUM_THREADS=2",
+        *one_process,
+        *run_words,
+        "OMP_NUM_THREADS=2",
+        "--kill-on-bad-exit=1",
+        "--label",
+        "--cpus-per-task=2",
+        "nemo-kto",
+        *run_words,
+    ]
     assert done.stdout.splitlines() == handed_on
 
     # A task of an array, with its own CPUs per task and threads per rank.
     (tmp_path / "rates").write_text("model.optim.lr=1\nmodel.optim.lr=2 'model.optim.betas=[0.8, 0.9]'\n")
     array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2", "SLURM_CPUS_PER_TASK": "4", "SWEEP": "rates"}
     done = run(given, cwd=tmp_path, env=env | array | {"OMP_NUM_THREADS": "3"})
-    changed = {0: "OMP_NUM_THREADS=3", 3: "--cpus-per-task=4", 8: "exp_manager.name=mine-5_2"}
-    expected = [changed.get(index, word) for index, word in enumerate(handed_on)]
-    assert done.stdout.splitlines() == [*expected, "model.optim.lr=2", "model.optim.betas=[0.8, 0.9]"]
+    changed = {"OMP_NUM_THREADS=2": "OMP_NUM_THREADS=3", "--cpus-per-task=2": "--cpus-per-task=4"}
+    changed |= {"exp_manager.name=mine-7": "exp_manager.name=mine-5_2"}
+    check, ranks = [changed.get(word, word) for word in handed_on[:14]], [changed.get(word, word) for word in handed_on[14:]]
+    swept = ["model.optim.lr=2", "model.optim.betas=[0.8, 0.9]"]
+    assert done.stdout.splitlines() == [*check, *swept, *ranks, *swept]
+
+
+def test_the_slurm_script_starts_no_rank_after_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text('#!/bin/bash\necho started\nexit "$STATUS"\n')
+    (tmp_path / "srun").chmod(0o755)
+    job = {"CPUS_ON_NODE": "2", "NTASKS_PER_NODE": "2", "JOB_NUM_NODES": "1", "JOB_NAME": "mine", "JOB_ID": "7"}
+    env = environment() | {f"SLURM_{key}": value for key, value in job.items()}
+    env["PATH"] = f"{tmp_path}:{env['PATH']}"
+    script = ["bash", str(REPOSITORY / "examples/slurm/train.sbatch"), "kto", "/model", "/rows.jsonl"]
+    for status, started in ((0, 2), (1, 2), (2, 1)):
+        done = run(script, cwd=tmp_path, env=env | {"STATUS": str(status)})
+        assert (done.returncode, done.stdout) == (status, "started\n" * started)
 
 
 @pytest.mark.parametrize(

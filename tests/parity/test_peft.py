@@ -90,14 +90,7 @@ def test_logits_equal_peft(outcome: Any, folders: Any, adapters: Any, name: str)
     merged = hf_models.transformers_logits(out / name / "merged").numpy()
     tolerance = {"rtol": 0, "atol": 1e-5 * np.abs(expected).max()}
     np.testing.assert_allclose(merged, expected, **tolerance)
-    seen = [result[name] for result in results if result[name]["base"] is not None]
-    assert seen
-    for found in seen:
-        for which in ("adapted", "merged"):
-            np.testing.assert_allclose(found[which], expected, **tolerance, err_msg=which)
-        np.testing.assert_array_equal(found["off"], found["base"])
-        np.testing.assert_array_equal(found["first"], found["base"])
-        np.testing.assert_allclose(found["base"], base, rtol=0, atol=1e-5 * np.abs(base).max())
+    hf_models.assert_adapted_logits([result[name] for result in results], expected, base, **tolerance)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

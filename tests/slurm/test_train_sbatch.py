@@ -37,7 +37,10 @@ def test_signal_checkpoint_requeue(cluster: Cluster, work: Path, uninterrupted: 
 def test_errors_found_by_ranks(cluster: Cluster, work: Path, tmp_path: Path) -> None:
     """The layout of the tasks, with one visible GPU for each, and threads for the CPUs of a task."""
     shows = tmp_path / "nemo-kto"
-    shows.write_text('#!/bin/sh\necho "node $SLURM_NODEID gpu $CUDA_VISIBLE_DEVICES threads $OMP_NUM_THREADS $2 $3"\n')
+    shows.write_text(
+        '#!/bin/sh\n[ "$1" = check ] && exit\n'
+        'echo "node $SLURM_NODEID gpu $CUDA_VISIBLE_DEVICES threads $OMP_NUM_THREADS $2 $3"\n'
+    )
     shows.chmod(0o755)
     arguments = [*TWO_BY_TWO, "--gpus-per-task=1", "--cpus-per-task=2", *kto()]
     env = {"PATH": f"{tmp_path}:{cluster.env['PATH']}", "OMP_NUM_THREADS": ""}
@@ -53,7 +56,9 @@ def test_errors_found_by_ranks(cluster: Cluster, work: Path, tmp_path: Path) -> 
 def test_a_cancelled_job_is_not_requeued(cluster: Cluster, work: Path, tmp_path: Path) -> None:
     """The ranks end early then too."""
     ends_early = tmp_path / "nemo-kto"
-    ends_early.write_text("#!/bin/bash\ntrap 'exit 85' TERM\necho began\nwhile :; do sleep 0.1; done\n")
+    ends_early.write_text(
+        "#!/bin/bash\n[[ $1 != check ]] || exit 0\ntrap 'exit 85' TERM\necho began\nwhile :; do sleep 0.1; done\n"
+    )
     ends_early.chmod(0o755)
     (job,) = cluster.submit(*TWO_BY_TWO, *kto(), cwd=work, PATH=f"{tmp_path}:{cluster.env['PATH']}")
     job.wait_until("the start of all ranks", lambda: job.output().count("began") == 4, seconds=60)

@@ -59,7 +59,7 @@ class DPORecipe(Recipe):
 
         return MegatronGPTDPOModel
 
-    def model_options(self, section: DPOLossConfig, examples: DPODataset, *, lr: float) -> dict[str, bool]:
+    def model_options(self, section: DPOLossConfig, examples: DPODataset) -> dict[str, bool]:
         return {"sft_token_mean": section.sft_token_mean, "sft_completion_only": section.sft_completion_only}
 
     def trainer(self, collate_fn: Callable[[Any], Any]) -> Callable[..., DPOTrainer]:
@@ -71,7 +71,7 @@ class DPORecipe(Recipe):
 DPO = DPORecipe(
     name="dpo",
     title="Training of a GPT model on pairs: DPO, IPO, RPO, hinge, SimPO, ORPO",
-    data="jsonl rows of prompt, chosen and rejected",
+    data="rows of prompt, chosen and rejected",
     page="docs/algorithms/dpo.md",
     losses=LOSSES,
     loss_inputs=INPUTS,

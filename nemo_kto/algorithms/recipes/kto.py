@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from nemo_kto.data.batches.loader import KTOCosts, SequenceCost
     from nemo_kto.data.inspect.preview import Preview
     from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
-
-logger = logging.getLogger(__name__)
 
 
 class KTOLossConfig(LossConfig):
@@ -63,9 +60,22 @@ class KTORecipe(Recipe):
 
         return MegatronGPTKTOModel
 
-    def model_options(self, section: KTOLossConfig, examples: KTODataset, *, lr: float) -> dict[str, float]:
-        desirable, undesirable = loss_weights(section, examples, lr=lr)
+    def model_options(self, section: KTOLossConfig, examples: KTODataset) -> dict[str, float]:
+        desirable, undesirable = loss_weights(section, examples)
         return {"desirable_loss_weight": desirable, "undesirable_loss_weight": undesirable}
+
+    def warnings(self, section: KTOLossConfig, examples: KTODataset, *, lr: float) -> list[str]:
+        from nemo_kto.data.inspect.check import balance_warning, one_class_warning
+
+        classes = examples.class_weights
+        found = one_class_warning(*classes, lr), balance_warning(*classes, *loss_weights(section, examples))
+        return list(filter(None, found))
+
+    def start_lines(self, section: KTOLossConfig, examples: KTODataset) -> dict[str, str]:
+        from nemo_kto.data.inspect.check import balance_text
+
+        text = balance_text(*examples.class_weights, *loss_weights(section, examples))
+        return {"balance": f"{text}, set by model.kto.auto_balance" if section.auto_balance else text}
 
     def trainer(self, collate_fn: Callable[[Any], Any]) -> type[KTOTrainer]:
         from nemo_kto.algorithms.kto import KTOTrainer
@@ -73,32 +83,18 @@ class KTORecipe(Recipe):
         return KTOTrainer
 
 
-def loss_weights(section: KTOLossConfig, examples: KTODataset, *, lr: float) -> tuple[float, float]:
-    """Return the loss weights of desirable and undesirable examples.
+def loss_weights(section: KTOLossConfig, examples: KTODataset) -> tuple[float, float]:
+    """Return the loss weights of desirable and undesirable examples, balanced with ``auto_balance``."""
+    from nemo_kto.data.inspect.check import balanced_weights
 
-    With ``auto_balance`` they are balanced; otherwise a warning is logged if they are not.
-    """
-    from nemo_kto.data.inspect.check import balance_warning, balanced_weights, one_class_warning
-    from nemo_kto.distributed import state
-
-    desirable, undesirable = examples.class_weights
     weights = section.desirable_loss_weight, section.undesirable_loss_weight
-    warnings = [one_class_warning(desirable, undesirable, lr)]
-    if section.auto_balance:
-        given, weights = weights, balanced_weights(desirable, undesirable, *weights)
-        if state.is_rank_zero() and weights != given:
-            logger.info("loss weights, balanced: desirable %.4g, undesirable %.4g", *weights)
-    else:
-        warnings.append(balance_warning(desirable, undesirable, *weights))
-    for warning in filter(None, warnings if state.is_rank_zero() else ()):
-        logger.warning(warning)
-    return weights
+    return balanced_weights(*examples.class_weights, *weights) if section.auto_balance else weights
 
 
 KTO = KTORecipe(
     name="kto",
     title="KTO training of a GPT model",
-    data='jsonl rows of prompt, response and "chosen" or "rejected"',
+    data='rows of prompt, response and "chosen" or "rejected"',
     page="docs/algorithms/kto.md",
     losses=LOSSES,
     loss_inputs=INPUTS,

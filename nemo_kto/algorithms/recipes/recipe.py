@@ -126,8 +126,16 @@ class Recipe(ABC):
         """Return the class of the model."""
 
     @abstractmethod
-    def model_options(self, section: Any, examples: Any, *, lr: float) -> dict[str, Any]:
+    def model_options(self, section: Any, examples: Any) -> dict[str, Any]:
         """Return the algorithm-specific arguments of the model; ``examples`` is the training dataset."""
+
+    def warnings(self, section: Any, examples: Any, *, lr: float) -> list[str]:
+        """Return warnings about settings that do not fit the training dataset."""
+        return []
+
+    def start_lines(self, section: Any, examples: Any) -> dict[str, str]:
+        """Return the algorithm-specific lines about the training dataset in the table at the start of a run."""
+        return {}
 
     @abstractmethod
     def trainer(self, collate_fn: Callable[[Any], Any]) -> Callable[..., DPOTrainer]:

@@ -27,6 +27,7 @@ MIXTRAL = Family(
     name="mixtral",
     hf_architecture="MixtralForCausalLM",
     mappings=with_experts(DENSE, separate_experts("block_sparse_moe", gate="w1", up="w3", down="w2")),
+    module_names={"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
     window=SLIDING,
     experts=ExpertFields(),
 )

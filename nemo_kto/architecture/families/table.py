@@ -147,6 +147,8 @@ class Family:
     flags: Mapping[str, str | bool] = field(default_factory=dict)
     # numeric attribute of ``Architecture`` -> field of the configuration
     numbers: Mapping[str, str] = field(default_factory=dict)
+    # Linear layers that have other names than in Llama's files, with Llama's name for each, which LoRA's settings use.
+    module_names: Mapping[str, str] = field(default_factory=dict)
     activation: tuple[str, str] = ("hidden_act", "silu")  # field that names the MLP's activation, and the required name
     # Field with the number of tokens that a layer attends to, with the current one, and the type in ``layer_types`` of the
     # layers to which it applies, empty for all layers.

@@ -17,18 +17,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nemo_kto.data.rows.files import FilePart
+from nemo_kto.data.rows.forms import row_place
+from nemo_kto.data.rows.labels import Labels
 from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, PartErrors
-from nemo_kto.data.rows.records import DPORecord, KTORecord, LastRowError, RowError, TextOrMessages
-from nemo_kto.data.tokens.parts import FilePart
+from nemo_kto.data.rows.records import COMMON_LABELS, DPORecord, KTORecord, LastRowError, RowError, TextOrMessages
 from nemo_kto.data.tokens.truncation import Truncation
 
 if TYPE_CHECKING:
     from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
 
 MIN_BALANCE, MAX_BALANCE = 1.0, 4 / 3
+_WARN_BELOW, _WARN_ABOVE = 0.8, 1.6  # a balance slightly out of that range makes no difference that one could measure
 # Learning rates recommended for KTO by TRL's documentation, independent of the size of the data.
 MIN_LR, MAX_LR = 5e-7, 5e-6
-_SLACK = 1e-3  # so that the weights suggested in the warning, which are rounded, are accepted
 _BATCH = 1000
 _QUANTILES = (("min", 0), ("median", 50), ("90 %", 90), ("99 %", 99), ("max", 100))
 _PROMPT, _SEQUENCE = "prompt", "prompt and answer"
@@ -59,7 +61,9 @@ class Counted:
         self.lines.append(first.line)
         self.desirable.append(first.desirable)
         self.weights.append(first.weight)
-        prompt = _digest(_text(first.prompt), json.dumps(first.template, sort_keys=True) if first.template else "")
+        prompt = _digest(
+            _text(first.prompt), json.dumps(first.template, sort_keys=True, default=str) if first.template else ""
+        )
         answers = [_digest(_text(side.response)) for side in sides]
         label, other = ("", "") if is_pair else (str(first.desirable), str(not first.desirable))
         self.prompts.append(int(prompt, 16))
@@ -86,7 +90,7 @@ def _append(lengths: Lengths, values: Mapping[str, int]) -> None:
 
 
 def _text(value: TextOrMessages) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
 
 
 def _characters(value: TextOrMessages) -> int:
@@ -141,6 +145,7 @@ class Report:
 
     as_pairs: bool
     seq_length: int | None = None  # to which examples are truncated; None: they are not truncated
+    labels: Labels = COMMON_LABELS
     columns: dict[Path, FileColumns] = field(default_factory=dict, init=False)  # of the rows of each file
     _parts: list[Counted] = field(default_factory=list, init=False)
     _files: list[Path] = field(default_factory=list, init=False)  # file of each part
@@ -156,6 +161,8 @@ class Report:
             yield f"{path}: {_count(columns.rows, 'row')}"
             if columns.unused:
                 yield f"  columns that are not used: {columns.unused_text()}"
+            if labels := self.labels.text(columns.labels):
+                yield f"  labels: {labels}"
         total = sum(len(part.lines) for part in self._parts)
         if not total:
             return
@@ -177,14 +184,8 @@ class Report:
         good = int(desirable.sum())
         yield f"examples        {total:,}: {good:,} desirable, {total - good:,} undesirable"
         good_weight, bad_weight = weights[desirable].sum(), weights[~desirable].sum()
-        balance = loss_balance(good_weight, bad_weight, 1.0, 1.0)
-        if balance is None:
-            yield f"balance         all examples are {'desirable' if good else 'undesirable'}"
-        elif (warning := balance_warning(good_weight, bad_weight, 1.0, 1.0)) is not None:
-            yield f"balance         {warning}"
-        else:
-            limits = f"between {MIN_BALANCE:g} and {MAX_BALANCE:.4g} as recommended"
-            yield f"balance         desirable / undesirable = {balance:.4g}, {limits}: no loss weights are needed"
+        balance = good_weight, bad_weight, 1.0, 1.0
+        yield f"balance         {balance_warning(*balance) or balance_text(*balance)}"
 
     def _repetitions(self, total: int) -> Iterator[str]:
         unit = "pair" if self.as_pairs else "example"
@@ -215,7 +216,7 @@ class Report:
         number = int(example)
         for part, file in zip(self._parts, self._files, strict=True):
             if number < len(part.lines):
-                return f"{file}:{part.lines[number]}"
+                return row_place(file, part.lines[number])
             number -= len(part.lines)
         raise IndexError(f"there is no example {example}")
 
@@ -268,9 +269,9 @@ def balanced_weights(
 
 
 def balance_warning(desirable: float, undesirable: float, desirable_weight: float, undesirable_weight: float) -> str | None:
-    """Return a warning about weights that do not balance the classes; None if they do."""
+    """Return a warning about weights that are far from balancing the classes; None if they are not."""
     balance = loss_balance(desirable, undesirable, desirable_weight, undesirable_weight)
-    if balance is None or MIN_BALANCE - _SLACK <= balance <= MAX_BALANCE + _SLACK:
+    if balance is None or _WARN_BELOW <= balance <= _WARN_ABOVE:
         return None
     good, bad = balanced_weights(desirable, undesirable, desirable_weight, undesirable_weight)
     figure = f"{desirable_weight:.4g} * {desirable:.10g} / ({undesirable_weight:.4g} * {undesirable:.10g}) = {balance:.4g}"
@@ -279,6 +280,16 @@ def balance_warning(desirable: float, undesirable: float, desirable_weight: floa
         f"got {figure}; set model.kto.desirable_loss_weight={good:.4g} and model.kto.undesirable_loss_weight={bad:.4g}, "
         "or model.kto.auto_balance=true"
     )
+
+
+def balance_text(desirable: float, undesirable: float, desirable_weight: float, undesirable_weight: float) -> str:
+    """Describe the balance of the classes, with the loss weights unless both are 1."""
+    balance = loss_balance(desirable, undesirable, desirable_weight, undesirable_weight)
+    if balance is None:
+        return f"all examples are {'desirable' if desirable * desirable_weight else 'undesirable'}"
+    weights = desirable_weight, undesirable_weight
+    products = "" if weights == (1, 1) else " with loss weights {:.4g} and {:.4g}".format(*weights)
+    return f"desirable / undesirable = {balance:.4g}{products} (recommended: 1 to 4/3)"
 
 
 def one_class_warning(desirable: float, undesirable: float, lr: float) -> str | None:

@@ -150,8 +150,8 @@ class LogProbEngine:
         """Return whether the trainable weights of this rank are finite: 0-d bool, on the device; collective."""
         finish_gathers(self.chunks)
         trained = [weight.detach() for chunk in self.chunks for weight in chunk.parameters() if weight.requires_grad]
-        largest = [torch.linalg.vector_norm(weight, ord=math.inf).float() for weight in trained]  # no temporary copies
-        return self._all_finite(largest)
+        # the largest values; isfinite of the weights themselves would need temporary copies
+        return self._all_finite([torch.linalg.vector_norm(weight, ord=math.inf).float() for weight in trained])
 
     @staticmethod
     def _all_finite(values: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -323,10 +323,7 @@ class MicroBatch:
         """Copy micro-batches to this rank's device, in one transfer per dtype; the host need not wait between them."""
         from nemo_kto.models.layers.attention import PackedSequences
 
-        names = (
-            "sequence_index_b", "tokens_bs", "positions_bs", "mask_b1ss", "owner_bs",
-            "hidden_index_T", "target_T", "logprob_T",
-        )  # fmt: skip
+        names = [field.name for field in fields(cls) if field.name not in ("num_logprobs", "lengths", "packed")]
         uploaded = iter(device.upload([getattr(micro_batch, name) for micro_batch in micro_batches for name in names]))
         packed = iter(PackedSequences.of([part.lengths for part in micro_batches if part.lengths is not None]))
         return [

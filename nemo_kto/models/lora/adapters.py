@@ -9,7 +9,7 @@ of A and B for each part, as in PEFT, where Hugging Face's models have these par
 Parts that are not adapted have A = B = 0, so their gradients are exactly zero and they remain zero; the same holds for the
 rows of B and the columns of A that are padding. ``models.lora.layers`` describes how A and B are sharded over ranks.
 
-With DoRA (``models.lora.dora``) each adapted row also has a magnitude:
+With DoRA each adapted row also has a magnitude:
 
     lora_magnitude  [out]        minus its initial value, the norm of the row of W; zero for rows without a magnitude
 """
@@ -56,6 +56,7 @@ def is_adapter(name: str) -> bool:
     return name.endswith((f".{LORA_A}", f".{LORA_B}", f".{LORA_MAGNITUDE}"))
 
 
+@torch.no_grad()
 def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture: Architecture, seed: int) -> None:
     """Freeze a model chunk and add adapters to its linear layers; call before wrapping it for data parallelism.
 
@@ -73,17 +74,28 @@ def add_adapters(chunk: HiddenStateGPT, settings: LoRASettings, *, architecture:
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)
     for mapping in adapted_mappings(architecture, settings):
+        rank = dist.get_rank(state.tensor_group(of_expert=mapping.of_expert))
         for linear, indices in _linears(chunk, mapping, settings, architecture):
+            part_of_row = torch.zeros(linear.weight.size(0), dtype=torch.long)  # also 0 for padding
+            if split_dimension(mapping) == 0:
+                for offset, part in held(mapping, architecture, rank=rank, length=len(part_of_row)):
+                    part_of_row[offset : offset + part.length] = part.source or 0
             adapt_linear(
                 linear,
                 rank=settings.rank,
                 scale=settings.scale,
                 dropout=settings.dropout,
                 parts=len(mapping.hf_names),
-                part_of_row=_part_of_row(linear.weight, mapping, architecture),
+                part_of_row=part_of_row,
                 magnitudes=[settings.dora and hf_module(name) in settings.modules for name in mapping.hf_names],
             )
-            _initialise_a(linear.lora_a, mapping, indices, settings, architecture=architecture, seed=seed)
+            names = [name.format(**indices) for name in mapping.hf_names]
+            widths = [shape[1] for shape in source_shapes(mapping, architecture)]
+            for piece in pieces(linear.lora_a, adapter_mappings(mapping, settings)[0], architecture, rank=rank):
+                name, width = names[piece.source], widths[piece.source]
+                if hf_module(name) in settings.modules:
+                    whole = _initial_a(settings.rank, width, f"{seed} {name}", normal=mapping.split is Split.VOCABULARY)
+                    piece.place.copy_(whole[piece.where])
     chunk.adapters = settings
 
     def require_grad(embedding: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -196,39 +208,10 @@ def _adapters(chunks: Iterable[nn.Module]) -> list[Adapter]:
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
 
 
-def _part_of_row(weight: Tensor, mapping: ParamMapping, architecture: Architecture) -> Tensor | None:
-    """Return the index of the Hugging Face weight of each row, [out of this rank], 0 for padding; None if not by rows."""
-    if split_dimension(mapping) != 0:
-        return None
-    parts = torch.zeros(weight.size(0), dtype=torch.long)
-    rank = dist.get_rank(state.tensor_group(of_expert=mapping.of_expert))
-    for offset, part in held(mapping, architecture, rank=rank, length=weight.size(0)):
-        parts[offset : offset + part.length] = part.source or 0
-    return parts
-
-
-@torch.no_grad()
-def _initialise_a(
-    lora_a: Tensor,
-    mapping: ParamMapping,
-    indices: Mapping[str, int],
-    settings: LoRASettings,
-    *,
-    architecture: Architecture,
-    seed: int,
-) -> None:
-    names = [name.format(**indices) for name in mapping.hf_names]
-    widths = [shape[1] for shape in source_shapes(mapping, architecture)]
-    mapping_a = adapter_mappings(mapping, settings)[0]
-    rank = dist.get_rank(state.tensor_group(of_expert=mapping.of_expert))
-    for piece in pieces(lora_a, mapping_a, architecture, rank=rank):
-        name, width = names[piece.source], widths[piece.source]
-        if hf_module(name) in settings.modules:
-            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
-            whole = torch.empty(settings.rank, width)
-            if mapping.split is Split.VOCABULARY:
-                whole.normal_(generator=generator)
-            else:
-                whole.uniform_(-1, 1, generator=generator).div_(math.sqrt(width))
-            piece.place.copy_(whole[piece.where])
+def _initial_a(rank: int, width: int, seed: str, *, normal: bool) -> Tensor:
+    """Draw A, [rank, width], from a generator that depends on ``seed`` alone."""
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "big"))
+    whole = torch.empty(rank, width)
+    if normal:
+        return whole.normal_(generator=generator)
+    return whole.uniform_(-1, 1, generator=generator).div_(math.sqrt(width))

@@ -4,13 +4,22 @@ In a column-parallel layer A is replicated over tensor-parallel ranks and B is s
 sharded by columns and B is replicated. Only the product A x, whose width is the rank of the adapter, is communicated. DoRA's
 magnitudes are sharded like the rows of B. For a row-parallel layer they need the squares of each row summed over the ranks,
 once for all micro-batches of a pass.
+
+DoRA (Liu et al. 2024, arXiv 2402.09353) trains magnitudes for the rows of adapted weights. With m the magnitudes, [out],
+and ||.|| the norm of each row (equation 5):
+
+    y = m / ||W + s B A|| * (W x + s B A x) + bias
+
+The norm in the denominator is treated as a constant in the backward pass (section 4.3). The trained parameter is
+m - ||W||, which starts at zero like B: its gradient is that of m, the initial model equals the base model bit for bit, and
+bf16 keeps small updates of m, which it would round away in a sum with ||W||.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,12 +40,69 @@ from torch import Tensor, nn
 
 from nemo_kto.architecture.lora import LORA_A, LORA_B, LORA_MAGNITUDE
 from nemo_kto.device import device
-from nemo_kto.models.layers.embedding import SparseGradEmbedding
-from nemo_kto.models.lora.dora import Change, RowNorms, row_norms
+from nemo_kto.models.gpt import SparseGradEmbedding
 
 Metadata = dict[str, torch.distributed.ProcessGroup]  # process groups that megatron-core passes to every layer
 Offsets = tuple[tuple[int, int, int], ...]  # (dimension, index of the shard, number of shards) of a sharded module
 Output = tuple[Tensor, Tensor | None]  # output, and the bias if the caller is to add it
+_ROWS = 256  # number of rows of a weight for which W + s B A exists at the same time, in fp32
+
+
+class RowNorms(NamedTuple):
+    """Row norms of a layer, [out of this rank] each, in fp32."""
+
+    base: Tensor  # ||W||
+    adapted: Tensor  # ||W + s B A||
+
+
+@torch.no_grad()
+def row_norms(
+    weight: Tensor,
+    full_b: Tensor,
+    lora_a: Tensor,
+    scale: float,
+    *,
+    columns_over: torch.distributed.ProcessGroup | None = None,
+) -> RowNorms:
+    """Compute the row norms of W [out, in] and of W + scale * B A, with B [out, parts * rank] and A [parts * rank, in].
+
+    The sum itself is formed, for some rows at a time: a norm computed from those of W and of B A would lose precision where
+    the two nearly cancel. ``columns_over`` are the ranks over which the columns are sharded; None if they are not.
+    """
+    lora_a = lora_a.float()
+    squares: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for weight_rows, b_rows in zip(weight.split(_ROWS), full_b.split(_ROWS), strict=True):
+        base = weight_rows.float()
+        adapted = torch.addmm(base, b_rows.float(), lora_a, alpha=scale)
+        for sums, matrix in zip(squares, (base, adapted), strict=True):
+            sums.append(matrix.square().sum(1))
+    norms = RowNorms(*map(torch.cat, squares))
+    for total in norms if columns_over is not None and columns_over.size() > 1 else ():
+        # one tensor per call: the order of summation depends on the position in the buffer, and for B = 0 both sums must
+        # be bitwise equal
+        torch.distributed.all_reduce(total, group=columns_over)
+    return RowNorms(*map(torch.sqrt, norms))
+
+
+class Change(NamedTuple):
+    """Relative change of an output by its magnitude, m / ||W + s B A|| - 1, as a function of m - ||W||: [out], fp32.
+
+    It is zero for rows without a magnitude, and for rows of zeros, which have no direction.
+    """
+
+    start: Tensor  # change at m = ||W||
+    slope: Tensor  # derivative with respect to m
+
+    @classmethod
+    def of(cls, norms: RowNorms, has_magnitude: Tensor) -> Change:
+        """Build the function from the row norms; ``has_magnitude`` marks the rows with a magnitude, [out] bool."""
+        counts = has_magnitude & (norms.adapted > 0)
+        divisor = norms.adapted.masked_fill(~counts, 1.0)
+        return cls((norms.base / divisor - 1).masked_fill_(~counts, 0.0), counts / divisor)
+
+    def at(self, moved: Tensor) -> Tensor:
+        """Return the change at ``moved`` = m - ||W||, [out]."""
+        return self.start + moved.float() * self.slope
 
 
 class Adapter:

@@ -39,7 +39,7 @@ def measured_and_planned(
 
     plans = []
 
-    def planned(run: ResolvedRun, ranks: int, local: int) -> None:
+    def planned(run: ResolvedRun, ranks: int, local: int, longest: int | None) -> None:
         machines = plan_run.these_machines(run, ranks=ranks, local=local, timed=False)
         plans.append((plan_run.make_plan(run, machines), state.pipeline_stage()))
 

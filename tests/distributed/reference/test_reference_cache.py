@@ -39,18 +39,18 @@ class CacheUser:
     """The operations of a run on its cache; records evaluated sequences and warnings."""
 
     def __init__(self, folder: Path, model: Path, **settings: Any) -> None:
-        from nemo_kto.models.engine import cached_reference
-        from nemo_kto.models.engine.cached_reference import CachedReference
+        from nemo_kto.models.engine import reference as reference_module
+        from nemo_kto.models.engine.reference import CachedReference
 
         self.evaluated = 0
         self.warnings: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: self.warnings.append(record.getMessage())  # type: ignore[method-assign]
-        cached_reference.logger.addHandler(handler)
+        reference_module.logger.addHandler(handler)
         try:
-            cache = cached_reference.ReferenceCache(folder=folder, settings=settings, models=[model])
+            cache = reference_module.ReferenceCache(folder=folder, settings=settings, models=[model])
         finally:
-            cached_reference.logger.removeHandler(handler)
+            reference_module.logger.removeHandler(handler)
         self.reference = CachedReference(cache=cache)
 
     def logprobs(self, sequences: Any) -> torch.Tensor:
@@ -239,7 +239,7 @@ def test_ranks_share_evaluated_log_probs(ranks: RankPool, tmp_path: Path) -> Non
 
 
 def test_cache_keys_depend_on_labels_but_not_on_padding() -> None:
-    from nemo_kto.models.engine.cached_reference import sequence_keys
+    from nemo_kto.models.engine.reference import sequence_keys
 
     rows = make_rows(5, 3)
     wider = make_rows(5, 4).take(torch.arange(3))

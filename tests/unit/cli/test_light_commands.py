@@ -11,12 +11,15 @@ from pathlib import Path
 from tests.conftest import REPOSITORY
 from tests.helpers import fork_server
 
-# One interpreter for all, since its start costs more than most of them. The last one is the one that composes.
+# One interpreter for all, since its start costs more than most of them. The last ones import Hydra.
 COMMANDS = [
     ["--version"],
     ["--help"],
     ["trian"],
     ["data", "check", "rows.jsonl"],
+    ["check", "--help"],
+    ["data", "tokenise", "--help"],
+    ["check", "kto", "model.optim.lr=fast", "--nodes", "2", "--gpus-per-node", "8"],
     ["kto", "model.optim.lr=fast", "trainer.kto.max_stepps=3"],
 ]
 PROGRAM = """
@@ -47,10 +50,19 @@ def test_commands_without_a_model_import_no_torch(tmp_path: Path) -> None:
     run = [sys.executable, "-c", PROGRAM, json.dumps(COMMANDS)]
     done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True)
     report = json.loads(done.stdout)
-    assert [status or 0 for status, *_ in report] == [0, 0, 2, 0, 2]
+    assert [status or 0 for status, *_ in report] == [0, 0, 2, 0, 0, 0, 2, 2]
     said = [text for _, text, *_ in report]
-    expected = ["nemo-kto 0.", "nemo-kto export", "got trian", "3 desirable", "max_stepps"]
+    expected = [
+        "nemo-kto 0.",
+        "nemo-kto export",
+        "got trian",
+        "3 desirable",
+        "--nodes N",
+        "KEY=VALUE",
+        "model.optim.lr",
+        "max_stepps",
+    ]
     assert [part in text for part, text in zip(expected, said, strict=True)] == [True] * len(COMMANDS), said
     assert [heavy for _, _, heavy, *_ in report] == [[]] * len(COMMANDS)
-    assert [hydra for *_, hydra, _ in report] == [False, False, False, False, True]
+    assert [hydra for *_, hydra, _ in report] == [False] * 4 + [True] * 4
     assert max(count for *_, count in report) < MAX_MODULES

@@ -98,8 +98,8 @@ WRONG = [
     ("model.reference.restore_from_path=[a]", Message("model.reference.restore_from_path", "string", "null", "['a']")),
     ("model.peft.peft_scheme=null", Message("model.peft.peft_scheme", "none", "lora", "null")),
     (
-        "model.peft.lora_tuning.target_modules=q_proj",
-        Message("model.peft.lora_tuning.target_modules", "list", "strings", "q_proj"),
+        "model.peft.lora_tuning.target_modules=3",
+        Message("model.peft.lora_tuning.target_modules", "list", "strings", "3"),
     ),
     (
         "model.peft.lora_tuning.layer_selection=[1,x]",

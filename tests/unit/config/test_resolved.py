@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from nemo_kto.architecture.lora import LoRASettings
 from tests.unit.run.test_build_rows import resolved
 
@@ -11,7 +13,7 @@ LORA, TUNING = "model.peft.peft_scheme=lora", "model.peft.lora_tuning"
 def test_every_key_of_the_adapters_is_used() -> None:
     assert resolved().adapters is None
     plain = resolved(LORA).adapters
-    assert plain == LoRASettings(rank=32, alpha=32, target_modules=("attention_qkv",))
+    assert plain == LoRASettings(rank=32, alpha=32, target_modules=("all-linear",))
     given = [
         "adapter_dim=16",
         "alpha=8",
@@ -39,3 +41,24 @@ def test_a_cached_reference_is_evaluated_per_epoch_for_new_kl_examples() -> None
         run = resolved(*overrides)
         found = (run.reference.name, short in run.reference.reason, run.swapped_weights)
         assert found == ("cached", by_epoch, swapped), overrides
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lr", "min_lr"),
+    [
+        ([], 1e-6, 1e-7),
+        ([LORA], 1e-5, 1e-6),
+        (["model.optim.lr=5e-7"], 5e-7, 5e-8),
+        ([LORA, "model.optim.lr=2e-4", "model.optim.sched.min_lr=0"], 2e-4, 0.0),
+    ],
+)
+def test_default_learning_rates(overrides: list[str], lr: float, min_lr: float) -> None:
+    optim = resolved(*overrides).cfg.model.optim
+    assert (optim.lr, optim.sched.min_lr) == (lr, min_lr)
+
+
+def test_one_name_of_target_modules_needs_no_list() -> None:
+    adapters = resolved(LORA, f"{TUNING}.target_modules=all-linear").adapters
+    assert adapters is not None
+    assert adapters == resolved(LORA).adapters
+    assert len(adapters.modules) == 7

@@ -26,8 +26,8 @@ TUNING = "model.peft.lora_tuning"
 SCHEDULE = "model.optim.sched"
 LORA = "model.peft.peft_scheme=lora"
 MODULES = (
-    "attention_qkv, attention_dense, mlp_fc1, mlp_fc2, attention, mlp, all, q_proj, k_proj, v_proj, o_proj, gate_proj, "
-    "up_proj, down_proj or embed_tokens"
+    "attention_qkv, attention_dense, mlp_fc1, mlp_fc2, attention, mlp, all, all-linear, q_proj, k_proj, v_proj, o_proj, "
+    "gate_proj, up_proj, down_proj or embed_tokens"
 )
 
 # Overrides and errors, of every algorithm.
@@ -152,7 +152,7 @@ BROKEN = [
         [Message("model.optim.sched.name", "CosineAnnealing", "CosineWithRestarts", "LinearAnnealing", "WSD", "cosine")],
     ),
     (
-        ["model.optim.sched.warmup_ratio=0.1"],
+        ["model.optim.sched.warmup_ratio=0.1", "model.optim.sched.warmup_steps=10"],
         [Message("model.optim.sched.warmup_steps", "0", "model.optim.sched.warmup_ratio=0.1", "10", "set")],
     ),
     (
@@ -195,7 +195,7 @@ BROKEN = [
     (["model.optim.sched.wsd_decay_steps=0"], [Message("model.optim.sched.wsd_decay_steps", "1", "0")]),
     (["model.optim.sched.warmup_steps=-1"], [Message("model.optim.sched.warmup_steps", "0", "-1")]),
     (
-        ["model.optim.lr=1e-7"],
+        ["model.optim.lr=1e-7", "model.optim.sched.min_lr=9e-7"],
         [Message("model.optim.sched.min_lr", "0", "model.optim.lr", "1e-07", "9e-07", "model.optim.sched.min_lr=0")],
     ),
     (
@@ -285,7 +285,7 @@ BROKEN = [
     ),
     (
         [f"{TUNING}.target_modules=[]"],
-        [Message(f"{TUNING}.target_modules", "empty", "none", "[attention_qkv]")],
+        [Message(f"{TUNING}.target_modules", "empty", "none", "all-linear")],
     ),
     ([f"{TUNING}.adapter_dim=0"], [Message(f"{TUNING}.adapter_dim", "1", "0")]),  # and not alpha, which is made of it
     ([f"{TUNING}.alpha=0", f"{TUNING}.adapter_dim=1"], [Message(f"{TUNING}.alpha", "0", "1000000", f"{TUNING}.alpha=32")]),
@@ -328,6 +328,7 @@ RIGHT = [
         "model.activations_checkpoint_num_layers=2",
     ],
     ["model.optim.sched.warmup_steps=20", "trainer.ALGORITHM.max_steps=2"],  # shortened where the run begins
+    ["model.optim.sched.warmup_ratio=0.1"],
     ["model.optim.sched.warmup_ratio=0.1", "model.optim.sched.warmup_steps=0"],
     [f"{SCHEDULE}.name=WSD", f"{SCHEDULE}.wsd_decay_steps=9", f"{SCHEDULE}.wsd_decay_style=minus_sqrt"],
     [f"{SCHEDULE}.name=CosineWithRestarts", f"{SCHEDULE}.num_cycles=3"],

@@ -16,13 +16,14 @@ from nemo_kto.data.batches.dataset import DPODataset, DPOExample, KTODataset, Sp
 from nemo_kto.data.inspect.check import (
     MAX_BALANCE,
     MIN_BALANCE,
+    balance_text,
     balance_warning,
     balanced_weights,
     loss_balance,
     one_class_warning,
 )
-from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
-from nemo_kto.data.rows.records import DataError, RowError, RowErrors, pair_of_row
+from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
+from nemo_kto.data.rows.records import DataError, RowError, pair_of_row
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.data.tokens.truncation import Truncation
 from tests.helpers.messages import Message, raises
@@ -108,7 +109,9 @@ def test_one_file_works_for_both_algorithms_and_defaults_are_not_cached(tmp_path
         assert splits.train is not None
         rewards = [(row.chosen_reward, row.rejected_reward) for row in splits.train.__getitems__(range(4))]
         assert rewards == [defaults, (5.0, 4.0), defaults, defaults]
-        assert splits.train.counts == SplitCounts(rows=4, desirable=None, tokens=24, cut_prompts=0, cut_responses=0)
+        assert splits.train.counts == SplitCounts(
+            rows=4, desirable=None, tokens=24, longest=3, cut_prompts=0, cut_responses=0
+        )
     judged = build_splits(kind=KTO_EXAMPLES, make=KTODataset, **shared).train
     assert judged is not None
     assert len(judged) == 8
@@ -127,6 +130,19 @@ def test_auto_balanced_weights(good: int, bad: int, w_good: float, w_bad: float)
     assert balance_warning(good, bad, *balanced) is None
 
 
+@pytest.mark.parametrize(
+    ("classes", "weights", "text"),
+    [
+        ((30, 21), (1.0, 1.0), "desirable / undesirable = 1.429 (recommended: 1 to 4/3)"),
+        ((30, 60), (2.0, 1.0), "desirable / undesirable = 1 with loss weights 2 and 1 (recommended: 1 to 4/3)"),
+        ((7, 0), (1.0, 1.0), "all examples are desirable"),
+        ((7, 3), (0.0, 1.0), "all examples are undesirable"),
+    ],
+)
+def test_the_balance_as_text(classes: tuple[int, int], weights: tuple[float, float], text: str) -> None:
+    assert balance_text(*classes, *weights) == text
+
+
 def test_the_warning_about_unbalanced_rows() -> None:
     assert balance_warning(30, 60, 1.0, 1.0) == Message(
         "desirable_loss_weight",
@@ -143,6 +159,7 @@ def test_the_warning_about_unbalanced_rows() -> None:
         "model.kto.auto_balance=true",
     )
     assert balance_warning(7, 0, 1.0, 1.0) is None
+    assert [balance_warning(good, 100, 1.0, 1.0) is None for good in (79, 80, 160, 161)] == [False, True, True, False]
     assert one_class_warning(7, 0, 5e-6) is None
     assert one_class_warning(7, 3, 1e-3) is None
     assert one_class_warning(0, 7, 9e-6) == Message(

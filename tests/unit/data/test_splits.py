@@ -117,7 +117,7 @@ def test_truncations_are_counted_from_the_cache(tmp_path: Path, monkeypatch: pyt
     for _ in range(2):
         built = splits(path, tmp_path, None, seq_length=10)
         assert built.train is not None
-        assert built.train.counts == SplitCounts(rows=4, desirable=2, tokens=40, cut_prompts=2, cut_responses=2)
+        assert built.train.counts == SplitCounts(rows=4, desirable=2, tokens=40, longest=15, cut_prompts=2, cut_responses=2)
         assert list(built.train.counts.warnings("train", seq_length=10)) == [
             Message("train", "prompt", "2", "4", "model.data.seq_length=10"),
             Message("train", "answer", "2", "4", "model.data.seq_length=10"),
@@ -129,8 +129,10 @@ def test_counts_of_splits_of_two_files(tmp_path: Path) -> None:
     files = [str(write_rows(tmp_path / f"{name}.jsonl", LONG)) for name in "ab"]
     built = splits(files, tmp_path, "50,50", seq_length=12)
     assert built.train is not None
-    assert built.train.counts == SplitCounts(rows=4, desirable=4, tokens=44, cut_prompts=2, cut_responses=0)
-    assert built.validation[UNNAMED].counts == SplitCounts(rows=4, desirable=0, tokens=48, cut_prompts=2, cut_responses=4)
+    assert built.train.counts == SplitCounts(rows=4, desirable=4, tokens=44, longest=12, cut_prompts=2, cut_responses=0)
+    assert built.validation[UNNAMED].counts == SplitCounts(
+        rows=4, desirable=0, tokens=48, longest=12, cut_prompts=2, cut_responses=4
+    )
 
 
 def test_counts_of_pairs(tmp_path: Path) -> None:
@@ -143,7 +145,9 @@ def test_counts_of_pairs(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", rows)
     built = splits(path, tmp_path, None, seq_length=10, kind=DPO_EXAMPLES, make=make)  # type: ignore[assignment]
     assert built.train is not None
-    assert built.train.counts == SplitCounts(rows=2, desirable=None, tokens=3 + 10 + 12, cut_prompts=1, cut_responses=1)
+    assert built.train.counts == SplitCounts(
+        rows=2, desirable=None, tokens=3 + 10 + 12, longest=13, cut_prompts=1, cut_responses=1
+    )
     assert built.train.counts.classes == {}
     assert list(built.train.counts.warnings("train", seq_length=10))[1] == Message(
         "train", "answer", "1", "2", "model.data.seq_length=10"

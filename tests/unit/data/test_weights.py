@@ -11,8 +11,8 @@ import pytest
 from nemo_kto.algorithms.recipes.kto import loss_weights
 from nemo_kto.data.batches.dataset import DPODataset, KTODataset
 from nemo_kto.data.inspect.check import MAX_BALANCE, balance_warning
-from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
-from nemo_kto.data.rows.records import DataError, RowErrors, pair_of_row, records_of_row
+from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
+from nemo_kto.data.rows.records import DataError, pair_of_row, records_of_row
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from tests.helpers.messages import Message
 from tests.unit.data.test_fingerprint import fingerprint, splits
@@ -84,5 +84,5 @@ def test_auto_balance_uses_row_weights(tmp_path: Path) -> None:
     assert train.class_weights == (5.5, 2.0)
     assert "got 1 * 5.5 / (1 * 2) = 2.75; set" in (balance_warning(*train.class_weights, 1.0, 1.0) or "")
     section: Any = resolved("model.kto.auto_balance=true").cfg.loss
-    desirable, undesirable = loss_weights(section, train, lr=1e-6)
+    desirable, undesirable = loss_weights(section, train)
     assert (desirable, undesirable) == (1.0, pytest.approx(2.75 / MAX_BALANCE)), "balanced rows would need no weights"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.gemma2.modeling_gemma2 import Gemma2TextScaledWordEmbedding
 
-from nemo_kto.models.layers.embedding import scale_of
+from nemo_kto.models.gpt import scale_of
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 55.5), (torch.float32, 55.42562484741211)])

@@ -10,7 +10,7 @@ import torch
 
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.models.layers.moe import experts_span_copies
-from nemo_kto.models.transformer_settings import transformer_config
+from nemo_kto.models.transformer import transformer_config
 from tests.helpers.tiny_models import make_checkpoint
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import textwrap
 from pathlib import Path
@@ -27,6 +26,7 @@ LLAMA = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
     "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": False,
 }  # fmt: skip
+ATTENTION = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=attention_qkv"]
 MODEL, TENSOR = "pretrained_checkpoint.restore_from_path=llama", "model.tensor_model_parallel_size={}"
 
 
@@ -181,7 +181,7 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "host_memory_bytes", lambda: 64 * 10**9)
-    status, table = planned(capsys, "kto", MODEL, "hardware=cpu", "trainer.devices=2", "model.peft.peft_scheme=lora")
+    status, table = planned(capsys, "kto", MODEL, "hardware=cpu", "trainer.devices=2", *ATTENTION)
     assert status == plan.DOES_NOT_FIT
     assert table["weights"] == "32.2 GB"
     assert "of 32.0 GB" in table["total"]
@@ -277,21 +277,21 @@ def test_passes_without_gradient_are_those_of_the_loss_and_a_live_reference(
         assert plan_run.make_plan(run, plan_run.gpus_elsewhere(8, "h100")).step.forward_only == passes
 
 
-def test_a_run_that_cannot_fit_is_refused(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_cannot_fit_is_refused(load: Load) -> None:
     """In fp32 a parameter takes 4 bytes, 4 of gradients and 8 of moments, independent of the rows."""
     run = ResolvedRun.of(load(MODEL, "trainer.precision=32", "model.reference.mode=cached"))
 
-    def check(memory: float) -> None:
+    def check(memory: float, longest: int | None) -> str | None:
         hardware = Hardware(name="this machine", memory=memory, flops={}, measured=True)
-        plan_run.check_memory(run, plan_run.Machines(ranks=1, hardware=hardware, on_gpu=False))
+        machines = plan_run.Machines(ranks=1, hardware=hardware, on_gpu=False)
+        return plan_run.check_memory(run, machines, longest=longest)
 
     with pytest.raises(UserError) as error:
-        check(128e9)
+        check(128e9, None)
     assert str(error.value) == Message("128.5", "GB", "128.0", "model.peft.peft_scheme=lora", "kto", "all")
-    with caplog.at_level(logging.WARNING):
-        check(129e9)
-    (warned,) = caplog.messages
-    assert warned == Message("330.6 GB", "129.0 GB", "model.data.seq_length", "model.peft.peft_scheme=lora")
-    caplog.clear()
-    check(1e12)
-    assert not caplog.messages
+    assert check(129e9, None) is None, "before the rows have been read"
+    assert check(129e9, run.cfg.model.data.seq_length) == Message(
+        "330.6 GB", "129.0 GB", "2,048 tokens", "model.peft.peft_scheme=lora"
+    )
+    assert check(310e9, 2048) is not None
+    assert check(310e9, 37) is None, "an estimate for the real lengths of the rows"

@@ -93,7 +93,7 @@ def test_costs_of_packed_shards_include_the_passes_of_the_loss(
 
 
 def test_rows_are_read_before_the_model_is_built(monkeypatch: pytest.MonkeyPatch, tokenizer_folder: Path) -> None:
-    def wrong_rows(*_: object) -> NoReturn:
+    def wrong_rows(*_: object, **__: object) -> NoReturn:
         raise DataError("1 broken row")
 
     def too_early(*_: object, **__: object) -> NoReturn:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nemo_kto.data.batches.dataset import SplitCounts
-from nemo_kto.run.summary import split_text
+from nemo_kto.run.rows import split_text
 
 
 @pytest.mark.parametrize(
@@ -23,5 +23,5 @@ from nemo_kto.run.summary import split_text
     ],
 )
 def test_rows_of_a_split(counts: dict[str, Any], text: str) -> None:
-    plain: dict[str, Any] = {"rows": 5, "desirable": None, "tokens": 70, "cut_prompts": 0, "cut_responses": 0}
+    plain: dict[str, Any] = {"rows": 5, "desirable": None, "tokens": 70, "longest": 9, "cut_prompts": 0, "cut_responses": 0}
     assert split_text("pairs", SplitCounts(**plain | counts)) == text

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
+import struct
+import sys
+import termios
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemo_kto.telemetry.summary import epochs, figures_of, layout_text, short
+from nemo_kto.telemetry.summary import epochs, figures_of, layout_text, short, table
 from nemo_kto.telemetry.timers import duration_text
 
 
@@ -48,6 +54,33 @@ def test_the_layout(degrees: dict[str, Any], text: str) -> None:
 )
 def test_steps_in_epochs(steps: int, per_epoch: int, text: str) -> None:
     assert epochs(steps, per_epoch) == text
+
+
+LINES = {"model": "models/small (llama), 135 M parameters, all trained", "run folder": "/a/folder/" + "x" * 60}
+
+
+def test_a_table_in_a_file_is_not_wrapped() -> None:
+    assert table("title", LINES).splitlines() == [
+        "title",
+        f"  model       {LINES['model']}",
+        f"  run folder  {LINES['run folder']}",
+    ]
+
+
+def test_a_table_is_indented_to_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a real terminal; a path is not broken, so that it can be copied."""
+    reader, writer = pty.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 50, 0, 0))
+    with os.fdopen(writer, "w") as stream, os.fdopen(reader, "rb"):
+        monkeypatch.setattr(sys, "stdout", stream)
+        lines = table("title", LINES).splitlines()
+    assert lines == [
+        "title",
+        "  model       models/small (llama), 135 M",
+        "              parameters, all trained",
+        "  run folder",
+        f"              {LINES['run folder']}",
+    ]
 
 
 def test_first_and_last_values(tmp_path: Path) -> None:

@@ -1,10 +1,16 @@
-"""Layer specs: Transformer Engine's modules, or megatron-core's own together with those of this package."""
+"""megatron-core's TransformerConfig and layer specs for an architecture and a parallel layout.
+
+The layers are Transformer Engine's, or megatron-core's own together with those of this package.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -18,11 +24,111 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from nemo_kto.architecture.architecture import Architecture
+from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
+from nemo_kto.device.kernels import compiles, fused_rope
 from nemo_kto.models.layers.attention import TorchAttention
 from nemo_kto.models.layers.gated_activation import ClampedSwiGLU, GeGLU, SwiGLU
 from nemo_kto.models.layers.moe import BalancedRouter, BiasedExpertOutput, BiasedRouter
 from nemo_kto.models.layers.norm import AllHeadsNorm, PostNormLayer, TorchNorm
 from nemo_kto.models.layers.rope_tables import RopeTable, TemperatureTable
+
+
+def transformer_config(
+    architecture: Architecture,
+    *,
+    use_te: bool,
+    grouped_experts: bool,
+    split: PipelineSplit = ONE_STAGE,
+    recompute_modules: Sequence[str] = (),
+    **settings: Any,
+) -> TransformerConfig:
+    split.layers(architecture.num_layers)  # raises SplitError if the layers cannot be partitioned
+    fuses_activation = compiles() and architecture.activation == "silu" and architecture.swiglu_limit is None
+    # all windows (or chunks) of a family have the same size
+    windows = [window for window in architecture.windows if window is not None]
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        num_attention_heads=architecture.padded_attention_heads,
+        num_query_groups=architecture.padded_query_groups,
+        kv_channels=architecture.head_dim,
+        softmax_scale=architecture.softmax_scale,
+        ffn_hidden_size=architecture.ffn_hidden_size,
+        tensor_model_parallel_size=architecture.tensor_parallel,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.norm_epsilon,
+        layernorm_zero_centered_gamma=architecture.zero_centered_norm,
+        qk_layernorm=architecture.qk_norm,
+        add_bias_linear=architecture.mlp_bias,
+        add_qkv_bias=architecture.qkv_bias,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        window_size=(windows[0] - 1, 0) if windows else None,
+        window_attn_skip_freq=[int(window is not None) for window in architecture.windows] if windows else None,
+        # Transformer Engine's ring attention does not support windows; all-gather of keys and values does.
+        cp_comm_type="all_gather" if windows else "p2p",
+        no_rope_freq=None if all(architecture.rotates) else [int(not rotates) for rotates in architecture.rotates],
+        # No dropout: it would add noise to the log-ratio of policy and reference, which is the training signal.
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=settings["params_dtype"] == torch.bfloat16,
+        fp8_recipe="tensorwise",  # current scaling; megatron-core's default keeps a history of scales
+        pipeline_dtype=settings["params_dtype"],
+        bias_activation_fusion=fuses_activation,
+        # makes megatron-core take the activation from the layer spec; it rejects this together with a fused activation
+        use_te_activation_func=not use_te and not fuses_activation,
+        apply_rope_fusion=use_te and fused_rope(),
+        masked_softmax_fusion=False,  # needs apex's extension; without it, it fails, but only at some lengths
+        calculate_per_token_loss=True,  # gradients are sums; the training code divides by its own count
+        variable_seq_lengths=True,
+        # "mlp" includes experts, which megatron-core calls "moe"
+        recompute_modules=[*recompute_modules, *["moe"] * ("mlp" in recompute_modules and architecture.experts is not None)],
+        **pipeline_settings(split),
+        **_expert_settings(architecture, grouped=use_te and grouped_experts),
+        **settings,
+    )
+
+
+def pipeline_settings(split: PipelineSplit) -> dict[str, Any]:
+    """Return megatron-core's settings for a pipeline split, and for the communication between its stages."""
+    # With several chunks per stage, activations and gradients may be exchanged between the same two ranks at the same time.
+    # They are then not sent as one batch, in which gloo mixes them up; on GPUs the communication overlaps with computation.
+    interleaved = split.chunks > 1
+    return {
+        "pipeline_model_parallel_size": split.stages,
+        "virtual_pipeline_model_parallel_size": split.chunks if interleaved else None,
+        "num_layers_in_first_pipeline_stage": split.first,
+        "num_layers_in_last_pipeline_stage": split.last,
+        "account_for_embedding_in_pipeline_split": split.counts_embedding,
+        "account_for_loss_in_pipeline_split": split.counts_loss,
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }
+
+
+def _expert_settings(architecture: Architecture, *, grouped: bool) -> dict[str, Any]:
+    """Return megatron-core's settings for experts; ``grouped``: one product for the tokens of all experts of a rank."""
+    settings: dict[str, Any] = {
+        # megatron-core rejects the default with variable sequence lengths, even for a model without experts.
+        "moe_token_dispatcher_type": "alltoall",  # nosec B105  # no password
+    }
+    if (experts := architecture.experts) is None:
+        return settings
+    if not all(experts.layers):
+        settings["moe_layer_freq"] = [int(sparse) for sparse in experts.layers]
+    if width := experts.shared_ffn_hidden_size:
+        settings |= {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": experts.shared_gate}
+    if experts.weighs_input:
+        settings |= {"moe_router_score_function": "sigmoid", "moe_apply_probs_on_input": True}
+    return settings | {
+        "num_moe_experts": experts.number,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_router_topk": experts.per_token,
+        "moe_router_pre_softmax": not experts.normalized,  # softmax over all experts, or over the chosen ones only
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": grouped,
+        "expert_tensor_parallel_size": architecture.expert_tensor_parallel,
+    }
 
 
 def block_spec(
