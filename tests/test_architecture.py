@@ -54,7 +54,11 @@ PACKAGES = {
     "processes": Package(
         own=names("device utils"),
         outside=names("torch"),
-        only_in=(("lightning_fabric", names("ranks.py")), ("psutil", names("launcher.py ranks.py rendezvous.py"))),
+        only_in=(
+            ("cloudpickle", names("objects.py")),
+            ("lightning_fabric", names("ranks.py")),
+            ("psutil", names("launcher.py ranks.py rendezvous.py")),
+        ),
     ),
     "distributed": Package(own=names("device processes utils"), outside=names("torch numpy megatron.core")),
     "architecture": Package(
@@ -115,7 +119,7 @@ PACKAGES = {
         | names("run planner utils"),
         outside=names("hydra omegaconf"),
         never=names("hydra._internal"),
-        only_in=(("cloudpickle", names("objects.py")), ("pandas", names("api.py")), ("transformers", names("api.py"))),
+        only_in=(("pandas", names("api.py")), ("transformers", names("api.py"))),
     ),
 }
 # Modules of the top level; they import only the standard library, and each other.

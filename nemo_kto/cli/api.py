@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any
 from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, find_checkpoints
-from nemo_kto.cli import objects
 from nemo_kto.cli.job import Job
 from nemo_kto.config import compose
 from nemo_kto.config.check import POSITIONS, quoted
 from nemo_kto.config.schema import config_type
 from nemo_kto.errors import UserError, either, show
 from nemo_kto.losses.loss import Loss
-from nemo_kto.processes import ranks, signals
+from nemo_kto.processes import objects, ranks, signals
 from nemo_kto.processes.launcher import RanksEnded
 from nemo_kto.telemetry.loggers import METRICS_FILE, parse_line
 from nemo_kto.telemetry.summary import figures_of, model_lines, table

@@ -20,7 +20,6 @@ from omegaconf import DictConfig
 
 from nemo_kto.algorithms.recipes import Recipe
 from nemo_kto.artifacts.hub import is_hub_name
-from nemo_kto.cli import objects
 from nemo_kto.config import compose
 from nemo_kto.config.check import Checker, InvalidConfig
 from nemo_kto.config.mistakes import does_not_compose
@@ -30,7 +29,7 @@ from nemo_kto.config.rules.training import run_errors, unused_keys
 from nemo_kto.config.saved_config import redact_file, redacted
 from nemo_kto.device import device
 from nemo_kto.errors import ConfigError, UserError, plural
-from nemo_kto.processes import ranks, signals
+from nemo_kto.processes import objects, ranks, signals
 from nemo_kto.telemetry.console import set_up_logging, take_over
 
 

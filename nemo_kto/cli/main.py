@@ -19,7 +19,7 @@ from nemo_kto import __version__
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.device import device
 from nemo_kto.errors import UserError, either
-from nemo_kto.processes import ranks, signals
+from nemo_kto.processes import objects, ranks, signals
 from nemo_kto.telemetry import console
 from nemo_kto.telemetry.console import set_up_logging, take_over
 
@@ -175,7 +175,6 @@ def _export(argv: Sequence[str]) -> None:
 
 def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     """Train: `nemo-kto NAME` and the scripts in examples/; ``argv`` contains positions, overrides and Hydra's flags."""
-    from nemo_kto.cli import objects
     from nemo_kto.cli.job import Job, refuse_mistakes
     from nemo_kto.config import compose
     from nemo_kto.config.check import read_positions
