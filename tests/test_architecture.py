@@ -91,6 +91,7 @@ PACKAGES = {
     "huggingface": Package(
         own=names("checkpoint models device distributed architecture artifacts utils"),
         outside=names("torch megatron.core safetensors"),
+        only_in=(("yaml", names("megatron_checkpoints.py")), ("transformers", names("importing.py"))),
     ),
     "algorithms": Package(
         own=names("losses data telemetry utils"), outside=names("torch"), never=names("torch.distributed torch.cuda")
@@ -110,7 +111,8 @@ PACKAGES = {
     ),
     "planner": Package(own=names("device telemetry architecture artifacts models config run utils")),
     "cli": Package(
-        own=names("data device processes telemetry architecture artifacts algorithms config run planner utils"),
+        own=names("losses data device processes telemetry architecture artifacts algorithms huggingface config run")
+        | names("planner utils"),
         outside=names("hydra omegaconf"),
         never=names("hydra._internal"),
     ),

@@ -35,8 +35,11 @@ _VALUED = ("--cfg -c", "--package -p", "--experimental-rerun")
 _SOURCE = ("--config-path -cp", "--config-name -cn", "--config-dir -cd")
 _HYDRA_MODES = ("hydra_help", "resolve", "multirun", "shell_completion", "experimental_rerun", "cfg", "info")
 
+_SWEEP_REPORT = "+hydra.callbacks.nemo_kto._target_=nemo_kto.cli.sweep.SweepReport"
+
 # Command that only prints -> its module.
 _PRINTING = {
+    "import": "import_model",
     "plan": "plan",
     "check": "check_run",
     "checkpoint": "checkpoint",
@@ -51,6 +54,9 @@ nemo-kto: alignment training of large language models on human feedback, on one 
 {commands}
   nemo-kto export CHECKPOINT OUT
       Write a checkpoint, or the newest one of a run folder, in Hugging Face format.
+
+  nemo-kto import FILE OUT [--tokenizer FOLDER|hf:NAME]
+      Write a .nemo archive, or a torch_dist checkpoint of Megatron-LM or Megatron-Bridge, in Hugging Face format.
 
   nemo-kto plan {names} MODEL [DATA] [KEY=VALUE ...] [--gpus N] [--memory GB]
       Estimate the memory and speed of a run, and find the layouts that fit; nothing is loaded.
@@ -215,7 +221,8 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         refuse_mistakes(mistakes, world)
     # Hydra parses the command line itself and accepts flags only before overrides.
     modes = _source_parser().parse_known_args([part for part in argv if part not in flags.words])[1]
-    sys.argv = [sys.argv[0], *modes, *source.adopted.flags(), *map(forced, given)]
+    report = [_SWEEP_REPORT] if flags.multirun else []
+    sys.argv = [sys.argv[0], *modes, *source.adopted.flags(), *map(forced, given), *report]
     _run_hydra(job, given, sweep=flags.multirun)
 
 

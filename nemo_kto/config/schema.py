@@ -208,7 +208,7 @@ class ScheduleConfig(Section):
     """Section model.optim.sched: the learning rate schedule."""
 
     name: Literal["CosineAnnealing", "CosineWithRestarts", "LinearAnnealing", "WSD", "constant"]
-    warmup_steps: Annotated[int, Ge(0)]
+    warmup_steps: Annotated[int, Ge(0)] | None
     warmup_ratio: Annotated[float, Ge(0), Lt(1), Remedy("e.g. 0.1")] | None
     constant_steps: Annotated[int, Ge(0)]
     min_lr: float

@@ -65,6 +65,7 @@ from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 
 logger = logging.getLogger(__name__)
 
+_WARMUP_STEPS = 10  # default, or fewer in a shorter run
 
 # (run, number of ranks, number of ranks on this machine, tokens of the longest sequence; None before the rows are read);
 # returns a warning, and raises UserError if memory is too small.
@@ -353,10 +354,10 @@ def schedule_lengths(schedule: ScheduleConfig, max_steps: int) -> tuple[Schedule
     """Fit the parts of a schedule into ``max_steps`` steps; return a warning for each part shortened or left out."""
     prefix, warnings = "model.optim.sched", []
     wanted, total = schedule.warmup_steps, plural(max_steps, "step")
-    warmup = min(wanted, max_steps - 1)
+    warmup = min(_WARMUP_STEPS if wanted is None else wanted, max_steps - 1)
     if schedule.warmup_ratio is not None:
         warmup = fraction_of(max_steps, schedule.warmup_ratio)
-    if warmup < wanted:
+    if wanted is not None and warmup < wanted:
         warnings.append(f"{prefix}.warmup_steps={wanted} does not fit into the {total} of the run; using {warmup}")
     rest = max_steps - warmup
     constant = schedule.constant_steps if schedule.constant_steps < rest else 0

@@ -47,15 +47,17 @@ def start_table(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         device_text = f"CPU, {device.device_name()}, {plural(torch.get_num_threads(), 'thread')} a rank"
     source, steps = cfg.pretrained_checkpoint.restore_from_path, run.length.total_steps(batches)
     resumed = "" if resumed_step is None else f", resumed after step {resumed_step}"
+    unit, rest = cfg.recipe.unit, data.splits.in_use["train"].counts.rows % model.global_batch_size
+    omitted = f"; each epoch omits {rest:,} {unit}, different ones each time" if rest else ""
     lines = {
         "model": f"{source} ({architecture.family.name}), {short(parameters)} parameters, {trained}",
         "adapters": adapters,
-        **{name: split_text(cfg.recipe.unit, examples.counts) for name, examples in data.splits.in_use.items()},
+        **{name: split_text(unit, examples.counts) for name, examples in data.splits.in_use.items()},
         **({"labels": data.splits.labels} if data.splits.labels else {}),
         **cfg.recipe.start_lines(cfg.loss, data.splits.train),
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))}){resumed}",
         "lr": _lr_text(run),
-        "batch": f"{model.global_batch_size:,} {cfg.recipe.unit} a step, micro-batches of {data.limits}",
+        "batch": f"{model.global_batch_size:,} {unit} a step, micro-batches of {data.limits}{omitted}",
         "sequences": f"at most {cfg.seq_length:,} tokens ({run.length_reason})",
         "layout": layout_text(
             data=parallel_state.get_data_parallel_world_size(),
