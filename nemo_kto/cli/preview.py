@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli.arguments import integer_from, is_set
+from nemo_kto.cli import integer_from, is_set
 from nemo_kto.config import compose
 from nemo_kto.config.check import POSITIONS, Checker, quoted
 from nemo_kto.config.resolved import ResolvedRun

@@ -238,7 +238,7 @@ logging.getLogger("library").info("not told")
 """
     env = stub_training(tmp_path, body)
     done = run([*CLI, "kto", *GOOD, "--multirun", "model.seed=1,2"], cwd=tmp_path, env=env)
-    assert (done.returncode, done.stdout) == (0, "")
+    assert done.returncode == 0
     lines = [re.sub(r" \(FutureWarning, .*job\.py:\d+\)", " (FutureWarning)", line) for line in done.stderr.splitlines()]
     first = ["warning: mine", "warning: old (FutureWarning)", "told in job 1"]
     assert lines[:3] == first

@@ -26,9 +26,15 @@ from nemo_kto.architecture.lora import (
 )
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, is_our_adapter, read_adapter_settings
 from nemo_kto.artifacts.checkpoint_files import INFO, check_checkpoint
-from nemo_kto.artifacts.hub import remedy_for_missing
 from nemo_kto.artifacts.safetensors_files import find_weights, is_our_model
-from nemo_kto.artifacts.sources import check_same_shape, find_source, irregular_files, is_peft_folder, is_whole_model
+from nemo_kto.artifacts.sources import (
+    check_same_shape,
+    find_source,
+    irregular_files,
+    is_peft_folder,
+    is_whole_model,
+    remedy_for_missing,
+)
 from nemo_kto.artifacts.tokenizer_files import check_tokenizer, has_chat_template
 from nemo_kto.config.resolved import ModelFiles, ResolvedRun
 from nemo_kto.config.rules.layout import divisor_below, expert_rules, pipeline_rules
