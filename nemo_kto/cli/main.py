@@ -38,6 +38,7 @@ _HYDRA_MODES = ("hydra_help", "resolve", "multirun", "shell_completion", "experi
 # Command that only prints -> its module.
 _PRINTING = {
     "plan": "plan",
+    "translate": "translate",
     "check": "check_run",
     "checkpoint": "checkpoint",
     "data preview": "preview",
@@ -57,6 +58,9 @@ nemo-kto: alignment training of large language models on human feedback, on one 
 
   nemo-kto check {names} MODEL DATA [KEY=VALUE ...] [--nodes N --gpus-per-node N [--gpu KIND]]
       Check every key, file and row of a run, and plan it, on a machine without its GPUs; the rows are tokenised.
+
+  nemo-kto translate FILE
+      Print the command for a configuration of TRL, ms-swift, LLaMA-Factory or axolotl.
 
   nemo-kto data preview FILE --model MODEL
       Show the first rows of a jsonl file as the model sees them.
@@ -195,8 +199,12 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     given, misplaced = read_positions(flags.words, recipe)
     elsewhere = any(text.startswith("hydra/launcher=") for text in given)
     job = Job(recipe=recipe, source=source, world=world, script=_own_script(), elsewhere=elsewhere)
-    if others or misplaced:
-        refuse_mistakes(job.checker(sweep=flags.multirun).errors([*others, *flags.words]), world)
+    if others:
+        from nemo_kto.cli.translate import refuse_options
+
+        refuse_options(job, others, flags.words)
+    if misplaced:
+        refuse_mistakes(job.checker(sweep=flags.multirun).errors(flags.words), world)
     try:
         own_file = source.own_file
         own_text = None if own_file is None else own_file.read_text(encoding="utf-8", errors="replace")
