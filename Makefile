@@ -37,7 +37,8 @@ GPU_PYTHON ?= $(if $(filter file,$(origin PYTHON)),$(or $(first_with_torch),$(PY
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # An installation prints nothing for minutes, and an environment takes seconds to create: this shows that they still run.
-STILL_RUNS := (while sleep 3 >/dev/null 2>&1; do echo "   ... $$SECONDS s"; done) & trap "kill $$!" EXIT;
+STILL_RUNS := if [ -t 1 ]; then dots='\r   ... %s s'; last='\n'; else dots='   ... %s s\n'; last=''; fi; \
+	(while sleep 3 >/dev/null 2>&1; do printf "$$dots" $$SECONDS; done) & trap "kill $$!; printf '$$last'" EXIT;
 NOT_SILENT := echo 'installing (the first time this takes minutes)'; $(STILL_RUNS)
 # What the newest megatron-core and torch could change: models, gradients, steps, checkpoints, messages; at a sample of layouts.
 DISTRIBUTED312 := {layouts,experts,pipeline_stages,gradients,logprobs,context,load_balance,main_grad,fp8,offload}

@@ -48,8 +48,7 @@ def peak_mib(processes: int) -> float:
 
 def tokenise(model: Path, file: Path, folder: Path, workers: int) -> None:
     """One measurement, in a process of its own; prints seconds, MiB, seconds of CPU time and rows."""
-    from nemo_kto.data.rows.reader import Fields
-    from nemo_kto.data.rows.records import RowErrors
+    from nemo_kto.data.rows.reader import Fields, RowErrors
     from nemo_kto.data.tokens.cache import KTO_EXAMPLES, TokenCache
     from nemo_kto.data.tokens.chat import RecordEncoder, load_tokenizer
     from nemo_kto.data.tokens.truncation import Truncation

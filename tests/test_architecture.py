@@ -54,7 +54,11 @@ PACKAGES = {
     "processes": Package(
         own=names("device utils"),
         outside=names("torch"),
-        only_in=(("lightning_fabric", names("ranks.py")), ("psutil", names("launcher.py ranks.py rendezvous.py"))),
+        only_in=(
+            ("cloudpickle", names("objects.py")),
+            ("lightning_fabric", names("ranks.py")),
+            ("psutil", names("launcher.py ranks.py rendezvous.py")),
+        ),
     ),
     "distributed": Package(own=names("device processes utils"), outside=names("torch numpy megatron.core")),
     "architecture": Package(
@@ -75,8 +79,9 @@ PACKAGES = {
             # not where a command line is checked, which would take a third longer
             ("numpy", names("blend.py cache.py check.py collate.py dataset.py loader.py")),
             ("transformers", names("chat.py dataset.py template_trial.py")),
-            ("datasets", names("cache.py dataset.py part_files.py")),
-            ("pyarrow", names("part_files.py")),
+            ("datasets", names("cache.py dataset.py part_files.py sources.py")),
+            ("fsspec", names("sources.py")),
+            ("pyarrow", names("files.py forms.py part_files.py")),
         ),
     ),
     "models": Package(
@@ -90,6 +95,7 @@ PACKAGES = {
     "huggingface": Package(
         own=names("checkpoint models device distributed architecture artifacts utils"),
         outside=names("torch megatron.core safetensors"),
+        only_in=(("yaml", names("megatron_checkpoints.py")), ("transformers", names("importing.py"))),
     ),
     "algorithms": Package(
         own=names("losses data telemetry utils"), outside=names("torch"), never=names("torch.distributed torch.cuda")
@@ -109,9 +115,11 @@ PACKAGES = {
     ),
     "planner": Package(own=names("device telemetry architecture artifacts models config run utils")),
     "cli": Package(
-        own=names("data device processes telemetry architecture artifacts algorithms config run planner utils"),
+        own=names("losses data device processes telemetry architecture artifacts algorithms huggingface config")
+        | names("run planner utils"),
         outside=names("hydra omegaconf"),
         never=names("hydra._internal"),
+        only_in=(("pandas", names("api.py")), ("transformers", names("api.py"))),
     ),
 }
 # Modules of the top level; they import only the standard library, and each other.

@@ -29,7 +29,7 @@ HELD_OUT = 200  # reviews, or pairs of reviews, to measure on
 
 # SmolLM2-135M: weights that every token uses, and those of the output layer, which only response tokens use.
 LAYER_WEIGHTS, OUTPUT_WEIGHTS = 30 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536), 49152 * 576
-PROMPT_TOKENS, RESPONSE_TOKENS = 24, 0.8 * MAX_TOKENS  # of an example, on average
+PROMPT_TOKENS, RESPONSE_TOKENS = 26, 0.8 * MAX_TOKENS  # of an example, on average
 WIDTHS = ((576, 960), (576, 576), (576, 3072), (1536, 576))  # inputs and outputs of a layer's matrices
 TOKENS = 512  # of one product
 

@@ -53,7 +53,19 @@ REVIEWS = Wheel(
 )
 # Many prompts, so that a KL example nearly always joins two different prompts; short ones, to save time.
 SYSTEM = {"role": "system", "content": "Film critic."}
-PROMPTS = tuple(f"Review film {number}." for number in range(1, 201))
+GENRES = (
+    "comedy",
+    "drama",
+    "thriller",
+    "western",
+    "horror film",
+    "love story",
+    "war film",
+    "musical",
+    "documentary",
+    "cartoon",
+)
+PROMPTS = tuple(f"Review a {genre} from {year}." for year in range(1984, 2004) for genre in GENRES)
 
 
 class PackageMissing(RuntimeError):

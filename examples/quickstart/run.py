@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import json
 import os
-import queue
+import pty
+import select
 import shutil
 import subprocess
 import sys
-import threading
+import termios
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 from prepare import SEED, default_cache
 
@@ -61,7 +61,7 @@ def overrides_of(algorithm: str, plan: dict[str, int | str], model: str, rows: s
         *OWN[algorithm],
         "model.optim.weight_decay=0",
         "model.optim.sched.name=LinearAnnealing",
-        "model.optim.sched.warmup_steps=2",
+        f"model.optim.sched.warmup_steps={min(2, int(plan['steps']) - 1)}",
     ]
 
 
@@ -80,36 +80,42 @@ def stage(title: str, command: Sequence[str], *, shown: Sequence[str] | None = N
         SystemExit: the command failed; with its exit status.
     """
     print(f"\n== {title}\n$ {' '.join(shown or command)}", flush=True)
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
-    assert process.stdout is not None
-    said: queue.Queue[str | None] = queue.Queue()
-
-    def read(output: IO[str]) -> None:
-        for line in output:
-            said.put(line)
-        said.put(None)
-
-    threading.Thread(target=read, args=(process.stdout,), daemon=True).start()
-    began, lines = time.monotonic(), []
+    terminal = sys.stdout.isatty()
+    reader, writer = pty.openpty() if terminal else os.pipe()  # on a terminal the command shows its progress bar
+    if terminal:
+        termios.tcsetwinsize(writer, termios.tcgetwinsize(sys.stdout.fileno()))
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=writer, stderr=writer)
+    os.close(writer)
+    began, output, dots = time.monotonic(), b"\n", False
     try:
         while True:
-            try:
-                line = said.get(timeout=QUIET_SECONDS)
-            except queue.Empty:
-                print(f"   ... {time.monotonic() - began:.0f} s", flush=True)
+            if not select.select([reader], [], [], QUIET_SECONDS)[0]:
+                if output.endswith(b"\n"):  # not after a bar, in its line
+                    seconds = f"   ... {time.monotonic() - began:.0f} s"
+                    print(f"\r{seconds}" if terminal else seconds, end="" if terminal else "\n", flush=True)
+                    dots = terminal
                 continue
-            if line is None:
+            try:
+                chunk = os.read(reader, 65536)
+            except OSError:  # the end of the output on a terminal
+                chunk = b""
+            if dots:
+                print("\r\x1b[K", end="", flush=True)
+                dots = False
+            if not chunk:
                 break
-            lines.append(line.rstrip("\n"))
-            print(line, end="", flush=True)
+            chunk = chunk.replace(b"\r\n", b"\n")  # the terminal of this script adds the return
+            output += chunk
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.flush()
     except BaseException:
         process.terminate()
         raise
+    finally:
+        os.close(reader)
     if status := process.wait():
         raise SystemExit(status)
-    return lines
+    return output.decode(errors="replace").split("\n", 1)[1].splitlines()
 
 
 def nemo_kto() -> list[str]:
@@ -148,6 +154,8 @@ def main() -> None:
     print(f"\n  aligned model, for transformers   {folder / 'hf'}")
     print(f"  the model it started from         {model}")
     print(f"  metrics, config, TensorBoard      {folder}")
+    activate = "" if sys.prefix == sys.base_prefix else f"source {os.path.relpath(sys.prefix)}/bin/activate; "
+    print(f"  train on your own data            {activate}nemo-kto {algorithm} {model} rows.jsonl")
     minutes = (time.monotonic() - began) / 60
     print(f"\nIt took {minutes:.1f} minutes; the estimate was {plan['minutes']:.1f}.")
 

@@ -121,12 +121,13 @@ def margin(rewards: Tensor, labels: list[bool]) -> float:
 
 @torch.no_grad()
 def sample(loaded: Loaded, prompts: list[str], *, seed: int, new_tokens: int = 30) -> list[str]:
-    """Responses of a model to prompts of the same length, sampled at temperature 0.7 with a fixed seed."""
+    """Responses of a model to prompts, sampled at temperature 0.7 with a fixed seed."""
     model, tokenizer = loaded.model, loaded.tokenizer
     torch.manual_seed(seed)
     conversations = [[SYSTEM, {"role": "user", "content": text}] for text in prompts]
     texts = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, tokenize=False)
-    encoded = tokenizer(texts, add_special_tokens=False, return_tensors="pt").to(model.device)
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer.pad_token or tokenizer.eos_token, "left"
+    encoded = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to(model.device)
     output = model.generate(
         **encoded,
         max_new_tokens=new_tokens,

@@ -6,7 +6,6 @@ safetensors, JSON and tokenizer files are downloaded. huggingface_hub is importe
 
 from __future__ import annotations
 
-import os
 import re
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,6 @@ from nemo_kto.utils.locks import one_writer
 HUB = "hf:"
 _NAME = re.compile(r"hf:(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>(?!.*\.\.)\w[\w./-]*))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _SMALL = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
 _LEFT_OUT = ("*/*", "consolidated*")  # copies of the model in other formats
 
@@ -57,17 +55,6 @@ def pin(name: str, *, earlier: object = None, leads: bool = True, weights: bool 
     if isinstance(commit, UserError):
         raise commit
     return f"{HUB}{repository}@{commit}"
-
-
-def remedy_for_missing(folder: Path, usual: str) -> str:
-    """Return the remedy for a missing folder: how to get the model if it may be the name of one on the hub, or ``usual``."""
-    name = str(folder)
-    if not _REPOSITORY.fullmatch(name) or os.path.lexists(folder.parent):
-        return usual
-    return (
-        f"correct the path, or for the model of that name on the Hugging Face hub write {HUB}{name}, or download it with "
-        f"`hf download {name} --local-dir {folder.name}` and name the folder {folder.name}"
-    )
 
 
 def _cache_folder(repository: str) -> Path:

@@ -6,6 +6,7 @@ Only small JSON files are read and no heavy packages are imported, so that a com
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
 from nemo_kto.artifacts.checkpoint_files import INFO, config_folder, is_checkpoint
-from nemo_kto.artifacts.hub import remedy_for_missing
+from nemo_kto.artifacts.hub import HUB
 from nemo_kto.errors import UserError
 from nemo_kto.utils.files import irregular, read_json
 
@@ -21,6 +22,10 @@ _SHAPE = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads",
 )  # fmt: skip
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+# Files in the checkpoints of NeMo-Aligner, Megatron-LM and Megatron-Bridge.
+_OTHER_PROGRAMS = (".metadata", "model_config.yaml", "run_config.yaml", "latest_checkpointed_iteration.txt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +71,19 @@ def find_source(folder: Path, *, default_base: Path | None = None) -> ModelSourc
         f"must be a Hugging Face folder (with {CONFIG}), a checkpoint of nemo-kto (with {INFO}) or adapters in PEFT "
         f"format (with {ADAPTER_CONFIG}), got {folder}{irregular_files(folder)}; "
         f"{remedy_for_missing(folder, 'download it or correct the path')}"
+    )
+
+
+def remedy_for_missing(folder: Path, usual: str) -> str:
+    """Return how to get a model from what is not a model folder; ``usual`` for a folder that is only missing."""
+    if folder.suffix == ".nemo" or any((folder / name).exists() for name in _OTHER_PROGRAMS):
+        return f"write it as a Hugging Face folder first: nemo-kto import {folder} OUT"
+    name = str(folder)
+    if not _REPOSITORY.fullmatch(name) or os.path.lexists(folder.parent):
+        return usual
+    return (
+        f"correct the path, or for the model of that name on the Hugging Face hub write {HUB}{name}, or download it with "
+        f"`hf download {name} --local-dir {folder.name}` and name the folder {folder.name}"
     )
 
 

@@ -7,11 +7,13 @@ torch.distributed.checkpoint, which restricts neither. This module reads all of 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import enum
 import io
 import pickle  # nosec B403  # only names on an allowlist are loaded
 import re
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,10 +27,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from nemo_kto.errors import UserError
 from nemo_kto.processes.watchdog import is_lost_connection
-from nemo_kto.utils.files import open_file, read_json
+from nemo_kto.utils.files import MAX_FILE_BYTES, open_file, read_json
 
 _REMEDY = "take another checkpoint (nemo-kto checkpoint verify FOLDER shows which are intact)"
-_METADATA, _COMMON, _BACKENDS = ".metadata", "common.pt", "metadata.json"
+_METADATA, COMMON, BACKENDS = ".metadata", "common.pt", "metadata.json"
 # Classes whose construction has no side effects, and one function, which looks up a name in a table.
 _ALLOWED_IN_METADATA = {
     "torch": {"Size"},
@@ -114,6 +116,51 @@ def read_metadata(stream: IO[bytes], *, file: Path | None = None) -> Metadata:
     return metadata
 
 
+def read_folder_metadata(folder: Path) -> Metadata:
+    """Read the metadata of a checkpoint and check that its files exist; raises like :func:`read_metadata`."""
+    with read_errors(folder / _METADATA), open_file(folder / _METADATA) as stream:
+        metadata = read_metadata(stream, file=folder / _METADATA)
+    with read_errors(folder):
+        for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
+            open_file(folder / name).close()  # refuses a pipe, on which torch would wait
+    return metadata
+
+
+def read_arguments(file: Path) -> dict[str, Any]:
+    """Return the arguments of Megatron-LM in a checkpoint's common.pt; empty if it has none.
+
+    Only plain data is constructed: in the place of every other object, and of tensors, is a placeholder, so that no name in
+    the file is imported. Raises UserError if the file is not one of torch.save.
+    """
+    with read_errors(file), open_file(file) as stream, zipfile.ZipFile(stream) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        if (size := archive.getinfo(name).file_size) > MAX_FILE_BYTES:
+            raise UserError(f"{file} must have at most {MAX_FILE_BYTES:,} bytes beside its tensors, got {size:,}; {_REMEDY}")
+        content = _ArgumentsUnpickler(io.BytesIO(archive.read(name))).load()
+        return dict(vars(content["args"])) if "args" in content else {}
+
+
+class _Placeholder(dict[Any, Any]):
+    """Takes the place of an object of a class that is not listed, and ignores what the pickle does with it."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        super().__init__()
+
+    def __setstate__(self, state: object) -> None:
+        """Ignore the state."""
+
+    def append(self, item: object) -> None:
+        """Ignore an item, as of a subclass of list."""
+
+
+class _ArgumentsUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return argparse.Namespace if (module, name) == ("argparse", "Namespace") else _Placeholder
+
+    def persistent_load(self, pid: object) -> None:
+        """Leave a tensor out."""
+
+
 def load_plain(file: Path) -> Any:
     """Load tensors and plain data from a file of torch.save; raise UserError if it has anything else or is unreadable."""
     with read_errors(file), open_file(file) as stream:
@@ -127,17 +174,13 @@ def load_state(sharded: ShardedStateDict, folder: Path) -> StateDict:
     megatron-core loads, torch reads the pickles by the same rules, so that changes made in between are refused too. Raises
     UserError if a file could run code when loaded, or is not as this program writes it.
     """
-    backends = read_json(folder / _BACKENDS, remedy=_REMEDY)
+    backends = read_json(folder / BACKENDS, remedy=_REMEDY)
     found = (backends.get("sharded_backend"), backends.get("common_backend", "torch"))
     if found != ("torch_dist", "torch"):  # other formats have their own readers, which load other pickles
-        raise UserError(f"{folder / _BACKENDS} must have the formats torch_dist and torch, got {found}; {_REMEDY}")
-    with read_errors(folder / _METADATA), open_file(folder / _METADATA) as stream:
-        metadata = read_metadata(stream, file=folder / _METADATA)
-    with read_errors(folder):
-        for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
-            open_file(folder / name).close()  # refuses a pipe, on which torch would wait
-    if (folder / _COMMON).exists():
-        load_plain(folder / _COMMON)
+        raise UserError(f"{folder / BACKENDS} must have the formats torch_dist and torch, got {found}; {_REMEDY}")
+    read_folder_metadata(folder)
+    if (folder / COMMON).exists():
+        load_plain(folder / COMMON)
     restricted = SimpleNamespace(load=read_metadata, dump=pickle.dump, dumps=pickle.dumps)
     with (
         read_errors(folder),

@@ -9,17 +9,19 @@ from pathlib import Path
 
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.artifacts.hub import is_hub_name, local_folder, pin
-from nemo_kto.cli.arguments import integer_from
+from nemo_kto.cli import integer_from
 from nemo_kto.data.inspect.check import PartCheck, Report
-from nemo_kto.data.rows.reader import Fields
-from nemo_kto.data.rows.records import RowErrors
-from nemo_kto.data.tokens.parts import file_parts, map_parts, number_of_parts, number_of_processes
+from nemo_kto.data.rows.files import file_parts, number_of_parts
+from nemo_kto.data.rows.labels import Labels
+from nemo_kto.data.rows.reader import Fields, RowErrors
+from nemo_kto.data.rows.sources import read_data_prefix
+from nemo_kto.data.tokens.parts import map_parts, number_of_processes
 from nemo_kto.data.tokens.truncation import TRUNCATION_MODES, Truncation
 from nemo_kto.errors import UserError
 from nemo_kto.telemetry.progress import progress_bar
 
 _DESCRIPTION = """\
-Statistics of jsonl files: rows and their balance, lengths, duplicates, contradictions, invalid rows. Exit status 2 if rows
+Statistics of data files: rows and their balance, lengths, duplicates, contradictions, invalid rows. Exit status 2 if rows
 are invalid. With --model, lengths are also counted in tokens, with the rows that --seq-length would truncate.
 """
 
@@ -32,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(
             "--seq-length must be given with --model, whose tokenizer counts tokens, got no --model; add --model FOLDER"
         )
-    fields = Fields(_columns(flags.fields))
+    fields = Fields(_columns(flags.fields), _labels(flags.labels))
     encoder = truncation = None
     if flags.model is not None:
         from nemo_kto.config.resolved import ModelFiles
@@ -44,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
         if flags.seq_length is not None:
             truncation = Truncation(flags.seq_length, TRUNCATION_MODES[0], encoder.bos_id)
     as_pairs = RECIPES[flags.algorithm].unit == "pairs"
-    report, errors = Report(as_pairs=as_pairs, seq_length=flags.seq_length), RowErrors()
+    report, errors = Report(as_pairs=as_pairs, seq_length=flags.seq_length, labels=fields.labels), RowErrors()
     for file in files:
         work = PartCheck(path=file, as_pairs=as_pairs, fields=fields, encoder=encoder, truncation=truncation)
         expected, title = number_of_parts(file), f"reading {file.name}"
@@ -56,6 +58,8 @@ def main(argv: Sequence[str]) -> None:
                 errors.add(file, line, what)
             if counted.is_last:
                 errors.raise_if_any()
+        if file in report.columns:
+            report.columns[file].add_label_errors(file, fields.labels, errors)
     sys.stdout.write("\n".join(report.lines()) + "\n")
     sys.stdout.flush()
     errors.raise_if_any()
@@ -63,12 +67,13 @@ def main(argv: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nemo-kto data check", description=_DESCRIPTION)
-    parser.add_argument("file", metavar="FILE", nargs="+", help="jsonl files, or folders of them")
+    parser.add_argument("file", metavar="FILE", nargs="+", help="data files, folders of them, or hf:ORG/NAME[:SPLIT]")
     parser.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder, whose tokenizer counts tokens")
     parser.add_argument(
         "--seq-length", type=integer_from(2), metavar="N", help="count the rows that this model.data.seq_length truncates"
     )
     parser.add_argument("--fields", default="", metavar="OURS:COLUMN,...", help="names of the columns: model.data.fields")
+    parser.add_argument("--labels", default="", metavar="{CLASS:[VALUE,...]}", help="values of labels (model.data.labels)")
     parser.add_argument("--workers", type=integer_from(1), metavar="N", help="processes for large files (one for each core)")
     names = list(RECIPES)
     parser.add_argument("--algorithm", choices=names, default=names[0], help=f"algorithm of the rows ({names[0]})")
@@ -79,14 +84,22 @@ def _files(named: Sequence[str]) -> list[Path]:
     """Return the files that the arguments name, each once; raise UserError with all that are missing."""
     files, missing = list[Path](), []
     for name in named:
-        path = Path(name)
-        found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path] if path.exists() else []
-        files += found
-        if not found:
-            missing.append(f"got {name}, which {'has no jsonl file' if path.is_dir() else 'does not exist'}")
+        try:
+            groups = read_data_prefix(name).values()
+        except UserError as error:
+            missing.append(str(error).removeprefix("data_prefix names "))
+        else:
+            files += [file for group in groups for source in group for file in source.files]
     if missing:
-        raise UserError("\n  ".join(["FILE must be a jsonl file, or a folder with such files:", *missing]))
+        raise UserError("\n  ".join(["FILE must be a data file, or a folder with such files:", *missing]))
     return list(dict.fromkeys(files))
+
+
+def _labels(text: str) -> Labels:
+    try:
+        return Labels.parse(text)
+    except UserError as error:
+        raise UserError(f"--labels {error}") from error
 
 
 def _columns(text: str) -> dict[str, str]:

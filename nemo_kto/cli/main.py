@@ -19,7 +19,7 @@ from nemo_kto import __version__
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.device import device
 from nemo_kto.errors import UserError, either
-from nemo_kto.processes import ranks, signals
+from nemo_kto.processes import objects, ranks, signals
 from nemo_kto.telemetry import console
 from nemo_kto.telemetry.console import set_up_logging, take_over
 
@@ -35,8 +35,11 @@ _VALUED = ("--cfg -c", "--package -p", "--experimental-rerun")
 _SOURCE = ("--config-path -cp", "--config-name -cn", "--config-dir -cd")
 _HYDRA_MODES = ("hydra_help", "resolve", "multirun", "shell_completion", "experimental_rerun", "cfg", "info")
 
+_SWEEP_REPORT = "+hydra.callbacks.nemo_kto._target_=nemo_kto.cli.sweep.SweepReport"
+
 # Command that only prints -> its module.
 _PRINTING = {
+    "import": "import_model",
     "plan": "plan",
     "translate": "translate",
     "check": "check_run",
@@ -53,6 +56,9 @@ nemo-kto: alignment training of large language models on human feedback, on one 
   nemo-kto export CHECKPOINT OUT
       Write a checkpoint, or the newest one of a run folder, in Hugging Face format.
 
+  nemo-kto import FILE OUT [--tokenizer FOLDER|hf:NAME]
+      Write a .nemo archive, or a torch_dist checkpoint of Megatron-LM or Megatron-Bridge, in Hugging Face format.
+
   nemo-kto plan {names} MODEL [DATA] [KEY=VALUE ...] [--gpus N] [--memory GB]
       Estimate the memory and speed of a run, and find the layouts that fit; nothing is loaded.
 
@@ -63,14 +69,14 @@ nemo-kto: alignment training of large language models on human feedback, on one 
       Print the command for a configuration of TRL, ms-swift, LLaMA-Factory or axolotl.
 
   nemo-kto data preview FILE --model MODEL
-      Show the first rows of a jsonl file as the model sees them.
+      Show the first rows of a data file as the model sees them.
 
   nemo-kto checkpoint ls RUN
   nemo-kto checkpoint verify RUN|CHECKPOINT
       List the checkpoints of a run; compare every file with its hash.
 
   nemo-kto data check FILE ... [--model MODEL] [--seq-length N]
-      Report statistics of jsonl files: balance, lengths, duplicates, contradictions, invalid rows.
+      Report statistics of data files: balance, lengths, duplicates, contradictions, invalid rows.
 
   nemo-kto data tokenise {names} MODEL DATA [KEY=VALUE ...]
       Tokenise the rows of a run in advance, with all cores of this machine.
@@ -184,12 +190,15 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     try:
         ranks.end_with_launcher()
         world = ranks.detect_world()
+        objects.unpack()
     except UserError as error:
         ranks.fail(error, world=None)
     set_up_logging(rank=0 if world is None else world.rank)
     flags = _flags(argv)
     if flags.help:
-        program = f"python {sys.argv[0]}" if _own_script() else f"nemo-kto {recipe.name}"
+        script = Path(sys.argv[0])  # perhaps one of examples/, which implies its algorithm
+        is_script = script.suffix == ".py" and script.resolve() != Path(__file__).resolve()
+        program = f"python {script}" if is_script else f"nemo-kto {recipe.name}"
         with console.exit_if_output_lost():
             print(_TRAINING_USAGE.format(recipe=recipe, program=program, keys=as_text(recipe)), end="")
         return
@@ -198,7 +207,7 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     )
     given, misplaced = read_positions(flags.words, recipe)
     elsewhere = any(text.startswith("hydra/launcher=") for text in given)
-    job = Job(recipe=recipe, source=source, world=world, script=_own_script(), elsewhere=elsewhere)
+    job = Job(recipe=recipe, source=source, world=world, elsewhere=elsewhere)
     if others:
         from nemo_kto.cli.translate import refuse_options
 
@@ -223,7 +232,8 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         refuse_mistakes(mistakes, world)
     # Hydra parses the command line itself and accepts flags only before overrides.
     modes = _source_parser().parse_known_args([part for part in argv if part not in flags.words])[1]
-    sys.argv = [sys.argv[0], *modes, *source.adopted.flags(), *map(forced, given)]
+    report = [_SWEEP_REPORT] if flags.multirun else []
+    sys.argv = [sys.argv[0], *modes, *source.adopted.flags(), *map(forced, given), *report]
     _run_hydra(job, given, sweep=flags.multirun)
 
 
@@ -287,12 +297,6 @@ def _other_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             values.append(rest.pop(0))
         others.append(word if "=" in word else f"{word}={' '.join(values) or 'true'}")
     return words, others
-
-
-def _own_script() -> Path | None:
-    """Return the script that was called, such as one in examples/, which implies its algorithm; None for a command."""
-    script = Path(sys.argv[0]).resolve()
-    return script if script.suffix == ".py" and script != Path(__file__).resolve() else None
 
 
 if __name__ == "__main__":

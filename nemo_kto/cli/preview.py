@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli.arguments import integer_from, is_set
+from nemo_kto.cli import integer_from, is_set
 from nemo_kto.config import compose
 from nemo_kto.config.check import POSITIONS, Checker, quoted
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.training import run_errors
-from nemo_kto.data.tokens.parts import WHOLE_FILE
 from nemo_kto.errors import ConfigError, UserError
 
 _MODEL, _DATA = POSITIONS.values()
@@ -40,19 +39,19 @@ def main(argv: Sequence[str]) -> None:
             f"e.g. nemo-kto data preview {flags.file} --model MODEL"
         )
     if Path(flags.file).is_dir():
-        raise UserError(f"FILE must be a jsonl file, got the folder {flags.file}; choose one of its files")
+        raise UserError(f"FILE must be a data file, got the folder {flags.file}; choose one of its files")
     named = {_MODEL: flags.model, _DATA: flags.file}
     overrides = [f"{key}={quoted(value)}" for key, value in named.items() if value is not None]
     source, title = compose.Source(config_name=recipe.config_name), "the rows cannot be shown"
     checker = Checker(recipe=recipe, source=source, rules=data_errors, gpus=0, title=title)
     run = checker.resolve([*overrides, *flags.overrides])
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    sys.stdout.write("\n".join(_lines(run, Path(flags.file), rows=flags.rows, coloured=coloured)) + "\n")
+    sys.stdout.write("\n".join(_lines(run, flags.file, rows=flags.rows, coloured=coloured)) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nemo-kto data preview", description=_DESCRIPTION)
-    parser.add_argument("file", metavar="FILE", help="a jsonl file")
+    parser.add_argument("file", metavar="FILE", help="a data file, or hf:ORG/NAME[:SPLIT]")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as model.data.seq_length=512")
     parser.add_argument("--model", metavar="FOLDER", help="the model that will be trained: a Hugging Face folder")
     parser.add_argument("--rows", type=integer_from(1), default=3, metavar="N", help="rows to show (3)")
@@ -67,7 +66,7 @@ def data_errors(run: ResolvedRun) -> list[ConfigError]:
     return [error for error in run_errors(run, elsewhere=True) if error.key.startswith(sections)]
 
 
-def _lines(run: ResolvedRun, file: Path, *, rows: int, coloured: bool) -> Iterator[str]:
+def _lines(run: ResolvedRun, file: str, *, rows: int, coloured: bool) -> Iterator[str]:
     from nemo_kto.data.inspect.preview import Marks, Preview
     from nemo_kto.run.rows import collate_settings, micro_batch_limits, model_tokenizer, source_settings
 
@@ -75,13 +74,8 @@ def _lines(run: ResolvedRun, file: Path, *, rows: int, coloured: bool) -> Iterat
     tokenizer = model_tokenizer(run.files)
     batch_size = max(cfg.model.global_batch_size, 2)
     with tempfile.TemporaryDirectory() as folder:
-        beginning = Path(folder, "rows.jsonl")
-        beginning.write_bytes(b"".join(_first_rows(file, max(batch_size, rows))))
-        source = source_settings(run, tokenizer) | {"data_prefix": {"train": str(beginning)}, "cache_dir": Path(folder)}
-        try:
-            splits = cfg.recipe.build_splits(source, cfg.data_options())
-        except UserError as error:
-            raise UserError(str(error).replace(str(beginning), str(file))) from error
+        first = {"data_prefix": {"train": file}, "cache_dir": Path(folder), "max_rows": max(batch_size, rows)}
+        splits = cfg.recipe.build_splits(source_settings(run, tokenizer) | first, cfg.data_options())
         dataset: Any = splits.train
         examples = dataset.__getitems__(range(min(len(dataset), batch_size)))
         shown = dataset.examples_of_lines(rows)
@@ -94,15 +88,5 @@ def _lines(run: ResolvedRun, file: Path, *, rows: int, coloured: bool) -> Iterat
         yield f"{file} as {run.files.source} sees it in `nemo-kto {cfg.recipe.name}`"
         yield f"Marks: {preview.marks.legend()}."
         for warning in splits.warnings:
-            yield f"Of the first rows, {warning.removeprefix(f'{beginning}: ')}."
+            yield f"Of the first rows, {warning.removeprefix(f'{file}: ')}."
         yield from cfg.recipe.preview(preview, dataset, batch, examples, cfg.loss.record)
-
-
-def _first_rows(file: Path, count: int) -> Iterator[bytes]:
-    """Yield the lines of a file up to row ``count``; blank lines are kept, so that line numbers stay the same."""
-    found = 0
-    for _, line in WHOLE_FILE.lines(file):
-        yield line
-        found += not line.isspace()
-        if found == count:
-            return

@@ -121,7 +121,12 @@ class _CommandLine(NamedTuple):
         if not self.sweep:
             remedy = "write [a,b] for a list, or add --multirun for a sweep"
             return ConfigError(key, f"must have one value, got {text}; {remedy}")
-        return [f"{name}={value}" for value in override.sweep_string_iterator()]
+        values = [f"{name}={value}" for value in override.sweep_string_iterator()]
+        if key == "model.data.splits_string" and len(values) > 1:  # the jobs would have different data
+            given = text.partition("=")[2]
+            text = f"must have one value in a sweep, got the {len(values)} of {given}, whose quotes the shell has removed"
+            return ConfigError(key, f"{text}; write '{name}=\"{given}\"'")
+        return values
 
     def _is_allowed(self, key: str, *, is_added: bool) -> bool:
         if key.startswith(("hydra.", "hydra/", *(f"{name}." for name in FREE_FORM))):

@@ -208,7 +208,7 @@ class ScheduleConfig(Section):
     """Section model.optim.sched: the learning rate schedule."""
 
     name: Literal["CosineAnnealing", "CosineWithRestarts", "LinearAnnealing", "WSD", "constant"]
-    warmup_steps: Annotated[int, Ge(0)]
+    warmup_steps: Annotated[int, Ge(0)] | None
     warmup_ratio: Annotated[float, Ge(0), Lt(1), Remedy("e.g. 0.1")] | None
     constant_steps: Annotated[int, Ge(0)]
     min_lr: float
@@ -256,6 +256,7 @@ class DataConfig(Section):
     ]
     splits_string: Annotated[Splits | None, ROWS]
     fields: Annotated[dict[str, Name] | None, ROWS]
+    labels: Annotated[dict[str, list[bool | int | float | str]] | None, ROWS]
     seq_length: Annotated[Annotated[int, Ge(2), Remedy("a sequence has a prompt and a response")] | None, SAME]
     truncation_mode: Annotated[str, one_of(TRUNCATION_MODES), SAME]
     packing: Annotated[bool, SPEED]

@@ -19,7 +19,7 @@ from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.lora.adapters import is_adapter
 
 # Transformer Engine stores the norm before a linear layer inside that layer.
-_ENGINE_NAMES = {
+ENGINE_NAMES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
@@ -108,7 +108,7 @@ def _parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, dict[str, in
                 local, name = name.removeprefix("decoder.layers.").split(".", 1)
                 layer = gpt.decoder.layers[int(local)]
                 place["layer"] = layer.layer_number - 1  # layer_number counts from 1 over all stages
-                name = _ENGINE_NAMES.get(name, name)
+                name = ENGINE_NAMES.get(name, name)
                 if (found := _LOCAL_EXPERT.fullmatch(name) or _GROUPED_EXPERT.fullmatch(name)) is not None:
                     parts = found.groupdict()
                     place["expert"] = layer.mlp.local_expert_indices[int(parts["expert"])]

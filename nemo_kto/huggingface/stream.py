@@ -39,7 +39,7 @@ def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Ite
     stages = dist.get_process_group_ranks(pipeline)
     leads = dist.get_rank() == dist.get_process_group_ranks(_stage_group())[0]
     first_stage = parallel_state.get_pipeline_model_parallel_rank() == 0
-    files = _FileWeights(architecture=architecture)
+    files = FileWeights(architecture=architecture)
     for weight in weights:
         for place, whole in () if weight.copied else _whole_values(weight, architecture, leads=leads):
             if first_stage:
@@ -102,7 +102,7 @@ def _gather_shards(weight: Weight) -> Tensor:
 
 
 @dataclass(kw_only=True, eq=False)
-class _FileWeights:
+class FileWeights:
     """Splitter of parameters into the file's weights, which also joins experts that the file has in one tensor."""
 
     architecture: Architecture

@@ -54,8 +54,9 @@ def join(backend: str, *, timeout: timedelta) -> None:
         store_host = "the launcher"
     store.set_timeout(timeout)
     global _joined
-    _joined += 1  # the jobs of a sweep may share a store
-    own = dist.PrefixStore(f"nemo_kto/job{_joined}", store)
+    _joined += 1  # the jobs of a sweep may share a store, and with torchrun --max-restarts the ranks of all attempts
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = dist.PrefixStore(f"nemo_kto/attempt{attempt}/job{_joined}", store)
     try:
         _await_all(own, rank=rank, size=size, seconds=timeout.total_seconds())
     except watchdog.StoreLost as error:

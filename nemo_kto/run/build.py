@@ -57,7 +57,7 @@ from nemo_kto.run.policy import Policy, build_policy
 from nemo_kto.run.reference import ReferenceSetup, build_reference
 from nemo_kto.run.resume import Resumption, build_early_stopping, check_validation_rows, look_for_run
 from nemo_kto.run.rows import model_tokenizer
-from nemo_kto.run.summary import start_table, validation_titles
+from nemo_kto.run.summary import start_table
 from nemo_kto.telemetry.loggers import RunLogger, check_loggers
 from nemo_kto.telemetry.progress import Progress
 from nemo_kto.telemetry.throughput import device_peak_flops
@@ -65,6 +65,7 @@ from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 
 logger = logging.getLogger(__name__)
 
+_WARMUP_STEPS = 10  # default, or fewer in a shorter run
 
 # (run, number of ranks, number of ranks on this machine, tokens of the longest sequence; None before the rows are read);
 # returns a warning, and raises UserError if memory is too small.
@@ -269,7 +270,7 @@ def build_callbacks(
         ThroughputCallback(world_size=state.world_size(), peak_memory=device.peak_memory_bytes, peak_flops=peak)
     )
     if state.is_rank_zero():
-        progress = Progress(total_steps=max_steps, start_step=resumed_step or 0, validations=validation_titles(run.cfg))
+        progress = Progress(total_steps=max_steps, start_step=resumed_step or 0, validations=run.validation_titles)
         callbacks += [LoggerCallback(logger=progress), SpikeCallback()]
     return [*callbacks, *(find_callback(spec)() for spec in run.cfg.trainer.callbacks)]
 
@@ -353,10 +354,10 @@ def schedule_lengths(schedule: ScheduleConfig, max_steps: int) -> tuple[Schedule
     """Fit the parts of a schedule into ``max_steps`` steps; return a warning for each part shortened or left out."""
     prefix, warnings = "model.optim.sched", []
     wanted, total = schedule.warmup_steps, plural(max_steps, "step")
-    warmup = min(wanted, max_steps - 1)
+    warmup = min(_WARMUP_STEPS if wanted is None else wanted, max_steps - 1)
     if schedule.warmup_ratio is not None:
         warmup = fraction_of(max_steps, schedule.warmup_ratio)
-    if warmup < wanted:
+    if wanted is not None and warmup < wanted:
         warnings.append(f"{prefix}.warmup_steps={wanted} does not fit into the {total} of the run; using {warmup}")
     rest = max_steps - warmup
     constant = schedule.constant_steps if schedule.constant_steps < rest else 0

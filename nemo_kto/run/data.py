@@ -60,7 +60,7 @@ def build_data(
     if (wrong := too_few_rows(cfg, len(splits.train), data_parallel=size)) is not None:
         raise DataError(wrong)
     if state.is_rank_zero():
-        _warn(cfg, splits, rows=len(splits.train))
+        _warn(cfg, splits)
     limits = micro_batch_limits(run)
     take, collate_fn = cfg.recipe.collation(collate_settings(cfg, tokenizer, limits), with_kl=cfg.loss.record.needs_z0)
 
@@ -104,14 +104,10 @@ def too_few_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> str | None
     return f"model.global_batch_size must be at most the number of training rows, {rows}, got {wanted}; {remedy}"
 
 
-def _warn(cfg: RunConfig, splits: Splits[Any], *, rows: int) -> None:
+def _warn(cfg: RunConfig, splits: Splits[Any]) -> None:
     warnings = [*splits.warnings]
     for name, examples in splits.in_use.items():
         warnings += examples.counts.warnings(name, seq_length=cfg.seq_length)
-    batch = cfg.model.global_batch_size
-    if left_out := rows % batch:
-        text = f"train: each epoch omits {left_out} of {rows} rows, different ones each time, which fill no global batch"
-        warnings.append(f"{text} (model.global_batch_size={batch})")
     warnings += cfg.recipe.warnings(cfg.loss, splits.train, lr=cfg.model.optim.lr)
     for warning in warnings:
         logger.warning(warning)

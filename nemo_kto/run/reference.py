@@ -207,7 +207,14 @@ class Precomputation:
         validation = validation_sets(self.data.validation, limit=length.limit_val_batches)
         number += sum(each.batches for each in validation)
         settings = run.cfg.model.data
-        rows = [settings.data_prefix, settings.splits_string, settings.fields, settings.seq_length, settings.truncation_mode]
+        rows = [
+            settings.data_prefix,
+            settings.splits_string,
+            settings.fields,
+            settings.labels,
+            settings.seq_length,
+            settings.truncation_mode,
+        ]
         with self.timers.phase("reference"), cache.one_job(str(rows)), signals.deferred():
             known, batches = cache.size, chain(train, validation_batches(validation))
             reason = self._compute(batches, number, active=contextlib.nullcontext)

@@ -183,7 +183,14 @@ def build_early_stopping(cfg: RunConfig, *, agree: Callable[[int], int] | None =
     """
     if not cfg.exp_manager.create_early_stopping_callback:
         return None
-    return EarlyStopping(**cfg.exp_manager.early_stopping_callback_params.model_dump(), reduce_max=agree)
+    settings = cfg.exp_manager.early_stopping_callback_params
+    return EarlyStopping(
+        monitor=settings.monitor,
+        mode=settings.mode,
+        min_delta=settings.min_delta,
+        patience=settings.patience,
+        reduce_max=agree,
+    )
 
 
 def check_validation_rows(cfg: RunConfig, data: RunData) -> None:

@@ -48,6 +48,7 @@ def source_settings(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase) -> dic
         "data_prefix": data.data_prefix,
         "splits_string": data.splits_string,
         "fields": data.fields,
+        "labels": data.labels,
         "min_validation_rows": 2 if cfg.loss.record.needs_z0 else 1,  # KL examples are formed within a batch
         "tokenizer": tokenizer,
         "vocab_size": model_vocab_size(run.files),

@@ -40,6 +40,7 @@ class Job:
     Attributes:
         model, rows, validation: what it reads.
         ranks: on this machine.
+        restarts: of torchrun, which then starts the ranks; None: they are started by the command.
         overrides: its layout and reference mode.
     """
 
@@ -47,12 +48,17 @@ class Job:
     rows: Path
     validation: Path
     ranks: int = 2
+    restarts: int | None = None
     overrides: tuple[str, ...] = ("model.reference.mode=swap",)
 
     def command(self, folder: Path) -> list[str]:
         """The command line of a run in ``folder``."""
+        python, script = COMMAND
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
         return [
-            *COMMAND,
+            python,
+            *([] if self.restarts is None else [*torchrun, f"--max-restarts={self.restarts}"]),
+            script,
             f"pretrained_checkpoint.restore_from_path={self.model}",
             f"model.data.data_prefix={{train: {self.rows}, validation: {self.validation}}}",
             f"model.data.cache_dir={folder / 'cache'}",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
+import re
 import subprocess
 import sys
+import termios
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ import torch
 from nemo_kto.config import compose
 from tests.conftest import REPOSITORY, load_script
 from tests.helpers import fork_server
+from tests.helpers.commands import CLI
 from tests.helpers.messages import Naming, assert_names, raises
 
 FOLDER = REPOSITORY / "examples" / "quickstart"
@@ -226,6 +231,26 @@ def test_a_stage_reports_that_it_is_running(
     assert failed.value.code == 3
 
 
+def test_dots_on_a_terminal_rewrite_their_line(tmp_path: Path) -> None:
+    """The command has the terminal of the script, with its width."""
+    code = "import os, sys, time; print(os.get_terminal_size().columns, sys.stderr.isatty(), flush=True); time.sleep(1.1)\n"
+    code += "print('two', end='', flush=True); time.sleep(0.6); print(' three')"
+    script = f"import run; run.QUIET_SECONDS = 0.4; print(run.stage('A stage', [run.sys.executable, '-c', {code!r}]))"
+    reader, writer = pty.openpty()
+    termios.tcsetwinsize(writer, (24, 72))
+    environment = os.environ | {"PYTHONPATH": fork_server.search_path(REPOSITORY, FOLDER)}
+    with subprocess.Popen([sys.executable, "-c", script], stdout=writer, stderr=writer, env=environment):
+        os.close(writer)
+        output = b""
+        with contextlib.suppress(OSError):  # at the end
+            while True:
+                output += os.read(reader, 65536)
+    os.close(reader)
+    text = output.decode().replace("\r\n", "\n")
+    assert re.search(r"72 True\n(\r   \.\.\. \d s){2,}\r\x1b\[Ktwo three\n", text), repr(text)
+    assert text.endswith("['72 True', 'two three']\n"), repr(text)
+
+
 def test_the_overrides_follow_the_plan(scripts: dict[str, Any]) -> None:
     plan = {"precision": "32", "ranks": 1, "steps": 3, "train": 48}
     overrides = scripts["run"].overrides_of("kto", plan, "MODEL", "ROWS", Path("RUN"))
@@ -235,6 +260,23 @@ def test_the_overrides_follow_the_plan(scripts: dict[str, Any]) -> None:
     assert mistakes == []
     assert cfg is not None
     assert cfg.model.optim.lr == 8e-5
+
+
+def test_the_training_of_the_quickstart_warns_of_nothing(
+    scripts: dict[str, Any], tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, run = scripts["prepare"], scripts["run"]
+    reviews = [(f"review {number}", number % 2 == 0) for number in range(100)]
+    monkeypatch.setattr(prepare, "_short_reviews", lambda cache, tokenizer: reviews)
+    rows, _ = prepare.prepare_rows(tmp_path, tiny_llama, train=32, validation=8, seed=7)
+    plan = {"precision": "32", "ranks": 1, "steps": 2, "train": 32}
+    overrides = run.overrides_of("kto", plan, str(tiny_llama), str(rows), tmp_path / "run")
+    command = [*CLI, "kto", *overrides, f"model.data.cache_dir={tmp_path / 'cache'}"]
+    environment = os.environ | {"PYTHONPATH": fork_server.search_path(REPOSITORY)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "finished after step 2 of 2" in done.stdout
+    assert "warning" not in (done.stdout + done.stderr).lower()
 
 
 def run_quickstart(folder: Path, algorithm: str) -> tuple[dict[str, float], str]:
@@ -258,4 +300,5 @@ def test_quickstart_learns(smollm2: Path, tmp_path: Path, algorithm: str, measur
     assert figures[f"{measure}_after"] >= 0.75
     assert figures["margin_after"] > 0.1
     assert "before:" in printed
+    assert "warning" not in printed.lower()
     assert str(tmp_path / f"runs/quickstart-{algorithm}/hf") in printed

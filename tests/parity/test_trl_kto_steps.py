@@ -82,8 +82,7 @@ def our_batches(policy: Path, rows: Path, *, with_kl: bool) -> list[Any]:
 
     from nemo_kto.data.batches.collate import kto_custom_collate
     from nemo_kto.data.batches.dataset import KTOExample
-    from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
-    from nemo_kto.data.rows.records import RowErrors
+    from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
     from nemo_kto.data.tokens.chat import RecordEncoder
 
     tokenizer = AutoTokenizer.from_pretrained(policy)

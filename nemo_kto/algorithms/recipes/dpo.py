@@ -71,7 +71,7 @@ class DPORecipe(Recipe):
 DPO = DPORecipe(
     name="dpo",
     title="Training of a GPT model on pairs: DPO, IPO, RPO, hinge, SimPO, ORPO",
-    data="jsonl rows of prompt, chosen and rejected",
+    data="rows of prompt, chosen and rejected",
     page="docs/algorithms/dpo.md",
     losses=LOSSES,
     loss_inputs=INPUTS,

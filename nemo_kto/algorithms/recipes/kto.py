@@ -94,7 +94,7 @@ def loss_weights(section: KTOLossConfig, examples: KTODataset) -> tuple[float, f
 KTO = KTORecipe(
     name="kto",
     title="KTO training of a GPT model",
-    data='jsonl rows of prompt, response and "chosen" or "rejected"',
+    data='rows of prompt, response and "chosen" or "rejected"',
     page="docs/algorithms/kto.md",
     losses=LOSSES,
     loss_inputs=INPUTS,

@@ -6,7 +6,6 @@ The checks load nothing and import neither transformers nor megatron-core.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -27,23 +26,30 @@ from nemo_kto.architecture.lora import (
 )
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, is_our_adapter, read_adapter_settings
 from nemo_kto.artifacts.checkpoint_files import INFO, check_checkpoint
-from nemo_kto.artifacts.hub import remedy_for_missing
 from nemo_kto.artifacts.safetensors_files import find_weights, is_our_model
-from nemo_kto.artifacts.sources import check_same_shape, find_source, irregular_files, is_peft_folder, is_whole_model
+from nemo_kto.artifacts.sources import (
+    check_same_shape,
+    find_source,
+    irregular_files,
+    is_peft_folder,
+    is_whole_model,
+    remedy_for_missing,
+)
 from nemo_kto.artifacts.tokenizer_files import check_tokenizer, has_chat_template
 from nemo_kto.config.resolved import ModelFiles, ResolvedRun
 from nemo_kto.config.rules.layout import divisor_below, expert_rules, pipeline_rules
+from nemo_kto.data.rows.files import read_rows
+from nemo_kto.data.rows.labels import Labels
 from nemo_kto.data.rows.reader import Fields
-from nemo_kto.data.rows.sources import WHOLE, check_validation_names, read_data_prefix
+from nemo_kto.data.rows.records import DataError
+from nemo_kto.data.rows.sources import WHOLE, check_validation_names, is_remote, read_data_prefix
 from nemo_kto.errors import ConfigError, UserError, error_of
-from nemo_kto.utils.files import open_file, other_format
 
 Errors = Iterator[ConfigError]
 _MODEL, _DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"
 _REFERENCE, _ADAPTER = "model.reference.restore_from_path", "model.peft.restore_from_path"
 _TARGETS, _DORA = "model.peft.lora_tuning.target_modules", "model.peft.lora_tuning.dora"
 _SELECTION, _SCHEME = "model.peft.lora_tuning.layer_selection", "model.peft.peft_scheme"
-_MAX_ROW_BYTES = 2**20  # limit for a first row; a file without newlines may be as large as the disk
 
 
 def file_rules(run: ResolvedRun) -> Errors:
@@ -86,13 +92,16 @@ def _missing_files(run: ResolvedRun) -> Errors:
         text = f"must be a folder in PEFT format (with {ADAPTER_CONFIG}), got {adapter}; {remedy}"
         yield ConfigError(_ADAPTER, text, about_files=True)
     prefix = run.cfg.model.data.data_prefix
-    missing = [path for path in _paths_in(prefix) if not os.path.exists(path)]
+    missing = [path for path in _paths_in(prefix) if not is_remote(path) and not os.path.exists(path)]
     for path in missing:
         yield ConfigError(_DATA, f"must name files and folders that exist, got {path}; correct the path", about_files=True)
     if wrong_form := error_of(lambda: check_validation_names(prefix) if missing else read_data_prefix(prefix)):
-        yield ConfigError(_DATA, f"cannot be read: {wrong_form.removeprefix('data_prefix ')}")
+        text = f"cannot be read: {wrong_form.removeprefix('data_prefix ')}"
+        yield ConfigError(_DATA, text, about_files=any(map(is_remote, _paths_in(prefix))))
     if wrong_names := error_of(lambda: Fields(run.cfg.model.data.fields or {})):
         yield ConfigError("model.data.fields", wrong_names)
+    if wrong_labels := error_of(lambda: Labels.of(run.cfg.model.data.labels)):
+        yield ConfigError("model.data.labels", wrong_labels)
 
 
 def _paths_in(value: object) -> list[str]:
@@ -220,19 +229,11 @@ def _first_rows(run: ResolvedRun) -> Errors:
         yield ConfigError(_DATA, f"must give training rows, got {prefix}; name their files under train")
     for file in dict.fromkeys(file for group in sources.values() for source in group for file in source.files):
         try:
-            with open_file(file) as handle:
-                first = handle.readline(_MAX_ROW_BYTES)
-            if (message := other_format(first)) is not None:
-                text = f"must name JSON files, one object per line, but {file} is {message}"
-                yield ConfigError(_DATA, text, about_files=True)
-                continue
-            row = json.loads(first)
-        except OSError as error:
-            yield ConfigError(_DATA, f"cannot be read: {file}: {error.strerror}; correct the path", about_files=True)
+            _, row = next(read_rows(file), (0, {}))
+        except DataError as error:
+            yield ConfigError(_DATA, f"cannot be used: {error}", about_files=True)
             continue
-        except (ValueError, RecursionError):
-            continue  # reported with file and line when the rows are read
-        if isinstance(row, dict) and any(map(_is_message_list, row.values())) and not _has_template(folder):
+        if isinstance(row, Mapping) and any(map(_is_message_list, row.values())) and not _has_template(folder):
             text = f"must contain plain strings for a tokenizer without a chat template, got messages in {file}"
             remedy = f"add chat_template.jinja to {folder}, or write prompts and answers as strings"
             yield ConfigError(_DATA, f"{text}; {remedy}", (_MODEL,), about_files=True)

@@ -16,8 +16,10 @@ from datasets.table import Table, concat_tables
 from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.data.rows.blend import Range, blend, join_small, leave_out_small, refuse_small_sets, split_ranges
-from nemo_kto.data.rows.reader import Fields, FileColumns
-from nemo_kto.data.rows.records import DataError, RowErrors
+from nemo_kto.data.rows.forms import row_place
+from nemo_kto.data.rows.labels import Labels
+from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
+from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.sources import (
     SPLITS,
     WHOLE,
@@ -169,7 +171,7 @@ class _TokenDataset(torch.utils.data.Dataset[Example]):
         ends = np.cumsum([file.examples for file in self._files])
         of_files = np.searchsorted(ends, self._index[np.asarray(places)], side="right").tolist()
         lines = [origin.line for origin in self.origins(places)]
-        named = (f"{self._files[number].path}:{line}" for number, line in zip(of_files, lines, strict=True))
+        named = (row_place(self._files[number].path, line) for number, line in zip(of_files, lines, strict=True))
         return list(dict.fromkeys(named))
 
     def examples_of_lines(self, count: int) -> int:
@@ -244,6 +246,7 @@ class Splits(Generic[AnyDataset]):
     train: AnyDataset | None
     validation: Mapping[str, AnyDataset]  # by name; a single set without a name has the empty name
     test: AnyDataset | None
+    labels: str = ""  # which values of the label columns mean desirable and undesirable; empty for pairs
     warnings: tuple[str, ...] = ()  # unexpected treatment of columns and rows, one line each
 
     @property
@@ -266,10 +269,12 @@ def build_splits(
     seed: int,
     vocab_size: int | None = None,
     fields: Mapping[str, str] | None = None,
+    labels: Mapping[str, Sequence[object]] | None = None,
     min_validation_rows: int = 1,
     cache_shared: bool = False,
     cache_verified: bool = False,
     preprocess_workers: int | None = 1,
+    max_rows: int | None = None,
     progress: Progress = show_nothing,
 ) -> Splits[AnyDataset]:
     """Build the training, validation and test datasets; they are tokenised once and then memory-mapped from ``cache_dir``.
@@ -283,9 +288,9 @@ def build_splits(
             ``sources.split_shares``. None: all rows are for training. It is ignored if ``data_prefix`` itself defines the
             splits.
         tokenizer, vocab_size: see ``chat.RecordEncoder``.
-        seq_length, truncation_mode, fields: see ``truncation.Truncation`` and ``reader.Fields``.
+        seq_length, truncation_mode, fields, labels: see ``truncation.Truncation``, ``reader.Fields`` and ``labels.Labels``.
         seed: determines the order of the examples within a blend.
-        cache_dir, cache_shared, cache_verified, preprocess_workers, progress: see ``cache.TokenCache``.
+        cache_dir, cache_shared, cache_verified, preprocess_workers, max_rows, progress: see ``cache.TokenCache``.
         min_validation_rows: minimum size of a validation set. The rows of a smaller set are used for training, or dropped if
             the set has separate files; a smaller named set is an error.
 
@@ -298,15 +303,19 @@ def build_splits(
     cache = TokenCache(
         kind=kind,
         folder=Path(cache_dir),
-        fields=Fields(fields or {}),
+        fields=Fields(fields or {}, Labels.of(labels)),
         encoder=encoder,
         truncation=Truncation(seq_length, truncation_mode, encoder.bos_id),
         shared=cache_shared,
         verified=cache_verified,
         preprocess_workers=preprocess_workers,
+        max_rows=max_rows,
         progress=progress,
     )
     opened = _open_all(sources, cache)
+    total = FileColumns()
+    for _, columns in opened.values():
+        total.merge(columns)
     warnings = list(_unused_columns({file: columns for file, (_, columns) in opened.items()}))
     tables = {
         source: concat_tables([opened[file][0] for file in source.files]) for group in sources.values() for source in group
@@ -328,7 +337,13 @@ def build_splits(
             built[split] = make(table=table, index=_index(parts, tables, seed), files=files)
     of_sets = {name: validation_split(name) for name in validation_names(data_prefix)}
     validation = {name: built[split] for name, split in of_sets.items() if split in built}
-    return Splits(train=built.get("train"), validation=validation, test=built.get("test"), warnings=tuple(warnings))
+    return Splits(
+        train=built.get("train"),
+        validation=validation,
+        test=built.get("test"),
+        labels=cache.fields.labels.text(total.labels),
+        warnings=tuple(warnings),
+    )
 
 
 def _open_all(sources: Mapping[str, Sequence[Source]], cache: TokenCache) -> dict[Path, tuple[Table, FileColumns]]:

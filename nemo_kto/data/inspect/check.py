@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nemo_kto.data.rows.files import FilePart
+from nemo_kto.data.rows.forms import row_place
+from nemo_kto.data.rows.labels import Labels
 from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, PartErrors
-from nemo_kto.data.rows.records import DPORecord, KTORecord, LastRowError, RowError, TextOrMessages
-from nemo_kto.data.tokens.parts import FilePart
+from nemo_kto.data.rows.records import COMMON_LABELS, DPORecord, KTORecord, LastRowError, RowError, TextOrMessages
 from nemo_kto.data.tokens.truncation import Truncation
 
 if TYPE_CHECKING:
@@ -59,7 +61,9 @@ class Counted:
         self.lines.append(first.line)
         self.desirable.append(first.desirable)
         self.weights.append(first.weight)
-        prompt = _digest(_text(first.prompt), json.dumps(first.template, sort_keys=True) if first.template else "")
+        prompt = _digest(
+            _text(first.prompt), json.dumps(first.template, sort_keys=True, default=str) if first.template else ""
+        )
         answers = [_digest(_text(side.response)) for side in sides]
         label, other = ("", "") if is_pair else (str(first.desirable), str(not first.desirable))
         self.prompts.append(int(prompt, 16))
@@ -86,7 +90,7 @@ def _append(lengths: Lengths, values: Mapping[str, int]) -> None:
 
 
 def _text(value: TextOrMessages) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
 
 
 def _characters(value: TextOrMessages) -> int:
@@ -141,6 +145,7 @@ class Report:
 
     as_pairs: bool
     seq_length: int | None = None  # to which examples are truncated; None: they are not truncated
+    labels: Labels = COMMON_LABELS
     columns: dict[Path, FileColumns] = field(default_factory=dict, init=False)  # of the rows of each file
     _parts: list[Counted] = field(default_factory=list, init=False)
     _files: list[Path] = field(default_factory=list, init=False)  # file of each part
@@ -156,6 +161,8 @@ class Report:
             yield f"{path}: {_count(columns.rows, 'row')}"
             if columns.unused:
                 yield f"  columns that are not used: {columns.unused_text()}"
+            if labels := self.labels.text(columns.labels):
+                yield f"  labels: {labels}"
         total = sum(len(part.lines) for part in self._parts)
         if not total:
             return
@@ -209,7 +216,7 @@ class Report:
         number = int(example)
         for part, file in zip(self._parts, self._files, strict=True):
             if number < len(part.lines):
-                return f"{file}:{part.lines[number]}"
+                return row_place(file, part.lines[number])
             number -= len(part.lines)
         raise IndexError(f"there is no example {example}")
 

@@ -1,32 +1,34 @@
-"""Reader of jsonl files: rows become records. Unused columns are counted, or refused if the prompt lacks their text."""
+"""Reader of data files: rows become records. Unused columns are counted, or refused if the prompt lacks their text."""
 
 from __future__ import annotations
 
 import difflib
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar, cast
 
+from nemo_kto.data.rows.files import WHOLE_FILE, FilePart, read_rows
+from nemo_kto.data.rows.forms import find_form, row_place
+from nemo_kto.data.rows.labels import LabelCounts, Labels, add_label, label_text
 from nemo_kto.data.rows.records import (
     COLUMNS,
+    COMMON_LABELS,
+    LABEL_COLUMNS,
     DataError,
     DPORecord,
     KTORecord,
+    LabelError,
     Row,
     RowError,
-    RowErrors,
     pair_of_row,
     records_of_row,
-    show,
+    row_of_cells,
     used_columns,
 )
-from nemo_kto.data.tokens.parts import WHOLE_FILE, FilePart
 from nemo_kto.errors import printable
-from nemo_kto.utils.files import MAX_LINE_BYTES
 
 Record = TypeVar("Record", KTORecord, DPORecord)
 
@@ -38,17 +40,25 @@ _PROMPT_LIKE = _BEFORE_PROMPT | frozenset(
     "user messages conversation conversations dialog dialogue".split()
 )
 _MAX_LISTED = 50  # maximum number of columns listed in a message
+# Common names of columns that model.data.fields can map to ours, by our name.
 _ANSWER_LIKE = frozenset("answer output generation reply".split())
+_CHOSEN_LIKE = frozenset("chosen_answer good_answer preferred winner better".split())
+_REJECTED_LIKE = frozenset("rejected_answer bad_answer dispreferred loser worse".split())
+_LABEL_LIKE = frozenset(
+    "thumb thumbs vote feedback rating score verdict like liked good is_good desirable is_desirable accepted correct "
+    "sentiment judgement judgment annotation".split()
+)
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Mapping of column names (``model.data.fields``); a file without such a column is read unchanged.
+    """Mapping of column names (``model.data.fields``), and labels; a file without such a column is read unchanged.
 
     Raises DataError if a name is not a known column, or a column of the files is used twice.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)  # known column (``COLUMNS``) -> its name in the files
+    labels: Labels = COMMON_LABELS  # model.data.labels
 
     def __post_init__(self) -> None:
         for name in self.columns:
@@ -79,6 +89,7 @@ class FileColumns:
     rows: int = 0
     found: dict[str, int] = field(default_factory=dict)
     unused: dict[str, int] = field(default_factory=dict)
+    labels: LabelCounts = field(default_factory=dict)  # of KTO rows that are not pairs
 
     def add(self, row: Row, used: Set[str]) -> None:
         """Count the columns of a row; ``used`` are the columns that the row uses."""
@@ -94,6 +105,14 @@ class FileColumns:
         for counts, more in ((self.found, other.found), (self.unused, other.unused)):
             for column, count in more.items():
                 counts[column] = counts.get(column, 0) + count
+        for column, values in other.labels.items():
+            for text, (rows, first) in values.items():
+                add_label(self.labels, column, text, rows=rows, line=first)
+
+    def add_label_errors(self, path: Path, labels: Labels, broken: RowErrors) -> None:
+        """Add the rows of ``path`` whose labels are unknown, or not of one vocabulary, to ``broken``."""
+        for rows, line, what in labels.errors(self.labels):
+            broken.add(path, line, what, count=rows)
 
     def unused_text(self) -> str:
         """Return the unused columns as text, such as "id, source (1200 rows)"; empty if all columns are used."""
@@ -109,13 +128,45 @@ class FileColumns:
 
 
 @dataclass(kw_only=True)
+class RowErrors:
+    """Collection of broken rows, raised as one error.
+
+    Rows of a file with the same fault are shown once, by the first of them; at most ten different faults are shown.
+    """
+
+    SHOWN: ClassVar = 10
+    total: int = 0
+    shown: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # (file, fault) -> first line, last line, count
+
+    def add(self, path: str | Path, line: int, what: str, *, count: int = 1) -> None:
+        """Record that line or row ``line`` (counted from 1) of ``path`` cannot be used, or ``count`` rows from there on."""
+        self.total += count
+        if (fault := (str(path), what)) in self.shown:
+            self.shown[fault][1:] = [line, self.shown[fault][2] + count]
+        elif len(self.shown) < self.SHOWN:
+            self.shown[fault] = [line, line, count]
+
+    def raise_if_any(self) -> None:
+        """Raise one DataError for all recorded rows, if there are any."""
+        if not self.total:
+            return
+        is_complete = self.total == sum(count for *_, count in self.shown.values())
+        first = "" if is_complete else f", the first {self.SHOWN} faults"
+        lines = [f"{self.total} broken row{'s' if self.total > 1 else ''}{first}:"]
+        for (path, what), (line, last, count) in self.shown.items():
+            more = f" (the same in {count - 1} more, up to line {last})" if last > line else ""
+            lines.append(f"{row_place(path, line)}: {what}{more}")
+        raise DataError("\n  ".join(lines))
+
+
+@dataclass(kw_only=True)
 class PartErrors(RowErrors):
     """Collection that keeps all broken rows, so that the rows of several parts can be counted as those of one file."""
 
     rows: list[tuple[int, str]] = field(default_factory=list)  # line, error
 
-    def add(self, path: str | Path, line: int, what: str) -> None:
-        super().add(path, line, what)
+    def add(self, path: str | Path, line: int, what: str, *, count: int = 1) -> None:
+        super().add(path, line, what, count=count)
         self.rows.append((line, what))
 
 
@@ -125,10 +176,12 @@ class FileReader:
 
     fields: Fields
     broken: RowErrors  # collects unusable rows, so that the caller can read further files before it raises
+    max_rows: int | None = None  # of each part
 
     def kto_records(self, path: str | Path, columns: FileColumns, part: FilePart = WHOLE_FILE) -> Iterator[KTORecord]:
         """Yield the labelled answers of a part of a file, in order, and count its columns in ``columns``."""
-        return self._read(path, part, columns, records_of_row, as_pair=False)
+        labels = self.fields.labels
+        return self._read(path, part, columns, lambda row, line: records_of_row(row, line, labels), as_pair=False)
 
     def dpo_records(self, path: str | Path, columns: FileColumns, part: FilePart = WHOLE_FILE) -> Iterator[DPORecord]:
         """Yield the pairs of a part of a file, in order, and count its columns in ``columns``."""
@@ -143,56 +196,40 @@ class FileReader:
         *,
         as_pair: bool,
     ) -> Iterator[Record]:
-        for line, given in _json_rows(path, part):
+        has_cells = find_form(path).kind == "csv"
+        for line, given in read_rows(path, part):
+            if columns.rows == self.max_rows:
+                return
             try:
                 if isinstance(given, RowError):
                     raise given
                 row, renamed = self.fields.rename(given)
                 used = used_columns(tuple(row), as_pair=as_pair)
                 columns.add(given, {renamed.get(name, name) for name in used} if renamed else used)
-                records = _complete_records(row, line, records_of)
+                if has_cells:
+                    row = row_of_cells(cast(Mapping[str, str], row))
+                for column in () if as_pair else used.intersection(LABEL_COLUMNS, row):
+                    add_label(columns.labels, renamed.get(column, column), label_text(row[column]), line=line)
+                records = _complete_records(row, line, records_of, as_pair=as_pair)
+            except LabelError:  # reported with all values of the file, see ``FileColumns.add_label_errors``
+                continue
             except RowError as error:
                 self.broken.add(path, line, str(error))
                 continue
             yield from records
 
 
-def _json_rows(path: str | Path, part: FilePart) -> Iterator[tuple[int, Row | RowError]]:
-    """Yield line number and row, or the error, of each line of a jsonl file that is not empty."""
-    for line, raw in part.lines(path):
-        if not raw.isspace():
-            try:
-                yield line, _parse_json(raw)
-            except RowError as error:
-                yield line, error
-
-
-def _parse_json(raw: bytes) -> Row:
-    if len(raw) > MAX_LINE_BYTES:
-        raise RowError(f"a line must have at most {MAX_LINE_BYTES:,} bytes, got more; write one object per line")
-    try:
-        text = raw.decode("utf-8-sig")
-        row = json.loads(text)
-        if "\\u" in text:  # only an escape can encode a lone surrogate, which no tokenizer accepts
-            json.dumps(row, ensure_ascii=False).encode("utf-8")
-    except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise RowError(f"not valid UTF-8 ({error.reason}); save the file as UTF-8") from error
-    except (ValueError, RecursionError) as error:  # not JSON, a huge integer, or too deep nesting
-        raise RowError(f"not valid JSON ({error}); write one object per line") from error
-    if not isinstance(row, dict):
-        raise RowError(f"a row must be a JSON object, got {show(row)}")
-    return row
-
-
-def _complete_records(row: Row, line: int, records_of: Callable[[Row, int], list[Record]]) -> list[Record]:
+def _complete_records(row: Row, line: int, records_of: Callable[[Row, int], list[Record]], *, as_pair: bool) -> list[Record]:
     """Return the records of a row; RowError if it is unusable, has media, or an unused column holds a part of the prompt."""
     if media := _columns_like(row, _MEDIA):
         raise RowError(f'"{media[0]}" is not supported: models are trained on text only; leave such rows out')
     has_prompt = any(row.get(name) for name in {"prompt", "messages"} & used_columns(tuple(row), as_pair=False))
     try:
         records = records_of(row, line)
+    except LabelError:
+        raise
     except RowError as error:
-        raise RowError(f"{error}{'' if has_prompt else _naming_remedy(row)}") from error
+        raise RowError(f"{error}{_naming_remedy(row, as_pair=as_pair)}") from error
     prompt = records[0].prompt
     text = prompt if isinstance(prompt, str) else "\n".join(str(message.get("content")) for message in prompt)
     candidates = _columns_like(row, _BEFORE_PROMPT if has_prompt else _PROMPT_LIKE)
@@ -203,20 +240,29 @@ def _complete_records(row: Row, line: int, records_of: Callable[[Row, int], list
             f'({{"role": "system", "content": ...}} first), and remove "{unused}"'
         )
     if unused is not None:
-        raise RowError(f'"{unused}" would be ignored, and the row has no "prompt"{_naming_remedy(row)}')
+        raise RowError(f'"{unused}" would be ignored, and the row has no "prompt"{_naming_remedy(row, as_pair=as_pair)}')
     return records
 
 
-def _naming_remedy(row: Row) -> str:
+def _naming_remedy(row: Row, *, as_pair: bool) -> str:
     """Return the end of an error message that suggests a value of model.data.fields; empty if no column looks suitable."""
-    prompts, answers = _columns_like(row, _PROMPT_LIKE), _columns_like(row, _ANSWER_LIKE)
-    if len(prompts) > 1:
-        return f'; join {" and ".join(prompts)} into one "prompt" (or "messages" with their roles)'
-    if not prompts:
-        return ""
-    has_answer = any(name in row for name in COLUMNS if name not in ("prompt", "preference", "label"))
-    names = [f"prompt:{prompts[0]}"] + ([] if has_answer else [f"response:{column}" for column in answers])
-    return f"; name the columns with 'model.data.fields={{{','.join(names)}}}'"
+    names: list[str] = []
+    has_pair = any(name in row for name in ("chosen", "rejected", "chosen_response", "rejected_response"))
+    if not any(row.get(name) for name in {"prompt", "messages"} & used_columns(tuple(row), as_pair=as_pair)):
+        prompts = _columns_like(row, _PROMPT_LIKE)
+        if len(prompts) > 1:
+            return f'; join {" and ".join(prompts)} into one "prompt" (or "messages" with their roles)'
+        names += [f"prompt:{column}" for column in prompts]
+    if not has_pair and not any(name in row for name in ("response", "completion", "messages")):
+        pair = [*_columns_like(row, _CHOSEN_LIKE)[:1], *_columns_like(row, _REJECTED_LIKE)[:1]]
+        has_pair = len(pair) == 2
+        answers = [] if as_pair else _columns_like(row, _ANSWER_LIKE)[:1]
+        names += [f"chosen:{pair[0]}", f"rejected:{pair[1]}"] if has_pair else [f"response:{column}" for column in answers]
+    if not as_pair and not has_pair and not any(name in row for name in LABEL_COLUMNS):
+        labels = _columns_like(row, _LABEL_LIKE)
+        labels.sort(key=lambda column: COMMON_LABELS.find(label_text(row[column])) is None)
+        names += [f"label:{column}" for column in labels[:1]]
+    return f"; name the columns with 'model.data.fields={{{','.join(names)}}}'" if names else ""
 
 
 def _columns_like(row: Row, names: frozenset[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Conversion of a row of a jsonl file into a record: a prompt with one labelled answer, or with a chosen and a rejected one.
+"""Conversion of a row of a data file into a record: a prompt with one labelled answer, or with a chosen and a rejected one.
 
 A KTO row may have any of these forms, a DPO row only the last:
 
@@ -7,23 +7,26 @@ A KTO row may have any of these forms, a DPO row only the last:
     {"messages": [..., {"role": "assistant", ...}], "label": true | false}
     {"prompt": "...", "chosen": "...", "rejected": "..."}      a pair; also chosen_response, rejected_response
 
-Each text may be a string, a list of messages or a single message. The prompt of a pair may be left out; it is then the
-common beginning of both sides. A pair may have "chosen_reward" and "rejected_reward"; a row of messages may have "tools" and
+Labels may also have other values, see ``labels.py``. Each text may be a string, a list of messages or a single message; the
+content of a message may be a list of text parts. The prompt of a pair may be left out; it is then the common beginning of
+both sides. A pair may have "chosen_reward" and "rejected_reward"; a row of messages may have "tools" and
 "chat_template_kwargs", which are passed to the chat template; any row may have a "weight". ``reader.py`` defines how other
 columns are treated.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, cast
 
+from nemo_kto.data.rows.labels import Labels, label_text
 from nemo_kto.errors import UserError, show
 
 Row = Mapping[str, object]
@@ -35,15 +38,16 @@ _REWARDS = ("chosen_reward", "rejected_reward")
 _ANSWERS = ("response", "completion")
 _TEMPLATE_KEYS = ("tools", "chat_template_kwargs")
 _WEIGHT = "weight"
-# Label column -> its value for a desirable and for an undesirable answer.
-_LABELS: Mapping[str, tuple[object, object]] = {"preference": ("chosen", "rejected"), "label": (True, False)}
+LABEL_COLUMNS = ("preference", "label")
 # The columns that are interpreted; model.data.fields maps columns of other names to them.
-COLUMNS = ("prompt", *_ANSWERS, "messages", *_LABELS, *chain(*_PAIR_KEYS), *_REWARDS, *_TEMPLATE_KEYS, _WEIGHT)
+COLUMNS = ("prompt", *_ANSWERS, "messages", *LABEL_COLUMNS, *chain(*_PAIR_KEYS), *_REWARDS, *_TEMPLATE_KEYS, _WEIGHT)
 # Arguments of apply_chat_template that are not template variables.
 _NOT_FOR_TEMPLATES = frozenset(
     "conversation tools add_generation_prompt continue_final_message tokenize padding truncation max_length "
     "return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
 )
+COMMON_LABELS = Labels()
+_JSON_CELL = re.compile(r'\s*(\[\s*\{.*"role"|\{)', re.DOTALL)  # a list of messages, or an object
 _DIALOGUE_ANSWER = "\n\nAssistant:"  # begins an answer in a pair of strings without a "prompt", as in HH-RLHF
 _FP32_MIN, _FP32_MAX = 2.0**-126, 2.0**128 - 2.0**104  # losses and their weights are in fp32
 
@@ -60,36 +64,8 @@ class LastRowError(RowError):
     """Error in one row that ends reading, because further rows could take as much time or memory."""
 
 
-@dataclass(kw_only=True)
-class RowErrors:
-    """Collection of broken rows, raised as one error.
-
-    Rows of a file with the same fault are shown once, by the first of them; at most ten different faults are shown.
-    """
-
-    SHOWN: ClassVar = 10
-    total: int = 0
-    shown: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # (file, fault) -> first line, last line, count
-
-    def add(self, path: str | Path, line: int, what: str) -> None:
-        """Record that line ``line`` (counted from 1) of ``path`` cannot be used."""
-        self.total += 1
-        if (fault := (str(path), what)) in self.shown:
-            self.shown[fault][1:] = [line, self.shown[fault][2] + 1]
-        elif len(self.shown) < self.SHOWN:
-            self.shown[fault] = [line, line, 1]
-
-    def raise_if_any(self) -> None:
-        """Raise one DataError for all recorded rows, if there are any."""
-        if not self.total:
-            return
-        is_complete = self.total == sum(count for *_, count in self.shown.values())
-        first = "" if is_complete else f", the first {self.SHOWN} faults"
-        lines = [f"{self.total} broken row{'s' if self.total > 1 else ''}{first}:"]
-        for (path, what), (line, last, count) in self.shown.items():
-            more = f" (the same in {count - 1} more, up to line {last})" if count > 1 else ""
-            lines.append(f"{path}:{line}: {what}{more}")
-        raise DataError("\n  ".join(lines))
+class LabelError(RowError):
+    """Error about a label that has none of the known values; it is reported once for all rows of a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +101,12 @@ class DPORecord(_Record):
         return chosen, KTORecord(response=self.rejected, desirable=False, **shared)
 
 
-def records_of_row(row: Row, line: int) -> list[KTORecord]:
+def records_of_row(row: Row, line: int, labels: Labels = COMMON_LABELS) -> list[KTORecord]:
     """Return the record of a row, or the two of a pair (the desirable one first); RowError if the row is invalid."""
     if keys := _pair_keys(row):
         answers = list(zip(_pair(row, *keys), (True, False), strict=True))
     else:
-        desirable = _label(row)
+        desirable = _label(row, labels)
         answer_keys = [key for key in _ANSWERS if key in row]
         if "messages" in row:
             answers = [(_conversation(row["messages"], "messages"), desirable)]
@@ -180,9 +156,9 @@ def used_columns(columns: tuple[str, ...], *, as_pair: bool) -> frozenset[str]:
     if keys := _pair_keys(columns):
         read = {"prompt", *keys, *(_REWARDS if as_pair else ())}
     elif "messages" in columns:
-        read = {"messages", *_LABELS}
+        read = {"messages", *LABEL_COLUMNS}
     else:
-        read = {"prompt", *_ANSWERS, *_LABELS}
+        read = {"prompt", *_ANSWERS, *LABEL_COLUMNS}
     return frozenset(read | {*_TEMPLATE_KEYS, _WEIGHT})
 
 
@@ -225,19 +201,16 @@ def _template(row: Row, prompt: TextOrMessages) -> dict[str, object]:
     return {**variables, **({"tools": tools} if tools else {})}
 
 
-def _label(row: Row) -> bool:
-    columns = [column for column in _LABELS if column in row]
+def _label(row: Row, labels: Labels) -> bool:
+    columns = [column for column in LABEL_COLUMNS if column in row]
     if len(columns) != 1:
         raise RowError(
             'a row must have one of "preference" ("chosen" or "rejected") or "label" (true or false); '
             f"got the keys {show(sorted(row), 300)}"
         )
-    column, values = columns[0], _LABELS[columns[0]]
-    for value, desirable in zip(values, (True, False), strict=True):
-        if type(row[column]) is type(value) and row[column] == value:
-            return desirable
-    good, bad = map(json.dumps, values)
-    raise RowError(f'"{column}" must be {good} or {bad}, got {show(row[column])}; correct it or remove the row')
+    if (desirable := labels.find(label_text(row[columns[0]]))) is None:
+        raise LabelError(f'"{columns[0]}" must be a known label, got {show(row[columns[0]])}')
+    return desirable
 
 
 def _pair_keys(row: Collection[str]) -> tuple[str, str] | None:
@@ -316,6 +289,39 @@ def _messages(value: object, key: str) -> list[Message]:
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RowError(f'a message in "{key}" must be an object with "role" and "content", got {show(message)}')
-        if not isinstance(message.get("content"), str) and "tool_calls" not in message:
+        if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
             raise RowError(f'"content" of a message in "{key}" must be a string, got {show(message.get("content"))}')
-    return value
+    return [_with_text(message, key) if isinstance(message.get("content"), list) else message for message in value]
+
+
+def _with_text(message: Message, key: str) -> Message:
+    """Return a message whose content, a list of text parts, is joined into one string."""
+    texts = []
+    for part in cast(list[object], message["content"]):
+        if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+            raise RowError(
+                f'"content" of a message in "{key}" must be a string, or a list of {{"type": "text", "text": ...}}, got '
+                f"{show(part)}; models are trained on text only, leave such rows out"
+            )
+        texts.append(part["text"])
+    return {**message, "content": "".join(texts)}
+
+
+def row_of_cells(cells: Mapping[str, str]) -> Row:
+    """Return a row of a csv file with its values: numbers, and messages in JSON; other cells are strings.
+
+    An empty cell counts as a missing value, unless it may be an empty text.
+    """
+    empty = {name for name in cells if not cells[name].strip()} - {"prompt", *_ANSWERS, *LABEL_COLUMNS}
+    for keys in _PAIR_KEYS:
+        if not empty.issuperset(keys):
+            empty -= set(keys)
+    row: dict[str, object] = {name: cell for name, cell in cells.items() if name not in empty}
+    for name in row.keys() & {_WEIGHT, *_REWARDS}:
+        with contextlib.suppress(ValueError):  # reported as no number
+            row[name] = float(cells[name])
+    for name in row.keys() & {"prompt", "messages", "chat_template_kwargs", *_ANSWERS, *chain(*_PAIR_KEYS)}:
+        if _JSON_CELL.match(cells[name]):
+            with contextlib.suppress(ValueError, RecursionError):  # text
+                row[name] = json.loads(cells[name])
+    return row

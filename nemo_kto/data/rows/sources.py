@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
+from functools import cache
+from pathlib import Path, PurePosixPath
 
+from nemo_kto.data.rows.forms import COMPRESSED, SUFFIXES
 from nemo_kto.data.rows.records import DataError
+from nemo_kto.errors import either, printable
+from nemo_kto.utils.files import file_inside, make_folder, publish_file, read_json
 
 SPLITS = ("train", "validation", "test")
 WHOLE = "all"
 UNNAMED = ""  # key of a validation set that has no name
 AUTO = "auto"  # value of splits_string
 _SET_NAME = re.compile(r"[A-Za-z0-9_]+", re.ASCII)
+_SHARD = re.compile(r"-\d+-of-\d+")  # ends the names of files of a split, as in train-00000-of-00002.parquet
+_HUB = re.compile(
+    r"hf:(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[^:]+))?(:(?P<first>[\w.-]+))?(:(?P<second>[\w.-]+))?", re.ASCII
+)
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.ASCII)
+_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"  # in folders that save_to_disk wrote
 _AUTO_PART, _AUTO_MIN, _AUTO_MAX = 100, 2, 10_000
 
 
@@ -29,10 +40,11 @@ class Source:
 def read_data_prefix(data_prefix: object) -> dict[str, tuple[Source, ...]]:
     """Return split -> sources: either the single key ``WHOLE`` (not yet split), or the ``SPLITS`` that have data.
 
-    ``data_prefix`` is a jsonl file; a folder (its jsonl files in the order of their names, or train.jsonl, validation.jsonl
-    and test.jsonl as splits); a list of files and folders; a list of alternating weights and files; or a mapping from
-    "train", "validation" and "test" to any of these. The value of "validation" may also be a mapping from the names of
-    several validation sets to any of these; their keys are then given by :func:`validation_split`.
+    ``data_prefix`` is a data file; a folder (its data files in the order of their names, or those named train, validation
+    and test as splits; or one that ``save_to_disk`` of datasets wrote); a data set of the Hugging Face hub,
+    hf:ORG/NAME[@REVISION][:CONFIG][:SPLIT]; the URL of a file; a list of these; a list of alternating weights and these; or
+    a mapping from "train", "validation" and "test" to any of these. The value of "validation" may also be a mapping from
+    the names of several validation sets to any of these; their keys are then given by :func:`validation_split`.
 
     Raises DataError if a path does not exist, or ``data_prefix`` has none of these forms.
     """
@@ -48,8 +60,8 @@ def read_data_prefix(data_prefix: object) -> dict[str, tuple[Source, ...]]:
         return {split: _sources(value) for split, value in given.items()}
     if isinstance(data_prefix, Sequence) and len(data_prefix) == 1 and not isinstance(data_prefix, str):
         data_prefix = data_prefix[0]
-    if isinstance(data_prefix, str | Path) and (named := _named_splits(Path(data_prefix))):
-        return named
+    if isinstance(data_prefix, str | Path) and (named := _named_splits(data_prefix)):
+        return {split: (Source(files, None),) for split, files in named.items()}
     return {WHOLE: _sources(data_prefix)}
 
 
@@ -111,28 +123,147 @@ def _validation_sets(data_prefix: object) -> dict[str, object]:
     return {str(name): value for name, value in sets.items() if value} if isinstance(sets, Mapping) else {}
 
 
-def _named_splits(folder: Path) -> dict[str, tuple[Source, ...]]:
-    """Return the sources of a folder whose files are named after splits; empty for any other folder or a file."""
-    files = _files(folder) if folder.is_dir() else ()
-    named: dict[str, tuple[Source, ...]] = {file.stem: (Source((file,), None),) for file in files if file.stem in SPLITS}
-    others = [file.name for file in files if file.stem not in SPLITS]
-    if named and others:
+def _named_splits(name: str | Path) -> dict[str, tuple[Path, ...]]:
+    """Return the files of each split of a folder, or of a data set with several splits; empty if the files name none."""
+    text, folder = str(name), Path(name)
+    if is_remote(text):
+        splits = _hub_splits(text) if text.startswith("hf:") else {}
+        named, others = ({}, []) if len(splits) == 1 else (splits, sorted(splits.keys() - set(SPLITS)))
+    elif (folder / _SAVED_SPLITS).is_file():
+        splits = {str(split): data_files(folder / str(split)) for split in _saved_names(folder)}
+        named, others = splits, sorted(splits.keys() - set(SPLITS))
+    else:
+        named, others = {}, []
+        for file in data_files(folder) if folder.is_dir() and not (folder / _SAVED).is_file() else ():
+            split = _SHARD.sub("", file.name.split(".")[0])
+            if split in SPLITS:
+                named[split] = (*named.get(split, ()), file)
+            else:
+                others.append(file.name)
+        if named and others:
+            raise DataError(
+                f"{folder} must contain either train.jsonl, validation.jsonl and test.jsonl or files of other names, got "
+                f"{', '.join(named)} and {', '.join(others)}; move one kind away or name the files in data_prefix"
+            )
+        return named
+    if others:
+        first, separator = min(named), ":" if is_remote(text) else "/"
         raise DataError(
-            f"{folder} must contain either train.jsonl, validation.jsonl and test.jsonl or files of other names, got "
-            f"{', '.join(named)} and {', '.join(others)}; move one kind away or name the files in data_prefix"
+            f"{text} must have the splits {either(SPLITS)}, got {', '.join(named)}; name one of them, such as "
+            f"{text}{separator}{first}, or several as {{train: {text}{separator}{first}, validation: ...}}"
         )
     return named
 
 
+def _saved_names(folder: Path) -> list[object]:
+    names = read_json(folder / _SAVED_SPLITS).get("splits")
+    if not isinstance(names, list) or not all(isinstance(name, str) and file_inside(folder, name) for name in names):
+        raise DataError(
+            f"{folder / _SAVED_SPLITS} must list splits, got {names!r}; write the folder again with save_to_disk"
+        )
+    return names
+
+
+def is_remote(name: str) -> bool:
+    """Return whether data is downloaded: a data set of the hub or a URL."""
+    return name.startswith("hf:") or _URL.match(name) is not None
+
+
+@cache  # the command line is checked by several rules
+def _hub_splits(name: str) -> dict[str, tuple[Path, ...]]:
+    """Download a data set of the hub, unless it is in the cache of datasets, and return the Arrow files of its splits."""
+    if (parts := _HUB.fullmatch(name)) is None:
+        raise DataError(f"a data set of the hub must be hf:ORG/NAME[@REVISION][:CONFIG][:SPLIT], got {name}")
+    import datasets
+
+    repository, revision, config, split = parts["name"], parts["revision"], parts["first"], parts["second"]
+    try:
+        if split is None and config is not None:  # one of them is left out
+            configs = datasets.get_dataset_config_names(repository, revision=revision)
+            config, split = (config, None) if config in configs else (None, config)
+        found = datasets.load_dataset(repository, config, revision=revision)
+    except Exception as error:  # network, hub and data may fail in any way
+        remedy = "correct the name, or log in with `hf auth login` if the data set is private or gated"
+        if datasets.config.HF_HUB_OFFLINE:
+            remedy = "unset HF_HUB_OFFLINE, or run this command once on a machine with a network and the same HF_HOME"
+        raise DataError(f"{name} cannot be loaded: {printable(str(error))}; {remedy}") from error
+    splits = {str(name): tuple(Path(file["filename"]) for file in each.cache_files) for name, each in found.items()}
+    if split is not None and split not in splits:
+        raise DataError(f"{name} must name one of the splits {either(list(splits))}, got {split}")
+    return splits if split is None else {split: splits[split]}
+
+
+@cache
+def _downloaded(url: str) -> Path:
+    """Download a file, unless this version of it is in the cache of datasets, and return its path."""
+    import datasets
+    import fsspec
+
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+        version = hashlib.sha256(f"{url} {system.ukey(path)}".encode()).hexdigest()[:24]
+        file = Path(datasets.config.HF_DATASETS_CACHE, "nemo_kto", version, PurePosixPath(path).name or "rows")
+        if not file.exists():
+            make_folder(file.parent, private=True)
+            with publish_file(file, private=True) as writing:
+                system.get_file(path, str(writing))
+    except ImportError as error:  # fsspec names the package
+        raise DataError(f"{url} cannot be read: {printable(str(error))}") from error
+    except Exception as error:  # each kind of storage has errors of its own
+        message = f"{url} cannot be read: {printable(str(error) or type(error).__name__)}"
+        raise DataError(f"{message}; correct the address or the credentials") from error
+    return file
+
+
+def data_files(name: str | Path) -> tuple[Path, ...]:
+    """Return the data files with a name, at least one: a file, or those of a folder or of a data set of the hub."""
+    text, path = str(name), Path(name)
+    if text.startswith("hf:"):
+        splits = _hub_splits(text)
+        if len(splits) > 1:
+            raise DataError(f"{text} must name one of its splits, got {', '.join(splits)}; e.g. {text}:{min(splits)}")
+        return next(iter(splits.values()))
+    if is_remote(text):
+        return (_downloaded(text),)
+    if not path.is_dir():
+        if not path.exists():  # anything but a regular file is refused when it is opened
+            raise DataError(f"data_prefix names {path}, which does not exist")
+        return (path,)
+    if (path / _SAVED).is_file():
+        saved = read_json(path / _SAVED).get("_data_files")
+        try:
+            return tuple(file_inside(path, str(each["filename"])) for each in saved or [])
+        except (TypeError, LookupError) as error:
+            raise DataError(f"{path / _SAVED} must list data files; write the folder again with save_to_disk") from error
+    if (path / _SAVED_SPLITS).is_file():
+        names = ", ".join(f"{path}/{split}" for split in _saved_names(path))
+        raise DataError(f"{path} must be one split of a data set, got a folder of splits; name one of {names}")
+    by_suffix: dict[str, list[Path]] = {}
+    for file in sorted(path.iterdir()):
+        ending = file.name.lower()
+        for compressed in COMPRESSED:
+            ending = ending.removesuffix(compressed)
+        if (suffix := next((each for each in SUFFIXES if ending.endswith(each)), None)) is not None:
+            by_suffix.setdefault(suffix, []).append(file)
+    if not by_suffix:
+        raise DataError(f"the folder {path} must contain data files ({', '.join(SUFFIXES)}), got none")
+    if ".jsonl" not in by_suffix and len(by_suffix) > 1:
+        by_suffix.pop(".json", None)  # often describes the other files
+    if ".jsonl" not in by_suffix and len(by_suffix) > 1:
+        got = f"got {', '.join(by_suffix)}; name the files in data_prefix"
+        raise DataError(f"the folder {path} must contain data files of one form, {got}")
+    return tuple(next(by_suffix[suffix] for suffix in SUFFIXES if suffix in by_suffix))
+
+
 def _sources(value: object) -> tuple[Source, ...]:
     if isinstance(value, str | Path):
-        return (Source(_files(Path(value)), None),)
+        return (Source(data_files(value), None),)
     if not isinstance(value, Sequence) or not value:
         raise DataError(f"data_prefix must name a file, a folder or a list of them, got {value!r}")
     if _weight(value[0]) is None:
         if wrong := [item for item in value if not isinstance(item, str | Path)]:
             raise DataError(f"data_prefix must be a list of files, or of weight, file, weight, file; got {wrong[0]!r}")
-        return tuple(Source(_files(Path(item)), None) for item in value)
+        return tuple(Source(data_files(item), None) for item in value)
     if len(value) % 2:
         raise DataError(f"a blend must alternate weight and file, got {len(value)} entries: {list(value)!r}")
     sources = []
@@ -141,7 +272,7 @@ def _sources(value: object) -> tuple[Source, ...]:
         if weight is None or weight <= 0 or not isinstance(path, str | Path):
             got = f"got {given!r}, {path!r}; leave out files without a share"
             raise DataError(f"a blend must alternate a weight above 0 and a file, {got}")
-        sources.append(Source(_files(Path(path)), weight))
+        sources.append(Source(data_files(path), weight))
     return tuple(sources)
 
 
@@ -151,14 +282,3 @@ def _weight(value: object) -> Fraction | None:
         return None if isinstance(value, bool | Path) else Fraction(str(value))
     except (ValueError, ZeroDivisionError):
         return None
-
-
-def _files(path: Path) -> tuple[Path, ...]:
-    if path.is_dir():
-        files = tuple(sorted(path.glob("*.jsonl")))
-        if not files:
-            raise DataError(f"the folder {path} must contain jsonl files, got none")
-        return files
-    if not path.exists():  # anything but a regular file is refused when it is opened
-        raise DataError(f"data_prefix names {path}, which does not exist")
-    return (path,)

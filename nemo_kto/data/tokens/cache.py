@@ -18,11 +18,12 @@ from datasets import Features, Value
 from datasets import Sequence as SequenceOf
 from datasets.table import MemoryMappedTable, Table
 
-from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
-from nemo_kto.data.rows.records import DataError, DPORecord, KTORecord, LastRowError, RowError, RowErrors
+from nemo_kto.data.rows.files import FilePart, file_parts, number_of_parts
+from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
+from nemo_kto.data.rows.records import COMMON_LABELS, DataError, DPORecord, KTORecord, LastRowError, RowError
 from nemo_kto.data.tokens.chat import RecordEncoder
 from nemo_kto.data.tokens.part_files import PARTS, PartResult, PartWriter, Tokeniser
-from nemo_kto.data.tokens.parts import FilePart, file_parts, map_parts, number_of_parts, number_of_processes, size_groups
+from nemo_kto.data.tokens.parts import map_parts, number_of_processes, size_groups
 from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.errors import UserError
 from nemo_kto.utils.files import make_folder, publish_file, remove_unpublished
@@ -131,7 +132,7 @@ DPO_EXAMPLES = ExampleKind(
 
 @dataclass(kw_only=True, eq=False)
 class TokenCache:
-    """Cache of examples: one Arrow file per jsonl file, in one folder, each with a JSON file about its columns.
+    """Cache of examples: one Arrow file per data file, in one folder, each with a JSON file about its columns.
 
     The file name contains a hash of everything that determines the content: path, size and modification time of the data,
     the renamed columns, the tokenizer, the sequence length and the truncation. Files are published atomically. When a file
@@ -147,16 +148,22 @@ class TokenCache:
     shared: bool = False  # files have the permissions of the umask; otherwise only the user may read them
     verified: bool = False  # another process on this machine has just compared the hashes; this one does not
     preprocess_workers: int | None = 1  # maximum; None: one per core that this process may use
+    max_rows: int | None = None  # read only the first rows of each file; for a folder without files of whole data
     progress: Progress = show_nothing
 
     def __post_init__(self) -> None:
         self._private, self._tokenizer_hash = not self.shared, self.encoder.fingerprint()
         self._tokeniser = Tokeniser(
-            kind=self.kind, fields=self.fields, encoder=self.encoder, truncation=self.truncation, private=self._private
+            kind=self.kind,
+            fields=self.fields,
+            encoder=self.encoder,
+            truncation=self.truncation,
+            private=self._private,
+            max_rows=self.max_rows,
         )
 
     def open(self, paths: Sequence[Path], *, broken: RowErrors) -> dict[Path, Opened]:
-        """Return memory-mapped examples and columns of jsonl files, which are tokenised first unless they are cached.
+        """Return memory-mapped examples and columns of data files, which are tokenised first unless they are cached.
 
         The examples of a file with broken rows, which are added to ``broken``, are None. Raises UserError if a cached file
         cannot be read.
@@ -167,7 +174,7 @@ class TokenCache:
             logger.info("tokenising %s into %s", _names(absent), self.folder)
             make_folder(self.folder, private=self._private)
             request = hashlib.sha256(json.dumps([file.name for file in cached.values()]).encode()).hexdigest()[:24]
-            for is_large, group in groupby(absent, key=lambda path: number_of_parts(path) > 1):
+            for is_large, group in groupby(absent, key=lambda path: self.max_rows is None and number_of_parts(path) > 1):
                 files = {path: cached[path] for path in group}
                 opened |= self._open_large(files, broken) if is_large else self._open_small(files, request, broken)
             rows = sum(len(table) for table, _ in (opened[path] for path in absent) if table is not None)
@@ -197,7 +204,7 @@ class TokenCache:
             for result in self.progress(results, total=expected, title=f"tokenising {path.name}"):
                 result.add_to(path, columns, broken)
                 rows, parts = rows + result.rows, parts + 1
-            self._check_file(path, cached, rows=rows, broken=broken, before=before)
+            self._check_file(path, cached, columns, rows=rows, broken=broken, before=before)
         except DataError:
             shutil.rmtree(writer.folder, ignore_errors=True)
             raise
@@ -224,7 +231,7 @@ class TokenCache:
                 columns, before, table = FileColumns(), broken.total, None
                 try:
                     result.add_to(path, columns, broken)
-                    self._check_file(path, cached, rows=result.rows, broken=broken, before=before)
+                    self._check_file(path, cached, columns, rows=result.rows, broken=broken, before=before)
                     if broken.total == before:
                         table = self._complete(cached, columns)
                 finally:
@@ -238,10 +245,13 @@ class TokenCache:
         doing, setting = f"tokenising {what}", "model.data.preprocess_workers"
         return map_parts(work, items, processes=processes, doing=doing, setting=setting)
 
-    def _check_file(self, path: Path, cached: Path, *, rows: int, broken: RowErrors, before: int) -> None:
-        """Add a file without rows to ``broken``, and raise a DataError if the file was changed while it was read."""
+    def _check_file(
+        self, path: Path, cached: Path, columns: FileColumns, *, rows: int, broken: RowErrors, before: int
+    ) -> None:
+        """Add wrong labels, or a file without rows, to ``broken``; DataError if the file was changed while it was read."""
         if self._name(path) != cached.name:
             raise DataError(f"{path} was changed while it was read; start the run again when the file is complete")
+        columns.add_label_errors(path, self.fields.labels, broken)
         if rows == 0 and broken.total == before:
             broken.add(path, 1, "the file must have at least one row, got none; remove it from data_prefix")
 
@@ -276,6 +286,8 @@ class TokenCache:
     def _name(self, path: Path) -> str:
         state = path.stat()
         key = [_FORMAT, str(path.resolve()), state.st_size, state.st_mtime_ns, sorted(self.fields.columns.items())]
+        if self.fields.labels != COMMON_LABELS:  # files without them keep the names they had before labels were introduced
+            key.append(asdict(self.fields.labels))
         key += [self._tokenizer_hash, self.truncation.seq_length, self.truncation.mode]
         return f"{self.kind.name}-{path.stem}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.arrow"
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import pyarrow
 from datasets.arrow_writer import ArrowWriter
 
-from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, PartErrors
-from nemo_kto.data.rows.records import DataError, RowErrors
+from nemo_kto.data.rows.files import FilePart, file_parts
+from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, PartErrors, RowErrors
+from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.tokens.chat import RecordEncoder
-from nemo_kto.data.tokens.parts import FilePart, file_parts
 from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.utils.files import flush, publish_file
 from nemo_kto.utils.hashes import MIN_KEPT_BYTES
@@ -55,17 +55,20 @@ class Tokeniser:
     encoder: RecordEncoder
     truncation: Truncation
     private: bool
+    max_rows: int | None = None  # read from each part
 
     def write_part(self, path: Path, part: FilePart, examples: Path) -> PartResult:
         """Tokenise a part of ``path`` into the file ``examples``, which is removed if any row is broken."""
         columns, broken, is_last = FileColumns(), PartErrors(), False
-        records = self.kind.read(FileReader(fields=self.fields, broken=broken), path, columns, part)
+        records = self.kind.read(FileReader(fields=self.fields, broken=broken, max_rows=self.max_rows), path, columns, part)
         with ArrowWriter(path=str(examples), features=self.kind.features, writer_batch_size=_BATCH) as writer:
             try:
                 while batch := list(islice(records, _BATCH)):
                     for example in self.kind.examples(batch, self.encoder, self.truncation, path, broken):
                         writer.write(example)
-            except DataError:
+            except DataError:  # of a broken row that ends reading, or of a file that cannot be read further
+                if not broken.total:
+                    raise
                 is_last = True
             count, _ = writer.finalize()
         if broken.total:

@@ -1,4 +1,4 @@
-"""Parts of a jsonl file: ranges of whole lines that are processed independently, in this process or in several."""
+"""Work on parts of data files, in this process or in several."""
 
 from __future__ import annotations
 
@@ -15,110 +15,33 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
-from nemo_kto.data.rows.records import DataError
+from nemo_kto.data.rows import files
 from nemo_kto.errors import UserError
-from nemo_kto.utils.files import MAX_LINE_BYTES, open_file, other_format, read_lines
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-MIN_BYTES = 2**22  # minimum size of a part, which takes a few seconds to process
-_MAX_PARTS = 1000  # approximate maximum per file; a large file has larger parts
 _PARTS_FOR_A_PROCESS = 2  # minimum, because starting a process takes seconds
 _MAX_DEFAULT = 16  # processes; each holds a tokenizer of some hundred MB
-_SCAN_BYTES = 2**20
-_FORMAT_BYTES = 64  # read to detect a file of another format
 # Signals that may be sent to all processes of a job and that only the training process handles.
 JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FilePart:
-    """Range of whole lines of a file."""
-
-    number: int = 0  # index of the part, from 0
-    start: int = 0  # first byte
-    stop: int | None = None  # byte after the last one; None for the end of the file
-    first_line: int = 1  # its number, from 1
-
-    def lines(self, path: str | Path) -> Iterator[tuple[int, bytes]]:
-        """Yield number and bytes of each line, up to one above the length limit; DataError if the file cannot be opened."""
-        place = self.start
-        with _open(path) as file:
-            file.seek(place)
-            for line, raw in enumerate(read_lines(file), start=self.first_line):
-                yield line, raw
-                place += len(raw)
-                if self.stop is not None and place >= self.stop:
-                    return
-
-
-WHOLE_FILE = FilePart()
-
-
-def number_of_parts(path: Path) -> int:
-    """Return the approximate number of parts that :func:`file_parts` yields; exact unless a line is as long as a part."""
-    size = path.stat().st_size
-    return max(1, -(-size // _part_bytes(size)))
-
-
-def file_parts(path: Path) -> Iterator[FilePart]:
-    """Yield the parts of a file while reading it once; they depend only on the file. DataError if it is of another format.
-
-    A part that contains a line above the length limit is the last one.
-    """
-    number, start, line = 0, 0, 1
-    with _open(path) as file:
-        if (message := other_format(file.read(_FORMAT_BYTES))) is not None:
-            raise DataError(f"{path}:1: must be JSON, one object per line, but the file is {message}")
-        file.seek(0)
-        size = os.fstat(file.fileno()).st_size
-        part_bytes = _part_bytes(size)
-        while True:
-            lines, left, rest = 0, part_bytes, b"\n"
-            while left and (chunk := file.read(min(_SCAN_BYTES, left))):
-                lines += chunk.count(b"\n")
-                left -= len(chunk)
-            if not left and chunk[-1:] != b"\n":
-                rest = file.readline(MAX_LINE_BYTES)
-                lines += rest.endswith(b"\n")
-            stop = file.tell()
-            if stop > start or number == 0:
-                yield FilePart(number=number, start=start, stop=stop, first_line=line)
-            if left or stop >= size or not rest.endswith(b"\n"):  # ``left``: the file has been shortened while it was read
-                return
-            number, start, line = number + 1, stop, line + lines
-
-
-def _open(path: str | Path) -> BinaryIO:
-    try:
-        return open_file(path)
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror}; correct the path, or give this user permission to read it"
-        ) from error
-
-
-def _part_bytes(size: int) -> int:
-    return max(MIN_BYTES, size // _MAX_PARTS)
 
 
 def size_groups(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
     """Yield the items in order, in groups of about the minimum size of a part each."""
     group: list[Item] = []
-    left = MIN_BYTES
+    left = files.MIN_BYTES
     for item in items:
         group.append(item)
         left -= size(item)
         if left <= 0:
             yield group
-            group, left = [], MIN_BYTES
+            group, left = [], files.MIN_BYTES
     if group:
         yield group
 

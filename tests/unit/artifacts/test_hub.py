@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.artifacts.hub import local_folder, pin, remedy_for_missing
+from nemo_kto.artifacts.hub import local_folder, pin
 from nemo_kto.errors import UserError
 from tests.helpers.commands import environment
 from tests.helpers.hub_cache import add_model
@@ -72,16 +72,6 @@ def test_a_model_that_the_cache_lacks_offline(cache: Path) -> None:
     for name in ("hf:org/other", "hf:org/model@v9"):
         with raises(UserError, name, "HF_HUB_OFFLINE=1", f"HF_HUB_CACHE={cache}", "hf download org/"):
             pin(name)
-
-
-def test_how_to_get_a_model_that_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert remedy_for_missing(Path("Qwen/Qwen3-0.6B"), "usual") == Message(
-        "hf:Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B", "correct the path"
-    )
-    (tmp_path / "Qwen").mkdir()  # a mistyped folder
-    for name in ("Qwen/Qwen3-0.6B", "model", "/a/b", "~/b", "../b", "a/b/c"):
-        assert remedy_for_missing(Path(name), "usual") == "usual"
 
 
 ANSWERS = {  # repository -> status and error code of the hub's answer

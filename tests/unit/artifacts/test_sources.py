@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.artifacts.sources import ModelSource, find_source, named_base
+from nemo_kto.artifacts.sources import ModelSource, find_source, named_base, remedy_for_missing
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, raises
 
@@ -82,3 +82,17 @@ def test_files_that_cannot_be_read_are_named(content: str, reason: str, tmp_path
     (tmp_path / "trainer.json").write_text(content)
     with raises(UserError, f"{tmp_path}/trainer.json", "JSON", reason):
         find_source(tmp_path)
+
+
+def test_how_to_get_a_model_that_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert remedy_for_missing(Path("Qwen/Qwen3-0.6B"), "usual") == Message(
+        "hf:Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B", "correct the path"
+    )
+    (tmp_path / "iter_0000010").mkdir()
+    (tmp_path / "iter_0000010" / ".metadata").touch()
+    for name in ("model.nemo", "iter_0000010"):
+        assert remedy_for_missing(Path(name), "usual") == Message(f"nemo-kto import {name} OUT")
+    (tmp_path / "Qwen").mkdir()  # a mistyped folder
+    for name in ("Qwen/Qwen3-0.6B", "model", "/a/b", "~/b", "../b", "a/b/c"):
+        assert remedy_for_missing(Path(name), "usual") == "usual"

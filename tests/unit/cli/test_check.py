@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_kto.cli import check
-from nemo_kto.data.tokens import parts
+from nemo_kto.data.rows import files
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message
 from tests.helpers.tiny_models import make_rows, write_rows
@@ -48,6 +48,7 @@ def balance(*figures: str) -> Message:
 REPORT = [
     "rows.jsonl: 5 rows",
     Message("used", "1"),
+    "  labels: preference: chosen is desirable; rejected is undesirable, label: true is desirable",
     "",
     "examples        5: 4 desirable, 1 undesirable",
     balance(
@@ -80,7 +81,7 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_balance_uses_row_weights(capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(Path("rows.jsonl"), [*ROWS[:2], {**ROWS[1], "weight": 2.5}])
-    assert shown(capsys, "rows.jsonl")[3:5] == [
+    assert shown(capsys, "rows.jsonl")[4:6] == [
         "examples        3: 1 desirable, 2 undesirable",
         balance(
             "3.5",
@@ -140,11 +141,11 @@ def test_broken_rows_are_counted_after_the_report(tokenizer_folder: Path, capsys
         Path("rows.jsonl"), [{"prompt": "p", "response": "r", "label": "x"}] * 12 + ROWS + [{"prompt": "", **ROWS[0]}]
     )
     write_rows(Path("more.jsonl"), [{"prompt": "", "response": "r", "label": True}])
-    fault = Message("rows.jsonl:1", "label", "true", "false", "x", "remove", "11", "line 12")
+    fault = Message("rows.jsonl:1", "label", "true", "false", "x", "12", "remove", "model.data.labels")
     assert refused("rows.jsonl") == ["12 broken rows:", fault]
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "rows.jsonl: 18 rows"
-    assert lines[3] == "examples        6: 5 desirable, 1 undesirable"
+    assert lines[4] == "examples        6: 5 desirable, 1 undesirable"
     refusal = refused("rows.jsonl", "more.jsonl", "--model", str(tokenizer_folder))  # an empty prompt is found by tokenising
     assert refusal[0] == "13 broken rows:"
     assert refusal[2] == Message("more.jsonl:1", "prompt", "token")
@@ -153,12 +154,12 @@ def test_broken_rows_are_counted_after_the_report(tokenizer_folder: Path, capsys
 def test_files_of_one_label_and_of_broken_rows(capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(Path("rows.jsonl"), ROWS[2:3])
     lines = shown(capsys, "rows.jsonl")
-    assert lines[3:5] == [Message("balance", "all", "desirable"), Message("prompts", "1")]
-    assert lines[5:7] == [
+    assert lines[4:6] == [Message("balance", "all", "desirable"), Message("prompts", "1")]
+    assert lines[6:8] == [
         Message("duplicates", "0", "prompt", "answer", "label"),
         Message("contradictions", "0", "answer", "label"),
     ]
-    Path("rows.jsonl").write_text("[]\n")
+    Path("rows.jsonl").write_text("5\n")
     assert refused("rows.jsonl")[0] == "1 broken row:"
     assert capsys.readouterr().out == "rows.jsonl: 0 rows\n"
 
@@ -169,8 +170,8 @@ def test_parts_and_renamed_columns_change_nothing(
     rows = make_rows(300)
     write_rows(Path("rows.jsonl"), rows)
     whole = shown(capsys, "rows.jsonl")
-    monkeypatch.setattr(parts, "MIN_BYTES", 1500)
-    assert parts.number_of_parts(Path("rows.jsonl")) > 10
+    monkeypatch.setattr(files, "MIN_BYTES", 1500)
+    assert files.number_of_parts(Path("rows.jsonl")) > 10
     assert shown(capsys, "rows.jsonl", "--workers", "2") == whole
     ours = {"prompt": "question", "response": "answer", "preference": "preference"}
     write_rows(Path("rows.jsonl"), [{column: row[name] for name, column in ours.items()} for row in rows])
@@ -182,7 +183,7 @@ def test_invalid_command_lines() -> None:
     assert refused("none.jsonl", "empty") == [
         Message("FILE", "file", "folder", "files"),
         Message("none.jsonl"),
-        Message("empty", "file"),
+        Message("empty", "files"),
     ]
     write_rows(Path("rows.jsonl"), ROWS)
     assert refused("rows.jsonl", "--seq-length", "8") == [Message("--seq-length", "--model", "tokenizer", "FOLDER")]

@@ -152,7 +152,7 @@ BROKEN = [
         [Message("model.optim.sched.name", "CosineAnnealing", "CosineWithRestarts", "LinearAnnealing", "WSD", "cosine")],
     ),
     (
-        ["model.optim.sched.warmup_ratio=0.1"],
+        ["model.optim.sched.warmup_ratio=0.1", "model.optim.sched.warmup_steps=10"],
         [Message("model.optim.sched.warmup_steps", "0", "model.optim.sched.warmup_ratio=0.1", "10", "set")],
     ),
     (
@@ -328,6 +328,7 @@ RIGHT = [
         "model.activations_checkpoint_num_layers=2",
     ],
     ["model.optim.sched.warmup_steps=20", "trainer.ALGORITHM.max_steps=2"],  # shortened where the run begins
+    ["model.optim.sched.warmup_ratio=0.1"],
     ["model.optim.sched.warmup_ratio=0.1", "model.optim.sched.warmup_steps=0"],
     [f"{SCHEDULE}.name=WSD", f"{SCHEDULE}.wsd_decay_steps=9", f"{SCHEDULE}.wsd_decay_style=minus_sqrt"],
     [f"{SCHEDULE}.name=CosineWithRestarts", f"{SCHEDULE}.num_cycles=3"],

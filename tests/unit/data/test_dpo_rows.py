@@ -22,8 +22,8 @@ from nemo_kto.data.inspect.check import (
     loss_balance,
     one_class_warning,
 )
-from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
-from nemo_kto.data.rows.records import DataError, RowError, RowErrors, pair_of_row
+from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
+from nemo_kto.data.rows.records import DataError, RowError, pair_of_row
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.data.tokens.truncation import Truncation
 from tests.helpers.messages import Message, raises

@@ -15,12 +15,14 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.data.rows.reader import Fields, FileColumns
-from nemo_kto.data.rows.records import DataError, RowErrors
+from nemo_kto.data.rows import files
+from nemo_kto.data.rows.files import WHOLE_FILE, FilePart, file_parts, number_of_parts, read_rows
+from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
+from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.tokens import parts
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES, TokenCache
 from nemo_kto.data.tokens.chat import RecordEncoder
-from nemo_kto.data.tokens.parts import FilePart, file_parts, map_parts, number_of_parts, number_of_processes
+from nemo_kto.data.tokens.parts import map_parts, number_of_processes
 from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.errors import UserError
 from tests.helpers import fork_server
@@ -40,7 +42,7 @@ def opened(
     broken = RowErrors()
     settings: dict = {"kind": KTO_EXAMPLES, "truncation": Truncation(32, "keep_end", None), "encoder": ENCODER, **changes}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "MIN_BYTES", part_bytes)
+        patch.setattr(files, "MIN_BYTES", part_bytes)
         cache = TokenCache(folder=folder, fields=Fields({}), preprocess_workers=workers, **settings)
         ((examples, columns),) = cache.open([path], broken=broken).values()
     table = examples and Dataset(examples)
@@ -71,12 +73,16 @@ def test_parts_are_whole_lines_with_their_numbers(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], part_bytes: int, scan: int
 ) -> None:
     file = tmp_path_factory.mktemp("lines") / "lines"
-    file.write_bytes(b"\n".join(lines))
+    file.write_bytes(b"\n".join([b"{}", *lines]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "MIN_BYTES", part_bytes)
-        patch.setattr(parts, "_SCAN_BYTES", scan)
+        patch.setattr(files, "MIN_BYTES", part_bytes)
+        patch.setattr(files, "_SCAN_BYTES", scan)
         found, expected = list(file_parts(file)), number_of_parts(file)
-    assert [line for part in found for line in part.lines(file)] == list(FilePart().lines(file))
+
+    def rows(*parts: FilePart) -> list[tuple[int, str]]:
+        return [(line, str(row)) for part in parts for line, row in read_rows(file, part)]
+
+    assert rows(*found) == rows(WHOLE_FILE)
     assert [part.number for part in found] == list(range(len(found)))
     assert 1 <= len(found) <= expected
 
@@ -103,6 +109,7 @@ def test_examples_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> No
         rows=120,
         found={"messages": 40, "label": 40, "id": 40, "prompt": 80, "response": 80, "preference": 80},
         unused={"id": 40},
+        labels={"label": {"true": [20, 1], "false": [20, 4]}, "preference": {"rejected": [40, 2], "chosen": [40, 3]}},
     )
 
 
@@ -117,7 +124,7 @@ def test_pairs_tokenised_in_parts(tmp_path: Path) -> None:
 def test_broken_rows_of_all_parts_are_counted(tmp_path: Path) -> None:
     rows = mixed_rows(90)
     for number in range(5, 90, 7):
-        rows[number] = {"prompt": "p", "response": "r", "label": f"value {number}" if number < 70 else 5}
+        rows[number] = {"prompt": "p", "response": "r", "label": True, "weight": -number if number < 70 else -5}
     rows[80] = {"prompt": "", "response": "r", "label": True}  # found when it is tokenised
     path = write_rows(tmp_path / "a.jsonl", rows)
     whole, columns, message = opened(path, tmp_path / "whole", part_bytes=WHOLE)
@@ -216,7 +223,8 @@ def test_a_process_that_is_killed_is_one_error() -> None:
 
 
 UNGUARDED = """
-from nemo_kto.data.tokens.parts import FilePart, map_parts
+from nemo_kto.data.rows.files import FilePart
+from nemo_kto.data.tokens.parts import map_parts
 from tests.unit.data import part_work
 print("started", flush=True)
 parts = [FilePart(number=n) for n in range(9)]

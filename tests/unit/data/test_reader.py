@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
-from nemo_kto.data.rows.records import DataError, DPORecord, RowErrors
+from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
+from nemo_kto.data.rows.records import DataError, DPORecord
 from tests.helpers.messages import Message
 
 USER = {"role": "user", "content": "What is the capital of France?"}

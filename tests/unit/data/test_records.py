@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
-from nemo_kto.data.rows.records import DataError, KTORecord, RowError, RowErrors, records_of_row
+from nemo_kto.data.rows.labels import Labels
+from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
+from nemo_kto.data.rows.records import DataError, KTORecord, RowError, records_of_row
 from tests.helpers.messages import raises
 
 USER = {"role": "user", "content": "hi"}
@@ -84,10 +85,10 @@ def test_pairs_become_two_records(row: dict, prompt: object, good: object, bad: 
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"prompt": "p", "response": "r", "preference": "Chosen"}, ['"preference"', "chosen", "rejected", "'Chosen'"]),
+        ({"prompt": "p", "response": "r", "preference": "Maybe"}, ['"preference"', "'Maybe'"]),
         ({"prompt": "p", "response": "r", "preference": ["chosen"]}, ['"preference"', "['chosen']"]),
-        ({"prompt": "p", "completion": "r", "label": 1}, ["label", "true", "false", "1"]),
-        ({"prompt": "p", "completion": "r", "label": "true"}, ["label", "'true'"]),
+        ({"prompt": "p", "completion": "r", "label": 2}, ["label", "2"]),
+        ({"prompt": "p", "completion": "r", "label": "maybe"}, ["label", "'maybe'"]),
         ({"prompt": "p", "completion": "r"}, ['"preference"', '"label"', "['completion', 'prompt']"]),
         ({"prompt": "p", "completion": "r", "label": True, "preference": "chosen"}, ["label", "preference"]),
         ({"prompt": "p", "label": True}, ["response", "completion", "['label', 'prompt']"]),
@@ -115,8 +116,9 @@ def test_a_broken_row_names_key_value_and_remedy(row: dict, words: list[str]) ->
 
 
 def read(path: Path) -> list[KTORecord]:
-    broken = RowErrors()
-    records = list(FileReader(fields=Fields(), broken=broken).kto_records(path, FileColumns()))
+    broken, columns = RowErrors(), FileColumns()
+    records = list(FileReader(fields=Fields(), broken=broken).kto_records(path, columns))
+    columns.add_label_errors(path, Labels(), broken)
     broken.raise_if_any()
     return records
 
@@ -133,15 +135,15 @@ def test_lines_are_counted_from_one_and_empty_lines_count(tmp_path: Path) -> Non
 
 def test_the_first_row_of_each_error_is_shown(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    rows = [{"prompt": "p", "response": "r", "preference": "good" if i % 2 else "chosen"} for i in range(46)]
+    rows = [{"prompt": "p", "response": "r", "preference": "chosen"} | ({"weight": 0} if i % 2 else {}) for i in range(46)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    with raises(DataError, "23", f"{path}:2", "preference", "chosen", "rejected", "good", "remove", "22", "line 46"):
+    with raises(DataError, "23", f"{path}:2", "weight", "number", "fp32", "remove", "22", "line 46"):
         read(path)
 
 
 def test_ten_errors_are_shown_and_all_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    rows = [{"prompt": "p", "response": "r", "preference": f"good {i}" if i % 2 else "chosen"} for i in range(46)]
+    rows = [{"prompt": "p", "response": "r", "preference": "chosen", "weight": -i if i % 2 else 1} for i in range(46)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     with pytest.raises(DataError) as error:
         read(path)
@@ -153,7 +155,7 @@ def test_ten_errors_are_shown_and_all_are_counted(tmp_path: Path) -> None:
 def test_broken_rows_of_several_files_are_reported_together(tmp_path: Path) -> None:
     broken = RowErrors()
     for name in ("a.jsonl", "b.jsonl"):
-        (tmp_path / name).write_text("[1]\n", encoding="utf-8")
+        (tmp_path / name).write_text("5\n", encoding="utf-8")
         assert list(FileReader(fields=Fields(), broken=broken).kto_records(tmp_path / name, FileColumns())) == []
     with raises(DataError, "2", "rows", "a.jsonl:1", "JSON", "object", "b.jsonl:1"):
         broken.raise_if_any()

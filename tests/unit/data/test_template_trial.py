@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.data.rows.records import DataError, KTORecord, LastRowError, RowError, RowErrors
+from nemo_kto.data.rows.reader import RowErrors
+from nemo_kto.data.rows.records import DataError, KTORecord, LastRowError, RowError
 from nemo_kto.data.tokens import chat, template_trial
 from nemo_kto.data.tokens.cache import KTO_EXAMPLES
 from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from nemo_kto.data.rows import files
 from nemo_kto.data.rows.records import DataError
-from nemo_kto.data.tokens import parts
 from nemo_kto.data.tokens.chat import RecordEncoder
 from nemo_kto.utils import hashes
 from tests.helpers.messages import assert_names
@@ -85,7 +85,7 @@ def test_many_small_files_need_few_syncs_and_log_lines(
 
 def test_groups_of_files_give_the_same_files(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = {file.name: file.read_bytes() for file in cached_files(folder, tmp_path / "whole")}
-    monkeypatch.setattr(parts, "MIN_BYTES", (folder / "11.jsonl").stat().st_size)  # of the others two make a group
+    monkeypatch.setattr(files, "MIN_BYTES", (folder / "11.jsonl").stat().st_size)  # of the others two make a group
     shown: list[tuple[str, int]] = []
 
     def progress(items, *, total, title):  # type: ignore[no-untyped-def]
@@ -106,7 +106,7 @@ def cached_files(data: Path, cache: Path, **changes: Any) -> list[Path]:
 def test_files_tokenised_by_an_interrupted_run_are_kept(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "MIN_BYTES", 1)
+    monkeypatch.setattr(files, "MIN_BYTES", 1)
     encoded, encode = list[int](), RecordEncoder.encode
 
     def counting(self: RecordEncoder, records: list) -> list:
@@ -116,7 +116,7 @@ def test_files_tokenised_by_an_interrupted_run_are_kept(
         return encode(self, records)
 
     with monkeypatch.context() as patch:
-        patch.setattr(parts, "_part_bytes", lambda size: size + 1)
+        patch.setattr(files, "_part_bytes", lambda path, form: path.stat().st_size + 1)
         patch.setattr(RecordEncoder, "encode", counting)
         with pytest.raises(KeyboardInterrupt):
             splits(folder, tmp_path)

@@ -11,8 +11,8 @@ import pytest
 from nemo_kto.algorithms.recipes.kto import loss_weights
 from nemo_kto.data.batches.dataset import DPODataset, KTODataset
 from nemo_kto.data.inspect.check import MAX_BALANCE, balance_warning
-from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader
-from nemo_kto.data.rows.records import DataError, RowErrors, pair_of_row, records_of_row
+from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
+from nemo_kto.data.rows.records import DataError, pair_of_row, records_of_row
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from tests.helpers.messages import Message
 from tests.unit.data.test_fingerprint import fingerprint, splits

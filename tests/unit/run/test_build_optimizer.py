@@ -32,6 +32,12 @@ def test_valid_lengths_are_unchanged() -> None:
     assert lengths(10, **WSD, warmup_steps=2, constant_steps=3, wsd_decay_steps=5) == (ScheduleLengths(2, 3, 5), [])
 
 
+def test_the_default_warm_up_is_shortened_without_a_warning() -> None:
+    assert lengths(100, warmup_steps=None) == (ScheduleLengths(10, 0, None), [])
+    assert lengths(4, warmup_steps=None) == (ScheduleLengths(3, 0, None), [])
+    assert lengths(40, warmup_steps=None, warmup_ratio=0.1) == (ScheduleLengths(4, 0, None), [])
+
+
 def test_too_long_phases_are_shortened_with_a_warning() -> None:
     found, warnings = lengths(4, **WSD, warmup_steps=9, constant_steps=2, wsd_decay_steps=3)
     assert found == ScheduleLengths(3, 0, 1)

@@ -1,0 +1,385 @@
+"""Rows of data files in any form, and parts of files: ranges of rows that are read independently of each other."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+from nemo_kto.data.rows.forms import Form, find_form, open_text, skip_bytes
+from nemo_kto.data.rows.records import DataError, LastRowError, Row, RowError
+from nemo_kto.errors import printable, show
+from nemo_kto.utils.files import MAX_LINE_BYTES, read_lines
+
+if TYPE_CHECKING:
+    import pyarrow
+
+MIN_BYTES = 2**22  # minimum size of a part, which takes a few seconds to process
+_MAX_PARTS = 1000  # approximate maximum per file; a large file has larger parts
+_MAX_COMPRESSED_PARTS = 64  # fewer, because reading a part decompresses everything before it
+_RATIO = 4  # typical of the compression of text
+_SCAN_BYTES = 2**20
+_TABLE_ROWS = 1000  # rows of a table that are in memory at a time
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class _TextRow(NamedTuple):
+    """Row of a text, or why it cannot be used."""
+
+    number: int  # of its first line, or of the row
+    row: Row | RowError
+    stop: int  # byte after it
+    next_number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilePart:
+    """Range of whole rows of a file: of bytes of the (decompressed) text, of row groups or of record batches."""
+
+    number: int = 0  # index of the part, from 0
+    start: int = 0
+    stop: int | None = None  # None for the end of the file
+    first_line: int = 1  # number of its first line or row, from 1
+
+
+WHOLE_FILE = FilePart()
+
+
+def read_rows(path: str | Path, part: FilePart = WHOLE_FILE) -> Iterator[tuple[int, Row | RowError]]:
+    """Yield number and row, or the error, of each row in a part of a file.
+
+    After an error that makes the rest of the part unreadable, such as a line above the length limit, nothing follows. Cells
+    of a csv file are strings; null values of a table are left out, as columns that a JSON row does not have. DataError if
+    the file cannot be opened or is of another form.
+    """
+    form = find_form(path)
+    if form.is_table:
+        yield from _table_rows(path, form, part)
+        return
+    with open_text(path, form.compression, skip=0 if form.kind == "csv" else part.start) as text:
+        if form.kind == "csv":
+            yield from ((found.number, found.row) for found in _csv_rows(text, form.delimiter, part))
+        elif form.kind == "array":
+            yield from ((found.number, found.row) for found in _array_rows(text, part))
+        else:
+            yield from _line_rows(text, part)
+
+
+def file_parts(path: Path) -> Iterator[FilePart]:
+    """Yield the parts of a file while reading it once; they depend only on the file. DataError as in :func:`read_rows`.
+
+    A part whose rest cannot be read is the last one.
+    """
+    form = find_form(path)
+    if form.is_table:
+        yield from _table_parts(path, form)
+        return
+    part_bytes = _part_bytes(path, form)
+    if part_bytes is None:
+        yield WHOLE_FILE
+        return
+    with open_text(path, form.compression) as text:
+        if form.kind == "lines":
+            yield from _line_parts(text, part_bytes)
+            return
+        found = _csv_rows(text, form.delimiter, WHOLE_FILE) if form.kind == "csv" else _array_rows(text, WHOLE_FILE)
+        part, stop = FilePart(), 0
+        for each in found:
+            stop = each.stop
+            if stop - part.start >= part_bytes:
+                yield replace(part, stop=stop)
+                part = FilePart(number=part.number + 1, start=stop, first_line=each.next_number)
+        if stop > part.start or part.number == 0:
+            yield part
+
+
+def number_of_parts(path: Path) -> int:
+    """Return the approximate number of parts that :func:`file_parts` yields; 1 only if there is no second part."""
+    form = find_form(path)
+    if form.is_table:
+        return len(_table_parts(path, form))
+    part_bytes, size = _part_bytes(path, form), path.stat().st_size
+    if part_bytes is None:
+        return 1
+    return max(1, -(-size * (1 if form.compression is None else _RATIO) // part_bytes))
+
+
+def _part_bytes(path: Path, form: Form) -> int | None:
+    """Return the size of a part of a text; None if a compressed file is too small to be divided."""
+    size = path.stat().st_size
+    if form.compression is None:
+        return max(MIN_BYTES, size // _MAX_PARTS)
+    return None if size < MIN_BYTES else max(MIN_BYTES, size // _MAX_COMPRESSED_PARTS) * _RATIO
+
+
+def _parse_json(raw: bytes) -> Row:
+    if len(raw) > MAX_LINE_BYTES:
+        raise RowError(f"a line must have at most {MAX_LINE_BYTES:,} bytes, got more; write one object per line")
+    try:
+        text = raw.decode("utf-8-sig")
+        row = json.loads(text)
+        if "\\u" in text:  # only an escape can encode a lone surrogate, which no tokenizer accepts
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise RowError(f"not valid UTF-8 ({error.reason}); save the file as UTF-8") from error
+    except (ValueError, RecursionError) as error:  # not JSON, a huge integer, or too deep nesting
+        raise RowError(f"not valid JSON ({error}); write one object per line") from error
+    if not isinstance(row, dict):
+        raise RowError(f"a row must be a JSON object, got {show(row)}")
+    return row
+
+
+def _json_row(raw: bytes) -> Row | RowError:
+    try:
+        return _parse_json(raw)
+    except RowError as error:
+        return error
+
+
+def _line_rows(text: BinaryIO, part: FilePart) -> Iterator[tuple[int, Row | RowError]]:
+    """Yield the rows of JSON lines that are not empty; ``text`` is at the start of the part."""
+    place = part.start
+    for line, raw in enumerate(read_lines(text), start=part.first_line):
+        if not raw.isspace():
+            yield line, _json_row(raw)
+        place += len(raw)
+        if part.stop is not None and place >= part.stop:
+            return
+
+
+def _line_parts(text: BinaryIO, part_bytes: int) -> Iterator[FilePart]:
+    """Yield the parts of JSON lines; only the ends of lines are searched, which is faster than reading the rows."""
+    number, start, line = 0, 0, 1
+    while True:
+        lines, left, rest, stop = 0, part_bytes, b"\n", start
+        while left and (chunk := text.read(min(_SCAN_BYTES, left))):
+            lines += chunk.count(b"\n")
+            left -= len(chunk)
+            stop += len(chunk)
+        if not left and chunk[-1:] != b"\n":
+            rest = text.readline(MAX_LINE_BYTES)
+            lines += rest.endswith(b"\n")
+            stop += len(rest)
+        if stop > start or number == 0:
+            yield FilePart(number=number, start=start, stop=stop, first_line=line)
+        if left or not rest.endswith(b"\n"):
+            return
+        number, start, line = number + 1, stop, line + lines
+
+
+def _array_rows(text: BinaryIO, part: FilePart) -> Iterator[_TextRow]:
+    """Yield the rows of a JSON array; ``text`` is at the start of the part.
+
+    The text is scanned as Latin-1, in which each byte is a character. Nothing follows an element that is not valid JSON.
+    """
+    decoder, start, number = json.JSONDecoder(), part.start, part.first_line
+    scanned = text.read(_SCAN_BYTES).decode("latin-1")
+    place = scanned.index("[") + 1 if part.start == 0 else 0
+    while part.stop is None or start + place < part.stop:
+        begin = _skip_space(scanned, place)
+        if scanned.startswith("]", begin):
+            return
+        try:
+            _, end = decoder.raw_decode(scanned, begin)
+            after = _skip_space(scanned, end)
+            if not scanned.startswith((",", "]"), after):
+                raise json.JSONDecodeError("Expecting ',' delimiter", scanned, after)
+        except (ValueError, RecursionError) as error:  # the element may also be incomplete
+            missing = len(scanned) - place
+            more = text.read(max(missing, _SCAN_BYTES)) if missing <= MAX_LINE_BYTES else b""
+            if more:
+                scanned, start, place = scanned[place:] + more.decode("latin-1"), start + place, 0
+                continue
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+            yield _TextRow(
+                number, RowError(f"not valid JSON ({reason}); the rows after it are not read"), start + place, number
+            )
+            return
+        place = after + scanned.startswith(",", after)
+        yield _TextRow(number, _json_row(scanned[begin:end].encode("latin-1")), start + place, number + 1)
+        number += 1
+
+
+def _skip_space(text: str, place: int) -> int:
+    found = _SPACE.match(text, place)
+    return place if found is None else found.end()
+
+
+@dataclass(kw_only=True)
+class _CountedLines:
+    """Lines of a text for the csv module, and their number and bytes so far; a byte that is not UTF-8 is a surrogate."""
+
+    text: BinaryIO
+    lines: int = 0
+    bytes: int = 0
+    row_start: int = 0  # byte at which the row begins that is read now
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        raw = self.text.readline(MAX_LINE_BYTES + 1)
+        if not raw:
+            raise StopIteration
+        self.lines += 1
+        self.bytes += len(raw)
+        if self.bytes - self.row_start > MAX_LINE_BYTES:
+            raise LastRowError(f"a row must have at most {MAX_LINE_BYTES:,} bytes, got more; does a quoted cell not end?")
+        return raw.decode("utf-8", "surrogateescape")
+
+
+def _csv_rows(text: BinaryIO, delimiter: str, part: FilePart) -> Iterator[_TextRow]:
+    """Yield the rows of a csv file as strings by column; rows of empty cells are left out. ``text`` is at its beginning."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    lines, names = _CountedLines(text=text), list[str]()
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    while part.stop is None or lines.bytes < part.stop or not names:
+        row: Row | RowError
+        number, lines.row_start = lines.lines + 1, lines.bytes
+        try:
+            if (cells := next(reader, None)) is None:
+                return
+            "".join(cells).encode("utf-8")
+            if not any(map(str.strip, cells)):
+                continue
+            if not names:
+                names = _column_names(cells)
+                if part.start > lines.bytes:
+                    skip_bytes(text, part.start - lines.bytes)
+                    lines.bytes, lines.lines = part.start, part.first_line - 1
+                continue
+            if len(cells) != len(names):
+                remedy = f'quote cells that contain "{delimiter}" or a line break'
+                raise RowError(f"a row must have {len(names)} cells, as the header has, got {len(cells)}; {remedy}")
+            row = dict(zip(names, cells, strict=True))
+        except RowError as error:
+            row = error
+        except UnicodeEncodeError:
+            row = RowError("not valid UTF-8; save the file as UTF-8")
+        except csv.Error as error:
+            row = RowError(f'not valid csv ({error}); quote cells that contain quotes, and write each of these as ""')
+        yield _TextRow(number, row, lines.bytes, lines.lines + 1)
+        if isinstance(row, LastRowError) or not names:
+            return
+
+
+def _column_names(cells: Sequence[str]) -> list[str]:
+    """Return the names in a header; a column without a name, as an index of pandas, is named by its position."""
+    names = [cell.removeprefix("\ufeff").strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise LastRowError(f"the header must name each column once, got {show(twice)} twice; rename one")
+    return names
+
+
+class _Table(NamedTuple):
+    """Table in units that are read separately: row groups of a Parquet file, or record batches of an Arrow file."""
+
+    sizes: Callable[[], Iterator[tuple[int, int]]]  # rows and bytes of each unit
+    read: Callable[[int, int | None], Iterator[pyarrow.RecordBatch]]  # units [start, stop)
+    schema: pyarrow.Schema
+
+    def parts(self) -> Iterator[FilePart]:
+        part, row, size, unit = FilePart(), 1, 0, 0
+        for unit, (rows, size_of_unit) in enumerate(self.sizes(), start=1):
+            row, size = row + rows, size + size_of_unit
+            if size >= MIN_BYTES:
+                yield replace(part, stop=unit)
+                part, size = FilePart(number=part.number + 1, start=unit, first_line=row), 0
+        if unit > part.start or part.number == 0:
+            yield replace(part, stop=unit)
+
+    def class_names(self) -> Mapping[str, Sequence[str]]:
+        """Return the names of the integers in columns that the datasets library calls class labels."""
+        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):  # of another program
+            features = json.loads((self.schema.metadata or {})[b"huggingface"])["info"]["features"]
+            return {name: each["names"] for name, each in features.items() if each.get("_type") == "ClassLabel"}
+        return {}
+
+
+@contextmanager
+def _open_table(path: str | Path, form: Form) -> Iterator[_Table]:
+    """Open a Parquet or Arrow file; DataError if it is damaged."""
+    import pyarrow
+    from pyarrow import ipc, parquet
+
+    try:
+        file = pyarrow.OSFile(str(path)) if form.kind == "parquet" else pyarrow.memory_map(str(path))
+        if form.kind == "parquet":
+            rows = parquet.ParquetFile(file)
+            groups = [rows.metadata.row_group(number) for number in range(rows.metadata.num_row_groups)]
+
+            def read_groups(start: int, stop: int | None) -> Iterator[pyarrow.RecordBatch]:
+                return rows.iter_batches(_TABLE_ROWS, row_groups=[*range(len(groups))][start:stop])
+
+            sizes = partial(iter, [(group.num_rows, group.total_byte_size) for group in groups])
+            table = _Table(sizes, read_groups, rows.schema_arrow)
+        else:
+            open_batches = partial(_record_batches, file, is_stream=form.kind == "arrow")
+            schema = (ipc.open_stream if form.kind == "arrow" else ipc.open_file)(file).schema
+            table = _Table(
+                lambda: ((batch.num_rows, batch.nbytes) for batch in open_batches()),
+                lambda start, stop: islice(open_batches(), start, stop),
+                schema,
+            )
+    except Exception as error:  # for damaged files pyarrow may raise any exception
+        raise _damaged(path, form, error) from error
+    with file:
+        yield table
+
+
+def _damaged(path: str | Path, form: Form, error: Exception) -> DataError:
+    name = "a Parquet file" if form.kind == "parquet" else "an Arrow file"
+    return DataError(f"{path} is not valid as {name}: {printable(str(error))}; write it again")
+
+
+def _table_parts(path: str | Path, form: Form) -> list[FilePart]:
+    with _open_table(path, form) as table:
+        try:
+            return list(table.parts())
+        except Exception as error:  # of a record batch
+            raise _damaged(path, form, error) from error
+
+
+def _record_batches(file: pyarrow.NativeFile, *, is_stream: bool) -> Iterator[pyarrow.RecordBatch]:
+    from pyarrow import ipc
+
+    file.seek(0)
+    if is_stream:
+        yield from ipc.open_stream(file)
+    else:
+        batches = ipc.open_file(file)
+        yield from map(batches.get_batch, range(batches.num_record_batches))
+
+
+def _table_rows(path: str | Path, form: Form, part: FilePart) -> Iterator[tuple[int, Row | RowError]]:
+    number = part.first_line
+    with _open_table(path, form) as table:
+        class_names = table.class_names()
+        try:
+            for batch in table.read(part.start, part.stop):
+                batch.validate(full=True)
+                for start in range(0, batch.num_rows, _TABLE_ROWS):
+                    for row in batch.slice(start, _TABLE_ROWS).to_pylist():
+                        for column in class_names.keys() & row.keys():
+                            if row[column] is not None and 0 <= row[column] < len(class_names[column]):
+                                row[column] = class_names[column][row[column]]
+                        yield number, _without_nulls(row)
+                        number += 1
+        except Exception as error:  # for damaged files pyarrow may raise any exception
+            yield number, RowError(f"the rest of the file is damaged ({printable(str(error))}); write it again")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without null values in its objects: a table has all fields of any row in every row."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

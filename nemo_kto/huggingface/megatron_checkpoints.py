@@ -1,0 +1,190 @@
+"""Checkpoints of NeMo-Aligner, Megatron-LM and Megatron-Bridge: where their weights, settings and tokenizers are.
+
+FILE.nemo, a tar archive     model_config.yaml, a tokenizer, and model_weights/ (torch_dist) or model_weights.ckpt
+ITERATION of Megatron-Bridge run_config.yaml, tokenizer/, and the files of torch_dist
+ITERATION of Megatron-LM     common.pt with the arguments, and the files of torch_dist
+
+ITERATION is a folder iter_0001000, or the folder above it, whose latest_checkpointed_iteration.txt names one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from nemo_kto.checkpoint.safe_loading import BACKENDS, COMMON, read_arguments
+from nemo_kto.checkpoint.torch_dist import StoredTensors, TorchDist, TorchFile
+from nemo_kto.errors import UserError
+from nemo_kto.utils.files import read_bytes, read_json
+
+_NEMO, _BRIDGE, _LATEST = "model_config.yaml", "run_config.yaml", "latest_checkpointed_iteration.txt"
+_MAX_MEMBERS, _MAX_YAML_BYTES = 100_000, 2**22
+_CONVERT = (
+    "convert it with Megatron-LM, which still reads it: the command of its training with --ckpt-convert-format torch_dist "
+    "--ckpt-convert-save NEW, then import NEW (zarr needs a version before megatron-core 0.13)"
+)
+_MERGE = (
+    "merge its parts with NeMo: python examples/nlp/language_modeling/megatron_change_num_partitions.py --model_file={file} "
+    "--target_file=NEW.nemo --tensor_model_parallel_size=-1 --target_tensor_model_parallel_size=1 "
+    "--pipeline_model_parallel_size=-1 --target_pipeline_model_parallel_size=1, then import NEW.nemo"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronCheckpoint:
+    """A checkpoint that can be imported."""
+
+    path: Path  # for messages
+    tensors: StoredTensors
+    settings: Mapping[str, Any]  # of the model, under the names of the program that wrote it; empty if there are none
+    # Folder with the tokenizer in Hugging Face's format, a SentencePiece model, or the name of the tokenizer on the hub.
+    tokenizer: Path | str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """Settings and tokenizer of a folder."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: Path | str | None = None
+
+
+@contextlib.contextmanager
+def open_checkpoint(path: Path, *, beside: Path) -> Iterator[MegatronCheckpoint]:
+    """Open a checkpoint; an archive is unpacked into a temporary folder in ``beside`` during the block.
+
+    Raises UserError if it has another format, is damaged or unsafe, or cannot be read and must be converted first.
+    """
+    if path.is_file():
+        with tempfile.TemporaryDirectory(dir=beside, prefix=".import-") as folder:
+            unpack(path, Path(folder))
+            yield _find(Path(folder), path)
+    else:
+        yield _find(path, path)
+
+
+def unpack(archive: Path, target: Path) -> None:
+    """Unpack a tar archive, compressed or not, of regular files and folders only.
+
+    Raises UserError if it is no such archive, a member would be outside of ``target`` or is a link, or there is no room.
+    """
+    try:
+        with tarfile.open(archive) as tar:
+            for number, member in enumerate(tar):
+                parts = PurePosixPath(member.name).parts
+                if member.isdir() and ".." not in parts:
+                    continue
+                if not member.isfile() or ".." in parts or member.name.startswith("/") or number >= _MAX_MEMBERS:
+                    text = f"must be an archive of at most {_MAX_MEMBERS:,} regular files below one folder"
+                    raise UserError(f"FILE {text}, got {archive} with {member.name}; do not trust it")
+                if member.size > (free := shutil.disk_usage(target).free):
+                    text = f"{target.parent} must have room for the unpacked {archive.name}, which has {member.name} of"
+                    raise UserError(f"{text} {member.size / 1e9:.1f} GB, got {free / 1e9:.1f} GB; free some space")
+                file = target / member.name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                content = tar.extractfile(member)
+                if content is None:
+                    raise tarfile.ReadError(f"{member.name} has no content")
+                with file.open("xb") as writing:
+                    shutil.copyfileobj(content, writing, 2**24)
+    except (tarfile.TarError, EOFError, OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        text = "must be a .nemo archive (tar, also compressed) or a checkpoint folder"
+        raise UserError(f"FILE {text}, got {archive}: {reason}; copy it again, or correct the path") from error
+
+
+def _find(folder: Path, path: Path) -> MegatronCheckpoint:
+    """Return the checkpoint in a folder; ``path`` is what the user named."""
+    if (folder / _LATEST).is_file():
+        name = read_bytes(folder / _LATEST, limit=100).decode(errors="replace").strip()
+        named = folder / (f"iter_{int(name):07d}" if name.isdecimal() else "release")
+        if not named.is_dir():
+            raise UserError(
+                f"{folder / _LATEST} must name an iteration that exists, got {name}; correct it, or name its folder"
+            )
+        folder = named
+    found = _read_nemo(folder) if (folder / _NEMO).is_file() else _read_megatron(folder)
+    weights = folder / "model_weights" if (folder / "model_weights").is_dir() else folder
+    if (folder / "model_weights.ckpt").is_file():
+        tensors: StoredTensors = TorchFile(file=folder / "model_weights.ckpt")
+    elif (weights / ".metadata").is_file():
+        tensors = TorchDist(folder=weights)
+    else:
+        raise UserError(_why_not(weights, path))
+    if any(".language_model." in name for name in tensors.shapes):
+        text = f"FILE must have the layers of megatron-core, got {path}, which has those of NeMo before 2024"
+        script = (
+            "scripts/checkpoint_converters/convert_gpt_nemo_to_mcore.py --input_name_or_path UNPACKED --output_path NEW.nemo"
+        )
+        raise UserError(f"{text}; convert it with NeMo: python {script}, then import NEW.nemo")
+    return MegatronCheckpoint(path=path, tensors=tensors, settings=found.settings, tokenizer=found.tokenizer)
+
+
+def _why_not(folder: Path, path: Path) -> str:
+    """Return the message for a folder without weights that can be read."""
+    must = "FILE must be a .nemo archive or a torch_dist checkpoint"
+    backend = read_json(folder / BACKENDS).get("sharded_backend") if (folder / BACKENDS).is_file() else None
+    if backend == "zarr" or next(folder.glob("*/.zarray"), None) is not None:
+        return f"{must}, got {path}, whose weights are in zarr; {_CONVERT}"
+    if backend is not None:
+        return f"{must}, got {path} in the format {backend}; {_CONVERT}"
+    if next(folder.glob("*/model_weights.ckpt"), None) is not None:
+        return f"{must}, got {path} with one pickle for each model-parallel rank; {_MERGE.format(file=path)}"
+    if next(folder.glob("mp_rank_*/*.pt"), None) is not None:
+        return f"{must}, got {path} with one pickle for each model-parallel rank; {_CONVERT}"
+    return f"{must}, got {path}, which has neither .metadata nor {_NEMO}; correct the path"
+
+
+def _read_nemo(folder: Path) -> _Found:
+    settings = _read_yaml(folder / _NEMO)
+    named = settings.get("tokenizer")
+    tokenizer = named if isinstance(named, dict) else {}
+    for name in ("model", "vocab_file", "type"):
+        value = tokenizer.get(name)
+        if not isinstance(value, str):
+            continue
+        if value.startswith("nemo:"):
+            file = folder / PurePosixPath(value.removeprefix("nemo:")).name
+            return _Found(settings=settings, tokenizer=file if file.is_file() else None)
+        if name == "type" and tokenizer.get("library") == "huggingface":
+            return _Found(settings=settings, tokenizer=value)
+    return _Found(settings=settings)
+
+
+def _read_megatron(folder: Path) -> _Found:
+    settings: Mapping[str, Any] = {}
+    tokenizer: Mapping[str, Any] = {}
+    if (folder / _BRIDGE).is_file():
+        content = _read_yaml(folder / _BRIDGE)
+        settings, tokenizer = (
+            value if isinstance(value := content.get(key), dict) else {} for key in ("model", "tokenizer")
+        )
+    elif (folder / COMMON).is_file():
+        settings = tokenizer = read_arguments(folder / COMMON)
+    if (folder / "tokenizer").is_dir():
+        return _Found(settings=settings, tokenizer=folder / "tokenizer")
+    names = (tokenizer.get("tokenizer_model"), tokenizer.get("hf_tokenizer_model"), settings.get("hf_model_id"))
+    return _Found(settings=settings, tokenizer=next((name for name in names if isinstance(name, str) and name), None))
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(read_bytes(file, limit=_MAX_YAML_BYTES))
+        if isinstance(content, dict):
+            return content
+        reason = f"it is a {type(content).__name__}"
+    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[0]
+    raise UserError(
+        f"{file.name} must be a YAML file with the settings of the model, got another ({reason}); write it again"
+    )
