@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli.__init__ import integer_from
+from nemo_kto.cli import integer_from
 from nemo_kto.cli.job import Job, refuse_mistakes
 from nemo_kto.config import compose
 from nemo_kto.config.check import read_positions
