@@ -37,7 +37,7 @@ _HYDRA_MODES = ("hydra_help", "resolve", "multirun", "shell_completion", "experi
 
 _SWEEP_REPORT = "+hydra.callbacks.nemo_kto._target_=nemo_kto.cli.sweep.SweepReport"
 
-# Command that only prints -> its module.
+# Command that only prints -> its module, and its function if it is not main.
 _PRINTING = {
     "import": "import_model",
     "plan": "plan",
@@ -46,7 +46,7 @@ _PRINTING = {
     "checkpoint": "checkpoint",
     "data preview": "preview",
     "data check": "check",
-    "data tokenise": "tokenise",
+    "data tokenise": "preview:tokenise",
 }
 
 _USAGE = """\
@@ -141,8 +141,9 @@ def _print(command: str, arguments: Sequence[str]) -> None:
         if command in ("plan", "check"):
             set_up_logging(rank=0)
         try:
-            module = importlib.import_module(f"nemo_kto.cli.{_PRINTING[command]}")
-            if (status := module.main(arguments[len(command.split()) :])) is not None:
+            module, _, function = _PRINTING[command].partition(":")
+            run = getattr(importlib.import_module(f"nemo_kto.cli.{module}"), function or "main")
+            if (status := run(arguments[len(command.split()) :])) is not None:
                 sys.exit(status)
         except UserError as error:
             print(f"nemo-kto {command}: {error}", file=sys.stderr)
