@@ -168,8 +168,8 @@ def check_memory(run: ResolvedRun, ranks: int, local: int, longest: int | None) 
     return plan_run.check_memory(run, machines, longest=longest)
 
 
-def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None) -> NoReturn:
-    """Print the errors, once, and exit.
+def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None, *, remedy: str = "") -> NoReturn:
+    """Print the errors, once, with a remedy for all of them, and exit.
 
     All ranks find the same errors, and rank 0 prints them, except for files that are missing only on another machine.
     """
@@ -178,6 +178,7 @@ def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None) 
         [
             f"nemo-kto: {plural(len(lines), 'mistake')} in the configuration, nothing was started",
             *(f"  {line}" for line in lines),
+            *([remedy] if remedy else []),
         ]
     )
     if world is None or world.rank == 0:
