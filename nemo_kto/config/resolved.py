@@ -24,8 +24,10 @@ from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, is_checkpoint
 from nemo_kto.artifacts.hub import is_hub_name, local_folder
 from nemo_kto.artifacts.sources import ModelSource, find_source
 from nemo_kto.config.schema import RunConfig
+from nemo_kto.data.rows.sources import validation_names
 from nemo_kto.device import device
 from nemo_kto.errors import UserError, import_object
+from nemo_kto.losses.metrics import metric_prefix
 from nemo_kto.processes.ranks import World
 
 if TYPE_CHECKING:
@@ -182,6 +184,12 @@ class ResolvedRun:
     def folder(self) -> Path:
         return Path(self.cfg.exp_manager.explicit_log_dir)
 
+    @cached_property
+    def validation_titles(self) -> dict[str, str]:
+        """Title of each validation set -> prefix of its logged metrics."""
+        sets = validation_names(self.cfg.model.data.data_prefix)
+        return {f"validation {name}".strip(): f"val/{metric_prefix(name)}" for name in sets}
+
     @property
     def checkpoints(self) -> Path:
         return self.folder / CHECKPOINTS
@@ -303,12 +311,14 @@ class ResolvedRun:
 def find_callback(spec: str | Mapping[str, object]) -> Callable[[], Callback]:
     """Return a factory for a user-defined callback of ``trainer.callbacks``.
 
-    ``spec`` is the path package.module.NAME, or a mapping with this path under _target_ and with keyword arguments. Raises
-    UserError if the class does not exist, is not a Callback, or does not accept these arguments.
+    ``spec`` is the path package.module.NAME of a class or an instance, or a mapping with the path of a class under _target_
+    and with keyword arguments. Raises UserError if it does not exist, is not a Callback, or does not accept these arguments.
     """
     settings = {"_target_": spec} if isinstance(spec, str) else dict(spec)
     path, arguments = str(settings.get("_target_")), {name: settings[name] for name in settings if not name.startswith("_")}
     found = import_object(path)
+    if isinstance(found, Callback) and not arguments:
+        return lambda: found
     if not (isinstance(found, type) and issubclass(found, Callback)):
         raise UserError(f"must name subclasses of {Callback.__module__}.{Callback.__name__}, got {path}")
     try:
