@@ -134,11 +134,11 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
     ("name", "parts"),
     [
         ("hf:org/gated", ("gated", "https://huggingface.co/org/gated", "HF_TOKEN", "hf auth login")),
-        ("hf:org/missing", ("does not exist or is private", "HF_TOKEN", "hf auth login")),
+        ("hf:org/missing", ("is private", "HF_TOKEN", "hf auth login")),
         ("hf:org/token", ("token", "HF_TOKEN", "hf auth login")),
         ("hf:org/tagless", ("branch, tag or commit", "org/tagless")),
         ("hf:org/down", ("hf:org/down", "hf download org/down")),
-        ("hf:org/unreachable", ("cannot reach the Hugging Face hub", "hf download org/unreachable", "HF_HUB_CACHE")),
+        ("hf:org/unreachable", ("Hugging Face hub", "hf download org/unreachable", "HF_HUB_CACHE")),
     ],
 )
 def test_a_model_that_cannot_be_downloaded(name: str, parts: tuple[str, ...], refusals: dict[str, str]) -> None:
