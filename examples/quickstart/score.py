@@ -171,12 +171,11 @@ def show(figures: dict[str, float], samples: list[list[str]], prompts: list[str]
         print(f"  {prompt}\n    before: {before!r}\n    after:  {after!r}")
     what = "pairs of a good and a bad review" if pairs else "reviews, half of them good"
     print(f"\nHeld-out data: {figures['rows']:.0f} {what}")
-    print(f"  {'':58}   before    after")
     ranking = ("AUC: a good review gets a higher reward than a bad one", "auc")
     if pairs:
         ranking = ("accuracy: the good review of a pair gets the higher reward", "accuracy")
     for title, name in (("reward margin, good minus bad reviews", "margin"), ranking):
-        print(f"  {title:58}  {figures[f'{name}_before']:7.3f}  {figures[f'{name}_after']:7.3f}")
+        print(f"  {title}\n    before: {figures[f'{name}_before']:.3f}  after: {figures[f'{name}_after']:.3f}")
 
 
 def main() -> None:
