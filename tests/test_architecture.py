@@ -54,7 +54,11 @@ PACKAGES = {
     "processes": Package(
         own=names("device utils"),
         outside=names("torch"),
-        only_in=(("lightning_fabric", names("ranks.py")), ("psutil", names("launcher.py ranks.py rendezvous.py"))),
+        only_in=(
+            ("cloudpickle", names("objects.py")),
+            ("lightning_fabric", names("ranks.py")),
+            ("psutil", names("launcher.py ranks.py rendezvous.py")),
+        ),
     ),
     "distributed": Package(own=names("device processes utils"), outside=names("torch numpy megatron.core")),
     "architecture": Package(
@@ -111,10 +115,11 @@ PACKAGES = {
     ),
     "planner": Package(own=names("device telemetry architecture artifacts models config run utils")),
     "cli": Package(
-        own=names("losses data device processes telemetry architecture artifacts algorithms huggingface config run")
-        | names("planner utils"),
+        own=names("losses data device processes telemetry architecture artifacts algorithms huggingface config")
+        | names("run planner utils"),
         outside=names("hydra omegaconf"),
         never=names("hydra._internal"),
+        only_in=(("pandas", names("api.py")), ("transformers", names("api.py"))),
     ),
 }
 # Modules of the top level; they import only the standard library, and each other.

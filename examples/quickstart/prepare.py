@@ -54,17 +54,8 @@ REVIEWS = Wheel(
 # Many prompts, so that a KL example nearly always joins two different prompts; short ones, to save time.
 SYSTEM = {"role": "system", "content": "Film critic."}
 GENRES = (
-    "comedy",
-    "drama",
-    "thriller",
-    "western",
-    "horror film",
-    "love story",
-    "war film",
-    "musical",
-    "documentary",
-    "cartoon",
-)
+    "comedy", "drama", "thriller", "western", "horror film", "love story", "war film", "musical", "documentary", "cartoon",
+)  # fmt: skip
 PROMPTS = tuple(f"Review a {genre} from {year}." for year in range(1984, 2004) for genre in GENRES)
 
 

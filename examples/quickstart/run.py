@@ -151,11 +151,11 @@ def main() -> None:
     score = [*python, str(HERE / "score.py"), algorithm, model, str(folder / "hf"), held_out, *out]
     stage("What it learned, on held-out data", score)
 
-    print(f"\n  aligned model, for transformers   {folder / 'hf'}")
-    print(f"  the model it started from         {model}")
-    print(f"  metrics, config, TensorBoard      {folder}")
+    print(f"\n  aligned model  {folder / 'hf'}")
+    print(f"  started from   {model}")
+    print(f"  metrics        {folder}")
     activate = "" if sys.prefix == sys.base_prefix else f"source {os.path.relpath(sys.prefix)}/bin/activate; "
-    print(f"  train on your own data            {activate}nemo-kto {algorithm} {model} rows.jsonl")
+    print(f"  your own data  {activate}nemo-kto {algorithm} {model} rows.jsonl")
     minutes = (time.monotonic() - began) / 60
     print(f"\nIt took {minutes:.1f} minutes; the estimate was {plan['minutes']:.1f}.")
 

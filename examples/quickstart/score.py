@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from plan import choose_precision
-from prepare import FROM_FILES, PROMPTS, SEED, SYSTEM
+from prepare import FROM_FILES, SEED, SYSTEM
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
@@ -26,6 +26,11 @@ from nemo_kto.device.dtypes import DTYPES
 from nemo_kto.device.precision import PRECISIONS
 
 BETA = 0.1
+SAMPLE_PROMPTS = [  # unlike those of the data, so that the answers show what is learned beyond them
+    "Review a drama about two sisters.",
+    "Review a thriller about a bank robbery.",
+    "Review a horror film about an old house.",
+]
 
 Messages = list[dict[str, str]]
 
@@ -166,12 +171,11 @@ def show(figures: dict[str, float], samples: list[list[str]], prompts: list[str]
         print(f"  {prompt}\n    before: {before!r}\n    after:  {after!r}")
     what = "pairs of a good and a bad review" if pairs else "reviews, half of them good"
     print(f"\nHeld-out data: {figures['rows']:.0f} {what}")
-    print(f"  {'':58}   before    after")
     ranking = ("AUC: a good review gets a higher reward than a bad one", "auc")
     if pairs:
         ranking = ("accuracy: the good review of a pair gets the higher reward", "accuracy")
     for title, name in (("reward margin, good minus bad reviews", "margin"), ranking):
-        print(f"  {title:58}  {figures[f'{name}_before']:7.3f}  {figures[f'{name}_after']:7.3f}")
+        print(f"  {title}\n    before: {figures[f'{name}_before']:.3f}  after: {figures[f'{name}_after']:.3f}")
 
 
 def main() -> None:
@@ -186,19 +190,18 @@ def main() -> None:
     logging.disable_progress_bar()
     pairs, dtype = arguments.algorithm == "dpo", DTYPES[choose_precision(arguments.precision)[0]]
     conversations, labels = read_rows(arguments.rows)
-    prompts = list(PROMPTS[10:12])
     # One thread per model and half of the cores for each: if both use all cores, each operation waits for the other.
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))
     models = [load(folder, dtype=dtype) for folder in (arguments.reference, arguments.aligned)]
     print(f"log-probs of {len(conversations)} responses, before and after", flush=True)
     with ThreadPoolExecutor() as threads:
         logps = list(threads.map(lambda loaded: answer_logps(loaded, conversations), models))
-    print(f"sample texts for {len(prompts)} prompts, before and after", flush=True)
-    samples = [sample(loaded, prompts, seed=SEED) for loaded in models]
+    print(f"sample texts for {len(SAMPLE_PROMPTS)} prompts, before and after", flush=True)
+    samples = [sample(loaded, SAMPLE_PROMPTS, seed=SEED) for loaded in models]
     figures = measure(logps, labels, pairs=pairs)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(figures, indent=2) + "\n")
-    show(figures, samples, prompts, pairs=pairs)
+    show(figures, samples, SAMPLE_PROMPTS, pairs=pairs)
 
 
 if __name__ == "__main__":

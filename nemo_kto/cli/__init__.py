@@ -1,0 +1,33 @@
+"""Commands of `nemo-kto` and the Python interface; this module defines argument types for argparse."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+
+
+def integer_from(least: int) -> Callable[[str], int]:
+    """Return an argparse type for integers of at least ``least``."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be an integer of at least {least}, got {text}")
+        return int(text)
+
+    return read
+
+
+def gigabytes(text: str) -> float:
+    """Argparse type for a size of memory."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, in 10^9 bytes, got {text}; e.g. --memory 80")
+    return value
+
+
+def is_set(key: str, overrides: Iterable[str]) -> bool:
+    """Return whether an override sets the key."""
+    return any(text.lstrip("+").startswith(f"{key}=") for text in overrides)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.artifacts.hub import is_hub_name, local_folder, pin
-from nemo_kto.cli.arguments import integer_from
+from nemo_kto.cli import integer_from
 from nemo_kto.data.inspect.check import PartCheck, Report
 from nemo_kto.data.rows.files import file_parts, number_of_parts
 from nemo_kto.data.rows.labels import Labels

@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli.arguments import gigabytes, integer_from, is_set
-from nemo_kto.cli.tokenise import with_all_cores
+from nemo_kto.cli import gigabytes, integer_from, is_set
+from nemo_kto.cli.preview import with_all_cores
 from nemo_kto.config import compose
 from nemo_kto.config.check import Checker, InvalidConfig
 from nemo_kto.config.resolved import ResolvedRun

@@ -8,8 +8,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -29,7 +29,7 @@ from nemo_kto.config.rules.training import run_errors, unused_keys
 from nemo_kto.config.saved_config import redact_file, redacted
 from nemo_kto.device import device
 from nemo_kto.errors import ConfigError, UserError, plural
-from nemo_kto.processes import ranks, signals
+from nemo_kto.processes import objects, ranks, signals
 from nemo_kto.telemetry.console import set_up_logging, take_over
 
 
@@ -40,7 +40,7 @@ class Job:
     recipe: Recipe
     source: compose.Source
     world: ranks.World | None  # the ranks that this process belongs to; None if none were started
-    script: Path | None = None  # the script that was called; None for the command `nemo-kto`
+    objects: Mapping[str, object] = field(default_factory=dict)  # losses and callbacks of the calling process, by name
     elsewhere: bool = False  # a Hydra launcher runs each job of a sweep in another process, on another machine
 
     def checker(self, *, sweep: bool) -> Checker:
@@ -84,28 +84,41 @@ class Job:
             device.force_cpu()
         if self.world is None and run.local_ranks > 1:
             own_folder = [f"exp_manager.explicit_log_dir='{run.folder}'"] if sweep else []
-            models = [f"{key}='{name}'" for key in MODEL_KEYS if is_hub_name(name := str(value_of(run.cfg, key)))]
-            command = self._command([*overrides, *own_folder, *models, *(f"{mistake.key}=null" for mistake in unused)])
-            from nemo_kto.processes import launcher
+            from nemo_kto.processes.launcher import RanksEnded
 
-            launcher.spawn_ranks(run.local_ranks, command, stop_signals=run.cfg.trainer.stop_signals)
+            try:
+                self.start_ranks(run, [*overrides, *own_folder, *(f"{mistake.key}=null" for mistake in unused)])
+            except UserError as error:
+                ranks.fail(error, world=None)
+            except RanksEnded as end:
+                if end.message:
+                    print(f"nemo-kto: {end.message}", file=sys.stderr)
+                sys.exit(end.status)
         else:
             for note in compose.notes(config) if is_first else ():
                 print(f"nemo-kto: {note}", file=sys.stderr)
             self._train(run)
 
-    def _command(self, overrides: Sequence[str]) -> list[str]:
-        """Return the interpreter's arguments that run this job again: with the script that was called, or with the module.
+    def start_ranks(
+        self, run: ResolvedRun, overrides: Sequence[str], *, output: Callable[[str], object] | None = None
+    ) -> None:
+        """Start the ranks of a run of this job and wait for them; see ``launcher.spawn_ranks``.
 
-        With -P, nothing is imported from the working directory, which may be the folder of an untrusted model. A script may
-        need the modules in its folder, and gets -P only if it was called with it. An environment variable instead of -P
-        would also affect programs started by a user's callbacks.
+        Each runs the command `nemo-kto NAME`, not the program of this process, which may be a script or a notebook. With -P,
+        modules of the working directory, which may be the folder of an untrusted model, hide no others. An environment
+        variable instead of -P would also affect programs started by a user's callbacks.
         """
-        if self.script is None:
-            program = ["-P", "-m", "nemo_kto.cli.main", self.recipe.name]
-        else:
-            program = [*(["-P"] if sys.flags.safe_path else []), str(self.script)]
-        return ["-u", *program, *self.source.flags(), *overrides]
+        from nemo_kto.processes import launcher
+
+        models = [f"{key}='{name}'" for key in MODEL_KEYS if is_hub_name(name := str(value_of(run.cfg, key)))]
+        program = ["-u", "-P", "-m", "nemo_kto.cli.main", self.recipe.name, *self.source.flags()]
+        launcher.spawn_ranks(
+            run.local_ranks,
+            [*program, *overrides, *models],
+            stop_signals=run.cfg.trainer.stop_signals,
+            payload=objects.pack(self.objects),
+            output=output,
+        )
 
     def _train(self, run: ResolvedRun) -> None:
         ranks.raise_open_files()
@@ -155,8 +168,8 @@ def check_memory(run: ResolvedRun, ranks: int, local: int, longest: int | None) 
     return plan_run.check_memory(run, machines, longest=longest)
 
 
-def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None) -> NoReturn:
-    """Print the errors, once, and exit.
+def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None, *, remedy: str = "") -> NoReturn:
+    """Print the errors, once, with a remedy for all of them, and exit.
 
     All ranks find the same errors, and rank 0 prints them, except for files that are missing only on another machine.
     """
@@ -165,6 +178,7 @@ def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None) 
         [
             f"nemo-kto: {plural(len(lines), 'mistake')} in the configuration, nothing was started",
             *(f"  {line}" for line in lines),
+            *([remedy] if remedy else []),
         ]
     )
     if world is None or world.rank == 0:

@@ -19,7 +19,7 @@ from nemo_kto import __version__
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.device import device
 from nemo_kto.errors import UserError, either
-from nemo_kto.processes import ranks, signals
+from nemo_kto.processes import objects, ranks, signals
 from nemo_kto.telemetry import console
 from nemo_kto.telemetry.console import set_up_logging, take_over
 
@@ -37,15 +37,16 @@ _HYDRA_MODES = ("hydra_help", "resolve", "multirun", "shell_completion", "experi
 
 _SWEEP_REPORT = "+hydra.callbacks.nemo_kto._target_=nemo_kto.cli.sweep.SweepReport"
 
-# Command that only prints -> its module.
+# Command that only prints -> its module, and its function if it is not main.
 _PRINTING = {
     "import": "import_model",
     "plan": "plan",
+    "translate": "translate",
     "check": "check_run",
     "checkpoint": "checkpoint",
     "data preview": "preview",
     "data check": "check",
-    "data tokenise": "tokenise",
+    "data tokenise": "preview:tokenise",
 }
 
 _USAGE = """\
@@ -63,6 +64,9 @@ nemo-kto: alignment training of large language models on human feedback, on one 
 
   nemo-kto check {names} MODEL DATA [KEY=VALUE ...] [--nodes N --gpus-per-node N [--gpu KIND]]
       Check every key, file and row of a run, and plan it, on a machine without its GPUs; the rows are tokenised.
+
+  nemo-kto translate FILE
+      Print the command for a configuration of TRL, ms-swift, LLaMA-Factory or axolotl.
 
   nemo-kto data preview FILE --model MODEL
       Show the first rows of a data file as the model sees them.
@@ -137,8 +141,9 @@ def _print(command: str, arguments: Sequence[str]) -> None:
         if command in ("plan", "check", "data tokenise"):
             set_up_logging(rank=0)
         try:
-            module = importlib.import_module(f"nemo_kto.cli.{_PRINTING[command]}")
-            if (status := module.main(arguments[len(command.split()) :])) is not None:
+            module, _, function = _PRINTING[command].partition(":")
+            run = getattr(importlib.import_module(f"nemo_kto.cli.{module}"), function or "main")
+            if (status := run(arguments[len(command.split()) :])) is not None:
                 sys.exit(status)
         except UserError as error:
             print(f"nemo-kto {command}: {error}", file=sys.stderr)
@@ -186,12 +191,15 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     try:
         ranks.end_with_launcher()
         world = ranks.detect_world()
+        objects.unpack()
     except UserError as error:
         ranks.fail(error, world=None)
     set_up_logging(rank=0 if world is None else world.rank)
     flags = _flags(argv)
     if flags.help:
-        program = f"python {sys.argv[0]}" if _own_script() else f"nemo-kto {recipe.name}"
+        script = Path(sys.argv[0])  # perhaps one of examples/, which implies its algorithm
+        is_script = script.suffix == ".py" and script.resolve() != Path(__file__).resolve()
+        program = f"python {script}" if is_script else f"nemo-kto {recipe.name}"
         with console.exit_if_output_lost():
             print(_TRAINING_USAGE.format(recipe=recipe, program=program, keys=as_text(recipe)), end="")
         return
@@ -200,9 +208,13 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     )
     given, misplaced = read_positions(flags.words, recipe)
     elsewhere = any(text.startswith("hydra/launcher=") for text in given)
-    job = Job(recipe=recipe, source=source, world=world, script=_own_script(), elsewhere=elsewhere)
-    if others or misplaced:
-        refuse_mistakes(job.checker(sweep=flags.multirun).errors([*others, *flags.words]), world)
+    job = Job(recipe=recipe, source=source, world=world, elsewhere=elsewhere)
+    if others:
+        from nemo_kto.cli.translate import refuse_options
+
+        refuse_options(job, others, flags.words)
+    if misplaced:
+        refuse_mistakes(job.checker(sweep=flags.multirun).errors(flags.words), world)
     try:
         own_file = source.own_file
         own_text = None if own_file is None else own_file.read_text(encoding="utf-8", errors="replace")
@@ -286,12 +298,6 @@ def _other_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             values.append(rest.pop(0))
         others.append(word if "=" in word else f"{word}={' '.join(values) or 'true'}")
     return words, others
-
-
-def _own_script() -> Path | None:
-    """Return the script that was called, such as one in examples/, which implies its algorithm; None for a command."""
-    script = Path(sys.argv[0]).resolve()
-    return script if script.suffix == ".py" and script != Path(__file__).resolve() else None
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli.arguments import gigabytes, integer_from, is_set
+from nemo_kto.cli import gigabytes, integer_from, is_set
 from nemo_kto.config import compose
 from nemo_kto.config.check import POSITIONS, Checker, InvalidConfig, read_positions
 from nemo_kto.config.resolved import ResolvedRun

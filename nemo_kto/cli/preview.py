@@ -1,6 +1,6 @@
-"""Command `nemo-kto data preview`: show the first rows of a file as the model sees them.
+"""Commands `nemo-kto data preview`, the first rows of a file as the model sees them, and `nemo-kto data tokenise`.
 
-The rows are processed by the same code as in training, in a temporary folder. The command does not load megatron-core.
+The rows are processed by the same code as in training, for the preview in a temporary folder. megatron-core is not loaded.
 """
 
 from __future__ import annotations
@@ -15,17 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli.arguments import integer_from, is_set
+from nemo_kto.cli import integer_from, is_set
 from nemo_kto.config import compose
 from nemo_kto.config.check import POSITIONS, Checker, quoted
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.training import run_errors
 from nemo_kto.errors import ConfigError, UserError
+from nemo_kto.telemetry.progress import progress_bar
+from nemo_kto.telemetry.summary import table
 
 _MODEL, _DATA = POSITIONS.values()
 _DESCRIPTION = """\
 Show the first rows of a file as the model sees them: the decoded tokens with prompt, response and masked parts marked,
 their number, the label, and the response of the KL example. KEY=VALUE: as in training.
+"""
+_TOKENISE = """\
+Tokenise the rows of a run into model.data.cache_dir, so that the training reads them from there. MODEL, DATA and KEY=VALUE:
+as in training. Large files are tokenised by one process for each core, or by model.data.preprocess_workers processes.
 """
 
 
@@ -43,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
     named = {_MODEL: flags.model, _DATA: flags.file}
     overrides = [f"{key}={quoted(value)}" for key, value in named.items() if value is not None]
     source, title = compose.Source(config_name=recipe.config_name), "the rows cannot be shown"
-    checker = Checker(recipe=recipe, source=source, rules=data_errors, gpus=0, title=title)
+    checker = Checker(recipe=recipe, source=source, rules=data_errors, gpus=0, title=title, weights=False)
     run = checker.resolve([*overrides, *flags.overrides])
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     sys.stdout.write("\n".join(_lines(run, flags.file, rows=flags.rows, coloured=coloured)) + "\n")
@@ -90,3 +96,31 @@ def _lines(run: ResolvedRun, file: str, *, rows: int, coloured: bool) -> Iterato
         for warning in splits.warnings:
             yield f"Of the first rows, {warning.removeprefix(f'{file}: ')}."
         yield from cfg.recipe.preview(preview, dataset, batch, examples, cfg.loss.record)
+
+
+def tokenise(argv: Sequence[str]) -> None:
+    """Run `nemo-kto data tokenise`; raise UserError if the command line, the model's tokenizer or the rows are invalid."""
+    parser = argparse.ArgumentParser(prog="nemo-kto data tokenise", description=_TOKENISE)
+    parser.add_argument("algorithm", choices=list(RECIPES), help="the algorithm of the run")
+    parser.add_argument("words", nargs="*", metavar="MODEL DATA KEY=VALUE", help="as in training")
+    parser.add_argument("--config-name", metavar="FILE", help="your configuration file")
+    parser.add_argument("--config-dir", metavar="FOLDER", help="folder of that file")
+    flags = parser.parse_intermixed_args(list(argv))
+    recipe = RECIPES[flags.algorithm]
+    source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
+    title = "the rows cannot be tokenised"
+    run = Checker(recipe=recipe, source=source, rules=data_errors, gpus=0, title=title, weights=False).resolve(flags.words)
+    from nemo_kto.run.rows import model_tokenizer, source_settings, split_text
+
+    settings = source_settings(with_all_cores(run), model_tokenizer(run.files))
+    settings["progress"] = partial(progress_bar, shown=True)
+    splits = recipe.build_splits(settings, run.cfg.data_options())
+    rows = {name: split_text(recipe.unit, examples.counts) for name, examples in splits.in_use.items()}
+    print(table(f"nemo-kto data tokenise {recipe.name}", {**rows, "cache": run.cfg.model.data.cache_dir}))
+
+
+def with_all_cores(run: ResolvedRun) -> ResolvedRun:
+    """Return the run with a process for each core that this process may use, unless their number is configured."""
+    data = run.cfg.model.data
+    workers = data.preprocess_workers or len(os.sched_getaffinity(0))
+    return run.with_model(data=data.model_copy(update={"preprocess_workers": workers}))

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
-from nemo_kto.config import migration
-from nemo_kto.config.compose import config_folder
+from nemo_kto.config import migration, translation
+from nemo_kto.config.compose import DEFAULT_LR, config_folder
 from nemo_kto.config.schema import config_type
 from nemo_kto.utils.field_errors import echo, names
 from nemo_kto.utils.fields import MayChange, MustStay
@@ -109,12 +109,60 @@ def aligner_table() -> str:
     return table(("key", "silently accepted", "other values", "why"), rows)
 
 
+# Defaults compared in docs/translate.md -> TRL's names, our keys.
+_COMPARED = {
+    "learning rate": ("learning_rate", "model.optim.lr"),
+    "beta": ("beta", "model.kto.ref_policy_kl_penalty"),
+    "weight decay": ("weight_decay", "model.optim.weight_decay"),
+    "betas": ("adam_beta1 adam_beta2", "model.optim.betas"),
+    "epsilon": ("adam_epsilon", "model.optim.eps"),
+    "maximum gradient norm": ("max_grad_norm", "trainer.kto.gradient_clip_val"),
+    "schedule": ("lr_scheduler_type", "model.optim.sched.name"),
+    "warm-up": ("warmup_steps warmup_ratio", "model.optim.sched.warmup_steps"),
+    "epochs": ("num_train_epochs", "trainer.kto.max_epochs"),
+    "batch": ("per_device_train_batch_size global_batch_size", "model.global_batch_size"),
+    "length": ("max_length", "model.data.seq_length"),
+    "adapters": ("tuner", "model.peft.peft_scheme"),
+    "rank": ("lora_r", "model.peft.lora_tuning.adapter_dim"),
+    "alpha": ("lora_alpha", "model.peft.lora_tuning.alpha"),
+    "dropout": ("lora_dropout", "model.peft.lora_tuning.adapter_dropout"),
+}
+
+
+def default_table() -> str:
+    """Return the table of docs/translate.md with the defaults of other trainers."""
+    ours, trainers = {key.name: key for key in all_keys(RECIPES["kto"])}, translation.table()["trainers"].values()
+    rows = []
+    for title, (options, key) in _COMPARED.items():
+        default = "{none:g}, adapters {lora:g}".format(**DEFAULT_LR) if title == "learning rate" else ours[key].default
+        row = [title, f"`{default}`"]
+        for trainer in trainers:
+            both = [trainer.get(kind, {}).get(options) for kind in ("full", "lora")]
+            found = [trainer["defaults"][name] for name in options.split() if trainer["defaults"].get(name) is not None]
+            row.append(f"{both[0]:g}, adapters {both[1]:g}" if both[0] else ", ".join(map(str, found)) or "none")
+        rows.append(row)
+    return table(("", "ours", *(trainer["title"] for trainer in trainers)), rows)
+
+
+def metric_table() -> str:
+    """Return the table of docs/translate.md with the names of metrics."""
+    metrics = translation.table()["metrics"].items()
+    return table(("TRL and trainers that use it", "ours"), [(f"`{name}`", f"`{ours}`") for name, ours in metrics])
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
     return "\n".join([lines[0], f"|{'---|' * len(header)}", *lines[1:]])
 
 
-TABLES = {"keys": key_tables, "resumed runs": resume_tables, "NeMo-Aligner": aligner_table, "other names": alias_table}
+TABLES = {
+    "keys": key_tables,
+    "resumed runs": resume_tables,
+    "NeMo-Aligner": aligner_table,
+    "other names": alias_table,
+    "defaults": default_table,
+    "metrics": metric_table,
+}
 _TABLE = re.compile(r"(<!-- generated: ([\w -]+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
 
 

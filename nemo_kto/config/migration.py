@@ -25,7 +25,8 @@ _PLUS = re.compile(r"\+(?=[A-Za-z]\w*\.[\w.]+=)")  # the plus of +KEY=VALUE; con
 
 
 @cache
-def _table(name: str) -> dict[str, Any]:
+def read_table(name: str) -> dict[str, Any]:
+    """Return the content of a YAML file beside this module."""
     text = (resources.files(__package__) / f"{name}.yaml").read_text(encoding="utf-8")
     return dict(yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))  # nosec B506  # both are safe
 
@@ -44,7 +45,7 @@ class AlignerKey(NamedTuple):
 def aligner_keys(algorithm: str = "NAME") -> Mapping[str, AlignerKey]:
     """Return all keys that only NeMo-Aligner has; ``algorithm`` replaces NAME in the values."""
     found = {}
-    for key, entry in _table("nemo_aligner").items():
+    for key, entry in read_table("nemo_aligner").items():
         texts = {name: text.replace("NAME", algorithm) for name, text in entry.items() if name in ("why", "same_as")}
         found[key] = AlignerKey(key, **{**entry, **texts})
     return found
@@ -83,12 +84,12 @@ def judge(values: Mapping[str, object], known: Container[str], algorithm: str) -
 
 def aliases() -> dict[str, str]:
     """Return name in another trainer -> our key, with NAME for the algorithm; a hint about the value may follow a space."""
-    return dict(_table("other_trainers")["aliases"])
+    return dict(read_table("other_trainers")["aliases"])
 
 
 def without() -> dict[str, str]:
     """Return names in other trainers without an equivalent in this package, each with the reason."""
-    return dict(_table("other_trainers")["without"])
+    return dict(read_table("other_trainers")["without"])
 
 
 def unknown_key(key: str, got: str, known: Sequence[str], recipe: Recipe) -> ConfigError:

@@ -21,11 +21,13 @@ from nemo_kto.architecture.rope import longest_sequence
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.artifacts.adapter_files import read_adapter_settings
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, is_checkpoint
-from nemo_kto.artifacts.hub import local_folder
+from nemo_kto.artifacts.hub import is_hub_name, local_folder
 from nemo_kto.artifacts.sources import ModelSource, find_source
 from nemo_kto.config.schema import RunConfig
+from nemo_kto.data.rows.sources import validation_names
 from nemo_kto.device import device
 from nemo_kto.errors import UserError, import_object
+from nemo_kto.losses.metrics import metric_prefix
 from nemo_kto.processes.ranks import World
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ class ModelFiles:
     adapter_folder: Path | None = None  # adapters in PEFT format to start from; ``source`` may also contain adapters
     tensor_parallel: int = 1  # the architecture is padded for this size and the next
     expert_tensor_parallel: int | None = None
+    has_weights: bool = True  # False for a hub model of which only configuration and tokenizer were downloaded
 
     @cached_property
     def is_checkpoint(self) -> bool:
@@ -127,10 +130,10 @@ class ResolvedRun:
     length_reason: str = "set by the user"  # why model.data.seq_length has its value
 
     @classmethod
-    def of(cls, cfg: RunConfig, *, gpus: int | None = None) -> ResolvedRun:
+    def of(cls, cfg: RunConfig, *, gpus: int | None = None, weights: bool = True) -> ResolvedRun:
         """Return the run of a configuration, with a default for the sequence length, for which config.json is read.
 
-        ``gpus``: by default those of this machine.
+        ``gpus``: by default those of this machine. ``weights``: those of hub models were downloaded.
         """
         if gpus is None:
             gpus = 0 if cfg.trainer.accelerator == "cpu" else device.device_count()
@@ -140,6 +143,7 @@ class ResolvedRun:
             adapter_folder=None if adapter is None else local_folder(adapter),
             tensor_parallel=cfg.model.tensor_model_parallel_size,
             expert_tensor_parallel=cfg.model.expert_tensor_parallel_size,
+            has_weights=weights or not is_hub_name(cfg.pretrained_checkpoint.restore_from_path),
         )
         run = cls(cfg=cfg, files=files, gpus=gpus)
         return run if cfg.model.data.seq_length is not None else run.with_default_length()
@@ -179,6 +183,12 @@ class ResolvedRun:
     @cached_property
     def folder(self) -> Path:
         return Path(self.cfg.exp_manager.explicit_log_dir)
+
+    @cached_property
+    def validation_titles(self) -> dict[str, str]:
+        """Title of each validation set -> prefix of its logged metrics."""
+        sets = validation_names(self.cfg.model.data.data_prefix)
+        return {f"validation {name}".strip(): f"val/{metric_prefix(name)}" for name in sets}
 
     @property
     def checkpoints(self) -> Path:
@@ -301,12 +311,14 @@ class ResolvedRun:
 def find_callback(spec: str | Mapping[str, object]) -> Callable[[], Callback]:
     """Return a factory for a user-defined callback of ``trainer.callbacks``.
 
-    ``spec`` is the path package.module.NAME, or a mapping with this path under _target_ and with keyword arguments. Raises
-    UserError if the class does not exist, is not a Callback, or does not accept these arguments.
+    ``spec`` is the path package.module.NAME of a class or an instance, or a mapping with the path of a class under _target_
+    and with keyword arguments. Raises UserError if it does not exist, is not a Callback, or does not accept these arguments.
     """
     settings = {"_target_": spec} if isinstance(spec, str) else dict(spec)
     path, arguments = str(settings.get("_target_")), {name: settings[name] for name in settings if not name.startswith("_")}
     found = import_object(path)
+    if isinstance(found, Callback) and not arguments:
+        return lambda: found
     if not (isinstance(found, type) and issubclass(found, Callback)):
         raise UserError(f"must name subclasses of {Callback.__module__}.{Callback.__name__}, got {path}")
     try:

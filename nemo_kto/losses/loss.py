@@ -96,9 +96,12 @@ class Loss:
         """Whether training on a global batch requires a forward pass of the policy over it beforehand."""
         return self.needs_delta or self.sorts is not None
 
-    @property
+    @cached_property
     def options(self) -> dict[str, Option]:
-        """Type and default of each option, by name; NameError if an annotation refers to an undefined name."""
+        """Type and default of each option, by name; NameError if an annotation refers to an undefined name.
+
+        Pickled with the loss: a function of a notebook takes along what it calls, and not what its annotations name.
+        """
         given = {name: each for name, each in self._keywords.items() if each.default is not each.empty}
         # the annotations of tensors are not evaluated because importing torch takes seconds
         annotated = {name: each.annotation for name, each in given.items() if each.annotation is not each.empty}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
@@ -32,41 +34,88 @@ _LIKELY_CAUSE = {signals.ENDED_EARLY: -1, -signal.SIGTERM: 2, ranks.USAGE_ERROR:
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def spawn_ranks(count: int, command: Sequence[str], *, stop_signals: Sequence[str]) -> None:
+class RanksEnded(Exception):
+    """The ranks ended without success.
+
+    Attributes:
+        status: exit status for the process that started them: that of the rank that failed first, 85 if all ended early,
+            128 + its number if a signal ended the run.
+        message: why; empty if it was already printed.
+        received: signals that this process received meanwhile.
+    """
+
+    def __init__(self, status: int, message: str, received: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.status, self.message, self.received = status, message, frozenset(received)
+
+
+def spawn_ranks(
+    count: int,
+    command: Sequence[str],
+    *,
+    stop_signals: Sequence[str],
+    payload: bytes = b"",
+    output: Callable[[str], object] | None = None,
+) -> None:
     """Start ``count`` ranks with these arguments of Python on this machine and wait for them; nothing is restarted.
 
     When a rank fails, the others are ended at once. Each rank gets as many threads as there are cores per rank, unless
     OMP_NUM_THREADS is set. Signals named in ``stop_signals`` are forwarded, and the ranks take as long as they need; a
     second SIGINT and other signals end them at once. Processes that the ranks leave behind are killed. The ranks rendezvous
-    in an unnamed file, which disappears with the last of them, and listen only on the loopback interface.
+    in an unnamed file, which disappears with the last of them, and listen only on the loopback interface. They can read
+    ``payload`` from the file that OBJECTS_FILE names. ``output`` receives what they print; None if they print it themselves.
 
     Raises:
-        SystemExit: a rank failed (with its status), all ended early (85), a signal ended the run (128 + its number), or the
-            loopback interface is down (2, with a message).
+        RanksEnded: a rank failed, all ended early, or a signal ended the run.
+        UserError: the loopback interface is down.
     """
     if rendezvous.loopback() is None:
-        ranks.fail(UserError(_NO_LOOPBACK), world=None)
+        raise UserError(_NO_LOOPBACK)
     ranks.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # this process inherits the children of killed ranks, and ends them below
     with contextlib.ExitStack() as files:
         # unnamed files, which no cleanup of /tmp removes and which end with the last process
-        store, *errors = (os.memfd_create("nemo_kto") for _ in range(1 + count))
-        for number in (store, *errors):
+        store, objects, *errors = (os.memfd_create("nemo_kto") for _ in range(2 + count))
+        for number in (store, objects, *errors):
             files.callback(os.close, number)
+        Path(f"/proc/self/fd/{objects}").write_bytes(payload)
+        printed = None if output is None else files.enter_context(_Printed(output))
         started: list[_Rank] = []
         try:
             with _forwarded(stop_signals, started) as arrived:
                 with signals.blocked():
                     for rank, error in enumerate(errors):
-                        started.append(_start(rank, count, command, store=store, error=error))
+                        inherited = {ranks.STORE_FILE: store, ranks.OBJECTS_FILE: objects, ranks.ERROR_FILE: error}
+                        started.append(_start(rank, count, command, inherited, printed))
                 for number in tuple(arrived):  # signals that another thread received during the start
                     _send(number, started)
-                failed = _wait(started)
+                failed = _wait(started, printed)
         except _Ended as end:
-            sys.exit(128 + end.number)
+            raise RanksEnded(128 + end.number, "", [end.number]) from None
         finally:
             _end_descendants(started)
+            if printed is not None:
+                printed.pass_on()
         if failed:
-            sys.exit(_report(_first(failed), count))
+            raise RanksEnded(*_report(_first(failed), count), arrived)
+
+
+class _Printed(contextlib.AbstractContextManager["_Printed"]):
+    """Pipe to which the ranks print, for a process whose output is not its file descriptors, such as a notebook's."""
+
+    def __init__(self, output: Callable[[str], object]) -> None:
+        self._reading, self.writing = os.pipe()
+        os.set_blocking(self._reading, False)
+        self._output, self._decoder = output, codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._reading)
+        os.close(self.writing)
+
+    def pass_on(self) -> None:
+        """Pass on what was printed since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            while content := os.read(self._reading, 2**16):
+                self._output(self._decoder.decode(content))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -82,10 +131,10 @@ class _Rank:
         return self.process.returncode
 
 
-def _start(rank: int, count: int, command: Sequence[str], *, store: int, error: int) -> _Rank:
-    """Start a rank, which inherits the descriptors ``store``, shared by all ranks, and ``error``, its own."""
+def _start(rank: int, count: int, command: Sequence[str], inherited: Mapping[str, int], printed: _Printed | None) -> _Rank:
+    """Start a rank with the file descriptors that it inherits, by the environment variable that names them."""
     threads = str(max(1, len(os.sched_getaffinity(0)) // count))
-    error_file = f"/proc/self/fd/{error}"  # valid in this process and in the rank
+    files = {name: f"/proc/self/fd/{number}" for name, number in inherited.items()}  # valid in both processes
     variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(count),
@@ -94,14 +143,21 @@ def _start(rank: int, count: int, command: Sequence[str], *, store: int, error: 
         "MASTER_ADDR": rendezvous.LOCAL,  # required but unused: the ranks rendezvous in the file
         "MASTER_PORT": "0",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-        ranks.ERROR_FILE: error_file,
         ranks.STARTED_BY: str(os.getpid()),
         ranks.STARTED_AT: str(ranks.started_at()),
-        ranks.STORE_FILE: f"/proc/self/fd/{store}",
+        **files,
     }
     environment = {**os.environ, **_search_path(), **variables}
-    process = Popen([sys.executable, *command], env=environment, start_new_session=True, pass_fds=(store, error))
-    return _Rank(number=rank, process=process, error_file=error_file)
+    output = None if printed is None else printed.writing
+    process = Popen(
+        [sys.executable, *command],
+        env=environment,
+        start_new_session=True,
+        pass_fds=[*inherited.values()],
+        stdout=output,
+        stderr=output,
+    )
+    return _Rank(number=rank, process=process, error_file=files[ranks.ERROR_FILE])
 
 
 def _search_path() -> dict[str, str]:
@@ -125,6 +181,9 @@ def _forwarded(stop_signals: Sequence[str], started: Sequence[_Rank]) -> Iterato
     """Forward stop signals to the ranks within the block; others, and a second SIGINT, end it. Yields those that arrived."""
     stopping = signals.numbers(stop_signals)
     arrived: set[int] = set()
+    if threading.current_thread() is not threading.main_thread():  # which alone can handle signals
+        yield arrived
+        return
 
     def act(number: int, frame: FrameType | None) -> None:
         if number not in stopping or (number == signal.SIGINT and number in arrived):
@@ -147,12 +206,14 @@ def _send(number: int, to: Iterable[_Rank]) -> None:
         rank.process.send_signal(number)
 
 
-def _wait(started: Sequence[_Rank]) -> list[_Rank]:
+def _wait(started: Sequence[_Rank], printed: _Printed | None) -> list[_Rank]:
     """Wait for all ranks to end and return those that failed, without those that are ended because one failed."""
     running, failed = list(started), list[_Rank]()
     deadline: float | None = None
     while running and (deadline is None or time.monotonic() < deadline):
         time.sleep(_POLL_SECONDS)
+        if printed is not None:
+            printed.pass_on()
         ended = [rank for rank in running if rank.process.poll() is not None]
         running = [rank for rank in running if rank not in ended]
         for rank in ended:
@@ -180,25 +241,20 @@ def _first(failed: Iterable[_Rank]) -> _Rank:
     return min(failed, key=lambda rank: (_LIKELY_CAUSE.get(rank.status, rank.status >= 0), when_ns(rank)))
 
 
-def _report(rank: _Rank, count: int) -> int:
-    """Print which rank failed first and why, and return the exit status of the launcher."""
-    who, status = f"nemo-kto: rank {rank.number} of {count}", rank.status
+def _report(rank: _Rank, count: int) -> tuple[int, str]:
+    """Return the exit status of the launcher, and which rank failed first and why."""
+    who, status = f"rank {rank.number} of {count}", rank.status
     if status < 0:
         hint = " (out of memory?)" if status == -signal.SIGKILL else ""
-        print(f"{who} was killed by {signal.Signals(-status).name}{hint}; the other ranks were ended", file=sys.stderr)
-        return 1
+        return 1, f"{who} was killed by {signal.Signals(-status).name}{hint}; the other ranks were ended"
     recorded = ""  # the traceback of the rank, or the message of its UserError
     with contextlib.suppress(OSError):
         recorded = Path(rank.error_file).read_text(encoding="utf-8", errors="replace")
-    if recorded and (
-        status in _REPORTED or not recorded.startswith("Traceback")
-    ):  # a message, which names the rank if needed
-        print(f"nemo-kto: {recorded}", file=sys.stderr)
-    elif recorded:
-        print(f"{who} failed; the other ranks were ended. Its error:\n\n{recorded}", file=sys.stderr)
-    elif status not in _REPORTED:
-        print(f"{who} ended with status {status}; the other ranks were ended. Its error is above.", file=sys.stderr)
-    return status
+    if recorded and status not in _REPORTED and recorded.startswith("Traceback"):
+        return status, f"{who} failed; the other ranks were ended. Its error:\n\n{recorded}"
+    if recorded or status in _REPORTED:  # a message, which names the rank if needed, or was printed by it
+        return status, recorded
+    return status, f"{who} ended with status {status}; the other ranks were ended. Its error is above."
 
 
 def _end_descendants(started: Sequence[_Rank]) -> None:

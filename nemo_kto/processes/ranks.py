@@ -40,6 +40,7 @@ STARTED_BY = "NEMO_KTO_STARTED_BY"  # process id of the launcher
 STARTED_AT = "NEMO_KTO_STARTED_AT"  # start of the run, in seconds since 1970
 ERROR_FILE = "NEMO_KTO_ERROR_FILE"  # file for the message that the launcher prints
 STORE_FILE = "NEMO_KTO_STORE_FILE"  # file of the store for the rendezvous of the ranks
+OBJECTS_FILE = "NEMO_KTO_OBJECTS_FILE"  # file with the search path and the objects of the process that started them
 _TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _MAX_RANKS = 10**6
 _UNSET = "start the ranks with torchrun or srun, or unset their variables"
@@ -162,7 +163,7 @@ def end_with_launcher() -> None:
 
     Raises UserError if this process only has the environment of a rank, for example if a rank starts a program.
     """
-    left = [name for name in (STARTED_BY, STARTED_AT, ERROR_FILE, STORE_FILE) if name in os.environ]
+    left = [name for name in (STARTED_BY, STARTED_AT, ERROR_FILE, STORE_FILE, OBJECTS_FILE) if name in os.environ]
     if not left:
         return
     if not has_launcher():

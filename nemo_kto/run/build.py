@@ -57,7 +57,7 @@ from nemo_kto.run.policy import Policy, build_policy
 from nemo_kto.run.reference import ReferenceSetup, build_reference
 from nemo_kto.run.resume import Resumption, build_early_stopping, check_validation_rows, look_for_run
 from nemo_kto.run.rows import model_tokenizer
-from nemo_kto.run.summary import start_table, validation_titles
+from nemo_kto.run.summary import start_table
 from nemo_kto.telemetry.loggers import RunLogger, check_loggers
 from nemo_kto.telemetry.progress import Progress
 from nemo_kto.telemetry.throughput import device_peak_flops
@@ -270,7 +270,7 @@ def build_callbacks(
         ThroughputCallback(world_size=state.world_size(), peak_memory=device.peak_memory_bytes, peak_flops=peak)
     )
     if state.is_rank_zero():
-        progress = Progress(total_steps=max_steps, start_step=resumed_step or 0, validations=validation_titles(run.cfg))
+        progress = Progress(total_steps=max_steps, start_step=resumed_step or 0, validations=run.validation_titles)
         callbacks += [LoggerCallback(logger=progress), SpikeCallback()]
     return [*callbacks, *(find_callback(spec)() for spec in run.cfg.trainer.callbacks)]
 

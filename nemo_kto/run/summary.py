@@ -14,13 +14,10 @@ from nemo_kto.architecture.lora import EMBEDDING, linear_modules
 from nemo_kto.artifacts.checkpoint_files import Checkpoint, find_checkpoints
 from nemo_kto.config.compose import DEFAULT_LR
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.config.schema import RunConfig
-from nemo_kto.data.rows.sources import validation_names
 from nemo_kto.device import device
 from nemo_kto.device.kernels import MAX_CONNECTIONS, slow_paths
 from nemo_kto.errors import plural
 from nemo_kto.huggingface.mapping import Shapes, wanted_adapters, wanted_weights
-from nemo_kto.losses.metrics import metric_prefix
 from nemo_kto.run.data import RunData
 from nemo_kto.run.policy import Policy
 from nemo_kto.run.rows import split_text
@@ -111,18 +108,12 @@ def end_table(run: ResolvedRun, policy: Policy, trainer: DPOTrainer, *, best: Ch
         larger = {"max_epochs": run.length.max_epochs + 1, "max_steps": max_steps}
         overrides += [f"trainer.{name}.{limit}={larger[limit]}" for limit in limits]
     board = f"; tensorboard --logdir {run.folder / 'tensorboard'}" if cfg.exp_manager.create_tensorboard_logger else ""
-    lines |= figures_of(metrics, validations=validation_titles(cfg))
+    lines |= figures_of(metrics, validations=run.validation_titles)
     lines |= {"best checkpoint": _best_text(run, best), **_export_lines(run, policy, trainer, best)}
     lines[next_step] = " ".join(["the same command", *(["with", *overrides] if overrides else [])])
     lines["metrics"] = f"{metrics}{board}"
     done = f"step {trainer.step:,} of {trainer.max_steps:,} ({epochs(trainer.step, trainer.steps_per_epoch)})"
     return table(f"nemo-kto {name} {state_text} after {done} in {duration_text(seconds)}", lines)
-
-
-def validation_titles(cfg: RunConfig) -> dict[str, str]:
-    """Map the title of each validation set to the prefix of its logged metrics."""
-    names = validation_names(cfg.model.data.data_prefix)
-    return {f"validation {name}".strip(): f"val/{metric_prefix(name)}" for name in names}
 
 
 def _best_text(run: ResolvedRun, best: Checkpoint | None) -> str:

@@ -20,8 +20,6 @@ LOST = 1  # exit status of a command whose result is its output, if the output c
 _PACKAGE = "nemo_kto"
 # All ranks read the same rows and checkpoints, so that only rank 0 shows messages of these modules, except for errors.
 _SAME_ON_ALL_RANKS = (f"{_PACKAGE}.data", f"{_PACKAGE}.checkpoint")
-# torch logs this on a machine with a CUDA toolkit but without a GPU.
-_NO_GPU = ("torch.utils.cpp_extension", "No CUDA runtime is found")
 _HAVE_HANDLERS = ("transformers", "datasets", "huggingface_hub")
 _YELLOW, _RED, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
@@ -127,8 +125,6 @@ class _Handler(logging.StreamHandler[TextIO]):
         if self._rank > 0 and record.levelno < logging.ERROR and record.name.startswith(_SAME_ON_ALL_RANKS):
             return False
         text = record.getMessage()
-        if record.name == _NO_GPU[0] and text.startswith(_NO_GPU[1]):
-            return False
         if record.levelno == logging.WARNING and text in self._warned:
             return False
         self._warned |= {text} if record.levelno == logging.WARNING else set()
@@ -161,11 +157,17 @@ def set_up_logging(*, rank: int, stream: TextIO | None = None) -> None:
         logging.root.removeHandler(handler)
     logging.root.addHandler(_Handler(stream=stream, rank=rank))
     logging.getLogger(_PACKAGE).setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_about_missing_gpu)
     # one line, without the source line that raised the warning
     warnings.formatwarning = lambda message, category, filename, lineno, line=None: (
         f"{message} ({category.__name__}, {filename}:{lineno})"
     )
     logging.captureWarnings(True)
+
+
+def _is_not_about_missing_gpu(record: logging.LogRecord) -> bool:
+    """Filter what torch logs at its import on a machine with a CUDA toolkit and without a GPU."""
+    return not record.getMessage().startswith("No CUDA runtime is found")
 
 
 def take_over(libraries: Iterable[str] = _HAVE_HANDLERS) -> None:

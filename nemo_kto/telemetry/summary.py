@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,17 +26,22 @@ def layout_text(
 
 
 def table(title: str, lines: Mapping[str, str]) -> str:
-    """Format a title and, below it, the lines with their labels in a column.
+    """Format a title and, below it, the lines with their labels in a column, wrapped if stdout is a terminal."""
+    indent, width = max(map(len, lines)) + 4, terminal_width(sys.stdout) or sys.maxsize
+    texts = (f"{f'  {label}':{indent}}{wrap(text, width=width, indent=indent)}" for label, text in lines.items())
+    return "\n".join([wrap(title, width=width, indent=0), *texts])
 
-    If stdout is a terminal, longer texts continue below their beginning; words such as paths are never broken.
-    """
-    indent = max(map(len, lines)) + 4
-    texts = [f"{f'  {label}':{indent}}{text}" for label, text in lines.items()]
-    if (width := terminal_width(sys.stdout)) is not None:
-        wrapper = textwrap.TextWrapper(max(width, 2 * indent), break_long_words=False, break_on_hyphens=False)
-        wrapper.subsequent_indent = " " * indent
-        texts = list(map(wrapper.fill, texts))
-    return "\n".join([title, *texts])
+
+def wrap(text: str, *, width: int, indent: int) -> str:
+    """Break a text that begins in column ``indent`` into lines; words, such as paths, are not broken."""
+    first, *words = text.split(" ")
+    lines = [first]
+    for word in words:
+        if indent + len(f"{lines[-1]} {word}") > width:
+            lines.append(word)
+        else:
+            lines[-1] += f" {word}"
+    return f"\n{' ' * indent}".join(lines)
 
 
 def model_lines(folder: Path, what: str = "") -> dict[str, str]:

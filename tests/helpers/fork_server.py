@@ -224,13 +224,20 @@ class _Rank:
     forker: socket.socket
 
     def __init__(
-        self, args: Sequence[str], *, env: dict[str, str], start_new_session: bool, pass_fds: Sequence[int]
+        self,
+        args: Sequence[str],
+        *,
+        env: dict[str, str],
+        start_new_session: bool,
+        pass_fds: Sequence[int],
+        stdout: int | None,
+        stderr: int | None,
     ) -> None:
         assert args[:2] == [sys.executable, "-u"]
         assert start_new_session
         blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]  # which a new process inherits
         request = {"arguments": args[2:], "cwd": os.getcwd(), "env": env, "blocked": blocked, "pass_fds": list(pass_fds)}
-        socket.send_fds(self.forker, [json.dumps(request).encode()], [1, 2, *pass_fds])
+        socket.send_fds(self.forker, [json.dumps(request).encode()], [stdout or 1, stderr or 2, *pass_fds])
         self.args, self.pid = args, int(self.forker.recv(_SIZE))
         self.returncode: int | None = None
 

@@ -80,8 +80,7 @@ def file_parts(path: Path) -> Iterator[FilePart]:
     """
     form = find_form(path)
     if form.is_table:
-        with _open_table(path, form) as table:
-            yield from table.parts()
+        yield from _table_parts(path, form)
         return
     part_bytes = _part_bytes(path, form)
     if part_bytes is None:
@@ -106,8 +105,7 @@ def number_of_parts(path: Path) -> int:
     """Return the approximate number of parts that :func:`file_parts` yields; 1 only if there is no second part."""
     form = find_form(path)
     if form.is_table:
-        with _open_table(path, form) as table:
-            return sum(1 for _ in table.parts())
+        return len(_table_parts(path, form))
     part_bytes, size = _part_bytes(path, form), path.stat().st_size
     if part_bytes is None:
         return 1
@@ -119,7 +117,7 @@ def _part_bytes(path: Path, form: Form) -> int | None:
     size = path.stat().st_size
     if form.compression is None:
         return max(MIN_BYTES, size // _MAX_PARTS)
-    return None if size < MIN_BYTES else max(MIN_BYTES, size // _MAX_COMPRESSED_PARTS) * _RATIO
+    return None if size <= MIN_BYTES else max(MIN_BYTES, size // _MAX_COMPRESSED_PARTS) * _RATIO
 
 
 def _parse_json(raw: bytes) -> Row:
@@ -188,6 +186,9 @@ def _array_rows(text: BinaryIO, part: FilePart) -> Iterator[_TextRow]:
     while part.stop is None or start + place < part.stop:
         begin = _skip_space(scanned, place)
         if scanned.startswith("]", begin):
+            if scanned[begin + 1 :].strip() or text.read(_SCAN_BYTES).strip():
+                message = "a file must contain one JSON array, got more after its end; write one object per line instead"
+                yield _TextRow(number, RowError(message), start + begin, number)
             return
         try:
             _, end = decoder.raw_decode(scanned, begin)
@@ -333,10 +334,22 @@ def _open_table(path: str | Path, form: Form) -> Iterator[_Table]:
                 schema,
             )
     except Exception as error:  # for damaged files pyarrow may raise any exception
-        name = "a Parquet file" if form.kind == "parquet" else "an Arrow file"
-        raise DataError(f"{path} is not valid as {name}: {printable(str(error))}; write it again") from error
+        raise _damaged(path, form, error) from error
     with file:
         yield table
+
+
+def _damaged(path: str | Path, form: Form, error: Exception) -> DataError:
+    name = "a Parquet file" if form.kind == "parquet" else "an Arrow file"
+    return DataError(f"{path} is not valid as {name}: {printable(str(error))}; write it again")
+
+
+def _table_parts(path: str | Path, form: Form) -> list[FilePart]:
+    with _open_table(path, form) as table:
+        try:
+            return list(table.parts())
+        except Exception as error:  # of a record batch
+            raise _damaged(path, form, error) from error
 
 
 def _record_batches(file: pyarrow.NativeFile, *, is_stream: bool) -> Iterator[pyarrow.RecordBatch]:

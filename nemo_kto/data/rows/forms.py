@@ -67,8 +67,10 @@ def find_form(path: str | Path) -> Form:
             start = text.read(START_BYTES)
     if start.startswith(_EXCEL) and (b"[Content_Types].xml" in start or b"xl/" in start or ".xls" in name):
         raise DataError(f"{path}:1: must be rows of text, but the file is an Excel workbook; save it as csv (UTF-8)")
-    if (message := other_format(start)) is not None or (compression and any(map(start.startswith, _TABLES))):
-        message = message or f"compressed with {compression}, which a table cannot be; decompress it"
+    message = other_format(start)
+    if start.startswith(tuple(_TABLES)):
+        message = f"a table that is compressed with {compression}; decompress it"
+    if message is not None:
         raise DataError(f"{path}:1: must be JSON, one object per line, but the file is {message}")
     text_start = start.removeprefix(b"\xef\xbb\xbf").lstrip()
     if text_start.startswith(b"["):

@@ -183,9 +183,10 @@ def _hub_splits(name: str) -> dict[str, tuple[Path, ...]]:
             config, split = (config, None) if config in configs else (None, config)
         found = datasets.load_dataset(repository, config, revision=revision)
     except Exception as error:  # network, hub and data may fail in any way
-        offline = " (HF_HUB_OFFLINE is set)" if datasets.config.HF_HUB_OFFLINE else ""
         remedy = "correct the name, or log in with `hf auth login` if the data set is private or gated"
-        raise DataError(f"{name} cannot be loaded{offline}: {printable(str(error))}; {remedy}") from error
+        if datasets.config.HF_HUB_OFFLINE:
+            remedy = "unset HF_HUB_OFFLINE, or run this command once on a machine with a network and the same HF_HOME"
+        raise DataError(f"{name} cannot be loaded: {printable(str(error))}; {remedy}") from error
     splits = {str(name): tuple(Path(file["filename"]) for file in each.cache_files) for name, each in found.items()}
     if split is not None and split not in splits:
         raise DataError(f"{name} must name one of the splits {either(list(splits))}, got {split}")

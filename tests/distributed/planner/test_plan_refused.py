@@ -12,10 +12,16 @@ from tests.helpers.training_jobs import train
 
 
 def with_little_memory(model: Path, rows: Path, folder: Path, memory: int) -> str:
-    """The error of a run on a machine with this many bytes; "ran" if there is none."""
+    """The error of a run on a machine with this many bytes; the warnings about memory if there is none."""
+    import logging
+
     from nemo_kto.cli.job import check_memory
     from nemo_kto.errors import UserError
 
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nemo_kto.run.build").addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nemo_kto.device.device.host_memory_bytes", lambda: memory)
         try:
@@ -23,7 +29,9 @@ def with_little_memory(model: Path, rows: Path, folder: Path, memory: int) -> st
             train(model, rows, folder, 2, overrides, check_memory=check_memory)
         except UserError as error:
             return str(error)
-    return "ran"
+        finally:
+            logging.getLogger("nemo_kto.run.build").removeHandler(handler)
+    return "\n".join(text for text in warnings if "memory" in text or "may need" in text)
 
 
 def test_ranks_share_host_memory(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
@@ -34,4 +42,6 @@ def test_ranks_share_host_memory(ranks: RankPool, tiny_llama: Path, kto_rows: Pa
     refusals = ranks.run(2, with_little_memory, tiny_llama, kto_rows, tmp_path / "refused", 2 * need - 2)
     assert refusals == [Naming("2.9 MB", "2 ranks", "nemo-kto plan kto")] * 2
     assert [*(tmp_path / "refused").glob("*.jsonl")] == [], "nothing was started"
-    assert ranks.run(2, with_little_memory, tiny_llama, kto_rows, tmp_path / "ran", 2 * need) == ["ran"] * 2
+    warned, nothing = ranks.run(2, with_little_memory, tiny_llama, kto_rows, tmp_path / "ran", 2 * need)
+    assert warned == Naming("2.9 MB", "longest sequences", "2 ranks"), "for the lengths of the rows, by rank 0"
+    assert nothing == ""

@@ -18,6 +18,7 @@ COMMANDS = [
     ["trian"],
     ["data", "check", "rows.jsonl"],
     ["check", "--help"],
+    ["translate", "lf.yaml"],
     ["data", "tokenise", "--help"],
     ["check", "kto", "model.optim.lr=fast", "--nodes", "2", "--gpus-per-node", "8"],
     ["kto", "model.optim.lr=fast", "trainer.kto.max_stepps=3"],
@@ -45,12 +46,13 @@ MAX_MODULES = 800  # 388 before anything is composed and 620 after it; with torc
 
 def test_commands_without_a_model_import_no_torch(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{number}", "response": "r", "preference": "chosen"} for number in range(3)]
+    (tmp_path / "lf.yaml").write_text("stage: kto\ndataset: rows.jsonl\nmodel_name_or_path: m\n")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     environment = {**os.environ, "PYTHONPATH": fork_server.search_path(REPOSITORY), "NEMO_KTO_FORCE_CPU": "1"}
     run = [sys.executable, "-c", PROGRAM, json.dumps(COMMANDS)]
     done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True)
     report = json.loads(done.stdout)
-    assert [status or 0 for status, *_ in report] == [0, 0, 2, 0, 0, 0, 2, 2]
+    assert [status or 0 for status, *_ in report] == [0, 0, 2, 0, 0, 0, 0, 2, 2]
     said = [text for _, text, *_ in report]
     expected = [
         "nemo-kto 0.",
@@ -58,11 +60,12 @@ def test_commands_without_a_model_import_no_torch(tmp_path: Path) -> None:
         "got trian",
         "3 desirable",
         "--nodes N",
+        "model.data.data_prefix=rows.jsonl",
         "KEY=VALUE",
         "model.optim.lr",
         "max_stepps",
     ]
     assert [part in text for part, text in zip(expected, said, strict=True)] == [True] * len(COMMANDS), said
     assert [heavy for _, _, heavy, *_ in report] == [[]] * len(COMMANDS)
-    assert [hydra for *_, hydra, _ in report] == [False] * 4 + [True] * 4
+    assert [hydra for *_, hydra, _ in report] == [False] * 4 + [True] * 5
     assert max(count for *_, count in report) < MAX_MODULES

@@ -20,7 +20,7 @@ from nemo_kto.data.rows.files import FilePart, file_parts, number_of_parts, read
 from nemo_kto.data.rows.forms import find_form, row_place
 from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
 from nemo_kto.data.rows.records import DataError
-from nemo_kto.data.rows.sources import data_files, read_data_prefix
+from nemo_kto.data.rows.sources import WHOLE, data_files, read_data_prefix
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES, ExampleKind, TokenCache
 from nemo_kto.data.tokens.chat import RecordEncoder
 from nemo_kto.data.tokens.truncation import Truncation
@@ -243,6 +243,32 @@ def test_urls_are_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         read_data_prefix("memory://bucket/none.csv")
     with raises(DataError, "s3://bucket/rows.csv", "s3fs"):
         read_data_prefix("s3://bucket/rows.csv")
+
+
+def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read without a network, from a cache as `datasets` writes it."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    rows = [{"prompt": "p", "response": f"{n}", "label": ("yes", "no")[n % 2]} for n in range(9)]
+    expected, _ = examples(file := write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "cache")
+    for name, splits in (("whole", ["train"]), ("parts", ["train", "test"]), ("prefs", ["train_prefs", "test_prefs"])):
+        builder = datasets.load_dataset_builder("json", data_files=dict.fromkeys(splits, str(file)), cache_dir=str(tmp_path))
+        builder.dataset_name = name
+        builder.download_and_prepare(str(tmp_path / f"org___{name}" / "default" / "0.0.0" / ("0123456789abcdef" * 2)))
+    (source,) = read_data_prefix("hf:org/whole")[WHOLE]
+    assert [example for file in source.files for example in examples(file, tmp_path / "cache")[0]] == expected
+    assert read_data_prefix("hf:org/whole:train") == read_data_prefix("hf:org/whole:default:train") == {WHOLE: (source,)}
+    assert list(read_data_prefix("hf:org/parts")) == ["train", "test"]
+    for name in ("hf:org/prefs:train_prefs", "hf:org/prefs:default:train_prefs"):
+        assert read_data_prefix({"train": name}) == {"train": read_data_prefix(name)[WHOLE]}
+    with raises(DataError, "hf:org/prefs", "train_prefs, test_prefs", "{train: hf:org/prefs:test_prefs"):
+        read_data_prefix("hf:org/prefs")
+    with raises(DataError, "hf:org/prefs", "splits", "got other"):
+        read_data_prefix("hf:org/prefs:other")
+    with raises(DataError, "hf:org/prefs", "name one of its splits", "hf:org/prefs:test_prefs"):
+        read_data_prefix(["hf:org/prefs", "hf:org/whole"])
+    with raises(DataError, "hf:org/none", "HF_HUB_OFFLINE"):
+        read_data_prefix("hf:org/none")
 
 
 def test_a_wrong_name_of_a_data_set_of_the_hub() -> None:

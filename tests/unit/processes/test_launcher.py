@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from nemo_kto.errors import UserError
 from nemo_kto.processes import launcher
 from tests.helpers import fork_server
 from tests.helpers.commands import environment
@@ -49,15 +50,14 @@ def test_failures_within_one_second_are_ordered_by_their_files(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("exitcode", "status", "text"),
     [
-        (-9, 1, Message("nemo-kto", "1", "4", "SIGKILL", "other")),
-        (-11, 1, Message("nemo-kto", "1", "4", "SIGSEGV", "other")),
-        (7, 7, Message("nemo-kto", "1", "4", "7", "other")),
+        (-9, 1, Message("1", "4", "SIGKILL", "other")),
+        (-11, 1, Message("1", "4", "SIGSEGV", "other")),
+        (7, 7, Message("1", "4", "7", "other")),
         (2, 2, ""),
     ],
 )
-def test_the_report_of_a_failure(exitcode: int, status: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launcher._report(failure_of(1, exitcode, 0), 4) == status
-    assert capsys.readouterr().err == text
+def test_the_report_of_a_failure(exitcode: int, status: int, text: str) -> None:
+    assert launcher._report(failure_of(1, exitcode, 0), 4) == (status, text)
 
 
 class Address:
@@ -65,14 +65,28 @@ class Address:
         self.address = address
 
 
-def test_without_a_loopback_interface_no_rank_is_started(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_loopback_interface_no_rank_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [], "eth0": [Address("192.0.2.2")]})
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(UserError) as refused:
         launcher.spawn_ranks(2, ["-c", "print('started')"], stop_signals=[])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == Message("nemo-kto", "127.0.0.1", "none", "trainer.devices=1")
+    assert str(refused.value) == Message("127.0.0.1", "none", "trainer.devices=1")
+
+
+def test_what_the_ranks_print_and_read(capfd: pytest.CaptureFixture[str]) -> None:
+    code = """
+import os, sys
+print(open(os.environ["NEMO_KTO_OBJECTS_FILE"]).read(), flush=True)
+print("é" * 100_000, file=sys.stderr)
+sys.exit(int(os.environ["RANK"]) * 7)
+"""
+    printed = list[str]()
+    with pytest.raises(launcher.RanksEnded) as ended:
+        launcher.spawn_ranks(2, ["-c", code], stop_signals=[], payload=b"for the ranks", output=printed.append)
+    assert (ended.value.status, ended.value.received) == (7, frozenset())
+    assert str(ended.value) == Message("1", "2", "7", "other")
+    text = "".join(printed)
+    assert (text.count("for the ranks\n"), text.count("é")) == (2, 200_000)
+    assert capfd.readouterr() == ("", "")
 
 
 def launch(folder: Path, rank: str, before: str = "", after: str = "") -> subprocess.CompletedProcess[str]:
@@ -80,12 +94,16 @@ def launch(folder: Path, rank: str, before: str = "", after: str = "") -> subpro
     (folder / "tmp").mkdir()
     (folder / "rank.py").write_text(textwrap.dedent(rank))
     code = f"""
-import os, subprocess, tempfile, time
+import os, subprocess, sys, tempfile, time
 import psutil
 from nemo_kto.processes import launcher
 tempfile.tempdir = None  # what another process has found does not count
 {before}
-launcher.spawn_ranks(1, ["rank.py"], stop_signals=[])
+try:
+    launcher.spawn_ranks(1, ["rank.py"], stop_signals=[])
+except launcher.RanksEnded as end:
+    print(f"nemo-kto: {{end.message}}", file=sys.stderr)
+    raise SystemExit(end.status)
 {after}
 """
     env = environment() | {"TMPDIR": str(folder / "tmp")}

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
-
-import pytest
 
 from nemo_kto.algorithms.recipes import KTO
 from nemo_kto.cli.job import Job
@@ -26,12 +22,3 @@ def test_checks_of_the_machine_are_done_by_the_job(good: list[str]) -> None:
     of_batch = Message("model.global_batch_size", "number", "4", "3", "use")
     of_nodes = Message("trainer.num_nodes", "1", "2", "torchrun", "srun", "examples/slurm")
     assert texts == [[of_nodes, of_batch], [of_batch]]
-
-
-def test_ranks_run_the_same_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not the launcher's script, with which the process of the job was started."""
-    monkeypatch.setattr(sys, "argv", ["/somewhere/submitit/core/_submit.py"])
-    job = Job(recipe=KTO, source=source_of(KTO), world=None)
-    assert job._command(["model.seed=1"])[:5] == ["-u", "-P", "-m", "nemo_kto.cli.main", "kto"]
-    job = Job(recipe=KTO, source=source_of(KTO), world=None, script=Path("/examples/train.py"))
-    assert job._command(["model.seed=1"])[:2] == ["-u", "/examples/train.py"]

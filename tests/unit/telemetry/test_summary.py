@@ -73,13 +73,13 @@ def test_a_table_is_indented_to_the_width_of_the_terminal(monkeypatch: pytest.Mo
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 50, 0, 0))
     with os.fdopen(writer, "w") as stream, os.fdopen(reader, "rb"):
         monkeypatch.setattr(sys, "stdout", stream)
-        lines = table("title", LINES).splitlines()
+        lines = table("nemo-kto kto finished after step 14 of 14 (1 epoch of 14 steps)", LINES).splitlines()
     assert lines == [
-        "title",
+        "nemo-kto kto finished after step 14 of 14 (1 epoch",
+        "of 14 steps)",
         "  model       models/small (llama), 135 M",
         "              parameters, all trained",
-        "  run folder",
-        f"              {LINES['run folder']}",
+        f"  run folder  {LINES['run folder']}",
     ]
 
 

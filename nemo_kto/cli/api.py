@@ -1,0 +1,256 @@
+"""The Python interface: ``nemo_kto.train`` and the run that it returns.
+
+The ranks are processes of their own, started as by the command `nemo-kto`, so that a notebook or a script only waits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_kto.algorithms.callbacks import Callback
+from nemo_kto.algorithms.recipes import RECIPES
+from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, find_checkpoints
+from nemo_kto.cli.job import Job
+from nemo_kto.config import compose
+from nemo_kto.config.check import POSITIONS, quoted
+from nemo_kto.config.schema import config_type
+from nemo_kto.errors import UserError, either, show
+from nemo_kto.losses.loss import Loss
+from nemo_kto.processes import objects, ranks, signals
+from nemo_kto.processes.launcher import RanksEnded
+from nemo_kto.telemetry.loggers import METRICS_FILE, parse_line
+from nemo_kto.telemetry.summary import figures_of, model_lines, table
+from nemo_kto.utils.field_errors import names
+from nemo_kto.utils.files import open_file, publish_file, read_lines
+
+if TYPE_CHECKING:
+    import pandas
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_MODEL, _DATA = POSITIONS.values()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that was trained, as its files are now."""
+
+    folder: Path
+    model_path: Path  # the aligned model in Hugging Face format
+    validations: Mapping[str, str]  # title of each validation set -> prefix of its metrics
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Rows of metrics.jsonl: the step and the metrics logged at it."""
+        if not (self.folder / METRICS_FILE).is_file():
+            return []
+        with open_file(self.folder / METRICS_FILE) as lines:
+            return [dict(row) for row in map(parse_line, read_lines(lines)) if row]
+
+    def metrics_frame(self) -> pandas.DataFrame:
+        """Return the metrics as a DataFrame with one row for each step, whose index is the step."""
+        import pandas
+
+        rows = pandas.DataFrame(self.metrics)
+        return rows.groupby("step").last() if len(rows) else rows
+
+    def load(self, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Load the aligned model and its tokenizer with transformers; ``options`` go to the model's ``from_pretrained``.
+
+        Raises UserError if the run exported no model.
+        """
+        if not self.model_path.is_dir():
+            text = f"the run must have exported its model to {self.model_path}, got no such folder"
+            raise UserError(f"{text}; train to the end with export.enabled=true, or: nemo-kto export {self.folder} FOLDER")
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        model = AutoModelForCausalLM.from_pretrained(self.model_path, local_files_only=True, **options)
+        return model, AutoTokenizer.from_pretrained(self.model_path, local_files_only=True)
+
+    def report(self) -> str:
+        """Return a summary: first and last value of the main metrics, checkpoints, and how to load the model."""
+        kept = find_checkpoints(self.folder / CHECKPOINTS)
+        lines = {
+            **figures_of(self.folder / METRICS_FILE, validations=self.validations),
+            "checkpoints": ", ".join(f"step {checkpoint.step}" for checkpoint in kept) or "none",
+            **(model_lines(self.model_path) if self.model_path.is_dir() else {"exported model": "none"}),
+        }
+        return table(f"run in {self.folder}", lines)
+
+
+def train(
+    algorithm: str,
+    *,
+    model: str | Path,
+    data: Any,
+    devices: int | str | None = None,
+    folder: str | Path | None = None,
+    loss: str | Loss | Callable[..., Any] | None = None,
+    callbacks: Sequence[str | Mapping[str, object] | type[Callback] | Callback] = (),
+    **settings: Any,
+) -> Run:
+    """Train a model, in ranks that are started for it, and wait for its end.
+
+    The ranks are new processes; they neither run the caller's script again nor change the objects of this process. An
+    interrupt (Ctrl-C) stops them: they finish their step and save a checkpoint; a second one ends them at once. The same
+    call resumes the run.
+
+    Args:
+        algorithm: "kto" or "dpo".
+        model: a Hugging Face folder; the value of pretrained_checkpoint.restore_from_path.
+        data: rows as a list of mappings, a datasets.Dataset or a DataFrame, or a value of model.data.data_prefix: a path, a
+            list of paths, or a mapping from train, validation and test to any of these.
+        devices: number of ranks; None for trainer.devices.
+        folder: run folder; None for exp_manager.explicit_log_dir.
+        loss: the name of a loss, "module:NAME", a ``Loss``, or a loss function.
+        callbacks: subclasses or instances of ``nemo_kto.algorithms.callbacks.Callback``, or "module:NAME". Each rank gets a
+            copy of an instance.
+        settings: values of other keys, passed as ``**{"model.optim.lr": 1e-6}``.
+
+    Raises:
+        UserError: the configuration, a file or a row is wrong; all mistakes of the configuration are in the message.
+        KeyboardInterrupt: the run was interrupted, after its ranks have ended.
+        RuntimeError: a rank failed; its error is in the message.
+    """
+    if algorithm not in RECIPES:
+        raise UserError(f"algorithm must be {either(list(RECIPES))}, got {show(algorithm)}")
+    if ranks.detect_world() is not None:
+        raise UserError(f"nemo_kto.train must not run in a rank of torchrun or srun; start `nemo-kto {algorithm}` with them")
+    recipe, shared = RECIPES[algorithm], dict[str, object]()  # objects for the ranks, by name
+    source = compose.Source(config_name=recipe.config_name)
+    loss_key, cache_key = f"model.{algorithm}.preference_loss", "model.data.cache_dir"
+    arguments = {
+        _MODEL: model,
+        _DATA: data,
+        "trainer.devices": devices,
+        "exp_manager.explicit_log_dir": folder,
+        loss_key: None if loss is None else _path_of(loss, shared),
+        "trainer.callbacks": [_path_of(callback, shared) for callback in callbacks] or None,
+    }
+    arguments = {key: value for key, value in arguments.items() if value is not None}
+    if twice := [key for key in arguments if key in settings]:
+        raise UserError(f"{', '.join(twice)} must be given once, got an argument of train and a setting; leave one out")
+    cache_dir = settings.get(cache_key, compose.load(source=source).model.data.cache_dir)
+    arguments[_DATA] = _data_prefix(data, Path(cache_dir).expanduser() / "rows")
+    known, section = names(config_type(recipe)), f"model.{algorithm}."
+    # an option that only this loss has is added to the configuration
+    added = [key for key in settings if key.startswith(section) and key not in known and loss_key in arguments]
+    overrides = [f"{'+' * (key in added)}{key}={_text(key, value)}" for key, value in (arguments | settings).items()]
+    objects.register(shared)
+    return _run(Job(recipe=recipe, source=source, world=None, objects=shared), overrides)
+
+
+def _run(job: Job, overrides: Sequence[str]) -> Run:
+    run = job.checker(sweep=False).resolve(overrides)
+    ranks.begin_now()
+    try:
+        # the output of a notebook, or a redirected one, is not that of the process, which the ranks would inherit
+        job.start_ranks(run, overrides, output=None if sys.stdout is sys.__stdout__ else _show)
+    except RanksEnded as end:
+        if end.message and (end.status == signals.ENDED_EARLY or signal.SIGINT in end.received):
+            _show(f"nemo-kto: {end.message}\n")
+        if signal.SIGINT in end.received:
+            raise KeyboardInterrupt from None
+        if end.status == ranks.USAGE_ERROR:
+            raise UserError(end.message or "the ranks rejected the run; their message is above") from None
+        if end.status != signals.ENDED_EARLY:
+            raise RuntimeError(end.message or f"the ranks ended with status {end.status}") from None
+    return Run(
+        folder=run.folder.absolute(),
+        model_path=Path(run.cfg.export.path).absolute(),
+        validations=run.validation_titles,
+    )
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _path_of(value: object, shared: dict[str, object]) -> object:
+    """Return the value of a key that names a loss or a callback; objects are added to ``shared``."""
+    if isinstance(value, str):
+        return value.replace(":", ".")
+    if isinstance(value, Mapping):
+        return value
+    if inspect.isfunction(value):
+        value = Loss(function=value)
+    name = getattr(value.function if isinstance(value, Loss) else value, "__name__", type(value).__name__)
+    name = re.sub(r"\W", "", name)
+    while name in shared:
+        name += "_"
+    shared[name] = value
+    return f"{objects.MODULE}.{name}"
+
+
+def _text(key: str, value: object) -> str:
+    """Write a value for Hydra."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{name}:{_text(key, inner)}' for name, inner in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(_text(key, inner) for inner in value)}]"
+    if isinstance(value, str | Path):
+        return quoted(str(value))
+    if value is None or isinstance(value, bool | int | float):
+        return "null" if value is None else str(value).lower()
+    if hasattr(value, "item"):  # a number of numpy
+        return _text(key, value.item())
+    raise UserError(f"{key} must be None, a bool, a number, a string, a path, a list or a mapping, got {show(value)}")
+
+
+def _data_prefix(data: Any, folder: Path) -> object:
+    """Return the value of model.data.data_prefix for ``data``, whose rows are written to a file in ``folder``."""
+    if isinstance(data, str | Path):
+        return str(data)
+    if isinstance(data, Mapping):
+        return {name: _data_prefix(part, folder) for name, part in data.items()}
+    if isinstance(data, list | tuple) and all(isinstance(item, str | Path | int | float) for item in data):
+        return list(data)
+    return str(_write_rows(data, folder))
+
+
+def _write_rows(data: Any, folder: Path) -> Path:
+    """Write rows to a jsonl file that is named after the hash of its content, so that equal rows are written once."""
+    rows: Iterable[object] = data
+    if hasattr(data, "iloc"):  # a DataFrame of pandas
+        rows = data.to_dict("records")
+    elif hasattr(data, "to_dicts"):  # a DataFrame of polars
+        rows = data.to_dicts()
+    elif not isinstance(data, Iterable):
+        kinds = "a path, a list of mappings, a datasets.Dataset, a DataFrame, or a mapping of splits"
+        raise UserError(f"data must be {kinds}, got {show(data)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    with publish_file(folder / "rows", private=True) as writing, writing.open("wb") as file:
+        for line in _lines(rows):
+            digest.update(line)
+            file.write(line)
+        file.flush()
+        return writing.replace(folder / f"{digest.hexdigest()[:32]}.jsonl")
+
+
+def _lines(rows: Iterable[object]) -> Iterator[bytes]:
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise UserError(f"data must have mappings from column to value as rows, got {show(row)} as row {number}")
+        # a missing value of a DataFrame is NaN
+        values = {name: None if isinstance(value, float) and value != value else value for name, value in row.items()}
+        try:
+            yield json.dumps(values, ensure_ascii=False, allow_nan=False, default=_plain).encode() + b"\n"
+        except (TypeError, ValueError) as error:
+            text = f"data must have strings, numbers, lists and mappings as values, got {error} in row {number}"
+            raise UserError(text) from error
+
+
+def _plain(value: Any) -> object:
+    if hasattr(value, "tolist"):  # an array or a number of numpy
+        return value.tolist()
+    raise TypeError(show(value))

@@ -1,0 +1,583 @@
+"""Translation of the options of TRL, ms-swift, LLaMA-Factory and axolotl; translation.yaml contains the tables."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from omegaconf import OmegaConf
+
+from nemo_kto.algorithms.recipes import RECIPES, Recipe
+from nemo_kto.config import compose, migration
+from nemo_kto.config.check import quoted
+from nemo_kto.config.schema import config_type
+from nemo_kto.errors import UserError, either
+from nemo_kto.utils.field_errors import echo, names
+from nemo_kto.utils.files import open_file
+
+EPOCHS = 1_000_000  # other trainers repeat the data until max_steps
+# Such as $(expr 16 / 4) in a script.
+_QUOTIENT = re.compile(r"\$\((?:expr|\() *(\d+) */ *(\d+) *\)\)?")
+_RANKS = ("nproc_per_node", "num_processes")  # of torchrun, ms-swift and accelerate
+_NUMBERS = frozenset(
+    "learning_rate beta weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm warmup_steps warmup_ratio max_steps "
+    "num_train_epochs per_device_train_batch_size gradient_accumulation_steps global_batch_size micro_batch_size max_length "
+    "lora_r lora_alpha lora_dropout validation_fraction eval_steps save_steps evals_per_epoch saves_per_epoch logging_steps "
+    "save_total_limit early_stopping_patience ddp_timeout nproc_per_node nnodes rpo_alpha sft_weight cosine_min_lr_ratio "
+    "tensor_parallel_size tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size".split()
+)
+
+
+class Translation(NamedTuple):
+    """A command of another trainer in the keys of this program."""
+
+    trainer: str
+    recipe: Recipe
+    overrides: dict[str, object]  # our key -> value
+    without: dict[str, str]  # option as given -> why it has no counterpart
+    notes: list[str]
+
+    def words(self) -> list[str]:
+        """Return the overrides as Hydra reads them."""
+        return [f"{key}={_hydra(value)}" for key, value in self.overrides.items()]
+
+    def command(self, further: Sequence[str] = ()) -> str:
+        """Return the command line for a shell; ``further`` are overrides that the user has given."""
+        words = [_shell(word) for word in (*self.words(), *further)]
+        return " \\\n  ".join([f"nemo-kto {self.recipe.name}", *words])
+
+    def remarks(self) -> list[str]:
+        """Return the notes, and the options without a counterpart with the reason."""
+        without = [f"{option} has no counterpart: {reason}" for option, reason in self.without.items()]
+        return [*self.notes, *without]
+
+
+def _hydra(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{name}:{_hydra(part)}' for name, part in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_hydra, value))}]"
+    text = echo(value)
+    is_plain = not isinstance(value, str) or re.fullmatch(r"[\w./:@+-]+", text) is not None
+    return text if is_plain else quoted(text)
+
+
+def _shell(word: str) -> str:
+    is_simple = "'" in word and re.search(r'["$`\\!]', word) is None
+    return f'"{word}"' if is_simple else shlex.quote(word)
+
+
+def _list(value: object) -> list[Any]:
+    """Return the entries of a list, or of a text in which spaces or commas separate them."""
+    if isinstance(value, str):
+        return value.replace(",", " ").split()
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+
+
+def table() -> dict[str, Any]:
+    """Return the content of translation.yaml."""
+    return migration.read_table("translation")
+
+
+def read_value(value: object) -> object:
+    """Return an option's value with numbers and truth values read from text, as YAML 1.1 does not read 1e-5."""
+    if not isinstance(value, str):
+        return value
+    if (word := value.strip().lower()) in ("true", "yes", "on", "false", "off", "null", ""):
+        return {"false": False, "off": False, "null": None, "": None}.get(word, True)
+    for number in (int, float):
+        try:
+            return number(value)
+        except ValueError:
+            continue
+    return value.strip()
+
+
+def find_trainer(options: Mapping[str, object]) -> str:
+    """Return the trainer of the options: its option for the method is given, or most of its own names are."""
+    given, trainers = {name.replace("-", "_") for name in options}, table()["trainers"]
+    return max(trainers, key=lambda name: (trainers[name]["method"] in given, len(given & set(trainers[name]["signs"]))))
+
+
+def find_recipe(options: Mapping[str, object], trainer: str) -> tuple[Recipe, str | None]:
+    """Return the algorithm that the options name, and the loss if the method implies one; raise UserError if they do not."""
+    method = table()["trainers"][trainer]["method"]
+    if method in options:
+        if (named := str(options[method])) not in table()["methods"]:
+            raise UserError(
+                f"{method} must be {either(list(table()['methods']))}, got {named}; no other method is supported"
+            )
+        algorithm, *loss = table()["methods"][named]
+        return RECIPES[algorithm], next(iter(loss), None)
+    overrides = table()["values"]["loss_type"].get(str(options.get("loss_type")), [])
+    for recipe in RECIPES.values():
+        own = {f"model.{recipe.name}."} if any(recipe.aliases.keys() & options.keys()) else set()
+        if own or any(text.startswith(f"model.{recipe.name}.") for text in overrides):
+            return recipe, None
+    raise UserError(f"--algorithm must be {either(list(RECIPES))}, got none, and the options name no algorithm; add it")
+
+
+def translate(
+    given: Mapping[str, object],
+    *,
+    trainer: str | None = None,
+    recipe: Recipe | None = None,
+    ranks: int | None = None,
+    folder: Path = Path(),
+    with_defaults: bool = True,
+) -> Translation:
+    """Translate options; with ``with_defaults``, also the trainer's defaults that differ from ours.
+
+    ``folder`` contains the file with the options. ``ranks`` is the number of ranks, if the options do not say it.
+    """
+    given = {name.lstrip("-").replace("-", "_"): value for name, value in given.items()}
+    trainer = trainer or find_trainer(given)
+    options, loss = Options.of(given, trainer=trainer, folder=folder), None
+    if recipe is None:
+        recipe, loss = find_recipe(given, trainer)
+    if loss is not None:
+        options.given.setdefault("loss_type", loss)
+    if loss == "simpo":
+        options.defaults["beta"] = 2.0
+    options.used.add(table()["trainers"][trainer]["method"])
+    for convert in (_model_and_data, _loss, _batch, _length, _schedule, _adapters, _precision, _intervals, _logging):
+        convert(options, recipe, ranks or 1)
+    _same_values(options, recipe)
+    for name, value in options.given.items():
+        if name not in options.used and value not in (None, False, "", []):
+            reason = (table()["without"] | migration.without()).get(name)
+            options.without[options.shown(name)] = reason or f"it is no option of {options.title} that this program knows"
+    return Translation(
+        options.title, recipe, _chosen(options, recipe, with_defaults=with_defaults), options.without, options.notes
+    )
+
+
+@dataclass(kw_only=True)
+class Options:
+    """Options of a trainer in TRL's names, and what they were translated to."""
+
+    title: str
+    given: dict[str, object]
+    defaults: dict[str, object]
+    original: dict[str, str]  # TRL's name -> the trainer's name
+    folder: Path
+    used: set[str] = field(default_factory=set)
+    overrides: dict[str, tuple[object, bool]] = field(default_factory=dict)  # key -> value, and whether an option set it
+    without: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, given: Mapping[str, object], *, trainer: str, folder: Path) -> Options:
+        entry = table()["trainers"][trainer]
+        names = {name: entry["names"].get(name, name) for name in given}
+        values = {names[name]: read_value(value) for name, value in given.items()}
+        kind = "lora" if _trains_adapters(entry["defaults"] | values) else "full"
+        defaults = entry["defaults"] | entry.get(kind, {})
+        original = {ours: theirs for theirs, ours in names.items()}
+        found = cls(title=entry["title"], given=values, defaults=defaults, original=original, folder=folder)
+        for name, value in list(values.items()):
+            if name in _NUMBERS and value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                found.reject(name, "it must be a number")
+                del values[name]
+        return found
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of an option or its default, and note that it was used."""
+        self.used.add(name)
+        value = self.given.get(name)
+        return self.defaults.get(name, default) if value is None else value
+
+    def has(self, *names: str) -> bool:
+        return any(self.given.get(name) is not None for name in names)
+
+    def set(self, key: str, value: object, *names: str) -> None:
+        """Set one of our keys to a value that follows from the options ``names``."""
+        self.overrides[key] = value, self.has(*names)
+
+    def shown(self, name: str) -> str:
+        return f"{self.original.get(name, name)}={_hydra(self.given[name])}"
+
+    def reject(self, name: str, reason: str) -> None:
+        if self.has(name):
+            self.without[self.shown(name)] = reason
+
+
+def _chosen(options: Options, recipe: Recipe, *, with_defaults: bool) -> dict[str, object]:
+    """Return the values that options set and, with ``with_defaults``, the trainer's defaults that differ from ours."""
+    ours = compose.load(source=compose.Source(config_name=recipe.config_name))
+    chosen = {}
+    for key, (value, is_given) in options.overrides.items():
+        if is_given or (with_defaults and (OmegaConf.is_missing(ours, key) or OmegaConf.select(ours, key) != value)):
+            chosen[key] = value
+    return chosen
+
+
+def _place(name: object, *, config: object = None, split: object = None) -> str:
+    """Return a folder or file as it is, and a name on the hub as hf:NAME[:CONFIG][:SPLIT]."""
+    text = str(name)
+    if os.path.exists(os.path.expanduser(text)) or text.startswith((".", "/", "~", "hf:")) or text.count("/") != 1:
+        return text
+    parts = [text, *(str(part) for part in (config, split) if part not in (None, "train", "default"))]
+    return f"hf:{':'.join(parts)}"
+
+
+def _model_and_data(options: Options, recipe: Recipe, ranks: int) -> None:
+    if options.has("model_name_or_path"):
+        revision = options.get("model_revision")
+        model = _place(options.get("model_name_or_path"))
+        pinned = f"{model}@{revision}" if model.startswith("hf:") and revision not in (None, "main") else model
+        options.set("pretrained_checkpoint.restore_from_path", pinned, "model_name_or_path")
+    for name in ("ref_model", "ref_model_name_or_path"):
+        if options.has(name):
+            options.set("model.reference.restore_from_path", _place(options.get(name)), name)
+    key, config = "model.data.data_prefix", options.get("dataset_config")
+    train = _rows(options, "dataset_name", config, options.get("dataset_train_split"))
+    if options.has("datasets"):
+        train = [_axolotl_rows(entry) for entry in _list(options.get("datasets"))]
+    test = _rows(options, "eval_dataset", config, None)
+    if options.has("test_datasets"):
+        test = [_axolotl_rows(entry) for entry in _list(options.get("test_datasets"))]
+    if options.has("dataset_test_split"):
+        test = _rows(options, "dataset_name", config, options.get("dataset_test_split"))
+    if train:
+        named: object = train[0] if len(train) == 1 else train
+        if test:
+            named = {"train": named, "validation": test[0] if len(test) == 1 else test}
+        options.set(key, named, "dataset_name", "datasets")
+        options.notes.append(f"{key}: {recipe.data}; other columns are named in model.data.fields")
+    fraction = options.get("validation_fraction")
+    if not fraction and not test:
+        options.set("model.data.splits_string", None)  # all rows are used for training
+    if fraction and not test:
+        part = fraction * 100 if fraction < 1 else None
+        if part is None:
+            options.reject("validation_fraction", "a number of rows is not a share; set model.data.splits_string")
+        else:
+            options.set("model.data.splits_string", f"{100 - part:g},{part:g}", "validation_fraction")
+
+
+def _rows(options: Options, name: str, config: object, split: object) -> list[str]:
+    """Return the files and hub names of an option with one or more data sets."""
+    value = options.get(name) if options.has(name) else None
+    info: dict[str, Any] = {}
+    folder = options.folder / str(options.get("dataset_dir", "data"))
+    if (file := folder / "dataset_info.json").is_file():
+        info = json.loads(file.read_text(encoding="utf-8"))
+    rows = []
+    entries = value.split(",") if isinstance(value, str) and not options.title.startswith("ms-swift") else _list(value)
+    for entry in (str(each).strip() for each in entries):
+        entry, _, count = entry.partition("#")
+        if count:
+            options.notes.append(f"{entry}: all rows are used, not {count} of them")
+        found = info.get(entry, {})
+        if "file_name" in found:
+            rows.append(str(folder / found["file_name"]))
+        else:
+            rows.append(_place(found.get("hf_hub_url", entry), config=found.get("subset", config), split=split))
+        if options.title == "LLaMA-Factory" and not found:
+            options.notes.append(f"{entry}: an entry of dataset_info.json that was not found; name its file")
+    return rows
+
+
+def _axolotl_rows(entry: object) -> str:
+    if not isinstance(entry, Mapping):
+        return _place(entry)
+    if entry.get("data_files"):
+        files = entry["data_files"]
+        return str(files[0] if isinstance(files, list) else files)
+    return _place(entry.get("path"), config=entry.get("name"), split=entry.get("split"))
+
+
+def _loss(options: Options, recipe: Recipe, ranks: int) -> None:
+    section, named = f"model.{recipe.name}", options.get("loss_type")
+    losses = _list(named)
+    weights = [read_value(weight) for weight in _list(options.get("loss_weights"))] or [1.0] * len(losses)
+    for loss, weight in zip(losses, weights, strict=False):
+        if loss == "sft":
+            _sft_term(options, section, weight, token_mean=True, name="loss_type")
+            continue
+        overrides = table()["values"]["loss_type"].get(loss, [])
+        if len(losses) > 1 and weight != 1:
+            options.set(f"{section}.preference_loss_weight", weight, "loss_type")
+        _set_texts(options, [text for text in overrides if text.startswith(section)], "loss_type")
+        if not any(text.startswith(section) for text in overrides):
+            options.reject("loss_type", f"`nemo-kto {recipe.name}` has no such loss")
+    if options.has("rpo_alpha"):
+        _sft_term(options, section, options.get("rpo_alpha"), token_mean=True, name="rpo_alpha")
+    if options.has("sft_weight") and options.get("sft_weight"):
+        _sft_term(options, section, options.get("sft_weight"), token_mean=False, name="sft_weight")
+    if "simpo" not in losses:
+        options.reject("simpo_gamma", "only SimPO has a margin")
+        options.defaults.pop("simpo_gamma", None)
+        options.given.pop("simpo_gamma", None)
+    if "orpo" in losses and options.title != "LLaMA-Factory":
+        options.notes.append("orpo: TRL's first term covers the prompt too; docs/algorithms/orpo.md has the options for it")
+    if options.get("sync_ref_model"):
+        options.set("model.reference.sync_interval", options.get("ref_model_sync_steps", 512), "sync_ref_model")
+        options.set("model.reference.sync_alpha", options.get("ref_model_mixup_alpha", 0.6), "sync_ref_model")
+
+
+def _sft_term(options: Options, section: str, weight: object, *, token_mean: bool, name: str) -> None:
+    options.set(f"{section}.sft_loss_weight", weight, name)
+    if token_mean and section == "model.dpo":
+        options.set(f"{section}.sft_token_mean", True, name)
+    else:
+        options.set(f"{section}.sft_average_log_probs", True, name)
+
+
+def _batch(options: Options, recipe: Recipe, ranks: int) -> None:
+    """The global batch: examples per device x accumulation x data-parallel ranks."""
+    devices, nodes = (options.get(name) for name in ("nproc_per_node", "nnodes"))
+    if devices is not None:
+        options.set("trainer.devices", devices, "nproc_per_node")
+        ranks = devices * (nodes or 1)
+    if nodes is not None:
+        options.set("trainer.num_nodes", nodes, "nnodes")
+    key, names = "model.global_batch_size", ("per_device_train_batch_size", "gradient_accumulation_steps")
+    micro, accumulation = max(1, options.get(names[0], 1)), options.get(names[1])
+    if "global_batch_size" in options.defaults or options.has("global_batch_size"):
+        options.set(key, options.get("global_batch_size"), "global_batch_size")
+        if options.has("micro_batch_size"):
+            options.set("model.micro_batch_size", options.get("micro_batch_size"), "micro_batch_size")
+        return
+    layout = ("tensor_parallel_size", "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    data_parallel = max(1, ranks // math.prod(max(1, options.get(name, 1)) for name in layout))
+    if accumulation is None:  # ms-swift completes a batch of 16
+        accumulation = max(1, math.ceil(16 / micro / data_parallel))
+    options.set(key, micro * accumulation * data_parallel, *names)
+    if options.has(names[0]):
+        options.set("model.micro_batch_size", micro, names[0])
+    parts = f"{micro} per device x {accumulation} accumulated x {data_parallel} data-parallel ranks"
+    remedy = "" if devices is not None or ranks > 1 else "; for more GPUs, give --ranks N to nemo-kto translate"
+    if options.has(*names):
+        options.notes.append(f"{key}: {parts}{remedy}")
+
+
+def _length(options: Options, recipe: Recipe, ranks: int) -> None:
+    section, steps, epochs = f"trainer.{recipe.name}", options.get("max_steps"), options.get("num_train_epochs", 1)
+    if steps is not None and steps > 0:
+        options.set(f"{section}.max_steps", steps, "max_steps")
+        options.set(f"{section}.max_epochs", EPOCHS, "max_steps")
+    elif epochs < 1:
+        options.set(f"{section}.limit_train_batches", float(epochs), "num_train_epochs")
+    else:
+        options.set(f"{section}.max_epochs", math.ceil(epochs), "num_train_epochs")
+        if epochs != int(epochs):
+            options.notes.append(f"{section}.max_epochs: {epochs} epochs, rounded up; or set {section}.max_steps")
+
+
+def _schedule(options: Options, recipe: Recipe, ranks: int) -> None:
+    prefix, name = "model.optim.sched", options.get("lr_scheduler_type")
+    _by_table(options, "lr_scheduler_type", str(name).lower())
+    extra = options.get("lr_scheduler_kwargs")
+    if isinstance(extra, Mapping):
+        ratio = extra.get("min_lr_rate")
+        lowest = options.get("learning_rate", 0.0) * ratio if ratio is not None else extra.get("min_lr")
+        if lowest is not None:
+            options.set(f"{prefix}.min_lr", lowest, "lr_scheduler_kwargs")
+    if options.has("cosine_min_lr_ratio"):
+        lowest = options.get("learning_rate", 0.0) * options.get("cosine_min_lr_ratio")
+        options.set(f"{prefix}.min_lr", lowest, "cosine_min_lr_ratio")
+    steps, ratio = options.get("warmup_steps", 0), options.get("warmup_ratio")
+    if not ratio and 0 < steps < 1:
+        ratio = steps
+    names = ("warmup_steps", "warmup_ratio")
+    if ratio and not (options.has("warmup_steps") and steps >= 1):
+        options.set(f"{prefix}.warmup_steps", 0, *names)
+        options.set(f"{prefix}.warmup_ratio", ratio, *names)
+    else:
+        options.set(f"{prefix}.warmup_steps", int(steps), *names)
+    names = ("adam_beta1", "adam_beta2")
+    options.set("model.optim.betas", [options.get(names[0]), options.get(names[1])], *names)
+    if options.has("optim"):
+        _by_table(options, "optim", str(options.get("optim")), "AdamW with fp32 state is used")
+
+
+def _trains_adapters(options: Mapping[str, object]) -> bool:
+    return options.get("tuner") in ("lora", "qlora") or options.get("use_peft") is True
+
+
+def _adapters(options: Options, recipe: Recipe, ranks: int) -> None:
+    tuning, names = "model.peft.lora_tuning", ("tuner", "use_peft")
+    settings = options.defaults | options.given
+    options.used.update(names)
+    if options.get("tuner") not in (None, "lora", "qlora", "full"):
+        options.reject("tuner", "only LoRA adapters or all weights are trained")
+    if options.get("tuner") == "qlora":
+        options.notes.append("qlora: weights are not quantised; LoRA on weights in bf16 is used")
+    keys = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear", "layers_to_transform")
+    if not _trains_adapters(settings):
+        for name in keys:
+            options.reject(name, "all weights are trained, because no option selects LoRA")
+        options.used.update(keys)
+        return
+    options.set("model.peft.peft_scheme", "lora", *names, *keys)
+    rank = options.get("lora_r", 8)
+    options.set(f"{tuning}.adapter_dim", rank, "lora_r")
+    alpha = options.get("lora_alpha")
+    options.set(f"{tuning}.alpha", float(2 * rank if alpha is None else alpha), "lora_alpha", "lora_r")
+    options.set(f"{tuning}.adapter_dropout", float(options.get("lora_dropout", 0.0)), "lora_dropout")
+    targets, every = options.get("lora_target_modules"), options.get("lora_target_linear")
+    if options.has("lora_target_modules") and not every:
+        found = _list(targets)
+        options.set(f"{tuning}.target_modules", ["all-linear"] if "all" in found else found, "lora_target_modules")
+    elif options.title == "TRL":
+        options.set(f"{tuning}.target_modules", ["q_proj", "v_proj"], "lora_target_modules")  # PEFT's for most families
+    if options.has("layers_to_transform"):
+        layers = [int(layer) + 1 for layer in _list(options.get("layers_to_transform"))]
+        options.set(f"{tuning}.layer_selection", layers, "layers_to_transform")
+    if options.has("adapter_name_or_path"):
+        options.set("model.peft.restore_from_path", options.get("adapter_name_or_path"), "adapter_name_or_path")
+
+
+def _precision(options: Options, recipe: Recipe, ranks: int) -> None:
+    names = ("bf16", "fp16", "dtype", "pure_bf16")
+    bf16, fp16, dtype, pure = (options.get(name) for name in names)
+    if dtype in ("bfloat16", "bf16") or bf16 is True or pure is True:
+        options.set("trainer.precision", "bf16", *names)
+    elif dtype in ("float16", "fp16") or fp16 is True:
+        options.set("trainer.precision", "bf16", *names)
+        options.notes.append("trainer.precision: fp16 is not supported; bf16 is used, which needs no loss scaling")
+    elif dtype == "float32" or (bf16 is False and fp16 is False):
+        options.set("trainer.precision", "32", *names)
+
+
+def _intervals(options: Options, recipe: Recipe, ranks: int) -> None:
+    section, epochs = f"trainer.{recipe.name}", max(1, math.ceil(options.get("num_train_epochs", 1)))
+    for kind, key in (("eval", f"{section}.val_check_interval"), ("save", f"{section}.save_interval")):
+        names = (f"{kind}_strategy", f"{kind}_steps", f"{kind}s_per_epoch")
+        strategy, steps, per_epoch = (options.get(name) for name in names)
+        if kind == "eval" and steps is not None and not options.has("eval_strategy"):
+            strategy = "steps"
+        if per_epoch:
+            options.set(key, 1.0 / per_epoch, *names)
+        elif strategy == "epoch":
+            options.set(key, 1.0, *names)
+        elif strategy in ("no", False):
+            options.set(key, 0, *names)
+        elif steps is not None:
+            options.set(key, min(1.0, steps * epochs) if isinstance(steps, float) and steps < 1 else int(steps), *names)
+    if options.has("logging_steps"):
+        options.set(f"{section}.log_every_n_steps", max(1, int(options.get("logging_steps"))), "logging_steps")
+    if options.has("save_total_limit"):
+        kept = max(0, options.get("save_total_limit") - 1)
+        options.set("exp_manager.checkpoint_callback_params.save_top_k", kept, "save_total_limit")
+    if options.has("early_stopping_patience"):
+        options.set("exp_manager.create_early_stopping_callback", True, "early_stopping_patience")
+        key = "exp_manager.early_stopping_callback_params.patience"
+        options.set(key, options.get("early_stopping_patience"), "early_stopping_patience")
+    if options.has("metric_for_best_model"):
+        named = str(options.get("metric_for_best_model")).removeprefix("eval_")
+        ours = table()["metrics"].get(named, named)
+        options.set("exp_manager.checkpoint_callback_params.monitor", f"val_{ours}", "metric_for_best_model")
+        mode = "max" if options.get("greater_is_better", named != "loss") else "min"
+        options.set("exp_manager.checkpoint_callback_params.mode", mode, "metric_for_best_model")
+
+
+def _logging(options: Options, recipe: Recipe, ranks: int) -> None:
+    named = options.get("report_to")
+    for logger in _list(named):
+        _by_table(options, "report_to", str(logger), "TensorBoard, Weights & Biases and MLflow are available")
+    if options.has("wandb_project", "wandb_entity") and options.title == "axolotl":
+        options.set("exp_manager.create_wandb_logger", True, "wandb_project", "wandb_entity")
+    if options.has("ddp_timeout"):
+        minutes = min(525_600, max(1, math.ceil(options.get("ddp_timeout") / 60)))
+        options.set("trainer.timeout_minutes", minutes, "ddp_timeout")
+    if options.has("max_shard_size"):
+        size = str(options.get("max_shard_size")).upper().removesuffix("GB")
+        options.set("export.max_shard_size_gb", read_value(size), "max_shard_size")
+
+
+def _by_table(options: Options, name: str, value: str, reason: str = "this value is not supported") -> None:
+    """Set the keys that translation.yaml has for a value."""
+    if (overrides := table()["values"][name].get(value)) is not None:
+        _set_texts(options, overrides, name)
+    else:
+        options.reject(name, reason)
+
+
+def _set_texts(options: Options, overrides: Sequence[str], name: str) -> None:
+    for text in overrides:
+        key, _, value = text.partition("=")
+        options.set(key, value if key == "hardware" else read_value(value), name)
+
+
+def _same_values(options: Options, recipe: Recipe) -> None:
+    """Translate the options that need no other: those with the same value, and those with a table of values."""
+    ours = names(config_type(recipe))
+    for name, key in table()["keys"].items():
+        target, value = key.replace("NAME", recipe.name), options.get(name)
+        if value is None:
+            continue
+        if target not in ours:
+            options.reject(name, f"`nemo-kto {recipe.name}` has no such option")
+        else:
+            options.set(target, value, name)
+    for name, values in table()["values"].items():
+        if name in ("lr_scheduler_type", "loss_type", "report_to", "optim"):
+            continue
+        value = options.get(name)
+        if value is not None and (overrides := values.get(value)) is not None:
+            _set_texts(options, overrides, name)
+        else:
+            options.reject(name, "this value is not supported")
+
+
+def read_options(file: Path) -> dict[str, Any]:
+    """Return the options in a file of another trainer; raise UserError if there are none."""
+    try:
+        with open_file(file) as stream:
+            text = stream.read().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"FILE must be a text file that can be read, got {file}: {error}") from error
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        content = None
+        if file.suffix in (".yaml", ".yml", ".json"):
+            raise UserError(f"FILE must be valid YAML, got {file}: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        content = dict(_script_options(text))
+    if not content:
+        raise UserError(f"FILE must have options KEY: VALUE, or a command line with --KEY VALUE, got none in {file}")
+    ranks = next((content.pop(name) for name in _RANKS if name in content), None)
+    return {str(name): value for name, value in content.items()} | ({} if ranks is None else {"nproc_per_node": ranks})
+
+
+def _script_options(text: str) -> Iterator[tuple[str, object]]:
+    """Yield the options of the longest command line of a shell script, with the algorithm in its name and its ranks."""
+    lines = text.replace("\\\n", " ").splitlines()
+    line = max(lines, key=lambda each: each.count(" --"), default="")
+    assigned = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=(\S+)\s*$", text, re.MULTILINE))
+    line = re.sub(r"\$\{?(\w+)\}?", lambda match: assigned.get(match[1], match[0]), line)
+    line = _QUOTIENT.sub(lambda match: str(int(match[1]) // max(1, int(match[2]))), line)
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError as error:
+        raise UserError(f"FILE must be a shell script with closed quotes, got {line.strip()[:80]}: {error}") from error
+    for word in words:
+        name, separator, value = word.partition("=")
+        if separator and name.lower() in _RANKS:
+            yield name.lower(), value
+    yield from read_command_line(words)
+
+
+def read_command_line(words: Sequence[str]) -> Iterator[tuple[str, object]]:
+    """Yield the options --NAME VALUE ... and --NAME=VALUE of a command line; an option without a value is true."""
+    rest = list(itertools.dropwhile(lambda word: not word.startswith("--"), words))
+    while rest:
+        name, separator, value = rest.pop(0).partition("=")
+        values = [value] if separator else []
+        while rest and not rest[0].startswith("--"):
+            values.append(rest.pop(0))
+        if name.startswith("--"):
+            yield name[2:].replace("-", "_"), (values[0] if len(values) == 1 else values or True)

@@ -1,0 +1,130 @@
+"""Labels: common values, values of one's own, and errors that count every value."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_kto.data.rows.labels import VOCABULARIES, Labels, label_text
+from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
+from nemo_kto.data.rows.records import DataError
+from nemo_kto.errors import UserError
+from tests.helpers.messages import Message, raises
+from tests.unit.data.tiny_data import write_rows
+
+
+def read(path: Path, values: list[Any], fields: Fields | None = None, column: str = "label") -> tuple[list[bool], str, str]:
+    """Whether each row is desirable, which value is taken for which, and the error."""
+    write_rows(path, [{"prompt": "p", "response": "r", column: value} for value in values])
+    fields, broken, columns = fields or Fields(), RowErrors(), FileColumns()
+    records = list(FileReader(fields=fields, broken=broken).kto_records(path, columns))
+    columns.add_label_errors(path, fields.labels, broken)
+    error = ""
+    try:
+        broken.raise_if_any()
+    except DataError as caught:
+        error = str(caught)
+    return [record.desirable for record in records], fields.labels.text(columns.labels), error
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        *VOCABULARIES,
+        (True, False),
+        (1, 0),
+        (1, -1),
+        (1.0, 0.0),
+        ("+1", "-1"),
+        (" Yes ", "NO"),
+        ("Thumbs up", "thumbs-down"),
+        ("1.0", "0"),
+        ("THUMBS_UP", "Thumbs Down"),
+    ],
+)
+def test_common_values(good: object, bad: object, tmp_path: Path) -> None:
+    found, text, error = read(tmp_path / "rows.jsonl", [good, bad, good])
+    assert (found, error) == ([True, False, True], "")
+    assert text == f"label: {label_text(good)} is desirable; {label_text(bad)} is undesirable"
+    assert read(tmp_path / "rows.jsonl", [good, bad], column="preference")[0] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("values", "total", "line", "got"),
+    [
+        ([1, 0, 0.5, 1, 1], 1, 3, "1 (3 rows), 0 (1 row), 0.5 (1 row)"),
+        ([1, 0, -1, 1], 1, 3, "1 (2 rows), -1 (1 row), 0 (1 row)"),  # a third value
+        (["up", "down", "yes", "up"], 1, 3, "up (2 rows), down (1 row), yes (1 row)"),
+        (["up", "down", True, 1, 0, "up"], 3, 3, "up (2 rows), 0 (1 row), 1 (1 row), down (1 row), true (1 row)"),
+        (["A", "B", "A"], 3, 1, "a (2 rows), b (1 row)"),
+        ([None, "", "good"], 2, 1, '"" (1 row), None (1 row), good (1 row)'),
+    ],
+)
+def test_values_that_do_not_fit_are_counted(values: list, total: int, line: int, got: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    _, _, error = read(path, values)
+    first, fault = error.splitlines()
+    assert first == f"{total} broken row{'s' * (total > 1)}:"
+    assert fault.startswith(f"  {path}:{line}: ")
+    assert fault == Message(f"got {got}", "label", "true and false", "model.data.labels")
+
+
+def test_two_unknown_values_give_the_whole_setting(tmp_path: Path) -> None:
+    _, _, error = read(tmp_path / "rows.jsonl", ["fine", "not so", "fine"])
+    assert error == Message("'model.data.labels={desirable:[fine],undesirable:[not_so]}'", "other way round")
+    _, _, error = read(tmp_path / "rows.jsonl", ["\U0001f44d", "\U0001f44e"])
+    assert error == Message('\'model.data.labels={desirable:["\U0001f44d"],undesirable:["\U0001f44e"]}\'')
+
+
+def test_a_column_with_many_values(tmp_path: Path) -> None:
+    _, _, error = read(tmp_path / "rows.jsonl", [f"text {n}" for n in range(1000)])
+    assert error == Message("1000 broken rows", "other values (900 rows)", "91 others")
+    assert len(error) < 1000
+
+
+def test_values_of_the_setting(tmp_path: Path) -> None:
+    fields = Fields({}, Labels.of({"desirable": [4, 5.0], "undesirable": ["1", "2", True]}))
+    found, text, error = read(tmp_path / "rows.jsonl", [4, "5", 1, 2, "true"], fields)
+    assert (found, error) == ([True, True, False, False, False], "")
+    assert text == "label: 4, 5 is desirable; 1, 2, true is undesirable"
+    assert Labels.parse("{desirable:[4,5],undesirable:[1, '2',\"true\"]}") == fields.labels
+    _, _, error = read(tmp_path / "rows.jsonl", [4, 3, 1], fields)
+    assert error == Message("rows.jsonl:2:", "4, 5, 1, 2, true (model.data.labels)", "3 (1 row)")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"desirable": [1]}, ["both classes", "undesirable"]),
+        ({"desirable": [1, 2], "undesirable": ["2"]}, ["one class", "2"]),
+        ({"good": [1], "undesirable": [2]}, ["good", "{desirable:[up],undesirable:[down]}"]),
+    ],
+)
+def test_invalid_settings(values: dict, words: list[str]) -> None:
+    with raises(UserError, *words):
+        Labels.of(values)
+
+
+@pytest.mark.parametrize(
+    ("row", "setting"),
+    [
+        ({"question": "q", "answer": "a", "thumb": "up"}, "prompt:question,response:answer,label:thumb"),
+        ({"prompt": "q", "response": "a", "rating": 4, "liked": True}, "label:liked"),
+        ({"prompt": "q", "output": "a", "label": 1}, "response:output"),
+        ({"query": "q", "winner": "a", "loser": "b"}, "prompt:query,chosen:winner,rejected:loser"),
+    ],
+)
+def test_unknown_columns_are_suggested_in_one_setting(row: dict, setting: str, tmp_path: Path) -> None:
+    write_rows(path := tmp_path / "rows.jsonl", [row])
+    broken = RowErrors()
+    assert list(FileReader(fields=Fields(), broken=broken).kto_records(path, FileColumns())) == []
+    with raises(DataError, f"'model.data.fields={{{setting}}}'", json.dumps(path.name).strip('"')):
+        broken.raise_if_any()
+    fields = dict(pair.split(":") for pair in setting.split(","))
+    broken = RowErrors()
+    columns = FileColumns()
+    assert len([*FileReader(fields=Fields(fields), broken=broken).kto_records(path, columns)]) + len(columns.labels) > 0
+    assert broken.total == 0
