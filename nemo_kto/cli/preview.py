@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
     named = {_MODEL: flags.model, _DATA: flags.file}
     overrides = [f"{key}={quoted(value)}" for key, value in named.items() if value is not None]
     source, title = compose.Source(config_name=recipe.config_name), "the rows cannot be shown"
-    checker = Checker(recipe=recipe, source=source, rules=data_errors, gpus=0, title=title)
+    checker = Checker(recipe=recipe, source=source, rules=data_errors, gpus=0, title=title, weights=False)
     run = checker.resolve([*overrides, *flags.overrides])
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     sys.stdout.write("\n".join(_lines(run, flags.file, rows=flags.rows, coloured=coloured)) + "\n")

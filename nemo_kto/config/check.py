@@ -118,6 +118,6 @@ class Checker:
                 cfg = with_value(cfg, key, hub.pin(name, earlier=earlier, leads=self.leads, weights=self.weights))
             except UserError as error:
                 failed[key] = ConfigError(key, str(error), about_files=True)
-        run = ResolvedRun.of(cfg, gpus=self.gpus)
+        run = ResolvedRun.of(cfg, gpus=self.gpus, weights=self.weights)
         others = [error for error in self.rules(run) if error.key not in failed and not failed.keys() & set(error.reads)]
         return run, [*failed.values(), *others]

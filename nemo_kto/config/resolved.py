@@ -21,7 +21,7 @@ from nemo_kto.architecture.rope import longest_sequence
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.artifacts.adapter_files import read_adapter_settings
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, is_checkpoint
-from nemo_kto.artifacts.hub import local_folder
+from nemo_kto.artifacts.hub import is_hub_name, local_folder
 from nemo_kto.artifacts.sources import ModelSource, find_source
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.data.rows.sources import validation_names
@@ -66,6 +66,7 @@ class ModelFiles:
     adapter_folder: Path | None = None  # adapters in PEFT format to start from; ``source`` may also contain adapters
     tensor_parallel: int = 1  # the architecture is padded for this size and the next
     expert_tensor_parallel: int | None = None
+    has_weights: bool = True  # False for a hub model of which only configuration and tokenizer were downloaded
 
     @cached_property
     def is_checkpoint(self) -> bool:
@@ -129,10 +130,10 @@ class ResolvedRun:
     length_reason: str = "set by the user"  # why model.data.seq_length has its value
 
     @classmethod
-    def of(cls, cfg: RunConfig, *, gpus: int | None = None) -> ResolvedRun:
+    def of(cls, cfg: RunConfig, *, gpus: int | None = None, weights: bool = True) -> ResolvedRun:
         """Return the run of a configuration, with a default for the sequence length, for which config.json is read.
 
-        ``gpus``: by default those of this machine.
+        ``gpus``: by default those of this machine. ``weights``: those of hub models were downloaded.
         """
         if gpus is None:
             gpus = 0 if cfg.trainer.accelerator == "cpu" else device.device_count()
@@ -142,6 +143,7 @@ class ResolvedRun:
             adapter_folder=None if adapter is None else local_folder(adapter),
             tensor_parallel=cfg.model.tensor_model_parallel_size,
             expert_tensor_parallel=cfg.model.expert_tensor_parallel_size,
+            has_weights=weights or not is_hub_name(cfg.pretrained_checkpoint.restore_from_path),
         )
         run = cls(cfg=cfg, files=files, gpus=gpus)
         return run if cfg.model.data.seq_length is not None else run.with_default_length()

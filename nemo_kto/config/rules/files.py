@@ -136,7 +136,8 @@ def _source_rules(key: str, files: ModelFiles) -> Errors:
         yield from _raised(key, lambda: files.config)
     elif os.path.isfile(source / CONFIG):
         yield from _raised(key, lambda: files.config)
-        yield from _raised(key, lambda: find_weights(source))
+        if files.has_weights:
+            yield from _raised(key, lambda: find_weights(source))
     elif is_peft_folder(source):
         yield from _raised(key, lambda: read_adapter_settings(source))
 

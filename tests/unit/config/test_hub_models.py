@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,14 @@ def test_a_missing_model_is_one_error_beside_the_others(hub: Path) -> None:
         Naming("model.seed", "-1"),
         Naming("pretrained_checkpoint.restore_from_path", "hf:org/other", "hf download org/other"),
     ]
+
+
+def test_a_command_that_needs_no_weights_does_not_miss_them(hub: Path, tmp_path: Path) -> None:
+    (tmp_path / "model" / "model.safetensors").unlink()
+    add_model(hub, "org/tokenizer", tmp_path / "model", commit=FIRST)
+    rows = f"model.data.data_prefix={tmp_path}/rows.jsonl"
+    overrides = ["pretrained_checkpoint.restore_from_path=hf:org/tokenizer", rows, "trainer.accelerator=cpu"]
+    checker = Checker(recipe=RECIPES["kto"], source=compose.Source(config_name="gpt_kto"), rules=run_errors)
+    assert replace(checker, weights=False).resolve(overrides).files.source.name == FIRST
+    with pytest.raises(InvalidConfig, match=r"model\.safetensors is missing"):
+        checker.resolve(overrides)
