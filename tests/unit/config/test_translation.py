@@ -232,6 +232,8 @@ def test_values_are_converted(options: dict[str, object], expected: dict[str, ob
     ("options", "reason"),
     [
         ({"learning_rate": "fast"}, Message("learning_rate=fast", "number")),
+        ({"num_train_epochs": "inf"}, Message("num_train_epochs=inf", "number")),
+        ({"gradient_checkpointing": {"a": 1}}, Message("gradient_checkpointing={a:1}", "not supported")),
         ({"loss_type": "kto"}, Message("loss_type=kto", "dpo", "no such loss")),
         ({"desirable_weight": 2}, Message("desirable_weight=2", "dpo", "no such option")),
         ({"lora_r": 8}, Message("lora_r=8", "LoRA")),
