@@ -150,7 +150,7 @@ def translate(
         recipe, loss = find_recipe(given, trainer)
     if loss is not None:
         options.given.setdefault("loss_type", loss)
-    if loss == "simpo":
+    if loss == "simpo" and trainer == "ms-swift":
         options.defaults["beta"] = 2.0
     options.used.add(table()["trainers"][trainer]["method"])
     for convert in (_model_and_data, _loss, _batch, _length, _schedule, _adapters, _precision, _intervals, _logging):

@@ -167,7 +167,6 @@ def test_a_script_of_megatron_swift(tmp_path: Path) -> None:
         f"{SCHEDULE}.min_lr": 1e-6,
         f"{SCHEDULE}.warmup_ratio": 0.05,
         "model.optim.betas": [0.9, 0.95],
-        "trainer.kto.max_epochs": 3,
         "model.activations_checkpoint_granularity": "full",
     }
     assert {key: keys.get(key) for key in expected} == expected
@@ -251,6 +250,9 @@ def test_the_algorithm_is_found_or_asked_for() -> None:
     assert translate({**TRL, "desirable_weight": 1.2}).recipe is KTO
     assert translate({**TRL, "loss_type": "sigmoid"}).recipe is DPO
     assert translate({"model": "m", "dataset": "d", "rlhf_type": "orpo"}).overrides["model.dpo.preference_loss"] == "orpo"
+    key = "model.dpo.ref_policy_kl_penalty"
+    assert translate({"model": "m", "dataset": "d", "rlhf_type": "simpo"}).overrides[key] == 2.0
+    assert translate({"base_model": "m", "rl": "simpo"}).overrides[key] == 0.1, "the default of TRL's CPOConfig"
     with pytest.raises(UserError) as error:
         translate(TRL)
     assert str(error.value) == Message("--algorithm", "kto", "dpo", "none")
