@@ -26,7 +26,6 @@ from nemo_kto.config.schema import config_type
 from nemo_kto.errors import UserError, either, show
 from nemo_kto.losses.loss import Loss
 from nemo_kto.processes import objects, ranks, signals
-from nemo_kto.processes.launcher import RanksEnded
 from nemo_kto.telemetry.loggers import METRICS_FILE, parse_line
 from nemo_kto.telemetry.summary import figures_of, model_lines, table
 from nemo_kto.utils.field_errors import names
@@ -150,6 +149,8 @@ def train(
 
 def _run(job: Job, overrides: Sequence[str]) -> Run:
     run = job.checker(sweep=False).resolve(overrides)
+    from nemo_kto.processes.launcher import RanksEnded  # imports torch
+
     ranks.begin_now()
     try:
         # the output of a notebook, or a redirected one, is not that of the process, which the ranks would inherit

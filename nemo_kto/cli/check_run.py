@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.cli import gigabytes, integer_from, is_set
+from nemo_kto.cli.preview import with_all_cores
 from nemo_kto.config import compose
 from nemo_kto.config.check import Checker, InvalidConfig
 from nemo_kto.config.resolved import ResolvedRun
@@ -52,9 +53,10 @@ def main(argv: Sequence[str]) -> int:
     from nemo_kto.planner.report import plan_text
     from nemo_kto.planner.speed import DEFAULT_GPU
 
-    run = with_precision(run, on_gpu=run.gpus > 0)
-    machines, computes = these_machines(run), computes_here(on_gpu=run.gpus > 0)
-    if gpus is not None:
+    run = with_all_cores(with_precision(run, on_gpu=run.gpus > 0))
+    if gpus is None:
+        machines, computes = these_machines(run), computes_here(on_gpu=run.gpus > 0)
+    else:
         machines = gpus_elsewhere(run.world_size(), flags.gpu or DEFAULT_GPU)
         engine = transformer_engine_version() or OLDEST_ENGINE  # a container on those machines may have it
         computes = Computes(on_gpu=True, engine=engine, capability=machines.hardware.capability)

@@ -21,7 +21,6 @@ from nemo_kto.config.check import POSITIONS, Checker, quoted
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.training import run_errors
 from nemo_kto.errors import ConfigError, UserError
-from nemo_kto.telemetry.console import set_up_logging
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.telemetry.summary import table
 
@@ -113,11 +112,15 @@ def tokenise(argv: Sequence[str]) -> None:
     run = Checker(recipe=recipe, source=source, rules=data_errors, gpus=0, title=title, weights=False).resolve(flags.words)
     from nemo_kto.run.rows import model_tokenizer, source_settings, split_text
 
-    set_up_logging(rank=0)
-    settings = source_settings(run, model_tokenizer(run.files)) | {
-        "preprocess_workers": run.cfg.model.data.preprocess_workers or len(os.sched_getaffinity(0)),
-        "progress": partial(progress_bar, shown=True),
-    }
+    settings = source_settings(with_all_cores(run), model_tokenizer(run.files))
+    settings["progress"] = partial(progress_bar, shown=True)
     splits = recipe.build_splits(settings, run.cfg.data_options())
     rows = {name: split_text(recipe.unit, examples.counts) for name, examples in splits.in_use.items()}
     print(table(f"nemo-kto data tokenise {recipe.name}", {**rows, "cache": run.cfg.model.data.cache_dir}))
+
+
+def with_all_cores(run: ResolvedRun) -> ResolvedRun:
+    """Return the run with a process for each core that this process may use, unless their number is configured."""
+    data = run.cfg.model.data
+    workers = data.preprocess_workers or len(os.sched_getaffinity(0))
+    return run.with_model(data=data.model_copy(update={"preprocess_workers": workers}))

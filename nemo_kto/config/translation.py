@@ -76,6 +76,10 @@ def _shell(word: str) -> str:
     return f'"{word}"' if is_simple else shlex.quote(word)
 
 
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _list(value: object) -> list[Any]:
     """Return the entries of a list, or of a text in which spaces or commas separate them."""
     if isinstance(value, str):
@@ -146,7 +150,7 @@ def translate(
         recipe, loss = find_recipe(given, trainer)
     if loss is not None:
         options.given.setdefault("loss_type", loss)
-    if loss == "simpo":
+    if loss == "simpo" and trainer == "ms-swift":
         options.defaults["beta"] = 2.0
     options.used.add(table()["trainers"][trainer]["method"])
     for convert in (_model_and_data, _loss, _batch, _length, _schedule, _adapters, _precision, _intervals, _logging):
@@ -185,7 +189,7 @@ class Options:
         original = {ours: theirs for theirs, ours in names.items()}
         found = cls(title=entry["title"], given=values, defaults=defaults, original=original, folder=folder)
         for name, value in list(values.items()):
-            if name in _NUMBERS and value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            if name in _NUMBERS and value is not None and not _is_finite(value):
                 found.reject(name, "it must be a number")
                 del values[name]
         return found
@@ -305,7 +309,7 @@ def _loss(options: Options, recipe: Recipe, ranks: int) -> None:
         if loss == "sft":
             _sft_term(options, section, weight, token_mean=True, name="loss_type")
             continue
-        overrides = table()["values"]["loss_type"].get(loss, [])
+        overrides = table()["values"]["loss_type"].get(str(loss), [])
         if len(losses) > 1 and weight != 1:
             options.set(f"{section}.preference_loss_weight", weight, "loss_type")
         _set_texts(options, [text for text in overrides if text.startswith(section)], "loss_type")
@@ -433,7 +437,7 @@ def _adapters(options: Options, recipe: Recipe, ranks: int) -> None:
     elif options.title == "TRL":
         options.set(f"{tuning}.target_modules", ["q_proj", "v_proj"], "lora_target_modules")  # PEFT's for most families
     if options.has("layers_to_transform"):
-        layers = [int(layer) + 1 for layer in _list(options.get("layers_to_transform"))]
+        layers = [int(layer) + 1 for layer in _list(options.get("layers_to_transform")) if str(layer).isdecimal()]
         options.set(f"{tuning}.layer_selection", layers, "layers_to_transform")
     if options.has("adapter_name_or_path"):
         options.set("model.peft.restore_from_path", options.get("adapter_name_or_path"), "adapter_name_or_path")
@@ -526,7 +530,7 @@ def _same_values(options: Options, recipe: Recipe) -> None:
         if name in ("lr_scheduler_type", "loss_type", "report_to", "optim"):
             continue
         value = options.get(name)
-        if value is not None and (overrides := values.get(value)) is not None:
+        if isinstance(value, str | bool) and (overrides := values.get(value)) is not None:
             _set_texts(options, overrides, name)
         else:
             options.reject(name, "this value is not supported")

@@ -28,6 +28,7 @@ OVERRIDES = [
     "model.global_batch_size=8",
     "model.micro_batch_size=4",
     "model.optim.lr=2e-3",
+    "model.optim.sched.min_lr=9e-7",
     "model.optim.sched.name=CosineAnnealing",
     "model.optim.sched.warmup_steps=1",
     "model.seed=5",

@@ -122,6 +122,7 @@ FILES: dict[str, tuple[str, bytes, Message | str]] = {
     "json: cut": ("a.json", b"[" + LINE + b"," + LINE[:9], Message("a.json row 2", "JSON")),
     "json: no end": ("a.json", b"[" + LINE, Message("a.json row 1", "JSON")),
     "json: no comma": ("a.json", b"[" + LINE + LINE + b"]", Message("a.json row 1", "JSON", "delimiter")),
+    "json: lines of arrays": ("a.jsonl", b"[" + LINE + b"]\n[" + LINE + b"]", Message("a.jsonl row 2", "one JSON array")),
     "json: numbers": ("a.json", b"[" + LINE + b", 12, 13]", Message("a.json row 2", "object", "12")),
     "json: Latin-1": ("a.json", b'[{"prompt": "\xe9"}]', Message("a.json row 1", "UTF-8")),
     "json: brackets": ("a.json", b"[" * 100_000, Message("a.json row 1", "JSON")),
@@ -141,7 +142,7 @@ FILES: dict[str, tuple[str, bytes, Message | str]] = {
     "gzip: 100 MB of zeros": ("a.jsonl.gz", gzip.compress(bytes(10**8)), Message("a.jsonl.gz:1", "67,108,864 bytes")),
     "gzip: 100 MB in a quote": (
         "a.csv.gz",
-        gzip.compress(HEADER + b'"' + b"x\n" * 10**6 * 40),
+        gzip.compress(HEADER + b'"' + (b"x" * 999 + b"\n") * 10**5),
         Message("a.csv.gz:2", "67,108,864 bytes", "quoted"),
     ),
     "zstd: cut": ("a.jsonl.zst", zstd(LINE)[:-3], Message("a.jsonl.zst")),

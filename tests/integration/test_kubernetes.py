@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import subprocess
 import time
@@ -67,12 +69,19 @@ def test_ends_of_pods() -> None:
 
 def start_pod(folder: Path, command: str, *, index: int = 1, **variables: str) -> subprocess.Popen[str]:
     """The script of pod ``index`` with two GPUs and the words of the example, and ``command`` in place of nemo-kto."""
-    for name, content in (("nemo-kto", command), ("sleep", "exit 0")):
+    for name, content in (("nemo-kto", command), ("sleep", "exec /bin/sleep 0.05")):
         (folder / name).write_text(f"#!/bin/bash\n{content}\n")
         (folder / name).chmod(0o755)
     env = {**environment(), **ENV, "GPUS": "2", "JOB_COMPLETION_INDEX": str(index), "HOME": str(folder), **variables}
     env["PATH"] = f"{folder}:{env['PATH']}"
-    return subprocess.Popen([*CONTAINER["command"], SCRIPT, *WORDS], cwd=folder, env=env, text=True, stdout=subprocess.PIPE)
+    return subprocess.Popen(
+        [*CONTAINER["command"], SCRIPT, *WORDS],
+        cwd=folder,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,8 +100,12 @@ def test_the_status_of_a_pod(tmp_path: Path, ends: str, status: int) -> None:
     assert pod.stdout is not None
     lines = sorted(pod.stdout.readline() for _ in range(2))
     assert lines == [f"{2 + local} {local} 4 2 29500 {' '.join(WORDS[1:])}\n" for local in range(2)]
-    assert pod.wait(timeout=20) == status
-    pod.stdout.close()
+    try:
+        assert pod.wait(timeout=60) == status
+    finally:
+        pod.stdout.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pod.pid, signal.SIGKILL)  # ranks that the end of a container would kill
 
 
 def test_a_pod_passes_on_the_signal_of_its_end(tmp_path: Path) -> None:
@@ -102,7 +115,7 @@ def test_a_pod_passes_on_the_signal_of_its_end(tmp_path: Path) -> None:
     while len(list(tmp_path.glob("began*"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
     pod.send_signal(signal.SIGTERM)
-    assert pod.wait(timeout=20) == 85
+    assert pod.wait(timeout=60) == 85
     assert sorted(path.name for path in tmp_path.glob("stopped*")) == ["stopped0", "stopped1"]
 
 

@@ -39,8 +39,12 @@ import nemo_kto
 
 with open("starts.txt", "a") as file:
     file.write("start\\n")
-nemo_kto.UserError
 assert not {"torch", "hydra", "numpy"} & set(sys.modules), "importing nemo_kto loads nothing"
+try:
+    nemo_kto.train("kto", model="nowhere", data="nothing")
+except nemo_kto.UserError as error:
+    assert str(error).count("nowhere") == str(error).count("nothing") == 1
+assert "torch" not in sys.modules, "nor do mistakes load torch"
 
 import torch
 

@@ -117,7 +117,7 @@ def _part_bytes(path: Path, form: Form) -> int | None:
     size = path.stat().st_size
     if form.compression is None:
         return max(MIN_BYTES, size // _MAX_PARTS)
-    return None if size < MIN_BYTES else max(MIN_BYTES, size // _MAX_COMPRESSED_PARTS) * _RATIO
+    return None if size <= MIN_BYTES else max(MIN_BYTES, size // _MAX_COMPRESSED_PARTS) * _RATIO
 
 
 def _parse_json(raw: bytes) -> Row:
@@ -186,6 +186,9 @@ def _array_rows(text: BinaryIO, part: FilePart) -> Iterator[_TextRow]:
     while part.stop is None or start + place < part.stop:
         begin = _skip_space(scanned, place)
         if scanned.startswith("]", begin):
+            if scanned[begin + 1 :].strip() or text.read(_SCAN_BYTES).strip():
+                message = "a file must contain one JSON array, got more after its end; write one object per line instead"
+                yield _TextRow(number, RowError(message), start + begin, number)
             return
         try:
             _, end = decoder.raw_decode(scanned, begin)

@@ -272,7 +272,12 @@ def test_an_earlier_checkpoint_is_resumed_with_a_warning(copied: Folders, ranks:
     assert [checkpoint.step for checkpoint in find_checkpoints(copied.run / "checkpoints")] == [2, 4]
 
 
-LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4", "model.reference.mode=auto"]
+LORA = [
+    "model.peft.peft_scheme=lora",
+    "model.peft.lora_tuning.target_modules=attention_qkv",
+    "model.peft.lora_tuning.adapter_dim=4",
+    "model.reference.mode=auto",
+]
 
 
 @pytest.fixture(scope="module")

@@ -167,7 +167,6 @@ def test_a_script_of_megatron_swift(tmp_path: Path) -> None:
         f"{SCHEDULE}.min_lr": 1e-6,
         f"{SCHEDULE}.warmup_ratio": 0.05,
         "model.optim.betas": [0.9, 0.95],
-        "trainer.kto.max_epochs": 3,
         "model.activations_checkpoint_granularity": "full",
     }
     assert {key: keys.get(key) for key in expected} == expected
@@ -232,6 +231,8 @@ def test_values_are_converted(options: dict[str, object], expected: dict[str, ob
     ("options", "reason"),
     [
         ({"learning_rate": "fast"}, Message("learning_rate=fast", "number")),
+        ({"num_train_epochs": "inf"}, Message("num_train_epochs=inf", "number")),
+        ({"gradient_checkpointing": {"a": 1}}, Message("gradient_checkpointing={a:1}", "not supported")),
         ({"loss_type": "kto"}, Message("loss_type=kto", "dpo", "no such loss")),
         ({"desirable_weight": 2}, Message("desirable_weight=2", "dpo", "no such option")),
         ({"lora_r": 8}, Message("lora_r=8", "LoRA")),
@@ -249,6 +250,9 @@ def test_the_algorithm_is_found_or_asked_for() -> None:
     assert translate({**TRL, "desirable_weight": 1.2}).recipe is KTO
     assert translate({**TRL, "loss_type": "sigmoid"}).recipe is DPO
     assert translate({"model": "m", "dataset": "d", "rlhf_type": "orpo"}).overrides["model.dpo.preference_loss"] == "orpo"
+    key = "model.dpo.ref_policy_kl_penalty"
+    assert translate({"model": "m", "dataset": "d", "rlhf_type": "simpo"}).overrides[key] == 2.0
+    assert translate({"base_model": "m", "rl": "simpo"}).overrides[key] == 0.1, "the default of TRL's CPOConfig"
     with pytest.raises(UserError) as error:
         translate(TRL)
     assert str(error.value) == Message("--algorithm", "kto", "dpo", "none")
