@@ -116,7 +116,7 @@ def _convert_sentencepiece(file: Path, folder: Path, archive: Path) -> None:
     from transformers import LlamaTokenizer
 
     shutil.copyfile(file, folder / "tokenizer.model")
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}  # nosec B105: tokens of the vocabulary
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}  # nosec B105  # no passwords
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     try:
         LlamaTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(folder)
