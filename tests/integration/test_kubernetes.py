@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -27,6 +28,17 @@ POD: dict[str, Any] = JOB["template"]["spec"]
 (CONTAINER,) = POD["containers"]
 ENV = {variable["name"]: variable["value"] for variable in CONTAINER["env"]}
 SCRIPT, *WORDS = CONTAINER["args"]
+
+
+def test_the_jobs_are_valid_for_kubernetes() -> None:
+    """The job for the check, and the one that the JobSet creates, against the schema of batch/v1 without unknown fields."""
+    check = yaml.safe_load((FOLDER / "check.yaml").read_text())
+    training = {"apiVersion": "batch/v1", "kind": "Job", "metadata": JOB_SET["metadata"], "spec": dict(JOB)}
+    for job in (check, training):
+        kubernetes_validate.validate(job, "1.33", strict=True)
+    del training["spec"]["template"]
+    with pytest.raises(kubernetes_validate.ValidationError, match="template"):
+        kubernetes_validate.validate(training, "1.33", strict=True)
 
 
 def test_the_numbers_of_machines_and_gpus_agree() -> None:
