@@ -36,6 +36,7 @@ hydra-core antlr4-python3-runtime omegaconf
 pydantic pydantic-core typing-inspection annotated-types
 datasets pyarrow pandas python-dateutil six dill multiprocess xxhash
 psutil
+cloudpickle
 pytest iniconfig pluggy
 pytest-timeout
 peft accelerate

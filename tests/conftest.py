@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in set(left_out)]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def restore_logging() -> Iterator[None]:
     """Restore the logging configuration that a command changes."""
     handlers, form, level = logging.root.handlers[:], warnings.formatwarning, logging.getLogger("nemo_kto").level

@@ -76,7 +76,7 @@ def find_source(folder: Path, *, default_base: Path | None = None) -> ModelSourc
 
 def remedy_for_missing(folder: Path, usual: str) -> str:
     """Return how to get a model from what is not a model folder; ``usual`` for a folder that is only missing."""
-    if folder.suffix == ".nemo" or any((folder / name).exists() for name in _OTHER_PROGRAMS):
+    if folder.suffix == ".nemo" or any(os.path.exists(folder / name) for name in _OTHER_PROGRAMS):
         return f"write it as a Hugging Face folder first: nemo-kto import {folder} OUT"
     name = str(folder)
     if not _REPOSITORY.fullmatch(name) or os.path.lexists(folder.parent):

@@ -37,7 +37,7 @@ def read_positions(words: Sequence[str], recipe: Recipe) -> tuple[list[str], lis
     DATA may name several files, separated by commas, or be written as a value of model.data.data_prefix: [...] or {...}.
     """
     keys = names(config_type(recipe))
-    placed = [word for word in words if not _OVERRIDE.match(word) and not ("." in word and word in keys)]
+    placed = [word for word in words if word.strip() and not _OVERRIDE.match(word) and not ("." in word and word in keys)]
     overrides, errors = [word for word in words if word not in placed], list[ConfigError]()
     for (name, key), word in zip(POSITIONS.items(), placed, strict=False):
         given = [text for text in overrides if text.lstrip("+").startswith((f"{key}=", f"{key}."))]

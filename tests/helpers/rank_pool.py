@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gc
 import os
+import queue
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -91,19 +93,25 @@ class RankPool:
         return self._run(world_size, function, *arguments)
 
     def _run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        if any(_threads(process.pid) > MAX_THREADS for process, _ in self._workers):
+        if any(not process.is_alive() or _threads(process.pid) > MAX_THREADS for process, _ in self._workers):
             self.close()
         self._grow(world_size)
         with tempfile.TemporaryDirectory() as folder:
             for _, inbox in self._workers[:world_size]:
                 inbox.put((function, arguments, f"{folder}/store", world_size))
             results: dict[int, Any] = {}
+            deadline = time.monotonic() + TIMEOUT_SECONDS + 30
             while len(results) < world_size:
+                codes = [process.exitcode for process, _ in self._workers[:world_size]]
                 try:
-                    number, good, value = self._outbox.get(timeout=TIMEOUT_SECONDS + 30)
-                except Exception as error:
+                    number, good, value = self._outbox.get(timeout=5)
+                except queue.Empty:
+                    if time.monotonic() < deadline and codes == [None] * world_size:
+                        continue
                     self.close()
-                    raise RuntimeError(f"only ranks {sorted(results)} of {world_size} answered") from error
+                    raise RuntimeError(
+                        f"only ranks {sorted(results)} of {world_size} answered, exit codes {codes}"
+                    ) from None
                 if not good:
                     self.close()
                     raise RuntimeError(f"rank {number} failed:\n{value}")

@@ -17,8 +17,6 @@ from nemo_kto.processes import launcher
 from tests.helpers.messages import Message
 from tests.helpers.tiny_models import write_stub_adapter, write_stub_model
 
-pytestmark = pytest.mark.usefixtures("restore_logging")
-
 GOOD = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix=rows.jsonl", "trainer.accelerator=cpu"]
 OWN_FILES = {
     "mine": "defaults: [gpt_kto, _self_]\nmodel:\n  optim:\n    lr: -1\n    learning_rate: 1\n  data:\n    seq_len: 4\n"

@@ -67,7 +67,7 @@ def test_an_error_on_all_ranks(model: Path, tmp_path: Path) -> None:
 
 def test_an_error_that_rank_0_passes_to_the_others(model: Path, tmp_path: Path) -> None:
     done = train(tmp_path, [*make_rows(8), {"prompt": "p", "response": "r", "preference": "good"}])
-    assert_said_once(done, "rows.jsonl:9", '"preference"', '"chosen"', '"rejected"', "'good'", "remove")
+    assert_said_once(done, "rows.jsonl:9", '"preference"', "chosen (5 rows)", "rejected (3 rows)", "good (1 row)", "remove")
 
 
 def test_a_run_folder_in_use_by_another_job(model: Path, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_aligner_values_without_equivalent_are_refused_with_the_reason(good: lis
     asked = {
         "model.mcore_gpt=false": Message("model.mcore_gpt", "true", "false", "megatron-core"),
         "trainer.max_steps=5": Message("trainer.max_steps", "trainer.kto.max_steps", "-1", "5", "set"),
-        "model.data.data_impl=packed_jsonl": Message("model.data.data_impl", "packed_jsonl", "files"),
+        "model.data.data_impl=packed_jsonl": Message("model.data.data_impl", "packed_jsonl", "content"),
         "exp_manager.create_checkpoint_callback=false": Message(
             "exp_manager.create_checkpoint_callback", "true", "false", "last", "trainer.kto.save_interval=0"
         ),

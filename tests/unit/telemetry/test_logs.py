@@ -13,8 +13,6 @@ import pytest
 
 from nemo_kto.telemetry.console import set_up_logging, take_over
 
-pytestmark = pytest.mark.usefixtures("restore_logging")
-
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
