@@ -126,7 +126,7 @@ def write_bridge_config(model: Path, folder: Path, **more: Any) -> None:
 
 
 def write_nemo(
-    model: Path, weights: Path, archive: Path, *, mode: Literal["w", "w:gz"] = "w", tokenizer: bytes = b"", **more: Any
+    model: Path, weights: Path, archive: Path, *, mode: Literal["w", "w:gz"] = "w", sentencepiece: bytes = b"", **more: Any
 ) -> None:
     """Pack a .nemo archive with ``weights``, a torch_dist folder or a file model_weights.ckpt."""
     config = json.loads((model / "config.json").read_text())
@@ -142,16 +142,16 @@ def write_nemo(
         "tokenizer": {"library": "huggingface", "type": "org/model"},
         **more,
     }
-    if tokenizer:
+    if sentencepiece:
         settings["tokenizer"] = {"library": "sentencepiece", "type": None, "model": "nemo:0123_tokenizer.model"}
     (weights.parent / "model_config.yaml").write_text(yaml.safe_dump(settings))
     with tarfile.open(archive, mode) as tar:
         tar.add(weights.parent / "model_config.yaml", "./model_config.yaml")
         tar.add(weights, f"./{weights.name}")
-        if tokenizer:
+        if sentencepiece:
             info = tarfile.TarInfo("./0123_tokenizer.model")
-            info.size = len(tokenizer)
-            tar.addfile(info, io.BytesIO(tokenizer))
+            info.size = len(sentencepiece)
+            tar.addfile(info, io.BytesIO(sentencepiece))
 
 
 def state_dict(model: Path, *, norm_offset: int = 0) -> dict[str, torch.Tensor]:

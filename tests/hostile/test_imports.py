@@ -236,7 +236,7 @@ def test_tokenizers_that_do_not_fit(unpacked: Path, tmp_path: Path, monkeypatch:
 
 def test_a_tokenizer_that_transformers_cannot_read(unpacked: Path, tmp_path: Path) -> None:
     weights = unpacked / "model_weights.ckpt"
-    megatron.write_nemo(unpacked / "model", weights, tmp_path / "bad.nemo", tokenizer=b"no SentencePiece model")
+    megatron.write_nemo(unpacked / "model", weights, tmp_path / "bad.nemo", sentencepiece=b"no SentencePiece model")
     message = refused(tmp_path / "bad.nemo", tmp_path / "out")
     assert_names(message, f"{tmp_path}/bad.nemo", "0123_tokenizer.model", "pip install sentencepiece", "--tokenizer FOLDER")
 

@@ -98,7 +98,7 @@ def test_the_sentencepiece_model_of_a_nemo_archive(source: Source, tmp_path: Pat
     model, stored = source("mistral"), tmp_path / "unpacked" / "model_weights.ckpt"
     stored.parent.mkdir()
     torch.save(megatron.state_dict(model), stored)
-    megatron.write_nemo(model, stored, tmp_path / "model.nemo", tokenizer=megatron.sentencepiece_model())
+    megatron.write_nemo(model, stored, tmp_path / "model.nemo", sentencepiece=megatron.sentencepiece_model())
     main([f"{tmp_path}/model.nemo", f"{tmp_path}/out"])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.convert_ids_to_tokens(tokenizer("a cab").input_ids) == ["<s>", "▁", "a", "▁", "c", "a", "b"]
