@@ -77,7 +77,7 @@ def main() -> None:
     tree = arguments.tree.resolve()
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        run(HERE, str(HERE / "tests" / "tiny.py"), str(scratch))
+        run(HERE, "-m", "tests.helpers.tiny_models", str(scratch))
         first_step(tree, scratch, 0)
         numbers = range(1, arguments.repeats + 1)
         figures = {
