@@ -1,4 +1,4 @@
-"""Commands of `nemo-kto` and the Python interface; this module defines argument types for argparse."""
+"""Commands of `nemo-kto` and the Python interface; this module defines what they share of argparse."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ def gigabytes(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number above 0, in 10^9 bytes, got {text}; e.g. --memory 80")
     return value
+
+
+def add_config_source(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name a configuration file of the user, as in training."""
+    parser.add_argument("--config-name", metavar="FILE", help="your configuration file")
+    parser.add_argument("--config-dir", metavar="FOLDER", help="folder of that file")
 
 
 def is_set(key: str, overrides: Iterable[str]) -> bool:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli import gigabytes, integer_from, is_set
+from nemo_kto.cli import add_config_source, gigabytes, integer_from, is_set
 from nemo_kto.cli.preview import with_all_cores
 from nemo_kto.config import compose
 from nemo_kto.config.check import Checker, InvalidConfig
@@ -80,8 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus-per-node", type=integer_from(1), metavar="N", help=number)
     parser.add_argument("--gpu", type=_gpu, metavar="KIND", help="their kind, as for `nemo-kto plan`")
     parser.add_argument("--memory", type=gigabytes, metavar="GB", help="memory of each rank, in 10^9 bytes")
-    parser.add_argument("--config-name", metavar="FILE", help="your configuration file")
-    parser.add_argument("--config-dir", metavar="FOLDER", help="folder of that file")
+    add_config_source(parser)
     return parser
 
 

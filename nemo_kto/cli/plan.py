@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli import gigabytes, integer_from, is_set
+from nemo_kto.cli import add_config_source, gigabytes, integer_from, is_set
 from nemo_kto.config import compose
 from nemo_kto.config.check import POSITIONS, Checker, InvalidConfig, read_positions
 from nemo_kto.config.resolved import ResolvedRun
@@ -71,8 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=integer_from(1), metavar="N", help="number of GPUs, on machines with eight GPUs")
     parser.add_argument("--gpu", choices=list(GPUS), default=DEFAULT_GPU, help=f"their kind, with --gpus ({DEFAULT_GPU})")
     parser.add_argument("--memory", type=gigabytes, metavar="GB", help="memory of each rank, in 10^9 bytes")
-    parser.add_argument("--config-name", metavar="FILE", help="your configuration file")
-    parser.add_argument("--config-dir", metavar="FOLDER", help="folder of that file")
+    add_config_source(parser)
     return parser
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli import integer_from, is_set
+from nemo_kto.cli import add_config_source, integer_from, is_set
 from nemo_kto.config import compose
 from nemo_kto.config.check import POSITIONS, Checker, quoted
 from nemo_kto.config.resolved import ResolvedRun
@@ -103,8 +103,7 @@ def tokenise(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="nemo-kto data tokenise", description=_TOKENISE)
     parser.add_argument("algorithm", choices=list(RECIPES), help="the algorithm of the run")
     parser.add_argument("words", nargs="*", metavar="MODEL DATA KEY=VALUE", help="as in training")
-    parser.add_argument("--config-name", metavar="FILE", help="your configuration file")
-    parser.add_argument("--config-dir", metavar="FOLDER", help="folder of that file")
+    add_config_source(parser)
     flags = parser.parse_intermixed_args(list(argv))
     recipe = RECIPES[flags.algorithm]
     source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
