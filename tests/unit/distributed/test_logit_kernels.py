@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -43,10 +44,8 @@ def expected(values: Chunk, softcap: float | None) -> tuple[torch.Tensor, torch.
 def largest_errors(values: Chunk, softcap: float | None, *, form: str | None) -> list[float]:
     """Largest errors of both kernels, relative to each value; ``form``: that attribute; None for a call of the kernel."""
     maximum_c, sum_c, gradient_cv = expected(values, softcap)
-    sums, summands = (
-        kernel if form is None else getattr(kernel, form)
-        for kernel in (logit_kernels.softmax_sums, logit_kernels.gradient_summands)
-    )
+    both: list[Any] = [logit_kernels.softmax_sums, logit_kernels.gradient_summands]
+    sums, summands = both if form is None else [getattr(kernel, form) for kernel in both]
     found_maximum_c, found_sum_c = sums(values[0].clone(), softcap)
     summands_2cv = summands(values[0].clone(), *values[1:], softcap)
     assert summands_2cv.dtype == torch.bfloat16
