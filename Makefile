@@ -99,7 +99,7 @@ test-slow: $(VENV)/.test
 # Kills a tiny job N times at random, after the tests that kill it in every phase or damage its files; about an hour for 200.
 chaos: $(VENV)/.test
 	$(BIN)/python -m pytest -m chaos $(PYTEST_FLAGS) tests/chaos
-	$(BIN)/python -W ignore -m tests.chaos.long_run --kills $(N) --page docs/reliability.md
+	$(BIN)/python -W ignore -m tests.chaos.long_run --kills $(N) --page docs/internals/reliability.md
 
 # On a SLURM of two nodes that the tests start on this machine, for which they need root, slurm-wlm and munge.
 test-slurm: $(VENV)/.slurm

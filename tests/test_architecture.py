@@ -39,7 +39,7 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# docs/design.md has the figure. A folder within a package may have a separate row.
+# docs/internals/design.md has the figure. A folder within a package may have a separate row.
 PACKAGES = {
     "utils": Package(outside=names("pydantic pydantic_core annotated_types")),
     "losses": Package(
@@ -197,7 +197,7 @@ def scan_imports(root: Path) -> list[str]:
             ]
             continue
         if path.parts[0] not in PACKAGES:
-            found.append(f"{path}: there is no package {path.parts[0]}; add it here and to docs/design.md")
+            found.append(f"{path}: there is no package {path.parts[0]}; add it here and to docs/internals/design.md")
             continue
         row = next(row for row in sorted(PACKAGES, reverse=True) if path.is_relative_to(row))
         for line, module in imports(ast.parse(file.read_text())):
@@ -416,7 +416,7 @@ def without_shortcuts(edges: Arrows) -> Arrows:
 
 
 def test_the_figure_shows_the_imports() -> None:
-    text = (REPOSITORY / "docs/design.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs/internals/design.md").read_text(encoding="utf-8")
     figure = text.split("```mermaid")[1].split("```")[0]
     drawn = {tuple(line.split(" --> ")) for line in map(str.strip, figure.splitlines()) if " --> " in line}
     expected = without_shortcuts(arrows(PACKAGE))

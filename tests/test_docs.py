@@ -104,7 +104,7 @@ def test_the_command_lines_of_the_readme_compose() -> None:
         assert cfg.model.data.data_prefix == "rows.jsonl"
 
 
-# Words of our own for which the field has one, see docs/glossary.md: resumed, again, zero, the same, an integer, variants,
+# Words of our own for which the field has one, see the glossary: resumed, again, zero, the same, an integer, variants,
 # precomputed, unpaired, packages.
 HOME_MADE = re.compile(
     r"goes on|gone on from|\banew\b|\bnought\b|\blikewise\b|whole number|\bits kin\b|asked beforehand|judged answers"

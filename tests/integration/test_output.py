@@ -69,7 +69,7 @@ def best_of(folder: Path, metric: str) -> tuple[int, float]:
 
 def text_shown() -> list[str]:
     """The output that the documents show."""
-    text = (REPOSITORY / "docs/output.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs/guides/output.md").read_text(encoding="utf-8")
     block = itertools.dropwhile(lambda line: line != "    nemo-kto dpo", text.splitlines())
     return [line[4:] for line in itertools.takewhile(lambda line: line.startswith("    ") or not line, block)][:-1]
 

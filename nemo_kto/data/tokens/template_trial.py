@@ -3,7 +3,7 @@
 A chat template is a program that is distributed with a model. The sandbox of jinja2 prevents access to files and to Python,
 but not the computation of 9**9**9, which nothing in the same process can interrupt. The first rows are therefore rendered in
 a process that the kernel ends at a limit, before any row is rendered in this process. A template that loops only in a later
-row is not interrupted: the run then hangs, as docs/hangs.md describes.
+row is not interrupted: the run then hangs, as docs/scale/hangs.md describes.
 """
 
 from __future__ import annotations

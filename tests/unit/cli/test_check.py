@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.cli import check
+from nemo_kto.cli.data import check
 from nemo_kto.data.rows import files
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message

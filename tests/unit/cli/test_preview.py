@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.cli import preview
+from nemo_kto.cli.data import preview
 from nemo_kto.data.inspect.preview import Marks
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, assert_names, raises

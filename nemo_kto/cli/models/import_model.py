@@ -15,7 +15,7 @@ from nemo_kto.telemetry.console import set_up_logging, take_over
 
 _DESCRIPTION = """\
 Write a checkpoint of NeMo-Aligner, Megatron-LM or Megatron-Bridge as a Hugging Face folder: configuration, tokenizer and
-weights. FILE: a .nemo archive, or a torch_dist checkpoint folder. Nothing in the files is executed. docs/models.md
+weights. FILE: a .nemo archive, or a torch_dist checkpoint folder. Nothing in the files is executed. docs/guides/models.md
 """
 _MAX_SHARD_BYTES = 5 * 10**9
 
