@@ -19,6 +19,7 @@ from nemo_kto.algorithms.callbacks import (
     LoggerCallback,
     PrecomputeReference,
     ReferenceSync,
+    SampleCallback,
     SpikeCallback,
     StragglerCallback,
     ThroughputCallback,
@@ -57,6 +58,7 @@ from nemo_kto.run.policy import Policy, build_policy
 from nemo_kto.run.reference import ReferenceSetup, build_reference
 from nemo_kto.run.resume import Resumption, build_early_stopping, check_validation_rows, look_for_run
 from nemo_kto.run.rows import model_tokenizer
+from nemo_kto.run.samples import Sampler, build_sampler
 from nemo_kto.run.summary import start_table
 from nemo_kto.telemetry.loggers import RunLogger, check_loggers
 from nemo_kto.telemetry.progress import Progress
@@ -166,7 +168,24 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         requeue=cfg.trainer.requeue,
     )
     engine = build_engine(run, policy, data.limits)
-    reference = build_reference(run, policy, engine, data, timers, run_timer, first_step=resumed_step or 0)
+    sampler = build_sampler(
+        run,
+        engine,
+        data.tokenizer,
+        data.samples,
+        must_stop=lambda: run_timer.stop_reason() is not None,
+        is_resumed=resumed_step is not None,
+    )
+    reference = build_reference(
+        run,
+        policy,
+        engine,
+        data,
+        timers,
+        run_timer,
+        first_step=resumed_step or 0,
+        while_loaded=(lambda: None) if sampler is None else sampler.before_training,
+    )
     model = cfg.recipe.model_class()(
         engine=engine,
         reference=reference.policy,
@@ -187,6 +206,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         **cfg.exp_manager.checkpoint_callback_params.model_dump(),
     )
     resumed = None if resumption.checkpoint is None else checkpoints.load(resumption.checkpoint)
+    run_logger = build_logger(run, resumed_step=resumed_step)
     trainer = cfg.recipe.trainer(data.collate_fn)(
         cfg=run.length,
         model=model,
@@ -195,11 +215,14 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         train_dataloader=data.train,
         val_dataloader=data.validation,
         test_dataloader=None,
-        logger=build_logger(run, resumed_step=resumed_step),
+        logger=run_logger,
         ckpt_callback=checkpoints,
         run_timer=run_timer,
         timers=timers,
-        callbacks=build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step),
+        callbacks=[
+            *build_sampling(run, sampler, run_logger),
+            *build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step),
+        ],
         skipped=build_skipping(run, data, checkpoints),
         early_stopping=build_early_stopping(cfg, agree=state.max_over_ranks),
     )
@@ -244,6 +267,19 @@ def build_skipping(run: ResolvedRun, data: RunData, checkpoints: CheckpointManag
         last_checkpoint=last_checkpoint,
         logs=state.is_rank_zero(),
     )
+
+
+def build_sampling(run: ResolvedRun, sampler: Sampler | None, run_logger: RunLogger) -> list[Callback]:
+    if sampler is None:
+        return []
+    return [
+        SampleCallback(
+            answer=sampler.answers,
+            record=run_logger.log_samples,
+            initial=sampler.initial,
+            starts_as_policy=run.reference_model is None,
+        )
+    ]
 
 
 def build_callbacks(
@@ -305,6 +341,7 @@ def _logger_settings(run: ResolvedRun) -> dict[str, Any]:
         "tensorboard": settings.create_tensorboard_logger,
         "wandb": settings.wandb_logger_kwargs.model_dump() if settings.create_wandb_logger else None,
         "mlflow": settings.mlflow_logger_kwargs.model_dump() if settings.create_mlflow_logger else None,
+        "samples": settings.samples.enabled,
         "redact": redacted,
     }
 

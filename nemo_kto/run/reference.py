@@ -68,10 +68,12 @@ def build_reference(
     run_timer: RunTimer,
     *,
     first_step: int,  # optimizer steps done before this run was resumed; 0 for a new run
+    while_loaded: Callable[[], object] = lambda: None,
 ) -> ReferenceSetup:
     """Build the reference; before and afterwards the model holds the initial weights of the policy.
 
     If the reference is another model, its weights are loaded into the policy's model in between, to copy or evaluate them.
+    ``while_loaded`` is called while the model holds the weights of the reference, or of the policy if there is none.
 
     Raises:
         UserError: the reference model does not exist or has another shape.
@@ -79,6 +81,7 @@ def build_reference(
     """
     mode, other = run.reference.name, run.reference_model
     if mode == "none":
+        while_loaded()
         return ReferenceSetup(None)
     if other is not None:
         load_model(policy, other)
@@ -95,6 +98,7 @@ def build_reference(
         setup = precomputation.before_training(policy)
     else:
         setup = _live_reference(run, policy, engine, timers, disables_adapters=mode == "adapter")
+    while_loaded()
     if other is not None:
         load_policy_weights(policy)
     return setup

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_kto.artifacts.tokenizer_files import chat_template_file, check_ids, check_tokenizer
-from nemo_kto.data.rows.records import KTORecord, LastRowError, Message, RowError
+from nemo_kto.data.rows.records import KTORecord, LastRowError, Message, PromptRecord, RowError
 from nemo_kto.data.tokens.template_trial import REMEDY, Conversation, out_of_memory, try_template
 from nemo_kto.errors import UserError, printable, show
 
@@ -122,6 +122,31 @@ class RecordEncoder:
         )
         return [text if isinstance(text, RowError) else next(examples) for text in texts]
 
+    def encode_prompts(self, records: Sequence[PromptRecord]) -> list[list[int] | RowError]:
+        """Return the token ids of each prompt, the same as before an answer, or the error that makes it unusable."""
+        failed = self._try_template([_with_answer(record) for record in records if isinstance(record.prompt, list)])
+        found: list[list[int] | RowError] = []
+        for record in records:
+            try:
+                if isinstance(record.prompt, str):
+                    text = _Text(record.prompt, "", templated=False)
+                elif failed is not None:
+                    raise failed[1]
+                else:
+                    prompt = self._render(record.prompt, record.template, add_generation_prompt=True)
+                    text = _Text(prompt, "", templated=True)
+                example = self._finish(text, self._ids([text.prompt])[0], [])
+            except RowError as error:
+                example = error
+            found.append(example.prompt_ids if isinstance(example, EncodedExample) else example)
+        return found
+
+    def stop_ids(self) -> frozenset[int]:
+        """Return the tokens that end an answer: the EOS and, with a chat template, the token that ends its turns."""
+        turn = _with_answer(PromptRecord(prompt=[{"role": "user", "content": "?"}], line=1))
+        examples = self.encode([turn]) if self._tokenizer.chat_template else []
+        return frozenset({self._eos_id, *(each.response_ids[-1] for each in examples if isinstance(each, EncodedExample))})
+
     def fingerprint(self) -> str:
         """Return a hash of all tokenizer properties that determine the token ids of an example."""
         tokenizer = self._tokenizer
@@ -179,8 +204,6 @@ class RecordEncoder:
     def _render_row(self, record: KTORecord) -> _Text | RowError:
         assert isinstance(record.prompt, list)
         assert isinstance(record.response, list)
-        if "tools" in record.template and "tools" not in self._template:
-            return RowError('"tools" is not used by the tokenizer\'s chat template; change the template or remove the key')
         try:
             prompt = self._render(record.prompt, record.template, add_generation_prompt=True)
             whole = self._render([*record.prompt, *record.response], record.template, add_generation_prompt=False)
@@ -201,6 +224,8 @@ class RecordEncoder:
         return _Text(prompt, answer, templated=True)
 
     def _render(self, messages: list[Message], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
+        if "tools" in variables and "tools" not in self._template:
+            raise RowError('"tools" is not used by the tokenizer\'s chat template; change the template or remove the key')
         try:
             rendered = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
@@ -233,3 +258,9 @@ class RecordEncoder:
                 "or use the model's own tokenizer"
             )
         return EncodedExample(prompt, answer if ended else [*answer, self._eos_id])
+
+
+def _with_answer(record: PromptRecord) -> KTORecord:
+    """Return a prompt of messages with a short answer, for the template to render."""
+    answer: list[Message] = [{"role": "assistant", "content": "!"}]
+    return KTORecord(prompt=record.prompt, response=answer, desirable=True, line=record.line, template=record.template)
