@@ -52,10 +52,14 @@ def build_prompts(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase, splits: 
         return None
 
     def build() -> SamplePrompts:
-        encoder = RecordEncoder(tokenizer=tokenizer, vocab_size=model_vocab_size(run.files))
+        encoder = RecordEncoder(
+            tokenizer=tokenizer,
+            vocab_size=model_vocab_size(run.files),
+            apply_chat_template=run.cfg.model.data.apply_chat_template,
+        )
         found = [
             Prompt(ids, tokenizer.decode(ids), None)
-            for name, examples in splits.validation.items()
+            for examples in splits.validation.values()
             for ids in _of_examples(run, examples)
         ]
         if settings.prompts is not None:

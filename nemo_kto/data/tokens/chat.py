@@ -7,14 +7,14 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_kto.artifacts.tokenizer_files import chat_template_file, check_ids, check_tokenizer
-from nemo_kto.data.rows.records import KTORecord, LastRowError, Message, PromptRecord, RowError
+from nemo_kto.data.rows.records import KTORecord, LastRowError, Message, PromptRecord, RowError, TextOrMessages
 from nemo_kto.data.tokens.template_trial import REMEDY, Conversation, out_of_memory, try_template
 from nemo_kto.errors import UserError, printable, show
 
@@ -80,13 +80,16 @@ def _panics_named(folder: Path) -> Iterator[None]:
 class RecordEncoder:
     """Encoder of records into token ids, one batch at a time.
 
-    A row of strings gets a BOS (``bos_id``) if the tokenizer adds one itself, and an EOS after the answer. A row of messages
-    is rendered by the chat template; white space after the end-of-turn token is removed, and an EOS is added only if the
-    template ends a turn without any special token. The answer is tokenised as the continuation of the prompt. If this would
-    change the tokens of the prompt (which the model is given unchanged), the answer is tokenised separately.
+    A row of strings gets a BOS (``bos_id``) if the tokenizer adds one itself, and an EOS after the answer. If
+    ``apply_chat_template`` is set, it is treated as a user message and the assistant message that answers it. A row of
+    messages is rendered by the chat template; white space after the end-of-turn token is removed, and an EOS is added only if
+    the template ends a turn without any special token. The answer is tokenised as the continuation of the prompt. If this
+    would change the tokens of the prompt (which the model is given unchanged), the answer is tokenised separately.
     """
 
-    def __init__(self, *, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> None:
+    def __init__(
+        self, *, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None, apply_chat_template: bool = False
+    ) -> None:
         """Prepare encoding; the tokenizer must have an EOS. ``vocab_size`` (None if unknown) limits the token ids."""
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer must have an EOS token, got none; set eos_token in tokenizer_config.json")
@@ -94,6 +97,8 @@ class RecordEncoder:
         beyond = {} if vocab_size is None else tokenizer.get_vocab()
         self._beyond = {number: token for token, number in beyond.items() if number >= (vocab_size or 0)}
         self._eos_id: int = tokenizer.eos_token_id
+        self.apply_chat_template = apply_chat_template
+        self.has_chat_template = tokenizer.chat_template is not None
         self._template = str(tokenizer.chat_template)
         self._folder = Path(tokenizer.name_or_path)
         file = chat_template_file(self._folder) if tokenizer.name_or_path else None
@@ -110,7 +115,7 @@ class RecordEncoder:
 
     def encode(self, records: Sequence[KTORecord]) -> list[EncodedExample | RowError]:
         """Return the token ids of each record, or the error that makes the record unusable."""
-        texts = self._texts(records)
+        texts = self._texts([_as_messages(record) for record in records] if self.apply_chat_template else records)
         usable = [text for text in texts if isinstance(text, _Text)]
         prompts = self._ids([text.prompt for text in usable])
         wholes = self._ids([text.prompt + text.answer for text in usable])
@@ -124,27 +129,13 @@ class RecordEncoder:
 
     def encode_prompts(self, records: Sequence[PromptRecord]) -> list[list[int] | RowError]:
         """Return the token ids of each prompt, the same as before an answer, or the error that makes it unusable."""
-        failed = self._try_template([_with_answer(record) for record in records if isinstance(record.prompt, list)])
-        found: list[list[int] | RowError] = []
-        for record in records:
-            try:
-                if isinstance(record.prompt, str):
-                    text = _Text(record.prompt, "", templated=False)
-                elif failed is not None:
-                    raise failed[1]
-                else:
-                    prompt = self._render(record.prompt, record.template, add_generation_prompt=True)
-                    text = _Text(prompt, "", templated=True)
-                example = self._finish(text, self._ids([text.prompt])[0], [])
-            except RowError as error:
-                example = error
-            found.append(example.prompt_ids if isinstance(example, EncodedExample) else example)
-        return found
+        examples = self.encode([_with_answer(record) for record in records])
+        return [example if isinstance(example, RowError) else example.prompt_ids for example in examples]
 
     def stop_ids(self) -> frozenset[int]:
         """Return the tokens that end an answer: the EOS and, with a chat template, the token that ends its turns."""
-        turn = _with_answer(PromptRecord(prompt=[{"role": "user", "content": "?"}], line=1))
-        examples = self.encode([turn]) if self._tokenizer.chat_template else []
+        turn = PromptRecord(prompt=[{"role": "user", "content": "?"}], line=1)
+        examples = self.encode([_with_answer(turn)] if self.has_chat_template else [])
         return frozenset({self._eos_id, *(each.response_ids[-1] for each in examples if isinstance(each, EncodedExample))})
 
     def fingerprint(self) -> str:
@@ -159,7 +150,17 @@ class RecordEncoder:
             content = sorted(tokenizer.get_vocab().items())
         parts = [type(tokenizer).__name__, content, tokenizer.chat_template, self.bos_id, self._eos_id]
         parts += [tokenizer.special_tokens_map, sorted(self._special_tokens), *sorted(self._beyond)]
+        if self.apply_chat_template:  # otherwise the hash is the one from before this setting was introduced
+            parts.append("apply_chat_template")
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+    def is_untemplated(self, prompt_ids: Sequence[int]) -> bool:
+        """Return whether a prompt of plain text lacks the chat template of the tokenizer.
+
+        A prompt with a special token other than a leading BOS was rendered by a chat template before.
+        """
+        text_ids = prompt_ids[1:] if prompt_ids[:1] == [self.bos_id] else prompt_ids
+        return self.has_chat_template and not self.apply_chat_template and self._special_ids.isdisjoint(text_ids)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if not texts:
@@ -204,6 +205,8 @@ class RecordEncoder:
     def _render_row(self, record: KTORecord) -> _Text | RowError:
         assert isinstance(record.prompt, list)
         assert isinstance(record.response, list)
+        if "tools" in record.template and "tools" not in self._template:
+            return RowError('"tools" is not used by the tokenizer\'s chat template; change the template or remove the key')
         try:
             prompt = self._render(record.prompt, record.template, add_generation_prompt=True)
             whole = self._render([*record.prompt, *record.response], record.template, add_generation_prompt=False)
@@ -215,8 +218,7 @@ class RecordEncoder:
         if not whole.startswith(prompt):
             return RowError(
                 f"the chat template must render the prompt the same with and without the answer after it, got "
-                f"{prompt[-60:]!r} without and {whole[: len(prompt)][-60:]!r} with it; change the chat template, or "
-                "write the row as plain strings"
+                f"{prompt[-60:]!r} without and {whole[: len(prompt)][-60:]!r} with it; {REMEDY}"
             )
         answer = whole[len(prompt) :]
         if answer.rstrip().endswith(self._special_tokens):
@@ -224,8 +226,6 @@ class RecordEncoder:
         return _Text(prompt, answer, templated=True)
 
     def _render(self, messages: list[Message], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
-        if "tools" in variables and "tools" not in self._template:
-            raise RowError('"tools" is not used by the tokenizer\'s chat template; change the template or remove the key')
         try:
             rendered = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
@@ -261,6 +261,14 @@ class RecordEncoder:
 
 
 def _with_answer(record: PromptRecord) -> KTORecord:
-    """Return a prompt of messages with a short answer, for the template to render."""
-    answer: list[Message] = [{"role": "assistant", "content": "!"}]
-    return KTORecord(prompt=record.prompt, response=answer, desirable=True, line=record.line, template=record.template)
+    """Return a prompt with an answer, which does not change the tokens of the prompt."""
+    response: TextOrMessages = "!" if isinstance(record.prompt, str) else [{"role": "assistant", "content": "!"}]
+    return KTORecord(prompt=record.prompt, response=response, desirable=True, line=record.line, template=record.template)
+
+
+def _as_messages(record: KTORecord) -> KTORecord:
+    """Return a record of strings as one user message and the assistant message that answers it; others unchanged."""
+    if not (isinstance(record.prompt, str) and isinstance(record.response, str)):
+        return record
+    response: list[Message] = [{"role": "assistant", "content": record.response}]
+    return replace(record, prompt=[{"role": "user", "content": record.prompt}], response=response)
