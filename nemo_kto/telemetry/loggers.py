@@ -189,7 +189,7 @@ class RunLogger:
             enabled: whether this rank logs; True on rank 0 only.
             resumed_step: optimizer steps done before the run was resumed; None for a new run.
             wandb, mlflow: arguments of Lightning's WandbLogger and MLFlowLogger; None disables them. Without a tracking_uri,
-                MLflow writes to ``folder``/mlflow.db.
+                MLflow writes to ``folder``/mlflow.db and mlflow_artifacts.
             samples: write those given to :meth:`log_samples` also to a file.
             redact: remove secrets from an error message.
         """
@@ -386,8 +386,11 @@ def _mlflow(folder: Path, resumed_step: int | None, arguments: Mapping[str, obje
     from pytorch_lightning.loggers import MLFlowLogger
 
     file = folder / "mlflow_run_id"
-    # the default is an SQLite file, because MLflow rejects new runs in plain folders
-    uri = str(arguments.get("tracking_uri") or f"sqlite:///{(folder / 'mlflow.db').resolve()}")
-    mlflow_logger = MLFlowLogger(**{**arguments, "tracking_uri": uri, "run_id": saved_run_id(file, resumed_step)})
+    settings = {**arguments, "run_id": saved_run_id(file, resumed_step)}
+    if not arguments.get("tracking_uri"):
+        # an SQLite file, because MLflow rejects new runs in plain folders; its artifacts would be in the working directory
+        settings["tracking_uri"] = f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+        settings["artifact_location"] = (folder / "mlflow_artifacts").resolve().as_uri()
+    mlflow_logger = MLFlowLogger(**settings)
     _save_run_id(file, str(mlflow_logger.run_id))
     return mlflow_logger

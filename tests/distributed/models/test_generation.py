@@ -14,7 +14,6 @@ from tests.helpers.engines import engine, split_of
 from tests.helpers.rank_pool import RankPool
 
 EOS_ID, NEW_TOKENS, SEQ_LENGTH = 258, 9, 40
-DRAWN = {"temperature": 0.8, "top_p": 0.9}
 # Different lengths; the last prompt has room for only three tokens.
 PROMPTS = [list(range(60, 60 + length)) for length in (3, 17, 8, 26, SEQ_LENGTH - 3)]
 # Name of a layout: ranks, sizes, and further arguments of ``answers``.
@@ -69,8 +68,8 @@ def answers(folder: Path, layout: dict[str, Any], options: dict[str, Any] | None
     decoding = Decoding(stop_ids=frozenset(), max_new_tokens=NEW_TOKENS, seq_length=SEQ_LENGTH, seed=7)
     collate = {"eos_id": EOS_ID, "seq_length": SEQ_LENGTH, "pad_to_multiple": runs.limits.multiple}
     found = {
-        name: generate(runs, PROMPTS[:prompts], replace(decoding, **settings), collate=collate)
-        for name, settings in (("greedy", {}), ("drawn", DRAWN))
+        name: generate(runs, PROMPTS[:prompts], settings, collate=collate)
+        for name, settings in (("greedy", decoding), ("drawn", replace(decoding, temperature=0.8, top_p=0.9)))
     }
     assert all(chunk.training for chunk in chunks)
     return found
