@@ -96,7 +96,7 @@ def vocab_parallel_logits(
     The arguments are those of :func:`vocab_parallel_logprobs`. The result, in fp32 or wider, has no gradient. One
     collective gathers the columns of all ranks.
     """
-    logits_TV = _logits(hidden_TH, weight_VH, softcap)
+    logits_TV = cap_logits(_logits(hidden_TH, weight_VH), softcap)
     if group is not None:
         of_ranks = [torch.empty_like(logits_TV) for _ in range(dist.get_world_size(group))]
         dist.all_gather(of_ranks, logits_TV, group=group)
