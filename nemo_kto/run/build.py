@@ -19,7 +19,6 @@ from nemo_kto.algorithms.callbacks import (
     LoggerCallback,
     PrecomputeReference,
     ReferenceSync,
-    SampleCallback,
     SpikeCallback,
     StragglerCallback,
     ThroughputCallback,
@@ -56,9 +55,9 @@ from nemo_kto.run.lifecycle import (
 )
 from nemo_kto.run.policy import Policy, build_policy
 from nemo_kto.run.reference import ReferenceSetup, build_reference
-from nemo_kto.run.resume import Resumption, build_early_stopping, check_validation_rows, look_for_run
+from nemo_kto.run.resume import Facts, Resumption, build_early_stopping, check_validation_rows, look_for_run
 from nemo_kto.run.rows import model_tokenizer
-from nemo_kto.run.samples import Sampler, build_sampler
+from nemo_kto.run.samples import build_sampler
 from nemo_kto.run.summary import start_table
 from nemo_kto.telemetry.loggers import RunLogger, check_loggers
 from nemo_kto.telemetry.progress import Progress
@@ -168,24 +167,9 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         requeue=cfg.trainer.requeue,
     )
     engine = build_engine(run, policy, data.limits)
-    sampler = build_sampler(
-        run,
-        engine,
-        data.tokenizer,
-        data.samples,
-        must_stop=lambda: run_timer.stop_reason() is not None,
-        is_resumed=resumed_step is not None,
-    )
-    reference = build_reference(
-        run,
-        policy,
-        engine,
-        data,
-        timers,
-        run_timer,
-        first_step=resumed_step or 0,
-        while_loaded=(lambda: None) if sampler is None else sampler.before_training,
-    )
+    sampler = build_sampler(run, engine, data.tokenizer, data.samples, run_timer, is_resumed=resumed_step is not None)
+    first_step = resumed_step or 0
+    reference = build_reference(run, policy, engine, data, timers, run_timer, first_step=first_step, sampler=sampler)
     model = cfg.recipe.model_class()(
         engine=engine,
         reference=reference.policy,
@@ -194,19 +178,10 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         **cfg.recipe.model_options(cfg.loss, data.splits.train),
     )
     optimizer, scheduler = build_optimizer_and_schedule(run, policy, max_steps=max_steps)
-    checkpoints = CheckpointManager(
-        folder=run.checkpoints,
-        chunks=policy.chunks,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        hugging_face_source=policy.files.hf_folder,
-        base_model=policy.base_model,
-        reference_weights=reference.synced_weights,
-        run=resumption.facts,
-        **cfg.exp_manager.checkpoint_callback_params.model_dump(),
-    )
+    checkpoints = build_checkpoints(run, policy, optimizer, scheduler, reference, facts=resumption.facts)
     resumed = None if resumption.checkpoint is None else checkpoints.load(resumption.checkpoint)
     run_logger = build_logger(run, resumed_step=resumed_step)
+    sampling = [] if sampler is None else [sampler.callback(record=run_logger.log_samples)]
     trainer = cfg.recipe.trainer(data.collate_fn)(
         cfg=run.length,
         model=model,
@@ -219,10 +194,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         ckpt_callback=checkpoints,
         run_timer=run_timer,
         timers=timers,
-        callbacks=[
-            *build_sampling(run, sampler, run_logger),
-            *build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step),
-        ],
+        callbacks=[*sampling, *build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step)],
         skipped=build_skipping(run, data, checkpoints),
         early_stopping=build_early_stopping(cfg, agree=state.max_over_ranks),
     )
@@ -230,6 +202,28 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         with read_errors(resumption.checkpoint.folder / INFO):
             trainer.load_state_dict(resumed)
     return trainer
+
+
+def build_checkpoints(
+    run: ResolvedRun,
+    policy: Policy,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    reference: ReferenceSetup,
+    *,
+    facts: Facts,
+) -> CheckpointManager:
+    return CheckpointManager(
+        folder=run.checkpoints,
+        chunks=policy.chunks,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        hugging_face_source=policy.files.hf_folder,
+        base_model=policy.base_model,
+        reference_weights=reference.synced_weights,
+        run=facts,
+        **run.cfg.exp_manager.checkpoint_callback_params.model_dump(),
+    )
 
 
 def build_engine(run: ResolvedRun, policy: Policy, limits: MicroBatchLimits) -> LogProbEngine:
@@ -267,19 +261,6 @@ def build_skipping(run: ResolvedRun, data: RunData, checkpoints: CheckpointManag
         last_checkpoint=last_checkpoint,
         logs=state.is_rank_zero(),
     )
-
-
-def build_sampling(run: ResolvedRun, sampler: Sampler | None, run_logger: RunLogger) -> list[Callback]:
-    if sampler is None:
-        return []
-    return [
-        SampleCallback(
-            answer=sampler.answers,
-            record=run_logger.log_samples,
-            initial=sampler.initial,
-            starts_as_policy=run.reference_model is None,
-        )
-    ]
 
 
 def build_callbacks(

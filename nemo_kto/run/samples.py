@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from nemo_kto.algorithms.callbacks import SampleCallback
 from nemo_kto.algorithms.duration import interval_steps
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.data.batches.dataset import Splits
@@ -23,6 +24,7 @@ from nemo_kto.models.engine.generation import Decoding, generate
 from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.run.rows import collate_settings, model_vocab_size
 from nemo_kto.telemetry.samples import SAMPLES_FILE, Model, Sample, read_samples
+from nemo_kto.telemetry.timers import RunTimer
 
 _PROMPTS, _MAX_NEW_TOKENS = "exp_manager.samples.prompts", "exp_manager.samples.max_new_tokens"
 
@@ -133,6 +135,7 @@ class Sampler:
     collate: dict[str, Any]  # of ``generate``
     must_stop: Callable[[], bool]  # equal on all ranks
     starts_as: Model  # the model that answers before training
+    is_policy: bool  # its answers are those of the policy before the first step
     has_initial: bool  # the run folder has these answers, from before the run was resumed
     initial: list[Sample] = field(default_factory=list)  # those of :meth:`before_training`
 
@@ -162,14 +165,18 @@ class Sampler:
             for index, (prompt, tokens) in enumerate(zip(prompts, generated, strict=True))
         ]
 
+    def callback(self, *, record: Callable[[Sequence[Sample], int], None]) -> SampleCallback:
+        """Return the callback that takes the samples, and records those from before the first step."""
+        return SampleCallback(answer=self.answers, record=record, initial=self.initial, starts_as_policy=self.is_policy)
+
 
 def build_sampler(
     run: ResolvedRun,
     engine: LogProbEngine,
     tokenizer: PreTrainedTokenizerBase,
     samples: SamplePrompts | None,
+    run_timer: RunTimer,
     *,
-    must_stop: Callable[[], bool],
     is_resumed: bool,
 ) -> Sampler | None:
     """Build the sampler of a run; None without samples. Collective."""
@@ -184,8 +191,9 @@ def build_sampler(
         tokenizer=tokenizer,
         samples=samples,
         collate=collate_settings(run.cfg, tokenizer, engine.limits) | {"eod_mask_loss": False},
-        must_stop=must_stop,
+        must_stop=lambda: run_timer.stop_reason() is not None,
         starts_as="policy" if run.reference.name == "none" else "reference",
+        is_policy=run.reference_model is None,
         has_initial=state.from_rank_zero(has_initial, doing="reading the samples"),
     )
 
