@@ -23,7 +23,7 @@ class Series:
 
     Attributes:
         kind: "smoothed" draws the smoothed curve above the raw one, "band" above a band of one standard deviation within the
-            smoothing window, "mean" without either; "exact" draws the curve itself, "dots" also its points, as for validations.
+            smoothing window, "mean" without either; "exact" draws the curve itself, "dots" also its points.
     """
 
     label: str

@@ -15,13 +15,14 @@ from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.errors import UserError
 from nemo_kto.report.curves import Curve, read_curves
 from nemo_kto.telemetry.loggers import METRICS_FILE, parse_line
+from nemo_kto.telemetry.warnings_file import WARNINGS_FILE
 from nemo_kto.utils.files import open_file, read_bytes, read_lines
 from nemo_kto.utils.locks import GONE_SECONDS, owner_file
 
 # Files of a run folder besides metrics.jsonl and config.yaml.
 RUN_FILE = "run.json"  # state, settings and versions of the run
 DATA_FILE = "data.json"  # statistics of its data
-WARNINGS_FILE = "warnings.jsonl"
+
 REWARDS_FILE = "rewards.jsonl"  # histograms of the rewards of each validation
 SAMPLES_FILE = "samples.jsonl"  # answers of the model
 RUN_LOCK = ".lock"  # held by a run while it uses its folder
@@ -176,13 +177,13 @@ def read_run(folder: Path) -> RunRecord:
         remedy = f"perhaps one of the folders in it: {', '.join(inner[:5])}" if inner else "check the path"
         missing = ", ".join(looked_for[:-1]) + f" or {looked_for[-1]}"
         raise UserError(f"RUN must be the folder of a run, got {folder}, which has no {missing}; {remedy}")
-    run = _read_object(folder / RUN_FILE)
+    run = read_object(folder / RUN_FILE)
     return RunRecord(
         folder=folder,
         state=_state(folder, run),
         config=read_saved(folder / CONFIG_FILE),
         run=run,
-        data=_read_object(folder / DATA_FILE),
+        data=read_object(folder / DATA_FILE),
         curves=read_curves(_lines(folder / METRICS_FILE)),
         rewards=_read_rewards(folder / REWARDS_FILE),
         samples=[*_read_samples(folder / SAMPLES_FILE)],
@@ -226,7 +227,7 @@ def _objects(file: Path) -> Iterator[dict[str, Any]]:
                     yield content
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_bytes(file))
     except (OSError, ValueError, RecursionError):

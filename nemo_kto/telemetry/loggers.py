@@ -59,7 +59,11 @@ class JsonLines:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._waiting += json.dumps({"step": step, "time": round(time.time(), 3), **values}).encode() + b"\n"
+        self.add_line({"step": step, "time": round(time.time(), 3), **values})
+
+    def add_line(self, values: Mapping[str, object]) -> None:
+        """Write one line, which must have a "step"."""
+        self._waiting += json.dumps(values).encode() + b"\n"
         self._write()
 
     def _write(self) -> None:
