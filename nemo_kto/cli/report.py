@@ -19,6 +19,8 @@ def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse_args(list(argv))
     runs = [read_run(folder.resolve()) for folder in dict.fromkeys(arguments.runs)]
     out: Path = arguments.out or (runs[0].folder if len(runs) == 1 else Path()) / REPORT_FILE
+    if not out.parent.is_dir():
+        raise UserError(f"--out must be a file in a folder that exists, got {out}; create the folder, or choose another")
     if out.suffix != ".html":
         raise UserError(f"--out must be a file that ends in .html, got {out}; e.g. --out {out.with_suffix('.html')}")
     try:
