@@ -43,15 +43,15 @@ def draw(plot: Plot) -> str:
     return _svg(figure, plot.title)
 
 
-def draw_histogram(histogram: Histogram, *, top: float | None = None) -> str:
-    """Return a histogram as an SVG element; ``top``: largest count of the vertical axis, None for that of the histogram."""
+def draw_histogram(histogram: Histogram) -> str:
+    """Return a histogram as an SVG element."""
     figure, axes = _figure(_WIDTH, 170, bottom=32)
     _style(axes, grid=_GRID, ink=_MUTED)
     for counts, colour in zip(histogram.counts.values(), _SERIES, strict=False):
         axes.stairs(counts, histogram.edges, fill=True, facecolor=colour, edgecolor="none", alpha=0.28)
         axes.stairs(counts, histogram.edges, color=colour, linewidth=1.3)
     axes.set_xlim(histogram.edges[0], histogram.edges[-1])
-    axes.set_ylim(0, 1.08 * (top or max((counts.max() for counts in histogram.counts.values()), default=1)) or 1)
+    axes.set_ylim(0, 1.08 * max(1, *(counts.max(initial=0) for counts in histogram.counts.values())))
     axes.set_xlabel(histogram.unit, fontsize=_FONT, color=_MUTED, labelpad=2)
     return _svg(figure, histogram.title)
 

@@ -26,7 +26,7 @@ from nemo_kto.utils.files import publish_file
 
 REPORT_FILE = "report.html"  # in the run folder
 _MAX_ANSWERS = 50  # prompts that are shown
-_PER_LENGTHS = {"prompt": "Prompts", "response": "Answers", "chosen": "Chosen answers", "rejected": "Rejected answers"}
+_PARTS = {"prompt": "Prompts", "response": "Answers", "chosen": "Chosen answers", "rejected": "Rejected answers"}
 
 
 def write_report(runs: Sequence[RunRecord], out: Path) -> list[Path]:
@@ -123,18 +123,16 @@ def _html(content: Mapping[str, Any]) -> str:
         legend = [(series.colour % len(COLOURS), series.label) for series in plot.series if series.label]
         return {"title": plot.title, "legend": legend, "note": plot.note, "svg": Markup(draw(plot))}  # nosec B704  # our own
 
-    def of_histogram(histogram: Histogram, *, title: str, top: float | None = None) -> dict[str, Any]:
+    def of_histogram(histogram: Histogram, title: str) -> dict[str, Any]:
         legend = [(colour, name) for colour, name in enumerate(histogram.counts) if name]
-        svg = Markup(draw_histogram(histogram, top=top))  # nosec B704
+        svg = Markup(draw_histogram(histogram))  # nosec B704
         note = "the last bar counts everything longer" if histogram.last_is_open else ""
         return {"title": title, "legend": legend, "note": note, "svg": svg}
 
     rewards = []
     for name, histograms in content.get("rewards", ()):
-        top = max(float(counts.max()) for each in histograms for counts in each.counts.values())
-        drawn = [of_histogram(each, title=each.title.capitalize(), top=top) for each in histograms]
-        rewards.append({"title": name, "drawn": drawn})
-    lengths = [of_histogram(each, title=_PER_LENGTHS.get(each.title, each.title)) for each in content.get("lengths", ())]
+        rewards.append({"title": name, "drawn": [of_histogram(each, each.title.capitalize()) for each in histograms]})
+    lengths = [of_histogram(each, _PARTS.get(each.title, each.title)) for each in content.get("lengths", ())]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     absent = dict.fromkeys(("state", "figures", "final_figures", "different", "is_sound", "answers", "data", "warnings"))

@@ -15,6 +15,7 @@ from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.errors import UserError
 from nemo_kto.report.curves import Curve, read_curves
 from nemo_kto.telemetry.loggers import METRICS_FILE, parse_line
+from nemo_kto.telemetry.samples import SAMPLES_FILE, Sample, read_samples
 from nemo_kto.telemetry.warnings_file import WARNINGS_FILE
 from nemo_kto.utils.files import open_file, read_bytes, read_lines
 from nemo_kto.utils.locks import GONE_SECONDS, owner_file
@@ -24,7 +25,6 @@ RUN_FILE = "run.json"  # state, settings and versions of the run
 DATA_FILE = "data.json"  # statistics of its data
 
 REWARDS_FILE = "rewards.jsonl"  # histograms of the rewards of each validation
-SAMPLES_FILE = "samples.jsonl"  # answers of the model
 RUN_LOCK = ".lock"  # held by a run while it uses its folder
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
@@ -47,18 +47,6 @@ class RewardHistogram:
     width: float
     first: int
     counts: Mapping[str, list[int]]  # class -> number of examples in each bin
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """An answer of the policy, or of the reference, to a prompt."""
-
-    step: int
-    model: str  # "policy" or "reference"
-    index: int  # of the prompt
-    prompt: str
-    answer: str
-    ended: bool  # False: the answer was cut off at the maximum length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +174,7 @@ def read_run(folder: Path) -> RunRecord:
         data=read_object(folder / DATA_FILE),
         curves=read_curves(_lines(folder / METRICS_FILE)),
         rewards=_read_rewards(folder / REWARDS_FILE),
-        samples=[*_read_samples(folder / SAMPLES_FILE)],
+        samples=read_samples(folder / SAMPLES_FILE),
         warnings=[line for line, _ in zip(_objects(folder / WARNINGS_FILE), range(_MAX_WARNINGS), strict=False)],
     )
 
@@ -247,18 +235,3 @@ def _read_rewards(file: Path) -> dict[str, list[RewardHistogram]]:
             continue
         sets.setdefault(str(line.get("set", "")), []).append(histogram)
     return sets
-
-
-def _read_samples(file: Path) -> Iterator[Sample]:
-    for line in _objects(file):
-        try:
-            yield Sample(
-                step=int(line["step"]),
-                model=str(line["model"]),
-                index=int(line["index"]),
-                prompt=str(line["prompt"]),
-                answer=str(line["answer"]),
-                ended=bool(line.get("ended", True)),
-            )
-        except (LookupError, TypeError, ValueError):
-            continue
