@@ -1,8 +1,8 @@
 """Pages of the documentation: their reading order, and their text as the site shows it.
 
 The pages are plain Markdown that a repository's web page shows as well. ``index.md`` links to the ``README.md`` of each
-folder, and that links to the pages of its folder. The order of these links is the reading order: the site's table of contents
-and the "Next" line at the end of each page are made from it.
+folder, and that links to the pages of its folder. The order of these links is the reading order: the site's table of
+contents and the "Next" line at the end of each page are made from it.
 """
 
 from __future__ import annotations
