@@ -34,7 +34,7 @@ def shell(code: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Path:
-    """A folder with MODEL, OTHER, rows.jsonl, pairs.jsonl, and RUN, the folder of a run that trained adapters."""
+    """A folder with MODEL, OTHER, rows.jsonl, pairs.jsonl, and RUN and RUN2, folders of a run that trained adapters."""
     folder = tmp_path_factory.mktemp("files")
     shutil.copytree(tiny_checkpoint("llama"), folder / "MODEL")
     shutil.copytree(tiny_checkpoint("llama", seed=1), folder / "OTHER")
@@ -42,6 +42,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..
     pairs = make_pairs(300)
     write_rows(folder / "pairs.jsonl", [{"chosen_reward": 3.5, "rejected_reward": 1.0, **pair} for pair in pairs])
     shell("nemo-kto kto MODEL rows.jsonl model.peft.peft_scheme=lora exp_manager.explicit_log_dir=RUN", folder)
+    shutil.copytree(folder / "RUN", folder / "RUN2")
     return folder
 
 
