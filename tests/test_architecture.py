@@ -113,10 +113,16 @@ PACKAGES = {
         | names("checkpoint huggingface config"),
         outside=names("torch numpy transformers megatron.core"),
     ),
+    "chat": Package(
+        own=names("device data artifacts utils"),
+        outside=names("torch transformers"),
+        never=names("torch.distributed torch.cuda"),
+        only_in=(("peft", names("model.py")),),
+    ),
     "planner": Package(own=names("device telemetry architecture artifacts models config run utils")),
     "cli": Package(
         own=names("losses data device processes telemetry architecture artifacts algorithms huggingface config")
-        | names("run planner utils"),
+        | names("run planner chat utils"),
         outside=names("hydra omegaconf"),
         never=names("hydra._internal"),
         only_in=(("pandas", names("api.py")), ("transformers", names("api.py"))),

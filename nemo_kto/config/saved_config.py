@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
@@ -98,17 +99,25 @@ def saved_value(config: RunConfig, key: str) -> object:
     return None if value is _ABSENT else value
 
 
+def read_saved_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration saved in a run folder, with sections as dictionaries; empty if it has none that is valid."""
+    return _parsed(folder / "config.yaml") or {}
+
+
 def _load(file: Path) -> object:
     """Load the saved configuration without resolving interpolations; if it is damaged, print a warning and return None."""
+    if (before := _parsed(file)) is None:
+        text = "cannot be read and is replaced; changes since the last start of this run are not known"
+        print(f"nemo-kto: {file} {text}", file=sys.stderr)
+    return before
+
+
+def _parsed(file: Path) -> dict[str, Any] | None:
     try:
-        before = yaml.load(read_bytes(file, limit=_MAX_BYTES), Loader=_PlainLoader)  # nosec B506  # a SafeLoader
-        if isinstance(before, dict) and "algorithm" in before:
-            return before
+        content = yaml.load(read_bytes(file, limit=_MAX_BYTES), Loader=_PlainLoader)  # nosec B506  # a SafeLoader
     except (*WRONG, ValueError):
-        pass
-    text = "cannot be read and is replaced; changes since the last start of this run are not known"
-    print(f"nemo-kto: {file} {text}", file=sys.stderr)
-    return None
+        return None
+    return content if isinstance(content, dict) and "algorithm" in content else None
 
 
 def _value(values: object, key: str) -> object:
