@@ -34,6 +34,8 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(
             "--seq-length must be given with --model, whose tokenizer counts tokens, got no --model; add --model FOLDER"
         )
+    if flags.apply_chat_template and flags.model is None:
+        raise UserError("--apply-chat-template must be given with --model, whose template it uses, got no --model; add it")
     fields = Fields(_columns(flags.fields), _labels(flags.labels))
     encoder = truncation = None
     if flags.model is not None:
@@ -42,7 +44,11 @@ def main(argv: Sequence[str]) -> None:
         from nemo_kto.run.rows import model_tokenizer, model_vocab_size
 
         model = ModelFiles(source=local_folder(pin(flags.model, weights=False) if is_hub_name(flags.model) else flags.model))
-        encoder = RecordEncoder(tokenizer=model_tokenizer(model), vocab_size=model_vocab_size(model))
+        encoder = RecordEncoder(
+            tokenizer=model_tokenizer(model),
+            vocab_size=model_vocab_size(model),
+            apply_chat_template=flags.apply_chat_template,
+        )
         if flags.seq_length is not None:
             truncation = Truncation(flags.seq_length, TRUNCATION_MODES[0], encoder.bos_id)
     as_pairs = RECIPES[flags.algorithm].unit == "pairs"
@@ -71,6 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder, whose tokenizer counts tokens")
     parser.add_argument(
         "--seq-length", type=integer_from(2), metavar="N", help="count the rows that this model.data.seq_length truncates"
+    )
+    parser.add_argument(
+        "--apply-chat-template", action="store_true", help="count the tokens as with model.data.apply_chat_template=true"
     )
     parser.add_argument("--fields", default="", metavar="OURS:COLUMN,...", help="names of the columns: model.data.fields")
     parser.add_argument("--labels", default="", metavar="{CLASS:[VALUE,...]}", help="values of labels (model.data.labels)")

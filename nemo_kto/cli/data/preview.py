@@ -93,6 +93,8 @@ def _lines(run: ResolvedRun, file: str, *, rows: int, coloured: bool) -> Iterato
         preview = Preview(decode=decode, seq_length=cfg.seq_length, marks=Marks(coloured=coloured))
         yield f"{file} as {run.files.source} sees it in `nemo-kto {cfg.recipe.name}`"
         yield f"Marks: {preview.marks.legend()}."
+        if splits.prompts:
+            yield f"Prompts: {splits.prompts}."
         for warning in splits.warnings:
             yield f"Of the first rows, {warning.removeprefix(f'{file}: ')}."
         yield from cfg.recipe.preview(preview, dataset, batch, examples, cfg.loss.record)

@@ -17,7 +17,7 @@ from nemo_kto.artifacts.hub import HUB, is_hub_name, local_folder, pin
 from nemo_kto.artifacts.safetensors_files import is_our_model
 from nemo_kto.artifacts.sources import is_peft_folder, is_whole_model, remedy_for_missing
 from nemo_kto.cli import integer_from
-from nemo_kto.config.saved_config import read_saved_config
+from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.processes import ranks
@@ -128,9 +128,8 @@ def _find(argument: str, name: str) -> Path:
         return _export(folder, folder.absolute().parent.parent / f"hf_{folder.name}")
     if is_whole_model(folder) or is_peft_folder(folder):
         return folder
-    config = read_saved_config(folder)
-    settings = config.get("export", {})
-    for exported in (folder / "hf", Path(str(settings.get("path", "")))):
+    config = read_saved(folder / CONFIG_FILE)
+    for exported in (folder / "hf", Path(config.get("export.path", ""))):
         if is_our_model(exported):
             return exported
     if not (checkpoints := find_checkpoints(folder / CHECKPOINTS)):
@@ -138,9 +137,9 @@ def _find(argument: str, name: str) -> Path:
         remedy = remedy_for_missing(folder, f"correct the path, or write {HUB}ORGANISATION/NAME for a model of the hub")
         raise UserError(f"{argument} must be {kinds}, got {name}; {remedy}")
     best = None
-    if settings.get("which") == "best":
-        ranking = config["exp_manager"]["checkpoint_callback_params"]
-        best = best_of(checkpoints, monitor=ranking["monitor"], mode=ranking["mode"])
+    if config.get("export.which") == "best":
+        ranking = "exp_manager.checkpoint_callback_params"
+        best = best_of(checkpoints, monitor=config[f"{ranking}.monitor"], mode=config[f"{ranking}.mode"])
     return _export((best or checkpoints[-1]).folder, folder / "hf")
 
 
@@ -159,7 +158,7 @@ def _export(checkpoint: Path, out: Path) -> Path:
 def _starting_model(folder: Path) -> str:
     """Return the name of the model that a run started from, or of the base model of adapters."""
     for run in (folder, *folder.absolute().parents[:2]):
-        if base := read_saved_config(run).get("pretrained_checkpoint", {}).get("restore_from_path"):
+        if base := read_saved(run / CONFIG_FILE).get("pretrained_checkpoint.restore_from_path"):
             return str(base)
     if (base := _base_of_adapters(folder)) is not None:
         return str(base)

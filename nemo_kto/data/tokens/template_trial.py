@@ -24,7 +24,7 @@ from nemo_kto.data.tokens.parts import JOB_SIGNALS, isolated_starts
 MAX_SECONDS: float = 2  # of CPU time per row; a typical row takes a ten-thousandth of it
 _MAX_BYTES = 2**30  # of memory, in addition to the memory of the interpreter
 _OUT_OF_MEMORY = 3  # exit status
-REMEDY = "correct the template, or write the row as plain strings"
+REMEDY = "correct the template, or write the row as plain strings (with model.data.apply_chat_template=false)"
 
 
 class Conversation(NamedTuple):
