@@ -117,6 +117,7 @@ PACKAGES = {
         own=names("losses data device processes distributed telemetry architecture artifacts algorithms models utils")
         | names("checkpoint huggingface config report"),
         outside=names("torch numpy transformers megatron.core"),
+        only_in=(("yaml", names("card.py")),),
     ),
     "chat": Package(
         own=names("device data artifacts utils"),

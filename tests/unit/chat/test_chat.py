@@ -34,7 +34,7 @@ def fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nemo_kto.chat.model.bf16_slowdown", lambda **_: 2.0)
 
 
-def answers(capsys: pytest.CaptureFixture[str], words: Sequence[str | Path]) -> list[dict[str, Any]]:
+def answers(capsys: pytest.CaptureFixture[str], words: Sequence[object]) -> list[dict[str, Any]]:
     """Objects that the command prints with --json."""
     assert main([*map(str, words), "--json"]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
