@@ -56,6 +56,9 @@ nemo-kto: alignment training of large language models on human feedback, on one 
   nemo-kto export CHECKPOINT OUT
       Write a checkpoint, or the newest one of a run folder, in Hugging Face format.
 
+  nemo-kto export CHECKPOINT [OUT] --push hf:USER/NAME
+      Publish it on the Hugging Face hub, with its model card.
+
   nemo-kto chat RUN|MODEL [--against BASE] [-p PROMPT ...]
       Talk with a trained model, and compare it with the one that the run started from.
 

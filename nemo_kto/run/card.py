@@ -7,6 +7,7 @@ files and folders without their paths, which may contain names of users.
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import re
 import sys
@@ -22,6 +23,7 @@ import yaml
 
 from nemo_kto import __version__
 from nemo_kto.algorithms.recipes import RECIPES
+from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
 from nemo_kto.artifacts.content import CARD
 from nemo_kto.artifacts.hub import HUB, hub_name
 from nemo_kto.artifacts.tokenizer_files import has_chat_template
@@ -31,7 +33,7 @@ from nemo_kto.errors import UserError, plural
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import metric_prefix
 from nemo_kto.telemetry.loggers import METRICS_FILE
-from nemo_kto.utils.files import read_bytes
+from nemo_kto.utils.files import read_bytes, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +105,13 @@ class CardFacts:
 
 
 def write_card(folder: Path, sources: CardFacts) -> None:
-    """Write README.md, and a picture of the run's curves if it has any, into an export that is otherwise complete."""
+    """Write README.md into an export that is otherwise complete, and a picture of the run's curves.
+
+    There is no picture without metrics, or with export.report=false.
+    """
     has_picture = False
-    if sources.run is not None and (sources.run / METRICS_FILE).is_file():
+    wanted = sources.config.get("export.report", True)
+    if wanted and sources.run is not None and (sources.run / METRICS_FILE).is_file():
         try:
             _draw(sources.run, folder / PICTURE)
             has_picture = True
@@ -169,7 +175,7 @@ def _introduction(sources: CardFacts) -> str:
     title = f"# {detail if repository is None else repository.partition('/')[2]}"
     if sources.algorithm is None:
         return (
-            f"{title}, aligned\n\nThis model was written from a checkpoint of nemo-kto, which does not record its training."
+            f"{title}, aligned\n\nThis model was exported from a checkpoint of nemo-kto that does not record its training."
         )
     recipe = RECIPES[sources.algorithm]
     product = f"LoRA adapters for {base}, trained" if sources.adapters else f"This model is {base}, trained"
@@ -202,11 +208,11 @@ def _training(sources: CardFacts) -> str:
     values = {**{key: sources.config.get(key) for key in _SETTINGS}, **sources.facts}
     own = [f"model.{sources.algorithm}.", "model.peft."]
     shown = [key for key in values if key in _SETTINGS or key.startswith(tuple(own))]
-    rows = [[f"`{key}`", f"`{values[key]}`"] for key in shown if isinstance(values[key], str | int | float | list)]
+    rows = [[f"`{key}`", f"`{_setting(values[key])}`"] for key in shown if isinstance(values[key], str | int | float | list)]
     steps = ""
     if trainer.get("step"):
         epochs = trainer["step"] / trainer["steps_per_epoch"] if trainer.get("steps_per_epoch") else None
-        count = "" if epochs is None else f" ({epochs:.3g} epochs)"
+        count = "" if epochs is None else f" ({epochs:.3g} {'epoch' if epochs == 1 else 'epochs'})"
         steps = f"{plural(trainer['step'], 'step')}{count}, {trainer.get('consumed_samples', 0):,} examples."
     parts = ["## Training", steps, _loss_text(sources), _table(["setting", "value"], rows), _data(sources)]
     return "\n\n".join(filter(None, parts))
@@ -220,9 +226,7 @@ def _loss_text(sources: CardFacts) -> str:
     except UserError:  # of the user, and not in this environment
         return f"The loss is `{sources.loss}`."
     paragraphs = (inspect.getdoc(loss.function) or "").split("Examples:")[0].strip().split("\n\n")
-    formula = next(
-        (number for number, text in enumerate(paragraphs) if text.startswith("    ")), min(1, len(paragraphs) - 1)
-    )
+    formula = next((number for number, text in enumerate(paragraphs) if text.startswith("    ")), 1)
     text = "\n\n".join(paragraphs[: formula + 1])
     text = re.sub(r"^Return the ", "The loss is the ", text)
     text = re.sub(r"\barXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
@@ -278,9 +282,7 @@ def _use(sources: CardFacts) -> str:
             '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True',
             ")",
         ]
-        note = (
-            "The tokenizer has the chat template of the base model, with which the conversations were rendered in training."
-        )
+        note = "Prompts must be rendered with the tokenizer's chat template, as the conversations were in training."
     else:
         lines += ['inputs = tokenizer("Once upon a time", return_tensors="pt")']
         note = "The tokenizer has no chat template: prompts are completed as they are."
@@ -299,13 +301,44 @@ def _versions(sources: CardFacts) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
     lines = [header, ["---"] * len(header), *rows]
-    return (
-        "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) if rows else ""
-    )
+    escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+
+
+def _setting(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _number(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:,.0f}" if value == int(value) and abs(value) >= 1 else f"{value:.4f}"
+
+
+def published_files(folder: Path, *, repository: str, base_model: str | None) -> dict[str, bytes]:
+    """Return the files of an export that differ on the hub: name -> content.
+
+    The model card names the ``repository``, and the configuration of adapters the repository of their base model, which is
+    ``base_model`` if the adapters were trained on a folder. Raises UserError if the name of the base model is needed.
+    """
+    text = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
+    if not text:
+        raise UserError(f"{folder} must have a model card ({CARD}), got none; export it again")
+    front = read_front_matter(folder / CARD)
+    base = base_model or front.get("base_model")
+    if base_model is not None:
+        is_adapter = (folder / ADAPTER_CONFIG).is_file()
+        front |= {"base_model": base_model, "base_model_relation": "adapter" if is_adapter else "finetune"}
+        body = _FRONT_MATTER.sub("", text, count=1)
+        text = f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n{body}"
+    files = {CARD: text.replace(THIS_MODEL, repository).encode()}
+    if (folder / ADAPTER_CONFIG).is_file():
+        if not isinstance(base, str):
+            text = "--base-model must name the base model of adapters that were trained on a folder, got none"
+            raise UserError(f"{text}; e.g. --base-model ORGANISATION/NAME")
+        config = {**read_json(folder / ADAPTER_CONFIG), "base_model_name_or_path": base}
+        files[ADAPTER_CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+    return files
