@@ -85,16 +85,12 @@ class Upload:
 
     def _explained(self, error: Exception) -> UserError:
         text = f"--push cannot upload to {HUB}{self.target.name}"
-        status = getattr(getattr(error, "response", None), "status_code", None)
+        status, first = getattr(getattr(error, "response", None), "status_code", None), (str(error).splitlines() or [""])[0]
         if status in (401, 403):
             reason = f"the hub does not accept the token for it (status {status})"
             remedy = f"use a token of {self.target.name.partition('/')[0]} with write access"
-        elif isinstance(error, ConnectionError) or status is None:
-            reason, remedy = (
-                f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
-                "check the network, and repeat",
-            )
+        elif status is None:
+            reason, remedy = f"{type(error).__name__}: {first}", "check the network, and repeat"
         else:
-            reason = f"status {status}: {(str(error).splitlines() or [''])[0]}"
-            remedy = "correct the cause, and repeat; files that were uploaded are not sent again"
+            reason, remedy = f"status {status}: {first}", "correct the cause, and repeat"
         return UserError(f"{text}: {reason}; {remedy}")

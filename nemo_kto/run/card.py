@@ -38,7 +38,8 @@ from nemo_kto.utils.files import read_bytes, read_json
 logger = logging.getLogger(__name__)
 
 PICTURE = "card.png"
-THIS_MODEL = "path/to/this/folder"  # in the card until the model has a name on the hub
+# In the card until they have names on the hub.
+THIS_MODEL, BASE_MODEL = "path/to/this/folder", "path/to/the/base/model"
 _MAX_CARD_BYTES = 2**22
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(?:\n|\Z)", re.DOTALL)
 _INHERITED = ("license", "license_name", "license_link", "language")  # of the base model's card
@@ -174,9 +175,7 @@ def _introduction(sources: CardFacts) -> str:
     base = f"[{repository}](https://huggingface.co/{repository}) (commit `{detail}`)" if repository else f"`{detail}`"
     title = f"# {detail if repository is None else repository.partition('/')[2]}"
     if sources.algorithm is None:
-        return (
-            f"{title}, aligned\n\nThis model was exported from a checkpoint of nemo-kto that does not record its training."
-        )
+        return f"{title}, aligned\n\nExported from a checkpoint of nemo-kto that does not record its training."
     recipe = RECIPES[sources.algorithm]
     product = f"LoRA adapters for {base}, trained" if sources.adapters else f"This model is {base}, trained"
     text = f"{product} on human feedback with the loss `{sources.loss}` of `nemo-kto {recipe.name}`."
@@ -267,10 +266,9 @@ def _data_names(prefix: object) -> Iterator[str]:
 
 def _use(sources: CardFacts) -> str:
     if sources.adapters:
-        repository, detail = sources.base
         lines = ["from peft import AutoPeftModelForCausalLM", "from transformers import AutoTokenizer", ""]
         lines.append(f'model = AutoPeftModelForCausalLM.from_pretrained("{THIS_MODEL}")')
-        lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{repository or detail}")')
+        lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{sources.base[0] or BASE_MODEL}")')
     else:
         lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
         lines.append(f'model = AutoModelForCausalLM.from_pretrained("{THIS_MODEL}")')
@@ -334,7 +332,7 @@ def published_files(folder: Path, *, repository: str, base_model: str | None) ->
         front |= {"base_model": base_model, "base_model_relation": "adapter" if is_adapter else "finetune"}
         body = _FRONT_MATTER.sub("", text, count=1)
         text = f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n{body}"
-    files = {CARD: text.replace(THIS_MODEL, repository).encode()}
+    files = {CARD: text.replace(THIS_MODEL, repository).replace(BASE_MODEL, str(base or BASE_MODEL)).encode()}
     if (folder / ADAPTER_CONFIG).is_file():
         if not isinstance(base, str):
             text = "--base-model must name the base model of adapters that were trained on a folder, got none"
