@@ -72,20 +72,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({"error": "Invalid credentials"}, 401)
         elif path == "/api/repos/create":
             self._create(json.loads(body))
+        elif path == "/api/validate-yaml":
+            self._answer({"errors": [], "warnings": []})
         elif found := re.fullmatch(r"/api/models/(\w+/[\w-]+)/branch/(.+)", path):
             branches = self.hub.repositories[found[1]]["branches"]
             branches[found[2]] = dict(branches["main"])
             self._answer({}, 201)
         elif re.fullmatch(r"/api/models/(\w+/[\w-]+)/preupload/(.+)", path):
-            large = "lfs"
-            kinds = [
-                {
-                    "path": file["path"],
-                    "uploadMode": large if file["size"] > SMALL_BYTES else "regular",
-                    "shouldIgnore": False,
-                }
-                for file in json.loads(body)["files"]
-            ]
+            sizes = {file["path"]: file["size"] for file in json.loads(body)["files"]}
+            modes = {name: "lfs" if size > SMALL_BYTES else "regular" for name, size in sizes.items()}
+            kinds = [{"path": name, "uploadMode": mode, "shouldIgnore": False} for name, mode in modes.items()]
             self._answer({"files": kinds})
         elif path.endswith(".git/info/lfs/objects/batch"):
             objects = [
