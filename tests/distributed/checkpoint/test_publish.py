@@ -37,11 +37,8 @@ def run(ranks: RankPool, kto_rows: Path, tmp_path_factory: pytest.TempPathFactor
     (base / "README.md").write_text(BASE_CARD)
     (base / "LICENSE.txt").write_text(LICENSE)
     overrides = ["model.peft.peft_scheme=lora", "trainer.kto.max_steps=2", "trainer.kto.val_check_interval=1"]
-    overrides += [
-        "export.enabled=true",
-        f"export.path={root / 'run' / 'hf'}",
-        f"export.adapter_path={root / 'run' / 'adapter'}",
-    ]
+    folders = [f"export.path={root / 'run' / 'hf'}", f"export.adapter_path={root / 'run' / 'adapter'}"]
+    overrides += ["export.enabled=true", *folders]
     ranks.run(1, train, base, kto_rows, root / "run", 1, overrides)
     return root / "run"
 
@@ -162,8 +159,8 @@ def test_mistakes_of_push(
 
 def test_chat_with_a_run_without_an_export_exports_it_first(run: Path, tmp_path: Path) -> None:
     moved = tmp_path / "run"
-    shutil.copytree(run, moved, ignore=shutil.ignore_patterns("hf", "adapter"))
-    shutil.copytree(run / "hf", tmp_path / "expected")
+    shutil.copytree(run, moved)
+    shutil.rmtree(moved / "hf")
     (moved / "config.yaml").write_text((run / "config.yaml").read_text().replace(str(run), str(moved)))
     base = run.parent / "hub" / "models--org--tiny" / "snapshots" / HASH
     words = ["chat", moved, "--against", "-p", "Hello", "--json", "--max-new-tokens", "5"]
