@@ -97,7 +97,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _create(self, request: dict[str, Any]) -> None:
         name = f"{request.get('organization', 'me')}/{request['name']}"
         known = name in self.hub.repositories
-        repository = {"private": bool(request.get("private")), "branches": {"main": {}}}
+        repository = {
+            "private": bool(request.get("private") or request.get("visibility") == "private"),
+            "branches": {"main": {}},
+        }
         self.hub.repositories.setdefault(name, repository)
         self._answer({"url": f"{self.hub.url}/{name}", "name": name}, 409 if known else 200)
 

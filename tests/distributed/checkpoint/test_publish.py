@@ -14,7 +14,6 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from nemo_kto.artifacts.safetensors_files import tensor_shapes
 from tests.helpers.commands import environment
 from tests.helpers.hub_server import COMMIT, TOKEN, HubServer
 from tests.helpers.messages import Message
@@ -69,7 +68,7 @@ def test_the_card_of_an_export(run: Path) -> None:
         "desirable:    w_D (1 - sigmoid(beta (r - z0)))",
         f"| loss | {info['metrics']['val_loss']:.4f} |",
         "2 steps",
-        "| `model.kto.ref_policy_kl_penalty` | `0.1` |",
+        f"| `model.kto.ref_policy_kl_penalty` | `{facts['model.kto.ref_policy_kl_penalty']}` |",
         "| `model.optim.lr` | `0.0005` |",
         f"`{facts['model.data.data_prefix']['sha256']}`",
         f"`{facts['validation rows']['sha256']}`",
@@ -161,7 +160,8 @@ def test_chat_with_a_run_without_an_export_exports_it_first(run: Path, tmp_path:
     moved = tmp_path / "run"
     shutil.copytree(run, moved)
     shutil.rmtree(moved / "hf")
-    (moved / "config.yaml").write_text((run / "config.yaml").read_text().replace(str(run), str(moved)))
+    config = (run / "config.yaml").read_text().replace(str(run), str(moved))
+    (moved / "config.yaml").write_text(config.replace("report: false", "report: true"))
     base = run.parent / "hub" / "models--org--tiny" / "snapshots" / HASH
     words = ["chat", moved, "--against", "-p", "Hello", "--json", "--max-new-tokens", "5"]
     done = command(*words)
@@ -170,6 +170,7 @@ def test_chat_with_a_run_without_an_export_exports_it_first(run: Path, tmp_path:
     assert str(moved / "hf") in done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["model"] for line in lines] == [str(moved), str(base)]
-    names = [next(folder.glob("*.safetensors")) for folder in (moved / "hf", run / "hf")]
-    assert tensor_shapes(names[0]) == tensor_shapes(names[1])
-    assert names[0].read_bytes() == names[1].read_bytes()
+    files = [next(folder.glob("*.safetensors")) for folder in (moved / "hf", run / "hf")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert (moved / "hf" / "card.png").read_bytes().startswith(b"\x89PNG")
+    assert "](card.png)" in (moved / "hf" / "README.md").read_text()
