@@ -95,15 +95,13 @@ def test_commands_exist(document: Path) -> None:
         if words[:1] == ["make"]:
             unknown += [command for target in words[1:2] if target not in targets]
         elif words[:1] == ["nemo-kto"]:
-<<<<<<< HEAD
-            known = (*RECIPES, "check", "plan", "translate", "export", "chat", "import", "data", "checkpoint", "--version", "--help")
-=======
             known = (
                 *RECIPES,
                 "check",
                 "plan",
                 "translate",
                 "export",
+                "chat",
                 "import",
                 "data",
                 "checkpoint",
@@ -111,7 +109,6 @@ def test_commands_exist(document: Path) -> None:
                 "--version",
                 "--help",
             )
->>>>>>> main
             unknown += [command for subcommand in words[1:2] if subcommand.rstrip(":") not in known]
         elif words[:1] in (["python"], ["sbatch"]):
             unknown += [command for word in words if word.endswith((".py", ".sbatch")) and not (REPOSITORY / word).exists()]
