@@ -108,7 +108,8 @@ class CardFacts:
 def write_card(folder: Path, sources: CardFacts) -> None:
     """Write README.md into an export that is otherwise complete, and a picture of the run's curves.
 
-    There is no picture without metrics, or with export.report=false.
+    There is no picture without metrics, or with export.report=false. A card that cannot be made is left out with a warning:
+    it must not prevent the export.
     """
     has_picture = False
     wanted = sources.config.get("export.report", True)
@@ -119,7 +120,12 @@ def write_card(folder: Path, sources: CardFacts) -> None:
         except Exception as error:  # a card without a picture is better than no export
             (folder / PICTURE).unlink(missing_ok=True)
             logger.warning("the model card has no picture: %s: %s", type(error).__name__, error)
-    (folder / CARD).write_text(card_text(sources, has_picture=has_picture), encoding="utf-8")
+    try:
+        text = card_text(sources, has_picture=has_picture)
+    except Exception as error:  # such as a damaged config.yaml
+        logger.warning("the export has no model card: %s: %s", type(error).__name__, error)
+    else:
+        (folder / CARD).write_text(text, encoding="utf-8")
 
 
 def _draw(run: Path, file: Path) -> None:
@@ -245,7 +251,7 @@ def _data(sources: CardFacts) -> str:
     for split, key in facts.items():
         content = sources.facts.get(key)
         if isinstance(content, Mapping):
-            rows.append([split, named.get(split, named["train"]), str(content["from"]), f"`{content['sha256']}`"])
+            rows.append([split, named.get(split, named.get("train", "")), str(content["from"]), f"`{content['sha256']}`"])
     if not rows:
         return ""
     return "\n\n".join(["### Data", _table(["", "source", "examples", "SHA-256 of tokens, labels and order"], rows)])
@@ -313,7 +319,7 @@ def _setting(value: object) -> str:
 def _number(value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:,.0f}" if value == int(value) and abs(value) >= 1 else f"{value:.4f}"
+    return f"{value:,.0f}" if float(value).is_integer() and abs(value) >= 1 else f"{value:.4f}"
 
 
 def published_files(folder: Path, *, repository: str, base_model: str | None) -> dict[str, bytes]:
@@ -324,7 +330,8 @@ def published_files(folder: Path, *, repository: str, base_model: str | None) ->
     """
     text = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
     if not text:
-        raise UserError(f"{folder} must have a model card ({CARD}), got none; export it again")
+        remedy = f"write it again with nemo-kto export RUN {folder}"
+        raise UserError(f"{folder} must have a model card ({CARD}), got none; {remedy}")
     front = read_front_matter(folder / CARD)
     base = base_model or front.get("base_model")
     if base_model is not None:

@@ -91,7 +91,7 @@ def test_the_card_of_adapters(run: Path) -> None:
     assert str(run.parent) not in (run / "adapter" / "README.md").read_text()
 
 
-def command(*words: str | Path, **settings: str) -> subprocess.CompletedProcess[str]:
+def command(*words: object, **settings: str) -> subprocess.CompletedProcess[str]:
     """A finished nemo-kto with these words, in an environment with these settings."""
     env = {**environment(), "NEMO_KTO_FORCE_CPU": "1", "HF_HUB_DISABLE_XET": "1", **settings}
     words = (sys.executable, "-m", "nemo_kto.cli.main", *words)
