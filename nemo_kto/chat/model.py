@@ -99,7 +99,8 @@ class ChatModel:
         """Return family, size, dtype and device of the model."""
         parameters = sum(parameter.numel() for parameter in self._model.parameters())
         dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[self._model.dtype]
-        return f"{self._model.config.model_type}, {parameters / 1e6:,.0f} M parameters, {dtype}, {device.device_name()}"
+        size = f"{parameters / 1e6:,.0f} M" if parameters >= 1e6 else f"{parameters:,}"
+        return f"{self._model.config.model_type}, {size} parameters, {dtype}, {device.device_name()}"
 
     def _prompt_ids(self, messages: Sequence[Message]) -> torch.Tensor:
         if not self.has_template:
