@@ -260,6 +260,7 @@ class DataConfig(Section):
     seq_length: Annotated[Annotated[int, Ge(2), Remedy("a sequence has a prompt and a response")] | None, SAME]
     truncation_mode: Annotated[str, one_of(TRUNCATION_MODES), SAME]
     packing: Annotated[bool, SPEED]
+    share_prompts: Annotated[bool | Literal["auto"], SPEED]
     num_workers: Annotated[int, Ge(0), SPEED]
     preprocess_workers: Annotated[Count | None, SPEED]
     cache_dir: Annotated[FilePath, FILES]
