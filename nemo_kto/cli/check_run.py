@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.cli import add_config_source, gigabytes, integer_from, is_set
-from nemo_kto.cli.preview import with_all_cores
+from nemo_kto.cli.data.preview import with_all_cores
 from nemo_kto.config import compose
 from nemo_kto.config.check import Checker, InvalidConfig
 from nemo_kto.config.resolved import ResolvedRun

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 
 from nemo_kto import __version__
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
-from nemo_kto.device import device
 from nemo_kto.errors import UserError, either
 from nemo_kto.processes import objects, ranks, signals
 from nemo_kto.telemetry import console
-from nemo_kto.telemetry.console import set_up_logging, take_over
+from nemo_kto.telemetry.console import set_up_logging
 
 # Only commands that compose a configuration import Hydra and the modules that need it.
 if TYPE_CHECKING:
@@ -39,14 +38,14 @@ _SWEEP_REPORT = "+hydra.callbacks.nemo_kto._target_=nemo_kto.cli.sweep.SweepRepo
 
 # Command that only prints -> its module, and its function if it is not main.
 _PRINTING = {
-    "import": "import_model",
+    "import": "models.import_model",
     "plan": "plan",
     "translate": "translate",
     "check": "check_run",
-    "checkpoint": "checkpoint",
-    "data preview": "preview",
-    "data check": "check",
-    "data tokenise": "preview:tokenise",
+    "checkpoint": "models.checkpoint",
+    "data preview": "data.preview",
+    "data check": "data.check",
+    "data tokenise": "data.preview:tokenise",
 }
 
 _USAGE = """\
@@ -120,7 +119,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = arguments[0] if arguments else "--help"
     try:
         if command == "export":
-            _export(arguments[1:])
+            from nemo_kto.cli.models.export import main as export
+
+            export(arguments[1:])
             return
         gc.disable()  # imports dominate the time of short commands, and imported objects are never freed
         if command in RECIPES:
@@ -156,26 +157,6 @@ def _print(command: str, arguments: Sequence[str]) -> None:
         known = either([*RECIPES, "export", *_PRINTING])
         print(f"nemo-kto: the command must be {known}, got {command}\n\n{usage}", end="", file=sys.stderr)
         sys.exit(ranks.USAGE_ERROR)
-
-
-def _export(argv: Sequence[str]) -> None:
-    description = "Write a checkpoint in Hugging Face format: configuration, tokenizer, and weights with adapters merged."
-    parser = argparse.ArgumentParser(prog="nemo-kto export", description=description)
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run folder for its newest complete checkpoint")
-    parser.add_argument("out", type=Path, help="target folder; created if it does not exist")
-    parser.add_argument("--adapter", action="store_true", help="write only the adapters, in PEFT format")
-    arguments = parser.parse_args(argv)
-    if not os.path.isdir(arguments.checkpoint):
-        parser.error(f"CHECKPOINT must be a folder that exists, got {arguments.checkpoint}")
-    set_up_logging(rank=0)
-    device.force_cpu()  # export computes nothing, and a model may exceed the memory of a GPU
-    try:
-        from nemo_kto.run.policy import export_checkpoint
-
-        take_over()
-        export_checkpoint(arguments.checkpoint, arguments.out, adapter=arguments.adapter)
-    except UserError as error:
-        ranks.fail(error, world=None)
 
 
 def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Configuration keys with defaults and comments, read from the YAML files, and the tables of them in docs/.
 
-`python -m nemo_kto.config.keys docs/*.md` writes the tables into the pages; a test compares the pages with the files.
+`python -m nemo_kto.config.keys docs/*/*.md` writes the tables into the pages; a test compares the pages with the files.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _keys(text: str, prefix: str) -> Iterator[Key]:
 
 
 def key_tables() -> str:
-    """Return the tables of docs/configuration.md: the keys common to all algorithms, then those specific to each."""
+    """Return the tables of reference/configuration.md: the keys common to all algorithms, then those specific to each."""
     keys = {recipe.name: all_keys(recipe) for recipe in RECIPES.values()}
     first, *others = keys.values()
     shared = [key for key in first if all(key in other for other in others)]
@@ -72,13 +72,18 @@ def key_tables() -> str:
     groups += [(f"Only `nemo-kto {name}`", [key for key in own if key not in shared]) for name, own in keys.items()]
     tables = []
     for title, group in groups:
-        rows = ((f"`{key.name}`", f"`{key.default}`", key.type, key.comment.replace("|", r"\|")) for key in group)
-        tables.append(f"## {title}\n\n{table(('key', 'default', 'type', 'meaning'), rows)}")
+        rows = ((f"`{key.name}`", f"{_sentence(key.comment)}<br>Default `{key.default}`; {key.type}") for key in group)
+        tables.append(f"## {title}\n\n{table(('key', 'meaning'), rows)}")
     return "\n\n".join(tables)
 
 
+def _sentence(comment: str) -> str:
+    text = comment.replace("|", r"\|")
+    return text if text.endswith(".") else f"{text}."
+
+
 def resume_tables() -> str:
-    """Return the tables of docs/checkpoints.md: keys that must stay the same in a resumed run, and keys that may change."""
+    """Return the tables of guides/checkpoints.md: keys that must stay in a resumed run, and keys that may change."""
     groups: dict[type, dict[str, list[str]]] = {MustStay: {}, MayChange: {}}  # meaning -> names of keys and sections
     for recipe in RECIPES.values():
         for key, field in names(config_type(recipe)).items():
@@ -92,7 +97,7 @@ def resume_tables() -> str:
 
 
 def alias_table() -> str:
-    """Return the table of docs/migration.md with the names that other trainers use."""
+    """Return the table of docs/start/from-nemo-aligner.md with the names that other trainers use."""
     aliases = itertools.chain(migration.aliases().items(), *(recipe.aliases.items() for recipe in RECIPES.values()))
     targets = ((alias, *target.partition(" ")[::2]) for alias, target in aliases)
     rows = [(f"`{alias}`", f"`{key}` {hint}".rstrip()) for alias, key, hint in targets]
@@ -101,7 +106,7 @@ def alias_table() -> str:
 
 
 def aligner_table() -> str:
-    """Return the table of docs/migration.md with the keys that only NeMo-Aligner has."""
+    """Return the table of docs/start/from-nemo-aligner.md with the keys that only NeMo-Aligner has."""
     rows = []
     for entry in migration.aligner_keys().values():
         silent = [f"`{echo(value)}`" for value in entry.agrees] + ([f"that of `{entry.same_as}`"] if entry.same_as else [])
@@ -109,7 +114,7 @@ def aligner_table() -> str:
     return table(("key", "silently accepted", "other values", "why"), rows)
 
 
-# Defaults compared in docs/translate.md -> TRL's names, our keys.
+# Defaults compared in docs/start/from-trl.md -> TRL's names, our keys.
 _COMPARED = {
     "learning rate": ("learning_rate", "model.optim.lr"),
     "beta": ("beta", "model.kto.ref_policy_kl_penalty"),
@@ -130,7 +135,7 @@ _COMPARED = {
 
 
 def default_table() -> str:
-    """Return the table of docs/translate.md with the defaults of other trainers."""
+    """Return the table of docs/start/from-trl.md with the defaults of other trainers."""
     ours, trainers = {key.name: key for key in all_keys(RECIPES["kto"])}, translation.table()["trainers"].values()
     rows = []
     for title, (options, key) in _COMPARED.items():
@@ -145,7 +150,7 @@ def default_table() -> str:
 
 
 def metric_table() -> str:
-    """Return the table of docs/translate.md with the names of metrics."""
+    """Return the table of docs/start/from-trl.md with the names of metrics."""
     metrics = translation.table()["metrics"].items()
     return table(("TRL and trainers that use it", "ours"), [(f"`{name}`", f"`{ours}`") for name, ours in metrics])
 

@@ -54,6 +54,7 @@ def source_settings(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase) -> dic
         "vocab_size": model_vocab_size(run.files),
         "seq_length": cfg.seq_length,
         "truncation_mode": data.truncation_mode,
+        "apply_chat_template": data.apply_chat_template,
         "cache_dir": Path(data.cache_dir),
         "cache_shared": data.cache_shared,
         "preprocess_workers": data.preprocess_workers,

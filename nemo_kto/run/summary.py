@@ -51,6 +51,7 @@ def start_table(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         "adapters": adapters,
         **{name: split_text(unit, examples.counts) for name, examples in data.splits.in_use.items()},
         **({"labels": data.splits.labels} if data.splits.labels else {}),
+        **({"prompts": data.splits.prompts} if data.splits.prompts else {}),
         **cfg.recipe.start_lines(cfg.loss, data.splits.train),
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))}){resumed}",
         "lr": _lr_text(run),

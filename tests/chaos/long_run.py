@@ -1,6 +1,6 @@
 """Many random kills, and a table of their results.
 
-    python -m tests.chaos.long_run --kills 200 --page docs/reliability.md
+    python -m tests.chaos.long_run --kills 200 --page docs/internals/reliability.md
 
 A trial is one job that is killed, and started again with the same command, until it ends. Its number is the seed of all that
 is drawn for it: ``--trial NUMBER`` repeats one, whatever ran before it. Kills at a point of the program are the same again;

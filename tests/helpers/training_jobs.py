@@ -40,7 +40,7 @@ def largest_difference(ours: dict[str, float], theirs: dict[str, float]) -> tupl
 def assert_same(
     ours: list[dict[str, float]], theirs: list[dict[str, float]], *, steps: int = 5, first: float = 1e-5
 ) -> None:
-    """Two runs agree as docs/numerics.md demands: to ``first`` at the first step, to 1e-4 over all."""
+    """Two runs agree as docs/internals/numerics.md demands: to ``first`` at the first step, to 1e-4 over all."""
     assert len(ours) == len(theirs) == steps
     for step, (mine, other) in enumerate(zip(ours, theirs, strict=True), start=1):
         amount, name = largest_difference(mine, other)

@@ -11,7 +11,7 @@ from tests.helpers.commands import CLI, TRAINING, environment, run
 from tests.helpers.messages import assert_names
 from tests.helpers.tiny_models import make_rows, write_rows
 
-PRELOAD = (*TRAINING, "nemo_kto.cli.check_run", "nemo_kto.cli.preview")
+PRELOAD = (*TRAINING, "nemo_kto.cli.check_run", "nemo_kto.cli.data.preview")
 
 
 class Login:

@@ -69,7 +69,7 @@ def best_of(folder: Path, metric: str) -> tuple[int, float]:
 
 def text_shown() -> list[str]:
     """The output that the documents show."""
-    text = (REPOSITORY / "docs/output.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs/guides/output.md").read_text(encoding="utf-8")
     block = itertools.dropwhile(lambda line: line != "    nemo-kto dpo", text.splitlines())
     return [line[4:] for line in itertools.takewhile(lambda line: line.startswith("    ") or not line, block)][:-1]
 
@@ -104,6 +104,7 @@ def start_table(model: Path, steps: str) -> list[object]:
         "  train       51 rows (30 desirable, 21 undesirable), 2,529 tokens, 16 prompts truncated",
         "  validation  13 rows (5 desirable, 8 undesirable), 745 tokens, 6 prompts truncated",
         "  labels      preference: chosen is desirable; rejected is undesirable",
+        Naming("prompts", "model.data.apply_chat_template=true"),
         "  balance     desirable / undesirable = 1.429 (recommended: 1 to 4/3)",
         f"  steps       {steps}",
         "  lr          0.001 (model.optim.lr)",

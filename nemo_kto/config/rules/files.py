@@ -72,6 +72,7 @@ def file_rules(run: ResolvedRun) -> Errors:
         yield from _target_rules(run, config, family)
     if os.path.isfile(files.hf_folder / CONFIG):
         yield from _raised(_MODEL, lambda: check_tokenizer(files.hf_folder, vocab_size=config.get("vocab_size")))
+        yield from _template_rules(run)
         yield from _first_rows(run)
     yield from _folder_rules(run)
 
@@ -217,6 +218,14 @@ def _target_rules(run: ResolvedRun, config: Mapping[str, object], family: Family
     if has_embedding and run.adapters is not None and (problem := embedding_problem(run.adapters, tied=tied)):
         got = f"{problem}, got {', '.join(tuning.target_modules)}"
         yield ConfigError(_TARGETS, got, (_MODEL, _SCHEME, _SELECTION, _DORA))
+
+
+def _template_rules(run: ResolvedRun) -> Errors:
+    """Check that there is a chat template if rows of plain text shall use it."""
+    if run.cfg.model.data.apply_chat_template and not _has_template(run.files.hf_folder):
+        remedy = f"add chat_template.jinja to {run.files.hf_folder}, or train an instruct model"
+        text = f"must be false for a tokenizer without a chat template, got true; {remedy}"
+        yield ConfigError("model.data.apply_chat_template", text, (_MODEL,), about_files=True)
 
 
 def _first_rows(run: ResolvedRun) -> Errors:

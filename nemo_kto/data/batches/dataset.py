@@ -247,6 +247,7 @@ class Splits(Generic[AnyDataset]):
     validation: Mapping[str, AnyDataset]  # by name; a single set without a name has the empty name
     test: AnyDataset | None
     labels: str = ""  # which values of the label columns mean desirable and undesirable; empty for pairs
+    prompts: str = ""  # whether prompts of plain text use the chat template; empty if there are none, or no template
     warnings: tuple[str, ...] = ()  # unexpected treatment of columns and rows, one line each
 
     @property
@@ -274,6 +275,7 @@ def build_splits(
     cache_shared: bool = False,
     cache_verified: bool = False,
     preprocess_workers: int | None = 1,
+    apply_chat_template: bool = False,
     max_rows: int | None = None,
     progress: Progress = show_nothing,
 ) -> Splits[AnyDataset]:
@@ -287,7 +289,7 @@ def build_splits(
         splits_string: shares of each file (or folder) in the order of its rows, such as "98,2", or "auto", see
             ``sources.split_shares``. None: all rows are for training. It is ignored if ``data_prefix`` itself defines the
             splits.
-        tokenizer, vocab_size: see ``chat.RecordEncoder``.
+        tokenizer, vocab_size, apply_chat_template: see ``chat.RecordEncoder``.
         seq_length, truncation_mode, fields, labels: see ``truncation.Truncation``, ``reader.Fields`` and ``labels.Labels``.
         seed: determines the order of the examples within a blend.
         cache_dir, cache_shared, cache_verified, preprocess_workers, max_rows, progress: see ``cache.TokenCache``.
@@ -298,7 +300,7 @@ def build_splits(
         DataError: files are missing, a column of ``fields`` is in no file, or rows are broken (all of them are counted).
         UserError: a named validation set has too few rows.
     """
-    encoder = RecordEncoder(tokenizer=tokenizer, vocab_size=vocab_size)
+    encoder = RecordEncoder(tokenizer=tokenizer, vocab_size=vocab_size, apply_chat_template=apply_chat_template)
     sources = read_data_prefix(data_prefix)
     cache = TokenCache(
         kind=kind,
@@ -342,8 +344,18 @@ def build_splits(
         validation=validation,
         test=built.get("test"),
         labels=cache.fields.labels.text(total.labels),
+        prompts=_prompts_text(encoder, built.get("train")) if total.texts else "",
         warnings=tuple(warnings),
     )
+
+
+def _prompts_text(encoder: RecordEncoder, train: KTODataset | DPODataset | None) -> str:
+    """Describe how prompts of plain text are tokenised; empty if the first of them needs no chat template."""
+    if encoder.apply_chat_template:
+        return "plain text as user messages of the model's chat template (model.data.apply_chat_template)"
+    if train is not None and encoder.is_untemplated(list(train[0].prompt_ids)):
+        return "plain text without the model's chat template; model.data.apply_chat_template=true applies it"
+    return ""
 
 
 def _open_all(sources: Mapping[str, Sequence[Source]], cache: TokenCache) -> dict[Path, tuple[Table, FileColumns]]:

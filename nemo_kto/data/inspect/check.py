@@ -52,6 +52,7 @@ class Counted:
     weights: array[float] = field(default_factory=lambda: array("d"))  # [N]
     characters: Lengths = field(default_factory=dict)
     tokens: Lengths = field(default_factory=dict)  # counted only with a tokenizer
+    untemplated: int = 0  # examples or pairs of plain text that lack the tokenizer's chat template
     cut_prompts: int = 0  # examples whose prompt would be truncated
     cut_answers: int = 0  # examples any of whose answers would be truncated
 
@@ -134,7 +135,10 @@ class PartCheck:
                         counted.is_last = True
                         break
                 else:
-                    counted.add(each, [result for result in results if not isinstance(result, RowError)], self.truncation)
+                    usable = [result for result in results if not isinstance(result, RowError)]
+                    counted.add(each, usable, self.truncation)
+                    if self.encoder is not None and isinstance(each[0].prompt, str):
+                        counted.untemplated += self.encoder.is_untemplated(usable[0].prompt_ids)
         counted.broken = broken.rows
         return counted
 
@@ -174,6 +178,9 @@ class Report:
         yield from self._repetitions(total)
         yield from self._lengths("characters", [part.characters for part in self._parts])
         yield from self._lengths("tokens", [part.tokens for part in self._parts])
+        if untemplated := sum(part.untemplated for part in self._parts):
+            which = f"{untemplated:,} of {total:,} are plain text without the model's chat template"
+            yield f"template        {which}; model.data.apply_chat_template=true applies it"
         if self.seq_length is not None:
             prompts, answers = sum(part.cut_prompts for part in self._parts), sum(part.cut_answers for part in self._parts)
             cut = f"{_count(prompts, 'prompt')} and {_count(answers, 'answer')} of {total:,}"

@@ -90,6 +90,7 @@ class FileColumns:
     found: dict[str, int] = field(default_factory=dict)
     unused: dict[str, int] = field(default_factory=dict)
     labels: LabelCounts = field(default_factory=dict)  # of KTO rows that are not pairs
+    texts: int = 0  # rows whose prompt is a string, not messages
 
     def add(self, row: Row, used: Set[str]) -> None:
         """Count the columns of a row; ``used`` are the columns that the row uses."""
@@ -102,6 +103,7 @@ class FileColumns:
     def merge(self, other: FileColumns) -> None:
         """Add the counts of another part of the file."""
         self.rows += other.rows
+        self.texts += other.texts
         for counts, more in ((self.found, other.found), (self.unused, other.unused)):
             for column, count in more.items():
                 counts[column] = counts.get(column, 0) + count
@@ -216,6 +218,7 @@ class FileReader:
             except RowError as error:
                 self.broken.add(path, line, str(error))
                 continue
+            columns.texts += isinstance(records[0].prompt, str)
             yield from records
 
 

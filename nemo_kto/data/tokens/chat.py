@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,13 +80,16 @@ def _panics_named(folder: Path) -> Iterator[None]:
 class RecordEncoder:
     """Encoder of records into token ids, one batch at a time.
 
-    A row of strings gets a BOS (``bos_id``) if the tokenizer adds one itself, and an EOS after the answer. A row of messages
-    is rendered by the chat template; white space after the end-of-turn token is removed, and an EOS is added only if the
-    template ends a turn without any special token. The answer is tokenised as the continuation of the prompt. If this would
-    change the tokens of the prompt (which the model is given unchanged), the answer is tokenised separately.
+    A row of strings gets a BOS (``bos_id``) if the tokenizer adds one itself, and an EOS after the answer. If
+    ``apply_chat_template`` is set, it is treated as a user message and the assistant message that answers it. A row of
+    messages is rendered by the chat template; white space after the end-of-turn token is removed, and an EOS is added only if
+    the template ends a turn without any special token. The answer is tokenised as the continuation of the prompt. If this
+    would change the tokens of the prompt (which the model is given unchanged), the answer is tokenised separately.
     """
 
-    def __init__(self, *, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> None:
+    def __init__(
+        self, *, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None, apply_chat_template: bool = False
+    ) -> None:
         """Prepare encoding; the tokenizer must have an EOS. ``vocab_size`` (None if unknown) limits the token ids."""
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer must have an EOS token, got none; set eos_token in tokenizer_config.json")
@@ -94,6 +97,8 @@ class RecordEncoder:
         beyond = {} if vocab_size is None else tokenizer.get_vocab()
         self._beyond = {number: token for token, number in beyond.items() if number >= (vocab_size or 0)}
         self._eos_id: int = tokenizer.eos_token_id
+        self.apply_chat_template = apply_chat_template
+        self.has_chat_template = tokenizer.chat_template is not None
         self._template = str(tokenizer.chat_template)
         self._folder = Path(tokenizer.name_or_path)
         file = chat_template_file(self._folder) if tokenizer.name_or_path else None
@@ -110,7 +115,7 @@ class RecordEncoder:
 
     def encode(self, records: Sequence[KTORecord]) -> list[EncodedExample | RowError]:
         """Return the token ids of each record, or the error that makes the record unusable."""
-        texts = self._texts(records)
+        texts = self._texts([_as_messages(record) for record in records] if self.apply_chat_template else records)
         usable = [text for text in texts if isinstance(text, _Text)]
         prompts = self._ids([text.prompt for text in usable])
         wholes = self._ids([text.prompt + text.answer for text in usable])
@@ -134,7 +139,17 @@ class RecordEncoder:
             content = sorted(tokenizer.get_vocab().items())
         parts = [type(tokenizer).__name__, content, tokenizer.chat_template, self.bos_id, self._eos_id]
         parts += [tokenizer.special_tokens_map, sorted(self._special_tokens), *sorted(self._beyond)]
+        if self.apply_chat_template:  # otherwise the hash is the one from before this setting was introduced
+            parts.append("apply_chat_template")
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+    def is_untemplated(self, prompt_ids: Sequence[int]) -> bool:
+        """Return whether a prompt of plain text lacks the chat template of the tokenizer.
+
+        A prompt with a special token other than a leading BOS was rendered by a chat template before.
+        """
+        text_ids = prompt_ids[1:] if prompt_ids[:1] == [self.bos_id] else prompt_ids
+        return self.has_chat_template and not self.apply_chat_template and self._special_ids.isdisjoint(text_ids)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if not texts:
@@ -192,8 +207,7 @@ class RecordEncoder:
         if not whole.startswith(prompt):
             return RowError(
                 f"the chat template must render the prompt the same with and without the answer after it, got "
-                f"{prompt[-60:]!r} without and {whole[: len(prompt)][-60:]!r} with it; change the chat template, or "
-                "write the row as plain strings"
+                f"{prompt[-60:]!r} without and {whole[: len(prompt)][-60:]!r} with it; {REMEDY}"
             )
         answer = whole[len(prompt) :]
         if answer.rstrip().endswith(self._special_tokens):
@@ -233,3 +247,11 @@ class RecordEncoder:
                 "or use the model's own tokenizer"
             )
         return EncodedExample(prompt, answer if ended else [*answer, self._eos_id])
+
+
+def _as_messages(record: KTORecord) -> KTORecord:
+    """Return a record of strings as one user message and the assistant message that answers it; others unchanged."""
+    if not (isinstance(record.prompt, str) and isinstance(record.response, str)):
+        return record
+    response: list[Message] = [{"role": "assistant", "content": record.response}]
+    return replace(record, prompt=[{"role": "user", "content": record.prompt}], response=response)

@@ -3,7 +3,7 @@
 A chat template is a program that is distributed with a model. The sandbox of jinja2 prevents access to files and to Python,
 but not the computation of 9**9**9, which nothing in the same process can interrupt. The first rows are therefore rendered in
 a process that the kernel ends at a limit, before any row is rendered in this process. A template that loops only in a later
-row is not interrupted: the run then hangs, as docs/hangs.md describes.
+row is not interrupted: the run then hangs, as docs/scale/hangs.md describes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nemo_kto.data.tokens.parts import JOB_SIGNALS, isolated_starts
 MAX_SECONDS: float = 2  # of CPU time per row; a typical row takes a ten-thousandth of it
 _MAX_BYTES = 2**30  # of memory, in addition to the memory of the interpreter
 _OUT_OF_MEMORY = 3  # exit status
-REMEDY = "correct the template, or write the row as plain strings"
+REMEDY = "correct the template, or write the row as plain strings (with model.data.apply_chat_template=false)"
 
 
 class Conversation(NamedTuple):

@@ -38,5 +38,5 @@ def test_resuming_at_a_new_layout_after_every_checkpoint(
         for norms in ranks.run(
             world_size, lora_jobs.train_and_save, layout, model, None, tmp_path / "run", step, distributed
         ):
-            # of a single step to 1e-5, after several to 1e-4, as docs/numerics.md has it
+            # of a single step to 1e-5, after several to 1e-4, as docs/internals/numerics.md has it
             assert norms == pytest.approx(whole[step - 1 : step], rel=1e-5 if step == 1 else 1e-4), layout

@@ -129,7 +129,7 @@ def check_steps(results: list[list[float]], written: Path, model: Path, expected
         assert gradient.abs().max() > 1e-4 * scale, "every parameter must have a gradient"
         assert (ours[tensor] - gradient).abs().max() < 1e-5 * scale, tensor
     for *our_norms, largest_padding in results:
-        # As docs/numerics.md has it for later steps: AdamW's first updates are gradients over their own size, so that what
+        # As numerics.md has it for later steps: AdamW's first updates are gradients over their own size, so that what
         # rounds a small one differently grows with each step.
         assert our_norms[0] == pytest.approx(norms[0], rel=2e-5)
         assert our_norms == pytest.approx(norms, rel=1e-4)

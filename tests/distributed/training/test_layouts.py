@@ -1,7 +1,7 @@
 """numerics.md, point 2: one trajectory for every layout, micro-batch size, recomputation and optimizer sharding.
 
 Every case is the whole job: configuration, data, reference, steps, through the builder the command line uses. All of them
-are held against one rank with a micro-batch of 4. Ten steps, as docs/numerics.md asks, are taken by every case of the full
+are held against one rank with a micro-batch of 4. Ten steps, as numerics.md asks, are taken by every case of the full
 matrix, and three by those of the quick one. Each run validates on two sets, logs its FLOPs, saves and exports, so that all
 of this is compared as well.
 """
@@ -373,7 +373,7 @@ def test_parallelism_page_lists_the_tested_layouts() -> None:
     """Each line of its table is a run, with the layouts at which it is compared."""
     from tests.distributed.models import test_experts
 
-    page = (Path(__file__).parents[3] / "docs" / "parallelism.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "scale" / "parallelism.md").read_text(encoding="utf-8")
     tested: dict[str, list[str]] = {}
     for name, layout in [*EVERY_CASE, *((f"experts: {case.values[0]}", case.values[1]) for case in test_experts.CASES)]:
         tested.setdefault(name, []).append(f"`{layout}`")

@@ -1,4 +1,4 @@
-"""The calls from fit to the loss that docs/design.md lists are those of a real step."""
+"""The calls from fit to the loss that docs/internals/design.md lists are those of a real step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_CALLS = 4
 
 def documented() -> list[tuple[str, str]]:
     """(function, file) of each line of the list."""
-    text = (REPOSITORY / "docs/design.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs/internals/design.md").read_text(encoding="utf-8")
     section = text.split("## The walk of a batch")[1].split("\n## ")[0]
     return re.findall(r"^\d+\. \[`([\w.]+)`\]\(\.\./([\w/]+\.py)\)", section, re.MULTILINE)
 

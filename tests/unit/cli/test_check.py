@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.cli import check
+from nemo_kto.cli.data import check
 from nemo_kto.data.rows import files
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message
@@ -71,6 +71,7 @@ TOKENS = [  # one a byte; <|im_start|>, user, a line's end, hello, <|im_end|> an
     "  desirable answer              4        4       10       10       10",
     "  undesirable answer            4        4        4        4        4",
     Message("prompt", "answer", "5", "34"),
+    Message("template", "4", "5", "model.data.apply_chat_template=true"),
 ]
 
 
@@ -102,6 +103,14 @@ def test_tokens_and_truncations_are_counted_with_a_model(tokenizer_folder: Path,
         assert lines[len(REPORT + TOKENS) :] == [Message("truncated", f"{counts}", f"model.data.seq_length={length}", "5")]
 
 
+def test_tokens_with_the_chat_template(tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(Path("rows.jsonl"), ROWS[:2])
+    lines = shown(capsys, "rows.jsonl", "--model", str(tokenizer_folder), "--apply-chat-template")
+    # <|im_start|>user\np<|im_end|>\n<|im_start|>assistant\n
+    assert lines[-4] == "  prompt                       20       20       20       20       20"
+    assert not any(line.startswith("template") for line in lines)
+
+
 def test_pairs_of_several_files(tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("data").mkdir()
     pair = {"prompt": "p", "chosen": "good", "rejected": "bad"}
@@ -127,6 +136,7 @@ def test_pairs_of_several_files(tokenizer_folder: Path, capsys: pytest.CaptureFi
         "  chosen answer                 4        5        5        5        5",
         "  rejected answer               4        4        5        5        5",
         Message("prompt", "answer", "6"),
+        Message("template", "4", "4", "model.data.apply_chat_template=true"),
         Message("truncated", "0", "prompts", "4", "answers", "model.data.seq_length=5"),
     ]
     # for KTO the same pairs are two examples each

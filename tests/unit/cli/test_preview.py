@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.cli import preview
+from nemo_kto.cli.data import preview
 from nemo_kto.data.inspect.preview import Marks
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, assert_names, raises
 from tests.helpers.tiny_models import make_tokenizer, write_rows
 
+UNTEMPLATED = Message("Prompts", "model.data.apply_chat_template=true")
 USER, GOOD = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 
 
@@ -85,8 +86,8 @@ def test_pairs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = [Message("chosen", "1", "6", "7", "2048"), "  | p[[ good<|im_end|>]]"]
     text += [Message("rejected", "1", "5", "6", "2048"), "  | [[ bad<|im_end|>]]"]
     arguments = ("pairs.jsonl", "--model", model, "--algorithm", "dpo")
-    assert shown(capsys, *arguments, "--rows", "1")[2:] == ["", "line 1: a pair", *text]
-    with_rewards = shown(capsys, *arguments, "model.dpo.preference_loss=rpo_sq")[2:]
+    assert shown(capsys, *arguments, "--rows", "1")[3:] == ["", "line 1: a pair", *text]
+    with_rewards = shown(capsys, *arguments, "model.dpo.preference_loss=rpo_sq")[3:]
     assert with_rewards == ["", "line 1: a pair, rewards 1 and 0", *text, "", "line 2: a pair, rewards 3.5 and 1", *text]
     write_rows(Path("weights.jsonl"), [{**pair, "weight": 2.5}, pair])
     with_weights = shown(capsys, "weights.jsonl", *arguments[1:])
@@ -111,7 +112,25 @@ def test_one_row_and_a_loss_without_kl_examples(model: str, capsys: pytest.Captu
     fields = "model.data.fields={prompt:question,response:answer}"
     for override in ("model.kto.preference_loss=kto", "model.kto.preference_loss=apo_zero_unpaired"):
         lines = shown(capsys, "rows.jsonl", "--model", model, fields, override)
-        assert lines[2:] == ["", Message("1", "undesirable", "2", "3", "2048"), "  | q[[a<|im_end|>]]"]
+        assert lines[2:] == [UNTEMPLATED, "", Message("1", "undesirable", "2", "3", "2048"), "  | q[[a<|im_end|>]]"]
+
+
+def test_plain_text_with_the_chat_template(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(Path("rows.jsonl"), [{"prompt": "hi", "response": "hello", "label": True}])
+    assert shown(capsys, "rows.jsonl", "--model", model)[2] == UNTEMPLATED
+    assert shown(capsys, "rows.jsonl", "--model", model, "model.data.apply_chat_template=true")[2:] == [
+        Message("Prompts", "model.data.apply_chat_template"),
+        "",
+        Message("1", "desirable", "21", "6", "27", "2048"),
+        "  | <|im_start|>user",
+        "  | hi<|im_end|>",
+        "  | <|im_start|>assistant",
+        "  | [[hello<|im_end|>]]",
+    ]
+    rendered = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    for prompt in (rendered, [USER]):
+        write_rows(Path("rows.jsonl"), [{"prompt": prompt, "response": "hello", "label": True}])
+        assert shown(capsys, "rows.jsonl", "--model", model)[2] == ""
 
 
 def test_colours_are_reset_at_the_end_of_a_line() -> None:
@@ -156,7 +175,7 @@ def test_only_the_rows_of_one_global_batch_are_read(model: str, capsys: pytest.C
     with raises(UserError, "rows.jsonl:5"):
         preview.main(["rows.jsonl", "--model", model])
     lines = shown(capsys, "rows.jsonl", "--model", model, "model.global_batch_size=4", "--rows", "1")
-    assert lines[2] == Message("KL", "4")
+    assert lines[3] == Message("KL", "4")
     assert lines[-2] == Message("KL", "line 2")
 
 

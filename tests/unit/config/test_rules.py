@@ -118,6 +118,11 @@ BROKEN = [
         ],
     ),
     (
+        ["model.data.apply_chat_template=true"],
+        1,
+        [Message("model.data.apply_chat_template", "false", "true", "chat_template.jinja")],
+    ),
+    (
         ["pretrained_checkpoint.restore_from_path=''"],
         1,
         [

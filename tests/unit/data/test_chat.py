@@ -92,6 +92,30 @@ def test_prompt_tokens_never_depend_on_the_answer(prompt: str, response: str) ->
     assert tokenizer.decode(row.response_ids) == response + "<|im_end|>"
 
 
+def test_plain_text_with_the_chat_template_is_tokenised_as_its_messages() -> None:
+    for tokenizer in (chatml_tokenizer(), llama_tokenizer()):
+        messages = [record([USER], [ANSWER], True, 1), record([USER, ANSWER, USER], [ANSWER], True, 2)]
+        texts = [record(USER["content"], ANSWER["content"], True, 1), messages[1]]  # messages are unchanged
+        applying = RecordEncoder(tokenizer=tokenizer, apply_chat_template=True)
+        plain = RecordEncoder(tokenizer=tokenizer)
+        assert applying.encode(texts) == plain.encode(messages)
+        assert plain.encode(texts)[0] != plain.encode(messages)[0]
+        assert applying.fingerprint() != plain.fingerprint()  # of the cached tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_untemplated"),
+    [("what is a good film?", True), ("<s>what is a good film?", True), ("<s>[INST] hi [/INST] ho </s>[INST] hi", False)],
+)
+def test_a_prompt_that_lacks_the_chat_template(prompt: str, is_untemplated: bool) -> None:
+    tokenizer = llama_tokenizer()
+    prompt_ids = encode(tokenizer, prompt, "the film").prompt_ids
+    assert RecordEncoder(tokenizer=tokenizer).is_untemplated(prompt_ids) is is_untemplated
+    assert not RecordEncoder(tokenizer=tokenizer, apply_chat_template=True).is_untemplated(prompt_ids)
+    tokenizer.chat_template = None
+    assert not RecordEncoder(tokenizer=tokenizer).is_untemplated(prompt_ids)
+
+
 def test_a_batch_gives_the_same_rows_as_one_at_a_time() -> None:
     encoder = RecordEncoder(tokenizer=llama_tokenizer())
     records = [

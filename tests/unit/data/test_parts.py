@@ -110,6 +110,7 @@ def test_examples_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> No
         found={"messages": 40, "label": 40, "id": 40, "prompt": 80, "response": 80, "preference": 80},
         unused={"id": 40},
         labels={"label": {"true": [20, 1], "false": [20, 4]}, "preference": {"rejected": [40, 2], "chosen": [40, 3]}},
+        texts=80,
     )
 
 

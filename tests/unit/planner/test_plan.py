@@ -46,7 +46,10 @@ def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[s
     return status, dict(re.split(r"  +", line.strip(), maxsplit=1) for line in lines[1:])
 
 
-@pytest.mark.parametrize(("name", "number"), [*(("plan", number) for number in range(3)), ("scaling", 0), ("scaling", 1)])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [*(("scale/plan", number) for number in range(3)), ("internals/scaling", 0), ("internals/scaling", 1)],
+)
 def test_examples_of_the_documentation(here: Path, capsys: pytest.CaptureFixture[str], name: str, number: int) -> None:
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     larger, largest = (dict(zip(sizes, values, strict=True)) for values in ((8192, 28672, 80, 64), (16384, 53248, 126, 128)))
