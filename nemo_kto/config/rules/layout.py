@@ -73,7 +73,7 @@ def rank_rules(run: ResolvedRun, ranks: int) -> Errors:
             text = f"must be false with {key}{value}, got true; set one or the other"
             yield ConfigError("model.data.reset_attention_mask", text, (key,))
     unsupported = {
-        _CONTEXT: (model.context_parallel_size, model.context_parallel_size > 1),
+        _CONTEXT: (str(model.context_parallel_size), model.context_parallel_size > 1),
         "model.data.reset_attention_mask": ("true", model.data.reset_attention_mask),
     }
     for key, (value, is_set) in unsupported.items():

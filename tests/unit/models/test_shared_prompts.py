@@ -24,9 +24,9 @@ def batch_of(examples: list[tuple[int, list[int]]]) -> SequenceBatch:
     """Examples with the number of their prompt, which has number // 3 + 1 tokens, and the lengths of their answers."""
     answers, texts = len(examples[0][1]), list[tuple[list[int], list[int]]]()
     for k in range(answers):
-        for number, (prompt, lengths) in enumerate(examples):
+        for number, (kind, lengths) in enumerate(examples):
             tokens = [100 * k + 10 * number + each % 7 for each in range(lengths[k])]
-            texts.append(([1000 + prompt] * (prompt // 3 + 1), tokens))
+            texts.append(([1000 + kind] * (kind // 3 + 1), tokens))
     width = -(-max(len(prompt) + len(answer) for prompt, answer in texts) // 4) * 4
     tokens_BS, labels_BS = torch.zeros(len(texts), width, dtype=torch.long), torch.full((len(texts), width), -100)
     for k, (prompt, answer) in enumerate(texts):
