@@ -13,7 +13,7 @@ import argparse
 import statistics
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,30 +73,24 @@ def make_batch(case: Case, examples: int, vocab_size: int) -> dict[str, Any]:
     return dict(kto_custom_collate(rated, 0, with_kl=case.algorithm == "kto"))
 
 
-def build(folder: Path, case: Case, limits: dict[str, Any]) -> Any:
-    """A model of the folder, its own swapped reference, and no optimizer."""
+def build(folder: Path, limits: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the engine of a model, and the model as its own reference, with swapped weights."""
     import torch
-    from megatron.core import parallel_state
 
     from nemo_kto.architecture.architecture import read_architecture
     from nemo_kto.distributed import state
     from nemo_kto.huggingface.huggingface import load_weights
-    from nemo_kto.losses.kto import LOSSES as KTO_LOSSES
-    from nemo_kto.losses.preference import LOSSES as DPO_LOSSES
     from nemo_kto.models.engine.engine import LogProbEngine
     from nemo_kto.models.engine.optimizer import wrap_data_parallel
     from nemo_kto.models.engine.reference import LiveReference, SwappedWeights
     from nemo_kto.models.engine.sequences import MicroBatchLimits
     from nemo_kto.models.flops import ModelFlops, Passes
     from nemo_kto.models.gpt import build_chunks
-    from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
-    from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
-    from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
 
-    if not parallel_state.is_initialized():
-        state.init_distributed(layout=state.Layout(), seed=1)
+    state.init_distributed(layout=state.Layout(), seed=1)
     architecture = read_architecture(folder, tensor_parallel=1)
-    chunks = wrap_data_parallel(build_chunks(architecture, params_dtype=torch.float32), use_distributed_optimizer=False)
+    built = build_chunks(architecture, params_dtype=torch.float32)
+    chunks = wrap_data_parallel(built, use_distributed_optimizer=False)
     load_weights(chunks, architecture, folder)
     engine = LogProbEngine(
         chunks=list(chunks),
@@ -113,18 +107,39 @@ def build(folder: Path, case: Case, limits: dict[str, Any]) -> Any:
             for name, parameter in chunk.named_parameters():
                 if "norm" in name:
                     parameter.mul_(1.01)
-    reference = LiveReference(engine=engine, active=swapped.active, passes=Passes(forward=1))
+    return engine, LiveReference(engine=engine, active=swapped.active, passes=Passes(forward=1))
+
+
+def model_of(case: Case, engine: Any, reference: Any) -> Any:
+    """Return the model of a case."""
+    from nemo_kto.losses.kto import LOSSES as KTO_LOSSES
+    from nemo_kto.losses.preference import LOSSES as DPO_LOSSES
+    from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
+    from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
+    from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
+
     if case.algorithm == "dpo":
         objective = Objective(loss=DPO_LOSSES["dpo"], beta=0.1)
         return MegatronGPTDPOModel(engine=engine, reference=reference, objective=objective)
     objective = Objective(loss=KTO_LOSSES[case.algorithm], beta=0.1)
-    return MegatronGPTKTOModel(
-        engine=engine,
-        reference=reference,
-        objective=objective,
-        desirable_loss_weight=1.0,
-        undesirable_loss_weight=1.0,
-    )
+    weights: dict[str, Any] = {"desirable_loss_weight": 1.0, "undesirable_loss_weight": 1.0}
+    return MegatronGPTKTOModel(engine=engine, reference=reference, objective=objective, **weights)
+
+
+@dataclass
+class Saved:
+    """Bytes of the tensors that a step saves for its backward pass, each storage once."""
+
+    storages: dict[int, int] = field(default_factory=dict)
+
+    def keep(self, tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        self.storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    @property
+    def megabytes(self) -> float:
+        return sum(self.storages.values()) / 1e6
 
 
 def step(model: Any, batch: dict[str, Any], *, share: bool) -> tuple[float, float, dict[str, float]]:
@@ -153,29 +168,33 @@ def main() -> None:
 
     torch.set_num_threads(arguments.threads)
     cases = {name: case for name, case in CASES.items() if arguments.cases in name}
-    model: Any = None
-    print("| step | linear layers allow | FLOPs allow | measured | loss | loss with shared prompts |", flush=True)
-    print("|---|---|---|---|---|---|", flush=True)
-    limits = {"prompts": arguments.examples, "tokens": None, "multiple": 1}
+    engine, reference = build(arguments.model, {"prompts": arguments.examples, "tokens": None, "multiple": 1})
+    weights = Saved()
+    for parameter in engine.chunks[0].parameters():
+        weights.keep(parameter)
+    print("| step | linear layers allow | FLOPs allow | measured | activations, MB | shared | loss | shared |", flush=True)
+    print("|---|---|---|---|---|---|---|---|", flush=True)
     for name, case in cases.items():
-        model = build(arguments.model, case, limits)
-        batch = make_batch(case, arguments.examples, model.engine.vocab_size)
+        model, batch = model_of(case, engine, reference), make_batch(case, arguments.examples, engine.vocab_size)
         seconds: dict[bool, list[float]] = {False: [], True: []}
         losses: dict[bool, float] = {}
         flops: dict[bool, float] = {}
-        for number in range(arguments.rounds + 1):
+        saved = {False: Saved(), True: Saved()}
+        for share in (False, True):  # the first step of a kind is slower, and not counted
+            with torch.autograd.graph.saved_tensors_hooks(saved[share].keep, lambda tensor: tensor):
+                _, losses[share], sums = step(model, batch, share=share)
+            flops[share] = sums["flops"]
+            for of_weight in weights.storages:
+                saved[share].storages.pop(of_weight, None)
+        for _ in range(arguments.rounds):
             for share in (False, True):
-                taken, losses[share], sums = step(model, batch, share=share)
-                flops[share] = sums["flops"]
-                if number:  # the first step of a model is slower
-                    seconds[share].append(taken)
-                    print(f"{name}, share_prompts={share}: {taken:.2f} s", file=sys.stderr)
+                seconds[share].append(step(model, batch, share=share)[0])
+                print(f"{name}, share_prompts={share}: {seconds[share][-1]:.2f} s", file=sys.stderr)
         gain = statistics.median(seconds[False]) / statistics.median(seconds[True])
         allowed = flops[False] / flops[True]
-        print(
-            f"| {name} | {case.bound:.2f} | {allowed:.2f} | {gain:.2f} | {losses[False]:.6f} | {losses[True]:.6f} |",
-            flush=True,
-        )
+        memory = " | ".join(f"{saved[share].megabytes:.0f}" for share in (False, True))
+        found = " | ".join(f"{losses[share]:.6f}" for share in (False, True))
+        print(f"| {name} | {case.bound:.2f} | {allowed:.2f} | {gain:.2f} | {memory} | {found} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from nemo_kto.data.batches.dataset import SplitCounts
 from nemo_kto.data.batches.loader import SequenceCost, by_cost, by_prompt, every_nth
 from nemo_kto.data.tokens.chat import load_tokenizer
 from nemo_kto.device import device
+from nemo_kto.device.precision import PRECISIONS
 from nemo_kto.errors import UserError
 from nemo_kto.models.engine.sequences import MicroBatchLimits, width_multiple
 from nemo_kto.models.flops import ModelFlops, Passes
@@ -134,7 +135,7 @@ def shares_of(run: ResolvedRun, *, training: bool) -> Callable[..., list[list[in
     costs = cfg.recipe.costs(
         cost=cost(Passes(forward + 1 + ahead, disabled, backward=int(training))),
         kl_cost=cost(Passes(forward + 1, disabled)) if cfg.loss.record.needs_z0 else None,
-        reference_cost=cost(Passes(forward, disabled)),
+        reference_cost=cost(Passes(forward, disabled) if PRECISIONS[cfg.trainer.precision] == "32" else Passes()),
         seq_length=cfg.seq_length,
         share_prompts=share_prompts,
     )

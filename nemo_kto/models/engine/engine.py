@@ -93,9 +93,14 @@ class LogProbEngine:
         return from_last_stage(torch.cat([self._local_logprobs(sequences) for sequences in self.joined(parts)])).cpu()
 
     def joined(self, parts: Sequence[SequenceBatch]) -> Sequence[SequenceBatch]:
-        """Return the parts as one batch if prompts are shared and the parts are answers to the same prompts."""
+        """Return the parts as one batch if prompts are shared and the parts are answers to the same prompts; in fp32 only.
+
+        The policy evaluates each part separately. In fp32, log-probs differ by rounding errors that do not matter; in bf16
+        the log-ratios of the first step would be noticeably different from 0.
+        """
         is_alike = len({part.tokens_BS.shape for part in parts}) == 1 and all(part.answers == 1 for part in parts)
-        if len(parts) == 1 or not self.limits.share_prompts or not is_alike:
+        in_fp32 = self._config.params_dtype == torch.float32
+        if len(parts) == 1 or not self.limits.share_prompts or not is_alike or not in_fp32:
             return parts
         return [SequenceBatch.answers_to_one_prompt(*parts)]
 
