@@ -55,8 +55,9 @@ from nemo_kto.run.lifecycle import (
 )
 from nemo_kto.run.policy import Policy, build_policy
 from nemo_kto.run.reference import ReferenceSetup, build_reference
-from nemo_kto.run.resume import Resumption, build_early_stopping, check_validation_rows, look_for_run
+from nemo_kto.run.resume import Facts, Resumption, build_early_stopping, check_validation_rows, look_for_run
 from nemo_kto.run.rows import model_tokenizer
+from nemo_kto.run.samples import build_sampler
 from nemo_kto.run.summary import start_table
 from nemo_kto.telemetry.loggers import RunLogger, check_loggers
 from nemo_kto.telemetry.progress import Progress
@@ -166,7 +167,9 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         requeue=cfg.trainer.requeue,
     )
     engine = build_engine(run, policy, data.limits)
-    reference = build_reference(run, policy, engine, data, timers, run_timer, first_step=resumed_step or 0)
+    sampler = build_sampler(run, engine, data.tokenizer, data.samples, run_timer, is_resumed=resumed_step is not None)
+    first_step = resumed_step or 0
+    reference = build_reference(run, policy, engine, data, timers, run_timer, first_step=first_step, sampler=sampler)
     model = cfg.recipe.model_class()(
         engine=engine,
         reference=reference.policy,
@@ -175,18 +178,10 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         **cfg.recipe.model_options(cfg.loss, data.splits.train),
     )
     optimizer, scheduler = build_optimizer_and_schedule(run, policy, max_steps=max_steps)
-    checkpoints = CheckpointManager(
-        folder=run.checkpoints,
-        chunks=policy.chunks,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        hugging_face_source=policy.files.hf_folder,
-        base_model=policy.base_model,
-        reference_weights=reference.synced_weights,
-        run=resumption.facts,
-        **cfg.exp_manager.checkpoint_callback_params.model_dump(),
-    )
+    checkpoints = build_checkpoints(run, policy, optimizer, scheduler, reference, facts=resumption.facts)
     resumed = None if resumption.checkpoint is None else checkpoints.load(resumption.checkpoint)
+    run_logger = build_logger(run, resumed_step=resumed_step)
+    sampling = [] if sampler is None else [sampler.callback(record=run_logger.log_samples)]
     trainer = cfg.recipe.trainer(data.collate_fn)(
         cfg=run.length,
         model=model,
@@ -195,11 +190,11 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         train_dataloader=data.train,
         val_dataloader=data.validation,
         test_dataloader=None,
-        logger=build_logger(run, resumed_step=resumed_step),
+        logger=run_logger,
         ckpt_callback=checkpoints,
         run_timer=run_timer,
         timers=timers,
-        callbacks=build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step),
+        callbacks=[*sampling, *build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step)],
         skipped=build_skipping(run, data, checkpoints),
         early_stopping=build_early_stopping(cfg, agree=state.max_over_ranks),
     )
@@ -207,6 +202,28 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         with read_errors(resumption.checkpoint.folder / INFO):
             trainer.load_state_dict(resumed)
     return trainer
+
+
+def build_checkpoints(
+    run: ResolvedRun,
+    policy: Policy,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    reference: ReferenceSetup,
+    *,
+    facts: Facts,
+) -> CheckpointManager:
+    return CheckpointManager(
+        folder=run.checkpoints,
+        chunks=policy.chunks,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        hugging_face_source=policy.files.hf_folder,
+        base_model=policy.base_model,
+        reference_weights=reference.synced_weights,
+        run=facts,
+        **run.cfg.exp_manager.checkpoint_callback_params.model_dump(),
+    )
 
 
 def build_engine(run: ResolvedRun, policy: Policy, limits: MicroBatchLimits) -> LogProbEngine:
@@ -305,6 +322,7 @@ def _logger_settings(run: ResolvedRun) -> dict[str, Any]:
         "tensorboard": settings.create_tensorboard_logger,
         "wandb": settings.wandb_logger_kwargs.model_dump() if settings.create_wandb_logger else None,
         "mlflow": settings.mlflow_logger_kwargs.model_dump() if settings.create_mlflow_logger else None,
+        "samples": settings.samples.enabled,
         "redact": redacted,
     }
 

@@ -21,7 +21,9 @@ from nemo_kto.huggingface.mapping import Shapes, wanted_adapters, wanted_weights
 from nemo_kto.run.data import RunData
 from nemo_kto.run.policy import Policy
 from nemo_kto.run.rows import split_text
+from nemo_kto.run.samples import samples_text
 from nemo_kto.telemetry.loggers import METRICS_FILE
+from nemo_kto.telemetry.samples import SAMPLES_FILE
 from nemo_kto.telemetry.summary import adapter_lines, epochs, figures_of, layout_text, model_lines, short, table
 from nemo_kto.telemetry.timers import duration_text
 
@@ -69,6 +71,7 @@ def start_table(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         "device": device_text,
         "precision": f"{cfg.trainer.precision} ({run.precision_reason})",
         "reference": reference if run.reference_model is None else f"{reference}, {run.reference_model}",
+        **({} if data.samples is None else {"samples": samples_text(run, data.samples, data.splits)}),
         "run folder": str(run.folder),
     }
     unsupported, tensor = architecture.unsupported_by_te, model.tensor_model_parallel_size
@@ -113,6 +116,8 @@ def end_table(run: ResolvedRun, policy: Policy, trainer: DPOTrainer, *, best: Ch
     lines |= {"best checkpoint": _best_text(run, best), **_export_lines(run, policy, trainer, best)}
     lines[next_step] = " ".join(["the same command", *(["with", *overrides] if overrides else [])])
     lines["metrics"] = f"{metrics}{board}"
+    if cfg.exp_manager.samples.enabled:
+        lines["samples"] = str(run.folder / SAMPLES_FILE)
     done = f"step {trainer.step:,} of {trainer.max_steps:,} ({epochs(trainer.step, trainer.steps_per_epoch)})"
     return table(f"nemo-kto {name} {state_text} after {done} in {duration_text(seconds)}", lines)
 
