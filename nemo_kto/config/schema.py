@@ -328,6 +328,7 @@ class ExportConfig(Section):
     path: FilePath
     adapter_path: FilePath
     max_shard_size_gb: Annotated[float, Gt(0), check(lambda size: size <= 1e6, "be at most 1000000"), Remedy("e.g. 5.0")]
+    report: bool
 
 
 class RunConfig(Section):
