@@ -19,6 +19,7 @@ from nemo_kto.algorithms.callbacks import (
     LoggerCallback,
     PrecomputeReference,
     ReferenceSync,
+    RewardCallback,
     SpikeCallback,
     StragglerCallback,
     ThroughputCallback,
@@ -187,6 +188,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         **cfg.exp_manager.checkpoint_callback_params.model_dump(),
     )
     resumed = None if resumption.checkpoint is None else checkpoints.load(resumption.checkpoint)
+    run_logger = build_logger(run, resumed_step=resumed_step)
     trainer = cfg.recipe.trainer(data.collate_fn)(
         cfg=run.length,
         model=model,
@@ -195,11 +197,14 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         train_dataloader=data.train,
         val_dataloader=data.validation,
         test_dataloader=None,
-        logger=build_logger(run, resumed_step=resumed_step),
+        logger=run_logger,
         ckpt_callback=checkpoints,
         run_timer=run_timer,
         timers=timers,
-        callbacks=build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step),
+        callbacks=[
+            *([RewardCallback(record=run_logger.log_rewards)] if state.is_rank_zero() else []),
+            *build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step),
+        ],
         skipped=build_skipping(run, data, checkpoints),
         early_stopping=build_early_stopping(cfg, agree=state.max_over_ranks),
     )
@@ -305,6 +310,7 @@ def _logger_settings(run: ResolvedRun) -> dict[str, Any]:
         "tensorboard": settings.create_tensorboard_logger,
         "wandb": settings.wandb_logger_kwargs.model_dump() if settings.create_wandb_logger else None,
         "mlflow": settings.mlflow_logger_kwargs.model_dump() if settings.create_mlflow_logger else None,
+        "val_prefixes": [*run.validation_titles.values()],
         "redact": redacted,
     }
 

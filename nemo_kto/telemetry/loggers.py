@@ -17,12 +17,14 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_kto.errors import UserError
+from nemo_kto.telemetry.rewards import REWARDS_FILE, RewardHistogram
+from nemo_kto.telemetry.tensorboard import TensorBoard
 from nemo_kto.utils.files import MAX_LINE_BYTES, open_file, publish_file, read_bytes, read_lines
 
 if TYPE_CHECKING:
@@ -59,7 +61,11 @@ class JsonLines:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._waiting += json.dumps({"step": step, "time": round(time.time(), 3), **values}).encode() + b"\n"
+        self.add_line({"step": step, "time": round(time.time(), 3), **values})
+
+    def add_line(self, values: Mapping[str, object]) -> None:
+        """Write one line, which must have a "step"."""
+        self._waiting += json.dumps(values).encode() + b"\n"
         self._write()
 
     def _write(self) -> None:
@@ -79,6 +85,17 @@ class JsonLines:
         """Write the pending lines and close the file."""
         self._write()
         self._file.close()
+
+
+class RewardLines(JsonLines):
+    """File of the rewards of validations with one JSON object per line, see :meth:`RewardHistogram.line`."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Do nothing: metrics are in a file of their own."""
+
+    def log_rewards(self, histograms: Sequence[RewardHistogram], step: int) -> None:
+        for each in histograms:
+            self.add_line(each.line(step))
 
 
 def parse_line(line: bytes) -> dict[str, float] | None:
@@ -114,26 +131,6 @@ def _lines_up_to(file: Path, step: int) -> list[bytes]:
     return kept
 
 
-class TensorBoard:
-    """TensorBoard event files, by the writer of torch: the import of Lightning's logger takes a third of a second."""
-
-    def __init__(self, *, folder: Path, resumed_step: int | None) -> None:
-        """Open a new event file in ``folder`` and purge events after ``resumed_step``, because those steps are repeated."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=None if resumed_step is None else resumed_step + 1)
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def log_hyperparams(self, params: dict[str, object]) -> None:
-        self._writer.add_text("hyperparameters", f"```json\n{json.dumps(params, indent=2, default=str)}\n```")
-
-    def finalize(self, status: str) -> None:
-        self._writer.close()
-
-
 class RunLogger:
     """Logger that passes all metrics to all sinks on rank 0, and does nothing on the other ranks."""
 
@@ -146,6 +143,7 @@ class RunLogger:
         tensorboard: bool = True,
         wandb: Mapping[str, object] | None = None,
         mlflow: Mapping[str, object] | None = None,
+        val_prefixes: Sequence[str] = ("val/",),
         redact: Callable[[str], str] = str,
     ) -> None:
         """Open the sinks in the run folder, which is created if it does not exist.
@@ -158,6 +156,7 @@ class RunLogger:
             resumed_step: optimizer steps done before the run was resumed; None for a new run.
             wandb, mlflow: arguments of Lightning's WandbLogger and MLFlowLogger; None disables them. Without a tracking_uri,
                 MLflow writes to ``folder``/mlflow.db.
+            val_prefixes: prefixes of the metrics of the validation sets.
             redact: remove secrets from an error message.
         """
         self._sinks: dict[str, Sink] = {}
@@ -167,8 +166,11 @@ class RunLogger:
         folder.mkdir(parents=True, exist_ok=True)
         to_open: dict[str, Callable[[], Sink]] = {}
         to_open[METRICS_FILE] = lambda: JsonLines(file=folder / METRICS_FILE, resumed_step=resumed_step)
+        to_open[REWARDS_FILE] = lambda: RewardLines(file=folder / REWARDS_FILE, resumed_step=resumed_step)
         if tensorboard:
-            to_open["tensorboard"] = lambda: TensorBoard(folder=folder / "tensorboard", resumed_step=resumed_step)
+            to_open["tensorboard"] = lambda: TensorBoard(
+                folder=folder / "tensorboard", resumed_step=resumed_step, val_prefixes=val_prefixes
+            )
         if wandb is not None:
             to_open["wandb"] = partial(_wandb, folder, resumed_step, wandb)
         if mlflow is not None:
@@ -189,6 +191,12 @@ class RunLogger:
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
         self._for_all(lambda sink: sink.log_hyperparams(dict(params)))
 
+    def log_rewards(self, histograms: Sequence[RewardHistogram], step: int) -> None:
+        """Record the rewards of a validation after optimizer step ``step``; 0 is before the first step."""
+        for name, sink in [*self._sinks.items()]:
+            if (log_rewards := getattr(sink, "log_rewards", None)) is not None:
+                self._attempt(name, partial(log_rewards, histograms, step))
+
     def finalize(self, status: str) -> None:
         """Flush and close all sinks; ``status`` is "success", "failed" or "aborted", as in the loggers of Lightning."""
         self._for_all(lambda sink: sink.finalize(status))
@@ -196,10 +204,13 @@ class RunLogger:
 
     def _for_all(self, action: Callable[[Sink], None]) -> None:
         for name, sink in [*self._sinks.items()]:
-            try:
-                action(sink)
-            except Exception as error:
-                self._drop(name, error)
+            self._attempt(name, partial(action, sink))
+
+    def _attempt(self, name: str, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._drop(name, error)
 
     def _drop(self, name: str, error: Exception) -> None:
         self._sinks.pop(name, None)
@@ -212,6 +223,7 @@ def check_loggers(
     tensorboard: bool = True,
     wandb: Mapping[str, object] | None = None,
     mlflow: Mapping[str, object] | None = None,
+    val_prefixes: Sequence[str] = (),
     redact: Callable[[str], str] = str,
 ) -> None:
     """Raise a UserError that names all loggers of a new run that :class:`RunLogger` could not open with these arguments.
@@ -224,7 +236,9 @@ def check_loggers(
         import_package("torch.utils.tensorboard", package="tensorboard")
         _check_path(folder / "tensorboard", Path.is_dir)
 
-    checks: dict[str, Callable[[], object]] = {METRICS_FILE: lambda: _check_path(folder / METRICS_FILE, Path.is_file)}
+    checks: dict[str, Callable[[], object]] = {
+        name: partial(_check_path, folder / name, Path.is_file) for name in (METRICS_FILE, REWARDS_FILE)
+    }
     if tensorboard:
         checks["tensorboard"] = check_tensorboard
     if wandb is not None:
@@ -291,7 +305,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _cannot_open(name: str, why: str) -> str:
-    remedy = "" if name == METRICS_FILE else f", or set exp_manager.create_{name}_logger=false"
+    remedy = "" if name in (METRICS_FILE, REWARDS_FILE) else f", or set exp_manager.create_{name}_logger=false"
     return f"the log {name} cannot be opened: {why}; make it available{remedy}"
 
 

@@ -82,8 +82,8 @@ class RecordEncoder:
 
     A row of strings gets a BOS (``bos_id``) if the tokenizer adds one itself, and an EOS after the answer. If
     ``apply_chat_template`` is set, it is treated as a user message and the assistant message that answers it. A row of
-    messages is rendered by the chat template; white space after the end-of-turn token is removed, and an EOS is added only if
-    the template ends a turn without any special token. The answer is tokenised as the continuation of the prompt. If this
+    messages is rendered by the chat template; white space after the end-of-turn token is removed, and an EOS is added only
+    if the template ends a turn without any special token. The answer is tokenised as the continuation of the prompt. If this
     would change the tokens of the prompt (which the model is given unchanged), the answer is tokenised separately.
     """
 
