@@ -3,7 +3,7 @@
 # Others: quickstart-pairs (DPO with LoRA), lint, test-full (every combination), test-slow, test-py312, test-lowest (the oldest
 # packages), test-emulated (jobs on emulated GPUs), chaos, test-slurm, golden (rewrite tests/data/golden.json), gpu (tests and
 # benchmarks on a GPU), gpu-wheels (the packages that it needs without an index), image-test, audit, bench (a KTO step against
-# TRL's; OTHER_TRL=PYTHON adds a version of TRL), wheel, clean.
+# TRL's; OTHER_TRL=PYTHON adds a version of TRL), docs (the documentation site, in build/docs), wheel, clean.
 # Each creates the virtual environment it needs. QUICKSTART_STEPS=2 shortens the quickstart.
 
 SHELL := /bin/bash
@@ -47,7 +47,7 @@ TESTS312 := tests/unit/models/test_attention.py tests/unit/device/test_kernels.p
 TESTS312 += $(patsubst %,tests/distributed/*/test_%.py,$(DISTRIBUTED312)) tests/parity/test_{huggingface,mixtures}.py \
 	tests/integration/test_resume.py -k 'not (tp4 or dp4 or micro_batch or recompute)'
 
-.PHONY: help quickstart quickstart-pairs check golden test test-full test-slow test-py312 test-lowest test-emulated chaos test-slurm gpu gpu-wheels image-test audit lint bench wheel clean
+.PHONY: help quickstart quickstart-pairs check golden test test-full test-slow test-py312 test-lowest test-emulated chaos test-slurm gpu gpu-wheels image-test audit lint bench docs wheel clean
 
 help:
 	@sed -n '1,7s/^# //p' Makefile
@@ -163,6 +163,11 @@ gpu:
 # On a machine with an index: the packages that `make gpu WHEELS=wheels` installs on one without.
 gpu-wheels:
 	@echo 'collecting wheels (minutes)'; $(STILL_RUNS) $(or $(PYTHON312),$(PYTHON)) benchmarks/gpu_wheels.py $(or $(WHEELS),wheels) --trl '$(TRL)'
+
+# Warnings are errors, broken links among them. After a change of keys or pages: python -m docs.site.generate.
+docs: $(VENV)/.test
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -d build/doctrees docs build/docs
+	@echo build/docs/index.html
 
 wheel: $(VENV)/.made
 	rm -rf build  # or setuptools would ship the files of an earlier build

@@ -108,15 +108,20 @@ PACKAGES = {
         outside=names("hydra omegaconf yaml pydantic annotated_types"),
         never=names("hydra._internal"),
     ),
+    "report": Package(
+        own=names("telemetry artifacts config utils"),
+        outside=names("numpy"),
+        only_in=(("matplotlib", names("drawing.py")), ("jinja2", names("page.py"))),
+    ),
     "run": Package(
         own=names("losses data device processes distributed telemetry architecture artifacts algorithms models utils")
-        | names("checkpoint huggingface config"),
+        | names("checkpoint huggingface config report"),
         outside=names("torch numpy transformers megatron.core"),
     ),
     "planner": Package(own=names("device telemetry architecture artifacts models config run utils")),
     "cli": Package(
         own=names("losses data device processes telemetry architecture artifacts algorithms huggingface config")
-        | names("run planner utils"),
+        | names("report run planner utils"),
         outside=names("hydra omegaconf"),
         never=names("hydra._internal"),
         only_in=(("pandas", names("api.py")), ("transformers", names("api.py"))),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.site import generate, pages
 from nemo_kto.algorithms.recipes import KTO, RECIPES
 from nemo_kto.config import compose
 from nemo_kto.config.check import read_positions
@@ -51,6 +52,16 @@ def test_links_lead_somewhere(document: Path) -> None:
     links = [link.split("#")[0] for link in LINK.findall(text_of(document)) if not link.startswith(("http", "#"))]
     broken = [link for link in links if not (document.parent / link).exists()]
     assert not broken, f"{names(document)}: {broken}"
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    written = {page.relative_to(pages.DOCS).as_posix() for page in pages.DOCS.rglob("*.md")}
+    assert sorted(pages.reading_order()) == sorted(written), "README.md of a folder links to each of its pages"
+
+
+def test_generated_parts_are_up_to_date() -> None:
+    old = [page for page in pages.reading_order() if generate.generated(page) != text_of(pages.DOCS / page)]
+    assert not old, "python -m docs.site.generate"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names)

@@ -72,9 +72,14 @@ def key_tables() -> str:
     groups += [(f"Only `nemo-kto {name}`", [key for key in own if key not in shared]) for name, own in keys.items()]
     tables = []
     for title, group in groups:
-        rows = ((f"`{key.name}`", f"`{key.default}`", key.type, key.comment.replace("|", r"\|")) for key in group)
-        tables.append(f"## {title}\n\n{table(('key', 'default', 'type', 'meaning'), rows)}")
+        rows = ((f"`{key.name}`", f"{_sentence(key.comment)}<br>Default `{key.default}`; {key.type}") for key in group)
+        tables.append(f"## {title}\n\n{table(('key', 'meaning'), rows)}")
     return "\n\n".join(tables)
+
+
+def _sentence(comment: str) -> str:
+    text = comment.replace("|", r"\|")
+    return text if text.endswith(".") else f"{text}."
 
 
 def resume_tables() -> str:

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
@@ -15,6 +16,7 @@ from nemo_kto.config.compose import WRONG, known_keys
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.utils.files import publish_file, read_bytes
 
+CONFIG_FILE = "config.yaml"  # in the run folder
 HIDDEN = "***"
 _MIN_LENGTH = 8  # of a secret in the environment; a shorter one would also match ordinary words
 _SECRET = r"(?:api_?key|access_?key|token|password|passwd|secret)"  # nosec B105  # names of secrets
@@ -78,7 +80,7 @@ class _PlainLoader(yaml.SafeLoader):
 
 def save_config(config: RunConfig) -> None:
     """Write the resolved, redacted configuration to the run folder; print the changes since the run was last started."""
-    file = Path(config.exp_manager.explicit_log_dir) / "config.yaml"
+    file = Path(config.exp_manager.explicit_log_dir) / CONFIG_FILE
     file.parent.mkdir(parents=True, exist_ok=True)
     now = OmegaConf.create(public_config(config))
     if file.exists() and config.exp_manager.resume_if_exists:
@@ -93,19 +95,31 @@ def save_config(config: RunConfig) -> None:
 
 def saved_value(config: RunConfig, key: str) -> object:
     """Return the value of a key in the configuration that the run folder has from an earlier start; None without one."""
-    file = Path(config.exp_manager.explicit_log_dir) / "config.yaml"
+    file = Path(config.exp_manager.explicit_log_dir) / CONFIG_FILE
     value = _value(_load(file), key) if file.is_file() else _ABSENT
     return None if value is _ABSENT else value
 
 
+def read_saved(file: Path) -> dict[str, Any]:
+    """Return a saved configuration by key (model.optim.lr), empty if the file is missing or damaged."""
+    saved = _read(file)
+    config = OmegaConf.create({} if saved is None else saved, flags={"allow_objects": False})
+    return {key: _value(saved, key) for key in known_keys(config)}
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """Read a saved configuration without resolving interpolations; None if it is missing or damaged."""
+    try:
+        content = yaml.load(read_bytes(file, limit=_MAX_BYTES), Loader=_PlainLoader)  # nosec B506  # a SafeLoader
+    except (*WRONG, ValueError):
+        return None
+    return content if isinstance(content, dict) and "algorithm" in content else None
+
+
 def _load(file: Path) -> object:
     """Load the saved configuration without resolving interpolations; if it is damaged, print a warning and return None."""
-    try:
-        before = yaml.load(read_bytes(file, limit=_MAX_BYTES), Loader=_PlainLoader)  # nosec B506  # a SafeLoader
-        if isinstance(before, dict) and "algorithm" in before:
-            return before
-    except (*WRONG, ValueError):
-        pass
+    if (before := _read(file)) is not None:
+        return before
     text = "cannot be read and is replaced; changes since the last start of this run are not known"
     print(f"nemo-kto: {file} {text}", file=sys.stderr)
     return None

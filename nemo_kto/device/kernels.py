@@ -108,7 +108,7 @@ def slow_paths(
         found.append("rotary embedding not fused; install transformer-engine[pytorch]")
     if not compiles():
         missing = " and ".join(device.missing_for_compiling())
-        found.append(f"torch.compile disabled, so that activations are not fused; install {missing}")
+        found.append(f"torch.compile disabled, so that activations and log-probs are not fused; install {missing}")
     if optimizer.USING_PYTORCH_OPTIMIZER:
         found.append("optimizer not fused; install transformer-engine[pytorch] or apex")
     if tensor_parallel > 1 and environment.get(MAX_CONNECTIONS) != "1" and device.compute_capability() < (10, 0):

@@ -127,6 +127,7 @@ def install_cpu_backend() -> None:
     """
     define_missing_names()
     keep_norm_on_device()
+    use_known_message_shapes()
     if device.on_gpu():
         return
     if not getattr(sys.modules.get("megatron.core.optimizer"), "USING_PYTORCH_OPTIMIZER", True):
@@ -166,6 +167,23 @@ def keep_norm_on_device() -> None:
 
     if getattr(clip_grads.l2_norm_impl, "__name__", "") == "local_multi_tensor_l2_norm":
         clip_grads.l2_norm_impl = l2_norm
+
+
+def use_known_message_shapes() -> None:
+    """Make pipeline stages read the shapes of messages from ``config.message_shapes`` instead of sending them.
+
+    With micro-batches of different widths, megatron-core sends three integers before each message, and waits for the device
+    twice: in ``torch.cuda.synchronize``, and to read the integers. ``models/engine/message_shapes.py`` has the shapes.
+    """
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    def known_shapes(
+        self: Any, send_next: object, send_prev: object, recv_prev: bool, recv_next: bool
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        shapes = self.config.message_shapes
+        return next(shapes.hidden_states) if recv_prev else (0, 0, 0), next(shapes.gradients) if recv_next else (0, 0, 0)
+
+    P2PCommunicator._communicate_shapes = known_shapes
 
 
 # ---- torch on the CPU ----

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from nemo_kto.device import kernels
 from nemo_kto.distributed.gradients import added_to_main_grad, main_grad_of
+from nemo_kto.distributed.logit_kernels import cap_logits, gradient_summands, logit_slopes_, softmax_sums
 
 # Whether torch.mm returns an fp32 product of bf16 factors: torch >= 2.8, and only on CUDA
 _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()  # type: ignore[no-untyped-call]
@@ -111,10 +112,10 @@ class _Logprobs(torch.autograd.Function):
         exp_sum_and_target_2T = hidden_TH.new_zeros((2, num_tokens), dtype=wide)
         exp_sum_T, target_logit_T = exp_sum_and_target_2T
         for chunk in _chunks(num_tokens if columns else 0, chunk_size):
-            logits_cv = _logits(hidden_TH[chunk], weight_VH[:columns], softcap)
-            target_logit_T[chunk] = logits_cv.gather(1, column_T[chunk].unsqueeze(1)).squeeze(1) * is_local_T[chunk]
-            maximum_T[chunk] = logits_cv.amax(dim=1)
-            exp_sum_T[chunk] = logits_cv.sub_(maximum_T[chunk].unsqueeze(1)).exp_().sum(dim=1)
+            logits_cv = _logits(hidden_TH[chunk], weight_VH[:columns])
+            target_c = logits_cv.gather(1, column_T[chunk].unsqueeze(1)).squeeze(1)
+            target_logit_T[chunk] = cap_logits(target_c, softcap) * is_local_T[chunk]
+            maximum_T[chunk], exp_sum_T[chunk] = softmax_sums(logits_cv, softcap)
             del logits_cv  # frees it before the next chunk is computed
         if group is not None:
             own_maximum_T = maximum_T.clone()
@@ -167,8 +168,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _logits(hidden_cH: torch.Tensor, weight_vH: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Return the logits in fp32 or wider, without rounding to a narrower type in between."""
+def _logits(hidden_cH: torch.Tensor, weight_vH: torch.Tensor) -> torch.Tensor:
+    """Return the logits before a soft cap in fp32 or wider, without rounding to a narrower type in between."""
     wide = _wide(hidden_cH.dtype)
     if _multiplies_to_fp32(hidden_cH):
         logits_cv = torch.mm(hidden_cH, weight_vH.t(), out_dtype=wide)
@@ -176,7 +177,7 @@ def _logits(hidden_cH: torch.Tensor, weight_vH: torch.Tensor, softcap: float | N
         logits_cv, hidden_cH = hidden_cH.new_empty((len(hidden_cH), len(weight_vH)), dtype=wide), hidden_cH.to(wide)
         for rows in _weight_blocks(weight_vH):
             torch.mm(hidden_cH, weight_vH[rows].to(wide).t(), out=logits_cv[:, rows])
-    return logits_cv if softcap is None else logits_cv.div_(softcap).tanh_().mul_(softcap)
+    return logits_cv
 
 
 def _add_gradients(
@@ -193,25 +194,20 @@ def _add_gradients(
 ) -> None:
     """Add (slope * grad) @ weight and (slope * grad)^T @ hidden to the two gradients, which are fp32 or wider.
 
-    The slope is d -log-prob / d logits = softmax - one-hot(target), with a soft cap for the logits before it.
+    The slopes are those of :func:`~nemo_kto.distributed.logit_kernels.logit_slopes_`.
     """
-    slope_cv = _logits(hidden_cH, weight_vH, softcap)
-    # d (c tanh(x / c)) / dx = 1 - tanh(x / c)^2
-    cap_slope_cv = None if softcap is None else slope_cv.div(softcap).square_().neg_().add_(1)
-    slope_cv.sub_(normaliser_c.unsqueeze(1)).exp_()
-    slope_cv.scatter_add_(1, column_c.unsqueeze(1), -is_local_c.to(slope_cv.dtype).unsqueeze(1))
-    if cap_slope_cv is not None:
-        slope_cv.mul_(cap_slope_cv)
-        del cap_slope_cv  # frees memory for the products
-    wide = slope_cv.dtype
+    logits_cv = _logits(hidden_cH, weight_vH)
+    wide = logits_cv.dtype
     if _multiplies_to_fp32(hidden_cH):
-        slope_2cv = _as_summands(slope_cv.mul_(grad_c1), hidden_cH.dtype).flatten(0, 1)
-        del slope_cv
+        summands_2cv = gradient_summands(logits_cv, column_c, is_local_c, normaliser_c, grad_c1.squeeze(1), softcap)
+        del logits_cv  # frees memory for the products
+        slope_2cv = summands_2cv.flatten(0, 1)
         if hidden_grad_cH is not None:
             hidden_grad_cH += torch.mm(slope_2cv, weight_vH, out_dtype=wide).unflatten(0, (2, -1)).sum(dim=0)
         if weight_grad_vH is not None:
             _add_product(weight_grad_vH, slope_2cv.t(), hidden_cH.repeat(2, 1))
         return
+    slope_cv = logit_slopes_(logits_cv, column_c, is_local_c, normaliser_c, softcap)
     # The incoming gradient is one number per token: scaling matrices [c, H] costs less than scaling the slopes [c, v].
     if hidden_grad_cH is not None:
         for rows in _weight_blocks(weight_vH):
@@ -230,17 +226,9 @@ def _add_product(sum_vH: torch.Tensor, left_vc: torch.Tensor, right_cH: torch.Te
         sum_vH[rows] += torch.mm(left_vc[rows], right_cH, out_dtype=sum_vH.dtype)
 
 
-def _as_summands(values_cv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Split each value into two summands of a narrower type, exact to 16 bits for bf16: [2, c, v]. Overwrites the values."""
-    summands_2cv = values_cv.new_empty((2, *values_cv.shape), dtype=dtype)
-    summands_2cv[0] = values_cv
-    summands_2cv[1] = values_cv.sub_(summands_2cv[0])
-    return summands_2cv
-
-
 def _multiplies_to_fp32(factor: torch.Tensor) -> bool:
-    """Return whether torch can multiply matrices of this dtype, narrower than fp32, into an fp32 product."""
-    return _MM_WIDENS and factor.is_cuda and factor.dtype != _wide(factor.dtype)
+    """Return whether torch can multiply this matrix, in bf16 on a GPU, into an fp32 product."""
+    return _MM_WIDENS and factor.is_cuda and factor.dtype == torch.bfloat16
 
 
 def _weight_blocks(weight_vH: torch.Tensor) -> list[slice]:

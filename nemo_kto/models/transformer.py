@@ -103,6 +103,7 @@ def pipeline_settings(split: PipelineSplit) -> dict[str, Any]:
         "account_for_loss_in_pipeline_split": split.counts_loss,
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
+        "batch_p2p_sync": False,  # would wait for the device after each message, for versions of torch before 2
     }
 
 

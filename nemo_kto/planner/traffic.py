@@ -19,7 +19,6 @@ from nemo_kto.models.flops import ATTENTION, EXPERTS, Block
 from nemo_kto.planner.memory import Training
 
 _FP32, _FP64, _INT64 = 4, 8, 8
-_SHAPE = 3 * 8  # bytes of three integers, the shape of a hidden state that is sent to the next stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +159,7 @@ def _pipeline(training: Training, step: Step, stage: int) -> Iterator[Sent]:
     hidden = step.tokens / training.replicas * training.architecture.hidden_size * training.element_bytes / shards
     for passes, is_end in ((1 + step.forward_only, stage == split.stages - 1), (1, stage == 0)):
         times = passes * (split.chunks - is_end)  # the last chunk sends no hidden states, and the first no gradients
-        yield Sent(2 * times * _micro_batches(training), times * (hidden + _micro_batches(training) * _SHAPE))
+        yield Sent(times * _micro_batches(training), times * hidden)
     if _shares_embedding(training, stage):
         rows = training.architecture.padded_vocab_size / training.tensor_parallel
         yield Sent(1, rows * training.architecture.hidden_size * _FP32)

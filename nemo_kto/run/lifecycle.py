@@ -26,6 +26,7 @@ from nemo_kto.huggingface.folders import check_target
 from nemo_kto.huggingface.huggingface import export_bytes
 from nemo_kto.processes.ranks import requeue
 from nemo_kto.processes.signals import Stopped
+from nemo_kto.report.record import RUN_LOCK
 from nemo_kto.run.policy import Policy, export_policy
 from nemo_kto.run.summary import end_table
 from nemo_kto.utils.files import make_folder, remove_unpublished
@@ -33,7 +34,6 @@ from nemo_kto.utils.locks import locked
 
 logger = logging.getLogger(__name__)
 
-RUN_LOCK = ".lock"  # in the run folder
 _ANOTHER = "choose another folder with exp_manager.name or exp_manager.explicit_log_dir"
 
 

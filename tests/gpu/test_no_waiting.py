@@ -103,6 +103,7 @@ RECOMPUTE = (
 EMULATED_JOBS = {
     "swapped": ("kto", ()),
     "tp2": ("kto", ("trainer.devices=2", "model.tensor_model_parallel_size=2")),
+    "pp2": ("kto", ("trainer.devices=2", "model.pipeline_model_parallel_size=2", "model.micro_batch_size=1")),
     "cached": ("kto", ("model.reference.mode=cached",)),
     "adapter": ("kto", (*LORA, "model.reference.mode=adapter")),
     "dpo-recompute": ("dpo", RECOMPUTE),

@@ -31,6 +31,7 @@ from nemo_kto.distributed.gradients import bucket_groups, finish_gathers
 from nemo_kto.distributed.logprobs import check_targets, vocab_parallel_logprobs
 from nemo_kto.distributed.state import max_over_ranks
 from nemo_kto.losses.sequence import IGNORED, sequence_sums
+from nemo_kto.models.engine.message_shapes import MessageShapes
 from nemo_kto.models.engine.sequences import MicroBatch, MicroBatchLimits, SequenceBatch
 from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.models.gpt import HiddenStateGPT
@@ -217,13 +218,14 @@ class LogProbEngine:
                     output = self._sequence_logps(micro_batch, output)
             return output, partial(loss, micro_batch.sequence_index_b)
 
+        self._config.message_shapes = MessageShapes.of(micro_batches, self._config)
         return partial(
             get_forward_backward_func(),
             forward_step_func=forward_step,
             data_iterator=[iter(micro_batches) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=len(micro_batches),
-            # nominal: with variable_seq_lengths the schedule exchanges the actual shapes
+            # nominal: with variable_seq_lengths the schedule takes the shapes from ``message_shapes``
             seq_length=max(micro_batch.tokens_bs.shape[1] for micro_batch in micro_batches),
             micro_batch_size=micro_batches[0].tokens_bs.shape[0],
             forward_only=forward_only,

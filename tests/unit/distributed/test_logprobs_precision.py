@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from nemo_kto.device import device
-from nemo_kto.distributed import logprobs
+from nemo_kto.distributed import logit_kernels
 from nemo_kto.distributed.logprobs import vocab_parallel_logprobs
 
 TOKENS, HIDDEN, VOCAB, CHUNK = 100, 576, 8000, 64
@@ -77,9 +78,11 @@ def test_gradients_are_rounded_once(has_main_grad: bool) -> None:
         assert relative_error(weight_VH.grad, true_weight_grad) == pytest.approx(rounded, rel=0.02)
 
 
-def test_two_bf16_terms_represent_16_bits() -> None:
+@pytest.mark.parametrize("split", [logit_kernels.summands_, logit_kernels.summands_by_bits])
+def test_two_bf16_terms_represent_16_bits(split: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """As which the gradient of the logits takes part in the products of a GPU."""
     values = torch.randn(7, 1000, generator=torch.Generator().manual_seed(2)) * torch.logspace(-9, 0, 1000)
-    summands = logprobs._as_summands(values.clone(), torch.bfloat16)
+    values[0, :4] = torch.tensor([0.0, -0.0, 1.0, 3.0e38])
+    summands = split(values.clone())
     assert summands.dtype == torch.bfloat16
     assert ((summands.double().sum(dim=0) - values.double()).abs() <= 2.0**-17 * values.abs()).all()

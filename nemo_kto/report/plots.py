@@ -1,0 +1,257 @@
+"""The plots of a report: which curves and histograms of a run are drawn together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_kto.report.curves import Curve
+from nemo_kto.report.record import RewardHistogram, RunRecord
+
+# Numbers of colours; ``drawing.COLOURS`` has the colours.
+BLUE, ORANGE, GREEN, PURPLE = range(4)
+_MAX_BINS = 40  # of a histogram that is drawn
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Series:
+    """A curve in a plot.
+
+    Attributes:
+        dots: draw each point, joined by straight lines, as for validations; otherwise the smoothed curve above the raw one.
+        band: also draw the band of one standard deviation within the smoothing window.
+        faint: leave out the raw curve, as in a comparison of runs.
+    """
+
+    label: str
+    curve: Curve
+    colour: int
+    dots: bool = False
+    band: bool = False
+    faint: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plot:
+    """Curves over the same axes."""
+
+    title: str
+    series: Sequence[Series]
+    note: str = ""
+    level: float | None = None  # value at which a horizontal line is drawn, such as that of no learning
+
+    @property
+    def has_bands(self) -> bool:
+        return any(series.band and series.curve.window > 1 for series in self.series)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Histogram:
+    """Counts in bins of equal width, of one or two groups.
+
+    Attributes:
+        edges: [N + 1] edges of the bins.
+        counts: group -> [N] counts.
+    """
+
+    title: str
+    edges: np.ndarray
+    counts: Mapping[str, np.ndarray]
+    unit: str  # of the horizontal axis
+    last_is_open: bool = False  # the last bin also counts everything above it
+
+
+def quality_plot(run: RunRecord) -> Plot | None:
+    """Return the plot of AUC or accuracy, over all validation sets and, for pairs, the training batches."""
+    series = []
+    for colour, (title, prefix) in enumerate(run.validations.items(), start=ORANGE):
+        name = next((name for name in (f"{prefix}auc", f"{prefix}acc") if name in run.curves), None)
+        if name is not None:
+            series.append(Series(label=title, curve=run.curves[name], colour=colour, dots=True))
+    if run.has_pairs:
+        series = [*_train(run, "acc", "train"), *series]
+        note = "fraction of pairs whose chosen answer has the higher reward"
+        return Plot(title="Accuracy", series=series, level=0.5, note=note) if series else None
+    note = "probability that a desirable held-out answer has a higher reward than an undesirable one"
+    return Plot(title="AUC", series=series, level=0.5, note=note) if series else None
+
+
+def plots_of(run: RunRecord) -> list[Plot]:
+    """Return the plots of a run, the essential ones first; those without a curve are left out."""
+    better, worse = run.classes
+    plots = [
+        Plot(title="Loss", series=[*_train(run, "loss", "train"), *_validation(run, "loss")]),
+        Plot(
+            title="Rewards in training",
+            series=[
+                *_train(run, "rewards_chosen_mean", better, band=True),
+                *_train(run, "rewards_rejected_mean", worse, colour=ORANGE, band=True),
+            ],
+            note="mean over the batch",
+            level=0.0,
+        ),
+        *_held_out_rewards(run),
+        Plot(
+            title="Margin",
+            series=[*_train(run, "rewards_margin", "train"), *_validation(run, "rewards_margin")],
+            note=f"mean reward of the {better} minus that of the {worse} answers",
+            level=0.0,
+        ),
+        quality_plot(run),
+        Plot(
+            title="KL estimate, unclamped",
+            series=[*_train(run, "kl_unclamped", "train"), *_validation(run, "kl_unclamped")],
+            note="mean log-ratio of the KL examples; the reference point z0 is 0 where this is negative",
+            level=0.0,
+        ),
+        Plot(title="Delta", series=_train(run, "delta", "train"), note="mean of all rewards so far"),
+        Plot(
+            title="Log-probs of answers",
+            series=[
+                *_train(run, "logps_chosen_mean", better),
+                *_train(run, "logps_rejected_mean", worse, colour=ORANGE),
+            ],
+            note="mean over the batch",
+        ),
+        Plot(title="Gradient norm", series=_train(run, "grad_norm", "before clipping")),
+        Plot(title="Learning rate", series=_plain(run, "train/lr", "learning rate")),
+        Plot(title="Tokens per second", series=_raw(run, "perf/tokens_per_sec", "all ranks")),
+        Plot(title="Peak memory, GB", series=_plain(run, "perf/peak_memory_gb", "rank 0")),
+        Plot(title="Expert load balance", series=_train(run, "moe_aux_loss", "load-balancing loss"), level=1.0),
+    ]
+    return [plot for plot in plots if plot is not None and plot.series]
+
+
+def _held_out_rewards(run: RunRecord) -> Iterator[Plot]:
+    better, worse = run.classes
+    for title, prefix in run.validations.items():
+        names = ((better, f"{prefix}rewards_chosen_mean", BLUE), (worse, f"{prefix}rewards_rejected_mean", ORANGE))
+        series = [
+            Series(label=label, curve=run.curves[name], colour=colour, dots=True)
+            for label, name, colour in names
+            if name in run.curves
+        ]
+        yield Plot(title=f"Rewards in {title}", series=series, note="mean over the set", level=0.0)
+
+
+def _train(run: RunRecord, metric: str, label: str, *, colour: int = BLUE, band: bool = False) -> list[Series]:
+    return _raw(run, f"train/{metric}", label, colour=colour, band=band)
+
+
+def _raw(run: RunRecord, name: str, label: str, *, colour: int = BLUE, band: bool = False) -> list[Series]:
+    curve = run.curves.get(name)
+    return [] if curve is None else [Series(label=label, curve=curve, colour=colour, band=band)]
+
+
+def _plain(run: RunRecord, name: str, label: str) -> list[Series]:
+    """Return a curve that needs no smoothing."""
+    curve = run.curves.get(name)
+    return [] if curve is None else [Series(label=label, curve=curve, colour=BLUE, dots=True)]
+
+
+def _validation(run: RunRecord, metric: str) -> list[Series]:
+    return [
+        Series(label=title, curve=run.curves[f"{prefix}{metric}"], colour=colour, dots=True)
+        for colour, (title, prefix) in enumerate(run.validations.items(), start=ORANGE)
+        if f"{prefix}{metric}" in run.curves
+    ]
+
+
+# Metric without its prefix -> title of its plot, in comparisons of runs.
+_COMPARED = {
+    "loss": "loss",
+    "rewards_margin": "margin",
+    "auc": "AUC",
+    "acc": "accuracy",
+    "rewards_chosen_mean": "reward of better answers",
+    "rewards_rejected_mean": "reward of worse answers",
+    "kl_unclamped": "KL estimate, unclamped",
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+}
+
+
+def compared_plots(runs: Mapping[str, RunRecord]) -> list[Plot]:
+    """Return plots with one curve for each of the runs, which are given by name."""
+    prefixes = {"validation": "val/"}
+    for run in runs.values():
+        prefixes |= run.validations
+    prefixes["training"] = "train/"
+    names = [
+        (f"{title[0].upper()}{title[1:]} {label}", f"{prefix}{metric}")
+        for metric, label in _COMPARED.items()
+        for title, prefix in prefixes.items()
+    ]
+    names.append(("Tokens per second", "perf/tokens_per_sec"))
+    plots = []
+    for title, name in names:
+        series = [
+            Series(label=label, curve=run.curves[name], colour=colour, dots=not name.startswith("train/"), faint=True)
+            for colour, (label, run) in enumerate(runs.items())
+            if name in run.curves
+        ]
+        if series:
+            plots.append(Plot(title=title, series=series))
+    return plots
+
+
+def reward_histograms(run: RunRecord) -> dict[str, list[Histogram]]:
+    """Return, for each validation set, the rewards at its first and its last validation, in the same bins."""
+    found = {}
+    for name, histograms in run.rewards.items():
+        first, last = min(histograms, key=lambda each: each.step), max(histograms, key=lambda each: each.step)
+        chosen = [first, last] if last.step > first.step else [last]
+        edges, counts = common_bins(chosen)
+        found[name] = [
+            Histogram(title=f"step {histogram.step:,}", edges=edges, counts=of_classes, unit="reward")
+            for histogram, of_classes in zip(chosen, counts, strict=True)
+        ]
+    return found
+
+
+def common_bins(histograms: Sequence[RewardHistogram]) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
+    """Bring histograms whose widths are powers of two to the same bins; return their edges, and the counts of each.
+
+    Bins are joined until they cover all histograms with at most 40 of them, which is exact.
+    """
+    width = max(histogram.width for histogram in histograms)
+    while True:
+        spans = [(_factor(width, one), one) for one in histograms]
+        low = min(one.first // factor for factor, one in spans)
+        high = max((one.first + _length(one) - 1) // factor for factor, one in spans)
+        if high - low < _MAX_BINS:
+            break
+        width *= 2
+    counts = []
+    for factor, one in spans:
+        of_classes = {}
+        for name, values in one.counts.items():
+            places = (one.first + np.arange(len(values))) // factor - low
+            of_classes[name] = np.bincount(places, weights=np.asarray(values, dtype=np.float64), minlength=high - low + 1)
+        counts.append(of_classes)
+    return np.arange(low, high + 2) * width, counts
+
+
+def _factor(width: float, histogram: RewardHistogram) -> int:
+    return max(1, round(width / histogram.width))
+
+
+def _length(histogram: RewardHistogram) -> int:
+    return max(map(len, histogram.counts.values()), default=1)
+
+
+def length_histograms(run: RunRecord, split: str) -> list[Histogram]:
+    """Return the lengths of the prompts and answers of a split, in tokens."""
+    lengths = run.data.get("sets", {}).get(split, {}).get("lengths", {})
+    return [
+        Histogram(
+            title=part,
+            edges=np.arange(len(of_part["counts"]) + 1) * of_part["width"],
+            counts={"": np.asarray(of_part["counts"])},
+            unit="tokens",
+            last_is_open=bool(of_part.get("last_is_open")),
+        )
+        for part, of_part in lengths.items()
+    ]
