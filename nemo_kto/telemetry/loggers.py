@@ -18,12 +18,14 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_kto.errors import UserError
 from nemo_kto.telemetry.rewards import REWARDS_FILE, RewardHistogram
+from nemo_kto.telemetry.samples import SAMPLES_FILE, Sample, log_to_mlflow, log_to_wandb
 from nemo_kto.telemetry.tensorboard import TensorBoard
 from nemo_kto.utils.files import MAX_LINE_BYTES, open_file, publish_file, read_bytes, read_lines
 
@@ -87,6 +89,17 @@ class JsonLines:
         self._file.close()
 
 
+class SampleLines(JsonLines):
+    """File of samples with one JSON object per line, the fields of :class:`~nemo_kto.telemetry.samples.Sample`."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Do nothing: metrics are in a file of their own."""
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        for sample in samples:
+            self.add_line(asdict(sample))
+
+
 class RewardLines(JsonLines):
     """File of the rewards of validations with one JSON object per line, see :meth:`RewardHistogram.line`."""
 
@@ -131,6 +144,20 @@ def _lines_up_to(file: Path, step: int) -> list[bytes]:
     return kept
 
 
+# sink -> function that records samples in it
+_LOG_SAMPLES: Mapping[str, Callable[[Any, Sequence[Sample], int], None]] = {
+    SAMPLES_FILE: SampleLines.log_samples,
+    "tensorboard": TensorBoard.log_samples,
+    "wandb": log_to_wandb,
+    "mlflow": log_to_mlflow,
+}
+# sink -> function that records histograms of rewards in it
+_LOG_REWARDS: Mapping[str, Callable[[Any, Sequence[RewardHistogram], int], None]] = {
+    REWARDS_FILE: RewardLines.log_rewards,
+    "tensorboard": TensorBoard.log_rewards,
+}
+
+
 class RunLogger:
     """Logger that passes all metrics to all sinks on rank 0, and does nothing on the other ranks."""
 
@@ -143,6 +170,7 @@ class RunLogger:
         tensorboard: bool = True,
         wandb: Mapping[str, object] | None = None,
         mlflow: Mapping[str, object] | None = None,
+        samples: bool = False,
         val_prefixes: Sequence[str] = ("val/",),
         redact: Callable[[str], str] = str,
     ) -> None:
@@ -155,7 +183,8 @@ class RunLogger:
             enabled: whether this rank logs; True on rank 0 only.
             resumed_step: optimizer steps done before the run was resumed; None for a new run.
             wandb, mlflow: arguments of Lightning's WandbLogger and MLFlowLogger; None disables them. Without a tracking_uri,
-                MLflow writes to ``folder``/mlflow.db.
+                MLflow writes to ``folder``/mlflow.db and mlflow_artifacts.
+            samples: write those given to :meth:`log_samples` also to a file.
             val_prefixes: prefixes of the metrics of the validation sets.
             redact: remove secrets from an error message.
         """
@@ -166,6 +195,8 @@ class RunLogger:
         folder.mkdir(parents=True, exist_ok=True)
         to_open: dict[str, Callable[[], Sink]] = {}
         to_open[METRICS_FILE] = lambda: JsonLines(file=folder / METRICS_FILE, resumed_step=resumed_step)
+        if samples:
+            to_open[SAMPLES_FILE] = lambda: SampleLines(file=folder / SAMPLES_FILE, resumed_step=resumed_step)
         to_open[REWARDS_FILE] = lambda: RewardLines(file=folder / REWARDS_FILE, resumed_step=resumed_step)
         if tensorboard:
             to_open["tensorboard"] = lambda: TensorBoard(
@@ -186,31 +217,30 @@ class RunLogger:
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the metrics after optimizer step ``step``; 0 is before the first step."""
         values = {name: float(value) for name, value in metrics.items()}
-        self._for_all(lambda sink: sink.log_metrics(dict(values), step))
+        self._for_all(lambda _, sink: sink.log_metrics(dict(values), step))
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
-        self._for_all(lambda sink: sink.log_hyperparams(dict(params)))
-
-    def log_rewards(self, histograms: Sequence[RewardHistogram], step: int) -> None:
-        """Record the rewards of a validation after optimizer step ``step``; 0 is before the first step."""
-        for name, sink in [*self._sinks.items()]:
-            if (log_rewards := getattr(sink, "log_rewards", None)) is not None:
-                self._attempt(name, partial(log_rewards, histograms, step))
+        self._for_all(lambda _, sink: sink.log_hyperparams(dict(params)))
 
     def finalize(self, status: str) -> None:
         """Flush and close all sinks; ``status`` is "success", "failed" or "aborted", as in the loggers of Lightning."""
-        self._for_all(lambda sink: sink.finalize(status))
+        self._for_all(lambda _, sink: sink.finalize(status))
         self._sinks = {}
 
-    def _for_all(self, action: Callable[[Sink], None]) -> None:
-        for name, sink in [*self._sinks.items()]:
-            self._attempt(name, partial(action, sink))
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Record answers of the model after optimizer step ``step``; 0 is before the first step."""
+        self._for_all(lambda name, sink: _LOG_SAMPLES[name](sink, samples, step) if name in _LOG_SAMPLES else None)
 
-    def _attempt(self, name: str, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except Exception as error:
-            self._drop(name, error)
+    def log_rewards(self, histograms: Sequence[RewardHistogram], step: int) -> None:
+        """Record the rewards of a validation after optimizer step ``step``; 0 is before the first step."""
+        self._for_all(lambda name, sink: _LOG_REWARDS[name](sink, histograms, step) if name in _LOG_REWARDS else None)
+
+    def _for_all(self, action: Callable[[str, Sink], None]) -> None:
+        for name, sink in [*self._sinks.items()]:
+            try:
+                action(name, sink)
+            except Exception as error:
+                self._drop(name, error)
 
     def _drop(self, name: str, error: Exception) -> None:
         self._sinks.pop(name, None)
@@ -223,6 +253,7 @@ def check_loggers(
     tensorboard: bool = True,
     wandb: Mapping[str, object] | None = None,
     mlflow: Mapping[str, object] | None = None,
+    samples: bool = False,
     val_prefixes: Sequence[str] = (),
     redact: Callable[[str], str] = str,
 ) -> None:
@@ -239,6 +270,8 @@ def check_loggers(
     checks: dict[str, Callable[[], object]] = {
         name: partial(_check_path, folder / name, Path.is_file) for name in (METRICS_FILE, REWARDS_FILE)
     }
+    if samples:
+        checks[SAMPLES_FILE] = lambda: _check_path(folder / SAMPLES_FILE, Path.is_file)
     if tensorboard:
         checks["tensorboard"] = check_tensorboard
     if wandb is not None:
@@ -305,7 +338,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _cannot_open(name: str, why: str) -> str:
-    remedy = "" if name in (METRICS_FILE, REWARDS_FILE) else f", or set exp_manager.create_{name}_logger=false"
+    remedy = "" if name in (METRICS_FILE, REWARDS_FILE, SAMPLES_FILE) else f", or set exp_manager.create_{name}_logger=false"
     return f"the log {name} cannot be opened: {why}; make it available{remedy}"
 
 
@@ -358,8 +391,11 @@ def _mlflow(folder: Path, resumed_step: int | None, arguments: Mapping[str, obje
     from pytorch_lightning.loggers import MLFlowLogger
 
     file = folder / "mlflow_run_id"
-    # the default is an SQLite file, because MLflow rejects new runs in plain folders
-    uri = str(arguments.get("tracking_uri") or f"sqlite:///{(folder / 'mlflow.db').resolve()}")
-    mlflow_logger = MLFlowLogger(**{**arguments, "tracking_uri": uri, "run_id": saved_run_id(file, resumed_step)})
+    settings = {**arguments, "run_id": saved_run_id(file, resumed_step)}
+    if not arguments.get("tracking_uri"):
+        # an SQLite file, because MLflow rejects new runs in plain folders; its artifacts would be in the working directory
+        settings["tracking_uri"] = f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+        settings["artifact_location"] = (folder / "mlflow_artifacts").resolve().as_uri()
+    mlflow_logger = MLFlowLogger(**settings)
     _save_run_id(file, str(mlflow_logger.run_id))
     return mlflow_logger

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from nemo_kto.telemetry.rewards import RewardHistogram
+from nemo_kto.telemetry.samples import Sample, markdown
 
 # Settings in the table of hyperparameters, by the beginning of their keys; NAME stands for the algorithm.
 _VARIED = (
@@ -55,6 +56,11 @@ class TensorBoard:
                     bucket_counts=counts,
                     global_step=step,
                 )
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Write a text for each prompt, whose versions at the different steps TensorBoard shows with a slider."""
+        for sample in samples:
+            self._writer.add_text(f"samples/{sample.index}", markdown(sample), step)
 
     def log_hyperparams(self, params: dict[str, object]) -> None:
         """Write the configuration as text, and the settings that runs differ in as hyperparameters.

@@ -8,8 +8,8 @@ of this is compared as well.
 
 from __future__ import annotations
 
-import math
 import json
+import math
 import shutil
 from pathlib import Path
 
