@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterable
@@ -70,8 +69,7 @@ def best_of(folder: Path, metric: str) -> tuple[int, float]:
 def text_shown() -> list[str]:
     """The output that the documents show."""
     text = (REPOSITORY / "docs/guides/output.md").read_text(encoding="utf-8")
-    block = itertools.dropwhile(lambda line: line != "    nemo-kto dpo", text.splitlines())
-    return [line[4:] for line in itertools.takewhile(lambda line: line.startswith("    ") or not line, block)][:-1]
+    return ["nemo-kto dpo", *text.split("```text\nnemo-kto dpo\n")[1].split("```")[0].splitlines()]
 
 
 def without_figures(lines: Iterable[str]) -> list[str]:
