@@ -68,7 +68,7 @@ def best_of(folder: Path, metric: str) -> tuple[int, float]:
 
 def text_shown() -> list[str]:
     """The output that the documents show."""
-    text = (REPOSITORY / "docs/guides/output.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs/results/output.md").read_text(encoding="utf-8")
     return ["nemo-kto dpo", *text.split("```text\nnemo-kto dpo\n")[1].split("```")[0].splitlines()]
 
 
