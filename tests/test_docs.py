@@ -99,6 +99,7 @@ def test_commands_exist(document: Path) -> None:
                 "plan",
                 "translate",
                 "export",
+                "chat",
                 "import",
                 "data",
                 "checkpoint",
