@@ -44,6 +44,7 @@ def test_each_stage_has_a_line_and_the_last_line_has_the_totals(tmp_path: Path) 
     assert table == {
         "test": "failed: status 2 (3 tests passed)",
         "slow": "passed (2 tests passed)",
+        "docs": "passed",
         "slurm": "skipped: only root",
         "browser": "skipped: no chromium",
         "emulated": "skipped: no C compiler",
