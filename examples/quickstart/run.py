@@ -163,7 +163,7 @@ def main() -> None:
     print(f"  started from   {model}")
     print(f"  report         {folder / 'report.html'}: open it in a browser")
     activate = "" if sys.prefix == sys.base_prefix else f"source {os.path.relpath(sys.prefix)}/bin/activate; "
-    print(f"  talk to it     {activate}nemo-kto chat {folder} --against base")
+    print(f"  talk to it     {activate}nemo-kto chat {folder} --against")
     print(f"  your own data  {activate}nemo-kto {algorithm} {model} rows.jsonl")
     minutes = (time.monotonic() - began) / 60
     print(f"\nIt took {minutes:.1f} minutes; the estimate was {plan['minutes']:.1f}.")
