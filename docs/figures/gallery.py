@@ -24,8 +24,10 @@ The files MODEL, `rows.jsonl`, `validation.jsonl` and their counterparts for pai
 [quickstart](../start/quickstart.md). For your own data replace the first line of keys, and begin with a learning rate of
 1e-6 for all weights and 1e-5 for adapters.
 
-    python examples/quickstart/prepare.py           # prints the folders of the model and of the rows
-    python examples/quickstart/prepare.py --pairs
+```bash needs=network
+python examples/quickstart/prepare.py           # prints the folders of the model and of the rows
+python examples/quickstart/prepare.py --pairs
+```
 
 {table}
 
@@ -39,7 +41,9 @@ SECTION = """\
 
 {about}
 
-    {command}
+```bash by=docs/figures/runs.py
+{command}
+```
 
 ![Loss and rewards of the run: {title}](../figures/run-{name}.svg)
 """
@@ -79,7 +83,7 @@ def section(name: str, run: Configuration) -> str:
     """Heading, command and curves of a run."""
     words = [shlex.quote(word) for word in run.words()]
     model = "MODEL" if run.model != "tiny-experts" else run.model
-    command = " \\\n      ".join((f"nemo-kto {run.algorithm} {model}", *grouped(words)))
+    command = " \\\n  ".join((f"nemo-kto {run.algorithm} {model}", *grouped(words)))
     return SECTION.format(title=run.title, about=run.about, command=command, name=name)
 
 
