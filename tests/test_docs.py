@@ -13,6 +13,7 @@ from nemo_kto.algorithms.recipes import KTO, RECIPES
 from nemo_kto.config import compose
 from nemo_kto.config.check import read_positions
 from nemo_kto.config.migration import aligner_keys
+from tests.helpers.documented import NEEDS, blocks, commands
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
@@ -25,15 +26,12 @@ KEY = re.compile(
 OUT_OF_PLACE = re.compile(r"(?<![\w.])/(?:root|home|work|tmp)/|\b(?:TODO|FIXME|XXX)\b")
 
 
+# A line that starts with a complete command, without the brackets of a synopsis.
+COMMAND = r"^(?:nemo-kto (?!(?:kto|dpo)(?: finished|$))|make |torchrun |sbatch )[^:\[\n|]*$"
+
+
 def text_of(document: Path) -> str:
     return document.read_text(encoding="utf-8")
-
-
-def commands(document: Path) -> list[str]:
-    """Lines of the code blocks (indented by four), with continued lines joined and comments cut off."""
-    block = [line[4:] for line in text_of(document).splitlines() if line.startswith("    ")]
-    joined = "\n".join(block).replace("\\\n", " ")
-    return [line.split(" #")[0].strip() for line in joined.splitlines()]
 
 
 def names(document: Path) -> str:
@@ -81,7 +79,7 @@ def test_generated_parts_are_up_to_date() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names)
 def test_keys_exist(document: Path) -> None:
-    used = {key for key in KEY.findall(text_of(document)) if not key.endswith((".py", ".yaml"))}
+    used = {key for key in KEY.findall(text_of(document)) if not key.endswith((".py", ".yaml", ".md"))}
     unknown = used - known_keys()
     assert not unknown, f"{names(document)}: {sorted(unknown)}"
 
@@ -112,6 +110,23 @@ def test_commands_exist(document: Path) -> None:
         elif words[:1] in (["python"], ["sbatch"]):
             unknown += [command for word in words if word.endswith((".py", ".sbatch")) and not (REPOSITORY / word).exists()]
     assert not unknown, f"{names(document)}: {unknown}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=names)
+def test_every_command_is_run_or_says_why_not(document: Path) -> None:
+    """tests/helpers/documented.py explains the marks of a block of commands."""
+    wrong = []
+    for block in blocks(document):
+        for mark in block.marks if block.language == "bash" else ():
+            kind, _, value = mark.partition("=")
+            known = {"needs": value in NEEDS, "by": (REPOSITORY / value).is_file(), "continue": not value}
+            wrong += [] if known.get(kind) else [f"line {block.line}: {mark}"]
+        if block.language in ("", "text", "console"):
+            wrong += [f"line {block.line}: {command}" for command in re.findall(COMMAND, block.code, re.MULTILINE)]
+    if REPOSITORY / "docs" in document.parents and document.name != "commands.md":
+        indented = re.findall(rf"^    {COMMAND[1:]}", text_of(document), re.MULTILINE)
+        wrong += [f"write ```bash instead of indented lines: {command}" for command in indented]
+    assert not wrong, f"{names(document)}: {wrong}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names)

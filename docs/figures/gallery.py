@@ -32,8 +32,8 @@ python examples/quickstart/prepare.py --pairs
 {table}
 
 Loss, margin (mean reward of the better class minus that of the other) and accuracy are of 64 validation rows or pairs, before
-training and after the last step. Machine: AMD EPYC with AVX-512 and bf16, two cores that other programs used as well, one
-thread for each rank; so compare CPU times, which include the start, the reference's log-probs and five validations.
+training and after the last step. Machine: AMD EPYC with AVX-512 and bf16, two cores that other programs used as well, and one
+thread for each rank. The CPU time includes the start, the reference's log-probs and five validations.
 `python -m docs.figures.runs FOLDER` repeats all runs, and `python -m docs.figures.draw` draws the figures.
 """
 SECTION = """\
@@ -58,13 +58,12 @@ def text() -> str:
 
 
 def table(runs: dict[str, Configuration]) -> str:
-    """One line for each run: the validation figures before and after, tokens per second, CPU time."""
-    lines = ["| configuration | loss | margin | accuracy | tokens/s | CPU time |", "|---|---|---|---|---|---|"]
+    """One line for each run: the validation figures before and after, CPU time."""
+    lines = ["| configuration | loss | margin | accuracy | CPU time |", "|---|---|---|---|---|"]
     for name, run in runs.items():
         stored = read(name)
         figures = (change(stored, "loss", 3), change(stored, "rewards_margin", 2), change(stored, "acc", 2))
-        speed = f"{stored['speed']['perf/tokens_per_sec']:.0f}"
-        lines.append(f"| {' | '.join((run.title, *figures, speed, minutes(stored['cpu_seconds'])))} |")
+        lines.append(f"| {' | '.join((run.title, *figures, minutes(stored['cpu_seconds'])))} |")
     return "\n".join(lines)
 
 
