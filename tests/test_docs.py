@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from docs.site import generate, pages
-from nemo_kto.algorithms.recipes import KTO, RECIPES
+from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.config import compose
 from nemo_kto.config.check import read_positions
 from nemo_kto.config.migration import aligner_keys
@@ -99,6 +100,7 @@ def test_commands_exist(document: Path) -> None:
                 "plan",
                 "translate",
                 "export",
+                "chat",
                 "import",
                 "data",
                 "checkpoint",
@@ -147,15 +149,26 @@ def test_the_two_commands_come_first() -> None:
     assert first == ["make quickstart", "make test"]
 
 
-def test_the_command_lines_of_the_readme_compose() -> None:
-    lines = [line.split() for line in commands(REPOSITORY / "README.md") if line.startswith("nemo-kto kto ") and "=" in line]
-    assert lines, "the README shows how to train a user's model"
-    for words in lines:
-        overrides, misplaced = read_positions(words[2:], KTO)
-        cfg, mistakes = compose.to_config(compose.load(overrides), recipe=KTO)
-        assert not mistakes + misplaced
-        assert cfg is not None
-        assert cfg.model.data.data_prefix == "rows.jsonl"
+def training_commands(document: Path) -> list[list[str]]:
+    """The words of each complete training command from the algorithm on: no synopsis, and no flag of Hydra."""
+    found = (re.search(r"\bnemo-kto ((?:kto|dpo) [^|;]*)", line) for line in commands(document))
+    words = [shlex.split(match[1]) for match in found if match and not re.search(r" -|\.\.\.|hydra/|\[KEY|: ", match[1])]
+    return [each for each in words if len(each) > 2]
+
+
+@pytest.mark.parametrize("document", [page for page in DOCUMENTS if training_commands(page)], ids=names)
+def test_training_commands_compose(document: Path) -> None:
+    """Also those that no test runs, because they need GPUs or a network."""
+    wrong = []
+    for name, *words in training_commands(document):
+        recipe = RECIPES[name]
+        overrides, misplaced = read_positions(words, recipe)
+        overrides = [word.removeprefix("+") for word in overrides if ".tau=" not in word]  # an option of a loss on that page
+        _, mistakes = compose.to_config(
+            compose.load(overrides, source=compose.Source(config_name=recipe.config_name)), recipe=recipe
+        )
+        wrong += [f"{' '.join(words)}: {mistake}" for mistake in (*mistakes, *misplaced)]
+    assert not wrong
 
 
 # Words of our own for which the field has one, see the glossary: resumed, again, zero, the same, an integer, variants,
