@@ -157,8 +157,11 @@ def training_commands(document: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("document", [page for page in DOCUMENTS if training_commands(page)], ids=names)
-def test_training_commands_compose(document: Path) -> None:
+def test_training_commands_compose(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that no test runs, because they need GPUs or a network."""
+    for file, code in modules(document).items():
+        (tmp_path / file).write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
     wrong = []
     for name, *words in training_commands(document):
         recipe = RECIPES[name]
