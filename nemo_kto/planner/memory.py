@@ -315,15 +315,15 @@ def _logprobs(training: Training) -> float:
 def _working(training: Training, parameters: list[RankParameter]) -> float:
     """Return the bytes of the largest temporary of the reduction of gradients and the update of weights.
 
-    On the CPU weights are updated one after the other, with two fp32 tensors each; torch's update on a GPU creates one fp32
-    tensor for every weight at the same time. Both bf16 moments are converted to fp32 for the update: Transformer Engine did
-    so up to version 2.12. An optimizer that is partly on the host is built twice, first from whole weights: during that time
-    the weights that stay on the GPU exist there in fp32. gloo copies the tensors that it scatters and gathers, here the
-    distributed optimizer's gradients and weights, even in a group of one rank.
+    On the CPU weights are updated one after the other, with two fp32 tensors each. On a GPU one kernel updates all weights,
+    without temporaries. Both bf16 moments are converted to fp32 for the update: Transformer Engine did so up to version
+    2.12. An optimizer that is partly on the host is built twice, first from whole weights: during that time the weights that
+    stay on the GPU exist there in fp32. gloo copies the tensors that it scatters and gathers, here the distributed
+    optimizer's gradients and weights, even in a group of one rank.
     """
     trained = [each.numel for each in parameters if each.trained]
     share = training.share(parameters) if training.distributed_optimizer else sum(trained)
     if training.on_gpu:
         on_gpu, made = 1 - training.offload, sum(trained) * _FP32 if training.offload else 0.0
-        return on_gpu * max(share * (_FP32 if training.moment_bytes == _FP32 else 2 * _FP32), made)
+        return on_gpu * max(share * (0 if training.moment_bytes == _FP32 else 2 * _FP32), made)
     return max(2 * _FP32 * min(max(trained, default=0), share), sum(trained) * _FP32 * training.distributed_optimizer)
