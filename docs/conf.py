@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from docs.site import pages
 from docs.site.flowchart import Flowchart
 from nemo_kto import __version__
+
+logging.getLogger("megatron").setLevel(logging.WARNING)  # imported for the docstrings
 
 project = "nemo_kto"
 release = version = __version__
@@ -37,7 +40,6 @@ copybutton_exclude = ".linenos, .gp, .go"
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_class_signature = "separated"
 python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
 viewcode_line_numbers = True

@@ -111,7 +111,7 @@ PACKAGES = {
     "report": Package(
         own=names("telemetry artifacts config utils"),
         outside=names("numpy"),
-        only_in=(("matplotlib", names("drawing.py")), ("jinja2", names("page.py"))),
+        only_in=(("matplotlib", names("drawing.py")), ("jinja2", names("page.py")), ("markupsafe", names("page.py"))),
     ),
     "run": Package(
         own=names("losses data device processes distributed telemetry architecture artifacts algorithms models utils")

@@ -47,10 +47,25 @@ def known_keys() -> set[str]:
     return ours | {*aligner_keys()}
 
 
+@cache
+def anchors(document: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", text_of(document), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names)
 def test_links_lead_somewhere(document: Path) -> None:
-    links = [link.split("#")[0] for link in LINK.findall(text_of(document)) if not link.startswith(("http", "#"))]
-    broken = [link for link in links if not (document.parent / link).exists()]
+    broken = []
+    for link in LINK.findall(text_of(document)):
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        if link.startswith(("http:", "https:")):
+            continue
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target.resolve())):
+            broken.append(link)
     assert not broken, f"{names(document)}: {broken}"
 
 
@@ -80,7 +95,19 @@ def test_commands_exist(document: Path) -> None:
         if words[:1] == ["make"]:
             unknown += [command for target in words[1:2] if target not in targets]
         elif words[:1] == ["nemo-kto"]:
-            known = (*RECIPES, "check", "plan", "translate", "export", "import", "data", "checkpoint", "--version", "--help")
+            known = (
+                *RECIPES,
+                "check",
+                "plan",
+                "translate",
+                "export",
+                "import",
+                "data",
+                "checkpoint",
+                "report",
+                "--version",
+                "--help",
+            )
             unknown += [command for subcommand in words[1:2] if subcommand.rstrip(":") not in known]
         elif words[:1] in (["python"], ["sbatch"]):
             unknown += [command for word in words if word.endswith((".py", ".sbatch")) and not (REPOSITORY / word).exists()]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_kto.algorithms.protocols import CheckpointWriter, MetricsLogger, Trainer, WrittenCheckpoint
 from nemo_kto.losses.metrics import Metrics
+from nemo_kto.telemetry.samples import Sample
 from nemo_kto.telemetry.throughput import throughput
 from nemo_kto.telemetry.watch import INTERVAL, LossSpikes, RankTimes, StragglerFinder, slowest
 
@@ -225,6 +226,32 @@ class StragglerCallback(Callback):
     def on_log(self, trainer: Trainer, event: Event) -> None:
         event.report.update(self._slowest)
         self._slowest = {}
+
+
+@dataclass(kw_only=True, eq=False)
+class SampleCallback(Callback):
+    """Callback that records answers of the policy to a few prompts at each validation, and adds timing/samples.
+
+    It must precede StragglerCallback, which discards the forward passes of a validation.
+    """
+
+    answer: Callable[[int], Sequence[Sample]]  # answers of the policy after a step; empty if the run must stop; collective
+    record: Callable[[Sequence[Sample], int], None]
+    initial: Sequence[Sample] = ()  # answers from before the first step that are not recorded yet
+    starts_as_policy: bool = True  # the initial answers are those of the policy before the first step
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        if self.initial:
+            self.record(self.initial, 0)
+
+    def on_validation_end(self, trainer: Trainer, event: Event) -> None:
+        if event.step == 0 and self.starts_as_policy:
+            return
+        with trainer.timers.phase("samples"):
+            samples = self.answer(event.step)
+        event.report["timing/samples"] = trainer.timers.report_and_reset()["samples"]
+        if samples:
+            self.record(samples, event.step)
 
 
 @dataclass(kw_only=True, eq=False)

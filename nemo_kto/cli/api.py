@@ -48,7 +48,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Rows of metrics.jsonl: the step and the metrics logged at it."""
+        """Rows of metrics.jsonl, each with a step and the metrics logged at it."""
         if not (self.folder / METRICS_FILE).is_file():
             return []
         with open_file(self.folder / METRICS_FILE) as lines:

@@ -113,6 +113,7 @@ def _prepare(plan: Plan) -> dict[str, str]:
     from nemo_kto.run.lifecycle import check_export
     from nemo_kto.run.resume import check_validation_rows
     from nemo_kto.run.rows import split_text
+    from nemo_kto.run.samples import samples_text
     from nemo_kto.telemetry.summary import epochs
 
     run = plan.run
@@ -125,5 +126,6 @@ def _prepare(plan: Plan) -> dict[str, str]:
     return {
         **{name: split_text(run.cfg.recipe.unit, examples.counts) for name, examples in splits.items()},
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))})",
+        **({} if start.data.samples is None else {"samples": samples_text(run, start.data.samples, start.data.splits)}),
         "run folder": f"{run.folder} ({resumption.finished or folder})",
     }

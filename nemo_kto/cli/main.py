@@ -43,6 +43,7 @@ _PRINTING = {
     "translate": "translate",
     "check": "check_run",
     "checkpoint": "models.checkpoint",
+    "report": "report",
     "data preview": "data.preview",
     "data check": "data.check",
     "data tokenise": "data.preview:tokenise",
@@ -69,6 +70,9 @@ nemo-kto: alignment training of large language models on human feedback, on one 
 
   nemo-kto data preview FILE --model MODEL
       Show the first rows of a data file as the model sees them.
+
+  nemo-kto report RUN [RUN ...] [--out FILE]
+      Write a page about a run, or a comparison of several: figures, curves, answers, data, and advice with its reasons.
 
   nemo-kto checkpoint ls RUN
   nemo-kto checkpoint verify RUN|CHECKPOINT

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 
-from nemo_kto.config.compose import WRONG, known_keys
+from nemo_kto.config.compose import FREE_FORM, WRONG, Source, known_keys, load
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.utils.files import publish_file, read_bytes
 
@@ -63,6 +63,40 @@ def _public(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_public(inner) for inner in value]
     return value
+
+
+def settings_of_user(config: RunConfig) -> dict[str, object]:
+    """Return the keys with other values than our defaults, or than the default expressions give for the user's values."""
+    values = dict(_leaves(public_config(config)))
+    defaults = load(source=Source(config_name=config.recipe.config_name))
+    OmegaConf.set_struct(defaults, False)
+    given = {}
+    for expressions in (False, True):  # an expression is evaluated with the values that the user gave
+        for key in known_keys(defaults):
+            section, name = OmegaConf.select(defaults, key.rpartition(".")[0]) or defaults, key.rpartition(".")[2]
+            if key not in values or OmegaConf.is_interpolation(section, name) is not expressions:
+                continue
+            value, default = values[key], None if OmegaConf.is_missing(section, name) else section[name]
+            if not _equal(value, OmegaConf.to_container(default) if OmegaConf.is_config(default) else default):
+                given[key] = value
+                section[name] = value
+    return {key: given[key] for key in values if key in given}
+
+
+def _leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and f"{prefix}{name}" not in FREE_FORM:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _equal(value: object, default: object) -> bool:
+    if isinstance(value, list | tuple):
+        return isinstance(default, list | tuple) and list(value) == list(default)
+    if isinstance(default, str) and default.startswith("~"):
+        default = os.path.expanduser(default)
+    return value == default
 
 
 _MAX_BYTES = 2**18  # a saved configuration has a thirtieth of this size

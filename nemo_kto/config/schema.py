@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, create_model
 
 from nemo_kto.algorithms.recipes.recipe import LossConfig, Recipe
 from nemo_kto.architecture.lora import MAX_ALPHA, TARGET_MODULES
+from nemo_kto.data.rows.prompts import MAX_PROMPTS
 from nemo_kto.data.rows.sources import read_splits_string
 from nemo_kto.data.tokens.truncation import TRUNCATION_MODES
 from nemo_kto.device.precision import PRECISIONS
@@ -142,6 +143,21 @@ class EarlyStoppingConfig(Section):
     patience: Count
 
 
+class SamplesConfig(Section):
+    """Section exp_manager.samples: answers of the policy to a few prompts at each validation."""
+
+    count: Annotated[int, Ge(0), Le(MAX_PROMPTS), Remedy("0 takes no prompts from the validation rows")]
+    prompts: FilePath | None
+    max_new_tokens: Count
+    temperature: Annotated[float, Ge(0), Remedy("0.0 chooses the most probable token")]
+    top_p: Annotated[float, Gt(0), Le(1), Remedy("1.0 draws from all tokens")]
+    seed: Annotated[int, Ge(0), Le(2**32 - 1), Remedy("e.g. {key}=1234")]
+
+    @property
+    def enabled(self) -> bool:
+        return self.count > 0 or self.prompts is not None
+
+
 class ExpManagerConfig(Section):
     """Section exp_manager: the run folder, checkpoints and loggers."""
 
@@ -157,6 +173,7 @@ class ExpManagerConfig(Section):
     checkpoint_callback_params: CheckpointConfig
     create_early_stopping_callback: Annotated[bool, TIMES]
     early_stopping_callback_params: Annotated[EarlyStoppingConfig, TIMES]
+    samples: SamplesConfig
 
 
 class PretrainedConfig(Section):
@@ -310,6 +327,7 @@ class ExportConfig(Section):
     path: FilePath
     adapter_path: FilePath
     max_shard_size_gb: Annotated[float, Gt(0), check(lambda size: size <= 1e6, "be at most 1000000"), Remedy("e.g. 5.0")]
+    report: bool
 
 
 class RunConfig(Section):

@@ -1,4 +1,4 @@
-"""Token log-probs from hidden states, with a vocabulary sharded over the tensor-parallel group.
+"""Token log-probs and logits from hidden states, with a vocabulary sharded over the tensor-parallel group.
 
 The logits of all tokens never exist at the same time: they are computed for ``chunk_size`` tokens, reduced to a few numbers
 per token and freed, and recomputed in the backward pass.
@@ -80,6 +80,28 @@ def vocab_parallel_logprobs(
         hidden_TH, weight_VH, column_T, is_local_T, columns, group, chunk_size, softcap, reduce_hidden_grad
     )
     return logps_T
+
+
+@torch.no_grad()
+def vocab_parallel_logits(
+    hidden_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    *,
+    vocab_size: int,
+    group: dist.ProcessGroup | None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Compute the logits of the full vocabulary, [T, vocab_size], on every rank of the group; for a few tokens.
+
+    The arguments are those of :func:`vocab_parallel_logprobs`. The result, in fp32 or wider, has no gradient. One
+    collective gathers the columns of all ranks.
+    """
+    logits_TV = cap_logits(_logits(hidden_TH, weight_VH), softcap)
+    if group is not None:
+        of_ranks = [torch.empty_like(logits_TV) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(of_ranks, logits_TV, group=group)
+        logits_TV = torch.cat(of_ranks, dim=1)
+    return logits_TV[:, :vocab_size]
 
 
 def check_targets(target_T: torch.Tensor, *, vocab_size: int) -> None:

@@ -30,10 +30,10 @@ class Loss:
     model.dpo, whose types, constraints and defaults are defined only in the signature. Those without a default are its
     inputs, which the model passes. The function returns one loss per example (KTO) or pair (DPO):
 
-        KTO: (log_ratios_N, desirable_N, *, beta, desirable_weight, undesirable_weight, options) -> [N]; also z0, the
-        estimate of KL(policy || reference), or delta, the running mean of the rewards.
-        DPO: (chosen_logratios_P, rejected_logratios_P, *, beta, options) -> [P]; also reward_delta_P, computed from the
-        rewards in the data.
+        - KTO: ``(log_ratios_N, desirable_N, *, beta, desirable_weight, undesirable_weight, options) -> [N]``; also z0, the
+          estimate of KL(policy || reference), or delta, the running mean of the rewards.
+        - DPO: ``(chosen_logratios_P, rejected_logratios_P, *, beta, options) -> [P]``; also reward_delta_P, computed from
+          the rewards in the data.
 
     ``sorts`` names values that are sorted over the global batch, which requires an additional forward pass of the policy
     over it: "answers", the log-ratios of the chosen and of the rejected answers, or "margins", the margins of the pairs

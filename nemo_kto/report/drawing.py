@@ -25,8 +25,9 @@ INK, MUTED, GRID = "#1d2127", "#6a7280", "#e3e6eb"
 # Stand-ins for CSS variables in an SVG.
 _INK, _MUTED, _GRID = "#010101", "#020202", "#030303"
 _SERIES = tuple(f"#0400{number:02x}" for number in range(len(COLOURS)))
-_WIDTH, _HEIGHT = 400, 210  # of a plot, in units of the SVG
+_WIDTH, _HEIGHT = 400, 200  # of a plot, in units of the SVG
 _BINS = 250  # horizontal resolution of a curve
+_MAX_DOTS = 60  # points of a curve that has a dot at each
 _FONT = 9.5
 _ID = re.compile(r' id="(?![pm][0-9a-f]{8,})[^"]*"')
 _NUMBER = re.compile(r"-?\d+\.\d{2,}")
@@ -36,21 +37,21 @@ _PATH = re.compile(r' d="[^"]*"')
 
 def draw(plot: Plot) -> str:
     """Return a plot as an SVG element."""
-    figure, axes = _figure(_WIDTH, _HEIGHT)
+    figure, axes = _figure(_WIDTH, _HEIGHT, bottom=20)
     _style(axes, grid=_GRID, ink=_MUTED)
     _draw_plot(axes, plot, colours=_SERIES, grid=_MUTED)
     return _svg(figure, plot.title)
 
 
-def draw_histogram(histogram: Histogram, *, top: float | None = None) -> str:
-    """Return a histogram as an SVG element; ``top``: largest count of the vertical axis, None for that of the histogram."""
-    figure, axes = _figure(_WIDTH, 170)
+def draw_histogram(histogram: Histogram) -> str:
+    """Return a histogram as an SVG element."""
+    figure, axes = _figure(_WIDTH, 170, bottom=32)
     _style(axes, grid=_GRID, ink=_MUTED)
     for counts, colour in zip(histogram.counts.values(), _SERIES, strict=False):
         axes.stairs(counts, histogram.edges, fill=True, facecolor=colour, edgecolor="none", alpha=0.28)
         axes.stairs(counts, histogram.edges, color=colour, linewidth=1.3)
     axes.set_xlim(histogram.edges[0], histogram.edges[-1])
-    axes.set_ylim(0, 1.08 * (top or max((counts.max() for counts in histogram.counts.values()), default=1)) or 1)
+    axes.set_ylim(0, 1.08 * max(1, *(counts.max(initial=0) for counts in histogram.counts.values())))
     axes.set_xlabel(histogram.unit, fontsize=_FONT, color=_MUTED, labelpad=2)
     return _svg(figure, histogram.title)
 
@@ -88,14 +89,14 @@ def summary_picture(run: RunRecord, path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def _figure(width: float, height: float) -> tuple[Any, Axes]:
+def _figure(width: float, height: float, *, bottom: float) -> tuple[Any, Axes]:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     figure = Figure(figsize=(width / 72, height / 72), facecolor="none")
     FigureCanvasSVG(figure)
-    left, right, top, bottom = 42, 10, 8, 30
+    left, right, top, bottom = 42, 10, 8, bottom
     box = (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
     return figure, figure.add_axes(box)
 
@@ -111,8 +112,8 @@ def _style(axes: Axes, *, grid: str, ink: str) -> None:
     axes.tick_params(length=0, labelsize=_FONT, labelcolor=ink, pad=5)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, place: number_text(value)))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, min_n_ticks=3))
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, min_n_ticks=3, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
 
 
 def _draw_plot(axes: Axes, plot: Plot, *, colours: tuple[str, ...], grid: str) -> None:
@@ -132,19 +133,17 @@ def _draw_plot(axes: Axes, plot: Plot, *, colours: tuple[str, ...], grid: str) -
 
 def _draw_series(axes: Axes, series: Series, colour: str) -> None:
     curve = series.curve
-    if series.dots or curve.window == 1:
-        few = len(curve) <= 60
+    if series.window == 1:
         shown = curve.peaks(_BINS)
-        axes.plot(
-            shown.steps, shown.values, color=colour, linewidth=1.6, marker="o" if few and series.dots else "", markersize=3.2
-        )
+        marker = "o" if series.kind == "dots" and len(curve) <= _MAX_DOTS else ""
+        axes.plot(shown.steps, shown.values, color=colour, linewidth=1.6, marker=marker, markersize=3.2)
         return
     places = curve.smoothed.thinned(_BINS)
     steps, smoothed = curve.steps[places], curve.smoothed.values[places]
-    if series.band:
+    if series.kind == "band":
         spread = curve.spread[places]
         axes.fill_between(steps, smoothed - spread, smoothed + spread, color=colour, alpha=0.13, linewidth=0)
-    elif not series.faint:
+    elif series.kind == "smoothed":
         raw = curve.peaks(_BINS)
         axes.plot(raw.steps, raw.values, color=colour, linewidth=0.8, alpha=0.35)
     axes.plot(steps, smoothed, color=colour, linewidth=1.7)

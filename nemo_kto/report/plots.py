@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from nemo_kto.report.record import RewardHistogram, RunRecord
 
 # Numbers of colours; ``drawing.COLOURS`` has the colours.
 BLUE, ORANGE, GREEN, PURPLE = range(4)
+Kind = Literal["smoothed", "band", "mean", "exact", "dots"]
 _MAX_BINS = 40  # of a histogram that is drawn
 
 
@@ -20,17 +22,19 @@ class Series:
     """A curve in a plot.
 
     Attributes:
-        dots: draw each point, joined by straight lines, as for validations; otherwise the smoothed curve above the raw one.
-        band: also draw the band of one standard deviation within the smoothing window.
-        faint: leave out the raw curve, as in a comparison of runs.
+        kind: "smoothed" draws the smoothed curve above the raw one, "band" above a band of one standard deviation within the
+            smoothing window, "mean" without either; "exact" draws the curve itself, "dots" also its points.
     """
 
     label: str
     curve: Curve
     colour: int
-    dots: bool = False
-    band: bool = False
-    faint: bool = False
+    kind: Kind = "smoothed"
+
+    @property
+    def window(self) -> int:
+        """Number of points over which the drawn curve averages."""
+        return 1 if self.kind in ("exact", "dots") else self.curve.window
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,7 +48,7 @@ class Plot:
 
     @property
     def has_bands(self) -> bool:
-        return any(series.band and series.curve.window > 1 for series in self.series)
+        return any(series.kind == "band" and series.window > 1 for series in self.series)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,12 +73,12 @@ def quality_plot(run: RunRecord) -> Plot | None:
     for colour, (title, prefix) in enumerate(run.validations.items(), start=ORANGE):
         name = next((name for name in (f"{prefix}auc", f"{prefix}acc") if name in run.curves), None)
         if name is not None:
-            series.append(Series(label=title, curve=run.curves[name], colour=colour, dots=True))
+            series.append(Series(label=title, curve=run.curves[name], colour=colour, kind="dots"))
     if run.has_pairs:
         series = [*_train(run, "acc", "train"), *series]
-        note = "fraction of pairs whose chosen answer has the higher reward"
+        note = "Fraction of pairs whose chosen answer has the higher reward."
         return Plot(title="Accuracy", series=series, level=0.5, note=note) if series else None
-    note = "probability that a desirable held-out answer has a higher reward than an undesirable one"
+    note = "Probability that a desirable held-out answer has a higher reward than an undesirable one."
     return Plot(title="AUC", series=series, level=0.5, note=note) if series else None
 
 
@@ -86,39 +90,39 @@ def plots_of(run: RunRecord) -> list[Plot]:
         Plot(
             title="Rewards in training",
             series=[
-                *_train(run, "rewards_chosen_mean", better, band=True),
-                *_train(run, "rewards_rejected_mean", worse, colour=ORANGE, band=True),
+                *_train(run, "rewards_chosen_mean", better, kind="band"),
+                *_train(run, "rewards_rejected_mean", worse, colour=ORANGE, kind="band"),
             ],
-            note="mean over the batch",
+            note="Mean over the batch.",
             level=0.0,
         ),
         *_held_out_rewards(run),
         Plot(
             title="Margin",
             series=[*_train(run, "rewards_margin", "train"), *_validation(run, "rewards_margin")],
-            note=f"mean reward of the {better} minus that of the {worse} answers",
+            note=f"Mean reward of the {better} minus that of the {worse} answers.",
             level=0.0,
         ),
         quality_plot(run),
         Plot(
             title="KL estimate, unclamped",
             series=[*_train(run, "kl_unclamped", "train"), *_validation(run, "kl_unclamped")],
-            note="mean log-ratio of the KL examples; the reference point z0 is 0 where this is negative",
+            note="Mean log-ratio of the KL examples; the reference point z0 is 0 where it is negative.",
             level=0.0,
         ),
-        Plot(title="Delta", series=_train(run, "delta", "train"), note="mean of all rewards so far"),
+        Plot(title="Delta", series=_train(run, "delta", "train"), note="Mean of all rewards so far."),
         Plot(
             title="Log-probs of answers",
             series=[
                 *_train(run, "logps_chosen_mean", better),
                 *_train(run, "logps_rejected_mean", worse, colour=ORANGE),
             ],
-            note="mean over the batch",
+            note="Mean over the batch.",
         ),
         Plot(title="Gradient norm", series=_train(run, "grad_norm", "before clipping")),
-        Plot(title="Learning rate", series=_plain(run, "train/lr", "learning rate")),
-        Plot(title="Tokens per second", series=_raw(run, "perf/tokens_per_sec", "all ranks")),
-        Plot(title="Peak memory, GB", series=_plain(run, "perf/peak_memory_gb", "rank 0")),
+        Plot(title="Learning rate", series=_train(run, "lr", "", kind="exact")),
+        Plot(title="Tokens per second", series=_series(run, "perf/tokens_per_sec", "all ranks")),
+        Plot(title="Peak memory, GB", series=_series(run, "perf/peak_memory_gb", "rank 0", kind="exact")),
         Plot(title="Expert load balance", series=_train(run, "moe_aux_loss", "load-balancing loss"), level=1.0),
     ]
     return [plot for plot in plots if plot is not None and plot.series]
@@ -129,31 +133,25 @@ def _held_out_rewards(run: RunRecord) -> Iterator[Plot]:
     for title, prefix in run.validations.items():
         names = ((better, f"{prefix}rewards_chosen_mean", BLUE), (worse, f"{prefix}rewards_rejected_mean", ORANGE))
         series = [
-            Series(label=label, curve=run.curves[name], colour=colour, dots=True)
+            Series(label=label, curve=run.curves[name], colour=colour, kind="dots")
             for label, name, colour in names
             if name in run.curves
         ]
-        yield Plot(title=f"Rewards in {title}", series=series, note="mean over the set", level=0.0)
+        yield Plot(title=f"Rewards in {title}", series=series, note="Mean over the set.", level=0.0)
 
 
-def _train(run: RunRecord, metric: str, label: str, *, colour: int = BLUE, band: bool = False) -> list[Series]:
-    return _raw(run, f"train/{metric}", label, colour=colour, band=band)
+def _train(run: RunRecord, metric: str, label: str, *, colour: int = BLUE, kind: Kind = "smoothed") -> list[Series]:
+    return _series(run, f"train/{metric}", label, colour=colour, kind=kind)
 
 
-def _raw(run: RunRecord, name: str, label: str, *, colour: int = BLUE, band: bool = False) -> list[Series]:
+def _series(run: RunRecord, name: str, label: str, *, colour: int = BLUE, kind: Kind = "smoothed") -> list[Series]:
     curve = run.curves.get(name)
-    return [] if curve is None else [Series(label=label, curve=curve, colour=colour, band=band)]
-
-
-def _plain(run: RunRecord, name: str, label: str) -> list[Series]:
-    """Return a curve that needs no smoothing."""
-    curve = run.curves.get(name)
-    return [] if curve is None else [Series(label=label, curve=curve, colour=BLUE, dots=True)]
+    return [] if curve is None else [Series(label=label, curve=curve, colour=colour, kind=kind)]
 
 
 def _validation(run: RunRecord, metric: str) -> list[Series]:
     return [
-        Series(label=title, curve=run.curves[f"{prefix}{metric}"], colour=colour, dots=True)
+        Series(label=title, curve=run.curves[f"{prefix}{metric}"], colour=colour, kind="dots")
         for colour, (title, prefix) in enumerate(run.validations.items(), start=ORANGE)
         if f"{prefix}{metric}" in run.curves
     ]
@@ -188,7 +186,7 @@ def compared_plots(runs: Mapping[str, RunRecord]) -> list[Plot]:
     plots = []
     for title, name in names:
         series = [
-            Series(label=label, curve=run.curves[name], colour=colour, dots=not name.startswith("train/"), faint=True)
+            Series(label=label, curve=run.curves[name], colour=colour, kind="mean" if name.startswith("train/") else "dots")
             for colour, (label, run) in enumerate(runs.items())
             if name in run.curves
         ]

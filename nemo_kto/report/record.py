@@ -15,15 +15,16 @@ from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.errors import UserError
 from nemo_kto.report.curves import Curve, read_curves
 from nemo_kto.telemetry.loggers import METRICS_FILE, parse_line
+from nemo_kto.telemetry.samples import SAMPLES_FILE, Sample, read_samples
+from nemo_kto.telemetry.warnings_file import WARNINGS_FILE
 from nemo_kto.utils.files import open_file, read_bytes, read_lines
 from nemo_kto.utils.locks import GONE_SECONDS, owner_file
 
 # Files of a run folder besides metrics.jsonl and config.yaml.
 RUN_FILE = "run.json"  # state, settings and versions of the run
 DATA_FILE = "data.json"  # statistics of its data
-WARNINGS_FILE = "warnings.jsonl"
+
 REWARDS_FILE = "rewards.jsonl"  # histograms of the rewards of each validation
-SAMPLES_FILE = "samples.jsonl"  # answers of the model
 RUN_LOCK = ".lock"  # held by a run while it uses its folder
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
@@ -46,18 +47,6 @@ class RewardHistogram:
     width: float
     first: int
     counts: Mapping[str, list[int]]  # class -> number of examples in each bin
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """An answer of the policy, or of the reference, to a prompt."""
-
-    step: int
-    model: str  # "policy" or "reference"
-    index: int  # of the prompt
-    prompt: str
-    answer: str
-    ended: bool  # False: the answer was cut off at the maximum length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,16 +165,16 @@ def read_run(folder: Path) -> RunRecord:
         remedy = f"perhaps one of the folders in it: {', '.join(inner[:5])}" if inner else "check the path"
         missing = ", ".join(looked_for[:-1]) + f" or {looked_for[-1]}"
         raise UserError(f"RUN must be the folder of a run, got {folder}, which has no {missing}; {remedy}")
-    run = _read_object(folder / RUN_FILE)
+    run = read_object(folder / RUN_FILE)
     return RunRecord(
         folder=folder,
         state=_state(folder, run),
         config=read_saved(folder / CONFIG_FILE),
         run=run,
-        data=_read_object(folder / DATA_FILE),
+        data=read_object(folder / DATA_FILE),
         curves=read_curves(_lines(folder / METRICS_FILE)),
         rewards=_read_rewards(folder / REWARDS_FILE),
-        samples=[*_read_samples(folder / SAMPLES_FILE)],
+        samples=read_samples(folder / SAMPLES_FILE),
         warnings=[line for line, _ in zip(_objects(folder / WARNINGS_FILE), range(_MAX_WARNINGS), strict=False)],
     )
 
@@ -226,7 +215,7 @@ def _objects(file: Path) -> Iterator[dict[str, Any]]:
                     yield content
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_bytes(file))
     except (OSError, ValueError, RecursionError):
@@ -246,18 +235,3 @@ def _read_rewards(file: Path) -> dict[str, list[RewardHistogram]]:
             continue
         sets.setdefault(str(line.get("set", "")), []).append(histogram)
     return sets
-
-
-def _read_samples(file: Path) -> Iterator[Sample]:
-    for line in _objects(file):
-        try:
-            yield Sample(
-                step=int(line["step"]),
-                model=str(line["model"]),
-                index=int(line["index"]),
-                prompt=str(line["prompt"]),
-                answer=str(line["answer"]),
-                ended=bool(line.get("ended", True)),
-            )
-        except (LookupError, TypeError, ValueError):
-            continue

@@ -16,5 +16,5 @@ def number_text(value: float, digits: int = 4) -> str:
     size = abs(value)
     for limit, divisor, unit in _UNITS:
         if size >= limit:
-            return f"{value / divisor:.{digits}g}{unit}".replace("-", MINUS, value < 0)
-    return f"{value:.{digits}g}".replace("-", MINUS, value < 0)
+            return f"{value / divisor:.{digits}g}{unit}".replace("-", MINUS, int(value < 0))
+    return f"{value:.{digits}g}".replace("-", MINUS, int(value < 0))

@@ -54,14 +54,18 @@ from nemo_kto.run.lifecycle import (
     stop_early,
 )
 from nemo_kto.run.policy import Policy, build_policy
+from nemo_kto.run.record import record_failure, record_start
 from nemo_kto.run.reference import ReferenceSetup, build_reference
-from nemo_kto.run.resume import Resumption, build_early_stopping, check_validation_rows, look_for_run
+from nemo_kto.run.resume import Facts, Resumption, build_early_stopping, check_validation_rows, look_for_run
 from nemo_kto.run.rows import model_tokenizer
-from nemo_kto.run.summary import start_table
+from nemo_kto.run.samples import build_sampler
+from nemo_kto.run.summary import start_lines
 from nemo_kto.telemetry.loggers import RunLogger, check_loggers
 from nemo_kto.telemetry.progress import Progress
+from nemo_kto.telemetry.summary import table
 from nemo_kto.telemetry.throughput import device_peak_flops
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
+from nemo_kto.telemetry.warnings_file import WarningsFile, collect_warnings
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +90,11 @@ def train(run: ResolvedRun, *, check_memory: CheckMemory | None = None) -> None:
     )
     device.record_collectives(str(run.folder / "nccl_trace_rank_"))
     state.init_distributed(layout=layout, seed=model.seed, timeout=timedelta(minutes=run.cfg.trainer.timeout_minutes))
-    with hold_run_folder(run.folder):
-        _train(resolve_precision(agree_on_models(run)), check_memory)
+    with hold_run_folder(run.folder), collect_warnings(redact=redacted) as warnings:
+        _train(resolve_precision(agree_on_models(run)), check_memory, warnings)
 
 
-def _train(run: ResolvedRun, check_memory: CheckMemory | None) -> None:
+def _train(run: ResolvedRun, check_memory: CheckMemory | None, warnings: WarningsFile) -> None:
     """Run the job; the lock of the run folder must be held."""
     state.raise_together(state.attempt(lambda: check_gpu(run)), "{}")
     world_size = state.world_size()
@@ -114,8 +118,10 @@ def _train(run: ResolvedRun, check_memory: CheckMemory | None) -> None:
             logger.warning(warning)
     with watchdog.phase("loading the model"):
         policy = build_policy(run)
+    resumed_step, summary = start.resumption.resumed_step, dict[str, str]()
     if state.is_rank_zero():
-        print(start_table(run, policy, start.data, resumed_step=start.resumption.resumed_step), flush=True)
+        summary = start_lines(run, policy, start.data, resumed_step=resumed_step)
+        print(table(f"nemo-kto {run.cfg.recipe.name}", summary), flush=True)
     with watchdog.phase("building the trainer"):
         trainer = build_trainer(run, policy, start)
     watchdog.count_steps(lambda: trainer.step)
@@ -123,13 +129,19 @@ def _train(run: ResolvedRun, check_memory: CheckMemory | None) -> None:
     # first step.
     with signals.deferred():
         # Only after the resume checks: a configuration with which the run cannot be resumed must not replace the saved one.
-        state.on_rank_zero(lambda: save_config(run.cfg), "the configuration could not be written: {}")
+        def record() -> None:
+            save_config(run.cfg)
+            record_start(run, *start, summary=summary, total_steps=trainer.max_steps)
+            warnings.open_file(run.folder, step=lambda: trainer.step, resumed_step=resumed_step)
+
+        state.on_rank_zero(record, "the configuration could not be written: {}")
         began = time.monotonic()
-        trainer.fit()
-        if trainer.ended_early:
-            stop_early(run, trainer)
-        with watchdog.phase("export"):
-            finish(run, policy, trainer, seconds=time.monotonic() - began)
+        with record_failure(run, trainer):
+            trainer.fit()
+            if trainer.ended_early:
+                stop_early(run, trainer)
+            with watchdog.phase("export"):
+                finish(run, policy, trainer, seconds=time.monotonic() - began)
     state.destroy()
 
 
@@ -166,7 +178,9 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         requeue=cfg.trainer.requeue,
     )
     engine = build_engine(run, policy, data.limits)
-    reference = build_reference(run, policy, engine, data, timers, run_timer, first_step=resumed_step or 0)
+    sampler = build_sampler(run, engine, data.tokenizer, data.samples, run_timer, is_resumed=resumed_step is not None)
+    first_step = resumed_step or 0
+    reference = build_reference(run, policy, engine, data, timers, run_timer, first_step=first_step, sampler=sampler)
     model = cfg.recipe.model_class()(
         engine=engine,
         reference=reference.policy,
@@ -175,18 +189,10 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         **cfg.recipe.model_options(cfg.loss, data.splits.train),
     )
     optimizer, scheduler = build_optimizer_and_schedule(run, policy, max_steps=max_steps)
-    checkpoints = CheckpointManager(
-        folder=run.checkpoints,
-        chunks=policy.chunks,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        hugging_face_source=policy.files.hf_folder,
-        base_model=policy.base_model,
-        reference_weights=reference.synced_weights,
-        run=resumption.facts,
-        **cfg.exp_manager.checkpoint_callback_params.model_dump(),
-    )
+    checkpoints = build_checkpoints(run, policy, optimizer, scheduler, reference, facts=resumption.facts)
     resumed = None if resumption.checkpoint is None else checkpoints.load(resumption.checkpoint)
+    run_logger = build_logger(run, resumed_step=resumed_step)
+    sampling = [] if sampler is None else [sampler.callback(record=run_logger.log_samples)]
     trainer = cfg.recipe.trainer(data.collate_fn)(
         cfg=run.length,
         model=model,
@@ -195,11 +201,11 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         train_dataloader=data.train,
         val_dataloader=data.validation,
         test_dataloader=None,
-        logger=build_logger(run, resumed_step=resumed_step),
+        logger=run_logger,
         ckpt_callback=checkpoints,
         run_timer=run_timer,
         timers=timers,
-        callbacks=build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step),
+        callbacks=[*sampling, *build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step)],
         skipped=build_skipping(run, data, checkpoints),
         early_stopping=build_early_stopping(cfg, agree=state.max_over_ranks),
     )
@@ -207,6 +213,28 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         with read_errors(resumption.checkpoint.folder / INFO):
             trainer.load_state_dict(resumed)
     return trainer
+
+
+def build_checkpoints(
+    run: ResolvedRun,
+    policy: Policy,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    reference: ReferenceSetup,
+    *,
+    facts: Facts,
+) -> CheckpointManager:
+    return CheckpointManager(
+        folder=run.checkpoints,
+        chunks=policy.chunks,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        hugging_face_source=policy.files.hf_folder,
+        base_model=policy.base_model,
+        reference_weights=reference.synced_weights,
+        run=facts,
+        **run.cfg.exp_manager.checkpoint_callback_params.model_dump(),
+    )
 
 
 def build_engine(run: ResolvedRun, policy: Policy, limits: MicroBatchLimits) -> LogProbEngine:
@@ -305,6 +333,7 @@ def _logger_settings(run: ResolvedRun) -> dict[str, Any]:
         "tensorboard": settings.create_tensorboard_logger,
         "wandb": settings.wandb_logger_kwargs.model_dump() if settings.create_wandb_logger else None,
         "mlflow": settings.mlflow_logger_kwargs.model_dump() if settings.create_mlflow_logger else None,
+        "samples": settings.samples.enabled,
         "redact": redacted,
     }
 

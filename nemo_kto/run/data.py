@@ -20,6 +20,7 @@ from nemo_kto.data.rows.records import DataError
 from nemo_kto.distributed import state
 from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.run.rows import collate_settings, micro_batch_limits, shares_of, source_settings
+from nemo_kto.run.samples import SamplePrompts, build_prompts
 from nemo_kto.telemetry.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -34,15 +35,17 @@ class RunData:
     splits: Splits[Any]
     collate_fn: Callable[[Any], Any]  # turns each item that a loader yields into a batch
     limits: MicroBatchLimits
+    tokenizer: PreTrainedTokenizerBase
+    samples: SamplePrompts | None  # None without samples
 
 
 def build_data(
     run: ResolvedRun, tokenizer: PreTrainedTokenizerBase, *, data_parallel: tuple[int, int] | None = None
 ) -> RunData:
-    """Read, tokenise and split the rows, and build their loaders; the tokenised rows are cached.
+    """Read, tokenise and split the rows, build their loaders, and read the prompts of the samples; collective.
 
-    ``data_parallel``: data-parallel rank and size; None for those of this rank. Raises DataError if rows are invalid, or
-    there are too few for training.
+    The tokenised rows are cached. ``data_parallel``: data-parallel rank and size; None for those of this rank. Raises
+    DataError if rows are invalid, or there are too few for training, and UserError if the prompts cannot be used.
     """
     cfg = run.cfg
     with state.main_process_first(doing="reading and tokenising the rows"):
@@ -88,6 +91,8 @@ def build_data(
         splits=splits,
         collate_fn=collate_fn,
         limits=limits,
+        tokenizer=tokenizer,
+        samples=build_prompts(run, tokenizer, splits),
     )
 
 

@@ -28,6 +28,7 @@ from nemo_kto.processes.ranks import requeue
 from nemo_kto.processes.signals import Stopped
 from nemo_kto.report.record import RUN_LOCK
 from nemo_kto.run.policy import Policy, export_policy
+from nemo_kto.run.record import make_report, record_end
 from nemo_kto.run.summary import end_table
 from nemo_kto.utils.files import make_folder, remove_unpublished
 from nemo_kto.utils.locks import locked
@@ -187,5 +188,7 @@ def finish(run: ResolvedRun, policy: Policy, trainer: DPOTrainer, *, seconds: fl
             raise UserError(f"{error}; {later}") from error
         except RuntimeError as error:
             raise RuntimeError(f"{error}; {later}") from error
+    record_end(run, trainer)
     if state.is_rank_zero():
-        print(f"\n{end_table(run, policy, trainer, best=best, seconds=seconds)}", flush=True)
+        report = make_report(run)
+        print(f"\n{end_table(run, policy, trainer, best=best, report=report, seconds=seconds)}", flush=True)

@@ -46,6 +46,7 @@ from nemo_kto.processes import signals
 from nemo_kto.run.data import RunData
 from nemo_kto.run.lifecycle import stop_run
 from nemo_kto.run.policy import Policy, load_base_weights, load_policy_weights
+from nemo_kto.run.samples import Sampler
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason
 
@@ -68,6 +69,7 @@ def build_reference(
     run_timer: RunTimer,
     *,
     first_step: int,  # optimizer steps done before this run was resumed; 0 for a new run
+    sampler: Sampler | None = None,  # takes samples of the reference
 ) -> ReferenceSetup:
     """Build the reference; before and afterwards the model holds the initial weights of the policy.
 
@@ -79,6 +81,8 @@ def build_reference(
     """
     mode, other = run.reference.name, run.reference_model
     if mode == "none":
+        if sampler is not None:
+            sampler.before_training()
         return ReferenceSetup(None)
     if other is not None:
         load_model(policy, other)
@@ -95,6 +99,8 @@ def build_reference(
         setup = precomputation.before_training(policy)
     else:
         setup = _live_reference(run, policy, engine, timers, disables_adapters=mode == "adapter")
+    if sampler is not None:
+        sampler.before_training()  # while the model holds the weights of the reference
     if other is not None:
         load_policy_weights(policy)
     return setup

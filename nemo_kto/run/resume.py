@@ -194,10 +194,13 @@ def build_early_stopping(cfg: RunConfig, *, agree: Callable[[int], int] | None =
 
 
 def check_validation_rows(cfg: RunConfig, data: RunData) -> None:
-    """Raise UserError if early stopping or the choice of the best model needs validation rows and there are none."""
+    """Raise UserError if something that needs validation rows is configured, such as early stopping, and there are none."""
+    samples = cfg.exp_manager.samples
     needs = {
         "export.which": (cfg.export.enabled and cfg.export.which == "best", "best", "last"),
         _EARLY_STOPPING: (cfg.exp_manager.create_early_stopping_callback, "true", "false"),
+        "exp_manager.samples.count": (samples.count > 0, samples.count, 0),
+        "exp_manager.samples.prompts": (samples.prompts is not None, samples.prompts, "null"),
     }
     for key, (is_needed, value, without) in needs.items():
         if is_needed and not data.validation:

@@ -21,13 +21,15 @@ from nemo_kto.huggingface.mapping import Shapes, wanted_adapters, wanted_weights
 from nemo_kto.run.data import RunData
 from nemo_kto.run.policy import Policy
 from nemo_kto.run.rows import split_text
+from nemo_kto.run.samples import samples_text
 from nemo_kto.telemetry.loggers import METRICS_FILE
+from nemo_kto.telemetry.samples import SAMPLES_FILE
 from nemo_kto.telemetry.summary import adapter_lines, epochs, figures_of, layout_text, model_lines, short, table
 from nemo_kto.telemetry.timers import duration_text
 
 
-def start_table(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step: int | None) -> str:
-    """Return the summary of a run before training."""
+def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step: int | None) -> dict[str, str]:
+    """Return the lines of the table before training, by label."""
     cfg, model, architecture, settings = run.cfg, run.cfg.model, policy.architecture, run.adapters
     batches, reference = len(data.train.batch_sampler), f"{run.reference.name} ({run.reference.reason})"
     parameters, trained, adapters = _count(wanted_weights(architecture)), "all trained", "none"
@@ -69,12 +71,13 @@ def start_table(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         "device": device_text,
         "precision": f"{cfg.trainer.precision} ({run.precision_reason})",
         "reference": reference if run.reference_model is None else f"{reference}, {run.reference_model}",
+        **({} if data.samples is None else {"samples": samples_text(run, data.samples, data.splits)}),
         "run folder": str(run.folder),
     }
     unsupported, tensor = architecture.unsupported_by_te, model.tensor_model_parallel_size
     slow = slow_paths(run.dtype, tensor_parallel=tensor, unsupported_by_te=unsupported)
     lines |= {f"slow path {number}": path for number, path in enumerate(slow, start=1)}
-    return table(f"nemo-kto {cfg.recipe.name}", lines)
+    return lines
 
 
 def _lr_text(run: ResolvedRun) -> str:
@@ -88,10 +91,19 @@ def _count(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes.values()))
 
 
-def end_table(run: ResolvedRun, policy: Policy, trainer: DPOTrainer, *, best: Checkpoint | None, seconds: float) -> str:
+def end_table(
+    run: ResolvedRun,
+    policy: Policy,
+    trainer: DPOTrainer,
+    *,
+    best: Checkpoint | None,
+    report: Path | None,
+    seconds: float,
+) -> str:
     """Return the summary of a run after training: metrics, written files and how to use them.
 
-    ``best`` is the best of the kept checkpoints, None if none has the monitored metric; ``seconds`` the time of training.
+    ``best`` is the best of the kept checkpoints, None if none has the monitored metric; ``report`` the page about the run,
+    None if there is none; ``seconds`` the time of training.
     """
     cfg, name, metrics = run.cfg, run.cfg.recipe.name, run.folder / METRICS_FILE
     is_early = trainer.step < trainer.max_steps
@@ -113,6 +125,9 @@ def end_table(run: ResolvedRun, policy: Policy, trainer: DPOTrainer, *, best: Ch
     lines |= {"best checkpoint": _best_text(run, best), **_export_lines(run, policy, trainer, best)}
     lines[next_step] = " ".join(["the same command", *(["with", *overrides] if overrides else [])])
     lines["metrics"] = f"{metrics}{board}"
+    if cfg.exp_manager.samples.enabled:
+        lines["samples"] = str(run.folder / SAMPLES_FILE)
+    lines |= {} if report is None else {"report": str(report)}
     done = f"step {trainer.step:,} of {trainer.max_steps:,} ({epochs(trainer.step, trainer.steps_per_epoch)})"
     return table(f"nemo-kto {name} {state_text} after {done} in {duration_text(seconds)}", lines)
 

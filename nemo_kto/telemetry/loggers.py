@@ -17,12 +17,14 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_kto.errors import UserError
+from nemo_kto.telemetry.samples import SAMPLES_FILE, Sample, log_to_mlflow, log_to_wandb, markdown
 from nemo_kto.utils.files import MAX_LINE_BYTES, open_file, publish_file, read_bytes, read_lines
 
 if TYPE_CHECKING:
@@ -59,7 +61,11 @@ class JsonLines:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._waiting += json.dumps({"step": step, "time": round(time.time(), 3), **values}).encode() + b"\n"
+        self.add_line({"step": step, "time": round(time.time(), 3), **values})
+
+    def add_line(self, values: Mapping[str, object]) -> None:
+        """Write one line, which must have a "step"."""
+        self._waiting += json.dumps(values).encode() + b"\n"
         self._write()
 
     def _write(self) -> None:
@@ -79,6 +85,17 @@ class JsonLines:
         """Write the pending lines and close the file."""
         self._write()
         self._file.close()
+
+
+class SampleLines(JsonLines):
+    """File of samples with one JSON object per line, the fields of :class:`~nemo_kto.telemetry.samples.Sample`."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Do nothing: metrics are in a file of their own."""
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        for sample in samples:
+            self.add_line(asdict(sample))
 
 
 def parse_line(line: bytes) -> dict[str, float] | None:
@@ -130,8 +147,22 @@ class TensorBoard:
     def log_hyperparams(self, params: dict[str, object]) -> None:
         self._writer.add_text("hyperparameters", f"```json\n{json.dumps(params, indent=2, default=str)}\n```")
 
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Write a text for each prompt, whose versions at the different steps TensorBoard shows with a slider."""
+        for sample in samples:
+            self._writer.add_text(f"samples/{sample.index}", markdown(sample), step)
+
     def finalize(self, status: str) -> None:
         self._writer.close()
+
+
+# sink -> function that records samples in it
+_LOG_SAMPLES: Mapping[str, Callable[[Any, Sequence[Sample], int], None]] = {
+    SAMPLES_FILE: SampleLines.log_samples,
+    "tensorboard": TensorBoard.log_samples,
+    "wandb": log_to_wandb,
+    "mlflow": log_to_mlflow,
+}
 
 
 class RunLogger:
@@ -146,6 +177,7 @@ class RunLogger:
         tensorboard: bool = True,
         wandb: Mapping[str, object] | None = None,
         mlflow: Mapping[str, object] | None = None,
+        samples: bool = False,
         redact: Callable[[str], str] = str,
     ) -> None:
         """Open the sinks in the run folder, which is created if it does not exist.
@@ -157,7 +189,8 @@ class RunLogger:
             enabled: whether this rank logs; True on rank 0 only.
             resumed_step: optimizer steps done before the run was resumed; None for a new run.
             wandb, mlflow: arguments of Lightning's WandbLogger and MLFlowLogger; None disables them. Without a tracking_uri,
-                MLflow writes to ``folder``/mlflow.db.
+                MLflow writes to ``folder``/mlflow.db and mlflow_artifacts.
+            samples: write those given to :meth:`log_samples` also to a file.
             redact: remove secrets from an error message.
         """
         self._sinks: dict[str, Sink] = {}
@@ -167,6 +200,8 @@ class RunLogger:
         folder.mkdir(parents=True, exist_ok=True)
         to_open: dict[str, Callable[[], Sink]] = {}
         to_open[METRICS_FILE] = lambda: JsonLines(file=folder / METRICS_FILE, resumed_step=resumed_step)
+        if samples:
+            to_open[SAMPLES_FILE] = lambda: SampleLines(file=folder / SAMPLES_FILE, resumed_step=resumed_step)
         if tensorboard:
             to_open["tensorboard"] = lambda: TensorBoard(folder=folder / "tensorboard", resumed_step=resumed_step)
         if wandb is not None:
@@ -184,20 +219,24 @@ class RunLogger:
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the metrics after optimizer step ``step``; 0 is before the first step."""
         values = {name: float(value) for name, value in metrics.items()}
-        self._for_all(lambda sink: sink.log_metrics(dict(values), step))
+        self._for_all(lambda _, sink: sink.log_metrics(dict(values), step))
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
-        self._for_all(lambda sink: sink.log_hyperparams(dict(params)))
+        self._for_all(lambda _, sink: sink.log_hyperparams(dict(params)))
 
     def finalize(self, status: str) -> None:
         """Flush and close all sinks; ``status`` is "success", "failed" or "aborted", as in the loggers of Lightning."""
-        self._for_all(lambda sink: sink.finalize(status))
+        self._for_all(lambda _, sink: sink.finalize(status))
         self._sinks = {}
 
-    def _for_all(self, action: Callable[[Sink], None]) -> None:
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Record answers of the model after optimizer step ``step``; 0 is before the first step."""
+        self._for_all(lambda name, sink: _LOG_SAMPLES[name](sink, samples, step) if name in _LOG_SAMPLES else None)
+
+    def _for_all(self, action: Callable[[str, Sink], None]) -> None:
         for name, sink in [*self._sinks.items()]:
             try:
-                action(sink)
+                action(name, sink)
             except Exception as error:
                 self._drop(name, error)
 
@@ -212,6 +251,7 @@ def check_loggers(
     tensorboard: bool = True,
     wandb: Mapping[str, object] | None = None,
     mlflow: Mapping[str, object] | None = None,
+    samples: bool = False,
     redact: Callable[[str], str] = str,
 ) -> None:
     """Raise a UserError that names all loggers of a new run that :class:`RunLogger` could not open with these arguments.
@@ -225,6 +265,8 @@ def check_loggers(
         _check_path(folder / "tensorboard", Path.is_dir)
 
     checks: dict[str, Callable[[], object]] = {METRICS_FILE: lambda: _check_path(folder / METRICS_FILE, Path.is_file)}
+    if samples:
+        checks[SAMPLES_FILE] = lambda: _check_path(folder / SAMPLES_FILE, Path.is_file)
     if tensorboard:
         checks["tensorboard"] = check_tensorboard
     if wandb is not None:
@@ -291,7 +333,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _cannot_open(name: str, why: str) -> str:
-    remedy = "" if name == METRICS_FILE else f", or set exp_manager.create_{name}_logger=false"
+    remedy = "" if name in (METRICS_FILE, SAMPLES_FILE) else f", or set exp_manager.create_{name}_logger=false"
     return f"the log {name} cannot be opened: {why}; make it available{remedy}"
 
 
@@ -344,8 +386,11 @@ def _mlflow(folder: Path, resumed_step: int | None, arguments: Mapping[str, obje
     from pytorch_lightning.loggers import MLFlowLogger
 
     file = folder / "mlflow_run_id"
-    # the default is an SQLite file, because MLflow rejects new runs in plain folders
-    uri = str(arguments.get("tracking_uri") or f"sqlite:///{(folder / 'mlflow.db').resolve()}")
-    mlflow_logger = MLFlowLogger(**{**arguments, "tracking_uri": uri, "run_id": saved_run_id(file, resumed_step)})
+    settings = {**arguments, "run_id": saved_run_id(file, resumed_step)}
+    if not arguments.get("tracking_uri"):
+        # an SQLite file, because MLflow rejects new runs in plain folders; its artifacts would be in the working directory
+        settings["tracking_uri"] = f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+        settings["artifact_location"] = (folder / "mlflow_artifacts").resolve().as_uri()
+    mlflow_logger = MLFlowLogger(**settings)
     _save_run_id(file, str(mlflow_logger.run_id))
     return mlflow_logger

@@ -77,6 +77,7 @@ class Job:
             "model.optim.sched.warmup_steps=2",
             "exp_manager.checkpoint_callback_params.save_top_k=1",
             "exp_manager.create_tensorboard_logger=false",
+            "export.report=false",
             *self.overrides,
         ]
 

@@ -56,6 +56,7 @@ class Workplace:
             f"model.data.cache_dir={self.folder / name}-cache",
             f"exp_manager.explicit_log_dir={self.folder / name}",
             "exp_manager.create_tensorboard_logger=false",
+            "export.report=false",
             "trainer.precision=32",
             f"trainer.{algorithm}.max_steps={STEPS}",
             f"trainer.{algorithm}.val_check_interval={STEPS}",

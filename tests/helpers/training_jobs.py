@@ -110,6 +110,7 @@ def train(
         "model.optim.sched.name=constant",
         "model.optim.sched.warmup_steps=2",
         "exp_manager.create_tensorboard_logger=false",
+        "export.report=false",
         "export.enabled=false",
     ]
     source = compose.Source(config_name=f"gpt_{algorithm}")

@@ -77,6 +77,7 @@ def train(folder: Path, model: Path, name: str, *given: str) -> tuple[list[dict[
         "model.data.seq_length=64",
         "model.optim.lr=1e-3",
         "exp_manager.create_tensorboard_logger=false",
+        "export.report=false",
         "export.enabled=false",
         *given,
     ]

@@ -26,6 +26,7 @@ def test_gpt_kto_of_nemo_aligner_trains(tiny_llama: Path, tmp_path: Path) -> Non
         "trainer.devices=1",
         "exp_manager.explicit_log_dir=results",
         "model.global_batch_size=8",
+        "export.report=false",
         "++model.encoder_seq_length=64",
         f"++model.data.cache_dir={tmp_path / 'cache'}",
     ]

@@ -91,8 +91,11 @@ def stopped_and_resumed(tiny_llama: Path, tmp_path_factory: pytest.TempPathFacto
     """A run that reaches max_time after one step and is resumed; the output of both starts."""
     folder = tmp_path_factory.mktemp("output")
     write_rows(folder / "rows.jsonl", make_rows(64))
-    stopped = train(folder, tiny_llama, "kto", "trainer.max_time=00:00:00:00", "trainer.kto.val_before_training=true")
-    resumed = train(folder, tiny_llama, "kto")
+    without = "export.report=false"
+    stopped = train(
+        folder, tiny_llama, "kto", without, "trainer.max_time=00:00:00:00", "trainer.kto.val_before_training=true"
+    )
+    resumed = train(folder, tiny_llama, "kto", without)
     return folder, [*stopped, *resumed]
 
 

@@ -70,6 +70,7 @@ class Watch(Callback):
 
 if __name__ == "__main__":
     settings = {"model.kto.tau": 0.25, "model.global_batch_size": 16, "model.data.cache_dir": "cache", "hardware": "cpu"}
+    settings["export.report"] = False
     with open("rows.jsonl") as file:
         rows = [json.loads(line) for line in file]
     run = nemo_kto.train("kto", model=sys.argv[1], data=rows, devices=2, folder="out", loss=square, callbacks=[Watch(10.0)],

@@ -95,6 +95,7 @@ def command(model: Path, rows: Path, folder: Path, job: Job) -> list[str]:
         "trainer.precision=32",
         "trainer.kto.max_epochs=3",
         "trainer.kto.save_interval=2",
+        "export.report=false",
         "model.global_batch_size=8",
         "model.data.seq_length=64",
         "model.optim.lr=5e-4",

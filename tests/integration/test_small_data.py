@@ -16,7 +16,7 @@ def test_forty_rows_are_enough_for_the_defaults(tiny_llama: Path, tmp_path: Path
     file = write_rows(tmp_path / "rows.jsonl", rows)
     words = [f"pretrained_checkpoint.restore_from_path={tiny_llama}", f"model.data.data_prefix={file}", "hardware=cpu"]
     words += [f"model.data.cache_dir={tmp_path / 'cache'}", "model.data.seq_length=64", "export.enabled=false"]
-    words += ["exp_manager.create_tensorboard_logger=false", "trainer.kto.limit_train_batches=2"]
+    words += ["exp_manager.create_tensorboard_logger=false", "export.report=false", "trainer.kto.limit_train_batches=2"]
     done = run([*CLI, "kto", *words], cwd=tmp_path, env=environment(), preload=TRAINING, timeout=300)
     assert done.returncode == 2, done.stderr
     assert_names(

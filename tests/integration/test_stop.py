@@ -81,6 +81,7 @@ class Runs:
             "trainer.devices=2", "trainer.precision=32", "trainer.kto.max_epochs=2", "trainer.kto.max_steps=5",
             "trainer.kto.val_check_interval=2", "trainer.kto.save_interval=0", "model.optim.lr=5e-4",
             "exp_manager.create_tensorboard_logger=false",
+            "export.report=false",
         ]  # fmt: skip
 
     def run(self, name: str, *given: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -63,6 +63,7 @@ def test_a_slow_rank_and_a_rank_stuck_in_a_callback(tiny_llama: Path, tmp_path: 
         "model.data.seq_length=64",
         "model.reference.mode=swap",
         "exp_manager.create_tensorboard_logger=false",
+        "export.report=false",
         "export.enabled=false",
     ]
     given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}

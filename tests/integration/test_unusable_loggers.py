@@ -13,6 +13,7 @@ def test_an_mlflow_address_is_checked_before_the_rows_are_read(tiny_llama: Path,
     file = write_rows(tmp_path / "rows.jsonl", make_rows(40))
     words = [f"pretrained_checkpoint.restore_from_path={tiny_llama}", f"model.data.data_prefix={file}", "hardware=cpu"]
     words += [f"model.data.cache_dir={tmp_path / 'cache'}", "model.data.seq_length=64", "model.global_batch_size=16"]
+    words.append("export.report=false")
     words += ["exp_manager.create_mlflow_logger=true", "exp_manager.mlflow_logger_kwargs.tracking_uri=mlfow://host"]
     done = run([*CLI, "kto", *words], cwd=tmp_path, env=environment(), preload=TRAINING, timeout=300)
     assert done.returncode == 2, done.stderr

@@ -24,7 +24,7 @@ def command(model: Path, *given: str) -> list[str]:
         "model.optim.lr=1e-3",
         "trainer.kto.val_check_interval=1",
     ]
-    words += ["trainer.kto.save_interval=1", "model.optim.sched.warmup_steps=0"]
+    words += ["trainer.kto.save_interval=1", "model.optim.sched.warmup_steps=0", "export.report=false"]
     return [*CLI, "kto", *words, *given]
 
 

@@ -66,6 +66,7 @@ def our_steps(policy: Path, reference: Path, rows: Path, folder: Path, overrides
         f"model.data.cache_dir={folder}/cache",
         f"exp_manager.explicit_log_dir={folder}",
         "exp_manager.create_tensorboard_logger=false",
+        "export.report=false",
         "export.enabled=false",
         "trainer.accelerator=cpu",
         "trainer.precision=32",

@@ -42,6 +42,7 @@ SMALL = (
     "model.optim.lr=5e-4",
     "export.enabled=false",
     "exp_manager.create_tensorboard_logger=false",
+    "export.report=false",
 )
 LAYOUT = ("model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2")
 

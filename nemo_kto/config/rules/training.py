@@ -10,6 +10,7 @@ from nemo_kto.config.resolved import ResolvedRun, find_callback
 from nemo_kto.config.rules.files import file_rules
 from nemo_kto.config.rules.gpu import computes_here, gpu_rules
 from nemo_kto.config.rules.layout import rank_rules
+from nemo_kto.config.rules.samples import sample_rules
 from nemo_kto.config.rules.validation import best_rules, early_stopping_rules, monitor_rules, set_name_rules
 from nemo_kto.errors import ConfigError, either, error_of
 from nemo_kto.processes.ranks import World, check_open_files
@@ -37,6 +38,7 @@ def run_errors(
         _reference_rules,
         _export_rules,
         early_stopping_rules,
+        sample_rules,
         *([] if sweep else [unused_keys]),
         partial(gpu_rules, computes=None if elsewhere else computes_here(on_gpu=run.gpus > 0)),
         partial(rank_rules, ranks=run.world_size(world)),

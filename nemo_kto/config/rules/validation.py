@@ -68,7 +68,7 @@ def best_rules(run: ResolvedRun) -> Errors:
         f"{section}.save_interval": (loop.save_interval, loop.save_interval > 0, "be above 0"),
         f"{section}.limit_val_batches": (loop.limit_val_batches, loop.limit_val_batches > 0, "be above 0"),
     }
-    yield from _validation_rules(run, wanted, key="export.which", value="best", instead="last")
+    yield from needs_validation(run, wanted, key="export.which", value="best", instead="last")
 
 
 def early_stopping_rules(run: ResolvedRun) -> Errors:
@@ -85,12 +85,10 @@ def early_stopping_rules(run: ResolvedRun) -> Errors:
         f"{section}.val_check_interval": (loop.val_check_interval, loop.val_check_interval > 0, "be above 0"),
         f"{section}.limit_val_batches": (loop.limit_val_batches, loop.limit_val_batches > 0, "be above 0"),
     }
-    yield from _validation_rules(
-        run, wanted, key="exp_manager.create_early_stopping_callback", value="true", instead="false"
-    )
+    yield from needs_validation(run, wanted, key="exp_manager.create_early_stopping_callback", value="true", instead="false")
 
 
-def _validation_rules(run: ResolvedRun, wanted: Wanted, *, key: str, value: str, instead: str) -> Errors:
+def needs_validation(run: ResolvedRun, wanted: Wanted, *, key: str, value: str, instead: str) -> Errors:
     """Check the values that ``key=value`` requires, and that there will be validations; ``key=instead`` needs none."""
     setting, without = f"{key}={value}", f"or set {key}={instead}"
     for name, (got, fits, constraint) in wanted.items():

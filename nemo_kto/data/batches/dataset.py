@@ -91,6 +91,32 @@ class SplitCounts:
                 yield f"{split}: {what} truncated in {count} of {self.rows} rows by model.data.seq_length={seq_length}"
 
 
+_BINS = 40  # of a histogram of lengths
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthHistogram:
+    """Numbers of sequences with [0, width), [width, 2 * width), ... tokens.
+
+    Examples:
+        >>> LengthHistogram.of(np.array([3, 3, 41]))
+        LengthHistogram(width=2, counts=[0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1], last_is_open=False)
+    """
+
+    width: int  # a power of two
+    counts: list[int]
+    last_is_open: bool  # the last bin also counts all longer sequences, at most one in a thousand
+
+    @classmethod
+    def of(cls, lengths_N: np.ndarray) -> LengthHistogram:
+        nearly_all = int(np.quantile(lengths_N, 0.999, method="higher")) if len(lengths_N) else 0
+        width = 1
+        while nearly_all >= _BINS * width:
+            width *= 2
+        counts = np.bincount(np.minimum(lengths_N // width, nearly_all // width))
+        return cls(width=width, counts=counts.tolist(), last_is_open=bool((lengths_N // width > nearly_all // width).any()))
+
+
 _NAMED_FILES = 3  # maximum number of files with a warning each
 
 Example = TypeVar("Example")
@@ -184,8 +210,7 @@ class _TokenDataset(torch.utils.data.Dataset[Example]):
         """Counts of the split; computing them takes a second for ten million examples."""
         tokens, longest = 0, dict[str, int]()
         for name in self._sequences:
-            chunks = self._table.data.column(name).chunks
-            lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])[self._index]
+            lengths = self._lengths(name)
             tokens += int(lengths.sum(dtype=np.int64))
             longest[name] = int(lengths.max(initial=0))
         prompt = longest.pop("prompt_ids")
@@ -197,6 +222,16 @@ class _TokenDataset(torch.utils.data.Dataset[Example]):
             cut_prompts=self._number_of("prompt_cut"),
             cut_responses=self._number_of("response_cut"),
         )
+
+    def length_histograms(self) -> dict[str, LengthHistogram]:
+        """Return the lengths of the prompts and the answers in tokens, by part: "prompt", "response"."""
+        parts = dict.fromkeys(self._sequences)
+        return {name.removesuffix("_ids"): LengthHistogram.of(self._lengths(name)) for name in parts}
+
+    def _lengths(self, column: str) -> np.ndarray:
+        """Return the number of tokens [N] of each sequence of a column."""
+        chunks = self._table.data.column(column).chunks
+        return np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])[self._index]
 
     def _number_of(self, column: str) -> int:
         return int(self._table.data.column(column).to_numpy()[self._index].sum())

@@ -101,6 +101,24 @@ class DPORecord(_Record):
         return chosen, KTORecord(response=self.rejected, desirable=False, **shared)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptRecord(_Record):
+    """One prompt without an answer."""
+
+
+def prompt_of_row(row: Row, line: int) -> PromptRecord:
+    """Return the prompt of a row without its answer, if it has one; RowError if the row has no prompt."""
+    key = "messages" if "messages" in row else "prompt"
+    if key not in row:
+        raise RowError(f'a row must have "prompt" or "messages", got the keys {show(sorted(row), 300)}')
+    prompt = cast(TextOrMessages, row[key] if isinstance(row[key], str) else _messages(row[key], key))
+    if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+        prompt = prompt[:-1]
+    if not prompt:
+        raise RowError(f'"{key}" must have text, or a message before the answer, got {show(row[key])}')
+    return PromptRecord(prompt=prompt, line=line, template=_template(row, prompt))
+
+
 def records_of_row(row: Row, line: int, labels: Labels = COMMON_LABELS) -> list[KTORecord]:
     """Return the record of a row, or the two of a pair (the desirable one first); RowError if the row is invalid."""
     if keys := _pair_keys(row):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_kto.artifacts.tokenizer_files import chat_template_file, check_ids, check_tokenizer
-from nemo_kto.data.rows.records import KTORecord, LastRowError, Message, RowError
+from nemo_kto.data.rows.records import KTORecord, LastRowError, Message, PromptRecord, RowError, TextOrMessages
 from nemo_kto.data.tokens.template_trial import REMEDY, Conversation, out_of_memory, try_template
 from nemo_kto.errors import UserError, printable, show
 
@@ -82,8 +82,8 @@ class RecordEncoder:
 
     A row of strings gets a BOS (``bos_id``) if the tokenizer adds one itself, and an EOS after the answer. If
     ``apply_chat_template`` is set, it is treated as a user message and the assistant message that answers it. A row of
-    messages is rendered by the chat template; white space after the end-of-turn token is removed, and an EOS is added only if
-    the template ends a turn without any special token. The answer is tokenised as the continuation of the prompt. If this
+    messages is rendered by the chat template; white space after the end-of-turn token is removed, and an EOS is added only
+    if the template ends a turn without any special token. The answer is tokenised as the continuation of the prompt. If this
     would change the tokens of the prompt (which the model is given unchanged), the answer is tokenised separately.
     """
 
@@ -126,6 +126,17 @@ class RecordEncoder:
             for text, prompt, whole, joined in zip(usable, prompts, wholes, continued, strict=True)
         )
         return [text if isinstance(text, RowError) else next(examples) for text in texts]
+
+    def encode_prompts(self, records: Sequence[PromptRecord]) -> list[list[int] | RowError]:
+        """Return the token ids of each prompt, the same as before an answer, or the error that makes it unusable."""
+        examples = self.encode([_with_answer(record) for record in records])
+        return [example if isinstance(example, RowError) else example.prompt_ids for example in examples]
+
+    def stop_ids(self) -> frozenset[int]:
+        """Return the tokens that end an answer: the EOS and, with a chat template, the token that ends its turns."""
+        turn = PromptRecord(prompt=[{"role": "user", "content": "?"}], line=1)
+        examples = self.encode([_with_answer(turn)] if self.has_chat_template else [])
+        return frozenset({self._eos_id, *(each.response_ids[-1] for each in examples if isinstance(each, EncodedExample))})
 
     def fingerprint(self) -> str:
         """Return a hash of all tokenizer properties that determine the token ids of an example."""
@@ -247,6 +258,12 @@ class RecordEncoder:
                 "or use the model's own tokenizer"
             )
         return EncodedExample(prompt, answer if ended else [*answer, self._eos_id])
+
+
+def _with_answer(record: PromptRecord) -> KTORecord:
+    """Return a prompt with an answer, which does not change the tokens of the prompt."""
+    response: TextOrMessages = "!" if isinstance(record.prompt, str) else [{"role": "assistant", "content": "!"}]
+    return KTORecord(prompt=record.prompt, response=response, desirable=True, line=record.line, template=record.template)
 
 
 def _as_messages(record: KTORecord) -> KTORecord:

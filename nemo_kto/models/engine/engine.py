@@ -28,7 +28,7 @@ from nemo_kto.distributed.collectives import (
     sum_over_context_parallel,
 )
 from nemo_kto.distributed.gradients import bucket_groups, finish_gathers
-from nemo_kto.distributed.logprobs import check_targets, vocab_parallel_logprobs
+from nemo_kto.distributed.logprobs import check_targets, vocab_parallel_logits, vocab_parallel_logprobs
 from nemo_kto.distributed.state import max_over_ranks
 from nemo_kto.losses.sequence import IGNORED, sequence_sums
 from nemo_kto.models.engine.message_shapes import MessageShapes
@@ -58,6 +58,9 @@ SequenceLoss = Callable[[Tensor, Tensor], MicroBatchLoss]
 If sequences have a second log-prob, the second log-probs follow the first ones: [2b]. Both tensors are on the device.
 Reading one of their values on the host, or copying host data to the device, would make the host wait at each micro-batch.
 """
+
+Head = Callable[[MicroBatch, Tensor], Tensor]
+"""(micro-batch, hidden states of the last stage) -> a value for each sequence, [b] or [b, V], on the device."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -99,15 +102,29 @@ class LogProbEngine:
         if self.forward_micro_batch_size is not None:
             prompts = max(1, self.forward_micro_batch_size // sequences.answers)
             limits = replace(limits, prompts=prompts, tokens=None)
+        self._forward(sequences, limits, self._sequence_logps, logps_B)
+        return logps_B
 
-        def collect(sequence_index_b: Tensor, logps_b: Tensor, *, non_loss_data: bool) -> None:
-            logps_B[sequence_index_b] = logps_b
+    def next_token_logits(self, sequences: SequenceBatch) -> Tensor:
+        """Return the logits from which the only response token of each sequence is predicted: [B, vocab_size], fp32.
+
+        The response token itself does not affect them. The result is on the device; only the last pipeline stage computes
+        it, others return 0.
+        """
+        logits_BV = torch.zeros(len(sequences), self.vocab_size, device=device.current_device())
+        self._forward(sequences, self.limits, self._response_logits, logits_BV)
+        return logits_BV
+
+    def _forward(self, sequences: SequenceBatch, limits: MicroBatchLimits, head: Head, values_B: Tensor) -> None:
+        """Run forward passes without gradient, and write what ``head`` computes for each sequence to ``values_B``."""
+
+        def collect(sequence_index_b: Tensor, values_b: Tensor, *, non_loss_data: bool) -> None:
+            values_B[sequence_index_b] = values_b
 
         if micro_batches := self._micro_batches(sequences, limits):
-            schedule = self._schedule(micro_batches, collect, forward_only=True)
+            schedule = self._schedule(micro_batches, collect, forward_only=True, head=head)
             with self._mode(forward_only=True):
                 schedule(collect_non_loss_data=True)
-        return logps_B
 
     def forward_backward(
         self, sequences: SequenceBatch, loss: SequenceLoss, *, forward_only: bool
@@ -124,7 +141,7 @@ class LogProbEngine:
             return []
         if not forward_only:
             self._local_norms = []
-        schedule = self._schedule(micro_batches, loss, forward_only=forward_only)
+        schedule = self._schedule(micro_batches, loss, forward_only=forward_only, head=self._sequence_logps)
         with self._mode(forward_only=forward_only):
             return schedule()
 
@@ -200,9 +217,12 @@ class LogProbEngine:
                 chunk.train(was_training or not forward_only)
 
     def _schedule(
-        self, micro_batches: list[MicroBatch], loss: Callable[..., object], *, forward_only: bool
+        self, micro_batches: list[MicroBatch], loss: Callable[..., object], *, forward_only: bool, head: Head
     ) -> Callable[..., list[Mapping[str, Tensor]]]:
-        """Return megatron-core's schedule, bound to run the micro-batches and to call ``loss`` for each of them."""
+        """Return megatron-core's schedule, bound to run the micro-batches and to call ``loss`` for each of them.
+
+        ``loss`` gets what ``head`` computes from the hidden states of the last stage.
+        """
 
         def forward_step(left: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., object]]:
             micro_batch = next(left)
@@ -215,7 +235,7 @@ class LogProbEngine:
                     **self._token_owners(micro_batch, chunk),
                 )
                 if unwrap_model(chunk).post_process:
-                    output = self._sequence_logps(micro_batch, output)
+                    output = head(micro_batch, output)
             return output, partial(loss, micro_batch.sequence_index_b)
 
         self._config.message_shapes = MessageShapes.of(micro_batches, self._config)
@@ -247,11 +267,8 @@ class LogProbEngine:
 
     def _sequence_logps(self, micro_batch: MicroBatch, hidden_bsh: Tensor) -> Tensor:
         """Return the log-probs, [b] or [2b] fp32; only hidden states that predict a counted token get logits."""
-        hidden_sbh = hidden_bsh.transpose(0, 1)
-        if self._config.sequence_parallel:
-            hidden_sbh = gather_from_sequence_parallel_region(hidden_sbh)
         logps_T = vocab_parallel_logprobs(
-            hidden_sbh.flatten(0, 1)[micro_batch.hidden_index_T],
+            self._response_states(micro_batch, hidden_bsh),
             self._last_gpt.output_weight(),
             micro_batch.target_T,
             vocab_size=self.vocab_size,
@@ -267,6 +284,26 @@ class LogProbEngine:
             average=self.average_log_probs,
             over_ranks=sum_over_context_parallel,
         )
+
+    def _response_logits(self, micro_batch: MicroBatch, hidden_bsh: Tensor) -> Tensor:
+        """Return the logits that predict the only response token of each sequence: [b, vocab_size], fp32."""
+        logits_TV = vocab_parallel_logits(
+            self._response_states(micro_batch, hidden_bsh),
+            self._last_gpt.output_weight(),
+            vocab_size=self.vocab_size,
+            group=parallel_state.get_tensor_model_parallel_group(),
+            softcap=self._last_gpt.logit_softcap,
+        )
+        # each token is on one context-parallel rank; the others add zeros
+        logits_bV = logits_TV.new_zeros(micro_batch.num_logprobs, self.vocab_size)
+        return sum_over_context_parallel(logits_bV.index_copy(0, micro_batch.logprob_T, logits_TV))
+
+    def _response_states(self, micro_batch: MicroBatch, hidden_bsh: Tensor) -> Tensor:
+        """Return the hidden states that predict response tokens: [T, H]."""
+        hidden_sbh = hidden_bsh.transpose(0, 1)
+        if self._config.sequence_parallel:
+            hidden_sbh = gather_from_sequence_parallel_region(hidden_sbh)
+        return hidden_sbh.flatten(0, 1)[micro_batch.hidden_index_T]
 
 
 def _finalize_gradients(chunks: list[torch.nn.Module], num_examples: Tensor, **options: Any) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +147,16 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wandb_history(file: Path) -> list[tuple[int, float]]:
-    """Steps and losses of a file that wandb wrote: a log of LevelDB's, in whose chunks are protobuf records."""
+    """Steps and losses of a file that wandb wrote."""
+    found = [values for values in wandb_records(file) if "train/loss" in values]
+    return [(values["trainer/global_step"], values["train/loss"]) for values in found]
+
+
+def wandb_records(file: Path) -> Iterator[dict[str, Any]]:
+    """The logged values in a file that wandb wrote: a log of LevelDB's, in whose chunks are protobuf records."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, position, record, found = file.read_bytes(), 7, b"", []
+    data, position, record = file.read_bytes(), 7, b""
     assert data.startswith(b":W&B")
     while position + 7 <= len(data):
         if (left := BLOCK - position % BLOCK) < 7:  # too little for the header of a chunk
@@ -160,11 +167,8 @@ def wandb_history(file: Path) -> list[tuple[int, float]]:
         position += 7 + length
         if kind in (WHOLE, LAST):
             history = Record.FromString(record).history
-            values = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in history.item}
-            if "train/loss" in values:
-                found.append((values["trainer/global_step"], values["train/loss"]))
+            yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in history.item}
             record = b""
-    return found
 
 
 def test_a_missing_package_is_an_error_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

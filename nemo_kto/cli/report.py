@@ -1,0 +1,40 @@
+"""Command `nemo-kto report`: a page about a run, or a comparison of several.
+
+It reads the files of the run folders and does not load torch, so that it works while a run is in progress.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_kto.errors import UserError
+from nemo_kto.report.page import REPORT_FILE, write_report
+from nemo_kto.report.record import read_run
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command; UserError if a folder is not that of a run, or the report cannot be written."""
+    arguments = _parser().parse_args(list(argv))
+    runs = [read_run(folder.resolve()) for folder in dict.fromkeys(arguments.runs)]
+    out: Path = arguments.out or (runs[0].folder if len(runs) == 1 else Path()) / REPORT_FILE
+    if not out.parent.is_dir():
+        raise UserError(f"--out must be a file in a folder that exists, got {out}; create the folder, or choose another")
+    if out.suffix != ".html":
+        raise UserError(f"--out must be a file that ends in .html, got {out}; e.g. --out {out.with_suffix('.html')}")
+    try:
+        files = write_report(runs, out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}; choose another file with --out") from error
+    print(*files, sep="\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    description = "Write a page about a run, or a comparison of several, which needs no other file and no network."
+    parser = argparse.ArgumentParser(prog="nemo-kto report", description=description)
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run folder; the run may still be in progress")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the page; default: RUN/report.html, or ./report.html for several runs"
+    )
+    return parser

@@ -1,0 +1,140 @@
+"""The report as an HTML page, which needs no other file, and as Markdown with the same facts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from nemo_kto import __version__
+from nemo_kto.report import facts
+from nemo_kto.report.advice import advice_for
+from nemo_kto.report.drawing import COLOURS, draw, draw_histogram
+from nemo_kto.report.markdown import markdown
+from nemo_kto.report.plots import (
+    Histogram,
+    Plot,
+    compared_plots,
+    length_histograms,
+    plots_of,
+    reward_histograms,
+)
+from nemo_kto.report.record import RunRecord
+from nemo_kto.utils.files import publish_file
+
+REPORT_FILE = "report.html"  # in the run folder
+_MAX_ANSWERS = 50  # prompts that are shown
+_PARTS = {"prompt": "Prompts", "response": "Answers", "chosen": "Chosen answers", "rejected": "Rejected answers"}
+
+
+def write_report(runs: Sequence[RunRecord], out: Path) -> list[Path]:
+    """Write the report of one run, or the comparison of several, as HTML to ``out`` and as Markdown next to it.
+
+    Return the paths of both.
+    """
+    content = content_of(runs)
+    markdown_file = out.with_suffix(".md")
+    for file, text in ((out, _html(content)), (markdown_file, markdown(content))):
+        with publish_file(file, durable=False) as writing:
+            writing.write_text(text, encoding="utf-8")
+    return [out, markdown_file]
+
+
+def content_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """Return everything that a report shows, by the names in page.html; drawings are plots that are not drawn yet."""
+    named = facts.unique_names(runs)
+    written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    shared = {"footer": f"Written by nemo-kto {__version__} on {written}."}
+    if len(named) > 1:
+        return shared | _comparison(named)
+    return shared | _single(runs[0])
+
+
+def _single(run: RunRecord) -> dict[str, Any]:
+    found = advice_for(run)
+    plots = plots_of(run)
+    return {
+        "title": run.name,
+        "state": run.state.word,
+        "lead": facts.subtitle(run),
+        "notice": facts.state_text(run),
+        "figures": facts.headline(run),
+        "advice_of": [(run.name, found)],
+        "is_sound": not found and run.step > 0,
+        "plots": plots,
+        "curves_note": _curves_note(plots),
+        "rewards": [(f"validation {name}".strip(), histograms) for name, histograms in reward_histograms(run).items()],
+        "answers": [answers for answers, _ in zip(facts.answers(run), range(_MAX_ANSWERS), strict=False)],
+        "data": facts.data_table(run),
+        "lengths": length_histograms(run, "train"),
+        "warnings": facts.warning_lines(run),
+        "parts": [{"title": title, "sections": sections} for title, sections in _parts(run) if sections],
+    }
+
+
+def _comparison(runs: Mapping[str, RunRecord]) -> dict[str, Any]:
+    states = [text for name, run in runs.items() if (text := facts.state_text(run)) and (text := f"{name}: {text}")]
+    plots = compared_plots(runs)
+    return {
+        "title": f"Comparison of {len(runs)} runs",
+        "lead": "; ".join(dict.fromkeys(map(facts.subtitle, runs.values()))),
+        "notice": "\n".join(states),
+        "final_figures": facts.final_figures(runs),
+        "different": rows if len(rows := facts.differing_settings(runs)) > 1 else [],
+        "advice_of": [(name, advice_for(run)) for name, run in runs.items()],
+        "plots": plots,
+        "curves_note": _curves_note(plots),
+        "parts": [],
+    }
+
+
+def _curves_note(plots: Sequence[Plot]) -> str:
+    windows = {series.window for plot in plots for series in plot.series} - {1}
+    if not windows:
+        return ""
+    window = max(windows)
+    note = f"Thick lines are means over a window of up to {window} logged steps, above the raw values."
+    if any(plot.has_bands for plot in plots):
+        note += " Bands are one standard deviation of the logged values within the window."
+    return f"{note} Dots are validations."
+
+
+def _parts(run: RunRecord) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    own, others = facts.set_by_user(run), facts.other_settings(run)
+    settings = [
+        {"title": "", "folded": False, "lines": own},
+        {"title": f"The other {len(others)} keys" if own else f"All {len(others)} keys", "folded": True, "lines": others},
+    ]
+    yield "Settings", [section for section in settings if section["lines"]]
+    yield "Run", [{"title": "", "folded": False, "lines": run.summary}] if run.summary else []
+    table = facts.checkpoint_table(run)
+    yield "Checkpoints", [{"title": "", "folded": False, "lines": None, "rows": table}] if table else []
+    if origin := facts.provenance(run):
+        yield "Versions and hashes", [{"title": "Packages, and content hashes", "folded": True, "lines": origin}]
+
+
+def _html(content: Mapping[str, Any]) -> str:
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    def of_plot(plot: Plot) -> dict[str, Any]:
+        legend = [(series.colour % len(COLOURS), series.label) for series in plot.series if series.label]
+        return {"title": plot.title, "legend": legend, "note": plot.note, "svg": Markup(draw(plot))}  # nosec B704  # our own
+
+    def of_histogram(histogram: Histogram, title: str) -> dict[str, Any]:
+        legend = [(colour, name) for colour, name in enumerate(histogram.counts) if name]
+        svg = Markup(draw_histogram(histogram))  # nosec B704
+        note = "the last bar counts everything longer" if histogram.last_is_open else ""
+        return {"title": title, "legend": legend, "note": note, "svg": svg}
+
+    rewards = []
+    for name, histograms in content.get("rewards", ()):
+        rewards.append({"title": name, "drawn": [of_histogram(each, each.title.capitalize()) for each in histograms]})
+    lengths = [of_histogram(each, _PARTS.get(each.title, each.title)) for each in content.get("lengths", ())]
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    absent = dict.fromkeys(("state", "figures", "final_figures", "different", "is_sound", "answers", "data", "warnings"))
+    drawings = {"drawn": [of_plot(plot) for plot in content["plots"]], "rewards": rewards, "lengths": lengths}
+    return template.render({**absent, **content, **drawings})

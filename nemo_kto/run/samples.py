@@ -1,0 +1,222 @@
+"""Samples of a run: their prompts, and the answers of the model that is being trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_kto.algorithms.callbacks import SampleCallback
+from nemo_kto.algorithms.duration import interval_steps
+from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.data.batches.dataset import Splits
+from nemo_kto.data.rows.prompts import read_prompts
+from nemo_kto.data.rows.reader import RowErrors
+from nemo_kto.data.rows.records import DataError, PromptRecord, RowError
+from nemo_kto.data.tokens.chat import RecordEncoder
+from nemo_kto.distributed import state
+from nemo_kto.errors import UserError, plural
+from nemo_kto.models.engine.engine import LogProbEngine
+from nemo_kto.models.engine.generation import Decoding, generate
+from nemo_kto.models.flops import ModelFlops, Passes
+from nemo_kto.run.rows import collate_settings, model_vocab_size
+from nemo_kto.telemetry.samples import SAMPLES_FILE, Model, Sample, read_samples
+from nemo_kto.telemetry.timers import RunTimer
+
+_PROMPTS, _MAX_NEW_TOKENS = "exp_manager.samples.prompts", "exp_manager.samples.max_new_tokens"
+
+
+class Prompt(NamedTuple):
+    """Prompt of a sample."""
+
+    ids: list[int]
+    text: str  # as the model gets it, or the last message of the user
+    messages: list[Mapping[str, Any]] | None  # None for a prompt that was not read as messages
+
+
+class SamplePrompts(NamedTuple):
+    """Prompts that the model answers, and how."""
+
+    prompts: list[Prompt]
+    decoding: Decoding
+
+
+def build_prompts(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase, splits: Splits[Any]) -> SamplePrompts | None:
+    """Return the prompts of the samples, from the validation rows and from the file; None without samples. Collective.
+
+    Raises UserError if a prompt cannot be used, or has too many tokens for the configured length of the answers.
+    """
+    settings = run.cfg.exp_manager.samples
+    if not settings.enabled:
+        return None
+
+    def build() -> SamplePrompts:
+        encoder = RecordEncoder(
+            tokenizer=tokenizer,
+            vocab_size=model_vocab_size(run.files),
+            apply_chat_template=run.cfg.model.data.apply_chat_template,
+        )
+        found = [
+            Prompt(ids, tokenizer.decode(ids), None)
+            for examples in splits.validation.values()
+            for ids in _of_examples(run, examples)
+        ]
+        if settings.prompts is not None:
+            found += _of_file(run, Path(settings.prompts), encoder)
+        decoding = Decoding(
+            stop_ids=encoder.stop_ids(),
+            max_new_tokens=settings.max_new_tokens,
+            seq_length=run.cfg.seq_length,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            seed=settings.seed,
+        )
+        return SamplePrompts(found, decoding)
+
+    return state.from_rank_zero(build, doing="reading the prompts of the samples")
+
+
+def _of_examples(run: ResolvedRun, examples: Any) -> list[list[int]]:
+    """Return the first different prompts of a validation set that leave room for an answer."""
+    settings, room = run.cfg.exp_manager.samples, _room(run)
+    found = dict[tuple[int, ...], None]()
+    for place in range(len(examples) if settings.count else 0):
+        ids = tuple(map(int, examples[place].prompt_ids))
+        if len(ids) <= room:
+            found[ids] = None
+        if len(found) == settings.count:
+            break
+    if settings.count and not found:
+        text = f"must leave room for the prompt of a validation row, got {settings.max_new_tokens}"
+        raise UserError(f"{_MAX_NEW_TOKENS} {text} of model.data.seq_length={run.cfg.seq_length}; lower it")
+    return [list(ids) for ids in found]
+
+
+def _of_file(run: ResolvedRun, file: Path, encoder: RecordEncoder) -> Iterator[Prompt]:
+    """Yield the prompts of a file; UserError if any of them cannot be used."""
+    broken, room = RowErrors(), _room(run)
+    try:
+        records = read_prompts(file)
+        encoded = encoder.encode_prompts(records)
+        for record, ids in zip(records, encoded, strict=True):
+            if isinstance(ids, RowError):
+                broken.add(file, record.line, str(ids))
+            elif len(ids) > room:
+                text = f"a prompt must have at most model.data.seq_length - {_MAX_NEW_TOKENS} = {room} tokens"
+                broken.add(file, record.line, f"{text}, got {len(ids)}; shorten it, or allow fewer new tokens")
+        broken.raise_if_any()
+    except DataError as error:
+        raise UserError(f"{_PROMPTS} cannot be used: {error}") from error
+    yield from (_prompt(record, ids) for record, ids in zip(records, encoded, strict=True) if isinstance(ids, list))
+
+
+def _prompt(record: PromptRecord, ids: list[int]) -> Prompt:
+    if isinstance(record.prompt, str):
+        return Prompt(ids, record.prompt, None)
+    of_user = [message for message in record.prompt if message["role"] == "user"] or record.prompt
+    return Prompt(ids, str(of_user[-1].get("content")), list(record.prompt))
+
+
+def _room(run: ResolvedRun) -> int:
+    """Return the maximum number of tokens of a prompt."""
+    return run.cfg.seq_length - run.cfg.exp_manager.samples.max_new_tokens
+
+
+@dataclass(kw_only=True, eq=False)
+class Sampler:
+    """Asks the model, with its current weights, for answers to the prompts of the samples."""
+
+    engine: LogProbEngine
+    tokenizer: PreTrainedTokenizerBase
+    samples: SamplePrompts
+    collate: dict[str, Any]  # of ``generate``
+    must_stop: Callable[[], bool]  # equal on all ranks
+    starts_as: Model  # the model that answers before training
+    is_policy: bool  # its answers are those of the policy before the first step
+    has_initial: bool  # the run folder has these answers, from before the run was resumed
+    initial: list[Sample] = field(default_factory=list)  # those of :meth:`before_training`
+
+    def before_training(self) -> None:
+        """Ask for the answers from before the first step, unless there are any. Collective."""
+        if not self.has_initial:
+            self.initial = self.answers(0, self.starts_as)
+
+    def answers(self, step: int, model: Model = "policy") -> list[Sample]:
+        """Return the answers to all prompts after a step; none if the run must stop. Collective."""
+        prompts, decoding = self.samples
+        ids = [prompt.ids for prompt in prompts]
+        generated = generate(self.engine, ids, decoding, collate=self.collate, must_stop=self.must_stop)
+        if generated is None:
+            return []
+        return [
+            Sample(
+                step=step,
+                model=model,
+                index=index,
+                prompt=prompt.text,
+                messages=prompt.messages,
+                answer=self.tokenizer.decode(tokens, skip_special_tokens=True),
+                tokens=len(tokens),
+                ended=tokens[-1] in decoding.stop_ids,
+            )
+            for index, (prompt, tokens) in enumerate(zip(prompts, generated, strict=True))
+        ]
+
+    def callback(self, *, record: Callable[[Sequence[Sample], int], None]) -> SampleCallback:
+        """Return the callback that takes the samples, and records those from before the first step."""
+        return SampleCallback(answer=self.answers, record=record, initial=self.initial, starts_as_policy=self.is_policy)
+
+
+def build_sampler(
+    run: ResolvedRun,
+    engine: LogProbEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: SamplePrompts | None,
+    run_timer: RunTimer,
+    *,
+    is_resumed: bool,
+) -> Sampler | None:
+    """Build the sampler of a run; None without samples. Collective."""
+    if samples is None:
+        return None
+
+    def has_initial() -> bool:
+        return is_resumed and any(sample.step == 0 for sample in read_samples(run.folder / SAMPLES_FILE))
+
+    return Sampler(
+        engine=engine,
+        tokenizer=tokenizer,
+        samples=samples,
+        collate=collate_settings(run.cfg, tokenizer, engine.limits) | {"eod_mask_loss": False},
+        must_stop=lambda: run_timer.stop_reason() is not None,
+        starts_as="policy" if run.reference.name == "none" else "reference",
+        is_policy=run.reference_model is None,
+        has_initial=state.from_rank_zero(has_initial, doing="reading the samples"),
+    )
+
+
+def samples_text(run: ResolvedRun, samples: SamplePrompts, splits: Splits[Any]) -> str:
+    """Describe the samples, and their work compared with the training between two validations."""
+    (prompts, decoding), train = samples, splits.in_use["train"].counts
+    flops = ModelFlops.of_model(run.architecture, adapters=run.adapters)
+    forward, disabled = run.reference_passes
+    others = int(run.cfg.loss.record.needs_z0)  # the KL examples, which have no backward pass
+    step = flops.of_passes(Passes(forward + 1, disabled, backward=1)).per_token
+    step += others * flops.of_passes(Passes(forward + 1, disabled)).per_token
+    batches = train.rows // run.cfg.model.global_batch_size
+    interval = interval_steps(run.length.val_check_interval, run.length.steps_per_epoch(batches))
+    steps = interval or run.length.total_steps(batches)
+    training = step * steps * run.cfg.model.global_batch_size * train.tokens / train.rows
+    new = decoding.max_new_tokens
+    answers = sum(
+        flops.forward.per_token * (len(prompt.ids) * new + new * (new + 1) // 2) + flops.forward.per_response_token * new
+        for prompt in prompts
+    )
+    share = answers / training
+    drawn = f"temperature {decoding.temperature:g}, top_p {decoding.top_p:g}" if decoding.temperature else "greedy"
+    work = "less than 1%" if share < 0.01 else f"at most {share:.0%}"
+    text = f"{plural(len(prompts), 'prompt')}, up to {plural(new, 'token')} each, {drawn}"
+    return f"{text}; {work} more work (timing/samples)"

@@ -1,0 +1,126 @@
+"""Answers of the model: those of transformers on one rank, and the same ones at every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.engines import engine, split_of
+from tests.helpers.rank_pool import RankPool
+
+EOS_ID, NEW_TOKENS, SEQ_LENGTH = 258, 9, 40
+# Different lengths; the last prompt has room for only three tokens.
+PROMPTS = [list(range(60, 60 + length)) for length in (3, 17, 8, 26, SEQ_LENGTH - 3)]
+# Name of a layout: ranks, sizes, and further arguments of ``answers``.
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "tp2": (2, {"tensor": 2}, {}),
+    "pp2": (2, {"pipeline": 2}, {}),
+    "dp2": (2, {}, {}),
+    "cp2": (2, {"context": 2}, {}),
+    "packed_cp2": (2, {"context": 2}, {"packed": True}),
+    "tp2_pp2_sequence_parallel": (4, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, {}),
+    "cp2_pp2_vp2": (4, {"context": 2, "pipeline": 2, "virtual": 2}, {}),
+}
+MIXTURE_LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "ep2": (2, {"expert": 2, "expert_tensor": 1}, {}),
+    "ep2_one_prompt": (2, {"expert": 2, "expert_tensor": 1}, {"prompts": 1}),  # the other rank has none
+    "tp2_ep2": (4, {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True}, {}),
+}
+
+
+def answers(folder: Path, layout: dict[str, Any], options: dict[str, Any] | None = None) -> dict[str, Any]:
+    """On a rank: greedy and drawn answers.
+
+    Args:
+        options: ``packed``, and ``prompts``: how many of them.
+    """
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.distributed import state
+    from nemo_kto.huggingface.huggingface import load_weights
+    from nemo_kto.models.engine.generation import Decoding, generate
+    from nemo_kto.models.engine.optimizer import wrap_data_parallel
+    from nemo_kto.models.gpt import build_chunks
+
+    packed, prompts = (options or {}).get("packed", False), (options or {}).get("prompts")
+    given = state.Layout(**layout)
+    state.init_distributed(layout=given, seed=1)
+    architecture = read_architecture(
+        folder, tensor_parallel=given.tensor, expert_tensor_parallel=given.expert_tensor or given.tensor
+    )
+    chunks = build_chunks(
+        architecture,
+        params_dtype=torch.float32,
+        split=split_of(given),
+        context_parallel=given.context,
+        sequence_parallel=given.sequence_parallel,
+        expert_parallel=given.expert,
+    )
+    chunks = wrap_data_parallel(chunks, use_distributed_optimizer=False)
+    load_weights(chunks, architecture, folder)
+    runs = engine(chunks, architecture, packed=packed)
+    if packed:
+        runs.limits = replace(runs.limits, prompts=None, tokens=90)
+    decoding = Decoding(stop_ids=frozenset(), max_new_tokens=NEW_TOKENS, seq_length=SEQ_LENGTH, seed=7)
+    collate = {"eos_id": EOS_ID, "seq_length": SEQ_LENGTH, "pad_to_multiple": runs.limits.multiple}
+    found = {
+        name: generate(runs, PROMPTS[:prompts], settings, collate=collate)
+        for name, settings in (("greedy", decoding), ("drawn", replace(decoding, temperature=0.8, top_p=0.9)))
+    }
+    assert all(chunk.training for chunk in chunks)
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_rank(ranks: RankPool, tiny_checkpoint: Callable[..., Path]) -> Callable[[str], dict[str, Any]]:
+    """Name of a family -> its answers on one rank."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def get(family: str) -> dict[str, Any]:
+        if family not in known:
+            known[family] = ranks.run(1, answers, tiny_checkpoint(family), {})[0]
+        return known[family]
+
+    return get
+
+
+def test_greedy_answers_are_those_of_transformers(
+    one_rank: Callable[[str], dict[str, Any]], tiny_checkpoint: Callable[..., Path]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for family in ("llama", "qwen3_moe"):
+        model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint(family), dtype=torch.float32)
+        for prompt, answer in zip(PROMPTS, one_rank(family)["greedy"], strict=True):
+            room = min(NEW_TOKENS, SEQ_LENGTH - len(prompt))
+            ids = torch.tensor([prompt])
+            whole = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=room, do_sample=False, eos_token_id=None
+            )
+            assert answer == whole[0, len(prompt) :].tolist()
+            assert len(answer) == room
+
+
+def test_drawn_answers_differ_from_greedy_ones(one_rank: Callable[[str], dict[str, Any]]) -> None:
+    found = one_rank("llama")
+    assert all(drawn != greedy for drawn, greedy in zip(found["drawn"], found["greedy"], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), [*(("llama", name) for name in LAYOUTS), *(("qwen3_moe", name) for name in MIXTURE_LAYOUTS)]
+)
+def test_same_answers_at_every_layout(
+    ranks: RankPool,
+    one_rank: Callable[[str], dict[str, Any]],
+    tiny_checkpoint: Callable[..., Path],
+    family: str,
+    layout: str,
+) -> None:
+    size, sizes, options = (LAYOUTS | MIXTURE_LAYOUTS)[layout]
+    expected = {name: found[: options.get("prompts")] for name, found in one_rank(family).items()}
+    for of_rank in ranks.run(size, answers, tiny_checkpoint(family), sizes, options):
+        assert of_rank == expected

@@ -1,0 +1,85 @@
+"""The reference pages list what exists: options, metrics, exit statuses, messages; all of it, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemo_kto.algorithms.recipes import RECIPES
+from nemo_kto.algorithms.recipes.recipe import OTHER_METRICS
+from nemo_kto.cli import main
+from nemo_kto.processes import ranks, signals
+from nemo_kto.telemetry import console
+from nemo_kto.telemetry.throughput import throughput
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+REFERENCE = REPOSITORY / "docs" / "reference"
+
+
+def first_cells(page: str, *, below: str = "") -> set[str]:
+    """The code of the first column of a page's tables, or of those below one heading."""
+    text = (REFERENCE / page).read_text(encoding="utf-8")
+    if below:
+        text = text.split(f"\n## {below}\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (.*?) \|", text, re.MULTILINE)
+    return {code for row in rows for code in re.findall(r"`([^`]+)`", row)}
+
+
+def in_code(pattern: str) -> set[str]:
+    """All matches in the package."""
+    files = (REPOSITORY / "nemo_kto").rglob("*.py")
+    return {found for file in files for found in re.findall(pattern, file.read_text(encoding="utf-8"))}
+
+
+def test_metrics_of_steps_and_validations() -> None:
+    names = {name for recipe in RECIPES.values() for name in (*recipe.metrics, *recipe.anchors.values())}
+    of_steps = {"lr", "epoch", *in_code(r'step_values\["(\w+)"\]'), *in_code(r'"train/(\w+)": self'), "skipped_steps"}
+    assert first_cells("metrics.md", below="`train/` and `val/`") == names | set(OTHER_METRICS) | of_steps
+
+
+def test_metrics_of_times() -> None:
+    phases = in_code(r'phase\("(\w+)"\)') | in_code(r'"timing/(\w+)"')
+    of_ranks = {"PHASE_max", "PHASE_max_rank"}
+    not_logged = {"export"}  # after the last line of the log
+    assert first_cells("metrics.md", below="`timing/`") == (phases | of_ranks) - not_logged
+
+
+def test_metrics_of_throughput() -> None:
+    sums = {"tokens": 2.0, "kl_tokens": 1.0, "padded_tokens": 4.0, "flops": 1.0}
+    names = throughput(sums, seconds=1.0, world_size=1, peak_flops=1.0)
+    assert first_cells("metrics.md", below="`perf/`") == {*names, *in_code(r'figures\["(\w+)"\]')}
+
+
+def test_exit_statuses() -> None:
+    rows = re.findall(r"^\| (\d+) \|", (REFERENCE / "exit-statuses.md").read_text(encoding="utf-8"), re.MULTILINE)
+    known = {0, console.LOST, ranks.USAGE_ERROR, signals.ENDED_EARLY, ranks.INTERRUPTED}
+    assert set(map(int, rows)) == known
+
+
+def test_options_of_training() -> None:
+    """The other commands' options are generated from their parsers."""
+    text = (REFERENCE / "commands.md").read_text(encoding="utf-8").split("<!-- commands -->")[0]
+    flags = {names.split()[0] for names in (*main._SWITCHES, *main._VALUED, *main._SOURCE)} | {"--info"}
+    assert set(re.findall(r"--[a-z][a-z-]*", text.split("The options are")[1])) == flags
+
+
+def messages() -> list[str]:
+    """The messages of the package that tests have seen, each on one line."""
+    by_file = yaml.safe_load((REPOSITORY / "tests/data/messages.yaml").read_text(encoding="utf-8"))
+    return [" ".join(message.split()) for tests in by_file.values() for seen in tests.values() for message in seen]
+
+
+def test_explained_messages_exist() -> None:
+    explained = re.findall(r"^\| `(.+?)` \|", (REFERENCE / "errors.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(explained) >= 30
+    seen = "\n".join(messages())
+    missing = [text for text in explained if not re.search(".*".join(map(re.escape, text.split("..."))), seen)]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", ["is not a key", "fictitious message"])
+def test_a_message_is_searched_in_the_snapshot(name: str) -> None:
+    assert any(name in message for message in messages()) == (name == "is not a key")

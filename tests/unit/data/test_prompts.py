@@ -1,0 +1,98 @@
+"""Files of prompts, their token ids, and the tokens that end an answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_kto.data.rows.prompts import MAX_PROMPTS, read_prompts
+from nemo_kto.data.rows.records import DataError, PromptRecord, RowError
+from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
+from tests.helpers.messages import Message, raises
+from tests.unit.data.test_chat import ANSWER, USER, record
+from tests.unit.data.tiny_data import chatml_tokenizer, llama_tokenizer
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def write(file: Path, *rows: Any) -> Path:
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def test_a_text_has_one_prompt_per_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("\ufeffWhat is a lake?\r\n\r\n  Name {a} fruit \nÄpfel".encode())
+    found = [(each.prompt, each.line) for each in read_prompts(file)]
+    assert found == [("What is a lake?", 1), ("Name {a} fruit", 3), ("Äpfel", 4)]
+
+
+def test_rows_give_the_prompt_without_its_answer(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "rows.jsonl",
+        {"prompt": "text", "response": "ignored", "label": True},
+        {"prompt": [SYSTEM, USER]},
+        {"messages": [USER, ANSWER, USER, ANSWER], "label": False},
+        {"messages": [USER], "tools": [{"type": "function"}]},
+    )
+    found = read_prompts(file)
+    assert [each.prompt for each in found] == ["text", [SYSTEM, USER], [USER, ANSWER, USER], [USER]]
+    assert found[3].template == {"tools": [{"type": "function"}]}
+
+
+def test_cells_of_a_table_may_be_messages(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text('id,prompt\n1,What?\n2,"[{""role"": ""user"", ""content"": ""Who?""}]"\n', encoding="utf-8")
+    assert [each.prompt for each in read_prompts(file)] == ["What?", [{"role": "user", "content": "Who?"}]]
+
+
+def test_broken_rows_are_listed_together(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", {"question": "?"}, {"prompt": "good"}, {"prompt": ""}, {"messages": [ANSWER]})
+    with raises(DataError, "3 broken rows", f"{file}:1: ", '"prompt"', "question", f"{file}:3: ", f"{file}:4: "):
+        read_prompts(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [(None, ["cannot be read"]), (b"", ["at least one"]), (b"\xff\xfe", ["UTF-8"]), (b"?\n" * (MAX_PROMPTS + 1), ["1,000"])],
+)
+def test_an_unusable_file_is_named(tmp_path: Path, content: bytes | None, parts: list[str]) -> None:
+    file = tmp_path / "prompts.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with raises(DataError, str(file), *parts):
+        read_prompts(file)
+
+
+@pytest.mark.parametrize("apply_chat_template", [False, True])
+def test_a_prompt_has_the_tokens_that_it_has_before_an_answer(apply_chat_template: bool) -> None:
+    for tokenizer in (chatml_tokenizer(), llama_tokenizer()):
+        encoder = RecordEncoder(tokenizer=tokenizer, apply_chat_template=apply_chat_template)
+        rows = [record([USER, ANSWER, USER], [ANSWER], True, 1), record("what is a good film?", "the film", True, 2)]
+        examples = encoder.encode(rows)
+        prompts = encoder.encode_prompts([PromptRecord(prompt=row.prompt, line=row.line) for row in rows])
+        assert prompts == [example.prompt_ids for example in examples if isinstance(example, EncodedExample)]
+        assert len(prompts) == 2
+
+
+def test_a_prompt_that_the_template_refuses_is_an_error() -> None:
+    tokenizer = chatml_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    (found,) = RecordEncoder(tokenizer=tokenizer).encode_prompts([PromptRecord(prompt=[USER], line=1)])
+    assert isinstance(found, RowError)
+    assert str(found) == Message("chat template", "roles must alternate")
+
+
+def test_an_answer_ends_with_the_token_that_ends_a_turn() -> None:
+    tokenizer = chatml_tokenizer()
+    turn_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    tokenizer.eos_token = "a"
+    eos = tokenizer.eos_token_id
+    assert None not in (eos, turn_end)
+    assert eos != turn_end
+    assert RecordEncoder(tokenizer=tokenizer).stop_ids() == {eos, turn_end}
+    tokenizer.chat_template = None
+    assert RecordEncoder(tokenizer=tokenizer).stop_ids() == {eos}

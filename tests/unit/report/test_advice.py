@@ -1,0 +1,124 @@
+"""Advice: each rule on curves that it is about, and silence about a run that is well."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_kto.report.advice import RULES, advice_for
+from nemo_kto.report.record import read_run
+from nemo_kto.report.text import MINUS
+from tests.helpers.run_folders import RECORDED, changed, data_of, healthy, write_run
+
+Lines = list[dict[str, Any]]
+
+
+def advice_of(folder: Path, lines: Lines | Path, **options: Any) -> dict[str, str]:
+    """Title of each advice, without the words that name classes -> all of its text."""
+    found = advice_for(read_run(write_run(folder / "run", lines, **options)))
+    return {advice.title: f"{advice.reason} {advice.remedy}" for advice in found}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("steps", [12, 60, 2000])
+def test_a_healthy_run_gets_no_advice(tmp_path: Path, seed: int, steps: int) -> None:
+    assert advice_of(tmp_path, healthy(steps, every=max(1, steps // 10), seed=seed), data=data_of()) == {}
+
+
+def test_a_real_run_that_learned_gets_no_advice(tmp_path: Path) -> None:
+    assert advice_of(tmp_path, RECORDED / "good.jsonl", model__kto__ref_policy_kl_penalty=0.1, data=data_of()) == {}
+
+
+def test_a_real_run_with_a_far_too_high_learning_rate(tmp_path: Path) -> None:
+    found = advice_of(tmp_path, RECORDED / "bad.jsonl", model__kto__ref_policy_kl_penalty=0.1, model__optim__lr=3e-3)
+    first, *others = found
+    assert "learning rate" in first
+    assert all(
+        figure in found[first] for figure in (f"{MINUS}80.35", f"{MINUS}382", f"{MINUS}67.7", "model.optim.lr=0.0006")
+    )
+    assert [title for title in others if "fall together" in title or "clamped" in title] == others
+
+
+def test_an_empty_run_gets_no_advice(tmp_path: Path) -> None:
+    assert advice_of(tmp_path, []) == {}
+
+
+def noise(scale: float) -> Callable[[int], float]:
+    return lambda step: float(np.random.default_rng(step).normal() * scale)
+
+
+# Words of the title -> the metrics that differ from those of a healthy run, options of its folder, and figures in the text.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "learning rate": ({"loss": lambda step: 0.5 + step / 400}, {"model__optim__lr": 1e-4}, ["0.95", "0.5", "2e-05"]),
+    "learning rate is probably": (
+        {"grad_norm": lambda step: 90.0 if step in (50, 90, 130) else 2.0}, {}, ["3 steps", "90", "2"]
+    ),
+    "skipped": ({"skipped_steps": lambda step: float(step > 50) * 3}, {}, ["3 of 200"]),
+    "hardly changed": (
+        {
+            "loss": lambda step: 0.5 - 1e-6 * step,
+            "rewards_margin": lambda step: 0.001,
+            "val_rewards_margin": lambda step: 0.002,
+        },
+        {"model__optim__lr": 1e-7},
+        ["200 steps", "0.002", "5e-07"],
+    ),
+    "fall together": (
+        {"val_rewards_chosen_mean": lambda step: -step / 100, "val_rewards_rejected_mean": lambda step: -step / 90},
+        {},
+        ["step 200", f"{MINUS}2", f"{MINUS}2.22", "model.kto.sft_loss_weight"],
+    ),
+    "clamped": ({"kl_unclamped": lambda step: -3.0 - step / 200}, {}, ["100 %", f"{MINUS}3.75"]),
+    "batch is small": (
+        {"kl_unclamped": lambda step: 1.0 + noise(8.0)(step)}, {}, ["16 examples", "model.global_batch_size=256"]
+    ),
+    "overfits": (
+        {"val_loss": lambda step: 0.5 - step / 1000 if step <= 100 else 0.4 + (step - 100) / 500},
+        {},
+        ["step 100", "0.4", "0.6", "export.which=best"],
+    ),
+    "desirable examples dominate": (
+        {}, {"data": data_of(desirable=190, weights=(1.0, 0.5))}, ["190", "10", "0.5", "38", "model.kto.auto_balance=true"]
+    ),
+    "truncated": ({}, {"data": data_of(cut=30)}, ["30 answers", "200", "64", "model.data.seq_length"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("title", CASES)
+def test_a_problem_gets_its_advice_and_no_other(title: str, tmp_path: Path) -> None:
+    metrics, options, figures = CASES[title]
+    found = advice_of(tmp_path, changed(healthy(), **metrics), **options)
+    assert len(found) == 1, list(found)
+    ((name, text),) = found.items()
+    assert title in name
+    assert [figure for figure in figures if figure not in text] == [], text
+
+
+def test_every_rule_has_a_case(tmp_path: Path) -> None:
+    fired = set()
+    for number, (metrics, options, _) in enumerate(CASES.values()):
+        run = read_run(write_run(tmp_path / str(number), changed(healthy(), **metrics), **options))
+        fired |= {rule for rule in RULES if rule(run) is not None}
+    assert fired == set(RULES)
+
+
+def test_noise_of_z0_counts_in_units_of_the_reward(tmp_path: Path) -> None:
+    """The same noise of the KL estimate does not matter with a small beta."""
+    lines = changed(healthy(), kl_unclamped=lambda step: 1.0 + noise(8.0)(step))
+    assert advice_of(tmp_path, lines, model__kto__ref_policy_kl_penalty=0.05) == {}
+
+
+def test_one_bad_validation_is_no_overfitting(tmp_path: Path) -> None:
+    lines = changed(healthy(), val_loss=lambda step: 0.6 if step == 200 else 0.5 - step / 2000)
+    assert advice_of(tmp_path, lines) == {}
+
+
+def test_balanced_weights_make_unequal_classes_equal(tmp_path: Path) -> None:
+    data = data_of(desirable=20, weights=(9.0, 1.0))
+    assert math.isclose(20 * 9 / 180, 1)
+    assert advice_of(tmp_path, healthy(), data=data) == {}

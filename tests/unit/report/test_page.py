@@ -1,0 +1,161 @@
+"""The page and the text of a report: complete, safe, and small."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_kto.cli import report
+from nemo_kto.errors import UserError
+from nemo_kto.report.drawing import draw, summary_picture
+from nemo_kto.report.page import write_report
+from nemo_kto.report.plots import common_bins, plots_of
+from nemo_kto.report.record import RewardHistogram, read_run
+from tests.helpers.run_folders import data_of, healthy, write_extras, write_run
+
+VOID = {"meta", "link", "br"}
+
+
+class Elements(HTMLParser):
+    """The elements of a page; raises if they are not nested."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with everything that a report shows."""
+    return write_extras(write_run(tmp_path_factory.mktemp("runs") / "complete", healthy(), data=data_of(cut=30)))
+
+
+def test_a_page_shows_everything_and_loads_nothing(complete: Path, tmp_path: Path) -> None:
+    html, text = (file.read_text() for file in write_report([read_run(complete)], tmp_path / "page.html"))
+    page = Elements(html)
+    links = [value for _, attributes in page.found for name, value in attributes.items() if name in ("src", "href")]
+    assert [link for link in links if not (link or "").startswith(("data:", "#"))] == []
+    assert "script" not in {tag for tag, _ in page.found}
+    assert "url(" not in html.replace("url(#", "")
+    titles = re.findall(r"<h3>([^<]+)</h3>", html)
+    expected = ["Loss", "Rewards in training", "Rewards in validation", "Margin", "AUC", "KL estimate, unclamped"]
+    assert titles[: len(expected)] == expected
+    for title in ("Advice", "Curves", "Rewards of validation, before and after", "Answers", "Data", "Warnings", "Settings"):
+        assert f"<h2>{title}</h2>" in html, title
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
+    assert "&lt;b&gt;answer&lt;/b&gt; 1 of policy &amp; step 200 …" in html
+    for fact in (
+        "# complete",
+        "| AUC |",
+        "0.5 at step 0",
+        "Many rows are truncated",
+        "step 200",
+        r"\<script\>",
+        "Prompt 1?",
+    ):
+        assert fact in text, fact
+
+
+def test_the_drawings_of_a_page_have_the_colours_of_the_page(complete: Path, tmp_path: Path) -> None:
+    html = write_report([read_run(complete)], tmp_path / "page.html")[0].read_text()
+    drawings = re.findall(r"<svg.*?</svg>", html, re.DOTALL)
+    assert len(drawings) == html.count("<figure>") > 12
+    assert [colour for drawing in drawings for colour in re.findall(r"#[0-9a-f]{6}\b", drawing)] == []
+    names = re.findall(r' id="([^"]+)"', "".join(drawings))
+    assert len(names) == len(set(names)), "names of clipping paths must be unique in a page"
+
+
+def test_a_comparison_of_runs(complete: Path, tmp_path: Path) -> None:
+    other = write_run(
+        tmp_path / "other", healthy(100, seed=1), model__optim__lr=3e-6, run={"state": "failed", "text": "no memory"}
+    )
+    html, text = (file.read_text() for file in write_report([read_run(complete), read_run(other)], tmp_path / "page.html"))
+    Elements(html)
+    assert "| model.optim.lr | 1e-06 | 3e-06 |" in text.replace(r"\_", "_")
+    assert "seed" not in text
+    assert "no memory" in html
+    assert "<h3>Validation AUC</h3>" in html
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| complete", "| other"))]
+    assert [row[1:3] for row in rows[:2]] == [["finished", "200"], ["failed", "100"]]
+
+
+def test_a_run_without_a_step(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [], run={"state": "running"})
+    for file in ("config.yaml", "run.json"):
+        html, text = (each.read_text() for each in write_report([read_run(folder)], tmp_path / "page.html"))
+        Elements(html)
+        assert "# run" in text
+        (folder / file).unlink()
+
+
+def test_a_long_run_is_a_small_page_with_its_peaks(tmp_path: Path) -> None:
+    draw_from = np.random.default_rng(0)
+    names = ("loss", "kl_unclamped", "rewards_chosen_mean", "rewards_rejected_mean", "rewards_margin", "grad_norm", "lr")
+    values = draw_from.normal(size=(20_000, len(names))).round(4).tolist()
+    lines: list[dict[str, Any]] = [
+        {"step": step, **{f"train/{name}": value for name, value in zip(names, row, strict=True)}}
+        for step, row in enumerate(values, start=1)
+    ]
+    lines[12_344]["train/loss"] = 77.0
+    run = read_run(write_run(tmp_path / "run", lines))
+    page = write_report([run], tmp_path / "page.html")[0]
+    assert page.stat().st_size < 600_000
+    raw = re.findall(r' d="([^"]+)"', draw(plots_of(run)[0]))
+    heights = [float(number) for path in raw for number in re.findall(r"[ML] [\d.]+ ([\d.]+)", path)]
+    assert min(heights) < 20, "the peak is at the top of the plot"
+
+
+def test_histograms_get_common_bins() -> None:
+    fine = RewardHistogram(
+        step=0, width=0.125, first=-3, counts={"chosen": [1, 2, 3, 4, 5, 6], "rejected": [0, 0, 0, 0, 0, 7]}
+    )
+    coarse = RewardHistogram(step=9, width=0.5, first=0, counts={"chosen": [8], "rejected": [9]})
+    edges, (first, last) = common_bins([fine, coarse])
+    assert edges.tolist() == [-0.5, 0.0, 0.5]
+    assert first["chosen"].tolist() == [6.0, 15.0]
+    assert first["rejected"].tolist() == [0.0, 7.0]
+    assert last["chosen"].tolist() == [0.0, 8.0]
+
+
+def test_many_bins_are_joined() -> None:
+    wide = RewardHistogram(step=0, width=0.25, first=-50, counts={"chosen": [1] * 100})
+    edges, (counts,) = common_bins([wide])
+    assert len(counts["chosen"]) <= 40
+    assert counts["chosen"].sum() == 100
+    assert edges[1] - edges[0] == 1.0
+
+
+def test_the_picture_of_a_run(complete: Path, tmp_path: Path) -> None:
+    summary_picture(read_run(complete), tmp_path / "card.png")
+    assert (tmp_path / "card.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_command(complete: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report.main([str(complete)])
+    assert capsys.readouterr().out.splitlines() == [str(complete / "report.html"), str(complete / "report.md")]
+    assert json.loads((complete / "run.json").read_text())["state"] == "finished"
+    for out in (tmp_path / "a.pdf", tmp_path / "absent" / "a.html"):
+        with pytest.raises(UserError) as raised:
+            report.main([str(complete), "--out", str(out)])
+        assert str(out) in str(raised.value)
+        assert "--out" in str(raised.value)

@@ -1,0 +1,111 @@
+"""What is read from a run folder, also from one of a run that is in progress, was killed, or is none at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_kto.errors import UserError
+from nemo_kto.report.facts import state_text, unique_names
+from nemo_kto.report.record import FAILED, FINISHED, RUNNING, UNKNOWN, read_run
+from nemo_kto.report.run_file import begin_run, end_run, record_failure
+from tests.helpers.run_folders import healthy, write_extras, write_run
+
+
+def test_the_facts_of_a_run(tmp_path: Path) -> None:
+    run = read_run(write_extras(write_run(tmp_path / "run", healthy(), model__optim__lr=1e-5)))
+    assert (run.name, run.algorithm, run.loss, run.beta, run.step, run.total_steps) == ("run", "kto", "kto", 0.2, 200, 100)
+    assert run.settings["model.optim.lr"] == 1e-5
+    assert run.config["model.optim.sched.min_lr"] == 1e-6
+    assert run.validations == {"validation": "val/"}
+    assert run.quality == ("AUC", "val/auc")
+    assert run.classes == ("desirable", "undesirable")
+    assert run.seconds == 200
+    assert len(run.samples) == 8
+    assert [each.step for each in run.rewards[""]] == [0, 200]
+
+
+def test_seconds_of_a_log_line_are_those_of_each_of_its_steps(tmp_path: Path) -> None:
+    lines = [{"step": step, "train/loss": 0.5, "timing/step_time": 2.0} for step in (5, 10)]
+    lines.append({"step": 10, "val/loss": 0.4, "timing/validation": 3.5})
+    assert read_run(write_run(tmp_path, lines)).seconds == 23.5
+
+
+def test_named_validation_sets(tmp_path: Path) -> None:
+    line = {
+        "step": 1,
+        "val/a_loss": 0.5,
+        "val/a_rows": 4,
+        "val/b_c_loss": 0.4,
+        "val/b_c_rows": 4,
+        "val/b_c_preference_loss": 1,
+    }
+    assert read_run(write_run(tmp_path, [line])).validations == {"validation a": "val/a_", "validation b_c": "val/b_c_"}
+
+
+def test_damaged_lines_and_files_are_left_out(tmp_path: Path) -> None:
+    folder = write_extras(write_run(tmp_path, healthy()))
+    for name in ("metrics", "rewards", "samples", "warnings"):
+        with (folder / f"{name}.jsonl").open("a") as file:
+            file.write('{"step": 3}\n[1]\n{"step": "x", "index": []}\n{"step": 9, "tr')
+    (folder / "run.json").write_text("{")
+    (folder / "data.json").write_text("[]")
+    run = read_run(folder)
+    assert (run.step, len(run.samples), len(run.rewards[""]), run.data, run.run) == (200, 8, 2, {}, {})
+
+
+@pytest.mark.parametrize("present", ["nothing", "a file", "another folder"])
+def test_a_folder_that_is_no_run(present: str, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    if present == "a file":
+        folder.touch()
+    elif present == "another folder":
+        write_run(folder / "inner", [])
+    with pytest.raises(UserError) as raised:
+        read_run(folder)
+    named = [str(folder), *(["metrics.jsonl", "run.json", "config.yaml", "inner"] if present == "another folder" else [])]
+    assert [word for word in named if word not in str(raised.value)] == []
+
+
+def test_the_state_of_a_run(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, healthy(10), run={"state": "running", "total_steps": 20})
+    owner = folder / ".lock.owner"
+    owner.touch()
+    running = read_run(folder)
+    assert running.state.word == RUNNING
+    assert "after step 10 of 20" in state_text(running)
+    os.utime(owner, (time.time() - 100, time.time() - 100))
+    killed = read_run(folder)
+    assert killed.state.word == UNKNOWN
+    assert "killed" in state_text(killed)
+    end_run(folder, FINISHED)
+    assert state_text(read_run(folder)) == ""
+
+
+def test_the_error_of_the_rank_that_failed_first_is_recorded(tmp_path: Path) -> None:
+    write_run(tmp_path, healthy(10))
+    (tmp_path / "run.json").unlink()
+    began = time.time()
+    record_failure(tmp_path, "nothing began", since=began)
+    assert not (tmp_path / "run.json").exists()
+    begin_run(tmp_path, run={"total_steps": 20}, data={"unit": "rows"})
+    end_run(tmp_path, FAILED, "RuntimeError: connection closed by peer")
+    record_failure(tmp_path, "rank 1 of 2 failed: out of memory", since=began)
+    run = read_run(tmp_path)
+    assert (run.state.word, run.state.text) == (FAILED, "rank 1 of 2 failed: out of memory")
+    assert json.loads((tmp_path / "data.json").read_text()) == {"unit": "rows"}
+    record_failure(tmp_path, "of a later start, which never began", since=time.time() + 1)
+    end_run(tmp_path, FINISHED)
+    record_failure(tmp_path, "after its end", since=began)
+    assert read_run(tmp_path).state.word == FINISHED
+
+
+def test_names_of_runs_tell_them_apart(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / name, [])) for name in ("a/kto", "b/kto", "c")]
+    assert list(unique_names(runs[:1])) == ["kto"]
+    assert list(unique_names(runs[1:])) == ["kto", "c"]
+    assert list(unique_names(runs[:2])) == ["a/kto", "b/kto"]
