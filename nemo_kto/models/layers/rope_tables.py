@@ -95,7 +95,8 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _rotate(grads[0], *ctx.saved_tensors, ctx.interleaved, True), None, None, None
+        cos_s11d, sin_s11c = ctx.saved_tensors
+        return _rotate(grads[0], cos_s11d, sin_s11c, ctx.interleaved, True), None, None, None
 
 
 def _pairs(heads: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

@@ -139,6 +139,15 @@ def test_the_offloaded_part_of_the_optimizer(architecture: Architecture) -> None
     assert first(architecture, element_bytes=2, data_parallel=4, offload=1.0, on_gpu=True).working == 0
 
 
+def test_a_reference_in_the_memory_of_the_gpu(architecture: Architecture) -> None:
+    on_host, on_gpu = (
+        first(architecture, element_bytes=2, swapped="all", on_gpu=True, reference_on_gpu=kept) for kept in (False, True)
+    )
+    assert on_host.reference == on_gpu.reference == 2 * on_gpu.parameters
+    assert on_gpu.device - on_host.device == on_gpu.static - on_host.static == on_gpu.reference
+    assert on_host.host - on_gpu.host == on_gpu.reference
+
+
 def test_in_flight_micro_batches_of_a_stage(architecture: Architecture) -> None:
     saved = Activations(architecture=architecture, element_bytes=4)
     layer = saved.layer() * TOKENS
