@@ -48,7 +48,7 @@ def test_metrics_of_times() -> None:
 
 
 def test_metrics_of_throughput() -> None:
-    sums = {"tokens": 2.0, "kl_tokens": 1.0, "padded_tokens": 4.0, "flops": 1.0}
+    sums = {"tokens": 2.0, "kl_tokens": 1.0, "padded_tokens": 4.0, "flops": 1.0, "saved_flops": 1.0}
     names = throughput(sums, seconds=1.0, world_size=1, peak_flops=1.0)
     assert first_cells("metrics.md", below="`perf/`") == {*names, *in_code(r'figures\["(\w+)"\]')}
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_kto.algorithms.callbacks import SampleCallback
 from nemo_kto.algorithms.duration import interval_steps
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.data.batches.dataset import Splits
+from nemo_kto.data.batches.dataset import SplitCounts, Splits
 from nemo_kto.data.rows.prompts import read_prompts
 from nemo_kto.data.rows.reader import RowErrors
 from nemo_kto.data.rows.records import DataError, PromptRecord, RowError
@@ -200,23 +200,23 @@ def build_sampler(
 
 def samples_text(run: ResolvedRun, samples: SamplePrompts, splits: Splits[Any]) -> str:
     """Describe the samples, and their work compared with the training between two validations."""
-    (prompts, decoding), train = samples, splits.in_use["train"].counts
-    flops = ModelFlops.of_model(run.architecture, adapters=run.adapters)
-    forward, disabled = run.reference_passes
-    others = int(run.cfg.loss.record.needs_z0)  # the KL examples, which have no backward pass
-    step = flops.of_passes(Passes(forward + 1, disabled, backward=1)).per_token
-    step += others * flops.of_passes(Passes(forward + 1, disabled)).per_token
-    batches = train.rows // run.cfg.model.global_batch_size
-    interval = interval_steps(run.length.val_check_interval, run.length.steps_per_epoch(batches))
-    steps = interval or run.length.total_steps(batches)
-    training = step * steps * run.cfg.model.global_batch_size * train.tokens / train.rows
-    new = decoding.max_new_tokens
-    answers = sum(
-        flops.forward.per_token * (len(prompt.ids) * new + new * (new + 1) // 2) + flops.forward.per_response_token * new
-        for prompt in prompts
-    )
-    share = answers / training
+    (prompts, decoding), share = samples, _relative_work(run, samples, splits.in_use["train"].counts)
     drawn = f"temperature {decoding.temperature:g}, top_p {decoding.top_p:g}" if decoding.temperature else "greedy"
     work = "less than 1%" if share < 0.01 else f"at most {share:.0%}"
-    text = f"{plural(len(prompts), 'prompt')}, up to {plural(new, 'token')} each, {drawn}"
+    text = f"{plural(len(prompts), 'prompt')}, up to {plural(decoding.max_new_tokens, 'token')} each, {drawn}"
     return f"{text}; {work} more work (timing/samples)"
+
+
+def _relative_work(run: ResolvedRun, samples: SamplePrompts, train: SplitCounts) -> float:
+    """Return the FLOPs of the linear layers for the longest answers, divided by those of training until then."""
+    flops, (forward, disabled) = ModelFlops.of_model(run.architecture, adapters=run.adapters), run.reference_passes
+    example = flops.of_passes(Passes(forward + 1, disabled, backward=1)).per_token
+    if run.cfg.loss.record.needs_z0:
+        example += flops.of_passes(Passes(forward + 1, disabled)).per_token  # of the KL example
+    batch_size, new = run.cfg.model.global_batch_size, samples.decoding.max_new_tokens
+    batches = train.rows // batch_size
+    steps = interval_steps(run.length.val_check_interval, run.length.steps_per_epoch(batches))
+    training = example * train.tokens / train.rows * batch_size * (steps or run.length.total_steps(batches))
+    tokens = sum(len(prompt.ids) * new + new * (new + 1) // 2 for prompt in samples.prompts)
+    output = flops.forward.per_response_token * new * len(samples.prompts)
+    return (flops.forward.per_token * tokens + output) / training

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemo_kto.telemetry.samples import SAMPLES_FILE, read_samples
 from tests.gpu.jobs import DETERMINISTIC, EXPERTS, GPUS, IS_EMULATED, LORA, STEPS, Workplace, assert_close, on
 from tests.helpers.commands import CLI, environment
 from tests.helpers.hf_models import weights
@@ -112,6 +113,15 @@ def test_a_run_on_the_cpu_of_a_machine_with_a_gpu(place: Workplace, expected: Ca
     assert_close(run, expected("kto"), tolerance=1e-5)
     recorded = place.recorded("hardware")
     assert (recorded["devices"], recorded["backend"]) == (["cpu"], "gloo")
+
+
+@repeats
+def test_samples_equal_the_cpu(place: Workplace) -> None:
+    """Those from before the first step, when the weights are the same."""
+    given = ("exp_manager.samples.count=3", "exp_manager.samples.max_new_tokens=6", "exp_manager.samples.temperature=0.7")
+    found = [read_samples(place.run(f"samples-{device}", *on(device), *given) / SAMPLES_FILE) for device in (DEVICE, "cpu")]
+    assert [sample.step for sample in found[0]] == [0, 0, 0, STEPS, STEPS, STEPS]
+    assert found[0][:3] == found[1][:3]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from nemo_kto.utils.fields import MayChange, Name, Remedy, Section
 if TYPE_CHECKING:  # these take seconds to import, and the command line does not need them
     from nemo_kto.algorithms.dpo import DPOTrainer
     from nemo_kto.data.batches.dataset import Splits
-    from nemo_kto.data.batches.loader import SequenceCost
+    from nemo_kto.data.batches.loader import ExampleCosts, SequenceCost
     from nemo_kto.data.inspect.preview import Preview
     from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 
@@ -110,9 +110,19 @@ class Recipe(ABC):
 
     @abstractmethod
     def costs(
-        self, *, cost: SequenceCost, kl_cost: SequenceCost | None, seq_length: int
-    ) -> Callable[[Sequence[Any]], list[float]]:
-        """Return the function for the cost of each example of a global batch; see ``data.batches.loader.KTOCosts``."""
+        self,
+        *,
+        cost: SequenceCost,
+        kl_cost: SequenceCost | None,
+        reference_cost: SequenceCost,
+        seq_length: int,
+        share_prompts: bool,
+    ) -> ExampleCosts:
+        """Return the costs of the examples of a global batch; see ``data.batches.loader``.
+
+        The arguments are the costs of all passes over a sample or an answer, and over a KL example, and the part of the
+        reference in both; with ``share_prompts`` the sequences of an example share their prompt where they can.
+        """
 
     @abstractmethod
     def preview(self, show: Preview, dataset: Any, batch: Any, examples: Sequence[Any], loss: Loss) -> Iterator[str]:

@@ -20,7 +20,8 @@ from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
 from tests.helpers.training_jobs import assert_same, flops, length, train_with_known_peak, trajectory
 
-ONE_RANK: tuple[int, list[str]] = (1, [])
+# without shared prompts, which all other layouts have, except for those with context parallelism
+ONE_RANK: tuple[int, list[str]] = (1, ["model.data.share_prompts=false"])
 
 PACKED = ["model.data.packing=true", "model.micro_batch_size=null", "model.micro_batch_tokens=180"]
 PP2_VP2 = ("model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2")
@@ -287,6 +288,7 @@ class Tours:
         world_size, of_layout = LAYOUTS.get(layout, ONE_RANK)
         rows, others = self.sets[algorithm]
         overrides = [
+            "model.data.share_prompts=auto",
             *of_run,
             *(override.replace("model.kto.", f"model.{algorithm}.") for override in of_layout),
             *length(algorithm, steps),

@@ -42,6 +42,12 @@ def start(
     return run
 
 
+@pytest.fixture(scope="module")
+def whole(start: Callable[..., Path]) -> list[Sample]:
+    """Samples of a run of four steps on one rank."""
+    return read_samples(start(*FULL, *SAMPLES) / SAMPLES_FILE)
+
+
 def taken(found: list[Sample]) -> list[tuple[int, str, int]]:
     return [(sample.step, sample.model, sample.index) for sample in found]
 
@@ -60,27 +66,26 @@ def test_training_is_the_same_to_the_last_bit(start: Callable[..., Path], prompt
     assert [line["step"] for line in lines if line.get("timing/samples", 0) > 0] == [2, 4]
 
 
-def test_two_stages_take_the_same_samples_and_a_resumed_run_repeats_none(start: Callable[..., Path]) -> None:
-    whole = start(*FULL, *SAMPLES)
+def test_two_ranks_take_the_same_samples_and_a_resumed_run_repeats_none(
+    start: Callable[..., Path], whole: list[Sample]
+) -> None:
     layout = ["model.tensor_model_parallel_size=2", "trainer.kto.max_epochs=1"]
     other = start(*FULL, *SAMPLES, *layout, "trainer.kto.max_steps=2", world_size=2)
     first = (other / SAMPLES_FILE).read_bytes()
     start(*FULL, *SAMPLES, *layout, world_size=2, folder=other)
     assert (other / SAMPLES_FILE).read_bytes().startswith(first)
-    assert read_samples(other / SAMPLES_FILE) == read_samples(whole / SAMPLES_FILE)
+    assert read_samples(other / SAMPLES_FILE) == whole
 
 
-def test_samples_of_a_resumed_run_begin_with_those_of_the_reference(start: Callable[..., Path]) -> None:
-    whole = start(*FULL, *SAMPLES)
+def test_samples_of_a_resumed_run_begin_with_those_of_the_reference(start: Callable[..., Path], whole: list[Sample]) -> None:
     later = start(*FULL, "trainer.kto.max_steps=2")
     start(*FULL, *SAMPLES, folder=later)
-    kept = [sample for sample in read_samples(whole / SAMPLES_FILE) if sample.step != 2]
-    assert read_samples(later / SAMPLES_FILE) == kept
+    assert read_samples(later / SAMPLES_FILE) == [sample for sample in whole if sample.step != 2]
 
 
-@pytest.mark.parametrize("mode", ["swap", "cached"])
+@pytest.mark.parametrize("mode", [pytest.param("swap", marks=pytest.mark.slow), "cached"])
 def test_another_reference_answers_with_its_own_weights(
-    start: Callable[..., Path], tmp_path: Path, ranks: RankPool, kto_rows: Path, mode: str
+    start: Callable[..., Path], tmp_path: Path, ranks: RankPool, kto_rows: Path, whole: list[Sample], mode: str
 ) -> None:
     other = make_checkpoint(tmp_path / "other", "llama", seed=3)
     named = [f"model.reference.restore_from_path={other}", f"model.reference.mode={mode}"]
@@ -89,5 +94,4 @@ def test_another_reference_answers_with_its_own_weights(
     assert taken(found) == [(step, model, index) for step, model in expected for index in range(2)]
     ranks.run(1, train, other, kto_rows, tmp_path / "run", 1, [*EVERY_SECOND, *SAMPLES, "trainer.kto.max_steps=1"])
     assert found[:2] == read_samples(tmp_path / "run" / SAMPLES_FILE)[:2]
-    own = read_samples(start(*SAMPLES) / SAMPLES_FILE)[:2]
-    assert [sample.answer for sample in found[2:4]] == [sample.answer for sample in own]
+    assert [sample.answer for sample in found[2:4]] == [sample.answer for sample in whole[:2]]

@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.algorithms.callbacks import Callback, Event, ReferenceSync, StragglerCallback, ThroughputCallback
+from nemo_kto.algorithms.callbacks import (
+    Callback,
+    Event,
+    ReferenceSync,
+    SampleCallback,
+    StragglerCallback,
+    ThroughputCallback,
+)
 from nemo_kto.losses.metrics import Metrics
+from nemo_kto.telemetry.samples import Model, Sample
 from nemo_kto.telemetry.watch import RankTimes
 from tests.unit.algorithms.trainer_doubles import Run
 
@@ -59,6 +67,25 @@ def test_stragglers_are_compared_every_few_steps() -> None:
     assert run.notes.series("timing/forward_max_rank") == [(2, 1), (4, 1)]
     assert len(warnings) == 1
     assert warnings[0].startswith("rank 1 of 2 on far is slower")
+
+
+def sample(step: int, model: Model = "policy") -> Sample:
+    return Sample(step=step, model=model, index=0, prompt="?", messages=None, answer="!", tokens=1, ended=True)
+
+
+@pytest.mark.parametrize(("starts_as_policy", "steps"), [(True, [2, 4]), (False, [0, 2, 4])])
+def test_samples_are_taken_at_each_validation(starts_as_policy: bool, steps: list[int]) -> None:
+    recorded: list[tuple[int, list[Sample]]] = []
+    callback = SampleCallback(
+        answer=lambda step: [] if step == 4 else [sample(step)],  # the run must stop
+        record=lambda samples, step: recorded.append((step, [*samples])),
+        initial=[sample(0, "reference")],
+        starts_as_policy=starts_as_policy,
+    )
+    run = Run(max_steps=4, val_check_interval=2, val_rows=4, val_before_training=True, callbacks=[callback]).fit()
+    taken = [(step, [sample(step)]) for step in steps if step != 4]
+    assert recorded == [(0, [sample(0, "reference")]), *taken]
+    assert [step for step, _ in run.notes.series("timing/samples")] == steps
 
 
 def test_hooks_are_called_in_order() -> None:

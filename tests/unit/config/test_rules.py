@@ -177,6 +177,16 @@ BROKEN = [
         [Message("model.data.reset_attention_mask", "false", "model.data.packing=true", "true", "other")],
     ),
     (
+        ["model.data.share_prompts=true", "model.data.reset_attention_mask=true"],
+        1,
+        [Message("model.data.share_prompts", "false", "auto", "model.data.reset_attention_mask", "true")],
+    ),
+    (
+        ["model.data.share_prompts=true", "model.context_parallel_size=2"],
+        2,
+        [Message("model.data.share_prompts", "false", "auto", "model.context_parallel_size", "2")],
+    ),
+    (
         ["model.global_batch_size=10", "model.micro_batch_size=2", "model.tensor_model_parallel_size=2"],
         8,
         [Message("model.global_batch_size", "micro_batch_size", "2", "4", "8", "10", "16")],

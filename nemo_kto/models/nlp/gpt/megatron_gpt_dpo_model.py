@@ -17,7 +17,7 @@ from nemo_kto.losses.preference import preference_metric_sums, preference_metric
 from nemo_kto.models.engine.engine import MicroBatchLoss
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import Passes
-from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, upload_values
+from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, add_work, upload_values
 
 
 @dataclass(kw_only=True, eq=False)
@@ -48,10 +48,13 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         sft_counts_P = torch.ones(pairs, dtype=torch.long)  # contributions to the denominator of the SFT term
         if self.sft_token_mean:
             sft_counts_P = (trained.response_counts_B + trained.prompt_counts_B)[:pairs]
-        passes = self.passes(forward_only=forward_only, looks_ahead=self.objective.loss.looks_ahead)
-        work = self.engine.work_sums(trained, passes=passes)
-        own_passes = self.engine.flops.of_passes(Passes(forward=1, backward=not forward_only))
-        work["flops"] = work["flops"] + own_passes.per_response_token * trained.prompt_counts_B.sum()
+        own_passes = Passes(forward=1, backward=not forward_only)
+        others = [self.reference_work(answers)]
+        if self.objective.loss.looks_ahead:
+            others.append(self.engine.flops_sums(answers, passes=Passes(forward=1)))
+        work = add_work(self.engine.work_sums(trained, passes=own_passes), *others)
+        per_prompt_token = self.engine.flops.of_passes(own_passes).per_response_token
+        work["flops"] = work["flops"] + per_prompt_token * trained.prompt_counts_B.sum()
         valid_P = answers.valid_B.view(2, -1).all(dim=0)
         batch_sums = sum_over_data_parallel({**work, "valid": valid_P.sum(), "sft_count": (sft_counts_P * valid_P).sum()})
         sft_scale = batch_sums.pop("valid") / batch_sums.pop("sft_count").clamp(min=1)

@@ -16,7 +16,8 @@ from nemo_kto.losses.kto import kl_reference_point, kl_sums, kto_metric_sums, kt
 from nemo_kto.losses.metrics import Metrics, RunningMean
 from nemo_kto.models.engine.engine import MicroBatchLoss
 from nemo_kto.models.engine.sequences import SequenceBatch
-from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, upload_values
+from nemo_kto.models.flops import Passes
+from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, add_work, upload_values
 
 
 @dataclass(kw_only=True, eq=False)
@@ -62,23 +63,25 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         loss, valid_B = self.objective.loss, samples.valid_B
         updates_delta = loss.needs_delta and not forward_only
         sums = {"valid": valid_B.sum(), "valid_desirable": (valid_B & batch["preference"].bool()).sum()}
+        others = [self.reference_work(samples, *kl_samples)]
         if updates_delta:
             with self.phase("delta"):
                 log_ratios_B = self.engine.logprobs(samples) - batch["ref_policy_log_probs_samples"]
             sums |= reward_sums(log_ratios_B, valid_B, beta=self.objective.beta)
-        work = self.engine.work_sums(samples, passes=self.passes(forward_only=forward_only, looks_ahead=updates_delta))
+            others.append(self.engine.flops_sums(samples, passes=Passes(forward=1)))
+        work = self.engine.work_sums(samples, passes=Passes(forward=1, backward=not forward_only))
         if loss.needs_z0:
             (kl_batch,) = kl_samples
             with self.phase("kl"):
                 log_ratios_B = self.engine.logprobs(kl_batch) - batch["ref_policy_log_probs_kl_samples"]
-            kl_work = self.engine.work_sums(kl_batch, passes=self.passes(forward_only=True))
-            # "tokens" counts only the tokens trained on; padded_tokens and flops include the KL examples
-            work |= {name: work[name] + kl_work[name] for name in ("padded_tokens", "flops")}
-            work["kl_tokens"] = kl_work["tokens"]
+            kl_work = self.engine.work_sums(kl_batch, passes=Passes(forward=1))
+            # "tokens" counts only the tokens trained on; the other sums include the KL examples
+            sums["kl_tokens"] = kl_work.pop("tokens")
+            others.append(kl_work)
             sums |= kl_sums(log_ratios_B, kl_batch.valid_B)
             if "kl_same_prompt" in batch:
                 sums["same_prompt_pairs"] = batch["kl_same_prompt"].sum()
-        batch_sums = sum_over_data_parallel(sums | work)
+        batch_sums = sum_over_data_parallel(sums | add_work(work, *others))
         anchor: dict[str, Tensor] = {}  # what log-ratios are compared with
         if loss.needs_z0:  # section 4.1: the mean log-ratio of the KL examples of the global batch, at least 0
             anchor["z0"] = kl_reference_point(batch_sums["kl_sum"], batch_sums["kl_rows"]).float()

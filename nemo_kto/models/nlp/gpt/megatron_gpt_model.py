@@ -41,6 +41,11 @@ def upload_values(**values: Tensor | None) -> dict[str, Tensor]:
     return dict(zip(present, device.upload([*present.values()]), strict=True))
 
 
+def add_work(work: Mapping[str, Tensor], *others: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``work`` of the engine with that of other passes added; sums that a pass lacks count as 0."""
+    return {name: sum((other[name] for other in others if name in other), start=value) for name, value in work.items()}
+
+
 @dataclass(kw_only=True, eq=False)
 class MegatronGPTModel:
     """A policy with its objective and its reference; the engine runs the forward and backward passes."""
@@ -56,13 +61,9 @@ class MegatronGPTModel:
         """Whether the loss needs reference log-probs."""
         return self.reference is not None
 
-    def passes(self, *, forward_only: bool, looks_ahead: bool = False) -> Passes:
-        """Return the passes that one step makes over a sequence, including those of the reference.
-
-        ``looks_ahead`` adds a forward pass, needed before the loss (for delta, or to sort the global batch).
-        """
-        forward, disabled, backward = Passes() if self.reference is None else self.reference.passes
-        return Passes(forward + 1 + looks_ahead, disabled, backward + (not forward_only))
+    def reference_work(self, *parts: SequenceBatch) -> dict[str, Tensor]:
+        """Return the work of the reference in one step, as the engine's ``flops_sums``."""
+        return self.engine.flops_sums(*parts, passes=Passes() if self.reference is None else self.reference.passes)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the objective, as plain numbers, that a checkpoint must keep; {} for most losses."""

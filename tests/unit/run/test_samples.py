@@ -1,0 +1,68 @@
+"""Prompts of samples: those of validation rows and of a file, and those that cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nemo_kto.data.batches.dataset import KTOExample
+from nemo_kto.errors import UserError
+from nemo_kto.run.resume import check_validation_rows
+from nemo_kto.run.samples import SamplePrompts, build_prompts
+from tests.helpers.messages import raises
+from tests.helpers.tiny_models import TURN_END, make_tokenizer
+from tests.unit.run.test_build_rows import resolved
+
+KEY = "exp_manager.samples"
+
+
+def examples(*prompts: str) -> list[KTOExample]:
+    ids = make_tokenizer()(list(prompts), add_special_tokens=False)["input_ids"]
+    return [KTOExample(prompt_ids=each, response_ids=[1], desirable=True) for each in ids]
+
+
+def prompts_of(*overrides: str, **sets: Sequence[KTOExample]) -> SamplePrompts | None:
+    run = resolved("model.data.seq_length=30", f"{KEY}.max_new_tokens=10", *(f"{KEY}.{each}" for each in overrides))
+    splits: Any = SimpleNamespace(validation=sets)
+    return build_prompts(run, make_tokenizer(), splits)
+
+
+def test_there_are_none_by_default() -> None:
+    assert prompts_of(rows=examples("a")) is None
+
+
+def test_the_first_different_prompts_of_each_set_are_taken() -> None:
+    found = prompts_of("count=2", one=examples("a", "a", "b", "c"), other=examples("x" * 21, "d"))
+    assert found is not None
+    assert [prompt.text for prompt in found.prompts] == ["a", "b", "d"], "the long one leaves no room"
+    assert {prompt.messages for prompt in found.prompts} == {None}
+    assert found.decoding.stop_ids == {make_tokenizer().convert_tokens_to_ids(TURN_END)}
+    assert (found.decoding.max_new_tokens, found.decoding.seq_length) == (10, 30)
+
+
+def test_prompts_of_a_file_follow(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("who?\nwhat?\n")
+    found = prompts_of("count=1", f"prompts={file}", rows=examples("a"))
+    assert found is not None
+    assert [prompt.text for prompt in found.prompts] == ["a", "who?", "what?"]
+
+
+def test_prompts_that_leave_no_room_are_errors(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"who?\n{'x' * 25}\n{'x' * 20}\n")
+    with raises(UserError, f"{KEY}.prompts", f"{file}:2: ", "model.data.seq_length", f"{KEY}.max_new_tokens = 20", "25"):
+        prompts_of(f"prompts={file}")
+    with raises(UserError, f"{KEY}.max_new_tokens", "10", "model.data.seq_length=30", "lower"):
+        prompts_of("count=1", rows=examples("x" * 21))
+
+
+@pytest.mark.parametrize(("key", "value", "without"), [("count", "3", "0"), ("prompts", "asked.txt", "null")])
+def test_a_run_without_validation_rows_takes_no_samples(key: str, value: str, without: str) -> None:
+    run, data = resolved(f"{KEY}.{key}={value}"), SimpleNamespace(validation={})
+    with raises(UserError, "model.data.splits_string", f"{KEY}.{key}={value}", f"{KEY}.{key}={without}"):
+        check_validation_rows(run.cfg, data)  # type: ignore[arg-type]
