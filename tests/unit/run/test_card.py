@@ -9,6 +9,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from nemo_kto.algorithms.recipes import RECIPES
+from nemo_kto.artifacts.content import copy_companions, read_companions
 from nemo_kto.artifacts.hub import hub_name
 from nemo_kto.artifacts.upload import Repository
 from nemo_kto.errors import UserError
@@ -110,3 +111,17 @@ def test_the_name_of_a_repository() -> None:
     for text in ("me/model", "hf:model", "hf:me/model@", "hf:me/model@../x", "hf:a/b/c"):
         with raises(UserError, "hf:USER/NAME", text):
             Repository.of(text)
+
+
+def test_license_and_card_of_the_original_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    for folder in (source, target):
+        folder.mkdir()
+    for name in ("LICENSE.txt", "NOTICE", "USE_POLICY.md", "README.md", "model.py"):
+        (source / name).write_text(name)
+    (tmp_path / "elsewhere").write_text("elsewhere")
+    (source / "LICENSE.other").symlink_to(tmp_path / "elsewhere")
+    assert read_companions(source, into="a checkpoint")["README.md"] == b"README.md"
+    copy_companions(source, target)
+    assert {path.name for path in target.iterdir()} == {"LICENSE.txt", "NOTICE", "USE_POLICY.md"}
+    assert "LICENSE.other" in caplog.text
