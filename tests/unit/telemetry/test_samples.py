@@ -95,7 +95,7 @@ def test_mlflow_has_one_table_of_the_run(tmp_path: Path) -> None:
 def test_wandb_has_a_table_of_each_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     log(quiet(tmp_path, wandb={"project": "tests", "name": "one", "offline": True}, samples=True), 0, 2)
-    __import__("wandb").finish()  # as at the end of the process
+    __import__("wandb").teardown()  # as at the end of the process; waits until the file is written
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     (file,) = run.glob("*.wandb")
     found: list[tuple[int, Any]] = []
