@@ -140,7 +140,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
         logger.log_metrics({"train/loss": 0.5 / step}, step)
     logger.finalize("success")
-    __import__("wandb").teardown()  # as at the end of the process; waits until the file is written
+    __import__("wandb").finish()  # as at the end of the process
     identity = (tmp_path / "wandb_run_id").read_text().strip()
     (file,) = (tmp_path / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb")
     assert wandb_history(file) == [(1, 0.5), (2, 0.25)]
