@@ -69,7 +69,7 @@ PACKAGES = {
     "artifacts": Package(
         own=names("architecture utils"),
         outside=names("pydantic annotated_types safetensors"),
-        only_in=(("huggingface_hub", names("hub.py")),),
+        only_in=(("huggingface_hub", names("hub.py upload.py")),),
     ),
     "data": Package(
         own=names("losses artifacts utils"),
@@ -117,11 +117,18 @@ PACKAGES = {
         own=names("losses data device processes distributed telemetry architecture artifacts algorithms models utils")
         | names("checkpoint huggingface config report"),
         outside=names("torch numpy transformers megatron.core"),
+        only_in=(("yaml", names("card.py")),),
+    ),
+    "chat": Package(
+        own=names("device data artifacts utils"),
+        outside=names("torch transformers"),
+        never=names("torch.distributed torch.cuda"),
+        only_in=(("peft", names("model.py")),),
     ),
     "planner": Package(own=names("device telemetry architecture artifacts models config run utils")),
     "cli": Package(
         own=names("losses data device processes telemetry architecture artifacts algorithms huggingface config")
-        | names("report run planner utils"),
+        | names("report run planner chat utils"),
         outside=names("hydra omegaconf"),
         never=names("hydra._internal"),
         only_in=(("pandas", names("api.py")), ("transformers", names("api.py"))),

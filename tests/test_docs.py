@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from docs.site import generate, pages
-from nemo_kto.algorithms.recipes import KTO, RECIPES
+from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.config import compose
 from nemo_kto.config.check import read_positions
 from nemo_kto.config.migration import aligner_keys
+from tests.helpers.documented import NEEDS, blocks, commands
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
@@ -25,15 +27,12 @@ KEY = re.compile(
 OUT_OF_PLACE = re.compile(r"(?<![\w.])/(?:root|home|work|tmp)/|\b(?:TODO|FIXME|XXX)\b")
 
 
+# A line that starts with a complete command, without the brackets of a synopsis.
+COMMAND = r"^(?:nemo-kto (?!(?:kto|dpo)(?: finished|$))|make |torchrun |sbatch )[^:\[\n|]*$"
+
+
 def text_of(document: Path) -> str:
     return document.read_text(encoding="utf-8")
-
-
-def commands(document: Path) -> list[str]:
-    """Lines of the code blocks (indented by four), with continued lines joined and comments cut off."""
-    block = [line[4:] for line in text_of(document).splitlines() if line.startswith("    ")]
-    joined = "\n".join(block).replace("\\\n", " ")
-    return [line.split(" #")[0].strip() for line in joined.splitlines()]
 
 
 def names(document: Path) -> str:
@@ -81,7 +80,7 @@ def test_generated_parts_are_up_to_date() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names)
 def test_keys_exist(document: Path) -> None:
-    used = {key for key in KEY.findall(text_of(document)) if not key.endswith((".py", ".yaml"))}
+    used = {key for key in KEY.findall(text_of(document)) if not key.endswith((".py", ".yaml", ".md"))}
     unknown = used - known_keys()
     assert not unknown, f"{names(document)}: {sorted(unknown)}"
 
@@ -101,6 +100,7 @@ def test_commands_exist(document: Path) -> None:
                 "plan",
                 "translate",
                 "export",
+                "chat",
                 "import",
                 "data",
                 "checkpoint",
@@ -112,6 +112,23 @@ def test_commands_exist(document: Path) -> None:
         elif words[:1] in (["python"], ["sbatch"]):
             unknown += [command for word in words if word.endswith((".py", ".sbatch")) and not (REPOSITORY / word).exists()]
     assert not unknown, f"{names(document)}: {unknown}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=names)
+def test_every_command_is_run_or_says_why_not(document: Path) -> None:
+    """tests/helpers/documented.py explains the marks of a block of commands."""
+    wrong = []
+    for block in blocks(document):
+        for mark in block.marks if block.language == "bash" else ():
+            kind, _, value = mark.partition("=")
+            known = {"needs": value in NEEDS, "by": (REPOSITORY / value).is_file(), "continue": not value}
+            wrong += [] if known.get(kind) else [f"line {block.line}: {mark}"]
+        if block.language in ("", "text", "console"):
+            wrong += [f"line {block.line}: {command}" for command in re.findall(COMMAND, block.code, re.MULTILINE)]
+    if REPOSITORY / "docs" in document.parents and document.name != "commands.md":
+        indented = re.findall(rf"^    {COMMAND[1:]}", text_of(document), re.MULTILINE)
+        wrong += [f"write ```bash instead of indented lines: {command}" for command in indented]
+    assert not wrong, f"{names(document)}: {wrong}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names)
@@ -131,15 +148,26 @@ def test_the_two_commands_come_first() -> None:
     assert first == ["make quickstart", "make test"]
 
 
-def test_the_command_lines_of_the_readme_compose() -> None:
-    lines = [line.split() for line in commands(REPOSITORY / "README.md") if line.startswith("nemo-kto kto ") and "=" in line]
-    assert lines, "the README shows how to train a user's model"
-    for words in lines:
-        overrides, misplaced = read_positions(words[2:], KTO)
-        cfg, mistakes = compose.to_config(compose.load(overrides), recipe=KTO)
-        assert not mistakes + misplaced
-        assert cfg is not None
-        assert cfg.model.data.data_prefix == "rows.jsonl"
+def training_commands(document: Path) -> list[list[str]]:
+    """The words of each complete training command from the algorithm on: no synopsis, and no flag of Hydra."""
+    found = (re.search(r"\bnemo-kto ((?:kto|dpo) [^|;]*)", line) for line in commands(document))
+    words = [shlex.split(match[1]) for match in found if match and not re.search(r" -|\.\.\.|hydra/|\[KEY|: ", match[1])]
+    return [each for each in words if len(each) > 2]
+
+
+@pytest.mark.parametrize("document", [page for page in DOCUMENTS if training_commands(page)], ids=names)
+def test_training_commands_compose(document: Path) -> None:
+    """Also those that no test runs, because they need GPUs or a network."""
+    wrong = []
+    for name, *words in training_commands(document):
+        recipe = RECIPES[name]
+        overrides, misplaced = read_positions(words, recipe)
+        overrides = [word.removeprefix("+") for word in overrides if ".tau=" not in word]  # an option of a loss on that page
+        _, mistakes = compose.to_config(
+            compose.load(overrides, source=compose.Source(config_name=recipe.config_name)), recipe=recipe
+        )
+        wrong += [f"{' '.join(words)}: {mistake}" for mistake in (*mistakes, *misplaced)]
+    assert not wrong
 
 
 # Words of our own for which the field has one, see the glossary: resumed, again, zero, the same, an integer, variants,

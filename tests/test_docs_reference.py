@@ -35,7 +35,9 @@ def in_code(pattern: str) -> set[str]:
 
 
 def test_metrics_of_steps_and_validations() -> None:
-    names = {name for recipe in RECIPES.values() for name in (*recipe.metrics, *recipe.anchors.values())}
+    names = {
+        name for recipe in RECIPES.values() for name in (*recipe.metrics, *recipe.val_metrics, *recipe.anchors.values())
+    }
     of_steps = {"lr", "epoch", *in_code(r'step_values\["(\w+)"\]'), *in_code(r'"train/(\w+)": self'), "skipped_steps"}
     assert first_cells("metrics.md", below="`train/` and `val/`") == names | set(OTHER_METRICS) | of_steps
 
@@ -48,7 +50,7 @@ def test_metrics_of_times() -> None:
 
 
 def test_metrics_of_throughput() -> None:
-    sums = {"tokens": 2.0, "kl_tokens": 1.0, "padded_tokens": 4.0, "flops": 1.0}
+    sums = {"tokens": 2.0, "kl_tokens": 1.0, "padded_tokens": 4.0, "flops": 1.0, "saved_flops": 1.0}
     names = throughput(sums, seconds=1.0, world_size=1, peak_flops=1.0)
     assert first_cells("metrics.md", below="`perf/`") == {*names, *in_code(r'figures\["(\w+)"\]')}
 

@@ -20,6 +20,7 @@ ROOT_PAGES = {
     "internals/security.md": "SECURITY.md",
 }
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<path>(?!\w+:|#)[^)#\s]*)(?P<anchor>#[^)\s]*)?\)")
+_CARD = re.compile(r"^- \[([^\]]*)\]\(([\w/-]+)\.md\): (.*)$", re.MULTILINE)
 _NEXT = re.compile(r"\n+Next: \[[^\]]*\]\([^)]*\)\.\n*$")
 
 
@@ -63,7 +64,7 @@ def for_site(page: str, text: str, repository: str) -> str:
     """Return a page's text for Sphinx.
 
     The theme links to the next page, so that the page's own line is dropped. Links to files outside of docs/ lead to
-    ``repository``, the address of the repository's files; without one they are text.
+    ``repository``, the address of the repository's files; without one they are text. The folders of the index are cards.
     """
     source = page
     if page in ROOT_PAGES:
@@ -71,6 +72,9 @@ def for_site(page: str, text: str, repository: str) -> str:
         text = (DOCS / source).read_text(encoding="utf-8")
     text = _NEXT.sub("\n", text)
     text = _LINK.sub(lambda match: _link_for_site(match, page, source, repository), text)
+    if page == "index.md":
+        cards = _CARD.sub(r":::{grid-item-card} \1\n:link: \2\n:link-type: doc\n\3.\n:::\n", text)
+        text = cards.replace(":::{grid-item-card}", "::::{grid} 1 2 2 3\n:gutter: 3\n\n:::{grid-item-card}", 1) + "\n::::\n"
     if pages := children(page):
         entries = "\n".join(os.path.relpath(child, Path(page).parent).removesuffix(".md") for child in pages)
         text += f"\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"

@@ -10,10 +10,11 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,21 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
     """
     found = map(read_or_damage, named_checkpoints(folder))  # damage is reported when a run looks for one to resume from
     return [checkpoint for checkpoint in found if isinstance(checkpoint, Checkpoint)]
+
+
+def best_of(checkpoints: Sequence[Checkpoint], *, monitor: str, mode: str) -> Checkpoint | None:
+    """Return the checkpoint with the best metric ``monitor``, the newest among equals; None if none has it.
+
+    ``mode`` is 'min' or 'max': whether small or large values are better.
+    """
+    ranked = [each for each in checkpoints if each.info["metrics"].get(monitor) is not None]
+    return min(ranked, key=lambda each: rank_by(each, monitor, mode), default=None)
+
+
+def rank_by(checkpoint: Checkpoint, monitor: str, mode: str) -> tuple[float, int]:
+    """Return the sort key of a checkpoint: smaller is better, and newer is better among equals."""
+    value, sign = checkpoint.info["metrics"].get(monitor), 1.0 if mode == "min" else -1.0
+    return (math.inf if value is None else sign * value, -checkpoint.step)
 
 
 def read_or_damage(folder: Path) -> Checkpoint | str:

@@ -15,6 +15,7 @@ from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from nemo_kto.artifacts.checkpoint_files import INFO, config_folder, is_checkpoint
 from nemo_kto.artifacts.safetensors_files import INDEX, SINGLE
+from nemo_kto.errors import UserError
 from nemo_kto.utils.files import file_inside, read_bytes
 from nemo_kto.utils.hashes import hash_once
 
@@ -58,6 +59,8 @@ def content_hash(folder: Path, files: Sequence[Path], *, cache_dir: Path, shared
 
 logger = logging.getLogger(__name__)
 
+CARD = "README.md"  # the model card
+_LICENSES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 _MAX_BYTES = 2**28  # the largest tokenizers have a tenth of this size
 # A warning names these if they cannot be copied; other files of a tokenizer are copied if they are files.
 _EXPECTED = (
@@ -67,17 +70,27 @@ _EXPECTED = (
 
 
 def read_companions(folder: Path, *, into: str) -> dict[str, bytes]:
-    """Read the configuration, the tokenizer's files and the chat templates of a model: path below ``folder`` -> content.
+    """Read the small files of a model: path below ``folder`` -> content.
+
+    They are the configuration, the tokenizer's files, the chat templates, the license and the model card.
 
     A file that cannot be copied (not regular, not readable, larger than 256 MiB, or a broken link) is left out, with a
     warning that names it and the destination, ``into``: transformers, which has read the tokenizer, did not need it.
-    Raises UserError if a file is a link that leads out of the folder.
+    Raises UserError if a file other than the license and the model card is a link that leads out of the folder; these two
+    are left out as well.
     """
     contents = {}
     # all that transformers may read beside the weights
-    names = {*_EXPECTED, *(file.relative_to(folder).as_posix() for file in tokenizer_files(folder))}
+    about = {CARD, *(file.name for pattern in _LICENSES for file in folder.glob(pattern))}
+    names = {*_EXPECTED, *about, *(file.relative_to(folder).as_posix() for file in tokenizer_files(folder))}
     for name in sorted(name for name in names if os.path.lexists(folder / name) and not os.path.isdir(folder / name)):
-        path = file_inside(folder, name)
+        try:
+            path = file_inside(folder, name)
+        except UserError as error:
+            if name not in about:
+                raise
+            logger.warning("%s is not copied into %s: %s", folder / name, into, error)
+            continue
         try:
             contents[name] = read_bytes(path, limit=_MAX_BYTES)
         except OSError as error:
@@ -86,11 +99,13 @@ def read_companions(folder: Path, *, into: str) -> dict[str, bytes]:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy all companions but the configuration into an export, with default permissions, like :func:`read_companions`.
+    """Copy all companions but the configuration and the model card into an export, with default permissions.
+
+    Both are written for the exported model. Like :func:`read_companions` otherwise.
 
     Raises OSError if ``target`` cannot be written.
     """
     for name, content in read_companions(source, into="the export").items():
-        if name != CONFIG:
+        if name not in (CONFIG, CARD):
             (target / name).parent.mkdir(exist_ok=True)
             (target / name).write_bytes(content)

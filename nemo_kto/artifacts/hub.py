@@ -1,7 +1,8 @@
 """Models of the Hugging Face hub, named hf:ORGANISATION/NAME[@REVISION], in huggingface_hub's own cache.
 
 A name is pinned first: its revision becomes the hash of a commit, whose files are then in one folder of the cache. Only
-safetensors, JSON and tokenizer files are downloaded. huggingface_hub is imported where a hub name is used.
+safetensors, JSON and tokenizer files, the model card and the license are downloaded. huggingface_hub is imported where a hub
+name is used.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ HUB = "hf:"
 _NAME = re.compile(r"hf:(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>(?!.*\.\.)\w[\w./-]*))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SMALL = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
+_ABOUT = ("README.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
+_CACHED = re.compile(r"(?:.*/)?models--(?P<organisation>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})/?")
 _LEFT_OUT = ("*/*", "consolidated*")  # copies of the model in other formats
 
 
@@ -30,6 +33,14 @@ def local_folder(name: str) -> Path:
     if (found := _NAME.fullmatch(name)) is None or not _COMMIT.fullmatch(found["revision"] or ""):
         return Path(name)
     return _cache_folder(found["repository"]) / "snapshots" / found["revision"]
+
+
+def hub_name(name: str) -> tuple[str, str] | None:
+    """Return repository and commit of a pinned hub name or of a folder in huggingface_hub's cache; None for others."""
+    if found := _CACHED.fullmatch(name):
+        return f"{found['organisation']}/{found['name']}", found["commit"]
+    found = _NAME.fullmatch(name)
+    return (found["repository"], found["revision"]) if found and found["revision"] else None
 
 
 def pin(name: str, *, earlier: object = None, leads: bool = True, weights: bool = True) -> str:
@@ -86,7 +97,7 @@ def _download(folder: str, repository: str, revision: str | None, leads: bool, w
 def _snapshot(repository: str, revision: str | None, weights: bool, *, local_files_only: bool) -> str:
     from huggingface_hub import snapshot_download
 
-    patterns = [*_SMALL, *(["*.safetensors"] if weights else [])]
+    patterns = [*_SMALL, *_ABOUT, *(["*.safetensors"] if weights else [])]
     return Path(
         snapshot_download(
             repository,

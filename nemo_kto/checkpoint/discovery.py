@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from nemo_kto.artifacts.checkpoint_files import (
     Checkpoint,
     Written,
+    best_of,
     damage,
     find_checkpoints,
     named_checkpoints,
@@ -54,16 +54,9 @@ def best_checkpoint(folder: Path, *, monitor: str, mode: str) -> Checkpoint | No
     """
 
     def find() -> Checkpoint | None:
-        ranked = [each for each in find_checkpoints(folder) if each.info["metrics"].get(monitor) is not None]
-        return min(ranked, key=lambda each: rank_by(each, monitor, mode), default=None)
+        return best_of(find_checkpoints(folder), monitor=monitor, mode=mode)
 
     return state.from_rank_zero(find)
-
-
-def rank_by(checkpoint: Checkpoint, monitor: str, mode: str) -> tuple[float, int]:
-    """Return the sort key of a checkpoint: smaller is better, and newer is better among equals."""
-    value, sign = checkpoint.info["metrics"].get(monitor), 1.0 if mode == "min" else -1.0
-    return (math.inf if value is None else sign * value, -checkpoint.step)
 
 
 def verify(folder: Path, parts: Sequence[str]) -> None:

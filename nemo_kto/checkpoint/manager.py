@@ -43,11 +43,12 @@ from nemo_kto.artifacts.checkpoint_files import (
     find_checkpoints,
     hash_file,
     info_text,
+    rank_by,
     size_text,
 )
 from nemo_kto.artifacts.content import read_companions
 from nemo_kto.checkpoint import model_state
-from nemo_kto.checkpoint.discovery import rank_by, verify
+from nemo_kto.checkpoint.discovery import verify
 from nemo_kto.checkpoint.model_state import get_rng_state, set_rng_state
 from nemo_kto.checkpoint.optimizer import is_distributed, load_optimizer_state, load_schedule, optimizer_state
 from nemo_kto.checkpoint.safe_loading import load_plain, load_state, read_errors

@@ -93,6 +93,11 @@ class Job:
             except RanksEnded as end:
                 if end.message:
                     print(f"nemo-kto: {end.message}", file=sys.stderr)
+                if end.status != signals.ENDED_EARLY:
+                    from nemo_kto.report.run_file import record_failure
+
+                    with contextlib.suppress(OSError):
+                        record_failure(run.folder, redacted(end.message), since=ranks.started_at())
                 sys.exit(end.status)
         else:
             for note in compose.notes(config) if is_first else ():

@@ -38,6 +38,7 @@ _SWEEP_REPORT = "+hydra.callbacks.nemo_kto._target_=nemo_kto.cli.sweep.SweepRepo
 
 # Command that only prints -> its module, and its function if it is not main.
 _PRINTING = {
+    "chat": "models.chat",
     "import": "models.import_model",
     "plan": "plan",
     "translate": "translate",
@@ -55,6 +56,12 @@ nemo-kto: alignment training of large language models on human feedback, on one 
 {commands}
   nemo-kto export CHECKPOINT OUT
       Write a checkpoint, or the newest one of a run folder, in Hugging Face format.
+
+  nemo-kto export CHECKPOINT [OUT] --push hf:USER/NAME
+      Publish it on the Hugging Face hub, with its model card.
+
+  nemo-kto chat RUN|MODEL [--against BASE] [-p PROMPT ...]
+      Talk with a trained model, and compare it with the one that the run started from.
 
   nemo-kto import FILE OUT [--tokenizer FOLDER|hf:NAME]
       Write a .nemo archive, or a torch_dist checkpoint of Megatron-LM or Megatron-Bridge, in Hugging Face format.

@@ -278,6 +278,7 @@ class DataConfig(Section):
     apply_chat_template: Annotated[bool, ROWS]
     truncation_mode: Annotated[str, one_of(TRUNCATION_MODES), SAME]
     packing: Annotated[bool, SPEED]
+    share_prompts: Annotated[bool | Literal["auto"], SPEED]
     num_workers: Annotated[int, Ge(0), SPEED]
     preprocess_workers: Annotated[Count | None, SPEED]
     cache_dir: Annotated[FilePath, FILES]

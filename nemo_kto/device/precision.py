@@ -54,18 +54,21 @@ def cpu_has_bf16() -> bool | None:
     return any(bool(present) for name, present in torch.cpu.get_capabilities().items() if "bf16" in name)
 
 
-def bf16_slowdown() -> float:
-    """Return the ratio of the times of a matrix product in bf16 and in fp32, on one thread of this CPU."""
+def bf16_slowdown(*, rows: int = _ROWS) -> float:
+    """Return the ratio of the times of a matrix product in bf16 and in fp32, on one thread of this CPU.
+
+    ``rows``: rows of the left matrix; 1 for a model that generates one token at a time.
+    """
     # other ranks may be busy, so a second thread might have to wait for a core
-    return product_flops(torch.float32, threads=1) / product_flops(torch.bfloat16, threads=1)
+    return product_flops(torch.float32, threads=1, rows=rows) / product_flops(torch.bfloat16, threads=1, rows=rows)
 
 
-def product_flops(dtype: torch.dtype, *, threads: int) -> float:
+def product_flops(dtype: torch.dtype, *, threads: int, rows: int = _ROWS) -> float:
     """Measure the FLOP/s of a matrix product on ``threads`` threads of this CPU, by its shortest time."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        left, right = torch.ones(_ROWS, _WIDTH, dtype=dtype), torch.ones(_WIDTH, _WIDTH, dtype=dtype)
+        left, right = torch.ones(rows, _WIDTH, dtype=dtype), torch.ones(_WIDTH, _WIDTH, dtype=dtype)
         torch.mm(left, right)  # warm-up
         shortest, began = float("inf"), time.perf_counter()
         while (start := time.perf_counter()) < began + _SECONDS:
@@ -73,4 +76,4 @@ def product_flops(dtype: torch.dtype, *, threads: int) -> float:
             shortest = min(shortest, time.perf_counter() - start)
     finally:
         torch.set_num_threads(before)
-    return 2 * _ROWS * _WIDTH * _WIDTH / shortest
+    return 2 * rows * _WIDTH * _WIDTH / shortest

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -35,7 +35,12 @@ from nemo_kto.models.lora.adapters import magnitudes, set_magnitudes
 
 
 def export_adapter(
-    chunks: Sequence[nn.Module], architecture: Architecture, *, out: str | Path, base_model: str | Path
+    chunks: Sequence[nn.Module],
+    architecture: Architecture,
+    *,
+    out: str | Path,
+    base_model: str | Path,
+    describe: Callable[[Path], object] = lambda folder: None,
 ) -> None:
     """Write the adapters in PEFT's format, as :func:`nemo_kto.huggingface.huggingface.export` writes the model.
 
@@ -50,6 +55,7 @@ def export_adapter(
         save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt", "written_by": WRITTEN_BY})
         text = json.dumps(_config(settings, architecture, base_model), indent=2) + "\n"
         (folder / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
+        describe(folder)
 
     write_together(
         "export of the adapters",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +99,21 @@ def _dequantized(name: str, weight: Weight, piece: Piece, files: Mapping[str, Pa
 
 
 def export(
-    chunks: Sequence[nn.Module], architecture: Architecture, *, source: str | Path, out: str | Path, max_shard_bytes: int
+    chunks: Sequence[nn.Module],
+    architecture: Architecture,
+    *,
+    source: str | Path,
+    out: str | Path,
+    max_shard_bytes: int,
+    describe: Callable[[Path], object] = lambda folder: None,
 ) -> None:
     """Write the model as a Hugging Face folder that transformers loads without conversion. All ranks must call it.
 
     The ranks with the first copy of the model send one weight at a time to rank 0, which writes; the others wait. The folder
     appears under its name when it is complete. An earlier export of this program in its place is replaced; anything else
     there is an error. Adapters are left out; call ``models.lora.merge_adapters`` first to merge them into the weights.
-    Configuration, tokenizer and chat template are copied from ``source``, the folder of the original model.
+    Configuration, tokenizer, chat template and license are copied from ``source``, the folder of the original model.
+    ``describe`` is called on rank 0 with the folder when all else is in it; it adds the model card.
 
     Raises, on every rank:
         UserError: something else is in the way at ``out``, or a weight is not finite.
@@ -122,6 +129,7 @@ def export(
         config.pop("quantization_config", None)  # quantized weights were dequantized when they were read
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         copy_companions(source, folder)
+        describe(folder)
 
     write_together(
         "export to Hugging Face",

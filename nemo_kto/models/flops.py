@@ -110,6 +110,10 @@ class Flops(NamedTuple):
         lengths, responses = sequences.lengths_B.tolist(), sequences.response_counts_B.tolist()
         return torch.tensor(sum(map(self.of_tokens, lengths, responses)), dtype=torch.float64)
 
+    def of_prompts(self, lengths: Sequence[int]) -> Tensor:
+        """Return the FLOPs for prompts of these lengths, without log-probs: 0-d float64."""
+        return torch.tensor(sum(map(self.of_tokens, lengths)), dtype=torch.float64)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlops:

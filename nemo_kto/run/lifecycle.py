@@ -175,7 +175,10 @@ def finish(run: ResolvedRun, policy: Policy, trainer: DPOTrainer, *, seconds: fl
     export, ranking = run.cfg.export, run.cfg.exp_manager.checkpoint_callback_params
     best = best_checkpoint(run.checkpoints, monitor=ranking.monitor, mode=ranking.mode)
     if export.enabled:
+        kept = state.from_rank_zero(lambda: find_checkpoints(run.checkpoints))
+        exported = kept[-1] if kept else None
         if export.which == "best" and best is not None:
+            exported = best
             load_weights_only(best.folder, policy.chunks)
         elif export.which == "best" and state.is_rank_zero():
             text = "no checkpoint has %s, so there is no best one; the model after the last step is exported"
@@ -183,7 +186,14 @@ def finish(run: ResolvedRun, policy: Policy, trainer: DPOTrainer, *, seconds: fl
         later = f"the checkpoints are complete: `nemo-kto export {run.folder} OUT` writes the model later"
         out, adapter_out = Path(export.path), Path(export.adapter_path)
         try:
-            export_policy(policy, out=out, adapter_out=adapter_out, max_shard_size_gb=export.max_shard_size_gb)
+            export_policy(
+                policy,
+                out=out,
+                adapter_out=adapter_out,
+                info={} if exported is None else exported.info,
+                run_folder=run.folder,
+                max_shard_size_gb=export.max_shard_size_gb,
+            )
         except UserError as error:
             raise UserError(f"{error}; {later}") from error
         except RuntimeError as error:

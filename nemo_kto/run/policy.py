@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
@@ -15,12 +17,13 @@ from nemo_kto.architecture.architecture import Architecture, read_architecture
 from nemo_kto.architecture.lora import LoRASettings, adapts_experts
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.artifacts.adapter_files import is_our_adapter
-from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, check_checkpoint, config_folder, is_checkpoint
+from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, INFO, check_checkpoint, config_folder, is_checkpoint
 from nemo_kto.artifacts.safetensors_files import is_our_model
 from nemo_kto.artifacts.sources import named_base, refuse_other_shape
 from nemo_kto.checkpoint.discovery import newest_checkpoint
 from nemo_kto.checkpoint.manager import checkpoint_dtype, load_weights_only, saved_adapters
 from nemo_kto.config.resolved import ModelFiles, ResolvedRun
+from nemo_kto.config.saved_config import CONFIG_FILE
 from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
@@ -30,7 +33,9 @@ from nemo_kto.huggingface.huggingface import check_weights, export, export_bytes
 from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.gpt import build_chunks, build_gpt
 from nemo_kto.models.lora.adapters import add_adapters, merge_adapters
+from nemo_kto.run.card import CardFacts, write_card
 from nemo_kto.telemetry.summary import adapter_lines, model_lines, table
+from nemo_kto.utils.files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -127,19 +132,35 @@ def load_base_weights(policy: Policy, base: Path) -> None:
         load_weights_only(base, policy.chunks)
 
 
-def export_policy(policy: Policy, *, out: Path | None, adapter_out: Path | None, max_shard_size_gb: float = 5.0) -> None:
+def export_policy(
+    policy: Policy,
+    *,
+    out: Path | None,
+    adapter_out: Path | None,
+    info: Mapping[str, Any],
+    run_folder: Path | None,
+    max_shard_size_gb: float = 5.0,
+) -> None:
     """Write the model to ``out`` in Hugging Face format, and its adapters to ``adapter_out`` in PEFT format; collective.
 
     In the written model, adapters are merged into the weights; they stay merged in memory. None skips an export.
-    ``max_shard_size_gb`` is the maximum size of a weight file in 10^9 bytes.
+    ``max_shard_size_gb`` is the maximum size of a weight file in 10^9 bytes. ``info`` is the trainer.json of the exported
+    checkpoint, and ``run_folder`` the folder of its run, for the model cards.
     """
-    chunks, architecture = policy.chunks, policy.architecture
+    chunks, architecture, original = policy.chunks, policy.architecture, policy.files.hf_folder
+
+    def describe(folder: Path, *, adapters: bool) -> None:
+        write_card(folder, CardFacts(info=info, run=run_folder, original=original, adapters=adapters))
+
     if policy.adapters is not None and adapter_out is not None:
-        export_adapter(chunks, architecture, out=adapter_out, base_model=policy.base_model)
+        describe_adapters = partial(describe, adapters=True)
+        export_adapter(chunks, architecture, out=adapter_out, base_model=policy.base_model, describe=describe_adapters)
     if out is not None:
         if policy.adapters is not None:
             merge_adapters(chunks)
-        export(chunks, architecture, source=policy.files.hf_folder, out=out, max_shard_bytes=int(max_shard_size_gb * 1e9))
+        size = int(max_shard_size_gb * 1e9)
+        describe_model = partial(describe, adapters=False)
+        export(chunks, architecture, source=original, out=out, max_shard_bytes=size, describe=describe_model)
 
 
 def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> None:
@@ -169,6 +190,13 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> 
         add_adapters(gpt, adapters, architecture=architecture, seed=0)
     policy = Policy(files=files, chunks=[gpt], adapters=adapters)
     load_policy_weights(policy)
-    export_policy(policy, out=None if adapter else out, adapter_out=out if adapter else None)
+    run_folder = checkpoint.absolute().parent.parent
+    export_policy(
+        policy,
+        out=None if adapter else out,
+        adapter_out=out if adapter else None,
+        info=read_json(checkpoint / INFO),
+        run_folder=run_folder if (run_folder / CONFIG_FILE).is_file() else None,
+    )
     state.destroy()
     print(table(f"nemo-kto export: {checkpoint}", adapter_lines(out) if adapter else model_lines(out)), flush=True)

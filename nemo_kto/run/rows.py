@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from nemo_kto.config.resolved import ModelFiles, ResolvedRun
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.data.batches.dataset import SplitCounts
-from nemo_kto.data.batches.loader import SequenceCost, by_cost, every_nth
+from nemo_kto.data.batches.loader import SequenceCost, by_cost, by_prompt, every_nth
 from nemo_kto.data.tokens.chat import load_tokenizer
 from nemo_kto.device import device
+from nemo_kto.device.precision import PRECISIONS
 from nemo_kto.errors import UserError
 from nemo_kto.models.engine.sequences import MicroBatchLimits, width_multiple
 from nemo_kto.models.flops import ModelFlops, Passes
@@ -105,16 +106,24 @@ def micro_batch_limits(run: ResolvedRun, *, on_gpu: bool | None = None) -> Micro
         packed=model.data.packing,
         context_parallel=model.context_parallel_size,
         group=run.split.group,
+        share_prompts=_shares_prompts(run.cfg, on_gpu=on_gpu),
     )
+
+
+def _shares_prompts(cfg: RunConfig, *, on_gpu: bool) -> bool:
+    """Return the value of model.data.share_prompts; auto is true where shared prompts are supported and tested."""
+    if cfg.model.data.share_prompts == "auto":
+        return not (on_gpu or cfg.model.context_parallel_size > 1 or cfg.model.data.reset_attention_mask)
+    return cfg.model.data.share_prompts
 
 
 def shares_of(run: ResolvedRun, *, training: bool) -> Callable[..., list[list[int]]]:
     """Return the function that distributes the examples of a global batch over the data-parallel ranks.
 
-    With packed sequences, the ranks get about equal cost, otherwise about equal numbers of examples.
+    With packed sequences, or with shared prompts, the ranks get about equal cost, otherwise about equal numbers of examples.
     """
-    cfg = run.cfg
-    if not cfg.model.data.packing:
+    cfg, share_prompts = run.cfg, micro_batch_limits(run).share_prompts
+    if not cfg.model.data.packing and not share_prompts:
         return every_nth
     flops = ModelFlops.of_model(run.architecture, adapters=run.adapters)
 
@@ -126,6 +135,9 @@ def shares_of(run: ResolvedRun, *, training: bool) -> Callable[..., list[list[in
     costs = cfg.recipe.costs(
         cost=cost(Passes(forward + 1 + ahead, disabled, backward=int(training))),
         kl_cost=cost(Passes(forward + 1, disabled)) if cfg.loss.record.needs_z0 else None,
+        reference_cost=cost(Passes(forward, disabled) if PRECISIONS[cfg.trainer.precision] == "32" else Passes()),
         seq_length=cfg.seq_length,
+        share_prompts=share_prompts,
     )
-    return partial(by_cost, costs=costs)
+    shares = partial(by_cost, costs=costs) if cfg.model.data.packing else every_nth
+    return partial(by_prompt, costs=costs, otherwise=shares) if share_prompts else shares

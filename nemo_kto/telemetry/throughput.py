@@ -41,16 +41,20 @@ def throughput(
     """Return the throughput of steps, from their wall-clock time and their sums over all ranks.
 
     The sums are ``tokens`` and ``kl_tokens`` (of the KL examples), which exclude padding, ``padded_tokens``, which is both
-    with padding, and ``flops``. ``peak_flops`` is the FLOP/s of one device (:func:`device_peak_flops`). The names are
-    tokens_per_sec, tokens_per_sec_per_rank, padding_fraction (0 to 1), kl_tokens_per_sec if there are KL examples, and mfu
-    (model FLOPs utilisation: model FLOP/s as a fraction of the peak of all devices, 0 to 1) if the peak is known.
+    with padding but without ``shared_tokens``, those of shared prompts, ``flops``, and ``saved_flops``, those that shared
+    prompts would have needed in addition. ``peak_flops`` is the FLOP/s of one device (:func:`device_peak_flops`). The names
+    are tokens_per_sec, tokens_per_sec_per_rank, padding_fraction (0 to 1), shared_fraction (saved FLOPs as a fraction of
+    those without shared prompts, 0 to 1) if a prompt is shared, kl_tokens_per_sec if there are KL examples, and mfu (model
+    FLOPs utilisation: model FLOP/s as a fraction of the peak of all devices, 0 to 1) if the peak is known.
     """
     tokens, kl_tokens = int(sums["tokens"]), int(sums.get("kl_tokens", 0))
     report = {
         "tokens_per_sec": tokens / seconds,
         "tokens_per_sec_per_rank": tokens / seconds / world_size,
-        "padding_fraction": 1.0 - (tokens + kl_tokens) / int(sums["padded_tokens"]),
+        "padding_fraction": 1.0 - (tokens + kl_tokens - int(sums.get("shared_tokens", 0))) / int(sums["padded_tokens"]),
     }
+    if saved := sums.get("saved_flops", 0):
+        report["shared_fraction"] = saved / (sums["flops"] + saved)
     if kl_tokens:
         report["kl_tokens_per_sec"] = kl_tokens / seconds
     if peak_flops:

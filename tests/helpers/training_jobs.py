@@ -58,9 +58,16 @@ def train_with_known_peak(*arguments: Any) -> None:
 
 
 def flops(folder: Path, world_size: int) -> list[float]:
-    """FLOPs of each step of a run of ``train_with_known_peak``, computed from the utilisation that it logged."""
+    """FLOPs of each step of a run of ``train_with_known_peak``, computed from the utilisation that it logged.
+
+    Those that shared prompts save are included.
+    """
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["perf/mfu"] * row["timing/step_time"] * PEAK * world_size for row in rows if "perf/mfu" in row]
+    return [
+        row["perf/mfu"] / (1 - row.get("perf/shared_fraction", 0.0)) * row["timing/step_time"] * PEAK * world_size
+        for row in rows
+        if "perf/mfu" in row
+    ]
 
 
 def long(algorithm: str = "kto") -> str:

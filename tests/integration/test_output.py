@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterable
@@ -69,9 +68,8 @@ def best_of(folder: Path, metric: str) -> tuple[int, float]:
 
 def text_shown() -> list[str]:
     """The output that the documents show."""
-    text = (REPOSITORY / "docs/guides/output.md").read_text(encoding="utf-8")
-    block = itertools.dropwhile(lambda line: line != "    nemo-kto dpo", text.splitlines())
-    return [line[4:] for line in itertools.takewhile(lambda line: line.startswith("    ") or not line, block)][:-1]
+    text = (REPOSITORY / "docs/results/output.md").read_text(encoding="utf-8")
+    return ["nemo-kto dpo", *text.split("```text\nnemo-kto dpo\n")[1].split("```")[0].splitlines()]
 
 
 def without_figures(lines: Iterable[str]) -> list[str]:
@@ -158,6 +156,7 @@ def test_a_resumed_run_that_finishes(stopped_and_resumed: tuple[Path, list[list[
         f"  train loss         {first_and_last(results, 'train/loss')}",
         f"  validation loss    {first_and_last(results, 'val/loss')}",
         f"  validation kl      {first_and_last(results, 'val/kl')}",
+        f"  validation auc     {first_and_last(results, 'val/auc')}",
         f"  validation margin  {first_and_last(results, 'val/rewards_margin')}",
         f"  best checkpoint    {best}",
         Naming("best", f"{step}"),
@@ -224,11 +223,31 @@ def test_the_best_adapters_of_two_ranks_are_exported(tiny_llama: Path, tmp_path:
     assert without_figures(out) == without_figures(line for line in shown if not line.startswith(("step", "estimated")))
     assert_names(out, "best", f"{step}", "adapters")
     assert {line for line in without_figures(shown) if line.startswith(("step", "estimated"))} <= {*without_figures(errors)}
+    assert_the_report_of(tmp_path / "results/gpt_dpo")
     checkpoint = f"results/gpt_dpo/checkpoints/step_{step:06}"
     for again, flags in (("again", []), ("again_adapter", ["--adapter"])):
         done = run([*CLI, "export", *flags, checkpoint, again], cwd=tmp_path, env=environment(), preload=TRAINING)
         assert done.returncode == 0, done.stderr
         assert files_of(tmp_path / again.replace("again", "best")) == files_of(tmp_path / again)
+
+
+def assert_the_report_of(folder: Path) -> None:
+    """The folder of a finished run has the records of the run, and the report that shows them."""
+    run = json.loads((folder / "run.json").read_text())
+    assert (run["state"], run["total_steps"], run["resumed_step"]) == ("finished", 6, None)
+    assert run["settings"]["model.optim.lr"] == 1e-2
+    # neither defaults, nor what follows from the user's values
+    assert not {"model.optim.sched.min_lr", "model.optim.betas", "exp_manager.name"} & set(run["settings"])
+    assert run["summary"]["lr"] == "0.01 (model.optim.lr)"
+    data = json.loads((folder / "data.json").read_text())
+    assert {name: counts["rows"] for name, counts in data["sets"].items()} == {"train": 51, "validation": 13}
+    lengths = data["sets"]["train"]["lengths"]
+    assert {part: sum(of_part["counts"]) for part, of_part in lengths.items()} == dict.fromkeys(lengths, 51)
+    assert list(lengths) == ["prompt", "chosen", "rejected"]
+    page, text = (folder / "report.html").read_text(), (folder / "report.md").read_text()
+    for fact in ("Accuracy", "Chosen answers", "0.01 (model.optim.lr)", "sha256", "step_000006"):
+        assert fact in page, fact
+    assert "| validation | 13 |" in text
 
 
 def test_logged_steps_and_warnings(tmp_path: Path) -> None:

@@ -44,10 +44,19 @@ class DPORecipe(Recipe):
 
         return share, partial(dpo_custom_collate, **options)
 
-    def costs(self, *, cost: SequenceCost, kl_cost: SequenceCost | None, seq_length: int) -> DPOCosts:
+    def costs(
+        self,
+        *,
+        cost: SequenceCost,
+        kl_cost: SequenceCost | None,
+        reference_cost: SequenceCost,
+        seq_length: int,
+        share_prompts: bool,
+    ) -> DPOCosts:
         from nemo_kto.data.batches.loader import DPOCosts
 
-        return DPOCosts(cost=cost)
+        shared = cost if share_prompts else None
+        return DPOCosts(cost=cost, shared_cost=shared)
 
     def preview(
         self, show: Preview, dataset: DPODataset, batch: DPOBatch, examples: Sequence[DPOExample], loss: Loss

@@ -45,10 +45,19 @@ class KTORecipe(Recipe):
 
         return partial(kto_custom_collate, **options, with_kl=with_kl), identity
 
-    def costs(self, *, cost: SequenceCost, kl_cost: SequenceCost | None, seq_length: int) -> KTOCosts:
+    def costs(
+        self,
+        *,
+        cost: SequenceCost,
+        kl_cost: SequenceCost | None,
+        reference_cost: SequenceCost,
+        seq_length: int,
+        share_prompts: bool,
+    ) -> KTOCosts:
         from nemo_kto.data.batches.loader import KTOCosts
 
-        return KTOCosts(cost=cost, kl_cost=kl_cost, seq_length=seq_length)
+        shared = reference_cost if share_prompts else None
+        return KTOCosts(cost=cost, kl_cost=kl_cost, shared_cost=shared, seq_length=seq_length)
 
     def preview(
         self, show: Preview, dataset: KTODataset, batch: KTOBatch, examples: Sequence[KTOExample], loss: Loss
@@ -101,6 +110,7 @@ KTO = KTORecipe(
     optional_inputs=OPTIONAL_INPUTS,
     loss_section=KTOLossConfig,
     metrics=SHARED_METRICS,
+    val_metrics=("auc",),
     anchors={"z0": "kl", "delta": "delta"},
     aliases={
         "desirable_weight": "model.kto.desirable_loss_weight",

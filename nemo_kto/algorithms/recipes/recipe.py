@@ -17,7 +17,7 @@ from nemo_kto.utils.fields import MayChange, Name, Remedy, Section
 if TYPE_CHECKING:  # these take seconds to import, and the command line does not need them
     from nemo_kto.algorithms.dpo import DPOTrainer
     from nemo_kto.data.batches.dataset import Splits
-    from nemo_kto.data.batches.loader import SequenceCost
+    from nemo_kto.data.batches.loader import ExampleCosts, SequenceCost
     from nemo_kto.data.inspect.preview import Preview
     from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 
@@ -74,6 +74,7 @@ class Recipe(ABC):
         data_defaults: algorithm-specific keys of model.data with their default values (floats), for losses that need
             rewards.
         metrics: metrics reported by its losses, by which checkpoints can be ranked as val_METRIC or train_METRIC.
+        val_metrics: further metrics, which only validations report.
         anchors: quantities against which losses may measure rewards (``Loss.anchor``), each with the metric that reports it.
         aliases: names that other trainers use for algorithm-specific keys, with our names; see ``config.migration``.
     """
@@ -89,6 +90,7 @@ class Recipe(ABC):
     unit: str = "rows"
     data_defaults: Mapping[str, float] = field(default_factory=dict)
     metrics: tuple[str, ...]
+    val_metrics: tuple[str, ...] = ()
     anchors: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
@@ -110,9 +112,19 @@ class Recipe(ABC):
 
     @abstractmethod
     def costs(
-        self, *, cost: SequenceCost, kl_cost: SequenceCost | None, seq_length: int
-    ) -> Callable[[Sequence[Any]], list[float]]:
-        """Return the function for the cost of each example of a global batch; see ``data.batches.loader.KTOCosts``."""
+        self,
+        *,
+        cost: SequenceCost,
+        kl_cost: SequenceCost | None,
+        reference_cost: SequenceCost,
+        seq_length: int,
+        share_prompts: bool,
+    ) -> ExampleCosts:
+        """Return the costs of the examples of a global batch; see ``data.batches.loader``.
+
+        The arguments are the costs of all passes over a sample or an answer, and over a KL example, and the part of the
+        reference in both; with ``share_prompts`` the sequences of an example share their prompt where they can.
+        """
 
     @abstractmethod
     def preview(self, show: Preview, dataset: Any, batch: Any, examples: Sequence[Any], loss: Loss) -> Iterator[str]:
@@ -168,6 +180,7 @@ SHARED_METRICS = (
     "loss", "preference_loss", "sft_loss", "rewards_margin", "rewards_chosen_mean", "rewards_rejected_mean",
     "rewards_all_mean", "rewards_all_std", "logps_chosen_mean", "logps_rejected_mean",
 )  # fmt: skip
+LARGER_IS_BETTER = ("acc", "auc", "rewards_margin")
 # Metrics that cannot rank checkpoints: the KL estimate before clamping, counts, and the load balance of experts.
 OTHER_METRICS = (
     "kl_unclamped", "rows", "invalid_rows", "same_prompt_pairs", "moe_aux_loss", "moe_largest_share", "moe_smallest_share",

@@ -72,6 +72,14 @@ def rank_rules(run: ResolvedRun, ranks: int) -> Errors:
         if is_set and model.data.reset_attention_mask:
             text = f"must be false with {key}{value}, got true; set one or the other"
             yield ConfigError("model.data.reset_attention_mask", text, (key,))
+    unsupported = {
+        _CONTEXT: (str(model.context_parallel_size), model.context_parallel_size > 1),
+        "model.data.reset_attention_mask": ("true", model.data.reset_attention_mask),
+    }
+    for key, (value, is_set) in unsupported.items():
+        if is_set and model.data.share_prompts is True:
+            text = f"must be false or auto with {key}={value}, got true; attention to shared prompts does not support both"
+            yield ConfigError("model.data.share_prompts", text, (key,))
 
 
 def pipeline_rules(run: ResolvedRun, layers: int | None) -> Errors:

@@ -94,10 +94,11 @@ Item = Mapping[str, Tensor | int | float | bool]  # item of a NeMo-Aligner datas
 
 def kl_partners_of(batch: Sequence[KTOExample]) -> list[int]:
     """Return :func:`kl_partners` of a global batch; prompts are equal if their tokens are equal."""
-    return kl_partners(_prompt_keys(batch))
+    return kl_partners(prompt_keys(batch))
 
 
-def _prompt_keys(batch: Sequence[KTOExample]) -> list[bytes]:
+def prompt_keys(batch: Sequence[KTOExample | DPOExample]) -> list[bytes]:
+    """Return a key of each example's prompt; the keys are equal if the tokens of the prompts are equal."""
     return [np.asarray(example.prompt_ids, dtype=np.int64).tobytes() for example in batch]
 
 
@@ -137,7 +138,7 @@ def kto_custom_collate(
     kl_same_prompt: list[bool] = []
     if with_kl:
         # The prompt of an example with the response of another one, truncated at its end.
-        prompts, kl_texts = _prompt_keys(examples), list[tuple[Ids, Ids]]()
+        prompts, kl_texts = prompt_keys(examples), list[tuple[Ids, Ids]]()
         partners = kl_partners(prompts)
         for k in kept:
             prompt = examples[k].prompt_ids

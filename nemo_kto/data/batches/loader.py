@@ -10,13 +10,13 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from nemo_kto.data.batches.collate import kl_partners_of
+from nemo_kto.data.batches.collate import kl_partners_of, prompt_keys
 from nemo_kto.data.batches.dataset import DPOExample, KTOExample
 
 SequenceCost = Callable[[int], float]
@@ -91,36 +91,58 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return ranges
 
 
+class ExampleCosts(Protocol):
+    """Costs of the examples of a global batch, [N] in the order of the batch."""
+
+    def __call__(self, batch: Sequence[Any]) -> list[float]: ...  # of each example, if it shares its prompt with no other
+    def saved(self, batch: Sequence[Any]) -> list[float]: ...  # by an example that shares its prompt with another
+
+
 @dataclass(frozen=True, kw_only=True)
 class KTOCosts:
-    """Cost of each example of a global batch."""
+    """Cost of each example of a global batch, see :class:`ExampleCosts`."""
 
     cost: SequenceCost  # of the passes over a sample
     kl_cost: SequenceCost | None  # of the passes over its KL example; None if there are no KL examples
+    shared_cost: SequenceCost | None = None  # of the passes in which both share their prompt; None if they do not
     seq_length: int  # to which the responses of KL examples are truncated
 
     def __call__(self, batch: Sequence[KTOExample]) -> list[float]:
-        """Return the cost of each example: [N], in the order of the batch."""
         costs_N = [self.cost(len(each.prompt_ids) + len(each.response_ids)) for each in batch]
         if self.kl_cost is not None:
             for number, partner in enumerate(kl_partners_of(batch)):
                 length = len(batch[number].prompt_ids) + len(batch[partner].response_ids)
-                costs_N[number] += self.kl_cost(min(self.seq_length, length))
+                costs_N[number] += self.kl_cost(min(self.seq_length, length)) - self._shared(batch[number])
         return costs_N
+
+    def saved(self, batch: Sequence[KTOExample]) -> list[float]:
+        costs = [self.cost] if self.kl_cost is None else [self.cost, self.kl_cost]
+        return [sum(cost(len(each.prompt_ids)) for cost in costs) - self._shared(each) for each in batch]
+
+    def _shared(self, example: KTOExample) -> float:
+        return 0.0 if self.shared_cost is None or self.kl_cost is None else self.shared_cost(len(example.prompt_ids))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPOCosts:
-    """Cost of each pair of a global batch, summed over both answers; ``cost`` is that of the passes over a sequence."""
+    """Cost of each pair of a global batch, summed over both answers, see :class:`ExampleCosts`."""
 
-    cost: SequenceCost
+    cost: SequenceCost  # of the passes over a sequence
+    shared_cost: SequenceCost | None = None  # of the passes in which both answers share their prompt; None if they do not
 
     def __call__(self, batch: Sequence[DPOExample]) -> list[float]:
-        """Return the cost of each pair: [N], in the order of the batch."""
         return [
-            self.cost(len(each.prompt_ids) + len(each.chosen_ids)) + self.cost(len(each.prompt_ids) + len(each.rejected_ids))
+            self.cost(len(each.prompt_ids) + len(each.chosen_ids))
+            + self.cost(len(each.prompt_ids) + len(each.rejected_ids))
+            - self._shared(each)
             for each in batch
         ]
+
+    def saved(self, batch: Sequence[DPOExample]) -> list[float]:
+        return [2 * self.cost(len(each.prompt_ids)) - self._shared(each) for each in batch]
+
+    def _shared(self, pair: DPOExample) -> float:
+        return 0.0 if self.shared_cost is None else self.shared_cost(len(pair.prompt_ids))
 
 
 def balanced_shares(costs_N: Sequence[float], *, ranks: int) -> list[list[int]]:
@@ -155,6 +177,36 @@ def every_nth(batch: Sequence[object], *, ranks: int) -> list[list[int]]:
 def by_cost(batch: Sequence[object], *, ranks: int, costs: Callable[..., list[float]]) -> list[list[int]]:
     """Assign the examples of a batch to ranks by their costs, see :func:`balanced_shares`."""
     return balanced_shares(costs(batch), ranks=ranks)
+
+
+def by_prompt(
+    batch: Sequence[Any],
+    *,
+    ranks: int,
+    costs: ExampleCosts,
+    otherwise: Callable[..., list[list[int]]],
+) -> list[list[int]]:
+    """Assign the examples of a batch to ranks by their costs, with equal prompts on the same rank as far as that is faster.
+
+    Examples with the same prompt are divided into parts of at most N / ranks examples, of half as many, and so on; of these
+    divisions, the one with the lowest cost of the busiest rank is used. Without equal prompts, use ``otherwise``.
+    """
+    groups: dict[bytes, list[int]] = {}
+    for number, key in enumerate(prompt_keys(batch)):
+        groups.setdefault(key, []).append(number)
+    if ranks == 1 or len(groups) == len(batch):
+        return otherwise(batch, ranks=ranks)
+    costs_N, saved_N = costs(batch), costs.saved(batch)
+    found: list[tuple[float, list[list[int]]]] = []
+    most = max(1, len(batch) // ranks)
+    while most:
+        parts = [group[start : start + most] for group in groups.values() for start in range(0, len(group), most)]
+        of_parts = [sum(costs_N[k] for k in part) - (len(part) - 1) * saved_N[part[0]] for part in parts]
+        shares = balanced_shares(of_parts, ranks=ranks)
+        busiest = max(sum(of_parts[number] for number in share) for share in shares)
+        found.append((busiest, [sorted(k for number in share for k in parts[number]) for share in shares]))
+        most //= 2
+    return min(found, key=lambda each: each[0])[1]
 
 
 Example = TypeVar("Example")

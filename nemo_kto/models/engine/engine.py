@@ -93,16 +93,24 @@ class LogProbEngine:
 
     def logprobs(self, *parts: SequenceBatch) -> Tensor:
         """Return the log-prob of each response, part after part: [B], fp32, on the CPU, the same on every pipeline stage."""
-        return from_last_stage(torch.cat([self._local_logprobs(sequences) for sequences in parts])).cpu()
+        return from_last_stage(torch.cat([self._local_logprobs(sequences) for sequences in self.joined(parts)])).cpu()
+
+    def joined(self, parts: Sequence[SequenceBatch]) -> Sequence[SequenceBatch]:
+        """Return the parts as one batch if prompts are shared and the parts are answers to the same prompts; in fp32 only.
+
+        The policy evaluates each part separately. In fp32, log-probs differ by rounding errors that do not matter; in bf16
+        the log-ratios of the first step would be noticeably different from 0.
+        """
+        is_alike = len({part.tokens_BS.shape for part in parts}) == 1 and all(part.answers == 1 for part in parts)
+        in_fp32 = self._config.params_dtype == torch.float32
+        if len(parts) == 1 or not self.limits.share_prompts or not is_alike or not in_fp32:
+            return parts
+        return [SequenceBatch.answers_to_one_prompt(*parts)]
 
     def _local_logprobs(self, sequences: SequenceBatch) -> Tensor:
         """Return the log-probs of one part on the device; only the last pipeline stage computes them, others return 0."""
         logps_B = torch.zeros(len(sequences), device=device.current_device())
-        limits = self.limits
-        if self.forward_micro_batch_size is not None:
-            prompts = max(1, self.forward_micro_batch_size // sequences.answers)
-            limits = replace(limits, prompts=prompts, tokens=None)
-        self._forward(sequences, limits, self._sequence_logps, logps_B)
+        self._forward(sequences, self._forward_limits(sequences), self._sequence_logps, logps_B)
         return logps_B
 
     def next_token_logits(self, sequences: SequenceBatch) -> Tensor:
@@ -125,6 +133,12 @@ class LogProbEngine:
             schedule = self._schedule(micro_batches, collect, forward_only=True, head=head)
             with self._mode(forward_only=True):
                 schedule(collect_non_loss_data=True)
+
+    def _forward_limits(self, sequences: SequenceBatch) -> MicroBatchLimits:
+        """Return the size limits of a micro-batch of a pass without gradient."""
+        if self.forward_micro_batch_size is None:
+            return self.limits
+        return replace(self.limits, prompts=max(1, self.forward_micro_batch_size // sequences.answers), tokens=None)
 
     def forward_backward(
         self, sequences: SequenceBatch, loss: SequenceLoss, *, forward_only: bool
@@ -178,14 +192,29 @@ class LogProbEngine:
     def work_sums(self, sequences: SequenceBatch, *, passes: Passes) -> dict[str, Tensor]:
         """Return the work of ``passes`` over ``sequences`` as 0-d tensors; collective with expert parallelism.
 
-        ``tokens`` are without padding, ``padded_tokens`` with that of all micro-batches, including empty ones.
+        ``tokens`` are without padding, ``padded_tokens`` with that of all micro-batches, including empty ones, and without
+        the ``shared_tokens``, those of prompts that another sequence shares. See :meth:`flops_sums` for the others.
         """
         padded = sequences.padded_tokens(self.limits, agree=self._agree())
         return {
             "tokens": sequences.lengths_B.sum(),
             "padded_tokens": torch.tensor(padded),
-            "flops": self.flops.of_passes(passes).of(sequences),
+            "shared_tokens": torch.tensor(sum(sequences.shared_prompts(self.limits))),
+            **self._flops_sums(sequences, self.limits, passes),
         }
+
+    def flops_sums(self, *parts: SequenceBatch, passes: Passes) -> dict[str, Tensor]:
+        """Return the work of calls of :meth:`logprobs`, each with ``passes``, as 0-d tensors.
+
+        The ``saved_flops`` are those that shared prompts would have needed in addition to the ``flops``.
+        """
+        sums = [self._flops_sums(part, self._forward_limits(part), passes) for part in self.joined(parts)]
+        return {name: torch.stack([each[name] for each in sums]).sum() for name in sums[0]}
+
+    def _flops_sums(self, sequences: SequenceBatch, limits: MicroBatchLimits, passes: Passes) -> dict[str, Tensor]:
+        flops = self.flops.of_passes(passes)
+        saved = flops.of_prompts(sequences.shared_prompts(limits))
+        return {"flops": flops.of(sequences) - saved, "saved_flops": saved}
 
     def _micro_batches(self, sequences: SequenceBatch, limits: MicroBatchLimits) -> list[MicroBatch]:
         for labels_BS in sequences.label_sets:
@@ -254,16 +283,17 @@ class LogProbEngine:
     def _token_owners(self, micro_batch: MicroBatch, chunk: torch.nn.Module) -> dict[str, Tensor]:
         """Return the sequence of each token for the load-balancing loss, as the keyword argument ``padding_mask``.
 
-        It is [b, s (a part if sequence parallel), n], True where token s belongs to sequence n. megatron-core passes
-        ``padding_mask`` to its routers unchanged, and the routers of this package interpret it in this way.
+        It is [b, s (a part if sequence parallel), n], True where token s belongs to sequence n; a token of a shared prompt
+        belongs to several. megatron-core passes ``padding_mask`` to its routers unchanged, and the routers of this package
+        interpret it in this way.
         """
         if self._config.num_moe_experts is None or not unwrap_model(chunk).training:
             return {}
-        owner_bs, sequences = micro_batch.owner_bs, max(1, len(micro_batch.sequence_index_b))
+        segment_bs = micro_batch.segment_bs
         if self._config.sequence_parallel:
             ranks, rank = self._config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
-            owner_bs = owner_bs.chunk(ranks, dim=1)[rank]
-        return {"padding_mask": owner_bs.unsqueeze(-1) == torch.arange(sequences, device=owner_bs.device)}
+            segment_bs = segment_bs.chunk(ranks, dim=1)[rank]
+        return {"padding_mask": micro_batch.owners_nb[segment_bs]}
 
     def _sequence_logps(self, micro_batch: MicroBatch, hidden_bsh: Tensor) -> Tensor:
         """Return the log-probs, [b] or [2b] fp32; only hidden states that predict a counted token get logits."""

@@ -282,7 +282,7 @@ class CachedReference:
         with contextlib.ExitStack() as reference:
             is_active = False
             for number, parts in enumerate(batches, start=1):
-                for sequences in parts:
+                for sequences in engine.joined(parts):
                     keys_B2 = sequence_keys(sequences)
                     missing = np.flatnonzero(~self.cache.look_up(keys_B2)[1])
                     if not state.max_over_ranks(len(missing)):

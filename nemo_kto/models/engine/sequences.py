@@ -1,17 +1,18 @@
 """Batches of token sequences, and their split into micro-batches.
 
-Shape suffixes: B sequences, S tokens; b, s of a micro-batch; T response tokens of a micro-batch.
+Shape suffixes: B sequences, P prompts, S tokens; b, s of a micro-batch; n its segments; T its response tokens.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from torch import Tensor
 from nemo_kto.device import device
 from nemo_kto.device.precision import FP8_MULTIPLE
 from nemo_kto.losses.sequence import IGNORED, response_counts, response_positions
-from nemo_kto.models.layers.packing import local_token_indices, pack_lengths
+from nemo_kto.models.layers.packing import Prompts, local_token_indices, pack_lengths
 
 if TYPE_CHECKING:  # so that the planner does not import megatron-core
     from nemo_kto.models.layers.attention import PackedSequences
@@ -59,12 +60,18 @@ class MicroBatchLimits:
     packed: bool = False  # sequences are packed one after the other, without padding between them
     context_parallel: int = 1  # context-parallel size, over which each packed sequence is sharded
     group: int = 1  # the number of micro-batches is a multiple of this number; the last ones may be empty
+    # Sequences with the same prompt are in the same micro-batch, if they fit, and share its tokens; such batches are packed.
+    share_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.share_prompts and self.context_parallel > 1:
+            raise ValueError(f"share_prompts must be False with context_parallel={self.context_parallel}, got True")
 
     def __str__(self) -> str:
         """Describe the limits, such as "up to 8,192 tokens"."""
         prompts = [] if self.prompts is None else [f"{self.prompts:,}"]
         tokens = [] if self.tokens is None else [f"up to {self.tokens:,} tokens"]
-        return ", ".join(prompts + tokens + ["packed"] * self.packed)
+        return ", ".join(prompts + tokens + ["packed"] * self.packed + ["shared prompts"] * self.share_prompts)
 
     def width(self, longest: int) -> int:
         """Return the width of a micro-batch whose longest sequence has ``longest`` tokens."""
@@ -83,6 +90,15 @@ class MicroBatchLimits:
         """Return the number of prompts, with ``answers`` each and at most ``longest`` tokens, that fit a micro-batch."""
         most = sys.maxsize if self.prompts is None else self.prompts
         return most if self.tokens is None else max(1, min(most, self.tokens // (answers * self.width(longest))))
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens of a sequence in a pack: the whole sequence, a shared prompt, or an answer to one."""
+
+    sequence: int  # index in the micro-batch; for a shared prompt, that of any sequence that begins with it
+    start: int  # position of the first token in the sequence
+    stop: int
+    prompt: int | None  # index of the segment with the tokens before ``start``; None if there are none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +178,38 @@ class SequenceBatch:
         valid_P = self.valid_B.view(self.answers, -1).all(dim=0)
         return self.lengths_B * valid_P.repeat(self.answers)
 
+    @cached_property
+    def prompt_lengths_B(self) -> Tensor:
+        """Number of tokens before the first response token, or of all tokens if there is none; [B] int64."""
+        is_response_BS = self.labels_BS != IGNORED
+        return torch.where(is_response_BS.any(dim=1), is_response_BS.int().argmax(dim=1), self.lengths_B)
+
+    @cached_property
+    def prompt_group_B(self) -> Tensor:
+        """Number of the prompt of each sequence, [B] int64: the same for sequences that can share the prompt's tokens."""
+        groups: dict[bytes | int, int] = {}
+        prompts = zip(self.tokens_BS.numpy(), self.prompt_lengths_B.tolist(), self.valid_B.tolist(), strict=True)
+        keys = [tokens[:length].tobytes() if valid and length else k for k, (tokens, length, valid) in enumerate(prompts)]
+        return torch.tensor([groups.setdefault(key, len(groups)) for key in keys], dtype=torch.long)
+
+    def limits_of(self, limits: MicroBatchLimits) -> MicroBatchLimits:
+        """Return ``limits`` with packing if any prompt can be shared, otherwise without shared prompts."""
+        groups = int(self.prompt_group_B.max()) + 1 if limits.share_prompts and len(self) else len(self)
+        shares = groups < len(self) and self.mask_B1SS is None
+        return replace(limits, packed=limits.packed or shares, share_prompts=shares)
+
+    def shared_prompts(self, limits: MicroBatchLimits) -> list[int]:
+        """Return the length of each prompt that :meth:`micro_batches` leaves out because it is shared."""
+        limits = self.limits_of(limits)
+        if not limits.share_prompts:
+            return []
+        shared = list[int]()
+        for index_b in self._partition(limits):
+            segments = self._segments(index_b, limits)
+            answers = Counter(segment.prompt for segment in segments if segment.prompt is not None)
+            shared += [segments[prompt].stop for prompt, count in answers.items() for _ in range(count - 1)]
+        return shared
+
     def take(self, sequence_index_b: Tensor) -> SequenceBatch:
         """Return the sequences with these indices as a batch with one answer to each prompt and one log-prob."""
         mask = self.mask_B1SS
@@ -178,17 +226,21 @@ class SequenceBatch:
     ) -> list[MicroBatch]:
         """Split the batch into micro-batches on the device, either packed or of prompts of similar length.
 
+        With ``limits.share_prompts``, sequences that begin with the same prompt share its tokens, and the batch is packed.
+
         Each micro-batch is only as wide as its longest sequence needs, because padding costs time and a sum over sequences
         does not depend on their order. It has the first answers to its prompts, followed by the second ones, if there are
         any; with context parallelism, this rank's tokens of each sequence. ``agree`` maps the number of micro-batches that
         this rank needs to the number that all ranks run; the additional ones have no sequences.
         """
+        limits = self.limits_of(limits)
         whole = [self._micro_batch(index_b, limits) for index_b in self._partition(limits)]
         whole += [self._empty_micro_batch(limits)] * (agree(limits.whole_groups(len(whole))) - len(whole))
         return MicroBatch.on_device([micro_batch.share(context_rank, limits.context_parallel) for micro_batch in whole])
 
     def padded_tokens(self, limits: MicroBatchLimits, *, agree: Callable[[int], int] = int) -> int:
         """Return the number of tokens, including padding, of :meth:`micro_batches` with the same arguments."""
+        limits = self.limits_of(limits)
         parts = self._partition(limits)
         empty = agree(limits.whole_groups(len(parts))) - len(parts)
         tokens = sum((1 if limits.packed else len(index_b)) * self._width(index_b, limits) for index_b in parts)
@@ -199,7 +251,9 @@ class SequenceBatch:
         prompts = len(self) // self.answers
         lengths_AP = self.lengths_B.view(self.answers, prompts)
         parts: list[Tensor] = []  # indices of prompts
-        if limits.packed:
+        if limits.share_prompts:
+            parts = self._partition_groups(limits)
+        elif limits.packed:
             tokens_P = limits.packed_lengths(lengths_AP).sum(dim=0)
             packs = pack_lengths(tokens_P.tolist(), tokens=limits.tokens, prompts=limits.prompts)
             parts = [torch.tensor(pack) for pack in packs]
@@ -212,32 +266,78 @@ class SequenceBatch:
                 order = order[count:]
         return [torch.cat([part + prompts * k for k in range(self.answers)]) for part in parts]
 
+    def _partition_groups(self, limits: MicroBatchLimits) -> list[Tensor]:
+        """Return the indices of the prompts of each pack; equal prompts are packed together, as far as the limits allow."""
+        group_AP, lengths_AP = (values_B.view(self.answers, -1) for values_B in (self.prompt_group_B, self.lengths_B))
+        alike_P = (group_AP == group_AP[0]).all(dim=0)
+        prompt_P = torch.where(alike_P, self.prompt_lengths_B[: len(alike_P)], 0)
+        own_P = (lengths_AP - prompt_P).sum(dim=0)  # tokens besides those of the prompt
+        groups: dict[int, list[int]] = {}
+        for prompt in torch.argsort(own_P, descending=True, stable=True).tolist():
+            groups.setdefault(int(group_AP[0, prompt]) if alike_P[prompt] else -1 - prompt, []).append(prompt)
+        items, tokens = list[list[int]](), list[int]()
+        for group in groups.values():
+            for number, prompt in enumerate(group):
+                own, shared = int(own_P[prompt]), int(prompt_P[prompt])
+                is_full = limits.prompts is not None and number and len(items[-1]) == limits.prompts
+                is_full = is_full or (limits.tokens is not None and number and tokens[-1] + own > limits.tokens)
+                if number == 0 or is_full:
+                    items.append([])
+                    tokens.append(shared)
+                items[-1].append(prompt)
+                tokens[-1] += own
+        packs = pack_lengths(tokens, tokens=limits.tokens, prompts=limits.prompts, sizes=[*map(len, items)])
+        return [torch.tensor([prompt for item in pack for prompt in items[item]]) for pack in packs]
+
+    def _segments(self, sequence_index_b: Tensor, limits: MicroBatchLimits) -> list[Segment]:
+        """Return the segments of a pack; with shared prompts, each prompt is followed by its answers."""
+        lengths, prompt_lengths = (
+            values_B[sequence_index_b].tolist() for values_B in (self.lengths_B, self.prompt_lengths_B)
+        )
+        if not limits.share_prompts:
+            return [Segment(k, 0, length, None) for k, length in enumerate(lengths)]
+        groups: dict[int, list[int]] = {}
+        for k, group in enumerate(self.prompt_group_B[sequence_index_b].tolist()):
+            groups.setdefault(group, []).append(k)
+        segments = list[Segment]()
+        for first, *others in groups.values():
+            if not others:
+                segments.append(Segment(first, 0, lengths[first], None))
+                continue
+            prompt, shared = len(segments), prompt_lengths[first]
+            segments.append(Segment(first, 0, shared, None))
+            segments += [Segment(k, shared, lengths[k], prompt) for k in (first, *others)]
+        return segments
+
     def _width(self, sequence_index_b: Tensor, limits: MicroBatchLimits) -> int:
-        lengths_b = self.lengths_B[sequence_index_b]
-        return limits.width(int(limits.packed_lengths(lengths_b).sum() if limits.packed else lengths_b.max()))
+        lengths = self.lengths_B[sequence_index_b]
+        if limits.packed:
+            segments = self._segments(sequence_index_b, limits)
+            lengths = limits.packed_lengths(torch.tensor([stop - start for _, start, stop, _ in segments])).sum()
+        return limits.width(int(lengths.max()))
 
     def _micro_batch(self, sequence_index_b: Tensor, limits: MicroBatchLimits) -> MicroBatch:
         size, width = len(sequence_index_b), self._width(sequence_index_b, limits)
         label_width = None if limits.packed else width
         found = [response_positions(labels_BS[sequence_index_b, :label_width]) for labels_BS in self.label_sets]
         sequence_T, position_T, target_T = (torch.cat(parts) for parts in zip(*found, strict=True))
+        segments = self._segments(sequence_index_b, limits)
         if limits.packed:
-            # Padding belongs to the sequence before it, whose tokens do not attend to it; the padding at the end of the
-            # pack belongs to the last sequence.
-            lengths = limits.packed_lengths(self.lengths_B[sequence_index_b]).tolist()
+            # Padding belongs to the segment before it, whose tokens do not attend to it; the padding at the end of the
+            # pack belongs to the last segment.
+            lengths = limits.packed_lengths(torch.tensor([stop - start for _, start, stop, _ in segments])).tolist()
             lengths[-1] += width - sum(lengths)
-            starts_b = torch.tensor([0, *accumulate(lengths)])[:-1]
-            hidden_index_T = starts_b[sequence_T] + position_T
+            hidden_index_T = _token_indices(segments, lengths, sequence_T, position_T)
             tokens_bs, positions_bs = (
-                self._packed(values_BS, sequence_index_b, lengths) for values_BS in (self.tokens_BS, self.positions_BS)
+                _packed(values_BS[sequence_index_b], segments, lengths) for values_BS in (self.tokens_BS, self.positions_BS)
             )
         else:
             lengths = [width] * size
             hidden_index_T = position_T * size + sequence_T
             tokens_bs, positions_bs = self.tokens_BS[sequence_index_b, :width], self.positions_BS[sequence_index_b, :width]
-        counted = self.counted_B[sequence_index_b].tolist()
-        owners = [
-            torch.where(torch.arange(n) < count, k, -1) for k, (count, n) in enumerate(zip(counted, lengths, strict=True))
+        segment_bs = [
+            torch.where(torch.arange(n) < stop - start, k, -1)
+            for k, ((_, start, stop, _), n) in enumerate(zip(segments, lengths, strict=True))
         ]
         mask = None if limits.packed or self.mask_B1SS is None else self.mask_B1SS[sequence_index_b, :, :width, :width]
         return MicroBatch(
@@ -245,18 +345,15 @@ class SequenceBatch:
             tokens_bs=tokens_bs,
             positions_bs=positions_bs,
             mask_b1ss=mask,
-            owner_bs=torch.cat(owners).view(len(tokens_bs), -1),
+            segment_bs=torch.cat(segment_bs).view(len(tokens_bs), -1),
+            owners_nb=_owners(segments, self.counted_B[sequence_index_b] > 0),
             hidden_index_T=hidden_index_T,
             target_T=target_T,
             logprob_T=torch.cat([own_T + k * size for k, (own_T, _, _) in enumerate(found)]),
             num_logprobs=len(found) * size,
             lengths=tuple(lengths) if limits.packed else None,
+            prompts=tuple(segment.prompt for segment in segments) if limits.share_prompts else None,
         )
-
-    def _packed(self, values_BS: Tensor, sequence_index_b: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Concatenate the values of sequences, each padded to its length in the pack: [1, sum of lengths]."""
-        own = [values_BS[k, : self.lengths_B[k]] for k in sequence_index_b]
-        return torch.cat([F.pad(values, (0, n - len(values))) for values, n in zip(own, lengths, strict=True)])[None]
 
     def _empty_micro_batch(self, limits: MicroBatchLimits) -> MicroBatch:
         """Build a micro-batch without sequences, loss or gradient; the layers compute placeholder tokens."""
@@ -266,7 +363,8 @@ class SequenceBatch:
             tokens_bs=torch.zeros(1, width, dtype=torch.long),
             positions_bs=torch.arange(width)[None],
             mask_b1ss=None if self.mask_B1SS is None else torch.zeros(1, 1, width, width, dtype=torch.bool),
-            owner_bs=torch.full((1, width), -1),
+            segment_bs=torch.full((1, width), -1),
+            owners_nb=torch.zeros(1, 1, dtype=torch.bool),
             hidden_index_T=nothing,
             target_T=nothing,
             logprob_T=nothing,
@@ -274,26 +372,58 @@ class SequenceBatch:
         )
 
 
+def _packed(values_bS: Tensor, segments: Sequence[Segment], lengths: Sequence[int]) -> Tensor:
+    """Concatenate the values of segments, each padded to its length in the pack: [1, sum of lengths]."""
+    own = [values_bS[sequence, start:stop] for sequence, start, stop, _ in segments]
+    return torch.cat([F.pad(values, (0, n - len(values))) for values, n in zip(own, lengths, strict=True)])[None]
+
+
+def _token_indices(segments: Sequence[Segment], lengths: Sequence[int], sequence_T: Tensor, position_T: Tensor) -> Tensor:
+    """Return the index in the pack of each token of a sequence, [T]; several sequences may have the same one."""
+    begins = (0, *accumulate(lengths))
+    last = {segment.sequence: number for number, segment in enumerate(segments)}  # the segment after a shared prompt
+    start_b, own_b, prompt_b = torch.tensor(
+        [
+            (segments[last[k]].start, begins[last[k]] - segments[last[k]].start, begins[segments[last[k]].prompt or 0])
+            for k in range(len(last))
+        ]
+    ).T
+    is_own_T = position_T >= start_b[sequence_T]
+    return torch.where(is_own_T, own_b[sequence_T], prompt_b[sequence_T]) + position_T
+
+
+def _owners(segments: Sequence[Segment], counted_b: Tensor) -> Tensor:
+    """Return the sequences to which the tokens of each segment count, [n + 1, b] bool; the last row is that of padding."""
+    owners_nb = torch.zeros(len(segments) + 1, len(counted_b), dtype=torch.bool)
+    for number, segment in enumerate(segments):
+        owners_nb[number, segment.sequence] = True
+        if segment.prompt is not None:
+            owners_nb[segment.prompt, segment.sequence] = True
+    return owners_nb & counted_b
+
+
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """Input of one pass through the pipeline.
 
     The last stage reads only the indices, so it does not depend on the arrangement of sequences in ``tokens_bs``: padded,
-    packed into one ([1, s]), or this rank's part of each.
+    packed into one ([1, s]) with or without shared prompts, or this rank's part of each.
     """
 
     sequence_index_b: Tensor  # indices of the sequences in the batch
     tokens_bs: Tensor
     positions_bs: Tensor
     mask_b1ss: Tensor | None
-    # Sequence to which each token counts in a loss that the model itself adds (load balancing), as an index into
-    # ``sequence_index_b``; -1 for padding and for sequences that are excluded from the loss.
-    owner_bs: Tensor
+    # Sequences to which a token counts in a loss that the model itself adds (load balancing): each token has a row of
+    # ``owners_nb``, -1 for padding; the columns are the sequences, False for those that are excluded from the loss.
+    segment_bs: Tensor
+    owners_nb: Tensor
     hidden_index_T: Tensor  # hidden state that predicts each response token: an index into [s * b] (megatron-core's order)
     target_T: Tensor  # response token that the hidden state predicts
     logprob_T: Tensor  # log-prob it contributes to: an index into ``sequence_index_b``, plus b for a second log-prob
     num_logprobs: int  # b, or 2 b if sequences have a second log-prob
-    lengths: tuple[int, ...] | None = None  # of the whole sequences of a pack, each with its padding; None if not packed
+    lengths: tuple[int, ...] | None = None  # of the whole segments of a pack, each with its padding; None if not packed
+    prompts: Prompts = None  # segment that each segment continues; None if no tokens are shared
     packed: PackedSequences | None = None  # the lengths in the form that attention needs, on the device
 
     def share(self, rank: int, size: int) -> MicroBatch:
@@ -312,7 +442,7 @@ class MicroBatch:
             self,
             tokens_bs=self.tokens_bs[:, index_s],
             positions_bs=self.positions_bs[:, index_s],
-            owner_bs=self.owner_bs[:, index_s],
+            segment_bs=self.segment_bs[:, index_s],
             hidden_index_T=(local_index_T * batch + sequence_T)[is_local_T],
             target_T=self.target_T[is_local_T],
             logprob_T=self.logprob_T[is_local_T],
@@ -323,9 +453,10 @@ class MicroBatch:
         """Copy micro-batches to this rank's device, in one transfer per dtype; the host need not wait between them."""
         from nemo_kto.models.layers.attention import PackedSequences
 
-        names = [field.name for field in fields(cls) if field.name not in ("num_logprobs", "lengths", "packed")]
+        names = [field.name for field in fields(cls) if field.name not in ("num_logprobs", "lengths", "prompts", "packed")]
         uploaded = iter(device.upload([getattr(micro_batch, name) for micro_batch in micro_batches for name in names]))
-        packed = iter(PackedSequences.of([part.lengths for part in micro_batches if part.lengths is not None]))
+        packs = [(part.lengths, part.prompts) for part in micro_batches if part.lengths is not None]
+        packed = iter(PackedSequences.of([lengths for lengths, _ in packs], [prompts for _, prompts in packs]))
         return [
             replace(part, packed=None if part.lengths is None else next(packed), **{name: next(uploaded) for name in names})
             for part in micro_batches

@@ -36,7 +36,7 @@ from nemo_kto.device.kernels import varlen_attention
 from nemo_kto.distributed.collectives import gather_shares
 from nemo_kto.models.layers.block_attention import block_attention
 from nemo_kto.models.layers.norm import unit_norm
-from nemo_kto.models.layers.packing import causal_spans, unshard_tokens
+from nemo_kto.models.layers.packing import Prompts, causal_spans, key_indices, shared_lengths, unshard_tokens
 from nemo_kto.models.layers.rope_tables import RopeTable, TemperatureTable
 
 if TYPE_CHECKING:
@@ -47,22 +47,33 @@ if TYPE_CHECKING:
 class PackedSequences(PackedSeqParams):
     """megatron-core's description of packed sequences, with lengths on the host so that no rank waits for the device."""
 
-    lengths: tuple[int, ...]  # number of tokens of each sequence, including its padding
+    lengths: tuple[int, ...]  # number of tokens of each segment, including its padding
+    prompts: Prompts = None  # segment that each segment continues; None if no tokens are shared
+    key_index_k: Tensor | None = None  # tokens that the segments attend to, if any are shared: ``packing.key_indices``
 
     @classmethod
-    def of(cls, packs: Sequence[tuple[int, ...]]) -> list[PackedSequences]:
-        """Build a description for each pack of sequences; all device tensors are copied in one transfer."""
-        begins = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in packs]
+    def of(cls, packs: Sequence[tuple[int, ...]], prompts: Sequence[Prompts] | None = None) -> list[PackedSequences]:
+        """Build a description for each pack of segments; all device tensors are copied in one transfer per dtype."""
+        prompts = [None] * len(packs) if prompts is None else prompts
+        before = [shared_lengths(*pack) for pack in zip(packs, prompts, strict=True)]
+        keys = [tuple(map(sum, zip(*pack, strict=True))) for pack in zip(packs, before, strict=True)]
+        begins = [torch.tensor([0, *accumulate(counts)], dtype=torch.int32) for counts in (*packs, *keys)]
+        indices = [
+            None if segments is None else key_indices(pack, segments) for pack, segments in zip(packs, prompts, strict=True)
+        ]
+        uploaded = device.upload([*begins, *indices])
         return [
             cls(
                 qkv_format="thd",
-                cu_seqlens_q=begin_n,
-                cu_seqlens_kv=begin_n,
-                max_seqlen_q=max(lengths),
-                max_seqlen_kv=max(lengths),
-                lengths=lengths,
+                cu_seqlens_q=uploaded[number],
+                cu_seqlens_kv=uploaded[number + len(packs)],
+                max_seqlen_q=max(packs[number]),
+                max_seqlen_kv=max(keys[number]),
+                lengths=packs[number],
+                prompts=prompts[number],
+                key_index_k=uploaded[number + 2 * len(packs)],
             )
-            for lengths, begin_n in zip(packs, device.upload(begins), strict=True)
+            for number in range(len(packs))
         ]
 
 
@@ -152,11 +163,12 @@ class TorchAttention(MegatronModule):
             attention_mask: [batch or 1, 1, sequence, sequence], True where attention is forbidden; used only if the mask
                 type is arbitrary, and then it replaces the causal mask. Every query must be able to attend to some key.
             packed_seq_params: lengths of packed sequences, which do not attend to each other, before context parallelism
-                divides them; None if each sequence has its own place in the batch.
+                divides them, and the prompts that they share; None if each sequence has its own place in the batch.
 
         Raises:
             ValueError: if there is a bias on the scores, a mask type other than causal and arbitrary, a mask together with
-                packed sequences or context parallelism, or a length that the context-parallel size cannot divide.
+                packed sequences or context parallelism, shared prompts together with context parallelism, or a length that
+                the context-parallel size cannot divide.
         """
         if attention_bias is not None:
             raise ValueError("attention_bias must be None; torch's attention takes a mask, not a bias on the scores")
@@ -166,18 +178,21 @@ class TorchAttention(MegatronModule):
         masked = attention_mask if kind == AttnMaskType.arbitrary else None
         if packed_seq_params is None:
             return self._attend(query, key, value, None, masked)
+        if packed_seq_params.prompts is not None and self.context is not None:
+            raise ValueError("prompts must be None with context parallelism, got packed sequences that share prompts")
         if kind == AttnMaskType.arbitrary:
             raise ValueError("attn_mask_type must be causal for packed sequences, got arbitrary")
-        lengths = packed_seq_params.lengths
+        lengths, prompts = packed_seq_params.lengths, packed_seq_params.prompts
         query, key = query.unsqueeze(1), key.unsqueeze(1)
         in_one_kernel = self.context is None and not self.in_blocks
-        in_one_kernel &= self.chunk is None or max(lengths) <= self.chunk
+        in_one_kernel &= self.chunk is None or packed_seq_params.max_seqlen_kv <= self.chunk
         if not in_one_kernel or (kernel := varlen_attention(query.dtype)) is None:
-            return self._attend(query, key, value.unsqueeze(1), lengths, None).squeeze(1)
-        query, key = self._apply_positions(query, key, lengths)
+            return self._attend(query, key, value.unsqueeze(1), packed_seq_params, None).squeeze(1)
+        query, key = self._apply_positions(query, key, lengths, prompts=prompts)
+        key, value = _keys_of_segments(key.squeeze(1), value, packed_seq_params)
         context: Tensor = kernel(
             query.squeeze(1),
-            key.squeeze(1),
+            key,
             value,
             packed_seq_params.cu_seqlens_q,
             packed_seq_params.cu_seqlens_kv,
@@ -190,34 +205,37 @@ class TorchAttention(MegatronModule):
         return context.flatten(1)
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...] | None, masked: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences | None, masked: Tensor | None
     ) -> Tensor:
-        """Attend span by span, [sequence, batch, ...] in and out; ``lengths`` is None unless sequences are packed."""
+        """Attend span by span, [sequence, batch, ...] in and out; ``packed`` is None unless sequences are packed."""
+        lengths, prompts = (None, None) if packed is None else (packed.lengths, packed.prompts)
         rank, size = (0, 1) if self.context is None else (self.context.rank(), self.context.size())
         if size > 1 and masked is not None:
             raise ValueError("attention_mask must be None with context parallelism, got a mask")
         whole = lengths or (query.size(0) * size,)
         table_lengths = None if lengths is None and size == 1 else whole
-        query, key = self._apply_positions(query, key, table_lengths, rank=rank, size=size)
+        query, key = self._apply_positions(query, key, table_lengths, prompts=prompts, rank=rank, size=size)
+        key, value = _keys_of_segments(key, value, packed)
         if self.context is not None:
             gathered = gather_shares(torch.cat((key, value), dim=2), group=self.context)
             key, value = unshard_tokens(gathered, whole, size=size).chunk(2, dim=2)
-        contexts = [
-            self._attend_span(query[queries], key[keys], value[keys], None if masked is None else masked[..., queries, keys])
-            for queries, keys in causal_spans(whole, rank=rank, size=size, window=self.chunk)
-        ]
+        spans = causal_spans(whole, prompts=prompts, rank=rank, size=size, window=self.chunk)
+        queries, keys = ([*slices] for slices in zip(*spans, strict=True))
+        parts = zip(_parts(query, queries), _parts(key, keys), _parts(value, keys), strict=True)
+        masks = [None if masked is None else masked[..., span.queries, span.keys] for span in spans]
+        contexts = [self._attend_span(*part, mask) for part, mask in zip(parts, masks, strict=True)]
         return torch.cat(contexts) if len(contexts) > 1 else contexts[0]
 
     def _apply_positions(
-        self, query: Tensor, key: Tensor, lengths: tuple[int, ...] | None, *, rank: int = 0, size: int = 1
+        self, query: Tensor, key: Tensor, lengths: tuple[int, ...] | None, **pack: Any
     ) -> tuple[Tensor, Tensor]:
         """Apply RoPE (and norm), or temperature scaling; other arguments as for :meth:`RopeTable.rotate`."""
         if self.rope is not None:
-            query, key = (self.rope.rotate(heads, lengths, rank=rank, size=size) for heads in (query, key))
+            query, key = (self.rope.rotate(heads, lengths, **pack) for heads in (query, key))
             if self.norm_epsilon is not None:
                 query, key = (unit_norm(heads, self.norm_epsilon) for heads in (query, key))
         elif self.temperature is not None:
-            query = self.temperature.scale(query, lengths, rank=rank, size=size)
+            query = self.temperature.scale(query, lengths, **pack)
         return query, key
 
     def _attend_span(self, query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None) -> Tensor:
@@ -243,6 +261,21 @@ class TorchAttention(MegatronModule):
             enable_gqa=query.size(2) != key.size(2),
         )
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+
+
+def _parts(values: Tensor, slices: list[slice]) -> Sequence[Tensor]:
+    """Return slices of the first dimension; if they partition it, their backward pass is one concatenation."""
+    bounds = [0, *(each.stop for each in slices)]
+    if [each.start for each in slices] == bounds[:-1] and bounds[-1] == len(values):
+        return values.split([each.stop - each.start for each in slices])
+    return [values[each] for each in slices]
+
+
+def _keys_of_segments(key: Tensor, value: Tensor, packed: PackedSequences | None) -> tuple[Tensor, Tensor]:
+    """Return keys and values, [tokens, ...], in the order of ``packing.key_indices``: a shared prompt before each answer."""
+    if packed is None or packed.key_index_k is None:
+        return key, value
+    return key.index_select(0, packed.key_index_k), value.index_select(0, packed.key_index_k)
 
 
 def _attention_mask(query: Tensor, key: Tensor, masked: Tensor | None, window: int | None) -> Tensor | None:

@@ -1,8 +1,9 @@
 """RoPE inside attention, and attention temperature scaling.
 
-In both tables ``lengths`` are the lengths of packed sequences, each starting at position 0; None for a single sequence.
-``rank`` and ``size`` are the rank in the context-parallel group, and its size; they must be the same in every call, and
-above size 1 ``lengths`` is required. Values for the last packed sequences are cached for the next layers.
+In both tables ``lengths`` are the lengths of packed segments, None for a single sequence, and ``prompts`` the segments that
+they continue (see ``models/layers/packing.py``); a segment without one starts at position 0. ``rank`` and ``size`` are the
+rank in the context-parallel group, and its size; they must be the same in every call, and above size 1 ``lengths`` is
+required. Values for the last pack are cached for the next layers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from nemo_kto.architecture.families import Temperature
 from nemo_kto.architecture.rope import Rope
 from nemo_kto.device import device
-from nemo_kto.models.layers.packing import token_positions
+from nemo_kto.models.layers.packing import Prompts, shared_lengths, token_positions
 
 
 class TemperatureTable:
@@ -23,19 +24,32 @@ class TemperatureTable:
 
     def __init__(self, *, temperature: Temperature) -> None:
         self._temperature = temperature
-        self._packed: tuple[tuple[int, ...], Tensor] | None = None
+        self._packed: tuple[object, Tensor] | None = None
 
-    def scale(self, query_sbhd: Tensor, lengths: tuple[int, ...] | None = None, *, rank: int = 0, size: int = 1) -> Tensor:
+    def scale(
+        self,
+        query_sbhd: Tensor,
+        lengths: tuple[int, ...] | None = None,
+        *,
+        prompts: Prompts = None,
+        rank: int = 0,
+        size: int = 1,
+    ) -> Tensor:
         """Multiply queries at position p by 1 + scale * log(1 + floor((p + 1) / floor)), computed in fp32."""
         lengths = (len(query_sbhd),) if lengths is None else lengths
         floor, scale = self._temperature.floor, self._temperature.scale
-        if max(lengths) < floor:  # every factor is 1
+        if _end(lengths, prompts) < floor:  # every factor is 1
             return query_sbhd
-        if self._packed is None or self._packed[0] != lengths:
-            position_s = token_positions(lengths, rank=rank, size=size)
+        if self._packed is None or self._packed[0] != (lengths, prompts):
+            position_s = token_positions(lengths, prompts=prompts, rank=rank, size=size)
             (factor_s,) = device.upload([1 + scale * torch.log1p(torch.floor((position_s.float() + 1) / floor))])
-            self._packed = lengths, factor_s[:, None, None, None]
+            self._packed = (lengths, prompts), factor_s[:, None, None, None]
         return (query_sbhd * self._packed[1]).to(query_sbhd.dtype)
+
+
+def _end(lengths: tuple[int, ...], prompts: Prompts) -> int:
+    """Return the number of tokens of the longest sequence."""
+    return max(map(sum, zip(lengths, shared_lengths(lengths, prompts), strict=True)))
 
 
 class RopeTable:
@@ -50,9 +64,17 @@ class RopeTable:
         self._rope = rope
         self._interleaved = interleaved
         self._cos_and_sin: tuple[Tensor, Tensor] | None = None
-        self._packed: tuple[tuple[int, ...], tuple[Tensor, Tensor]] | None = None
+        self._packed: tuple[object, tuple[Tensor, Tensor]] | None = None
 
-    def rotate(self, heads_sbhd: Tensor, lengths: tuple[int, ...] | None = None, *, rank: int = 0, size: int = 1) -> Tensor:
+    def rotate(
+        self,
+        heads_sbhd: Tensor,
+        lengths: tuple[int, ...] | None = None,
+        *,
+        prompts: Prompts = None,
+        rank: int = 0,
+        size: int = 1,
+    ) -> Tensor:
         """Rotate the first channels of queries or keys [sequence, batch, heads, head size] by their positions."""
         dtype = heads_sbhd.dtype
         if self._interleaved:
@@ -60,10 +82,11 @@ class RopeTable:
         if lengths is None:
             cos_s11d, sin_s11c = self._from_zero(len(heads_sbhd), heads_sbhd)
         else:
-            if self._packed is None or self._packed[0] != lengths or self._packed[1][0].dtype != heads_sbhd.dtype:
-                cos_s11d, sin_s11c = self._from_zero(max(lengths), heads_sbhd)
-                (position_t,) = device.upload([token_positions(lengths, rank=rank, size=size)])
-                self._packed = lengths, (cos_s11d[position_t], sin_s11c[position_t])
+            known = lengths, prompts, heads_sbhd.dtype
+            if self._packed is None or self._packed[0] != known:
+                cos_s11d, sin_s11c = self._from_zero(_end(lengths, prompts), heads_sbhd)
+                (position_t,) = device.upload([token_positions(lengths, prompts=prompts, rank=rank, size=size)])
+                self._packed = known, (cos_s11d[position_t], sin_s11c[position_t])
             cos_s11d, sin_s11c = self._packed[1]
         first, rest = heads_sbhd.tensor_split([cos_s11d.size(-1)], dim=-1)
         rotated: Tensor = _Rotation.apply(first, cos_s11d, sin_s11c, self._interleaved)  # type: ignore[no-untyped-call]

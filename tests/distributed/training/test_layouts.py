@@ -8,6 +8,7 @@ of this is compared as well.
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -20,7 +21,8 @@ from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
 from tests.helpers.training_jobs import assert_same, flops, length, train_with_known_peak, trajectory
 
-ONE_RANK: tuple[int, list[str]] = (1, [])
+# without shared prompts, which all other layouts have, except for those with context parallelism
+ONE_RANK: tuple[int, list[str]] = (1, ["model.data.share_prompts=false"])
 
 PACKED = ["model.data.packing=true", "model.micro_batch_size=null", "model.micro_batch_tokens=180"]
 PP2_VP2 = ("model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2")
@@ -287,6 +289,7 @@ class Tours:
         world_size, of_layout = LAYOUTS.get(layout, ONE_RANK)
         rows, others = self.sets[algorithm]
         overrides = [
+            "model.data.share_prompts=auto",
             *of_run,
             *(override.replace("model.kto.", f"model.{algorithm}.") for override in of_layout),
             *length(algorithm, steps),
@@ -328,6 +331,12 @@ def test_training_starts_at_the_reference_and_learns(name: str, number: int, tou
         assert steps[0]["train/preference_loss"] == pytest.approx(first_loss, abs=1e-6)
 
 
+def counted_rewards(folder: Path) -> int:
+    """The number of rewards in the histograms of all validations."""
+    lines = [json.loads(line) for line in (folder / "rewards.jsonl").read_text().splitlines()]
+    return sum(sum(counts) for line in lines for counts in line.values() if isinstance(counts, list))
+
+
 @pytest.mark.parametrize(("name", "layout", "steps"), CASES)
 def test_same_trajectory(name: str, layout: str, steps: int, tours: Tours) -> None:
     """And the same FLOPs, and an exported model that is the same up to rounding."""
@@ -341,6 +350,10 @@ def test_same_trajectory(name: str, layout: str, steps: int, tours: Tours) -> No
             for first, *rest in (ours, expected)
         )
     assert_same(ours, expected, steps=steps)
+    aucs = [[value for key, value in step.items() if key.endswith("_auc")] for step in ours]
+    assert aucs == [[value for key, value in step.items() if key.endswith("_auc")] for step in expected], "exact"
+    assert any(aucs) == (RUNS[name][0] == "kto")
+    assert counted_rewards(folder) == counted_rewards(one_rank) > 0
     assert flops(folder, LAYOUTS[layout][0]) == pytest.approx(flops(one_rank, 1), rel=1e-9)
     exported, of_one_rank = weights(folder / "hf"), weights(one_rank / "hf")
     assert exported.keys() == of_one_rank.keys()

@@ -19,7 +19,7 @@ def documented() -> list[tuple[str, str]]:
     """(function, file) of each line of the list."""
     text = (REPOSITORY / "docs/internals/design.md").read_text(encoding="utf-8")
     section = text.split("## The walk of a batch")[1].split("\n## ")[0]
-    return re.findall(r"^\d+\. \[`([\w.]+)`\]\(\.\./([\w/]+\.py)\)", section, re.MULTILINE)
+    return re.findall(r"^\d+\. \[`([\w.]+)`\]\((?:\.\./)+([\w/]+\.py)\)", section, re.MULTILINE)
 
 
 def walked(model: Path, rows: Path, folder: Path) -> list[tuple[str, str]]:

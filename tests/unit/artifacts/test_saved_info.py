@@ -17,9 +17,10 @@ from nemo_kto.artifacts.checkpoint_files import (
     check_checkpoint,
     damage,
     info_text,
+    rank_by,
     read_checkpoint,
 )
-from nemo_kto.checkpoint.discovery import newest_checkpoint, rank_by
+from nemo_kto.checkpoint.discovery import newest_checkpoint
 from nemo_kto.checkpoint.model_state import adapters_in
 from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.cli.models.checkpoint import main

@@ -22,8 +22,10 @@ NEEDED = {
     "tokenizer.model": bytes(range(256)),
     "chat_template.jinja": b"{{ messages }}",
     "additional_chat_templates/tools.jinja": b"{{ tools }}",
+    "README.md": b"# The model",
+    "LICENSE": b"Permission is granted.",
 }
-OTHERS = ("model.safetensors", "README.md", "pytorch_model.bin", "training_args.json", "notes.txt")
+OTHERS = ("model.safetensors", "pytorch_model.bin", "training_args.json", "notes.txt")
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_only_configuration_tokenizer_and_templates_are_copied(model: Path) -> None:
+def test_only_configuration_tokenizer_templates_license_and_card_are_copied(model: Path) -> None:
     for file in model.rglob("*"):
         file.chmod(0o500 if file.is_dir() else 0o400)
     assert read_companions(model, into="the checkpoints") == NEEDED

@@ -139,6 +139,24 @@ def test_packed_rows_with_windows_on_several_ranks(
     assert [str(mistake) for mistake in model_gpu_rules(run, computes)] == [expected] * is_refused
 
 
+@pytest.mark.parametrize(
+    ("overrides", "computes", "is_refused"),
+    [
+        (("model.data.share_prompts=true",), GPU, True),
+        (("model.data.share_prompts=auto",), GPU, False),
+        (("model.data.share_prompts=true", "trainer.precision=32"), GPU, False),
+        (("model.data.share_prompts=true",), BARE, False),
+        (("model.data.share_prompts=true",), CPU, False),
+    ],
+)
+def test_shared_prompts_need_the_attention_of_torch(
+    overrides: tuple[str, ...], computes: Computes, is_refused: bool, load: Load, tiny_llama: Path
+) -> None:
+    run = ResolvedRun.of(load(f"pretrained_checkpoint.restore_from_path={tiny_llama}", *overrides))
+    expected = Message("model.data.share_prompts", "false", "auto", "Transformer Engine", "true")
+    assert [str(mistake) for mistake in model_gpu_rules(run, computes)] == [expected] * is_refused
+
+
 def test_models_without_fp8_layers(load: Load, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", "olmo2")
     run = ResolvedRun.of(load("model.fp8=e4m3", f"pretrained_checkpoint.restore_from_path={model}"))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_kto.data.batches.dataset import DPOExample, KTOExample
-from nemo_kto.data.batches.loader import DPOCosts, KTOCosts, balanced_shares
+from nemo_kto.data.batches.loader import DPOCosts, KTOCosts, balanced_shares, by_prompt, every_nth
 
 
 def cost(length: int) -> float:
@@ -47,3 +48,34 @@ def test_costs_of_ranks_differ_by_less_than_one_percent() -> None:
     costs = [cost(min(512, max(8, int(draw.lognormvariate(5.0, 0.7))))) for _ in range(64)]
     sums = [sum(costs[number] for number in share) for share in balanced_shares(costs, ranks=8)]
     assert max(sums) / (sum(sums) / 8) < 1.02
+
+
+def test_costs_with_shared_prompts() -> None:
+    """Sample and KL example share their prompt in the passes of the reference, the answers of a pair in all passes."""
+    batch = [kto_example([1], 2), kto_example([1, 2], 4)]
+    settings: dict[str, Any] = {"cost": lambda length: 4 * cost(length), "kl_cost": lambda length: 2 * cost(length)}
+    plain = KTOCosts(**settings, seq_length=9)(batch)
+    costs = KTOCosts(**settings, shared_cost=cost, seq_length=9)
+    assert costs(batch) == [plain[0] - cost(1), plain[1] - cost(2)]
+    assert costs.saved(batch) == [5 * cost(1), 5 * cost(2)]
+    assert KTOCosts(cost=cost, kl_cost=None, shared_cost=cost, seq_length=9).saved(batch) == [cost(1), cost(2)]
+    pair = DPOExample(prompt_ids=[1], chosen_ids=[2, 3], rejected_ids=[4], chosen_reward=1.0, rejected_reward=0.0)
+    assert DPOCosts(cost=cost, shared_cost=cost)([pair]) == [306 + 203 - 101]
+    assert DPOCosts(cost=cost, shared_cost=cost).saved([pair]) == [101]
+
+
+COSTS = KTOCosts(cost=cost, kl_cost=None, seq_length=99)
+
+
+def test_equal_prompts_are_on_one_rank() -> None:
+    batch = [kto_example([prompt] * 20, 10) for prompt in (1, 2, 3, 1, 2, 3, 4, 4)]
+    assert by_prompt(batch, ranks=2, costs=COSTS, otherwise=every_nth) == [[0, 2, 3, 5], [1, 4, 6, 7]]
+    assert by_prompt(batch[:3], ranks=2, costs=COSTS, otherwise=every_nth) == [[0, 2], [1]], "nothing to share"
+    assert by_prompt(batch[:4], ranks=1, costs=COSTS, otherwise=every_nth) == [[0, 1, 2, 3]]
+
+
+def test_equal_prompts_are_divided_if_one_rank_would_be_late() -> None:
+    batch = [kto_example([1] * 2, 30)] * 6 + [kto_example([2] * 2, 30)] * 2
+    shares = by_prompt(batch, ranks=4, costs=COSTS, otherwise=every_nth)
+    assert [len(share) for share in shares] == [2, 2, 2, 2]
+    assert sorted(number for share in shares for number in share) == list(range(8))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -58,8 +57,8 @@ def test_examples_of_the_documentation(here: Path, capsys: pytest.CaptureFixture
         name = f"Llama-3.1-{size}"
         (here / name).mkdir()
         (here / name / "config.json").write_text(json.dumps(shape))
-    blocks = [textwrap.dedent(block) for block in re.findall(r"^    \$ nemo-kto plan .*?(?=^\S)", page, re.M | re.S)]
-    command, _, shown = blocks[number].replace("\\\n", "").partition("\n")
+    shown_blocks = re.findall(r"^```console\n(\$ nemo-kto plan .*?)^```", page, re.M | re.S)
+    command, _, shown = shown_blocks[number].replace("\\\n", "").partition("\n")
     plan.main(command.split()[3:])
     assert capsys.readouterr().out.rstrip() == shown.rstrip()
 

@@ -66,6 +66,22 @@ def test_the_default_limit_of_tokens(keys: list[str], prompts: int | None, token
     assert (limits.prompts, limits.tokens) == (prompts, tokens)
 
 
+@pytest.mark.parametrize(
+    ("keys", "on_gpu", "shares"),
+    [
+        ([], False, True),
+        ([], True, False),
+        (["model.context_parallel_size=2"], False, False),
+        (["model.data.reset_attention_mask=true"], False, False),
+        (["model.data.share_prompts=false"], False, False),
+        (["model.data.share_prompts=true"], True, True),
+    ],
+)
+def test_prompts_are_shared_where_attention_supports_it(keys: list[str], on_gpu: bool, shares: bool) -> None:
+    keys = ["model.data.share_prompts=auto", *keys]
+    assert micro_batch_limits(resolved(*keys), on_gpu=on_gpu).share_prompts is shares
+
+
 def test_kto_needs_two_validation_rows_and_its_variant_without_z0_one() -> None:
     def least(run: ResolvedRun) -> int:
         return int(source_settings(run, make_tokenizer())["min_validation_rows"])

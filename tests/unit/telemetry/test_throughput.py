@@ -64,3 +64,11 @@ def test_the_table_of_lightning_is_still_wrong(monkeypatch: pytest.MonkeyPatch) 
     for name, peak in _BF16_PEAKS.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert get_available_flops(torch.device("cuda"), torch.bfloat16) != pytest.approx(peak, rel=0.01), name
+
+
+def test_shared_prompts_are_neither_padding_nor_computed() -> None:
+    sums = {"tokens": 400.0, "padded_tokens": 320.0, "shared_tokens": 160.0, "flops": 6000.0, "saved_flops": 2000.0}
+    figures = throughput(sums, seconds=2.0, world_size=1, peak_flops=6000.0)
+    assert (figures["padding_fraction"], figures["shared_fraction"]) == (0.25, 0.25)
+    assert (figures["mfu"], figures["tokens_per_sec"]) == (0.5, 200.0)
+    assert "shared_fraction" not in throughput(sums | {"saved_flops": 0.0}, seconds=2.0, world_size=1)

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from nemo_kto.data.batches.collate import KTOBatch
+from nemo_kto.device import device
 from nemo_kto.distributed.collectives import sum_over_data_parallel, to_host
 from nemo_kto.losses.kto import kl_reference_point, kl_sums, kto_metric_sums, kto_metrics, reward_sums
 from nemo_kto.losses.metrics import Metrics, RunningMean
 from nemo_kto.models.engine.engine import MicroBatchLoss
 from nemo_kto.models.engine.sequences import SequenceBatch
-from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, upload_values
+from nemo_kto.models.flops import Passes
+from nemo_kto.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, add_work, upload_values
 
 
 @dataclass(kw_only=True, eq=False)
@@ -53,7 +55,8 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         """Compute loss and :func:`kto_metrics` of one step over the global batch, identical on every rank.
 
         ``batch`` has this rank's examples, with ``ref_policy_log_probs_samples`` [B] and, for a loss with z0,
-        ``ref_policy_log_probs_kl_samples`` [B]. With ``forward_only`` neither gradients nor delta are changed.
+        ``ref_policy_log_probs_kl_samples`` [B]. With ``forward_only`` neither gradients nor delta are changed, and the
+        metrics include those of :class:`~nemo_kto.losses.rewards.Rewards`.
 
         All sums over the global batch are 0-d tensors on the device, known to every pipeline stage; only the rewards are
         copied to the host.
@@ -62,23 +65,25 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         loss, valid_B = self.objective.loss, samples.valid_B
         updates_delta = loss.needs_delta and not forward_only
         sums = {"valid": valid_B.sum(), "valid_desirable": (valid_B & batch["preference"].bool()).sum()}
+        others = [self.reference_work(samples, *kl_samples)]
         if updates_delta:
             with self.phase("delta"):
                 log_ratios_B = self.engine.logprobs(samples) - batch["ref_policy_log_probs_samples"]
             sums |= reward_sums(log_ratios_B, valid_B, beta=self.objective.beta)
-        work = self.engine.work_sums(samples, passes=self.passes(forward_only=forward_only, looks_ahead=updates_delta))
+            others.append(self.engine.flops_sums(samples, passes=Passes(forward=1)))
+        work = self.engine.work_sums(samples, passes=Passes(forward=1, backward=not forward_only))
         if loss.needs_z0:
             (kl_batch,) = kl_samples
             with self.phase("kl"):
                 log_ratios_B = self.engine.logprobs(kl_batch) - batch["ref_policy_log_probs_kl_samples"]
-            kl_work = self.engine.work_sums(kl_batch, passes=self.passes(forward_only=True))
-            # "tokens" counts only the tokens trained on; padded_tokens and flops include the KL examples
-            work |= {name: work[name] + kl_work[name] for name in ("padded_tokens", "flops")}
-            work["kl_tokens"] = kl_work["tokens"]
+            kl_work = self.engine.work_sums(kl_batch, passes=Passes(forward=1))
+            # "tokens" counts only the tokens trained on; the other sums include the KL examples
+            sums["kl_tokens"] = kl_work.pop("tokens")
+            others.append(kl_work)
             sums |= kl_sums(log_ratios_B, kl_batch.valid_B)
             if "kl_same_prompt" in batch:
                 sums["same_prompt_pairs"] = batch["kl_same_prompt"].sum()
-        batch_sums = sum_over_data_parallel(sums | work)
+        batch_sums = sum_over_data_parallel(sums | add_work(work, *others))
         anchor: dict[str, Tensor] = {}  # what log-ratios are compared with
         if loss.needs_z0:  # section 4.1: the mean log-ratio of the KL examples of the global batch, at least 0
             anchor["z0"] = kl_reference_point(batch_sums["kl_sum"], batch_sums["kl_rows"]).float()
@@ -96,11 +101,19 @@ class MegatronGPTKTOModel(MegatronGPTModel):
             weights_B=batch.get("weights", torch.ones(len(samples))),
             reference_logps_B=batch["ref_policy_log_probs_samples"] if self.uses_reference else None,
         )
+        if forward_only:
+            values["log_ratios_B"] = torch.zeros(len(samples), device=device.current_device())  # filled by the forward pass
         sft_scale = batch_sums["valid"] / batch_sums["valid_desirable"].clamp(min=1)
         micro_batch_loss = partial(self._micro_batch_loss, values, anchor, sft_scale)
         with self.phase("forward_backward"):
             parts = self.engine.forward_backward(samples, micro_batch_loss, forward_only=forward_only)
-            return self.global_metrics(parts, loss=micro_batch_loss, batch_sums=batch_sums, derive=kto_metrics)
+            evaluated = None
+            if forward_only:
+                is_desirable_B, is_valid_B = values["desirable_B"], values["valid_B"]
+                evaluated = self.global_rewards(values["log_ratios_B"], is_desirable_B, is_valid_B, paired=False)
+            return self.global_metrics(
+                parts, loss=micro_batch_loss, batch_sums=batch_sums, derive=kto_metrics, rewards=evaluated
+            )
 
     def _micro_batch_loss(
         self,
@@ -115,6 +128,8 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         log_ratios_b = logps_b  # for a loss without a reference, the log-probs themselves
         if self.uses_reference:
             log_ratios_b = logps_b - values["reference_logps_B"][sequence_index_b]
+        if "log_ratios_B" in values:
+            values["log_ratios_B"][sequence_index_b] = log_ratios_b
         desirable_b = values["desirable_B"][sequence_index_b]
         kto_b = objective.loss.function(
             log_ratios_b,

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from nemo_kto.device import device
-from nemo_kto.distributed.collectives import global_sums, ranks_where, to_host
+from nemo_kto.distributed.collectives import from_last_stage, gather_over_data_parallel, global_sums, ranks_where, to_host
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import Derive, Metrics, balance_metrics
+from nemo_kto.losses.rewards import Rewards
 from nemo_kto.models.engine.engine import LogProbEngine, SequenceLoss
 from nemo_kto.models.engine.reference import Phase, ReferencePolicy
 from nemo_kto.models.engine.sequences import SequenceBatch
@@ -41,6 +42,11 @@ def upload_values(**values: Tensor | None) -> dict[str, Tensor]:
     return dict(zip(present, device.upload([*present.values()]), strict=True))
 
 
+def add_work(work: Mapping[str, Tensor], *others: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``work`` of the engine with that of other passes added; sums that a pass lacks count as 0."""
+    return {name: sum((other[name] for other in others if name in other), start=value) for name, value in work.items()}
+
+
 @dataclass(kw_only=True, eq=False)
 class MegatronGPTModel:
     """A policy with its objective and its reference; the engine runs the forward and backward passes."""
@@ -56,13 +62,9 @@ class MegatronGPTModel:
         """Whether the loss needs reference log-probs."""
         return self.reference is not None
 
-    def passes(self, *, forward_only: bool, looks_ahead: bool = False) -> Passes:
-        """Return the passes that one step makes over a sequence, including those of the reference.
-
-        ``looks_ahead`` adds a forward pass, needed before the loss (for delta, or to sort the global batch).
-        """
-        forward, disabled, backward = Passes() if self.reference is None else self.reference.passes
-        return Passes(forward + 1 + looks_ahead, disabled, backward + (not forward_only))
+    def reference_work(self, *parts: SequenceBatch) -> dict[str, Tensor]:
+        """Return the work of the reference in one step, as the engine's ``flops_sums``."""
+        return self.engine.flops_sums(*parts, passes=Passes() if self.reference is None else self.reference.passes)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the objective, as plain numbers, that a checkpoint must keep; {} for most losses."""
@@ -107,6 +109,17 @@ class MegatronGPTModel:
         counts_b = response_counts_b.clamp(min=1)
         return -logps_b / counts_b if average else -logps_b * counts_b
 
+    def global_rewards(self, log_ratios_B: Tensor, chosen_B: Tensor, valid_B: Tensor, *, paired: bool) -> Rewards:
+        """Return the rewards of the valid examples of the global batch, on every rank; collective.
+
+        The arguments are those of this rank's sequences, on the device; only the last pipeline stage knows ``log_ratios_B``.
+        """
+        rows_B3 = torch.stack([from_last_stage(log_ratios_B), chosen_B.float(), valid_B.float()], dim=1)
+        log_ratios_N, chosen_N, valid_N = gather_over_data_parallel(rows_B3)[0].cpu().unbind(dim=1)
+        rewards_N = self.objective.beta * log_ratios_N.double()
+        is_chosen_N, is_rejected_N = (valid_N > 0) & (chosen_N > 0), (valid_N > 0) & (chosen_N == 0)
+        return Rewards(chosen_N=rewards_N[is_chosen_N], rejected_N=rewards_N[is_rejected_N], paired=paired)
+
     def global_metrics(
         self,
         parts: Sequence[Mapping[str, Tensor]],
@@ -114,12 +127,14 @@ class MegatronGPTModel:
         loss: SequenceLoss,
         batch_sums: dict[str, Tensor],
         derive: Derive,
+        rewards: Rewards | None = None,
     ) -> tuple[float, Metrics]:
         """Return loss and metrics of the global batch, identical on every rank.
 
         ``parts`` are the sums of each micro-batch, from the engine's ``forward_backward``; ``loss`` over no examples gives
         the contribution of a stage without micro-batch losses. ``batch_sums`` are sums over the global batch that every
-        stage already has, 0-d float64 on the device; ``derive`` maps sums to metrics, which must include ``loss``.
+        stage already has, 0-d float64 on the device; ``derive`` maps sums to metrics, which must include ``loss``;
+        ``rewards`` are those of the global batch, if its metrics include any of single examples.
         """
         nothing = torch.zeros(0, device=device.current_device())
         zeros = loss(nothing.long(), nothing).sums
@@ -128,5 +143,6 @@ class MegatronGPTModel:
         metrics = Metrics(
             to_host(global_sums(sums) | batch_sums) | self.engine.balance_sums(),
             lambda sums: {**derive(sums), **balance_metrics(sums)},
+            None if rewards is None else {"": rewards},
         )
         return metrics["loss"], metrics

@@ -1,0 +1,201 @@
+"""Shared prompts compared with a prompt for each answer: CPU seconds of a DPO or KTO step with a swapped reference.
+
+    python benchmarks/prompts.py MODEL [--rounds 3] [--threads 1] [--examples 4] [--cases TEXT]
+
+MODEL is a Hugging Face folder. The tokens of the examples are random, their lengths given: prompts as long as answers, four
+times as long, or of little or no use. One process takes a step in turn with and without shared prompts, round after round,
+without the optimizer, in micro-batches of all examples; the two losses are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """Lengths of the sequences of a batch, and the bound on the speed-up that counts only linear layers."""
+
+    algorithm: str
+    prompt: int
+    answer: int
+    answers: int  # examples with the same prompt
+    bound: float
+
+
+CASES = {
+    "DPO, prompts as long as answers": Case("dpo", 128, 128, 1, 4 / 3),
+    "DPO, prompts four times as long": Case("dpo", 256, 64, 1, 5 / 3),
+    "KTO, prompts as long as answers": Case("kto", 128, 128, 1, 12 / 11),
+    "KTO, prompts four times as long": Case("kto", 256, 64, 1, 30 / 26),
+    "KTO, four answers to a prompt as long": Case("kto", 128, 128, 4, 48 / 29),
+    "KTO, four answers to a prompt four times as long": Case("kto", 256, 64, 4, 120 / 44),
+    "DPO, prompts of a thirtieth": Case("dpo", 8, 240, 1, 496 / 488),
+    "nothing is shared": Case("apo_zero_unpaired", 128, 128, 1, 1.0),
+}
+
+
+def make_batch(case: Case, examples: int, vocab_size: int) -> dict[str, Any]:
+    """A collated batch of random tokens."""
+    import torch
+
+    from nemo_kto.data.batches.collate import dpo_custom_collate, kto_custom_collate
+    from nemo_kto.data.batches.dataset import DPOExample, KTOExample
+
+    draw = torch.Generator().manual_seed(1)
+
+    def text(length: int) -> Any:
+        return torch.randint(0, vocab_size, (length,), generator=draw).numpy()
+
+    prompts = [text(case.prompt) for _ in range(examples // case.answers)]
+    if case.algorithm == "dpo":
+        pairs = [
+            DPOExample(
+                prompt_ids=prompt,
+                chosen_ids=text(case.answer),
+                rejected_ids=text(case.answer),
+                chosen_reward=1.0,
+                rejected_reward=0.0,
+            )
+            for prompt in prompts
+        ]
+        return dict(dpo_custom_collate(pairs, 0))
+    rated = [
+        KTOExample(prompt_ids=prompts[k // case.answers], response_ids=text(case.answer), desirable=k % 2 == 0)
+        for k in range(examples)
+    ]
+    return dict(kto_custom_collate(rated, 0, with_kl=case.algorithm == "kto"))
+
+
+def build(folder: Path, limits: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the engine of a model, and the model as its own reference, with swapped weights."""
+    import torch
+
+    from nemo_kto.architecture.architecture import read_architecture
+    from nemo_kto.distributed import state
+    from nemo_kto.huggingface.huggingface import load_weights
+    from nemo_kto.models.engine.engine import LogProbEngine
+    from nemo_kto.models.engine.optimizer import wrap_data_parallel
+    from nemo_kto.models.engine.reference import LiveReference, SwappedWeights
+    from nemo_kto.models.engine.sequences import MicroBatchLimits
+    from nemo_kto.models.flops import ModelFlops, Passes
+    from nemo_kto.models.gpt import build_chunks
+
+    state.init_distributed(layout=state.Layout(), seed=1)
+    architecture = read_architecture(folder, tensor_parallel=1)
+    built = build_chunks(architecture, params_dtype=torch.float32)
+    chunks = wrap_data_parallel(built, use_distributed_optimizer=False)
+    load_weights(chunks, architecture, folder)
+    engine = LogProbEngine(
+        chunks=list(chunks),
+        vocab_size=architecture.vocab_size,
+        limits=MicroBatchLimits(**limits),
+        forward_micro_batch_size=None,
+        average_log_probs=False,
+        logprob_chunk_size=256,
+        flops=ModelFlops.of_model(architecture),
+    )
+    swapped = SwappedWeights(parameters=[each for chunk in chunks for each in chunk.parameters()])
+    with torch.no_grad():  # the policy differs a little from the reference, or losses would agree in any case
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                if "norm" in name:
+                    parameter.mul_(1.01)
+    return engine, LiveReference(engine=engine, active=swapped.active, passes=Passes(forward=1))
+
+
+def model_of(case: Case, engine: Any, reference: Any) -> Any:
+    """Return the model of a case."""
+    from nemo_kto.losses.kto import LOSSES as KTO_LOSSES
+    from nemo_kto.losses.preference import LOSSES as DPO_LOSSES
+    from nemo_kto.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
+    from nemo_kto.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
+    from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
+
+    if case.algorithm == "dpo":
+        objective = Objective(loss=DPO_LOSSES["dpo"], beta=0.1)
+        return MegatronGPTDPOModel(engine=engine, reference=reference, objective=objective)
+    objective = Objective(loss=KTO_LOSSES[case.algorithm], beta=0.1)
+    weights: dict[str, Any] = {"desirable_loss_weight": 1.0, "undesirable_loss_weight": 1.0}
+    return MegatronGPTKTOModel(engine=engine, reference=reference, objective=objective, **weights)
+
+
+@dataclass
+class Saved:
+    """Bytes of the tensors that a step saves for its backward pass, each storage once."""
+
+    storages: dict[int, int] = field(default_factory=dict)
+
+    def keep(self, tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        self.storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    @property
+    def megabytes(self) -> float:
+        return sum(self.storages.values()) / 1e6
+
+
+def step(model: Any, batch: dict[str, Any], *, share: bool) -> tuple[float, float, dict[str, float]]:
+    """CPU seconds, loss and sums of one step with its reference."""
+    model.engine.limits = replace(model.engine.limits, share_prompts=share)
+    model.zero_grad()
+    started = time.process_time()
+    logps = model.get_ref_policy_logprobs(batch)
+    names = ("chosen", "rejected") if "chosen" in batch else ("samples", "kl_samples")[: len(model.sequences(batch))]
+    parts = logps.chunk(len(names))
+    batch = batch | {f"ref_policy_log_probs_{name}": part for name, part in zip(names, parts, strict=True)}
+    loss, metrics = model.get_loss_and_metrics(batch, forward_only=False)
+    return time.process_time() - started, loss, dict(metrics.sums)
+
+
+def main() -> None:
+    """Take the steps of each case, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--examples", type=int, default=4)
+    parser.add_argument("--cases", default="", help="only cases with this text in their names")
+    arguments = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(arguments.threads)
+    cases = {name: case for name, case in CASES.items() if arguments.cases in name}
+    engine, reference = build(arguments.model, {"prompts": arguments.examples, "tokens": None, "multiple": 1})
+    weights = Saved()
+    for parameter in engine.chunks[0].parameters():
+        weights.keep(parameter)
+    print("| step | linear layers allow | FLOPs allow | measured | activations, MB | shared | loss | shared |", flush=True)
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for name, case in cases.items():
+        model, batch = model_of(case, engine, reference), make_batch(case, arguments.examples, engine.vocab_size)
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        losses: dict[bool, float] = {}
+        flops: dict[bool, float] = {}
+        saved = {False: Saved(), True: Saved()}
+        for share in (False, True):  # the first step of a kind is slower, and not counted
+            with torch.autograd.graph.saved_tensors_hooks(saved[share].keep, lambda tensor: tensor):
+                _, losses[share], sums = step(model, batch, share=share)
+            flops[share] = sums["flops"]
+            for of_weight in weights.storages:
+                saved[share].storages.pop(of_weight, None)
+        for _ in range(arguments.rounds):
+            for share in (False, True):
+                seconds[share].append(step(model, batch, share=share)[0])
+                print(f"{name}, share_prompts={share}: {seconds[share][-1]:.2f} s", file=sys.stderr)
+        gain = statistics.median(seconds[False]) / statistics.median(seconds[True])
+        allowed = flops[False] / flops[True]
+        memory = " | ".join(f"{saved[share].megabytes:.0f}" for share in (False, True))
+        found = " | ".join(f"{losses[share]:.6f}" for share in (False, True))
+        print(f"| {name} | {case.bound:.2f} | {allowed:.2f} | {gain:.2f} | {memory} | {found} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

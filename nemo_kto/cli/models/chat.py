@@ -1,0 +1,174 @@
+"""Command `nemo-kto chat`: answers of a trained model, alone or beside those of the model that it was trained from."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_kto.architecture.config_file import CONFIG
+from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
+from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, best_of, find_checkpoints, is_checkpoint
+from nemo_kto.artifacts.hub import HUB, is_hub_name, local_folder, pin
+from nemo_kto.artifacts.safetensors_files import is_our_model
+from nemo_kto.artifacts.sources import is_peft_folder, is_whole_model, remedy_for_missing
+from nemo_kto.cli import integer_from
+from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
+from nemo_kto.device import device
+from nemo_kto.errors import UserError
+from nemo_kto.processes import ranks
+from nemo_kto.telemetry.console import set_up_logging, take_over
+from nemo_kto.utils.files import read_json
+
+_BASE = "base"
+_STDIN = "-"
+_DESCRIPTION = """\
+Talk with a model: type a prompt, or give prompts with -p. The chat template and the generation settings are those of the
+model's folder. Commands: /reset, /system TEXT, /help, /quit; Ctrl-C stops an answer, Ctrl-D ends.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command and return its exit status; raise UserError if a model cannot be used or a prompt be answered."""
+    flags = _parser().parse_args(list(argv))
+    if flags.temperature == 0 and flags.top_p is not None:
+        raise UserError("--top-p must be used with a temperature above 0, got --temperature 0; leave one out")
+    if flags.device == "cpu":
+        device.force_cpu()
+    elif flags.device == "gpu" and not device.device_count():
+        raise UserError("--device must be cpu or auto on a machine without a GPU, got gpu; leave it out")
+    set_up_logging(rank=0)
+    named = {flags.model: _find("MODEL", flags.model)}
+    if flags.against is not None:
+        against = _starting_model(named[flags.model]) if flags.against == _BASE else flags.against
+        if against in named:
+            raise UserError(f"--against must be another model than MODEL, got {against} for both; correct one")
+        named[against] = _find("--against", against)
+    bases = {label: _base_of_adapters(folder) for label, folder in named.items()}
+    prompts = [sys.stdin.read().strip() if prompt == _STDIN else prompt for prompt in flags.prompt]
+
+    gc.enable()  # `nemo-kto` disables it for commands that end soon
+    from nemo_kto.chat.model import ChatModel, Sampling, faster_dtype
+    from nemo_kto.chat.session import Session
+
+    take_over()
+    dtype = faster_dtype()
+    models = [ChatModel(label=label, folder=folder, base=bases[label], dtype=dtype) for label, folder in named.items()]
+    sampling = Sampling(
+        max_new_tokens=flags.max_new_tokens, temperature=flags.temperature, top_p=flags.top_p, seed=flags.seed
+    )
+    session = Session(models=models, sampling=sampling, system=flags.system, as_json=flags.json)
+    for prompt in prompts:
+        if len(prompts) > 1 and not flags.json:
+            print(f"> {prompt}", flush=True)
+        session.reset()
+        if not session.say(prompt):
+            return ranks.INTERRUPTED
+    if not prompts:
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            for model in models:
+                print(f"{model.label}: {model.describe()}")
+            print("/help lists the commands, Ctrl-D ends.")
+        session.talk()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nemo-kto chat", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    model = "a run folder, a checkpoint, a model or adapters in Hugging Face format, or hf:ORGANISATION/NAME"
+    parser.add_argument("model", metavar="RUN|MODEL", help=model)
+    against = "also answer with this model; without BASE, with the model that the run started from"
+    parser.add_argument("--against", nargs="?", const=_BASE, metavar="BASE", help=against)
+    prompt = "answer this prompt and end; - reads it from stdin; each -p is a conversation of its own"
+    parser.add_argument("-p", "--prompt", action="append", default=[], metavar="PROMPT", help=prompt)
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each answer")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    length = "maximum length of an answer; by default that of the model's generation_config.json, or 512"
+    parser.add_argument("--max-new-tokens", type=integer_from(1), metavar="N", help=length)
+    parser.add_argument("--temperature", type=_from_zero, metavar="T", help="0 takes the most probable token")
+    parser.add_argument("--top-p", type=_probability, metavar="P", help="draw from the most probable tokens, of this sum")
+    parser.add_argument("--seed", type=integer_from(0), metavar="N", help="draw every answer with this seed")
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: a GPU if there is one")
+    return parser
+
+
+def _from_zero(text: str) -> float:
+    return _number(text, most=math.inf, constraint="a number of at least 0", least_included=True)
+
+
+def _probability(text: str) -> float:
+    return _number(text, most=1.0, constraint="a number above 0 and at most 1", least_included=False)
+
+
+def _number(text: str, *, most: float, constraint: str, least_included: bool) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= most or value == math.inf or (value == 0 and not least_included):
+        raise argparse.ArgumentTypeError(f"must be {constraint}, got {text}")
+    return value
+
+
+def _find(argument: str, name: str) -> Path:
+    """Return the Hugging Face or PEFT folder of a model; a checkpoint, or a run without an export, is exported first."""
+    if is_hub_name(name):
+        try:
+            return local_folder(pin(name))
+        except UserError as error:
+            raise UserError(f"{argument} {error}") from None
+    folder = Path(name).expanduser()
+    if is_checkpoint(folder):
+        return _export(folder, folder.absolute().parent.parent / f"hf_{folder.name}")
+    if is_whole_model(folder) or is_peft_folder(folder):
+        return folder
+    config = read_saved(folder / CONFIG_FILE)
+    for exported in (folder / "hf", Path(config.get("export.path", ""))):
+        if is_our_model(exported):
+            return exported
+    if not (checkpoints := find_checkpoints(folder / CHECKPOINTS)):
+        kinds = f"a run folder with a checkpoint or an export, or a model folder (with {CONFIG} or {ADAPTER_CONFIG})"
+        remedy = remedy_for_missing(folder, f"correct the path, or write {HUB}ORGANISATION/NAME for a model of the hub")
+        raise UserError(f"{argument} must be {kinds}, got {name}; {remedy}")
+    best = None
+    if config.get("export.which") == "best":
+        ranking = "exp_manager.checkpoint_callback_params"
+        best = best_of(checkpoints, monitor=config[f"{ranking}.monitor"], mode=config[f"{ranking}.mode"])
+    return _export((best or checkpoints[-1]).folder, folder / "hf")
+
+
+def _export(checkpoint: Path, out: Path) -> Path:
+    """Export a checkpoint, in a process of its own, because an export uses the CPU."""
+    if is_our_model(out):
+        return out
+    print(f"nemo-kto chat: {checkpoint} is exported to {out} first", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "nemo_kto.cli.main", "export", str(checkpoint), str(out)]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
+    if done.returncode:
+        raise UserError(f"{checkpoint} cannot be exported:\n{done.stderr.strip()}")
+    return out
+
+
+def _starting_model(folder: Path) -> str:
+    """Return the name of the model that a run started from, or of the base model of adapters."""
+    for run in (folder, *folder.absolute().parents[:2]):
+        if base := read_saved(run / CONFIG_FILE).get("pretrained_checkpoint.restore_from_path"):
+            return str(base)
+    if (base := _base_of_adapters(folder)) is not None:
+        return str(base)
+    text = "must name a model if the folder of MODEL belongs to no run, whose configuration names it"
+    raise UserError(f"--against {text}, got {_BASE}; e.g. --against {HUB}ORGANISATION/NAME")
+
+
+def _base_of_adapters(folder: Path) -> Path | None:
+    """Return the folder of the base model of adapters in PEFT format; None for a whole model."""
+    if not is_peft_folder(folder):
+        return None
+    name = str(read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path"))
+    return _find("the base model of the adapters", name if Path(name).is_dir() else f"{HUB}{name}")

@@ -1,0 +1,349 @@
+"""The model card of an export: README.md, with the front matter that the Hugging Face hub reads.
+
+Everything in it is read from the checkpoint that is exported and from the run folder that the checkpoint is in. A card names
+files and folders without their paths, which may contain names of users.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import transformers
+import yaml
+
+from nemo_kto import __version__
+from nemo_kto.algorithms.recipes import RECIPES
+from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
+from nemo_kto.artifacts.content import CARD
+from nemo_kto.artifacts.hub import HUB, hub_name
+from nemo_kto.artifacts.tokenizer_files import has_chat_template
+from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
+from nemo_kto.data.rows.sources import validation_names
+from nemo_kto.errors import UserError, plural
+from nemo_kto.losses.loss import Loss
+from nemo_kto.losses.metrics import metric_prefix
+from nemo_kto.telemetry.loggers import METRICS_FILE
+from nemo_kto.utils.files import read_bytes, read_json
+
+logger = logging.getLogger(__name__)
+
+PICTURE = "card.png"
+# In the card until they have names on the hub.
+THIS_MODEL, BASE_MODEL = "path/to/this/folder", "path/to/the/base/model"
+_MAX_CARD_BYTES = 2**22
+_FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(?:\n|\Z)", re.DOTALL)
+_INHERITED = ("license", "license_name", "license_link", "language")  # of the base model's card
+_FIGURES = {
+    "loss": "loss", "auc": "AUC", "acc": "accuracy", "rewards_margin": "reward margin",
+    "rewards_chosen_mean": "reward of the better answers", "rewards_rejected_mean": "reward of the worse answers",
+    "rows": "rows",
+}  # fmt: skip
+_SETTINGS = (
+    "model.optim.lr", "model.optim.sched.name", "model.optim.sched.min_lr", "model.optim.weight_decay", "model.optim.betas",
+    "model.global_batch_size", "model.data.seq_length", "model.seed", "trainer.precision",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardFacts:
+    """Sources of a model card.
+
+    Attributes:
+        info: content of the checkpoint's trainer.json; empty if the run has no checkpoint.
+        run: the run folder; None if the checkpoint is not in one.
+        original: the Hugging Face folder of the original model, or a checkpoint's copy of its small files.
+        adapters: whether the export holds only adapters.
+    """
+
+    info: Mapping[str, Any]
+    run: Path | None
+    original: Path
+    adapters: bool
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Value of each key, empty if the run folder has none."""
+        return {} if self.run is None else read_saved(self.run / CONFIG_FILE)
+
+    @cached_property
+    def facts(self) -> Mapping[str, Any]:
+        """Values and content hashes of the run, as its checkpoints record them."""
+        found: Mapping[str, Any] = self.info.get("run", {})
+        return found
+
+    @property
+    def algorithm(self) -> str | None:
+        """Name of the algorithm, None if it is unknown."""
+        name = self.facts.get("algorithm", self.config.get("algorithm"))
+        return name if name in RECIPES else None
+
+    @cached_property
+    def loss(self) -> str | None:
+        """Name of the loss, None if it is unknown."""
+        key = f"model.{self.algorithm}.preference_loss"
+        return self.facts.get(key, self.config.get(key))
+
+    @cached_property
+    def base(self) -> tuple[str | None, str]:
+        """Repository of the base model on the hub and its commit, or None and the name of its folder."""
+        key = "pretrained_checkpoint.restore_from_path"
+        recorded = self.facts.get(key) or {}
+        for name in (str(self.config.get(key, "")), str(recorded.get("from", "")), str(self.original)):
+            if (found := hub_name(name)) is not None:
+                return found
+        local = str(self.config.get(key) or recorded.get("from") or "")
+        return None, Path(local).name
+
+
+def write_card(folder: Path, sources: CardFacts) -> None:
+    """Write README.md into an export that is otherwise complete, and a picture of the run's curves.
+
+    There is no picture without metrics, or with export.report=false. A card that cannot be made is left out with a warning:
+    it must not prevent the export.
+    """
+    has_picture = False
+    wanted = sources.config.get("export.report", True)
+    if wanted and sources.run is not None and (sources.run / METRICS_FILE).is_file():
+        try:
+            _draw(sources.run, folder / PICTURE)
+            has_picture = True
+        except Exception as error:  # a card without a picture is better than no export
+            (folder / PICTURE).unlink(missing_ok=True)
+            logger.warning("the model card has no picture: %s: %s", type(error).__name__, error)
+    try:
+        text = card_text(sources, has_picture=has_picture)
+    except Exception as error:  # such as a damaged config.yaml
+        logger.warning("the export has no model card: %s: %s", type(error).__name__, error)
+    else:
+        (folder / CARD).write_text(text, encoding="utf-8")
+
+
+def _draw(run: Path, file: Path) -> None:
+    from nemo_kto.report.drawing import summary_picture
+    from nemo_kto.report.record import read_run
+
+    summary_picture(read_run(run), file)
+
+
+def card_text(sources: CardFacts, *, has_picture: bool) -> str:
+    """Return the model card of an export."""
+    front = yaml.safe_dump(_front_matter(sources), sort_keys=False, allow_unicode=True)
+    parts = [
+        _introduction(sources),
+        _figures(sources, has_picture=has_picture),
+        _training(sources),
+        _use(sources),
+        _versions(sources),
+    ]
+    return "\n\n".join([f"---\n{front}---", *filter(None, parts)]) + "\n"
+
+
+def read_front_matter(file: Path) -> dict[str, Any]:
+    """Return the front matter of a model card, empty if there is no file or it has none that is valid."""
+    try:
+        found = _FRONT_MATTER.match(read_bytes(file, limit=_MAX_CARD_BYTES).decode("utf-8"))
+        values = yaml.safe_load(found[1]) if found else {}
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _front_matter(sources: CardFacts) -> dict[str, object]:
+    original = read_front_matter(sources.original / CARD)
+    values: dict[str, object] = {key: original[key] for key in _INHERITED if original.get(key)}
+    repository, _ = sources.base
+    if repository is not None:
+        values |= {"base_model": repository, "base_model_relation": "adapter" if sources.adapters else "finetune"}
+    values |= {"library_name": "peft" if sources.adapters else "transformers", "pipeline_tag": "text-generation"}
+    is_lora = sources.facts.get("model.peft.peft_scheme", "none") != "none"
+    values["tags"] = list(
+        dict.fromkeys(
+            tag for tag in ("nemo-kto", "alignment", sources.algorithm, sources.loss, "lora" if is_lora else None) if tag
+        )
+    )
+    if sets := [name for name in _data_names(sources.config.get("model.data.data_prefix")) if name.startswith(HUB)]:
+        values["datasets"] = list(dict.fromkeys(re.split("[@:]", name.removeprefix(HUB))[0] for name in sets))
+    return values
+
+
+def _introduction(sources: CardFacts) -> str:
+    repository, detail = sources.base
+    base = f"[{repository}](https://huggingface.co/{repository}) (commit `{detail}`)" if repository else f"`{detail}`"
+    title = f"# {detail if repository is None else repository.partition('/')[2]}"
+    if sources.algorithm is None:
+        return f"{title}, aligned\n\nExported from a checkpoint of nemo-kto that does not record its training."
+    recipe = RECIPES[sources.algorithm]
+    product = f"LoRA adapters for {base}, trained" if sources.adapters else f"This model is {base}, trained"
+    text = f"{product} on human feedback with the loss `{sources.loss}` of `nemo-kto {recipe.name}`."
+    return f"{title}, aligned with {recipe.name.upper()}\n\n{text}"
+
+
+def _figures(sources: CardFacts, *, has_picture: bool) -> str:
+    metrics: Mapping[str, float | None] = sources.info.get("metrics", {})
+    sets = validation_names(sources.config.get("model.data.data_prefix"))
+    columns = {name or "validation": f"val_{metric_prefix(name)}" for name in sets}
+    columns = {title: start for title, start in columns.items() if f"{start}loss" in metrics}
+    columns = columns or ({"training": "train_"} if "train_loss" in metrics else {})
+    rows = [
+        [label, *(_number(metrics.get(f"{start}{name}")) for start in columns.values())]
+        for name, label in _FIGURES.items()
+        if any(metrics.get(f"{start}{name}") is not None for start in columns.values())
+    ]
+    text = "## Results\n\n" + _table(["", *columns], rows) if rows else ""
+    if rows:
+        kind = "the last batch of training" if list(columns) == ["training"] else "rows that were not trained on"
+        text += f"\n\nMeasured on {kind}, at step {sources.info['trainer']['step']:,}."
+    return "\n\n".join(filter(None, [text, f"![Curves of the run]({PICTURE})" if has_picture else ""]))
+
+
+def _training(sources: CardFacts) -> str:
+    if sources.algorithm is None or sources.loss is None:
+        return ""
+    trainer = sources.info.get("trainer", {})
+    values = {**{key: sources.config.get(key) for key in _SETTINGS}, **sources.facts}
+    own = [f"model.{sources.algorithm}.", "model.peft."]
+    shown = [key for key in values if key in _SETTINGS or key.startswith(tuple(own))]
+    rows = [[f"`{key}`", f"`{_setting(values[key])}`"] for key in shown if isinstance(values[key], str | int | float | list)]
+    steps = ""
+    if trainer.get("step"):
+        epochs = trainer["step"] / trainer["steps_per_epoch"] if trainer.get("steps_per_epoch") else None
+        count = "" if epochs is None else f" ({epochs:.3g} {'epoch' if epochs == 1 else 'epochs'})"
+        steps = f"{plural(trainer['step'], 'step')}{count}, {trainer.get('consumed_samples', 0):,} examples."
+    parts = ["## Training", steps, _loss_text(sources), _table(["setting", "value"], rows), _data(sources)]
+    return "\n\n".join(filter(None, parts))
+
+
+def _loss_text(sources: CardFacts) -> str:
+    """Return the description of the loss, its formula and its paper, from the docstring of its function."""
+    assert sources.algorithm is not None
+    try:
+        loss: Loss = RECIPES[sources.algorithm].find_loss(str(sources.loss))
+    except UserError:  # of the user, and not in this environment
+        return f"The loss is `{sources.loss}`."
+    paragraphs = (inspect.getdoc(loss.function) or "").split("Examples:")[0].strip().split("\n\n")
+    formula = next((number for number, text in enumerate(paragraphs) if text.startswith("    ")), 1)
+    text = "\n\n".join(paragraphs[: formula + 1])
+    text = re.sub(r"^Return the ", "The loss is the ", text)
+    text = re.sub(r"\barXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
+    module = (sys.modules[loss.function.__module__].__doc__ or "").split("\n\n")
+    notation = next((part for part in module if part.startswith("Notation. ")), "")
+    return "\n\n".join(filter(None, [text, notation.removeprefix("Notation. ")]))
+
+
+def _data(sources: CardFacts) -> str:
+    prefix = sources.config.get("model.data.data_prefix")
+    if isinstance(prefix, Mapping):
+        named = {split: ", ".join(f"`{name}`" for name in _data_names(part)) for split, part in prefix.items()}
+    else:
+        named = {"train": ", ".join(f"`{name}`" for name in _data_names(prefix))}
+    facts = {"train": "model.data.data_prefix", "validation": "validation rows"}
+    rows = []
+    for split, key in facts.items():
+        content = sources.facts.get(key)
+        if isinstance(content, Mapping):
+            rows.append([split, named.get(split, named.get("train", "")), str(content["from"]), f"`{content['sha256']}`"])
+    if not rows:
+        return ""
+    return "\n\n".join(["### Data", _table(["", "source", "examples", "SHA-256 of tokens, labels and order"], rows)])
+
+
+def _data_names(prefix: object) -> Iterator[str]:
+    """Yield the names of files and data sets in a data_prefix: names on the hub as they are, others without their path."""
+    if isinstance(prefix, str):
+        path = prefix if prefix.startswith(HUB) else (urlsplit(prefix).path or prefix)
+        yield path if path.startswith(HUB) else Path(path.rstrip("/")).name
+    elif isinstance(prefix, Mapping):
+        for part in prefix.values():
+            yield from _data_names(part)
+    elif isinstance(prefix, Sequence):
+        for part in prefix:
+            yield from _data_names(part)
+
+
+def _use(sources: CardFacts) -> str:
+    if sources.adapters:
+        lines = ["from peft import AutoPeftModelForCausalLM", "from transformers import AutoTokenizer", ""]
+        lines.append(f'model = AutoPeftModelForCausalLM.from_pretrained("{THIS_MODEL}")')
+        lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{sources.base[0] or BASE_MODEL}")')
+    else:
+        lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+        lines.append(f'model = AutoModelForCausalLM.from_pretrained("{THIS_MODEL}")')
+        lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{THIS_MODEL}")')
+    if has_chat_template(sources.original):
+        lines += [
+            'messages = [{"role": "user", "content": "Hello"}]',
+            "inputs = tokenizer.apply_chat_template(",
+            '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True',
+            ")",
+        ]
+        note = "Prompts must be rendered with the tokenizer's chat template, as the conversations were in training."
+    else:
+        lines += ['inputs = tokenizer("Once upon a time", return_tensors="pt")']
+        note = "The tokenizer has no chat template: prompts are completed as they are."
+    lines += ["output = model.generate(**inputs, max_new_tokens=256)", "print(tokenizer.decode(output[0]))"]
+    code = "\n".join(lines)
+    chat = f"```sh\nnemo-kto chat {THIS_MODEL}\n```"
+    return f"## Use\n\n```python\n{code}\n```\n\n{chat}\n\n{note}"
+
+
+def _versions(sources: CardFacts) -> str:
+    versions = {"nemo-kto": __version__, "transformers": transformers.__version__, **sources.info.get("versions", {})}
+    text = ", ".join(f"{name} {version}" for name, version in versions.items())
+    layout = sources.info.get("layout", {})
+    ranks = f" Trained on {plural(layout['world'], 'rank')}." if layout.get("world") else ""
+    return f"## Versions\n\n{text}.{ranks}"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+    lines = [header, ["---"] * len(header), *rows]
+    escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+
+
+def _setting(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if float(value).is_integer() and abs(value) >= 1 else f"{value:.4f}"
+
+
+def published_files(folder: Path, *, repository: str, base_model: str | None) -> dict[str, bytes]:
+    """Return the files of an export that differ on the hub: name -> content.
+
+    The model card names the ``repository``, and the configuration of adapters the repository of their base model, which is
+    ``base_model`` if the adapters were trained on a folder. Raises UserError if the name of the base model is needed.
+    """
+    text = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
+    if not text:
+        remedy = f"write it again with nemo-kto export RUN {folder}"
+        raise UserError(f"{folder} must have a model card ({CARD}), got none; {remedy}")
+    front = read_front_matter(folder / CARD)
+    base = base_model or front.get("base_model")
+    if base_model is not None:
+        is_adapter = (folder / ADAPTER_CONFIG).is_file()
+        front |= {"base_model": base_model, "base_model_relation": "adapter" if is_adapter else "finetune"}
+        body = _FRONT_MATTER.sub("", text, count=1)
+        text = f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n{body}"
+    files = {CARD: text.replace(THIS_MODEL, repository).replace(BASE_MODEL, str(base or BASE_MODEL)).encode()}
+    if (folder / ADAPTER_CONFIG).is_file():
+        if not isinstance(base, str):
+            text = "--base-model must name the base model of adapters that were trained on a folder, got none"
+            raise UserError(f"{text}; e.g. --base-model ORGANISATION/NAME")
+        config = {**read_json(folder / ADAPTER_CONFIG), "base_model_name_or_path": base}
+        files[ADAPTER_CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+    return files

@@ -1,0 +1,83 @@
+"""The commands of the documentation run, on a tiny model and under the names that the pages use."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import environment
+from tests.helpers.documented import REPOSITORY, commands, modules, runnable
+from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
+
+pytestmark = pytest.mark.slow
+
+PAGES = [page for page in sorted((REPOSITORY / "docs").rglob("*.md")) if runnable(page)]
+
+
+def shell(code: str, folder: Path) -> str:
+    """Output of bash commands in a folder; the test fails if one of them fails."""
+    env = environment() | {"OMP_NUM_THREADS": "1", "TRANSFORMERS_OFFLINE": "1"}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    env["PYTHONPATH"] = f"{folder}{os.pathsep}{env['PYTHONPATH']}"
+    ended = subprocess.run(["bash", "-euo", "pipefail", "-c", code], cwd=folder, env=env, capture_output=True, text=True)
+    assert ended.returncode == 0, f"{code}\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Path:
+    """A folder with MODEL, OTHER, rows.jsonl, pairs.jsonl, and RUN and RUN2, folders of a run that trained adapters."""
+    folder = tmp_path_factory.mktemp("files")
+    shutil.copytree(tiny_checkpoint("llama"), folder / "MODEL")
+    shutil.copytree(tiny_checkpoint("llama", seed=1), folder / "OTHER")
+    write_rows(folder / "rows.jsonl", make_rows(300))
+    pairs = make_pairs(300)
+    write_rows(folder / "pairs.jsonl", [{"chosen_reward": 3.5, "rejected_reward": 1.0, **pair} for pair in pairs])
+    shell("nemo-kto kto MODEL rows.jsonl model.peft.peft_scheme=lora exp_manager.explicit_log_dir=RUN", folder)
+    shutil.copytree(folder / "RUN", folder / "RUN2")
+    return folder
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY / "docs").as_posix())
+def test_commands_of_a_page(page: Path, files: Path, tmp_path: Path) -> None:
+    def begin(number: int) -> Path:
+        folder = shutil.copytree(files, tmp_path / str(number))
+        for name, code in modules(page).items():
+            (folder / name).write_text(code, encoding="utf-8")
+        return folder
+
+    folder = begin(0)
+    for number, block in enumerate(runnable(page), start=1):
+        if "continue" not in block.marks and number > 1:
+            folder = begin(number)
+        shell(block.code, folder)
+
+
+def test_commands_of_the_readme(files: Path, tmp_path: Path) -> None:
+    """Those of nemo-kto without placeholders; `make` and pip are run by .ci/newcomer."""
+    folder = shutil.copytree(files, tmp_path / "readme")
+    lines = [line for line in commands(REPOSITORY / "README.md") if line.startswith("nemo-kto ")]
+    complete = [line for line in lines if not re.search(r"\.\.\.|\bFILE\b", line)]
+    assert len(complete) >= 5
+    shell("\n".join(complete), folder)
+
+
+def test_logged_metrics_are_documented(files: Path) -> None:
+    page = (REPOSITORY / "docs/reference/metrics.md").read_text(encoding="utf-8")
+    logged = {name for line in (files / "RUN/metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
+    names = {re.sub(r"_max(_rank)?$", "", name.partition("/")[2]) for name in logged - {"step", "time"}}
+    assert len(names) > 20
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
+
+
+def test_a_command_that_fails_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="nemo-kto kto: "):
+        shell("nemo-kto kto nowhere rows.jsonl", tmp_path)

@@ -1,0 +1,235 @@
+"""Answers of `nemo-kto chat`: those of transformers, with the model's template and settings; histories and messages."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_kto.cli.models.chat import main
+from nemo_kto.errors import UserError
+from nemo_kto.processes.ranks import INTERRUPTED
+from tests.helpers.messages import Message, raises
+from tests.helpers.tiny_models import EOS, make_checkpoint
+
+SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 256}
+LENGTH = ["--max-new-tokens", "12"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two models of random weights."""
+    folder = tmp_path_factory.mktemp("models")
+    return make_checkpoint(folder / "a", "llama", **SMALL), make_checkpoint(folder / "b", "llama", seed=1, **SMALL)
+
+
+@pytest.fixture(autouse=True)
+def fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_kto.chat.model.bf16_slowdown", lambda **_: 2.0)
+
+
+def answers(capsys: pytest.CaptureFixture[str], words: Sequence[object]) -> list[dict[str, Any]]:
+    """Objects that the command prints with --json."""
+    assert main([*map(str, words), "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def generated_ids(folder: Path, messages: list[dict[str, str]], length: int = 12, **settings: Any) -> list[int]:
+    """The tokens of transformers' generate."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = model.generate(**inputs, max_new_tokens=length, **settings)
+    return list(ids[0, inputs["input_ids"].shape[1] :].tolist())
+
+
+def generated(folder: Path, messages: list[dict[str, str]], length: int = 12, **settings: Any) -> str:
+    """The answer of transformers' generate."""
+    from transformers import AutoTokenizer
+
+    ids = generated_ids(folder, messages, length, **settings)
+    return str(AutoTokenizer.from_pretrained(folder).decode(ids, skip_special_tokens=True))
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_answers_are_those_of_transformers(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = folders
+    system = {"role": "system", "content": "Be brief."}
+    words = [first, "--against", second, "-p", "Hello", "-p", "Why?", "--system", "Be brief.", *LENGTH]
+    found = answers(capsys, words)
+    expected = [(folder, prompt) for prompt in ("Hello", "Why?") for folder in folders]
+    assert [(line["model"], line["prompt"]) for line in found] == [(str(folder), prompt) for folder, prompt in expected]
+    assert [line["answer"] for line in found] == [generated(folder, [system, user(text)]) for folder, text in expected]
+    assert found[0]["answer"] != found[1]["answer"]
+    assert [line["tokens"] for line in found] == [12] * 4
+    assert {line["finish"] for line in found} == {"length"}
+
+
+def test_lines_of_stdin_are_one_conversation_with_a_history_for_each_model(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = "Hello\n\nAnd then?\n/system Be brief.\nHello\n/reset\nHello\n/system\nHello\n/quit\nnever\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    found = answers(capsys, [folders[0], "--against", folders[1], *LENGTH])
+    assert [line["prompt"] for line in found[::2]] == ["Hello", "And then?", "Hello", "Hello", "Hello"]
+    for number, folder in enumerate(folders):
+        own = [line["answer"] for line in found[number::2]]
+        history = [user("Hello"), {"role": "assistant", "content": own[0]}, user("And then?")]
+        assert own[1] == generated(folder, history)
+        brief = generated(folder, [{"role": "system", "content": "Be brief."}, user("Hello")])
+        assert own[2:] == [brief, brief, own[0]]  # /reset keeps the system message, /system without a text removes it
+
+
+def test_text_is_shown_as_it_is_generated_with_labels(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    assert main([str(folders[0]), "-p", "-", *LENGTH]) == 0
+    only = generated(folders[0], [user("Hello")])
+    assert capsys.readouterr().out == f"{only}\n"
+    assert main([str(folders[0]), "--against", str(folders[1]), "-p", "Hello", *LENGTH]) == 0
+    other = generated(folders[1], [user("Hello")])
+    assert capsys.readouterr().out == f"{folders[0]}:\n{only}\n{folders[1]}:\n{other}\n"
+
+
+def changed(model: Path, folder: Path, **settings: Any) -> Path:
+    """A copy of a model with other values in generation_config.json."""
+    shutil.copytree(model, folder)
+    file = folder / "generation_config.json"
+    content = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps(content | settings))
+    return folder
+
+
+def test_settings_are_those_of_the_model_and_then_those_of_the_command(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    drawing = changed(folders[0], tmp_path / "drawing", do_sample=True, temperature=2.0, max_new_tokens=9)
+    same, again = (answers(capsys, [drawing, "-p", "Hello", "--seed", "3"])[0] for _ in range(2))
+    torch.manual_seed(3)
+    expected = generated(folders[0], [user("Hello")], 9, do_sample=True, temperature=2.0)
+    assert same["answer"] == again["answer"] == expected
+    greedy = generated(folders[0], [user("Hello")], 12)
+    assert expected != greedy
+    assert answers(capsys, [drawing, "-p", "Hello", "--temperature", "0", *LENGTH])[0]["answer"] == greedy
+    torch.manual_seed(4)
+    nucleus = generated(folders[0], [user("Hello")], 12, do_sample=True, temperature=0.7, top_p=0.5)
+    words = [folders[0], "-p", "Hello", "--temperature", "0.7", "--top-p", "0.5", "--seed", "4", *LENGTH]
+    assert answers(capsys, words)[0]["answer"] == nucleus
+
+
+def test_an_answer_ends_at_the_end_of_a_turn(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    ids = generated_ids(folders[0], [user("Hello")])
+    ending = changed(folders[0], tmp_path / "ending", eos_token_id=[ids[2]])
+    (answer,) = answers(capsys, [ending, "-p", "Hello", *LENGTH])
+    assert answer["finish"] == "stop"
+    count = ids.index(ids[2]) + 1
+    assert answer["tokens"] == count
+    assert answer["answer"] == AutoTokenizer.from_pretrained(ending).decode(ids[:count], skip_special_tokens=True)
+
+
+def test_an_interrupt_ends_the_answer_and_keeps_its_text(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nemo_kto.chat.model import _Stream
+
+    put: Callable[..., None] = _Stream.put
+
+    def stopping(stream: Any, ids: torch.Tensor) -> None:
+        put(stream, ids)
+        if len(stream.ids) == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Stream, "put", stopping)
+    assert (
+        main([str(folders[0]), "--against", str(folders[1]), "-p", "Hello", "-p", "Why?", "--json", *LENGTH]) == INTERRUPTED
+    )
+    (line,) = capsys.readouterr().out.splitlines()
+    answer = json.loads(line)
+    assert (answer["finish"], answer["tokens"]) == ("interrupted", 5)
+    assert generated(folders[0], [user("Hello")]).startswith(answer["answer"].rstrip("\N{REPLACEMENT CHARACTER}"))
+
+
+def test_a_model_without_a_template_completes_text(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    plain = tmp_path / "plain"
+    shutil.copytree(folders[0], plain)
+    (plain / "chat_template.jinja").unlink()
+    tokenizer, model = AutoTokenizer.from_pretrained(plain), AutoModelForCausalLM.from_pretrained(plain)
+    ids = tokenizer("Once upon", return_tensors="pt")["input_ids"]
+    expected = tokenizer.decode(model.generate(ids, max_new_tokens=12)[0, ids.shape[1] :], skip_special_tokens=True)
+    assert main([str(plain), "-p", "Once upon", "-p", "Once upon", "--json", *LENGTH]) == 0
+    captured = capsys.readouterr()
+    assert [json.loads(line)["answer"] for line in captured.out.splitlines()] == [expected] * 2
+    assert captured.err.count("no chat template") == 1
+    with raises(UserError, "--system", str(plain), "chat template"):
+        main([str(plain), "--system", "Be brief.", "-p", "Hello"])
+
+
+def test_a_full_context(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    (cut,) = answers(capsys, [folders[0], "-p", "a" * 200, "--max-new-tokens", "100"])
+    assert 0 < cut["tokens"] < 56  # what 256 positions leave
+    assert cut["finish"] == "length"
+    with raises(UserError, "256", str(folders[0]), "/reset"):
+        main([str(folders[0]), "-p", "a" * 260])
+
+
+def test_a_template_that_rejects_a_system_message(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    strict = tmp_path / "strict"
+    shutil.copytree(folders[0], strict)
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + EOS
+    (strict / "chat_template.jinja").write_text(template)
+    with raises(UserError, str(strict), "no system role", "system message"):
+        main([str(strict), "--system", "Be brief.", "-p", "Hello"])
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["nowhere", "-p", "x"], ("MODEL", "nowhere", "hf:ORGANISATION/NAME")),
+        (["{empty}", "-p", "x"], ("MODEL", "run folder", "config.json")),
+        (["{model}", "--against", "nowhere"], ("--against", "nowhere")),
+        (["{model}", "--against"], ("--against", "belongs to no run", "hf:ORGANISATION/NAME")),
+        (["{model}", "--against", "{model}"], ("--against", "another model")),
+        (["{model}", "--temperature", "0", "--top-p", "0.5"], ("--top-p", "--temperature 0")),
+        (["{model}", "--device", "gpu"], ("--device", "cpu or auto", "gpu")),
+        (["hf:org/absent", "-p", "x"], ("MODEL", "hf:org/absent", "HF_HUB_OFFLINE=1")),
+    ],
+)
+def test_mistakes(words: list[str], parts: tuple[str, ...], folders: tuple[Path, Path], tmp_path: Path) -> None:
+    with raises(UserError, Message(*parts, varies=[r"(?<=HF_HUB_CACHE=)[^)\s]+"])):
+        main([word.format(model=folders[0], empty=tmp_path) for word in words])
+
+
+@pytest.mark.parametrize("words", [["--temperature", "-1"], ["--top-p", "0"], ["--top-p", "x"], ["--max-new-tokens", "0"]])
+def test_values_out_of_range(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["model", *words])
+    assert end.value.code == 2
+    assert words[1] in capsys.readouterr().err
+
+
+def test_an_unknown_command_on_stdin(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("/help\n/rest\n"))
+    with raises(UserError, "/reset", "/quit", "'/rest'"):
+        main([str(folders[0])])
+    assert "/system TEXT" in capsys.readouterr().out

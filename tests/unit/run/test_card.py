@@ -1,0 +1,127 @@
+"""Text of model cards from checkpoints and configurations of all kinds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from nemo_kto.algorithms.recipes import RECIPES
+from nemo_kto.artifacts.content import copy_companions, read_companions
+from nemo_kto.artifacts.hub import hub_name
+from nemo_kto.artifacts.upload import Repository
+from nemo_kto.errors import UserError
+from nemo_kto.run.card import CardFacts, card_text, read_front_matter, write_card
+from tests.helpers.messages import raises
+
+COMMIT = "0" * 40
+
+
+def facts_of(original: Path, **info: Any) -> CardFacts:
+    """Those of a checkpoint outside of a run; ``info``: content of its trainer.json."""
+    return CardFacts(info=info, run=None, original=original, adapters=False)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "loss"), [(recipe.name, loss) for recipe in RECIPES.values() for loss in recipe.losses]
+)
+def test_each_loss_has_its_formula_and_paper(algorithm: str, loss: str, tokenizer_folder: Path) -> None:
+    facts = {"algorithm": algorithm, f"model.{algorithm}.preference_loss": loss}
+    text = card_text(facts_of(tokenizer_folder, run=facts), has_picture=False)
+    section = text.split("## Training\n\n")[1].split("\n| ")[0]
+    assert section.startswith("The loss is the ")
+    assert "https://arxiv.org/abs/" in section or loss == "rpo_fwd_kl"  # which is defined by the one before it
+    assert "beta" in section
+    assert "log-ratio" in section  # the notation
+    assert ":func:" not in section or loss == "rpo_fwd_kl"
+
+
+def test_a_checkpoint_that_records_nothing(tokenizer_folder: Path) -> None:
+    text = card_text(facts_of(tokenizer_folder), has_picture=False)
+    loaded = ModelCard(text)
+    assert loaded.data.to_dict() == {
+        "library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["nemo-kto", "alignment"],
+    }  # fmt: skip
+    assert "does not record its training" in text
+    assert "## Results" not in text
+
+
+CONFIG = """\
+algorithm: dpo
+pretrained_checkpoint:
+  restore_from_path: /home/jane/models/base
+model:
+  dpo:
+    preference_loss: ipo
+  data:
+    data_prefix:
+      train: ["hf:org/pairs@main:train", "https://jane:secret@host/private/rows.jsonl?token=abc"]
+      validation: {helpful: /home/jane/helpful.jsonl, short: /home/jane/short.jsonl}
+"""
+
+
+def test_names_without_paths_and_secrets_and_sets_with_names(tokenizer_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    facts: dict[str, Any] = {"algorithm": "dpo", "model.dpo.preference_loss": "ipo"}
+    facts["pretrained_checkpoint.restore_from_path"] = {"sha256": "1" * 64, "from": "/home/jane/models/base"}
+    for key in ("model.data.data_prefix", "validation rows"):
+        facts[key] = {"sha256": "2" * 64, "from": "40 rows"}
+    metrics = {"val_helpful_loss": 0.25, "val_short_loss": 0.5, "val_helpful_acc": 0.75, "val_short_acc": float("nan")}
+    info = {"run": facts, "metrics": metrics, "trainer": {"step": 7}}
+    text = card_text(CardFacts(info=info, run=tmp_path, original=tokenizer_folder, adapters=False), has_picture=True)
+    assert ModelCard(text).data.to_dict()["datasets"] == ["org/pairs"]
+    for part in ("`base`", "| loss | 0.2500 | 0.5000 |", "| accuracy | 0.7500 | nan |", "helpful | short", "`rows.jsonl`"):
+        assert part in text, part
+    for part in ("jane", "secret", "abc", "/home", "host"):
+        assert part not in text, part
+    assert "![Curves of the run](card.png)" in text
+
+
+def test_a_card_that_cannot_be_made_does_not_prevent_the_export(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_card(tmp_path, facts_of(tmp_path, metrics={"val_loss": "high"}, trainer={"step": 1}))
+    assert not (tmp_path / "README.md").exists()
+    assert "no model card" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "# Title", "---\n[1, 2]\n---\n", "---\na: [\n---\n", "---\na: 1", "\xff"])
+def test_a_card_without_valid_front_matter(text: str, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_bytes(text.encode("latin-1"))
+    assert read_front_matter(tmp_path / "README.md") == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (f"hf:org/model@{COMMIT}", ("org/model", COMMIT)),
+        (f"/a/hub/models--org--my--model/snapshots/{COMMIT}", ("org/my--model", COMMIT)),
+        ("hf:org/model", None),
+        ("/a/model", None),
+        ("/a/hub/models--org--model/snapshots/main", None),
+    ],
+)
+def test_the_hub_name_of_a_model(name: str, expected: tuple[str, str] | None) -> None:
+    assert hub_name(name) == expected
+
+
+def test_the_name_of_a_repository() -> None:
+    assert Repository.of("hf:me/model") == ("me/model", "main")
+    assert Repository.of("hf:me/model@v1.0") == ("me/model", "v1.0")
+    for text in ("me/model", "hf:model", "hf:me/model@", "hf:me/model@../x", "hf:a/b/c"):
+        with raises(UserError, "hf:USER/NAME", text):
+            Repository.of(text)
+
+
+def test_license_and_card_of_the_original_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    for folder in (source, target):
+        folder.mkdir()
+    for name in ("LICENSE.txt", "NOTICE", "USE_POLICY.md", "README.md", "model.py"):
+        (source / name).write_text(name)
+    (tmp_path / "elsewhere").write_text("elsewhere")
+    (source / "LICENSE.other").symlink_to(tmp_path / "elsewhere")
+    assert read_companions(source, into="a checkpoint")["README.md"] == b"README.md"
+    copy_companions(source, target)
+    assert {path.name for path in target.iterdir()} == {"LICENSE.txt", "NOTICE", "USE_POLICY.md"}
+    assert "LICENSE.other" in caplog.text
