@@ -19,6 +19,7 @@ from nemo_kto.algorithms.callbacks import (
     LoggerCallback,
     PrecomputeReference,
     ReferenceSync,
+    RewardCallback,
     SpikeCallback,
     StragglerCallback,
     ThroughputCallback,
@@ -201,6 +202,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
     resumed = None if resumption.checkpoint is None else checkpoints.load(resumption.checkpoint)
     run_logger = build_logger(run, resumed_step=resumed_step)
     sampling = [] if sampler is None else [sampler.callback(record=run_logger.log_samples)]
+    rewards = [RewardCallback(record=run_logger.log_rewards)] if state.is_rank_zero() else []
     trainer = cfg.recipe.trainer(data.collate_fn)(
         cfg=run.length,
         model=model,
@@ -213,7 +215,11 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         ckpt_callback=checkpoints,
         run_timer=run_timer,
         timers=timers,
-        callbacks=[*sampling, *build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step)],
+        callbacks=[
+            *sampling,
+            *rewards,
+            *build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step),
+        ],
         skipped=build_skipping(run, data, checkpoints),
         early_stopping=build_early_stopping(cfg, agree=state.max_over_ranks),
     )
@@ -342,6 +348,7 @@ def _logger_settings(run: ResolvedRun) -> dict[str, Any]:
         "wandb": settings.wandb_logger_kwargs.model_dump() if settings.create_wandb_logger else None,
         "mlflow": settings.mlflow_logger_kwargs.model_dump() if settings.create_mlflow_logger else None,
         "samples": settings.samples.enabled,
+        "val_prefixes": [*run.validation_titles.values()],
         "redact": redacted,
     }
 
