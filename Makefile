@@ -1,7 +1,7 @@
 # make quickstart   align a small real model on this machine, in minutes
 # make test         check that the numbers are correct (make check: linters and unit tests alone)
 # Others: quickstart-pairs (DPO with LoRA), lint, test-full (every combination), test-slow, test-py312, test-lowest (the oldest
-# packages), test-emulated (jobs on emulated GPUs), chaos, test-slurm, golden (rewrite tests/data/golden.json), gpu (tests and
+# packages), test-emulated (jobs on emulated GPUs), chaos, test-slurm, test-browser, golden (rewrite tests/data/golden.json), gpu (tests and
 # benchmarks on a GPU), gpu-wheels (the packages that it needs without an index), image-test, audit, bench (a KTO step against
 # TRL's; OTHER_TRL=PYTHON adds a version of TRL), docs (the documentation site, in build/docs), wheel, clean.
 # Each creates the virtual environment it needs. QUICKSTART_STEPS=2 shortens the quickstart.
@@ -47,7 +47,7 @@ TESTS312 := tests/unit/models/test_attention.py tests/unit/device/test_kernels.p
 TESTS312 += $(patsubst %,tests/distributed/*/test_%.py,$(DISTRIBUTED312)) tests/parity/test_{huggingface,mixtures}.py \
 	tests/integration/test_resume.py -k 'not (tp4 or dp4 or micro_batch or recompute)'
 
-.PHONY: help quickstart quickstart-pairs check golden test test-full test-slow test-py312 test-lowest test-emulated chaos test-slurm gpu gpu-wheels image-test audit lint bench docs wheel clean
+.PHONY: help quickstart quickstart-pairs check golden test test-full test-slow test-py312 test-lowest test-emulated chaos test-slurm test-browser gpu gpu-wheels image-test audit lint bench docs wheel clean
 
 help:
 	@sed -n '1,7s/^# //p' Makefile
@@ -88,10 +88,10 @@ golden: $(VENV)/.test
 	$(BIN)/python -m tests.distributed.golden
 
 test: lint
-	$(BIN)/python $(PYTEST) -m 'not slow and not slurm' $(PYTEST_FLAGS)
+	$(BIN)/python $(PYTEST) -m 'not slow and not slurm and not browser' $(PYTEST_FLAGS)
 
 test-full: lint
-	$(BIN)/python $(PYTEST) -m 'not slow and not slurm' --matrix=full $(PYTEST_FLAGS)
+	$(BIN)/python $(PYTEST) -m 'not slow and not slurm and not browser' --matrix=full $(PYTEST_FLAGS)
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m 'slow and not chaos' $(PYTEST_FLAGS)
@@ -104,6 +104,10 @@ chaos: $(VENV)/.test
 # On a SLURM of two nodes that the tests start on this machine, for which they need root, slurm-wlm and munge.
 test-slurm: $(VENV)/.slurm
 	$(BIN)/python -m pytest -m slurm --matrix=full $(PYTEST_FLAGS) tests/slurm
+
+# Reports in a headless Chromium (CHROMIUM=PATH); SCREENSHOTS=FOLDER keeps pictures of them.
+test-browser: $(VENV)/.test
+	$(BIN)/python -m pytest -m browser $(PYTEST_FLAGS) tests/browser
 
 $(VENV)/.slurm: $(VENV)/.test
 	$(BIN)/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) -e '.[slurm]'

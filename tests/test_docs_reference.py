@@ -35,7 +35,9 @@ def in_code(pattern: str) -> set[str]:
 
 
 def test_metrics_of_steps_and_validations() -> None:
-    names = {name for recipe in RECIPES.values() for name in (*recipe.metrics, *recipe.anchors.values())}
+    names = {
+        name for recipe in RECIPES.values() for name in (*recipe.metrics, *recipe.val_metrics, *recipe.anchors.values())
+    }
     of_steps = {"lr", "epoch", *in_code(r'step_values\["(\w+)"\]'), *in_code(r'"train/(\w+)": self'), "skipped_steps"}
     assert first_cells("metrics.md", below="`train/` and `val/`") == names | set(OTHER_METRICS) | of_steps
 

@@ -6,6 +6,7 @@ values which a callback adds to ``event.report`` are logged. They run on every r
 
 from __future__ import annotations
 
+import logging
 import math
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_kto.algorithms.protocols import CheckpointWriter, MetricsLogger, Trainer, WrittenCheckpoint
-from nemo_kto.losses.metrics import Metrics
+from nemo_kto.losses.metrics import Metrics, metric_prefix
+from nemo_kto.telemetry.rewards import RewardHistogram
 from nemo_kto.telemetry.samples import Sample
 from nemo_kto.telemetry.throughput import throughput
 from nemo_kto.telemetry.watch import INTERVAL, LossSpikes, RankTimes, StragglerFinder, slowest
 
+logger = logging.getLogger(__name__)
 _MEANS = ("timing/", "train/grad_norm")  # prefixes of the values that are averaged over the steps of a log line
 
 
@@ -226,6 +229,23 @@ class StragglerCallback(Callback):
     def on_log(self, trainer: Trainer, event: Event) -> None:
         event.report.update(self._slowest)
         self._slowest = {}
+
+
+@dataclass(kw_only=True, eq=False)
+class RewardCallback(Callback):
+    """Callback that records histograms of the rewards of each validation, and warns if their AUC is undefined."""
+
+    record: Callable[[Sequence[RewardHistogram], int], None]
+
+    def on_validation_end(self, trainer: Trainer, event: Event) -> None:
+        found = (RewardHistogram.of(name, rewards.by_class) for name, rewards in event.metrics.rewards.items())
+        self.record([histogram for histogram in found if histogram is not None], event.step)
+        for name, rewards in event.metrics.rewards.items():
+            counts = {one: len(values_N) for one, values_N in rewards.by_class.items() if len(values_N)}
+            if not rewards.paired and len(counts) == 1:
+                ((only, count),) = counts.items()
+                what = f"val/{metric_prefix(name)}auc is undefined and not logged"
+                logger.warning(f"{what}: all {count:,} examples of the validation are {only}")
 
 
 @dataclass(kw_only=True, eq=False)

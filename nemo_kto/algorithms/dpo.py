@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -263,7 +261,7 @@ class DPOTrainer:
                 "validation must have at least one batch, got none; set val_dataloader or raise limit_val_batches"
             )
         parts = list(self._validation_batches())
-        loss = functools.reduce(operator.add, (metrics for _, metrics in parts))["loss"]
+        loss = Metrics.total([metrics for _, metrics in parts])["loss"]
         return loss, dict(metrics_by_set(parts))
 
     @torch.no_grad()

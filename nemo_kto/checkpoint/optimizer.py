@@ -116,9 +116,13 @@ def _set_counters(optimizer: torch.optim.Optimizer, step: int) -> None:
             group.pop("step", None)
     for adam in _adams(optimizer):
         if _is_torch_adam(adam):
-            for parameter_state in adam.state.values():
-                # one tensor each: megatron-core gives all parameters the same tensor, which each would then increment
-                parameter_state["step"] = torch.tensor(float(step))
+            for group in adam.param_groups:
+                for parameter in group["params"]:
+                    # One tensor each: megatron-core gives all parameters the same tensor, which each would then increment.
+                    # torch's fused kernel reads it on the device.
+                    where = parameter.device if group["fused"] else "cpu"
+                    if parameter in adam.state:
+                        adam.state[parameter]["step"] = torch.tensor(float(step), device=where)
         else:
             for group in adam.param_groups:
                 group["step"] = step

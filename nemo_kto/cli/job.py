@@ -140,7 +140,7 @@ class Job:
             # Repeated, because each job of a sweep prints its own warnings.
             set_up_logging(rank=0 if self.world is None else self.world.rank)
             take_over()
-            build.train(run, check_memory=check_memory)
+            build.train(run, check_memory=check_memory, place_reference=place_reference)
         except signals.Stopped as stop:
             self._end_early(stop, requeues=requeues)
         except KeyboardInterrupt:
@@ -171,6 +171,14 @@ def check_memory(run: ResolvedRun, ranks: int, local: int, longest: int | None) 
 
     machines = plan_run.these_machines(run, ranks=ranks, local=local, timed=False)
     return plan_run.check_memory(run, machines, longest=longest)
+
+
+def place_reference(run: ResolvedRun, ranks: int, local: int, longest: int) -> tuple[str, str]:
+    """Return where the weights of a swapped reference are stored, "gpu" or "cpu", and why; arguments as above."""
+    from nemo_kto.planner import plan_run
+
+    machines = plan_run.these_machines(run, ranks=ranks, local=local, timed=False)
+    return plan_run.place_reference(run, machines, longest=longest)
 
 
 def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None, *, remedy: str = "") -> NoReturn:

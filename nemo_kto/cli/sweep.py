@@ -19,7 +19,7 @@ from nemo_kto.losses.metrics import metric_prefix
 from nemo_kto.telemetry.loggers import METRICS_FILE, parse_line
 from nemo_kto.utils.files import open_file, read_lines
 
-_METRICS = ("loss", "acc", "rewards_margin")
+_METRICS = ("loss", "acc", "auc", "rewards_margin")
 
 
 class SweepReport(Callback):

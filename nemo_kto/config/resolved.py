@@ -128,6 +128,8 @@ class ResolvedRun:
     gpus: int  # number of GPUs of this machine that the run may use
     precision_reason: str = "set by the user"  # why trainer.precision has its value
     length_reason: str = "set by the user"  # why model.data.seq_length has its value
+    reference_memory: str = ""  # memory of swapped weights, "gpu" or "cpu"; empty before it is chosen
+    reference_memory_reason: str = ""
 
     @classmethod
     def of(cls, cfg: RunConfig, *, gpus: int | None = None, weights: bool = True) -> ResolvedRun:
@@ -159,6 +161,9 @@ class ResolvedRun:
 
     def with_precision(self, precision: str, reason: str) -> ResolvedRun:
         return replace(self, cfg=with_value(self.cfg, "trainer.precision", precision), precision_reason=reason)
+
+    def with_reference_memory(self, name: str, reason: str) -> ResolvedRun:
+        return replace(self, reference_memory=name, reference_memory_reason=reason)
 
     def with_model(self, **values: Any) -> ResolvedRun:
         """Return the same run with other values in the section ``model``; the model's files are not read again."""
@@ -295,6 +300,16 @@ class ResolvedRun:
         # If training starts from existing adapters, the reference is the model with those, which are swapped in.
         disables_adapters = self.reference.name == "adapter" and self.files.adapter_folder is None
         return int(self.reference.name in ("swap", "adapter") and not disables_adapters), int(disables_adapters)
+
+    @property
+    def swaps_reference(self) -> bool:
+        """Whether the reference has weights of its own, which are swapped with those of the policy at each step."""
+        return self.reference_passes[0] > 0
+
+    @property
+    def reference_on_gpu(self) -> bool:
+        """Whether swapped weights stay in the memory of the GPU; with ``auto``, not before this is chosen."""
+        return "gpu" in (self.cfg.model.reference.device, self.reference_memory)
 
     @property
     def swapped_weights(self) -> Literal["all", "trained"] | None:

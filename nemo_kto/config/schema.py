@@ -214,6 +214,7 @@ class ReferenceConfig(Section):
     """Section model.reference: mode, weights and synchronization of the reference."""
 
     mode: Annotated[Literal["auto", "swap", "adapter", "cached"], MayChange("how the reference is evaluated")]
+    device: Annotated[Literal["auto", "cpu", "gpu"], SPEED]
     restore_from_path: Annotated[FilePath | None, MustStay("weights and configuration, by content", verbatim=False)]
     sync_interval: Annotated[int, Ge(0), Remedy("0 keeps the reference fixed"), SAME]
     sync_alpha: Annotated[

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core import optimizer
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel import layers
@@ -34,9 +33,15 @@ def compiles() -> bool:
     return device.on_gpu() and not device.missing_for_compiling()
 
 
-def adds_products() -> bool:
-    """Return whether apex's kernel is available, with which megatron-core's own linear layers fuse gradient accumulation."""
-    return device.on_gpu() and bool(layers._grad_accum_fusion_available)
+def adds_products(dtype: torch.dtype) -> bool:
+    """Return whether the weight gradients of megatron-core's own linear layers can be added to main_grad in their product.
+
+    apex has a kernel for it. ``device.patches`` replaces a missing one by torch's product, which can add fp32 matrices to an
+    fp32 sum, and on some GPUs bf16 matrices.
+    """
+    if not device.on_gpu():
+        return dtype == torch.float32
+    return bool(layers._grad_accum_fusion_available) or dtype == torch.float32 or adds_wide_products()
 
 
 @functools.cache
@@ -102,15 +107,15 @@ def slow_paths(
         found.append(f"layers without Transformer Engine, which does not support {' and '.join(unsupported_by_te)}")
     elif not te_layers:
         found.append("layers without Transformer Engine; install transformer-engine[pytorch]")
-    if not te_layers and not adds_products():
-        found.append("no fused accumulation of the gradients of linear layers; install apex with its CUDA extensions")
-    if not fused_rope():
-        found.append("rotary embedding not fused; install transformer-engine[pytorch]")
+    if not te_layers and not adds_products(dtype):
+        found.append(
+            "no fused accumulation of the gradients of linear layers; install torch 2.11, or apex with its extensions"
+        )
     if not compiles():
         missing = " and ".join(device.missing_for_compiling())
-        found.append(f"torch.compile disabled, so that activations and log-probs are not fused; install {missing}")
-    if optimizer.USING_PYTORCH_OPTIMIZER:
-        found.append("optimizer not fused; install transformer-engine[pytorch] or apex")
+        not_fused = ["activations", "log-probs", *["the rotary embedding"] * (not fused_rope())]
+        names = f"{', '.join(not_fused[:-1])} and {not_fused[-1]}"
+        found.append(f"torch.compile disabled, so that {names} are not fused; install {missing}")
     if tensor_parallel > 1 and environment.get(MAX_CONNECTIONS) != "1" and device.compute_capability() < (10, 0):
         found.append(f"tensor-parallel communication does not overlap; unset {MAX_CONNECTIONS} or set it to 1")
     return found

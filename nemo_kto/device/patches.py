@@ -128,6 +128,7 @@ def install_cpu_backend() -> None:
     define_missing_names()
     keep_norm_on_device()
     use_known_message_shapes()
+    add_weight_gradients()
     if device.on_gpu():
         return
     if not getattr(sys.modules.get("megatron.core.optimizer"), "USING_PYTORCH_OPTIMIZER", True):
@@ -141,7 +142,6 @@ def install_cpu_backend() -> None:
     _replace_cuda_arguments()
     _return_cuda_type_names()
     _patch_collectives()
-    _patch_weight_gradient_kernel()
 
 
 def define_missing_names() -> None:
@@ -184,6 +184,23 @@ def use_known_message_shapes() -> None:
         return next(shapes.hidden_states) if recv_prev else (0, 0, 0), next(shapes.gradients) if recv_next else (0, 0, 0)
 
     P2PCommunicator._communicate_shapes = known_shapes
+
+
+def add_weight_gradients() -> None:
+    """Make megatron-core's linear layers add weight gradients to main_grad with torch's product, without apex's kernel.
+
+    ``kernels.adds_products`` says for which matrices torch can do so.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    def accumulate(input_TI: torch.Tensor, grad_output_TO: torch.Tensor, main_grad_OI: torch.Tensor) -> None:
+        if input_TI.dtype == main_grad_OI.dtype:
+            main_grad_OI.addmm_(grad_output_TO.t(), input_TI)
+        else:
+            torch.addmm(main_grad_OI, grad_output_TO.t(), input_TI, out_dtype=main_grad_OI.dtype, out=main_grad_OI)
+
+    if not device.on_gpu() or not layers._grad_accum_fusion_available:
+        layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
 
 
 # ---- torch on the CPU ----
@@ -389,13 +406,3 @@ def _reduce_scatter_unequal(input_: torch.Tensor, group: Any, sizes: list[int]) 
     whole = input_.clone()
     torch.distributed.all_reduce(whole, group=group)
     return whole.split(sizes)[group.rank()].clone()
-
-
-def _patch_weight_gradient_kernel() -> None:
-    # megatron-core's linear layers accumulate weight gradients into main_grad with a CUDA kernel of apex.
-    from megatron.core.tensor_parallel import layers
-
-    def accumulate(input_TI: torch.Tensor, grad_output_TO: torch.Tensor, main_grad_OI: torch.Tensor) -> None:
-        main_grad_OI.addmm_(grad_output_TO.t(), input_TI)
-
-    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from nemo_kto.device import device, kernels
+from nemo_kto.device import kernels
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
@@ -37,15 +37,14 @@ def added_to_main_grad(weight: Tensor) -> Tensor:
 def add_products_to_main_grads(chunk: torch.nn.Module) -> None:
     """Make the linear layers of a chunk accumulate weight gradients into main_grad inside the matrix product.
 
-    Transformer Engine's layers support it. megatron-core's own layers need a kernel of apex on a GPU, which may not be
-    compiled; on the CPU ``device.patches`` replaces it, for weights in fp32. megatron-core's configuration option is not
-    used, because it would apply to layers of every kind.
+    Transformer Engine's layers support it. megatron-core's own layers call a kernel of apex, which ``device.patches``
+    replaces where it is not installed. megatron-core's configuration option is not used, because it would apply to layers of
+    every kind.
     """
     modules: Iterator[Any] = chunk.modules()
     for module in modules:
         if isinstance(module, layers.ColumnParallelLinear | layers.RowParallelLinear):
-            is_fp32 = module.weight is not None and module.weight.dtype == torch.float32
-            module.gradient_accumulation_fusion = kernels.adds_products() if device.on_gpu() else is_fp32
+            module.gradient_accumulation_fusion = module.weight is not None and kernels.adds_products(module.weight.dtype)
         elif hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
 

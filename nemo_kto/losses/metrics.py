@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nemo_kto.losses.rewards import Rewards
 from nemo_kto.utils.lazy import lazy_import
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ class Metrics(dict[str, float]):
     """Named metrics, derived from sums and counts, which remain available as ``sums``.
 
     ``a + b`` adds the sums and derives the metrics again, so that batches with different numbers of valid examples are
-    weighted correctly.
+    weighted correctly. A validation also has ``rewards``, those of its examples by the name of the validation set (empty for
+    a single batch), whose metrics are not sums.
 
     Examples:
         >>> mean = lambda sums: {"loss": sums["loss_sum"] / sums["rows"]}
@@ -30,19 +32,34 @@ class Metrics(dict[str, float]):
         {'loss': 2.5}
     """
 
-    def __init__(self, sums: Mapping[str, float], derive: Derive) -> None:
-        super().__init__(derive(sums))
+    def __init__(self, sums: Mapping[str, float], derive: Derive, rewards: Mapping[str, Rewards] | None = None) -> None:
+        self.rewards = dict(rewards or {})
+        of_rewards = {
+            f"{metric_prefix(name)}{metric}": value
+            for name, each in self.rewards.items()
+            for metric, value in each.metrics().items()
+        }
+        super().__init__({**derive(sums), **of_rewards})
         self.sums = dict(sums)
         self._derive = derive
 
     def __add__(self, other: Metrics) -> Metrics:
-        if not isinstance(other, Metrics):
-            return NotImplemented
-        names = self.sums.keys() | other.sums.keys()
-        return self.of({name: self.sums.get(name, 0) + other.sums.get(name, 0) for name in names})
+        return self.total([self, other]) if isinstance(other, Metrics) else NotImplemented
+
+    @classmethod
+    def total(cls, parts: Sequence[Metrics]) -> Metrics:
+        """Return the metrics of all examples of several batches."""
+        sums: dict[str, float] = {}
+        rewards: dict[str, list[Rewards]] = {}
+        for part in parts:
+            for name, value in part.sums.items():
+                sums[name] = sums.get(name, 0) + value
+            for name, each in part.rewards.items():
+                rewards.setdefault(name, []).append(each)
+        return cls(sums, parts[0]._derive, {name: Rewards.total(each) for name, each in rewards.items()})
 
     def of(self, sums: Mapping[str, float]) -> Metrics:
-        """Return the same metrics for other sums."""
+        """Return the same metrics for other sums, without rewards."""
         return Metrics(sums, self._derive)
 
 
@@ -62,9 +79,10 @@ def metrics_by_set(parts: Iterable[tuple[str, Metrics]]) -> Metrics:
         >>> metrics_by_set([("a", one), ("b", two), ("a", one)])
         {'a_loss': 1.0, 'b_loss': 3.0}
     """
-    sets: dict[str, Metrics] = {}
+    batches: dict[str, list[Metrics]] = {}
     for name, metrics in parts:
-        sets[name] = sets[name] + metrics if name in sets else metrics
+        batches.setdefault(name, []).append(metrics)
+    sets = {name: Metrics.total(each) for name, each in batches.items()}
     if list(sets) == [""]:
         return sets[""]
 
@@ -75,7 +93,8 @@ def metrics_by_set(parts: Iterable[tuple[str, Metrics]]) -> Metrics:
             values |= {f"{metric_prefix(name)}{metric}": value for metric, value in own.items()}
         return values
 
-    return Metrics({f"{name}/{key}": value for name, each in sets.items() for key, value in each.sums.items()}, derive)
+    sums = {f"{name}/{key}": value for name, each in sets.items() for key, value in each.sums.items()}
+    return Metrics(sums, derive, {name: rewards for name, each in sets.items() for rewards in each.rewards.values()})
 
 
 @dataclass(frozen=True, kw_only=True)

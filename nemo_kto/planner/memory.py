@@ -39,7 +39,8 @@ class Training:
     distributed_optimizer: bool = True  # its state is sharded over the data- and context-parallel ranks
     moment_bytes: int = _FP32  # per value of each of Adam's two moments
     offload: float = 0.0  # fraction of the optimizer state that is stored in the host memory of a GPU
-    swapped: str | None = None  # weights of which the reference is a copy on the host: "all", "trained" or None
+    swapped: str | None = None  # weights of which there is a copy for the reference, on the host: "all", "trained" or None
+    reference_on_gpu: bool = False  # this copy is in the memory of the GPU instead
     reference_moves: bool = False  # the reference is synchronised with the policy, and also has fp32 values
     async_save: bool = True  # checkpoints are written from a copy on the host, whose memory is kept
     recompute: str | None = None  # None, "selective" or "full"
@@ -179,21 +180,23 @@ class RankMemory:
     working: float  # the largest temporary during the reduction of gradients and the update of weights
     heap: float  # allocator fragmentation: freed activations that the C library keeps and cannot reuse, see :attr:`device`
     offloaded: float  # optimizer state on the host
-    reference: float  # copy on the host
+    reference: float  # copy on the host, or on the device if ``reference_on_device``
     checkpoint: float  # copy on the host
     file: float  # of weights, mapped while the model is loaded
     on_gpu: bool  # host memory is separate from device memory
+    reference_on_device: bool  # always without a GPU
 
     @property
     def static(self) -> float:
         """Bytes on the device that do not depend on the data."""
         static = self.weights + self.gradients + self.optimizer
-        return static if self.on_gpu else static + self.reference
+        return static + (self.reference if self.reference_on_device else 0.0)
 
     @property
     def host(self) -> float:
         """Bytes in the host memory of a GPU; 0 without a GPU."""
-        return self.offloaded + self.reference + self.checkpoint if self.on_gpu else 0.0
+        reference = 0.0 if self.reference_on_device else self.reference
+        return self.offloaded + reference + self.checkpoint if self.on_gpu else 0.0
 
     @property
     def device(self) -> float:
@@ -242,6 +245,7 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
         checkpoint=share * saved_bytes if training.async_save else 0.0,
         file=0.0 if training.on_gpu else training.largest_file,
         on_gpu=training.on_gpu,
+        reference_on_device=training.reference_on_gpu or not training.on_gpu,
     )
 
 
@@ -315,15 +319,15 @@ def _logprobs(training: Training) -> float:
 def _working(training: Training, parameters: list[RankParameter]) -> float:
     """Return the bytes of the largest temporary of the reduction of gradients and the update of weights.
 
-    On the CPU weights are updated one after the other, with two fp32 tensors each; torch's update on a GPU creates one fp32
-    tensor for every weight at the same time. Both bf16 moments are converted to fp32 for the update: Transformer Engine did
-    so up to version 2.12. An optimizer that is partly on the host is built twice, first from whole weights: during that time
-    the weights that stay on the GPU exist there in fp32. gloo copies the tensors that it scatters and gathers, here the
-    distributed optimizer's gradients and weights, even in a group of one rank.
+    On the CPU weights are updated one after the other, with two fp32 tensors each. On a GPU one kernel updates all weights,
+    without temporaries. Both bf16 moments are converted to fp32 for the update: Transformer Engine did so up to version
+    2.12. An optimizer that is partly on the host is built twice, first from whole weights: during that time the weights that
+    stay on the GPU exist there in fp32. gloo copies the tensors that it scatters and gathers, here the distributed
+    optimizer's gradients and weights, even in a group of one rank.
     """
     trained = [each.numel for each in parameters if each.trained]
     share = training.share(parameters) if training.distributed_optimizer else sum(trained)
     if training.on_gpu:
         on_gpu, made = 1 - training.offload, sum(trained) * _FP32 if training.offload else 0.0
-        return on_gpu * max(share * (_FP32 if training.moment_bytes == _FP32 else 2 * _FP32), made)
+        return on_gpu * max(share * (0 if training.moment_bytes == _FP32 else 2 * _FP32), made)
     return max(2 * _FP32 * min(max(trained, default=0), share), sum(trained) * _FP32 * training.distributed_optimizer)

@@ -18,6 +18,10 @@ from nemo_kto.planner.speed import DEFAULT_GPU, GPUS, Hardware, Speed, known_gpu
 from nemo_kto.planner.traffic import Step
 from nemo_kto.run.rows import micro_batch_limits
 
+# Part of the memory of a GPU that a run with the reference in it may need by the estimate. The rest is a reserve: an
+# allocation that fails would end the run, and a swap from host memory costs a few percent of a step.
+_REFERENCE_ROOM = 0.9
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
@@ -108,7 +112,31 @@ def make_plan(run: ResolvedRun, machines: Machines) -> Plan:
         forward_only=(live + disabled) * (1 + with_kl) + with_kl + cfg.loss.record.looks_ahead,
         disabled=disabled * (1 + with_kl),
     )
-    return Plan(run=run, machines=machines, training=training, step=step, stages=stages_memory(training))
+    plan = Plan(run=run, machines=machines, training=training, step=step, stages=stages_memory(training))
+    if not machines.on_gpu or not run.swaps_reference or "cpu" in (model.reference.device, run.reference_memory):
+        return plan
+    training = replace(training, reference_on_gpu=True)
+    with_reference = replace(plan, training=training, stages=stages_memory(training))
+    has_room = with_reference.largest.device <= _REFERENCE_ROOM * machines.hardware.memory
+    return with_reference if run.reference_on_gpu or has_room else plan
+
+
+def place_reference(run: ResolvedRun, machines: Machines, *, longest: int) -> tuple[str, str]:
+    """Return where swapped weights of the reference are stored, "gpu" or "cpu", and why.
+
+    The memory is estimated for sequences of ``longest`` tokens.
+    """
+    if (name := run.cfg.model.reference.device) != "auto":
+        return name, "set by the user"
+    if not machines.on_gpu:
+        return "cpu", "no GPU"
+    data = run.cfg.model.data.model_copy(update={"seq_length": longest})
+    plan = make_plan(run.with_model(data=data), machines)
+    available = f"{size(machines.hardware.memory)} of {machines.hardware.name}"
+    if plan.training.reference_on_gpu:
+        return "gpu", f"the run needs an estimated {size(plan.largest.device)} of {available}"
+    needed = plan.largest.device + plan.largest.reference
+    return "cpu", f"with it, the run would need an estimated {size(needed)}, with {available}"
 
 
 def degrees(model: GPTConfig) -> tuple[int, int, int]:

@@ -34,7 +34,9 @@ def plan_text(plan: Plan, *, checked: Mapping[str, str] | None = None) -> str:
     sent |= {"context": traffic.context} if training.context_parallel > 1 else {}
     sent |= {"data": traffic.data} | ({"expert": traffic.expert} if traffic.expert.bytes else {})
     copies = {"offloaded": largest.offloaded, "reference copy": largest.reference, "checkpoint copy": largest.checkpoint}
-    where = "in host memory" if on_gpu else "in the same memory"
+    places = dict.fromkeys(copies, "in host memory" if on_gpu else "in the same memory")
+    if training.reference_on_gpu:
+        places["reference copy"] = "in GPU memory"
     seconds = f"{speed.seconds:.2g} s" if speed.seconds < 60 else duration_text(speed.seconds)
     lines = {
         **_run_lines(plan),
@@ -48,9 +50,9 @@ def plan_text(plan: Plan, *, checked: Mapping[str, str] | None = None) -> str:
         "optimizer": size(largest.optimizer),
         "activations": f"{size(largest.activations)}, of {in_flight} {unit}",
         "log-probs": size(largest.logprobs),
-        "update": f"{size(largest.working)} of temporary tensors",
+        **({"update": f"{size(largest.working)} of temporary tensors"} if largest.working else {}),
         **({"heap": f"{size(largest.heap)} of allocator fragmentation"} if largest.heap else {}),
-        **{name: f"{size(count)} {where}" for name, count in copies.items() if count},
+        **{name: f"{size(count)} {places[name]}" for name, count in copies.items() if count},
         **({"context": f"{size(CONTEXT)} of CUDA, its libraries and NCCL (assumed)"} if on_gpu else {}),
         "total": f"{size(largest.device)} of {size(device.memory)} (static memory: {size(plan.static)})",
         "FLOPs": f"{speed.flops / 1e12:,.1f} TFLOP a step",

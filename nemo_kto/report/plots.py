@@ -186,13 +186,19 @@ def compared_plots(runs: Mapping[str, RunRecord]) -> list[Plot]:
     plots = []
     for title, name in names:
         series = [
-            Series(label=label, curve=run.curves[name], colour=colour, kind="mean" if name.startswith("train/") else "dots")
+            Series(label=label, curve=run.curves[name], colour=colour, kind=_compared_kind(name))
             for colour, (label, run) in enumerate(runs.items())
             if name in run.curves
         ]
         if series:
             plots.append(Plot(title=title, series=series))
     return plots
+
+
+def _compared_kind(name: str) -> Kind:
+    if name.startswith("val/"):
+        return "dots"
+    return "exact" if name == "train/lr" else "mean"
 
 
 def reward_histograms(run: RunRecord) -> dict[str, list[Histogram]]:

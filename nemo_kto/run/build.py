@@ -19,6 +19,7 @@ from nemo_kto.algorithms.callbacks import (
     LoggerCallback,
     PrecomputeReference,
     ReferenceSync,
+    RewardCallback,
     SpikeCallback,
     StragglerCallback,
     ThroughputCallback,
@@ -74,9 +75,13 @@ _WARMUP_STEPS = 10  # default, or fewer in a shorter run
 # (run, number of ranks, number of ranks on this machine, tokens of the longest sequence; None before the rows are read);
 # returns a warning, and raises UserError if memory is too small.
 CheckMemory = Callable[[ResolvedRun, int, int, int | None], str | None]
+# The same arguments, with the longest sequence known; returns where the weights of a reference are stored, and why.
+PlaceReference = Callable[[ResolvedRun, int, int, int], tuple[str, str]]
 
 
-def train(run: ResolvedRun, *, check_memory: CheckMemory | None = None) -> None:
+def train(
+    run: ResolvedRun, *, check_memory: CheckMemory | None = None, place_reference: PlaceReference | None = None
+) -> None:
     """Run the whole job on this rank: train the policy and export it; ``run`` must already be checked (see ``cli``)."""
     model = run.cfg.model
     layout = state.Layout(
@@ -91,10 +96,12 @@ def train(run: ResolvedRun, *, check_memory: CheckMemory | None = None) -> None:
     device.record_collectives(str(run.folder / "nccl_trace_rank_"))
     state.init_distributed(layout=layout, seed=model.seed, timeout=timedelta(minutes=run.cfg.trainer.timeout_minutes))
     with hold_run_folder(run.folder), collect_warnings(redact=redacted) as warnings:
-        _train(resolve_precision(agree_on_models(run)), check_memory, warnings)
+        _train(resolve_precision(agree_on_models(run)), check_memory, place_reference, warnings)
 
 
-def _train(run: ResolvedRun, check_memory: CheckMemory | None, warnings: WarningsFile) -> None:
+def _train(
+    run: ResolvedRun, check_memory: CheckMemory | None, place_reference: PlaceReference | None, warnings: WarningsFile
+) -> None:
     """Run the job; the lock of the run folder must be held."""
     state.raise_together(state.attempt(lambda: check_gpu(run)), "{}")
     world_size = state.world_size()
@@ -112,10 +119,12 @@ def _train(run: ResolvedRun, check_memory: CheckMemory | None, warnings: Warning
         return
     check_export(run)
     check_validation_rows(run.cfg, start.data)
-    if check_memory is not None and state.is_rank_zero():
-        longest = max(examples.counts.longest for examples in start.data.splits.in_use.values())
-        if warning := check_memory(run, world_size, local, min(longest, run.cfg.seq_length)):
-            logger.warning(warning)
+    longest = min(max(examples.counts.longest for examples in start.data.splits.in_use.values()), run.cfg.seq_length)
+    if place_reference is not None and run.swaps_reference:
+        place = partial(place_reference, run, world_size, local, longest)
+        run = run.with_reference_memory(*state.from_rank_zero(place, doing="placing the reference"))
+    if check_memory is not None and state.is_rank_zero() and (warning := check_memory(run, world_size, local, longest)):
+        logger.warning(warning)
     with watchdog.phase("loading the model"):
         policy = build_policy(run)
     resumed_step, summary = start.resumption.resumed_step, dict[str, str]()
@@ -193,6 +202,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
     resumed = None if resumption.checkpoint is None else checkpoints.load(resumption.checkpoint)
     run_logger = build_logger(run, resumed_step=resumed_step)
     sampling = [] if sampler is None else [sampler.callback(record=run_logger.log_samples)]
+    rewards = [RewardCallback(record=run_logger.log_rewards)] if state.is_rank_zero() else []
     trainer = cfg.recipe.trainer(data.collate_fn)(
         cfg=run.length,
         model=model,
@@ -205,7 +215,11 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         ckpt_callback=checkpoints,
         run_timer=run_timer,
         timers=timers,
-        callbacks=[*sampling, *build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step)],
+        callbacks=[
+            *sampling,
+            *rewards,
+            *build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step),
+        ],
         skipped=build_skipping(run, data, checkpoints),
         early_stopping=build_early_stopping(cfg, agree=state.max_over_ranks),
     )
@@ -334,6 +348,7 @@ def _logger_settings(run: ResolvedRun) -> dict[str, Any]:
         "wandb": settings.wandb_logger_kwargs.model_dump() if settings.create_wandb_logger else None,
         "mlflow": settings.mlflow_logger_kwargs.model_dump() if settings.create_mlflow_logger else None,
         "samples": settings.samples.enabled,
+        "val_prefixes": [*run.validation_titles.values()],
         "redact": redacted,
     }
 

@@ -151,7 +151,13 @@ def _live_reference(
     parameters = [each for chunk in policy.chunks for each in chunk.parameters() if all_differ or each.requires_grad]
     moves = run.cfg.model.reference.sync_interval > 0
     gathers = partial(finish_gathers, policy.chunks)
-    weights = SwappedWeights(parameters=parameters, finish_gathers=gathers, moves=moves, phase=timers.phase)
+    weights = SwappedWeights(
+        parameters=parameters,
+        finish_gathers=gathers,
+        on_device=run.reference_on_gpu,
+        moves=moves,
+        phase=timers.phase,
+    )
     return ReferenceSetup(
         LiveReference(engine=engine, active=weights.active, passes=Passes(forward=1)), weights if moves else None
     )

@@ -71,6 +71,7 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         "device": device_text,
         "precision": f"{cfg.trainer.precision} ({run.precision_reason})",
         "reference": reference if run.reference_model is None else f"{reference}, {run.reference_model}",
+        **_reference_memory(run),
         **({} if data.samples is None else {"samples": samples_text(run, data.samples, data.splits)}),
         "run folder": str(run.folder),
     }
@@ -78,6 +79,13 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
     slow = slow_paths(run.dtype, tensor_parallel=tensor, unsupported_by_te=unsupported)
     lines |= {f"slow path {number}": path for number, path in enumerate(slow, start=1)}
     return lines
+
+
+def _reference_memory(run: ResolvedRun) -> dict[str, str]:
+    if not run.swaps_reference or not run.reference_memory:
+        return {}
+    memory = {"gpu": "GPU memory", "cpu": "host memory"}[run.reference_memory]
+    return {"reference weights": f"{memory} ({run.reference_memory_reason})"}
 
 
 def _lr_text(run: ResolvedRun) -> str:

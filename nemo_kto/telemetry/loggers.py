@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_kto.errors import UserError
-from nemo_kto.telemetry.samples import SAMPLES_FILE, Sample, log_to_mlflow, log_to_wandb, markdown
+from nemo_kto.telemetry.rewards import REWARDS_FILE, RewardHistogram
+from nemo_kto.telemetry.samples import SAMPLES_FILE, Sample, log_to_mlflow, log_to_wandb
+from nemo_kto.telemetry.tensorboard import TensorBoard
 from nemo_kto.utils.files import MAX_LINE_BYTES, open_file, publish_file, read_bytes, read_lines
 
 if TYPE_CHECKING:
@@ -98,6 +100,17 @@ class SampleLines(JsonLines):
             self.add_line(asdict(sample))
 
 
+class RewardLines(JsonLines):
+    """File of the rewards of validations with one JSON object per line, see :meth:`RewardHistogram.line`."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Do nothing: metrics are in a file of their own."""
+
+    def log_rewards(self, histograms: Sequence[RewardHistogram], step: int) -> None:
+        for each in histograms:
+            self.add_line(each.line(step))
+
+
 def parse_line(line: bytes) -> dict[str, float] | None:
     """Parse a line of metrics.jsonl, which contains at least the step; None if the line is truncated or damaged."""
     try:
@@ -131,37 +144,17 @@ def _lines_up_to(file: Path, step: int) -> list[bytes]:
     return kept
 
 
-class TensorBoard:
-    """TensorBoard event files, by the writer of torch: the import of Lightning's logger takes a third of a second."""
-
-    def __init__(self, *, folder: Path, resumed_step: int | None) -> None:
-        """Open a new event file in ``folder`` and purge events after ``resumed_step``, because those steps are repeated."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=None if resumed_step is None else resumed_step + 1)
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def log_hyperparams(self, params: dict[str, object]) -> None:
-        self._writer.add_text("hyperparameters", f"```json\n{json.dumps(params, indent=2, default=str)}\n```")
-
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Write a text for each prompt, whose versions at the different steps TensorBoard shows with a slider."""
-        for sample in samples:
-            self._writer.add_text(f"samples/{sample.index}", markdown(sample), step)
-
-    def finalize(self, status: str) -> None:
-        self._writer.close()
-
-
 # sink -> function that records samples in it
 _LOG_SAMPLES: Mapping[str, Callable[[Any, Sequence[Sample], int], None]] = {
     SAMPLES_FILE: SampleLines.log_samples,
     "tensorboard": TensorBoard.log_samples,
     "wandb": log_to_wandb,
     "mlflow": log_to_mlflow,
+}
+# sink -> function that records histograms of rewards in it
+_LOG_REWARDS: Mapping[str, Callable[[Any, Sequence[RewardHistogram], int], None]] = {
+    REWARDS_FILE: RewardLines.log_rewards,
+    "tensorboard": TensorBoard.log_rewards,
 }
 
 
@@ -178,6 +171,7 @@ class RunLogger:
         wandb: Mapping[str, object] | None = None,
         mlflow: Mapping[str, object] | None = None,
         samples: bool = False,
+        val_prefixes: Sequence[str] = ("val/",),
         redact: Callable[[str], str] = str,
     ) -> None:
         """Open the sinks in the run folder, which is created if it does not exist.
@@ -191,6 +185,7 @@ class RunLogger:
             wandb, mlflow: arguments of Lightning's WandbLogger and MLFlowLogger; None disables them. Without a tracking_uri,
                 MLflow writes to ``folder``/mlflow.db and mlflow_artifacts.
             samples: write those given to :meth:`log_samples` also to a file.
+            val_prefixes: prefixes of the metrics of the validation sets.
             redact: remove secrets from an error message.
         """
         self._sinks: dict[str, Sink] = {}
@@ -202,8 +197,11 @@ class RunLogger:
         to_open[METRICS_FILE] = lambda: JsonLines(file=folder / METRICS_FILE, resumed_step=resumed_step)
         if samples:
             to_open[SAMPLES_FILE] = lambda: SampleLines(file=folder / SAMPLES_FILE, resumed_step=resumed_step)
+        to_open[REWARDS_FILE] = lambda: RewardLines(file=folder / REWARDS_FILE, resumed_step=resumed_step)
         if tensorboard:
-            to_open["tensorboard"] = lambda: TensorBoard(folder=folder / "tensorboard", resumed_step=resumed_step)
+            to_open["tensorboard"] = lambda: TensorBoard(
+                folder=folder / "tensorboard", resumed_step=resumed_step, val_prefixes=val_prefixes
+            )
         if wandb is not None:
             to_open["wandb"] = partial(_wandb, folder, resumed_step, wandb)
         if mlflow is not None:
@@ -233,6 +231,10 @@ class RunLogger:
         """Record answers of the model after optimizer step ``step``; 0 is before the first step."""
         self._for_all(lambda name, sink: _LOG_SAMPLES[name](sink, samples, step) if name in _LOG_SAMPLES else None)
 
+    def log_rewards(self, histograms: Sequence[RewardHistogram], step: int) -> None:
+        """Record the rewards of a validation after optimizer step ``step``; 0 is before the first step."""
+        self._for_all(lambda name, sink: _LOG_REWARDS[name](sink, histograms, step) if name in _LOG_REWARDS else None)
+
     def _for_all(self, action: Callable[[str, Sink], None]) -> None:
         for name, sink in [*self._sinks.items()]:
             try:
@@ -252,6 +254,7 @@ def check_loggers(
     wandb: Mapping[str, object] | None = None,
     mlflow: Mapping[str, object] | None = None,
     samples: bool = False,
+    val_prefixes: Sequence[str] = (),
     redact: Callable[[str], str] = str,
 ) -> None:
     """Raise a UserError that names all loggers of a new run that :class:`RunLogger` could not open with these arguments.
@@ -264,7 +267,9 @@ def check_loggers(
         import_package("torch.utils.tensorboard", package="tensorboard")
         _check_path(folder / "tensorboard", Path.is_dir)
 
-    checks: dict[str, Callable[[], object]] = {METRICS_FILE: lambda: _check_path(folder / METRICS_FILE, Path.is_file)}
+    checks: dict[str, Callable[[], object]] = {
+        name: partial(_check_path, folder / name, Path.is_file) for name in (METRICS_FILE, REWARDS_FILE)
+    }
     if samples:
         checks[SAMPLES_FILE] = lambda: _check_path(folder / SAMPLES_FILE, Path.is_file)
     if tensorboard:
@@ -333,7 +338,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _cannot_open(name: str, why: str) -> str:
-    remedy = "" if name in (METRICS_FILE, SAMPLES_FILE) else f", or set exp_manager.create_{name}_logger=false"
+    remedy = "" if name in (METRICS_FILE, REWARDS_FILE, SAMPLES_FILE) else f", or set exp_manager.create_{name}_logger=false"
     return f"the log {name} cannot be opened: {why}; make it available{remedy}"
 
 

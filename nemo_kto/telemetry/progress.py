@@ -22,14 +22,14 @@ Item = TypeVar("Item")
 _LINE_SECONDS = 5  # interval between two progress lines in a file
 _MEASURED = 3  # log lines before the time of the run is estimated; the first one takes longer and is left out
 # Label on the screen, and name of the metric without its prefix "train/" or "val/".
-SHOWN = (("loss", "loss"), ("kl", "kl"), ("delta", "delta"), ("acc", "acc"), ("margin", "rewards_margin"))
+SHOWN = (("loss", "loss"), ("kl", "kl"), ("delta", "delta"), ("acc", "acc"), ("auc", "auc"), ("margin", "rewards_margin"))
 ONE_VALIDATION_SET: Mapping[str, str] = {"validation": "val/"}
 _BAR, _BAR_WIDTH = "{percentage:3.0f}%|{bar}| ", 17  # columns of the percentage and a bar of at least ten characters
 
 
 @dataclass(kw_only=True, eq=False)
 class Progress:
-    """Progress display: step, loss, kl or delta, acc, margin, seconds per step, tokens per second and remaining time.
+    """Progress display: step, loss, kl or delta, acc or auc, margin, seconds per step, tokens per second and remaining time.
 
     It has the interface of a logger and selects the displayed values from the logged metrics. Once the stream cannot be
     written (the terminal is closed, the disk is full), nothing more is shown.

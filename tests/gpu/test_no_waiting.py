@@ -102,6 +102,7 @@ RECOMPUTE = (
 )
 EMULATED_JOBS = {
     "swapped": ("kto", ()),
+    "swapped-from-host": ("kto", ("model.reference.device=cpu",)),
     "tp2": ("kto", ("trainer.devices=2", "model.tensor_model_parallel_size=2")),
     "pp2": ("kto", ("trainer.devices=2", "model.pipeline_model_parallel_size=2", "model.micro_batch_size=1")),
     "cached": ("kto", ("model.reference.mode=cached",)),

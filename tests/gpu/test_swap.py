@@ -21,7 +21,7 @@ def test_a_swap_and_its_reverse_are_exact() -> None:
     parameters = [torch.nn.Parameter(torch.randn(size, device=device.current_device())) for size in (7, 1000, 123_457, 1)]
     reference = [parameter.detach().clone() for parameter in parameters]
     swapped = SwappedWeights(parameters=parameters)
-    assert all(host.is_pinned() for host in swapped.host)
+    assert all(host.is_pinned() for host in swapped.kept)
     for parameter in parameters:
         parameter.data.mul_(2).add_(1)
     policy = [parameter.detach().clone() for parameter in parameters]
@@ -37,9 +37,9 @@ def test_page_locked_memory_has_the_size_of_the_weights() -> None:
     before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
     swapped = SwappedWeights(parameters=odd)
     assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) == before
-    starts = [host.data_ptr() for host in swapped.host]
+    starts = [host.data_ptr() for host in swapped.kept]
     assert starts[2] + odd[2].nbytes - starts[0] < sum(each.nbytes for each in odd) + 3 * 64
-    assert all(host.is_pinned() for host in swapped.host)
+    assert all(host.is_pinned() for host in swapped.kept)
 
 
 def test_later_swaps_allocate_nothing() -> None:

@@ -20,6 +20,7 @@ audit:
 """
 SCRIPTS = {
     "slurm": "echo 'slurm: skipped: only root'",
+    "browser": "echo 'browser: skipped: no chromium'",
     "emulated": "echo 'emulated: skipped: no C compiler'",
     "image": "echo 'image: works'",
     "newcomer": "exit 3",
@@ -43,7 +44,9 @@ def test_each_stage_has_a_line_and_the_last_line_has_the_totals(tmp_path: Path) 
     assert table == {
         "test": "failed: status 2 (3 tests passed)",
         "slow": "passed (2 tests passed)",
+        "docs": "passed",
         "slurm": "skipped: only root",
+        "browser": "skipped: no chromium",
         "emulated": "skipped: no C compiler",
         "audit": "failed: not done within its limit of 0.01 minutes",
         "image": "passed",

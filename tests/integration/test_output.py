@@ -156,6 +156,7 @@ def test_a_resumed_run_that_finishes(stopped_and_resumed: tuple[Path, list[list[
         f"  train loss         {first_and_last(results, 'train/loss')}",
         f"  validation loss    {first_and_last(results, 'val/loss')}",
         f"  validation kl      {first_and_last(results, 'val/kl')}",
+        f"  validation auc     {first_and_last(results, 'val/auc')}",
         f"  validation margin  {first_and_last(results, 'val/rewards_margin')}",
         f"  best checkpoint    {best}",
         Naming("best", f"{step}"),

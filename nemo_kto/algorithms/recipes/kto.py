@@ -110,6 +110,7 @@ KTO = KTORecipe(
     optional_inputs=OPTIONAL_INPUTS,
     loss_section=KTOLossConfig,
     metrics=SHARED_METRICS,
+    val_metrics=("auc",),
     anchors={"z0": "kl", "delta": "delta"},
     aliases={
         "desirable_weight": "model.kto.desirable_loss_weight",

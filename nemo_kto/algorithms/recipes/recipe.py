@@ -74,6 +74,7 @@ class Recipe(ABC):
         data_defaults: algorithm-specific keys of model.data with their default values (floats), for losses that need
             rewards.
         metrics: metrics reported by its losses, by which checkpoints can be ranked as val_METRIC or train_METRIC.
+        val_metrics: further metrics, which only validations report.
         anchors: quantities against which losses may measure rewards (``Loss.anchor``), each with the metric that reports it.
         aliases: names that other trainers use for algorithm-specific keys, with our names; see ``config.migration``.
     """
@@ -89,6 +90,7 @@ class Recipe(ABC):
     unit: str = "rows"
     data_defaults: Mapping[str, float] = field(default_factory=dict)
     metrics: tuple[str, ...]
+    val_metrics: tuple[str, ...] = ()
     anchors: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
@@ -178,6 +180,7 @@ SHARED_METRICS = (
     "loss", "preference_loss", "sft_loss", "rewards_margin", "rewards_chosen_mean", "rewards_rejected_mean",
     "rewards_all_mean", "rewards_all_std", "logps_chosen_mean", "logps_rejected_mean",
 )  # fmt: skip
+LARGER_IS_BETTER = ("acc", "auc", "rewards_margin")
 # Metrics that cannot rank checkpoints: the KL estimate before clamping, counts, and the load balance of experts.
 OTHER_METRICS = (
     "kl_unclamped", "rows", "invalid_rows", "same_prompt_pairs", "moe_aux_loss", "moe_largest_share", "moe_smallest_share",

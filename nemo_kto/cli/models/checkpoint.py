@@ -26,7 +26,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.utils.files import WRITING
 
 DAMAGED = 1  # exit status of verify
-_METRICS = ("loss", "acc", "rewards_margin")
+_METRICS = ("loss", "acc", "auc", "rewards_margin")
 _HEADER = ("step", "written", "size", "data x tensor x pipeline", "metrics", "state")
 
 

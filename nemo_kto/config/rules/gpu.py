@@ -89,6 +89,9 @@ def gpu_rules(run: ResolvedRun, computes: Computes | None) -> Iterator[ConfigErr
     if optim.offload_fraction and optim.moments_dtype != "fp32":
         text = f"must be fp32 with {_OFFLOAD} above 0, got {optim.moments_dtype}; set one or the other"
         yield ConfigError(_MOMENTS, text, (_OFFLOAD,))
+    if model.reference.device == "gpu" and computes is not None and not computes.on_gpu:
+        text = "must be auto or cpu on the CPU, got gpu; use a GPU, or leave it out"
+        yield ConfigError("model.reference.device", text, ("trainer.accelerator",))
     options = {
         _MOMENTS: (optim.moments_dtype, "fp32"),
         _OFFLOAD: (optim.offload_fraction or "0", "0"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from nemo_kto.algorithms.recipes.recipe import OTHER_METRICS
+from nemo_kto.algorithms.recipes.recipe import LARGER_IS_BETTER, OTHER_METRICS
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.data.rows.sources import (
     AUTO,
@@ -25,29 +25,46 @@ _DATA = "model.data.data_prefix"
 _CHECKPOINTS, _STOPPING = "exp_manager.checkpoint_callback_params", "exp_manager.early_stopping_callback_params"
 
 
-def monitor_rules(run: ResolvedRun, key: str) -> Errors:
-    """Check that the monitor of checkpoints or of early stopping, the value of ``key``, is a metric of the loss.
+def monitor_rules(run: ResolvedRun, section: str) -> Errors:
+    """Check that the monitor of checkpoints or of early stopping, whose keys are in ``section``, is a metric of the loss.
 
     With named validation sets, it must be that of one set, not a mean, because only the user knows which sets count.
     """
     recipe, sets, anchor = run.cfg.recipe, validation_names(run.cfg.model.data.data_prefix), run.cfg.loss.record.anchor
-    monitor = getattr(run.cfg.exp_manager, key.split(".")[1]).monitor
+    settings = getattr(run.cfg.exp_manager, section.split(".")[1])
+    monitor = settings.monitor
     metrics = (*recipe.metrics, *(metric for name, metric in recipe.anchors.items() if name == anchor))
-    prefixes = [*(f"val_{metric_prefix(name)}" for name in sets), "train_"]
-    if monitor in {f"{prefix}{metric}" for prefix in prefixes for metric in metrics}:
+    of_validations = [f"val_{metric_prefix(name)}" for name in sets]
+    prefixes = [*of_validations, "train_"]
+    only_val = [f"{prefix}{metric}" for prefix in of_validations for metric in recipe.val_metrics]
+    if monitor in {f"{prefix}{metric}" for prefix in prefixes for metric in metrics} | {*only_val}:
+        yield from _mode_rules(section, monitor=monitor, mode=settings.mode)
         return
-    text = f"must be {either(prefixes)} and one of {', '.join(metrics)}, got {monitor}; e.g. {prefixes[0]}loss"
+    named = ", or ".join([", ".join(metrics), *only_val])
+    text = f"must be {either(prefixes)} and one of {named}, got {monitor}; e.g. {prefixes[0]}loss"
     reads = []
     if monitor.endswith(tuple(f"_{metric}" for metric in recipe.anchors.values())):
         reads.append(f"model.{recipe.name}.preference_loss")
     if sets == (UNNAMED,) and monitor.startswith("val_") and monitor.endswith(tuple(f"_{metric}" for metric in metrics)):
         reads.append(_DATA)  # data_prefix may be invalid itself, so that the names of its sets are not known
-    yield ConfigError(key, text, tuple(reads))
+    yield ConfigError(f"{section}.monitor", text, tuple(reads))
+
+
+def _mode_rules(section: str, *, monitor: str, mode: str) -> Errors:
+    """Check that checkpoints or early stopping do not look for the worst value of a metric."""
+    better = None
+    if monitor.endswith(tuple(f"_{metric}" for metric in LARGER_IS_BETTER)):
+        better = "max"
+    elif monitor.endswith("_loss"):
+        better = "min"
+    if better is not None and mode != better:
+        reason = f"because {'larger' if better == 'max' else 'smaller'} values of {monitor} are better"
+        yield ConfigError(f"{section}.mode", f"must be {better}, {reason}, got {mode}", (f"{section}.monitor",))
 
 
 def set_name_rules(run: ResolvedRun) -> Errors:
     """Check that the metrics of each validation set have names that no other set and no other metric uses."""
-    reported = (*run.cfg.recipe.metrics, *run.cfg.recipe.anchors.values(), *OTHER_METRICS)
+    reported = (*run.cfg.recipe.metrics, *run.cfg.recipe.val_metrics, *run.cfg.recipe.anchors.values(), *OTHER_METRICS)
     taken = dict.fromkeys(reported, UNNAMED)  # name of a metric or a set -> the set that uses it
     for name in validation_names(run.cfg.model.data.data_prefix):
         own = [name, *(f"{metric_prefix(name)}{metric}" for metric in reported)] if name else []
@@ -76,12 +93,16 @@ def early_stopping_rules(run: ResolvedRun) -> Errors:
     cfg = run.cfg
     if not cfg.exp_manager.create_early_stopping_callback:
         return
-    monitor, loop = cfg.exp_manager.early_stopping_callback_params.monitor, cfg.loop
-    if monitor != cfg.exp_manager.checkpoint_callback_params.monitor:  # otherwise the check of the checkpoints reports it
-        yield from monitor_rules(run, f"{_STOPPING}.monitor")
+    stopping, kept, loop = (
+        cfg.exp_manager.early_stopping_callback_params,
+        cfg.exp_manager.checkpoint_callback_params,
+        cfg.loop,
+    )
+    if (stopping.monitor, stopping.mode) != (kept.monitor, kept.mode):  # otherwise the check of the checkpoints reports it
+        yield from monitor_rules(run, _STOPPING)
     section = f"trainer.{cfg.recipe.name}"
     wanted: Wanted = {
-        f"{_STOPPING}.monitor": (monitor, monitor.startswith("val_"), "start with val_"),
+        f"{_STOPPING}.monitor": (stopping.monitor, stopping.monitor.startswith("val_"), "start with val_"),
         f"{section}.val_check_interval": (loop.val_check_interval, loop.val_check_interval > 0, "be above 0"),
         f"{section}.limit_val_batches": (loop.limit_val_batches, loop.limit_val_batches > 0, "be above 0"),
     }

@@ -60,11 +60,11 @@ class LiveReference:
 
 
 class SwappedWeights:
-    """Reference weights in host memory, swapped in place with the policy weights while the reference is evaluated.
+    """Reference weights that take the place of the policy weights while the reference is evaluated.
 
-    A swap moves one tensor after the other, so it needs extra device memory for two tensors at most, not for a model. A
-    reference that is updated has fp32 values as well: in bf16, updates smaller than half the distance to the next
-    representable number would be rounded away.
+    From host memory, a swap moves one tensor after the other, so it needs extra device memory for two tensors at most. On the
+    device no value moves: each parameter refers to the other memory. A reference that is updated has fp32 values as well: in
+    bf16, updates smaller than half the distance to the next representable number would be rounded away.
     """
 
     def __init__(
@@ -72,15 +72,20 @@ class SwappedWeights:
         *,
         parameters: Iterable[torch.nn.Parameter],  # those that differ between the policy and the reference
         finish_gathers: Callable[[], None] = lambda: None,  # completes pending all-gathers of the parameters
+        on_device: bool = False,  # keep the reference weights on the device of the parameters
         moves: bool = False,  # the reference will be updated by :meth:`mix`
         phase: Phase = contextlib.nullcontext,  # records the swap in a timer
     ) -> None:
         """Copy the current values as the reference; call before the first update of the policy."""
         self.parameters = list(parameters)
         # reference values in the dtype of the parameters; the policy values while the reference is active
-        self.host = device.copied_to_host(self.parameters)
-        # unrounded values of ``host``: fp32 if the reference is updated
-        self.values = [host.float() for host in self.host] if moves else self.host
+        if on_device:
+            self.kept = [parameter.detach().clone() for parameter in self.parameters]
+        else:
+            self.kept = device.copied_to_host(self.parameters)
+        # unrounded values of ``kept``: fp32 if the reference is updated
+        self.values = [kept.float() for kept in self.kept] if moves else self.kept
+        self._on_device = on_device
         self._finish_gathers, self._phase = finish_gathers, phase
 
     @contextlib.contextmanager
@@ -95,7 +100,11 @@ class SwappedWeights:
     def _swap(self) -> None:
         with self._phase("reference_swap"), torch.no_grad():
             self._finish_gathers()
-            device.swap_(self.parameters, self.host)
+            if not self._on_device:
+                device.swap_(self.parameters, self.kept)
+                return
+            for number, parameter in enumerate(self.parameters):
+                self.kept[number], parameter.data = parameter.data, self.kept[number]
 
     @torch.no_grad()
     def mix(self, mixup_alpha: float) -> None:
@@ -105,14 +114,14 @@ class SwappedWeights:
         """
         self._finish_gathers()
         for parameter, value in zip(self.parameters, self.values, strict=True):
-            value.lerp_(parameter.detach().to("cpu", torch.float32), mixup_alpha)
+            value.lerp_(parameter.detach().to(value.device, torch.float32), mixup_alpha)
         self.round_values()
 
     @torch.no_grad()
     def round_values(self) -> None:
-        """Copy ``values`` into ``host``, rounded to the dtype of the parameters."""
-        for host, value in zip(self.host, self.values, strict=True):
-            host.copy_(value)
+        """Copy ``values`` into ``kept``, rounded to the dtype of the parameters."""
+        for kept, value in zip(self.kept, self.values, strict=True):
+            kept.copy_(value)
 
 
 class ReferenceCache:

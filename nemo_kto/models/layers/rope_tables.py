@@ -16,6 +16,7 @@ from torch import Tensor
 from nemo_kto.architecture.families import Temperature
 from nemo_kto.architecture.rope import Rope
 from nemo_kto.device import device
+from nemo_kto.device.compiling import FusedKernel
 from nemo_kto.models.layers.packing import Prompts, shared_lengths, token_positions
 
 
@@ -113,19 +114,35 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, heads_sbhd: Tensor, cos_s11d: Tensor, sin_s11c: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos_s11d, sin_s11c)
         ctx.interleaved = interleaved
-        return _rotate(heads_sbhd, cos_s11d, sin_s11c, interleaved=interleaved, direction=1)
+        return _rotate(heads_sbhd, cos_s11d, sin_s11c, interleaved, False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _rotate(grads[0], *ctx.saved_tensors, interleaved=ctx.interleaved, direction=-1), None, None, None
+        cos_s11d, sin_s11c = ctx.saved_tensors
+        return _rotate(grads[0], cos_s11d, sin_s11c, ctx.interleaved, True), None, None, None
 
 
-def _rotate(heads_sbhd: Tensor, cos_s11d: Tensor, sin_s11c: Tensor, *, interleaved: bool, direction: int) -> Tensor:
+def _pairs(heads: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return heads[..., 0::2], heads[..., 1::2]
+    low, high = heads.chunk(2, dim=-1)
+    return low, high
+
+
+def _fusable_rotation(heads_sbhd: Tensor, cos_s11d: Tensor, sin_s11c: Tensor, interleaved: bool, inverse: bool) -> Tensor:
+    (low, high), (cos_low, cos_high) = _pairs(heads_sbhd, interleaved), _pairs(cos_s11d, interleaved)
+    sin_s11c = -sin_s11c if inverse else sin_s11c
+    rotated = low * cos_low - high * sin_s11c, high * cos_high + low * sin_s11c
+    return torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
+
+
+def _eager_rotation(heads_sbhd: Tensor, cos_s11d: Tensor, sin_s11c: Tensor, interleaved: bool, inverse: bool) -> Tensor:
     rotated_sbhd = heads_sbhd * cos_s11d
-    (low, high), (rotated_low, rotated_high) = (
-        (heads[..., 0::2], heads[..., 1::2]) if interleaved else heads.chunk(2, dim=-1)
-        for heads in (heads_sbhd, rotated_sbhd)
-    )
+    (low, high), (rotated_low, rotated_high) = _pairs(heads_sbhd, interleaved), _pairs(rotated_sbhd, interleaved)
+    direction = -1 if inverse else 1
     rotated_low.addcmul_(high, sin_s11c, value=-direction)
     rotated_high.addcmul_(low, sin_s11c, value=direction)
     return rotated_sbhd
+
+
+_rotate = FusedKernel(compiled=_fusable_rotation, eager=_eager_rotation)

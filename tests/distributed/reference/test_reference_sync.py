@@ -35,7 +35,7 @@ def save_or_load(
     optimizer = lora_jobs.optimizer_of(chunks, dtype=torch.bfloat16)
     manager = lora_jobs.manager_of(chunks, optimizer, run, model)
     manager.reference_weights = swapped
-    expected = moved(swapped.host)
+    expected = moved(swapped.kept)
     if save:
         for values, new in zip(swapped.values, expected, strict=True):
             values.copy_(new)
@@ -49,7 +49,7 @@ def save_or_load(
     return {
         "dtypes": {str(values.dtype) for values in swapped.values},
         "exact": [torch.equal(*pair) for pair in zip(swapped.values, expected, strict=True)],
-        "rounded": [torch.equal(*pair) for pair in zip(swapped.host, [v.bfloat16() for v in expected], strict=True)],
+        "rounded": [torch.equal(*pair) for pair in zip(swapped.kept, [v.bfloat16() for v in expected], strict=True)],
         "of_bf16": [
             torch.equal(values, new.bfloat16().float()) for values, new in zip(swapped.values, expected, strict=True)
         ],

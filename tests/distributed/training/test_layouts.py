@@ -8,6 +8,7 @@ of this is compared as well.
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -330,6 +331,12 @@ def test_training_starts_at_the_reference_and_learns(name: str, number: int, tou
         assert steps[0]["train/preference_loss"] == pytest.approx(first_loss, abs=1e-6)
 
 
+def counted_rewards(folder: Path) -> int:
+    """The number of rewards in the histograms of all validations."""
+    lines = [json.loads(line) for line in (folder / "rewards.jsonl").read_text().splitlines()]
+    return sum(sum(counts) for line in lines for counts in line.values() if isinstance(counts, list))
+
+
 @pytest.mark.parametrize(("name", "layout", "steps"), CASES)
 def test_same_trajectory(name: str, layout: str, steps: int, tours: Tours) -> None:
     """And the same FLOPs, and an exported model that is the same up to rounding."""
@@ -343,6 +350,10 @@ def test_same_trajectory(name: str, layout: str, steps: int, tours: Tours) -> No
             for first, *rest in (ours, expected)
         )
     assert_same(ours, expected, steps=steps)
+    aucs = [[value for key, value in step.items() if key.endswith("_auc")] for step in ours]
+    assert aucs == [[value for key, value in step.items() if key.endswith("_auc")] for step in expected], "exact"
+    assert any(aucs) == (RUNS[name][0] == "kto")
+    assert counted_rewards(folder) == counted_rewards(one_rank) > 0
     assert flops(folder, LAYOUTS[layout][0]) == pytest.approx(flops(one_rank, 1), rel=1e-9)
     exported, of_one_rank = weights(folder / "hf"), weights(one_rank / "hf")
     assert exported.keys() == of_one_rank.keys()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.algorithms.recipes import DPO, KTO, Recipe
+from nemo_kto.algorithms.recipes.recipe import LARGER_IS_BETTER
 from nemo_kto.cli import job
 from nemo_kto.config.rules import training
 from nemo_kto.losses.kto import kto_metrics
@@ -19,6 +20,7 @@ from tests.unit.conftest import FindErrors, of
 
 # Overrides, number of ranks, errors.
 STOPPING = "exp_manager.create_early_stopping_callback"
+STOPPED_BY = "exp_manager.early_stopping_callback_params"
 BROKEN = [
     (["trainer.num_nodes=0"], 1, [Message("trainer.num_nodes", "1", "0")]),
     (["trainer.devices=0"], 1, [Message("trainer.devices", "1", "0", "auto", "GPU")]),
@@ -333,7 +335,7 @@ RIGHT = [
     (["export.path=out", "export.adapter_path=out", "export.enabled=false", "model.peft.peft_scheme=lora"], 1),
     (["export.which=best", "trainer.ALGORITHM.save_interval=0.25"], 1),
     (["export.which=best", "export.enabled=false", "model.data.splits_string=null"], 1),
-    ([f"{STOPPING}=true", "exp_manager.early_stopping_callback_params.monitor=val_rewards_margin"], 1),
+    ([f"{STOPPING}=true", f"{STOPPED_BY}.monitor=val_rewards_margin", f"{STOPPED_BY}.mode=max"], 1),
     (["export.max_shard_size_gb=0.5", "model.data.num_workers=2"], 1),
 ]
 
@@ -421,6 +423,14 @@ def test_the_form_of_a_blend(find_errors: FindErrors, tmp_path: Path) -> None:
 
 
 MONITOR = "exp_manager.checkpoint_callback_params.monitor"
+MODE = "exp_manager.checkpoint_callback_params.mode"
+
+
+def mode_of(metric: str) -> str:
+    """The mode that looks for the best value of a metric."""
+    return "max" if metric in LARGER_IS_BETTER else "min"
+
+
 OFFERED = {
     "kto": "loss, preference_loss, sft_loss, rewards_margin, rewards_chosen_mean, rewards_rejected_mean, rewards_all_mean, "
     "rewards_all_std, logps_chosen_mean, logps_rejected_mean, kl",
@@ -440,13 +450,33 @@ def test_each_listed_metric_can_be_monitored(find_errors: FindErrors, recipe: Re
     offered = OFFERED[recipe.name].split(", ")
     assert offered == [*recipe.metrics, *(["kl"] if recipe is KTO else [])]
     for metric in offered:
-        assert find_errors(f"{MONITOR}=val_{metric}", recipe=recipe) == []
+        assert find_errors(f"{MONITOR}=val_{metric}", f"{MODE}={mode_of(metric)}", recipe=recipe) == []
+
+
+def test_the_auc_is_a_metric_of_kto_validations(find_errors: FindErrors) -> None:
+    assert find_errors(f"{MONITOR}=val_auc", f"{MODE}=max", f"{STOPPING}=true", "export.which=best") == []
+    assert find_errors(f"{MONITOR}=train_auc") == [
+        Message(MONITOR, "val_", "train_", OFFERED["kto"], "val_auc", "train_auc", "val_loss")
+    ]
+    assert find_errors(f"{MONITOR}=val_auc", f"{MODE}=max", recipe=DPO) == [
+        Message(MONITOR, "val_", "train_", OFFERED["dpo"], "val_auc", "val_loss")
+    ]
+
+
+@pytest.mark.parametrize(("metric", "wrong", "right"), [("val_auc", "min", "max"), ("val_sft_loss", "max", "min")])
+def test_the_mode_does_not_look_for_the_worst_value(find_errors: FindErrors, metric: str, wrong: str, right: str) -> None:
+    mode, of_stopping = Message(MODE, right, metric, wrong), Message(f"{STOPPED_BY}.mode", right, metric, wrong)
+    assert find_errors(f"{MONITOR}={metric}", f"{MODE}={wrong}") == [mode]
+    assert find_errors(f"{MONITOR}={metric}", f"{MODE}={wrong}", f"{STOPPING}=true") == [mode], "once"
+    stopping = [f"{STOPPING}=true", f"{STOPPED_BY}.monitor={metric}", f"{STOPPED_BY}.mode={wrong}"]
+    assert find_errors(*stopping) == [of_stopping]
+    assert find_errors(f"{MONITOR}=val_kl", f"{MODE}=max") == find_errors(f"{MONITOR}=val_kl", f"{MODE}=min") == []
 
 
 @pytest.mark.parametrize(("recipe", "metric"), [(KTO, "val_acc"), (DPO, "val_kl")])
 def test_a_metric_of_the_other_algorithm(find_errors: FindErrors, recipe: Recipe, metric: str) -> None:
     (text,) = find_errors(f"{MONITOR}={metric}", recipe=recipe)
-    assert text.endswith(f", got {metric}; e.g. val_loss")
+    assert text == Message(MONITOR, "val_", "train_", OFFERED[recipe.name], f", got {metric}; ", "val_loss")
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,14 @@ def test_one_error_per_setting(
     assert found == ([] if nothing else [setting.refused(*(names or ()))])
 
 
+def test_a_reference_in_gpu_memory_needs_a_gpu(load: Load) -> None:
+    run = ResolvedRun.of(load("model.reference.device=gpu"))
+    (error,) = gpu_rules(run, Computes(on_gpu=False, engine=None))
+    assert str(error) == Message("model.reference.device", "auto", "cpu", "gpu")
+    assert list(gpu_rules(run, Computes(on_gpu=True, engine=None))) == []
+    assert list(gpu_rules(run, None)) == []
+
+
 def test_offloaded_moments_must_be_in_fp32(load: Load) -> None:
     run = ResolvedRun.of(load("model.optim.moments_dtype=bf16", "model.optim.offload_fraction=1"))
     expected = Message("model.optim.moments_dtype", "fp32", "model.optim.offload_fraction", "0", "bf16", "set")

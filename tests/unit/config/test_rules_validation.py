@@ -13,7 +13,7 @@ from nemo_kto.losses.kto import kto_metrics
 from nemo_kto.losses.metrics import balance_metrics
 from nemo_kto.losses.preference import preference_metrics
 from tests.helpers.messages import Message, assert_names
-from tests.unit.config.test_rules import MONITOR, OFFERED, STOPPING
+from tests.unit.config.test_rules import MODE, MONITOR, OFFERED, STOPPING, mode_of
 from tests.unit.conftest import FindErrors
 
 STOPPED_BY = "exp_manager.early_stopping_callback_params.monitor"
@@ -45,7 +45,8 @@ def test_a_metric_of_an_unknown_set_lists_the_available_ones(
 def test_each_metric_of_each_set_can_be_monitored(find_errors: FindErrors, recipe: Recipe, sets: str) -> None:
     for name in ("val_helpful", "val_harmless", "train"):
         for metric in OFFERED[recipe.name].split(", "):
-            assert find_errors(sets, f"{MONITOR}={name}_{metric}", recipe=recipe) == []
+            assert find_errors(sets, f"{MONITOR}={name}_{metric}", f"{MODE}={mode_of(metric)}", recipe=recipe) == []
+    assert find_errors(sets, f"{MONITOR}=val_harmless_auc", f"{MODE}=max") == []
 
 
 def test_early_stopping_may_monitor_another_set(find_errors: FindErrors, sets: str) -> None:
@@ -83,6 +84,7 @@ NAMES = "model.data.data_prefix"
             [Message(NAMES, "a", "a_preference", "val_a_preference_loss", "rename")],
         ),
         (["a", "a_loss"], [Message(NAMES, "a", "a_loss", "val_a_loss", "rename")]),
+        (["auc"], [Message(NAMES, "auc", "val_auc", "rename")]),
         (["math", "math_hard", "chosen", "val", "train", "A", "2024"], []),
     ],
 )

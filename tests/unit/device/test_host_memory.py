@@ -90,9 +90,9 @@ def test_a_reference_of_odd_sizes_is_swapped_bitwise(blocks: list[int]) -> None:
     for _ in range(3):
         with swapped.active():
             assert all(torch.equal(now, then) for now, then in zip(parameters, reference, strict=True))
-            assert all(torch.equal(now, then) for now, then in zip(swapped.host, policy, strict=True))
+            assert all(torch.equal(now, then) for now, then in zip(swapped.kept, policy, strict=True))
         assert all(torch.equal(now, then) for now, then in zip(parameters, policy, strict=True))
-        assert all(torch.equal(now, then) for now, then in zip(swapped.host, reference, strict=True))
+        assert all(torch.equal(now, then) for now, then in zip(swapped.kept, reference, strict=True))
 
 
 def test_copies_of_a_checkpoint_are_in_one_reused_block(blocks: list[int]) -> None:

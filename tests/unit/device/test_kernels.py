@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import optimizer
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.optimizer import clip_grads
@@ -20,19 +19,27 @@ from tests.distributed.training.test_no_waiting import Asked
 from tests.helpers.messages import Message
 
 BF16, FP32 = torch.bfloat16, torch.float32
-RICH = {"te": True, "apex": True, "triton": True, "compiler": True, "headers": True}
+RICH = {"te": True, "apex": True, "wide": True, "triton": True, "compiler": True, "headers": True}
 
 
 def gpu(
-    patch: pytest.MonkeyPatch, *, te: bool, apex: bool, triton: bool, compiler: bool, headers: bool, hopper: bool = True
+    patch: pytest.MonkeyPatch,
+    *,
+    te: bool,
+    apex: bool,
+    wide: bool,
+    triton: bool,
+    compiler: bool,
+    headers: bool,
+    hopper: bool = True,
 ) -> None:
-    """A machine with a GPU and these packages."""
+    """A machine with a GPU and these packages; ``wide``: its torch adds products of bf16 matrices to fp32 sums."""
     patch.setattr(device, "on_gpu", lambda: True)
     patch.setattr(device, "compute_capability", lambda: (9, 0) if hopper else (10, 0))
     patch.setattr(gpt_layer_specs, "HAVE_TE", te)
     patch.setattr(rope_utils, "fused_apply_rotary_pos_emb", print if te else None)
     patch.setattr(layers, "_grad_accum_fusion_available", apex)
-    patch.setattr(optimizer, "USING_PYTORCH_OPTIMIZER", not (te or apex))
+    patch.setattr(kernels, "adds_wide_products", lambda: wide)
     has = {"triton": triton, "gcc": compiler, "Python.h": headers}
     patch.setattr(device, "missing_for_compiling", lambda: [name for name, found in has.items() if not found])
 
@@ -46,15 +53,14 @@ def test_fp32_never_takes_layers_that_compute_in_tf32(monkeypatch: pytest.Monkey
 def test_a_cpu_has_no_kernels_and_reports_none_missing() -> None:
     assert kernels.slow_paths(FP32, tensor_parallel=2) == []
     assert [kernels.uses_transformer_engine(BF16), kernels.fused_rope()] == [False, False]
-    assert [kernels.compiles(), kernels.adds_products()] == [False, False]
+    assert [kernels.compiles(), kernels.adds_products(BF16), kernels.adds_products(FP32)] == [False, False, True]
 
 
 NO_ENGINE = Message("layers", "transformer-engine[pytorch]")
-NO_ADDING = Message("gradients", "apex", "CUDA")
-NO_ROPE = Message("rotary", "transformer-engine[pytorch]")
+NO_ADDING = Message("gradients", "torch 2.11", "apex")
+NO_ROPE = Message("compile", "activations", "log-probs", "rotary", "gcc")
 NO_GCC, NO_TRITON = Message("compile", "activations", "gcc"), Message("compile", "activations", "triton")
 NO_HEADERS = Message("compile", "activations", "triton", "Python.h")
-NO_ADAM = Message("optimizer", "transformer-engine[pytorch]", "apex")
 NO_OVERLAP = Message("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 SLOW_TYPE = Message("fp32", "trainer.precision=bf16")
 
@@ -65,8 +71,11 @@ SLOW_TYPE = Message("fp32", "trainer.precision=bf16")
         (RICH, BF16, 2, "1", []),
         (RICH, FP32, 1, "1", [SLOW_TYPE]),
         ({**RICH, "apex": False}, BF16, 1, "1", []),  # Transformer Engine's layers need no apex
-        ({**RICH, "te": False}, BF16, 1, "1", [NO_ENGINE, NO_ROPE]),
-        ({**RICH, "te": False, "apex": False}, BF16, 1, "1", [NO_ENGINE, NO_ADDING, NO_ROPE, NO_ADAM]),
+        ({**RICH, "te": False}, BF16, 1, "1", [NO_ENGINE]),
+        ({**RICH, "te": False, "apex": False}, BF16, 1, "1", [NO_ENGINE]),
+        ({**RICH, "te": False, "apex": False, "wide": False}, BF16, 1, "1", [NO_ENGINE, NO_ADDING]),
+        ({**RICH, "te": False, "apex": False, "wide": False}, FP32, 1, "1", [SLOW_TYPE]),
+        ({**RICH, "te": False, "compiler": False}, BF16, 1, "1", [NO_ENGINE, NO_ROPE]),
         ({**RICH, "compiler": False}, BF16, 1, "1", [NO_GCC]),
         ({**RICH, "triton": False}, BF16, 1, "1", [NO_TRITON]),
         ({**RICH, "triton": False, "headers": False}, BF16, 1, "1", [NO_HEADERS]),
@@ -89,7 +98,7 @@ def test_each_slow_path_is_reported(
 
 
 def test_a_model_without_transformer_engine_layers_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu(monkeypatch, **{**RICH, "apex": False})
+    gpu(monkeypatch, **{**RICH, "apex": False, "wide": False})
     parts = ["norms over all heads", "a clamped activation"]
     assert kernels.slow_paths(BF16, tensor_parallel=1, unsupported_by_te=parts, environment={}) == [
         Message("layers", "Transformer Engine", *parts),
@@ -98,17 +107,37 @@ def test_a_model_without_transformer_engine_layers_names_the_reason(monkeypatch:
     assert kernels.slow_paths(FP32, tensor_parallel=1, unsupported_by_te=parts, environment={})[0] == SLOW_TYPE
 
 
-@pytest.mark.parametrize("apex", [False, True])
-def test_gradient_accumulation_is_fused_if_its_kernel_exists(apex: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu(monkeypatch, **{**RICH, "apex": apex})
+@pytest.mark.parametrize(("apex", "wide"), [(False, False), (True, False), (False, True)])
+def test_gradient_accumulation_is_fused_if_a_kernel_exists(apex: bool, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, **{**RICH, "apex": apex, "wide": wide})
     own = layers.ColumnParallelLinear.__new__(layers.ColumnParallelLinear)
     torch.nn.Module.__init__(own)
     own.weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=BF16))
     engines = torch.nn.Linear(2, 2)
     engines.fuse_wgrad_accumulation = False  # type: ignore[assignment]  # Transformer Engine's name
     gradients.add_products_to_main_grads(torch.nn.Sequential(own, engines))
-    assert own.gradient_accumulation_fusion is apex
+    assert own.gradient_accumulation_fusion is (apex or wide)
     assert engines.fuse_wgrad_accumulation is True
+
+
+@pytest.mark.parametrize("apex", [False, True])
+def test_torch_adds_weight_gradients_without_apex(apex: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU lacks the product of bf16 matrices that is added to an fp32 sum; it is registered here."""
+    gpu(monkeypatch, **{**RICH, "apex": apex})
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", apexs := object(), raising=False)
+    patches.add_weight_gradients()
+    if apex:
+        assert layers.fused_weight_gradient_mlp_cuda is apexs
+        return
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    library.impl("addmm.dtype_out", lambda total, a, b, dtype, *, out, **_: out.add_(a.to(dtype) @ b.to(dtype)))
+    draw = torch.Generator().manual_seed(0)
+    inputs, grads = torch.randn(5, 3, generator=draw), torch.randn(5, 4, generator=draw)
+    for dtype in (FP32, BF16):
+        total, inputs, grads = torch.ones(4, 3), inputs.to(dtype), grads.to(dtype)
+        layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(inputs, grads, total)
+        torch.testing.assert_close(total, 1 + grads.float().t() @ inputs.float())
+    library._destroy()
 
 
 def test_the_router_of_experts_needs_no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:

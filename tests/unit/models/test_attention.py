@@ -15,6 +15,7 @@ from torch.nn.attention import varlen
 from nemo_kto.architecture.families import Temperature
 from nemo_kto.architecture.rope import read_rope
 from nemo_kto.device import kernels
+from nemo_kto.models.layers import rope_tables
 from nemo_kto.models.layers.attention import PackedSequences, TorchAttention
 from nemo_kto.models.layers.rope_tables import RopeTable, TemperatureTable
 from tests.helpers.messages import Message, raises
@@ -329,3 +330,17 @@ def test_unsupported_arguments_are_refused(arguments: dict[str, Any], message: M
 def test_unsupported_configurations_are_refused(settings: dict[str, Any], message: Message) -> None:
     with raises(ValueError, *message.parts):
         attention(**settings)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_both_forms_of_the_rotation_are_the_same_function(interleaved: bool) -> None:
+    """The form that torch compiles on a GPU, in eager mode; the inverse restores the heads."""
+    draw = torch.Generator().manual_seed(0)
+    heads_sbhd, angle_s11c = torch.randn(5, 2, 3, 8, generator=draw), torch.randn(5, 1, 1, 4, generator=draw)
+    repeated = angle_s11c.repeat_interleave(2, dim=-1) if interleaved else angle_s11c.repeat(1, 1, 1, 2)
+    table = repeated.cos(), angle_s11c.sin(), interleaved
+    eager, fusable = rope_tables._rotate.eager, rope_tables._rotate.fusable
+    rotated = eager(heads_sbhd, *table, False)
+    torch.testing.assert_close(fusable(heads_sbhd, *table, False), rotated)
+    for form in (eager, fusable):
+        torch.testing.assert_close(form(rotated, *table, True), heads_sbhd)

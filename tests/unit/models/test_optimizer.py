@@ -1,4 +1,4 @@
-"""Learning-rate schedules against those of transformers.
+"""Learning-rate schedules against those of transformers, and torch's fused AdamW.
 
 Theirs are of a step counted from 0, so that a warm-up begins with a step at 0; ours are counted from 1 (see
 ``build_scheduler``). Our step k has the rate that theirs has at k.
@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers.optimization import get_cosine_with_hard_restarts_schedule_with_warmup, get_wsd_schedule
 
-from nemo_kto.models.engine.optimizer import build_scheduler
+from nemo_kto.checkpoint.optimizer import _set_counters
+from nemo_kto.models.engine.optimizer import build_scheduler, fuse_torch_adam
 
 
 def rates(
@@ -89,3 +90,26 @@ def test_a_restart_has_the_full_rate() -> None:
 def test_one_cycle_equals_cosine() -> None:
     lengths = {"warmup_steps": 3, "constant_steps": 1, "max_steps": 9}
     assert rates(name="CosineWithRestarts", cycles=1, **lengths) == rates(name="CosineAnnealing", **lengths)
+
+
+def adam_steps(*, fused: bool) -> list[torch.Tensor]:
+    """Weights after ten steps, in the middle of which the counters are those of a loaded checkpoint."""
+    draw = torch.Generator().manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(size, generator=draw)) for size in (3, 500)]
+    adam = torch.optim.AdamW(weights, lr=0.01, weight_decay=0.1)
+    if fused:
+        fuse_torch_adam([adam, None, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)])
+    for number in range(10):
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=draw)
+        adam.step()
+        if number == 5:
+            _set_counters(adam, 5)
+    assert [group["fused"] for group in adam.param_groups] == [fused or None]
+    assert [int(state["step"]) for state in adam.state.values()] == [9, 9]
+    return [weight.detach() for weight in weights]
+
+
+def test_the_fused_kernel_takes_the_same_steps() -> None:
+    for found, expected in zip(adam_steps(fused=True), adam_steps(fused=False), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)

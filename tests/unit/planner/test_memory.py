@@ -139,6 +139,15 @@ def test_the_offloaded_part_of_the_optimizer(architecture: Architecture) -> None
     assert first(architecture, element_bytes=2, data_parallel=4, offload=1.0, on_gpu=True).working == 0
 
 
+def test_a_reference_in_the_memory_of_the_gpu(architecture: Architecture) -> None:
+    on_host, on_gpu = (
+        first(architecture, element_bytes=2, swapped="all", on_gpu=True, reference_on_gpu=kept) for kept in (False, True)
+    )
+    assert on_host.reference == on_gpu.reference == 2 * on_gpu.parameters
+    assert on_gpu.device - on_host.device == on_gpu.static - on_host.static == on_gpu.reference
+    assert on_host.host - on_gpu.host == on_gpu.reference
+
+
 def test_in_flight_micro_batches_of_a_stage(architecture: Architecture) -> None:
     saved = Activations(architecture=architecture, element_bytes=4)
     layer = saved.layer() * TOKENS
@@ -220,7 +229,7 @@ def test_memory_of_an_optimizer_step(architecture: Architecture) -> None:
     memory, largest = first(architecture), architecture.padded_vocab_size * HIDDEN
     assert memory.working == 4 * memory.trained
     assert first(architecture, distributed_optimizer=False).working == 2 * 4 * largest
-    assert first(architecture, on_gpu=True, data_parallel=4).working == memory.trained
+    assert first(architecture, on_gpu=True, data_parallel=4).working == 0
     assert first(architecture, on_gpu=True, data_parallel=4, moment_bytes=2).working == 2 * memory.trained, "widened"
 
 
@@ -243,13 +252,13 @@ def test_bytes_sent_by_a_rank(architecture: Architecture) -> None:
     assert traffic.tensor.messages == shared.micro_batches * (LAYERS * 2 * 3 + 2 + 2 * 2 + 1)
     assert traffic.pipeline == traffic.context == (0, 0)
     assert traffic.data == (2, 3 / 4 * 8 * trained)
-    hidden, shapes = 32 * WIDTH * HIDDEN * 4, 24 * shared.micro_batches
+    hidden = 32 * WIDTH * HIDDEN * 4
     for chunks, (forward, back) in ((1, ((2, 0), (0, 1))), (2, ((4, 1), (2, 2)))):
         staged = training(architecture, split=PipelineSplit(stages=2, chunks=chunks))
         for stage, sends in enumerate((forward, back)):
             traffic = step_traffic(staged, step, stage=stage)
             assert traffic.tensor == traffic.data == (0, 0)
-            assert traffic.pipeline == (2 * sum(sends) * staged.micro_batches, sum(sends) * (hidden + shapes))
+            assert traffic.pipeline == (sum(sends) * staged.micro_batches, sum(sends) * hidden)
 
 
 def test_bytes_sent_for_adapters(architecture: Architecture) -> None:

@@ -297,3 +297,30 @@ def test_a_run_that_cannot_fit_is_refused(load: Load) -> None:
     )
     assert check(310e9, 2048) is not None
     assert check(310e9, 37) is None, "an estimate for the real lengths of the rows"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "setting", "place", "names"),
+    [
+        ("h200", "auto", "gpu", ["141.0 GB of H200"]),
+        ("h100", "auto", "cpu", ["80.0 GB of H100"]),
+        ("h100", "gpu", "gpu", ["set by the user"]),
+        ("h200", "cpu", "cpu", ["set by the user"]),
+    ],
+)
+def test_where_a_swapped_reference_is_kept(gpu: str, setting: str, place: str, names: list[str], load: Load) -> None:
+    """8 billion parameters in bf16 on 8 ranks: 16 GB of weights, 32 of gradients, 12 of optimizer state, 16 of the copy."""
+    keys = ["trainer.precision=bf16", "model.reference.mode=swap", f"model.reference.device={setting}"]
+    run, machines = ResolvedRun.of(load(MODEL, *keys)), plan_run.gpus_elsewhere(8, gpu)
+    found, reason = plan_run.place_reference(run, machines, longest=2048)
+    assert found == place
+    assert all(name in reason for name in names)
+    chosen = run.with_reference_memory(found, reason)
+    for made in (plan_run.make_plan(run, machines), plan_run.make_plan(chosen, machines)):
+        assert made.training.reference_on_gpu is (place == "gpu")
+        assert made.largest.host == made.largest.checkpoint + (place == "cpu") * made.largest.reference
+
+
+def test_only_a_live_reference_is_kept_in_gpu_memory(load: Load) -> None:
+    run = ResolvedRun.of(load(MODEL, "trainer.precision=bf16", "model.reference.mode=cached", "model.reference.device=gpu"))
+    assert not plan_run.make_plan(run, plan_run.gpus_elsewhere(8, "h200")).training.reference_on_gpu

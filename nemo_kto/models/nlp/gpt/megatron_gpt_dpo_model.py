@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_kto.data.batches.collate import DPOBatch
+from nemo_kto.device import device
 from nemo_kto.distributed.collectives import gather_over_data_parallel, sum_over_data_parallel
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.losses.preference import preference_metric_sums, preference_metrics, rank_partners
@@ -39,7 +40,8 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         """Compute loss and :func:`preference_metrics` of one step over the global batch, identical on every rank.
 
         ``batch`` has this rank's P pairs; if the loss needs a reference, with ``ref_policy_log_probs_chosen`` and
-        ``ref_policy_log_probs_rejected``, [P] each. With ``forward_only`` the gradients are unchanged.
+        ``ref_policy_log_probs_rejected``, [P] each. With ``forward_only`` the gradients are unchanged,
+        and the metrics have rewards.
         """
         (answers,) = self.sequences(batch)
         pairs, trained = len(answers) // 2, answers
@@ -71,10 +73,19 @@ class MegatronGPTDPOModel(MegatronGPTModel):
             weights_P=batch.get("weights", torch.ones(pairs)),
         )
         values |= self._rank_partners(answers, reference_logps_B)
+        if forward_only:
+            values["log_ratios_B"] = torch.zeros(len(answers), device=device.current_device())  # filled by the forward pass
         micro_batch_loss = partial(self._micro_batch_loss, values, sft_scale)
         with self.phase("forward_backward"):
             parts = self.engine.forward_backward(trained, micro_batch_loss, forward_only=forward_only)
-            return self.global_metrics(parts, loss=micro_batch_loss, batch_sums=batch_sums, derive=preference_metrics)
+            evaluated = None
+            if forward_only:
+                is_chosen_B = torch.arange(2 * pairs, device=values["log_ratios_B"].device) < pairs
+                is_valid_B = values["valid_B"].view(2, -1).all(dim=0).repeat(2)
+                evaluated = self.global_rewards(values["log_ratios_B"], is_chosen_B, is_valid_B, paired=True)
+            return self.global_metrics(
+                parts, loss=micro_batch_loss, batch_sums=batch_sums, derive=preference_metrics, rewards=evaluated
+            )
 
     def _rank_partners(self, answers: SequenceBatch, reference_logps_B: Tensor | None) -> dict[str, Tensor]:
         """Return the rank partners of each pair for a loss that sorts, [P] each on the device; {} for other losses.
@@ -140,7 +151,10 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         pair_index_p = sequence_index_b.tensor_split(2)[0]  # the index of a pair is that of its chosen answer
         reference_b = values["reference_logps_B"][sequence_index_b] if self.uses_reference else None
         # log-probs in place of log-ratios for a loss without a reference
-        chosen_p, rejected_p = (logps_b if reference_b is None else logps_b - reference_b).tensor_split(2)
+        log_ratios_b = logps_b if reference_b is None else logps_b - reference_b
+        if "log_ratios_B" in values:
+            values["log_ratios_B"][sequence_index_b] = log_ratios_b
+        chosen_p, rejected_p = log_ratios_b.tensor_split(2)
         chosen_logps_p, rejected_logps_p = logps_b.tensor_split(2)
         inputs = {name: values[name][pair_index_p] for name in objective.loss.inputs & values.keys()}
         compared = self._compared(logps_b, reference_b)

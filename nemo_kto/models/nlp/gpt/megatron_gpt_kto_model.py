@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_kto.data.batches.collate import KTOBatch
+from nemo_kto.device import device
 from nemo_kto.distributed.collectives import sum_over_data_parallel, to_host
 from nemo_kto.losses.kto import kl_reference_point, kl_sums, kto_metric_sums, kto_metrics, reward_sums
 from nemo_kto.losses.metrics import Metrics, RunningMean
@@ -54,7 +55,8 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         """Compute loss and :func:`kto_metrics` of one step over the global batch, identical on every rank.
 
         ``batch`` has this rank's examples, with ``ref_policy_log_probs_samples`` [B] and, for a loss with z0,
-        ``ref_policy_log_probs_kl_samples`` [B]. With ``forward_only`` neither gradients nor delta are changed.
+        ``ref_policy_log_probs_kl_samples`` [B]. With ``forward_only`` neither gradients nor delta are changed, and the
+        metrics include those of :class:`~nemo_kto.losses.rewards.Rewards`.
 
         All sums over the global batch are 0-d tensors on the device, known to every pipeline stage; only the rewards are
         copied to the host.
@@ -99,11 +101,19 @@ class MegatronGPTKTOModel(MegatronGPTModel):
             weights_B=batch.get("weights", torch.ones(len(samples))),
             reference_logps_B=batch["ref_policy_log_probs_samples"] if self.uses_reference else None,
         )
+        if forward_only:
+            values["log_ratios_B"] = torch.zeros(len(samples), device=device.current_device())  # filled by the forward pass
         sft_scale = batch_sums["valid"] / batch_sums["valid_desirable"].clamp(min=1)
         micro_batch_loss = partial(self._micro_batch_loss, values, anchor, sft_scale)
         with self.phase("forward_backward"):
             parts = self.engine.forward_backward(samples, micro_batch_loss, forward_only=forward_only)
-            return self.global_metrics(parts, loss=micro_batch_loss, batch_sums=batch_sums, derive=kto_metrics)
+            evaluated = None
+            if forward_only:
+                is_desirable_B, is_valid_B = values["desirable_B"], values["valid_B"]
+                evaluated = self.global_rewards(values["log_ratios_B"], is_desirable_B, is_valid_B, paired=False)
+            return self.global_metrics(
+                parts, loss=micro_batch_loss, batch_sums=batch_sums, derive=kto_metrics, rewards=evaluated
+            )
 
     def _micro_batch_loss(
         self,
@@ -118,6 +128,8 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         log_ratios_b = logps_b  # for a loss without a reference, the log-probs themselves
         if self.uses_reference:
             log_ratios_b = logps_b - values["reference_logps_B"][sequence_index_b]
+        if "log_ratios_B" in values:
+            values["log_ratios_B"][sequence_index_b] = log_ratios_b
         desirable_b = values["desirable_B"][sequence_index_b]
         kto_b = objective.loss.function(
             log_ratios_b,

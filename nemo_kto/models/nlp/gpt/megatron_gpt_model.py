@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from nemo_kto.device import device
-from nemo_kto.distributed.collectives import global_sums, ranks_where, to_host
+from nemo_kto.distributed.collectives import from_last_stage, gather_over_data_parallel, global_sums, ranks_where, to_host
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import Derive, Metrics, balance_metrics
+from nemo_kto.losses.rewards import Rewards
 from nemo_kto.models.engine.engine import LogProbEngine, SequenceLoss
 from nemo_kto.models.engine.reference import Phase, ReferencePolicy
 from nemo_kto.models.engine.sequences import SequenceBatch
@@ -108,6 +109,17 @@ class MegatronGPTModel:
         counts_b = response_counts_b.clamp(min=1)
         return -logps_b / counts_b if average else -logps_b * counts_b
 
+    def global_rewards(self, log_ratios_B: Tensor, chosen_B: Tensor, valid_B: Tensor, *, paired: bool) -> Rewards:
+        """Return the rewards of the valid examples of the global batch, on every rank; collective.
+
+        The arguments are those of this rank's sequences, on the device; only the last pipeline stage knows ``log_ratios_B``.
+        """
+        rows_B3 = torch.stack([from_last_stage(log_ratios_B), chosen_B.float(), valid_B.float()], dim=1)
+        log_ratios_N, chosen_N, valid_N = gather_over_data_parallel(rows_B3)[0].cpu().unbind(dim=1)
+        rewards_N = self.objective.beta * log_ratios_N.double()
+        is_chosen_N, is_rejected_N = (valid_N > 0) & (chosen_N > 0), (valid_N > 0) & (chosen_N == 0)
+        return Rewards(chosen_N=rewards_N[is_chosen_N], rejected_N=rewards_N[is_rejected_N], paired=paired)
+
     def global_metrics(
         self,
         parts: Sequence[Mapping[str, Tensor]],
@@ -115,12 +127,14 @@ class MegatronGPTModel:
         loss: SequenceLoss,
         batch_sums: dict[str, Tensor],
         derive: Derive,
+        rewards: Rewards | None = None,
     ) -> tuple[float, Metrics]:
         """Return loss and metrics of the global batch, identical on every rank.
 
         ``parts`` are the sums of each micro-batch, from the engine's ``forward_backward``; ``loss`` over no examples gives
         the contribution of a stage without micro-batch losses. ``batch_sums`` are sums over the global batch that every
-        stage already has, 0-d float64 on the device; ``derive`` maps sums to metrics, which must include ``loss``.
+        stage already has, 0-d float64 on the device; ``derive`` maps sums to metrics, which must include ``loss``;
+        ``rewards`` are those of the global batch, if its metrics include any of single examples.
         """
         nothing = torch.zeros(0, device=device.current_device())
         zeros = loss(nothing.long(), nothing).sums
@@ -129,5 +143,6 @@ class MegatronGPTModel:
         metrics = Metrics(
             to_host(global_sums(sums) | batch_sums) | self.engine.balance_sums(),
             lambda sums: {**derive(sums), **balance_metrics(sums)},
+            None if rewards is None else {"": rewards},
         )
         return metrics["loss"], metrics
