@@ -19,7 +19,32 @@ from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
 
 pytestmark = pytest.mark.slow
 
+# Models that the pages only plan for: nothing but their config.json is read.
+CONFIGS = {
+    "Llama-3.1-8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "Llama-3.1-70B-Instruct": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+}
 PAGES = [page for page in sorted((REPOSITORY / "docs").rglob("*.md")) if runnable(page)]
+
+
+def write_config(folder: Path, **sizes: int) -> None:
+    """Write the config.json of a Llama 3.1 model."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        **sizes,
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def shell(code: str, folder: Path) -> str:
@@ -39,6 +64,9 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..
     shutil.copytree(tiny_checkpoint("llama"), folder / "MODEL")
     shutil.copytree(tiny_checkpoint("llama", seed=1), folder / "OTHER")
     write_rows(folder / "rows.jsonl", make_rows(300))
+    shutil.copyfile(REPOSITORY / "examples/quickstart/thumbs.csv", folder / "thumbs.csv")
+    for name, sizes in CONFIGS.items():
+        write_config(folder / name, **sizes)
     pairs = make_pairs(300)
     write_rows(folder / "pairs.jsonl", [{"chosen_reward": 3.5, "rejected_reward": 1.0, **pair} for pair in pairs])
     shell("nemo-kto kto MODEL rows.jsonl model.peft.peft_scheme=lora exp_manager.explicit_log_dir=RUN", folder)

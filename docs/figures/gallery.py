@@ -1,0 +1,100 @@
+"""Write the page of the gallery from the table of runs and their stored metrics: docs/gallery/README.md.
+
+python -m docs.figures.gallery
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from docs.figures.curves import read
+from docs.figures.runs import RUNS, Configuration
+from docs.site import pages
+
+PAGE = "gallery/README.md"
+HEAD = """\
+# Gallery
+
+Configurations to start from, each with its command, its curves and its time. All are real runs of {count} steps on a CPU:
+SmolLM2-135M-Instruct, or a tiny mixture of experts, and short film reviews labelled good or bad. They show that a
+configuration works, not which algorithm is best: the runs are short and the learning rates high, because the data is small.
+
+The files MODEL, `rows.jsonl`, `validation.jsonl` and their counterparts for pairs are those of the
+[quickstart](../start/quickstart.md). For your own data replace the first line of keys, and begin with a learning rate of
+1e-6 for all weights and 1e-5 for adapters.
+
+```bash needs=network
+python examples/quickstart/prepare.py           # prints the folders of the model and of the rows
+python examples/quickstart/prepare.py --pairs
+```
+
+{table}
+
+Loss, margin (mean reward of the better class minus that of the other) and accuracy are of 64 validation rows or pairs,
+before training and after the last step. Machine: AMD EPYC with AVX-512 and bf16, two cores that other programs used as
+well, and one thread for each rank. The CPU time includes the start, the reference's log-probs and five validations.
+`python -m docs.figures.runs FOLDER` repeats all runs, and `python -m docs.figures.draw` draws the figures.
+"""
+SECTION = """\
+## {title}
+
+{about}
+
+```bash by=docs/figures/runs.py
+{command}
+```
+
+![Loss and rewards of the run: {title}](../figures/run-{name}.svg)
+"""
+
+
+def text() -> str:
+    """The page without its link to the next one."""
+    shown = {name: run for name, run in RUNS.items() if run.in_gallery}
+    counts = sorted({run.steps for run in shown.values()})
+    head = HEAD.format(count=counts[0] if len(counts) == 1 else f"{counts[0]} to {counts[-1]}", table=table(shown))
+    return "\n".join([head, *(section(name, run) for name, run in shown.items())])
+
+
+def table(runs: dict[str, Configuration]) -> str:
+    """One line for each run: the validation figures before and after, CPU time."""
+    lines = ["| configuration | loss | margin | accuracy | CPU time |", "|---|---|---|---|---|"]
+    for name, run in runs.items():
+        stored = read(name)
+        figures = (change(stored, "loss", 3), change(stored, "rewards_margin", 2), change(stored, "acc", 2))
+        lines.append(f"| {' | '.join((run.title, *figures, minutes(stored['cpu_seconds'])))} |")
+    return "\n".join(lines)
+
+
+def change(stored: dict[str, Any], metric: str, digits: int) -> str:
+    """First and last value of a validation metric; empty where it is not logged."""
+    values = stored["val"].get(metric)
+    return f"{values[0]:.{digits}f} to {values[-1]:.{digits}f}".replace("-0.00 ", "0.00 ") if values else ""
+
+
+def minutes(seconds: float) -> str:
+    """A time in minutes."""
+    return f"{seconds / 60:.1f} min"
+
+
+def section(name: str, run: Configuration) -> str:
+    """Heading, command and curves of a run."""
+    words = [shlex.quote(word) for word in run.words()]
+    model = "MODEL" if run.model != "tiny-experts" else run.model
+    command = " \\\n  ".join((f"nemo-kto {run.algorithm} {model}", *grouped(words)))
+    return SECTION.format(title=run.title, about=run.about, command=command, name=name)
+
+
+def grouped(words: list[str], width: int = 108) -> list[str]:
+    """Words joined into lines that are not longer than ``width``."""
+    lines = [words[0]]
+    for number, word in enumerate(words[1:]):
+        fits = number and len(lines[-1]) + len(word) < width
+        lines[-1:] = [f"{lines[-1]} {word}"] if fits else [lines[-1], word]
+    return lines
+
+
+if __name__ == "__main__":
+    (pages.DOCS / PAGE).write_text(text(), encoding="utf-8")
+    (pages.DOCS / PAGE).write_text(pages.with_next(PAGE), encoding="utf-8")
