@@ -52,6 +52,7 @@ def overrides(settings: dict[str, Any]) -> list[str]:
         f"model.data.cache_dir={settings['folder']}/cache",
         f"exp_manager.explicit_log_dir={settings['folder']}/run",
         "exp_manager.create_tensorboard_logger=false",
+        "export.report=false",
         f"trainer.precision={'bf16' if settings['dtype'] == 'bfloat16' else '32'}",
         f"trainer.kto.max_epochs={steps}",
         f"model.global_batch_size={settings['rows_of_a_step']}",

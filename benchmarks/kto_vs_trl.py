@@ -262,6 +262,7 @@ def our_overrides(model: Path, rows: Path, *, steps: int, folder: str) -> list[s
         f"model.data.cache_dir={folder}/cache",
         f"exp_manager.explicit_log_dir={folder}/run",
         "exp_manager.create_tensorboard_logger=false",
+        "export.report=false",
         "trainer.precision=32",
         f"trainer.kto.max_epochs={steps}",
         f"trainer.kto.gradient_clip_val={OPTIMIZER['max_grad_norm']}",

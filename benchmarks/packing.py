@@ -83,6 +83,7 @@ def build(model: Path, rows: Sequence[dict[str, Any]], *, hardware: str, folder:
         f"model.data.cache_dir={folder}/cache",
         f"exp_manager.explicit_log_dir={folder}/run",
         "exp_manager.create_tensorboard_logger=false",
+        "export.report=false",
         f"trainer.precision={'32' if hardware == 'cpu' else 'bf16'}",
         f"model.global_batch_size={len(rows)}",
         "model.reference.mode=swap",

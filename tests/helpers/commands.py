@@ -20,7 +20,7 @@ CLI = [sys.executable, "-m", "nemo_kto.cli.main"]
 _STUB_TRAINING = """
 import sys, types
 
-def train(run, check_memory):
+def train(run, **planners):
     import os
     cfg = run.cfg
     from nemo_kto.config.saved_config import save_config
