@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_kto.config import compose
 
 RECORDED = (
-    Path(__file__).resolve().parents[1] / "data" / "runs"
+    Path(__file__).resolve().parents[1] / "data" / "recorded_runs"
 )  # metrics of two runs of SmolLM2-135M: good.jsonl, bad.jsonl
 _BATCH = 16
 
