@@ -148,15 +148,13 @@ RUNS = {
             "model.dpo.preference_loss": "simpo",
             "model.dpo.ref_policy_kl_penalty": "2",
             **FULL,
-            "model.optim.lr": "2e-5",
-            "model.optim.sched.min_lr": "5e-6",
         },
     ),
     "orpo": Configuration(
         title="ORPO",
         about="Supervised training on the chosen responses and an odds ratio, without a reference.",
         algorithm="dpo",
-        keys={"model.dpo.preference_loss": "orpo", **FULL, "model.optim.lr": "2e-5", "model.optim.sched.min_lr": "5e-6"},
+        keys={"model.dpo.preference_loss": "orpo", **FULL},
     ),
     "experts": Configuration(
         title="KTO, mixture of experts",

@@ -87,9 +87,10 @@ def _link_for_site(match: re.Match[str], page: str, source: str, repository: str
     target = {**roots, "../README.md": "index.md"}.get(target, target)
     if target == "index.md":
         anchor = ""  # headings of the README
-    if not target.startswith(".."):
+    if not target.startswith("..") and not (DOCS / target).is_dir():
         return f"{match['image']}[{match['text']}]({os.path.relpath(target, Path(page).parent)}{anchor})"
-    return f"[{match['text']}]({repository}/{target.removeprefix('../')}{anchor})" if repository else match["text"]
+    file = os.path.normpath(f"docs/{target}")
+    return f"[{match['text']}]({repository}/{file}{anchor})" if repository else match["text"]
 
 
 def _normal(page: str, link: str) -> str:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from prepare import MAX_TOKENS
+from prepare import MAX_TOKENS, SAMPLE_TOKENS, SAMPLES, VALIDATION_BATCHES, VALIDATIONS
 
 from nemo_kto.device import device
 from nemo_kto.device.dtypes import DTYPES
@@ -42,21 +42,23 @@ class Workload:
         batch: examples (or pairs) per optimizer step.
         responses: responses per example.
         passes: cost of a response in training, in forward passes: of the reference and the policy, forward and backward.
+        validation_passes: cost of a response in validation, in forward passes.
         min_steps, max_steps: limits for the number of optimizer steps.
     """
 
     batch: int
     responses: int
     passes: float
+    validation_passes: float
     min_steps: int
     max_steps: int
 
 
 WORKLOADS = {
     # reference: example and KL example; policy: KL example, example forward and backward (twice the work of forward)
-    "kto": Workload(batch=16, responses=1, passes=2 + 1 + 3, min_steps=20, max_steps=24),
+    "kto": Workload(batch=16, responses=1, passes=2 + 1 + 3, validation_passes=2 + 2, min_steps=20, max_steps=24),
     # reference; policy forward, and backward with adapters, whose own gradients need little work
-    "dpo": Workload(batch=16, responses=2, passes=1 + 2.2, min_steps=14, max_steps=20),
+    "dpo": Workload(batch=16, responses=2, passes=1 + 2.2, validation_passes=1 + 1, min_steps=14, max_steps=20),
 }
 # Seconds that do not depend on the number of examples: start of processes, unpacking, export, loading and sampling.
 FIXED_SECONDS = 75.0
@@ -146,9 +148,12 @@ def make_plan(
     held_out = HELD_OUT if steps is None else min(HELD_OUT, max(4, 4 * steps))
     seconds_per_pass = pass_work() / flops + other_seconds
     scoring = 2 * held_out * workload.responses * seconds_per_pass  # by the original and the aligned model
-    step = workload.batch * workload.responses * workload.passes * seconds_per_pass
+    responses = workload.batch * workload.responses
+    step = responses * workload.passes * seconds_per_pass
+    validation = VALIDATION_BATCHES * responses * workload.validation_passes * seconds_per_pass
+    validation += SAMPLES * SAMPLE_TOKENS * seconds_per_pass
     if steps is None:
-        fitting = (0.9 * 60 * MINUTES[precision] - FIXED_SECONDS - scoring) / step
+        fitting = (0.9 * 60 * MINUTES[precision] - FIXED_SECONDS - scoring - VALIDATIONS * validation) / step
         steps = max(workload.min_steps, min(workload.max_steps, int(fitting)))
     return Plan(
         precision=precision,
@@ -158,7 +163,7 @@ def make_plan(
         steps=steps,
         train=steps * workload.batch,
         held_out=held_out,
-        minutes=(FIXED_SECONDS + scoring + steps * step) / 60,
+        minutes=(FIXED_SECONDS + scoring + VALIDATIONS * validation + steps * step) / 60,
     )
 
 

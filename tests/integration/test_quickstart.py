@@ -185,7 +185,9 @@ def test_the_number_of_steps_follows_the_machine(scripts: dict[str, Any], algori
     slow, fast = made(1.0), made(1e6)
     assert (slow.steps, fast.steps) == (workload.min_steps, workload.max_steps)
     assert slow.minutes > 60, "a plan that takes too long is reported"
+    validated = plan.VALIDATION_BATCHES * workload.batch * workload.responses
     passes = fast.train * workload.responses * workload.passes + 2 * fast.held_out * workload.responses
+    passes += plan.VALIDATIONS * (validated * workload.validation_passes + plan.SAMPLES * plan.SAMPLE_TOKENS)
     assert fast.minutes == pytest.approx((plan.FIXED_SECONDS + 0.05 * passes) / 60, rel=0.01)
     lengths = [made(gflops) for gflops in range(20, 400)]
     between = [one for one in lengths if workload.min_steps < one.steps < workload.max_steps]
@@ -253,7 +255,7 @@ def test_dots_on_a_terminal_rewrite_their_line(tmp_path: Path) -> None:
 
 def test_the_overrides_follow_the_plan(scripts: dict[str, Any]) -> None:
     plan = {"precision": "32", "ranks": 1, "steps": 3, "train": 48}
-    overrides = scripts["run"].overrides_of("kto", plan, "MODEL", "ROWS", Path("RUN"))
+    overrides = scripts["run"].overrides_of("kto", plan, model="MODEL", train="ROWS", held_out="OTHERS", folder=Path("RUN"))
     for expected in ("trainer.precision=32", "trainer.devices=1", "trainer.kto.max_steps=3", "model.global_batch_size=16"):
         assert expected in overrides
     cfg, mistakes = compose.to_config(compose.load(overrides))
@@ -268,15 +270,18 @@ def test_the_training_of_the_quickstart_warns_of_nothing(
     prepare, run = scripts["prepare"], scripts["run"]
     reviews = [(f"review {number}", number % 2 == 0) for number in range(100)]
     monkeypatch.setattr(prepare, "_short_reviews", lambda cache, tokenizer: reviews)
-    rows, _ = prepare.prepare_rows(tmp_path, tiny_llama, train=32, validation=8, seed=7)
+    train, held_out = map(str, prepare.prepare_rows(tmp_path, tiny_llama, train=32, validation=8, seed=7))
     plan = {"precision": "32", "ranks": 1, "steps": 2, "train": 32}
-    overrides = run.overrides_of("kto", plan, str(tiny_llama), str(rows), tmp_path / "run")
+    overrides = run.overrides_of("kto", plan, model=str(tiny_llama), train=train, held_out=held_out, folder=tmp_path / "run")
     command = [*CLI, "kto", *overrides, f"model.data.cache_dir={tmp_path / 'cache'}"]
     environment = os.environ | {"PYTHONPATH": fork_server.search_path(REPOSITORY)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "finished after step 2 of 2" in done.stdout
     assert "warning" not in (done.stdout + done.stderr).lower()
+    assert (tmp_path / "run/report.html").is_file()
+    last = json.loads((tmp_path / "run/rewards.jsonl").read_text().splitlines()[-1])
+    assert (last["step"], sum(last["desirable"]), sum(last["undesirable"])) == (2, 4, 4)
 
 
 def run_quickstart(folder: Path, algorithm: str) -> tuple[dict[str, float], str]:

@@ -62,9 +62,9 @@ class LiveReference:
 class SwappedWeights:
     """Reference weights that take the place of the policy weights while the reference is evaluated.
 
-    From host memory, a swap moves one tensor after the other, so it needs extra device memory for two tensors at most. On the
-    device no value moves: each parameter refers to the other memory. A reference that is updated has fp32 values as well: in
-    bf16, updates smaller than half the distance to the next representable number would be rounded away.
+    From host memory, a swap moves one tensor after the other, so it needs extra device memory for two tensors at most. On
+    the device no value moves: each parameter refers to the other memory. A reference that is updated has fp32 values as
+    well: in bf16, updates smaller than half the distance to the next representable number would be rounded away.
     """
 
     def __init__(
