@@ -12,8 +12,7 @@ from nemo_kto.report.curves import Curve
 from nemo_kto.report.record import RunRecord
 from nemo_kto.telemetry.rewards import RewardHistogram
 
-# Numbers of colours; ``drawing.COLOURS`` has the colours.
-BLUE, ORANGE, GREEN, PURPLE = range(4)
+BLUE, ORANGE = 0, 1  # indices in ``drawing.COLOURS``; those of further curves follow
 Kind = Literal["smoothed", "band", "mean", "exact", "dots"]
 _MAX_BINS = 40  # of a histogram that is drawn
 

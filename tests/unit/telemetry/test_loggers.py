@@ -133,8 +133,8 @@ def test_mlflow_database_is_in_the_run_folder(tmp_path: Path) -> None:
     assert [(entry.step, entry.value) for entry in history] == [(1, 0.5), (2, 0.25)]
 
 
-def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_SILENT", "true")
+@pytest.mark.usefixtures("fresh_wandb")
+def test_wandb_offline(tmp_path: Path) -> None:
     logger = quiet(tmp_path, wandb={"project": "tests", "name": "one", "offline": True})
     logger.log_hyperparams({"lr": 9e-6})
     for step in (1, 2):
@@ -209,10 +209,8 @@ def test_checking_loggers_leaves_no_files(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.usefixtures("fresh_wandb")
 def test_all_unusable_loggers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    __import__("wandb").teardown()  # of a test before this one: it remembers that it was offline
     monkeypatch.setenv("HOME", str(tmp_path))  # without a login
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     (tmp_path / "metrics.jsonl").mkdir()

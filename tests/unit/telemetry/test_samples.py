@@ -92,8 +92,8 @@ def test_mlflow_has_one_table_of_the_run(tmp_path: Path) -> None:
     assert [(row["step"], row["answer"]) for row in rows] == [(0, "4 0"), (0, "*a*\nb"), (2, "4 2"), (2, "*a*\nb")]
 
 
-def test_wandb_has_a_table_of_each_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_SILENT", "true")
+@pytest.mark.usefixtures("fresh_wandb")
+def test_wandb_has_a_table_of_each_validation(tmp_path: Path) -> None:
     log(quiet(tmp_path, wandb={"project": "tests", "name": "one", "offline": True}, samples=True), 0, 2)
     __import__("wandb").finish()  # as at the end of the process
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
