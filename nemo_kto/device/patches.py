@@ -173,14 +173,18 @@ def use_known_message_shapes() -> None:
     """Make pipeline stages read the shapes of messages from ``config.message_shapes`` instead of sending them.
 
     With micro-batches of different widths, megatron-core sends three integers before each message, and waits for the device
-    twice: in ``torch.cuda.synchronize``, and to read the integers. ``models/engine/message_shapes.py`` has the shapes.
+    twice: in ``torch.cuda.synchronize``, and to read the integers. ``models/engine/message_shapes.py`` has the shapes;
+    a configuration without them, which the engine has not set, keeps megatron-core's exchange.
     """
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    exchange = P2PCommunicator._communicate_shapes
 
     def known_shapes(
         self: Any, send_next: object, send_prev: object, recv_prev: bool, recv_next: bool
     ) -> tuple[Sequence[int], Sequence[int]]:
-        shapes = self.config.message_shapes
+        if (shapes := getattr(self.config, "message_shapes", None)) is None:
+            return exchange(self, send_next, send_prev, recv_prev, recv_next)
         return next(shapes.hidden_states) if recv_prev else (0, 0, 0), next(shapes.gradients) if recv_next else (0, 0, 0)
 
     P2PCommunicator._communicate_shapes = known_shapes

@@ -13,9 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_kto.config import compose
 
-RECORDED = (
-    Path(__file__).resolve().parents[1] / "data" / "recorded_runs"
-)  # metrics of two runs of SmolLM2-135M: good.jsonl, bad.jsonl
+# Metrics of two runs of SmolLM2-135M: good.jsonl, bad.jsonl.
+RECORDED = Path(__file__).resolve().parents[1] / "data" / "metrics"
 _BATCH = 16
 
 

@@ -58,6 +58,10 @@ class CacheUser:
         self.evaluated += len(sequences)
         return logp(sequences)
 
+    def joined(self, parts: Any) -> Any:
+        """No prompts are shared."""
+        return parts
+
     def fill(self, *batches: Any) -> CacheUser:
         engine: Any = self
         self.reference.precompute([(sequences,) for sequences in batches], engine)

@@ -82,7 +82,8 @@ def test_the_loss_with_an_sft_term_does_not_depend_on_the_global_batch(ranks: Ra
         for metrics in both:
             terms = W_PREFERENCE * metrics["preference_loss"] + W_SFT * metrics["sft_loss"]
             assert metrics["loss"] == pytest.approx(terms, rel=1e-6), size
-            assert metrics == pytest.approx(expected, rel=1e-6), size
+            means = {name: value for name, value in metrics.items() if name != "auc"}  # it is no mean, and of validations
+            assert means == pytest.approx({name: expected[name] for name in expected if name != "auc"}, rel=1e-6), size
 
 
 def test_tokens_of_kl_examples_are_not_counted_as_trained(ranks: RankPool, tiny_llama: Path) -> None:
