@@ -25,7 +25,7 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Settings of an answer; None keeps those of generation_config.json."""
+    """Generation settings of the command; None keeps the value of generation_config.json."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None  # 0 takes the most probable token
@@ -41,6 +41,10 @@ class Answer:
     tokens: int
     seconds: float
     finish: str  # "stop" at an end-of-turn token, "length" at the limit, "interrupted"
+
+    def describe(self) -> str:
+        """Return length and speed of the answer as text."""
+        return f"{plural(self.tokens, 'token')} in {self.seconds:.1f} s, {self.finish}"
 
 
 class ChatModel:
@@ -79,7 +83,7 @@ class ChatModel:
             raise UserError(f"{text}, got {prompt_ids.shape[1]:,}; start again with /reset, or write less")
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
-        stream, start, finish = _Stream(self._tokenizer, show), time.perf_counter(), ""
+        stream, start = _Stream(self._tokenizer, show), time.perf_counter()
         try:
             with torch.inference_mode():
                 self._model.generate(
@@ -90,10 +94,10 @@ class ChatModel:
                 )
         except KeyboardInterrupt:
             finish = "interrupted"
-        seconds, ids = time.perf_counter() - start, stream.ids
-        text = stream.finish()
-        finish = finish or ("stop" if ids and ids[-1] in self._ends else "length")
-        return Answer(text=text, tokens=len(ids), seconds=seconds, finish=finish)
+        else:
+            finish = "stop" if stream.ids and stream.ids[-1] in self._ends else "length"
+        seconds = time.perf_counter() - start
+        return Answer(text=stream.finish(), tokens=len(stream.ids), seconds=seconds, finish=finish)
 
     def describe(self) -> str:
         """Return family, size, dtype and device of the model."""
@@ -117,7 +121,7 @@ class ChatModel:
         return torch.tensor([ids], device=self._model.device)
 
     def _settings(self, sampling: Sampling, room: int | None) -> GenerationConfig:
-        """Return the model's generation settings with those of the command."""
+        """Return the model's generation settings with those of the command; ``room`` is the maximum length of an answer."""
         settings = copy.deepcopy(self._model.generation_config)
         wanted = sampling.max_new_tokens or settings.max_new_tokens or DEFAULT_NEW_TOKENS
         settings.max_new_tokens, settings.max_length = wanted if room is None else min(wanted, room), None
@@ -199,8 +203,3 @@ def _load(folder: Path, *, adapters: Path | None, dtype: torch.dtype) -> Any:
         model = PeftModel.from_pretrained(model, str(adapters), local_files_only=True).merge_and_unload()
     device.select()
     return model.to(device.current_device()).eval()
-
-
-def tokens_text(answer: Answer) -> str:
-    """Describe length and speed of an answer."""
-    return f"{plural(answer.tokens, 'token')} in {answer.seconds:.1f} s, {answer.finish}"

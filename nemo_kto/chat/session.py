@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-from nemo_kto.chat.model import ChatModel, Message, Sampling, tokens_text
+from nemo_kto.chat.model import ChatModel, Message, Sampling
 from nemo_kto.errors import UserError, either, show
 
 _HELP = """\
@@ -48,8 +48,8 @@ class Session:
     def say(self, prompt: str) -> bool:
         """Print the answer of each model to a prompt, and add both to its history; return whether none was interrupted.
 
-        Raises UserError if the prompt does not fit into the context, or the chat template rejects the messages; histories
-        are as before.
+        Raises UserError if the prompt does not fit into the context, or the chat template rejects the messages; the
+        histories then remain unchanged.
         """
         added = []
         for number, (model, history) in enumerate(zip(self._models, self._histories, strict=True)):
@@ -62,7 +62,7 @@ class Session:
                 line = {"model": model.label, "prompt": prompt, "answer": answer.text, **fields}
                 self._write(json.dumps(line, ensure_ascii=False) + "\n")
             else:
-                details = f"  {self._marked(f'({tokens_text(answer)})', _DIM)}" if sys.stdout.isatty() else ""
+                details = f"  {self._marked(f'({answer.describe()})', _DIM)}" if sys.stdout.isatty() else ""
                 self._write(f"{details}\n")
             added.append([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer.text}])
             if answer.finish == "interrupted":

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-MIN_TO_SMOOTH = 12  # points; shorter curves are drawn as they are
+_MIN_TO_SMOOTH = 12  # points; shorter curves are drawn as they are
 _WINDOW = 20  # a smoothing window is this fraction of a curve
 _MIN_WINDOW = 5
 
@@ -44,7 +44,7 @@ class Curve:
     @property
     def window(self) -> int:
         """Number of points over which :attr:`smoothed` averages; odd, and 1 for a short curve."""
-        return 1 if len(self) < MIN_TO_SMOOTH else max(_MIN_WINDOW, len(self) // _WINDOW) // 2 * 2 + 1
+        return 1 if len(self) < _MIN_TO_SMOOTH else max(_MIN_WINDOW, len(self) // _WINDOW) // 2 * 2 + 1
 
     @cached_property
     def smoothed(self) -> Curve:
@@ -57,11 +57,6 @@ class Curve:
         shifted = self.values - self.values.mean()  # the difference of two large squares would lose all digits
         means, squares = _window_means(shifted, self.window), _window_means(shifted**2, self.window)
         return np.sqrt(np.maximum(squares - means**2, 0))
-
-    def after(self, step: int) -> Curve:
-        """Return the points after ``step``."""
-        kept = self.steps > step
-        return Curve(steps=self.steps[kept], values=self.values[kept])
 
     def up_to(self, step: int) -> Curve:
         """Return the points up to and including ``step``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -18,6 +19,13 @@ _MODEL, _DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_pref
 _ARROW = " \N{RIGHTWARDS ARROW} "
 # Differ between any two runs, or follow from other keys.
 _NOT_COMPARED = ("exp_manager.explicit_log_dir", "exp_manager.name", "export.path", "export.adapter_path")
+# Role and text of a message in the chat templates of ChatML, Llama 3 and Gemma; the token before the first message.
+_TURN = re.compile(
+    r"<(?:\|im_start\||\|start_header_id\||start_of_turn)>(\w+)(?:<\|end_header_id\|>)?\n+"
+    r"(.*?)(?:<(?:\|im_end\||\|eot_id\||end_of_turn)>\s*|\Z)",
+    re.DOTALL,
+)
+_BOS = re.compile(r"(<[^<>\s]+>)?\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,9 +194,14 @@ def provenance(run: RunRecord) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """Answers to one prompt: title (model and step) -> answer."""
+    """Answers to one prompt.
 
-    prompt: str
+    Attributes:
+        prompt: (role, text) of each message; the role of a prompt without messages is empty.
+        answers: title (model or step, and whether the answer was cut) -> answer.
+    """
+
+    prompt: Sequence[tuple[str, str]]
     answers: Mapping[str, str]
 
 
@@ -202,13 +215,23 @@ def answers(run: RunRecord) -> Iterator[Answers]:
         reference = next((each for each in samples if each.model == "reference"), None)
         if reference is None and policy and policy[0].step == 0:
             reference = policy.pop(0)  # nothing was trained yet
-        shown = {} if reference is None else {"reference": _answer(reference)}
-        shown |= {f"step {each.step:,}": _answer(each) for each in (policy[:1] + policy[-1:])}
-        yield Answers(prompt=samples[0].prompt, answers=shown)
+        titled = [] if reference is None else [("reference", reference)]
+        titled += [(f"step {each.step:,}", each) for each in policy[:1] + policy[-1:]]
+        shown = {
+            title + sample.cut_note: sample.answer.strip() + ("" if sample.ended else " \N{HORIZONTAL ELLIPSIS}")
+            for title, sample in titled
+        }
+        yield Answers(prompt=_prompt(samples[0]), answers=shown)
 
 
-def _answer(sample: Sample) -> str:
-    return sample.answer.strip() + ("" if sample.ended else " \N{HORIZONTAL ELLIPSIS}")
+def _prompt(sample: Sample) -> list[tuple[str, str]]:
+    """Return (role, text) of each message of a prompt; a rendered prompt is split if it has a common chat template."""
+    if sample.messages is not None:
+        return [(str(message.get("role", "")), str(message.get("content", ""))) for message in sample.messages]
+    turns = _TURN.findall(sample.prompt)
+    if not turns or not _BOS.fullmatch(_TURN.sub("", sample.prompt)):
+        return [("", sample.prompt)]
+    return [(role, text) for role, text in turns if text]  # the last one is the beginning of the answer
 
 
 def warning_lines(run: RunRecord) -> list[tuple[str, str]]:

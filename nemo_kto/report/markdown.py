@@ -39,7 +39,9 @@ def _lines(content: Mapping[str, Any]) -> Iterator[str]:
     if answers := content.get("answers"):
         yield "\n## Answers"
         for item in answers:
-            yield f"\n**{_escaped(_one_line(item.prompt))}**\n"
+            for role, text in item.prompt:
+                yield "\n" + (f"{_escaped(role)}: " if role else "") + f"**{_escaped(_one_line(text))}**"
+            yield ""
             for name, answer in item.answers.items():
                 yield f"- {name}: {_escaped(_one_line(answer))}"
     if data := content.get("data"):

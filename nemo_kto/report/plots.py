@@ -9,10 +9,10 @@ from typing import Literal
 import numpy as np
 
 from nemo_kto.report.curves import Curve
-from nemo_kto.report.record import RewardHistogram, RunRecord
+from nemo_kto.report.record import RunRecord
+from nemo_kto.telemetry.rewards import RewardHistogram
 
-# Numbers of colours; ``drawing.COLOURS`` has the colours.
-BLUE, ORANGE, GREEN, PURPLE = range(4)
+BLUE, ORANGE = 0, 1  # indices in ``drawing.COLOURS``; those of further curves follow
 Kind = Literal["smoothed", "band", "mean", "exact", "dots"]
 _MAX_BINS = 40  # of a histogram that is drawn
 
@@ -205,12 +205,11 @@ def reward_histograms(run: RunRecord) -> dict[str, list[Histogram]]:
     """Return, for each validation set, the rewards at its first and its last validation, in the same bins."""
     found = {}
     for name, histograms in run.rewards.items():
-        first, last = min(histograms, key=lambda each: each.step), max(histograms, key=lambda each: each.step)
-        chosen = [first, last] if last.step > first.step else [last]
-        edges, counts = common_bins(chosen)
+        steps = sorted({min(histograms), max(histograms)})
+        edges, counts = common_bins([histograms[step] for step in steps])
         found[name] = [
-            Histogram(title=f"step {histogram.step:,}", edges=edges, counts=of_classes, unit="reward")
-            for histogram, of_classes in zip(chosen, counts, strict=True)
+            Histogram(title=f"step {step:,}", edges=edges, counts=of_classes, unit="reward")
+            for step, of_classes in zip(steps, counts, strict=True)
         ]
     return found
 
@@ -222,9 +221,9 @@ def common_bins(histograms: Sequence[RewardHistogram]) -> tuple[np.ndarray, list
     """
     width = max(histogram.width for histogram in histograms)
     while True:
-        spans = [(_factor(width, one), one) for one in histograms]
+        spans = [(max(1, round(width / one.width)), one) for one in histograms]
         low = min(one.first // factor for factor, one in spans)
-        high = max((one.first + _length(one) - 1) // factor for factor, one in spans)
+        high = max((one.first + one.bins - 1) // factor for factor, one in spans)
         if high - low < _MAX_BINS:
             break
         width *= 2
@@ -236,14 +235,6 @@ def common_bins(histograms: Sequence[RewardHistogram]) -> tuple[np.ndarray, list
             of_classes[name] = np.bincount(places, weights=np.asarray(values, dtype=np.float64), minlength=high - low + 1)
         counts.append(of_classes)
     return np.arange(low, high + 2) * width, counts
-
-
-def _factor(width: float, histogram: RewardHistogram) -> int:
-    return max(1, round(width / histogram.width))
-
-
-def _length(histogram: RewardHistogram) -> int:
-    return max(map(len, histogram.counts.values()), default=1)
 
 
 def length_histograms(run: RunRecord, split: str) -> list[Histogram]:

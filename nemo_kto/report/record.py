@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,16 +16,15 @@ from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.errors import UserError
 from nemo_kto.report.curves import Curve, read_curves
 from nemo_kto.telemetry.loggers import METRICS_FILE, parse_line
+from nemo_kto.telemetry.rewards import REWARDS_FILE, RewardHistogram, read_rewards
 from nemo_kto.telemetry.samples import SAMPLES_FILE, Sample, read_samples
 from nemo_kto.telemetry.warnings_file import WARNINGS_FILE
-from nemo_kto.utils.files import open_file, read_bytes, read_lines
+from nemo_kto.utils.files import open_file, read_bytes, read_json_lines, read_lines
 from nemo_kto.utils.locks import GONE_SECONDS, owner_file
 
-# Files of a run folder besides metrics.jsonl and config.yaml.
+# Files of a run folder.
 RUN_FILE = "run.json"  # state, settings and versions of the run
 DATA_FILE = "data.json"  # statistics of its data
-
-REWARDS_FILE = "rewards.jsonl"  # histograms of the rewards of each validation
 RUN_LOCK = ".lock"  # held by a run while it uses its folder
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
@@ -40,16 +40,6 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardHistogram:
-    """Rewards of the examples of one validation, by class, in bins [(first + i) * width, (first + i + 1) * width)."""
-
-    step: int
-    width: float
-    first: int
-    counts: Mapping[str, list[int]]  # class -> number of examples in each bin
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """A run as the files of its folder are now; what a file lacks is empty."""
 
@@ -59,7 +49,7 @@ class RunRecord:
     run: Mapping[str, Any]  # content of run.json
     data: Mapping[str, Any]  # content of data.json
     curves: Mapping[str, Curve]  # of each metric, by its name: train/loss, val/loss, ...
-    rewards: Mapping[str, list[RewardHistogram]]  # of each validation set
+    rewards: Mapping[str, Mapping[int, RewardHistogram]]  # name of the validation set -> step -> histogram
     samples: list[Sample] = field(default_factory=list)
     warnings: list[Mapping[str, Any]] = field(default_factory=list)
 
@@ -173,9 +163,9 @@ def read_run(folder: Path) -> RunRecord:
         run=run,
         data=read_object(folder / DATA_FILE),
         curves=read_curves(_lines(folder / METRICS_FILE)),
-        rewards=_read_rewards(folder / REWARDS_FILE),
+        rewards=read_rewards(folder / REWARDS_FILE),
         samples=read_samples(folder / SAMPLES_FILE),
-        warnings=[line for line, _ in zip(_objects(folder / WARNINGS_FILE), range(_MAX_WARNINGS), strict=False)],
+        warnings=list(islice(read_json_lines(folder / WARNINGS_FILE), _MAX_WARNINGS)),
     )
 
 
@@ -202,36 +192,9 @@ def _lines(file: Path) -> Iterator[Mapping[str, float]]:
             yield from filter(None, map(parse_line, read_lines(lines)))
 
 
-def _objects(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in the lines of a file; damaged lines are left out."""
-    if file.is_file():
-        with open_file(file) as lines:
-            for line in read_lines(lines):
-                try:
-                    content = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(content, dict):
-                    yield content
-
-
 def read_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_bytes(file))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _read_rewards(file: Path) -> dict[str, list[RewardHistogram]]:
-    sets: dict[str, list[RewardHistogram]] = {}
-    for line in _objects(file):
-        counts = {name: value for name, value in line.items() if isinstance(value, list) and value}
-        try:
-            histogram = RewardHistogram(
-                step=int(line["step"]), width=float(line["width"]), first=int(line["first"]), counts=counts
-            )
-        except (LookupError, TypeError, ValueError):
-            continue
-        sets.setdefault(str(line.get("set", "")), []).append(histogram)
-    return sets

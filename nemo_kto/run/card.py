@@ -32,6 +32,7 @@ from nemo_kto.data.rows.sources import validation_names
 from nemo_kto.errors import UserError, plural
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import metric_prefix
+from nemo_kto.report.facts import value_text
 from nemo_kto.telemetry.loggers import METRICS_FILE
 from nemo_kto.utils.files import read_bytes, read_json
 
@@ -55,7 +56,7 @@ _SETTINGS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class CardFacts:
+class CardSources:
     """Sources of a model card.
 
     Attributes:
@@ -105,7 +106,7 @@ class CardFacts:
         return None, Path(local).name
 
 
-def write_card(folder: Path, sources: CardFacts) -> None:
+def write_card(folder: Path, sources: CardSources) -> None:
     """Write README.md into an export that is otherwise complete, and a picture of the run's curves.
 
     There is no picture without metrics, or with export.report=false. A card that cannot be made is left out with a warning:
@@ -115,7 +116,10 @@ def write_card(folder: Path, sources: CardFacts) -> None:
     wanted = sources.config.get("export.report", True)
     if wanted and sources.run is not None and (sources.run / METRICS_FILE).is_file():
         try:
-            _draw(sources.run, folder / PICTURE)
+            from nemo_kto.report.drawing import summary_picture
+            from nemo_kto.report.record import read_run
+
+            summary_picture(read_run(sources.run), folder / PICTURE)
             has_picture = True
         except Exception as error:  # a card without a picture is better than no export
             (folder / PICTURE).unlink(missing_ok=True)
@@ -128,14 +132,7 @@ def write_card(folder: Path, sources: CardFacts) -> None:
         (folder / CARD).write_text(text, encoding="utf-8")
 
 
-def _draw(run: Path, file: Path) -> None:
-    from nemo_kto.report.drawing import summary_picture
-    from nemo_kto.report.record import read_run
-
-    summary_picture(read_run(run), file)
-
-
-def card_text(sources: CardFacts, *, has_picture: bool) -> str:
+def card_text(sources: CardSources, *, has_picture: bool) -> str:
     """Return the model card of an export."""
     front = yaml.safe_dump(_front_matter(sources), sort_keys=False, allow_unicode=True)
     parts = [
@@ -149,7 +146,7 @@ def card_text(sources: CardFacts, *, has_picture: bool) -> str:
 
 
 def read_front_matter(file: Path) -> dict[str, Any]:
-    """Return the front matter of a model card, empty if there is no file or it has none that is valid."""
+    """Return the front matter of a model card; empty if there is no file, or no valid front matter in it."""
     try:
         found = _FRONT_MATTER.match(read_bytes(file, limit=_MAX_CARD_BYTES).decode("utf-8"))
         values = yaml.safe_load(found[1]) if found else {}
@@ -158,7 +155,7 @@ def read_front_matter(file: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _front_matter(sources: CardFacts) -> dict[str, object]:
+def _front_matter(sources: CardSources) -> dict[str, object]:
     original = read_front_matter(sources.original / CARD)
     values: dict[str, object] = {key: original[key] for key in _INHERITED if original.get(key)}
     repository, _ = sources.base
@@ -176,7 +173,7 @@ def _front_matter(sources: CardFacts) -> dict[str, object]:
     return values
 
 
-def _introduction(sources: CardFacts) -> str:
+def _introduction(sources: CardSources) -> str:
     repository, detail = sources.base
     base = f"[{repository}](https://huggingface.co/{repository}) (commit `{detail}`)" if repository else f"`{detail}`"
     title = f"# {detail if repository is None else repository.partition('/')[2]}"
@@ -188,7 +185,7 @@ def _introduction(sources: CardFacts) -> str:
     return f"{title}, aligned with {recipe.name.upper()}\n\n{text}"
 
 
-def _figures(sources: CardFacts, *, has_picture: bool) -> str:
+def _figures(sources: CardSources, *, has_picture: bool) -> str:
     metrics: Mapping[str, float | None] = sources.info.get("metrics", {})
     sets = validation_names(sources.config.get("model.data.data_prefix"))
     columns = {name or "validation": f"val_{metric_prefix(name)}" for name in sets}
@@ -206,14 +203,16 @@ def _figures(sources: CardFacts, *, has_picture: bool) -> str:
     return "\n\n".join(filter(None, [text, f"![Curves of the run]({PICTURE})" if has_picture else ""]))
 
 
-def _training(sources: CardFacts) -> str:
+def _training(sources: CardSources) -> str:
     if sources.algorithm is None or sources.loss is None:
         return ""
     trainer = sources.info.get("trainer", {})
     values = {**{key: sources.config.get(key) for key in _SETTINGS}, **sources.facts}
     own = [f"model.{sources.algorithm}.", "model.peft."]
     shown = [key for key in values if key in _SETTINGS or key.startswith(tuple(own))]
-    rows = [[f"`{key}`", f"`{_setting(values[key])}`"] for key in shown if isinstance(values[key], str | int | float | list)]
+    rows = [
+        [f"`{key}`", f"`{value_text(values[key])}`"] for key in shown if isinstance(values[key], str | int | float | list)
+    ]
     steps = ""
     if trainer.get("step"):
         epochs = trainer["step"] / trainer["steps_per_epoch"] if trainer.get("steps_per_epoch") else None
@@ -223,7 +222,7 @@ def _training(sources: CardFacts) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def _loss_text(sources: CardFacts) -> str:
+def _loss_text(sources: CardSources) -> str:
     """Return the description of the loss, its formula and its paper, from the docstring of its function."""
     assert sources.algorithm is not None
     try:
@@ -240,7 +239,7 @@ def _loss_text(sources: CardFacts) -> str:
     return "\n\n".join(filter(None, [text, notation.removeprefix("Notation. ")]))
 
 
-def _data(sources: CardFacts) -> str:
+def _data(sources: CardSources) -> str:
     prefix = sources.config.get("model.data.data_prefix")
     if isinstance(prefix, Mapping):
         named = {split: ", ".join(f"`{name}`" for name in _data_names(part)) for split, part in prefix.items()}
@@ -270,7 +269,7 @@ def _data_names(prefix: object) -> Iterator[str]:
             yield from _data_names(part)
 
 
-def _use(sources: CardFacts) -> str:
+def _use(sources: CardSources) -> str:
     if sources.adapters:
         lines = ["from peft import AutoPeftModelForCausalLM", "from transformers import AutoTokenizer", ""]
         lines.append(f'model = AutoPeftModelForCausalLM.from_pretrained("{THIS_MODEL}")')
@@ -296,7 +295,7 @@ def _use(sources: CardFacts) -> str:
     return f"## Use\n\n```python\n{code}\n```\n\n{chat}\n\n{note}"
 
 
-def _versions(sources: CardFacts) -> str:
+def _versions(sources: CardSources) -> str:
     versions = {"nemo-kto": __version__, "transformers": transformers.__version__, **sources.info.get("versions", {})}
     text = ", ".join(f"{name} {version}" for name, version in versions.items())
     layout = sources.info.get("layout", {})
@@ -310,10 +309,6 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
-
-
-def _setting(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _number(value: float | None) -> str:
@@ -342,8 +337,8 @@ def published_files(folder: Path, *, repository: str, base_model: str | None) ->
     files = {CARD: text.replace(THIS_MODEL, repository).replace(BASE_MODEL, str(base or BASE_MODEL)).encode()}
     if (folder / ADAPTER_CONFIG).is_file():
         if not isinstance(base, str):
-            text = "--base-model must name the base model of adapters that were trained on a folder, got none"
-            raise UserError(f"{text}; e.g. --base-model ORGANISATION/NAME")
+            missing = "--base-model must name the base model of adapters that were trained on a folder, got none"
+            raise UserError(f"{missing}; e.g. --base-model ORGANISATION/NAME")
         config = {**read_json(folder / ADAPTER_CONFIG), "base_model_name_or_path": base}
         files[ADAPTER_CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
     return files

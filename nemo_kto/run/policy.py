@@ -33,7 +33,7 @@ from nemo_kto.huggingface.huggingface import check_weights, export, export_bytes
 from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.gpt import build_chunks, build_gpt
 from nemo_kto.models.lora.adapters import add_adapters, merge_adapters
-from nemo_kto.run.card import CardFacts, write_card
+from nemo_kto.run.card import CardSources, write_card
 from nemo_kto.telemetry.summary import adapter_lines, model_lines, table
 from nemo_kto.utils.files import read_json
 
@@ -150,7 +150,7 @@ def export_policy(
     chunks, architecture, original = policy.chunks, policy.architecture, policy.files.hf_folder
 
     def describe(folder: Path, *, adapters: bool) -> None:
-        write_card(folder, CardFacts(info=info, run=run_folder, original=original, adapters=adapters))
+        write_card(folder, CardSources(info=info, run=run_folder, original=original, adapters=adapters))
 
     if policy.adapters is not None and adapter_out is not None:
         describe_adapters = partial(describe, adapters=True)

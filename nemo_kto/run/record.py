@@ -51,7 +51,7 @@ def record_start(
 
 
 def data_statistics(run: ResolvedRun, data: RunData) -> dict[str, Any]:
-    """Return counts and lengths of the examples of each split, and what balances the classes of the training examples."""
+    """Return counts and lengths of the examples of each split, and numbers and loss weights of the training classes."""
     train = data.splits.train
     assert train is not None
     weights = run.cfg.recipe.model_options(run.cfg.loss, train)

@@ -38,7 +38,7 @@ class Prompt(NamedTuple):
 
 
 class SamplePrompts(NamedTuple):
-    """Prompts that the model answers, and how."""
+    """Prompts that the model answers, and the decoding of the answers."""
 
     prompts: list[Prompt]
     decoding: Decoding
@@ -80,7 +80,7 @@ def build_prompts(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase, splits: 
 
 
 def _of_examples(run: ResolvedRun, examples: Any) -> list[list[int]]:
-    """Return the first different prompts of a validation set that leave room for an answer."""
+    """Return the first ``count`` distinct prompts of a validation set that leave room for an answer."""
     settings, room = run.cfg.exp_manager.samples, _room(run)
     found = dict[tuple[int, ...], None]()
     for place in range(len(examples) if settings.count else 0):
@@ -127,7 +127,7 @@ def _room(run: ResolvedRun) -> int:
 
 @dataclass(kw_only=True, eq=False)
 class Sampler:
-    """Asks the model, with its current weights, for answers to the prompts of the samples."""
+    """Generates answers to the prompts of the samples with the model's current weights."""
 
     engine: LogProbEngine
     tokenizer: PreTrainedTokenizerBase
@@ -135,12 +135,12 @@ class Sampler:
     collate: dict[str, Any]  # of ``generate``
     must_stop: Callable[[], bool]  # equal on all ranks
     starts_as: Model  # the model that answers before training
-    is_policy: bool  # its answers are those of the policy before the first step
-    has_initial: bool  # the run folder has these answers, from before the run was resumed
+    is_policy: bool  # this model has the weights with which the policy starts
+    has_initial: bool  # a resumed run: its folder has the answers from before training
     initial: list[Sample] = field(default_factory=list)  # those of :meth:`before_training`
 
     def before_training(self) -> None:
-        """Ask for the answers from before the first step, unless there are any. Collective."""
+        """Generate the answers from before the first step, unless the run folder has them. Collective."""
         if not self.has_initial:
             self.initial = self.answers(0, self.starts_as)
 
@@ -208,7 +208,7 @@ def samples_text(run: ResolvedRun, samples: SamplePrompts, splits: Splits[Any]) 
 
 
 def _relative_work(run: ResolvedRun, samples: SamplePrompts, train: SplitCounts) -> float:
-    """Return the FLOPs of the linear layers for the longest answers, divided by those of training until then."""
+    """Return the FLOPs of the linear layers for answers of maximum length, relative to those between two validations."""
     flops, (forward, disabled) = ModelFlops.of_model(run.architecture, adapters=run.adapters), run.reference_passes
     example = flops.of_passes(Passes(forward + 1, disabled, backward=1)).per_token
     if run.cfg.loss.record.needs_z0:

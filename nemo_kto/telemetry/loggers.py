@@ -184,7 +184,7 @@ class RunLogger:
             resumed_step: optimizer steps done before the run was resumed; None for a new run.
             wandb, mlflow: arguments of Lightning's WandbLogger and MLFlowLogger; None disables them. Without a tracking_uri,
                 MLflow writes to ``folder``/mlflow.db and mlflow_artifacts.
-            samples: write those given to :meth:`log_samples` also to a file.
+            samples: open samples.jsonl for :meth:`log_samples`.
             val_prefixes: prefixes of the metrics of the validation sets.
             redact: remove secrets from an error message.
         """
@@ -193,11 +193,12 @@ class RunLogger:
         if not enabled:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        to_open: dict[str, Callable[[], Sink]] = {}
-        to_open[METRICS_FILE] = lambda: JsonLines(file=folder / METRICS_FILE, resumed_step=resumed_step)
+        files: dict[str, type[JsonLines]] = {METRICS_FILE: JsonLines, REWARDS_FILE: RewardLines}
         if samples:
-            to_open[SAMPLES_FILE] = lambda: SampleLines(file=folder / SAMPLES_FILE, resumed_step=resumed_step)
-        to_open[REWARDS_FILE] = lambda: RewardLines(file=folder / REWARDS_FILE, resumed_step=resumed_step)
+            files[SAMPLES_FILE] = SampleLines
+        to_open: dict[str, Callable[[], Sink]] = {
+            name: partial(kind, file=folder / name, resumed_step=resumed_step) for name, kind in files.items()
+        }
         if tensorboard:
             to_open["tensorboard"] = lambda: TensorBoard(
                 folder=folder / "tensorboard", resumed_step=resumed_step, val_prefixes=val_prefixes
@@ -267,11 +268,8 @@ def check_loggers(
         import_package("torch.utils.tensorboard", package="tensorboard")
         _check_path(folder / "tensorboard", Path.is_dir)
 
-    checks: dict[str, Callable[[], object]] = {
-        name: partial(_check_path, folder / name, Path.is_file) for name in (METRICS_FILE, REWARDS_FILE)
-    }
-    if samples:
-        checks[SAMPLES_FILE] = lambda: _check_path(folder / SAMPLES_FILE, Path.is_file)
+    files = [METRICS_FILE, REWARDS_FILE, *([SAMPLES_FILE] if samples else [])]
+    checks: dict[str, Callable[[], object]] = {name: partial(_check_path, folder / name, Path.is_file) for name in files}
     if tensorboard:
         checks["tensorboard"] = check_tensorboard
     if wandb is not None:

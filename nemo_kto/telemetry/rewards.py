@@ -1,12 +1,14 @@
-"""Histograms of the rewards of a validation set, with bins that different validations can share."""
+"""Histograms of the rewards of a validation set, with bins that different validations can share; rewards.jsonl."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_kto.utils.files import read_json_lines
 from nemo_kto.utils.lazy import lazy_import
 
 if TYPE_CHECKING:
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_import("torch")
 
-REWARDS_FILE = "rewards.jsonl"
+REWARDS_FILE = "rewards.jsonl"  # a line for each validation of a set
 MAX_BINS = 100
 _MIN_EXPONENT = -20  # of the width of a bin; also the width if all rewards are equal
 
@@ -67,7 +69,31 @@ class RewardHistogram:
         return {"step": step, "set": self.set_name, "width": self.width, "first": self.first, **self.counts}
 
     @property
+    def bins(self) -> int:
+        """Number of bins."""
+        return max(map(len, self.counts.values()))
+
+    @property
     def edges(self) -> list[float]:
         """Right edge of each bin."""
-        bins = max(map(len, self.counts.values()))
-        return [(self.first + bin_index + 1) * self.width for bin_index in range(bins)]
+        return [(self.first + bin_index + 1) * self.width for bin_index in range(self.bins)]
+
+
+def read_rewards(file: Path) -> dict[str, dict[int, RewardHistogram]]:
+    """Read a file of rewards: name of the validation set -> step -> histogram.
+
+    Damaged lines are skipped, and a missing file has none.
+    """
+    sets: dict[str, dict[int, RewardHistogram]] = {}
+    for line in read_json_lines(file):
+        counts = {name: value for name, value in line.items() if isinstance(value, list) and value}
+        try:
+            histogram = RewardHistogram(
+                set_name=str(line["set"]), width=float(line["width"]), first=int(line["first"]), counts=counts
+            )
+            step = int(line["step"])
+        except (LookupError, TypeError, ValueError):
+            continue
+        if counts and histogram.width > 0:
+            sets.setdefault(histogram.set_name, {})[step] = histogram
+    return sets

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from textwrap import indent
 from typing import Any, Literal
 
-from nemo_kto.utils.files import open_file, read_lines
+from nemo_kto.errors import plural
+from nemo_kto.utils.files import read_json_lines
 
 SAMPLES_FILE = "samples.jsonl"
 Model = Literal["policy", "reference"]
@@ -28,42 +29,34 @@ class Sample:
     tokens: int  # of the answer, including the one that ends it
     ended: bool  # the answer is complete; False if it was cut at the maximum number of tokens
 
+    @property
+    def cut_note(self) -> str:
+        """Note in parentheses that the answer was cut; empty for a complete answer."""
+        return "" if self.ended else f" (cut after {plural(self.tokens, 'token')})"
+
 
 COLUMNS = [field.name for field in fields(Sample) if field.name != "messages"]  # of a table
 
 
 def read_samples(file: Path) -> list[Sample]:
-    """Read a file of samples; truncated or damaged lines are skipped, and a missing file has none."""
-    found = []
-    try:
-        with open_file(file) as handle:
-            for line in read_lines(handle):
-                try:
-                    found.append(Sample(**json.loads(line)))
-                except (ValueError, TypeError, RecursionError):
-                    continue
-    except OSError:
-        return []
-    return found
+    """Read a file of samples; damaged lines are skipped, and a missing file has none."""
+    names = {field.name for field in fields(Sample)}
+    return [Sample(**line) for line in read_json_lines(file) if line.keys() == names]
 
 
 def markdown(sample: Sample) -> str:
     """Return prompt and answer as Markdown, which shows both unchanged."""
-    note = "" if sample.ended else f" (cut after {sample.tokens} tokens)"
-    return f"**prompt**\n\n{_block(sample.prompt)}\n\n**{sample.model}**{note}\n\n{_block(sample.answer)}"
-
-
-def _block(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines() or [""])
+    prompt, answer = (indent(text, " " * 4, lambda line: True) for text in (sample.prompt, sample.answer))
+    return f"**prompt**\n\n{prompt}\n\n**{sample.model}**{sample.cut_note}\n\n{answer}"
 
 
 def log_to_wandb(logger: Any, samples: Sequence[Sample], step: int) -> None:
-    """Write a table of all prompts; ``logger`` is Lightning's WandbLogger."""
+    """Write a table of the answers to all prompts; ``logger`` is Lightning's WandbLogger."""
     logger.log_text(key="samples", columns=COLUMNS, data=[_cells(sample) for sample in samples], step=step)
 
 
 def log_to_mlflow(logger: Any, samples: Sequence[Sample], step: int) -> None:
-    """Append to a table, which is an artifact of the run; ``logger`` is Lightning's MLFlowLogger."""
+    """Append the answers to a table, which is an artifact of the run; ``logger`` is Lightning's MLFlowLogger."""
     rows = [_cells(sample) for sample in samples]
     table = {name: list(column) for name, column in zip(COLUMNS, zip(*rows, strict=True), strict=True)}
     logger.experiment.log_table(logger.run_id, table, artifact_file=_MLFLOW_TABLE)

@@ -40,7 +40,7 @@ class TensorBoard:
             self._writer.add_scalar(_OF_RANKS.sub(r"ranks/\1", name), value, step)
 
     def log_rewards(self, histograms: Sequence[RewardHistogram], step: int) -> None:
-        """Write the rewards of each class; their sums, which TensorBoard does not show, take a reward as that of its bin."""
+        """Write a histogram of the rewards of each class; the sums, which TensorBoard does not show, are of bin centres."""
         for each in histograms:
             edges, prefix = each.edges, f"{each.set_name}_" if each.set_name else ""
             centers = [edge - each.width / 2 for edge in edges]

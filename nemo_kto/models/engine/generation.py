@@ -38,7 +38,7 @@ class Decoding:
     seed: int = 0
 
     def is_complete(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
-        """Return whether an answer that is not empty has no further token."""
+        """Return whether an answer, which has at least one token, gets no further one."""
         full = len(answer) >= self.max_new_tokens or len(prompt) + len(answer) >= self.seq_length
         return full or answer[-1] in self.stop_ids
 
@@ -120,7 +120,7 @@ def choose_tokens(logits_BV: Tensor, uniform_B: Tensor, *, temperature: float, t
         probs_BV = probs_BV.masked_fill(torch.zeros_like(is_outside_BV).scatter(1, order_BV, is_outside_BV), 0.0)
     cumulative_BV = probs_BV.cumsum(dim=1)
     target_B1 = uniform_B.double().unsqueeze(1) * cumulative_BV[:, -1:]
-    # weights that are not finite give no distribution: any token will do
+    # NaN probabilities, of weights that are not finite, lead to an index after the last token
     return torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(1).clamp(max=logits_BV.shape[1] - 1)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ import pytest
 from nemo_kto.cli import report
 from nemo_kto.errors import UserError
 from nemo_kto.report.drawing import draw, summary_picture
+from nemo_kto.report.facts import answers
 from nemo_kto.report.page import write_report
 from nemo_kto.report.plots import common_bins, plots_of
-from nemo_kto.report.record import RewardHistogram, read_run
+from nemo_kto.report.record import read_run
+from nemo_kto.telemetry.rewards import RewardHistogram
 from tests.helpers.run_folders import data_of, healthy, write_extras, write_run
 
 VOID = {"meta", "link", "br"}
@@ -64,6 +68,7 @@ def test_a_page_shows_everything_and_loads_nothing(complete: Path, tmp_path: Pat
         assert f"<h2>{title}</h2>" in html, title
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
     assert "&lt;b&gt;answer&lt;/b&gt; 1 of policy &amp; step 200 …" in html
+    assert html.count("<h3>step 200</h3>") == html.count("<h3>step 200 (cut after 4 tokens)</h3>") == 1
     for fact in (
         "# complete",
         "| AUC |",
@@ -74,6 +79,33 @@ def test_a_page_shows_everything_and_loads_nothing(complete: Path, tmp_path: Pat
         "Prompt 1?",
     ):
         assert fact in text, fact
+
+
+CHATML = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nA <b>\n\n2?<|im_end|>\n<|im_start|>assistant\n"
+LLAMA3 = (
+    "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHot?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+ASKED = [{"role": "user", "content": "Hot?"}, {"role": "assistant", "content": "No."}, {"role": "user", "content": "Why?"}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "messages", "shown"),
+    [
+        ("Why?", ASKED, [("user", "Hot?"), ("assistant", "No."), ("user", "Why?")]),
+        (CHATML, None, [("system", "Be brief."), ("user", "A <b>\n\n2?")]),
+        (LLAMA3, None, [("user", "Hot?")]),
+        ("<bos><start_of_turn>user\nHot?<end_of_turn>\n<start_of_turn>model\n", None, [("user", "Hot?")]),
+        (f"Translate: {CHATML}", None, [("", f"Translate: {CHATML}")]),
+        ("2 + 2 =", None, [("", "2 + 2 =")]),
+    ],
+)
+def test_prompts_are_shown_as_messages(
+    complete: Path, prompt: str, messages: list[Mapping[str, Any]] | None, shown: list[tuple[str, str]]
+) -> None:
+    run = read_run(complete)
+    samples = [dataclasses.replace(sample, prompt=prompt, messages=messages) for sample in run.samples]
+    assert next(answers(dataclasses.replace(run, samples=samples))).prompt == shown
 
 
 def test_the_drawings_of_a_page_have_the_colours_of_the_page(complete: Path, tmp_path: Path) -> None:
@@ -127,9 +159,9 @@ def test_a_long_run_is_a_small_page_with_its_peaks(tmp_path: Path) -> None:
 
 def test_histograms_get_common_bins() -> None:
     fine = RewardHistogram(
-        step=0, width=0.125, first=-3, counts={"chosen": [1, 2, 3, 4, 5, 6], "rejected": [0, 0, 0, 0, 0, 7]}
+        set_name="", width=0.125, first=-3, counts={"chosen": [1, 2, 3, 4, 5, 6], "rejected": [0, 0, 0, 0, 0, 7]}
     )
-    coarse = RewardHistogram(step=9, width=0.5, first=0, counts={"chosen": [8], "rejected": [9]})
+    coarse = RewardHistogram(set_name="", width=0.5, first=0, counts={"chosen": [8], "rejected": [9]})
     edges, (first, last) = common_bins([fine, coarse])
     assert edges.tolist() == [-0.5, 0.0, 0.5]
     assert first["chosen"].tolist() == [6.0, 15.0]
@@ -138,7 +170,7 @@ def test_histograms_get_common_bins() -> None:
 
 
 def test_many_bins_are_joined() -> None:
-    wide = RewardHistogram(step=0, width=0.25, first=-50, counts={"chosen": [1] * 100})
+    wide = RewardHistogram(set_name="", width=0.25, first=-50, counts={"chosen": [1] * 100})
     edges, (counts,) = common_bins([wide])
     assert len(counts["chosen"]) <= 40
     assert counts["chosen"].sum() == 100

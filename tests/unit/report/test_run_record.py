@@ -26,7 +26,7 @@ def test_the_facts_of_a_run(tmp_path: Path) -> None:
     assert run.classes == ("desirable", "undesirable")
     assert run.seconds == 200
     assert len(run.samples) == 8
-    assert [each.step for each in run.rewards[""]] == [0, 200]
+    assert [*run.rewards[""]] == [0, 200]
 
 
 def test_seconds_of_a_log_line_are_those_of_each_of_its_steps(tmp_path: Path) -> None:

@@ -13,15 +13,15 @@ from nemo_kto.artifacts.content import copy_companions, read_companions
 from nemo_kto.artifacts.hub import hub_name
 from nemo_kto.artifacts.upload import Repository
 from nemo_kto.errors import UserError
-from nemo_kto.run.card import CardFacts, card_text, read_front_matter, write_card
+from nemo_kto.run.card import CardSources, card_text, read_front_matter, write_card
 from tests.helpers.messages import raises
 
 COMMIT = "0" * 40
 
 
-def facts_of(original: Path, **info: Any) -> CardFacts:
+def facts_of(original: Path, **info: Any) -> CardSources:
     """Those of a checkpoint outside of a run; ``info``: content of its trainer.json."""
-    return CardFacts(info=info, run=None, original=original, adapters=False)
+    return CardSources(info=info, run=None, original=original, adapters=False)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_names_without_paths_and_secrets_and_sets_with_names(tokenizer_folder: P
         facts[key] = {"sha256": "2" * 64, "from": "40 rows"}
     metrics = {"val_helpful_loss": 0.25, "val_short_loss": 0.5, "val_helpful_acc": 0.75, "val_short_acc": float("nan")}
     info = {"run": facts, "metrics": metrics, "trainer": {"step": 7}}
-    text = card_text(CardFacts(info=info, run=tmp_path, original=tokenizer_folder, adapters=False), has_picture=True)
+    text = card_text(CardSources(info=info, run=tmp_path, original=tokenizer_folder, adapters=False), has_picture=True)
     assert ModelCard(text).data.to_dict()["datasets"] == ["org/pairs"]
     for part in ("`base`", "| loss | 0.2500 | 0.5000 |", "| accuracy | 0.7500 | nan |", "helpful | short", "`rows.jsonl`"):
         assert part in text, part

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from nemo_kto.telemetry.loggers import RunLogger
 from nemo_kto.telemetry.samples import SAMPLES_FILE, Sample, read_samples
-from tests.unit.telemetry.test_loggers import quiet, wandb_records
+from tests.unit.telemetry.test_loggers import logged_to_wandb, quiet
 
 ASKED: list[Mapping[str, Any]] = [{"role": "user", "content": "Is it hot?"}]
 
@@ -93,23 +92,14 @@ def test_mlflow_has_one_table_of_the_run(tmp_path: Path) -> None:
     assert [(row["step"], row["answer"]) for row in rows] == [(0, "4 0"), (0, "*a*\nb"), (2, "4 2"), (2, "*a*\nb")]
 
 
-def test_wandb_has_a_table_of_each_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_SILENT", "true")
+@pytest.mark.usefixtures("fresh_wandb")
+def test_wandb_has_a_table_of_each_validation(tmp_path: Path) -> None:
     log(quiet(tmp_path, wandb={"project": "tests", "name": "one", "offline": True}, samples=True), 0, 2)
     __import__("wandb").finish()  # as at the end of the process
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
-    deadline = time.monotonic() + 60  # another process writes the file
-    while len(found := wandb_answers(run)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert found == [(0, ["4 0", "*a*\nb"]), (2, ["4 2", "*a*\nb"])]
-
-
-def wandb_answers(run: Path) -> list[tuple[int, list[str]]]:
-    """Step and answers of each table in the folder of a run."""
     (file,) = run.glob("*.wandb")
     found = []
-    for values in wandb_records(file):
-        if path := values.get("samples.path"):
-            table = json.loads((run / "files" / path).read_text())
-            found.append((values["trainer/global_step"], [row[table["columns"].index("answer")] for row in table["data"]]))
-    return found
+    for values in logged_to_wandb(file, "samples.path", count=2):
+        table = json.loads((run / "files" / values["samples.path"]).read_text())
+        found.append((values["trainer/global_step"], [row[table["columns"].index("answer")] for row in table["data"]]))
+    assert found == [(0, ["4 0", "*a*\nb"]), (2, ["4 2", "*a*\nb"])]
