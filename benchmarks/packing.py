@@ -105,7 +105,7 @@ def measure(trainer: Any, batch: Any, way: dict[str, Any], figures: Figures) -> 
     from nemo_kto.device import device
 
     engine, clock = trainer.model.engine, time.perf_counter if device.on_gpu() else time.process_time
-    engine.limits = replace(engine.limits, **{"packed": False, **way})
+    engine.limits = replace(engine.limits, **{"packed": False, "share_prompts": False, **way})
     samples, kl_samples = trainer.model.sequences(batch)
     carried = sum(each.padded_tokens(engine.limits) for each in (samples, kl_samples))
     figures.padding = 1 - int(samples.lengths_B.sum() + kl_samples.lengths_B.sum()) / carried

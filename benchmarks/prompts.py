@@ -1,17 +1,23 @@
 """Shared prompts compared with a prompt for each answer: CPU seconds of a DPO or KTO step with a swapped reference.
 
-    python benchmarks/prompts.py MODEL [--rounds 3] [--threads 1] [--examples 4] [--cases TEXT]
+    python benchmarks/prompts.py MODEL [--rounds 9] [--threads 1] [--layers 4] [--cases TEXT]
 
-MODEL is a Hugging Face folder. The tokens of the examples are random, their lengths given: prompts as long as answers, four
-times as long, or of little or no use. One process takes a step in turn with and without shared prompts, round after round,
-without the optimizer, in micro-batches of all examples; the two losses are shown.
+MODEL is a Hugging Face folder, of which only config.json is used, with --layers of its layers and as large a part of its
+vocabulary, so that the output layer takes its usual part of a step. Weights and tokens are random. In the first cases all
+lengths are equal: prompts as long as answers, four times as long, or of little or no use, in one micro-batch of four
+examples. In the others they differ, and the micro-batches are the default ones of a CPU. One process takes a step in turn
+with and without shared prompts, round after round, without the optimizer. Each round gives a ratio of CPU seconds; the table
+shows the median and the middle half of the ratios, and both losses. The memory of activations is that of a single micro-
+batch.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,28 +26,36 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Case:
-    """Lengths of the sequences of a batch, and the bound on the speed-up that counts only linear layers."""
+    """Ranges of the lengths of prompts and answers in a batch."""
 
     algorithm: str
-    prompt: int
-    answer: int
-    answers: int  # examples with the same prompt
-    bound: float
+    prompt: tuple[int, int]
+    answer: tuple[int, int]
+    examples: int = 4
+    answers: int = 1  # examples with the same prompt
+    tokens: int | None = None  # limit of a micro-batch; None for one micro-batch
 
 
 CASES = {
-    "DPO, prompts as long as answers": Case("dpo", 128, 128, 1, 4 / 3),
-    "DPO, prompts four times as long": Case("dpo", 256, 64, 1, 5 / 3),
-    "KTO, prompts as long as answers": Case("kto", 128, 128, 1, 12 / 11),
-    "KTO, prompts four times as long": Case("kto", 256, 64, 1, 30 / 26),
-    "KTO, four answers to a prompt as long": Case("kto", 128, 128, 4, 48 / 29),
-    "KTO, four answers to a prompt four times as long": Case("kto", 256, 64, 4, 120 / 44),
-    "DPO, prompts of a thirtieth": Case("dpo", 8, 240, 1, 496 / 488),
-    "nothing is shared": Case("apo_zero_unpaired", 128, 128, 1, 1.0),
+    "DPO, prompts as long as answers": Case("dpo", (128, 128), (128, 128)),
+    "DPO, prompts four times as long": Case("dpo", (256, 256), (64, 64)),
+    "KTO, prompts as long as answers": Case("kto", (128, 128), (128, 128)),
+    "KTO, prompts four times as long": Case("kto", (256, 256), (64, 64)),
+    "KTO, four answers to a prompt as long": Case("kto", (128, 128), (128, 128), answers=4),
+    "KTO, four answers to a prompt four times as long": Case("kto", (256, 256), (64, 64), answers=4),
+    "DPO, prompts of a thirtieth": Case("dpo", (8, 8), (240, 240)),
+    "nothing is shared": Case("apo_zero_unpaired", (128, 128), (128, 128)),
+    "DPO, different lengths": Case("dpo", (32, 128), (64, 256), tokens=512),
+    "DPO, different lengths, short": Case("dpo", (20, 28), (8, 30), examples=16, tokens=512),
+    "DPO, different lengths, very short prompts": Case("dpo", (4, 12), (64, 256), tokens=512),
+    "KTO, different lengths": Case("kto", (32, 128), (64, 256), examples=8, tokens=512),
+    "KTO, different lengths, short": Case("kto", (20, 28), (8, 30), examples=32, tokens=512),
+    "KTO, different lengths, very short prompts": Case("kto", (4, 12), (64, 256), examples=8, tokens=512),
+    "nothing is shared, different lengths": Case("apo_zero_unpaired", (32, 128), (64, 256), examples=8, tokens=512),
 }
 
 
-def make_batch(case: Case, examples: int, vocab_size: int) -> dict[str, Any]:
+def make_batch(case: Case, vocab_size: int) -> dict[str, Any]:
     """A collated batch of random tokens."""
     import torch
 
@@ -50,10 +64,11 @@ def make_batch(case: Case, examples: int, vocab_size: int) -> dict[str, Any]:
 
     draw = torch.Generator().manual_seed(1)
 
-    def text(length: int) -> Any:
+    def text(lengths: tuple[int, int]) -> Any:
+        length = int(torch.randint(lengths[0], lengths[1] + 1, (), generator=draw))
         return torch.randint(0, vocab_size, (length,), generator=draw).numpy()
 
-    prompts = [text(case.prompt) for _ in range(examples // case.answers)]
+    prompts = [text(case.prompt) for _ in range(case.examples // case.answers)]
     if case.algorithm == "dpo":
         pairs = [
             DPOExample(
@@ -68,18 +83,26 @@ def make_batch(case: Case, examples: int, vocab_size: int) -> dict[str, Any]:
         return dict(dpo_custom_collate(pairs, 0))
     rated = [
         KTOExample(prompt_ids=prompts[k // case.answers], response_ids=text(case.answer), desirable=k % 2 == 0)
-        for k in range(examples)
+        for k in range(case.examples)
     ]
     return dict(kto_custom_collate(rated, 0, with_kl=case.algorithm == "kto"))
 
 
-def build(folder: Path, limits: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the engine of a model, and the model as its own reference, with swapped weights."""
+def smaller(model: Path, folder: Path, *, layers: int) -> Path:
+    """Write the configuration of ``model`` with fewer layers, and with a vocabulary that is smaller by as much."""
+    config = json.loads((model / "config.json").read_text())
+    part = min(1.0, layers / config["num_hidden_layers"])
+    sizes = {name: round(part * config[name]) for name in ("num_hidden_layers", "vocab_size")}
+    (folder / "config.json").write_text(json.dumps(config | sizes))
+    return folder
+
+
+def build(folder: Path) -> tuple[Any, Any]:
+    """Return the engine of a model with random weights, and the model as its own reference, with swapped weights."""
     import torch
 
     from nemo_kto.architecture.architecture import read_architecture
     from nemo_kto.distributed import state
-    from nemo_kto.huggingface.huggingface import load_weights
     from nemo_kto.models.engine.engine import LogProbEngine
     from nemo_kto.models.engine.optimizer import wrap_data_parallel
     from nemo_kto.models.engine.reference import LiveReference, SwappedWeights
@@ -91,11 +114,10 @@ def build(folder: Path, limits: dict[str, Any]) -> tuple[Any, Any]:
     architecture = read_architecture(folder, tensor_parallel=1)
     built = build_chunks(architecture, params_dtype=torch.float32)
     chunks = wrap_data_parallel(built, use_distributed_optimizer=False)
-    load_weights(chunks, architecture, folder)
     engine = LogProbEngine(
         chunks=list(chunks),
         vocab_size=architecture.vocab_size,
-        limits=MicroBatchLimits(**limits),
+        limits=MicroBatchLimits(prompts=None, tokens=None, multiple=1),
         forward_micro_batch_size=None,
         average_log_probs=False,
         logprob_chunk_size=256,
@@ -142,9 +164,9 @@ class Saved:
         return sum(self.storages.values()) / 1e6
 
 
-def step(model: Any, batch: dict[str, Any], *, share: bool) -> tuple[float, float, dict[str, float]]:
+def step(model: Any, batch: dict[str, Any], case: Case, *, share: bool) -> tuple[float, float, dict[str, float]]:
     """CPU seconds, loss and sums of one step with its reference."""
-    model.engine.limits = replace(model.engine.limits, share_prompts=share)
+    model.engine.limits = replace(model.engine.limits, tokens=case.tokens, share_prompts=share)
     model.zero_grad()
     started = time.process_time()
     logps = model.get_ref_policy_logprobs(batch)
@@ -159,42 +181,45 @@ def main() -> None:
     """Take the steps of each case, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--examples", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--cases", default="", help="only cases with this text in their names")
     arguments = parser.parse_args()
     import torch
 
     torch.set_num_threads(arguments.threads)
-    cases = {name: case for name, case in CASES.items() if arguments.cases in name}
-    engine, reference = build(arguments.model, {"prompts": arguments.examples, "tokens": None, "multiple": 1})
+    with tempfile.TemporaryDirectory() as folder:
+        engine, reference = build(smaller(arguments.model, Path(folder), layers=arguments.layers))
     weights = Saved()
     for parameter in engine.chunks[0].parameters():
         weights.keep(parameter)
-    print("| step | linear layers allow | FLOPs allow | measured | activations, MB | shared | loss | shared |", flush=True)
+    print("| step | FLOPs allow | measured | middle half | activations, MB | shared | loss | shared |", flush=True)
     print("|---|---|---|---|---|---|---|---|", flush=True)
-    for name, case in cases.items():
-        model, batch = model_of(case, engine, reference), make_batch(case, arguments.examples, engine.vocab_size)
-        seconds: dict[bool, list[float]] = {False: [], True: []}
+    for name, case in CASES.items():
+        if arguments.cases not in name:
+            continue
+        model, batch = model_of(case, engine, reference), make_batch(case, engine.vocab_size)
         losses: dict[bool, float] = {}
         flops: dict[bool, float] = {}
         saved = {False: Saved(), True: Saved()}
         for share in (False, True):  # the first step of a kind is slower, and not counted
             with torch.autograd.graph.saved_tensors_hooks(saved[share].keep, lambda tensor: tensor):
-                _, losses[share], sums = step(model, batch, share=share)
+                _, losses[share], sums = step(model, batch, case, share=share)
             flops[share] = sums["flops"]
             for of_weight in weights.storages:
                 saved[share].storages.pop(of_weight, None)
-        for _ in range(arguments.rounds):
-            for share in (False, True):
-                seconds[share].append(step(model, batch, share=share)[0])
-                print(f"{name}, share_prompts={share}: {seconds[share][-1]:.2f} s", file=sys.stderr)
-        gain = statistics.median(seconds[False]) / statistics.median(seconds[True])
-        allowed = flops[False] / flops[True]
-        memory = " | ".join(f"{saved[share].megabytes:.0f}" for share in (False, True))
+        ratios = list[float]()
+        for number in range(arguments.rounds):
+            order = (False, True) if number % 2 else (True, False)
+            seconds = {share: step(model, batch, case, share=share)[0] for share in order}
+            ratios.append(seconds[False] / seconds[True])
+            print(f"{name}: {seconds[False]:.2f} s, shared {seconds[True]:.2f} s", file=sys.stderr)
+        low, gain, high = statistics.quantiles(ratios, n=4)
+        memory = " | ".join(f"{saved[share].megabytes:.0f}" if case.tokens is None else "" for share in (False, True))
         found = " | ".join(f"{losses[share]:.6f}" for share in (False, True))
-        print(f"| {name} | {case.bound:.2f} | {allowed:.2f} | {gain:.2f} | {memory} | {found} |", flush=True)
+        allowed = f"{flops[False] / flops[True]:.2f}"
+        print(f"| {name} | {allowed} | {gain:.2f} | {low:.2f} to {high:.2f} | {memory} | {found} |", flush=True)
 
 
 if __name__ == "__main__":

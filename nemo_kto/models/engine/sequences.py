@@ -27,6 +27,9 @@ if TYPE_CHECKING:  # so that the planner does not import megatron-core
     from nemo_kto.models.layers.attention import PackedSequences
 
 _GPU_WIDTHS = 64  # rounds widths up on a GPU, because attention kernels are set up again for every new width
+# Fraction of the tokens that shared prompts must save. Attention is computed answer by answer with copies of the prompt's
+# keys and values, which costs more than it saves if prompts are very short.
+_MIN_SAVING = 1 / 32
 
 
 def width_multiple(
@@ -193,10 +196,14 @@ class SequenceBatch:
         return torch.tensor([groups.setdefault(key, len(groups)) for key in keys], dtype=torch.long)
 
     def limits_of(self, limits: MicroBatchLimits) -> MicroBatchLimits:
-        """Return ``limits`` with packing if any prompt can be shared, otherwise without shared prompts."""
-        groups = int(self.prompt_group_B.max()) + 1 if limits.share_prompts and len(self) else len(self)
-        shares = groups < len(self) and self.mask_B1SS is None
-        return replace(limits, packed=limits.packed or shares, share_prompts=shares)
+        """Return ``limits`` with packing if shared prompts save enough tokens, otherwise without shared prompts."""
+        separate = replace(limits, share_prompts=False)
+        can_share = limits.share_prompts and self.mask_B1SS is None
+        if not can_share or len(set(self.prompt_group_B.tolist())) == len(self):
+            return separate
+        shared = replace(limits, packed=True)
+        saved = 1 - self._tokens(self._partition(shared), shared) / self._tokens(self._partition(separate), separate)
+        return shared if saved >= _MIN_SAVING else separate
 
     def shared_prompts(self, limits: MicroBatchLimits) -> list[int]:
         """Return the length of each prompt that :meth:`micro_batches` leaves out because it is shared."""
@@ -226,7 +233,8 @@ class SequenceBatch:
     ) -> list[MicroBatch]:
         """Split the batch into micro-batches on the device, either packed or of prompts of similar length.
 
-        With ``limits.share_prompts``, sequences that begin with the same prompt share its tokens, and the batch is packed.
+        With ``limits.share_prompts``, sequences that begin with the same prompt share its tokens, and the batch is packed,
+        if that saves tokens; otherwise micro-batches are those without shared prompts.
 
         Each micro-batch is only as wide as its longest sequence needs, because padding costs time and a sum over sequences
         does not depend on their order. It has the first answers to its prompts, followed by the second ones, if there are
@@ -243,8 +251,11 @@ class SequenceBatch:
         limits = self.limits_of(limits)
         parts = self._partition(limits)
         empty = agree(limits.whole_groups(len(parts))) - len(parts)
-        tokens = sum((1 if limits.packed else len(index_b)) * self._width(index_b, limits) for index_b in parts)
-        return tokens + limits.width(1) * empty
+        return self._tokens(parts, limits) + limits.width(1) * empty
+
+    def _tokens(self, parts: Sequence[Tensor], limits: MicroBatchLimits) -> int:
+        """Return the number of tokens, including padding, of micro-batches of the sequences with these indices."""
+        return sum((1 if limits.packed else len(index_b)) * self._width(index_b, limits) for index_b in parts)
 
     def _partition(self, limits: MicroBatchLimits) -> list[Tensor]:
         """Return the indices of the sequences of each micro-batch."""

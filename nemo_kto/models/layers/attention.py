@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,7 @@ class PackedSequences(PackedSeqParams):
     lengths: tuple[int, ...]  # number of tokens of each segment, including its padding
     prompts: Prompts = None  # segment that each segment continues; None if no tokens are shared
     key_index_k: Tensor | None = None  # tokens that the segments attend to, if any are shared: ``packing.key_indices``
+    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # those of all layers, see ``_lower_right``
 
     @classmethod
     def of(cls, packs: Sequence[tuple[int, ...]], prompts: Sequence[Prompts] | None = None) -> list[PackedSequences]:
@@ -223,7 +224,8 @@ class TorchAttention(MegatronModule):
         queries, keys = ([*slices] for slices in zip(*spans, strict=True))
         parts = zip(_parts(query, queries), _parts(key, keys), _parts(value, keys), strict=True)
         masks = [None if masked is None else masked[..., span.queries, span.keys] for span in spans]
-        contexts = [self._attend_span(*part, mask) for part, mask in zip(parts, masks, strict=True)]
+        known = {} if packed is None else packed.masks
+        contexts = [self._attend_span(*part, mask, known) for part, mask in zip(parts, masks, strict=True)]
         return torch.cat(contexts) if len(contexts) > 1 else contexts[0]
 
     def _apply_positions(
@@ -238,7 +240,9 @@ class TorchAttention(MegatronModule):
             query = self.temperature.scale(query, lengths, **pack)
         return query, key
 
-    def _attend_span(self, query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None) -> Tensor:
+    def _attend_span(
+        self, query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None, known: dict[tuple[int, int], Tensor]
+    ) -> Tensor:
         """Attend within one span; a single kernel for spans of different lengths would also compute with padding."""
         if self.window is not None:  # keys before the window of the first query are not needed
             beyond = max(0, key.size(0) - query.size(0) + 1 - self.window)
@@ -250,7 +254,10 @@ class TorchAttention(MegatronModule):
             if masked is None:  # in causal order, block attention applies the window itself
                 options["window"], window = window, None
             attention = functools.partial(block_attention, **options)
-        mask = _attention_mask(query, key, masked, window)
+        lower_right: Callable[[int, int], Tensor] = causal_lower_right
+        if not self.in_blocks and not query.is_cuda:
+            lower_right = functools.partial(_lower_right, dtype=query.dtype, known=known)
+        mask = _attention_mask(query, key, masked, window, lower_right)
         context = attention(
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
@@ -278,15 +285,28 @@ def _keys_of_segments(key: Tensor, value: Tensor, packed: PackedSequences | None
     return key.index_select(0, packed.key_index_k), value.index_select(0, packed.key_index_k)
 
 
-def _attention_mask(query: Tensor, key: Tensor, masked: Tensor | None, window: int | None) -> Tensor | None:
+def _lower_right(queries: int, keys: int, *, dtype: torch.dtype, known: dict[tuple[int, int], Tensor]) -> Tensor:
+    """Return ``causal_lower_right`` as values that are added to the scores: [queries, keys], from ``known`` if it is there.
+
+    On the CPU torch would make this tensor in every layer, and each layer would save one for its backward pass.
+    """
+    if (size := (queries, keys)) not in known:
+        is_later = torch.ones(size, dtype=torch.bool).triu(keys - queries + 1)
+        known[size] = torch.zeros(size, dtype=dtype).masked_fill_(is_later, float("-inf"))
+    return known[size]
+
+
+def _attention_mask(
+    query: Tensor, key: Tensor, masked: Tensor | None, window: int | None, lower_right: Callable[[int, int], Tensor]
+) -> Tensor | None:
     """Return the mask, True where a query (row) may attend to a key (column); the last query may attend to all keys.
 
-    For plain causal attention it is None, or with more keys than queries ``causal_lower_right``: no mask tensor is needed.
+    For plain causal attention it is None, or with more keys than queries ``lower_right``.
     """
     queries, keys = query.size(0), key.size(0)
     allowed = None if masked is None else ~masked
     if window is None or keys <= window:
-        return allowed if queries == keys else causal_lower_right(queries, keys)
+        return allowed if queries == keys else lower_right(queries, keys)
     key_index = torch.arange(keys, device=query.device)
     distance = key_index[keys - queries :, None] - key_index[None, :]
     in_window = (distance >= 0) & (distance < window)

@@ -59,6 +59,8 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
     length = LENGTH // context
     shape = (1, SEQUENCES * length) if options.get("packed") else (SEQUENCES, length)
     row = PackedSequences.of([(LENGTH,) * SEQUENCES])[0] if options.get("packed") else None
+    if options.get("prompts"):  # half of the tokens are a prompt of two answers
+        row = PackedSequences.of([(LENGTH, LENGTH // 2, LENGTH // 2)], [(None, 0, 0)])[0]
     tokens = torch.randint(0, 200, shape)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         chunk(tokens, torch.arange(shape[1]).expand_as(tokens), None, packed_seq_params=row)
@@ -191,3 +193,16 @@ def test_saved_activations_equal_the_formula(
     )
     wanted = expected(wide_models[family], options, dtype, adapters)
     assert found == [pytest.approx(wanted, rel=0.015)] * len(found)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("llama", "float32"), *(pytest.param(each, "bfloat16", marks=pytest.mark.full) for each in ("llama", "gpt_oss"))],
+)
+def test_tokens_of_shared_prompts_save_no_more_than_the_formula(
+    ranks: RankPool, wide_models: dict[str, Path], family: str, dtype: str
+) -> None:
+    """The keys and values of a prompt are copied for each answer, instead of the view of the fused tensor that is kept."""
+    options = {"packed": True, "prompts": True}
+    (found,) = ranks.run(1, saved_by_layer, wide_models[family], options, dtype, None)
+    assert 0.8 < found / expected(wide_models[family], {"packed": True}, dtype, None) <= 1.0

@@ -184,7 +184,11 @@ def test_communication_equals_the_formula(
     model = models["experts" if "expert_parallel" in options else dense]
     expert_tensor, disabled = options.pop("expert_tensor_parallel", 1), options.pop("disabled", 0)
     degrees = {"tensor_model": tensor, "pipeline_model": pipeline, "context": context}
-    overrides = [*overrides, *(f"model.{axis}_parallel_size={degree}" for axis, degree in degrees.items())]
+    overrides = [
+        "model.data.share_prompts=false",
+        *overrides,
+        *(f"model.{axis}_parallel_size={degree}" for axis, degree in degrees.items()),
+    ]
     counter = f"trainer.callbacks=[{{_target_: tests.distributed.planner.traffic.CountStep, folder: {tmp_path}}}]"
     length = ["trainer.kto.max_steps=2", "trainer.kto.limit_val_batches=0"]
     ranks.run(count, train, model, rows, tmp_path / "run", count, [*overrides, *length, counter])

@@ -97,11 +97,11 @@ def test_a_cache_filled_per_epoch_gives_the_same_numbers_as_swap(
 ) -> None:
     """In the second epoch too, where the reference is evaluated after the policy has moved.
 
-    KL examples are evaluated in the same micro-batches, so that their mean log-ratio is the same to the last bit where the
-    policy is, which it is in the first step of the second epoch.
+    Without shared prompts, KL examples are evaluated in the same micro-batches, so that their mean log-ratio is the same to
+    the last bit where the policy is, which it is in the first step of the second epoch.
     """
     run, other = job("kto"), str(make_checkpoint(tmp_path / "other", "llama", seed=3))
-    given = [*TWO_EPOCHS, *(text.format(other=other) for text in overrides)]
+    given = [*TWO_EPOCHS, "model.data.share_prompts=false", *(text.format(other=other) for text in overrides)]
     swapped = run(*given, world_size=world_size)
     assert abs(swapped[3]["train/rewards_all_mean"] - swapped[0]["train/rewards_all_mean"]) > 1e-4, "the policy must move"
     assert_same(run(*given, CACHED, world_size=world_size), swapped, steps=4)

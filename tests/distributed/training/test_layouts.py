@@ -289,7 +289,6 @@ class Tours:
         world_size, of_layout = LAYOUTS.get(layout, ONE_RANK)
         rows, others = self.sets[algorithm]
         overrides = [
-            "model.data.share_prompts=auto",
             *of_run,
             *(override.replace("model.kto.", f"model.{algorithm}.") for override in of_layout),
             *length(algorithm, steps),

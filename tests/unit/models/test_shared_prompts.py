@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -127,6 +128,15 @@ def test_nothing_to_share_changes_nothing() -> None:
         assert shared.packed is None
 
 
+@pytest.mark.parametrize(("answer", "shares"), [(15, True), (16, False)])
+def test_prompts_that_save_little_are_not_shared(answer: int, shares: bool) -> None:
+    """A prompt of one token and two answers of 15 tokens are 31 tokens instead of 32."""
+    batch = batch_of([(0, [answer, answer])])
+    assert batch.limits_of(LIMITS) == replace(LIMITS, share_prompts=shares, packed=shares)
+    micro_batches = batch.micro_batches(LIMITS)
+    assert [each.tokens_bs.shape for each in micro_batches] == [(1, 31) if shares else (2, answer + 1)]
+
+
 def test_context_parallelism_is_refused() -> None:
     with pytest.raises(ValueError, match="share_prompts must be False"):
         replace(LIMITS, context_parallel=2)
@@ -162,3 +172,18 @@ def test_answers_attend_to_their_prompt(kind: str) -> None:
     grads = torch.autograd.grad(found, shared, torch.zeros_like(found).index_add(0, index_t, grad))
     for found_grad, expected_grad in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(found_grad, expected_grad, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_share_the_masks_of_a_pack() -> None:
+    """A pack with two answers of the same length has one mask, whatever the number of layers."""
+    packed = PackedSequences.of([(5, 3, 3, 4)], [(None, 0, 0, None)])[0]
+    heads = [torch.randn(15, number, D, requires_grad=True) for number in (HEADS, GROUPS, GROUPS)]
+    saved = list[torch.Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: heads[0]):
+        kept = [attention()(*heads, None, packed_seq_params=packed) for _ in range(2)]
+    ((size, mask),) = packed.masks.items()
+    assert size == (3, 8)
+    assert mask.tolist() == [[0.0] * (6 + row) + [-math.inf] * (2 - row) for row in range(3)]
+    masks = [each.untyped_storage().data_ptr() for each in saved if each.shape[-2:] == size]
+    assert set(masks) == {mask.untyped_storage().data_ptr()}
+    assert len(masks) == 2 * len(kept)

@@ -78,7 +78,6 @@ def test_the_default_limit_of_tokens(keys: list[str], prompts: int | None, token
     ],
 )
 def test_prompts_are_shared_where_attention_supports_it(keys: list[str], on_gpu: bool, shares: bool) -> None:
-    keys = ["model.data.share_prompts=auto", *keys]
     assert micro_batch_limits(resolved(*keys), on_gpu=on_gpu).share_prompts is shares
 
 
