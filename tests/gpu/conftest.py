@@ -41,13 +41,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 @pytest.fixture(scope="package")
 def expected(place: Workplace) -> Callable[[str], Path]:
-    """``expected(name)``: the folder of the fp32 run on the CPU that others are compared with, by its name in EXPECTED."""
+    """``expected(name)``: the folder of the fp32 run on the CPU that others are compared with, by its name in EXPECTED.
+
+    It computes the prompt of each answer separately.
+    """
     made: dict[str, Path] = {}
 
     def get(name: str) -> Path:
         if name not in made:
             algorithm, overrides = EXPECTED[name]
-            made[name] = place.run(f"expected-{name}", "trainer.accelerator=cpu", *overrides, algorithm=algorithm)
+            always = "trainer.accelerator=cpu", "model.data.share_prompts=false"
+            made[name] = place.run(f"expected-{name}", *always, *overrides, algorithm=algorithm)
         return made[name]
 
     return get

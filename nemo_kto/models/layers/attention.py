@@ -200,7 +200,7 @@ class TorchAttention(MegatronModule):
             packed_seq_params.max_seqlen_kv,
             scale=self.scale,
             window_size=(-1 if self.window is None else self.window - 1, 0),
-            enable_gqa=query.size(2) != key.size(2),
+            enable_gqa=query.size(2) != key.size(1),
         )
         return context.flatten(1)
 

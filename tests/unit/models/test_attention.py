@@ -301,6 +301,20 @@ def test_arguments_of_the_packed_kernel_in_each_torch(is_installed: bool, monkey
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.01)
 
 
+@pytest.mark.parametrize("groups", [GROUPS, HEADS])
+def test_the_packed_kernel_knows_whether_heads_are_grouped(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    grouped: list[bool] = []
+
+    def kernel(query: Any, *_: Any, enable_gqa: bool, **options: Any) -> Any:
+        grouped.append(enable_gqa)
+        return query
+
+    monkeypatch.setattr("nemo_kto.models.layers.attention.varlen_attention", lambda dtype: kernel)
+    query, key = torch.zeros(S, HEADS, D), torch.zeros(S, groups, D)
+    attention()(query, key, key, None, packed_seq_params=row_of((3, 6, 1)))
+    assert grouped == [groups < HEADS]
+
+
 def test_packed_sequences_reject_a_mask() -> None:
     row = [each[:, 0] for each in heads()]
     with raises(ValueError, "attn_mask_type", "arbitrary"):
