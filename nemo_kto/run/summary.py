@@ -82,7 +82,7 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
 
 
 def _reference_memory(run: ResolvedRun) -> dict[str, str]:
-    if not run.swaps_reference or not run.reference_memory:
+    if not device.on_gpu() or not run.swaps_reference or not run.reference_memory:
         return {}
     memory = {"gpu": "GPU memory", "cpu": "host memory"}[run.reference_memory]
     return {"reference weights": f"{memory} ({run.reference_memory_reason})"}

@@ -103,8 +103,8 @@ for step in range(3):
         parameter.data.add_(100)
     with held.active():
         assert [float(parameter[-1]) for parameter in parameters] == list(range(8))
-        assert [float(host[-1]) for host in held.host] == [100 * (step + 1) + k for k in range(8)]
-    assert [float(host[-1]) for host in held.host] == list(range(8))
+        assert [float(kept[-1]) for kept in held.kept] == [100 * (step + 1) + k for k in range(8)]
+    assert [float(kept[-1]) for kept in held.kept] == list(range(8))
 """
 
 

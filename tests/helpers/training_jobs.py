@@ -14,6 +14,7 @@ import pytest
 _FIGURES = re.compile(
     r"(train|val)/(first_|second_)?(loss|kl$|delta|acc|auc|rewards|logps|grad_norm|preference_loss|sft_loss|moe)"
 )
+_NEAR_TIES = 0.02  # of an AUC: a few pairs of nearly equal rewards may change their order
 
 
 def trajectory(folder: Path) -> list[dict[str, float]]:
@@ -32,9 +33,11 @@ def difference(ours: dict[str, float], theirs: dict[str, float]) -> float:
 
 
 def largest_difference(ours: dict[str, float], theirs: dict[str, float]) -> tuple[float, str]:
-    """The same, with the name of the figure."""
+    """The same, with the name of the figure; an AUC must only be near."""
     assert ours.keys() == theirs.keys()
-    return max((abs(ours[name] - theirs[name]) / max(abs(theirs[name]), 0.1), name) for name in ours)
+    aucs = [name for name in ours if name.endswith("auc")]
+    assert all(abs(ours[name] - theirs[name]) < _NEAR_TIES for name in aucs), [(ours[name], theirs[name]) for name in aucs]
+    return max((abs(ours[name] - theirs[name]) / max(abs(theirs[name]), 0.1), name) for name in ours if name not in aucs)
 
 
 def assert_same(

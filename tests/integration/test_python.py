@@ -224,6 +224,7 @@ def notebooks_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 DEVICES = [1, pytest.param(2, marks=pytest.mark.full)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", DEVICES)
 def test_the_notebook_from_a_csv_to_chatting(tiny_llama: Path, notebooks_home: Path, devices: int) -> None:
     lines = notebook_output("first_model", tiny_llama, notebooks_home, devices)
@@ -234,6 +235,7 @@ def test_the_notebook_from_a_csv_to_chatting(tiny_llama: Path, notebooks_home: P
     assert any(line.startswith("  checkpoints ") and "step 6" in line for line in lines), "24 rows, 2 epochs of 3 steps"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_the_notebook_with_a_loss(tiny_llama: Path, notebooks_home: Path, devices: int) -> None:
     lines = notebook_output("custom_loss", tiny_llama, notebooks_home, devices)

@@ -156,6 +156,7 @@ def test_mistakes_of_push(
     assert done.stderr == Message("nemo-kto", *parts)
 
 
+@pytest.mark.slow
 def test_chat_with_a_run_without_an_export_exports_it_first(run: Path, tmp_path: Path) -> None:
     moved = tmp_path / "run"
     shutil.copytree(run, moved)

@@ -135,7 +135,7 @@ def test_a_stopped_rank_with_the_store_is_named(tmp_path: Path) -> None:
         found = ranks.ended(1, 2)
     assert [status for status, _ in found] == [1, 1]
     for rank, (_, output) in enumerate(found, start=1):
-        assert_names(output.splitlines()[-1], "rank 0", "0.9 s", f"rank {rank} of 3", NAME, "'forward_backward'")
+        assert_names(output.rstrip().splitlines()[-1], "rank 0", "0.9 s", f"rank {rank} of 3", NAME, "'forward_backward'")
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.full)])
