@@ -61,7 +61,7 @@ def _names(batch: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def recorded_rows(folder: Path) -> dict[int, list[str]]:
-    """Step -> its rows in the order of the global batch.
+    """Step -> the rows of its global batch, sorted: which rank has which depends on the layout and on shared prompts.
 
     A step that was taken again, after a crash, must have had the same rows; so must ranks that share their examples.
 
@@ -74,14 +74,10 @@ def recorded_rows(folder: Path) -> dict[int, list[str]]:
             kept = shares.setdefault(note["step"], {}).setdefault((note["share"], note["shares"]), note["rows"])
             if kept != note["rows"]:
                 raise ValueError(f"step {note['step']} had other rows when it was taken again")
-    return {step: _interleaved(of_step) for step, of_step in sorted(shares.items())}
+    return {step: _all_rows(of_step) for step, of_step in sorted(shares.items())}
 
 
-def _interleaved(of_step: Mapping[tuple[int, int], list[str]]) -> list[str]:
-    """Data-parallel rank r of n has examples r, r + n, ... of the global batch."""
+def _all_rows(of_step: Mapping[tuple[int, int], list[str]]) -> list[str]:
     (count,) = {shares for _, shares in of_step}
-    batch = [""] * sum(map(len, of_step.values()))
-    for (share, _), rows in of_step.items():
-        batch[share::count] = rows
-    assert len(of_step) == count
-    return batch
+    assert len(of_step) == count, "each data-parallel rank recorded its share"
+    return sorted(row for rows in of_step.values() for row in rows)

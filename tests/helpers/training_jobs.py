@@ -28,7 +28,12 @@ def trajectory(folder: Path) -> list[dict[str, float]]:
 
 
 def difference(ours: dict[str, float], theirs: dict[str, float]) -> float:
-    """Largest difference, relative to the value or, for values near nothing, to 0.1."""
+    """Largest difference, relative to the value or, for values near nothing, to 0.1.
+
+    A log-ratio is a difference of two log-probs in fp32, and near nothing it is known to their last place only: 1e-7 of a
+    log-prob. Its difference is therefore relative to at least a hundredth of the log-probs, that of a reward to a thousandth
+    (beta is 0.1).
+    """
     return largest_difference(ours, theirs)[0]
 
 
@@ -37,7 +42,14 @@ def largest_difference(ours: dict[str, float], theirs: dict[str, float]) -> tupl
     assert ours.keys() == theirs.keys()
     aucs = [name for name in ours if name.endswith("auc")]
     assert all(abs(ours[name] - theirs[name]) < _NEAR_TIES for name in aucs), [(ours[name], theirs[name]) for name in aucs]
-    return max((abs(ours[name] - theirs[name]) / max(abs(theirs[name]), 0.1), name) for name in ours if name not in aucs)
+    logp = max((abs(value) for name, value in theirs.items() if "logps" in name), default=0.0)
+    parts = {"kl": logp / 100, "delta": logp / 100, "rewards": logp / 1000}
+    amounts = list[tuple[float, str]]()
+    for name, value in theirs.items():
+        if name not in aucs:
+            last_place = next((floor for part, floor in parts.items() if part in name), 0.0)
+            amounts.append((abs(ours[name] - value) / max(abs(value), 0.1, last_place), name))
+    return max(amounts)
 
 
 def assert_same(

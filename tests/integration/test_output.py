@@ -109,7 +109,7 @@ def start_table(model: Path, steps: str) -> list[object]:
         "  balance     desirable / undesirable = 1.429 (recommended: 1 to 4/3)",
         f"  steps       {steps}",
         "  lr          0.001 (model.optim.lr)",
-        "  batch       8 rows a step, micro-batches of 4; each epoch omits 3 rows, different ones each time",
+        "  batch       8 rows a step, micro-batches of 4, shared prompts; each epoch omits 3 rows, different ones each time",
         "  sequences   at most 64 tokens (set by the user)",
         "  layout      1 rank",
         f"  device      CPU, {device.device_name()}, 1 thread a rank",

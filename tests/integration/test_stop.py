@@ -124,7 +124,7 @@ def test_a_repeatedly_stopped_job_equals_an_uninterrupted_one(runs: Runs) -> Non
     nothing = Naming("nemo-kto", "SIGTERM", "first step", "start")
     assert runs.stopped("run", f"{DATA} 0 SIGTERM") == nothing
     message = runs.stopped("run", f"{REFERENCE} 1 SIGUSR1")
-    assert message == Naming("nemo-kto", "SIGUSR1", "16", f"{cache(runs)}", "start")
+    assert message == Naming("nemo-kto", "SIGUSR1", "32", f"{cache(runs)}", "start")
     # the first step of the process
     where = "checkpoint run/checkpoints/step_00000"
     message = runs.stopped("run", f"{pass_of_model(1)} launcher SIGTERM")
