@@ -63,7 +63,7 @@ class EngineAttention(MegatronModule):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[sequence, batch, heads, head size] -> [sequence, batch, heads * head size]"""
-        position_s = torch.arange(len(query))
+        position_s = torch.arange(len(query), device=query.device)
         distance_ss = position_s[:, None] - position_s
         is_visible_ss = (distance_ss >= 0) & (distance_ss < (self.window or len(query)))
         heads_first = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))
@@ -82,7 +82,7 @@ def engine_layers(architecture: Architecture) -> Iterator[None]:
         return layer
 
     with (
-        mock.patch.object(gpt, "uses_transformer_engine", lambda dtype: True),
+        mock.patch.object(gpt, "uses_transformer_engine", return_value=True),
         mock.patch.object(transformer, "get_gpt_layer_with_transformer_engine_spec", layer_spec),
         mock.patch.object(transformer_engine, "TENorm", TorchNorm),
     ):

@@ -120,6 +120,7 @@ def both_ways(
 
 
 TP2: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
+BY_TOKENS = {"prompts": None, "tokens": 90}
 ENGINE = {"engine": True}  # layers called as Transformer Engine's
 # model, ranks, layout, answers of an example, limits of a micro-batch, log-probs of prompts too, LoRA
 CASES: dict[str, tuple[str, int, dict[str, Any], int, dict[str, Any], bool, bool]] = {
@@ -144,7 +145,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], int, dict[str, Any], bool, bool
     "chunks_and_temperature": ("llama4_text", 1, {}, 1, {}, False, False),
     "engine_pairs": ("llama", 1, ENGINE, 2, {}, True, False),
     "engine_tp2_sequence_parallel_pp2": ("llama", 4, {"pipeline": 2, **TP2, **ENGINE}, 1, {}, False, False),
-    "engine_recompute_lora": ("llama", 1, {"recompute": "selective", **ENGINE}, 2, {"prompts": None, "tokens": 90}, False, True),
+    "engine_recompute_lora": ("llama", 1, {"recompute": "selective", **ENGINE}, 2, BY_TOKENS, False, True),
     "engine_recompute_full": ("llama", 1, {"recompute": "full", **ENGINE}, 1, {}, False, False),
 }
 QUICK = (
