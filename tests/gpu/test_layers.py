@@ -75,10 +75,10 @@ def test_logits_with_transformer_engine_are_those_of_transformers(name: str, tmp
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_shared_prompts_with_transformer_engine(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("window", [None, 6])
+def test_shared_prompts_with_transformer_engine(window: int | None, tmp_path: Path) -> None:
     """Hidden states and gradients in bf16 are those of a sequence for each answer; a stand-in where it is not installed."""
-    folder = make_checkpoint(tmp_path / "model", family, **({"sliding_window": 6} if family == "mistral" else {}))
+    folder = make_checkpoint(tmp_path / "model", "mistral", sliding_window=window)
     architecture = read_architecture(folder, tensor_parallel=1)
     stand_in = contextlib.nullcontext() if uses_transformer_engine(torch.bfloat16) else engine_layers(architecture)
     with stand_in:

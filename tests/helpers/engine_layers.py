@@ -66,8 +66,8 @@ class EngineAttention(MegatronModule):
         position_s = torch.arange(len(query), device=query.device)
         distance_ss = position_s[:, None] - position_s
         is_visible_ss = (distance_ss >= 0) & (distance_ss < (self.window or len(query)))
-        heads_first = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))
-        context = F.scaled_dot_product_attention(*heads_first, attn_mask=is_visible_ss, scale=self.scale, enable_gqa=True)
+        query, key, value = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))
+        context = F.scaled_dot_product_attention(query, key, value, is_visible_ss, scale=self.scale, enable_gqa=True)
         return context.permute(2, 0, 1, 3).flatten(2)
 
 
