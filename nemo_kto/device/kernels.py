@@ -95,6 +95,7 @@ def slow_paths(
     *,
     tensor_parallel: int,
     unsupported_by_te: Sequence[str] = (),  # features of the model that Transformer Engine's layers do not support
+    share_prompts: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> list[str]:
     """Return one line for each fast path that a run on this GPU cannot use, with its remedy; empty on the CPU."""
@@ -111,6 +112,8 @@ def slow_paths(
         found.append(
             "no fused accumulation of the gradients of linear layers; install torch 2.11, or apex with its extensions"
         )
+    if share_prompts and dtype != torch.float32 and varlen_attention(dtype) is None:
+        found.append("shared prompts: attention is computed answer by answer; install torch 2.11")
     if not compiles():
         missing = " and ".join(device.missing_for_compiling())
         not_fused = ["activations", "log-probs", *["the rotary embedding"] * (not fused_rope())]

@@ -24,6 +24,7 @@ from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.device import device
 from nemo_kto.device.kernels import uses_transformer_engine
 from nemo_kto.distributed.gradients import added_to_main_grad, main_grad_of
+from nemo_kto.models.layers.attention import PackedSequences
 from nemo_kto.models.transformer import block_spec, transformer_config
 
 # Parameters whose size depends on the number of zero heads that pad the model for the tensor-parallel size.
@@ -104,6 +105,7 @@ class HiddenStateGPT(GPTModel):
 
     adapters: LoRASettings | None = None  # those that ``add_adapters`` applied; None: the model's own weights are trained
     logit_softcap: float | None = None  # c in c tanh(logit / c); None: no soft cap
+    shares_prompts = True  # its attention supports packs whose sequences share prompts
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -115,10 +117,26 @@ class HiddenStateGPT(GPTModel):
             # weight is gathered.
             self.output_layer.__class__ = _HiddenStateOutput
 
-    def _preprocess(self, *args: object, padding_mask: Tensor | None = None, **kwargs: object) -> tuple[object, ...]:
-        """Run megatron-core's method, but keep ``padding_mask`` as it is; megatron-core requires the tokens' shape."""
-        *prepared, _ = super()._preprocess(*args, **kwargs)
-        return (*prepared, padding_mask)
+    def _preprocess(
+        self,
+        *args: object,
+        position_ids: Tensor,
+        packed_seq_params: PackedSequences | None = None,
+        padding_mask: Tensor | None = None,
+        **kwargs: object,
+    ) -> tuple[object, ...]:
+        """Run megatron-core's method, with two changes.
+
+        ``padding_mask`` is returned as it is; megatron-core requires the tokens' shape. In a pack with shared prompts the
+        angles of RoPE are those of each token's position; megatron-core would begin every segment at position 0.
+        """
+        given = {"position_ids": position_ids, "packed_seq_params": packed_seq_params}
+        hidden, angle_t11d, *others, _ = super()._preprocess(*args, **given, **kwargs)
+        if packed_seq_params is not None and packed_seq_params.prompts is not None:
+            if not self.shares_prompts:
+                raise ValueError("share_prompts must be True for packed sequences that share prompts, got False")
+            angle_t11d = None if angle_t11d is None else angle_t11d[position_ids[0]]
+        return (hidden, angle_t11d, *others, padding_mask)
 
     def output_weight(self) -> Tensor:
         """Return this rank's rows of the output weight, [padded vocabulary / tp, hidden]; RuntimeError on other stages."""
@@ -152,6 +170,7 @@ def build_gpt(
     fp8: str | None = None,
     expert_parallel: int = 1,
     grouped_experts: bool = True,
+    share_prompts: bool = False,
     empty: bool = False,
     **recompute: str | int | None,
 ) -> HiddenStateGPT:
@@ -163,6 +182,7 @@ def build_gpt(
         attn_mask_type: causal, or arbitrary if ``forward`` gets a mask, [batch, 1, sequence, sequence], True = masked out.
         fp8: "hybrid" (e4m3, and e5m2 for gradients) or "e4m3", for the products in Transformer Engine's linear layers.
         grouped_experts: Transformer Engine multiplies the experts of a rank in one call; adapters need separate experts.
+        share_prompts: packed sequences may share prompts, which layers without Transformer Engine always support.
         empty: create megatron-core's own layers on torch's meta device, without values or memory, in order to apply adapters
             to them and merge these into the weights of another model.
         recompute: recompute_granularity, None to keep all activations, "selective" to recompute ``recompute_modules`` (mlp,
@@ -185,10 +205,11 @@ def build_gpt(
         use_cpu_initialization=empty,  # creates tensors on the device of the context below
     )
     vp_stage = chunk if split.chunks > 1 else None
+    layers = {"use_te": use_te, "share_prompts": share_prompts, "attn_mask_type": attn_mask_type}
     with torch.device("meta") if empty else contextlib.nullcontext():
         model = HiddenStateGPT(
             config=config,
-            transformer_layer_spec=block_spec(architecture, config, vp_stage, use_te=use_te, attn_mask_type=attn_mask_type),
+            transformer_layer_spec=block_spec(architecture, config, vp_stage, **layers),
             vocab_size=architecture.padded_vocab_size,
             max_sequence_length=architecture.max_position_embeddings,
             share_embeddings_and_output_weights=architecture.tied,
@@ -198,6 +219,7 @@ def build_gpt(
             vp_stage=vp_stage,
         )
     model.logit_softcap = architecture.logit_softcap
+    model.shares_prompts = share_prompts or not use_te
     if pre_process and architecture.scaled_embedding:
         model.embedding.word_embeddings.scale = scale_of(architecture.hidden_size, params_dtype)
     for name, parameter in model.named_parameters():

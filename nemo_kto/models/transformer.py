@@ -27,6 +27,7 @@ from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.device.kernels import compiles, fused_rope
 from nemo_kto.models.layers.attention import TorchAttention
+from nemo_kto.models.layers.engine_attention import with_shared_prompts
 from nemo_kto.models.layers.gated_activation import ClampedSwiGLU, GeGLU, SwiGLU
 from nemo_kto.models.layers.moe import BalancedRouter, BiasedExpertOutput, BiasedRouter
 from nemo_kto.models.layers.norm import AllHeadsNorm, PostNormLayer, TorchNorm
@@ -139,14 +140,22 @@ def block_spec(
     *,
     use_te: bool,
     attn_mask_type: AttnMaskType,
+    share_prompts: bool = False,
 ) -> TransformerBlockSubmodules:
-    """Return the specs of the layers of one model chunk; ``use_te`` selects Transformer Engine's modules."""
+    """Return the specs of the layers of one model chunk; ``use_te`` selects Transformer Engine's modules.
+
+    With ``share_prompts`` their attention supports packed sequences that share prompts; that of other layers always does.
+    """
     first = get_transformer_layer_offset(config, vp_stage)
     kinds = architecture.sparse_layers[first : first + get_num_layers_to_build(config, vp_stage)]
     specs = {
         sparse: _layer_spec(architecture, config, use_te=use_te, sparse=sparse, attn_mask_type=attn_mask_type)
         for sparse in set(kinds)
     }
+    if use_te and share_prompts:
+        for spec in specs.values():
+            parts = spec.submodules.self_attention.submodules
+            parts.core_attention = with_shared_prompts(parts.core_attention)
     norm: Any = TorchNorm
     if use_te:
         from megatron.core.extensions.transformer_engine import TENorm

@@ -34,6 +34,7 @@ from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.gpt import build_chunks, build_gpt
 from nemo_kto.models.lora.adapters import add_adapters, merge_adapters
 from nemo_kto.run.card import CardSources, write_card
+from nemo_kto.run.rows import micro_batch_limits
 from nemo_kto.telemetry.summary import adapter_lines, model_lines, table
 from nemo_kto.utils.files import read_json
 
@@ -79,6 +80,7 @@ def build_policy(run: ResolvedRun) -> Policy:
         fp8=cfg.fp8,
         expert_parallel=cfg.expert_model_parallel_size,
         grouped_experts=not adapts_experts(run.architecture, adapters),
+        share_prompts=micro_batch_limits(run).share_prompts,
     )
     if adapters is not None:
         for chunk in chunks:

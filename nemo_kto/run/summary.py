@@ -75,8 +75,12 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         **({} if data.samples is None else {"samples": samples_text(run, data.samples, data.splits)}),
         "run folder": str(run.folder),
     }
-    unsupported, tensor = architecture.unsupported_by_te, model.tensor_model_parallel_size
-    slow = slow_paths(run.dtype, tensor_parallel=tensor, unsupported_by_te=unsupported)
+    slow = slow_paths(
+        run.dtype,
+        tensor_parallel=model.tensor_model_parallel_size,
+        unsupported_by_te=architecture.unsupported_by_te,
+        share_prompts=data.limits.share_prompts,
+    )
     lines |= {f"slow path {number}": path for number, path in enumerate(slow, start=1)}
     return lines
 

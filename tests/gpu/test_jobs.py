@@ -88,8 +88,6 @@ REPEATING = [
     "case", [*QUICK, *(pytest.param(case, marks=repeats) for case in REPEATING)], ids=lambda case: case.name
 )
 def test_a_run_equals_the_cpu(case: Case, place: Workplace, expected: Callable[[str], Path]) -> None:
-    if HAS_ENGINE and case.in_bf16 and SHARED in case.overrides:
-        pytest.skip("Transformer Engine's attention has no shared prompts")
     algorithm = "dpo" if case.expected == "dpo" else "kto"
     run = place.run(case.name, *on(DEVICE), *case.overrides, algorithm=algorithm)
     assert_close(run, expected(case.expected), tolerance=BF16 if case.in_bf16 else FP32, in_bf16=case.in_bf16)
@@ -98,6 +96,8 @@ def test_a_run_equals_the_cpu(case: Case, place: Workplace, expected: Callable[[
     assert recorded["dtypes"] == ["bfloat16" if case.in_bf16 else "float32"]
     if case.name == "bf16":
         assert any(name.startswith("TE") for name in recorded["classes"]) == HAS_ENGINE
+    if case.name == "bf16-shared-dpo":
+        assert ("SharedPromptAttention" in recorded["classes"]) == HAS_ENGINE
 
 
 @repeats

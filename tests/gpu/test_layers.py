@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,18 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch.nn.attention.bias import causal_lower_right
 
+from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.device import device
 from nemo_kto.device.kernels import uses_transformer_engine
 from nemo_kto.distributed import state
 from nemo_kto.huggingface.huggingface import load_weights
+from nemo_kto.models.gpt import build_gpt
+from nemo_kto.models.layers.attention import PackedSequences
 from nemo_kto.models.layers.block_attention import BLOCK, block_attention
+from nemo_kto.models.layers.packing import Prompts, token_positions
 from tests.helpers import hf_jobs, hf_models
+from tests.helpers.engine_layers import engine_layers
+from tests.helpers.tiny_models import make_checkpoint
 from tests.unit.distributed.test_logprobs_precision import (  # noqa: F401  # on a GPU matrix products return fp32
     test_gradients_are_rounded_once,
     test_the_log_ratio_of_slightly_moved_weights,
@@ -65,6 +72,39 @@ def test_logits_with_torch_layers_are_those_of_transformers(name: str, tmp_path:
 def test_logits_with_transformer_engine_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Without the attention factor of yarn, or with whole heads rotated, the error is several times 0.1."""
     assert relative_error_of_logits(name, tmp_path) < 0.1
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("window", [None, 6])
+def test_shared_prompts_with_transformer_engine(window: int | None, tmp_path: Path) -> None:
+    """Hidden states and gradients in bf16 are those of a sequence for each answer; a stand-in where it is not installed."""
+    folder = make_checkpoint(tmp_path / "model", "mistral", sliding_window=window)
+    architecture = read_architecture(folder, tensor_parallel=1)
+    stand_in = contextlib.nullcontext() if uses_transformer_engine(torch.bfloat16) else engine_layers(architecture)
+    with stand_in:
+        model = build_gpt(architecture, params_dtype=torch.bfloat16, share_prompts=True)
+    load_weights([model], architecture, folder)
+    core = model.decoder.layers[0].self_attention.core_attention
+    assert type(core).__name__ == "SharedPromptAttention"
+    calls = list[int]()
+    core.with_prompts.register_forward_hook(lambda *_: calls.append(1))
+    # a prompt of nine tokens with two answers, and a sequence of its own; the pack's token of each token of the sequences
+    lengths, prompts, index_t = (9, 4, 6, 7), (None, 0, 0, None), torch.tensor([*range(13), *range(9), *range(13, 26)])
+    draw = torch.Generator().manual_seed(5)
+    tokens_s, weight_t1 = torch.randint(0, 200, (26,), generator=draw), torch.randn(len(index_t), 1, generator=draw)
+    index_t, tokens_s, weight_t1 = device.upload([index_t, tokens_s, weight_t1])
+
+    def passes(tokens_s: torch.Tensor, lengths: tuple[int, ...], prompts: Prompts) -> list[torch.Tensor]:
+        packed, positions = PackedSequences.of([lengths], [prompts])[0], token_positions(lengths, prompts=prompts)
+        hidden = model(tokens_s[None], *device.upload([positions[None]]), None, packed_seq_params=packed)[0]
+        hidden = hidden if prompts is None else hidden[index_t]
+        parameters = [each for name, each in model.named_parameters() if not name.startswith("output_layer")]
+        return [hidden, *torch.autograd.grad((weight_t1 * hidden.float()).sum(), parameters)]
+
+    found, expected = passes(tokens_s, lengths, prompts), passes(tokens_s[index_t], (13, 15, 7), None)
+    assert calls == [1]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert float((ours - theirs).float().norm() / theirs.float().norm()) < 0.03
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])

@@ -136,9 +136,6 @@ def model_gpu_rules(run: ResolvedRun, computes: Computes) -> Iterator[ConfigErro
     yield from _fp8_rules(run)
     model = run.cfg.model
     uses_engine = computes.engine is not None and PRECISIONS[run.cfg.trainer.precision] != "32"
-    if model.data.share_prompts is True and uses_engine and not run.architecture.unsupported_by_te:
-        text = "must be false or auto with Transformer Engine, whose attention does not support shared prompts, got true"
-        yield ConfigError("model.data.share_prompts", f"{text}; auto shares prompts on CPUs", ("trainer.precision",))
     if model.context_parallel_size > 1 and model.data.packing and uses_engine:
         architecture = run.architecture
         if any(window is not None for window in architecture.windows) and not architecture.unsupported_by_te:

@@ -59,15 +59,22 @@ class PackedSequences(PackedSeqParams):
         before = [shared_lengths(*pack) for pack in zip(packs, prompts, strict=True)]
         keys = [tuple(map(sum, zip(*pack, strict=True))) for pack in zip(packs, before, strict=True)]
         begins = [torch.tensor([0, *accumulate(counts)], dtype=torch.int32) for counts in (*packs, *keys)]
+        # megatron-core's RoPE takes a pack with shared prompts for one sequence, see ``HiddenStateGPT._preprocess``
+        wholes = [
+            None if segments is None else torch.tensor([0, sum(pack)], dtype=torch.int32)
+            for pack, segments in zip(packs, prompts, strict=True)
+        ]
         indices = [
             None if segments is None else key_indices(pack, segments) for pack, segments in zip(packs, prompts, strict=True)
         ]
-        uploaded = device.upload([*begins, *indices])
+        uploaded = device.upload([*begins, *indices, *wholes])
         return [
             cls(
                 qkv_format="thd",
                 cu_seqlens_q=uploaded[number],
                 cu_seqlens_kv=uploaded[number + len(packs)],
+                cu_seqlens_q_padded=uploaded[number + 3 * len(packs)],
+                cu_seqlens_kv_padded=uploaded[number + 3 * len(packs)],
                 max_seqlen_q=max(packs[number]),
                 max_seqlen_kv=max(keys[number]),
                 lengths=packs[number],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,22 +55,25 @@ def both_ways(
     from nemo_kto.models.engine.optimizer import wrap_data_parallel
     from nemo_kto.models.gpt import build_chunks
     from nemo_kto.models.lora.adapters import add_adapters
+    from tests.helpers.engine_layers import engine_layers
 
     recompute = layout.get("recompute")
-    there = state.Layout(**{name: value for name, value in layout.items() if name != "recompute"})
+    there = state.Layout(**{name: value for name, value in layout.items() if name not in ("recompute", "engine")})
     state.init_distributed(layout=there, seed=1)
     architecture = read_architecture(policy, tensor_parallel=there.tensor, expert_tensor_parallel=there.expert_tensor)
-    built = build_chunks(
-        architecture,
-        params_dtype=torch.float32,
-        split=split_of(there),
-        sequence_parallel=there.sequence_parallel,
-        expert_parallel=there.expert,
-        recompute_granularity=recompute,
-        recompute_method="uniform" if recompute == "full" else None,
-        recompute_num_layers=1 if recompute == "full" else None,
-        recompute_modules=("core_attn",) if recompute == "selective" else (),
-    )
+    with engine_layers(architecture) if layout.get("engine") else contextlib.nullcontext():
+        built = build_chunks(
+            architecture,
+            params_dtype=torch.float32,
+            split=split_of(there),
+            sequence_parallel=there.sequence_parallel,
+            expert_parallel=there.expert,
+            recompute_granularity=recompute,
+            recompute_method="uniform" if recompute == "full" else None,
+            recompute_num_layers=1 if recompute == "full" else None,
+            recompute_modules=("core_attn",) if recompute == "selective" else (),
+            share_prompts=True,
+        )
     for gpt in built if lora else ():
         add_adapters(gpt, LoRASettings(rank=2, alpha=4), architecture=architecture, seed=3)
         for name, parameter in gpt.named_parameters():  # B is zero, and so would be the gradient of A
@@ -116,6 +120,8 @@ def both_ways(
 
 
 TP2: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
+BY_TOKENS = {"prompts": None, "tokens": 90}
+ENGINE = {"engine": True}  # layers called as Transformer Engine's
 # model, ranks, layout, answers of an example, limits of a micro-batch, log-probs of prompts too, LoRA
 CASES: dict[str, tuple[str, int, dict[str, Any], int, dict[str, Any], bool, bool]] = {
     "one_rank": ("llama", 1, {}, 1, {}, False, False),
@@ -137,10 +143,14 @@ CASES: dict[str, tuple[str, int, dict[str, Any], int, dict[str, Any], bool, bool
     "windows_and_sinks": ("gpt_oss", 1, {}, 1, {}, False, False),
     "windows": ("gemma3_text", 1, {}, 1, {}, False, False),
     "chunks_and_temperature": ("llama4_text", 1, {}, 1, {}, False, False),
+    "engine_pairs": ("llama", 1, ENGINE, 2, {}, True, False),
+    "engine_tp2_sequence_parallel_pp2": ("llama", 4, {"pipeline": 2, **TP2, **ENGINE}, 1, {}, False, False),
+    "engine_recompute_lora": ("llama", 1, {"recompute": "selective", **ENGINE}, 2, BY_TOKENS, False, True),
+    "engine_recompute_full": ("llama", 1, {"recompute": "full", **ENGINE}, 1, {}, False, False),
 }
 QUICK = (
     "pairs_and_prompts tp2_sequence_parallel_pp2 dp2 recompute lora experts experts_tp2_ep2 "
-    "windows_and_soft_caps windows_and_sinks chunks_and_temperature"
+    "windows_and_soft_caps windows_and_sinks chunks_and_temperature engine_tp2_sequence_parallel_pp2 engine_recompute_lora"
 ).split()
 
 

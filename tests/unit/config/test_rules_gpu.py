@@ -147,22 +147,17 @@ def test_packed_rows_with_windows_on_several_ranks(
     assert [str(mistake) for mistake in model_gpu_rules(run, computes)] == [expected] * is_refused
 
 
+@pytest.mark.parametrize("computes", [HOPPER, BARE, CPU])
 @pytest.mark.parametrize(
-    ("overrides", "computes", "is_refused"),
-    [
-        (("model.data.share_prompts=true",), GPU, True),
-        (("model.data.share_prompts=auto",), GPU, False),
-        (("model.data.share_prompts=true", "trainer.precision=32"), GPU, False),
-        (("model.data.share_prompts=true",), BARE, False),
-        (("model.data.share_prompts=true",), CPU, False),
-    ],
+    ("family", "overrides"), [("mistral", ()), ("mistral", ("model.data.packing=true",)), ("gpt_oss", ())]
 )
-def test_shared_prompts_need_the_attention_of_torch(
-    overrides: tuple[str, ...], computes: Computes, is_refused: bool, load: Load, tiny_llama: Path
+def test_shared_prompts_are_supported_by_all_layers(
+    family: str, overrides: tuple[str, ...], computes: Computes, load: Load, tmp_path: Path
 ) -> None:
-    run = ResolvedRun.of(load(f"pretrained_checkpoint.restore_from_path={tiny_llama}", *overrides))
-    expected = Message("model.data.share_prompts", "false", "auto", "Transformer Engine", "true")
-    assert [str(mistake) for mistake in model_gpu_rules(run, computes)] == [expected] * is_refused
+    """Transformer Engine's, with windows too, and those of a model with sinks, which it has no layers for."""
+    model = make_checkpoint(tmp_path / "model", family, sliding_window=16)
+    given = f"pretrained_checkpoint.restore_from_path={model}", "model.data.share_prompts=true"
+    assert list(model_gpu_rules(ResolvedRun.of(load(*given, *overrides)), computes)) == []
 
 
 def test_models_without_fp8_layers(load: Load, tmp_path: Path) -> None:

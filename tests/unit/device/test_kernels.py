@@ -97,6 +97,20 @@ def test_each_slow_path_is_reported(
     assert kernels.slow_paths(dtype, tensor_parallel=tensor_parallel, environment=environment) == expected
 
 
+@pytest.mark.parametrize(
+    ("dtype", "share_prompts", "torch_has_it", "is_slow"),
+    [(BF16, True, False, True), (BF16, True, True, False), (BF16, False, False, False), (FP32, True, False, False)],
+)
+def test_shared_prompts_without_a_kernel_for_packed_sequences(
+    dtype: torch.dtype, share_prompts: bool, torch_has_it: bool, is_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(monkeypatch, **RICH)
+    monkeypatch.setattr(kernels, "varlen_attention", lambda dtype: print if torch_has_it else None)
+    found = kernels.slow_paths(dtype, tensor_parallel=1, share_prompts=share_prompts, environment={})
+    slow = [Message("shared prompts", "answer", "torch 2.11")] * is_slow
+    assert found == [SLOW_TYPE] * (dtype == FP32) + slow
+
+
 def test_a_model_without_transformer_engine_layers_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, **{**RICH, "apex": False, "wide": False})
     parts = ["norms over all heads", "a clamped activation"]

@@ -10,12 +10,12 @@ from typing import Any, NoReturn, cast
 import pytest
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.architecture.architecture import Architecture, read_architecture
 from nemo_kto.config import compose
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.models.flops import ModelFlops
-from nemo_kto.run import build, reference
+from nemo_kto.run import build, policy, reference
 from nemo_kto.run.data import too_few_rows
 from nemo_kto.run.rows import micro_batch_limits, shares_of, source_settings
 from tests.helpers.messages import Message
@@ -79,6 +79,23 @@ def test_the_default_limit_of_tokens(keys: list[str], prompts: int | None, token
 )
 def test_prompts_are_shared_where_attention_supports_it(keys: list[str], on_gpu: bool, shares: bool) -> None:
     assert micro_batch_limits(resolved(*keys), on_gpu=on_gpu).share_prompts is shares
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_layers_are_built_for_prompts_that_are_shared(
+    shares: bool, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = list[bool]()
+
+    def build_chunks(architecture: Architecture, *, share_prompts: bool, **settings: Any) -> NoReturn:
+        given.append(share_prompts)
+        raise InterruptedError
+
+    monkeypatch.setattr(policy, "build_chunks", build_chunks)
+    keys = f"pretrained_checkpoint.restore_from_path={tiny_llama}", f"model.data.share_prompts={str(shares).lower()}"
+    with pytest.raises(InterruptedError):
+        policy.build_policy(resolved("trainer.precision=32", *keys))
+    assert given == [shares]
 
 
 def test_kto_needs_two_validation_rows_and_its_variant_without_z0_one() -> None:
