@@ -18,6 +18,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
+from nemo_kto.distributed.state import optimizer_instances
+
 STATES = ("param", "exp_avg", "exp_avg_sq")  # main weights and moments
 
 
@@ -61,13 +63,24 @@ def sharded_slices(optimizer: Any, model_state: ShardedStateDict, *, is_loading:
         if isinstance(entry, ShardedTensor | ShardedTensorFactory)
     }
     state: ShardedStateDict = {}
+    instances = optimizer_instances()
     for number, (parameter, start, end) in enumerate(_local_slices(optimizer)):
         values = _values(optimizer, parameter)
         state[number] = {}
         for name in STATES:
             # an optimizer that has taken no step yet has no moments
             flat = values[name] if name in values else torch.zeros_like(values["param"])
-            pieces = _pieces(entries[id(parameter)], f"optimizer.state.{name}.", flat, start, end, is_loading=is_loading)
+            # optimizer instances hold equal slices, which they write in turn
+            replica = (optimizer.distributed_optimizer_instance_id + number) % instances
+            pieces = _pieces(
+                entries[id(parameter)],
+                f"optimizer.state.{name}.",
+                flat,
+                start,
+                end,
+                replica=replica,
+                is_loading=is_loading,
+            )
             state[number][name] = dict(enumerate(pieces))
     return state
 
@@ -101,9 +114,16 @@ def _local_slices(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int
 
 
 def _pieces(
-    entry: ShardedTensor | ShardedTensorFactory, prefix: str, flat: torch.Tensor, start: int, end: int, *, is_loading: bool
+    entry: ShardedTensor | ShardedTensorFactory,
+    prefix: str,
+    flat: torch.Tensor,
+    start: int,
+    end: int,
+    *,
+    replica: int,
+    is_loading: bool,
 ) -> Iterator[ShardedTensor]:
-    """Yield the rectangles that cover the flat values ``start`` to ``end`` of a parameter."""
+    """Yield the rectangles that cover the flat values ``start`` to ``end`` of a parameter; ``replica`` 0 is written."""
     for part, begin in _parts(entry):
         shape = (1,) * part.prepend_axis_num + tuple(part.local_shape)
         length = math.prod(shape)
@@ -118,7 +138,7 @@ def _pieces(
                 global_shape=part.global_shape,
                 global_offset=tuple(own + inner for own, inner in zip(part.global_offset, block.offsets, strict=True)),
                 axis_fragmentations=None,  # the rectangles form no regular grid
-                replica_id=(*part.replica_id[:-1], 0),  # main replica: no other data-parallel rank holds this slice
+                replica_id=(*part.replica_id[:-1], replica),
                 allow_shape_mismatch=part.allow_shape_mismatch,
             )
 

@@ -34,6 +34,8 @@ def wrap_data_parallel(
     Gradients are summed in fp32 over the data-parallel group; ``finalize_model_grads`` divides them by the number of
     examples of the global batch. With ``overlap``, gradients are summed during the backward pass, and sharded weights
     gathered during the forward pass; the model must be run by a ``LogProbEngine``, or by one of megatron-core's schedules.
+    With several optimizer instances (:class:`nemo_kto.distributed.state.Layout`), gradients are scattered over the ranks of
+    an instance, then summed over the instances; weights are gathered within an instance.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -42,6 +44,7 @@ def wrap_data_parallel(
         average_in_collective=False,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap and use_distributed_optimizer,
+        num_distributed_optimizer_instances=state.optimizer_instances(),
     )
     wrapped = [
         DistributedDataParallel(config=chunk.config, ddp_config=ddp_config, module=chunk, disable_bucketing=index > 0)
@@ -64,8 +67,12 @@ class SkippingOptimizer(ChainedOptimizer):
     """
 
     def get_grad_norm(self) -> float:
-        """Return the L2 norm of the whole gradient, over all ranks."""
-        self._norm = float(super().get_grad_norm())
+        """Return the L2 norm of the whole gradient, over all ranks.
+
+        Each optimizer instance computes it from the same gradient. They agree on one value, because a difference in
+        rounding would make their weights differ.
+        """
+        self._norm = state.max_over_optimizer_instances(float(super().get_grad_norm()))
         return self._norm
 
     def step_with_ready_grads(self) -> bool:
