@@ -18,8 +18,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-from nemo_kto.distributed.state import optimizer_instances
-
 STATES = ("param", "exp_avg", "exp_avg_sq")  # main weights and moments
 
 
@@ -63,25 +61,16 @@ def sharded_slices(optimizer: Any, model_state: ShardedStateDict, *, is_loading:
         if isinstance(entry, ShardedTensor | ShardedTensorFactory)
     }
     state: ShardedStateDict = {}
-    instances = optimizer_instances()
     for number, (parameter, start, end) in enumerate(_local_slices(optimizer)):
         values = _values(optimizer, parameter)
         state[number] = {}
         for name in STATES:
             # an optimizer that has taken no step yet has no moments
             flat = values[name] if name in values else torch.zeros_like(values["param"])
-            # optimizer instances hold equal slices, which they write in turn
-            replica = (optimizer.distributed_optimizer_instance_id + number) % instances
-            pieces = _pieces(
-                entries[id(parameter)],
-                f"optimizer.state.{name}.",
-                flat,
-                start,
-                end,
-                replica=replica,
-                is_loading=is_loading,
-            )
+            pieces = _pieces(entries[id(parameter)], f"optimizer.state.{name}.", flat, start, end, is_loading=is_loading)
             state[number][name] = dict(enumerate(pieces))
+            for piece in state[number][name].values():  # every optimizer instance holds this slice
+                piece.replica_id = (*piece.replica_id[:-1], optimizer.distributed_optimizer_instance_id)
     return state
 
 
@@ -114,16 +103,9 @@ def _local_slices(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int
 
 
 def _pieces(
-    entry: ShardedTensor | ShardedTensorFactory,
-    prefix: str,
-    flat: torch.Tensor,
-    start: int,
-    end: int,
-    *,
-    replica: int,
-    is_loading: bool,
+    entry: ShardedTensor | ShardedTensorFactory, prefix: str, flat: torch.Tensor, start: int, end: int, *, is_loading: bool
 ) -> Iterator[ShardedTensor]:
-    """Yield the rectangles that cover the flat values ``start`` to ``end`` of a parameter; ``replica`` 0 is written."""
+    """Yield the rectangles that cover the flat values ``start`` to ``end`` of a parameter."""
     for part, begin in _parts(entry):
         shape = (1,) * part.prepend_axis_num + tuple(part.local_shape)
         length = math.prod(shape)
@@ -138,7 +120,7 @@ def _pieces(
                 global_shape=part.global_shape,
                 global_offset=tuple(own + inner for own, inner in zip(part.global_offset, block.offsets, strict=True)),
                 axis_fragmentations=None,  # the rectangles form no regular grid
-                replica_id=(*part.replica_id[:-1], replica),
+                replica_id=part.replica_id,
                 allow_shape_mismatch=part.allow_shape_mismatch,
             )
 

@@ -37,6 +37,7 @@ class Training:
     sequence_parallel: bool = False  # activations between tensor-parallel regions are sharded over the sequence
     adapters: LoRASettings | None = None  # None if all weights are trained
     distributed_optimizer: bool = True  # its state is sharded over the data- and context-parallel ranks
+    optimizer_instances: int = 1  # groups of these ranks, each with the whole state
     moment_bytes: int = _FP32  # per value of each of Adam's two moments
     offload: float = 0.0  # fraction of the optimizer state that is stored in the host memory of a GPU
     swapped: str | None = None  # weights of which there is a copy for the reference, on the host: "all", "trained" or None
@@ -143,8 +144,8 @@ class Training:
         return self.replicas * self.tensor_parallel // self.expert_ranks
 
     def share(self, parameters: Iterable[RankParameter]) -> float:
-        """Return how many trained values each rank is assigned if the ranks with the same values partition them."""
-        return sum(each.numel / self.copies(each) for each in parameters if each.trained)
+        """Return how many trained values each rank is assigned if those of an optimizer instance partition them."""
+        return sum(each.numel * self.optimizer_instances / self.copies(each) for each in parameters if each.trained)
 
     def state_bytes(self) -> float:
         """Return the bytes of optimizer state on the device per trained value: two moments, and in bf16 the fp32 value."""
@@ -160,8 +161,9 @@ class Training:
         trained = [each for each in parameters if each.trained]
         if not self.offload or not trained:
             return 0.0
-        gradients = sum(_power_of_two(each.numel * _FP32) / self.copies(each) for each in trained)
-        copied = sum({_power_of_two(each.numel * self.element_bytes // self.copies(each)) for each in trained})
+        shards = [(each.numel, self.copies(each) // self.optimizer_instances) for each in trained]
+        gradients = sum(_power_of_two(count * _FP32) / ranks for count, ranks in shards)
+        copied = sum({_power_of_two(count * self.element_bytes // ranks) for count, ranks in shards})
         return self.offload * (3 * _FP32 * self.share(trained) + gradients) + copied
 
 
@@ -242,7 +244,7 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
         heap=0.0 if training.on_gpu else activations + logprobs,
         offloaded=training.offloaded_bytes(parameters),
         reference=swapped * (training.element_bytes + moving),
-        checkpoint=share * saved_bytes if training.async_save else 0.0,
+        checkpoint=share / training.optimizer_instances * saved_bytes if training.async_save else 0.0,
         file=0.0 if training.on_gpu else training.largest_file,
         on_gpu=training.on_gpu,
         reference_on_device=training.reference_on_gpu or not training.on_gpu,

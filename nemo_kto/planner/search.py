@@ -23,6 +23,7 @@ _NONE: Values = dict.fromkeys(_FULL)
 _RECOMPUTE = (_NONE, {**_NONE, "activations_checkpoint_granularity": "selective"}, _FULL)
 _ROWS = (1, 2, 4)  # candidate numbers of rows of a micro-batch
 _CHUNK = 2048  # minimum tokens: with shorter chunks, context-parallel ranks would wait for keys and values
+_INSTANCES = "num_distributed_optimizer_instances"
 _CHUNKS = (1, 2, 4)  # candidate numbers of model chunks of a pipeline stage
 
 
@@ -39,6 +40,9 @@ def layouts(plan: Plan) -> Iterator[Values]:
         data, rest = divmod(ranks, tensor * pipeline * context)
         if rest or tensor > GPUS_PER_MACHINE or not _divides_mlps(architecture, tensor) or model.global_batch_size % data:
             continue
+        instances = model.optim.num_distributed_optimizer_instances
+        if data * context % instances:
+            continue
         degrees = {
             "tensor_model_parallel_size": tensor,
             "pipeline_model_parallel_size": pipeline,
@@ -46,7 +50,7 @@ def layouts(plan: Plan) -> Iterator[Values]:
             "sequence_parallel": tensor > 1,
         }
         splits = _splits(plan.run.split, pipeline, architecture.num_layers)
-        shared = _expert_degrees(architecture, ranks // pipeline)
+        shared = _expert_degrees(architecture, ranks // pipeline, instances)
         for split, experts, recompute, rows in product(splits, shared, _RECOMPUTE, _ROWS):
             tokens = {"micro_batch_size": None, "micro_batch_tokens": rows * answers * plan.training.micro_batch_width}
             yield {**degrees, **split, **experts, **recompute, **tokens}
@@ -66,11 +70,15 @@ def _splits(given: PipelineSplit, stages: int, layers: int) -> Iterator[Values]:
             }
 
 
-def _expert_degrees(architecture: Architecture, ranks: int) -> list[Values]:
-    """Return the settings that partition whole experts over the ranks of a stage; one empty setting for a dense model."""
+def _expert_degrees(architecture: Architecture, ranks: int, instances: int) -> list[Values]:
+    """Return the settings that partition whole experts over the ranks of a stage; one empty setting for a dense model.
+
+    Their copies must be divisible by the number of optimizer instances.
+    """
     if architecture.experts is None:
         return [{}]
-    possible = [size for size in _divisors(ranks) if architecture.experts.number % size == 0]
+    sizes = [size for size in _divisors(ranks) if ranks // size % instances == 0]
+    possible = [size for size in sizes if architecture.experts.number % size == 0]
     return [{"expert_model_parallel_size": size, "expert_tensor_parallel_size": 1} for size in possible]
 
 
@@ -102,11 +110,13 @@ def remedies(plan: Plan) -> list[str]:
         return _is_possible(plan, run) and make_plan(run, plan.machines).fits
 
     of_stage = plan.machines.ranks // plan.training.split.stages
-    experts = [each for each in _expert_degrees(plan.training.architecture, of_stage) if each]
+    instances = model.optim.num_distributed_optimizer_instances
+    experts = [each for each in _expert_degrees(plan.training.architecture, of_stage, instances) if each]
+    sharded: list[Values] = [{"optim": model.optim.model_copy(update={_INSTANCES: 1})}] if instances > 1 else []
     together: list[Values] = [{**one, **other, **_FULL, **one_row} for one in ({}, *tensor) for other in ({}, *pipeline)]
     lora: Values = {"peft": model.peft.model_copy(update={"peft_scheme": "lora"})}
     for kinds in (
-        [[one_row], [_FULL], tensor, pipeline, context, experts],
+        [sharded, [one_row], [_FULL], tensor, pipeline, context, experts],
         [together],
         [[lora, {**lora, **_FULL, **one_row}]],
     ):
@@ -132,9 +142,9 @@ def values_of(plan: Plan) -> Values:
 def overrides(values: Values) -> str:
     """Format model settings as command-line overrides."""
     words = {"None": "null", "True": "true", "False": "false"}
-    texts = {f"model.{name}": words.get(str(value), value) for name, value in values.items() if name != "peft"}
-    if "peft" in values:
-        texts["model.peft.peft_scheme"] = "lora"
+    sections = {"peft": ("model.peft.peft_scheme", "lora"), "optim": (f"model.optim.{_INSTANCES}", "1")}
+    texts = {f"model.{name}": words.get(str(value), value) for name, value in values.items() if name not in sections}
+    texts |= dict(sections[name] for name in values if name in sections)
     return " ".join(f"{key}={value}" for key, value in texts.items() if value != "null")
 
 
@@ -147,6 +157,9 @@ def _is_possible(plan: Plan, run: ResolvedRun) -> bool:
     fits_model &= architecture.sizes["expert_ffn"] % shards == 0
     fits_model &= shards == 1 or not adapts_experts(architecture, run.adapters)
     fits_model &= plan.machines.ranks // pipeline % (model.expert_model_parallel_size * shards) == 0
+    instances = model.optim.num_distributed_optimizer_instances
+    copies = (data * context, plan.machines.ranks // pipeline // (model.expert_model_parallel_size * shards))
+    fits_model &= not any(count % instances for count in copies)
     fits_batch = not rest and model.global_batch_size % (data * (model.micro_batch_size or 1)) == 0
     is_new = context == plan.training.context_parallel or _are_long(plan, context)
     return fits_model and fits_batch and is_new and tensor <= GPUS_PER_MACHINE

@@ -57,6 +57,8 @@ def first(architecture: Architecture, **changes: Any) -> RankMemory:
         ({"element_bytes": 2, "data_parallel": 4}, 2, 3, 3.5),
         ({"element_bytes": 2, "distributed_optimizer": False, "async_save": False}, 2, 12, 0),
         ({"element_bytes": 2, "data_parallel": 4, "moment_bytes": 2}, 2, 2, 2.5),
+        ({"element_bytes": 2, "data_parallel": 4, "optimizer_instances": 2}, 2, 6, 3.5),
+        ({"element_bytes": 4, "data_parallel": 4, "context_parallel": 2, "optimizer_instances": 4}, 4, 4, 2),
     ],
 )
 def test_bytes_per_parameter(
