@@ -20,6 +20,7 @@ from nemo_kto.planner.activations import Activations
 
 CONTEXT = 2e9  # bytes of GPU memory for CUDA, its libraries and NCCL; an assumption
 _FP32 = 4
+_UPDATED_VALUES = 1 << 24  # values of a weight whose moments are fp32 at a time; copied from models.engine.adam
 _PRODUCT_ROWS = 8192  # rows of the output weight's gradient at a time; copied from distributed.logprobs, which imports torch
 
 
@@ -322,14 +323,18 @@ def _working(training: Training, parameters: list[RankParameter]) -> float:
     """Return the bytes of the largest temporary of the reduction of gradients and the update of weights.
 
     On the CPU weights are updated one after the other, with two fp32 tensors each. On a GPU one kernel updates all weights,
-    without temporaries. Both bf16 moments are converted to fp32 for the update: Transformer Engine did so up to version
-    2.12. An optimizer that is partly on the host is built twice, first from whole weights: during that time the weights that
-    stay on the GPU exist there in fp32. gloo copies the tensors that it scatters and gathers, here the distributed
-    optimizer's gradients and weights, even in a group of one rank.
+    without temporaries. Both bf16 moments are converted to fp32 for the update, a slice of a weight at a time. An optimizer
+    that is partly on the host is built twice, first from whole weights: during that time the weights that stay on the GPU
+    exist there in fp32. gloo copies the tensors that it scatters and gathers, here the distributed optimizer's gradients and
+    weights, even in a group of one rank.
     """
     trained = [each.numel for each in parameters if each.trained]
     share = training.share(parameters) if training.distributed_optimizer else sum(trained)
+    updated = min(max(trained, default=0), share)  # values at a time
+    widened = 0.0
+    if training.moment_bytes < _FP32:
+        updated = min(updated, _UPDATED_VALUES)
+        widened = 2 * _FP32 * updated
     if training.on_gpu:
-        on_gpu, made = 1 - training.offload, sum(trained) * _FP32 if training.offload else 0.0
-        return on_gpu * max(share * (0 if training.moment_bytes == _FP32 else 2 * _FP32), made)
-    return max(2 * _FP32 * min(max(trained, default=0), share), sum(trained) * _FP32 * training.distributed_optimizer)
+        return max(widened, (1 - training.offload) * sum(trained) * _FP32 if training.offload else 0.0)
+    return max(2 * _FP32 * updated + widened, sum(trained) * _FP32 * training.distributed_optimizer)

@@ -41,7 +41,6 @@ class GpuSetting(NamedTuple):
 
 
 GPU_SETTINGS = [
-    GpuSetting("model.optim.moments_dtype=bf16", "model.optim.moments_dtype", "fp32", "bf16"),
     GpuSetting("model.optim.offload_fraction=0.5", "model.optim.offload_fraction", "0", "0.5"),
     GpuSetting("model.fp8=hybrid", "model.fp8", "null", "hybrid", sharded=False),
 ]
@@ -74,6 +73,19 @@ def test_one_error_per_setting(
     found = [str(mistake) for mistake in gpu_rules(ResolvedRun.of(load(setting.override, *overrides)), computes)]
     nothing = names is None or (f"{SHARDED}=false" in overrides and not setting.sharded)
     assert found == ([] if nothing else [setting.refused(*(names or ()))])
+
+
+@pytest.mark.parametrize("computes", [CPU, BARE, OLD, GPU, None])
+@pytest.mark.parametrize("precision", ["bf16", "32"])
+def test_moments_in_bf16_need_no_gpu(computes: Computes | None, precision: str, load: Load) -> None:
+    run = ResolvedRun.of(load("model.optim.moments_dtype=bf16", f"trainer.precision={precision}"))
+    assert list(gpu_rules(run, computes)) == []
+
+
+def test_moments_in_bf16_need_the_distributed_optimizer(load: Load) -> None:
+    moments = "model.optim.moments_dtype"
+    found = [str(each) for each in gpu_rules(ResolvedRun.of(load(f"{moments}=bf16", f"{SHARDED}=false")), BARE)]
+    assert found == [Message(moments, "fp32", f"{SHARDED}=false", "bf16", f"{SHARDED}=true")]
 
 
 def test_a_reference_in_gpu_memory_needs_a_gpu(load: Load) -> None:
