@@ -85,3 +85,13 @@ class Bf16MomentsAdamW(torch.optim.AdamW):
                 self.state[parameter].update(
                     {name: moment.to(parameter.device, torch.bfloat16) for name, moment in moments.items()}
                 )
+
+
+def with_bf16_moments(optimizer: torch.optim.Optimizer) -> Bf16MomentsAdamW:
+    """Return an optimizer with the parameters and settings of another AdamW, torch's or a fused one, without its state.
+
+    The parameters may be views of other tensors, as those of megatron-core's distributed optimizer.
+    """
+    narrow = Bf16MomentsAdamW([torch.empty(0)])  # torch's constructor refuses views
+    narrow.param_groups = [{**narrow.defaults, **group} for group in optimizer.param_groups]
+    return narrow

@@ -15,7 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.distributed.gradients import add_products_to_main_grads, expect_whole_weights, schedule_reductions
-from nemo_kto.models.engine.adam import Bf16MomentsAdamW
+from nemo_kto.models.engine.adam import with_bf16_moments
 
 # Names of the learning-rate schedules -> megatron-core's decay styles. Schedules that NeMo has are spelled as in NeMo.
 SCHEDULES = {
@@ -130,7 +130,7 @@ def build_optimizer(
     parts = [part for part in optimizer.chained_optimizers if part.optimizer is not None]
     if moments_dtype == torch.bfloat16:
         for part in parts:
-            part.optimizer = Bf16MomentsAdamW(part.optimizer.param_groups)
+            part.optimizer = with_bf16_moments(part.optimizer)
     if device.on_gpu():
         fuse_torch_adam(part.optimizer for part in parts)
     return SkippingOptimizer(parts)
