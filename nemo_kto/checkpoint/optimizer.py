@@ -166,9 +166,10 @@ def _patched(part: MegatronOptimizer, step: int) -> Iterator[None]:
     # Transformer Engine's optimizer would make fp32 copies of all bf16 moments, which the distributed optimizer discards: it
     # needs only the settings of the groups
     inner.state_dict = functools.partial(torch.optim.Optimizer.state_dict, inner)
-    # The distributed optimizer reads a step counter from each torch Adam, whose state is empty before the first step and on
-    # a stage that has nothing to train. state_dict leaves keys that are not tensors unchanged.
-    is_empty = _is_torch_adam(inner) and not inner.state
+    # The distributed optimizer reads a step counter from each torch Adam, and from an offloaded optimizer, whose state is
+    # empty before the first step and on a stage that has nothing to train. state_dict leaves keys that are not tensors
+    # unchanged.
+    is_empty = not inner.state and (_is_torch_adam(inner) or isinstance(inner, HybridDeviceOptimizer))
     if is_empty:
         inner.state["placeholder"] = {"step": torch.tensor(float(step))}
     try:

@@ -126,6 +126,7 @@ def install_cpu_backend() -> None:
     the CPU was selected.
     """
     define_missing_names()
+    define_engine_version()
     group_ranks_without_einops()
     keep_norm_on_device()
     use_known_message_shapes()
@@ -151,6 +152,17 @@ def define_missing_names() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def define_engine_version() -> None:
+    """Define the version of a missing Transformer Engine as 0.0.0, as megatron-core 0.19 does.
+
+    0.16.1 would compare None with a version if the optimizer is offloaded.
+    """
+    from megatron.core import utils
+
+    if utils.get_te_version() is None:
+        utils._te_version = utils.PkgVersion("0.0.0")
 
 
 def group_ranks_without_einops() -> None:
