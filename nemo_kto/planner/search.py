@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import adapts_experts
@@ -13,7 +14,7 @@ from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.planner.plan_run import Plan, degrees, make_plan
 from nemo_kto.planner.speed import GPUS_PER_MACHINE
 
-Values = dict[str, object]  # keys of the model section of the configuration -> values
+Values = dict[str, object]  # keys of the configuration, without "model." -> values
 _FULL: Values = {
     "activations_checkpoint_granularity": "full",
     "activations_checkpoint_method": "uniform",
@@ -23,7 +24,6 @@ _NONE: Values = dict.fromkeys(_FULL)
 _RECOMPUTE = (_NONE, {**_NONE, "activations_checkpoint_granularity": "selective"}, _FULL)
 _ROWS = (1, 2, 4)  # candidate numbers of rows of a micro-batch
 _CHUNK = 2048  # minimum tokens: with shorter chunks, context-parallel ranks would wait for keys and values
-_INSTANCES = "num_distributed_optimizer_instances"
 _CHUNKS = (1, 2, 4)  # candidate numbers of model chunks of a pipeline stage
 
 
@@ -95,7 +95,7 @@ def remedies(plan: Plan) -> list[str]:
     """Return alternative overrides that each make the run fit on the same ranks.
 
     There is at most one of each kind, the first in the order of increasing effect. If no single kind suffices, a combination
-    of several is returned, and if that does not suffice either, LoRA.
+    of several is returned; if that does not suffice either, moments in bf16, or else LoRA.
     """
     model = plan.run.cfg.model
     one_row: Values = {"micro_batch_size": None, "micro_batch_tokens": plan.training.micro_batch_width}
@@ -106,19 +106,24 @@ def remedies(plan: Plan) -> list[str]:
     context: list[Values] = [{"context_parallel_size": model.context_parallel_size * by} for by in (2, 4, 8)]
 
     def fits(change: Values) -> bool:
-        run = plan.run.with_model(**change)
+        run = _changed(plan.run, change)
         return _is_possible(plan, run) and make_plan(run, plan.machines).fits
 
     of_stage = plan.machines.ranks // plan.training.split.stages
     instances = model.optim.num_distributed_optimizer_instances
     experts = [each for each in _expert_degrees(plan.training.architecture, of_stage, instances) if each]
-    sharded: list[Values] = [{"optim": model.optim.model_copy(update={_INSTANCES: 1})}] if instances > 1 else []
+    sharded: list[Values] = [{"optim.num_distributed_optimizer_instances": 1}] if instances > 1 else []
     together: list[Values] = [{**one, **other, **_FULL, **one_row} for one in ({}, *tensor) for other in ({}, *pipeline)]
-    lora: Values = {"peft": model.peft.model_copy(update={"peft_scheme": "lora"})}
+    lora: Values = {"peft.peft_scheme": "lora"}
+    narrow: list[Values] = []
+    if model.optim.use_distributed_optimizer and not model.optim.offload_fraction:
+        moments: Values = {"optim.moments_dtype": "bf16"}
+        narrow = [moments, {**one_row, **moments}, {**_FULL, **one_row, **moments}]
     for kinds in (
         [sharded, [one_row], [_FULL], tensor, pipeline, context, experts],
         [together],
-        [[lora, {**lora, **_FULL, **one_row}]],
+        [narrow],
+        [[lora, {**_FULL, **one_row, **lora}]],
     ):
         found = [next(filter(fits, changes), None) for changes in kinds]
         if any(found):
@@ -142,10 +147,19 @@ def values_of(plan: Plan) -> Values:
 def overrides(values: Values) -> str:
     """Format model settings as command-line overrides."""
     words = {"None": "null", "True": "true", "False": "false"}
-    sections = {"peft": ("model.peft.peft_scheme", "lora"), "optim": (f"model.optim.{_INSTANCES}", "1")}
-    texts = {f"model.{name}": words.get(str(value), value) for name, value in values.items() if name not in sections}
-    texts |= dict(sections[name] for name in values if name in sections)
+    texts = {f"model.{name}": words.get(str(value), value) for name, value in values.items()}
     return " ".join(f"{key}={value}" for key, value in texts.items() if value != "null")
+
+
+def _changed(run: ResolvedRun, values: Values) -> ResolvedRun:
+    """Return the run with other model settings; a name with a dot is one in a section."""
+    changes: dict[str, Any] = {}
+    for name, value in values.items():
+        section, _, inner = name.rpartition(".")
+        if section:
+            value = changes.get(section, getattr(run.cfg.model, section)).model_copy(update={inner: value})
+        changes[section or name] = value
+    return run.with_model(**changes)
 
 
 def _is_possible(plan: Plan, run: ResolvedRun) -> bool:

@@ -150,6 +150,7 @@ def test_8b_on_one_gpu_of_141_gb_without_transformer_engine(
     assert [table[name] for name in ("weights", "gradients", "optimizer")] == ["16.1 GB", "32.1 GB", "64.2 GB"]
     status, table = planned(capsys, "kto", MODEL, *settings)
     assert (status, table["optimizer"]) == (plan.DOES_NOT_FIT, "96.4 GB")
+    assert table["verdict"] == "does not fit: use model.optim.moments_dtype=bf16"
 
 
 def test_several_optimizer_instances(capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,6 +161,8 @@ def test_several_optimizer_instances(capsys: pytest.CaptureFixture[str]) -> None
     assert two["layout"] == one["layout"].replace("parallel", "parallel, 2 optimizer instances")
     assert (one["optimizer"], two["optimizer"]) == ("6.0 GB", "12.0 GB")
     assert one["sent by a rank"] == Message("45.2 GB data")
+    _, tight = planned(capsys, "kto", MODEL, *settings, f"{INSTANCES}=2", "--memory", "100")
+    assert tight["verdict"] == Message("fit", f"{INSTANCES}=1")
     assert two["sent by a rank"] == Message("42.2 GB data", "4.0 GB between optimizer instances")
 
 
