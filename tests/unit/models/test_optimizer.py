@@ -121,7 +121,7 @@ def test_moments_in_bf16_are_those_of_adamw_rounded_after_each_step(monkeypatch:
     monkeypatch.setattr(adam, "_VALUES", 100)
     generator = torch.Generator().manual_seed(1)
     ours, theirs = (torch.linspace(-1, 1, 256).view(8, 32).requires_grad_() for _ in range(2))
-    groups = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
+    groups: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
     narrow, wide = adam.Bf16MomentsAdamW([ours], **groups), torch.optim.AdamW([theirs], **groups)
     for _ in range(4):
         ours.grad = torch.randn(8, 32, generator=generator)
