@@ -25,6 +25,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from nemo_kto.checkpoint.optimizer_slices import load_slices, sharded_slices
 from nemo_kto.distributed.state import max_over_ranks
+from nemo_kto.models.engine.adam import Bf16MomentsAdamW
 
 # Canonical tensors in the shapes of the weights, readable at any layout; optimizer_slices decides what a rank writes.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -35,8 +36,11 @@ def optimizer_state(optimizer: MegatronOptimizer, model_state: ShardedStateDict,
     step = _adam_step(optimizer)
     with contextlib.ExitStack() as stack:
         for part in _parts(optimizer):
-            if is_loading and hasattr(part, "_init_optimizer_states_with_dummy_values") and not part.optimizer.state:
-                part._init_optimizer_states_with_dummy_values()
+            if is_loading and not part.optimizer.state:
+                if isinstance(part.optimizer, Bf16MomentsAdamW):
+                    part.optimizer.create_states()
+                elif hasattr(part, "_init_optimizer_states_with_dummy_values"):
+                    part._init_optimizer_states_with_dummy_values()  # a step, with gradients of zero
             if is_distributed(part):
                 stack.enter_context(_patched(part, step))
         sharded = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_METADATA)
@@ -162,9 +166,10 @@ def _patched(part: MegatronOptimizer, step: int) -> Iterator[None]:
     # Transformer Engine's optimizer would make fp32 copies of all bf16 moments, which the distributed optimizer discards: it
     # needs only the settings of the groups
     inner.state_dict = functools.partial(torch.optim.Optimizer.state_dict, inner)
-    # The distributed optimizer reads a step counter from each torch Adam, whose state is empty before the first step and on
-    # a stage that has nothing to train. state_dict leaves keys that are not tensors unchanged.
-    is_empty = _is_torch_adam(inner) and not inner.state
+    # The distributed optimizer reads a step counter from each torch Adam, and from an offloaded optimizer, whose state is
+    # empty before the first step and on a stage that has nothing to train. state_dict leaves keys that are not tensors
+    # unchanged.
+    is_empty = not inner.state and (_is_torch_adam(inner) or isinstance(inner, HybridDeviceOptimizer))
     if is_empty:
         inner.state["placeholder"] = {"step": torch.tensor(float(step))}
     try:

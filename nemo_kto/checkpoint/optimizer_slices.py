@@ -69,6 +69,8 @@ def sharded_slices(optimizer: Any, model_state: ShardedStateDict, *, is_loading:
             flat = values[name] if name in values else torch.zeros_like(values["param"])
             pieces = _pieces(entries[id(parameter)], f"optimizer.state.{name}.", flat, start, end, is_loading=is_loading)
             state[number][name] = dict(enumerate(pieces))
+            for piece in state[number][name].values():  # every optimizer instance holds this slice
+                piece.replica_id = (*piece.replica_id[:-1], optimizer.distributed_optimizer_instance_id)
     return state
 
 
@@ -118,7 +120,7 @@ def _pieces(
                 global_shape=part.global_shape,
                 global_offset=tuple(own + inner for own, inner in zip(part.global_offset, block.offsets, strict=True)),
                 axis_fragmentations=None,  # the rectangles form no regular grid
-                replica_id=(*part.replica_id[:-1], 0),  # main replica: no other data-parallel rank holds this slice
+                replica_id=part.replica_id,
                 allow_shape_mismatch=part.allow_shape_mismatch,
             )
 

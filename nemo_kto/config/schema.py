@@ -248,6 +248,7 @@ class OptimConfig(Section):
     betas: Annotated[list[float], check(_two_decays, "be two numbers from 0 to below 1", "e.g. {key}=[0.9,0.98]"), NEXT_STEP]
     eps: Annotated[float, Gt(0), Remedy("e.g. {key}=1e-8"), NEXT_STEP]
     use_distributed_optimizer: Annotated[bool, SAME]
+    num_distributed_optimizer_instances: Annotated[Count, LAYOUT]
     overlap: Annotated[bool | None, SPEED]
     moments_dtype: Annotated[Literal["fp32", "bf16"], NEXT_STEP]
     offload_fraction: Annotated[float, Ge(0), Le(1), Remedy("0.0 offloads nothing"), SPEED]

@@ -126,6 +126,8 @@ def install_cpu_backend() -> None:
     the CPU was selected.
     """
     define_missing_names()
+    define_engine_version()
+    group_ranks_without_einops()
     keep_norm_on_device()
     use_known_message_shapes()
     add_weight_gradients()
@@ -150,6 +152,33 @@ def define_missing_names() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def define_engine_version() -> None:
+    """Define the version of a missing Transformer Engine as 0.0.0, as megatron-core 0.19 does.
+
+    0.16.1 would compare None with a version if the optimizer is offloaded.
+    """
+    from megatron.core import utils
+
+    if utils.get_te_version() is None:
+        utils._te_version = utils.PkgVersion("0.0.0")
+
+
+def group_ranks_without_einops() -> None:
+    """Give megatron-core the one function of einops with which it groups the ranks of optimizer instances.
+
+    It does not depend on einops, and fails without it if there are several instances.
+    """
+    from megatron.core import parallel_state
+
+    def rearrange(ranks: Any, pattern: str, *, l: int, s: int, u: int) -> Any:  # noqa: E741  # its names
+        assert pattern == "(l s u) -> (l u) s"
+        return ranks.reshape(l, s, u).swapaxes(1, 2).reshape(l * u, s)
+
+    if not parallel_state.HAVE_EINOPS:
+        parallel_state.einops = types.SimpleNamespace(rearrange=rearrange)
+        parallel_state.HAVE_EINOPS = True
 
 
 def keep_norm_on_device() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,8 +56,17 @@ def schedule_reductions(chunks: Sequence[DistributedDataParallel]) -> None:
     Later pipeline stages finish their backward passes earlier, and delay the reduction until all stages have finished,
     because it would hold up the first stage.
     """
+
+    def start(chunk: DistributedDataParallel, *_: object) -> None:
+        chunk.start_grad_sync()
+        if chunk.ddp_config.num_distributed_optimizer_instances > 1:
+            # megatron-core has no handle then, and would reduce again in finish_grad_sync in what it takes for the first
+            # batch: on these stages every batch, because no gradient is counted
+            for group in bucket_groups(chunk):
+                group.is_first_batch = False
+
     config = chunks[0].config
-    no_sync, sync = [chunk.no_sync for chunk in chunks], [chunk.start_grad_sync for chunk in chunks]
+    no_sync, sync = [chunk.no_sync for chunk in chunks], [partial(start, chunk) for chunk in chunks]
     config.no_sync_func, config.grad_sync_func = (no_sync, sync) if len(chunks) > 1 else (no_sync[0], sync[0])
 
 

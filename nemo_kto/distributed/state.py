@@ -37,6 +37,7 @@ class Layout:
     sequence_parallel: bool = False  # also shard the activations between the tensor-parallel regions over the sequence
     expert: int = 1  # number of ranks of a stage among which the experts of a layer are partitioned
     expert_tensor: int | None = None  # tensor-parallel size of the experts; None for tensor
+    optimizer_instances: int = 1  # groups of data-parallel ranks, over each of which the optimizer state is sharded
 
     @property
     def expert_ranks(self) -> int:
@@ -69,6 +70,12 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
             f"expert ({layout.expert}) x expert tensor = {layout.expert_ranks} must divide the number of ranks per "
             f"pipeline stage, got {stage_ranks} ranks; use a smaller expert-parallel size"
         )
+    for sizes in (layout.tensor * layout.context, layout.expert_ranks):
+        if stage_ranks // sizes % layout.optimizer_instances:
+            raise ValueError(
+                f"optimizer_instances must divide the {stage_ranks // sizes} ranks with the same weights, got "
+                f"{layout.optimizer_instances}; use a smaller number"
+            )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -76,6 +83,7 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
         virtual_pipeline_model_parallel_size=layout.virtual,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
+        num_distributed_optimizer_instances=layout.optimizer_instances,
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
         create_gloo_process_groups=uses_gloo_groups(),
     )
@@ -115,6 +123,24 @@ def world_size() -> int:
 
 def pipeline_stage() -> int:
     return int(parallel_state.get_pipeline_model_parallel_rank())
+
+
+def optimizer_instances() -> int:
+    """Return the number of groups of data-parallel ranks, over each of which the optimizer state is sharded."""
+    whole, one = (
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True, partial_data_parallel=partial)
+        for partial in (False, True)
+    )
+    return int(whole // one)
+
+
+def max_over_optimizer_instances(value: float) -> float:
+    """Return the maximum of ``value`` over the ranks with the same optimizer state; collective if there are several."""
+    if optimizer_instances() == 1:
+        return value
+    reduced = torch.full((), value, dtype=torch.float64, device=device.current_device())
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=parallel_state.get_inter_distributed_optimizer_instance_group())
+    return float(reduced.item())
 
 
 def tensor_group(*, of_expert: bool) -> dist.ProcessGroup:

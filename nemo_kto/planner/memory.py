@@ -20,6 +20,7 @@ from nemo_kto.planner.activations import Activations
 
 CONTEXT = 2e9  # bytes of GPU memory for CUDA, its libraries and NCCL; an assumption
 _FP32 = 4
+_UPDATED_VALUES = 1 << 24  # values of a weight whose moments are fp32 at a time; copied from models.engine.adam
 _PRODUCT_ROWS = 8192  # rows of the output weight's gradient at a time; copied from distributed.logprobs, which imports torch
 
 
@@ -37,6 +38,7 @@ class Training:
     sequence_parallel: bool = False  # activations between tensor-parallel regions are sharded over the sequence
     adapters: LoRASettings | None = None  # None if all weights are trained
     distributed_optimizer: bool = True  # its state is sharded over the data- and context-parallel ranks
+    optimizer_instances: int = 1  # groups of these ranks, each with the whole state
     moment_bytes: int = _FP32  # per value of each of Adam's two moments
     offload: float = 0.0  # fraction of the optimizer state that is stored in the host memory of a GPU
     swapped: str | None = None  # weights of which there is a copy for the reference, on the host: "all", "trained" or None
@@ -143,8 +145,8 @@ class Training:
         return self.replicas * self.tensor_parallel // self.expert_ranks
 
     def share(self, parameters: Iterable[RankParameter]) -> float:
-        """Return how many trained values each rank is assigned if the ranks with the same values partition them."""
-        return sum(each.numel / self.copies(each) for each in parameters if each.trained)
+        """Return how many trained values each rank is assigned if those of an optimizer instance partition them."""
+        return sum(each.numel * self.optimizer_instances / self.copies(each) for each in parameters if each.trained)
 
     def state_bytes(self) -> float:
         """Return the bytes of optimizer state on the device per trained value: two moments, and in bf16 the fp32 value."""
@@ -160,8 +162,9 @@ class Training:
         trained = [each for each in parameters if each.trained]
         if not self.offload or not trained:
             return 0.0
-        gradients = sum(_power_of_two(each.numel * _FP32) / self.copies(each) for each in trained)
-        copied = sum({_power_of_two(each.numel * self.element_bytes // self.copies(each)) for each in trained})
+        shards = [(each.numel, self.copies(each) // self.optimizer_instances) for each in trained]
+        gradients = sum(_power_of_two(count * _FP32) / ranks for count, ranks in shards)
+        copied = sum({_power_of_two(count * self.element_bytes // ranks) for count, ranks in shards})
         return self.offload * (3 * _FP32 * self.share(trained) + gradients) + copied
 
 
@@ -242,7 +245,7 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
         heap=0.0 if training.on_gpu else activations + logprobs,
         offloaded=training.offloaded_bytes(parameters),
         reference=swapped * (training.element_bytes + moving),
-        checkpoint=share * saved_bytes if training.async_save else 0.0,
+        checkpoint=share / training.optimizer_instances * saved_bytes if training.async_save else 0.0,
         file=0.0 if training.on_gpu else training.largest_file,
         on_gpu=training.on_gpu,
         reference_on_device=training.reference_on_gpu or not training.on_gpu,
@@ -320,14 +323,18 @@ def _working(training: Training, parameters: list[RankParameter]) -> float:
     """Return the bytes of the largest temporary of the reduction of gradients and the update of weights.
 
     On the CPU weights are updated one after the other, with two fp32 tensors each. On a GPU one kernel updates all weights,
-    without temporaries. Both bf16 moments are converted to fp32 for the update: Transformer Engine did so up to version
-    2.12. An optimizer that is partly on the host is built twice, first from whole weights: during that time the weights that
-    stay on the GPU exist there in fp32. gloo copies the tensors that it scatters and gathers, here the distributed
-    optimizer's gradients and weights, even in a group of one rank.
+    without temporaries. Both bf16 moments are converted to fp32 for the update, a slice of a weight at a time. An optimizer
+    that is partly on the host is built twice, first from whole weights: during that time the weights that stay on the GPU
+    exist there in fp32. gloo copies the tensors that it scatters and gathers, here the distributed optimizer's gradients and
+    weights, even in a group of one rank.
     """
     trained = [each.numel for each in parameters if each.trained]
     share = training.share(parameters) if training.distributed_optimizer else sum(trained)
+    updated = min(max(trained, default=0), share)  # values at a time
+    widened = 0.0
+    if training.moment_bytes < _FP32:
+        updated = min(updated, _UPDATED_VALUES)
+        widened = 2 * _FP32 * updated
     if training.on_gpu:
-        on_gpu, made = 1 - training.offload, sum(trained) * _FP32 if training.offload else 0.0
-        return on_gpu * max(share * (0 if training.moment_bytes == _FP32 else 2 * _FP32), made)
-    return max(2 * _FP32 * min(max(trained, default=0), share), sum(trained) * _FP32 * training.distributed_optimizer)
+        return max(widened, (1 - training.offload) * sum(trained) * _FP32 if training.offload else 0.0)
+    return max(2 * _FP32 * updated + widened, sum(trained) * _FP32 * training.distributed_optimizer)

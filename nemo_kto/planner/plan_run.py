@@ -87,6 +87,7 @@ def make_plan(run: ResolvedRun, machines: Machines) -> Plan:
         sequence_parallel=model.sequence_parallel,
         adapters=run.adapters,
         distributed_optimizer=model.optim.use_distributed_optimizer,
+        optimizer_instances=model.optim.num_distributed_optimizer_instances,
         moment_bytes=MOMENTS[model.optim.moments_dtype].itemsize,
         offload=model.optim.offload_fraction,
         swapped=run.swapped_weights,

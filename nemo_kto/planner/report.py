@@ -33,6 +33,7 @@ def plan_text(plan: Plan, *, checked: Mapping[str, str] | None = None) -> str:
     sent = {"tensor": traffic.tensor, "pipeline": traffic.pipeline}
     sent |= {"context": traffic.context} if training.context_parallel > 1 else {}
     sent |= {"data": traffic.data} | ({"expert": traffic.expert} if traffic.expert.bytes else {})
+    between = f", {size(traffic.instances.bytes)} between optimizer instances" if traffic.instances.bytes else ""
     copies = {"offloaded": largest.offloaded, "reference copy": largest.reference, "checkpoint copy": largest.checkpoint}
     places = dict.fromkeys(copies, "in host memory" if on_gpu else "in the same memory")
     if training.reference_on_gpu:
@@ -56,7 +57,8 @@ def plan_text(plan: Plan, *, checked: Mapping[str, str] | None = None) -> str:
         **({"context": f"{size(CONTEXT)} of CUDA, its libraries and NCCL (assumed)"} if on_gpu else {}),
         "total": f"{size(largest.device)} of {size(device.memory)} (static memory: {size(plan.static)})",
         "FLOPs": f"{speed.flops / 1e12:,.1f} TFLOP a step",
-        "sent by a rank": ", ".join(f"{size(each.bytes)} {name}" for name, each in sent.items()) + " parallel, a step",
+        "sent by a rank": ", ".join(f"{size(each.bytes)} {name}" for name, each in sent.items())
+        + f" parallel{between}, a step",
         "pipeline bubble": f"{speed.bubble:.0%}",
         "expected": f"{_rate(plan)}, {seconds} a step ({_MEASURED if device.measured else _ESTIMATE})",
         "verdict": "fits" if plan.fits else f"does not fit: {remedy(plan)}",
@@ -106,6 +108,7 @@ def _layout(plan: Plan) -> str:
         stages=training.split.text(training.architecture.num_layers),
         sequence_parallel=training.sequence_parallel,
         experts=experts,
+        optimizer_instances=training.optimizer_instances,
     )
     return f"{layout}, {training.recompute or 'no'} recomputation"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import adapts_experts
@@ -13,7 +14,7 @@ from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.planner.plan_run import Plan, degrees, make_plan
 from nemo_kto.planner.speed import GPUS_PER_MACHINE
 
-Values = dict[str, object]  # keys of the model section of the configuration -> values
+Values = dict[str, object]  # keys of the configuration, without "model." -> values
 _FULL: Values = {
     "activations_checkpoint_granularity": "full",
     "activations_checkpoint_method": "uniform",
@@ -39,6 +40,9 @@ def layouts(plan: Plan) -> Iterator[Values]:
         data, rest = divmod(ranks, tensor * pipeline * context)
         if rest or tensor > GPUS_PER_MACHINE or not _divides_mlps(architecture, tensor) or model.global_batch_size % data:
             continue
+        instances = model.optim.num_distributed_optimizer_instances
+        if data * context % instances:
+            continue
         degrees = {
             "tensor_model_parallel_size": tensor,
             "pipeline_model_parallel_size": pipeline,
@@ -46,7 +50,7 @@ def layouts(plan: Plan) -> Iterator[Values]:
             "sequence_parallel": tensor > 1,
         }
         splits = _splits(plan.run.split, pipeline, architecture.num_layers)
-        shared = _expert_degrees(architecture, ranks // pipeline)
+        shared = _expert_degrees(architecture, ranks // pipeline, instances)
         for split, experts, recompute, rows in product(splits, shared, _RECOMPUTE, _ROWS):
             tokens = {"micro_batch_size": None, "micro_batch_tokens": rows * answers * plan.training.micro_batch_width}
             yield {**degrees, **split, **experts, **recompute, **tokens}
@@ -66,11 +70,15 @@ def _splits(given: PipelineSplit, stages: int, layers: int) -> Iterator[Values]:
             }
 
 
-def _expert_degrees(architecture: Architecture, ranks: int) -> list[Values]:
-    """Return the settings that partition whole experts over the ranks of a stage; one empty setting for a dense model."""
+def _expert_degrees(architecture: Architecture, ranks: int, instances: int) -> list[Values]:
+    """Return the settings that partition whole experts over the ranks of a stage; one empty setting for a dense model.
+
+    Their copies must be divisible by the number of optimizer instances.
+    """
     if architecture.experts is None:
         return [{}]
-    possible = [size for size in _divisors(ranks) if architecture.experts.number % size == 0]
+    sizes = [size for size in _divisors(ranks) if ranks // size % instances == 0]
+    possible = [size for size in sizes if architecture.experts.number % size == 0]
     return [{"expert_model_parallel_size": size, "expert_tensor_parallel_size": 1} for size in possible]
 
 
@@ -87,7 +95,7 @@ def remedies(plan: Plan) -> list[str]:
     """Return alternative overrides that each make the run fit on the same ranks.
 
     There is at most one of each kind, the first in the order of increasing effect. If no single kind suffices, a combination
-    of several is returned, and if that does not suffice either, LoRA.
+    of several is returned; if that does not suffice either, moments in bf16, or else LoRA.
     """
     model = plan.run.cfg.model
     one_row: Values = {"micro_batch_size": None, "micro_batch_tokens": plan.training.micro_batch_width}
@@ -98,17 +106,24 @@ def remedies(plan: Plan) -> list[str]:
     context: list[Values] = [{"context_parallel_size": model.context_parallel_size * by} for by in (2, 4, 8)]
 
     def fits(change: Values) -> bool:
-        run = plan.run.with_model(**change)
+        run = _changed(plan.run, change)
         return _is_possible(plan, run) and make_plan(run, plan.machines).fits
 
     of_stage = plan.machines.ranks // plan.training.split.stages
-    experts = [each for each in _expert_degrees(plan.training.architecture, of_stage) if each]
+    instances = model.optim.num_distributed_optimizer_instances
+    experts = [each for each in _expert_degrees(plan.training.architecture, of_stage, instances) if each]
+    sharded: list[Values] = [{"optim.num_distributed_optimizer_instances": 1}] if instances > 1 else []
     together: list[Values] = [{**one, **other, **_FULL, **one_row} for one in ({}, *tensor) for other in ({}, *pipeline)]
-    lora: Values = {"peft": model.peft.model_copy(update={"peft_scheme": "lora"})}
+    lora: Values = {"peft.peft_scheme": "lora"}
+    narrow: list[Values] = []
+    if model.optim.use_distributed_optimizer and not model.optim.offload_fraction:
+        moments: Values = {"optim.moments_dtype": "bf16"}
+        narrow = [moments, {**one_row, **moments}, {**_FULL, **one_row, **moments}]
     for kinds in (
-        [[one_row], [_FULL], tensor, pipeline, context, experts],
+        [sharded, [one_row], [_FULL], tensor, pipeline, context, experts],
         [together],
-        [[lora, {**lora, **_FULL, **one_row}]],
+        [narrow],
+        [[lora, {**_FULL, **one_row, **lora}]],
     ):
         found = [next(filter(fits, changes), None) for changes in kinds]
         if any(found):
@@ -132,10 +147,19 @@ def values_of(plan: Plan) -> Values:
 def overrides(values: Values) -> str:
     """Format model settings as command-line overrides."""
     words = {"None": "null", "True": "true", "False": "false"}
-    texts = {f"model.{name}": words.get(str(value), value) for name, value in values.items() if name != "peft"}
-    if "peft" in values:
-        texts["model.peft.peft_scheme"] = "lora"
+    texts = {f"model.{name}": words.get(str(value), value) for name, value in values.items()}
     return " ".join(f"{key}={value}" for key, value in texts.items() if value != "null")
+
+
+def _changed(run: ResolvedRun, values: Values) -> ResolvedRun:
+    """Return the run with other model settings; a name with a dot is one in a section."""
+    changes: dict[str, Any] = {}
+    for name, value in values.items():
+        section, _, inner = name.rpartition(".")
+        if section:
+            value = changes.get(section, getattr(run.cfg.model, section)).model_copy(update={inner: value})
+        changes[section or name] = value
+    return run.with_model(**changes)
 
 
 def _is_possible(plan: Plan, run: ResolvedRun) -> bool:
@@ -147,6 +171,9 @@ def _is_possible(plan: Plan, run: ResolvedRun) -> bool:
     fits_model &= architecture.sizes["expert_ffn"] % shards == 0
     fits_model &= shards == 1 or not adapts_experts(architecture, run.adapters)
     fits_model &= plan.machines.ranks // pipeline % (model.expert_model_parallel_size * shards) == 0
+    instances = model.optim.num_distributed_optimizer_instances
+    copies = (data * context, plan.machines.ranks // pipeline // (model.expert_model_parallel_size * shards))
+    fits_model &= not any(count % instances for count in copies)
     fits_batch = not rest and model.global_batch_size % (data * (model.micro_batch_size or 1)) == 0
     is_new = context == plan.training.context_parallel or _are_long(plan, context)
     return fits_model and fits_batch and is_new and tensor <= GPUS_PER_MACHINE

@@ -96,7 +96,8 @@ def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
             (traffic.tensor, 1),  # always within a machine
             (traffic.context, near),
             (traffic.pipeline, near * training.split.stages),
-            (traffic.data, of_stage * training.split.stages),
+            (traffic.data, of_stage * training.split.stages // training.optimizer_instances),
+            (traffic.instances, of_stage * training.split.stages),
             (traffic.expert, training.expert_ranks),
         ):
             bandwidth = hardware.link if reach <= GPUS_PER_MACHINE else hardware.network

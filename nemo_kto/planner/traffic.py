@@ -58,13 +58,15 @@ class Traffic:
     tensor: Sent
     pipeline: Sent
     context: Sent
-    data: Sent  # between ranks that hold the same weights
+    data: Sent  # between ranks that hold the same weights; with several optimizer instances, within an instance
+    instances: Sent  # between optimizer instances
     expert: Sent  # tokens for experts on other ranks
 
     @property
     def bytes(self) -> float:
         """Total number of bytes."""
-        return sum(each.bytes for each in (self.tensor, self.pipeline, self.context, self.data, self.expert))
+        parts = (self.tensor, self.pipeline, self.context, self.data, self.instances, self.expert)
+        return sum(each.bytes for each in parts)
 
 
 def step_traffic(training: Training, step: Step, *, stage: int) -> Traffic:
@@ -74,6 +76,7 @@ def step_traffic(training: Training, step: Step, *, stage: int) -> Traffic:
         pipeline=_sum(_pipeline(training, step, stage)) if training.split.stages > 1 else Sent(0, 0.0),
         context=_sum(_context(training, step, stage)) if training.context_parallel > 1 else Sent(0, 0.0),
         data=_sum(_data(training, stage)) if training.replicas > 1 else Sent(0, 0.0),
+        instances=_sum(_instances(training, stage)) if training.optimizer_instances > 1 else Sent(0, 0.0),
         expert=_sum(_expert(training, step, stage)) if training.expert_ranks > 1 else Sent(0, 0.0),
     )
 
@@ -198,13 +201,26 @@ def _data(training: Training, stage: int) -> Iterator[Sent]:
     kinds = {each.of_expert for each in trained}
     gathers = 1 if training.on_gpu else len(kinds)
     for of_expert in kinds:
-        sent = sum(each.numel * (1 - 1 / training.copies(each)) for each in trained if each.of_expert == of_expert)
-        # one bucket if communication does not overlap the backward pass, and one for an embedding on two stages
-        buckets = 1 + (_shares_embedding(training, stage) and not of_expert)
+        instances = training.optimizer_instances
+        sent = sum(each.numel * (1 - instances / training.copies(each)) for each in trained if each.of_expert == of_expert)
+        buckets = _buckets(training, stage, of_expert=of_expert)
         yield Sent(buckets * (sent > 0), sent * _FP32)
         back = training.element_bytes if training.distributed_optimizer else _FP32
         times = gathers if training.distributed_optimizer else 1
         yield Sent(buckets * (sent > 0) * training.distributed_optimizer * times, sent * back * times)
+
+
+def _instances(training: Training, stage: int) -> Iterator[Sent]:
+    """Yield the communication between optimizer instances: each rank's slices of the gradients are summed over them."""
+    trained, instances = [each for each in training.parameters[stage] if each.trained], training.optimizer_instances
+    for of_expert in {each.of_expert for each in trained}:
+        share = training.share(each for each in trained if each.of_expert == of_expert)
+        yield Sent(_buckets(training, stage, of_expert=of_expert), 2 * (1 - 1 / instances) * share * _FP32)
+
+
+def _buckets(training: Training, stage: int, *, of_expert: bool) -> int:
+    # one bucket if communication does not overlap the backward pass, and one for an embedding on two stages
+    return 1 + (_shares_embedding(training, stage) and not of_expert)
 
 
 def _expert(training: Training, step: Step, stage: int) -> Iterator[Sent]:

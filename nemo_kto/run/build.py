@@ -92,6 +92,7 @@ def train(
         sequence_parallel=model.sequence_parallel,
         expert=model.expert_model_parallel_size,
         expert_tensor=model.expert_tensor_parallel_size,
+        optimizer_instances=model.optim.num_distributed_optimizer_instances,
     )
     device.record_collectives(str(run.folder / "nccl_trace_rank_"))
     state.init_distributed(layout=layout, seed=model.seed, timeout=timedelta(minutes=run.cfg.trainer.timeout_minutes))

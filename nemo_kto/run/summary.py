@@ -67,6 +67,7 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
             stages=run.split.text(architecture.num_layers),
             sequence_parallel=model.sequence_parallel,
             experts="" if architecture.experts is None else str(model.expert_model_parallel_size),
+            optimizer_instances=model.optim.num_distributed_optimizer_instances,
         ),
         "device": device_text,
         "precision": f"{cfg.trainer.precision} ({run.precision_reason})",

@@ -14,7 +14,15 @@ from nemo_kto.utils.files import open_file, read_lines
 
 
 def layout_text(
-    *, data: int, context: int, tensor: int, pipeline: int, stages: str, sequence_parallel: bool, experts: str = ""
+    *,
+    data: int,
+    context: int,
+    tensor: int,
+    pipeline: int,
+    stages: str,
+    sequence_parallel: bool,
+    experts: str = "",
+    optimizer_instances: int = 1,
 ) -> str:
     """Describe the ranks and the degrees of parallelism; ``stages`` and ``experts`` may be empty."""
     if (ranks := data * context * tensor * pipeline) == 1:
@@ -22,6 +30,7 @@ def layout_text(
     degrees = [(data, "data"), (context, "context"), (tensor, "tensor"), (pipeline, "pipeline")]
     text = " x ".join(f"{degree} {name}" for degree, name in degrees if name != "context" or degree > 1)
     details = ["sequence parallel"] * sequence_parallel + ([f"experts over {experts}"] if experts else [])
+    details += [f"{optimizer_instances} optimizer instances"] * (optimizer_instances > 1)
     return ", ".join([f"{ranks} ranks = {text} parallel{f' ({stages})' if stages else ''}", *details])
 
 

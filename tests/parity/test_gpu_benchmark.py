@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,17 @@ def test_the_benchmark_on_a_toy_model(size: str, names: list[str], tmp_path: Pat
             apart = sum(phases[phase] for phase in ("data", "reference", "kl", "forward_backward", "optimizer"))
             assert 0 < apart <= seconds
             assert (0 < phases.get("reference_swap", 0.0) < phases["reference"]) == (name == SWAP)
+
+
+@pytest.mark.parametrize(("count", "padding"), [(4, 0.51), (8, 0.65)])
+def test_padding_of_batches_in_random_order(count: int, padding: float) -> None:
+    """The figures of docs/gpu: TRL's batches are padded to their longest row."""
+    lengths, padded, draw = row_lengths(64, 4096), 0, random.Random(0)
+    assert sum(lengths) == 32_453
+    for _ in range(1000):
+        draw.shuffle(lengths)
+        padded += sum(count * max(lengths[start : start + count]) for start in range(0, len(lengths), count))
+    assert 1 - 1000 * sum(lengths) / padded == pytest.approx(padding, abs=0.005)
 
 
 def test_rows_are_as_long_as_those_of_real_data() -> None:

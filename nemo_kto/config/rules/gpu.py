@@ -45,7 +45,7 @@ def transformer_engine_version() -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-OLDEST_ENGINE = (2, 3)  # first Transformer Engine whose fused Adam supports moments in bf16; fp8 works from 2.2 on
+OLDEST_ENGINE = (2, 3)  # oldest Transformer Engine for fp8
 _FP8_CAPABILITY = (8, 9)  # NVIDIA Ada; Hopper is 9.0
 _SHARDED, _OFFLOAD = "model.optim.use_distributed_optimizer", "model.optim.offload_fraction"
 _MOMENTS, _FP8 = "model.optim.moments_dtype", "model.fp8"
@@ -92,8 +92,9 @@ def gpu_rules(run: ResolvedRun, computes: Computes | None) -> Iterator[ConfigErr
     if model.reference.device == "gpu" and computes is not None and not computes.on_gpu:
         text = "must be auto or cpu on the CPU, got gpu; use a GPU, or leave it out"
         yield ConfigError("model.reference.device", text, ("trainer.accelerator",))
+    if optim.moments_dtype != "fp32" and not optim.use_distributed_optimizer:
+        yield _refused(_MOMENTS, "fp32", optim.moments_dtype, f"with {_SHARDED}=false", f"set {_SHARDED}=true", _SHARDED)
     options = {
-        _MOMENTS: (optim.moments_dtype, "fp32"),
         _OFFLOAD: (optim.offload_fraction or "0", "0"),
         _FP8: (model.fp8, "null"),
     }
@@ -109,7 +110,7 @@ def gpu_rules(run: ResolvedRun, computes: Computes | None) -> Iterator[ConfigErr
         if PRECISIONS[run.cfg.trainer.precision] == "32":
             remedy = "use trainer.precision=bf16, on a GPU that has it"
             yield refused("with trainer.precision=32", remedy, "trainer.precision")
-        if computes is not None and (computes.engine is None or computes.engine < OLDEST_ENGINE):
+        if key == _FP8 and computes is not None and (computes.engine is None or computes.engine < OLDEST_ENGINE):
             found = "none" if computes.engine is None else _version(computes.engine)
             where = f"without Transformer Engine {_version(OLDEST_ENGINE)} or newer (found: {found})"
             yield refused(where, "install transformer-engine[pytorch] (docs/gpu/README.md)")

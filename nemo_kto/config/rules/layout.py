@@ -11,6 +11,7 @@ from nemo_kto.architecture.families import ExpertFields, Family
 from nemo_kto.architecture.lora import NEMO_TARGETS, LoRASettings, has_adaptable_experts
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit, SplitError
 from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.schema import GPTConfig
 from nemo_kto.errors import ConfigError
 
 Errors = Iterator[ConfigError]
@@ -20,6 +21,7 @@ _CONTEXT, _RANKS = "model.context_parallel_size", ("trainer.devices", "trainer.n
 _EXPERT, _EXPERT_TENSOR = "model.expert_model_parallel_size", "model.expert_tensor_parallel_size"
 _SCHEME, _ADAPTER = "model.peft.peft_scheme", "model.peft.restore_from_path"
 _TARGETS, _SELECTION = "model.peft.lora_tuning.target_modules", "model.peft.lora_tuning.layer_selection"
+_SHARDED, _INSTANCES = "model.optim.use_distributed_optimizer", "model.optim.num_distributed_optimizer_instances"
 _RECOMPUTE = "model.activations_checkpoint"
 # Attribute of PipelineSplit -> the key that sets it.
 _KEYS = {
@@ -61,6 +63,7 @@ def rank_rules(run: ResolvedRun, ranks: int) -> Errors:
         text = f"* expert_tensor_parallel_size = {factors} must divide the ranks of a pipeline stage, got {ranks // stages}"
         remedy = "use more ranks (trainer.devices) or smaller sizes"
         yield ConfigError(_EXPERT, f"{text}; {remedy}", (_STAGES, _EXPERT_TENSOR, _TENSOR, *_RANKS))
+    yield from _instance_rules(model, ranks, one_copy)
     if model.sequence_parallel and model.tensor_model_parallel_size == 1:
         text = f"must be false with {_TENSOR}=1, got true; set model.sequence_parallel=false, or raise {_TENSOR}"
         yield ConfigError("model.sequence_parallel", text, (_TENSOR,))
@@ -80,6 +83,27 @@ def rank_rules(run: ResolvedRun, ranks: int) -> Errors:
         if is_set and model.data.share_prompts is True:
             text = f"must be false or auto with {key}={value}, got true; attention to shared prompts does not support both"
             yield ConfigError("model.data.share_prompts", text, (key,))
+
+
+def _instance_rules(model: GPTConfig, ranks: int, expert_ranks: int) -> Errors:
+    """Check the number of optimizer instances; ``expert_ranks``: ranks that hold one copy of a layer's experts."""
+    instances = model.optim.num_distributed_optimizer_instances
+    if instances == 1:
+        return
+    if not model.optim.use_distributed_optimizer:
+        text = f"must be 1 with {_SHARDED}=false, got {instances}; set {_SHARDED}=true, or leave it out"
+        yield ConfigError(_INSTANCES, text, (_SHARDED,))
+    of_stage, rest = divmod(ranks, model.pipeline_model_parallel_size)
+    copies = {
+        "data-parallel ranks (times context_parallel_size)": model.tensor_model_parallel_size,
+        "ranks with the same experts": expert_ranks,
+    }
+    for name, one_copy in copies.items():
+        count, uneven = divmod(of_stage, one_copy)
+        if not rest and not uneven and count % instances:
+            text = f"must divide the number of {name} = {count}, got {instances}; use {divisor_below(count, instances)}"
+            yield ConfigError(_INSTANCES, text, (_TENSOR, _STAGES, _CONTEXT, _EXPERT, _EXPERT_TENSOR, *_RANKS))
+            return
 
 
 def pipeline_rules(run: ResolvedRun, layers: int | None) -> Errors:

@@ -15,6 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.distributed.gradients import add_products_to_main_grads, expect_whole_weights, schedule_reductions
+from nemo_kto.models.engine.adam import with_bf16_moments
 
 # Names of the learning-rate schedules -> megatron-core's decay styles. Schedules that NeMo has are spelled as in NeMo.
 SCHEDULES = {
@@ -34,6 +35,8 @@ def wrap_data_parallel(
     Gradients are summed in fp32 over the data-parallel group; ``finalize_model_grads`` divides them by the number of
     examples of the global batch. With ``overlap``, gradients are summed during the backward pass, and sharded weights
     gathered during the forward pass; the model must be run by a ``LogProbEngine``, or by one of megatron-core's schedules.
+    With several optimizer instances (:class:`nemo_kto.distributed.state.Layout`), gradients are scattered over the ranks of
+    an instance, then summed over the instances; weights are gathered within an instance.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -42,6 +45,7 @@ def wrap_data_parallel(
         average_in_collective=False,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap and use_distributed_optimizer,
+        num_distributed_optimizer_instances=state.optimizer_instances(),
     )
     wrapped = [
         DistributedDataParallel(config=chunk.config, ddp_config=ddp_config, module=chunk, disable_bucketing=index > 0)
@@ -64,8 +68,12 @@ class SkippingOptimizer(ChainedOptimizer):
     """
 
     def get_grad_norm(self) -> float:
-        """Return the L2 norm of the whole gradient, over all ranks."""
-        self._norm = float(super().get_grad_norm())
+        """Return the L2 norm of the whole gradient, over all ranks.
+
+        Each optimizer instance computes it from the same gradient. They agree on one value, because a difference in
+        rounding would make their weights differ.
+        """
+        self._norm = state.max_over_optimizer_instances(float(super().get_grad_norm()))
         return self._norm
 
     def step_with_ready_grads(self) -> bool:
@@ -91,8 +99,7 @@ def build_optimizer(
 
     Args:
         clip_grad: maximum norm of the whole gradient; 0 disables clipping (the norm is still measured).
-        moments_dtype: fp32; or bf16 with the distributed optimizer and Transformer Engine's fused Adam, whose arithmetic is
-            still in fp32.
+        moments_dtype: fp32; or bf16, which requires the distributed optimizer; the arithmetic is still in fp32.
         offload_fraction: fraction of the main weights and moments that is stored and updated in the host memory of a GPU;
             requires the distributed optimizer, weights in bf16 and moments in fp32.
     """
@@ -103,15 +110,6 @@ def build_optimizer(
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": offload_fraction,
             "overlap_cpu_optimizer_d2h_h2d": True,
-        }
-    elif moments_dtype != torch.float32:
-        state_options = {
-            "use_precision_aware_optimizer": True,
-            "exp_avg_dtype": moments_dtype,
-            "exp_avg_sq_dtype": moments_dtype,
-            # With this recipe megatron-core keeps the main weights itself, as it does with moments in fp32: the gradient
-            # norm, checkpoints and the initial main weights are then the same. The option has no other effect here.
-            "fp8_recipe": "tensorwise",
         }
     config = OptimizerConfig(
         optimizer="adam",
@@ -129,13 +127,16 @@ def build_optimizer(
     )
     # Experts have a separate optimizer. If only experts are trained, the optimizer of the other weights is empty.
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=state.uses_gloo_groups())
-    parts = optimizer.chained_optimizers
+    parts = [part for part in optimizer.chained_optimizers if part.optimizer is not None]
+    if moments_dtype == torch.bfloat16:
+        for part in parts:
+            part.optimizer = with_bf16_moments(part.optimizer)
     if device.on_gpu():
         fuse_torch_adam(part.optimizer for part in parts)
-    return SkippingOptimizer([part for part in parts if part.optimizer is not None])
+    return SkippingOptimizer(parts)
 
 
-def fuse_torch_adam(optimizers: Iterable[torch.optim.Optimizer | None]) -> None:
+def fuse_torch_adam(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Make torch's AdamW update all weights in one kernel, with its step counters on the device; others are unchanged.
 
     It is used without Transformer Engine and apex; megatron-core constructs it without this option. It would otherwise run a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ LAYOUTS = {
     "tensor 2 x pipeline 2": (4, Layout(tensor=2, pipeline=2)),
     "pipeline 2 in 2 chunks x data 2": (4, Layout(pipeline=2, virtual=2)),
     "data 4": (4, Layout()),
+    "data 4 in 2 optimizer instances": (4, Layout(optimizer_instances=2)),
     "one rank": (1, Layout()),
     "tensor 2 x data 2": (4, Layout(tensor=2)),
 }
@@ -35,6 +37,7 @@ def test_resuming_at_a_new_layout_after_every_checkpoint(
 ) -> None:
     (whole,) = ranks.run(1, lora_jobs.train_and_save, Layout(), model, None, tmp_path / "whole", len(LAYOUTS), distributed)
     for step, (world_size, layout) in enumerate(LAYOUTS.values(), start=1):
+        layout = layout if distributed else replace(layout, optimizer_instances=1)
         for norms in ranks.run(
             world_size, lora_jobs.train_and_save, layout, model, None, tmp_path / "run", step, distributed
         ):

@@ -153,6 +153,9 @@ CASES = {
     "tp2_dp2_tied": Case(world=4, layout=state.Layout(tensor=2), tied=True),
     "pp2_dp2_tied": Case(world=4, layout=state.Layout(pipeline=2), tied=True, cached=False),
     "pp2_vp2_dp2_tied": Case(world=4, layout=state.Layout(pipeline=2, virtual=2), tied=True),
+    "dp4_of_2_instances": Case(world=4, layout=state.Layout(optimizer_instances=2)),
+    "pp2_dp2_of_2_instances": Case(world=4, layout=state.Layout(pipeline=2, optimizer_instances=2), tied=True),
+    "pp2_vp2_dp2_of_2_instances": Case(world=4, layout=state.Layout(pipeline=2, virtual=2, optimizer_instances=2)),
     "pp2_dp2_all_reduce": Case(world=4, layout=state.Layout(pipeline=2), distributed=False),
 }
 

@@ -39,6 +39,7 @@ def last_layer(settings: LoRASettings, keys: list[str]) -> tuple[LoRASettings, l
 ALL, DORA, UNTIED = adapters("all"), adapters("all", dora=True), adapters("all", "embed_tokens")
 PROJECTIONS, MLPS, LAST = adapters("o_proj"), adapters("mlp"), last_layer(*adapters("attention_qkv"))
 EP2, SHARDS = "model.expert_model_parallel_size=2", "model.sequence_parallel=true"
+INSTANCES = "model.optim.num_distributed_optimizer_instances=2"
 # Ranks; tensor, pipeline and context parallel; further arguments of the formula and the run.
 CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = {
     "tp2": (2, (2, 1, 1), {}, []),
@@ -46,6 +47,8 @@ CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = 
     "pp2_dp2": (4, (1, 2, 1), {}, []),
     "tp2_cp2": (4, (2, 1, 2), {}, []),
     "dp4": (4, (1, 1, 1), {}, []),
+    "dp4_of_2_instances": (4, (1, 1, 1), {"optimizer_instances": 2}, [INSTANCES]),
+    "ep2_dp4_of_2_instances": (4, (1, 1, 1), {"expert_parallel": 2, "optimizer_instances": 2}, [EP2, INSTANCES]),
     "dp2_replicated_optimizer": (
         2,
         (1, 1, 1),
@@ -128,7 +131,7 @@ CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = 
         ],
     ),
 }
-QUICK = ("tp2_lora", "pp2_dp2", "tp2_cp2")
+QUICK = ("tp2_lora", "pp2_dp2", "tp2_cp2", "dp4_of_2_instances")
 # Collectives that the formula counts per axis; the rest are sums of metrics and similar.
 MESSAGES = {
     "tensor": ("allreduce_", "_allgather_base_", "_reduce_scatter_base_"),
@@ -137,6 +140,7 @@ MESSAGES = {
     "others": ("send",),  # between two stages with several chunks, so that one direction does not wait for the other
     "context": ("allreduce_", "_allgather_base_", "_reduce_scatter_base_"),
     "data": ("reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_", "allreduce_coalesced_"),
+    "instances": ("allreduce_coalesced_",),
     "expert": ("alltoall_base_",),
     "expert tensor": ("_allgather_base_", "_reduce_scatter_base_"),
     "expert and tensor": ("_allgather_base_",),
@@ -212,7 +216,7 @@ def test_communication_equals_the_formula(
     for rank in range(count):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         wanted = step_traffic(training, step, stage=found["stage"])
-        for axis in ("tensor", "pipeline", "context", "data", "expert"):
+        for axis in ("tensor", "pipeline", "context", "data", "instances", "expert"):
             sent_by = [(part, each) for part in PARTS.get(axis, (axis,)) for each in MESSAGES[part]]
             counted = [found["sent"].get(part, {}).get(each, (0, 0.0)) for part, each in sent_by]
             messages, sent = (sum(column) for column in zip(*counted, strict=True))

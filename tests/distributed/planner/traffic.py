@@ -42,11 +42,14 @@ def axes() -> dict[str, str]:
         "embedding": parallel_state.get_embedding_group(check_initialized=False),
         "context": parallel_state.get_context_parallel_group(),
         "data without context": parallel_state.get_data_parallel_group(),
-        "data": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "data": parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True),
+        "instances": parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False),
         "expert": parallel_state.get_expert_model_parallel_group(check_initialized=False),
         "expert tensor": parallel_state.get_expert_tensor_parallel_group(check_initialized=False),
         "expert and tensor": parallel_state.get_expert_tensor_and_model_parallel_group(check_initialized=False),
-        "expert data": parallel_state.get_expert_data_parallel_group(check_initialized=False),
+        "expert data": parallel_state.get_expert_data_parallel_group(
+            check_initialized=False, partial_expert_data_parallel=True
+        ),
     }
     groups = {axis: group for axis, group in groups.items() if group not in (None, dist.GroupMember.NON_GROUP_MEMBER)}
     return {group.group_name: axis for axis, group in groups.items() if dist.get_world_size(group) > 1}

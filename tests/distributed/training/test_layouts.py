@@ -33,6 +33,7 @@ LAYOUTS = {
     "dp2": (2, []),
     "dp2_replicated_optimizer": (2, ["model.optim.use_distributed_optimizer=false"]),
     "dp4": (4, []),
+    "dp4_of_2_optimizer_instances": (4, ["model.optim.num_distributed_optimizer_instances=2"]),
     "tp2_pp2": (4, ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"]),
     "tp2_dp2": (4, ["model.tensor_model_parallel_size=2"]),
     "pp2_dp2": (4, ["model.pipeline_model_parallel_size=2"]),

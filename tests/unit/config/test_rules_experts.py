@@ -36,6 +36,7 @@ FAMILIES["llama4_last_two"] = (
     {**FAMILIES["llama4_text"][1], "model_type": "llama4_text", "moe_layers": [2, 3]},
 )
 KEY, SHARDS = "model.expert_model_parallel_size", "model.expert_tensor_parallel_size"
+INSTANCES = "model.optim.num_distributed_optimizer_instances"
 TENSOR, SEQUENCE = "model.tensor_model_parallel_size", "model.sequence_parallel"
 LORA, TARGETS = "model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules"
 DORA, SELECTED = "model.peft.lora_tuning.dora", "model.peft.lora_tuning.layer_selection"
@@ -87,6 +88,7 @@ BROKEN = [
         ],
     ),
     ("mixtral", [f"{KEY}=4"], 4, [Message(KEY, "6", "MODEL", "4", "3")]),
+    ("mixtral", [f"{KEY}=2", f"{INSTANCES}=4"], 4, [Message(INSTANCES, "experts", "2", "4", "2")]),
     (
         "qwen3_moe",
         [f"{KEY}=4", f"{SHARDS}=1", "model.pipeline_model_parallel_size=2"],

@@ -28,20 +28,19 @@ HOPPER = Computes(on_gpu=True, engine=(2, 9), capability=(9, 0))
 
 
 class GpuSetting(NamedTuple):
-    """An override, its key, the value without it, its own value, and whether it needs the distributed optimizer."""
+    """An override, its key, the value without it, its own value, and what it needs: the distributed optimizer, or an engine."""
 
     override: str
     key: str
     off: str
     got: str
-    sharded: bool = True
+    sharded: bool = True  # needs the distributed optimizer, and no Transformer Engine
 
     def refused(self, *names: str) -> Message:
         return Message(self.key, self.off, self.got, *names)
 
 
 GPU_SETTINGS = [
-    GpuSetting("model.optim.moments_dtype=bf16", "model.optim.moments_dtype", "fp32", "bf16"),
     GpuSetting("model.optim.offload_fraction=0.5", "model.optim.offload_fraction", "0", "0.5"),
     GpuSetting("model.fp8=hybrid", "model.fp8", "null", "hybrid", sharded=False),
 ]
@@ -72,8 +71,22 @@ def test_one_error_per_setting(
     setting: GpuSetting, overrides: list[str], computes: Computes | None, names: list[str] | None, load: Load
 ) -> None:
     found = [str(mistake) for mistake in gpu_rules(ResolvedRun.of(load(setting.override, *overrides)), computes)]
-    nothing = names is None or (f"{SHARDED}=false" in overrides and not setting.sharded)
+    other_need = "2.3" if setting.sharded else f"{SHARDED}=false"
+    nothing = names is None or other_need in names
     assert found == ([] if nothing else [setting.refused(*(names or ()))])
+
+
+@pytest.mark.parametrize("computes", [CPU, BARE, OLD, GPU, None])
+@pytest.mark.parametrize("precision", ["bf16", "32"])
+def test_moments_in_bf16_need_no_gpu(computes: Computes | None, precision: str, load: Load) -> None:
+    run = ResolvedRun.of(load("model.optim.moments_dtype=bf16", f"trainer.precision={precision}"))
+    assert list(gpu_rules(run, computes)) == []
+
+
+def test_moments_in_bf16_need_the_distributed_optimizer(load: Load) -> None:
+    moments = "model.optim.moments_dtype"
+    found = [str(each) for each in gpu_rules(ResolvedRun.of(load(f"{moments}=bf16", f"{SHARDED}=false")), BARE)]
+    assert found == [Message(moments, "fp32", f"{SHARDED}=false", "bf16", f"{SHARDED}=true")]
 
 
 def test_a_reference_in_gpu_memory_needs_a_gpu(load: Load) -> None:
@@ -171,10 +184,13 @@ def test_models_without_fp8_layers(load: Load, tmp_path: Path) -> None:
 def test_a_rank_checks_its_installed_packages(setting: GpuSetting, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.0")
     gpu(monkeypatch, **RICH | {"te": False})  # type: ignore[arg-type]
+    run = ResolvedRun.of(load(setting.override))
+    if setting.sharded:
+        check_gpu(run)
+        return
     with pytest.raises(UserError) as error:
-        check_gpu(ResolvedRun.of(load(setting.override)))
-    line = setting.refused("2.3", "none", *INSTALL)
-    assert str(error.value) == line
+        check_gpu(run)
+    assert str(error.value) == setting.refused("2.3", "none", *INSTALL)
 
 
 def test_defaults_give_no_error(load: Load) -> None:
@@ -193,8 +209,8 @@ def test_errors_on_the_command_line_on_a_rank_and_in_a_plan(
         plan.main(["kto", *good, setting.override])
     assert str(of_plan.value) == line
     monkeypatch.setattr(device, "device_count", lambda: 1)
-    without = setting.refused("2.3", "none", *INSTALL)
-    assert find_errors("trainer.accelerator=gpu", setting.override) == [without]
+    without = [] if setting.sharded else [setting.refused("2.3", "none", *INSTALL)]
+    assert find_errors("trainer.accelerator=gpu", setting.override) == without
 
 
 @pytest.mark.parametrize(("text", "version"), [("2.9.0+cu12", (2, 9)), ("1.13.0", (1, 13)), ("unknown", None)])

@@ -23,6 +23,7 @@ from tests.helpers.tiny_models import write_stub_model
 from tests.unit.conftest import FindErrors, Text, of
 
 TUNING = "model.peft.lora_tuning"
+INSTANCES = "model.optim.num_distributed_optimizer_instances"
 SCHEDULE = "model.optim.sched"
 LORA = "model.peft.peft_scheme=lora"
 MODULES = (
@@ -48,6 +49,12 @@ BROKEN = [
                 "trainer.devices",
             ),
         ],
+    ),
+    (["trainer.devices=4", f"{INSTANCES}=3"], [Message(INSTANCES, "data-parallel", "4", "3", "2")]),
+    (["trainer.devices=4", f"{INSTANCES}=8"], [Message(INSTANCES, "data-parallel", "4", "8", "4")]),
+    (
+        ["trainer.devices=4", f"{INSTANCES}=2", "model.optim.use_distributed_optimizer=false"],
+        [Message(INSTANCES, "1", "model.optim.use_distributed_optimizer=false", "2", "true")],
     ),
     (
         ["model.context_parallel_size=2", "trainer.devices=2", "model.data.reset_attention_mask=true"],

@@ -1,4 +1,4 @@
-"""Learning-rate schedules against those of transformers, and torch's fused AdamW.
+"""Learning-rate schedules against those of transformers, torch's fused AdamW, and AdamW with moments in bf16.
 
 Theirs are of a step counted from 0, so that a warm-up begins with a step at 0; ours are counted from 1 (see
 ``build_scheduler``). Our step k has the rate that theirs has at k.
@@ -14,6 +14,7 @@ import torch
 from transformers.optimization import get_cosine_with_hard_restarts_schedule_with_warmup, get_wsd_schedule
 
 from nemo_kto.checkpoint.optimizer import _set_counters
+from nemo_kto.models.engine import adam
 from nemo_kto.models.engine.optimizer import build_scheduler, fuse_torch_adam
 
 
@@ -113,3 +114,39 @@ def adam_steps(*, fused: bool) -> list[torch.Tensor]:
 def test_the_fused_kernel_takes_the_same_steps() -> None:
     for found, expected in zip(adam_steps(fused=True), adam_steps(fused=False), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_moments_in_bf16_are_those_of_adamw_rounded_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, also if a weight is updated in several slices."""
+    monkeypatch.setattr(adam, "_VALUES", 100)
+    generator = torch.Generator().manual_seed(1)
+    ours, theirs = (torch.linspace(-1, 1, 256).view(8, 32).requires_grad_() for _ in range(2))
+    groups: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
+    narrow, wide = adam.Bf16MomentsAdamW([ours], **groups), torch.optim.AdamW([theirs], **groups)
+    for _ in range(4):
+        ours.grad = torch.randn(8, 32, generator=generator)
+        theirs.grad = ours.grad.clone()
+        narrow.step()
+        wide.step()
+        for name in adam.MOMENTS:
+            assert narrow.state[ours][name].dtype == torch.bfloat16
+            wide.state[theirs][name].copy_(wide.state[theirs][name].bfloat16())
+            assert torch.equal(narrow.state[ours][name].float(), wide.state[theirs][name])
+        assert torch.equal(ours, theirs)
+    assert float(narrow.state[ours]["step"]) == 4
+
+
+def test_moments_in_bf16_are_loaded_without_a_copy() -> None:
+    weight = torch.ones(4, requires_grad=True)
+    optimizer, other = adam.Bf16MomentsAdamW([weight]), torch.optim.AdamW([weight])
+    weight.grad = torch.full((4,), 0.3)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    for name in adam.MOMENTS:
+        assert optimizer.state[weight][name].data_ptr() == saved["state"][0][name].data_ptr()
+    other.step()
+    optimizer.load_state_dict(other.state_dict())
+    for name in adam.MOMENTS:
+        assert torch.equal(optimizer.state[weight][name], other.state[weight][name].bfloat16())
+    assert float(optimizer.state[weight]["step"]) == 1

@@ -15,9 +15,11 @@ from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.parameters import rank_parameters
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.distributed import logprobs
+from nemo_kto.models.engine import adam
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.planner import memory
+from nemo_kto.planner import memory as planner_memory
 from nemo_kto.planner.activations import Activations
 from nemo_kto.planner.memory import RankMemory, Training, rank_memory, stages_memory
 from nemo_kto.planner.speed import GPUS, known_gpu, step_speed
@@ -57,6 +59,8 @@ def first(architecture: Architecture, **changes: Any) -> RankMemory:
         ({"element_bytes": 2, "data_parallel": 4}, 2, 3, 3.5),
         ({"element_bytes": 2, "distributed_optimizer": False, "async_save": False}, 2, 12, 0),
         ({"element_bytes": 2, "data_parallel": 4, "moment_bytes": 2}, 2, 2, 2.5),
+        ({"element_bytes": 2, "data_parallel": 4, "optimizer_instances": 2}, 2, 6, 3.5),
+        ({"element_bytes": 4, "data_parallel": 4, "context_parallel": 2, "optimizer_instances": 4}, 4, 4, 2),
     ],
 )
 def test_bytes_per_parameter(
@@ -224,13 +228,15 @@ def test_the_peak_of_memory(architecture: Architecture) -> None:
     assert first(architecture, largest_file=10**9, on_gpu=True).device == gpu.device
 
 
-def test_memory_of_an_optimizer_step(architecture: Architecture) -> None:
+def test_memory_of_an_optimizer_step(architecture: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo's copy of all gradients, or two tensors like the largest weight; on a GPU one like each that the rank updates."""
     memory, largest = first(architecture), architecture.padded_vocab_size * HIDDEN
     assert memory.working == 4 * memory.trained
     assert first(architecture, distributed_optimizer=False).working == 2 * 4 * largest
     assert first(architecture, on_gpu=True, data_parallel=4).working == 0
-    assert first(architecture, on_gpu=True, data_parallel=4, moment_bytes=2).working == 2 * memory.trained, "widened"
+    assert planner_memory._UPDATED_VALUES == adam._VALUES
+    monkeypatch.setattr(planner_memory, "_UPDATED_VALUES", largest // 4)
+    assert first(architecture, on_gpu=True, moment_bytes=2).working == 2 * largest, "widened, a quarter at a time"
 
 
 def test_flops_of_full_rows(architecture: Architecture) -> None:

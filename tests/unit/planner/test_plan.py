@@ -26,6 +26,7 @@ LLAMA = {
     "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": False,
 }  # fmt: skip
 ATTENTION = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=attention_qkv"]
+INSTANCES = "model.optim.num_distributed_optimizer_instances"
 MODEL, TENSOR = "pretrained_checkpoint.restore_from_path=llama", "model.tensor_model_parallel_size={}"
 
 
@@ -136,6 +137,33 @@ def test_a_layout_that_does_not_fit_and_remedies(capsys: pytest.CaptureFixture[s
     assert status == plan.DOES_NOT_FIT
     assert table["total"] == Message("60.0 GB", "60.2 GB")
     assert table["verdict"] == Message("fit", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true")
+
+
+def test_8b_on_one_gpu_of_141_gb_without_transformer_engine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 + 4 + 4 + 2 + 2 bytes for each of 8.03 billion parameters."""
+    monkeypatch.setattr(plan, "OLDEST_ENGINE", None)  # the version that other machines are assumed to have
+    settings = ("--gpus", "1", "--gpu", "h200", TENSOR.format(1), "model.activations_checkpoint_granularity=selective")
+    status, table = planned(capsys, "kto", MODEL, *settings, "model.optim.moments_dtype=bf16")
+    assert (status, table["verdict"]) == (0, "fits")
+    assert [table[name] for name in ("weights", "gradients", "optimizer")] == ["16.1 GB", "32.1 GB", "64.2 GB"]
+    status, table = planned(capsys, "kto", MODEL, *settings)
+    assert (status, table["optimizer"]) == (plan.DOES_NOT_FIT, "96.4 GB")
+    assert table["verdict"] == "does not fit: use model.optim.moments_dtype=bf16"
+
+
+def test_several_optimizer_instances(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two bytes for a parameter are sent within a machine and four between them, instead of six between them."""
+    settings = ("--gpus", "16", TENSOR.format(1), "model.peft.peft_scheme=none")
+    _, one = planned(capsys, "kto", MODEL, *settings)
+    _, two = planned(capsys, "kto", MODEL, *settings, f"{INSTANCES}=2")
+    assert two["layout"] == one["layout"].replace("parallel", "parallel, 2 optimizer instances")
+    assert (one["optimizer"], two["optimizer"]) == ("6.0 GB", "12.0 GB")
+    assert one["sent by a rank"] == Message("45.2 GB data")
+    _, tight = planned(capsys, "kto", MODEL, *settings, f"{INSTANCES}=2", "--memory", "100")
+    assert tight["verdict"] == Message("fit", f"{INSTANCES}=1")
+    assert two["sent by a rank"] == Message("42.2 GB data", "4.0 GB between optimizer instances")
 
 
 def test_the_best_layouts(capsys: pytest.CaptureFixture[str]) -> None:
