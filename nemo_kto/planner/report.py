@@ -42,7 +42,7 @@ def plan_text(plan: Plan, *, checked: Mapping[str, str] | None = None) -> str:
         **_run_lines(plan),
         **(checked or {}),
         "layout": _layout(plan),
-        "micro-batch": f"up to {training.micro_batch_tokens:,} tokens, {training.micro_batches:,} a step",
+        "micro-batch": _micro_batch(plan),
         "reference": f"{reference.name} ({reference.reason})",
         "parameters": f"{short(largest.parameters)} a rank{trained}{stage}",
         "weights": size(largest.weights),
@@ -108,6 +108,13 @@ def _layout(plan: Plan) -> str:
         experts=experts,
     )
     return f"{layout}, {training.recompute or 'no'} recomputation"
+
+
+def _micro_batch(plan: Plan) -> str:
+    training, reason = plan.training, plan.run.micro_batch_reason
+    packed = ", packed" if training.packed else ""
+    text = f"up to {training.micro_batch_tokens:,} tokens{packed}, {training.micro_batches:,} a step"
+    return f"{text} ({reason})" if reason else text
 
 
 def _rate(plan: Plan) -> str:
