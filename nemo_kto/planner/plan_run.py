@@ -13,8 +13,10 @@ from nemo_kto.device import device
 from nemo_kto.device.dtypes import MOMENTS
 from nemo_kto.device.precision import PRECISIONS, bf16_support, product_flops
 from nemo_kto.errors import UserError
+from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.planner.memory import RankMemory, Training, stages_memory
 from nemo_kto.planner.micro_batches import MIN_TOKENS, sufficient_tokens
+from nemo_kto.planner.shared_prompts import SEPARATE, SharedPrompts
 from nemo_kto.planner.speed import DEFAULT_GPU, GPUS, Hardware, Speed, known_gpu, step_speed
 from nemo_kto.planner.traffic import Step
 from nemo_kto.run.rows import micro_batch_limits
@@ -47,6 +49,8 @@ class Plan:
     training: Training
     step: Step
     stages: list[RankMemory]  # memory of a rank of each pipeline stage
+    limits: MicroBatchLimits
+    shared: SharedPrompts | None = None  # None if the rows are not known
 
     @property
     def largest(self) -> RankMemory:
@@ -101,6 +105,11 @@ def make_plan(run: ResolvedRun, machines: Machines) -> Plan:
     return replace(chosen, run=chosen.run.with_micro_batch_tokens(chosen.run.micro_batch_tokens, reason))
 
 
+def with_shared_prompts(plan: Plan, shared: SharedPrompts) -> Plan:
+    """Return the plan of the same run with prompts that are shared as in the rows that were measured."""
+    return replace(_plan(plan.run, plan.machines, shared), shared=shared)
+
+
 def size_micro_batches(run: ResolvedRun, machines: Machines) -> tuple[int | None, str]:
     """Return the default number of tokens of a micro-batch, of all context-parallel ranks together, and why.
 
@@ -110,17 +119,14 @@ def size_micro_batches(run: ResolvedRun, machines: Machines) -> tuple[int | None
     return chosen.micro_batch_tokens, chosen.micro_batch_reason
 
 
-def _plan(run: ResolvedRun, machines: Machines) -> Plan:
+def _plan(run: ResolvedRun, machines: Machines, shared: SharedPrompts = SEPARATE) -> Plan:
     cfg, model = run.cfg, run.cfg.model
     tensor, pipeline, context = degrees(model)
     data = machines.ranks // (tensor * pipeline * context)
     limits, answers = micro_batch_limits(run, on_gpu=machines.on_gpu), 2 if cfg.recipe.unit == "pairs" else 1
     width = limits.width(cfg.seq_length)
-    share = model.global_batch_size // data  # prompts of a rank
-    prompts = max(1, min(limits.fitting(width, answers=answers), share))
-    tokens = prompts * answers * width
-    if limits.packed and limits.tokens is not None:  # shorter sequences fill a pack up to the limit
-        tokens = max(tokens, min(limits.tokens, share * answers * width))
+    limits = replace(limits, packed=limits.packed or shared.trained < 1)
+    tokens, prompts = _micro_batch(limits, shared, share=model.global_batch_size // data, width=width, answers=answers)
     training = Training(
         architecture=run.architecture,
         element_bytes=run.dtype.itemsize,
@@ -156,14 +162,35 @@ def _plan(run: ResolvedRun, machines: Machines) -> Plan:
         width=width,
         forward_only=(live + disabled) * (1 + with_kl) + with_kl + cfg.loss.record.looks_ahead,
         disabled=disabled * (1 + with_kl),
+        computed_tokens=shared.tokens,
+        computed_flops=shared.flops,
     )
-    plan = Plan(run=run, machines=machines, training=training, step=step, stages=stages_memory(training))
+    stages = stages_memory(training)
+    plan = Plan(run=run, machines=machines, training=training, step=step, stages=stages, limits=limits)
     if not machines.on_gpu or not run.swaps_reference or "cpu" in (model.reference.device, run.reference_memory):
         return plan
     training = replace(training, reference_on_gpu=True)
     with_reference = replace(plan, training=training, stages=stages_memory(training))
     has_room = with_reference.largest.device <= _ROOM * machines.hardware.memory
     return with_reference if run.reference_on_gpu or has_room else plan
+
+
+def _micro_batch(
+    limits: MicroBatchLimits, shared: SharedPrompts, *, share: int, width: int, answers: int
+) -> tuple[int, int]:
+    """Return the tokens and the prompts of a full micro-batch of sequences of ``width`` tokens.
+
+    ``share`` is the number of prompts of a data-parallel rank. A pack is filled up to the limit of tokens with shorter
+    sequences too. Shared prompts make a micro-batch smaller if the number of prompts limits it; otherwise there are fewer.
+    """
+    each, most = answers * width, min(share, limits.prompts or share)
+    if not limits.packed:
+        prompts = max(1, min(limits.fitting(width, answers=answers), share))
+        return prompts * each, prompts
+    tokens = math.ceil(most * each * shared.largest)
+    if limits.tokens is not None:
+        tokens = min(tokens, max(limits.tokens, math.ceil(each * shared.largest)))
+    return tokens, max(1, min(most, int(tokens / (each * shared.trained) + 1e-6)))
 
 
 def place_reference(run: ResolvedRun, machines: Machines, *, longest: int) -> tuple[str, str]:

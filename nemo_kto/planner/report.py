@@ -43,6 +43,7 @@ def plan_text(plan: Plan, *, checked: Mapping[str, str] | None = None) -> str:
         **(checked or {}),
         "layout": _layout(plan),
         "micro-batch": _micro_batch(plan),
+        **_shared_prompts(plan),
         "reference": f"{reference.name} ({reference.reason})",
         "parameters": f"{short(largest.parameters)} a rank{trained}{stage}",
         "weights": size(largest.weights),
@@ -115,6 +116,13 @@ def _micro_batch(plan: Plan) -> str:
     packed = ", packed" if training.packed else ""
     text = f"up to {training.micro_batch_tokens:,} tokens{packed}, {training.micro_batches:,} a step"
     return f"{text} ({reason})" if reason else text
+
+
+def _shared_prompts(plan: Plan) -> dict[str, str]:
+    if not plan.limits.share_prompts:
+        return {}
+    unknown = "not counted, the rows are not read; nemo-kto check counts them"
+    return {"shared prompts": unknown if plan.shared is None else str(plan.shared)}
 
 
 def _rate(plan: Plan) -> str:
