@@ -51,11 +51,11 @@ def sufficient_tokens(training: Training, *, rank_tokens: float) -> Tokens:
     }
     largest = max(needs)
     number, reason = min(MAX_TOKENS, _power_of_two(largest)), f"enough for {needs[largest]}"
-    limit = rank_tokens / (_IN_PIPELINE * stages if stages > 1 else 1)
-    if _power_of_two(limit) < number:
-        number = max(MIN_TOKENS, _power_of_two(limit))
-        reason = "more would leave too few micro-batches for the pipeline" if stages > 1 else "a rank's share of the batch"
-    return Tokens(number, reason)
+    limit, of_limit = _power_of_two(rank_tokens), "a rank's share of the batch"
+    if stages > 1:  # rounded down
+        limit = _power_of_two(rank_tokens / (_IN_PIPELINE * stages) + 1) // 2
+        of_limit = "more would leave too few micro-batches for the pipeline"
+    return Tokens(number, reason) if number <= limit else Tokens(max(MIN_TOKENS, limit), of_limit)
 
 
 def _power_of_two(number: float) -> int:

@@ -60,8 +60,9 @@ def resolved(load: Load, model: str, *keys: str) -> ResolvedRun:
         ("8x7B", [*EXPERTS, SELECTIVE, "model.global_batch_size=1024"], (64, "h200"), 8192, "matrix products"),
         ("1B", ["model.global_batch_size=2"], (1, "h200"), 4096, "share"),
         ("1B", ["model.global_batch_size=2"], (2, "h200"), 2048, "share"),
-        # 32 rows of 2,048 tokens, 16 micro-batches for each of two stages
-        ("8B", ["model.global_batch_size=128", PIPELINE], (8, "h200"), 2048, "pipeline"),
+        # 16 micro-batches for each of two stages: of 64 rows of 2,048 tokens, or fewer
+        ("8B", ["model.global_batch_size=256", PIPELINE], (8, "h200"), 4096, "pipeline"),
+        ("8B", ["model.global_batch_size=252", PIPELINE], (8, "h200"), 2048, "pipeline"),
         ("8B", ["model.global_batch_size=512", PIPELINE], (8, "h200"), 8192, "pipeline"),
         ("8B", [], (8, "h200"), 8192, "144.7 GB of 141.0 GB"),
         ("8B", [], (8, "h100"), 2048, "83.8 GB of 80.0 GB"),

@@ -82,7 +82,7 @@ def test_passes_of_kto(
 ) -> None:
     answers = [(prompt, 6, 2) for prompt in prompts]
     parts = {"samples": answers} | ({} if "bco" in str(keys) else {"kl_samples": answers})
-    found = measured(resolve(*keys), **parts)
+    found = measured(resolve(*keys), LIMITS, **parts)
     assert (found.tokens, found.trained) == pytest.approx((tokens, trained))
     assert (found.flops < 1) is (tokens < 1)
 
