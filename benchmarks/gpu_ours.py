@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_kto.algorithms.callbacks import Callback, Event, PrecomputeReference
+from nemo_kto.cli.job import size_micro_batches
 from nemo_kto.config import compose
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
@@ -73,6 +74,7 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     assert cfg is not None, problems
     state.init_distributed(layout=state.Layout(), seed=cfg.model.seed)
     resolved = ResolvedRun.of(cfg)
+    resolved = resolved.with_micro_batch_tokens(*size_micro_batches(resolved, 1, 1))
     policy = build.build_policy(resolved)
     trainer = build.build_trainer(resolved, policy, build.prepare(resolved))
     watch = Watch()

@@ -64,8 +64,8 @@ def main(argv: Sequence[str]) -> int:
         machines = machines.with_memory(flags.memory * 1e9)
     if errors := list(model_gpu_rules(run, computes)):
         raise InvalidConfig(title=_TITLE, errors=errors)
-    plan = make_plan(run, machines)
-    print(plan_text(plan, checked=_prepare(plan)))
+    plan, lines = _prepare(make_plan(run, machines))
+    print(plan_text(plan, checked=lines))
     return 0 if plan.fits else DOES_NOT_FIT
 
 
@@ -107,8 +107,13 @@ def _errors(run: ResolvedRun, *, elsewhere: bool, set_twice: Sequence[str]) -> l
     return [*errors, *(ConfigError(key, f"must not be given twice, got a flag too; {remedy}") for key in set_twice)]
 
 
-def _prepare(plan: Plan) -> dict[str, str]:
-    """Prepare the run as its ranks do before they load the model; return lines about its data and its folder."""
+def _prepare(plan: Plan) -> tuple[Plan, dict[str, str]]:
+    """Prepare the run as its ranks do before they load the model.
+
+    Return the plan with the prompts that its rows share, and lines about its data and its folder.
+    """
+    from nemo_kto.planner.plan_run import with_shared_prompts
+    from nemo_kto.planner.shared_prompts import measure
     from nemo_kto.run.build import prepare
     from nemo_kto.run.lifecycle import check_export
     from nemo_kto.run.resume import check_validation_rows
@@ -116,14 +121,16 @@ def _prepare(plan: Plan) -> dict[str, str]:
     from nemo_kto.run.samples import samples_text
     from nemo_kto.telemetry.summary import epochs
 
-    run = plan.run
+    run = plan.run.with_model(data=plan.run.cfg.model.data.model_copy(update={"num_workers": 0}))
     start = prepare(run, data_parallel=(0, plan.training.data_parallel))
     check_export(run)
     check_validation_rows(run.cfg, start.data)
     batches, resumption = len(start.data.train.batch_sampler), start.resumption
     steps, splits = run.length.total_steps(batches), start.data.splits.in_use
     folder = "a new run" if resumption.resumed_step is None else f"resumes after step {resumption.resumed_step}"
-    return {
+    if plan.limits.share_prompts:
+        plan = with_shared_prompts(plan, measure(run, start.data, plan.limits))
+    return plan, {
         **{name: split_text(run.cfg.recipe.unit, examples.counts) for name, examples in splits.items()},
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))})",
         **({} if start.data.samples is None else {"samples": samples_text(run, start.data.samples, start.data.splits)}),

@@ -140,7 +140,9 @@ class Job:
             # Repeated, because each job of a sweep prints its own warnings.
             set_up_logging(rank=0 if self.world is None else self.world.rank)
             take_over()
-            build.train(run, check_memory=check_memory, place_reference=place_reference)
+            build.train(
+                run, check_memory=check_memory, place_reference=place_reference, size_micro_batches=size_micro_batches
+            )
         except signals.Stopped as stop:
             self._end_early(stop, requeues=requeues)
         except KeyboardInterrupt:
@@ -179,6 +181,13 @@ def place_reference(run: ResolvedRun, ranks: int, local: int, longest: int) -> t
 
     machines = plan_run.these_machines(run, ranks=ranks, local=local, timed=False)
     return plan_run.place_reference(run, machines, longest=longest)
+
+
+def size_micro_batches(run: ResolvedRun, ranks: int, local: int) -> tuple[int | None, str]:
+    """Return the default number of tokens of a micro-batch on GPUs, and why; arguments as above."""
+    from nemo_kto.planner import plan_run
+
+    return plan_run.size_micro_batches(run, plan_run.these_machines(run, ranks=ranks, local=local, timed=False))
 
 
 def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None, *, remedy: str = "") -> NoReturn:

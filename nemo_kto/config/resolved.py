@@ -128,6 +128,8 @@ class ResolvedRun:
     gpus: int  # number of GPUs of this machine that the run may use
     precision_reason: str = "set by the user"  # why trainer.precision has its value
     length_reason: str = "set by the user"  # why model.data.seq_length has its value
+    micro_batch_tokens: int | None = None  # default of model.micro_batch_tokens on GPUs; None before it is chosen
+    micro_batch_reason: str = ""
     reference_memory: str = ""  # memory of swapped weights, "gpu" or "cpu"; empty before it is chosen
     reference_memory_reason: str = ""
 
@@ -161,6 +163,9 @@ class ResolvedRun:
 
     def with_precision(self, precision: str, reason: str) -> ResolvedRun:
         return replace(self, cfg=with_value(self.cfg, "trainer.precision", precision), precision_reason=reason)
+
+    def with_micro_batch_tokens(self, tokens: int | None, reason: str) -> ResolvedRun:
+        return replace(self, micro_batch_tokens=tokens, micro_batch_reason=reason)
 
     def with_reference_memory(self, name: str, reason: str) -> ResolvedRun:
         return replace(self, reference_memory=name, reference_memory_reason=reason)

@@ -13,14 +13,18 @@ from nemo_kto.device import device
 from nemo_kto.device.dtypes import MOMENTS
 from nemo_kto.device.precision import PRECISIONS, bf16_support, product_flops
 from nemo_kto.errors import UserError
+from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.planner.memory import RankMemory, Training, stages_memory
+from nemo_kto.planner.micro_batches import MIN_TOKENS, sufficient_tokens
+from nemo_kto.planner.shared_prompts import SEPARATE, SharedPrompts
 from nemo_kto.planner.speed import DEFAULT_GPU, GPUS, Hardware, Speed, known_gpu, step_speed
 from nemo_kto.planner.traffic import Step
 from nemo_kto.run.rows import micro_batch_limits
 
-# Part of the memory of a GPU that a run with the reference in it may need by the estimate. The rest is a reserve: an
-# allocation that fails would end the run, and a swap from host memory costs a few percent of a step.
-_REFERENCE_ROOM = 0.9
+# Part of the memory of a GPU that a run may need by the estimate with the reference in it, and with the default number of
+# tokens of a micro-batch. The rest is a reserve: an allocation that fails would end the run, and a swap from host memory or
+# a smaller micro-batch costs a few percent of a step.
+_ROOM = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,8 @@ class Plan:
     training: Training
     step: Step
     stages: list[RankMemory]  # memory of a rank of each pipeline stage
+    limits: MicroBatchLimits
+    shared: SharedPrompts | None = None  # None if the rows are not known
 
     @property
     def largest(self) -> RankMemory:
@@ -69,13 +75,58 @@ class Plan:
 
 
 def make_plan(run: ResolvedRun, machines: Machines) -> Plan:
-    """Build the plan of a run, whose layout must fit the number of ranks; raises UserError if config.json is unreadable."""
+    """Build the plan of a run, whose layout must fit the number of ranks; raises UserError if config.json is unreadable.
+
+    On GPUs it chooses the number of tokens of a micro-batch, unless the user has set a limit or the run has one already: the
+    sufficient number, halved until the estimate leaves a reserve of memory. A reference that fits into GPU memory with a
+    smaller micro-batch has priority.
+    """
+    model = run.cfg.model
+    if not machines.on_gpu or run.micro_batch_tokens or model.micro_batch_size or model.micro_batch_tokens:
+        return _plan(run, machines)
+    context = model.context_parallel_size
+    smallest = _plan(run.with_micro_batch_tokens(MIN_TOKENS * context, ""), machines)
+    training, step = smallest.training, smallest.step
+    wanted = sufficient_tokens(training, rank_tokens=step.tokens / training.replicas)
+    plans, number = [smallest], MIN_TOKENS
+    while number < wanted.number:
+        number *= 2
+        plans.append(_plan(run.with_micro_batch_tokens(number * context, wanted.reason), machines))
+    known = known_gpu(machines.hardware.name) or machines.hardware  # drivers report a little more than the data sheet
+    room = _ROOM * min(machines.hardware.memory, known.memory)
+    fitting = [index for index, plan in enumerate(plans) if plan.largest.device <= room]
+    best = max(fitting, key=lambda index: (plans[index].training.reference_on_gpu, index), default=0)
+    chosen, reason = plans[best], wanted.reason
+    if best + 1 in fitting:
+        reason = "with twice as many, the reference would not fit into GPU memory"
+    elif best + 1 < len(plans):
+        needed = plans[best + 1].largest.device
+        reason = f"twice as many would need an estimated {size(needed)} of {size(machines.hardware.memory)}"
+    return replace(chosen, run=chosen.run.with_micro_batch_tokens(chosen.run.micro_batch_tokens, reason))
+
+
+def with_shared_prompts(plan: Plan, shared: SharedPrompts) -> Plan:
+    """Return the plan of the same run with prompts that are shared as in the rows that were measured."""
+    return replace(_plan(plan.run, plan.machines, shared), shared=shared)
+
+
+def size_micro_batches(run: ResolvedRun, machines: Machines) -> tuple[int | None, str]:
+    """Return the default number of tokens of a micro-batch, of all context-parallel ranks together, and why.
+
+    It is None if the user has set a limit, or without GPUs.
+    """
+    chosen = make_plan(run, machines).run
+    return chosen.micro_batch_tokens, chosen.micro_batch_reason
+
+
+def _plan(run: ResolvedRun, machines: Machines, shared: SharedPrompts = SEPARATE) -> Plan:
     cfg, model = run.cfg, run.cfg.model
     tensor, pipeline, context = degrees(model)
     data = machines.ranks // (tensor * pipeline * context)
     limits, answers = micro_batch_limits(run, on_gpu=machines.on_gpu), 2 if cfg.recipe.unit == "pairs" else 1
     width = limits.width(cfg.seq_length)
-    prompts = max(1, min(limits.fitting(width, answers=answers), model.global_batch_size // data))
+    limits = replace(limits, packed=limits.packed or shared.trained < 1)
+    tokens, prompts = _micro_batch(limits, shared, share=model.global_batch_size // data, width=width, answers=answers)
     training = Training(
         architecture=run.architecture,
         element_bytes=run.dtype.itemsize,
@@ -97,9 +148,9 @@ def make_plan(run: ResolvedRun, machines: Machines) -> Plan:
         recompute_modules=run.recompute_modules,
         recompute_method=model.activations_checkpoint_method,
         recompute_layers=model.activations_checkpoint_num_layers,
-        micro_batch_tokens=prompts * answers * width,
+        micro_batch_tokens=tokens,
         micro_batch_width=width,
-        packed=model.data.packing,
+        packed=limits.packed,
         micro_batches=math.ceil(model.global_batch_size / data / prompts),
         logprob_chunk=model.logprob_chunk_size,
         largest_file=run.files.largest_file,
@@ -112,14 +163,35 @@ def make_plan(run: ResolvedRun, machines: Machines) -> Plan:
         width=width,
         forward_only=(live + disabled) * (1 + with_kl) + with_kl + cfg.loss.record.looks_ahead,
         disabled=disabled * (1 + with_kl),
+        computed_tokens=shared.tokens,
+        computed_flops=shared.flops,
     )
-    plan = Plan(run=run, machines=machines, training=training, step=step, stages=stages_memory(training))
+    stages = stages_memory(training)
+    plan = Plan(run=run, machines=machines, training=training, step=step, stages=stages, limits=limits)
     if not machines.on_gpu or not run.swaps_reference or "cpu" in (model.reference.device, run.reference_memory):
         return plan
     training = replace(training, reference_on_gpu=True)
     with_reference = replace(plan, training=training, stages=stages_memory(training))
-    has_room = with_reference.largest.device <= _REFERENCE_ROOM * machines.hardware.memory
+    has_room = with_reference.largest.device <= _ROOM * machines.hardware.memory
     return with_reference if run.reference_on_gpu or has_room else plan
+
+
+def _micro_batch(
+    limits: MicroBatchLimits, shared: SharedPrompts, *, share: int, width: int, answers: int
+) -> tuple[int, int]:
+    """Return the tokens and the prompts of a full micro-batch of sequences of ``width`` tokens.
+
+    ``share`` is the number of prompts of a data-parallel rank. A pack is filled up to the limit of tokens with shorter
+    sequences too. Shared prompts make a micro-batch smaller if the number of prompts limits it; otherwise there are fewer.
+    """
+    each, most = answers * width, min(share, limits.prompts or share)
+    if not limits.packed:
+        prompts = max(1, min(limits.fitting(width, answers=answers), share))
+        return prompts * each, prompts
+    tokens = math.ceil(most * each * shared.largest)
+    if limits.tokens is not None:
+        tokens = min(tokens, max(limits.tokens, math.ceil(each * shared.largest)))
+    return tokens, max(1, min(most, int(tokens / (each * shared.trained) + 1e-6)))
 
 
 def place_reference(run: ResolvedRun, machines: Machines, *, longest: int) -> tuple[str, str]:

@@ -43,7 +43,8 @@ def plan_text(plan: Plan, *, checked: Mapping[str, str] | None = None) -> str:
         **_run_lines(plan),
         **(checked or {}),
         "layout": _layout(plan),
-        "micro-batch": f"up to {training.micro_batch_tokens:,} tokens, {training.micro_batches:,} a step",
+        "micro-batch": _micro_batch(plan),
+        **_shared_prompts(plan),
         "reference": f"{reference.name} ({reference.reason})",
         "parameters": f"{short(largest.parameters)} a rank{trained}{stage}",
         "weights": size(largest.weights),
@@ -111,6 +112,20 @@ def _layout(plan: Plan) -> str:
         optimizer_instances=training.optimizer_instances,
     )
     return f"{layout}, {training.recompute or 'no'} recomputation"
+
+
+def _micro_batch(plan: Plan) -> str:
+    training, reason = plan.training, plan.run.micro_batch_reason
+    packed = ", packed" if training.packed else ""
+    text = f"up to {training.micro_batch_tokens:,} tokens{packed}, {training.micro_batches:,} a step"
+    return f"{text} ({reason})" if reason else text
+
+
+def _shared_prompts(plan: Plan) -> dict[str, str]:
+    if not plan.limits.share_prompts:
+        return {}
+    unknown = "not counted, the rows are not read; nemo-kto check counts them"
+    return {"shared prompts": unknown if plan.shared is None else str(plan.shared)}
 
 
 def _rate(plan: Plan) -> str:

@@ -73,15 +73,17 @@ def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
     """Estimate the speed of a step; a pipeline is as fast as its slowest stage."""
     passes = Passes(forward=1 + step.forward_only - step.disabled, disabled=step.disabled, backward=1)
     operations, forward = training.flops.of_passes(passes), training.flops.forward
-    flops = operations.of_sequences(step.rows, step.width)  # without recomputation
-    again = 0  # recomputation: of all layers, of the MLPs, or of the products of the core attention
+    # without recomputation
+    flops = round(operations.of_sequences(step.rows, step.width) * step.computed_flops)
+    again = 0.0  # recomputation: of all layers, of the MLPs, or of the products of the core attention
     if training.recompute == "full":
         again = step.rows * forward.of_tokens(step.width)
     if "mlp" in training.recomputed:
         again += step.tokens * forward.per_token_mlp
     if "core_attn" in training.recomputed:
         again += step.rows * forward.attention(step.width)
-    of_logprobs = operations.per_response_token * step.rows * (step.width - 1)  # on the last stage
+    again *= step.computed_tokens
+    of_logprobs = operations.per_response_token * step.rows * (step.width - 1) * step.computed_flops  # on the last stage
     sizes = training.split.stage_sizes(training.architecture.num_layers)
     of_stages = [(flops + again - of_logprobs) * size / sum(sizes) for size in sizes]
     of_stages[-1] += of_logprobs

@@ -32,11 +32,19 @@ class Step:
     # reference that is evaluated.
     forward_only: int
     disabled: int = 0  # of these, passes of a reference that is the model with adapters disabled
+    # Fractions of the tokens and of the FLOPs of separate sequences that are computed: below 1 if answers share prompts.
+    computed_tokens: float = 1.0
+    computed_flops: float = 1.0
 
     @property
     def tokens(self) -> int:
         """Number of tokens that are trained on."""
         return self.rows * self.width
+
+    @property
+    def computed(self) -> float:
+        """Number of tokens of a pass, on average over the passes of a step."""
+        return self.tokens * self.computed_tokens
 
     @property
     def answers(self) -> int:
@@ -94,7 +102,7 @@ def _tensor(training: Training, step: Step, stage: int) -> Iterator[Sent]:
     """
     ranks, micro_batches = training.tensor_parallel, _micro_batches(training)
     blocks = [block for block in training.blocks[stage] if block.name != EXPERTS]  # experts have separate process groups
-    hidden = step.tokens / training.replicas * training.architecture.hidden_size * training.element_bytes
+    hidden = step.computed / training.replicas * training.architecture.hidden_size * training.element_bytes
     half, shards, trained = (ranks - 1) / ranks, training.sequence_parallel, training.adapters is None
     forwards = 1 + step.forward_only
     times = 2 * sum(forwards + _again(training, block) for block in blocks)  # halves of an all-reduce
@@ -133,7 +141,7 @@ def _adapters(training: Training, step: Step, stage: int) -> Iterator[Sent]:
         return
     ranks, micro_batches = training.tensor_parallel, _micro_batches(training)
     half, shards = (ranks - 1) / ranks, training.sequence_parallel
-    width = step.tokens / training.replicas * training.adapters.rank * training.element_bytes
+    width = step.computed / training.replicas * training.adapters.rank * training.element_bytes
     forwards = 1 + step.forward_only - step.disabled
     adapted = [(mapping, _again(training, block)) for block in training.blocks[stage] for mapping in block.adapted]
     if stage == 0:
@@ -159,7 +167,7 @@ def _pipeline(training: Training, step: Step, stage: int) -> Iterator[Sent]:
     If the first and the last stage both hold the embedding, they sum its gradient.
     """
     split, shards = training.split, training.tensor_parallel if training.sequence_parallel else 1
-    hidden = step.tokens / training.replicas * training.architecture.hidden_size * training.element_bytes / shards
+    hidden = step.computed / training.replicas * training.architecture.hidden_size * training.element_bytes / shards
     for passes, is_end in ((1 + step.forward_only, stage == split.stages - 1), (1, stage == 0)):
         times = passes * (split.chunks - is_end)  # the last chunk sends no hidden states, and the first no gradients
         yield Sent(times * _micro_batches(training), times * hidden)
@@ -176,7 +184,7 @@ def _context(training: Training, step: Step, stage: int) -> Iterator[Sent]:
     """
     architecture, others = training.architecture, training.context_parallel - 1
     groups = max(1, architecture.padded_query_groups // training.tensor_parallel)
-    tokens = step.tokens / training.replicas
+    tokens = step.computed / training.replicas
     each = 2 * groups * architecture.head_dim * training.element_bytes * tokens * others
     again = 1 if training.recompute == "full" or "core_attn" in training.recomputed else 0
     attentions = [block for block in training.blocks[stage] if block.name == ATTENTION]
@@ -235,7 +243,7 @@ def _expert(training: Training, step: Step, stage: int) -> Iterator[Sent]:
     blocks, micro_batches = [block for block in training.blocks[stage] if block.name == EXPERTS], _micro_batches(training)
     forwards = sum(1 + step.forward_only + _again(training, block) for block in blocks)
     gone, back = forwards + sum(block.enters for block in blocks), forwards + sum(block.leaves for block in blocks)
-    choices = experts.per_token * step.tokens / training.replicas / training.tensor_parallel
+    choices = experts.per_token * step.computed / training.replicas / training.tensor_parallel
     hidden = architecture.hidden_size * training.element_bytes
     for elsewhere in (1 - 1 / training.expert_parallel, architecture.expert_tensor_parallel - 1):
         messages = (2 * gone + back) * micro_batches * (elsewhere > 0)

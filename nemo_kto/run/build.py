@@ -75,12 +75,28 @@ _WARMUP_STEPS = 10  # default, or fewer in a shorter run
 # (run, number of ranks, number of ranks on this machine, tokens of the longest sequence; None before the rows are read);
 # returns a warning, and raises UserError if memory is too small.
 CheckMemory = Callable[[ResolvedRun, int, int, int | None], str | None]
-# The same arguments, with the longest sequence known; returns where the weights of a reference are stored, and why.
+# (run, number of ranks, number of ranks on this machine); returns the default number of tokens of a micro-batch on GPUs,
+# None if the user has set a limit, and why.
+SizeMicroBatches = Callable[[ResolvedRun, int, int], tuple[int | None, str]]
+# The arguments of CheckMemory, with the longest sequence known; returns where the weights of a reference are stored, and
+# why.
 PlaceReference = Callable[[ResolvedRun, int, int, int], tuple[str, str]]
 
 
+class Planners(NamedTuple):
+    """Functions of the planner, which this module must not import; None for a run without plans."""
+
+    check_memory: CheckMemory | None = None
+    place_reference: PlaceReference | None = None
+    size_micro_batches: SizeMicroBatches | None = None
+
+
 def train(
-    run: ResolvedRun, *, check_memory: CheckMemory | None = None, place_reference: PlaceReference | None = None
+    run: ResolvedRun,
+    *,
+    check_memory: CheckMemory | None = None,
+    place_reference: PlaceReference | None = None,
+    size_micro_batches: SizeMicroBatches | None = None,
 ) -> None:
     """Run the whole job on this rank: train the policy and export it; ``run`` must already be checked (see ``cli``)."""
     model = run.cfg.model
@@ -97,16 +113,20 @@ def train(
     device.record_collectives(str(run.folder / "nccl_trace_rank_"))
     state.init_distributed(layout=layout, seed=model.seed, timeout=timedelta(minutes=run.cfg.trainer.timeout_minutes))
     with hold_run_folder(run.folder), collect_warnings(redact=redacted) as warnings:
-        _train(resolve_precision(agree_on_models(run)), check_memory, place_reference, warnings)
+        _train(
+            resolve_precision(agree_on_models(run)), Planners(check_memory, place_reference, size_micro_batches), warnings
+        )
 
 
-def _train(
-    run: ResolvedRun, check_memory: CheckMemory | None, place_reference: PlaceReference | None, warnings: WarningsFile
-) -> None:
+def _train(run: ResolvedRun, planners: Planners, warnings: WarningsFile) -> None:
     """Run the job; the lock of the run folder must be held."""
     state.raise_together(state.attempt(lambda: check_gpu(run)), "{}")
+    check_memory, place_reference, size_micro_batches = planners
     world_size = state.world_size()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, world_size // run.cfg.trainer.num_nodes)))
+    if size_micro_batches is not None and device.on_gpu():
+        tokens = partial(size_micro_batches, run, world_size, local)
+        run = run.with_micro_batch_tokens(*state.from_rank_zero(tokens, doing="choosing the size of micro-batches"))
     if check_memory is not None:
         state.raise_together(state.attempt(partial(check_memory, run, world_size, local, None)), "{}")
     with watchdog.phase("opening the logs"):

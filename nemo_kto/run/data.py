@@ -65,7 +65,9 @@ def build_data(
     if state.is_rank_zero():
         _warn(cfg, splits)
     limits = micro_batch_limits(run)
-    take, collate_fn = cfg.recipe.collation(collate_settings(cfg, tokenizer, limits), with_kl=cfg.loss.record.needs_z0)
+    take, collate_fn = cfg.recipe.collation(
+        collate_settings(cfg, tokenizer, multiple=limits.multiple), with_kl=cfg.loss.record.needs_z0
+    )
 
     def loader(examples: Any, *, training: bool) -> Any:  # torch's type of batch_sampler lacks set_position
         return build_dataloader(

@@ -190,7 +190,7 @@ def build_sampler(
         engine=engine,
         tokenizer=tokenizer,
         samples=samples,
-        collate=collate_settings(run.cfg, tokenizer, engine.limits) | {"eod_mask_loss": False},
+        collate=collate_settings(run.cfg, tokenizer, multiple=engine.limits.multiple) | {"eod_mask_loss": False},
         must_stop=lambda: run_timer.stop_reason() is not None,
         starts_as="policy" if run.reference.name == "none" else "reference",
         is_policy=run.reference_model is None,

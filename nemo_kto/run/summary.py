@@ -20,7 +20,7 @@ from nemo_kto.errors import plural
 from nemo_kto.huggingface.mapping import Shapes, wanted_adapters, wanted_weights
 from nemo_kto.run.data import RunData
 from nemo_kto.run.policy import Policy
-from nemo_kto.run.rows import split_text
+from nemo_kto.run.rows import packing_of, split_text
 from nemo_kto.run.samples import samples_text
 from nemo_kto.telemetry.loggers import METRICS_FILE
 from nemo_kto.telemetry.samples import SAMPLES_FILE
@@ -58,6 +58,7 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))}){resumed}",
         "lr": _lr_text(run),
         "batch": f"{model.global_batch_size:,} {unit} a step, micro-batches of {data.limits}{omitted}",
+        **_micro_batches(run),
         "sequences": f"at most {cfg.seq_length:,} tokens ({run.length_reason})",
         "layout": layout_text(
             data=parallel_state.get_data_parallel_world_size(),
@@ -84,6 +85,17 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
     )
     lines |= {f"slow path {number}": path for number, path in enumerate(slow, start=1)}
     return lines
+
+
+def _micro_batches(run: ResolvedRun) -> dict[str, str]:
+    """Return why micro-batches on GPUs have their size, and why they are packed or not."""
+    if not device.on_gpu():
+        return {}
+    packing = packing_of(run)
+    packed = f"{'packed' if packing.is_on else 'not packed'} ({packing.reason})"
+    if not run.micro_batch_tokens:
+        return {"micro-batches": packed}
+    return {"micro-batches": f"{run.micro_batch_tokens:,} tokens ({run.micro_batch_reason}), {packed}"}
 
 
 def _reference_memory(run: ResolvedRun) -> dict[str, str]:

@@ -59,7 +59,10 @@ QUICK = [
     Case(name="packed", overrides=PACKED),
 ]
 REPEATING = [
-    Case(name="tokens", overrides=("model.micro_batch_size=null", "model.micro_batch_tokens=256")),
+    Case(
+        name="tokens",
+        overrides=("model.micro_batch_size=null", "model.micro_batch_tokens=256", "model.data.packing=false"),
+    ),
     Case(name="swap", overrides=("model.micro_batch_size=2",)),
     Case(name="cached", overrides=(CACHED,)),
     Case(

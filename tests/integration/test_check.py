@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.helpers.commands import CLI, TRAINING, environment, run
 from tests.helpers.messages import assert_names
-from tests.helpers.tiny_models import make_rows, write_rows
+from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
 
 PRELOAD = (*TRAINING, "nemo_kto.cli.check_run", "nemo_kto.cli.data.preview")
 
@@ -99,3 +100,20 @@ def test_a_run_that_does_not_fit(login: Login) -> None:
     status, shown, said = login("check", "kto", *login.given, "--memory", "0.001", "hardware=cpu")
     assert status == 1, said
     assert shown["verdict"].startswith("does not fit: ")
+
+
+def test_the_shared_prompts_of_a_check_are_those_of_the_run(login: Login) -> None:
+    """Two steps are all that the check measures, in the same order; with two ranks it would see the share of one."""
+    write_rows(login.folder / "rows.jsonl", make_pairs(32))
+    words = [*login.given, "model.data.splits_string=null", "hardware=cpu", "trainer.precision=32", "export.enabled=false"]
+    words += ["trainer.dpo.max_epochs=1", "exp_manager.explicit_log_dir=run", "exp_manager.create_tensorboard_logger=false"]
+    status, shown, said = login("check", "dpo", *words)
+    assert status == 0, said
+    found = re.fullmatch(r"save ([\d.]+)% of the tokens and ([\d.]+)% of the FLOPs of 32 examples", shown["shared prompts"])
+    assert found is not None, shown["shared prompts"]
+    status, _, said = login("dpo", *words)
+    assert status == 0, said
+    lines = [json.loads(line) for line in (login.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["perf/shared_fraction"] for line in lines if "perf/shared_fraction" in line]
+    assert len(steps) == 2
+    assert min(steps) * 100 - 0.05 <= float(found[2]) <= max(steps) * 100 + 0.05

@@ -74,7 +74,7 @@ def data_errors(run: ResolvedRun) -> list[ConfigError]:
 
 def _lines(run: ResolvedRun, file: str, *, rows: int, coloured: bool) -> Iterator[str]:
     from nemo_kto.data.inspect.preview import Marks, Preview
-    from nemo_kto.run.rows import collate_settings, micro_batch_limits, model_tokenizer, source_settings
+    from nemo_kto.run.rows import collate_settings, model_tokenizer, multiple_of, source_settings
 
     cfg = run.cfg
     tokenizer = model_tokenizer(run.files)
@@ -86,7 +86,7 @@ def _lines(run: ResolvedRun, file: str, *, rows: int, coloured: bool) -> Iterato
         examples = dataset.__getitems__(range(min(len(dataset), batch_size)))
         shown = dataset.examples_of_lines(rows)
         with_kl = cfg.loss.record.needs_z0 and len(examples) > 1  # a KL example takes the response of another example
-        settings = collate_settings(cfg, tokenizer, micro_batch_limits(run))
+        settings = collate_settings(cfg, tokenizer, multiple=multiple_of(run))
         take, collate_fn = cfg.recipe.collation(settings, with_kl=with_kl)
         batch = collate_fn(take(examples, kept=range(min(shown, len(examples)))))
         decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)

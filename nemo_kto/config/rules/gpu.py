@@ -137,10 +137,12 @@ def model_gpu_rules(run: ResolvedRun, computes: Computes) -> Iterator[ConfigErro
     yield from _fp8_rules(run)
     model = run.cfg.model
     uses_engine = computes.engine is not None and PRECISIONS[run.cfg.trainer.precision] != "32"
-    if model.context_parallel_size > 1 and model.data.packing and uses_engine:
+    if model.context_parallel_size > 1 and model.data.packing is True and uses_engine:
         architecture = run.architecture
         if any(window is not None for window in architecture.windows) and not architecture.unsupported_by_te:
-            text = "must be false with model.context_parallel_size above 1 and layers with a sliding window, got true"
+            text = (
+                "must be false or auto with model.context_parallel_size above 1 and layers with a sliding window, got true"
+            )
             remedy = "Transformer Engine cannot combine the three; leave one out"
             yield ConfigError("model.data.packing", f"{text}; {remedy}", ("model.context_parallel_size",))
 

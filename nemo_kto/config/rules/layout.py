@@ -68,7 +68,7 @@ def rank_rules(run: ResolvedRun, ranks: int) -> Errors:
         text = f"must be false with {_TENSOR}=1, got true; set model.sequence_parallel=false, or raise {_TENSOR}"
         yield ConfigError("model.sequence_parallel", text, (_TENSOR,))
     conflicts = {
-        "model.data.packing": ("=true", model.data.packing),
+        "model.data.packing": ("=true", model.data.packing is True),
         _CONTEXT: (" above 1", model.context_parallel_size > 1),
     }
     for key, (value, is_set) in conflicts.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from nemo_kto.distributed.logprobs import check_targets, vocab_parallel_logits, 
 from nemo_kto.distributed.state import max_over_ranks
 from nemo_kto.losses.sequence import IGNORED, sequence_sums
 from nemo_kto.models.engine.message_shapes import MessageShapes
-from nemo_kto.models.engine.sequences import MicroBatch, MicroBatchLimits, SequenceBatch
+from nemo_kto.models.engine.sequences import MicroBatch, MicroBatchLimits, SequenceBatch, joined
 from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.layers.moe import balance_sums, experts_span_copies, routers
@@ -96,16 +96,8 @@ class LogProbEngine:
         return from_last_stage(torch.cat([self._local_logprobs(sequences) for sequences in self.joined(parts)])).cpu()
 
     def joined(self, parts: Sequence[SequenceBatch]) -> Sequence[SequenceBatch]:
-        """Return the parts as one batch if prompts are shared and the parts are answers to the same prompts; in fp32 only.
-
-        The policy evaluates each part separately. In fp32, log-probs differ by rounding errors that do not matter; in bf16
-        the log-ratios of the first step would be noticeably different from 0.
-        """
-        is_alike = len({part.tokens_BS.shape for part in parts}) == 1 and all(part.answers == 1 for part in parts)
-        in_fp32 = self._config.params_dtype == torch.float32
-        if len(parts) == 1 or not self.limits.share_prompts or not is_alike or not in_fp32:
-            return parts
-        return [SequenceBatch.answers_to_one_prompt(*parts)]
+        """Return the batches in which the parts are evaluated, see :func:`joined`."""
+        return joined(parts, self.limits, in_fp32=self._config.params_dtype == torch.float32)
 
     def _local_logprobs(self, sequences: SequenceBatch) -> Tensor:
         """Return the log-probs of one part on the device; only the last pipeline stage computes them, others return 0."""
@@ -136,9 +128,7 @@ class LogProbEngine:
 
     def _forward_limits(self, sequences: SequenceBatch) -> MicroBatchLimits:
         """Return the size limits of a micro-batch of a pass without gradient."""
-        if self.forward_micro_batch_size is None:
-            return self.limits
-        return replace(self.limits, prompts=max(1, self.forward_micro_batch_size // sequences.answers), tokens=None)
+        return self.limits.forward_only(self.forward_micro_batch_size, answers=sequences.answers)
 
     def forward_backward(
         self, sequences: SequenceBatch, loss: SequenceLoss, *, forward_only: bool

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
@@ -84,6 +84,10 @@ class MicroBatchLimits:
         """Return ``lengths`` rounded up for a pack: context-parallel ranks have two equal chunks of each sequence."""
         chunks = 2 * self.context_parallel if self.context_parallel > 1 else 1
         return -(-lengths // chunks) * chunks
+
+    def forward_only(self, size: int | None, *, answers: int) -> MicroBatchLimits:
+        """Return the limits of a pass without gradient, of which a micro-batch has ``size`` sequences; None for the same."""
+        return self if size is None else replace(self, prompts=max(1, size // answers), tokens=None)
 
     def whole_groups(self, micro_batches: int) -> int:
         """Return ``micro_batches`` rounded up to a multiple of ``group``."""
@@ -207,15 +211,22 @@ class SequenceBatch:
 
     def shared_prompts(self, limits: MicroBatchLimits) -> list[int]:
         """Return the length of each prompt that :meth:`micro_batches` leaves out because it is shared."""
+        return [length for _, lengths in self._shared_prompts(limits) for length in lengths]
+
+    def largest_part(self, limits: MicroBatchLimits) -> float:
+        """Return which fraction of its tokens the micro-batch computes that shares the least; 1 without shared prompts."""
+        shared = self._shared_prompts(limits)
+        return max((1 - sum(lengths) / int(self.lengths_B[index_b].sum()) for index_b, lengths in shared), default=1.0)
+
+    def _shared_prompts(self, limits: MicroBatchLimits) -> Iterator[tuple[Tensor, list[int]]]:
+        """Yield the indices of the sequences of each micro-batch, and the lengths of the prompts that it leaves out."""
         limits = self.limits_of(limits)
         if not limits.share_prompts:
-            return []
-        shared = list[int]()
+            return
         for index_b in self._partition(limits):
             segments = self._segments(index_b, limits)
             answers = Counter(segment.prompt for segment in segments if segment.prompt is not None)
-            shared += [segments[prompt].stop for prompt, count in answers.items() for _ in range(count - 1)]
-        return shared
+            yield index_b, [segments[prompt].stop for prompt, count in answers.items() for _ in range(count - 1)]
 
     def take(self, sequence_index_b: Tensor) -> SequenceBatch:
         """Return the sequences with these indices as a batch with one answer to each prompt and one log-prob."""
@@ -381,6 +392,18 @@ class SequenceBatch:
             logprob_T=nothing,
             num_logprobs=0,
         )
+
+
+def joined(parts: Sequence[SequenceBatch], limits: MicroBatchLimits, *, in_fp32: bool) -> Sequence[SequenceBatch]:
+    """Return the parts as one batch if prompts are shared and the parts are answers to the same prompts; in fp32 only.
+
+    The policy evaluates each part separately. In fp32, log-probs differ by rounding errors that do not matter; in bf16 the
+    log-ratios of the first step would be noticeably different from 0.
+    """
+    is_alike = len({part.tokens_BS.shape for part in parts}) == 1 and all(part.answers == 1 for part in parts)
+    if len(parts) == 1 or not limits.share_prompts or not is_alike or not in_fp32:
+        return parts
+    return [SequenceBatch.answers_to_one_prompt(*parts)]
 
 
 def _packed(values_bS: Tensor, segments: Sequence[Segment], lengths: Sequence[int]) -> Tensor:

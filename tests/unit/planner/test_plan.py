@@ -69,7 +69,7 @@ def test_the_needs_of_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0
     assert table["model"] == "llama (llama), 8.03 B parameters, all trained"
     assert table["layout"] == "8 ranks = 2 data x 4 tensor x 1 pipeline parallel, sequence parallel, no recomputation"
-    assert table["micro-batch"] == Message("8,192", "8")
+    assert table["micro-batch"] == Message("16,384", "packed", "4", "weight gradients")
     # 8.03 B / 4 parameters: 2 bytes of weights, 4 of gradients, 12 / 2 of optimizer state; of a checkpoint 14 / 2
     assert table["parameters"] == "2.01 B a rank"
     assert (table["weights"], table["gradients"], table["optimizer"]) == ("4.0 GB", "8.0 GB", "12.0 GB")
@@ -203,6 +203,8 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == plan.DOES_NOT_FIT
     assert table["use"] == Message("nothing", "use")
     status, table = planned(capsys, "kto", MODEL, "--gpus", "1", "--memory", "40")
+    assert table["use"] == "nothing fits; use model.peft.peft_scheme=lora"
+    status, table = planned(capsys, "kto", MODEL, "--gpus", "1", "--memory", "24")
     assert table["use"] == (
         "nothing fits; use model.activations_checkpoint_granularity=full model.activations_checkpoint_method=uniform "
         "model.activations_checkpoint_num_layers=1 model.micro_batch_tokens=2048 model.peft.peft_scheme=lora"

@@ -14,12 +14,14 @@ from nemo_kto.architecture.architecture import Architecture, read_architecture
 from nemo_kto.config import compose
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.data.rows.records import DataError
+from nemo_kto.device import kernels
 from nemo_kto.models.flops import ModelFlops
-from nemo_kto.run import build, policy, reference
+from nemo_kto.run import build, policy, reference, summary
+from nemo_kto.run import rows as run_rows
 from nemo_kto.run.data import too_few_rows
-from nemo_kto.run.rows import micro_batch_limits, shares_of, source_settings
+from nemo_kto.run.rows import micro_batch_limits, packing_of, shares_of, source_settings
 from tests.helpers.messages import Message
-from tests.helpers.tiny_models import make_tokenizer
+from tests.helpers.tiny_models import make_checkpoint, make_tokenizer
 
 
 def resolved(*overrides: str, name: str = "kto") -> ResolvedRun:
@@ -70,11 +72,11 @@ def test_the_default_limit_of_tokens(keys: list[str], prompts: int | None, token
     ("keys", "on_gpu", "shares"),
     [
         ([], False, True),
-        ([], True, False),
+        (["model.micro_batch_size=2"], True, False),
         (["model.context_parallel_size=2"], False, False),
         (["model.data.reset_attention_mask=true"], False, False),
         (["model.data.share_prompts=false"], False, False),
-        (["model.data.share_prompts=true"], True, True),
+        (["model.data.share_prompts=true", "model.micro_batch_size=2"], True, True),
     ],
 )
 def test_prompts_are_shared_where_attention_supports_it(keys: list[str], on_gpu: bool, shares: bool) -> None:
@@ -96,6 +98,59 @@ def test_layers_are_built_for_prompts_that_are_shared(
     with pytest.raises(InterruptedError):
         policy.build_policy(resolved("trainer.precision=32", *keys))
     assert given == [shares]
+
+
+CONTEXT = "model.context_parallel_size=2"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "keys", "on_gpu", "is_on", "reason"),
+    [
+        ("llama", {}, [], True, True, "GPU"),
+        ("llama", {}, [], False, False, "GPU"),
+        ("llama", {}, ["model.data.packing=true"], False, True, "user"),
+        ("llama", {}, ["model.data.packing=false"], True, False, "user"),
+        ("llama", {}, ["model.micro_batch_tokens=4096"], True, True, "GPU"),
+        ("llama", {}, ["model.micro_batch_size=2"], True, False, "model.micro_batch_size"),
+        ("llama", {}, ["model.data.packing=true", "model.micro_batch_size=2"], True, True, "user"),
+        ("llama", {}, ["model.data.reset_attention_mask=true"], True, False, "model.data.reset_attention_mask"),
+        ("llama", {}, ["trainer.precision=32"], True, False, "fp32"),
+        ("gemma2", {}, [], True, False, "soft cap"),
+        ("llama", {}, [CONTEXT], True, True, "GPU"),
+        ("mistral", {"sliding_window": 16}, [], True, True, "GPU"),
+        ("mistral", {"sliding_window": 16}, [CONTEXT], True, False, "context"),
+        ("mistral", {"sliding_window": None}, [CONTEXT], True, True, "GPU"),
+    ],
+)
+def test_rows_are_packed_on_gpus_where_one_kernel_attends_to_all(
+    family: str, changes: dict[str, Any], keys: list[str], on_gpu: bool, is_on: bool, reason: str, tmp_path: Path
+) -> None:
+    model = make_checkpoint(tmp_path / family, family, **changes)
+    run = resolved("trainer.precision=bf16", *keys, f"pretrained_checkpoint.restore_from_path={model}")
+    found = packing_of(run, on_gpu=on_gpu)
+    assert found.is_on is is_on
+    assert reason in found.reason
+    assert micro_batch_limits(run, on_gpu=on_gpu).packed is is_on
+
+
+@pytest.mark.parametrize(
+    ("engine", "kernel", "keys", "is_on"),
+    [
+        (True, False, [], True),
+        (False, True, [], True),
+        (False, False, [], False),
+        (True, False, [CONTEXT], True),
+        (False, True, [CONTEXT], False),
+    ],
+)
+def test_a_rank_packs_only_with_a_kernel(
+    engine: bool, kernel: bool, keys: list[str], is_on: bool, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = resolved("trainer.precision=bf16", f"pretrained_checkpoint.restore_from_path={tiny_llama}", *keys)
+    monkeypatch.setattr(run_rows.device, "on_gpu", lambda: True)
+    monkeypatch.setattr(kernels, "uses_transformer_engine", lambda dtype: engine)
+    monkeypatch.setattr(kernels, "varlen_attention", lambda dtype: print if kernel else None)
+    assert packing_of(run).is_on is is_on
 
 
 def test_kto_needs_two_validation_rows_and_its_variant_without_z0_one() -> None:
@@ -140,6 +195,43 @@ def test_rows_are_read_before_the_model_is_built(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(build, "model_tokenizer", lambda files: make_tokenizer())
     with pytest.raises(DataError, match="1 broken row"):
         build.train(resolved())
+
+
+def test_the_planned_number_of_tokens_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch, tiny_llama: Path) -> None:
+    found: list[ResolvedRun] = []
+
+    def read(run: ResolvedRun) -> NoReturn:
+        found.append(run)
+        raise DataError("enough")
+
+    def size_micro_batches(run: ResolvedRun, ranks: int, local: int) -> tuple[int, str]:
+        assert (ranks, local) == (4, 2)
+        return 16384, "enough for tests"
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(build.state, "world_size", lambda: 4)
+    monkeypatch.setattr(build.state, "from_rank_zero", lambda task, **_: task())
+    monkeypatch.setattr(build.state, "raise_together", lambda *_: None)
+    monkeypatch.setattr(build.state, "attempt", lambda task: None)
+    monkeypatch.setattr(build, "check_logs", lambda run: None)
+    monkeypatch.setattr(build, "prepare", read)
+    monkeypatch.setattr(build.device, "on_gpu", lambda: True)
+    monkeypatch.setattr(kernels, "uses_transformer_engine", lambda dtype: True)
+    run = resolved("trainer.precision=bf16", f"pretrained_checkpoint.restore_from_path={tiny_llama}")
+    with pytest.raises(DataError, match="enough"):
+        build._train(run, build.Planners(size_micro_batches=size_micro_batches), cast(Any, None))
+    assert micro_batch_limits(found[0]).tokens == 16384
+    assert summary._micro_batches(found[0]) == {
+        "micro-batches": "16,384 tokens (enough for tests), packed (the default on GPUs)"
+    }
+    assert summary._micro_batches(resolved("model.micro_batch_size=2")) == {
+        "micro-batches": "not packed (model.micro_batch_size is set)"
+    }
+    monkeypatch.setattr(build.device, "on_gpu", lambda: False)
+    with pytest.raises(DataError, match="enough"):
+        build._train(run, build.Planners(size_micro_batches=size_micro_batches), cast(Any, None))
+    assert micro_batch_limits(found[1]).tokens == 512
+    assert summary._micro_batches(found[1]) == {}
 
 
 def test_reference_log_probs_in_fp8_have_a_separate_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,115 @@
+"""The default number of tokens of a micro-batch on GPUs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.planner import plan_run
+from nemo_kto.planner.plan_run import Machines, gpus_elsewhere, make_plan, size_micro_batches
+from nemo_kto.planner.speed import GPUS
+from tests.unit.conftest import Load
+from tests.unit.planner.test_plan import LLAMA, MIXTRAL
+
+# The shapes of SmolLM2-135M, Qwen2.5-0.5B and Llama 3.2 1B.
+_TIED = {"tie_word_embeddings": True}
+SHAPES: dict[str, dict[str, Any]] = {
+    "135M": LLAMA
+    | {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152, **_TIED}
+    | {"num_attention_heads": 9, "num_key_value_heads": 3},
+    "0.5B": LLAMA
+    | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151936, **_TIED}
+    | {"num_attention_heads": 14, "num_key_value_heads": 2},
+    "1B": LLAMA | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, **_TIED},
+    "8B": LLAMA,
+    "8x7B": MIXTRAL,
+}
+LORA, TENSOR = "model.peft.peft_scheme=lora", ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"]
+PIPELINE, CONTEXT = "model.pipeline_model_parallel_size=2", "model.context_parallel_size=2"
+SELECTIVE = "model.activations_checkpoint_granularity=selective"
+EXPERTS = ["model.expert_model_parallel_size=8", "model.expert_tensor_parallel_size=1"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder, with a configuration file for each shape."""
+    for name, shape in SHAPES.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(shape))
+    monkeypatch.chdir(tmp_path)
+
+
+def resolved(load: Load, model: str, *keys: str) -> ResolvedRun:
+    return ResolvedRun.of(load(f"pretrained_checkpoint.restore_from_path={model}", "trainer.precision=bf16", *keys))
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "machines", "tokens", "reason"),
+    [
+        # 2 x 200 us x 445 TFLOP/s / 7.08 MFLOP a token of a layer = 25,152
+        ("135M", [], (1, "h200"), 32768, "kernel launches"),
+        # 8 bytes a weight / 4.08 TB/s / 0.01 x 445 TFLOP/s / 6 FLOP a weight = 14,544
+        ("0.5B", [], (1, "h200"), 16384, "weight gradients"),
+        ("1B", [], (1, "h200"), 16384, "weight gradients"),
+        ("1B", [LORA], (1, "h200"), 8192, "matrix products"),
+        # a rank has one expert of eight, and its tokens choose two: 7 billion weights for the FLOPs of 12.9 billion
+        ("8x7B", [*EXPERTS, SELECTIVE, "model.global_batch_size=1024"], (64, "h200"), 8192, "matrix products"),
+        ("1B", ["model.global_batch_size=2"], (1, "h200"), 4096, "share"),
+        ("1B", ["model.global_batch_size=2"], (2, "h200"), 2048, "share"),
+        # 16 micro-batches for each of two stages: of 64 rows of 2,048 tokens, or fewer
+        ("8B", ["model.global_batch_size=256", PIPELINE], (8, "h200"), 4096, "pipeline"),
+        ("8B", ["model.global_batch_size=252", PIPELINE], (8, "h200"), 2048, "pipeline"),
+        ("8B", ["model.global_batch_size=512", PIPELINE], (8, "h200"), 8192, "pipeline"),
+        ("8B", [], (8, "h200"), 8192, "144.7 GB of 141.0 GB"),
+        ("8B", [], (8, "h100"), 2048, "83.8 GB of 80.0 GB"),
+        ("8B", TENSOR, (8, "h200"), 16384, "weight gradients"),
+        ("8B", [*TENSOR, CONTEXT], (8, "h200"), 32768, "weight gradients"),  # 16,384 on each of two ranks
+    ],
+)
+def test_the_number_follows_from_model_and_memory(
+    model: str, keys: list[str], machines: tuple[int, str], tokens: int, reason: str, load: Load
+) -> None:
+    run, gpus = resolved(load, model, *keys), gpus_elsewhere(*machines)
+    found, why = size_micro_batches(run, gpus)
+    assert (found, reason in why) == (tokens, True), why
+    for planned in (make_plan(run, gpus), make_plan(run.with_micro_batch_tokens(found, why), gpus)):
+        assert planned.training.micro_batch_tokens == tokens
+        assert planned.run.micro_batch_reason == why
+        assert planned.training.packed
+
+
+@pytest.mark.parametrize("key", ["model.micro_batch_tokens=3000", "model.micro_batch_size=3"])
+def test_a_limit_of_the_user_is_kept(key: str, load: Load) -> None:
+    run, machines = resolved(load, "1B", key), gpus_elsewhere(1, "h200")
+    assert size_micro_batches(run, machines) == (None, "")
+    limit = 6144 if "size" in key else 3000  # a pack has up to 3,000 tokens
+    assert make_plan(run, machines).training.micro_batch_tokens == limit
+
+
+def test_a_reference_in_gpu_memory_has_priority(load: Load) -> None:
+    """48.1 GB with 16,384 tokens; the copy of 1.24 billion weights takes 2.5 GB, and 50.4 of 56 GB may be used."""
+    machines = gpus_elsewhere(1, "h200").with_memory(56e9)
+    assert size_micro_batches(resolved(load, "1B"), machines)[0] == 16384
+    run = resolved(load, "1B", "model.reference.mode=swap")
+    found, why = size_micro_batches(run, machines)
+    assert (found, "reference" in why) == (8192, True)
+    assert make_plan(run, machines).training.reference_on_gpu
+    on_host = resolved(load, "1B", "model.reference.mode=swap", "model.reference.device=cpu")
+    assert size_micro_batches(on_host, machines)[0] == 16384
+
+
+def test_a_machine_chooses_what_a_plan_of_its_kind_says(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drivers report more memory than the data sheet: with 85 GB, 8,192 tokens would need 75.8 of 76.5 GB."""
+    run = resolved(load, "8B", *TENSOR, "model.global_batch_size=64", "model.optim.moments_dtype=bf16")
+    listed = gpus_elsewhere(8, "h100")
+    monkeypatch.setitem(GPUS, "h100", listed.hardware)
+    reported = Machines(
+        ranks=8, on_gpu=True, hardware=plan_run.replace(listed.hardware, name="NVIDIA H100 80GB HBM3", memory=85.0e9)
+    )
+    unknown = Machines(ranks=8, on_gpu=True, hardware=plan_run.replace(reported.hardware, name="NVIDIA X"))
+    chosen = [size_micro_batches(run, machines)[0] for machines in (listed, reported, unknown)]
+    assert chosen == [8192, 8192, 16384]
