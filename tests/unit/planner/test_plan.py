@@ -161,7 +161,7 @@ def test_several_optimizer_instances(capsys: pytest.CaptureFixture[str]) -> None
     assert two["layout"] == one["layout"].replace("parallel", "parallel, 2 optimizer instances")
     assert (one["optimizer"], two["optimizer"]) == ("6.0 GB", "12.0 GB")
     assert one["sent by a rank"] == Message("45.2 GB data")
-    _, tight = planned(capsys, "kto", MODEL, *settings, f"{INSTANCES}=2", "--memory", "100")
+    _, tight = planned(capsys, "kto", MODEL, *settings, f"{INSTANCES}=2", "--memory", "70")
     assert tight["verdict"] == Message("fit", f"{INSTANCES}=1")
     assert two["sent by a rank"] == Message("42.2 GB data", "4.0 GB between optimizer instances")
 
