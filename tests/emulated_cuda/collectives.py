@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -23,6 +24,16 @@ class _GlooAsNCCL(dist.ProcessGroupGloo):
     _shutdown = abort = shutdown = eager_connect_single_device = _verify_work_timeout = _nothing
 
 
+def _allreduce_coalesced(self: Any, tensors: list[torch.Tensor], options: Any) -> Any:
+    """One after the other: gloo's own takes no tensors of a device."""
+    each = dist.AllreduceOptions()
+    each.reduceOp = options.reduceOp
+    for tensor in tensors[:-1]:
+        self.allreduce([tensor], each).wait()
+    return self.allreduce(tensors[-1:], each)
+
+
 def install() -> None:
     """Let torch.distributed construct gloo's groups in place of NCCL's."""
     setattr(distributed_c10d, "ProcessGroupNCCL", _GlooAsNCCL)  # noqa: B010
+    setattr(dist.ProcessGroup, "allreduce_coalesced", _allreduce_coalesced)  # noqa: B010

@@ -99,7 +99,7 @@ def adam_steps(*, fused: bool) -> list[torch.Tensor]:
     weights = [torch.nn.Parameter(torch.randn(size, generator=draw)) for size in (3, 500)]
     adam = torch.optim.AdamW(weights, lr=0.01, weight_decay=0.1)
     if fused:
-        fuse_torch_adam([adam, None, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)])
+        fuse_torch_adam([adam, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)])
     for number in range(10):
         for weight in weights:
             weight.grad = torch.randn(weight.shape, generator=draw)
