@@ -26,11 +26,10 @@ class _GlooAsNCCL(dist.ProcessGroupGloo):
 
 def _allreduce_coalesced(self: Any, tensors: list[torch.Tensor], options: Any) -> Any:
     """One after the other: gloo's own takes no tensors of a device."""
-    each = dist.AllreduceOptions()
-    each.reduceOp = options.reduceOp
-    for tensor in tensors[:-1]:
-        self.allreduce([tensor], each).wait()
-    return self.allreduce(tensors[-1:], each)
+    works = [dist.all_reduce(tensor, options.reduceOp, group=self, async_op=True) for tensor in tensors]
+    for work in works[:-1]:
+        work.wait()
+    return works[-1]
 
 
 def install() -> None:
