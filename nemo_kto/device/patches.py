@@ -127,6 +127,7 @@ def install_cpu_backend() -> None:
     """
     define_missing_names()
     define_engine_version()
+    distinguish_host_adam()
     group_ranks_without_einops()
     keep_norm_on_device()
     use_known_message_shapes()
@@ -163,6 +164,20 @@ def define_engine_version() -> None:
 
     if utils.get_te_version() is None:
         utils._te_version = utils.PkgVersion("0.0.0")
+
+
+def distinguish_host_adam() -> None:
+    """Give megatron-core's offloaded optimizer another class for the part on the host than for the part on the GPU.
+
+    It moves a loaded state to the host if its optimizer is of the host's class, which is torch's AdamW for both parts
+    without Transformer Engine.
+    """
+    from megatron.core import optimizer
+
+    class HostAdamW(torch.optim.AdamW):
+        """torch's AdamW, for parameters on the host."""
+
+    optimizer.CPUAdam = HostAdamW
 
 
 def group_ranks_without_einops() -> None:

@@ -47,6 +47,7 @@ class Case:
 
 ADAPTER, CACHED, IN_BF16 = "model.reference.mode=adapter", "model.reference.mode=cached", "trainer.precision=bf16"
 PACKED = ("model.data.packing=true", "model.micro_batch_size=null", "model.micro_batch_tokens=256")
+OFFLOADED = "model.optim.offload_fraction=0.5"
 SHARED = "model.data.share_prompts=true"
 # A checkpoint after every step, written while the next ones are computed.
 SAVING = (
@@ -84,6 +85,9 @@ REPEATING = [
     Case(name="bf16-cached", overrides=(IN_BF16, CACHED)),
     Case(name="bf16-lora", overrides=(*LORA, IN_BF16, ADAPTER), expected="lora"),
     Case(name="bf16-dpo", overrides=(IN_BF16,), expected="dpo"),
+    Case(name="moments", overrides=("model.optim.moments_dtype=bf16",)),
+    Case(name="bf16-moments", overrides=(IN_BF16, "model.optim.moments_dtype=bf16")),
+    Case(name="bf16-offload", overrides=(IN_BF16, OFFLOADED)),
 ]
 
 
@@ -91,6 +95,8 @@ REPEATING = [
     "case", [*QUICK, *(pytest.param(case, marks=repeats) for case in REPEATING)], ids=lambda case: case.name
 )
 def test_a_run_equals_the_cpu(case: Case, place: Workplace, expected: Callable[[str], Path]) -> None:
+    if OFFLOADED in case.overrides and not GPUS:
+        pytest.skip("there is no GPU to offload")
     algorithm = "dpo" if case.expected == "dpo" else "kto"
     run = place.run(case.name, *on(DEVICE), *case.overrides, algorithm=algorithm)
     assert_close(run, expected(case.expected), tolerance=BF16 if case.in_bf16 else FP32, in_bf16=case.in_bf16)
@@ -134,15 +140,17 @@ def test_samples_equal_the_cpu(place: Workplace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "ranks"),
+    ("precision", "ranks", "optimizer"),
     [
-        ("32", 1),
-        pytest.param("bf16", 1, marks=repeats),
-        pytest.param("32", 2, marks=[repeats, needs_two]),
+        ("32", 1, ""),
+        pytest.param("bf16", 1, "", marks=repeats),
+        pytest.param("32", 2, "", marks=[repeats, needs_two]),
+        pytest.param("bf16", 1, "moments_dtype=bf16", marks=repeats),
+        pytest.param("bf16", 1, "offload_fraction=0.5", marks=[repeats, pytest.mark.skipif(not GPUS, reason="needs a GPU")]),
     ],
 )
 def test_a_resumed_run_is_the_same_run(
-    precision: str, ranks: int, place: Workplace, expected: Callable[[str], Path]
+    precision: str, ranks: int, optimizer: str, place: Workplace, expected: Callable[[str], Path]
 ) -> None:
     """A run that saves as it trains, is stopped and resumed logs the same figures and exports the same files, to the bit.
 
@@ -150,7 +158,9 @@ def test_a_resumed_run_is_the_same_run(
     """
     always = "{_target_: tests.gpu.recorders.Deterministic}"
     stop = "{_target_: tests.gpu.recorders.StopAfter, step: 2}"
-    name, settings = f"{precision}-{ranks}", [*on(DEVICE, ranks=ranks), f"trainer.precision={precision}", *SAVING]
+    name = f"{precision}-{ranks}-{optimizer.partition('=')[0]}"
+    settings = [*on(DEVICE, ranks=ranks), f"trainer.precision={precision}", *SAVING]
+    settings += [f"model.optim.{optimizer}"] if optimizer else []
     settings.append(f"model.tensor_model_parallel_size={ranks}")
     whole = place.run(f"whole-{name}", *settings, callbacks=[always], env=DETERMINISTIC)
     stopped = place.run(f"stopped-{name}", *settings, callbacks=[always, stop], env=DETERMINISTIC, status=85)

@@ -30,6 +30,7 @@ CONTEXT = ("model.context_parallel_size=2",)
 TENSOR = ("model.tensor_model_parallel_size=2",)
 LAYOUTS = {
     "dp2": (),
+    "dp2-instances": ("model.optim.num_distributed_optimizer_instances=2",),
     "tp2": TENSOR,
     "tp2-sequence": (*TENSOR, "model.sequence_parallel=true"),
     "pp2": ("model.pipeline_model_parallel_size=2",),

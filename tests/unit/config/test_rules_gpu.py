@@ -28,7 +28,7 @@ HOPPER = Computes(on_gpu=True, engine=(2, 9), capability=(9, 0))
 
 
 class GpuSetting(NamedTuple):
-    """An override, its key, the value without it, its own value, and what it needs: the distributed optimizer, or an engine."""
+    """An override, its key, the value without it, its own value, and what it needs."""
 
     override: str
     key: str
