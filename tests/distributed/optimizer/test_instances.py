@@ -16,6 +16,7 @@ from nemo_kto.distributed import state
 from nemo_kto.models.engine.optimizer import SkippingOptimizer
 from nemo_kto.planner.memory import Training
 from tests.helpers import lora_jobs
+from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.saved_runs import SavedRun
 
@@ -108,5 +109,5 @@ def misused(layout: state.Layout) -> str:
 
 
 def test_a_number_that_does_not_divide_the_ranks(ranks: RankPool) -> None:
-    text = "optimizer_instances must divide the 2 ranks with the same weights, got 4; use a smaller number"
-    assert ranks.run(2, misused, state.Layout(optimizer_instances=4)) == [text] * 2
+    expected = Message("optimizer_instances", "2", "4", "smaller")
+    assert ranks.run(2, misused, state.Layout(optimizer_instances=4)) == [expected] * 2
