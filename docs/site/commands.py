@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
 from unittest import mock
 
@@ -62,7 +63,8 @@ def _escaped(text: str) -> str:
 
 
 def _paragraphs(text: str) -> str:
-    return " ".join(text.replace("<", r"\<").replace("*", r"\*").split())
+    text = re.sub(r"(?<![\w`-])--?[a-z][\w-]*", r"`\g<0>`", text.replace("<", r"\<").replace("*", r"\*"))
+    return " ".join(text.split())
 
 
 def _positional(action: argparse.Action) -> str:
