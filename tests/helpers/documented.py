@@ -49,8 +49,7 @@ def runnable(document: Path, language: str = "bash") -> list[Block]:
 
 def transcript(block: Block) -> list[tuple[str, str]]:
     """Each command of a console block, and the output below it."""
-    found = re.findall(r"^\$ (.*(?:\\\n.*)*)\n((?:(?!\$ ).*\n)*)", block.code, re.MULTILINE)
-    return [(command, output) for command, output in found]
+    return re.findall(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", block.code, re.MULTILINE)
 
 
 def commands(document: Path) -> list[str]:
