@@ -41,7 +41,7 @@ SECTION = """\
 
 {about}
 
-```bash by=docs/figures/runs.py
+```bash needs=time by=docs/figures/runs.py
 {command}
 ```
 
