@@ -16,7 +16,7 @@ from nemo_kto.cli import main
 from nemo_kto.config import compose
 from nemo_kto.config.check import read_positions
 from nemo_kto.config.migration import aligner_keys
-from tests.helpers.documented import NEEDS, Block, blocks, commands, modules
+from tests.helpers.documented import NEEDS, Block, blocks, commands, modules, runnable
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
@@ -142,6 +142,8 @@ def test_every_command_is_run_or_says_why_not(document: Path) -> None:
             wrong.append(f"line {block.line}: a language of {sorted(LANGUAGES)}")
         if block.language == "text" and document.name != "commands.md":  # synopses
             wrong += [f"line {block.line}: {command}" for command in COMMAND.findall(block.code)]
+    if document.name != "README.md" and REPOSITORY / "docs" not in document.parents:  # no test runs their commands
+        wrong += [f"line {block.line}: a mark is missing" for block in (*runnable(document), *runnable(document, "console"))]
     assert not wrong, f"{names(document)}: {wrong}"
 
 

@@ -110,6 +110,7 @@ def test_outputs_of_a_page(page: Path, files: Path, tmp_path: Path) -> None:
         folder = begin(files, page, tmp_path / str(number))
         for command, shown in transcript(block):
             ended = run_shell(command, folder)
+            assert shown.strip() or ended.returncode == 0, f"{command}\n{ended.stderr[-3000:]}"
             assert not absent(shown, ended.stdout + ended.stderr), ended.stdout[-3000:] + ended.stderr[-3000:]
 
 
