@@ -36,6 +36,7 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 myst_fence_as_directive = ["mermaid"]
 highlight_language = "none"
+smartquotes = False  # they would change options such as --nodes in a sentence
 copybutton_exclude = ".linenos, .gp, .go"
 
 autodoc_member_order = "bysource"

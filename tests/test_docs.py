@@ -8,17 +8,19 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
 from docs.site import generate, pages
 from nemo_kto.algorithms.recipes import RECIPES
+from nemo_kto.cli import main
 from nemo_kto.config import compose
 from nemo_kto.config.check import read_positions
 from nemo_kto.config.migration import aligner_keys
-from tests.helpers.documented import NEEDS, blocks, commands, modules
+from tests.helpers.documented import NEEDS, Block, blocks, commands, modules, runnable
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
-LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 # A key after + is an option that the configuration lacks.
 KEY = re.compile(
     r"(?<![\w./+])((?:trainer|exp_manager|pretrained_checkpoint|model|export)(?:\.[a-z][a-z_0-9]*)+)(?![\w.(/])"
@@ -28,7 +30,13 @@ OUT_OF_PLACE = re.compile(r"(?<![\w.])/(?:root|home|work|tmp)/|\b(?:TODO|FIXME|X
 
 
 # A line that starts with a complete command, without the brackets of a synopsis.
-COMMAND = r"^(?:nemo-kto (?!(?:kto|dpo)(?: finished|$))|make |torchrun |sbatch )[^:\[\n|]*$"
+PROGRAMS = (
+    r"make|python[\d.]*|pip|torchrun|srun|sbatch|scancel|docker|kubectl|hf|vllm|ollama|lm_eval|curl|git|source|\.ci/\w+"
+)
+COMMAND = re.compile(
+    rf"^(?:[A-Z_]+=\S+ )*(?:(?:{PROGRAMS}) (?!= )\S|nemo-kto (?!(?:kto|dpo)(?: finished|$)))[^:\[\n|]*$", re.MULTILINE
+)
+LANGUAGES = {"bash", "console", "text", "python", "json", "yaml", "mermaid"}
 
 
 def text_of(document: Path) -> str:
@@ -58,11 +66,13 @@ def anchors(document: Path) -> set[str]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names)
 def test_links_lead_somewhere(document: Path) -> None:
     broken = []
-    for link in LINK.findall(text_of(document)):
+    for text, link in LINK.findall(text_of(document)):
         path, _, anchor = link.partition("#")
         target = document.parent / path if path else document
         if link.startswith(("http:", "https:")):
             continue
+        if re.fullmatch(r"[\w./-]+\.md", text) and not target.resolve().as_posix().endswith(f"/{text}"):
+            broken.append(f"{text} leads to {link}")
         if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target.resolve())):
             broken.append(link)
     assert not broken, f"{names(document)}: {broken}"
@@ -78,6 +88,19 @@ def test_generated_parts_are_up_to_date() -> None:
     assert not old, "python -m docs.site.generate"
 
 
+@pytest.mark.parametrize("page", pages.reading_order())
+def test_generated_parts_are_not_empty(page: str) -> None:
+    """The generator leaves a page as it is if it does not find the part."""
+    text = text_of(pages.DOCS / page)
+    parts = re.findall(r"^<!-- (?:commands|generated: [\w -]+) -->\n\n.+?\n\n<!-- end -->$", text, re.MULTILINE | re.DOTALL)
+    assert len(parts) == text.count("<!-- end -->") == len(re.findall("<!-- (?:commands|generated:)", text))
+
+
+@pytest.mark.parametrize("page", pages.reading_order()[1:-1])
+def test_a_page_names_its_successor_once(page: str) -> None:
+    assert re.findall(r"^Next: ", text_of(pages.DOCS / page), re.MULTILINE) == ["Next: "]
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names)
 def test_keys_exist(document: Path) -> None:
     used = {key for key in KEY.findall(text_of(document)) if not key.endswith((".py", ".yaml", ".md"))}
@@ -87,28 +110,19 @@ def test_keys_exist(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names)
 def test_commands_exist(document: Path) -> None:
+    """With their options; also those in the middle of a sentence."""
     targets = set(re.findall(r"^([a-z][\w-]*):", text_of(REPOSITORY / "Makefile"), re.MULTILINE))
     unknown = []
-    for command in commands(document):
+    known = {*RECIPES, "export", *(name.split()[0] for name in main._PRINTING), "--version", "--help", "COMMAND"}
+    options = {*re.findall(r"--[a-z][a-z-]*", text_of(REPOSITORY / "docs/reference/commands.md")), "--version"}
+    spans = re.findall(r"(?<!`)`((?:nemo-kto|make) [^`\n]*)`", text_of(document))
+    for command in [*commands(document), *spans]:
         words = command.split()
         if words[:1] == ["make"]:
             unknown += [command for target in words[1:2] if target not in targets]
         elif words[:1] == ["nemo-kto"]:
-            known = (
-                *RECIPES,
-                "check",
-                "plan",
-                "translate",
-                "export",
-                "chat",
-                "import",
-                "data",
-                "checkpoint",
-                "report",
-                "--version",
-                "--help",
-            )
-            unknown += [command for subcommand in words[1:2] if subcommand.rstrip(":") not in known]
+            unknown += [command for name in words[1:2] if not {*name.rstrip(":").split("|")} <= known]
+            unknown += [command for word in words if word.startswith("--") and word.partition("=")[0] not in options]
         elif words[:1] in (["python"], ["sbatch"]):
             files = [word for word in words if word.endswith((".py", ".sbatch")) and word not in modules(document)]
             unknown += [command for file in files if not (REPOSITORY / file).exists()]
@@ -117,19 +131,29 @@ def test_commands_exist(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names)
 def test_every_command_is_run_or_says_why_not(document: Path) -> None:
-    """tests/helpers/documented.py explains the marks of a block of commands."""
-    wrong = []
+    """tests/helpers/documented.py explains the marks of a block of commands. Indented blocks would have no marks."""
+    wrong = [f"{block}: write a fence" for block in MarkdownIt().parse(text_of(document)) if block.type == "code_block"]
     for block in blocks(document):
-        for mark in block.marks if block.language == "bash" else ():
+        for mark in block.marks if block.language in ("bash", "console") else ():
             kind, _, value = mark.partition("=")
-            known = {"needs": value in NEEDS, "by": (REPOSITORY / value).is_file(), "continue": not value}
+            known = {"needs": value in NEEDS, "by": is_run_by(value, block), "continue": not value}
             wrong += [] if known.get(kind) else [f"line {block.line}: {mark}"]
-        if block.language in ("", "text", "console"):
-            wrong += [f"line {block.line}: {command}" for command in re.findall(COMMAND, block.code, re.MULTILINE)]
-    if REPOSITORY / "docs" in document.parents and document.name != "commands.md":
-        indented = re.findall(rf"^    {COMMAND[1:]}", text_of(document), re.MULTILINE)
-        wrong += [f"write ```bash instead of indented lines: {command}" for command in indented]
+        if block.language not in LANGUAGES and block.marks != ("{eval-rst}",):
+            wrong.append(f"line {block.line}: a language of {sorted(LANGUAGES)}")
+        if block.language == "text" and document.name != "commands.md":  # synopses
+            wrong += [f"line {block.line}: {command}" for command in COMMAND.findall(block.code)]
+    if document.name != "README.md" and REPOSITORY / "docs" not in document.parents:  # no test runs their commands
+        wrong += [f"line {block.line}: a mark is missing" for block in (*runnable(document), *runnable(document, "console"))]
     assert not wrong, f"{names(document)}: {wrong}"
+
+
+def is_run_by(file: str, block: Block) -> bool:
+    """A test contains the subcommands and options of a block's nemo-kto commands; or another file, if no test can."""
+    path = REPOSITORY / file
+    if not file.startswith("tests/") and not any(mark.startswith("needs=") for mark in block.marks):
+        return False
+    words = re.findall(r"(?<=nemo-kto )\w+|(?<= )--?[a-z][\w-]*", block.code)
+    return path.is_file() and all(word in path.read_text(encoding="utf-8") for word in words)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from docs.site.commands import parsers
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.algorithms.recipes.recipe import OTHER_METRICS
 from nemo_kto.cli import main
@@ -59,6 +60,18 @@ def test_exit_statuses() -> None:
     rows = re.findall(r"^\| (\d+) \|", (REFERENCE / "exit-statuses.md").read_text(encoding="utf-8"), re.MULTILINE)
     known = {0, console.LOST, ranks.USAGE_ERROR, signals.ENDED_EARLY, ranks.INTERRUPTED}
     assert set(map(int, rows)) == known
+
+
+def test_commands_and_their_options() -> None:
+    text = (REFERENCE / "commands.md").read_text(encoding="utf-8")
+    sections = {part.partition("\n")[0]: part for part in text.split("\n## ")[1:]}
+    shown = {parser.prog: parser for parser in parsers()}
+    assert set(sections) == {"nemo-kto kto, nemo-kto dpo", *shown}
+    assert {name.split()[1] for name in shown} == {name.split()[0] for name in ("export", *main._PRINTING)}
+    for name, parser in shown.items():
+        options = {option for action in parser._actions for option in action.option_strings} - {"-h", "--help"}
+        first_column = " ".join(re.findall(r"^\| `([^`]*)` \|", sections[name], re.MULTILINE))
+        assert set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", first_column)) == options
 
 
 def test_options_of_training() -> None:

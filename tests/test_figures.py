@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from docs.figures import losses
+from docs.figures import gallery, losses
 from docs.figures.draw import FIGURES
 from docs.figures.runs import DATA, RUNS
+from docs.site import pages
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 DRAWN = sorted((DOCS / "figures").glob("*.svg"))
@@ -49,3 +50,9 @@ def test_the_stored_run_is_that_of_the_table(name: str) -> None:
     assert stored["command"] == shlex.join(RUNS[name].command(f"runs/{name}"))
     assert stored["train"]["step"] == list(range(1, RUNS[name].steps + 1))
     assert stored["val"]["step"][-1] == RUNS[name].steps
+
+
+def test_the_gallery_shows_the_stored_runs() -> None:
+    shown = (DOCS / gallery.PAGE).read_text()
+    assert shown.startswith(gallery.text()), "python -m docs.figures.gallery"
+    assert shown == pages.with_next(gallery.PAGE)

@@ -20,9 +20,9 @@ Configurations to start from, each with its command, its curves and its time. Al
 SmolLM2-135M-Instruct, or a tiny mixture of experts, and short film reviews labelled good or bad. They show that a
 configuration works, not which algorithm is best: the runs are short and the learning rates high, because the data is small.
 
-The files MODEL, `rows.jsonl`, `validation.jsonl` and their counterparts for pairs are those of the
+MODEL, `rows.jsonl`, `validation.jsonl` and their counterparts for pairs are the files of the
 [quickstart](../start/quickstart.md). For your own data replace the first line of keys, and begin with a learning rate of
-1e-6 for all weights and 1e-5 for adapters.
+1e-6 for all weights and 1e-5 for adapters. These two commands prepare the files:
 
 ```bash needs=network
 python examples/quickstart/prepare.py           # prints the folders of the model and of the rows
@@ -31,17 +31,17 @@ python examples/quickstart/prepare.py --pairs
 
 {table}
 
-Loss, margin (mean reward of the better class minus that of the other) and accuracy are of 64 validation rows or pairs,
-before training and after the last step. Machine: AMD EPYC with AVX-512 and bf16, two cores that other programs used as
-well, and one thread for each rank. The CPU time includes the start, the reference's log-probs and five validations.
-`python -m docs.figures.runs FOLDER` repeats all runs, and `python -m docs.figures.draw` draws the figures.
+Loss, margin (mean reward of the better class minus that of the other) and accuracy (of pairs only) are those of 64
+validation rows or pairs, before training and after the last step. Machine: AMD EPYC with AVX-512 and bf16, two cores that
+other programs used as well, and one thread for each rank. The CPU time includes the start, the reference's log-probs and
+five validations. `python -m docs.figures.runs FOLDER` repeats all runs, and `python -m docs.figures.draw` draws the figures.
 """
 SECTION = """\
 ## {title}
 
 {about}
 
-```bash by=docs/figures/runs.py
+```bash needs=time by=docs/figures/runs.py
 {command}
 ```
 
@@ -59,7 +59,7 @@ def text() -> str:
 
 def table(runs: dict[str, Configuration]) -> str:
     """One line for each run: the validation figures before and after, CPU time."""
-    lines = ["| configuration | loss | margin | accuracy | CPU time |", "|---|---|---|---|---|"]
+    lines = ["| configuration | loss | margin | accuracy of pairs | CPU time |", "|---|---|---|---|---|"]
     for name, run in runs.items():
         stored = read(name)
         figures = (change(stored, "loss", 3), change(stored, "rewards_margin", 2), change(stored, "acc", 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
 from unittest import mock
 
@@ -50,7 +51,7 @@ def _section(parser: argparse.ArgumentParser) -> str:
     rows = [[_escaped(text) for text in (f"`{_name(action)}`", action.help or "")] for action in actions]
     parts = [
         f"## {parser.prog}",
-        f"    {usage}",
+        f"```text\n{usage}\n```",
         _paragraphs(parser.description or ""),
         table(("argument", "meaning"), rows),
     ]
@@ -62,7 +63,8 @@ def _escaped(text: str) -> str:
 
 
 def _paragraphs(text: str) -> str:
-    return " ".join(text.replace("<", r"\<").replace("*", r"\*").split())
+    text = re.sub(r"(?<![\w`-])--?[a-z][\w-]*", r"`\g<0>`", text.replace("<", r"\<").replace("*", r"\*"))
+    return " ".join(text.split())
 
 
 def _positional(action: argparse.Action) -> str:
@@ -73,11 +75,11 @@ def _positional(action: argparse.Action) -> str:
 def _name(action: argparse.Action) -> str:
     if not action.option_strings:
         return _value(action)
-    option = max(action.option_strings, key=len)
-    return option if action.nargs == 0 else f"{option} {_value(action)}"
+    options = ", ".join(action.option_strings)
+    return options if action.nargs == 0 else f"{options} {_value(action)}"
 
 
 def _value(action: argparse.Action) -> str:
     if action.metavar is None and action.choices is not None:
-        return ", ".join(map(str, action.choices)) if action.option_strings else "|".join(map(str, action.choices))
+        return "|".join(map(str, action.choices))
     return str(action.metavar or action.dest.upper())

@@ -168,12 +168,12 @@ TABLES = {
     "defaults": default_table,
     "metrics": metric_table,
 }
-_TABLE = re.compile(r"(<!-- generated: ([\w -]+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- generated: ([\w -]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 
 
 def with_tables(page: str) -> str:
     """Return a page of docs/ with its generated tables as the files and types are now."""
-    return _TABLE.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", page)
+    return _TABLE.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}", page)
 
 
 def as_text(recipe: Recipe) -> str:

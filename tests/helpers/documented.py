@@ -7,7 +7,8 @@ that the pages name, unless a word after "bash" says otherwise:
     by=tests/FILE.py    that file runs such a command, with files of its own
     continue            it runs in the folder of the block before it, with that block's results
 
-A block of "```console" shows a command after "$ " and its output, which is cut or depends on the machine.
+A block of "```console" shows commands after "$ " and their output, in which "..." stands for any text. The test runs
+these commands as well, and looks for the shown output in the printed one, unless a mark says otherwise.
 """
 
 from __future__ import annotations
@@ -40,19 +41,22 @@ def blocks(document: Path) -> list[Block]:
     ]
 
 
-def runnable(document: Path) -> list[Block]:
-    """The blocks of commands that a test runs."""
-    shells = [block for block in blocks(document) if block.language == "bash"]
+def runnable(document: Path, language: str = "bash") -> list[Block]:
+    """The blocks of commands that a test runs; with "console" those that also show an output."""
+    shells = [block for block in blocks(document) if block.language == language]
     return [block for block in shells if not any(mark.startswith(("needs=", "by=")) for mark in block.marks)]
 
 
+def transcript(block: Block) -> list[tuple[str, str]]:
+    """Each command of a console block, and the output below it."""
+    return re.findall(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", block.code, re.MULTILINE)
+
+
 def commands(document: Path) -> list[str]:
-    """Commands of all code blocks, fenced or indented by four, with continued lines joined and comments cut off."""
+    """Commands of all blocks, with continued lines joined and comments cut off."""
     fenced = blocks(document)
     shells = [block.code for block in fenced if block.language == "bash"]
-    shells += ["\n".join(re.findall(r"^\$ (.*(?:\\\n.*)*)", block.code, re.MULTILINE)) for block in fenced]
-    text = _BLOCK.sub("", document.read_text(encoding="utf-8"))
-    shells += [line[4:] for line in text.splitlines() if line.startswith("    ")]
+    shells += [command for block in fenced if block.language == "console" for command, _ in transcript(block)]
     lines = "\n".join(shells).replace("\\\n", " ").splitlines()
     return [line.split(" #")[0].strip() for line in lines]
 

@@ -14,25 +14,24 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.commands import environment
-from tests.helpers.documented import REPOSITORY, modules, runnable
+from tests.helpers.documented import REPOSITORY, modules, runnable, transcript
 from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
 
 pytestmark = pytest.mark.slow
 
 # Models that the pages only plan for: nothing but their config.json is read.
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 CONFIGS = {
-    "Llama-3.1-8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "Llama-3.1-70B-Instruct": {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-    },
+    "Llama-3.1-8B": (4096, 14336, 32, 32),
+    "Llama-3.1-70B": (8192, 28672, 80, 64),
+    "Llama-3.1-70B-Instruct": (8192, 28672, 80, 64),
+    "Llama-3.1-405B": (16384, 53248, 126, 128),
 }
 PAGES = [page for page in sorted((REPOSITORY / "docs").rglob("*.md")) if runnable(page)]
+TRANSCRIPTS = [page for page in sorted((REPOSITORY / "docs").rglob("*.md")) if runnable(page, "console")]
 
 
-def write_config(folder: Path, **sizes: int) -> None:
+def write_config(folder: Path, sizes: tuple[int, ...]) -> None:
     """Write the config.json of a Llama 3.1 model."""
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -41,18 +40,27 @@ def write_config(folder: Path, **sizes: int) -> None:
         "vocab_size": 128256,
         "max_position_embeddings": 131072,
         "rope_theta": 500000.0,
-        **sizes,
+        **dict(zip(SIZES, sizes, strict=True)),
     }
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def shell(code: str, folder: Path) -> str:
-    """Output of bash commands in a folder; the test fails if one of them fails."""
+def name_of(page: Path) -> str:
+    return page.relative_to(REPOSITORY / "docs").as_posix()
+
+
+def run_shell(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Bash commands in a folder."""
     env = environment() | {"OMP_NUM_THREADS": "1", "TRANSFORMERS_OFFLINE": "1"}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     env["PYTHONPATH"] = f"{folder}{os.pathsep}{env['PYTHONPATH']}"
-    ended = subprocess.run(["bash", "-euo", "pipefail", "-c", code], cwd=folder, env=env, capture_output=True, text=True)
+    return subprocess.run(["bash", "-euo", "pipefail", "-c", code], cwd=folder, env=env, capture_output=True, text=True)
+
+
+def shell(code: str, folder: Path) -> str:
+    """Output of bash commands in a folder; the test fails if one of them fails."""
+    ended = run_shell(code, folder)
     assert ended.returncode == 0, f"{code}\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
     return ended.stdout
 
@@ -66,7 +74,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..
     write_rows(folder / "rows.jsonl", make_rows(300))
     shutil.copyfile(REPOSITORY / "examples/quickstart/thumbs.csv", folder / "thumbs.csv")
     for name, sizes in CONFIGS.items():
-        write_config(folder / name, **sizes)
+        write_config(folder / name, sizes)
     pairs = make_pairs(300)
     write_rows(folder / "pairs.jsonl", [{"chosen_reward": 3.5, "rejected_reward": 1.0, **pair} for pair in pairs])
     shell("nemo-kto kto MODEL rows.jsonl model.peft.peft_scheme=lora exp_manager.explicit_log_dir=RUN", folder)
@@ -74,19 +82,42 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..
     return folder
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY / "docs").as_posix())
-def test_commands_of_a_page(page: Path, files: Path, tmp_path: Path) -> None:
-    def begin(number: int) -> Path:
-        folder = shutil.copytree(files, tmp_path / str(number))
-        for name, code in modules(page).items():
-            (folder / name).write_text(code, encoding="utf-8")
-        return folder
+def begin(files: Path, page: Path, folder: Path) -> Path:
+    """A new folder with the files, and with the modules that the page shows."""
+    shutil.copytree(files, folder)
+    for name, code in modules(page).items():
+        (folder / name).write_text(code, encoding="utf-8")
+    return folder
 
-    folder = begin(0)
-    for number, block in enumerate(runnable(page), start=1):
-        if "continue" not in block.marks and number > 1:
-            folder = begin(number)
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_of_a_page(page: Path, files: Path, tmp_path: Path) -> None:
+    for number, block in enumerate(runnable(page)):
+        if "continue" not in block.marks or number == 0:
+            folder = begin(files, page, tmp_path / str(number))
         shell(block.code, folder)
+
+
+def absent(shown: str, printed: str) -> list[str]:
+    """The parts of an output shown on a page, between "...", that are not in the printed one; any spaces are equal."""
+    printed = " ".join(printed.split())
+    return [part for part in map(str.strip, " ".join(shown.split()).split("...")) if part not in printed]
+
+
+@pytest.mark.parametrize("page", TRANSCRIPTS, ids=name_of)
+def test_outputs_of_a_page(page: Path, files: Path, tmp_path: Path) -> None:
+    for number, block in enumerate(runnable(page, "console")):
+        folder = begin(files, page, tmp_path / str(number))
+        for command, shown in transcript(block):
+            ended = run_shell(command, folder)
+            assert shown.strip() or ended.returncode == 0, f"{command}\n{ended.stderr[-3000:]}"
+            assert not absent(shown, ended.stdout + ended.stderr), ended.stdout[-3000:] + ended.stderr[-3000:]
+
+
+def test_another_output_is_noticed() -> None:
+    shown = "GB are 10^9 bytes\n  total   59.1 GB\n...\n  verdict  fits\n"
+    assert absent(shown, "GB are 10^9 bytes\n  total  59.1 GB\n  expected 7.1 s\n  verdict   fits") == []
+    assert absent(shown, "GB are 10^9 bytes\n  total  59.2 GB\n  verdict   fits") == ["GB are 10^9 bytes total 59.1 GB"]
 
 
 def test_commands_of_the_readme(files: Path, tmp_path: Path) -> None:
@@ -94,8 +125,6 @@ def test_commands_of_the_readme(files: Path, tmp_path: Path) -> None:
     count = 0
     for number, block in enumerate(runnable(REPOSITORY / "README.md")):
         folder = shutil.copytree(files, tmp_path / str(number))
-        header, *rows = (folder / "thumbs.csv").read_text(encoding="utf-8").splitlines(keepends=True)
-        (folder / "thumbs.csv").write_text("".join([header, *rows * 3]), encoding="utf-8")  # enough for a batch
         complete = [line for line in block.code.replace("\\\n", " ").splitlines() if not re.search(r"\bFILE\b", line)]
         shell("\n".join(complete), folder)
         count += len(complete)

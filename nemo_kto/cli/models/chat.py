@@ -92,7 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     length = "maximum length of an answer; by default that of the model's generation_config.json, or 512"
     parser.add_argument("--max-new-tokens", type=integer_from(1), metavar="N", help=length)
     parser.add_argument("--temperature", type=_from_zero, metavar="T", help="0 takes the most probable token")
-    parser.add_argument("--top-p", type=_probability, metavar="P", help="draw from the most probable tokens, of this sum")
+    top_p = "draw from the most probable tokens whose probabilities sum to P"
+    parser.add_argument("--top-p", type=_probability, metavar="P", help=top_p)
     parser.add_argument("--seed", type=integer_from(0), metavar="N", help="draw every answer with this seed")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: a GPU if there is one")
     return parser
