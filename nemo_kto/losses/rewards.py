@@ -14,6 +14,17 @@ if TYPE_CHECKING:
 else:
     torch = lazy_import("torch")
 
+_ROUNDING = 2.0**-20  # of a log-prob in fp32, summed over tokens: eight units in its last place
+
+
+def without_rounding_errors(log_ratios_N: Tensor, logps_N: Tensor) -> Tensor:
+    """Return the log-ratios, with 0 for those that are within the rounding errors of their log-probs.
+
+    Where policy and reference are equal, but are evaluated in different micro-batches, rounding errors would otherwise order
+    the examples, and an AUC before training would be arbitrary instead of 0.5.
+    """
+    return torch.where(log_ratios_N.abs() > _ROUNDING * logps_N.abs(), log_ratios_N, 0.0)
+
 
 def roc_auc(rewards_N: Tensor, desirable_N: Tensor) -> float | None:
     """Return the area under the ROC curve of rewards as scores of desirable against undesirable examples.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,13 @@ def test_log_ratios_are_exactly_zero(
         if algorithm == "kto":
             examples = 12 if "_parallel_size" in str(overrides) else 12 // world_size
             assert kl_log_ratios == [0.0] * examples
+
+
+def test_the_auc_before_training_is_a_half(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
+    """In fp32 the reference evaluates a sample together with its KL example, and rounding errors are no order."""
+    given = ["trainer.kto.val_before_training=true", "trainer.kto.max_steps=1", "trainer.kto.limit_val_batches=1.0"]
+    ranks.run(1, train, tiny_llama, kto_rows, tmp_path, 1, [*given, "model.reference.mode=swap"])
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["step"] == 0
+    assert first["val/rewards_margin"] != 0, "there are rounding errors"
+    assert first["val/auc"] == 0.5

@@ -10,7 +10,7 @@ import torch
 
 from nemo_kto.losses import rewards as rewards_module
 from nemo_kto.losses.metrics import Metrics, metrics_by_set
-from nemo_kto.losses.rewards import Rewards, roc_auc
+from nemo_kto.losses.rewards import Rewards, roc_auc, without_rounding_errors
 
 
 def auc_by_definition(rewards: torch.Tensor, desirable: torch.Tensor) -> float:
@@ -75,6 +75,14 @@ def test_batches_are_joined_before_the_auc() -> None:
     assert "auc" not in batch([1.0, 2.0], [])
     assert (batch([1.0], []) + batch([], [2.0]))["auc"] == 0.0
     assert "auc" not in batch([1.0], [0.0], paired=True), "pairs have acc"
+
+
+def test_log_ratios_within_rounding_errors_are_ties() -> None:
+    """A few units in the last place of a log-prob are nothing; log-ratios of answers that were trained on stay as they are."""
+    logps_N = torch.tensor([-150.0, -150.0, -150.0, -3.0, -1500.0])
+    log_ratios_N = torch.tensor([3e-5, -1e-4, 1e-3, -1e-5, 1e-3])
+    assert without_rounding_errors(log_ratios_N, logps_N).tolist() == pytest.approx([0.0, 0.0, 1e-3, -1e-5, 0.0])
+    assert without_rounding_errors(logps_N, logps_N).tolist() == logps_N.tolist(), "of a loss without a reference"
 
 
 def test_validation_sets_have_separate_aucs() -> None:

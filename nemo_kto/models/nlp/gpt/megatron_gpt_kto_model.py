@@ -15,6 +15,7 @@ from nemo_kto.device import device
 from nemo_kto.distributed.collectives import sum_over_data_parallel, to_host
 from nemo_kto.losses.kto import kl_reference_point, kl_sums, kto_metric_sums, kto_metrics, reward_sums
 from nemo_kto.losses.metrics import Metrics, RunningMean
+from nemo_kto.losses.rewards import without_rounding_errors
 from nemo_kto.models.engine.engine import MicroBatchLoss
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import Passes
@@ -129,7 +130,7 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         if self.uses_reference:
             log_ratios_b = logps_b - values["reference_logps_B"][sequence_index_b]
         if "log_ratios_B" in values:
-            values["log_ratios_B"][sequence_index_b] = log_ratios_b
+            values["log_ratios_B"][sequence_index_b] = without_rounding_errors(log_ratios_b, logps_b)
         desirable_b = values["desirable_B"][sequence_index_b]
         kto_b = objective.loss.function(
             log_ratios_b,
