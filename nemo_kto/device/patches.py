@@ -11,7 +11,6 @@ Supported are megatron-core 0.16.1 to 0.19.2 and torch 2.9.1 to 2.13. A patch wi
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import inspect
 import logging
@@ -49,8 +48,6 @@ _FACTORIES = (
     "arange", "empty", "empty_like", "full", "full_like", "linspace", "ones", "ones_like", "rand", "rand_like", "randint",
     "randn", "randn_like", "tensor", "zeros", "zeros_like",
 )  # fmt: skip
-# Options of glibc's mallopt: blocks from this size on are returned to the system; so is free memory at the end beyond a size.
-_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 
 
 # ---- while megatron-core is imported ----
@@ -139,7 +136,6 @@ def install_cpu_backend() -> None:
             "the CPU must be selected before megatron-core is imported, which has loaded its optimizer for GPUs; "
             "set NEMO_KTO_FORCE_CPU=1 before Python starts, and import nemo_kto before megatron-core"
         )
-    _keep_freed_memory()
     _remove_compiler_wrappers()
     _replace_device_functions()
     _replace_generator_functions()
@@ -212,15 +208,6 @@ def add_weight_gradients() -> None:
 
 
 # ---- torch on the CPU ----
-
-
-def _keep_freed_memory() -> None:
-    # glibc returns large blocks to the system when they are freed, and the system fills them with zeros when they are
-    # allocated again, for every micro-batch: about 5 % of a step. Other C libraries have no such function.
-    with contextlib.suppress(AttributeError):
-        allocator = ctypes.CDLL(None)
-        allocator.mallopt(_M_MMAP_THRESHOLD, 256 << 20)
-        allocator.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
 def _remove_compiler_wrappers() -> None:

@@ -27,34 +27,6 @@ def test_a_default_device_is_respected() -> None:
     assert run.stdout.splitlines()[-1] == "['meta', 'meta', 'meta', 'meta'] ['cpu', 'cpu', 'cpu']"
 
 
-FAULTS = """
-import ctypes, resource, sys
-from nemo_kto.device import patches
-
-allocator = ctypes.CDLL(None)
-allocator.malloc.restype, allocator.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-if sys.argv[1] == "kept":
-    patches._keep_freed_memory()
-faults = []
-for _ in range(3):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    block = allocator.malloc(64 << 20)
-    ctypes.memset(block, 1, 64 << 20)
-    allocator.free(block)
-    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(*faults)
-"""
-
-
-def test_freed_memory_is_used_again() -> None:
-    """The system does not have to provide the pages of 64 MiB again, as it does without the setting."""
-    kept, returned = (
-        [int(each) for each in subprocess.check_output([sys.executable, "-c", FAULTS, mode], text=True).split()]
-        for mode in ("kept", "returned")
-    )
-    assert max(kept[1:]) < 10 < min(returned[1:])
-
-
 WARNED = """
 import os, sys, warnings, torch
 torch.cuda.is_available = lambda: sys.argv[1] == "gpu"
