@@ -62,8 +62,22 @@ def logit_slopes_(
     # d (c tanh(x / c)) / dx = 1 - tanh(x / c)^2
     cap_slope_cv = None if softcap is None else slope_cv.div(softcap).square_().neg_().add_(1)
     slope_cv.sub_(normaliser_c.unsqueeze(1)).exp_()
-    slope_cv.scatter_add_(1, column_c.unsqueeze(1), -is_local_c.to(slope_cv.dtype).unsqueeze(1))
+    _subtract_one_hot_(slope_cv, column_c, is_local_c)
     return slope_cv if cap_slope_cv is None else slope_cv.mul_(cap_slope_cv)
+
+
+def exponential_slopes_(
+    exponentials_cv: torch.Tensor, factor_c: torch.Tensor, column_c: torch.Tensor, is_local_c: torch.Tensor
+) -> torch.Tensor:
+    """Overwrite the exponentials that ``softmax_sums.eager`` leaves without a soft cap with :func:`logit_slopes_`.
+
+    ``factor_c`` is exp(m - normaliser), with the maximum m that was subtracted from the logits.
+    """
+    return _subtract_one_hot_(exponentials_cv.mul_(factor_c.unsqueeze(1)), column_c, is_local_c)
+
+
+def _subtract_one_hot_(values_cv: torch.Tensor, column_c: torch.Tensor, is_local_c: torch.Tensor) -> torch.Tensor:
+    return values_cv.scatter_add_(1, column_c.unsqueeze(1), -is_local_c.to(values_cv.dtype).unsqueeze(1))
 
 
 def _gradient_summands(

@@ -1,16 +1,17 @@
 """Token log-probs and logits from hidden states, with a vocabulary sharded over the tensor-parallel group.
 
 The logits of all tokens never exist at the same time: they are computed for ``chunk_size`` tokens, reduced to a few numbers
-per token and freed, and recomputed in the backward pass.
+per token and freed, and recomputed in the backward pass. On a CPU the last chunk is not recomputed, because its exponentials
+are kept; with a soft cap it is, because its slopes need the logits.
 
 Logits, their gradient and the accumulator of every product are fp32, also for a bf16 model. On a GPU the products multiply
 bf16 matrices and return fp32; the gradient of the logits enters as two bf16 summands. A CPU has no such product: the weight
 is converted to fp32 in blocks of rows, and fp32 matrices are multiplied.
 
-Peak memory in addition to inputs and results, in fp32: in the forward pass one chunk of logits [c, v]; in the backward pass
-the same (with a soft cap also its slopes) and the two gradients, [T, H] and, if the weight has no ``main_grad``, [V, H]. A
-bf16 model also needs, on a GPU, two chunks in bf16 and, while the fp32 chunk is free, a block of rows of a product [v, H] if
-torch cannot add it in place; on a CPU, a block of the weight.
+Peak memory in addition to inputs and results, in fp32: in the forward pass one chunk of logits [c, v], which may be kept; in
+the backward pass the same (with a soft cap also its slopes) and the two gradients, [T, H] and, if the weight has no
+``main_grad``, [V, H]. A bf16 model also needs, on a GPU, two chunks in bf16 and, while the fp32 chunk is free, a block of
+rows of a product [v, H] if torch cannot add it in place; on a CPU, a block of the weight.
 
 Shape suffixes: T tokens, H hidden size, V this rank's rows of the weight, v those that are not padding, c tokens of a chunk.
 """
@@ -24,7 +25,13 @@ import torch.distributed as dist
 
 from nemo_kto.device import kernels
 from nemo_kto.distributed.gradients import added_to_main_grad, main_grad_of
-from nemo_kto.distributed.logit_kernels import cap_logits, gradient_summands, logit_slopes_, softmax_sums
+from nemo_kto.distributed.logit_kernels import (
+    cap_logits,
+    exponential_slopes_,
+    gradient_summands,
+    logit_slopes_,
+    softmax_sums,
+)
 
 # Whether torch.mm returns an fp32 product of bf16 factors: torch >= 2.8, and only on CUDA
 _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()  # type: ignore[no-untyped-call]
@@ -133,12 +140,14 @@ class _Logprobs(torch.autograd.Function):
         maximum_T = hidden_TH.new_full((num_tokens,), float("-inf"), dtype=wide)
         exp_sum_and_target_2T = hidden_TH.new_zeros((2, num_tokens), dtype=wide)
         exp_sum_T, target_logit_T = exp_sum_and_target_2T
+        logits_cv, chunk = None, slice(0)
         for chunk in _chunks(num_tokens if columns else 0, chunk_size):
+            logits_cv = None  # frees it before the next chunk is computed
             logits_cv = _logits(hidden_TH[chunk], weight_VH[:columns])
             target_c = logits_cv.gather(1, column_T[chunk].unsqueeze(1)).squeeze(1)
             target_logit_T[chunk] = cap_logits(target_c, softcap) * is_local_T[chunk]
             maximum_T[chunk], exp_sum_T[chunk] = softmax_sums(logits_cv, softcap)
-            del logits_cv  # frees it before the next chunk is computed
+        own_maximum_T = maximum_T
         if group is not None:
             own_maximum_T = maximum_T.clone()
             dist.all_reduce(maximum_T, dist.ReduceOp.MAX, group=group)
@@ -148,6 +157,8 @@ class _Logprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden_TH, weight_VH, column_T, is_local_T, normaliser_T)
         ctx.columns, ctx.chunk_size, ctx.softcap, ctx.main_grad_VH = columns, chunk_size, softcap, main_grad_of(weight_VH)
         ctx.reduce_group = group if reduce_hidden_grad else None
+        keeps = logits_cv is not None and _leaves_exponentials(hidden_TH, softcap)
+        ctx.kept = (logits_cv, (own_maximum_T - normaliser_T)[chunk].exp_()) if keeps else None
         return target_logit_T - normaliser_T
 
     @staticmethod
@@ -161,7 +172,8 @@ class _Logprobs(torch.autograd.Function):
         if wants_weight and not is_summed:
             weight_grad_VH = torch.zeros_like(weight_VH, dtype=wide)
         grad_T1 = -grads[0].unsqueeze(1)
-        for chunk in _chunks(len(hidden_TH) if columns else 0, ctx.chunk_size):
+        kept, ctx.kept = ctx.kept, None  # overwritten below
+        for chunk in reversed(_chunks(len(hidden_TH) if columns else 0, ctx.chunk_size)):
             _add_gradients(
                 hidden_TH[chunk],
                 weight_VH[:columns],
@@ -170,9 +182,11 @@ class _Logprobs(torch.autograd.Function):
                 normaliser_T[chunk],
                 grad_T1[chunk],
                 softcap=ctx.softcap,
+                kept=kept,
                 hidden_grad_cH=None if hidden_grad_TH is None else hidden_grad_TH[chunk],
                 weight_grad_vH=None if weight_grad_VH is None else weight_grad_VH[:columns],
             )
+            kept = None
         if hidden_grad_TH is not None:
             if ctx.reduce_group is not None:
                 dist.all_reduce(hidden_grad_TH, group=ctx.reduce_group)
@@ -183,7 +197,13 @@ class _Logprobs(torch.autograd.Function):
 
 
 def _chunks(num_tokens: int, chunk_size: int) -> list[slice]:
-    return [slice(start, start + chunk_size) for start in range(0, num_tokens, chunk_size)]
+    """Return slices of ``chunk_size`` tokens; the first one is shorter if the size does not divide their number."""
+    return [slice(max(stop - chunk_size, 0), stop) for stop in reversed(range(num_tokens, 0, -chunk_size))]
+
+
+def _leaves_exponentials(hidden_TH: torch.Tensor, softcap: float | None) -> bool:
+    """Return whether ``softmax_sums`` overwrites the logits of these states with exponentials without a soft cap."""
+    return softcap is None and not hidden_TH.is_cuda and not _multiplies_to_fp32(hidden_TH)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -211,16 +231,18 @@ def _add_gradients(
     grad_c1: torch.Tensor,
     *,
     softcap: float | None,
+    kept: tuple[torch.Tensor, torch.Tensor] | None,
     hidden_grad_cH: torch.Tensor | None,
     weight_grad_vH: torch.Tensor | None,
 ) -> None:
     """Add (slope * grad) @ weight and (slope * grad)^T @ hidden to the two gradients, which are fp32 or wider.
 
-    The slopes are those of :func:`~nemo_kto.distributed.logit_kernels.logit_slopes_`.
+    The slopes are those of :func:`~nemo_kto.distributed.logit_kernels.logit_slopes_`. ``kept`` are the exponentials of the
+    logits and their factors, for ``exponential_slopes_``; None to compute the logits again.
     """
-    logits_cv = _logits(hidden_cH, weight_vH)
-    wide = logits_cv.dtype
+    wide = _wide(hidden_cH.dtype)
     if _multiplies_to_fp32(hidden_cH):
+        logits_cv = _logits(hidden_cH, weight_vH)
         summands_2cv = gradient_summands(logits_cv, column_c, is_local_c, normaliser_c, grad_c1.squeeze(1), softcap)
         del logits_cv  # frees memory for the products
         slope_2cv = summands_2cv.flatten(0, 1)
@@ -229,7 +251,10 @@ def _add_gradients(
         if weight_grad_vH is not None:
             _add_product(weight_grad_vH, slope_2cv.t(), hidden_cH.repeat(2, 1))
         return
-    slope_cv = logit_slopes_(logits_cv, column_c, is_local_c, normaliser_c, softcap)
+    if kept is not None:
+        slope_cv = exponential_slopes_(*kept, column_c, is_local_c)
+    else:
+        slope_cv = logit_slopes_(_logits(hidden_cH, weight_vH), column_c, is_local_c, normaliser_c, softcap)
     # The incoming gradient is one number per token: scaling matrices [c, H] costs less than scaling the slopes [c, v].
     if hidden_grad_cH is not None:
         for rows in _weight_blocks(weight_vH):

@@ -12,7 +12,6 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, Optimiz
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
-from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.distributed.gradients import add_products_to_main_grads, expect_whole_weights, schedule_reductions
 from nemo_kto.models.engine.adam import with_bf16_moments
@@ -131,8 +130,7 @@ def build_optimizer(
     if moments_dtype == torch.bfloat16:
         for part in parts:
             part.optimizer = with_bf16_moments(part.optimizer)
-    if device.on_gpu():
-        fuse_torch_adam(part.optimizer for part in parts)
+    fuse_torch_adam(part.optimizer for part in parts)
     return SkippingOptimizer(parts)
 
 
@@ -140,8 +138,7 @@ def fuse_torch_adam(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Make torch's AdamW update all weights in one kernel, with its step counters on the device; others are unchanged.
 
     It is used without Transformer Engine and apex; megatron-core constructs it without this option. It would otherwise run a
-    dozen kernels on lists of all weights, and create an fp32 tensor for each weight. On the host its fused kernel is used
-    for an offloaded optimizer, which is of another class.
+    dozen kernels, on a GPU on lists of all weights, and create an fp32 tensor for each weight.
     """
     for adam in optimizers:
         if isinstance(adam, torch.optim.Adam):  # AdamW is a subclass

@@ -27,6 +27,9 @@ if TYPE_CHECKING:  # so that the planner does not import megatron-core
     from nemo_kto.models.layers.attention import PackedSequences
 
 _GPU_WIDTHS = 64  # rounds widths up on a GPU, because attention kernels are set up again for every new width
+# Padding, in tokens, of a sequence on a CPU beyond which another micro-batch costs less; there, products of a few hundred
+# tokens are as efficient as larger ones.
+_CPU_MAX_PADDING = 16
 # Fraction of the tokens that shared prompts must save. Attention is computed answer by answer with copies of the prompt's
 # keys and values, which costs more than it saves if prompts are very short.
 _MIN_SAVING = 1 / 32
@@ -283,7 +286,10 @@ class SequenceBatch:
             longest_P = lengths_AP.amax(dim=0)
             order = torch.argsort(longest_P, descending=True, stable=True)
             while len(order):
-                count = limits.fitting(int(longest_P[order[0]]), answers=self.answers)
+                longest = int(longest_P[order[0]])
+                count = limits.fitting(longest, answers=self.answers)
+                if limits.tokens is not None and not device.on_gpu():
+                    count = min(count, int((longest_P[order] >= longest - _CPU_MAX_PADDING).sum()))
                 parts.append(order[:count])
                 order = order[count:]
         return [torch.cat([part + prompts * k for k in range(self.answers)]) for part in parts]

@@ -68,6 +68,7 @@ def watched_step(chunks: list[Any], manager: CheckpointManager, settings: Settin
     """Take step ``number`` and compare it with AdamW's closed form, for every trained tensor."""
     (part,) = manager.optimizer.chained_optimizers
     inner, before = part.optimizer, []
+    assert all(group["fused"] for group in inner.param_groups), "one kernel, on the CPU as well"
 
     def note(*_: Any) -> None:
         for group in inner.param_groups:

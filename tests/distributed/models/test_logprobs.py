@@ -283,6 +283,32 @@ def test_peak_memory(dtype: torch.dtype, chunk_size: int) -> None:
     assert chunk + gradients + small_change < LONG * WIDE * 4 / 2, "the bound must be tight"
 
 
+class Products(TorchDispatchMode):
+    """Counts the products of hidden states and the weight."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.mm.out
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("softcap", "recomputed"), [(None, 4), (5.0, 5)])
+def test_the_last_chunk_is_not_recomputed(softcap: float | None, recomputed: int) -> None:
+    """Except with a soft cap, and in a second backward pass, which must not use the memory that the first one overwrote."""
+    hidden, weight, target, arriving = problem(torch.float32)
+    inputs = hidden.requires_grad_(), weight.requires_grad_()
+    logps = vocab_parallel_logprobs(*inputs, target, vocab_size=VOCAB, group=None, chunk_size=5, softcap=softcap)
+    counts, found = [], []
+    for _ in range(2):
+        with Products() as products:
+            found.append(torch.autograd.grad(logps, inputs, arriving, retain_graph=True))
+        counts.append(products.count)
+    assert counts == [recomputed, 5]
+    for first, second in zip(*found, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)
+
+
 def test_without_gradients_nothing_is_saved() -> None:
     hidden, weight, target = long_problem(torch.float32)
     with torch.no_grad():

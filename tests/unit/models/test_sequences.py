@@ -48,6 +48,15 @@ def test_contents_of_a_micro_batch(limits: dict[str, int], expected: list[tuple[
     assert cut(batch_of([3, 8, 2, 2, 7]), **limits) == expected, "the longest first, without extra padding"
 
 
+def test_much_shorter_sequences_start_another_micro_batch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where padding costs more than a micro-batch; not on a GPU, and not if the number of sequences is given."""
+    batch = batch_of([60, 44, 43, 30])
+    assert cut(batch, tokens=512) == [([0, 1], 60), ([2, 3], 43)]
+    assert cut(batch, prompts=4) == [([0, 1, 2, 3], 60)]
+    monkeypatch.setattr(sequences.device, "on_gpu", lambda: True)
+    assert [len(part) for part in batch._partition(MicroBatchLimits(prompts=None, tokens=512, multiple=1))] == [4]
+
+
 def test_empty_micro_batches_complete_the_groups() -> None:
     """They have no sequence and no response token, and as few tokens as the width allows."""
     batch = batch_of([3, 8, 2, 2, 7])
