@@ -129,7 +129,8 @@ def _find(argument: str, name: str) -> Path:
     if is_whole_model(folder) or is_peft_folder(folder):
         return folder
     config = read_saved(folder / CONFIG_FILE)
-    for exported in (folder / "hf", Path(config.get("export.path", ""))):
+    is_copy = Path(config.get("exp_manager.explicit_log_dir", "")).resolve() != folder.resolve()  # export.path is another's
+    for exported in (folder / "hf", *([] if is_copy else [Path(config.get("export.path", ""))])):
         if is_our_model(exported):
             return exported
     if not (checkpoints := find_checkpoints(folder / CHECKPOINTS)):
