@@ -121,11 +121,20 @@ def final_figures(runs: Mapping[str, RunRecord]) -> list[list[str]]:
 
 
 def differing_settings(runs: Mapping[str, RunRecord]) -> list[list[str]]:
-    """Return the keys whose values differ between runs, in a table with a header."""
-    keys = dict.fromkeys(key for run in runs.values() for key in run.config if key not in _NOT_COMPARED)
+    """Return the keys whose values differ between runs, in a table with a header.
+
+    NAME stands for the algorithm in the keys of runs with different ones.
+    """
+    configs: list[Mapping[str, object]] = [run.config for run in runs.values()]
+    if len({run.algorithm for run in runs.values()}) > 1:
+        configs = [
+            {key.replace(f".{run.algorithm}.", ".NAME.", 1): value for key, value in run.config.items()}
+            for run in runs.values()
+        ]
+    keys = dict.fromkeys(key for config in configs for key in config if key not in _NOT_COMPARED)
     rows = [["key", *runs]]
     for key in keys:
-        values = [value_text(run.config[key]) if key in run.config else "" for run in runs.values()]
+        values = [value_text(config[key]) if key in config else "" for config in configs]
         if len(set(values)) > 1:
             rows.append([key, *values])
     return rows

@@ -141,6 +141,15 @@ def test_the_names_of_runs_are_no_setting_that_differs(complete: Path, tmp_path:
     assert "Settings that differ" not in text
 
 
+def test_settings_of_different_algorithms_are_compared_by_name(complete: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "dpo", healthy(20), algorithm="dpo", trainer__dpo__max_epochs=7)
+    text = write_report([read_run(complete), read_run(other)], tmp_path / "page.html")[1].read_text().replace("\\", "")
+    assert "| trainer.NAME.max_epochs | 1 | 7 |" in text
+    assert "| model.NAME.preference_loss | kto | dpo |" in text
+    assert "| model.NAME.desirable_loss_weight | 1 |  |" in text
+    assert "save_interval" not in text
+
+
 def test_more_runs_than_colours_are_told_apart(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / f"run{number}", healthy(20))) for number in range(10)]
     html = write_report(runs, tmp_path / "page.html")[0].read_text()
