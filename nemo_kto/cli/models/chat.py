@@ -136,6 +136,8 @@ def _find(argument: str, name: str) -> Path:
     if not (checkpoints := find_checkpoints(folder / CHECKPOINTS)):
         kinds = f"a run folder with a checkpoint or an export, or a model folder (with {CONFIG} or {ADAPTER_CONFIG})"
         remedy = remedy_for_missing(folder, f"correct the path, or write {HUB}ORGANISATION/NAME for a model of the hub")
+        if config:
+            remedy = "this run has neither yet; start its command again, until it has saved a checkpoint"
         raise UserError(f"{argument} must be {kinds}, got {name}; {remedy}")
     best = None
     if config.get("export.which") == "best":
