@@ -134,7 +134,7 @@ def test_a_comparison_of_runs(complete: Path, tmp_path: Path) -> None:
 
 
 def test_the_names_of_runs_are_no_setting_that_differs(complete: Path, tmp_path: Path) -> None:
-    named = {"exp_manager__name": "b", "exp_manager__wandb_logger_kwargs__name": "b", "export__path": "b/hf"}
+    named: dict[str, Any] = {"exp_manager__name": "b", "exp_manager__wandb_logger_kwargs__name": "b", "export__path": "b/hf"}
     named["exp_manager__mlflow_logger_kwargs__run_name"] = "b"
     other = write_run(tmp_path / "b", healthy(), **named)
     text = write_report([read_run(complete), read_run(other)], tmp_path / "page.html")[1].read_text()
