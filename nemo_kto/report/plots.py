@@ -76,7 +76,7 @@ def quality_plot(run: RunRecord) -> Plot | None:
             series.append(Series(label=title, curve=run.curves[name], colour=colour, kind="dots"))
     if run.has_pairs:
         series = [*_train(run, "acc", "train"), *series]
-        note = "Fraction of pairs whose chosen answer has the higher reward; before training all rewards are equal: 0."
+        note = "Fraction of pairs whose chosen answer has the higher reward; a tie, as before training, does not count."
         return Plot(title="Accuracy", series=series, level=0.5, note=note) if series else None
     note = "Probability that a desirable held-out answer has a higher reward than an undesirable one."
     return Plot(title="AUC", series=series, level=0.5, note=note) if series else None
