@@ -105,9 +105,10 @@ chaos: $(VENV)/.test
 test-slurm: $(VENV)/.slurm
 	$(BIN)/python -m pytest -m slurm --matrix=full $(PYTEST_FLAGS) tests/slurm
 
-# Reports in a headless Chromium (CHROMIUM=PATH); SCREENSHOTS=FOLDER keeps pictures of them.
+# Reports in a headless Chromium (CHROMIUM=PATH), whose pictures are kept.
+SCREENSHOTS = build/screenshots
 test-browser: $(VENV)/.test
-	$(BIN)/python -m pytest -m browser $(PYTEST_FLAGS) tests/browser
+	SCREENSHOTS=$(SCREENSHOTS) $(BIN)/python -m pytest -m browser $(PYTEST_FLAGS) tests/browser
 
 $(VENV)/.slurm: $(VENV)/.test
 	$(BIN)/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) -e '.[slurm]'

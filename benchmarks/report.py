@@ -2,7 +2,8 @@
 
     python benchmarks/report.py [--steps 100000]
 
-The log has the metrics of a KTO run at each step, and a validation every thousand steps.
+The log has the metrics of a KTO run at each step, and a validation every thousand steps. For 100,000 steps
+tests/unit/report/test_page.py checks the limits, 10 s and 3 MB.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ _PERF = "perf/tokens_per_sec perf/tokens_per_sec_per_rank perf/padding_fraction 
 
 
 def write_log(file: Path, *, steps: int) -> None:
+    """Write a log, whose values repeat after a thousand steps."""
     draw = random.Random(0)  # nosec B311
     names = [*(f"train/{name}" for name in f"{_TRAIN} {_MORE}".split()), *f"{_OTHERS} {_PERF}".split()]
+    values = [json.dumps({name: abs(draw.gauss(1, 0.3)) for name in names})[1:] for _ in range(1000)]
     with file.open("w") as log:
         for step in range(1, steps + 1):
-            values = {name: abs(draw.gauss(1, 0.3)) for name in names}
-            log.write(json.dumps({"step": step, "time": 1e9 + step, **values}) + "\n")
+            start = f'{{"step": {step}, "time": {1e9 + step}, '
+            log.write(f"{start}{values[step % 1000]}\n")
             if step % 1000 == 0:
                 held_out = {f"val/{name}": draw.gauss(1, 0.3) for name in f"{_TRAIN} {_MORE}".split()}
-                log.write(json.dumps({"step": step, "time": 1e9 + step, **held_out, "val/auc": draw.random()}) + "\n")
+                log.write(start + json.dumps({**held_out, "val/auc": draw.random()})[1:] + "\n")
 
 
 def main() -> None:

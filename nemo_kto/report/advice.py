@@ -21,6 +21,7 @@ _COLLAPSE = 1.5  # ratio of the final to the first log-probs
 _LOSS_ROSE = 1.05  # ratio of the final to the first loss
 _SPIKE, _SPIKES = 10.0, 3  # ratio of a gradient norm to the median around it, and number of such steps
 _MAX_Z0_NOISE = 0.5  # reward; it changes the weight of an example by up to an eighth
+_MIN_STEPS = 10  # of an epoch with a larger batch
 _OVERFIT = 0.1  # fraction of the best improvement of the validation loss that was lost again
 _MIN_VALIDATIONS_AFTER = 2  # the best one, all of which must be worse
 _NO_MARGIN, _NO_CHANGE = 0.05, 0.02  # final margin, and relative change of the loss, of a run that learned nothing
@@ -61,10 +62,10 @@ def learning_rate_too_high(run: RunRecord) -> Advice | None:
     if loss is not None and loss.first > 0 and _final(loss) > _LOSS_ROSE * loss.first:
         found.append(f"the training loss rose from {number_text(loss.first)} to {number_text(_final(loss))}")
     if (norms := _long(run, "train/grad_norm")) is not None and (spikes := _spikes(norms)) is not None:
-        count, largest = spikes
+        largest = int(spikes.values.argmax())
         found.append(
-            f"the gradient norm exceeded {_SPIKE:g} times its usual value in {count} steps, with {number_text(largest)} as "
-            f"its maximum and {number_text(float(np.median(norms.values)))} as its median"
+            f"the gradient norm exceeded {_SPIKE:g} times the median of the steps around it in {len(spikes)} steps, most at "
+            f"step {int(spikes.steps[largest]):,} with {number_text(spikes.values[largest])}"
         )
     if not found:
         return None
@@ -157,13 +158,22 @@ def batch_too_small(run: RunRecord) -> Advice | None:
     noise, mean = float(np.diff(late.values).std()) / math.sqrt(2), float(late.values.mean())
     if noise < abs(mean) or run.beta * noise < _MAX_Z0_NOISE:
         return None
-    needed = size * 2 ** math.ceil(2 * math.log2(run.beta * noise / (_MAX_Z0_NOISE / 2)))
+    rows = run.data.get("sets", {}).get("train", {}).get("rows")
+    doublings = min(4, math.ceil(2 * math.log2(run.beta * noise / (_MAX_Z0_NOISE / 2))))
+    while doublings and rows and rows < _MIN_STEPS * size * 2**doublings:
+        doublings -= 1
+    remedy = f"Try model.global_batch_size={size * 2**doublings}; the noise falls with the square root of the batch."
+    if not doublings:
+        remedy = (
+            f"Try more rows with a larger model.global_batch_size: {rows:,} leave too few steps. A loss without z0 is "
+            "model.kto.preference_loss=apo_zero_unpaired."
+        )
     return Advice(
         title="The batch is small for an estimate of z0",
         reason=f"From step to step the KL estimate of {size} examples varies by {number_text(noise, 3)} (standard "
         f"deviation) around a mean of {number_text(mean, 3)}, which moves the reference point of all rewards by "
         f"{number_text(run.beta * noise, 2)}.",
-        remedy=f"Try model.global_batch_size={min(needed, 16 * size)}; the noise falls with the square root of the batch.",
+        remedy=remedy,
     )
 
 
@@ -255,13 +265,13 @@ def _start(curve: Curve) -> float:
     return float(curve.values[: max(1, len(curve) // 20)].mean())
 
 
-def _spikes(curve: Curve) -> tuple[int, float] | None:
-    """Return the number of values far above the median around them, and the largest; None if there are few."""
+def _spikes(curve: Curve) -> Curve | None:
+    """Return the points far above the median around them; None if there are few."""
     size = max(_MIN_POINTS, len(curve) // 20)
     blocks = [curve.values[begin : begin + size] for begin in range(0, len(curve), size)]
-    above = sum(int((block > _SPIKE * max(float(np.median(block)), 1e-12)).sum()) for block in blocks)
+    above = np.concatenate([block > _SPIKE * max(float(np.median(block)), 1e-12) for block in blocks])
     is_alive = float(np.median(curve.values)) > 0.01 * float(curve.values.max())  # else the norm has collapsed to 0
-    return (above, float(curve.values.max())) if above >= _SPIKES and is_alive else None
+    return Curve(steps=curve.steps[above], values=curve.values[above]) if above.sum() >= _SPIKES and is_alive else None
 
 
 def _sentence(text: str) -> str:

@@ -58,6 +58,11 @@ class Curve:
         means, squares = _window_means(shifted, self.window), _window_means(shifted**2, self.window)
         return np.sqrt(np.maximum(squares - means**2, 0))
 
+    @property
+    def steps_of_lines(self) -> np.ndarray:
+        """Number of steps [N] that each line of the log covers."""
+        return np.diff(self.steps, prepend=0)
+
     def up_to(self, step: int) -> Curve:
         """Return the points up to and including ``step``."""
         kept = self.steps <= step

@@ -26,6 +26,7 @@ INK, MUTED, GRID = "#1d2127", "#6a7280", "#e3e6eb"
 _INK, _MUTED, _GRID = "#010101", "#020202", "#030303"
 _SERIES = tuple(f"#0400{number:02x}" for number in range(len(COLOURS)))
 _WIDTH, _HEIGHT = 400, 200  # of a plot, in units of the SVG
+_LINES = ("-", "--", ":")  # of the first series of a colour, the second, and any further one
 _BINS = 250  # horizontal resolution of a curve
 _MAX_DOTS = 60  # points of a curve that has a dot at each
 _FONT = 9.5
@@ -35,9 +36,14 @@ _FONT_FAMILY = re.compile(r"font-family: [^;\"]*;? ?")
 _PATH = re.compile(r' d="[^"]*"')
 
 
+def look(series: Series) -> tuple[int, int]:
+    """Return the indices of colour and line style of a series, so that more series than colours can be told apart."""
+    return series.colour % len(COLOURS), min(series.colour // len(COLOURS), len(_LINES) - 1)
+
+
 def draw(plot: Plot) -> str:
     """Return a plot as an SVG element."""
-    figure, axes = _figure(_WIDTH, _HEIGHT, bottom=20)
+    figure, axes = _figure(_WIDTH, _HEIGHT, bottom=24)
     _style(axes, grid=_GRID, ink=_MUTED)
     _draw_plot(axes, plot, colours=_SERIES, grid=_MUTED)
     return _svg(figure, plot.title)
@@ -45,7 +51,7 @@ def draw(plot: Plot) -> str:
 
 def draw_histogram(histogram: Histogram) -> str:
     """Return a histogram as an SVG element."""
-    figure, axes = _figure(_WIDTH, 170, bottom=32)
+    figure, axes = _figure(_WIDTH, 174, bottom=38)
     _style(axes, grid=_GRID, ink=_MUTED)
     for counts, colour in zip(histogram.counts.values(), _SERIES, strict=False):
         axes.stairs(counts, histogram.edges, fill=True, facecolor=colour, edgecolor="none", alpha=0.28)
@@ -84,7 +90,8 @@ def summary_picture(run: RunRecord, path: Path) -> None:
         axes.set_xlabel("step", fontsize=_FONT, color=MUTED)
         if len(plot.series) > 1:
             for series in plot.series:
-                axes.plot([], [], color=COLOURS[series.colour % len(COLOURS)], label=series.label)
+                colour, line = look(series)
+                axes.plot([], [], color=COLOURS[colour], linestyle=_LINES[line], label=series.label)
             axes.legend(fontsize=_FONT, frameon=False, labelcolor=MUTED)
     figure.savefig(path, format="png")
 
@@ -110,6 +117,7 @@ def _style(axes: Axes, *, grid: str, ink: str) -> None:
     axes.grid(axis="y", color=grid, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(length=0, labelsize=_FONT, labelcolor=ink, pad=5)
+    axes.tick_params(axis="x", pad=8)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, place: number_text(value)))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, min_n_ticks=3, steps=[1, 2, 2.5, 5, 10]))
@@ -120,7 +128,8 @@ def _draw_plot(axes: Axes, plot: Plot, *, colours: tuple[str, ...], grid: str) -
     if plot.level is not None:
         axes.axhline(plot.level, color=grid, linewidth=0.8, dashes=(3, 3))
     for series in plot.series:
-        _draw_series(axes, series, colours[series.colour % len(colours)])
+        colour, line = look(series)
+        _draw_series(axes, series, colours[colour], _LINES[line])
     first = min(int(series.curve.steps[0]) for series in plot.series)
     last = max(series.curve.last_step for series in plot.series)
     if first < last:
@@ -131,12 +140,12 @@ def _draw_plot(axes: Axes, plot: Plot, *, colours: tuple[str, ...], grid: str) -
         axes.set_ylim(*sorted((0.9 * middle, 1.1 * middle)))
 
 
-def _draw_series(axes: Axes, series: Series, colour: str) -> None:
+def _draw_series(axes: Axes, series: Series, colour: str, line: str) -> None:
     curve = series.curve
     if series.window == 1:
         shown = curve.peaks(_BINS)
         marker = "o" if series.kind == "dots" and len(curve) <= _MAX_DOTS else ""
-        axes.plot(shown.steps, shown.values, color=colour, linewidth=1.6, marker=marker, markersize=3.2)
+        axes.plot(shown.steps, shown.values, color=colour, linestyle=line, linewidth=1.6, marker=marker, markersize=3.2)
         return
     places = curve.smoothed.thinned(_BINS)
     steps, smoothed = curve.steps[places], curve.smoothed.values[places]
@@ -146,7 +155,7 @@ def _draw_series(axes: Axes, series: Series, colour: str) -> None:
     elif series.kind == "smoothed":
         raw = curve.peaks(_BINS)
         axes.plot(raw.steps, raw.values, color=colour, linewidth=0.8, alpha=0.35)
-    axes.plot(steps, smoothed, color=colour, linewidth=1.7)
+    axes.plot(steps, smoothed, color=colour, linestyle=line, linewidth=1.7)
 
 
 def _svg(figure: Any, title: str) -> str:

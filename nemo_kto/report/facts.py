@@ -18,7 +18,10 @@ from nemo_kto.telemetry.timers import duration_text
 _MODEL, _DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"
 _ARROW = " \N{RIGHTWARDS ARROW} "
 # Differ between any two runs, or follow from other keys.
-_NOT_COMPARED = ("exp_manager.explicit_log_dir", "exp_manager.name", "export.path", "export.adapter_path")
+_NOT_COMPARED = (
+    "exp_manager.explicit_log_dir", "exp_manager.name", "exp_manager.wandb_logger_kwargs.name",
+    "exp_manager.mlflow_logger_kwargs.run_name", "export.path", "export.adapter_path",
+)  # fmt: skip
 # Role and text of a message in the chat templates of ChatML, Llama 3 and Gemma; the token before the first message.
 _TURN = re.compile(
     r"<(?:\|im_start\||\|start_header_id\||start_of_turn)>(\w+)(?:<\|end_header_id\|>)?\n+"
@@ -73,8 +76,7 @@ def headline(run: RunRecord) -> list[Figure]:
         Figure(label="Steps", value=f"{run.step:,}", detail="" if total is None else f"of {total:,}"),
     )
     if run.seconds:
-        speed = run.curves.get("perf/tokens_per_sec")
-        detail = "" if speed is None else f"{number_text(float(speed.values.mean()), 3)} tokens/s"
+        detail = "" if run.tokens_per_second is None else f"{number_text(run.tokens_per_second, 3)} tokens/s"
         figures.append(Figure(label="Time", value=duration_text(run.seconds), detail=detail))
     return figures
 
@@ -109,21 +111,30 @@ def final_figures(runs: Mapping[str, RunRecord]) -> list[list[str]]:
             names = (("AUC", "auc"), ("accuracy", "acc"), ("margin", "rewards_margin"), ("loss", "loss"))
             columns |= {f"{prefix}{name}": f"{title} {label}" for label, name in names if f"{prefix}{name}" in run.curves}
     columns |= {"train/loss": "train loss"}
-    rows = [["run", "state", "steps", "time", *columns.values()]]
+    rows = [["run", *columns.values(), "steps", "time", "state"]]
     for name, run in runs.items():
         curves = [run.curves.get(column) for column in columns]
         values = ["" if curve is None else number_text(curve.last) for curve in curves]
         time = duration_text(run.seconds) if run.seconds else ""
-        rows.append([name, run.state.word, f"{run.step:,}", time, *values])
+        rows.append([name, *values, f"{run.step:,}", time, run.state.word])
     return rows
 
 
 def differing_settings(runs: Mapping[str, RunRecord]) -> list[list[str]]:
-    """Return the keys whose values differ between runs, in a table with a header."""
-    keys = dict.fromkeys(key for run in runs.values() for key in run.config if key not in _NOT_COMPARED)
+    """Return the keys whose values differ between runs, in a table with a header.
+
+    NAME stands for the algorithm in the keys of runs with different ones.
+    """
+    configs: list[Mapping[str, object]] = [run.config for run in runs.values()]
+    if len({run.algorithm for run in runs.values()}) > 1:
+        configs = [
+            {key.replace(f".{run.algorithm}.", ".NAME.", 1): value for key, value in run.config.items()}
+            for run in runs.values()
+        ]
+    keys = dict.fromkeys(key for config in configs for key in config if key not in _NOT_COMPARED)
     rows = [["key", *runs]]
     for key in keys:
-        values = [value_text(run.config[key]) if key in run.config else "" for run in runs.values()]
+        values = [value_text(config[key]) if key in config else "" for config in configs]
         if len(set(values)) > 1:
             rows.append([key, *values])
     return rows
@@ -239,7 +250,8 @@ def warning_lines(run: RunRecord) -> list[tuple[str, str]]:
     found: dict[str, list[int]] = {}
     for warning in run.warnings:
         step = warning.get("step")
-        found.setdefault(str(warning.get("text", "")), []).append(step if isinstance(step, int) else 0)
+        text = str(warning.get("text", "")).removeprefix(f"step {step}: ")  # it is shown beside the text
+        found.setdefault(text, []).append(step if isinstance(step, int) else 0)
     return [
         (
             f"step {steps[0]:,}" if steps[0] else "start",

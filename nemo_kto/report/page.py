@@ -11,7 +11,7 @@ from typing import Any
 from nemo_kto import __version__
 from nemo_kto.report import facts
 from nemo_kto.report.advice import advice_for
-from nemo_kto.report.drawing import COLOURS, draw, draw_histogram
+from nemo_kto.report.drawing import draw, draw_histogram, look
 from nemo_kto.report.markdown import markdown
 from nemo_kto.report.plots import (
     Histogram,
@@ -26,7 +26,10 @@ from nemo_kto.utils.files import publish_file
 
 REPORT_FILE = "report.html"  # in the run folder
 _MAX_ANSWERS = 50  # prompts that are shown
-_PARTS = {"prompt": "Prompts", "response": "Answers", "chosen": "Chosen answers", "rejected": "Rejected answers"}
+_PARTS = {
+    "prompt": "Lengths of prompts", "response": "Lengths of answers", "chosen": "Lengths of chosen answers",
+    "rejected": "Lengths of rejected answers",
+}  # fmt: skip
 
 
 def write_report(runs: Sequence[RunRecord], out: Path) -> list[Path]:
@@ -65,13 +68,22 @@ def _single(run: RunRecord) -> dict[str, Any]:
         "is_sound": not found and run.step > 0,
         "plots": plots,
         "curves_note": _curves_note(plots),
-        "rewards": [(f"validation {name}".strip(), histograms) for name, histograms in reward_histograms(run).items()],
+        "rewards": [(_rewards_title(run, name), histograms) for name, histograms in reward_histograms(run).items()],
         "answers": [answers for answers, _ in zip(facts.answers(run), range(_MAX_ANSWERS), strict=False)],
         "data": facts.data_table(run),
         "lengths": length_histograms(run, "train"),
         "warnings": facts.warning_lines(run),
         "parts": [{"title": title, "sections": sections} for title, sections in _parts(run) if sections],
     }
+
+
+def _rewards_title(run: RunRecord, set_name: str) -> str:
+    """Return the heading of the histograms of a validation set, which may begin after step 0."""
+    title = f"Rewards of validation {set_name}".strip()
+    steps = run.rewards[set_name]
+    if min(steps) == 0:
+        return f"{title}, before and after"
+    return title + (", at its first and last validation" if len(steps) > 1 else "")
 
 
 def _comparison(runs: Mapping[str, RunRecord]) -> dict[str, Any]:
@@ -91,14 +103,16 @@ def _comparison(runs: Mapping[str, RunRecord]) -> dict[str, Any]:
 
 
 def _curves_note(plots: Sequence[Plot]) -> str:
-    windows = {series.window for plot in plots for series in plot.series} - {1}
-    if not windows:
+    if not plots:
         return ""
-    window = max(windows)
-    note = f"Thick lines are means over a window of up to {window} logged steps, above the raw values."
+    note = "Horizontal axis: optimizer step. Dots are validations."
+    averaged = [series for plot in plots for series in plot.series if series.window > 1]
+    if averaged:
+        note += f" Lines are means over a window of up to {max(series.window for series in averaged)} logged steps"
+        note += ", above the raw values." if any(series.kind == "smoothed" for series in averaged) else "."
     if any(plot.has_bands for plot in plots):
         note += " Bands are one standard deviation of the logged values within the window."
-    return f"{note} Dots are validations."
+    return note
 
 
 def _parts(run: RunRecord) -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -120,11 +134,11 @@ def _html(content: Mapping[str, Any]) -> str:
     from markupsafe import Markup
 
     def of_plot(plot: Plot) -> dict[str, Any]:
-        legend = [(series.colour % len(COLOURS), series.label) for series in plot.series if series.label]
+        legend = [(*look(series), series.label) for series in plot.series if series.label]
         return {"title": plot.title, "legend": legend, "note": plot.note, "svg": Markup(draw(plot))}  # nosec B704  # our own
 
     def of_histogram(histogram: Histogram, title: str) -> dict[str, Any]:
-        legend = [(colour, name) for colour, name in enumerate(histogram.counts) if name]
+        legend = [(colour, 0, name) for colour, name in enumerate(histogram.counts) if name]
         svg = Markup(draw_histogram(histogram))  # nosec B704
         note = "the last bar counts everything longer" if histogram.last_is_open else ""
         return {"title": title, "legend": legend, "note": note, "svg": svg}

@@ -76,7 +76,7 @@ def quality_plot(run: RunRecord) -> Plot | None:
             series.append(Series(label=title, curve=run.curves[name], colour=colour, kind="dots"))
     if run.has_pairs:
         series = [*_train(run, "acc", "train"), *series]
-        note = "Fraction of pairs whose chosen answer has the higher reward."
+        note = "Fraction of pairs whose chosen answer has the higher reward; a tie, as before training, does not count."
         return Plot(title="Accuracy", series=series, level=0.5, note=note) if series else None
     note = "Probability that a desirable held-out answer has a higher reward than an undesirable one."
     return Plot(title="AUC", series=series, level=0.5, note=note) if series else None
@@ -157,17 +157,17 @@ def _validation(run: RunRecord, metric: str) -> list[Series]:
     ]
 
 
-# Metric without its prefix -> title of its plot, in comparisons of runs.
-_COMPARED = {
-    "loss": "loss",
-    "rewards_margin": "margin",
-    "auc": "AUC",
-    "acc": "accuracy",
-    "rewards_chosen_mean": "reward of better answers",
-    "rewards_rejected_mean": "reward of worse answers",
-    "kl_unclamped": "KL estimate, unclamped",
-    "grad_norm": "gradient norm",
-    "lr": "learning rate",
+# Metric without its prefix -> title of its plot and value of a horizontal line in it, in comparisons of runs.
+_COMPARED: Mapping[str, tuple[str, float | None]] = {
+    "loss": ("loss", None),
+    "rewards_margin": ("margin", 0.0),
+    "auc": ("AUC", 0.5),
+    "acc": ("accuracy", 0.5),
+    "rewards_chosen_mean": ("reward of better answers", 0.0),
+    "rewards_rejected_mean": ("reward of worse answers", 0.0),
+    "kl_unclamped": ("KL estimate, unclamped", 0.0),
+    "grad_norm": ("gradient norm", None),
+    "lr": ("learning rate", None),
 }
 
 
@@ -177,21 +177,21 @@ def compared_plots(runs: Mapping[str, RunRecord]) -> list[Plot]:
     for run in runs.values():
         prefixes |= run.validations
     prefixes["training"] = "train/"
-    names = [
-        (f"{title[0].upper()}{title[1:]} {label}", f"{prefix}{metric}")
-        for metric, label in _COMPARED.items()
+    names: list[tuple[str, str, float | None]] = [
+        (f"{title[0].upper()}{title[1:]} {label}", f"{prefix}{metric}", level)
+        for metric, (label, level) in _COMPARED.items()
         for title, prefix in prefixes.items()
     ]
-    names.append(("Tokens per second", "perf/tokens_per_sec"))
+    names.append(("Tokens per second", "perf/tokens_per_sec", None))
     plots = []
-    for title, name in names:
+    for title, name, level in names:
         series = [
             Series(label=label, curve=run.curves[name], colour=colour, kind=_compared_kind(name))
             for colour, (label, run) in enumerate(runs.items())
             if name in run.curves
         ]
         if series:
-            plots.append(Plot(title=title, series=series))
+            plots.append(Plot(title=title, series=series, level=level))
     return plots
 
 

@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, Checkpoint, find_checkpoints
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.errors import UserError
@@ -112,15 +114,23 @@ class RunRecord:
 
     @cached_property
     def seconds(self) -> float:
-        """Time of training, validation and waiting for checkpoints, over all starts of the run."""
+        """Time of training, validation, samples and waiting for checkpoints, over all starts of the run."""
         total = 0.0
         if (times := self.curves.get("timing/step_time")) is not None:
-            previous = [0, *times.steps[:-1].tolist()]
-            total += float((times.values * (times.steps - previous)).sum())
-        for name in ("timing/validation", "timing/checkpoint_stall"):
+            total += float((times.values * times.steps_of_lines).sum())
+        for name in ("timing/validation", "timing/samples", "timing/checkpoint_stall"):
             if name in self.curves:
                 total += float(self.curves[name].values.sum())
         return total
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of all steps divided by the time of these steps; None if it was not logged."""
+        speed, times = self.curves.get("perf/tokens_per_sec"), self.curves.get("timing/step_time")
+        if speed is None or times is None or not np.array_equal(speed.steps, times.steps):
+            return None
+        seconds = times.values * times.steps_of_lines
+        return float((speed.values * seconds).sum() / seconds.sum()) if seconds.any() else None
 
     @property
     def settings(self) -> dict[str, object]:

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 PICTURE = "card.png"
 # In the card until they have names on the hub.
 THIS_MODEL, BASE_MODEL = "path/to/this/folder", "path/to/the/base/model"
+_CHAT = "nemo-kto chat "
 _MAX_CARD_BYTES = 2**22
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(?:\n|\Z)", re.DOTALL)
 _INHERITED = ("license", "license_name", "license_link", "language")  # of the base model's card
@@ -192,7 +193,7 @@ def _figures(sources: CardSources, *, has_picture: bool) -> str:
     columns = {title: start for title, start in columns.items() if f"{start}loss" in metrics}
     columns = columns or ({"training": "train_"} if "train_loss" in metrics else {})
     rows = [
-        [label, *(_number(metrics.get(f"{start}{name}")) for start in columns.values())]
+        [label, *(_number(metrics.get(f"{start}{name}"), is_count=name == "rows") for start in columns.values())]
         for name, label in _FIGURES.items()
         if any(metrics.get(f"{start}{name}") is not None for start in columns.values())
     ]
@@ -291,7 +292,7 @@ def _use(sources: CardSources) -> str:
         note = "The tokenizer has no chat template: prompts are completed as they are."
     lines += ["output = model.generate(**inputs, max_new_tokens=256)", "print(tokenizer.decode(output[0]))"]
     code = "\n".join(lines)
-    chat = f"```sh\nnemo-kto chat {THIS_MODEL}\n```"
+    chat = f"```sh\n{_CHAT}{THIS_MODEL}\n```"
     return f"## Use\n\n```python\n{code}\n```\n\n{chat}\n\n{note}"
 
 
@@ -311,10 +312,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
 
-def _number(value: float | None) -> str:
+def _number(value: float | None, *, is_count: bool) -> str:
     if value is None:
         return ""
-    return f"{value:,.0f}" if float(value).is_integer() and abs(value) >= 1 else f"{value:.4f}"
+    return f"{value:,.0f}" if is_count else f"{value:.4f}"
 
 
 def published_files(folder: Path, *, repository: str, base_model: str | None) -> dict[str, bytes]:
@@ -334,6 +335,7 @@ def published_files(folder: Path, *, repository: str, base_model: str | None) ->
         front |= {"base_model": base_model, "base_model_relation": "adapter" if is_adapter else "finetune"}
         body = _FRONT_MATTER.sub("", text, count=1)
         text = f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n{body}"
+    text = text.replace(_CHAT + THIS_MODEL, f"{_CHAT}{HUB}{repository}")
     files = {CARD: text.replace(THIS_MODEL, repository).replace(BASE_MODEL, str(base or BASE_MODEL)).encode()}
     if (folder / ADAPTER_CONFIG).is_file():
         if not isinstance(base, str):

@@ -130,12 +130,15 @@ def _find(argument: str, name: str) -> Path:
     if is_whole_model(folder) or is_peft_folder(folder):
         return folder
     config = read_saved(folder / CONFIG_FILE)
-    for exported in (folder / "hf", Path(config.get("export.path", ""))):
+    is_copy = Path(config.get("exp_manager.explicit_log_dir", "")).resolve() != folder.resolve()  # export.path is another's
+    for exported in (folder / "hf", *([] if is_copy else [Path(config.get("export.path", ""))])):
         if is_our_model(exported):
             return exported
     if not (checkpoints := find_checkpoints(folder / CHECKPOINTS)):
         kinds = f"a run folder with a checkpoint or an export, or a model folder (with {CONFIG} or {ADAPTER_CONFIG})"
         remedy = remedy_for_missing(folder, f"correct the path, or write {HUB}ORGANISATION/NAME for a model of the hub")
+        if config:
+            remedy = "this run has neither yet; start its command again, until it has saved a checkpoint"
         raise UserError(f"{argument} must be {kinds}, got {name}; {remedy}")
     best = None
     if config.get("export.which") == "best":

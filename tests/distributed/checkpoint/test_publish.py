@@ -115,8 +115,10 @@ def test_push_uploads_the_export_of_the_run(run: Path, hub: HubServer, tmp_path:
     sent = hub.files("me/aligned")
     local = {file.name: file.read_bytes() for file in (run / "hf").iterdir()}
     text = sent.pop("README.md").decode()
-    assert local.pop("README.md").decode().replace("path/to/this/folder", "me/aligned") == text
+    card_text = local.pop("README.md").decode().replace("nemo-kto chat path/to", "nemo-kto chat hf:path/to")
+    assert card_text.replace("path/to/this/folder", "me/aligned") == text
     assert 'from_pretrained("me/aligned")' in text
+    assert "nemo-kto chat hf:me/aligned\n" in text
     assert sent == local
     assert hub.repositories["me/aligned"]["private"]
     assert any("/storage/" in path for _, path in hub.requests)  # the weights, by their hash

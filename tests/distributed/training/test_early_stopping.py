@@ -47,3 +47,26 @@ def test_a_run_without_improvement_stops(ranks: RankPool, tiny_llama: Path, kto_
     assert_names(again, "nemo-kto", "step 3 of 5", "early stopping", *WHY, f"{folder}", f"{STOPPING}=false")
     longer = ranks.run(2, printed, tiny_llama, kto_rows, folder, [f"{STOPPING}=false"])[0]
     assert "nemo-kto kto finished after step 5 of 5" in longer
+
+
+def test_the_auc_selects_the_best_checkpoint_and_stops_a_run(
+    ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
+) -> None:
+    """The AUC is that of the examples of both data-parallel ranks: a multiple of half a pair of them."""
+    folder = tmp_path / "run"
+    monitor = "monitor: val_auc, mode: max"
+    overrides = [f"exp_manager.early_stopping_callback_params={{{monitor}, min_delta: 9, patience: 3}}"]
+    overrides += [f"exp_manager.checkpoint_callback_params={{{monitor}, save_top_k: 1}}", "trainer.kto.save_interval=1"]
+    output = ranks.run(2, printed, tiny_llama, kto_rows, folder, overrides)[0]
+    assert "stopped by early stopping after step 4 of 5" in output
+    assert_names(output, "val_auc", "step 1")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    auc = {line["step"]: line["val/auc"] for line in lines if "val/auc" in line}
+    assert len(set(auc.values())) > 1, "equal values prove nothing"
+    best = max(auc, key=lambda step: (auc[step], step))
+    assert sorted(checkpoint.step for checkpoint in find_checkpoints(folder / "checkpoints")) == sorted({best, 4})
+    assert f"step_{best:06} (val_auc {auc[best]:.4f}, highest of" in output or best == 4
+    counts = [json.loads(line) for line in (folder / "rewards.jsonl").read_text().splitlines()]
+    pairs = {line["step"]: sum(line["desirable"]) * sum(line["undesirable"]) for line in counts}
+    for step, value in auc.items():
+        assert abs(2 * pairs[step] * value - round(2 * pairs[step] * value)) < 1e-9

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.cli.models.chat import main
+from nemo_kto.artifacts.safetensors_files import INDEX, WRITTEN_BY
+from nemo_kto.cli.models.chat import _find, main
 from nemo_kto.errors import UserError
 from nemo_kto.processes.ranks import INTERRUPTED
 from tests.helpers.messages import Message, raises
+from tests.helpers.run_folders import write_run
 from tests.helpers.tiny_models import EOS, make_checkpoint
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 256}
@@ -198,6 +200,19 @@ def test_a_template_that_rejects_a_system_message(folders: tuple[Path, Path], tm
     (strict / "chat_template.jinja").write_text(template)
     with raises(UserError, str(strict), "no system role", "system message"):
         main([str(strict), "--system", "Be brief.", "-p", "Hello"])
+
+
+def test_a_copied_run_does_not_answer_with_the_export_of_the_original(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    out, run = tmp_path / "out", tmp_path / "run"
+    shutil.copytree(folders[0], out)
+    (out / INDEX).write_text(json.dumps({"metadata": {"written_by": WRITTEN_BY}}))
+    write_run(run, [], exp_manager__explicit_log_dir=str(run), export__path=str(out))
+    assert _find("MODEL", str(run)) == out
+    shutil.copytree(run, tmp_path / "copy")
+    with raises(
+        UserError, "MODEL", "a run folder with a checkpoint or an export", str(tmp_path / "copy"), "saved a checkpoint"
+    ):
+        _find("MODEL", str(tmp_path / "copy"))
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,8 @@ def noise(scale: float) -> Callable[[int], float]:
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "learning rate": ({"loss": lambda step: 0.5 + step / 400}, {"model__optim__lr": 1e-4}, ["0.95", "0.5", "2e-05"]),
     "learning rate is probably": (
-        {"grad_norm": lambda step: 90.0 if step in (50, 90, 130) else 2.0}, {}, ["3 steps", "90", "2"]
+        {"grad_norm": lambda step: {1: 150.0, 50: 80.0, 90: 90.0, 130: 70.0}.get(step, 2.0 if step > 10 else 60.0)}, {},
+        ["in 3 steps", "step 90 with 90"],
     ),
     "skipped": ({"skipped_steps": lambda step: float(step > 50) * 3}, {}, ["3 of 200"]),
     "hardly changed": (
@@ -111,6 +112,16 @@ def test_noise_of_z0_counts_in_units_of_the_reward(tmp_path: Path) -> None:
     """The same noise of the KL estimate does not matter with a small beta."""
     lines = changed(healthy(), kl_unclamped=lambda step: 1.0 + noise(8.0)(step))
     assert advice_of(tmp_path, lines, model__kto__ref_policy_kl_penalty=0.05) == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "remedy"),
+    [(2560, "model.global_batch_size=256;"), (2559, "model.global_batch_size=128;"), (319, "319 leave too few steps")],
+)
+def test_a_larger_batch_leaves_ten_steps_in_an_epoch(rows: int, remedy: str, tmp_path: Path) -> None:
+    lines = changed(healthy(), kl_unclamped=lambda step: 1.0 + noise(8.0)(step))
+    (text,) = advice_of(tmp_path, lines, data=data_of(desirable=rows // 2, rows=rows)).values()
+    assert remedy in text
 
 
 def test_one_bad_validation_is_no_overfitting(tmp_path: Path) -> None:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import time
 from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from benchmarks.report import write_log
 from nemo_kto.cli import report
 from nemo_kto.errors import UserError
 from nemo_kto.report.drawing import draw, summary_picture
 from nemo_kto.report.facts import answers
 from nemo_kto.report.page import write_report
-from nemo_kto.report.plots import common_bins, plots_of
+from nemo_kto.report.plots import common_bins, compared_plots, plots_of
 from nemo_kto.report.record import read_run
 from nemo_kto.telemetry.rewards import RewardHistogram
 from tests.helpers.run_folders import data_of, healthy, write_extras, write_run
@@ -128,7 +129,58 @@ def test_a_comparison_of_runs(complete: Path, tmp_path: Path) -> None:
     assert "no memory" in html
     assert "<h3>Validation AUC</h3>" in html
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| complete", "| other"))]
-    assert [row[1:3] for row in rows[:2]] == [["finished", "200"], ["failed", "100"]]
+    assert [(row[-3], row[-1]) for row in rows[:2]] == [("200", "finished |"), ("100", "failed |")]
+    assert "Lines are means over a window of up to 11 logged steps." in html
+
+
+def test_the_names_of_runs_are_no_setting_that_differs(complete: Path, tmp_path: Path) -> None:
+    named: dict[str, Any] = {"exp_manager__name": "b", "exp_manager__wandb_logger_kwargs__name": "b", "export__path": "b/hf"}
+    named["exp_manager__mlflow_logger_kwargs__run_name"] = "b"
+    other = write_run(tmp_path / "b", healthy(), **named)
+    text = write_report([read_run(complete), read_run(other)], tmp_path / "page.html")[1].read_text()
+    assert "Settings that differ" not in text
+
+
+def test_settings_of_different_algorithms_are_compared_by_name(complete: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "dpo", healthy(20), algorithm="dpo", trainer__dpo__max_epochs=7)
+    text = write_report([read_run(complete), read_run(other)], tmp_path / "page.html")[1].read_text().replace("\\", "")
+    assert "| trainer.NAME.max_epochs | 1 | 7 |" in text
+    assert "| model.NAME.preference_loss | kto | dpo |" in text
+    assert "| model.NAME.desirable_loss_weight | 1 |  |" in text
+    assert "save_interval" not in text
+
+
+def test_more_runs_than_colours_are_told_apart(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / f"run{number}", healthy(20))) for number in range(10)]
+    html = write_report(runs, tmp_path / "page.html")[0].read_text()
+    loss = html.split("<h3>Validation loss</h3>")[1].split("</figure>")[0]
+    swatches = re.findall(r'<span class="swatch ([^"]+)"', loss)
+    assert len(set(swatches)) == 10
+    assert swatches[1] == "series-1 line-0"
+    assert swatches[9] == "series-1 line-1"
+    styles = [style for style in re.findall(r'style="(fill: none; [^"]*series-[^"]*)"', loss) if "dasharray" in style]
+    assert [re.findall(r"series-\d", style) for style in styles] == [["series-0"], ["series-1"]]
+
+
+def test_comparisons_show_the_value_of_no_learning(complete: Path) -> None:
+    levels = {plot.title: plot.level for plot in compared_plots({"a": read_run(complete)})}
+    assert (levels["Validation AUC"], levels["Validation margin"], levels["Validation loss"]) == (0.5, 0.0, None)
+
+
+@pytest.mark.parametrize(
+    ("steps", "title"),
+    [
+        ([0, 200], "Rewards of validation, before and after"),
+        ([20, 200], "Rewards of validation, at its first and last validation"),
+        ([20], "Rewards of validation"),
+    ],
+)
+def test_the_title_of_the_rewards_says_when_they_were_measured(steps: list[int], title: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", healthy())
+    lines = [{"step": step, "set": "", "width": 0.125, "first": 0, "desirable": [4], "undesirable": [5]} for step in steps]
+    (folder / "rewards.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    html = write_report([read_run(folder)], tmp_path / "page.html")[0].read_text()
+    assert f"<h2>{title}</h2>" in html
 
 
 def test_a_run_without_a_step(tmp_path: Path) -> None:
@@ -140,18 +192,17 @@ def test_a_run_without_a_step(tmp_path: Path) -> None:
         (folder / file).unlink()
 
 
-def test_a_long_run_is_a_small_page_with_its_peaks(tmp_path: Path) -> None:
-    draw_from = np.random.default_rng(0)
-    names = ("loss", "kl_unclamped", "rewards_chosen_mean", "rewards_rejected_mean", "rewards_margin", "grad_norm", "lr")
-    values = draw_from.normal(size=(20_000, len(names))).round(4).tolist()
-    lines: list[dict[str, Any]] = [
-        {"step": step, **{f"train/{name}": value for name, value in zip(names, row, strict=True)}}
-        for step, row in enumerate(values, start=1)
-    ]
-    lines[12_344]["train/loss"] = 77.0
-    run = read_run(write_run(tmp_path / "run", lines))
+def test_100000_steps_are_a_small_page_with_its_peaks_in_a_few_seconds(tmp_path: Path) -> None:
+    """The limits are 10 s, here of CPU time because other processes are running, and 3 MB."""
+    folder = write_run(tmp_path / "run", [])
+    write_log(folder / "metrics.jsonl", steps=100_000)
+    with (folder / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 12345, "train/loss": 77.0}\n')
+    began = time.process_time()
+    run = read_run(folder)
     page = write_report([run], tmp_path / "page.html")[0]
-    assert page.stat().st_size < 600_000
+    assert time.process_time() - began < 10
+    assert page.stat().st_size < 3e6
     raw = re.findall(r' d="([^"]+)"', draw(plots_of(run)[0]))
     heights = [float(number) for path in raw for number in re.findall(r"[ML] [\d.]+ ([\d.]+)", path)]
     assert min(heights) < 20, "the peak is at the top of the plot"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.errors import UserError
-from nemo_kto.report.facts import state_text, unique_names
+from nemo_kto.report.facts import headline, state_text, unique_names, warning_lines
 from nemo_kto.report.record import FAILED, FINISHED, RUNNING, UNKNOWN, read_run
 from nemo_kto.report.run_file import begin_run, end_run, record_failure
 from tests.helpers.run_folders import healthy, write_extras, write_run
@@ -31,8 +31,26 @@ def test_the_facts_of_a_run(tmp_path: Path) -> None:
 
 def test_seconds_of_a_log_line_are_those_of_each_of_its_steps(tmp_path: Path) -> None:
     lines = [{"step": step, "train/loss": 0.5, "timing/step_time": 2.0} for step in (5, 10)]
-    lines.append({"step": 10, "val/loss": 0.4, "timing/validation": 3.5})
-    assert read_run(write_run(tmp_path, lines)).seconds == 23.5
+    lines.append({"step": 10, "val/loss": 0.4, "timing/validation": 3.5, "timing/samples": 1.5})
+    assert read_run(write_run(tmp_path, lines)).seconds == 25.0
+
+
+def test_tokens_per_second_are_all_tokens_divided_by_their_time(tmp_path: Path) -> None:
+    lines = [{"step": 5, "timing/step_time": 3.0, "perf/tokens_per_sec": 100.0}]
+    lines.append({"step": 10, "timing/step_time": 1.0, "perf/tokens_per_sec": 900.0})
+    run = read_run(write_run(tmp_path, lines))
+    assert run.tokens_per_second == (5 * 3 * 100 + 5 * 1 * 900) / 20
+    assert "300 tokens/s" in [figure.detail for figure in headline(run)]
+    for line in lines:
+        del line["timing/step_time"]
+    assert read_run(write_run(tmp_path, lines)).tokens_per_second is None
+
+
+def test_a_warning_does_not_repeat_its_step(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, [])
+    warnings = [{"step": 60, "text": "step 60: the loss jumped"}, {"step": 7, "text": "step 60: another"}]
+    (folder / "warnings.jsonl").write_text("".join(json.dumps(warning) + "\n" for warning in warnings))
+    assert warning_lines(read_run(folder)) == [("step 60", "the loss jumped"), ("step 7", "step 60: another")]
 
 
 def test_named_validation_sets(tmp_path: Path) -> None:
