@@ -78,7 +78,7 @@ def test_batches_are_joined_before_the_auc() -> None:
 
 
 def test_log_ratios_within_rounding_errors_are_ties() -> None:
-    """A few units in the last place of a log-prob are nothing; log-ratios of answers that were trained on stay as they are."""
+    """A few units in the last place of a log-prob are nothing; larger log-ratios stay as they are."""
     logps_N = torch.tensor([-150.0, -150.0, -150.0, -3.0, -1500.0])
     log_ratios_N = torch.tensor([3e-5, -1e-4, 1e-3, -1e-5, 1e-3])
     assert without_rounding_errors(log_ratios_N, logps_N).tolist() == pytest.approx([0.0, 0.0, 1e-3, -1e-5, 0.0])
