@@ -210,7 +210,7 @@ def test_a_copied_run_does_not_answer_with_the_export_of_the_original(folders: t
     assert _find("MODEL", str(run)) == out
     shutil.copytree(run, tmp_path / "copy")
     with raises(
-        UserError, "MODEL", "a run folder with a checkpoint or an export", str(tmp_path / "copy"), "saved a checkpoint"
+        UserError, "MODEL", "checkpoint or an export", str(tmp_path / "copy"), "saved a checkpoint"
     ):
         _find("MODEL", str(tmp_path / "copy"))
 
