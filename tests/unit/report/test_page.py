@@ -66,7 +66,7 @@ def test_a_page_shows_everything_and_loads_nothing(complete: Path, tmp_path: Pat
     expected = ["Loss", "Rewards in training", "Rewards in validation", "Margin", "AUC", "KL estimate, unclamped"]
     assert titles[: len(expected)] == expected
     for title in ("Advice", "Curves", "Rewards of validation, before and after", "Answers", "Data", "Warnings", "Settings"):
-        assert f"<h2>{title}</h2>" in html, title
+        assert f"{title}</h2>" in html, title
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
     assert "&lt;b&gt;answer&lt;/b&gt; 1 of policy &amp; step 200 …" in html
     assert html.count("<h3>step 200</h3>") == html.count("<h3>step 200 (cut after 4 tokens)</h3>") == 1
@@ -171,7 +171,7 @@ def test_comparisons_show_the_value_of_no_learning(complete: Path) -> None:
     ("steps", "title"),
     [
         ([0, 200], "Rewards of validation, before and after"),
-        ([20, 200], "at its first and last validation"),
+        ([20, 200], "first and last validation"),
         ([20], "Rewards of validation"),
     ],
 )
@@ -180,7 +180,7 @@ def test_the_title_of_the_rewards_says_when_they_were_measured(steps: list[int],
     lines = [{"step": step, "set": "", "width": 0.125, "first": 0, "desirable": [4], "undesirable": [5]} for step in steps]
     (folder / "rewards.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     html = write_report([read_run(folder)], tmp_path / "page.html")[0].read_text()
-    assert f"<h2>{title}</h2>" in html
+    assert f"{title}</h2>" in html
 
 
 def test_a_run_without_a_step(tmp_path: Path) -> None:
