@@ -93,13 +93,14 @@ def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
     stages = range(training.split.stages)
     traffic = max((step_traffic(training, step, stage=stage) for stage in stages), key=lambda each: each.bytes)
     if hardware.link is not None and hardware.network is not None:
-        near = training.tensor_parallel * training.context_parallel  # consecutive ranks, on one machine if they fit
+        # Number of consecutive ranks that contain a group; on one machine if they fit. Megatron numbers tensor-parallel ranks
+        # first, then context- and data-parallel ones, and the stages of the pipeline last.
         for sent, reach in (
-            (traffic.tensor, 1),  # always within a machine
-            (traffic.context, near),
-            (traffic.pipeline, near * training.split.stages),
-            (traffic.data, of_stage * training.split.stages // training.optimizer_instances),
-            (traffic.instances, of_stage * training.split.stages),
+            (traffic.tensor, training.tensor_parallel),
+            (traffic.context, training.tensor_parallel * training.context_parallel),
+            (traffic.pipeline, of_stage * training.split.stages),
+            (traffic.data, of_stage // training.optimizer_instances),
+            (traffic.instances, of_stage),
             (traffic.expert, training.expert_ranks),
         ):
             bandwidth = hardware.link if reach <= GPUS_PER_MACHINE else hardware.network
