@@ -93,8 +93,8 @@ def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
     stages = range(training.split.stages)
     traffic = max((step_traffic(training, step, stage=stage) for stage in stages), key=lambda each: each.bytes)
     if hardware.link is not None and hardware.network is not None:
-        # Number of consecutive ranks that contain a group; on one machine if they fit. Megatron numbers tensor-parallel ranks
-        # first, then context- and data-parallel ones, and the stages of the pipeline last.
+        # Number of consecutive ranks that contain a group; on one machine if they fit. Megatron numbers tensor-parallel
+        # ranks first, then context- and data-parallel ones, and the stages of the pipeline last.
         for sent, reach in (
             (traffic.tensor, training.tensor_parallel),
             (traffic.context, training.tensor_parallel * training.context_parallel),

@@ -209,9 +209,7 @@ def test_a_copied_run_does_not_answer_with_the_export_of_the_original(folders: t
     write_run(run, [], exp_manager__explicit_log_dir=str(run), export__path=str(out))
     assert _find("MODEL", str(run)) == out
     shutil.copytree(run, tmp_path / "copy")
-    with raises(
-        UserError, "MODEL", "checkpoint or an export", str(tmp_path / "copy"), "saved a checkpoint"
-    ):
+    with raises(UserError, "MODEL", "checkpoint or an export", str(tmp_path / "copy"), "saved a checkpoint"):
         _find("MODEL", str(tmp_path / "copy"))
 
 
