@@ -61,7 +61,7 @@ def _names(batch: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def recorded_rows(folder: Path) -> dict[int, list[str]]:
-    """Step -> the rows of its global batch, sorted: which rank has which depends on the layout and on shared prompts.
+    """Step -> the rows of its global batch, one data-parallel rank after the other; the layout decides who has which.
 
     A step that was taken again, after a crash, must have had the same rows; so must ranks that share their examples.
 
@@ -80,4 +80,4 @@ def recorded_rows(folder: Path) -> dict[int, list[str]]:
 def _all_rows(of_step: Mapping[tuple[int, int], list[str]]) -> list[str]:
     (count,) = {shares for _, shares in of_step}
     assert len(of_step) == count, "each data-parallel rank recorded its share"
-    return sorted(row for rows in of_step.values() for row in rows)
+    return [row for _, rows in sorted(of_step.items()) for row in rows]

@@ -135,7 +135,7 @@ def test_resumes_at_another_layout(
 
     rows, all_rows = recorded_rows(tmp_path / "rows"), recorded_rows(uninterrupted / "rows")
     assert list(rows) == list(range(stop + 1, steps + 1)), "no step before the stop was repeated"
-    assert rows == {step: all_rows[step] for step in rows}, "the rows of a step differ"
+    assert all(sorted(rows[step]) == sorted(all_rows[step]) for step in rows), "the rows of a step differ"
     for first in range(1, steps - epoch + 2, epoch):
         used = [row for step in range(first, first + epoch) for row in {**all_rows, **rows}[step]]
         assert len(used) == len(set(used)) == 16 * epoch, "no row twice within an epoch"
