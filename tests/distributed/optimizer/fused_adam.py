@@ -71,6 +71,7 @@ class FusedAdam(torch.optim.Optimizer):
                 [],
                 [torch.tensor(float(group["step"] - 1)) for _ in with_gradient],
                 foreach=False,
+                fused=True,  # the kernel that torch's AdamW uses as well, see ``fuse_torch_adam``
                 amsgrad=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
