@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from pathlib import Path
@@ -103,9 +102,8 @@ def test_a_kto_like_loss_with_z0_and_an_option(tiny_llama: Path, tmp_path: Path,
 
 
 def test_the_loss_of_the_documentation(tiny_llama: Path, tmp_path: Path) -> None:
-    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8").split("    # my_losses.py\n")[1]
-    block = itertools.takewhile(lambda line: line.startswith("    ") or not line, text.splitlines())
-    (tmp_path / "my_losses.py").write_text("\n".join(line[4:] for line in block))
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8").split("```python\n# my_losses.py\n")[1]
+    (tmp_path / "my_losses.py").write_text(text.partition("```")[0])
     loss = ("model.kto.preference_loss=my_losses.SQUARE", "+model.kto.tau=0.25")
     first, _ = train(tmp_path, tiny_llama, "kto", *loss)[0]
     assert first["train/loss"] == pytest.approx(0.25**2, abs=1e-7), "tau squared, where there is no log-ratio yet"
