@@ -15,6 +15,7 @@ _FIGURES = re.compile(
     r"(train|val)/(first_|second_)?(loss|kl$|delta|acc|auc|rewards|logps|grad_norm|preference_loss|sft_loss|moe)"
 )
 _NEAR_TIES = 0.02  # of an AUC: a few pairs of nearly equal rewards may change their order
+_ROUNDING = 2.0**-24  # relative error of a value rounded to fp32
 
 
 def trajectory(folder: Path) -> list[dict[str, float]]:
@@ -30,9 +31,8 @@ def trajectory(folder: Path) -> list[dict[str, float]]:
 def difference(ours: dict[str, float], theirs: dict[str, float]) -> float:
     """Largest difference, relative to the value or, for values near nothing, to 0.1.
 
-    A log-ratio is a difference of two log-probs in fp32, and near nothing it is known to their last place only: 1e-7 of a
-    log-prob. Its difference is therefore relative to at least a hundredth of the log-probs, that of a reward to a thousandth
-    (beta is 0.1).
+    A log-ratio is a difference of two log-probs, so it may differ by the rounding error of one in fp32 as well, and a reward
+    by a tenth of it (beta is 0.1).
     """
     return largest_difference(ours, theirs)[0]
 
@@ -42,13 +42,13 @@ def largest_difference(ours: dict[str, float], theirs: dict[str, float]) -> tupl
     assert ours.keys() == theirs.keys()
     aucs = [name for name in ours if name.endswith("auc")]
     assert all(abs(ours[name] - theirs[name]) < _NEAR_TIES for name in aucs), [(ours[name], theirs[name]) for name in aucs]
-    logp = max((abs(value) for name, value in theirs.items() if "logps" in name), default=0.0)
-    parts = {"kl": logp / 100, "delta": logp / 100, "rewards": logp / 1000}
+    rounding = max((abs(value) for name, value in theirs.items() if "logps" in name), default=0.0) * _ROUNDING
+    parts = {"kl": rounding, "delta": rounding / 10, "rewards": rounding / 10}
     amounts = list[tuple[float, str]]()
     for name, value in theirs.items():
         if name not in aucs:
-            last_place = next((floor for part, floor in parts.items() if part in name), 0.0)
-            amounts.append((abs(ours[name] - value) / max(abs(value), 0.1, last_place), name))
+            last_place = next((error for part, error in parts.items() if part in name), 0.0)
+            amounts.append((max(0.0, abs(ours[name] - value) - last_place) / max(abs(value), 0.1), name))
     return max(amounts)
 
 
