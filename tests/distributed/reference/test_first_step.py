@@ -34,9 +34,9 @@ def first_step(model: Path, rows: Path, folder: Path, world_size: int, algorithm
         "trainer.precision=bf16",
         f"trainer.{algorithm}.max_steps=1",
         f"trainer.{algorithm}.limit_val_batches=0",
-        "model.global_batch_size=12",
+        "model.global_batch_size=6",
         "model.micro_batch_size=3",
-        "model.data.seq_length=256",
+        "model.data.seq_length=128",
         f"model.data.cache_dir={folder}/cache",
         "model.optim.sched.warmup_steps=0",
         *overrides,
@@ -49,20 +49,20 @@ def first_step(model: Path, rows: Path, folder: Path, world_size: int, algorithm
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of hidden size 512, and answers of 40 to 200 tokens."""
+    """A model of hidden size 512, and answers of 40 to 100 tokens."""
     root = tmp_path_factory.mktemp("wide")
     size = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
     make_checkpoint(root / "model", "llama", dtype="bfloat16", initializer_range=0.04, **size)
     draw = random.Random(5)
 
     def answer() -> str:
-        return "".join(draw.choices("abcdefgh ", k=draw.randint(40, 200)))
+        return "".join(draw.choices("abcdefgh ", k=draw.randint(40, 100)))
 
     write_rows(
         root / "kto.jsonl",
-        [{"prompt": f"{n}:", "response": answer(), "preference": "chosen" if n % 2 else "rejected"} for n in range(24)],
+        [{"prompt": f"{n}:", "response": answer(), "preference": "chosen" if n % 2 else "rejected"} for n in range(12)],
     )
-    write_rows(root / "dpo.jsonl", [{"prompt": f"{n}:", "chosen": answer(), "rejected": answer()} for n in range(24)])
+    write_rows(root / "dpo.jsonl", [{"prompt": f"{n}:", "chosen": answer(), "rejected": answer()} for n in range(12)])
     return root
 
 
@@ -90,7 +90,7 @@ def test_log_ratios_are_exactly_zero(
         assert (logged["train/rewards_all_mean"], logged["train/rewards_all_std"]) == (0.0, 0.0)
         assert logged["train/logps_chosen_mean"] < -40, "the answers are long"
         if algorithm == "kto":
-            examples = 12 if "_parallel_size" in str(overrides) else 12 // world_size
+            examples = 6 if "_parallel_size" in str(overrides) else 6 // world_size
             assert kl_log_ratios == [0.0] * examples
 
 
