@@ -200,10 +200,10 @@ def run_tests(file: Path, *, minutes: float, toy: bool) -> dict[str, Any]:
 
 
 def interrupt(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it has started; it has 20 seconds for its own end."""
+    """End a process and all that it has started; it has a minute for its own end."""
     process.send_signal(signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(20)
+        process.wait(60)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
