@@ -31,8 +31,8 @@ def trajectory(folder: Path) -> list[dict[str, float]]:
 def difference(ours: dict[str, float], theirs: dict[str, float]) -> float:
     """Largest difference, relative to the value or, for values near nothing, to 0.1.
 
-    A log-ratio is a difference of two log-probs, so it may differ by the rounding error of one in fp32 as well, and a reward
-    by a tenth of it (beta is 0.1).
+    A log-ratio is a difference of two log-probs: a difference of at most the rounding error of one in fp32 counts as none,
+    for a reward a tenth of it (beta is 0.1).
     """
     return largest_difference(ours, theirs)[0]
 
@@ -48,7 +48,8 @@ def largest_difference(ours: dict[str, float], theirs: dict[str, float]) -> tupl
     for name, value in theirs.items():
         if name not in aucs:
             last_place = next((error for part, error in parts.items() if part in name), 0.0)
-            amounts.append((max(0.0, abs(ours[name] - value) - last_place) / max(abs(value), 0.1), name))
+            absolute = abs(ours[name] - value)
+            amounts.append((0.0 if absolute <= last_place else absolute / max(abs(value), 0.1), name))
     return max(amounts)
 
 
