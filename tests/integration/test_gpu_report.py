@@ -124,7 +124,10 @@ def results_of(file: Path) -> dict[str, str]:
 
 
 def test_tests_that_have_passed_are_not_run_again(tmp_path: Path) -> None:
-    """The first run is interrupted in a long test; the second begins with the rest and repeats the failures."""
+    """The first run is interrupted in a long test; the second begins with the rest and repeats the failures.
+
+    A shell that runs `make gpu` in the background has it ignore SIGINT.
+    """
     (tmp_path / "test_it.py").write_text(TESTS)
     (tmp_path / "conftest.py").touch()
     file = tmp_path / "device.json"
@@ -139,7 +142,9 @@ def test_tests_that_have_passed_are_not_run_again(tmp_path: Path) -> None:
         str(tmp_path),
         str(tmp_path / "test_it.py"),
     ]
-    first = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, start_new_session=True)
+    first = subprocess.Popen(
+        ["env", "--ignore-signal=INT", *command], cwd=REPOSITORY, stdout=subprocess.DEVNULL, start_new_session=True
+    )
     while not (tmp_path / "ended").exists() and first.poll() is None:
         time.sleep(0.1)
     gpu_report.interrupt(first)

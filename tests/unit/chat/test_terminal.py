@@ -57,6 +57,14 @@ class Terminal:
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
+    def wait_until_it_sleeps(self) -> None:
+        """Python's readline misses a signal that arrives just before it waits for a key."""
+        status = Path(f"/proc/{self.process.pid}/stat")
+        end = time.monotonic() + SECONDS
+        while status.read_text().rpartition(")")[2].split()[0] != "S":
+            assert time.monotonic() < end, "the process never waits"
+            time.sleep(0.01)
+
 
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[Terminal]:
@@ -87,6 +95,7 @@ def test_a_session(terminal: Terminal) -> None:
     terminal.read_until("> ")
     terminal.type("half a line")
     terminal.read_until("half a line")
+    terminal.wait_until_it_sleeps()
     terminal.interrupt()
     terminal.read_until("> ")
     terminal.type("/quit\n")
