@@ -50,6 +50,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="which of the combinations marked full to run: none (quick), all (full), or the Nth of M equal parts, from 0",
     )
     parser.addoption(
+        "--part", default="full", type=_part, metavar="N/M", help="run only the Nth of M equal parts of the tests, from 0"
+    )
+    parser.addoption(
         "--update-messages", action="store_true", help="update the entries of the executed tests in tests/data/messages.yaml"
     )
 
@@ -74,13 +77,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the combinations that --matrix does not ask for; the names of the tests decide their parts."""
-    number, parts = config.getoption("--matrix")
-    left_out = [
-        item
-        for item in items
-        if item.get_closest_marker("full") and not (parts and zlib.crc32(item.nodeid.encode()) % parts == number)
-    ]
+    """Leave out what --matrix and --part do not ask for; the names of the tests decide their parts."""
+    left_out = []
+    for item in items:
+        chosen = [config.getoption("--part"), *([config.getoption("--matrix")] if item.get_closest_marker("full") else [])]
+        if not all(parts and zlib.crc32(item.nodeid.encode()) % parts == number for number, parts in chosen):
+            left_out.append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
 

@@ -1,4 +1,4 @@
-"""--matrix: each combination marked full is in exactly one of M parts; unmarked tests are in all."""
+"""--matrix: each combination marked full is in exactly one of M parts, unmarked tests in all; --part divides all of them."""
 
 from __future__ import annotations
 
@@ -27,32 +27,42 @@ def test_not_marked(): ...
 CODE = """
 import sys, pytest
 folder = sys.argv[1]
-for matrix in ("quick", "full", "0/3", "1/3", "2/3"):
-    print(f"== {matrix}", flush=True)
-    pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", f"--matrix={matrix}", "--rootdir", folder, folder])
+for given in sys.argv[2:]:
+    print(f"== {given}", flush=True)
+    pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *given.split(), "--rootdir", folder, folder])
 """
 
 
-def test_parts_of_the_matrix(tmp_path: Path) -> None:
+def collected(tmp_path: Path, *given: str) -> list[set[str]]:
+    """The names of the tests that run with each of some command lines."""
     (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_addoption, pytest_collection_modifyitems\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full\n")
     (tmp_path / "test_cases.py").write_text(CASES)
-    command = [sys.executable, "-c", CODE, str(tmp_path)]
+    command = [sys.executable, "-c", CODE, str(tmp_path), *given]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    parts: dict[str, set[str]] = {}
+    parts: list[set[str]] = []
     for line in done.stdout.splitlines():
         if line.startswith("== "):
-            parts[line[3:]] = chosen = set()
+            parts.append(set())
         elif "::" in line:
-            chosen.add(line.split("::")[1])
-    quick, full = parts["quick"], parts["full"]
+            parts[-1].add(line.split("::")[1])
+    return parts
+
+
+def test_parts(tmp_path: Path) -> None:
+    numbers = ["0/3", "1/3", "2/3"]
+    given = ["quick", "full", *numbers]
+    found = collected(
+        tmp_path, *(f"--matrix={each}" for each in given), *(f"--matrix=full --part={each}" for each in numbers)
+    )
+    quick, full, thirds, parts = *found[:2], found[2:5], found[5:]
     assert quick == {"test_one_of_two[0]", "test_not_marked"}
     assert len(full) == 33
-    thirds = [parts[f"{number}/3"] for number in range(3)]
     assert all(third >= quick for third in thirds)
     added = [third - quick for third in thirds]
     assert sum(map(len, added)) == len(set.union(*added)) == 31
     assert all(added), "no third is empty"
+    assert sum(map(len, parts)) == len(set.union(*parts)) == len(full)
 
 
 @pytest.mark.parametrize("wrong", ["3/3", "1", "a/b", "-1/3", "0/0", "all"])

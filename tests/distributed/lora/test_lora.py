@@ -103,7 +103,7 @@ def expected(models: dict[str, tuple[Path, Path, LoRASettings]]) -> dict[str, Ex
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(case, marks=[pytest.mark.full] * (case not in ("tp2", "pp2", "dp2"))) for case in CASES],
+    params=[pytest.param(case, marks=[pytest.mark.full] * (case not in ("tp2", "pp2"))) for case in CASES],
 )
 def outcome(
     request: pytest.FixtureRequest, ranks: RankPool, models: Any, tmp_path_factory: pytest.TempPathFactory

@@ -31,6 +31,7 @@ MIXTURE_LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ep2_one_prompt": (2, {"expert": 2, "expert_tensor": 1}, {"prompts": 1}),  # the other rank has none
     "tp2_ep2": (4, {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True}, {}),
 }
+QUICK = ("dp2", "packed_cp2", "tp2_pp2_sequence_parallel", "cp2_pp2_vp2", "ep2_one_prompt", "tp2_ep2")
 
 
 def answers(folder: Path, layout: dict[str, Any], options: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -111,7 +112,12 @@ def test_drawn_answers_differ_from_greedy_ones(one_rank: Callable[[str], dict[st
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [*(("llama", name) for name in LAYOUTS), *(("qwen3_moe", name) for name in MIXTURE_LAYOUTS)]
+    ("family", "layout"),
+    [
+        pytest.param(family, name, marks=[pytest.mark.full] * (name not in QUICK))
+        for family, layouts in (("llama", LAYOUTS), ("qwen3_moe", MIXTURE_LAYOUTS))
+        for name in layouts
+    ],
 )
 def test_same_answers_at_every_layout(
     ranks: RankPool,

@@ -160,7 +160,7 @@ CASES = {
 }
 
 
-QUICK = ("dp2_one_bucket", "dp2_tied", "dp2_swapped", "dp2_tied_all_reduce", "dp2_dora", "pp2_vp2_dp2_tied")
+QUICK = ("dp2_one_bucket", "dp2_swapped", "dp2_tied_all_reduce", "pp2_vp2_dp2_tied")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name not in QUICK)) for name in CASES])

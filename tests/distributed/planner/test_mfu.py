@@ -12,7 +12,7 @@ from tests.helpers.rank_pool import RankPool
 LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"]
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize("name", [pytest.param("dpo", marks=pytest.mark.full), "kto"])
 def test_flops_of_a_step(
     name: str, ranks: RankPool, tiny_llama: Path, kto_rows: Path, dpo_rows: Path, tmp_path: Path
 ) -> None:

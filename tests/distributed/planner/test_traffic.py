@@ -131,7 +131,7 @@ CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = 
         ],
     ),
 }
-QUICK = ("tp2_lora", "pp2_dp2", "tp2_cp2", "dp4_of_2_instances")
+QUICK = ("pp2_dp2", "tp2_cp2")
 # Collectives that the formula counts per axis; the rest are sums of metrics and similar.
 MESSAGES = {
     "tensor": ("allreduce_", "_allgather_base_", "_reduce_scatter_base_"),

@@ -37,7 +37,7 @@ def groups_of_a_run(model: Path, rows: Path, folder: Path, groups: bool | None, 
     return backends
 
 
-@pytest.mark.parametrize("sharded", ["true", "false"])
+@pytest.mark.parametrize("sharded", ["true", pytest.param("false", marks=pytest.mark.full)])
 def test_a_run_without_gloo_groups_is_the_same(
     sharded: str, ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
 ) -> None:

@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         pytest.param("kto", (), 1, id="kto-swap"),
         pytest.param("kto", CACHED, 1, id="kto-cached"),
-        pytest.param("kto", ADAPTER, 1, id="kto-adapter"),
+        pytest.param("kto", ADAPTER, 1, id="kto-adapter", marks=pytest.mark.full),
         pytest.param("dpo", (), 1, id="dpo-swap", marks=pytest.mark.full),
         pytest.param("dpo", CACHED, 2, id="dpo-cached-two-ranks", marks=pytest.mark.full),
         pytest.param("dpo", ADAPTER, 1, id="dpo-adapter", marks=pytest.mark.full),

@@ -87,7 +87,7 @@ def kl_estimates(folder: Path) -> list[float]:
     ("world_size", "overrides"),
     [
         pytest.param(2, [], id="weights-dp2"),
-        pytest.param(1, [*LORA, "model.reference.restore_from_path={other}"], id="lora-other"),
+        pytest.param(1, [*LORA, "model.reference.restore_from_path={other}"], id="lora-other", marks=pytest.mark.full),
         pytest.param(1, LORA, id="lora", marks=pytest.mark.full),
         pytest.param(2, ["model.tensor_model_parallel_size=2"], id="tp2", marks=pytest.mark.full),
     ],

@@ -245,15 +245,13 @@ QUICK = [
     ("kto", "dp2_replicated_optimizer"),
     ("kto", "pp2_vp2_dp2_90_tokens"),
     ("kto", "packed_cp2"),
-    ("bco", "pp2_dp2"),
     ("aot_unpaired", "packed_dp2"),
     ("dpo", "cp2"),
     ("dpo", "packed_tp2_dp2_sequence_parallel"),
     ("lora", "pp2_vp2"),
-    ("dora", "tp2"),
 ]
 # Those of the quick matrix that are resumed from their second step as well.
-RESUMED = [("kto", "pp2_vp2_dp2_90_tokens"), ("dpo", "cp2"), ("dora", "tp2")]
+RESUMED = [("kto", "pp2_vp2_dp2_90_tokens"), ("dpo", "cp2")]
 CASES = [
     *(pytest.param(*case, 3, id=f"{'-'.join(case)}-3") for case in QUICK),
     *(pytest.param(*case, 10, id=f"{'-'.join(case)}-10", marks=pytest.mark.full) for case in EVERY_CASE),

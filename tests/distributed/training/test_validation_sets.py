@@ -63,7 +63,7 @@ def validations(
     return [values for values in found if values]
 
 
-@pytest.mark.parametrize("algorithm", ["kto", "dpo"])
+@pytest.mark.parametrize("algorithm", ["kto", pytest.param("dpo", marks=pytest.mark.full)])
 def test_the_metrics_are_those_of_separate_runs(algorithm: str, ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:
     files = files_of(tmp_path, algorithm)
     found = validations(ranks, tiny_llama, files, tmp_path / "both", algorithm, both(files))
