@@ -1,7 +1,7 @@
 """Default number of tokens of a micro-batch on GPUs: the smallest power of two with which a step wastes little time.
 
 The constants are those of an H200 (NVIDIA's data sheet) on every GPU, so that plans and runs of one layout differ only where
-their memory does; docs/gpu/README.md has the arithmetic. None of it has been measured.
+their memory does; docs/gpu/arithmetic.md has the arithmetic. None of it has been measured.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def check_transformer_engine() -> None:
         raise UserError(
             f"Transformer Engine must be complete or absent, got a package that cannot be imported ({found}); remove it "
             "with pip uninstall transformer-engine, or install what fits this torch: "
-            "pip install --no-build-isolation 'nemo-kto[gpu]' (docs/gpu/README.md)"
+            "pip install --no-build-isolation 'nemo-kto[gpu]' (docs/gpu/transformer-engine.md)"
         ) from error
 
 
@@ -113,7 +113,7 @@ def gpu_rules(run: ResolvedRun, computes: Computes | None) -> Iterator[ConfigErr
         if key == _FP8 and computes is not None and (computes.engine is None or computes.engine < OLDEST_ENGINE):
             found = "none" if computes.engine is None else _version(computes.engine)
             where = f"without Transformer Engine {_version(OLDEST_ENGINE)} or newer (found: {found})"
-            yield refused(where, "install transformer-engine[pytorch] (docs/gpu/README.md)")
+            yield refused(where, "install transformer-engine[pytorch] (docs/gpu/transformer-engine.md)")
         capability = None if computes is None else computes.capability
         if key == _FP8 and capability is not None and capability < _FP8_CAPABILITY:
             where = f"on a GPU of compute capability {_version(capability)}"

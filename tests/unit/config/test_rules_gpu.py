@@ -22,7 +22,7 @@ CPU = Computes(on_gpu=False, engine=None)
 GPU = Computes(on_gpu=True, engine=(2, 9))
 BARE = Computes(on_gpu=True, engine=None)
 OLD = Computes(on_gpu=True, engine=(2, 1))
-INSTALL = ("transformer-engine[pytorch]", "docs/gpu/README.md")
+INSTALL = ("transformer-engine[pytorch]", "docs/gpu/transformer-engine.md")
 SHARDED = "model.optim.use_distributed_optimizer"
 HOPPER = Computes(on_gpu=True, engine=(2, 9), capability=(9, 0))
 
