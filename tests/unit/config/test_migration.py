@@ -89,7 +89,7 @@ def test_aligner_values_without_equivalent_are_refused_with_the_reason(good: lis
             "exp_manager.create_checkpoint_callback", "true", "false", "last", "trainer.kto.save_interval=0"
         ),
         "model.ub_tp_comm_overlap=true": Message(
-            "model.ub_tp_comm_overlap", "false", "Transformer Engine", "performance.md"
+            "model.ub_tp_comm_overlap", "false", "Transformer Engine", "optimizer.md"
         ),
         "precision=16": Message("trainer.precision", "bf16", "16", "set"),
     }
