@@ -23,8 +23,6 @@ BASE_IMAGE ?=
 BIN := $(VENV)/bin
 REQUIREMENTS := pyproject.toml setup.py $(CONSTRAINTS)
 PIP_FLAGS := --quiet --disable-pip-version-check
-# Python compiles a module when it is first imported: to compile all of them takes longer than half of an installation.
-INSTALL := -m pip install $(PIP_FLAGS) --no-compile
 PYTEST_FLAGS ?=
 N ?= 200
 # The quickstart's.
@@ -60,11 +58,11 @@ $(VENV)/.made:
 
 # The first installation needs the constraints: without them pip would install another torch.
 $(VENV)/.quickstart: $(VENV)/.made $(REQUIREMENTS)
-	$(NOT_SILENT) $(BIN)/python $(INSTALL) -c $(CONSTRAINTS) -e '.[quickstart]'
+	$(NOT_SILENT) $(BIN)/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) -e '.[quickstart]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.made $(REQUIREMENTS)
-	$(NOT_SILENT) $(BIN)/python $(INSTALL) -c $(CONSTRAINTS) -e '.[test,quickstart]'
+	$(NOT_SILENT) $(BIN)/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) -e '.[test,quickstart]'
 	touch $@ $(VENV)/.quickstart
 
 quickstart: $(VENV)/.quickstart
@@ -113,7 +111,7 @@ test-browser: $(VENV)/.test
 	SCREENSHOTS=$(SCREENSHOTS) $(BIN)/python -m pytest -m browser $(PYTEST_FLAGS) tests/browser
 
 $(VENV)/.slurm: $(VENV)/.test
-	$(BIN)/python $(INSTALL) -c $(CONSTRAINTS) -e '.[slurm]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) -e '.[slurm]'
 	touch $@
 
 image-test: $(VENV)/.made
@@ -121,7 +119,7 @@ image-test: $(VENV)/.made
 
 $(VENV312)/.test: pyproject.toml setup.py constraints-py312.txt
 	$(STILL_RUNS) $(PYTHON312) -m venv $(VENV312)
-	$(NOT_SILENT) $(VENV312)/bin/python $(INSTALL) -c constraints-py312.txt -e '.[test]'
+	$(NOT_SILENT) $(VENV312)/bin/python -m pip install $(PIP_FLAGS) -c constraints-py312.txt -e '.[test]'
 	touch $@
 
 ifeq ($(PYTHON312),)
@@ -135,7 +133,7 @@ endif
 # The lower bounds of pyproject.toml: unit tests, and steps, checkpoints and an export on ranks. Its torch is one for CUDA, of 7 GB.
 $(VENV_LOWEST)/.test: pyproject.toml setup.py constraints-lowest.txt
 	$(STILL_RUNS) $(PYTHON) -m venv $(VENV_LOWEST)
-	$(NOT_SILENT) $(VENV_LOWEST)/bin/python $(INSTALL) -c constraints-lowest.txt -e '.[test]'
+	$(NOT_SILENT) $(VENV_LOWEST)/bin/python -m pip install $(PIP_FLAGS) -c constraints-lowest.txt -e '.[test]'
 	touch $@
 
 test-lowest: $(VENV_LOWEST)/.test

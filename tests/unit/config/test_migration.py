@@ -88,9 +88,7 @@ def test_aligner_values_without_equivalent_are_refused_with_the_reason(good: lis
         "exp_manager.create_checkpoint_callback=false": Message(
             "exp_manager.create_checkpoint_callback", "true", "false", "last", "trainer.kto.save_interval=0"
         ),
-        "model.ub_tp_comm_overlap=true": Message(
-            "model.ub_tp_comm_overlap", "false", "Transformer Engine", "optimizer.md"
-        ),
+        "model.ub_tp_comm_overlap=true": Message("model.ub_tp_comm_overlap", "false", "Transformer Engine", "optimizer.md"),
         "precision=16": Message("trainer.precision", "bf16", "16", "set"),
     }
     job = Job(recipe=KTO, source=of_aligner(KTO), world=None)
