@@ -78,13 +78,13 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what --matrix and --part do not ask for; the names of the tests decide their parts."""
-    left_out = []
+    kept, left_out = [], []
     for item in items:
         chosen = [config.getoption("--part"), *([config.getoption("--matrix")] if item.get_closest_marker("full") else [])]
-        if not all(parts and zlib.crc32(item.nodeid.encode()) % parts == number for number, parts in chosen):
-            left_out.append(item)
+        runs = all(parts and zlib.crc32(item.nodeid.encode()) % parts == number for number, parts in chosen)
+        (kept if runs else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    items[:] = kept
 
 
 @pytest.fixture(autouse=True)

@@ -182,7 +182,8 @@ def test_a_resumed_run_is_the_same_run(
         assert_close_weights(stopped, expected("kto"))
 
 
-@pytest.mark.parametrize("precision", [pytest.param("32", marks=repeats), pytest.param("bf16", marks=repeats)])
+@repeats
+@pytest.mark.parametrize("precision", ["32", "bf16"])
 def test_a_resumed_run_with_the_default_kernels(precision: str, place: Workplace) -> None:
     """All that was saved, and the figures of the first forward passes, to the last bit; later steps within rounding."""
     name, again = f"bits-{precision}", f"bits-{precision}-again"

@@ -58,7 +58,7 @@ class Terminal:
         self.process.send_signal(signal.SIGINT)
 
     def wait_until_it_sleeps(self) -> None:
-        """Python's readline misses a signal that arrives just before it waits for a key."""
+        """Wait until the process waits for a key: Python's readline misses a signal that arrives just before that."""
         status = Path(f"/proc/{self.process.pid}/stat")
         end = time.monotonic() + SECONDS
         while status.read_text().rpartition(")")[2].split()[0] != "S":
