@@ -78,7 +78,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what --matrix and --part do not ask for; the names of the tests decide their parts."""
-    kept, left_out = [], []
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
     for item in items:
         chosen = [config.getoption("--part"), *([config.getoption("--matrix")] if item.get_closest_marker("full") else [])]
         runs = all(parts and zlib.crc32(item.nodeid.encode()) % parts == number for number, parts in chosen)
