@@ -52,9 +52,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--part", default="full", type=_part, metavar="N/M", help="run only the Nth of M equal parts of the tests, from 0"
     )
-    parser.addoption(
-        "--update-messages", action="store_true", help="update the entries of the executed tests in tests/data/messages.yaml"
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,12 +1,9 @@
-"""The reference pages list what exists: options, metrics, exit statuses, messages; all of it, and nothing else."""
+"""The reference pages list what exists: options, metrics, exit statuses; all of it, and nothing else."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-
-import pytest
-import yaml
 
 from docs.site.commands import parsers
 from nemo_kto.algorithms.recipes import RECIPES
@@ -79,22 +76,3 @@ def test_options_of_training() -> None:
     text = (REFERENCE / "commands.md").read_text(encoding="utf-8").split("<!-- commands -->")[0]
     flags = {names.split()[0] for names in (*main._SWITCHES, *main._VALUED, *main._SOURCE)} | {"--info"}
     assert set(re.findall(r"--[a-z][a-z-]*", text.split("The options are")[1])) == flags
-
-
-def messages() -> list[str]:
-    """The messages of the package that tests have seen, each on one line."""
-    by_file = yaml.safe_load((REPOSITORY / "tests/data/messages.yaml").read_text(encoding="utf-8"))
-    return [" ".join(message.split()) for tests in by_file.values() for seen in tests.values() for message in seen]
-
-
-def test_explained_messages_exist() -> None:
-    explained = re.findall(r"^\| `(.+?)` \|", (REFERENCE / "errors.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(explained) >= 30
-    seen = "\n".join(messages())
-    missing = [text for text in explained if not re.search(".*".join(map(re.escape, text.split("..."))), seen)]
-    assert not missing
-
-
-@pytest.mark.parametrize("name", ["is not a key", "fictitious message"])
-def test_a_message_is_searched_in_the_snapshot(name: str) -> None:
-    assert any(name in message for message in messages()) == (name == "is not a key")

@@ -27,7 +27,7 @@ from tests.helpers.commands import (
     start,
     stub_training,
 )
-from tests.helpers.messages import Naming, assert_names
+from tests.helpers.messages import Message, assert_names
 
 TELL = """
 names = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "NEMO_KTO_FORCE_CPU")
@@ -115,7 +115,7 @@ def test_one_rank_runs_in_the_same_process_and_lists_the_overrides(tmp_path: Pat
     script = [sys.executable, str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py"), *GOOD]
     assert run(script, cwd=tmp_path, env=env).stdout == f"rank None {name}\n"
     again = run([*script, "model.seed=7"], cwd=tmp_path, env=env)
-    assert again.stderr == Naming("nemo-kto", "model.seed", "1234", "last", "7")
+    assert again.stderr == Message("nemo-kto", "model.seed", "1234", "last", "7")
 
 
 _COUNT = """
@@ -165,7 +165,7 @@ def test_a_rank_that_raises_ends_the_run_with_its_traceback(tmp_path: Path, fork
     done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, fork_ranks=fork_ranks, timeout=60)
     assert done.returncode == 1
     lines = done.stderr.rstrip().splitlines()
-    assert lines[0] == Naming("nemo-kto", "1", "2", "error", "other")
+    assert lines[0] == Message("nemo-kto", "1", "2", "error", "other")
     assert lines[-1] == "RuntimeError: enough"
     assert done.stderr.count("Traceback") == 1
 
@@ -188,7 +188,7 @@ def test_a_killed_rank_ends_the_run_and_its_child_processes(tmp_path: Path, fork
     # run() returns only when nothing holds the output any more, which the manager would.
     done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, fork_ranks=fork_ranks, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[0] == Naming("nemo-kto", "0", "2", "SIGKILL", "other")
+    assert done.stderr.splitlines()[0] == Message("nemo-kto", "0", "2", "SIGKILL", "other")
     assert ended(int((tmp_path / "pid").read_text()))
 
 
@@ -236,13 +236,13 @@ class Started:
 def test_a_signal_to_the_launcher_stops_ranks_with_nothing_to_save(tmp_path: Path, name: str, fork_ranks: bool) -> None:
     job = Started(tmp_path, "time.sleep(300)", fork_ranks=fork_ranks)
     os.kill(job.launcher.pid, signal.Signals[name])
-    assert job.end() == (85, Naming(name, *NOTHING_TO_SAVE))
+    assert job.end() == (85, Message(name, *NOTHING_TO_SAVE))
 
 
 def test_a_signal_to_one_rank_stops_all_ranks(tmp_path: Path) -> None:
     job = Started(tmp_path, "time.sleep(300)", "trainer.stop_signals=[SIGUSR2,SIGTERM]")
     os.kill(job.ranks[1], signal.SIGUSR2)
-    assert job.end() == (85, Naming("SIGUSR2", *NOTHING_TO_SAVE))
+    assert job.end() == (85, Message("SIGUSR2", *NOTHING_TO_SAVE))
 
 
 def test_an_unhandled_signal_ends_the_run(tmp_path: Path) -> None:
@@ -298,14 +298,14 @@ def test_a_job_stopped_with_nothing_to_save_is_requeued(tmp_path: Path) -> None:
     env = stub_training(tmp_path, "import signal\nif rank == '1': os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(300)")
     env |= {"SLURM_JOB_ID": "31", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = run([*CLI, "kto", *GOOD, "trainer.devices=2", "trainer.requeue=true"], cwd=tmp_path, env=env)
-    assert (done.returncode, done.stderr) == (85, Naming("SIGTERM", *NOTHING_TO_SAVE))
+    assert (done.returncode, done.stderr) == (85, Message("SIGTERM", *NOTHING_TO_SAVE))
     assert (tmp_path / "asked").read_text() == "requeue 31\n"
 
 
 def test_a_sweep_ends_with_the_job_that_was_stopped(tmp_path: Path) -> None:
     body = "print('job', cfg.model.seed, flush=True)\nimport signal\nos.kill(os.getpid(), signal.SIGUSR1)"
     done = run([*CLI, "kto", *GOOD, "--multirun", "model.seed=1,2"], cwd=tmp_path, env=stub_training(tmp_path, body))
-    assert (done.returncode, done.stderr) == (85, Naming("SIGUSR1", *NOTHING_TO_SAVE))
+    assert (done.returncode, done.stderr) == (85, Message("SIGUSR1", *NOTHING_TO_SAVE))
     assert done.stdout == "nemo-kto kto: a sweep of 2 jobs\n  job  model.seed\n  0    1\n  1    2\njob 1\n"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_kto.algorithms.recipes import RECIPES
 from tests.helpers.commands import CLI, GOOD, REPOSITORY, of_every_algorithm, run, run_interpreter, stub_training
-from tests.helpers.messages import Naming, assert_names
+from tests.helpers.messages import Message, assert_names
 
 # ALGORITHM stands for the name of each.
 WRONG = [
@@ -52,7 +52,7 @@ def test_all_errors_in_one_list(tmp_path: Path, env: dict[str, str], name: str) 
     before = sorted(tmp_path.iterdir())
     script = str(REPOSITORY / f"examples/nlp/gpt/train_gpt_{name}.py")
     wrong = [override.replace("ALGORITHM", name) for override in WRONG]
-    expected = [Naming(*(part.replace("ALGORITHM", name) for part in parts)) for parts in SAID]
+    expected = [Message(*(part.replace("ALGORITHM", name) for part in parts)) for parts in SAID]
     for command in ([sys.executable, script], [*CLI, name]):
         done = run([*command, *wrong], cwd=tmp_path, env=env)
         assert (done.returncode, done.stdout, done.stderr.splitlines()) == (2, "", expected)
@@ -76,7 +76,7 @@ def test_errors_are_printed_once_and_not_per_rank(tmp_path: Path, env: dict[str,
     assert_names(done.stderr, *TOO_FEW)
 
 
-@pytest.mark.parametrize(("rank", "expected"), [(0, Naming(*TOO_FEW)), (1, "")])
+@pytest.mark.parametrize(("rank", "expected"), [(0, Message(*TOO_FEW)), (1, "")])
 def test_rank_0_prints_for_all_ranks(tmp_path: Path, env: dict[str, str], rank: int, expected: str) -> None:
     env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -88,7 +88,7 @@ def test_missing_keys_and_missing_nodes(tmp_path: Path, env: dict[str, str]) -> 
     done = run([*CLI, "kto", "hardware=cpu", "trainer.num_nodes=2"], cwd=tmp_path, env=env)
     assert done.returncode == 2
     assert done.stderr == (
-        Naming(
+        Message(
             "nemo-kto",
             "3",
             "nothing",
@@ -111,7 +111,7 @@ def test_an_invalid_user_configuration(tmp_path: Path, env: dict[str, str]) -> N
     (tmp_path / "mine.yaml").write_text("defaults:\n  - gpt_kto\n  - _self_\nmodel:\n  optim:\n    learning_rate: 1\n")
     done = run([*CLI, "kto", "--config-dir", ".", "--config-name", "mine", *GOOD], cwd=tmp_path, env=env)
     assert done.returncode == 2
-    assert done.stderr == Naming("nemo-kto", "1", "nothing", "model.optim.learning_rate", "mine.yaml:6", "model.optim.lr")
+    assert done.stderr == Message("nemo-kto", "1", "nothing", "model.optim.learning_rate", "mine.yaml:6", "model.optim.lr")
 
 
 def test_keys_of_the_wrong_algorithm(tmp_path: Path, env: dict[str, str]) -> None:
@@ -119,7 +119,7 @@ def test_keys_of_the_wrong_algorithm(tmp_path: Path, env: dict[str, str]) -> Non
     done = run([*CLI, "dpo", *GOOD, *given, "model.dpo.preference_loss=ipo"], cwd=tmp_path, env=env)
     assert done.returncode == 2
     assert done.stderr == (
-        Naming(
+        Message(
             "nemo-kto",
             "3",
             "nothing",
@@ -144,14 +144,14 @@ def test_the_configuration_of_the_other_algorithm(tmp_path: Path, env: dict[str,
     (tmp_path / "mine.yaml").write_text(f"defaults:\n  - gpt_{other}\n  - _self_\n")
     done = run([*CLI, name, "--config-dir", ".", "--config-name", "mine", *GOOD], cwd=tmp_path, env=env)
     assert done.returncode == 2
-    assert done.stderr == Naming("nemo-kto", "1", "nothing", "mine.yaml", f"{name}", "one", f"{other}")
+    assert done.stderr == Message("nemo-kto", "1", "nothing", "mine.yaml", f"{name}", "one", f"{other}")
 
 
 def test_a_configuration_without_the_types_of_an_algorithm(tmp_path: Path, env: dict[str, str]) -> None:
     (tmp_path / "mine.yaml").write_text("model:\n  seed: 7\n")
     done = run([*CLI, "dpo", "--config-dir", ".", "--config-name", "mine"], cwd=tmp_path, env=env)
     assert done.returncode == 2
-    assert done.stderr == Naming("nemo-kto", "1", "nothing", "mine.yaml", "compose", "gpt_kto", "gpt_dpo")
+    assert done.stderr == Message("nemo-kto", "1", "nothing", "mine.yaml", "compose", "gpt_kto", "gpt_dpo")
     assert not (tmp_path / "outputs").exists()  # where Hydra writes by default
 
 
@@ -159,11 +159,11 @@ def test_a_loss_that_does_not_take_an_option_and_one_that_does_in_a_sweep(tmp_pa
     env = stub_training(tmp_path, "print(cfg.loss.preference_loss, cfg.loss.loss_options())")
     done = run([*CLI, "dpo", *GOOD, "model.dpo.simpo_gamma=1.0"], cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == Naming("nemo-kto", "1", "nothing", "model.dpo.simpo_gamma", "dpo", "1.0")
+    assert done.stderr == Message("nemo-kto", "1", "nothing", "model.dpo.simpo_gamma", "dpo", "1.0")
     sweep = ["--multirun", "model.dpo.preference_loss=dpo,simpo", "model.dpo.simpo_gamma=1.0"]
     done = run([*CLI, "dpo", *GOOD, *sweep], cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout.splitlines()[4:6]) == (0, ["dpo {}", "simpo {'simpo_gamma': 1.0}"])
-    assert done.stderr == Naming("nemo-kto", "job", "model.dpo.simpo_gamma", "dpo", "1.0")
+    assert done.stderr == Message("nemo-kto", "job", "model.dpo.simpo_gamma", "dpo", "1.0")
 
 
 def test_ranks_of_a_sweep_job_do_not_get_options_of_other_losses(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_sweep_with_an_invalid_value_starts_no_job(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (
         2,
         "",
-        Naming("1", "model.dpo.label_smoothing", "null", "'some'"),
+        Message("1", "model.dpo.label_smoothing", "null", "'some'"),
     )
 
 
@@ -198,7 +198,7 @@ def test_options_of_the_command_lines_of_other_trainers(tmp_path: Path, env: dic
     done = run([*CLI, "kto", *GOOD, *given, "--bf16", "--cfg", "job", "--model.seed", "3"], cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        Naming(
+        Message(
             "nemo-kto",
             "6",
             "nothing",

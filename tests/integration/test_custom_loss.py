@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.commands import CLI, GOOD, run, stub_training
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 
 FILES = {
     "kto": """
@@ -121,7 +121,7 @@ def test_a_loss_is_found_by_its_path(tmp_path: Path, name: str, given: list[str]
 def test_errors_in_a_custom_loss_or_its_options(tmp_path: Path, name: str, given: str, names: list[str]) -> None:
     done = train(tmp_path, name, f"model.{name}.preference_loss=own.LOSS", given.replace("NAME", name))
     names = [part.replace("NAME", name).replace("CONSTRAINT", CONSTRAINTS[name]) for part in names]
-    assert done == (2, "", Naming(*names))
+    assert done == (2, "", Message(*names))
 
 
 @pytest.mark.parametrize(
@@ -136,13 +136,13 @@ def test_errors_in_a_custom_loss_or_its_options(tmp_path: Path, name: str, given
 )
 def test_a_custom_loss_with_wrong_parameters(tmp_path: Path, name: str, names: list[str]) -> None:
     done = train(tmp_path, name, f"model.{name}.preference_loss=own.OTHER")
-    assert done == (2, "", Naming(f"model.{name}.preference_loss", *names))
+    assert done == (2, "", Message(f"model.{name}.preference_loss", *names))
 
 
 @pytest.mark.parametrize(("name", "need"), [("kto", "reward_delta_P"), ("dpo", "z0")])
 def test_a_custom_loss_with_needs_of_another_algorithm(tmp_path: Path, name: str, need: str) -> None:
     done = train(tmp_path, name, f"model.{name}.preference_loss=own.FOREIGN")
-    assert done == (2, "", Naming(f"model.{name}.preference_loss", need, f"nemo-kto {name}", "own.FOREIGN"))
+    assert done == (2, "", Message(f"model.{name}.preference_loss", need, f"nemo-kto {name}", "own.FOREIGN"))
 
 
 @pytest.mark.parametrize(
@@ -161,4 +161,4 @@ def test_a_custom_loss_with_needs_of_another_algorithm(tmp_path: Path, name: str
     ],
 )
 def test_a_path_that_is_not_a_callback(tmp_path: Path, given: str, names: list[str]) -> None:
-    assert train(tmp_path, "kto", f"trainer.callbacks={given}") == (2, "", Naming("trainer.callbacks", *names))
+    assert train(tmp_path, "kto", f"trainer.callbacks={given}") == (2, "", Message("trainer.callbacks", *names))

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_kto.device import device
 from tests.helpers.commands import CLI, GOOD, REPOSITORY, TRAINING, environment, run, stub_training
-from tests.helpers.messages import Naming, assert_names
+from tests.helpers.messages import Message, assert_names
 from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
 
 SECONDS = re.compile(r"\d+(?:\.\d+)? s\b")
@@ -105,7 +105,7 @@ def start_table(model: Path, steps: str) -> list[object]:
         "  train       51 rows (30 desirable, 21 undesirable), 2,529 tokens, 16 prompts truncated",
         "  validation  13 rows (5 desirable, 8 undesirable), 745 tokens, 6 prompts truncated",
         "  labels      preference: chosen is desirable; rejected is undesirable",
-        Naming("prompts", "model.data.apply_chat_template=true"),
+        Message("prompts", "model.data.apply_chat_template=true"),
         "  balance     desirable / undesirable = 1.429 (recommended: 1 to 4/3)",
         f"  steps       {steps}",
         "  lr          0.001 (model.optim.lr)",
@@ -113,8 +113,8 @@ def start_table(model: Path, steps: str) -> list[object]:
         "  sequences   at most 64 tokens (set by the user)",
         "  layout      1 rank",
         f"  device      CPU, {device.device_name()}, 1 thread a rank",
-        Naming("32", "precision"),
-        Naming("reference", "swap"),
+        Message("32", "precision"),
+        Message("reference", "swap"),
         "  run folder  results/gpt_kto",
     ]
 
@@ -133,9 +133,9 @@ def test_a_run_that_reaches_max_time(stopped_and_resumed: tuple[Path, list[list[
     assert end[3].endswith(" (steps 0 and 1)")
     assert end[-5:] == [
         end[-5],
-        Naming("best", "1"),
-        Naming('transformers.AutoModelForCausalLM.from_pretrained("best")'),
-        Naming("command", "resume"),
+        Message("best", "1"),
+        Message('transformers.AutoModelForCausalLM.from_pretrained("best")'),
+        Message("command", "resume"),
         "  metrics            results/gpt_kto/metrics.jsonl; tensorboard --logdir results/gpt_kto/tensorboard",
     ]
     assert re.fullmatch(r"  best checkpoint    .*/step_000001 \(val_loss 0\.\d{4}, the only one kept\)", end[-5])
@@ -159,15 +159,15 @@ def test_a_resumed_run_that_finishes(stopped_and_resumed: tuple[Path, list[list[
         f"  validation auc     {first_and_last(results, 'val/auc')}",
         f"  validation margin  {first_and_last(results, 'val/rewards_margin')}",
         f"  best checkpoint    {best}",
-        Naming("best", f"{step}"),
-        Naming('transformers.AutoModelForCausalLM.from_pretrained("best")'),
-        Naming("train", "trainer.kto.max_epochs=2"),
+        Message("best", f"{step}"),
+        Message('transformers.AutoModelForCausalLM.from_pretrained("best")'),
+        Message("train", "trainer.kto.max_epochs=2"),
         "  metrics            results/gpt_kto/metrics.jsonl; tensorboard --logdir results/gpt_kto/tensorboard",
     ]
     warnings = [line for line in errors if line.startswith("warning:")]
     assert warnings == [
-        Naming("warning", "train", "prompt", "16", "51", "model.data.seq_length=64"),
-        Naming("warning", "validation", "prompt", "6", "13", "model.data.seq_length=64"),
+        Message("warning", "train", "prompt", "16", "51", "model.data.seq_length=64"),
+        Message("warning", "validation", "prompt", "6", "13", "model.data.seq_length=64"),
     ]
     assert "estimated time: N s (N s a step)" in errors
 
@@ -179,9 +179,9 @@ def test_the_best_checkpoint_is_exported(stopped_and_resumed: tuple[Path, list[l
     checkpoint = f"results/gpt_kto/checkpoints/step_{step:06}"
     done = run([*CLI, "export", checkpoint, "again"], cwd=folder, env=environment(), preload=TRAINING)
     assert done.stdout.splitlines() == [
-        Naming("export", f"{checkpoint}"),
+        Message("export", f"{checkpoint}"),
         "  exported model  again",
-        Naming('transformers.AutoModelForCausalLM.from_pretrained("again")'),
+        Message('transformers.AutoModelForCausalLM.from_pretrained("again")'),
     ]
     assert files_of(folder / "best") == files_of(folder / "again")
 
@@ -192,7 +192,7 @@ def test_the_best_checkpoint_needs_a_validation(tiny_llama: Path, tmp_path: Path
     done = run(words, cwd=tmp_path, env=environment(), preload=TRAINING)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1] == (
-        Naming(
+        Message(
             "nemo-kto",
             "model.data.splits_string",
             "validation",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.helpers import fork_server
 from tests.helpers.commands import environment
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 
 PLAN = "import sys; from nemo_kto.cli.main import main; main(sys.argv[1:])"
 # In a new interpreter: the modules of the fork server depend on earlier tests.
@@ -38,14 +38,14 @@ def test_the_command(tiny_llama: Path, tmp_path: Path) -> None:
     model = f"pretrained_checkpoint.restore_from_path={tiny_llama}"
     status, output, errors = run("plan", "kto", model, "--gpus", "2", "--memory", "80")
     assert (status, errors) == (0, [])
-    assert output[0] == Naming("kto", "2", "H100", "80GB", "80.0", "GB")
+    assert output[0] == Message("kto", "2", "H100", "80GB", "80.0", "GB")
     status, output, errors = run("plan", "dpo", model, "hardware=cpu", "--memory", "0.001")
     assert (status, errors) == (1, [])
-    assert output[-1].split(maxsplit=1) == ["verdict", Naming("fit", "smaller")]
+    assert output[-1].split(maxsplit=1) == ["verdict", Message("fit", "smaller")]
     status, output, errors = run("plan", "dpo", model, "model.optim.lr=-1")
     assert (status, output) == (2, [])
     assert errors[:2] == [
-        Naming("plan", "cannot", "planned"),
-        Naming("model.optim.lr", "0", "-1", "model.optim.lr=1e-5"),
+        Message("plan", "cannot", "planned"),
+        Message("model.optim.lr", "0", "-1", "model.optim.lr=1e-5"),
     ]
     assert list(tmp_path.iterdir()) == [], "something was written"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.helpers import fork_server
 from tests.helpers.commands import environment, run_interpreter
-from tests.helpers.messages import Naming, assert_names
+from tests.helpers.messages import Message, assert_names
 from tests.helpers.tiny_models import write_rows
 
 PREVIEW = "import sys; from nemo_kto.cli.main import main; main(sys.argv[1:])"
@@ -26,7 +26,7 @@ def test_the_command_and_its_imports(tiny_llama: Path, tmp_path: Path) -> None:
     shown = run_interpreter([sys.executable, "-c", PREVIEW + LOADED, *named], cwd=tmp_path, env=environment())
     assert (shown.returncode, shown.stderr.splitlines()[-1]) == (0, "False")
     output = shown.stdout.splitlines()
-    assert output[-2:] == [Naming("1", "desirable", "2", "3", "64"), "  | p[[r<|im_end|>]]"]
+    assert output[-2:] == [Message("1", "desirable", "2", "3", "64"), "  | p[[r<|im_end|>]]"]
     status, output, errors = run("data", "preview", "rows.jsonl")
     assert (status, output) == (2, [])
     assert_names(errors[0], "preview", "--model", "folder")
@@ -34,7 +34,7 @@ def test_the_command_and_its_imports(tiny_llama: Path, tmp_path: Path) -> None:
     assert (status, output[0]) == (0, "rows.jsonl: 1 row")
     (tmp_path / "rows.jsonl").write_text("{}\n")
     status, output, errors = run("data", "check", "rows.jsonl")
-    assert (status, output, errors[0]) == (2, ["rows.jsonl: 1 row"], Naming("check", "1", "row"))
+    assert (status, output, errors[0]) == (2, ["rows.jsonl: 1 row"], Message("check", "1", "row"))
     status, output, errors = run("data", "show", "rows.jsonl")
     assert (status, output) == (2, [])
-    assert errors[0] == Naming("nemo-kto", "kto", "dpo", "data")
+    assert errors[0] == Message("nemo-kto", "kto", "dpo", "data")

@@ -21,7 +21,7 @@ from nemo_kto.config import compose
 from tests.conftest import REPOSITORY, load_script
 from tests.helpers import fork_server
 from tests.helpers.commands import CLI
-from tests.helpers.messages import Naming, assert_names, raises
+from tests.helpers.messages import Message, assert_names, raises
 
 FOLDER = REPOSITORY / "examples" / "quickstart"
 
@@ -88,7 +88,7 @@ def test_rows_are_balanced_disjoint_and_the_same_every_time(
     assert more.read_bytes() != made[0][0].read_bytes()
     with pytest.raises(ValueError, match="must be even"):
         prepare.prepare_rows(tmp_path, tiny_llama, train=41, validation=20, seed=7)
-    with raises(ValueError, Naming("200", "240")):
+    with raises(ValueError, Message("200", "240")):
         prepare.prepare_rows(tmp_path, tiny_llama, train=200, validation=40, seed=7)
 
 
@@ -205,7 +205,7 @@ def test_the_plan_is_printed_and_saved(tmp_path: Path) -> None:
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert (plan["precision"], plan["steps"], plan["train"], plan["held_out"]) == ("32", 3, 48, 12)
     minutes = max(1, round(plan["minutes"]))
-    assert done.stdout == Naming("32", f"{plan['gflops']:.0f}", "GFLOP/s", f"{minutes}", "minutes", "3", "48", "12")
+    assert done.stdout == Message("32", f"{plan['gflops']:.0f}", "GFLOP/s", f"{minutes}", "minutes", "3", "48", "12")
     wrong = subprocess.run(
         command, env={**environment, "QUICKSTART_STEPS": "0"}, capture_output=True, text=True, check=False
     )

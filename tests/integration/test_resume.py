@@ -22,7 +22,7 @@ import torch
 
 from tests.helpers import fork_server
 from tests.helpers.commands import CLI, REPOSITORY, TRAINING, environment, run, run_interpreter, start
-from tests.helpers.messages import Naming, assert_names
+from tests.helpers.messages import Message, assert_names
 from tests.helpers.tiny_models import make_rows
 
 EXAMPLE = [sys.executable, str(REPOSITORY / "examples/nlp/gpt/train_gpt_kto.py")]
@@ -204,9 +204,9 @@ def test_another_run_in_the_same_folder_is_refused_and_changes_nothing(
     done = finish(command(tiny_llama, rows, whole, changed), changed, cwd=tmp_path)
     assert done.returncode == 2
     assert [line for line in done.stderr.splitlines() if "resumed" in line or "Traceback" in line] == [
-        Naming("nemo-kto", f"{whole}", "2", "nothing"),
-        Naming("model.kto.preference_loss", "kto", "apo_zero_unpaired"),
-        Naming("model.kto.ref_policy_kl_penalty", "0.1", "0.3"),
+        Message("nemo-kto", f"{whole}", "2", "nothing"),
+        Message("model.kto.preference_loss", "kto", "apo_zero_unpaired"),
+        Message("model.kto.ref_policy_kl_penalty", "0.1", "0.3"),
     ]
     assert snapshot(whole) == before
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tests.helpers.commands import CLI, TRAINING, environment, run
-from tests.helpers.messages import Naming, assert_names
+from tests.helpers.messages import Message, assert_names
 from tests.helpers.tiny_models import make_rows, write_rows
 
 
@@ -42,9 +42,9 @@ def test_forty_rows_are_enough_for_the_defaults(tiny_llama: Path, tmp_path: Path
     cache = tmp_path / "cache"
     assert [path for path in [cache, *cache.rglob("*")] if path.stat().st_mode & 0o077] == [], "rows may be private"
     expected = [
-        Naming(f"{file}", "used", "id", "40"),
-        Naming("validation", "40", "all", 'model.data.splits_string="90,10"', "null"),
-        Naming("train", "answer", "1", "40", "model.data.seq_length=64"),
+        Message(f"{file}", "used", "id", "40"),
+        Message("validation", "40", "all", 'model.data.splits_string="90,10"', "null"),
+        Message("train", "answer", "1", "40", "model.data.seq_length=64"),
     ]
     assert [text for text in expected if text not in done.stderr.splitlines()] == []
     assert "16 rows a step" in done.stdout

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.commands import CLI, TRAINING, environment, run
-from tests.helpers.messages import Naming, assert_names
+from tests.helpers.messages import Message, assert_names
 from tests.helpers.tiny_models import make_rows, write_rows
 
 # Python runs sitecustomize at its start, in the ranks too.
@@ -121,17 +121,17 @@ def test_a_signal_during_shutdown_changes_nothing(runs: Runs) -> None:
 
 
 def test_a_repeatedly_stopped_job_equals_an_uninterrupted_one(runs: Runs) -> None:
-    nothing = Naming("nemo-kto", "SIGTERM", "first step", "start")
+    nothing = Message("nemo-kto", "SIGTERM", "first step", "start")
     assert runs.stopped("run", f"{DATA} 0 SIGTERM") == nothing
     message = runs.stopped("run", f"{REFERENCE} 1 SIGUSR1")
-    assert message == Naming("nemo-kto", "SIGUSR1", "32", f"{cache(runs)}", "start")
+    assert message == Message("nemo-kto", "SIGUSR1", "32", f"{cache(runs)}", "start")
     # the first step of the process
     where = "checkpoint run/checkpoints/step_00000"
     message = runs.stopped("run", f"{pass_of_model(1)} launcher SIGTERM")
-    assert message == Naming("SIGTERM", "step 1 of 5", f"{where}1", "start", "resume")
+    assert message == Message("SIGTERM", "step 1 of 5", f"{where}1", "start", "resume")
     # the first batch of the validation, which is begun again
     message = runs.stopped("run", f"{pass_of_model(2)} 1 SIGINT")
-    assert message == Naming("SIGINT", "step 2 of 5", f"{where}2", "start", "resume")
+    assert message == Message("SIGINT", "step 2 of 5", f"{where}2", "start", "resume")
     assert len(runs.logged("run")) == 2
     done = runs.run("run", SIGNAL=f"{EXPORT} all SIGTERM")
     assert (done.returncode, "stopped" in done.stderr) == (0, False), "the export is completed"
@@ -142,7 +142,7 @@ def test_a_repeatedly_stopped_job_equals_an_uninterrupted_one(runs: Runs) -> Non
 @pytest.mark.full
 def test_signals_at_other_moments(runs: Runs) -> None:
     """While the model is loaded, at a rank that the others wait for; and during a save, which is finished."""
-    assert runs.stopped("other", f"{LOADING} 1 SIGTERM") == Naming("nemo-kto", "SIGTERM", "first step", "start")
+    assert runs.stopped("other", f"{LOADING} 1 SIGTERM") == Message("nemo-kto", "SIGTERM", "first step", "start")
     message = runs.stopped("other", f"{SAVE} all SIGTERM", "trainer.kto.save_interval=1")
     # the step after the save is the one at whose end the ranks agree
     assert message.startswith("nemo-kto: stopped by SIGTERM at step 2 of 5, checkpoint other/checkpoints/step_000002;")

@@ -11,7 +11,7 @@ from nemo_kto.config.rules.gpu import check_transformer_engine
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from tests.helpers.commands import environment, run
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 
 # As transformer_engine/common/__init__.py of 2.20 raises it where only the package without CUDA and torch is installed.
 EMPTY = """
@@ -43,7 +43,7 @@ def test_an_empty_package_on_a_gpu(package: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)  # megatron-core's import marks it as absent
     with pytest.raises(UserError) as error:
         check_transformer_engine()
-    assert str(error.value) == Naming(*SAID)
+    assert str(error.value) == Message(*SAID)
     package.write_text("raise ImportError('libtransformer_engine.so: cannot open shared object file')")
     monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
     check_transformer_engine()

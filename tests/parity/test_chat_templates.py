@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.data.rows.records import KTORecord, RowError, pair_of_row, records_of_row
 from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 from tests.helpers.tiny_models import make_tokenizer
 
 pytestmark = pytest.mark.parity
@@ -86,4 +86,4 @@ def test_tools_are_refused_where_the_template_does_not_know_them() -> None:
     (record,) = records_of_row({"messages": [USER, GOOD], "label": True, "tools": [TOOL]}, 1)
     (wrong,) = RecordEncoder(tokenizer=make_tokenizer()).encode([record])
     assert isinstance(wrong, RowError)
-    assert str(wrong) == Naming('"tools"', "chat template", "remove")
+    assert str(wrong) == Message('"tools"', "chat template", "remove")

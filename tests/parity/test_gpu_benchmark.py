@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.gpu_models import SIZES, TOYS, make_rows, row_lengths
 from benchmarks.gpu_tables import Contender, Figures, Found, goals, inconsistent, report
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SWAP, CACHED, ADAPTER = (f"nemo_kto, {mode}" for mode in ("swap", "cached", "adapter"))
@@ -109,10 +109,10 @@ def test_figures_against_manual_values() -> None:
 
 def test_other_load_is_detected() -> None:
     assert inconsistent(found_of(theirs=run_of(5.0, tokens=999)), tolerance=1e-4) == [
-        Naming(SWAP, "{1000}", "TRL", "8", "sdpa", "{999}")
+        Message(SWAP, "{1000}", "TRL", "8", "sdpa", "{999}")
     ]
     assert inconsistent(found_of(theirs=run_of(5.0, loss=0.501)), tolerance=1e-4) == [
-        Naming("first", "0.0001", SWAP, "0.5", "TRL", "8", "sdpa", "0.501")
+        Message("first", "0.0001", SWAP, "0.5", "TRL", "8", "sdpa", "0.501")
     ]
 
 

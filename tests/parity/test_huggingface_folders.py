@@ -17,7 +17,7 @@ from nemo_kto.artifacts.safetensors_files import INDEX, WRITTEN_BY, write_shards
 from nemo_kto.distributed.state import Layout
 from tests.helpers import hf_jobs, hf_models
 from tests.helpers.hf_models import weights
-from tests.helpers.messages import Naming, assert_names, raises
+from tests.helpers.messages import Message, assert_names, raises
 
 TP2, PP2 = Layout(tensor=2), Layout(pipeline=2)
 
@@ -96,7 +96,7 @@ def test_a_missing_file_of_the_index(ranks: Any, sharded_model: Path, tmp_path: 
 
 def test_layers_that_the_pipeline_size_does_not_divide(ranks: Any, model: Path) -> None:
     hf_models.edit_config(model, num_hidden_layers=3)
-    with raises(RuntimeError, Naming("SplitError", "3", "2")):
+    with raises(RuntimeError, Message("SplitError", "3", "2")):
         ranks.run(2, hf_jobs.load_only, PP2, model)
 
 
@@ -139,7 +139,7 @@ def test_export_replaces_an_earlier_and_an_interrupted_export(ranks: Any, model:
 def test_export_does_not_change_a_foreign_folder(ranks: Any, model: Path, tmp_path: Path) -> None:
     before = (model / "model.safetensors").read_bytes()
     for message in ranks.run(2, hf_jobs.export_only, TP2, model, model):
-        assert message == Naming("UserError", "failed", f"{model}", "folder")
+        assert message == Message("UserError", "failed", f"{model}", "folder")
     assert (model / "model.safetensors").read_bytes() == before
 
 
@@ -156,7 +156,7 @@ def test_a_disk_error_is_raised_on_every_rank_and_leaves_no_folder(
 ) -> None:
     job = hf_jobs.export_to_broken_disk
     for message in ranks.run(layout.model_ranks, job, layout, sharded_model, tmp_path / "out"):
-        assert message == Naming("RuntimeError", "failed", "OSError", "nothing", f"{tmp_path / 'out'}")
+        assert message == Message("RuntimeError", "failed", "OSError", "nothing", f"{tmp_path / 'out'}")
     assert not (tmp_path / "out").exists()
 
 

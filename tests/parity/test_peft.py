@@ -19,7 +19,7 @@ from nemo_kto.distributed.state import Layout
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.adapter import export_adapter, load_adapter, read_adapter_settings
 from tests.helpers import hf_jobs, hf_models
-from tests.helpers.messages import Naming, raises
+from tests.helpers.messages import Message, raises
 
 LAYOUTS = {
     "tp1": Layout(),
@@ -164,7 +164,7 @@ def test_magnitudes_require_use_dora(adapters: Any, tmp_path: Path) -> None:
             read_adapter_settings(folder)
         which = "with" if dora else "without"
         assert str(error.value).splitlines()[1:-1] == [
-            Naming("use_dora", f"{dora}", f"{which}", "lora_magnitude_vector", f"{not dora}")
+            Message("use_dora", f"{dora}", f"{which}", "lora_magnitude_vector", f"{not dora}")
         ]
 
 
@@ -197,26 +197,26 @@ def test_all_unsupported_settings_are_in_one_error(adapters: Any, tmp_path: Path
     with pytest.raises(ValueError) as error:
         read_adapter_settings(folder)
     assert str(error.value).splitlines() == [
-        Naming(f"{folder}", "adapters", "LoRA", "DoRA", "otherwise"),
-        Naming("none", "all"),
-        Naming("init_lora_weights", "pissa"),
-        Naming("alpha_pattern", "q_proj", "8"),
-        Naming("fan_in_fan_out", "True"),
-        Naming("modules_to_save", "['lm_head']"),
-        Naming("rank_pattern", "q_proj", "8"),
-        Naming("something_new", "1"),
-        Naming(f"{', '.join(HUGGING_FACE_TARGETS)}", "1", "base_model.model.lm_head.weight"),
-        Naming("4", "adapted"),
-        Naming("train", "adapters", "peft"),
+        Message(f"{folder}", "adapters", "LoRA", "DoRA", "otherwise"),
+        Message("none", "all"),
+        Message("init_lora_weights", "pissa"),
+        Message("alpha_pattern", "q_proj", "8"),
+        Message("fan_in_fan_out", "True"),
+        Message("modules_to_save", "['lm_head']"),
+        Message("rank_pattern", "q_proj", "8"),
+        Message("something_new", "1"),
+        Message(f"{', '.join(HUGGING_FACE_TARGETS)}", "1", "base_model.model.lm_head.weight"),
+        Message("4", "adapted"),
+        Message("train", "adapters", "peft"),
     ]
     folder = edited(adapters["llama-odd-heads"], tmp_path / "other", peft_type="IA3")
-    with raises(ValueError, Naming("peft_type", "LORA", "IA3")):
+    with raises(ValueError, Message("peft_type", "LORA", "IA3")):
         read_adapter_settings(folder)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError) as missing:
         read_adapter_settings(tmp_path / "empty")
     assert str(missing.value) == (
-        Naming(
+        Message(
             f"{tmp_path / 'empty'}", "PEFT's", "adapter_config.json", "adapter_model.safetensors", "peft", "save_pretrained"
         )
     )
@@ -235,17 +235,17 @@ def test_an_adapter_of_another_shape_is_refused(ranks: Any, folders: Any, adapte
     (message,) = ranks.run(1, load_only, folders[name], adapters[name], settings)
     head, *problems = message.splitlines()
     assert head == (
-        Naming("UserError", f"{adapters[name]}", "adapters", "3", "k_proj", "up_proj", "down_proj", "15", "differences")
+        Message("UserError", f"{adapters[name]}", "adapters", "3", "k_proj", "up_proj", "down_proj", "15", "differences")
     )
     prefix = "base_model.model.model.layers"
-    assert problems[0] == Naming("adapters", "5.33333", "16", "2")
+    assert problems[0] == Message("adapters", "5.33333", "16", "2")
     assert f"  missing: {prefix}.0.self_attn.k_proj.lora_A.weight" in problems
     assert f"  unexpected: {prefix}.1.mlp.gate_proj.lora_B.weight" in problems
     settings = LoRASettings(rank=4, alpha=32, target_modules=("k_proj", "mlp"), layers=(2,))
     (message,) = ranks.run(1, load_only, folders[name], adapters[name], settings)
-    assert Naming(f"{prefix}.1.mlp.down_proj.lora_A.weight", "4", "48", "2") in message.splitlines()
+    assert Message(f"{prefix}.1.mlp.down_proj.lora_A.weight", "4", "48", "2") in message.splitlines()
     assert ranks.run(1, load_only, folders[name], adapters[name], None) == [
-        Naming("ValueError", "adapters", "one", "models.lora.add_adapters")
+        Message("ValueError", "adapters", "one", "models.lora.add_adapters")
     ]
 
 
@@ -262,7 +262,7 @@ def test_an_export_replaces_only_its_own_adapters(ranks: Any, folders: Any, adap
     for other in (adapters["qwen3"], folders["qwen3"]):
         before = sorted((file.name, file.stat().st_size) for file in other.iterdir())
         assert ranks.run(1, export_only, folders["qwen3"], other) == [
-            Naming("UserError", "adapters", "failed", f"{other}", "folder")
+            Message("UserError", "adapters", "failed", f"{other}", "folder")
         ]
         assert sorted((file.name, file.stat().st_size) for file in other.iterdir()) == before
 
@@ -274,7 +274,7 @@ def test_embedding_weights_written_by_peft_are_refused(folders: Any, tmp_path: P
     with pytest.raises(UserError) as error:
         read_adapter_settings(tmp_path)
     assert str(error.value).splitlines()[1:-1] == [
-        Naming(
+        Message(
             f"{', '.join(HUGGING_FACE_TARGETS)}",
             "1",
             "base_model.model.model.embed_tokens.base_layer.weight",

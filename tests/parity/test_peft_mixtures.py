@@ -26,7 +26,7 @@ from nemo_kto.distributed.state import Layout
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.adapter import load_adapter
 from tests.helpers import hf_jobs, hf_models
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 
 SETTINGS = {
     "gpt-oss": LoRASettings(rank=2, alpha=4, target_modules=("attention",)),
@@ -162,8 +162,8 @@ def test_adapters_of_experts_in_one_tensor_are_refused(folders: Any, tmp_path: P
     with pytest.raises(UserError) as error:
         read_adapter_settings(tmp_path)
     lines = str(error.value).splitlines()
-    assert lines[0] == Naming(f"{tmp_path}", "adapters", "LoRA", "DoRA", "otherwise")
-    assert lines[-1] == Naming("train", "adapters", "peft")
+    assert lines[0] == Message(f"{tmp_path}", "adapters", "LoRA", "DoRA", "otherwise")
+    assert lines[-1] == Message("train", "adapters", "peft")
     tensor = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
     modules = ", ".join(HUGGING_FACE_TARGETS)
-    assert Naming(f"{modules}", "16", f"{tensor}", "experts") in lines
+    assert Message(f"{modules}", "16", f"{tensor}", "experts") in lines

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import fork_server
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.parity
@@ -65,4 +65,4 @@ def test_another_version_of_trl_needs_its_python() -> None:
     environment = {**os.environ, "PYTHONPATH": fork_server.search_path(REPOSITORY)}
     printed = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPOSITORY, timeout=100)
     assert printed.returncode == 2
-    assert printed.stderr.splitlines()[-1] == Naming("kto_vs_trl.py", "error", "TRL", "--other-trl", "PYTHON")
+    assert printed.stderr.splitlines()[-1] == Message("kto_vs_trl.py", "error", "TRL", "--other-trl", "PYTHON")

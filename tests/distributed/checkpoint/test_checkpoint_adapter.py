@@ -18,7 +18,7 @@ from nemo_kto.artifacts.checkpoint_files import info_text
 from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout
 from tests.helpers import hf_models, lora_jobs
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 
 ALL = LoRASettings(rank=3, alpha=6, target_modules=("all",))
@@ -198,7 +198,7 @@ def test_adapters_that_do_not_fit_are_refused(checkpoints: dict[str, Path], rank
     for settings, described in ours.items():
         ((error, _),) = ranks.run(1, load_into, checkpoints["adapters"], folder, settings)
         assert error == (
-            Naming(
+            Message(
                 "UserError",
                 "adapters",
                 "3",

@@ -21,7 +21,7 @@ import torch
 from nemo_kto.checkpoint import writer
 from nemo_kto.distributed import state
 from tests.helpers import lora_jobs
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 
 LAYOUT = state.Layout()
@@ -201,9 +201,9 @@ def test_a_failure_is_one_error_on_every_rank_and_keeps_earlier_checkpoints(
     assert first == second
     remedy, step = "exp_manager.checkpoint_callback_params.save_top_k", f"{tmp_path}/step_000002"
     before, during, other, after = first
-    assert before[0] == Naming("UserError", step, "0.00 MB", remedy)
-    assert during[0] == Naming("UserError", step, "No space left on device", remedy)
-    assert other[0] == Naming("RuntimeError", "ValueError: broken")
+    assert before[0] == Message("UserError", step, "0.00 MB", remedy)
+    assert during[0] == Message("UserError", step, "No space left on device", remedy)
+    assert other[0] == Message("RuntimeError", "ValueError: broken")
     assert after == ("3", ["step_000001", "step_000003"])
     assert [names for _, names in (before, during, other)] == [["step_000001"]] * 3
 
@@ -236,7 +236,7 @@ def test_a_full_disk(ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:
         assert before
         assert set(before) == {"nothing"}
         step = f"{disk}/run/step_{len(first):06d}"
-        assert last == Naming("UserError", step, "0.10 GB", "No space left on device", "free")
+        assert last == Message("UserError", step, "0.10 GB", "No space left on device", "free")
         assert sorted(os.listdir(disk / "run")) == [f"step_{step:06d}" for step in range(1, len(first))]
     finally:
         subprocess.run(["umount", disk], check=True)

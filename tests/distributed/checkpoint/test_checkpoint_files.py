@@ -14,7 +14,7 @@ import pytest
 
 from nemo_kto.artifacts.checkpoint_files import find_checkpoints
 from nemo_kto.checkpoint.manager import CheckpointManager
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import train
 from tests.unit.artifacts.test_checkpoint_files import flip
@@ -79,7 +79,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
     errors = ranks.run(2, what_stops, tiny_llama, kto_rows, run, 2, ["trainer.kto.max_steps=3"])
     damaged = ("step_000002: state/__0_0.distcp", "step_000001: hf/tokenizer.json")
-    assert errors == [Naming("UserError", f"{run}/checkpoints", *damaged, "remove")] * 2
+    assert errors == [Message("UserError", f"{run}/checkpoints", *damaged, "remove")] * 2
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
 
 
@@ -148,7 +148,7 @@ def test_a_full_disk_stops_every_rank_and_loses_no_earlier_checkpoint(
 ) -> None:
     errors = ranks.run(2, with_a_full_disk, tiny_llama, kto_rows, tmp_path)
     final, key = str(tmp_path / "checkpoints/step_000002"), "exp_manager.checkpoint_callback_params.save_top_k"
-    assert errors == [Naming("UserError", final, "File too large", "free", key)] * 2
+    assert errors == [Message("UserError", final, "File too large", "free", key)] * 2
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"], "no partial checkpoint is left"
     assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path / "checkpoints")] == [1]
     ranks.run(2, train, tiny_llama, kto_rows, tmp_path, 2, ["trainer.kto.max_steps=2", "model.tensor_model_parallel_size=2"])

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from nemo_kto.errors import UserError
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.training_jobs import train
@@ -128,8 +128,8 @@ def failures(model: Path, folder: Path) -> dict[str, tuple[str, list[str], bool,
 def test_a_failure_at_any_stage_keeps_the_earlier_export(ranks: RankPool, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", "llama", **SMALL)
     (found,) = ranks.run(1, failures, tmp_path / "model", tmp_path / "out")
-    expected = Naming("RuntimeError", "OSError: [Errno 28] No space left on device")
-    later = Naming("RuntimeError", "OSError: [Errno 28] No space left on device", "FOLDER/out")
+    expected = Message("RuntimeError", "OSError: [Errno 28] No space left on device")
+    later = Message("RuntimeError", "OSError: [Errno 28] No space left on device", "FOLDER/out")
     at_start = ("the lock", "the new folder")
     assert found == {name: (expected if name in at_start else later, [], True, True) for name in stages()}
 
@@ -149,7 +149,7 @@ def test_weights_that_are_not_finite_are_not_exported(ranks: RankPool, tmp_path:
     (tmp_path / "out").mkdir()
     (found,) = ranks.run(1, bad_weights, tmp_path / "model", tmp_path / "out")
     weight = "model.layers.1.mlp.down_proj.weight"
-    expected = Naming("UserError", weight, "2", "2048", "checkpoint", "learning rate", f"{tmp_path / 'out' / 'model'}")
+    expected = Message("UserError", weight, "2", "2048", "checkpoint", "learning rate", f"{tmp_path / 'out' / 'model'}")
     assert found == [expected, expected, ""], "the sum of the last two overflows, and each is finite"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
 
@@ -188,13 +188,13 @@ def test_special_files_in_the_model_folder(ranks: RankPool, tmp_path: Path) -> N
     model, out = make_checkpoint(tmp_path / "model", "llama", **SMALL), tmp_path / "out"
     ((outside, error, warnings),) = ranks.run(1, odd_files, model, out)
     assert outside == (
-        Naming(
+        Message(
             "UserError", "failed", f"{model}/merges.txt", "file", "folder", "link", f"{tmp_path}/secret", "nothing", f"{out}"
         )
     )
     assert error == ""
     left_out = {"generation_config.json": "No such file or directory", "vocab.json": "FIFO"}
-    assert sorted(warnings) == [Naming(f"{model / name}", why) for name, why in left_out.items()]
+    assert sorted(warnings) == [Message(f"{model / name}", why) for name, why in left_out.items()]
     assert not [name for name in left_out if os.path.lexists(out / name)]
     assert (out / "additional_chat_templates/tools.jinja").read_text() == "{{ tools }}"
     assert (out / "chat_template.jinja").read_bytes() == (model / "tokenizer_config.json").read_bytes()
@@ -283,7 +283,7 @@ def test_a_run_with_a_conflicting_export_folder_does_not_start(
     overrides = [f"export.{key}={mine}", "model.peft.peft_scheme=lora"]
     model = make_checkpoint(tmp_path / "model", "llama", **SMALL)
     (expected,) = ranks.run(1, run_with_targets, model, kto_rows, tmp_path / "run", *overrides)
-    assert expected == Naming(f"export.{key}", "used", f"{mine}", "folder", "export.enabled=false")
+    assert expected == Message(f"export.{key}", "used", f"{mine}", "folder", "export.enabled=false")
     assert not (tmp_path / "run").exists()
 
 
@@ -310,9 +310,9 @@ def test_targets_are_checked_before_the_export(tmp_path: Path, monkeypatch: pyte
     check_target(tmp_path / "mine", is_ours=is_our_model)
     check_target(tmp_path / "a" / "b", is_ours=is_our_model, need=1)
     (tmp_path / "mine" / "thesis.tex").touch()
-    assert expected(tmp_path / "mine") == Naming(f"{tmp_path / 'mine'}", "folder")
+    assert expected(tmp_path / "mine") == Message(f"{tmp_path / 'mine'}", "folder")
     file = tmp_path / "mine" / "thesis.tex"
-    assert expected(file / "out") == Naming(f"{file / 'out'}", "created", "folder")
+    assert expected(file / "out") == Message(f"{file / 'out'}", "created", "folder")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**12, 10**12, 10**9))
-    assert expected(tmp_path / "a" / "b", need=14 * 10**9) == Naming(f"{tmp_path}", "14.0", "GB", "1.0", "folder")
+    assert expected(tmp_path / "a" / "b", need=14 * 10**9) == Message(f"{tmp_path}", "14.0", "GB", "1.0", "folder")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine", "thesis.tex"], "no files are left"

@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from nemo_kto.artifacts.checkpoint_files import find_checkpoints
-from tests.helpers.messages import Naming, assert_names
+from tests.helpers.messages import Message, assert_names
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint, make_pairs, make_rows, write_rows
 from tests.helpers.training_jobs import train
@@ -134,8 +134,8 @@ def test_changed_files_are_detected(what: str, first: Folders, copied: Folders, 
     before = snapshot(copied.run)
     ((printed, error, _),) = ranks.run(1, started, copied, [])
     models = [str(copied.model), str(first.model)]
-    lines = [Naming(*(models.pop(0) if name == "{}" else name for name in names)) for names in expected(copied)]
-    assert error.splitlines() == [Naming("UserError", f"{copied.run}", str(len(lines))), *lines, Naming(*REMEDY)]
+    lines = [Message(*(models.pop(0) if name == "{}" else name for name in names)) for names in expected(copied)]
+    assert error.splitlines() == [Message("UserError", f"{copied.run}", str(len(lines))), *lines, Message(*REMEDY)]
     assert printed == ""
     assert snapshot(copied.run) == before
 
@@ -162,17 +162,17 @@ def test_all_changed_keys_are_named_in_one_error(first: Folders, ranks: RankPool
     ((_, error, _),) = ranks.run(1, started, first, list(KEYS))
     _, *lines, remedy = error.splitlines()
     assert len(lines) == len(KEYS) + 1
-    assert Naming("model.reference.sync_alpha", "null", "0.6") in lines
+    assert Message("model.reference.sync_alpha", "null", "0.6") in lines
     for override, must_stay in KEYS.items():
-        assert Naming(*override.split("="), must_stay) in lines
-    assert remedy == Naming(*REMEDY)
+        assert Message(*override.split("="), must_stay) in lines
+    assert remedy == Message(*REMEDY)
     assert snapshot(first.run) == before
 
 
 def test_a_new_run_rejects_the_folder_of_another_run(first: Folders, ranks: RankPool) -> None:
     ((_, error, _),) = ranks.run(1, started, first, ["exp_manager.resume_if_exists=false"])
     assert error == (
-        Naming(
+        Message(
             "UserError",
             "folder",
             f"{first.run / 'checkpoints'}",
@@ -209,7 +209,7 @@ def test_a_finished_run_reports_it_and_changes_nothing(
     before = snapshot(copied.run)
     ((printed, error, _),) = ranks.run(1, started, copied, overrides)
     assert error == ""
-    assert printed == Naming("nemo-kto", f"{copied.run}", *expected, *REMEDY)
+    assert printed == Message("nemo-kto", f"{copied.run}", *expected, *REMEDY)
     assert snapshot(copied.run) == before
 
 
@@ -243,7 +243,7 @@ def test_changeable_keys_and_moved_folders(copied: Folders, ranks: RankPool) -> 
     ]
     ((_, error, warnings),) = ranks.run(1, started, copied, overrides)
     assert error == ""
-    assert warnings == [Naming("trainer.kto.max_steps", "4", "2", "9", "trainer.kto.max_epochs", "train")]
+    assert warnings == [Message("trainer.kto.max_steps", "4", "2", "9", "trainer.kto.max_epochs", "train")]
     rows = [json.loads(line) for line in (copied.run / "metrics.jsonl").read_text().splitlines()]
     assert [row["train/lr"] for row in rows if "train/lr" in row][-1] == pytest.approx(1e-3), "the last step has min_lr"
     facts = [checkpoint.info["run"] for checkpoint in find_checkpoints(copied.run / "checkpoints")]
@@ -264,8 +264,8 @@ def forget(run: Path) -> None:
 def test_an_earlier_checkpoint_is_resumed_with_a_warning(copied: Folders, ranks: RankPool) -> None:
     forget(copied.run)
     ((_, error, warnings),) = ranks.run(1, started, copied, ["model.global_batch_size=8", "model.seed=7"])
-    assert error.splitlines()[1:-1] == [Naming("model.global_batch_size", "4", "8")]
-    expected = Naming(f"{copied.run}/checkpoints/step_000002", "earlier version", "weights", "data", "seed", "loss")
+    assert error.splitlines()[1:-1] == [Message("model.global_batch_size", "4", "8")]
+    expected = Message(f"{copied.run}/checkpoints/step_000002", "earlier version", "weights", "data", "seed", "loss")
     assert warnings == [expected]
     ((_, error, warnings),) = ranks.run(1, started, copied, ["trainer.kto.max_epochs=2"])
     assert (error, warnings[0]) == ("", expected)
@@ -304,12 +304,12 @@ def test_adapters_must_not_change_in_any_notation(adapted: Folders, ranks: RankP
     changed += [f"{tuning}.rslora=true", f"{tuning}.dora=true"]
     ((_, error, _),) = ranks.run(1, started, before, [*LORA, *changed])
     assert error.splitlines()[1:-1] == [
-        Naming(f"{tuning}.adapter_dim", "4", "8"),
-        Naming(f"{tuning}.alpha", "4.0", "8.0"),
-        Naming(f"{tuning}.target_modules", "q_proj", "k_proj", "v_proj", "o_proj"),
-        Naming(f"{tuning}.rslora", "false", "true"),
-        Naming(f"{tuning}.dora", "false", "true"),
-        Naming(f"{tuning}.layer_selection", "null", "1", "2"),
+        Message(f"{tuning}.adapter_dim", "4", "8"),
+        Message(f"{tuning}.alpha", "4.0", "8.0"),
+        Message(f"{tuning}.target_modules", "q_proj", "k_proj", "v_proj", "o_proj"),
+        Message(f"{tuning}.rslora", "false", "true"),
+        Message(f"{tuning}.dora", "false", "true"),
+        Message(f"{tuning}.layer_selection", "null", "1", "2"),
     ]
     same = [f"{tuning}.target_modules=[v_proj,q_proj,k_proj]", f"{tuning}.alpha=4", f"{tuning}.adapter_dropout=0.1"]
     ((printed, error, _),) = ranks.run(1, started, before, [*LORA, *same])
@@ -324,7 +324,9 @@ def test_initial_adapters_are_compared_by_content(adapted: Folders, ranks: RankP
     assert (error, printed[:26]) == ("", "nemo-kto: already finished")
     change_an_adapter(other)
     ((_, error, _),) = ranks.run(1, started, adapted, [*LORA, f"model.peft.restore_from_path={other}"])
-    assert error.splitlines()[1:-1] == [Naming("model.peft.restore_from_path", "adapters", "others", f"{other}", f"{given}")]
+    assert error.splitlines()[1:-1] == [
+        Message("model.peft.restore_from_path", "adapters", "others", f"{other}", f"{given}")
+    ]
 
 
 def test_reference_adapters_are_compared_by_content(adapted: Folders, ranks: RankPool, tmp_path: Path) -> None:
@@ -336,7 +338,7 @@ def test_reference_adapters_are_compared_by_content(adapted: Folders, ranks: Ran
     assert (error, printed[:26]) == ("", "nemo-kto: already finished")
     change_an_adapter(other)
     ((_, error, _),) = ranks.run(1, started, run, [f"{key}={other}"])
-    assert error.splitlines()[1:-1] == [Naming(f"{key}", "others", f"{other}", f"{given}")]
+    assert error.splitlines()[1:-1] == [Message(f"{key}", "others", f"{other}", f"{given}")]
 
 
 def test_an_option_set_to_its_default_is_unchanged(first: Folders, ranks: RankPool, tmp_path: Path) -> None:
@@ -350,8 +352,8 @@ def test_an_option_set_to_its_default_is_unchanged(first: Folders, ranks: RankPo
     others = ["model.dpo.gt_reward_scale=2.0", "model.data.default_chosen_reward=3"]
     ((_, error, _),) = ranks.run(1, started, pairs, [loss, *others], "dpo")
     assert error.splitlines()[1:-1] == [
-        Naming("model.dpo.gt_reward_scale", "1.0", "2.0"),
-        Naming("model.data.default_chosen_reward", "1.0", "3.0"),
+        Message("model.dpo.gt_reward_scale", "1.0", "2.0"),
+        Message("model.data.default_chosen_reward", "1.0", "3.0"),
     ]
     ((_, error, _),) = ranks.run(1, started, first._replace(rows=pairs.rows, run=pairs.run), [])
-    assert Naming("dpo", "kto") in error.splitlines()
+    assert Message("dpo", "kto") in error.splitlines()

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from nemo_kto.utils.locks import locked, owner_file, this_process
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import train
 
@@ -45,7 +45,7 @@ def test_a_second_job_is_refused_with_the_owner_of_the_folder(ranks: RankPool, t
     assert (
         told
         == [
-            Naming(
+            Message(
                 f"{folder}",
                 f"{os.getpid()}",
                 f"{this_process().host}",

@@ -17,7 +17,7 @@ from tests.distributed.training.test_layouts import LORA
 from tests.helpers import hf_models, lora_jobs
 from tests.helpers.hf_jobs import message_of
 from tests.helpers.hf_models import peft_model
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 
 NAME = "llama-all-biases-linear-rope"
@@ -141,5 +141,5 @@ def exported_after_merging(folder: Path, out: Path) -> str:
 
 
 def test_magnitudes_are_not_read_after_merging(ranks: RankPool, model: tuple[Path, Path], tmp_path: Path) -> None:
-    assert ranks.run(1, exported_after_merging, model[0], tmp_path / "out") == [Naming("RuntimeError", "adapters")]
+    assert ranks.run(1, exported_after_merging, model[0], tmp_path / "out") == [Message("RuntimeError", "adapters")]
     assert not (tmp_path / "out").exists()

@@ -14,7 +14,7 @@ from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.distributed.state import Layout
 from tests.helpers import hf_models, lora_jobs
 from tests.helpers.hf_models import peft_model
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 
 # Nine heads in three groups (padded where two ranks share them), biases, and stages of the pipeline without an adapter; and
@@ -212,8 +212,8 @@ def test_adapters_created_in_the_wrong_order(ranks: RankPool, models: Any) -> No
     (messages,) = ranks.run(1, lora_jobs.misuse, models["llama-odd-heads"][0])
     assert messages == [
         "",
-        Naming("RuntimeError", "adapters"),
-        Naming("RuntimeError", "adapters"),
-        Naming("TypeError", "ColumnParallelLinear", "RowParallelLinear", "SparseGradEmbedding", "LoRAColumnParallelLinear"),
-        Naming("UserError", "1", "4", "number", "5"),
+        Message("RuntimeError", "adapters"),
+        Message("RuntimeError", "adapters"),
+        Message("TypeError", "ColumnParallelLinear", "RowParallelLinear", "SparseGradEmbedding", "LoRAColumnParallelLinear"),
+        Message("UserError", "1", "4", "number", "5"),
     ]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers import lora_jobs
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 
 EXPERTS, HIDDEN, FFN, RANK = 4, 32, 24, 2
@@ -272,4 +272,6 @@ def adapt_shared_out_expert() -> str:
 
 
 def test_sharded_experts_are_refused(ranks: RankPool) -> None:
-    assert ranks.run(1, adapt_shared_out_expert) == [Naming("adapters", "expert_tensor_parallel_size", "1", "2", "matrices")]
+    assert ranks.run(1, adapt_shared_out_expert) == [
+        Message("adapters", "expert_tensor_parallel_size", "1", "2", "matrices")
+    ]

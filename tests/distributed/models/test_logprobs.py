@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_kto.distributed.logprobs import check_targets, vocab_parallel_logprobs
-from tests.helpers.messages import Naming, raises
+from tests.helpers.messages import Message, raises
 from tests.helpers.rank_pool import RankPool
 
 NUM_TOKENS, HIDDEN, VOCAB = 23, 16, 101
@@ -172,7 +172,7 @@ def test_a_soft_cap(ranks: RankPool, softcap: float) -> None:
 
 def test_a_soft_cap_must_be_positive() -> None:
     hidden, weight, target, _ = problem(torch.float32)
-    with raises(ValueError, Naming("0.0", "positive")):
+    with raises(ValueError, Message("0.0", "positive")):
         vocab_parallel_logprobs(hidden, weight, target, vocab_size=VOCAB, group=None, chunk_size=5, softcap=0.0)
 
 
@@ -214,13 +214,13 @@ def test_a_target_outside_the_vocabulary_is_refused(token: int) -> None:
     target = torch.arange(6)
     check_targets(target, vocab_size=VOCAB)
     target[3] = token
-    with raises(ValueError, Naming("0", "vocab_size", "101", f"{token}")):
+    with raises(ValueError, Message("0", "vocab_size", "101", f"{token}")):
         check_targets(target, vocab_size=VOCAB)
 
 
 def test_the_chunk_size_must_be_positive() -> None:
     hidden, weight, target, _ = problem(torch.float32)
-    with raises(ValueError, Naming("chunk_size", "1", "0")):
+    with raises(ValueError, Message("chunk_size", "1", "0")):
         vocab_parallel_logprobs(hidden, weight, target, vocab_size=VOCAB, group=None, chunk_size=0)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.helpers import training_jobs
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 
 SPOILT = 2  # steps from this one on, two by default
@@ -134,13 +134,13 @@ def test_too_many_skipped_steps_end_the_run_and_keep_the_last_checkpoint(
     assert [changed for changed, _ in results] == [[True, False, False]] * 2
     (error,) = {error for _, error in results}
     begin, rows, skipped, last, remedy = error.split("; ")
-    assert begin == Naming("4", "1")
+    assert begin == Message("4", "1")
     named, more = rows.partition(": ")[2].split(" and ")
     lines = [int(row.removeprefix(f"{kto_rows}:")) for row in named.split(", ")]
     assert (len(set(lines)), more) == (8, "8 more")
     assert set(lines) <= set(range(1, 97))
-    assert skipped == Naming("3", "trainer.max_skipped_steps=3")
+    assert skipped == Message("3", "trainer.max_skipped_steps=3")
     assert last == f"last good checkpoint: {tmp_path / 'checkpoints/step_000003'}"
-    assert remedy == Naming("model.optim.lr")
+    assert remedy == Message("model.optim.lr")
     info = json.loads((tmp_path / "checkpoints/step_000003/trainer.json").read_text())
     assert (info["trainer"]["skipped_steps"], info["trainer"]["skipped_in_a_row"]) == (2, 2)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import train
 
@@ -40,8 +40,8 @@ def test_ranks_share_host_memory(ranks: RankPool, tiny_llama: Path, kto_rows: Pa
     # on the host while the reference is evaluated for a later epoch
     need = 16 * number
     refusals = ranks.run(2, with_little_memory, tiny_llama, kto_rows, tmp_path / "refused", 2 * need - 2)
-    assert refusals == [Naming("2.9 MB", "2 ranks", "nemo-kto plan kto")] * 2
+    assert refusals == [Message("2.9 MB", "2 ranks", "nemo-kto plan kto")] * 2
     assert [*(tmp_path / "refused").glob("*.jsonl")] == [], "nothing was started"
     warned, nothing = ranks.run(2, with_little_memory, tiny_llama, kto_rows, tmp_path / "ran", 2 * need)
-    assert warned == Naming("2.9 MB", "longest sequences", "2 ranks"), "for the lengths of the rows, by rank 0"
+    assert warned == Message("2.9 MB", "longest sequences", "2 ranks"), "for the lengths of the rows, by rank 0"
     assert nothing == ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nemo_kto.errors import UserError
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 
 
@@ -66,5 +66,5 @@ def test_every_rank_gets_the_error(ranks: RankPool) -> None:
     ]
     own, message = "OSError: disk of rank 0 is full", "message by rank 0"
     assert first == [*together, own, own, message]
-    waited = Naming("RuntimeError", "OSError: disk of rank 0")
+    waited = Message("RuntimeError", "OSError: disk of rank 0")
     assert second == [*together, waited, waited, message]

@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers import fork_server
 from tests.helpers.commands import CLI, GOOD, TRAINING, environment, run, stub_training
-from tests.helpers.messages import Naming, assert_names
+from tests.helpers.messages import Message, assert_names
 
 NAME = socket.gethostname()
 # Timeout of the collectives in seconds; a rank that waits for three quarters of it sends a request to the others.
@@ -109,10 +109,10 @@ def test_a_rank_in_an_endless_loop_is_named_with_phase_and_stack(tmp_path: Path)
     output = min(text for _, text in found)
     assert [status for status, _ in found] == [1, 1, 1]
     first, second, *stack = output.splitlines()
-    assert first == Naming("nemo-kto", "rank 1 of 3", NAME, "'data'", "2 steps")
-    assert second == Naming("1", "last")
+    assert first == Message("nemo-kto", "rank 1 of 3", NAME, "'data'", "2 steps")
+    assert second == Message("1", "last")
     assert [line.split(" in ")[1] for line in stack[-4:-1]] == ["<module>: ", "steps: ", "sleep_for_ever: "]
-    assert stack[-1] == Naming("trainer.timeout_minutes", "0.1", "min", "raise")
+    assert stack[-1] == Message("trainer.timeout_minutes", "0.1", "min", "raise")
     assert len(output.splitlines()) <= 20
     assert all(output.removeprefix("nemo-kto: ") in text for _, text in found)
 
@@ -150,7 +150,7 @@ def test_a_killed_rank_is_named_by_ranks_that_lost_the_connection(victim: int, t
     if victim:
         for _, output in found:
             assert any(
-                line == Naming("rank 1 of 3", NAME, "'forward_backward'") and re.search(r" [0-3] s\b", line)
+                line == Message("rank 1 of 3", NAME, "'forward_backward'") and re.search(r" [0-3] s\b", line)
                 for line in output.splitlines()
             )
 
@@ -183,7 +183,7 @@ def test_the_launcher_reports_a_stopped_rank_and_does_not_wait_for_it(tmp_path: 
     done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, preload=TRAINING)
     assert time.monotonic() - began < TIMEOUT + 25  # torch's launcher would wait for half a minute more
     assert done.returncode == 1
-    assert done.stderr == Naming("nemo-kto", "rank 1 of 2", NAME, "'optimizer'")
+    assert done.stderr == Message("nemo-kto", "rank 1 of 2", NAME, "'optimizer'")
 
 
 @pytest.mark.full
@@ -192,7 +192,7 @@ def test_ranks_that_never_start_are_named(tmp_path: Path) -> None:
         (status, output), (other, _) = ranks.ended(0, 2)
     assert (status, other) == (2, 2)
     assert output == (
-        Naming(
+        Message(
             "nemo-kto",
             "all",
             "4",

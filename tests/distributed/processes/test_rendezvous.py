@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.processes.test_hangs import Ranks, free_port
-from tests.helpers.messages import Naming, assert_names
+from tests.helpers.messages import Message, assert_names
 
 MEET = """
     from nemo_kto.processes import rendezvous
@@ -37,7 +37,7 @@ def run_rank(folder: Path, **changes: str) -> tuple[int, str]:
 def test_an_unknown_address_is_reported_immediately(tmp_path: Path) -> None:
     status, text = run_rank(tmp_path, rank="0", MASTER_ADDR="no-such-node.invalid", MASTER_PORT="29500")
     assert status == 2
-    assert text == Naming("nemo-kto", "MASTER_ADDR", "'no-such-node.invalid'", "29500", "rank 0 of 2", NAME, "set")
+    assert text == Message("nemo-kto", "MASTER_ADDR", "'no-such-node.invalid'", "29500", "rank 0 of 2", NAME, "set")
 
 
 def test_a_port_without_listener_is_reported_after_a_timeout(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_port_without_listener_is_reported_after_a_timeout(tmp_path: Path) -> 
     status, text = run_rank(tmp_path, rank="1", MASTER_PORT=str(port))
     assert status == 2
     assert text == (
-        Naming("1.5", "0", f"127.0.0.1:{port}", "nemo-kto", "MASTER_ADDR:MASTER_PORT", "no", "1", "2", NAME, "firewall")
+        Message("1.5", "0", f"127.0.0.1:{port}", "nemo-kto", "MASTER_ADDR:MASTER_PORT", "no", "1", "2", NAME, "firewall")
     )
 
 
@@ -59,7 +59,7 @@ def test_a_port_in_use_is_reported_by_rank_0(tmp_path: Path, listener: socket.so
     port = listener.getsockname()[1]
     assert run_rank(tmp_path, rank="0", MASTER_PORT=str(port)) == (
         2,
-        Naming("nemo-kto", "MASTER_PORT", "0", f"{port}", "2", NAME, "choose"),
+        Message("nemo-kto", "MASTER_PORT", "0", f"{port}", "2", NAME, "choose"),
     )
 
 

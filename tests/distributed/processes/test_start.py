@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import train
 
@@ -78,16 +78,16 @@ def test_rank_0_decides_the_precision_and_a_resumed_run_keeps_it(start: Start) -
     assert start.saved() == ("bf16", "bfloat16")
 
     ((resumed, warnings, _),) = start(False, precision="auto", steps=2)
-    assert Naming("bf16") in resumed.splitlines()
-    assert warnings == [Naming("trainer.precision", "bf16", SLOW, "trainer.precision=32", "folder")]
+    assert Message("bf16") in resumed.splitlines()
+    assert warnings == [Message("trainer.precision", "bf16", SLOW, "trainer.precision=32", "folder")]
     assert start.saved() == ("bf16", "bfloat16")
 
     before = (start.folder / "config.yaml").read_bytes()
     ((_, _, error),) = start(False, precision="32-true", steps=3)
     assert (start.folder / "config.yaml").read_bytes() == before, "a refused run leaves no files"
     assert error.splitlines()[1:] == [
-        Naming("trainer.precision", "bf16", "32"),
-        Naming("folder", "exp_manager.name", "exp_manager.explicit_log_dir"),
+        Message("trainer.precision", "bf16", "32"),
+        Message("folder", "exp_manager.name", "exp_manager.explicit_log_dir"),
     ]
 
 
@@ -97,16 +97,16 @@ def test_a_run_in_fp32_stays_in_fp32_on_better_hardware(start: Start) -> None:
     assert warnings == []
     assert start.saved() == ("32", "float32")
     ((printed, warnings, _),) = start(True, precision="auto", steps=2)
-    assert Naming("32", "checkpoint") in printed.splitlines()
+    assert Message("32", "checkpoint") in printed.splitlines()
     assert warnings == []
     assert start.saved() == ("32", "float32")
 
 
 def test_explicit_bf16_is_used_with_one_warning(start: Start) -> None:
     (first, second) = start(False, False, precision="bf16-mixed", steps=1)
-    assert first[1] == [Naming("trainer.precision", "bf16", SLOW, "auto", "32")]
+    assert first[1] == [Message("trainer.precision", "bf16", SLOW, "auto", "32")]
     assert second[1] == []
-    assert Naming("bf16") in first[0].splitlines()
+    assert Message("bf16") in first[0].splitlines()
     assert start.saved() == ("bf16", "bfloat16")
 
 
@@ -126,7 +126,7 @@ def test_a_warmup_longer_than_the_run_is_shortened(length: tuple[str, ...], step
     more = (*length, "model.optim.sched.warmup_steps=10", "model.optim.sched.name=LinearAnnealing", "model.optim.lr=1e-3")
     ((_, warnings, error),) = start(False, precision="32", steps=1, more=(*more, "model.optim.sched.min_lr=1e-5"))
     assert error == ""
-    assert warnings == [Naming("model.optim.sched.warmup_steps", f"{steps}", "10", f"{steps - 1}")]
+    assert warnings == [Message("model.optim.sched.warmup_steps", f"{steps}", "10", f"{steps - 1}")]
     logged = map(json.loads, (start.folder / "metrics.jsonl").read_text().splitlines())
     rates = [row["train/lr"] for row in logged if "train/lr" in row]
     assert rates == pytest.approx([*(1e-3 * step / (steps - 1) for step in range(1, steps)), 1e-5])

@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from nemo_kto.processes import ranks, rendezvous
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 
 TIMEOUT, WORK = 1.0, 1.5  # seconds that a collective waits; that the work takes
 GONE = ("killed", "stopped")  # jobs in which rank 0 gives no sign of life any more
@@ -151,7 +151,7 @@ def test_ranks_wait_longer_than_the_timeout_of_a_collective_for_a_working_rank(t
 def test_a_killed_or_stopped_rank_is_named(end: str, two_ranks: TwoRanks) -> None:
     (_, nothing, pid), (_, message, _) = two_ranks(end)
     assert nothing == "nothing"
-    assert message == Naming("RuntimeError", "0", f"{pid}", f"{os.uname().nodename}", "1", "stopped")
+    assert message == Message("RuntimeError", "0", f"{pid}", f"{os.uname().nodename}", "1", "stopped")
 
 
 @pytest.mark.parametrize(
@@ -169,12 +169,12 @@ def test_a_killed_or_stopped_rank_is_named(end: str, two_ranks: TwoRanks) -> Non
 )
 def test_the_rank_with_the_store_is_killed_or_stopped(end: str, names: list[str], two_ranks: TwoRanks) -> None:
     _, (_, message, _) = two_ranks(end, tcp=True)
-    assert message == Naming("RuntimeError", "store", *names)
+    assert message == Message("RuntimeError", "store", *names)
 
 
 def test_a_rank_that_never_arrives_is_named(two_ranks: TwoRanks) -> None:
     _, (seconds, message, _) = two_ranks("late")
-    assert message == Naming("RuntimeError", "0", "1", "see")
+    assert message == Message("RuntimeError", "0", "1", "see")
     assert seconds >= TIMEOUT
 
 

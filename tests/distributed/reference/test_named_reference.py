@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.distributed.state import Layout
 from tests.helpers import hf_models, lora_jobs
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.training_jobs import train, trajectory
@@ -182,7 +182,7 @@ def test_trained_adapters_on_another_base_model(
     ((seen, warned),) = ranks.run(1, run_with_warnings, folders["other"], dpo_rows, tmp_path, overrides)
     expected = expected_logps([*seen], folders["other"], folders["of_checkpoint"])
     assert [*seen.values()] == pytest.approx(expected, rel=1e-5, abs=1e-4)
-    assert warned == [Naming("adapters", f"{folders['of_checkpoint']}", f"{folders['base']}", f"{folders['other']}")]
+    assert warned == [Message("adapters", f"{folders['of_checkpoint']}", f"{folders['base']}", f"{folders['other']}")]
 
 
 def test_the_policy_itself_as_the_named_reference(

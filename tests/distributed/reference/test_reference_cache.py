@@ -14,7 +14,7 @@ import torch
 
 from nemo_kto.utils import locks
 from nemo_kto.utils.locks import locked
-from tests.helpers.messages import Naming, assert_names
+from tests.helpers.messages import Message, assert_names
 from tests.helpers.rank_pool import RankPool
 
 
@@ -206,7 +206,7 @@ def test_the_life_of_a_cache(ranks: RankPool, tmp_path: Path) -> None:
     assert found["a few more"] == 2
     assert found["rows"] == 9
     assert found["other settings"] == 0
-    assert found["error"] == Naming("FOLDER", "3", "run", "start")
+    assert found["error"] == Message("FOLDER", "3", "run", "start")
     assert found["modes"] == ["0o600", "0o700"], "files and folders are private"
     for text in found["warnings"]:
         assert_names(text, "FOLDER/part-")

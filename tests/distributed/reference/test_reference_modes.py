@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.training_jobs import assert_same, train, trajectory
@@ -247,7 +247,7 @@ def test_another_model_of_another_shape_is_refused(
     with pytest.raises(RuntimeError) as error:
         run(f"model.reference.restore_from_path={other}")
     assert str(error.value).splitlines()[-1] == (
-        Naming("nemo_kto.errors.UserError", f"{run.model}", f"{other}", f"{found}", "train")
+        Message("nemo_kto.errors.UserError", f"{run.model}", f"{other}", f"{found}", "train")
     )
 
 

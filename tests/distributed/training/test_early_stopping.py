@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from nemo_kto.artifacts.checkpoint_files import find_checkpoints
-from tests.helpers.messages import Naming, assert_names
+from tests.helpers.messages import Message, assert_names
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import train
 
@@ -36,8 +36,8 @@ def test_a_run_without_improvement_stops(ranks: RankPool, tiny_llama: Path, kto_
     lines = first.splitlines()
     (title,) = [line for line in lines if line.startswith("nemo-kto kto stopped")]
     assert title.startswith("nemo-kto kto stopped by early stopping after step 3 of 5 (")
-    assert Naming("early stopping", *WHY) in lines
-    assert Naming("train", f"{STOPPING}=false") in lines
+    assert Message("early stopping", *WHY) in lines
+    assert Message("train", f"{STOPPING}=false") in lines
     assert [checkpoint.step for checkpoint in find_checkpoints(folder / "checkpoints")] == [3]
     assert list((folder / "hf").glob("*.safetensors"))
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

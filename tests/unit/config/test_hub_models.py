@@ -15,7 +15,7 @@ from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of
 from nemo_kto.config.rules.training import run_errors
 from nemo_kto.config.saved_config import save_config
 from tests.helpers.hub_cache import add_model
-from tests.helpers.messages import Naming
+from tests.helpers.messages import Message
 from tests.helpers.tiny_models import write_stub_adapter, write_stub_model
 
 FIRST, SECOND = "1" * 40, "2" * 40
@@ -70,9 +70,9 @@ def test_a_missing_model_is_one_error_beside_the_others(hub: Path) -> None:
     with pytest.raises(InvalidConfig) as caught:
         resolve("pretrained_checkpoint.restore_from_path=hf:org/other", "model.data.data_prefix=none.jsonl", "model.seed=-1")
     assert sorted(map(str, caught.value.errors)) == [
-        Naming("model.data.data_prefix", "none.jsonl"),
-        Naming("model.seed", "-1"),
-        Naming("pretrained_checkpoint.restore_from_path", "hf:org/other", "hf download org/other"),
+        Message("model.data.data_prefix", "none.jsonl"),
+        Message("model.seed", "-1"),
+        Message("pretrained_checkpoint.restore_from_path", "hf:org/other", "hf download org/other"),
     ]
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from nemo_kto.processes import ranks, watchdog
 from nemo_kto.processes.watchdog import BoundedStore, Section, StoreLost, Watchdog
-from tests.helpers.messages import Naming, raises
+from tests.helpers.messages import Message, raises
 
 TIMEOUT = timedelta(seconds=3)
 
@@ -107,13 +107,13 @@ def test_a_rank_without_a_heartbeat_is_named(world: World, monkeypatch: pytest.M
     monkeypatch.setattr(watchdog, "SILENT_SECONDS", 0.5)
     world.start(waits, gone)
     world.await_error(0)
-    assert world.errors[0] == Naming("rank 1", str(os.getpid()), socket.gethostname(), "0.5 s", "loading")
+    assert world.errors[0] == Message("rank 1", str(os.getpid()), socket.gethostname(), "0.5 s", "loading")
 
 
 def test_a_rank_that_does_not_enter_the_section_is_named(world: World) -> None:
     world.start(waits, world.stay)
     world.await_error(0)
-    assert world.errors[0] == Naming("rank 1", "loading", "3 s")
+    assert world.errors[0] == Message("rank 1", "loading", "3 s")
 
 
 def test_waiting_for_a_rank_has_a_timeout(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
