@@ -47,7 +47,7 @@ TESTS312 := tests/unit/models/test_attention.py tests/unit/device/test_kernels.p
 TESTS312 += $(patsubst %,tests/distributed/*/test_%.py,$(DISTRIBUTED312)) tests/parity/test_{huggingface,mixtures}.py \
 	tests/integration/test_resume.py -k 'not (tp4 or dp4 or micro_batch or recompute)'
 
-.PHONY: help quickstart quickstart-pairs check golden test test-full test-slow test-py312 test-lowest test-emulated chaos test-slurm test-browser gpu gpu-wheels image-test audit lint bench docs wheel clean
+.PHONY: help quickstart quickstart-pairs check golden test test-full test-matrix test-slow test-py312 test-lowest test-emulated chaos test-slurm test-browser gpu gpu-wheels image-test audit lint bench docs wheel clean
 
 help:
 	@sed -n '1,7s/^# //p' Makefile
@@ -92,6 +92,10 @@ test: lint
 
 test-full: lint
 	$(BIN)/python $(PYTEST) -m 'not slow and not slurm and not browser' --matrix=full $(PYTEST_FLAGS)
+
+# Only the combinations that test-full adds to test.
+test-matrix: $(VENV)/.test
+	$(BIN)/python $(PYTEST) -m 'full and not slow and not slurm and not browser' --matrix=full $(PYTEST_FLAGS)
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m 'slow and not chaos' $(PYTEST_FLAGS)
