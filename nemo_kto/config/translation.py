@@ -229,7 +229,7 @@ class Options:
 
     def reject(self, name: str, reason: str) -> None:
         if self.has(name):
-            self.without[self.shown(name)] = reason
+            self.without.setdefault(self.shown(name), reason)
 
 
 def _place(options: Options, name: object, *, config: object = None, split: object = None) -> str:
@@ -277,7 +277,7 @@ def _model_and_data(options: Options, recipe: Recipe, ranks: int) -> None:
 def _rows(options: Options, *names: str, split: object = None) -> list[str]:
     """Return the files and hub names of the first of the options that is given."""
     name, *ignored = [each for each in names if options.has(each)] or [""]
-    for each in ignored:
+    for each in (*ignored, *(("dataset_config", "dataset_train_split", "dataset_test_split") if name == "datasets" else ())):
         options.reject(each, f"{name} is used")
     value = options.get(name) if name else None
     texts = isinstance(value, str) and not options.title.startswith("ms-swift")
