@@ -13,8 +13,9 @@ from nemo_kto.cli.job import Job, refuse_mistakes
 from nemo_kto.config import compose
 from nemo_kto.config.check import read_positions
 from nemo_kto.config.mistakes import find_mistakes
+from nemo_kto.config.option_files import read_options
 from nemo_kto.config.schema import config_type
-from nemo_kto.config.translation import Translation, read_options, table, translate
+from nemo_kto.config.translation import Translation, table, translate
 from nemo_kto.utils.escaping import shell_comment
 from nemo_kto.utils.field_errors import names
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.config import migration
@@ -19,14 +17,10 @@ from nemo_kto.config.schema import config_type
 from nemo_kto.errors import UserError, either
 from nemo_kto.utils.escaping import shell_word
 from nemo_kto.utils.field_errors import echo, names
-from nemo_kto.utils.files import read_bytes, read_json
+from nemo_kto.utils.files import read_json
 from nemo_kto.utils.yaml_files import load_yaml
 
 EPOCHS = 1_000_000  # other trainers repeat the data until max_steps
-# Such as $(expr 16 / 4) in a script.
-_QUOTIENT = re.compile(r"\$\((?:expr|\() *(\d+) */ *(\d+) *\)\)?")
-_RANKS = ("nproc_per_node", "num_processes")  # of torchrun, ms-swift and accelerate
-_MAX_BYTES = 2**20
 _DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 _NUMBERS = frozenset(
     "learning_rate beta weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm warmup_steps warmup_ratio max_steps "
@@ -77,7 +71,7 @@ def _shell(word: str) -> str:
     return f'"{word}"' if is_simple else shell_word(word)
 
 
-def _is_finite(value: object) -> bool:
+def _is_finite(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -590,52 +584,3 @@ def _same_values(options: Options, recipe: Recipe) -> None:
         options.notes.append(f"model.data.seq_length: longer rows, which {options.title} does not use, are truncated")
     if options.get("max_length") is None:
         options.notes.append(f"model.data.seq_length: the limit of the model in {options.title}, here at most 2048 tokens")
-
-
-def read_options(file: Path) -> dict[str, Any]:
-    """Return the options in a file of another trainer; raise UserError if there are none."""
-    try:
-        text = read_bytes(file, limit=_MAX_BYTES).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"FILE must be a text file that can be read, got {file}: {error}") from error
-    is_script = file.suffix not in (".yaml", ".yml", ".json")
-    content: Any = dict(_script_options(text)) if is_script else None
-    try:
-        content = content or load_yaml(text)
-    except ValueError as error:
-        if not is_script:
-            raise UserError(f"FILE must be valid YAML, got {file}: {error}") from error
-    if not isinstance(content, dict) or not content:
-        raise UserError(f"FILE must have options KEY: VALUE, or a command line with --KEY VALUE, got none in {file}")
-    ranks = next((content.pop(name) for name in _RANKS if name in content), None)
-    return {str(name): value for name, value in content.items()} | ({} if ranks is None else {"nproc_per_node": ranks})
-
-
-def _script_options(text: str) -> Iterator[tuple[str, object]]:
-    """Yield the options of the longest command line of a shell script, with the algorithm in its name and its ranks."""
-    lines = text.replace("\\\n", " ").splitlines()
-    line = max(lines, key=lambda each: each.count(" --"), default="")
-    assigned = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=(\S+)\s*$", text, re.MULTILINE))
-    line = re.sub(r"\$\{?(\w+)\}?", lambda match: assigned.get(match[1], match[0]), line)
-    line = _QUOTIENT.sub(lambda match: str(int(match[1]) // max(1, int(match[2]))), line)
-    try:
-        words = shlex.split(line, comments=True) if " --" in line else []
-    except ValueError as error:
-        raise UserError(f"FILE must be a shell script with closed quotes, got {line.strip()[:80]}: {error}") from error
-    for word in words:
-        name, separator, value = word.partition("=")
-        if separator and name.lower() in (*_RANKS, "use_hf"):
-            yield name.lower(), value
-    yield from read_command_line(words)
-
-
-def read_command_line(words: Sequence[str]) -> Iterator[tuple[str, object]]:
-    """Yield the options --NAME VALUE ... and --NAME=VALUE of a command line; an option without a value is true."""
-    rest = list(itertools.dropwhile(lambda word: not word.startswith("--"), words))
-    while rest:
-        name, separator, value = rest.pop(0).partition("=")
-        values = [value] if separator else []
-        while rest and not rest[0].startswith("--"):
-            values.append(rest.pop(0))
-        if name.startswith("--"):
-            yield name[2:].replace("-", "_"), (values[0] if len(values) == 1 else values or True)

@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.config.compose import Source, load, to_config
-from nemo_kto.config.translation import read_options, translate
+from nemo_kto.config.option_files import read_options
+from nemo_kto.config.translation import translate
 
 SOURCES = {name: Source(config_name=recipe.config_name) for name, recipe in RECIPES.items()}
 KEYS = {

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from nemo_kto.algorithms.recipes import DPO, KTO, RECIPES
 from nemo_kto.cli import translate as command
+from nemo_kto.config.option_files import read_options
 from nemo_kto.config.saved_config import read_saved
 from nemo_kto.config.schema import config_type
-from nemo_kto.config.translation import read_options, table, translate
+from nemo_kto.config.translation import table, translate
 from nemo_kto.errors import UserError
 from nemo_kto.utils.escaping import shell_comment, shell_word
 from nemo_kto.utils.field_errors import names
