@@ -41,7 +41,7 @@ def names(text: str) -> frozenset[str]:
 
 # docs/internals/design.md has the figure. A folder within a package may have a separate row.
 PACKAGES = {
-    "utils": Package(outside=names("pydantic pydantic_core annotated_types")),
+    "utils": Package(outside=names("pydantic pydantic_core annotated_types"), only_in=(("yaml", names("yaml_files.py")),)),
     "losses": Package(
         own=names("utils"), outside=names("torch annotated_types"), never=names("torch.distributed torch.cuda")
     ),
@@ -95,7 +95,7 @@ PACKAGES = {
     "huggingface": Package(
         own=names("checkpoint models device distributed architecture artifacts utils"),
         outside=names("torch megatron.core safetensors"),
-        only_in=(("yaml", names("megatron_checkpoints.py")), ("transformers", names("importing.py"))),
+        only_in=(("transformers", names("importing.py")),),
     ),
     "algorithms": Package(
         own=names("losses data telemetry utils"), outside=names("torch"), never=names("torch.distributed torch.cuda")

@@ -13,14 +13,16 @@ from nemo_kto.cli.job import Job, refuse_mistakes
 from nemo_kto.config import compose
 from nemo_kto.config.check import read_positions
 from nemo_kto.config.mistakes import find_mistakes
+from nemo_kto.config.option_files import read_options
 from nemo_kto.config.schema import config_type
-from nemo_kto.config.translation import Translation, read_options, table, translate
+from nemo_kto.config.translation import Translation, table, translate
+from nemo_kto.utils.escaping import shell_comment
 from nemo_kto.utils.field_errors import names
 
 _DESCRIPTION = """\
 Print the command of this program for a configuration of TRL, ms-swift, LLaMA-Factory or axolotl: a YAML or JSON file, or a
-shell script with its command line. The command also sets those defaults of the other trainer that differ from ours. Options
-without a counterpart are listed with the reason, as comments.
+shell script with its command line. The command also sets the defaults of the other trainer. Options without a counterpart
+are listed with the reason, as comments.
 """
 
 
@@ -32,10 +34,10 @@ def main(argv: Sequence[str]) -> None:
     if flags.ranks is not None:
         options["nproc_per_node"] = flags.ranks
     found = translate(options, trainer=flags.trainer, recipe=recipe, folder=folder)
-    print(f"# {flags.file}, of {found.trainer}\n{found.command()}")
+    print(f"{shell_comment(f'{flags.file}, of {found.trainer}')}\n{found.command()}")
     comments = [*found.remarks(), *(f"to be corrected: {error}" for error in remaining_errors(found))]
     if comments:
-        print("\n" + "\n".join(f"# {line}" for line in comments))
+        print("\n" + "\n".join(map(shell_comment, comments)))
 
 
 def remaining_errors(found: Translation, further: Sequence[str] = ()) -> list[str]:

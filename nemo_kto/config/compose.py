@@ -33,6 +33,7 @@ from nemo_kto.config import migration
 from nemo_kto.config.schema import RunConfig, config_type
 from nemo_kto.errors import ConfigError, UserError, either
 from nemo_kto.utils.field_errors import echo, mistakes, names
+from nemo_kto.utils.yaml_files import load_yaml
 
 PACKAGE = "nemo_kto.conf"
 # Raised by Hydra if files or overrides do not compose; the last three for a file that is not text or includes itself.
@@ -163,8 +164,8 @@ DEFAULT_SOURCE = Source()
 def _includes_ours(file: Path) -> bool:
     """Return whether the defaults of a file include one of our files that no file in its own folder shadows."""
     try:
-        content = yaml.safe_load(file.read_bytes())
-    except yaml.YAMLError:
+        content = load_yaml(file.read_bytes())
+    except ValueError:
         return False  # composing reports the error
     defaults = content.get("defaults") if isinstance(content, dict) else None
     ours = [recipe.config_name for recipe in RECIPES.values()]

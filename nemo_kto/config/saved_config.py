@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 
-from nemo_kto.config.compose import FREE_FORM, WRONG, Source, known_keys, load
+from nemo_kto.config.compose import FREE_FORM, Source, known_keys, load
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.utils.files import publish_file, read_bytes
+from nemo_kto.utils.yaml_files import load_yaml
 
 CONFIG_FILE = "config.yaml"  # in the run folder
 HIDDEN = "***"
@@ -103,15 +103,6 @@ _MAX_BYTES = 2**18  # a saved configuration has a thirtieth of this size
 _ABSENT = object()
 
 
-class _PlainLoader(yaml.SafeLoader):
-    """YAML loader that rejects aliases, which we do not write: a few nested ones may expand to billions of values."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("must not contain aliases")
-        return super().compose_node(parent, index)
-
-
 def save_config(config: RunConfig) -> None:
     """Write the resolved, redacted configuration to the run folder; print the changes since the run was last started."""
     file = Path(config.exp_manager.explicit_log_dir) / CONFIG_FILE
@@ -144,8 +135,8 @@ def read_saved(file: Path) -> dict[str, Any]:
 def _read(file: Path) -> dict[str, Any] | None:
     """Read a saved configuration without resolving interpolations; None if it is missing or damaged."""
     try:
-        content = yaml.load(read_bytes(file, limit=_MAX_BYTES), Loader=_PlainLoader)  # nosec B506  # a SafeLoader
-    except (*WRONG, ValueError):
+        content = load_yaml(read_bytes(file, limit=_MAX_BYTES))
+    except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) and "algorithm" in content else None
 

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 import os
 import re
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import yaml
-from omegaconf import OmegaConf
+from typing import Any, NamedTuple, TypeGuard
 
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
-from nemo_kto.config import compose, migration
+from nemo_kto.config import migration
 from nemo_kto.config.check import quoted
 from nemo_kto.config.schema import config_type
 from nemo_kto.errors import UserError, either
+from nemo_kto.utils.escaping import shell_word
 from nemo_kto.utils.field_errors import echo, names
-from nemo_kto.utils.files import open_file
+from nemo_kto.utils.files import read_json
+from nemo_kto.utils.yaml_files import load_yaml
 
 EPOCHS = 1_000_000  # other trainers repeat the data until max_steps
-# Such as $(expr 16 / 4) in a script.
-_QUOTIENT = re.compile(r"\$\((?:expr|\() *(\d+) */ *(\d+) *\)\)?")
-_RANKS = ("nproc_per_node", "num_processes")  # of torchrun, ms-swift and accelerate
+_DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 _NUMBERS = frozenset(
     "learning_rate beta weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm warmup_steps warmup_ratio max_steps "
     "num_train_epochs per_device_train_batch_size gradient_accumulation_steps global_batch_size micro_batch_size max_length "
     "lora_r lora_alpha lora_dropout validation_fraction eval_steps save_steps evals_per_epoch saves_per_epoch logging_steps "
     "save_total_limit early_stopping_patience ddp_timeout nproc_per_node nnodes rpo_alpha sft_weight cosine_min_lr_ratio "
+    "min_lr cpo_alpha label_smoothing "
     "tensor_parallel_size tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size".split()
 )
 
@@ -72,11 +67,11 @@ def _hydra(value: object) -> str:
 
 
 def _shell(word: str) -> str:
-    is_simple = "'" in word and re.search(r'["$`\\!]', word) is None
-    return f'"{word}"' if is_simple else shlex.quote(word)
+    is_simple = "'" in word and word.isprintable() and re.search(r'["$`\\!]', word) is None
+    return f'"{word}"' if is_simple else shell_word(word)
 
 
-def _is_finite(value: object) -> bool:
+def _is_finite(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -93,9 +88,14 @@ def table() -> dict[str, Any]:
 
 
 def read_value(value: object) -> object:
-    """Return an option's value with numbers and truth values read from text, as YAML 1.1 does not read 1e-5."""
+    """Return an option's value with numbers, truth values and lists read from text, as YAML 1.1 does not read 1e-5."""
     if not isinstance(value, str):
         return value
+    if value.strip()[:1] in ("[", "{"):
+        try:
+            return load_yaml(value)
+        except ValueError:
+            return value.strip()
     if (word := value.strip().lower()) in ("true", "yes", "on", "false", "off", "null", ""):
         return {"false": False, "off": False, "null": None, "": None}.get(word, True)
     for number in (int, float):
@@ -122,7 +122,8 @@ def find_recipe(options: Mapping[str, object], trainer: str) -> tuple[Recipe, st
             )
         algorithm, *loss = table()["methods"][named]
         return RECIPES[algorithm], next(iter(loss), None)
-    overrides = table()["values"]["loss_type"].get(str(options.get("loss_type")), [])
+    known = table()["values"]["loss_type"]
+    overrides = [text for loss in _list(read_value(options.get("loss_type"))) for text in known.get(str(loss), [])]
     for recipe in RECIPES.values():
         own = {f"model.{recipe.name}."} if any(recipe.aliases.keys() & options.keys()) else set()
         if own or any(text.startswith(f"model.{recipe.name}.") for text in overrides):
@@ -139,15 +140,16 @@ def translate(
     folder: Path = Path(),
     with_defaults: bool = True,
 ) -> Translation:
-    """Translate options; with ``with_defaults``, also the trainer's defaults that differ from ours.
+    """Translate options; with ``with_defaults``, also the trainer's defaults, because ours may depend on other keys.
 
     ``folder`` contains the file with the options. ``ranks`` is the number of ranks, if the options do not say it.
     """
     given = {name.lstrip("-").replace("-", "_"): value for name, value in given.items()}
     trainer = trainer or find_trainer(given)
     options, loss = Options.of(given, trainer=trainer, folder=folder), None
-    if recipe is None:
-        recipe, loss = find_recipe(given, trainer)
+    if recipe is None or table()["trainers"][trainer]["method"] in given:
+        named, loss = find_recipe(given, trainer)
+        recipe = recipe or named
     if loss is not None:
         options.given.setdefault("loss_type", loss)
     if loss == "simpo" and trainer == "ms-swift":
@@ -156,13 +158,13 @@ def translate(
     for convert in (_model_and_data, _loss, _batch, _length, _schedule, _adapters, _precision, _intervals, _logging):
         convert(options, recipe, ranks or 1)
     _same_values(options, recipe)
+    reasons = table()["without"] | migration.without()
     for name, value in options.given.items():
-        if name not in options.used and value not in (None, False, "", []):
-            reason = (table()["without"] | migration.without()).get(name)
-            options.without[options.shown(name)] = reason or f"it is no option of {options.title} that this program knows"
-    return Translation(
-        options.title, recipe, _chosen(options, recipe, with_defaults=with_defaults), options.without, options.notes
-    )
+        is_off = value is False and name in reasons  # it has no effect then
+        if name not in options.used and value not in (None, "", []) and not is_off:
+            options.reject(name, reasons.get(name) or f"it is no option of {options.title} that this program knows")
+    chosen = {key: value for key, (value, by) in options.overrides.items() if by or with_defaults}
+    return Translation(options.title, recipe, chosen, options.without, list(dict.fromkeys(options.notes)))
 
 
 @dataclass(kw_only=True)
@@ -175,19 +177,23 @@ class Options:
     original: dict[str, str]  # TRL's name -> the trainer's name
     folder: Path
     used: set[str] = field(default_factory=set)
-    overrides: dict[str, tuple[object, bool]] = field(default_factory=dict)  # key -> value, and whether an option set it
+    overrides: dict[str, tuple[object, str]] = field(default_factory=dict)  # key -> value, and the option that set it
     without: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, given: Mapping[str, object], *, trainer: str, folder: Path) -> Options:
         entry = table()["trainers"][trainer]
-        names = {name: entry["names"].get(name, name) for name in given}
-        values = {names[name]: read_value(value) for name, value in given.items()}
+        found = cls(title=entry["title"], given={}, defaults={}, original={}, folder=folder)
+        values, original = found.given, found.original
+        for theirs, value in given.items():
+            name = entry["names"].get(theirs, theirs)
+            if value is not None and values.get(name) is not None:
+                found.without[f"{theirs}={_hydra(value)}"] = f"{original[name]} is the same option and is used instead"
+            else:
+                values[name], original[name] = read_value(value), theirs
         kind = "lora" if _trains_adapters(entry["defaults"] | values) else "full"
-        defaults = entry["defaults"] | entry.get(kind, {})
-        original = {ours: theirs for theirs, ours in names.items()}
-        found = cls(title=entry["title"], given=values, defaults=defaults, original=original, folder=folder)
+        found.defaults |= entry["defaults"] | entry.get(kind, {})
         for name, value in list(values.items()):
             if name in _NUMBERS and value is not None and not _is_finite(value):
                 found.reject(name, "it must be a number")
@@ -204,130 +210,164 @@ class Options:
         return any(self.given.get(name) is not None for name in names)
 
     def set(self, key: str, value: object, *names: str) -> None:
-        """Set one of our keys to a value that follows from the options ``names``."""
-        self.overrides[key] = value, self.has(*names)
+        """Set one of our keys to a value that follows from the options ``names``, or from a default if none is given."""
+        by = next((name for name in names if self.has(name)), "")
+        earlier, earlier_by = self.overrides.get(key, (value, ""))
+        if earlier_by and by and earlier != value:
+            self.reject(earlier_by, f"{key} has one value, and {self.shown(by)} is used")
+        if by or not earlier_by:
+            self.overrides[key] = value, by
 
     def shown(self, name: str) -> str:
         return f"{self.original.get(name, name)}={_hydra(self.given[name])}"
 
     def reject(self, name: str, reason: str) -> None:
         if self.has(name):
-            self.without[self.shown(name)] = reason
+            self.without.setdefault(self.shown(name), reason)
 
 
-def _chosen(options: Options, recipe: Recipe, *, with_defaults: bool) -> dict[str, object]:
-    """Return the values that options set and, with ``with_defaults``, the trainer's defaults that differ from ours."""
-    ours = compose.load(source=compose.Source(config_name=recipe.config_name))
-    chosen = {}
-    for key, (value, is_given) in options.overrides.items():
-        if is_given or (with_defaults and (OmegaConf.is_missing(ours, key) or OmegaConf.select(ours, key) != value)):
-            chosen[key] = value
-    return chosen
-
-
-def _place(name: object, *, config: object = None, split: object = None) -> str:
+def _place(options: Options, name: object, *, config: object = None, split: object = None) -> str:
     """Return a folder or file as it is, and a name on the hub as hf:NAME[:CONFIG][:SPLIT]."""
-    text = str(name)
-    if os.path.exists(os.path.expanduser(text)) or text.startswith((".", "/", "~", "hf:")) or text.count("/") != 1:
+    hub, _, text = str(name).rpartition("::")  # of ms-swift
+    is_path = text.startswith((".", "/", "~", "hf:")) or text.endswith(_DATA_FILES) or text.count("/") != 1
+    if is_path or os.path.exists(text):
         return text
-    parts = [text, *(str(part) for part in (config, split) if part not in (None, "train", "default"))]
+    if options.title.startswith("ms-swift") and hub.upper() != "HF" and not options.get("use_hf"):
+        remedy = f"check that hf:{text} has the same content, or download it and give the folder"
+        options.notes.append(f"{text}: ms-swift reads this name from ModelScope; {remedy}")
+    parts = [text, *(str(part) for part in (config, split) if part not in (None, "", "train", "default"))]
     return f"hf:{':'.join(parts)}"
 
 
 def _model_and_data(options: Options, recipe: Recipe, ranks: int) -> None:
     if options.has("model_name_or_path"):
         revision = options.get("model_revision")
-        model = _place(options.get("model_name_or_path"))
+        model = _place(options, options.get("model_name_or_path"))
         pinned = f"{model}@{revision}" if model.startswith("hf:") and revision not in (None, "main") else model
         options.set("pretrained_checkpoint.restore_from_path", pinned, "model_name_or_path")
     for name in ("ref_model", "ref_model_name_or_path"):
         if options.has(name):
-            options.set("model.reference.restore_from_path", _place(options.get(name)), name)
-    key, config = "model.data.data_prefix", options.get("dataset_config")
-    train = _rows(options, "dataset_name", config, options.get("dataset_train_split"))
-    if options.has("datasets"):
-        train = [_axolotl_rows(entry) for entry in _list(options.get("datasets"))]
-    test = _rows(options, "eval_dataset", config, None)
-    if options.has("test_datasets"):
-        test = [_axolotl_rows(entry) for entry in _list(options.get("test_datasets"))]
-    if options.has("dataset_test_split"):
-        test = _rows(options, "dataset_name", config, options.get("dataset_test_split"))
+            options.set("model.reference.restore_from_path", _place(options, options.get(name)), name)
+    key = "model.data.data_prefix"
+    train, test = _rows(options, "datasets", "dataset_name"), _rows(options, "test_datasets", "eval_dataset")
+    if options.has("dataset_test_split") and options.has("dataset_name") and not options.has("datasets"):
+        test = test or _rows(options, "dataset_name", split=options.get("dataset_test_split"))
     if train:
         named: object = train[0] if len(train) == 1 else train
         if test:
             named = {"train": named, "validation": test[0] if len(test) == 1 else test}
-        options.set(key, named, "dataset_name", "datasets")
+        options.set(key, named, "datasets", "dataset_name")
         options.notes.append(f"{key}: {recipe.data}; other columns are named in model.data.fields")
     fraction = options.get("validation_fraction")
-    if not fraction and not test:
+    if fraction and (test or fraction >= 1):
+        reason = "a number of rows is not a share; set model.data.splits_string"
+        options.reject("validation_fraction", "the validation data is used" if test else reason)
+    elif fraction:
+        options.set("model.data.splits_string", f"{100 - fraction * 100:g},{fraction * 100:g}", "validation_fraction")
+    elif not test:
         options.set("model.data.splits_string", None)  # all rows are used for training
-    if fraction and not test:
-        part = fraction * 100 if fraction < 1 else None
-        if part is None:
-            options.reject("validation_fraction", "a number of rows is not a share; set model.data.splits_string")
-        else:
-            options.set("model.data.splits_string", f"{100 - part:g},{part:g}", "validation_fraction")
 
 
-def _rows(options: Options, name: str, config: object, split: object) -> list[str]:
-    """Return the files and hub names of an option with one or more data sets."""
-    value = options.get(name) if options.has(name) else None
-    info: dict[str, Any] = {}
-    folder = options.folder / str(options.get("dataset_dir", "data"))
-    if (file := folder / "dataset_info.json").is_file():
-        info = json.loads(file.read_text(encoding="utf-8"))
-    rows = []
-    entries = value.split(",") if isinstance(value, str) and not options.title.startswith("ms-swift") else _list(value)
-    for entry in (str(each).strip() for each in entries):
-        entry, _, count = entry.partition("#")
+def _rows(options: Options, *names: str, split: object = None) -> list[str]:
+    """Return the files and hub names of the first of the options that is given."""
+    name, *ignored = [each for each in names if options.has(each)] or [""]
+    for each in (*ignored, *(("dataset_config", "dataset_train_split", "dataset_test_split") if name == "datasets" else ())):
+        options.reject(each, f"{name} is used")
+    value = options.get(name) if name else None
+    texts = isinstance(value, str) and not options.title.startswith("ms-swift")
+    entries = str(value).split(",") if texts else _list(value)
+    config, folder = options.get("dataset_config"), options.folder / str(options.get("dataset_dir", "data"))
+    info = read_json(file) if (file := folder / "dataset_info.json").is_file() else {}
+    rows: list[str] = []
+    for entry in entries:
+        if isinstance(entry, Mapping):
+            rows += _entry_rows(options, name, entry, folder=None)
+            continue
+        text, _, count = str(entry).strip().partition("#")
         if count:
-            options.notes.append(f"{entry}: all rows are used, not {count} of them")
-        found = info.get(entry, {})
-        if "file_name" in found:
-            rows.append(str(folder / found["file_name"]))
-        else:
-            rows.append(_place(found.get("hf_hub_url", entry), config=found.get("subset", config), split=split))
-        if options.title == "LLaMA-Factory" and not found:
-            options.notes.append(f"{entry}: an entry of dataset_info.json that was not found; name its file")
+            options.notes.append(f"{text}: all rows are used, not {count} of them")
+        if isinstance(info.get(text), Mapping):
+            rows += _entry_rows(options, text, info[text], folder=folder)
+            continue
+        if options.title == "LLaMA-Factory":
+            options.notes.append(f"{text}: an entry of dataset_info.json that was not found; name its file")
+        hub, separator, rest = text.rpartition("::")
+        path, _, subsets = rest.partition(":") if options.title.startswith("ms-swift") else (rest, "", "")
+        for subset in subsets.split("/"):
+            part = options.get("dataset_train_split") if split is None else split
+            rows.append(_place(options, f"{hub}{separator}{path}", config=subset or config, split=part))
     return rows
 
 
-def _axolotl_rows(entry: object) -> str:
-    if not isinstance(entry, Mapping):
-        return _place(entry)
-    if entry.get("data_files"):
-        files = entry["data_files"]
-        return str(files[0] if isinstance(files, list) else files)
-    return _place(entry.get("path"), config=entry.get("name"), split=entry.get("split"))
+def _entry_rows(options: Options, name: str, entry: Mapping[Any, Any], *, folder: Path | None) -> list[str]:
+    """Return the files or the hub name of a mapping, of axolotl and TRL, or in LLaMA-Factory's dataset_info.json."""
+    columns = table()["row_types"].get(str(entry.get("type")).rpartition(".")[2])
+    if columns is not None:
+        options.set("model.data.fields", columns or None, "datasets")
+        options.set("model.data.apply_chat_template", True, "datasets")
+        options.notes.append(f"type={entry['type']}: the chat template of the tokenizer is used, and no column `system`")
+    location = ["file_name", "hf_hub_url", "path", "name", "subset", "split", "data_files", "ds_type"]
+    for key, value in entry.items():
+        if key not in location and value not in (None, False, "") and (key != "type" or columns is None):
+            reason = "columns are named in model.data.fields, and model.data.apply_chat_template=true is for rows of text"
+            options.without[f"{name}.{key}={_hydra(value)}"] = f"settings of data sets are not translated; {reason}"
+    path, files = entry.get("hf_hub_url", entry.get("path")), entry.get("data_files")
+    if folder is not None and "file_name" in entry:
+        return [str(folder / str(entry["file_name"]))]
+    place = _place(options, path, config=entry.get("name", entry.get("subset")), split=entry.get("split"))
+    if files is None or place.startswith("hf:"):
+        if files is not None:
+            options.without[f"{name}.data_files={_hydra(files)}"] = f"{place} is read as a whole, or the split that it names"
+        return [place]
+    within = Path(place) if os.path.isdir(place) else Path()
+    return [str(within / str(file)) for file in (files if isinstance(files, list) else [files])]
 
 
 def _loss(options: Options, recipe: Recipe, ranks: int) -> None:
-    section, named = f"model.{recipe.name}", options.get("loss_type")
-    losses = _list(named)
+    section, losses = f"model.{recipe.name}", [str(loss) for loss in _list(options.get("loss_type"))]
     weights = [read_value(weight) for weight in _list(options.get("loss_weights"))] or [1.0] * len(losses)
+    terms = [(loss, weight) for loss, weight in zip(losses, weights, strict=False) if loss != "sft"]
+    known = table()["values"]["loss_type"]
+    overrides = [text for loss, _ in terms for text in known.get(loss, []) if text.startswith(section)]
+    if losses and (len(terms) != 1 or len(weights) != len(losses) or not overrides):
+        options.set(f"{section}.preference_loss", "???", "loss_type")  # the command has no loss until the user names one
+        one = f"a run has one preference loss and, optionally, an SFT loss; set {section}.preference_loss"
+        options.reject("loss_type", one if len(terms) != 1 else f"`nemo-kto {recipe.name}` has no such loss")
+        options.reject("loss_weights", "it must have a number for each loss" if len(weights) != len(losses) else one)
+    elif losses:
+        _set_texts(options, overrides, "loss_type")
+        if terms[0][1] != 1:
+            options.set(f"{section}.preference_loss_weight", terms[0][1], "loss_weights")
     for loss, weight in zip(losses, weights, strict=False):
         if loss == "sft":
             _sft_term(options, section, weight, token_mean=True, name="loss_type")
-            continue
-        overrides = table()["values"]["loss_type"].get(str(loss), [])
-        if len(losses) > 1 and weight != 1:
-            options.set(f"{section}.preference_loss_weight", weight, "loss_type")
-        _set_texts(options, [text for text in overrides if text.startswith(section)], "loss_type")
-        if not any(text.startswith(section) for text in overrides):
-            options.reject("loss_type", f"`nemo-kto {recipe.name}` has no such loss")
-    if options.has("rpo_alpha"):
-        _sft_term(options, section, options.get("rpo_alpha"), token_mean=True, name="rpo_alpha")
-    if options.has("sft_weight") and options.get("sft_weight"):
-        _sft_term(options, section, options.get("sft_weight"), token_mean=False, name="sft_weight")
-    if "simpo" not in losses:
-        options.reject("simpo_gamma", "only SimPO has a margin")
-        options.defaults.pop("simpo_gamma", None)
-        options.given.pop("simpo_gamma", None)
-    if "orpo" in losses and options.title != "LLaMA-Factory":
-        options.notes.append("orpo: TRL's first term covers the prompt too; docs/algorithms/orpo.md has the options for it")
+    for name in ("rpo_alpha", "sft_weight"):
+        if options.get(name):
+            _sft_term(options, section, options.get(name), token_mean=name == "rpo_alpha", name=name)
+    _own_terms(options, losses)
     if options.get("sync_ref_model"):
         options.set("model.reference.sync_interval", options.get("ref_model_sync_steps", 512), "sync_ref_model")
         options.set("model.reference.sync_alpha", options.get("ref_model_mixup_alpha", 0.6), "sync_ref_model")
+
+
+def _own_terms(options: Options, losses: Sequence[str]) -> None:
+    """Set the options that belong to single losses, and the SFT terms that TRL has in SimPO and ORPO."""
+    if "simpo" in losses and options.get("cpo_alpha"):
+        _sft_term(options, "model.dpo", options.get("cpo_alpha"), token_mean=True, name="cpo_alpha")
+    elif "simpo" not in losses:
+        for name in ("simpo_gamma", "cpo_alpha"):
+            options.reject(name, "only SimPO has it")
+            options.defaults.pop(name, None)
+            options.given.pop(name, None)
+    if "orpo" in losses and options.title != "LLaMA-Factory":  # TRL's first term covers the prompt and is a mean over tokens
+        _sft_term(options, "model.dpo", 1.0, token_mean=True, name="loss_type")
+        options.set("model.dpo.orpo_sft_weight", 0, "loss_type")
+        options.set("model.dpo.sft_completion_only", False, "loss_type")
+    if "exo_pair" in losses or not options.get("label_smoothing", 0):
+        smoothing = options.given.pop("label_smoothing", None)
+        if smoothing:
+            options.given["exo_label_smoothing"] = smoothing
+            options.original["exo_label_smoothing"] = options.original["label_smoothing"]
 
 
 def _sft_term(options: Options, section: str, weight: object, *, token_mean: bool, name: str) -> None:
@@ -383,14 +423,16 @@ def _schedule(options: Options, recipe: Recipe, ranks: int) -> None:
     prefix, name = "model.optim.sched", options.get("lr_scheduler_type")
     _by_table(options, "lr_scheduler_type", str(name).lower())
     extra = options.get("lr_scheduler_kwargs")
-    if isinstance(extra, Mapping):
-        ratio = extra.get("min_lr_rate")
-        lowest = options.get("learning_rate", 0.0) * ratio if ratio is not None else extra.get("min_lr")
-        if lowest is not None:
-            options.set(f"{prefix}.min_lr", lowest, "lr_scheduler_kwargs")
-    if options.has("cosine_min_lr_ratio"):
-        lowest = options.get("learning_rate", 0.0) * options.get("cosine_min_lr_ratio")
-        options.set(f"{prefix}.min_lr", lowest, "cosine_min_lr_ratio")
+    further = dict(extra) if isinstance(extra, Mapping) else {"": extra} if extra else {}
+    lowest = read_value(further.pop("min_lr", options.get("min_lr")))
+    share = read_value(further.pop("min_lr_rate", options.get("cosine_min_lr_ratio")))
+    if further:
+        options.reject("lr_scheduler_kwargs", "of these settings only min_lr and min_lr_rate are translated")
+    if not _is_finite(lowest):
+        lowest = float(f"{(options.get('learning_rate') or 0.0) * share:.12g}") if _is_finite(share) else 0.0
+    if not str(name).startswith("constant"):
+        by = ("min_lr", "lr_scheduler_kwargs", "cosine_min_lr_ratio", "lr_scheduler_type")
+        options.set(f"{prefix}.min_lr", lowest, *by)
     steps, ratio = options.get("warmup_steps", 0), options.get("warmup_ratio")
     if not ratio and 0 < steps < 1:
         ratio = steps
@@ -430,15 +472,17 @@ def _adapters(options: Options, recipe: Recipe, ranks: int) -> None:
     alpha = options.get("lora_alpha")
     options.set(f"{tuning}.alpha", float(2 * rank if alpha is None else alpha), "lora_alpha", "lora_r")
     options.set(f"{tuning}.adapter_dropout", float(options.get("lora_dropout", 0.0)), "lora_dropout")
-    targets, every = options.get("lora_target_modules"), options.get("lora_target_linear")
-    if options.has("lora_target_modules") and not every:
-        found = _list(targets)
-        options.set(f"{tuning}.target_modules", ["all-linear"] if "all" in found else found, "lora_target_modules")
-    elif options.title == "TRL":
-        options.set(f"{tuning}.target_modules", ["q_proj", "v_proj"], "lora_target_modules")  # PEFT's for most families
-    if options.has("layers_to_transform"):
-        layers = [int(layer) + 1 for layer in _list(options.get("layers_to_transform")) if str(layer).isdecimal()]
-        options.set(f"{tuning}.layer_selection", layers, "layers_to_transform")
+    targets = _list(options.get("lora_target_modules"))
+    if options.get("lora_target_linear") or "all" in targets:
+        targets = ["all-linear"]
+    elif not targets:  # PEFT's for most families
+        targets = ["q_proj", "v_proj"] if options.title in ("TRL", "axolotl") else ["all-linear"]
+    options.set(f"{tuning}.target_modules", targets, "lora_target_linear", "lora_target_modules")
+    layers = _list(options.get("layers_to_transform"))
+    if not all(str(layer).isdecimal() for layer in layers):
+        options.reject("layers_to_transform", "its entries must be numbers")
+    elif layers:
+        options.set(f"{tuning}.layer_selection", [int(layer) + 1 for layer in layers], "layers_to_transform")
     if options.has("adapter_name_or_path"):
         options.set("model.peft.restore_from_path", options.get("adapter_name_or_path"), "adapter_name_or_path")
 
@@ -446,12 +490,14 @@ def _adapters(options: Options, recipe: Recipe, ranks: int) -> None:
 def _precision(options: Options, recipe: Recipe, ranks: int) -> None:
     names = ("bf16", "fp16", "dtype", "pure_bf16")
     bf16, fp16, dtype, pure = (options.get(name) for name in names)
-    if dtype in ("bfloat16", "bf16") or bf16 is True or pure is True:
-        options.set("trainer.precision", "bf16", *names)
-    elif dtype in ("float16", "fp16") or fp16 is True:
-        options.set("trainer.precision", "bf16", *names)
+    if bf16 is None and options.title == "TRL" and options.has(*names) and fp16 is not True:
+        bf16 = True  # its default
+    if fp16 is True or dtype in ("float16", "fp16"):
         options.notes.append("trainer.precision: fp16 is not supported; bf16 is used, which needs no loss scaling")
-    elif dtype == "float32" or (bf16 is False and fp16 is False):
+        options.set("trainer.precision", "bf16", *names)
+    elif bf16 is True or pure is True or dtype in ("bfloat16", "bf16"):
+        options.set("trainer.precision", "bf16", *names)
+    elif bf16 is False or dtype == "float32":
         options.set("trainer.precision", "32", *names)
 
 
@@ -534,54 +580,7 @@ def _same_values(options: Options, recipe: Recipe) -> None:
             _set_texts(options, overrides, name)
         else:
             options.reject(name, "this value is not supported")
-
-
-def read_options(file: Path) -> dict[str, Any]:
-    """Return the options in a file of another trainer; raise UserError if there are none."""
-    try:
-        with open_file(file) as stream:
-            text = stream.read().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"FILE must be a text file that can be read, got {file}: {error}") from error
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        content = None
-        if file.suffix in (".yaml", ".yml", ".json"):
-            raise UserError(f"FILE must be valid YAML, got {file}: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        content = dict(_script_options(text))
-    if not content:
-        raise UserError(f"FILE must have options KEY: VALUE, or a command line with --KEY VALUE, got none in {file}")
-    ranks = next((content.pop(name) for name in _RANKS if name in content), None)
-    return {str(name): value for name, value in content.items()} | ({} if ranks is None else {"nproc_per_node": ranks})
-
-
-def _script_options(text: str) -> Iterator[tuple[str, object]]:
-    """Yield the options of the longest command line of a shell script, with the algorithm in its name and its ranks."""
-    lines = text.replace("\\\n", " ").splitlines()
-    line = max(lines, key=lambda each: each.count(" --"), default="")
-    assigned = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=(\S+)\s*$", text, re.MULTILINE))
-    line = re.sub(r"\$\{?(\w+)\}?", lambda match: assigned.get(match[1], match[0]), line)
-    line = _QUOTIENT.sub(lambda match: str(int(match[1]) // max(1, int(match[2]))), line)
-    try:
-        words = shlex.split(line, comments=True)
-    except ValueError as error:
-        raise UserError(f"FILE must be a shell script with closed quotes, got {line.strip()[:80]}: {error}") from error
-    for word in words:
-        name, separator, value = word.partition("=")
-        if separator and name.lower() in _RANKS:
-            yield name.lower(), value
-    yield from read_command_line(words)
-
-
-def read_command_line(words: Sequence[str]) -> Iterator[tuple[str, object]]:
-    """Yield the options --NAME VALUE ... and --NAME=VALUE of a command line; an option without a value is true."""
-    rest = list(itertools.dropwhile(lambda word: not word.startswith("--"), words))
-    while rest:
-        name, separator, value = rest.pop(0).partition("=")
-        values = [value] if separator else []
-        while rest and not rest[0].startswith("--"):
-            values.append(rest.pop(0))
-        if name.startswith("--"):
-            yield name[2:].replace("-", "_"), (values[0] if len(values) == 1 else values or True)
+    if options.get("truncation_mode") in ("delete", "drop", "raise"):
+        options.notes.append(f"model.data.seq_length: longer rows, which {options.title} does not use, are truncated")
+    if options.get("max_length") is None:
+        options.notes.append(f"model.data.seq_length: the limit of the model in {options.title}, here at most 2048 tokens")

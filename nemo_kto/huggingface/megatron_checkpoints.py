@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import yaml
-
 from nemo_kto.checkpoint.safe_loading import BACKENDS, COMMON, read_arguments
 from nemo_kto.checkpoint.torch_dist import StoredTensors, TorchDist, TorchFile
 from nemo_kto.errors import UserError
 from nemo_kto.utils.files import read_bytes, read_json
+from nemo_kto.utils.yaml_files import load_yaml
 
 _NEMO, _BRIDGE, _LATEST = "model_config.yaml", "run_config.yaml", "latest_checkpointed_iteration.txt"
 _MAX_MEMBERS, _MAX_YAML_BYTES = 100_000, 2**22
@@ -179,11 +178,11 @@ def _read_megatron(folder: Path) -> _Found:
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(read_bytes(file, limit=_MAX_YAML_BYTES))
+        content = load_yaml(read_bytes(file, limit=_MAX_YAML_BYTES))
         if isinstance(content, dict):
             return content
         reason = f"it is a {type(content).__name__}"
-    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[0]
     raise UserError(
         f"{file.name} must be a YAML file with the settings of the model, got another ({reason}); write it again"

@@ -35,6 +35,7 @@ from nemo_kto.losses.metrics import metric_prefix
 from nemo_kto.report.facts import value_text
 from nemo_kto.telemetry.loggers import METRICS_FILE
 from nemo_kto.utils.files import read_bytes, read_json
+from nemo_kto.utils.yaml_files import load_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +151,8 @@ def read_front_matter(file: Path) -> dict[str, Any]:
     """Return the front matter of a model card; empty if there is no file, or no valid front matter in it."""
     try:
         found = _FRONT_MATTER.match(read_bytes(file, limit=_MAX_CARD_BYTES).decode("utf-8"))
-        values = yaml.safe_load(found[1]) if found else {}
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        values = load_yaml(found[1]) if found else {}
+    except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}
 

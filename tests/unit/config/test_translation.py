@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nemo_kto.algorithms.recipes import DPO, KTO, RECIPES
 from nemo_kto.cli import translate as command
+from nemo_kto.config.option_files import read_options
+from nemo_kto.config.saved_config import read_saved
 from nemo_kto.config.schema import config_type
-from nemo_kto.config.translation import read_options, table, translate
+from nemo_kto.config.translation import table, translate
 from nemo_kto.errors import UserError
+from nemo_kto.utils.escaping import shell_comment, shell_word
 from nemo_kto.utils.field_errors import names
+from nemo_kto.utils.yaml_files import load_yaml
 from tests.helpers.messages import Message
 
 TUNING, SCHEDULE = "model.peft.lora_tuning", "model.optim.sched"
@@ -23,48 +31,15 @@ LLAMA_FACTORY = """
 model_name_or_path: Qwen/Qwen3-4B-Instruct-2507
 stage: kto
 do_train: true
-finetuning_type: lora
-lora_rank: 8
-lora_target: all
-pref_beta: 0.2
 kto_chosen_weight: 1.33
 dataset: mine
 template: qwen3_nothink
-cutoff_len: 4096
 per_device_train_batch_size: 1
 gradient_accumulation_steps: 8
-learning_rate: 5.0e-6
-num_train_epochs: 3.0
-lr_scheduler_type: cosine
-warmup_ratio: 0.1
-bf16: true
 val_size: 0.1
 eval_strategy: steps
 eval_steps: 500
 report_to: none
-"""
-AXOLOTL = """
-base_model: meta-llama/Llama-3.2-1B
-rl: ipo
-rl_beta: 0.5
-datasets:
-  - {path: argilla/pairs, type: llama3.ultra, split: train}
-adapter: qlora
-lora_r: 32
-lora_alpha: 64
-lora_dropout: 0.05
-lora_target_linear: true
-sequence_len: 2048
-gradient_accumulation_steps: 2
-micro_batch_size: 2
-num_epochs: 1
-optimizer: adamw_8bit
-lr_scheduler: cosine
-learning_rate: 0.0002
-evals_per_epoch: 4
-load_in_4bit: true
-sample_packing: false
-wandb_project:
 """
 MEGATRON_SWIFT = r"""
 NPROC_PER_NODE=4 \
@@ -78,8 +53,6 @@ megatron rlhf \
     --micro_batch_size 1 \
     --global_batch_size $(expr 16 / 4) \
     --recompute_granularity full --recompute_method uniform --recompute_num_layers 1 \
-    --lr 1e-5 --min_lr 1e-6 \
-    --lr_warmup_fraction 0.05 \
     --sequence_parallel true \
     --no_save_optim true
 """
@@ -94,63 +67,26 @@ def values_of(text: str, name: str, folder: Path, **options: Any) -> tuple[str, 
 
 
 def test_a_file_of_llama_factory(tmp_path: Path) -> None:
+    entry = {"file_name": "mine.jsonl", "columns": {"prompt": "question"}, "ranking": False}
     (tmp_path / "data").mkdir()
-    (tmp_path / "data/dataset_info.json").write_text(json.dumps({"mine": {"file_name": "mine.jsonl"}}))
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps({"mine": entry}))
     algorithm, keys, remarks = values_of(LLAMA_FACTORY, "lf.yaml", tmp_path, ranks=4)
     assert algorithm == "kto"
-    assert keys == {
+    expected = {
         "pretrained_checkpoint.restore_from_path": "hf:Qwen/Qwen3-4B-Instruct-2507",
         "model.data.data_prefix": str(tmp_path / "data/mine.jsonl"),
-        "model.data.splits_string": "90,10",
-        "model.data.seq_length": 4096,
         "model.global_batch_size": 32,
-        "model.micro_batch_size": 1,
-        "trainer.kto.max_epochs": 3,
         "trainer.kto.val_check_interval": 500,
-        "trainer.precision": "bf16",
-        "model.optim.lr": 5e-6,
-        "model.optim.weight_decay": 0.0,
-        "model.optim.betas": [0.9, 0.999],
-        f"{SCHEDULE}.name": "CosineAnnealing",
-        f"{SCHEDULE}.min_lr": 0.0,
-        f"{SCHEDULE}.warmup_steps": 0,
-        f"{SCHEDULE}.warmup_ratio": 0.1,
-        "model.peft.peft_scheme": "lora",
-        f"{TUNING}.adapter_dim": 8,
-        f"{TUNING}.alpha": 16.0,
-        f"{TUNING}.target_modules": ["all-linear"],
-        "model.kto.ref_policy_kl_penalty": 0.2,
         "model.kto.desirable_loss_weight": 1.33,
         "exp_manager.create_tensorboard_logger": False,
     }
+    assert {key: keys.get(key) for key in expected} == expected
     assert [line for line in remarks if "no counterpart" in line] == [
+        Message("mine.columns={prompt:question}", "model.data.fields"),
         Message("do_train=true", "trains"),
         Message("template=qwen3_nothink", "tokenizer"),
     ]
     assert [line for line in remarks if "model.global_batch_size" in line] == [Message("1", "8", "4")]
-
-
-def test_a_file_of_axolotl(tmp_path: Path) -> None:
-    algorithm, keys, remarks = values_of(AXOLOTL, "axolotl.yml", tmp_path)
-    assert algorithm == "dpo"
-    expected = {
-        "model.dpo.preference_loss": "ipo",
-        "model.dpo.preference_average_log_probs": True,
-        "model.data.data_prefix": "hf:argilla/pairs",
-        "model.data.splits_string": None,
-        "model.global_batch_size": 4,
-        "model.micro_batch_size": 2,
-        "model.optim.lr": 2e-4,
-        f"{SCHEDULE}.warmup_ratio": 0.03,
-        f"{TUNING}.alpha": 64.0,
-        "trainer.dpo.val_check_interval": 0.25,
-    }
-    assert {key: keys.get(key) for key in expected} == expected
-    assert "exp_manager.create_wandb_logger" not in keys
-    assert [line for line in remarks if "no counterpart" in line] == [
-        Message("optimizer=adamw_8bit", "fp32"),
-        Message("load_in_4bit", "quantised"),
-    ]
 
 
 def test_a_script_of_megatron_swift(tmp_path: Path) -> None:
@@ -162,46 +98,80 @@ def test_a_script_of_megatron_swift(tmp_path: Path) -> None:
         "model.micro_batch_size": 1,
         "model.tensor_model_parallel_size": 4,
         "model.sequence_parallel": True,
-        "model.data.splits_string": "99,1",
-        "model.optim.lr": 1e-5,
-        f"{SCHEDULE}.min_lr": 1e-6,
-        f"{SCHEDULE}.warmup_ratio": 0.05,
-        "model.optim.betas": [0.9, 0.95],
         "model.activations_checkpoint_granularity": "full",
     }
     assert {key: keys.get(key) for key in expected} == expected
-    assert "model.peft.peft_scheme" not in keys
     assert [line for line in remarks if "20000" in line or "no_save_optim" in line] == [
         Message("20000", "all rows"),
         Message("no_save_optim", "resumed"),
     ]
+    assert [line.partition(":")[0] for line in remarks if "ModelScope" in line] == ["Qwen/Qwen2.5-7B-Instruct", "AI/pairs"]
+
+
+@pytest.mark.parametrize(
+    ("options", "data", "remarks"),
+    [
+        ({"dataset": "HF::a/b:en/de#50"}, ["hf:a/b:en", "hf:a/b:de"], 0),
+        ({"dataset": "MS::a/b", "val_dataset": ["c/d"]}, {"train": "hf:a/b", "validation": "hf:c/d"}, 2),
+        ({"dataset": ["a/b", "c/d.jsonl"], "use_hf": True}, ["hf:a/b", "c/d.jsonl"], 0),
+    ],
+)
+def test_names_on_modelscope(options: dict[str, object], data: object, remarks: int) -> None:
+    found = translate({"rlhf_type": "dpo", **options}, trainer="ms-swift")
+    assert found.overrides["model.data.data_prefix"] == data
+    assert sum("ModelScope" in line for line in found.remarks()) == remarks
+
+
+@pytest.mark.parametrize(
+    ("entry", "keys", "said"),
+    [
+        ({"path": "a/b", "type": "chatml.icr"}, {"fields": {"prompt": "input"}, "apply_chat_template": True}, []),
+        ({"path": "json", "data_files": ["a.jsonl", "b.jsonl"]}, {"data_prefix": ["a.jsonl", "b.jsonl"]}, []),
+        ({"path": "a/b", "data_files": "x.parquet"}, {"data_prefix": "hf:a/b"}, [Message("datasets.data_files=x.parquet")]),
+        (
+            {"path": "a/b", "type": "chat_template.default", "field_messages": "turns"},
+            {"data_prefix": "hf:a/b", "apply_chat_template": None},
+            [Message("datasets.type=chat_template.default"), Message("datasets.field_messages=turns")],
+        ),
+    ],
+)
+def test_data_sets_of_axolotl(entry: dict[str, object], keys: dict[str, object], said: list[Message]) -> None:
+    found = translate({"rl": "dpo", "datasets": [entry]}, trainer="axolotl")
+    assert {key: found.overrides.get(f"model.data.{key}") for key in keys} == keys
+    assert [line for line in found.remarks() if "no counterpart" in line] == said
+
+
+@pytest.mark.parametrize(
+    ("losses", "weights", "reason"),
+    [
+        (["sigmoid", "bco_pair", "sft"], [0.8, 0.2, 1.0], "one preference loss"),
+        ("sigmoid bco_pair", None, "one preference loss"),
+        (["sft"], None, "one preference loss"),
+        (["sigmoid", "sft"], [1.0], "a number for each loss"),
+        ("cpo", None, "no such loss"),
+    ],
+)
+def test_losses_that_a_run_cannot_have_leave_a_command_that_asks_for_one(losses: Any, weights: Any, reason: str) -> None:
+    found = translate({**TRL, "loss_type": losses, "loss_weights": weights}, trainer="trl", recipe=DPO)
+    assert command.remaining_errors(found) == [Message("model.dpo.preference_loss", "???")]
+    assert any(Message("loss_type", reason) == line or Message("loss_weights", reason) == line for line in found.remarks())
 
 
 TRL = {"model_name_or_path": "m", "dataset_name": "d.jsonl"}
 # Options of TRL, and our keys; None for a key that is not set.
 CONVERTED: list[tuple[dict[str, object], dict[str, object]]] = [
     ({"max_steps": 100}, {"trainer.dpo.max_steps": 100, "trainer.dpo.max_epochs": 1_000_000}),
-    ({"num_train_epochs": 0.5}, {"trainer.dpo.limit_train_batches": 0.5, "trainer.dpo.max_epochs": None}),
     ({"num_train_epochs": 2.5}, {"trainer.dpo.max_epochs": 3}),
-    ({"warmup_steps": 0.1}, {f"{SCHEDULE}.warmup_ratio": 0.1, f"{SCHEDULE}.warmup_steps": 0}),
     ({"warmup_steps": 20}, {f"{SCHEDULE}.warmup_ratio": None, f"{SCHEDULE}.warmup_steps": 20}),
-    ({"lr_scheduler_type": "constant"}, {f"{SCHEDULE}.name": "constant"}),
-    (
-        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.5}, "learning_rate": "2e-6"},
-        {f"{SCHEDULE}.name": "CosineAnnealing", f"{SCHEDULE}.min_lr": 1e-6, "model.optim.lr": 2e-6},
-    ),
-    ({"adam_beta2": 0.95}, {"model.optim.betas": [0.9, 0.95]}),
-    ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}, {"model.dpo.sft_loss_weight": 0.5}),
-    ({"loss_type": "sigmoid sft"}, {"model.dpo.preference_loss": "dpo", "model.dpo.sft_token_mean": True}),
+    ({"evals_per_epoch": 4}, {"trainer.dpo.val_check_interval": 0.25}),
     ({"rpo_alpha": 2}, {"model.dpo.sft_loss_weight": 2, "model.dpo.sft_token_mean": True}),
     ({"fp16": True}, {"trainer.precision": "bf16"}),
-    ({"dtype": "float32"}, {"trainer.precision": "32"}),
+    ({"dtype": "float32", "bf16": False}, {"trainer.precision": "32"}),
     ({"eval_strategy": "epoch"}, {"trainer.dpo.val_check_interval": 1.0}),
     ({"eval_strategy": "steps", "eval_steps": 0.1}, {"trainer.dpo.val_check_interval": pytest.approx(0.3)}),
     ({"save_total_limit": 2}, {"exp_manager.checkpoint_callback_params.save_top_k": 1}),
     ({"ddp_timeout": 90}, {"trainer.timeout_minutes": 2}),
     ({"sync_ref_model": True, "ref_model_sync_steps": 64}, {"model.reference.sync_interval": 64}),
-    ({"use_peft": True}, {f"{TUNING}.adapter_dim": 16, f"{TUNING}.target_modules": ["q_proj", "v_proj"]}),
     (
         {"use_peft": True, "lora_target_modules": "all-linear", "layers_to_transform": "0 3"},
         {f"{TUNING}.target_modules": ["all-linear"], f"{TUNING}.layer_selection": [1, 4]},
@@ -233,9 +203,16 @@ def test_values_are_converted(options: dict[str, object], expected: dict[str, ob
         ({"learning_rate": "fast"}, Message("learning_rate=fast", "number")),
         ({"num_train_epochs": "inf"}, Message("num_train_epochs=inf", "number")),
         ({"gradient_checkpointing": {"a": 1}}, Message("gradient_checkpointing={a:1}", "not supported")),
-        ({"loss_type": "kto"}, Message("loss_type=kto", "dpo", "no such loss")),
+        ({"loss_type": "sigmoid sft", "rpo_alpha": 2}, Message("loss_type", "sft_loss_weight", "rpo_alpha=2")),
+        ({"dtype": "bfloat16", "torch_dtype": "float32"}, Message("torch_dtype=float32", "dtype")),
+        ({"datasets": ["e.jsonl"]}, Message("dataset_name=d.jsonl", "datasets is used")),
+        ({"lr_scheduler_kwargs": {"num_cycles": 2}}, Message("lr_scheduler_kwargs", "min_lr_rate")),
+        ({"use_peft": True, "layers_to_transform": "0 all"}, Message("layers_to_transform", "numbers")),
+        ({"shuffle_dataset": False}, Message("shuffle_dataset=false", "no option of TRL")),
         ({"desirable_weight": 2}, Message("desirable_weight=2", "dpo", "no such option")),
         ({"lora_r": 8}, Message("lora_r=8", "LoRA")),
+        ({"optim": "adamw_8bit"}, Message("optim=adamw_8bit", "fp32")),
+        ({"load_in_4bit": True}, Message("load_in_4bit", "quantised")),
         ({"ld_alpha": 0.5}, Message("ld_alpha=0.5", "position")),
         ({"frobnicate": 1}, Message("frobnicate=1", "no option of TRL")),
         ({"deepspeed": "zero3.json"}, Message("deepspeed=zero3.json", "ZeRO-1")),
@@ -292,3 +269,52 @@ def test_files_without_options(tmp_path: Path, name: str, text: str) -> None:
     with pytest.raises(UserError) as error:
         read_options(tmp_path / name)
     assert str(error.value).startswith("FILE must ")
+
+
+LAUGHS = "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in itertools.pairwise("abcdefghi"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x, x, x]\n" + LAUGHS,
+        "a: &a [1, *a]",
+        "a: &a {<<: *a}",
+        "a: &a {k: 1}\nb: &b {<<: [*a, *a]}\nc: &c {<<: [*b, *b]}".ljust(100) + "\nd: {<<: [" + "*c, " * 9000 + "*c]}",
+        "[" * 600 + "]" * 600,
+        "[" * 100_000,
+        "a: !!timestamp x",
+        "a: !!int ''",
+        "a: 2024-13-45",
+        b"\xff",
+    ],
+    ids=lambda text: repr(text[:20]),
+)
+def test_yaml_without_a_bound_or_with_wrong_values(tmp_path: Path, text: str | bytes) -> None:
+    (tmp_path / "a.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError, match=r"^FILE must"):
+        read_options(tmp_path / "a.yaml")
+    assert read_saved(tmp_path / "a.yaml") == {}
+
+
+def test_yaml_with_aliases() -> None:
+    text = "base: &base {a: 1, b: [x]}\nother: {<<: *base, a: 2}\nsame: *base"
+    assert load_yaml(text) == {"base": {"a": 1, "b": ["x"]}, "other": {"a": 2, "b": ["x"]}, "same": {"a": 1, "b": ["x"]}}
+
+
+CONTROLS = st.text(st.characters(codec="utf-8") | st.sampled_from("\n\r\x1b\x85\u2028\u202e'\"\\$`!#"), min_size=1)
+
+
+@given(st.dictionaries(CONTROLS, CONTROLS, max_size=3), CONTROLS)
+def test_a_printed_script_has_one_line_for_each_word_and_comment(options: dict[str, str], path: str) -> None:
+    found = translate({"rl": "dpo", "base_model": path, "datasets": [{"path": path, "type": path}], **options})
+    lines = [*found.command([f"exp_manager.name={path}"]).split("\n"), *map(shell_comment, found.remarks())]
+    assert all(line.isprintable() for line in lines)
+    assert all(line.startswith(("nemo-kto dpo", "  ", "# ")) for line in lines)
+
+
+@pytest.mark.parametrize("text", ["a\nid", "it's \x1b[1m\\n $HOME", "\x80\xa0\u2028é\U000e0001", "a'b", "\t'\\'"])
+def test_a_shell_reads_a_printed_word_as_it_was(text: str) -> None:
+    assert shell_word(text).isprintable()
+    script = f"export LC_ALL=C.UTF-8\nprintf %s {shell_word(text)}"
+    assert subprocess.run(["bash", "-c", script], capture_output=True, check=True).stdout.decode() == text
