@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 from transformers.utils import logging as transformers_logging
 
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
-from nemo_kto.data.tokens.chat import load_tokenizer
+from nemo_kto.data.tokens.chat import RecordEncoder, load_tokenizer
 from nemo_kto.device import device
 from nemo_kto.device.precision import bf16_slowdown, bf16_support
 from nemo_kto.errors import UserError, plural, printable
@@ -66,10 +66,7 @@ class ChatModel:
         self._model = _load(whole, adapters=None if base is None else folder, dtype=dtype)
         self.has_template = bool(self._tokenizer.chat_template)
         self._limit: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        settings: GenerationConfig = self._model.generation_config
-        ids = settings.eos_token_id
-        own = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-        self._ends = list(dict.fromkeys([*own, self._tokenizer.eos_token_id]))
+        self._ends = sorted(RecordEncoder(tokenizer=self._tokenizer).stop_ids(trial=False))
 
     def answer(self, messages: Sequence[Message], sampling: Sampling, *, show: Callable[[str], object]) -> Answer:
         """Answer a conversation; ``show`` gets the text as it is generated. KeyboardInterrupt ends the answer.
@@ -127,7 +124,7 @@ class ChatModel:
         settings.max_new_tokens, settings.max_length = wanted if room is None else min(wanted, room), None
         settings.eos_token_id = self._ends
         if settings.pad_token_id is None:
-            settings.pad_token_id = self._ends[0]
+            settings.pad_token_id = self._tokenizer.eos_token_id
         if sampling.temperature == 0:
             settings.do_sample = False
         elif sampling.temperature is not None or sampling.top_p is not None:
