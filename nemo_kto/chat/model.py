@@ -53,6 +53,7 @@ class ChatModel:
     Attributes:
         label: name of the model in the output.
         has_template: whether the tokenizer has a chat template; without one, prompts are completed as they are.
+        stop_ids: the tokens that end an answer.
     """
 
     def __init__(self, *, label: str, folder: Path, base: Path | None = None, dtype: torch.dtype) -> None:
@@ -66,7 +67,7 @@ class ChatModel:
         self._model = _load(whole, adapters=None if base is None else folder, dtype=dtype)
         self.has_template = bool(self._tokenizer.chat_template)
         self._limit: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        self._ends = sorted(RecordEncoder(tokenizer=self._tokenizer).stop_ids(trial=False))
+        self.stop_ids = sorted(RecordEncoder(tokenizer=self._tokenizer).stop_ids(trial=False))
 
     def answer(self, messages: Sequence[Message], sampling: Sampling, *, show: Callable[[str], object]) -> Answer:
         """Answer a conversation; ``show`` gets the text as it is generated. KeyboardInterrupt ends the answer.
@@ -92,7 +93,7 @@ class ChatModel:
         except KeyboardInterrupt:
             finish = "interrupted"
         else:
-            finish = "stop" if stream.ids and stream.ids[-1] in self._ends else "length"
+            finish = "stop" if stream.ids and stream.ids[-1] in self.stop_ids else "length"
         seconds = time.perf_counter() - start
         return Answer(text=stream.finish(), tokens=len(stream.ids), seconds=seconds, finish=finish)
 
@@ -122,7 +123,7 @@ class ChatModel:
         settings = copy.deepcopy(self._model.generation_config)
         wanted = sampling.max_new_tokens or settings.max_new_tokens or DEFAULT_NEW_TOKENS
         settings.max_new_tokens, settings.max_length = wanted if room is None else min(wanted, room), None
-        settings.eos_token_id = self._ends
+        settings.eos_token_id = self.stop_ids
         if settings.pad_token_id is None:
             settings.pad_token_id = self._tokenizer.eos_token_id
         if sampling.temperature == 0:
