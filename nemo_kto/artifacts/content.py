@@ -6,17 +6,18 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from nemo_kto.artifacts.checkpoint_files import INFO, config_folder, is_checkpoint
 from nemo_kto.artifacts.safetensors_files import INDEX, SINGLE
 from nemo_kto.errors import UserError
-from nemo_kto.utils.files import file_inside, read_bytes
+from nemo_kto.utils.files import file_inside, read_bytes, read_json
 from nemo_kto.utils.hashes import hash_once
 
 _THREADS = 8  # hashlib releases the GIL
@@ -96,6 +97,19 @@ def read_companions(folder: Path, *, into: str) -> dict[str, bytes]:
         except OSError as error:
             logger.warning("%s is not copied into %s: %s", path, into, error.strerror)
     return contents
+
+
+def model_config(source: Path, *, tied: bool) -> dict[str, Any]:
+    """Return the content of config.json; ``tied``: the output layer has the weight of the embedding, as the weights show."""
+    config = read_json(file_inside(source, CONFIG))
+    return config if tied else {**config, "tie_word_embeddings": False}
+
+
+def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return the configuration for unquantized weights of this dtype, which keeps its name for the dtype."""
+    kept = {name: value for name, value in config.items() if name != "quantization_config"}
+    names = [name for name in ("dtype", "torch_dtype") if name in config]
+    return kept | dict.fromkeys(names or ["torch_dtype"], dtype)  # all versions of transformers read the older name
 
 
 def copy_companions(source: Path, target: Path) -> None:

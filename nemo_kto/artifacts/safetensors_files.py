@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +26,8 @@ BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the names of MXFP4 weights 
 _PACKED = "U8"
 _FORMAT_BYTES = 64  # enough to recognise a file of another format
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+EMBEDDING_WEIGHT, OUTPUT_WEIGHT = "model.embed_tokens.weight", "lm_head.weight"
+_COMPARED_BYTES = 2**24  # at a time
 
 Shapes = dict[str, tuple[int, ...]]
 """Names of weights in a file -> their shapes."""
@@ -133,6 +137,31 @@ def find_weights(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     if wrong:
         raise UserError("\n  ".join(wrong))
     return found
+
+
+def has_own_output(folder: Path) -> bool:
+    """Return whether a folder has an output weight whose values are not those of the embedding.
+
+    transformers then uses it, even if config.json ties the two. False if there are no weights, or they cannot be read.
+    """
+    with contextlib.suppress(UserError):
+        found = find_weights(folder)
+        if EMBEDDING_WEIGHT in found and OUTPUT_WEIGHT in found:
+            first, second = (_values(found[name][0], name) for name in (EMBEDDING_WEIGHT, OUTPUT_WEIGHT))
+            starts = range(0, len(first[1]), _COMPARED_BYTES)
+            parts = (slice(start, start + _COMPARED_BYTES) for start in starts)
+            return first[0] != second[0] or any(bytes(first[1][part]) != bytes(second[1][part]) for part in parts)
+    return False
+
+
+def _values(file: Path, name: str) -> tuple[tuple[str, list[int]], memoryview]:
+    """Return dtype and shape of a tensor of a valid file, and its bytes, which are read when they are used."""
+    with file.open("rb") as handle:
+        content = memoryview(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ))
+    start = 8 + int.from_bytes(content[:8], "little")
+    entry = json.loads(bytes(content[8:start]))[name]
+    first, last = entry["data_offsets"]
+    return (entry["dtype"], entry["shape"]), content[start + first : start + last]
 
 
 def _first_of(mistakes: Sequence[str]) -> str:

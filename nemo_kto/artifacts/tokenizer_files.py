@@ -11,6 +11,7 @@ from nemo_kto.utils.files import irregular, open_file, other_format, read_json, 
 
 _REMEDY = "download the tokenizer's files again, or write them with save_pretrained"
 _TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+_STOPS = ("generation_config.json", "config.json")  # transformers reads eos_token_id in the first that exists
 _FORMAT_BYTES = 64  # enough to recognise a file of another format
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _VOCABULARIES = (_TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
@@ -67,6 +68,13 @@ def check_ids(ids: Mapping[str, int], *, vocab_size: int | None, file: Path) -> 
         message = f"{file}: tokens must have ids below the model's vocab_size = {vocab_size}, got {highest} of {show(token)}"
         remedy = "use the model's own tokenizer, or resize the embedding with resize_token_embeddings"
         raise UserError(f"{message}; {remedy}")
+
+
+def declared_stop_ids(folder: Path) -> set[int]:
+    """Return the tokens that end an answer according to generation_config.json or, if it is absent, to config.json."""
+    file = next((folder / name for name in _STOPS if (folder / name).is_file()), None)
+    value = None if file is None else read_json(file).get("eos_token_id")
+    return {number for number in (value if isinstance(value, list) else [value]) if type(number) is int}
 
 
 def has_chat_template(folder: Path) -> bool:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 from transformers.utils import logging as transformers_logging
 
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
-from nemo_kto.data.tokens.chat import load_tokenizer
+from nemo_kto.data.tokens.chat import RecordEncoder, load_tokenizer
 from nemo_kto.device import device
 from nemo_kto.device.precision import bf16_slowdown, bf16_support
 from nemo_kto.errors import UserError, plural, printable
@@ -53,6 +53,7 @@ class ChatModel:
     Attributes:
         label: name of the model in the output.
         has_template: whether the tokenizer has a chat template; without one, prompts are completed as they are.
+        stop_ids: the tokens that end an answer.
     """
 
     def __init__(self, *, label: str, folder: Path, base: Path | None = None, dtype: torch.dtype) -> None:
@@ -66,10 +67,7 @@ class ChatModel:
         self._model = _load(whole, adapters=None if base is None else folder, dtype=dtype)
         self.has_template = bool(self._tokenizer.chat_template)
         self._limit: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        settings: GenerationConfig = self._model.generation_config
-        ids = settings.eos_token_id
-        own = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-        self._ends = list(dict.fromkeys([*own, self._tokenizer.eos_token_id]))
+        self.stop_ids = sorted(RecordEncoder(tokenizer=self._tokenizer).stop_ids(trial=False))
 
     def answer(self, messages: Sequence[Message], sampling: Sampling, *, show: Callable[[str], object]) -> Answer:
         """Answer a conversation; ``show`` gets the text as it is generated. KeyboardInterrupt ends the answer.
@@ -95,7 +93,7 @@ class ChatModel:
         except KeyboardInterrupt:
             finish = "interrupted"
         else:
-            finish = "stop" if stream.ids and stream.ids[-1] in self._ends else "length"
+            finish = "stop" if stream.ids and stream.ids[-1] in self.stop_ids else "length"
         seconds = time.perf_counter() - start
         return Answer(text=stream.finish(), tokens=len(stream.ids), seconds=seconds, finish=finish)
 
@@ -125,9 +123,9 @@ class ChatModel:
         settings = copy.deepcopy(self._model.generation_config)
         wanted = sampling.max_new_tokens or settings.max_new_tokens or DEFAULT_NEW_TOKENS
         settings.max_new_tokens, settings.max_length = wanted if room is None else min(wanted, room), None
-        settings.eos_token_id = self._ends
+        settings.eos_token_id = self.stop_ids
         if settings.pad_token_id is None:
-            settings.pad_token_id = self._ends[0]
+            settings.pad_token_id = self._tokenizer.eos_token_id
         if sampling.temperature == 0:
             settings.do_sample = False
         elif sampling.temperature is not None or sampling.top_p is not None:

@@ -33,8 +33,10 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
 
+from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.artifacts.checkpoint_files import (
     INFO,
     Checkpoint,
@@ -46,7 +48,7 @@ from nemo_kto.artifacts.checkpoint_files import (
     rank_by,
     size_text,
 )
-from nemo_kto.artifacts.content import read_companions
+from nemo_kto.artifacts.content import model_config, read_companions
 from nemo_kto.checkpoint import model_state
 from nemo_kto.checkpoint.discovery import verify
 from nemo_kto.checkpoint.model_state import get_rng_state, set_rng_state
@@ -247,6 +249,9 @@ class CheckpointManager:
 
     def _prepare(self) -> None:
         self._companions = read_companions(self.hugging_face_source, into="the checkpoints")
+        if CONFIG in self._companions and not unwrap_model(self.chunks[0]).share_embeddings_and_output_weights:
+            config = model_config(self.hugging_face_source, tied=False)
+            self._companions[CONFIG] = f"{json.dumps(config, indent=2)}\n".encode()
         for start in (WRITING, REMOVING):
             for leftover in self.folder.glob(f"{start}*"):
                 shutil.rmtree(leftover)

@@ -22,6 +22,7 @@ from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.artifacts.adapter_files import read_adapter_settings
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, is_checkpoint
 from nemo_kto.artifacts.hub import is_hub_name, local_folder
+from nemo_kto.artifacts.safetensors_files import OUTPUT_WEIGHT, has_own_output
 from nemo_kto.artifacts.sources import ModelSource, find_source
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.data.rows.sources import validation_names
@@ -89,12 +90,32 @@ class ModelFiles:
         return longest_sequence(family.rope(config, "full_attention"))
 
     @cached_property
+    def has_own_output(self) -> bool:
+        """Whether the files have an output weight other than the embedding, even if config.json ties the two."""
+        return self.has_weights and not self.is_checkpoint and has_own_output(self.source)
+
+    @cached_property
     def architecture(self) -> Architecture:
-        """Architecture with the padding of the layout. Imports transformers."""
+        """Architecture with the padding of the layout; tied only if the weights are. Imports transformers."""
+        return replace(self._configured, tied=False) if self.unties_output else self._configured
+
+    @cached_property
+    def _configured(self) -> Architecture:
         from nemo_kto.architecture.architecture import read_architecture
 
         tensor, expert_tensor = self.tensor_parallel, self.expert_tensor_parallel
         return read_architecture(self.hf_folder, tensor_parallel=tensor, expert_tensor_parallel=expert_tensor)
+
+    @property
+    def unties_output(self) -> bool:
+        """Whether config.json ties the output layer to the embedding and the weights do not."""
+        return self._configured.tied and self.has_own_output
+
+    @property
+    def output_line(self) -> dict[str, str]:
+        """Line of a report about an output layer that is not as in config.json, by its label."""
+        text = f"not tied to the embedding, because {OUTPUT_WEIGHT} has other values; tie_word_embeddings=true is ignored"
+        return {"output layer": text} if self.unties_output else {}
 
     @cached_property
     def largest_file(self) -> int:

@@ -67,27 +67,35 @@ def export_adapter(
     )
 
 
+def check_adapter(architecture: Architecture, settings: LoRASettings, folder: str | Path) -> dict[str, Path]:
+    """Compare an adapter in PEFT's format with the model, by the header of its file, and return the file of each tensor.
+
+    Raises UserError if it is not an adapter, or one with other tensors than ``settings`` need; lists all differences.
+    """
+    saved, file = read_adapter_settings(folder), Path(folder) / ADAPTER_WEIGHTS
+    wanted = wanted_adapters(architecture, settings)
+    count, problems = differences(wanted, tensor_shapes(file))
+    if not math.isclose(settings.scale, saved.scale):
+        divisor = f"sqrt({saved.rank})" if saved.rslora else saved.rank
+        problems.insert(0, f"scale of the adapters: expected {settings.scale:g}, got {saved.alpha:g} / {divisor}")
+        count += 1
+    if problems:
+        message = (
+            f"{folder}: the adapters must be those that the model was given (rank {settings.rank}, "
+            f"{', '.join(settings.modules)}), got {count} differences:"
+        )
+        raise UserError("\n  ".join([message, *problems]))
+    return dict.fromkeys(wanted, file)
+
+
 def load_adapter(chunks: Sequence[nn.Module], architecture: Architecture, folder: str | Path) -> None:
     """Fill the adapters of this rank's chunks from a folder in PEFT's format, before an optimizer copies their parameters.
 
     The base weights must be loaded already: DoRA's magnitudes are stored as differences from the norms of weight rows.
-    Raises UserError if the folder holds no adapter, or one for a model with other adapters; lists all differences, on every
-    rank.
+    Raises UserError as :func:`check_adapter`, on every rank.
     """
-    settings, saved = _settings(chunks), read_adapter_settings(folder)
-    shapes = tensor_shapes(Path(folder) / ADAPTER_WEIGHTS)
-    wanted = wanted_adapters(architecture, settings)
-    problems = differences(wanted, shapes)
-    if not math.isclose(settings.scale, saved.scale):
-        divisor = f"sqrt({saved.rank})" if saved.rslora else saved.rank
-        problems.insert(0, f"scale of the adapters: expected {settings.scale:g}, got {saved.alpha:g} / {divisor}")
-    if problems:
-        message = (
-            f"{folder}: the adapters must be those that the model was given (rank {settings.rank}, "
-            f"{', '.join(settings.modules)}), got {len(problems)} differences:"
-        )
-        raise UserError("\n  ".join([message, *problems]))
-    files = dict.fromkeys(wanted, Path(folder) / ADAPTER_WEIGHTS)
+    settings = _settings(chunks)
+    files = check_adapter(architecture, settings, folder)
     instead = magnitudes(chunks)
     read_weights(rank_adapters(chunks, architecture, settings, instead), architecture, files)
     set_magnitudes(chunks, instead)

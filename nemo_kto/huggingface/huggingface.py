@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,16 @@ from torch import Tensor, nn
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.architecture.segments import Piece, pieces, place_in_file
-from nemo_kto.artifacts.content import copy_companions
-from nemo_kto.artifacts.safetensors_files import BLOCKS, SCALES, find_weights, is_our_model, write_shards
+from nemo_kto.artifacts.content import copy_companions, model_config, with_dtype
+from nemo_kto.artifacts.safetensors_files import (
+    BLOCKS,
+    OUTPUT_WEIGHT,
+    SCALES,
+    find_weights,
+    has_own_output,
+    is_our_model,
+    write_shards,
+)
 from nemo_kto.checkpoint.model_state import dtype_name
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
@@ -26,9 +34,8 @@ from nemo_kto.huggingface.folders import write_together
 from nemo_kto.huggingface.mapping import Weight, differences, rank_weights, wanted_weights
 from nemo_kto.huggingface.mxfp4 import dequantize, dequantized_shapes
 from nemo_kto.huggingface.stream import gather_weights
-from nemo_kto.utils.files import file_inside, read_json
 
-_SHOWN = 20  # differences to list; a model of another size differs everywhere
+_UNUSED = re.compile(r"\.rotary_emb\.inv_freq$")  # a table in old files, which is computed here and in transformers
 
 
 def load_weights(chunks: Sequence[nn.Module], architecture: Architecture, folder: str | Path) -> None:
@@ -43,21 +50,21 @@ def load_weights(chunks: Sequence[nn.Module], architecture: Architecture, folder
 def check_weights(architecture: Architecture, folder: str | Path) -> dict[str, Path]:
     """Compare the weights in a folder with the architecture, by the headers of the files, and return the file of each.
 
-    Raises UserError if weights are missing, unexpected or of another shape (lists up to 20), or files cannot be read.
+    Raises UserError if weights are missing, unexpected or of another shape, or files cannot be read.
     """
     found = find_weights(Path(folder))
-    # Some old files hold the rotary table, which is computed here, and some a second copy of a tied embedding.
-    ignored = {
-        name for name in found if name.endswith(".rotary_emb.inv_freq") or (architecture.tied and name == "lm_head.weight")
-    }
+    ignored = {name for name in found if _UNUSED.search(name)}
+    if architecture.tied and not has_own_output(Path(folder)):  # some files have a second copy of the embedding
+        ignored.add(OUTPUT_WEIGHT)
     shapes = dequantized_shapes({name: shape for name, (_, shape) in found.items()})
-    if problems := differences(wanted_weights(architecture), shapes, ignored):
+    count, problems = differences(wanted_weights(architecture), shapes, ignored)
+    if problems:
         message = (
             f"{folder}: the weights must be those of config.json ({architecture.family.hf_architecture}), "
-            f"got {len(problems)} differences:"
+            f"got {count} differences:"
         )
-        shown = problems if len(problems) <= _SHOWN else [*problems[:_SHOWN], f"and {len(problems) - _SHOWN} more"]
-        raise UserError("\n  ".join([message, *shown, "download the model again, or write it with save_pretrained"]))
+        remedy = f"download the model again, or write it with save_pretrained of {architecture.family.hf_architecture}"
+        raise UserError("\n  ".join([message, *problems, remedy]))
     return {name: file for name, (file, _) in found.items()}
 
 
@@ -123,10 +130,7 @@ def export(
 
     def write(folder: Path, stream: Iterator[tuple[str, Tensor]]) -> None:
         write_shards(stream, folder, max_shard_bytes=max_shard_bytes)
-        config = _config(source)
-        config.pop("dtype", None)  # newer name of torch_dtype; all versions of transformers read the older one
-        config["torch_dtype"] = dtype_name(chunks)
-        config.pop("quantization_config", None)  # quantized weights were dequantized when they were read
+        config = with_dtype(model_config(source, tied=architecture.tied), dtype_name(chunks))
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         copy_companions(source, folder)
         describe(folder)
@@ -135,7 +139,7 @@ def export(
         "export to Hugging Face",
         target=target,
         is_ours=is_our_model,
-        prepare=lambda: _config(source),
+        prepare=lambda: _check_source(source),
         stream=lambda: gather_weights(rank_weights(chunks, architecture), architecture),
         write=write,
     )
@@ -146,9 +150,8 @@ def export_bytes(architecture: Architecture, dtype: torch.dtype) -> int:
     return sum(map(math.prod, wanted_weights(architecture).values())) * dtype.itemsize
 
 
-def _config(source: Path) -> dict[str, Any]:
+def _check_source(source: Path) -> None:
     if not (source / CONFIG).is_file():
         raise UserError(
             f"the source of an export must be a Hugging Face folder, but {source} has no config.json; put it back there"
         )
-    return read_json(file_inside(source, CONFIG))

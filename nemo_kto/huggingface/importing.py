@@ -17,7 +17,7 @@ from nemo_kto.architecture.architecture import Architecture, read_architecture
 from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.architecture.families import ParamMapping, Split
 from nemo_kto.architecture.segments import source_shapes, split_dimension
-from nemo_kto.artifacts.content import copy_companions
+from nemo_kto.artifacts.content import copy_companions, with_dtype
 from nemo_kto.artifacts.safetensors_files import INDEX, is_our_model, write_shards
 from nemo_kto.artifacts.tokenizer_files import check_tokenizer
 from nemo_kto.errors import UserError
@@ -66,7 +66,9 @@ def import_checkpoint(path: Path, out: Path, *, tokenizer: Path | None, max_shar
             _write_tokenizer(checkpoint, tokenizer, folder.path)
             config = _configuration(checkpoint, names, tokenizer)
             dtype = str(checkpoint.tensors.read(names["decoder.final_layernorm.weight"]).dtype).removeprefix("torch.")
-            text = json.dumps({**config, "torch_dtype": dtype}, indent=2) + "\n"
+            if _has_own_output(checkpoint, names, rows=config.get("vocab_size")):
+                config["tie_word_embeddings"] = False
+            text = json.dumps(with_dtype(config, dtype), indent=2) + "\n"
             (folder.path / CONFIG).write_text(text, encoding="utf-8")
             architecture = read_architecture(folder.path, tensor_parallel=1)
             check_tokenizer(folder.path, vocab_size=architecture.vocab_size)
@@ -131,8 +133,6 @@ def _configuration(checkpoint: MegatronCheckpoint, names: Mapping[str, str], tok
     """Return the content of config.json: that of the tokenizer's folder, or derived from settings and names of weights."""
     if tokenizer is not None and (tokenizer / CONFIG).is_file():
         config = read_json(file_inside(tokenizer, CONFIG))
-        config.pop("quantization_config", None)
-        config.pop("dtype", None)
         if differing := compare(config, checkpoint.settings):
             text = f"--tokenizer must be a folder with the config.json of this model, or with none, got {tokenizer / CONFIG}"
             raise UserError("\n  ".join([f"{text} with other values than {checkpoint.path}:", *differing]))
@@ -145,6 +145,14 @@ def _configuration(checkpoint: MegatronCheckpoint, names: Mapping[str, str], tok
         raise UserError(
             f"FILE must have the settings of a model of a known family, got {checkpoint.path}: {error}; {_TEMPLATE}"
         ) from error
+
+
+def _has_own_output(checkpoint: MegatronCheckpoint, names: Mapping[str, str], *, rows: int | None) -> bool:
+    """Return whether there is an output weight with other values than the embedding; rows beyond ``rows`` are padding."""
+    if "output_layer.weight" not in names:
+        return False
+    output, embedding = (names[name] for name in ("output_layer.weight", "embedding.word_embeddings.weight"))
+    return not torch.equal(checkpoint.tensors.read(output)[:rows], checkpoint.tensors.read(embedding)[:rows])
 
 
 def _zero_centered(settings: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from nemo_kto.architecture.lora import LoRASettings, adapted_mappings, adapter_m
 from nemo_kto.architecture.segments import shape_in_file, source_shapes
 from nemo_kto.artifacts.safetensors_files import Shapes
 from nemo_kto.distributed.gradients import finish_gathers
+from nemo_kto.errors import printable
 from nemo_kto.models.gpt import HiddenStateGPT
 from nemo_kto.models.lora.adapters import is_adapter
 
@@ -23,6 +24,7 @@ ENGINE_NAMES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+_SHOWN = 8  # differences of a kind to list; a model of another size differs everywhere
 # A separate expert, and an expert in Transformer Engine's grouped layer; both are numbered within their rank.
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.+)")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(?P<rest>linear_fc[12]\.weight)(?P<expert>\d+)")
@@ -65,14 +67,19 @@ def _shapes(mappings: Iterable[ParamMapping], architecture: Architecture, layers
     }
 
 
-def differences(wanted: Shapes, found: Shapes, ignored: Collection[str] = ()) -> list[str]:
-    """Return a message for each missing, unexpected or misshapen weight; those in ``ignored`` may exist or not."""
+def differences(wanted: Shapes, found: Shapes, ignored: Collection[str] = ()) -> tuple[int, list[str]]:
+    """Return the number of missing, unexpected and misshapen weights, and a message for each.
+
+    A kind with many has one message about the rest of them. Weights in ``ignored`` may exist or not.
+    """
     others = {name: shape for name, shape in found.items() if name in wanted and wanted[name] != shape}
-    return [
-        *(f"missing: {name}" for name in wanted if name not in found),
-        *(f"unexpected: {name}" for name in found if name not in wanted and name not in ignored),
-        *(f"{name}: expected shape {list(wanted[name])}, got {list(others[name])}" for name in wanted if name in others),
+    kinds = [
+        [f"missing: {name}" for name in wanted if name not in found],
+        [f"unexpected: {printable(name, 200)}" for name in found if name not in wanted and name not in ignored],
+        [f"{name}: expected shape {list(wanted[name])}, got {list(others[name])}" for name in wanted if name in others],
     ]
+    more = [[f"and {len(kind) - _SHOWN:,} more"] if len(kind) > _SHOWN else [] for kind in kinds]
+    return sum(map(len, kinds)), [line for kind, rest in zip(kinds, more, strict=True) for line in [*kind[:_SHOWN], *rest]]
 
 
 def rank_weights(chunks: Sequence[nn.Module], architecture: Architecture) -> Iterator[Weight]:

@@ -29,11 +29,14 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def dequantized_shapes(shapes: Shapes) -> Shapes:
-    """Replace the entries of blocks and scales by those of the tensors they encode; other names and shapes are kept."""
+    """Replace the entries of blocks and scales by those of the tensors they encode, unless the file has these tensors too.
+
+    Other names and shapes are kept.
+    """
     found = dict(shapes)
     for name in [name.removesuffix(BLOCKS) for name in shapes if name.endswith(BLOCKS)]:
         match shapes[name + BLOCKS], shapes.get(name + SCALES):
-            case (experts, rows, groups, 16), (*of_scales,) if of_scales == [experts, rows, groups]:
+            case (experts, rows, groups, 16), (*of_scales,) if of_scales == [experts, rows, groups] and name not in shapes:
                 del found[name + BLOCKS], found[name + SCALES]
                 found[name] = (experts, 32 * groups, rows)
     return found

@@ -90,6 +90,7 @@ def _run_lines(plan: Plan) -> dict[str, str]:
     model = f"{cfg.pretrained_checkpoint.restore_from_path} ({architecture.family.name})"
     return {
         "model": f"{model}, {short(whole)} parameters, {how}",
+        **plan.run.files.output_line,
         "precision": cfg.trainer.precision + ("" if cfg.model.fp8 is None else f", fp8 {cfg.model.fp8}"),
         "step": f"{rows}, {plan.step.tokens:,} tokens if all are {plan.step.width:,} tokens long",
     }

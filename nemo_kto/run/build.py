@@ -54,7 +54,7 @@ from nemo_kto.run.lifecycle import (
     resolve_precision,
     stop_early,
 )
-from nemo_kto.run.policy import Policy, build_policy
+from nemo_kto.run.policy import Policy, build_policy, check_sources
 from nemo_kto.run.record import record_failure, record_start
 from nemo_kto.run.reference import ReferenceSetup, build_reference
 from nemo_kto.run.resume import Facts, Resumption, build_early_stopping, check_validation_rows, look_for_run
@@ -183,10 +183,12 @@ class Start(NamedTuple):
 
 
 def prepare(run: ResolvedRun, *, data_parallel: tuple[int, int] | None = None) -> Start:
-    """Read the data (see :func:`build_data`), and run the resume checks on the run folder; collective.
+    """Check the weights, read the data (see :func:`build_data`), and run the resume checks on the run folder; collective.
 
-    Raises UserError if the data cannot be used, or the run cannot be resumed with this configuration.
+    Raises UserError if the weights are of another model, the data cannot be used, or the run cannot be resumed with this
+    configuration.
     """
+    state.on_rank_zero(lambda: check_sources(run), "{}")
     data = build_data(run, model_tokenizer(run.files), data_parallel=data_parallel)
     return Start(data, look_for_run(run, data))
 

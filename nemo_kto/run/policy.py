@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
-from nemo_kto.architecture.architecture import Architecture, read_architecture
+from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import LoRASettings, adapts_experts
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
-from nemo_kto.artifacts.adapter_files import is_our_adapter
-from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, INFO, check_checkpoint, config_folder, is_checkpoint
+from nemo_kto.artifacts.adapter_files import is_our_adapter, read_adapter_settings
+from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, INFO, check_checkpoint, is_checkpoint
 from nemo_kto.artifacts.safetensors_files import is_our_model
 from nemo_kto.artifacts.sources import named_base, refuse_other_shape
 from nemo_kto.checkpoint.discovery import newest_checkpoint
@@ -26,8 +26,8 @@ from nemo_kto.config.resolved import ModelFiles, ResolvedRun
 from nemo_kto.config.saved_config import CONFIG_FILE
 from nemo_kto.device import device
 from nemo_kto.distributed import state
-from nemo_kto.errors import UserError
-from nemo_kto.huggingface.adapter import export_adapter, load_adapter
+from nemo_kto.errors import UserError, error_of
+from nemo_kto.huggingface.adapter import check_adapter, export_adapter, load_adapter
 from nemo_kto.huggingface.folders import check_target
 from nemo_kto.huggingface.huggingface import check_weights, export, export_bytes, load_weights
 from nemo_kto.models.engine.optimizer import wrap_data_parallel
@@ -114,24 +114,51 @@ def load_policy_weights(policy: Policy) -> None:
 
 def load_base_weights(policy: Policy, base: Path) -> None:
     """Load a whole model, a Hugging Face folder or one of our checkpoints; raise UserError if it has another shape."""
-    folder, ours = config_folder(base), policy.architecture
-    if folder != policy.files.hf_folder:
-        found = read_architecture(
-            folder, tensor_parallel=ours.tensor_parallel, expert_tensor_parallel=ours.expert_tensor_parallel
-        )
+    check_shape(policy.files, base)
+    if is_checkpoint(base):
+        load_weights_only(base, policy.chunks)
+    else:
+        with state.on_all_ranks(doing="loading the weights"):
+            load_weights(policy.chunks, policy.architecture, base)
+
+
+def check_shape(files: ModelFiles, base: Path) -> None:
+    """Compare the configuration of a whole model with that of the policy; raise UserError with the values that differ."""
+    ours, other = files.architecture, replace(files, source=base)
+    if other.hf_folder != files.hf_folder:
+        found = other.architecture
         values = {each.name: (getattr(found, each.name), getattr(ours, each.name)) for each in fields(found)}
         differing = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
         if "head_dim" in differing:
             differing.pop("rope", None)  # rope has one frequency per two channels of a head, so it differs as well
         try:
-            refuse_other_shape(policy.files.hf_folder, folder, differing)
+            refuse_other_shape(files.hf_folder, other.hf_folder, differing)
         except UserError as error:
             raise UserError(f"the reference {error}") from error
-    if folder == base:
-        with state.on_all_ranks(doing="loading the weights"):
-            load_weights(policy.chunks, policy.architecture, folder)
-    else:
-        load_weights_only(base, policy.chunks)
+
+
+def check_sources(run: ResolvedRun) -> None:
+    """Compare the tensors of all models and adapters in other formats than ours with the policy, by the headers of files.
+
+    Raises UserError that lists the differences in all of them.
+    """
+
+    def check(folder: Path, *, is_base: bool) -> None:
+        if is_base:
+            check_shape(run.files, folder)
+        if is_checkpoint(folder):
+            return  # its files are those that this program has written, as their hashes show
+        if is_base:
+            check_weights(run.architecture, folder)
+        else:
+            check_adapter(run.architecture, read_adapter_settings(folder), folder)
+
+    sources = [source for source in (run.files.initial, run.reference_model) if source is not None]
+    folders = dict.fromkeys((source.base, True) for source in sources)
+    folders |= dict.fromkeys((source.adapters, False) for source in sources if source.adapters is not None)
+    wrong = [error_of(partial(check, folder, is_base=is_base)) for folder, is_base in folders]
+    if any(wrong):
+        raise UserError("\n".join(filter(None, wrong)))
 
 
 def export_policy(

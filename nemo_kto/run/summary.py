@@ -50,6 +50,7 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
     omitted = f"; each epoch omits {rest:,} {unit}, different ones each time" if rest else ""
     lines = {
         "model": f"{source} ({architecture.family.name}), {short(parameters)} parameters, {trained}",
+        **run.files.output_line,
         "adapters": adapters,
         **{name: split_text(unit, examples.counts) for name, examples in data.splits.in_use.items()},
         **({"labels": data.splits.labels} if data.splits.labels else {}),

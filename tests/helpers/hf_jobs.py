@@ -13,10 +13,11 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.enums import AttnMaskType
 
-from nemo_kto.architecture.architecture import Architecture, read_architecture
+from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.segments import cut, segments, split_dimension
 from nemo_kto.architecture.stages import PipelineSplit
+from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout
 from nemo_kto.huggingface import huggingface
@@ -32,7 +33,8 @@ ADAPTER_SEED = 5
 
 
 def build(folder: Path, layout: Layout, **settings: Any) -> tuple[HiddenStateGPT, Architecture]:
-    architecture = read_architecture(folder, tensor_parallel=layout.tensor, expert_tensor_parallel=layout.expert_tensor)
+    files = ModelFiles(source=folder, tensor_parallel=layout.tensor, expert_tensor_parallel=layout.expert_tensor)
+    architecture = files.architecture
     model = build_gpt(
         architecture,
         **{"params_dtype": torch.float32, **settings},

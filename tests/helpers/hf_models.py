@@ -104,6 +104,8 @@ CONFIGS = {
     ),
     "llama": lambda: LlamaConfig(**_SIZES, rope_parameters=_rope(5e5)),
     "llama-tied-llama3-rope": lambda: LlamaConfig(**_SIZES, rope_parameters=_LLAMA3, head_dim=16, tie_word_embeddings=True),
+    # as a merged LoRA with new tokens is saved: tied by config.json, with an output weight of its own
+    "llama-own-output": lambda: LlamaConfig(**_SIZES, rope_parameters=_rope(1e5)),
     "llama-odd-heads": lambda: LlamaConfig(
         **{**_SIZES, **_NINE_HEADS, "hidden_size": 36},
         rope_parameters=_rope(1e5),
@@ -303,6 +305,8 @@ def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, 
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     write_tokenizer(folder)
+    if folder.name.endswith("own-output"):
+        edit_config(folder, tie_word_embeddings=True)
 
 
 def write_models(names: Iterable[str], root: Path) -> dict[str, Path]:

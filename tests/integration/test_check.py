@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.helpers.commands import CLI, TRAINING, environment, run
 from tests.helpers.messages import assert_names
-from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
+from tests.helpers.tiny_models import make_checkpoint, make_pairs, make_rows, write_rows
 
 PRELOAD = (*TRAINING, "nemo_kto.cli.check_run", "nemo_kto.cli.data.preview")
 
@@ -90,6 +91,20 @@ def test_every_row_is_checked(login: Login) -> None:
         status, _, said = login(*command, *login.given)
         assert status == 2
         assert_names(said, "rows.jsonl:41", "rows.jsonl:42", "maybe", "prompt")
+        assert login.cached() == {}
+
+
+def test_weights_of_another_class_are_listed_before_any_row_is_read(login: Login) -> None:
+    """A Gemma 3 text model that was saved from the class with images."""
+    model = make_checkpoint(login.folder / "gemma", "gemma3_text", hidden_size=32, num_hidden_layers=2)
+    file = model / "model.safetensors"
+    save_file({f"language_model.{name}": each for name, each in load_file(file).items()}, file)
+    for command in (["check", "kto"], ["kto", "hardware=cpu"]):
+        status, _, said = login(*command, str(model), *login.given[1:])
+        assert status == 2
+        assert_names(
+            said, str(model), "missing: model.embed_tokens.weight", "unexpected: language_model.model.embed_tokens.weight"
+        )
         assert login.cached() == {}
 
 

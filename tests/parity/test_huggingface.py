@@ -68,7 +68,7 @@ def test_weights_round_trip_bitwise(outcome: Any, folders: dict[str, Path], name
         assert torch.equal(after[weight], tensor), weight
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-odd-heads"])
+@pytest.mark.parametrize("name", ["llama", "llama-odd-heads", "llama-own-output"])
 def test_export_loads_in_transformers(outcome: Any, folders: dict[str, Path], expected: Any, name: str) -> None:
     folder = outcome[1] / name
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -76,6 +76,7 @@ def test_export_loads_in_transformers(outcome: Any, folders: dict[str, Path], ex
     assert not report["unexpected_keys"]
     assert model.dtype == torch.float32
     assert model.config.vocab_size == 259
+    assert model.config.tie_word_embeddings is (name == "llama-odd-heads")
     assert torch.equal(model.eval()(hf_models.tokens()).logits, expected[name])
     messages = [{"role": "user", "content": "Hi"}]
     source, copy = (AutoTokenizer.from_pretrained(path) for path in (folders[name], folder))

@@ -13,8 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.artifacts.safetensors_files import INDEX, WRITTEN_BY, write_shards
+from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.distributed.state import Layout
+from nemo_kto.errors import UserError
+from nemo_kto.huggingface.huggingface import check_weights
 from tests.helpers import hf_jobs, hf_models
 from tests.helpers.hf_models import weights
 from tests.helpers.messages import Message, assert_names, raises
@@ -67,9 +71,19 @@ def test_all_differences_are_in_one_error_on_every_rank(ranks: Any, model: Path)
 
 
 def test_extra_tensors_of_old_files_are_ignored(ranks: Any, model: Path) -> None:
-    extra = {"lm_head.weight": torch.zeros(259, 36), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
-    rewrite(model, **extra)
+    copy = weights(model)["model.embed_tokens.weight"].clone()
+    rewrite(model, **{"lm_head.weight": copy, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)})
+    assert ModelFiles(source=model).architecture.tied
     assert ranks.run(1, hf_jobs.load_only, Layout(), model) == [""]
+
+
+def test_a_tied_model_does_not_ignore_an_output_weight_with_other_values(model: Path) -> None:
+    rewrite(model, **{"lm_head.weight": torch.zeros(259, 36)})
+    with raises(UserError, str(model), "1", "unexpected", "lm_head.weight"):
+        check_weights(read_architecture(model, tensor_parallel=1), model)
+    found = ModelFiles(source=model)
+    assert found.architecture.untied
+    assert found.output_line == {"output layer": Message("lm_head.weight", "not tied", "tie_word_embeddings=true")}
 
 
 def test_an_untied_model_must_have_its_output_weight(ranks: Any, model: Path) -> None:
@@ -114,7 +128,8 @@ def test_dtypes_are_converted_on_import_and_kept_on_export(ranks: Any, sharded_m
     assert ranks.run(2, hf_jobs.convert_type, TP2, sharded_model, tmp_path / "out") == ["torch.bfloat16"] * 2
     before, after = weights(sharded_model), weights(tmp_path / "out")
     assert all(torch.equal(after[name], tensor.to(torch.bfloat16)) for name, tensor in before.items())
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["dtype"], "torch_dtype" in config) == ("bfloat16", False), "under the name that the source has"
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
 
 

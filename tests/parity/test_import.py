@@ -21,6 +21,8 @@ from tests.helpers.hf_models import weights
 TP1, TP2 = Layout(), Layout(tensor=2)
 Source = Callable[[str], Path]
 
+EMBEDDING = "model.embedding.word_embeddings.weight"
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
@@ -91,6 +93,20 @@ def test_a_nemo_archive_with_weights_in_one_file(zero_centered: bool, source: So
         torch.testing.assert_close(*logits, rtol=0, atol=0)
     for name, tensor in weights(model).items():
         torch.testing.assert_close(weights(tmp_path / "out")[name], tensor, rtol=0, atol=1e-6 * zero_centered)
+
+
+def test_an_output_weight_that_the_settings_tie_to_the_embedding(source: Source, tmp_path: Path) -> None:
+    model, stored = source("mistral"), tmp_path / "unpacked" / "model_weights.ckpt"
+    stored.parent.mkdir()
+    tensors, tokenizer = megatron.state_dict(model), tokenizer_of(model, tmp_path / "tokenizer")
+    for name, output in {"own": tensors["model.output_layer.weight"], "tied": tensors[EMBEDDING].clone()}.items():
+        torch.save({**tensors, "model.output_layer.weight": output}, stored)
+        megatron.write_nemo(model, stored, tmp_path / f"{name}.nemo", share_embeddings_and_output_weights=True)
+        main([f"{tmp_path}/{name}.nemo", f"{tmp_path}/{name}", "--tokenizer", f"{tokenizer}"])
+        found, config = weights(tmp_path / name), json.loads((tmp_path / name / "config.json").read_text())
+        assert ("lm_head.weight" in found, config["tie_word_embeddings"]) == ((True, False), (False, True))[name == "tied"]
+        if name == "own":
+            assert torch.equal(found["lm_head.weight"], output)
 
 
 def test_the_sentencepiece_model_of_a_nemo_archive(source: Source, tmp_path: Path) -> None:

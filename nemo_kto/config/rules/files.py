@@ -213,8 +213,9 @@ def _target_rules(run: ResolvedRun, config: Mapping[str, object], family: Family
     if tuning.dora and chosen & of_experts:
         text = "must be false with adapters on experts, for which peft has no DoRA, got true; adapt only the attention"
         yield ConfigError(_DORA, text, (_MODEL, _SCHEME, _TARGETS))
+    has_embedding = EMBEDDING in tuning.target_modules
     # whether embeddings are tied by default is known only once the model is loaded
-    tied, has_embedding = bool(config.get("tie_word_embeddings")), EMBEDDING in tuning.target_modules
+    tied = has_embedding and bool(config.get("tie_word_embeddings")) and not run.files.has_own_output
     if has_embedding and run.adapters is not None and (problem := embedding_problem(run.adapters, tied=tied)):
         got = f"{problem}, got {', '.join(tuning.target_modules)}"
         yield ConfigError(_TARGETS, got, (_MODEL, _SCHEME, _SELECTION, _DORA))

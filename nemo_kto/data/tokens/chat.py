@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from nemo_kto.artifacts.tokenizer_files import chat_template_file, check_ids, check_tokenizer
+from nemo_kto.artifacts.tokenizer_files import chat_template_file, check_ids, check_tokenizer, declared_stop_ids
 from nemo_kto.data.rows.records import KTORecord, LastRowError, Message, PromptRecord, RowError, TextOrMessages
 from nemo_kto.data.tokens.template_trial import REMEDY, Conversation, out_of_memory, try_template
 from nemo_kto.errors import UserError, printable, show
@@ -132,11 +132,23 @@ class RecordEncoder:
         examples = self.encode([_with_answer(record) for record in records])
         return [example if isinstance(example, RowError) else example.prompt_ids for example in examples]
 
-    def stop_ids(self) -> frozenset[int]:
-        """Return the tokens that end an answer: the EOS and, with a chat template, the token that ends its turns."""
+    def stop_ids(self, *, trial: bool = True) -> frozenset[int]:
+        """Return the tokens that end an answer: the EOS, those that the model's files declare, and the template's.
+
+        The template's are the special tokens after the text of an answer. ``trial``: as for the first rows of data, which
+        takes seconds.
+        """
         turn = PromptRecord(prompt=[{"role": "user", "content": "?"}], line=1)
-        examples = self.encode([_with_answer(turn)] if self.has_chat_template else [])
-        return frozenset({self._eos_id, *(each.response_ids[-1] for each in examples if isinstance(each, EncodedExample))})
+        ids = {self._eos_id, *(declared_stop_ids(self._folder) if self._tokenizer.name_or_path else ())}
+        if not trial:
+            _tried_templates.add(self._template)
+        for example in self.encode([_with_answer(turn)] if self.has_chat_template else []):
+            for number in reversed(example.response_ids if isinstance(example, EncodedExample) else []):
+                if number in self._special_ids:
+                    ids.add(number)
+                elif self._tokenizer.decode([number]).strip():
+                    break
+        return frozenset(ids)
 
     def fingerprint(self) -> str:
         """Return a hash of all tokenizer properties that determine the token ids of an example."""

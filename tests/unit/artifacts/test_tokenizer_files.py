@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from nemo_kto.artifacts import content
-from nemo_kto.artifacts.content import read_companions
+from nemo_kto.artifacts.content import model_config, read_companions, with_dtype
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message
 
@@ -108,3 +108,13 @@ def test_a_link_within_the_folder_is_followed_and_one_that_leads_out_is_refused(
     assert str(caught.value) == Message(
         f"{model}/special_tokens_map.json", "file", "folder", "link", f"{tmp_path}/secret", "download"
     )
+
+
+def test_the_configuration_of_another_dtype_and_of_an_output_that_is_not_tied(tmp_path: Path) -> None:
+    """The name of the dtype is that of the source."""
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true, "dtype": "float16", "quantization_config": {}}')
+    assert model_config(tmp_path, tied=True)["tie_word_embeddings"] is True
+    untied = model_config(tmp_path, tied=False)
+    assert with_dtype(untied, "bfloat16") == {"tie_word_embeddings": False, "dtype": "bfloat16"}
+    assert with_dtype({"torch_dtype": "float16"}, "float32") == {"torch_dtype": "float32"}
+    assert with_dtype({}, "float32") == {"torch_dtype": "float32"}

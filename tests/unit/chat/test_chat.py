@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from nemo_kto.artifacts.safetensors_files import INDEX, WRITTEN_BY
+from nemo_kto.chat.model import ChatModel
 from nemo_kto.cli.models.chat import _find, main
 from nemo_kto.errors import UserError
 from nemo_kto.processes.ranks import INTERRUPTED
 from tests.helpers.messages import Message, raises
 from tests.helpers.run_folders import write_run
-from tests.helpers.tiny_models import EOS, make_checkpoint
+from tests.helpers.tiny_models import CHATML, EOS, TURN_END, TURN_START, make_checkpoint, make_tokenizer
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 256}
 LENGTH = ["--max-new-tokens", "12"]
@@ -142,6 +143,17 @@ def test_an_answer_ends_at_the_end_of_a_turn(
     count = ids.index(ids[2]) + 1
     assert answer["tokens"] == count
     assert answer["answer"] == AutoTokenizer.from_pretrained(ending).decode(ids[:count], skip_special_tokens=True)
+
+
+def test_an_answer_ends_at_a_token_of_the_template_before_the_eos(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """As of Phi-3 without its generation_config.json."""
+    ending = changed(folders[0], tmp_path / "ending")
+    end = "{% if not add_generation_prompt %}" + EOS + "{% endif %}"
+    (ending / "chat_template.jinja").write_text(CHATML.replace(TURN_END, TURN_START) + end)
+    (ending / "generation_config.json").unlink()
+    model = ChatModel(label="", folder=ending, dtype=torch.float32)
+    ids = make_tokenizer().convert_tokens_to_ids([EOS, TURN_START, TURN_END])
+    assert model.stop_ids == sorted(ids), "that of config.json is TURN_END"
 
 
 def test_an_interrupt_ends_the_answer_and_keeps_its_text(

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from nemo_kto.algorithms.recipes import KTO, Recipe
 from nemo_kto.architecture.lora import TARGET_MODULES
@@ -457,6 +459,9 @@ def test_a_tied_embedding_is_not_adapted(find_errors: FindErrors, tmp_path: Path
     assert find_errors(LORA, f"{TUNING}.target_modules=[embed_tokens]") == [
         Message(f"{TUNING}.target_modules", "embed_tokens", "peft")
     ]
+    weights = {"model.embed_tokens.weight": torch.zeros(1), "lm_head.weight": torch.ones(1)}
+    save_file(weights, tmp_path / "model" / "model.safetensors")
+    assert find_errors(LORA, f"{TUNING}.target_modules=[embed_tokens]") == [], "it is not tied, whatever config.json says"
 
 
 def test_an_impossible_layer_gives_one_error(find_errors: FindErrors) -> None:

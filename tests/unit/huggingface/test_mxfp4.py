@@ -40,3 +40,9 @@ def test_shapes_of_dequantized_tensors() -> None:
         "d_scales": (2,),
     }
     assert dequantized_shapes({"x_blocks": (5, 12, 2, 16), "x_scales": (5, 12, 2), **others}) == {"x": (5, 64, 12), **others}
+
+
+def test_blocks_beside_the_tensor_that_they_encode_are_not_hidden() -> None:
+    """Else one of the two would be neither used nor refused."""
+    shapes = {"x_blocks": (5, 12, 2, 16), "x_scales": (5, 12, 2), "x": (5, 64, 12)}
+    assert dequantized_shapes(shapes) == shapes
