@@ -1,0 +1,103 @@
+"""Deliberate faults of tests/mutants.toml, each of which the quick tests that it names must find: `make mutants`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+QUICK = "not slow and not slurm and not browser"
+MAY_BE_MISSED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """A fault: ``text``, which occurs once in ``file``, is replaced, and some of ``tests`` must fail."""
+
+    name: str
+    file: str
+    text: str
+    replacement: str
+    tests: list[str]
+
+    def problem(self) -> str | None:
+        """Return why the fault cannot be tested; None if it can."""
+        count = (REPOSITORY / self.file).read_text().count(self.text) if (REPOSITORY / self.file).is_file() else 0
+        absent = [test for test in self.tests if not (REPOSITORY / test).exists()]
+        if count == 1 and self.tests and not absent:
+            return None
+        return f"{self.name}: the text must occur once in {self.file}, got {count}; missing tests: {absent or 'none'}"
+
+    def is_found(self, tree: Path) -> bool:
+        """Return whether the tests fail with the fault, which is removed again from the copy of the repository."""
+        file = tree / self.file
+        before = file.read_text()
+        file.write_text(before.replace(self.text, self.replacement))
+        try:
+            return not passes(tree, self.tests)
+        finally:
+            file.write_text(before)
+
+
+def passes(tree: Path, tests: Collection[str]) -> bool:
+    """Return whether tests pass in a tree; RuntimeError if they could not be run."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", QUICK, *tests]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.returncode == 0
+
+
+def copy_of_the_tree(folder: Path) -> Path:
+    """Copy the files that git tracks, as they are now, and new ones that it does not ignore."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.split("\0")
+    for name in filter(None, names):
+        if (REPOSITORY / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, folder / name, follow_symlinks=False)
+    return folder
+
+
+def read_mutants(name: str) -> list[Mutant]:
+    """Return the mutant of a name, or all of them; end the program if one of them is unknown or no longer applies."""
+    mutants = [Mutant(**each) for each in tomllib.loads((REPOSITORY / "tests/mutants.toml").read_text())["mutant"]]
+    wanted = [mutant for mutant in mutants if name in ("all", mutant.name)]
+    if problems := [problem for mutant in wanted if (problem := mutant.problem())]:
+        sys.exit("\n".join(problems))
+    return wanted or sys.exit(f"the name must be all or one of {', '.join(each.name for each in mutants)}; got {name}")
+
+
+def missed(mutants: Collection[Mutant], tree: Path) -> Iterator[Mutant]:
+    """Print the result of each mutant, and yield those that the tests do not find."""
+    for mutant in mutants:
+        found = mutant.is_found(tree)
+        print(f"{'found' if found else 'MISSED'}  {mutant.name}", flush=True)
+        if not found:
+            yield mutant
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", nargs="?", default="all", help="one mutant, or all")
+    mutants = read_mutants(parser.parse_args().name)
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copy_of_the_tree(Path(folder))
+        if not passes(tree, dict.fromkeys(test for mutant in mutants for test in mutant.tests)):
+            sys.exit("the tests must pass without a mutant")
+        count = len([*missed(mutants, tree)])
+    print(f"{len(mutants) - count} of {len(mutants)} found")
+    sys.exit(count > (MAY_BE_MISSED if len(mutants) > MAY_BE_MISSED else 0))
+
+
+if __name__ == "__main__":
+    main()
