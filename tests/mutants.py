@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+
+import argparse
+import importlib
+import multiprocessing
 import shutil
 import subprocess
 import sys
@@ -13,9 +18,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 QUICK = "not slow and not slurm and not browser"
 MAY_BE_MISSED = 3
+OWN_PATHS = ("", str(REPOSITORY))
+# What most tests import; imported once, before the tests of a mutant run in a forked process.
+IMPORTED = ("torch.distributed.checkpoint", "transformers.modeling_utils", "megatron.core.models.gpt", "hydra", "datasets")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +58,27 @@ class Mutant:
 
 
 def passes(tree: Path, tests: Collection[str]) -> bool:
-    """Return whether tests pass in a tree; RuntimeError if they could not be run."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", QUICK, *tests]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1):
-        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stdout}{done.stderr}")
-    return done.returncode == 0
+    """Return whether tests pass in a tree; RuntimeError if they could not be run. A forked process runs them."""
+    with tempfile.TemporaryFile() as output:
+        process = multiprocessing.get_context("fork").Process(target=run_tests, args=(tree, tests, output.fileno()))
+        process.start()
+        process.join()
+        if process.exitcode not in (0, 1):
+            output.seek(0)
+            raise RuntimeError(f"{' '.join(tests)} ended with status {process.exitcode}:\n{output.read().decode()}")
+    return process.exitcode == 0
+
+
+def run_tests(tree: Path, tests: Collection[str], output: int) -> None:
+    """Run tests with the packages of a tree in this process, which ends with pytest's status."""
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.chdir(tree)
+    sys.dont_write_bytecode, sys.path[:] = True, [str(tree), *(path for path in sys.path if path not in OWN_PATHS)]
+    os.environ["PYTHONPATH"] = str(tree)
+    for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "nemo_kto")]:
+        del sys.modules[name]
+    sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", QUICK, *tests]))
 
 
 def copy_of_the_tree(folder: Path) -> Path:
@@ -90,6 +114,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", nargs="?", default="all", help="one mutant, or all")
     mutants = read_mutants(parser.parse_args().name)
+    for module in IMPORTED:
+        importlib.import_module(module)
     with tempfile.TemporaryDirectory() as folder:
         tree = copy_of_the_tree(Path(folder))
         if not passes(tree, dict.fromkeys(test for mutant in mutants for test in mutant.tests)):

@@ -33,7 +33,6 @@ from tests.unit.data.tiny_data import chatml_tokenizer
 
 MAX_MESSAGE = 700  # characters, without the folder
 READ = ""  # no error
-NO_KEYS = Message("preference")
 Row = dict[str, object]
 PAIR = '{"prompt": "p", "chosen": "a", "rejected": "b", '
 TURNS = '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "label": true, '
