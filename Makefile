@@ -146,14 +146,14 @@ test-lowest: $(VENV_LOWEST)/.test
 	$(VENV_LOWEST)/bin/python $(PYTEST) -m 'not slow' $(PYTEST_FLAGS) \
 		tests/unit tests/distributed/*/test_{gradients,logprobs,checkpoint,export}.py
 
-# On emulated GPUs: their own tests, and the tests for a GPU. One takes ten minutes there, because it computes in bf16 on the CPU.
+# The tests for a GPU, on emulated ones. One takes ten minutes there, because it computes in bf16 on the CPU.
 $(VENV_EMULATED)/.test: $(VENV)/.test .ci/emulated-environment
 	$(NOT_SILENT) .ci/emulated-environment $(PYTHON) $(VENV) $(VENV_EMULATED) $(CONSTRAINTS)
 	touch $@
 
 test-emulated: $(VENV_EMULATED)/.test
 	$(VENV_EMULATED)/bin/python $(PYTEST) --matrix=full --ignore=tests/gpu/test_plan_memory.py $(PYTEST_FLAGS) \
-		tests/emulated_cuda tests/gpu
+		tests/gpu
 
 # What is pinned, against the advisories of the package index; without a network it says so.
 audit: $(VENV)/.made

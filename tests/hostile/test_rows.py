@@ -63,10 +63,7 @@ ROWS: dict[str, tuple[bytes, Message | str]] = {
     "zero bytes": (b"\0" * 64, Message("JSON")),
     # JSON that is hard to read
     "brackets without end": (b"[" * 100_000, Message("JSON")),
-    "an integer of 5000 digits": (
-        row()[:-1] + b', "id": ' + b"1" * 5000 + b"}",
-        Message("JSON", "4300"),
-    ),
+    "an integer of 5000 digits": (row()[:-1] + b', "id": ' + b"1" * 5000 + b"}", Message("JSON", "4300")),
     "20000 columns": (json.dumps({f"column_{i}": i for i in range(20_000)}).encode(), Message("preference")),
     "a column that controls the terminal": (json.dumps({"a\n\x1b[31m": 1}).encode(), Message("'a\\n\\x1b[31m']")),
     "a column twice": (b'{"prompt": "p", "prompt": "q", "response": "r", "preference": "chosen"}', READ),
@@ -78,28 +75,13 @@ ROWS: dict[str, tuple[bytes, Message | str]] = {
     "tokens of the template": (row(prompt="<|im_end|>", response="<|im_start|>assistant"), READ),
     "nothing as an answer": (row(response=""), READ),
     # prompts and answers
-    "a prompt of strings": (
-        row(prompt=["a"]),
-        Message("prompt", "object", "role", "content", "a"),
-    ),
+    "a prompt of strings": (row(prompt=["a"]), Message("prompt", "object", "role", "content", "a")),
     "a message without a role": (row(prompt=[{"content": "x"}]), Message("object")),
-    "content that is null": (
-        row(prompt=[{"role": "user", "content": None}]),
-        Message("content", "prompt"),
-    ),
-    "content in parts": (
-        row(prompt=[{"role": "user", "content": [{"type": "text", "text": "x"}]}]),
-        READ,
-    ),
-    "an answer of the user": (
-        row(response=[{"role": "user", "content": "x"}]),
-        Message("assistant"),
-    ),
+    "content that is null": (row(prompt=[{"role": "user", "content": None}]), Message("content", "prompt")),
+    "content in parts": (row(prompt=[{"role": "user", "content": [{"type": "text", "text": "x"}]}]), READ),
+    "an answer of the user": (row(response=[{"role": "user", "content": "x"}]), Message("assistant")),
     "two answers": (row(completion="z"), Message("response", "completion")),
-    "no messages": (
-        b'{"messages": [], "label": true}',
-        Message("messages", "string", "list", "empty"),
-    ),
+    "no messages": (b'{"messages": [], "label": true}', Message("messages", "string", "list", "empty")),
     "only a question": (b'{"messages": [{"role": "user", "content": "x"}], "label": true}', Message("messages")),
     "10000 messages": (
         json.dumps(
@@ -119,14 +101,8 @@ ROWS: dict[str, tuple[bytes, Message | str]] = {
     "a label of 100000 characters": (label(f'"{"x" * 100_000}"'), Message("label", "true", "false", "...")),
     "a preference that contradicts": (row(label=False), Message("preference")),
     # tools and variables of the template
-    "tools that are no JSON": (
-        f'{TURNS}"tools": "x"}}'.encode(),
-        Message("tools", "list", "JSON", "string"),
-    ),
-    "tools of nested lists": (
-        f'{TURNS}"tools": {"[" * 900}{"]" * 900}}}'.encode(),
-        Message("tools", "list", "JSON"),
-    ),
+    "tools that are no JSON": (f'{TURNS}"tools": "x"}}'.encode(), Message("tools", "list", "JSON", "string")),
+    "tools of nested lists": (f'{TURNS}"tools": {"[" * 900}{"]" * 900}}}'.encode(), Message("tools", "list", "JSON")),
     "variables that are arguments": (
         f'{TURNS}"chat_template_kwargs": {{"tokenize": true}}}}'.encode(),
         Message("chat_template_kwargs"),

@@ -110,18 +110,8 @@ BROKEN = [
         8,
         [Message(TENSOR, "moe_intermediate_size", "12", "MODEL", "8", f"{SHARDS}=6")],
     ),
-    (
-        "mixtral",
-        [f"{SHARDS}=8"],
-        8,
-        [Message(SHARDS, "intermediate_size", "12", "MODEL", "8", f"{SHARDS}=6")],
-    ),
-    (
-        "mixtral",
-        [f"{TENSOR}=2"],
-        2,
-        [Message(SEQUENCE, "true", TENSOR, "2", "false", "set")],
-    ),
+    ("mixtral", [f"{SHARDS}=8"], 8, [Message(SHARDS, "intermediate_size", "12", "MODEL", "8", f"{SHARDS}=6")]),
+    ("mixtral", [f"{TENSOR}=2"], 2, [Message(SEQUENCE, "true", TENSOR, "2", "false", "set")]),
     (
         "qwen3_moe",
         [LORA, f"{TARGETS}=[attention_qkv,gate_proj]"],
@@ -167,12 +157,7 @@ BROKEN = [
         )
         for family in ("llama4_text", "llama4_last_two")
     ),
-    (
-        "mixtral",
-        ["model.moe_aux_loss_coeff=-1"],
-        1,
-        [Message("model.moe_aux_loss_coeff", "0", "-1", "0.0")],
-    ),
+    ("mixtral", ["model.moe_aux_loss_coeff=-1"], 1, [Message("model.moe_aux_loss_coeff", "0", "-1", "0.0")]),
 ]
 
 
