@@ -1,9 +1,10 @@
 # make quickstart   align a small real model on this machine, in minutes
 # make test         check that the numbers are correct (make check: linters and unit tests alone)
 # Others: quickstart-pairs (DPO with LoRA), lint, test-full (every combination), test-slow, test-py312, test-lowest (the oldest
-# packages), test-emulated (jobs on emulated GPUs), chaos, test-slurm, test-browser, golden (rewrite tests/data/golden.json), gpu (tests and
-# benchmarks on a GPU), gpu-wheels (the packages that it needs without an index), image-test, audit, bench (a KTO step against
-# TRL's; OTHER_TRL=PYTHON adds a version of TRL), docs (the documentation site, in build/docs), wheel, clean.
+# packages), test-emulated (jobs on emulated GPUs), mutants (deliberate faults, which tests must find), chaos, test-slurm,
+# test-browser, golden (rewrite tests/data/golden.json), gpu (tests and benchmarks on a GPU), gpu-wheels (the packages that it
+# needs without an index), image-test, audit, bench (a KTO step against TRL's; OTHER_TRL=PYTHON adds a version of TRL), docs
+# (the documentation site, in build/docs), wheel, clean.
 # Each creates the virtual environment it needs. QUICKSTART_STEPS=2 shortens the quickstart.
 
 SHELL := /bin/bash
@@ -47,10 +48,10 @@ TESTS312 := tests/unit/models/test_attention.py tests/unit/device/test_kernels.p
 TESTS312 += $(patsubst %,tests/distributed/*/test_%.py,$(DISTRIBUTED312)) tests/parity/test_{huggingface,mixtures}.py \
 	tests/integration/test_resume.py -k 'not (tp4 or dp4 or micro_batch or recompute)'
 
-.PHONY: help quickstart quickstart-pairs check golden test test-full test-matrix test-slow test-py312 test-lowest test-emulated chaos test-slurm test-browser gpu gpu-wheels image-test audit lint bench docs wheel clean
+.PHONY: help quickstart quickstart-pairs check golden test test-full test-matrix test-slow test-py312 test-lowest test-emulated mutants chaos test-slurm test-browser gpu gpu-wheels image-test audit lint bench docs wheel clean
 
 help:
-	@sed -n '1,7s/^# //p' Makefile
+	@sed -n '1,9s/^# //p' Makefile
 
 $(VENV)/.made:
 	$(STILL_RUNS) $(PYTHON) -m venv $(VENV)
@@ -100,6 +101,11 @@ test-matrix: $(VENV)/.test
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m 'slow and not chaos' $(PYTEST_FLAGS)
 
+# Each fault of tests/mutants.toml, or the one of this name (N=NAME), must make a quick test fail.
+mutants: N = all
+mutants: $(VENV)/.test
+	$(BIN)/python -m tests.mutants $(N)
+
 # Kills a tiny job N times at random, after the tests that kill it in every phase or damage its files; about an hour for 200.
 chaos: $(VENV)/.test
 	$(BIN)/python -m pytest -m chaos $(PYTEST_FLAGS) tests/chaos
@@ -144,14 +150,14 @@ test-lowest: $(VENV_LOWEST)/.test
 	$(VENV_LOWEST)/bin/python $(PYTEST) -m 'not slow' $(PYTEST_FLAGS) \
 		tests/unit tests/distributed/*/test_{gradients,logprobs,checkpoint,export}.py
 
-# On emulated GPUs: their own tests, and the tests for a GPU. One takes ten minutes there, because it computes in bf16 on the CPU.
+# The tests for a GPU, on emulated ones. One takes ten minutes there, because it computes in bf16 on the CPU.
 $(VENV_EMULATED)/.test: $(VENV)/.test .ci/emulated-environment
 	$(NOT_SILENT) .ci/emulated-environment $(PYTHON) $(VENV) $(VENV_EMULATED) $(CONSTRAINTS)
 	touch $@
 
 test-emulated: $(VENV_EMULATED)/.test
 	$(VENV_EMULATED)/bin/python $(PYTEST) --matrix=full --ignore=tests/gpu/test_plan_memory.py $(PYTEST_FLAGS) \
-		tests/emulated_cuda tests/gpu
+		tests/gpu
 
 # What is pinned, against the advisories of the package index; without a network it says so.
 audit: $(VENV)/.made

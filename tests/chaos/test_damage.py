@@ -67,18 +67,12 @@ Damage = tuple[str, Callable[[Path], Path], Callable[[Path], object], tuple[str,
 CASES: dict[str, Damage] = {
     "weights_cut": (SWAP, weights, cut, (NEWEST, "damaged")),
     "weights_flipped": (SWAP, weights, flip, (NEWEST, "damaged")),
-    "weights_missing": (SWAP, weights, Path.unlink, (NEWEST, "damaged")),
     "rng_flipped": (SWAP, only(f"run/checkpoints/{NEWEST}/rng/*"), flip, (NEWEST, "damaged")),
     "info_cut": (SWAP, only(f"run/checkpoints/{NEWEST}/trainer.json"), cut, (NEWEST, "damaged")),
-    "info_empty": (SWAP, only(f"run/checkpoints/{NEWEST}/trainer.json"), empty, (NEWEST, "damaged")),
-    "metrics_cut_by_half": (SWAP, only("run/metrics.jsonl"), lambda file: file.write_bytes(file.read_bytes()[:-100]), ()),
-    "config_empty": (SWAP, only("run/config.yaml"), empty, ()),
     "rows_cut": (SWAP, arrow, cut, ("arrow",)),
     "rows_flipped": (SWAP, arrow, flip_token, ("arrow",)),
-    "rows_about_empty": (SWAP, only("cache/*.json"), empty, ("cache",)),
     "reference_cut": (CACHED, only("cache/reference/*/part-*.npy"), cut, ("part-",)),
     "reference_flipped": (CACHED, only("cache/reference/*/part-*.npy"), flip, ("part-",)),
-    "reference_about_empty": (CACHED, only("cache/reference/*/about.json"), empty, ()),
 }
 
 

@@ -21,12 +21,9 @@ from tests.helpers.consumed_rows import recorded_rows
 POINTS: dict[str, tuple[str, int]] = {
     "data_read": ("rows_read", 1),
     "data_write": ("cache_write", 1),
-    "data_publish": ("cache_publish", 1),
-    "data_published": ("cache_published", 1),
     "data_of_a_step": ("data", 5),
     "reference": ("reference", 4),
     "kl": ("kl", 4),
-    "forward": ("forward", 21),
     "early_backward": ("backward", 2),
     "backward": ("backward", 9),
     "optimizer": ("optimizer", 5),
@@ -34,12 +31,9 @@ POINTS: dict[str, tuple[str, int]] = {
     "save_begin": ("checkpoint", 2),
     "save_write": ("save_write_4", 1),
     "save_publish": ("save_publish_4", 1),
-    "save_published": ("save_published_4", 1),
     "save_remove": ("remove", 1),
-    "last_save_publish": ("save_publish_6", 1),
     "export_write": ("export_write", 1),
     "export_publish": ("export_publish", 1),
-    "export_published": ("export_published", 1),
 }
 VICTIMS = {"rank0": ("rank0",), "rank1": ("rank1",), "launcher": ("launcher",), "all": ("launcher", "rank0", "rank1")}
 # One job, killed on and on: within the first steps, while it saves, and while it exports.

@@ -41,12 +41,3 @@ def test_torchrun_restarts_and_resumes(job: Job, whole: Callable[[Job], Path], t
     expected = whole(job) / "run"
     assert metrics(tmp_path / "run") == metrics(expected), "every step once, to the last bit"
     assert files(tmp_path / "run" / "hf") == files(expected / "hf")
-
-
-@pytest.mark.slow
-@pytest.mark.chaos
-def test_torchrun_gives_up_after_the_last_restart(job: Job, tmp_path: Path) -> None:
-    kill = f"trainer.callbacks=[{{_target_: {__name__}.KillRank, folder: {tmp_path}}}]"
-    ended = run(replace(job, restarts=1, overrides=(*job.overrides, kill)), tmp_path)
-    assert (ended.status, ended.hung, ended.left_running) == (1, False, []), ended.output
-    assert ended.output.count("failed (exitcode: -9) local_rank: 1") == 2, ended.output

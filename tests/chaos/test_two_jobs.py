@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,17 +31,4 @@ def test_a_second_job_is_refused(job: Job, whole: Callable[[Job], Path], tmp_pat
         finally:
             over.touch()
     assert first.result().status == 0, first.result().output
-    assert compare(tmp_path, whole(job)).clean, str(compare(tmp_path, whole(job)))
-
-
-def test_one_of_two_simultaneous_jobs_trains(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
-    over = tmp_path / "one_is_over"
-    wait = Crash(point="data", count=5, shell=f"while [ ! -e {over} ]; do sleep 0.05; done")
-    with ThreadPoolExecutor() as pool:
-        both = [pool.submit(run, job, tmp_path, name=name, crash=wait) for name in ("first", "second")]
-        futures.wait(both, return_when=futures.FIRST_COMPLETED)
-        over.touch()
-    trained, refused = sorted((each.result() for each in both), key=lambda ended: ended.status)
-    assert trained.status == 0, trained.output
-    assert_refused(refused, tmp_path)
     assert compare(tmp_path, whole(job)).clean, str(compare(tmp_path, whole(job)))

@@ -87,14 +87,6 @@ def removed(*files: str) -> Break:
     return lambda folder: [(folder / file).unlink() for file in files]
 
 
-def replaced_by_folder(file: str) -> Break:
-    def apply(folder: Path) -> None:
-        (folder / file).unlink()
-        (folder / file).mkdir()
-
-    return apply
-
-
 def replaced_by_pipe(file: str) -> Break:
     def apply(folder: Path) -> None:
         (folder / file).unlink()

@@ -51,15 +51,6 @@ def resumed(folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def restored(folder: Path) -> subprocess.CompletedProcess[str]:
-    return kto(
-        folder,
-        f"pretrained_checkpoint.restore_from_path={STEP}",
-        "exp_manager.explicit_log_dir=other",
-        "trainer.kto.max_steps=1",
-    )
-
-
 @pytest.fixture(scope="module")
 def whole(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, its rows, and a run of one step."""
@@ -92,32 +83,13 @@ def evil_tensors(checkpoint: Path) -> None:
     (state / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def leads_out(checkpoint: Path) -> None:
-    state = checkpoint / "state"
-    metadata = FileSystemReader(state).read_metadata()
-    for index, info in metadata.storage_data.items():
-        metadata.storage_data[index] = replace(info, relative_path=f"../state/{info.relative_path}")
-    (state / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def other_backend(checkpoint: Path) -> None:
-    backends = {"sharded_backend": "zarr", "sharded_backend_version": 1}
-    (checkpoint / "state/metadata.json").write_text(json.dumps(backends))
-
-
 Command = Callable[[Path], subprocess.CompletedProcess[str]]
 METADATA = Message("state/.metadata", "posix.system", "another")
 SHARDS = Message("posix.system", "checkpoint")
 CASES: dict[str, tuple[Command, Callable[[Path], None], Message]] = {
     "metadata at export": (exported, evil_metadata, METADATA),
-    "metadata at a resume": (resumed, evil_metadata, METADATA),
-    "metadata at a start": (restored, evil_metadata, METADATA),
-    "common state at export": (exported, evil_file("state/common.pt"), Message("state/common.pt", "posix.system", "take")),
     "generators at a resume": (resumed, evil_file("rng/00000.pt"), Message("rng/00000.pt", "posix.system", "take")),
     "tensors in shards at a resume": (resumed, evil_tensors, SHARDS),
-    "tensors in shards at a start": (restored, evil_tensors, SHARDS),
-    "shards elsewhere at export": (exported, leads_out, Message("state/.metadata", "files", "folder", "../state/")),
-    "another format at export": (exported, other_backend, Message("metadata.json", "torch_dist", "torch")),
 }
 
 

@@ -141,14 +141,6 @@ def test_a_valid_command_line_is_composed_once(tmp_path: Path, given: list[str])
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
-def test_hydra_settings_in_a_user_file_apply(tmp_path: Path) -> None:
-    env = stub_training(tmp_path, "print(cfg.model.seed, cfg.exp_manager.name, os.environ['MINE'])")
-    own = "exp_manager: {name: '${hydra:job.config_name}'}\nhydra: {job: {env_set: {MINE: here}}}\n"
-    (tmp_path / "mine.yaml").write_text(f"defaults: [gpt_kto, _self_]\n{own}")
-    done = run([*CLI, "kto", "--config-dir", ".", "--config-name", "mine", *GOOD, "model.seed=3"], cwd=tmp_path, env=env)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "3 mine here\n", "")
-
-
 @either_way
 @of_every_algorithm("dpo")
 def test_a_script_starts_its_ranks(tmp_path: Path, name: str, fork_ranks: bool) -> None:
@@ -192,10 +184,7 @@ def test_a_killed_rank_ends_the_run_and_its_child_processes(tmp_path: Path, fork
     assert ended(int((tmp_path / "pid").read_text()))
 
 
-@pytest.mark.parametrize(
-    "left",
-    [{"NEMO_KTO_STARTED_BY": "1"}, {"NEMO_KTO_STARTED_BY": "node1"}, {"NEMO_KTO_STORE_FILE": "/nowhere", "RANK": "0"}],
-)
+@pytest.mark.parametrize("left", [{"NEMO_KTO_STARTED_BY": "1"}, {"NEMO_KTO_STORE_FILE": "/nowhere", "RANK": "0"}])
 def test_environment_variables_left_by_a_rank_are_refused(tmp_path: Path, left: dict[str, str]) -> None:
     """For example a callback in a rank that starts another training."""
     done = run([*CLI, "kto", *GOOD], cwd=tmp_path, env=stub_training(tmp_path, "print('trains')") | left)
@@ -309,19 +298,8 @@ def test_a_sweep_ends_with_the_job_that_was_stopped(tmp_path: Path) -> None:
     assert done.stdout == "nemo-kto kto: a sweep of 2 jobs\n  job  model.seed\n  0    1\n  1    2\njob 1\n"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_sweep_gives_each_job_a_run_folder(tmp_path: Path, name: str) -> None:
-    env = stub_training(tmp_path, TELL)
-    command = [*CLI, name, *GOOD, "--multirun", "model.seed=1,2", "trainer.devices=2"]
-    done = run_interpreter(command, cwd=tmp_path, env=env)
-    assert (done.returncode, done.stderr) == (0, "")
-    for number, seed in enumerate((1, 2)):
-        assert_run_folder_of_a_job(tmp_path, name, number, seed)
-
-
 def test_the_ranks_of_a_job_of_a_sweep_have_its_run_folder(tmp_path: Path) -> None:
-    """As above, with one job, and a password among the overrides, which Hydra writes into multirun.yaml."""
+    """A password among the overrides, which Hydra writes into multirun.yaml, is hidden."""
     env = stub_training(tmp_path, TELL)
     given = ["model.seed=5", "trainer.devices=2"]
     given += ["exp_manager.mlflow_logger_kwargs.tracking_uri=https://me:pass1word@host"]
@@ -461,16 +439,8 @@ def test_the_slurm_script_starts_no_rank_after_a_mistake(tmp_path: Path) -> None
     [
         ("/model rows.jsonl kto", {}, ["/model rows.jsonl kto"]),
         ("kto /model", {}, ["kto /model"]),
-        (
-            "kto /model /rows",
-            {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "5"},
-            ["SWEEP", "file", "none"],
-        ),
-        (
-            "kto /model /rows",
-            {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "5", "SWEEP": "rates"},
-            ["none", "3"],
-        ),
+        ("kto /model /rows", {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "5"}, ["SWEEP", "file", "none"]),
+        ("kto /model /rows", {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "5", "SWEEP": "rates"}, ["none", "3"]),
     ],
 )
 def test_the_slurm_script_prints_its_usage(tmp_path: Path, words: str, variables: dict[str, str], names: list[str]) -> None:

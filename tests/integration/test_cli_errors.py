@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.algorithms.recipes import RECIPES
-from tests.helpers.commands import CLI, GOOD, REPOSITORY, of_every_algorithm, run, run_interpreter, stub_training
-from tests.helpers.messages import Message, assert_names
+from tests.helpers.commands import CLI, GOOD, REPOSITORY, of_every_algorithm, run, stub_training
+from tests.helpers.messages import Message
 
 # ALGORITHM stands for the name of each.
 WRONG = [
@@ -65,17 +64,6 @@ TOO_FEW = (
 )
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", RECIPES)
-def test_errors_are_printed_once_and_not_per_rank(tmp_path: Path, env: dict[str, str], name: str) -> None:
-    env |= {"OMP_NUM_THREADS": "1"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_kto.cli.main", name]
-    done = run_interpreter([*torchrun, *GOOD, "model.seeds=1", "trainer.devices=4"], cwd=tmp_path, env=env)
-    assert done.returncode != 0
-    assert done.stderr.count("nothing was started") == 1
-    assert_names(done.stderr, *TOO_FEW)
-
-
 @pytest.mark.parametrize(("rank", "expected"), [(0, Message(*TOO_FEW)), (1, "")])
 def test_rank_0_prints_for_all_ranks(tmp_path: Path, env: dict[str, str], rank: int, expected: str) -> None:
     env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -112,31 +100,6 @@ def test_an_invalid_user_configuration(tmp_path: Path, env: dict[str, str]) -> N
     done = run([*CLI, "kto", "--config-dir", ".", "--config-name", "mine", *GOOD], cwd=tmp_path, env=env)
     assert done.returncode == 2
     assert done.stderr == Message("nemo-kto", "1", "nothing", "model.optim.learning_rate", "mine.yaml:6", "model.optim.lr")
-
-
-def test_keys_of_the_wrong_algorithm(tmp_path: Path, env: dict[str, str]) -> None:
-    given = ["trainer.kto.max_steps=3", "model.kto.auto_balance=true", "model.dpo.label_smoothing=0.1"]
-    done = run([*CLI, "dpo", *GOOD, *given, "model.dpo.preference_loss=ipo"], cwd=tmp_path, env=env)
-    assert done.returncode == 2
-    assert done.stderr == (
-        Message(
-            "nemo-kto",
-            "3",
-            "nothing",
-            "trainer.kto.max_steps",
-            "trainer.kto.max_steps=3",
-            "trainer.dpo.max_steps",
-            "model.kto.auto_balance",
-            "model.kto.auto_balance=true",
-            "dpo",
-            "--help",
-            "all",
-            "model.dpo.label_smoothing",
-            "ipo",
-            "0.1",
-            "aot_unpaired",
-        )
-    )
 
 
 @pytest.mark.parametrize(("name", "other"), [("kto", "dpo"), ("dpo", "kto")])
@@ -221,15 +184,3 @@ def test_options_of_the_command_lines_of_other_trainers(tmp_path: Path, env: dic
             "--model.seed=3",
         )
     )
-
-
-def test_an_unknown_command(tmp_path: Path) -> None:
-    done = run([*CLI, "ktoo"], cwd=tmp_path, env=stub_training(tmp_path, "pass"))
-    assert done.returncode == 2
-    assert_names(done.stderr, "nemo-kto", "kto", "dpo", "ktoo")
-
-
-def test_export_without_a_checkpoint(tmp_path: Path) -> None:
-    done = run([*CLI, "export", "nowhere", "out"], cwd=tmp_path, env=stub_training(tmp_path, "pass"))
-    assert done.returncode == 2
-    assert_names(done.stderr, "export", "error", "CHECKPOINT", "folder", "nowhere")

@@ -24,22 +24,17 @@ def run(command: list[str], folder: Path, env: dict[str, str], *, full: bool) ->
     return status, (folder / "errors").read_text()
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_run_is_finished(tmp_path: Path, devices: int) -> None:
+def test_a_run_is_finished(tmp_path: Path) -> None:
     body = "print('started', flush=True)\nopen(f'finished{rank}', 'w').close()\nprint('finished', flush=True)"
     env = stub_training(tmp_path, body)
-    status, message = run([*CLI, "kto", *GOOD, f"trainer.devices={devices}"], tmp_path, env, full=True)
+    status, message = run([*CLI, "kto", *GOOD, "trainer.devices=2"], tmp_path, env, full=True)
     assert status == 0, message
     assert "Traceback" not in message
     assert_names(message, "nemo-kto: standard output", "No space left on device")
-    assert len(list(tmp_path.glob("finished*"))) == devices
+    assert len(list(tmp_path.glob("finished*"))) == 2
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["--version"], ["kto", "--help"], ["data", "check", "rows.jsonl"], ["checkpoint", "ls", "results"]],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("words", [["kto", "--help"], ["checkpoint", "ls", "results"]], ids=" ".join)
 def test_closed_output_of_a_printing_command(tmp_path: Path, words: list[str]) -> None:
     """Without a traceback; it has not done its work if its output is lost, and has if its reader had enough."""
     env = stub_training(tmp_path, "")

@@ -63,13 +63,6 @@ def margins(chosen_logratios_P, rejected_logratios_P, *, beta, tau: Annotated[fl
 LOSS = Loss(function=margins)
 
 
-def without_beta(chosen_logratios_P, rejected_logratios_P, *, reward_delta_P):
-    raise AssertionError("the beta of the configuration would be ignored")
-
-
-OTHER = Loss(function=without_beta)
-
-
 def with_z0(chosen_logratios_P, rejected_logratios_P, *, beta, z0):
     raise AssertionError("pairs have no KL examples")
 
@@ -77,7 +70,6 @@ def with_z0(chosen_logratios_P, rejected_logratios_P, *, beta, z0):
 FOREIGN = Loss(function=with_z0)
 """,
 }
-CONSTRAINTS = {"kto": "1", "dpo": "0.25"}
 
 
 def train(folder: Path, name: str, *given: str) -> tuple[int, str, str]:
@@ -98,45 +90,25 @@ def test_a_loss_is_found_by_its_path(tmp_path: Path, name: str, given: list[str]
     assert ("tau: 1.0" in saved) is bool(given)
 
 
-@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
-    ("given", "names"),
+    ("name", "given", "names"),
     [
-        ("+model.NAME.tau=-1", ["model.NAME.tau", "CONSTRAINT", "-1"]),
-        ("+model.NAME.tau=much", ["model.NAME.tau", "null", "much"]),
-        (
-            "model.NAME.tau=1",
-            ["model.NAME.tau", "model.NAME.tau=1", "NAME", "--help", "all", "plus", "+model.NAME.tau=1"],
-        ),
-        (
-            "+model.NAME.quite_other=1",
-            ["model.NAME.quite_other", "1", "NAME", "--help", "all"],
-        ),
-        (
-            "model.NAME.preference_loss=own.NONE",
-            ["model.NAME.preference_loss", "own.NONE", "AttributeError", "own", "NONE"],
-        ),
+        ("kto", "+model.NAME.tau=-1", ["model.NAME.tau", "1", "-1"]),
+        ("dpo", "+model.NAME.tau=-1", ["model.NAME.tau", "0.25", "-1"]),
+        ("kto", "model.NAME.tau=1", ["model.NAME.tau", "model.NAME.tau=1", "--help", "all", "plus", "+model.NAME.tau=1"]),
+        ("dpo", "+model.NAME.quite_other=1", ["model.NAME.quite_other", "1", "NAME", "--help", "all"]),
+        ("kto", "model.NAME.preference_loss=own.NONE", ["model.NAME.preference_loss", "own.NONE", "AttributeError"]),
     ],
 )
 def test_errors_in_a_custom_loss_or_its_options(tmp_path: Path, name: str, given: str, names: list[str]) -> None:
     done = train(tmp_path, name, f"model.{name}.preference_loss=own.LOSS", given.replace("NAME", name))
-    names = [part.replace("NAME", name).replace("CONSTRAINT", CONSTRAINTS[name]) for part in names]
+    names = [part.replace("NAME", name) for part in names]
     assert done == (2, "", Message(*names))
 
 
-@pytest.mark.parametrize(
-    ("name", "names"),
-    [
-        (
-            "kto",
-            ["desirable_weight", "undesirable_weight", "own.OTHER"],
-        ),
-        ("dpo", ["beta", "own.OTHER"]),
-    ],
-)
-def test_a_custom_loss_with_wrong_parameters(tmp_path: Path, name: str, names: list[str]) -> None:
-    done = train(tmp_path, name, f"model.{name}.preference_loss=own.OTHER")
-    assert done == (2, "", Message(f"model.{name}.preference_loss", *names))
+def test_a_custom_loss_with_wrong_parameters(tmp_path: Path) -> None:
+    done = train(tmp_path, "kto", "model.kto.preference_loss=own.OTHER")
+    assert done == (2, "", Message("model.kto.preference_loss", "desirable_weight", "undesirable_weight", "own.OTHER"))
 
 
 @pytest.mark.parametrize(("name", "need"), [("kto", "reward_delta_P"), ("dpo", "z0")])
@@ -148,16 +120,8 @@ def test_a_custom_loss_with_needs_of_another_algorithm(tmp_path: Path, name: str
 @pytest.mark.parametrize(
     ("given", "names"),
     [
-        (
-            "[{_target_: own.Watch, often: 3}]",
-            ["own.Watch", "often", "3", "unexpected"],
-        ),
-        (
-            "[nowhere.Watch]",
-            ["nowhere.Watch", "ModuleNotFoundError", "nowhere"],
-        ),
+        ("[{_target_: own.Watch, often: 3}]", ["own.Watch", "often", "3", "unexpected"]),
         ("[own.LOSS]", ["nemo_kto.algorithms.callbacks.Callback", "own.LOSS"]),
-        ("[{every: 10}]", ["None", "ValueError"]),
     ],
 )
 def test_a_path_that_is_not_a_callback(tmp_path: Path, given: str, names: list[str]) -> None:

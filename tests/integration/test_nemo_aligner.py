@@ -66,7 +66,6 @@ def test_the_ranks_of_a_job_of_a_sweep_read_the_same_file(tmp_path: Path) -> Non
     [
         ("model: [1\n", ["compose"]),
         ("defaults: 3\n", ["compose", "list", "mine", "int"]),
-        ("model: {kto: 1}\ntrainer: [3]\n", ["compose", "gpt_kto", "gpt_dpo"]),
     ],
 )
 def test_a_file_without_a_configuration(tmp_path: Path, text: str, output: list[str]) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pty
-import re
 import subprocess
 import sys
-import termios
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.config import compose
 from tests.conftest import REPOSITORY, load_script
 from tests.helpers import fork_server
 from tests.helpers.commands import CLI
-from tests.helpers.messages import Message, assert_names, raises
+from tests.helpers.messages import Message, raises
 
 FOLDER = REPOSITORY / "examples" / "quickstart"
 
@@ -39,11 +34,6 @@ def test_auc_counts_ties_as_half(scripts: dict[str, Any]) -> None:
     assert auc(torch.tensor([2.0, 3.0, 0.0, 1.0]), labels) == 1.0
     assert auc(torch.tensor([0.0, 3.0, 1.0, 1.0]), labels) == 0.5
     assert auc(torch.tensor([1.0, 3.0, 1.0, 0.0]), labels) == pytest.approx(3.5 / 4)
-
-
-def test_margin(scripts: dict[str, Any]) -> None:
-    rewards = torch.tensor([1.0, 5.0, -2.0])
-    assert scripts["score"].margin(rewards, [True, False, True]) == pytest.approx(-0.5 - 5.0)
 
 
 def test_answer_logps_equal_a_plain_forward_pass(scripts: dict[str, Any], tiny_llama: Path) -> None:
@@ -157,14 +147,6 @@ def test_metrics_of_implied_rewards(scripts: dict[str, Any]) -> None:
     assert "accuracy_after" not in alone
 
 
-def test_samples_are_drawn_with_the_seed(scripts: dict[str, Any], tiny_llama: Path) -> None:
-    score = scripts["score"]
-    loaded = score.load(tiny_llama, dtype=torch.float32)
-    first, again, other = (score.sample(loaded, ["film 1", "film 2"], seed=seed, new_tokens=5) for seed in (1, 1, 2))
-    assert len(first) == 2
-    assert first == again != other
-
-
 def test_flops_equal_those_of_the_model(scripts: dict[str, Any]) -> None:
     plan = scripts["plan"]
     norms = 61 * 576
@@ -196,72 +178,6 @@ def test_the_number_of_steps_follows_the_machine(scripts: dict[str, Any], algori
     assert [one.steps for one in lengths] == sorted(one.steps for one in lengths)
     assert all(one.held_out >= 200 and one.train == one.steps * workload.batch for one in [slow, fast, *lengths])
     assert (made(50.0, 2).steps, made(50.0, 2).train, made(50.0, 2).held_out) == (2, 2 * workload.batch, 8)
-
-
-def test_the_plan_is_printed_and_saved(tmp_path: Path) -> None:
-    command = [sys.executable, str(FOLDER / "plan.py"), "dpo", "--precision", "fp32", "--out", str(tmp_path / "plan.json")]
-    environment = {**os.environ, "PYTHONPATH": fork_server.search_path(REPOSITORY), "QUICKSTART_STEPS": "3"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    plan = json.loads((tmp_path / "plan.json").read_text())
-    assert (plan["precision"], plan["steps"], plan["train"], plan["held_out"]) == ("32", 3, 48, 12)
-    minutes = max(1, round(plan["minutes"]))
-    assert done.stdout == Message("32", f"{plan['gflops']:.0f}", "GFLOP/s", f"{minutes}", "minutes", "3", "48", "12")
-    wrong = subprocess.run(
-        command, env={**environment, "QUICKSTART_STEPS": "0"}, capture_output=True, text=True, check=False
-    )
-    assert wrong.returncode == 2
-    assert_names(wrong.stderr, "error", "number", "QUICKSTART_STEPS", "1", "0")
-
-
-def test_a_stage_reports_that_it_is_running(
-    scripts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = scripts["run"]
-    monkeypatch.setattr(run, "QUIET_SECONDS", 0.2)
-    # it says something, is silent, closes its output and has something to do even then
-    code = "import os, time; print('one', flush=True); time.sleep(1); print('two', flush=True); os.close(1); os.close(2)\n"
-    code += f"time.sleep(0.5); open({str(tmp_path / 'done')!r}, 'w').close()"
-    assert run.stage("A stage", [sys.executable, "-c", code], shown=["as", "typed"]) == ["one", "two"]
-    assert (tmp_path / "done").exists()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == ["", "== A stage", "$ as typed"]
-    body = lines[3:]
-    assert [line for line in body if not line.startswith("   ... ")] == ["one", "two"]
-    assert len(body[body.index("one") : body.index("two")]) >= 3, "progress lines between the outputs"
-    with pytest.raises(SystemExit) as failed:
-        run.stage("Another", [sys.executable, "-c", "raise SystemExit(3)"])
-    assert failed.value.code == 3
-
-
-def test_dots_on_a_terminal_rewrite_their_line(tmp_path: Path) -> None:
-    """The command has the terminal of the script, with its width."""
-    code = "import os, sys, time; print(os.get_terminal_size().columns, sys.stderr.isatty(), flush=True); time.sleep(1.1)\n"
-    code += "print('two', end='', flush=True); time.sleep(0.6); print(' three')"
-    script = f"import run; run.QUIET_SECONDS = 0.4; print(run.stage('A stage', [run.sys.executable, '-c', {code!r}]))"
-    reader, writer = pty.openpty()
-    termios.tcsetwinsize(writer, (24, 72))
-    environment = os.environ | {"PYTHONPATH": fork_server.search_path(REPOSITORY, FOLDER)}
-    with subprocess.Popen([sys.executable, "-c", script], stdout=writer, stderr=writer, env=environment):
-        os.close(writer)
-        output = b""
-        with contextlib.suppress(OSError):  # at the end
-            while True:
-                output += os.read(reader, 65536)
-    os.close(reader)
-    text = output.decode().replace("\r\n", "\n")
-    assert re.search(r"72 True\n(\r   \.\.\. \d s){2,}\r\x1b\[Ktwo three\n", text), repr(text)
-    assert text.endswith("['72 True', 'two three']\n"), repr(text)
-
-
-def test_the_overrides_follow_the_plan(scripts: dict[str, Any]) -> None:
-    plan = {"precision": "32", "ranks": 1, "steps": 3, "train": 48}
-    overrides = scripts["run"].overrides_of("kto", plan, model="MODEL", train="ROWS", held_out="OTHERS", folder=Path("RUN"))
-    for expected in ("trainer.precision=32", "trainer.devices=1", "trainer.kto.max_steps=3", "model.global_batch_size=16"):
-        assert expected in overrides
-    cfg, mistakes = compose.to_config(compose.load(overrides))
-    assert mistakes == []
-    assert cfg is not None
-    assert cfg.model.optim.lr == 8e-5
 
 
 def test_the_training_of_the_quickstart_warns_of_nothing(

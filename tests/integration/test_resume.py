@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from tests.helpers import fork_server
-from tests.helpers.commands import CLI, REPOSITORY, TRAINING, environment, run, run_interpreter, start
-from tests.helpers.messages import Message, assert_names
+from tests.helpers.commands import CLI, REPOSITORY, TRAINING, environment, run, start
+from tests.helpers.messages import assert_names
 from tests.helpers.tiny_models import make_rows
 
 EXAMPLE = [sys.executable, str(REPOSITORY / "examples/nlp/gpt/train_gpt_kto.py")]
@@ -35,45 +35,28 @@ class Job:
     Attributes:
         rows: number of rows in its file.
         overrides: how long it is.
-        fresh: each process is a new interpreter, not forked from one with all imports.
         steps: number of steps.
         validated: steps after which it validates.
         validation_rows: rows of a validation.
         kept: number of checkpoints that stay.
-        latest: most seconds from the first checkpoint to the moment when a rank is killed.
     """
 
     rows: int
     overrides: tuple[str, ...]
-    fresh: bool
     steps: int
     validated: list[int]
     validation_rows: int
     kept: int
-    latest: float
 
 
 # 22 rows for training, 2 batches of 8, two and a half times.
 SHORT = Job(
     rows=28,
     overrides=("trainer.kto.max_steps=5", "trainer.kto.val_check_interval=1.0", "model.micro_batch_size=4"),
-    fresh=False,
     steps=5,
     validated=[2, 4, 5],
     validation_rows=6,
     kept=3,
-    latest=0.3,
-)
-# 77 rows for training, 9 batches of 8, three times.
-LONG = Job(
-    rows=96,
-    overrides=("trainer.kto.val_check_interval=0.5",),
-    fresh=True,
-    steps=27,
-    validated=[4, 8, 12, 16, 20, 24, 27],
-    validation_rows=19,
-    kept=4,
-    latest=2.0,
 )
 
 
@@ -104,17 +87,14 @@ def command(model: Path, rows: Path, folder: Path, job: Job) -> list[str]:
     ]
 
 
-def finish(words: list[str], job: Job, *, cwd: Path) -> subprocess.CompletedProcess[str]:
+def finish(words: list[str], *, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The finished command."""
-    if job.fresh:
-        return run_interpreter(words, cwd=cwd, env=environment(), timeout=300)
     return run(words, cwd=cwd, env=environment(), preload=TRAINING, timeout=300)
 
 
-@pytest.fixture(scope="module", params=[SHORT, pytest.param(LONG, marks=pytest.mark.full)], ids=["short", "long"])
-def job(request: pytest.FixtureRequest) -> Job:
-    found: Job = request.param
-    return found
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return SHORT
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +118,7 @@ def trained(folder: Path) -> list[dict[str, float]]:
 def whole(job: Job, rows: Path, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of two ranks that nothing happened to."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    done = finish(command(tiny_llama, rows, folder, job), job, cwd=folder.parent)
+    done = finish(command(tiny_llama, rows, folder, job), cwd=folder.parent)
     assert done.returncode == 0, done.stderr
     assert_names(done.stdout, f"{folder / 'hf'}", "last", f"{job.steps}")
     return folder
@@ -176,7 +156,7 @@ def test_the_export_is_the_aligned_model(whole: Path, tiny_llama: Path) -> None:
 def test_export_of_a_checkpoint_equals_the_export_of_the_run(job: Job, whole: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    done = finish([*CLI, "export", str(whole), str(tmp_path / "again")], job, cwd=tmp_path)
+    done = finish([*CLI, "export", str(whole), str(tmp_path / "again")], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (ours,), (theirs,) = ((folder.glob("*.safetensors")) for folder in (tmp_path / "again", whole / "hf"))
     first, second = load_file(ours), load_file(theirs)
@@ -184,64 +164,26 @@ def test_export_of_a_checkpoint_equals_the_export_of_the_run(job: Job, whole: Pa
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_repeating_a_finished_run_changes_nothing(
-    job: Job, rows: Path, whole: Path, tiny_llama: Path, tmp_path: Path
-) -> None:
-    before = snapshot(whole)
-    done = finish(command(tiny_llama, rows, whole, job), job, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (last_line,) = [line for line in done.stdout.splitlines() if line.startswith("nemo-kto:")]
-    assert_names(last_line, "nemo-kto", f"{job.steps}")
-    assert snapshot(whole) == before
-
-
-def test_another_run_in_the_same_folder_is_refused_and_changes_nothing(
-    job: Job, rows: Path, whole: Path, tiny_llama: Path, tmp_path: Path
-) -> None:
-    before = snapshot(whole)
-    changes = ("model.kto.ref_policy_kl_penalty=0.3", "model.kto.preference_loss=apo_zero_unpaired")
-    changed = replace(job, overrides=(*job.overrides, *changes))
-    done = finish(command(tiny_llama, rows, whole, changed), changed, cwd=tmp_path)
-    assert done.returncode == 2
-    assert [line for line in done.stderr.splitlines() if "resumed" in line or "Traceback" in line] == [
-        Message("nemo-kto", f"{whole}", "2", "nothing"),
-        Message("model.kto.preference_loss", "kto", "apo_zero_unpaired"),
-        Message("model.kto.ref_policy_kl_penalty", "0.1", "0.3"),
-    ]
-    assert snapshot(whole) == before
-
-
-def snapshot(folder: Path) -> dict[Path, int]:
-    """The time of every file and folder."""
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-
-
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_killed_and_started_again(victim: int, job: Job, rows: Path, whole: Path, tiny_llama: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = command(tiny_llama, rows, folder, job)
-    process: subprocess.Popen[bytes] | fork_server.Process
     with (tmp_path / "output").open("w") as output:
-        if job.fresh:
-            process = subprocess.Popen(words, cwd=tmp_path, env=environment(), stdout=output, stderr=subprocess.STDOUT)
-        else:
-            number = output.fileno()
-            process = start(words, cwd=tmp_path, env=environment(), output=number, errors=number, preload=TRAINING)
+        number = output.fileno()
+        process = start(words, cwd=tmp_path, env=environment(), output=number, errors=number, preload=TRAINING)
     # Some moment after the first checkpoint: a step, a validation or a save.
     wait_until(lambda: (folder / "checkpoints" / "step_000002").exists(), process)
-    time.sleep(random.Random(victim).uniform(0.0, job.latest))
+    time.sleep(random.Random(victim).uniform(0.0, 0.3))
     os.kill(rank_process(process.pid, victim), signal.SIGKILL)
     assert process.wait(timeout=60) != 0, "a killed rank ends the job"
     reached = len([row for row in trained(folder) if "train/loss" in row])
-    done = finish(words, job, cwd=tmp_path)
+    done = finish(words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert trained(folder) == trained(whole), f"killed when {reached} steps were logged"
     assert not list((folder / "checkpoints").glob(".*")), "files of a killed save are removed"
 
 
-def wait_until(
-    condition: Callable[[], bool], process: subprocess.Popen[bytes] | fork_server.Process, seconds: float = 120
-) -> None:
+def wait_until(condition: Callable[[], bool], process: fork_server.Process, seconds: float = 120) -> None:
     """Poll, and fail early where the process has ended."""
     end = time.monotonic() + seconds
     while not condition():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
-from email.parser import BytesParser
 from pathlib import Path
 
 import pytest
@@ -63,23 +61,6 @@ def test_the_wheel_from_the_archive_equals_the_wheel_from_the_sources(built: Pat
     written = {file.relative_to(REPOSITORY).as_posix() for file in (REPOSITORY / "conf").rglob("*.yaml")}
     tables = {f"config/{name}.yaml" for name in ("nemo_aligner", "other_trainers")}
     assert {f"nemo_kto/{name}" for name in written | tables} <= contents(wheel).keys()
-
-
-@pytest.mark.full
-def test_the_page_of_an_index_has_no_broken_link(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (wheel,) = built.glob("*.whl")
-    with zipfile.ZipFile(wheel) as files:
-        (name,) = [name for name in files.namelist() if name.endswith("METADATA")]
-        page = BytesParser().parsebytes(files.read(name))
-    links = re.compile(r"\]\(([^)]*)\)")
-    relative = [link for link in links.findall((REPOSITORY / "README.md").read_text()) if not link.startswith(("http", "#"))]
-    assert relative, "there must be relative links"
-    assert not [link for link in links.findall(str(page.get_payload())) if not link.startswith(("http", "#"))]
-    assert not page.get_all("Project-URL"), "the repository has no address"
-    monkeypatch.setenv("NEMO_KTO_REPOSITORY", "https://example.org/nemo_kto/")
-    command = [sys.executable, "setup.py", "--long-description", "--url"]
-    printed = subprocess.run(command, cwd=built / "source", capture_output=True, text=True, check=True).stdout
-    assert set(links.findall(printed)) >= {f"https://example.org/nemo_kto/blob/main/{link}" for link in relative}
 
 
 def bounds() -> dict[str, SpecifierSet]:

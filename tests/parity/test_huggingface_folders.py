@@ -21,7 +21,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.huggingface.huggingface import check_weights
 from tests.helpers import hf_jobs, hf_models
 from tests.helpers.hf_models import weights
-from tests.helpers.messages import Message, assert_names, raises
+from tests.helpers.messages import Message, assert_names
 
 TP2, PP2 = Layout(tensor=2), Layout(pipeline=2)
 
@@ -92,28 +92,6 @@ def test_an_untied_model_must_have_its_output_weight(ranks: Any, model: Path) ->
     assert_names(message, "1", "differences", "missing", "lm_head.weight", "save_pretrained")
 
 
-def test_no_safetensors(ranks: Any, model: Path) -> None:
-    (model / "model.safetensors").rename(model / "pytorch_model.bin")
-    (message,) = ranks.run(1, hf_jobs.load_only, Layout(), model)
-    assert_names(message, "model.safetensors")
-    assert "save_pretrained" in message
-
-
-def test_a_missing_file_of_the_index(ranks: Any, sharded_model: Path, tmp_path: Path) -> None:
-    shutil.copytree(sharded_model, tmp_path / "model")
-    file = max((tmp_path / "model").glob("model-*.safetensors"))
-    file.unlink()
-    (message,) = ranks.run(1, hf_jobs.load_only, Layout(), tmp_path / "model")
-    assert message.startswith("UserError")
-    assert file.name in message
-
-
-def test_layers_that_the_pipeline_size_does_not_divide(ranks: Any, model: Path) -> None:
-    hf_models.edit_config(model, num_hidden_layers=3)
-    with raises(RuntimeError, Message("SplitError", "3", "2")):
-        ranks.run(2, hf_jobs.load_only, PP2, model)
-
-
 def test_a_rank_reads_only_its_slices_and_each_once(ranks: Any, sharded_model: Path) -> None:
     whole = sum(tensor.numel() * 4 for tensor in weights(sharded_model).values())
     results = ranks.run(2, hf_jobs.bytes_read, TP2, sharded_model)
@@ -149,13 +127,6 @@ def test_export_replaces_an_earlier_and_an_interrupted_export(ranks: Any, model:
     assert torch.equal(weights(tmp_path / "out")["model.norm.weight"], torch.full((36,), 7.0))
     assert not (tmp_path / "out" / "old").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
-
-
-def test_export_does_not_change_a_foreign_folder(ranks: Any, model: Path, tmp_path: Path) -> None:
-    before = (model / "model.safetensors").read_bytes()
-    for message in ranks.run(2, hf_jobs.export_only, TP2, model, model):
-        assert message == Message("UserError", "failed", f"{model}", "folder")
-    assert (model / "model.safetensors").read_bytes() == before
 
 
 def test_source_of_an_export_must_be_a_model(ranks: Any, model: Path, tmp_path: Path) -> None:

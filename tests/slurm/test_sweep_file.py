@@ -56,10 +56,3 @@ def test_a_line_with_an_unclosed_quote_is_refused(tmp_path: Path, line: str) -> 
     status, started, errors = run_task(tmp_path, line)
     assert (status, started) == (2, None)
     assert_names(errors, "sweep.txt:2", line, "quote")
-
-
-@pytest.mark.parametrize(("line", "task"), [("", 2), ("  ", 2), ("model.seed=2", 4)], ids=["empty", "blank", "no line"])
-def test_a_task_without_overrides_is_refused(tmp_path: Path, line: str, task: int) -> None:
-    status, started, errors = run_task(tmp_path, line, task=task)
-    assert (status, started) == (2, None)
-    assert_names(errors, "sweep.txt", f"got none for {task}")

@@ -69,36 +69,6 @@ def test_a_cancelled_job_is_not_requeued(cluster: Cluster, work: Path, tmp_path:
 
 
 @pytest.mark.full
-def test_a_configuration_error_is_printed_once_and_not_requeued(cluster: Cluster, work: Path) -> None:
-    (job,) = cluster.submit(*kto_on_four_ranks("model.optim.lr=fast"), cwd=work)
-    state = job.finish(seconds=SECONDS)
-    assert (state["JobState"], state["Restarts"]) == ("FAILED", "0"), job.output()
-    assert job.output().count("model.optim.lr must be") == 1
-    assert not folder_of(job, work).exists()
-
-
-@pytest.mark.full
-def test_time_limit(cluster: Cluster, work: Path, uninterrupted: Metrics) -> None:
-    """The script's own --signal, where the first ranks take longer than the job may."""
-    slow = "trainer.callbacks=[{_target_: tests.slurm.slow_steps.SlowFirstLife, seconds: 30}]"
-    (job,) = cluster.submit("--time=4", *kto_on_four_ranks(slow), cwd=work)
-    state = job.finish(seconds=2 * SECONDS)
-    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1"), job.output()
-    assert ended_early(job, work) < STEPS
-    assert metrics(folder_of(job, work)) == uninterrupted
-
-
-@pytest.mark.full
-def test_signal_only_to_the_ranks(cluster: Cluster, work: Path, uninterrupted: Metrics) -> None:
-    """As an administrator sends it; the script learns of it by the status of the ranks."""
-    (job,) = cluster.submit(*kto_on_four_ranks(), cwd=work)
-    after_step(job, 2, work)
-    cluster.run("scancel", "--signal=USR1", job.number)
-    assert job.finish(seconds=SECONDS)["Restarts"] == "1", job.output()
-    assert metrics(folder_of(job, work)) == uninterrupted
-
-
-@pytest.mark.full
 def test_a_killed_node(cluster: Cluster, work: Path, uninterrupted: Metrics) -> None:
     """SLURM requeues the job when it misses the node; where the other ranks fail first, it is requeued by hand."""
     (job,) = cluster.submit(*kto_on_four_ranks("trainer.kto.save_interval=4"), cwd=work)
@@ -129,20 +99,3 @@ def test_a_killed_rank(cluster: Cluster, work: Path, uninterrupted: Metrics) -> 
     cluster.run("scontrol", "requeue", job.number)
     assert job.finish(seconds=SECONDS)["JobState"] == "COMPLETED", job.output()
     assert metrics(folder_of(job, work)) == uninterrupted
-
-
-@pytest.mark.full
-def test_an_array_is_a_sweep(cluster: Cluster, work: Path) -> None:
-    """Two tasks of one rank each, on both nodes at the same time; one is interrupted and requeued without the other."""
-    rates = work / "rates.txt"
-    rates.write_text("model.optim.lr=1e-4\nmodel.optim.lr=2e-4 'model.optim.betas=[0.8, 0.9]'\n")
-    arguments = ["--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1", "--array=1-2", "--output=%A_%a.log"]
-    steps = f"trainer.kto.max_steps={STEPS}"
-    first, second = cluster.submit(*arguments, *kto(steps), cwd=work, SWEEP=str(rates))
-    after_step(second, 2, work)
-    cluster.run("scancel", "--batch", "--signal=USR1", second.number)
-    states = [job.finish(seconds=SECONDS) for job in (first, second)]
-    assert [(state["JobState"], state["Restarts"]) for state in states] == [("COMPLETED", "0"), ("COMPLETED", "1")]
-    found = [metrics(folder_of(job, work)) for job in (first, second)]
-    assert [[step["step"] for step in steps] for steps in found] == [[*range(1, STEPS + 1)]] * 2
-    assert [max(step["train/lr"] for step in steps) for steps in found] == pytest.approx([1e-4, 2e-4])

@@ -142,10 +142,7 @@ def test_push_of_adapters_to_a_branch(run: Path, hub: HubServer, tmp_path: Path)
 @pytest.mark.parametrize(
     ("words", "settings", "parts"),
     [
-        (["--push", "me"], {"HF_TOKEN": TOKEN}, ("--push", "hf:USER/NAME", "me")),
         (["--push", "hf:me/x"], {}, ("--push", "token", "HF_TOKEN", "hf auth login")),
-        (["--push", "hf:me/x", "--token", "NONE"], {}, ("--token", "NONE")),
-        (["--push", "hf:me/x"], {"HF_HUB_OFFLINE": "1"}, ("--push", "HF_HUB_OFFLINE=1")),
         (["--push", "hf:me/x"], {"HF_TOKEN": "hf_other"}, ("hf:me/x", "401", "write access")),
         (["--push", "hf:me/x"], {"HF_TOKEN": TOKEN, "HF_ENDPOINT": "http://127.0.0.1:9"}, ("hf:me/x", "network")),
     ],

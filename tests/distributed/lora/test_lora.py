@@ -102,8 +102,7 @@ def expected(models: dict[str, tuple[Path, Path, LoRASettings]]) -> dict[str, Ex
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param(case, marks=[pytest.mark.full] * (case not in ("tp2", "pp2"))) for case in CASES],
+    scope="module", params=[pytest.param(case, marks=[pytest.mark.full] * (case not in ("tp2", "pp2"))) for case in CASES]
 )
 def outcome(
     request: pytest.FixtureRequest, ranks: RankPool, models: Any, tmp_path_factory: pytest.TempPathFactory
@@ -148,10 +147,7 @@ def test_gradients_and_steps_equal_peft(outcome: Any, expected: Any, models: Any
 
 
 DROPOUT = LoRASettings(rank=4, alpha=8, dropout=0.3, target_modules=("all",))
-SHARED: dict[str, Layout] = {
-    "tp2": Layout(tensor=2),
-    "tp2_sequence_parallel": Layout(tensor=2, sequence_parallel=True),
-}
+SHARED: dict[str, Layout] = {"tp2": Layout(tensor=2), "tp2_sequence_parallel": Layout(tensor=2, sequence_parallel=True)}
 
 
 @pytest.mark.parametrize("layout", SHARED)
@@ -198,7 +194,7 @@ def test_dropout_masks_are_equal_on_ranks_with_the_same_activations(ranks: RankP
     ],
 )
 def test_half_precision(layout: str, distributed: bool, ranks: RankPool, models: Any, expected: Any) -> None:
-    """Also where a stage of the pipeline has nothing to train."""
+    """A stage of the pipeline may have nothing to train."""
     for name in ("qwen2", "llama-one-kv-head"):
         folder, adapter, settings = models[name]
         world_size, where, _ = CASES[layout]

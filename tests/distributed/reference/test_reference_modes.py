@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.training_jobs import assert_same, train, trajectory
@@ -21,7 +20,7 @@ CACHED = "model.reference.mode=cached"
 
 
 class Job:
-    """The same run again and again, with other overrides."""
+    """Starts of one run with different overrides."""
 
     def __init__(self, ranks: RankPool, model: Path, rows: Path, folder: Path, algorithm: str) -> None:
         self.ranks = ranks
@@ -176,19 +175,6 @@ def test_the_first_epoch_is_evaluated_once_before_the_optimizer_exists(
     assert passes(3, CACHED, "model.optim.lr=1e-4", "model.kto.ref_policy_kl_penalty=0.5") == [0, kl_rows]
 
 
-def test_examples_with_one_label(job: Callable[[str], Job], tmp_path: Path) -> None:
-    run = job("kto")
-    for preference, absent in (("chosen", "rejected"), ("rejected", "chosen")):
-        rows = [json.loads(line) for line in run.rows.read_text().splitlines()]
-        run_of_one = Job(run.ranks, run.model, tmp_path / f"{preference}.jsonl", tmp_path / preference, "kto")
-        run_of_one.rows.write_text("".join(json.dumps({**row, "preference": preference}) + "\n" for row in rows))
-        (tmp_path / preference).mkdir()
-        steps = run_of_one("trainer.kto.max_steps=2")
-        assert steps[0]["train/loss"] == pytest.approx(0.5, abs=1e-6)
-        assert f"train/rewards_{preference}_mean" in steps[1]
-        assert not [name for name in steps[1] if absent in name or "margin" in name]
-
-
 @pytest.mark.parametrize("mode", [pytest.param("swap", marks=pytest.mark.full), "cached"])
 def test_another_model_as_the_reference(mode: str, job: Callable[[str], Job], tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other", "llama", seed=3)
@@ -226,29 +212,6 @@ def test_pretrained_adapters_are_the_reference(modes: tuple[str, ...], job: Call
     for steps in runs:
         assert steps[0]["train/preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
         assert_same(steps, runs[0], steps=3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
-        ({"hidden_size": 32}, "hidden_size 32 instead of 64, head_dim 4 instead of 8"),
-        (
-            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-            "rope 4 frequencies from 0.5 to 0.0005 instead of 4 frequencies from 1 to 0.000177828",
-        ),
-    ],
-    ids=["sizes", "rope"],
-)
-def test_another_model_of_another_shape_is_refused(
-    changes: dict[str, Any], found: str, job: Callable[[str], Job], tmp_path: Path
-) -> None:
-    other = make_checkpoint(tmp_path / "other", "llama", **changes)
-    run = job("dpo")
-    with pytest.raises(RuntimeError) as error:
-        run(f"model.reference.restore_from_path={other}")
-    assert str(error.value).splitlines()[-1] == (
-        Message("nemo_kto.errors.UserError", f"{run.model}", f"{other}", f"{found}", "train")
-    )
 
 
 def test_synced_reference(job: Callable[[str], Job]) -> None:

@@ -120,20 +120,12 @@ LAYOUTS = {
     "packed_pp2": (2, ["model.pipeline_model_parallel_size=2", *PACKED]),
     "packed_dp2": (2, PACKED),
     "packed_tp2_pp2": (4, ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2", *PACKED]),
-    "packed_tp2_dp2_sequence_parallel": (
-        4,
-        ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true", *PACKED],
-    ),
+    "packed_tp2_dp2_sequence_parallel": (4, ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true", *PACKED]),
     "packed_cp2": (2, ["model.context_parallel_size=2", *PACKED]),
     "packed_cp2_dp2": (4, ["model.context_parallel_size=2", *PACKED]),
     "packed_cp2_tp2_sequence_parallel": (
         4,
-        [
-            "model.context_parallel_size=2",
-            "model.tensor_model_parallel_size=2",
-            "model.sequence_parallel=true",
-            *PACKED,
-        ],
+        ["model.context_parallel_size=2", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true", *PACKED],
     ),
     "packed_recompute_full": (
         1,
@@ -337,7 +329,7 @@ def counted_rewards(folder: Path) -> int:
 
 @pytest.mark.parametrize(("name", "layout", "steps"), CASES)
 def test_same_trajectory(name: str, layout: str, steps: int, tours: Tours) -> None:
-    """And the same FLOPs, and an exported model that is the same up to rounding."""
+    """FLOPs are equal too, and the exported model is equal up to rounding."""
     folder, one_rank = tours(name, layout, steps), tours(name, "one_rank", steps)
     ours, expected = trajectory(folder), trajectory(one_rank)
     if layout == "forward_micro_batch_3":

@@ -51,7 +51,7 @@ def test_a_signal_during_a_step() -> None:
 @pytest.mark.parametrize("batches", [0, 1, 2])
 @pytest.mark.parametrize("step", [3, 10])
 def test_a_signal_before_a_validation_leaves_it_to_the_resumed_run(step: int, batches: int) -> None:
-    """Also at the last step, and whether none, some or (of three) all but one of its batches are done."""
+    """The validation may be that of the last step, and none, some or all but one of its batches may be done."""
     settings: dict[str, Any] = {"val_check_interval": 3}
     before = 3 * (step // 3 - (step == 3))
 

@@ -11,7 +11,7 @@ from nemo_kto.cli.data import preview
 from nemo_kto.data.inspect.preview import Marks
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, assert_names, raises
-from tests.helpers.tiny_models import make_tokenizer, write_rows
+from tests.helpers.tiny_models import write_rows
 
 UNTEMPLATED = Message("Prompts", "model.data.apply_chat_template=true")
 USER, GOOD = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -140,14 +140,6 @@ def test_colours_are_reset_at_the_end_of_a_line() -> None:
     assert marks.legend() == "\x1b[2mprompt\x1b[0m, \x1b[32mtrained on\x1b[0m, \x1b[31mmasked\x1b[0m"
 
 
-def test_a_file_without_a_model() -> None:
-    assert refused("rows.jsonl") == [Message("--model", "folder", "tokenizer", "template", "none", "rows.jsonl", "MODEL")]
-
-
-def test_a_folder_instead_of_a_file(model: str) -> None:
-    assert refused(".", "--model", model) == [Message("FILE", "file", "folder", "files")]
-
-
 def test_all_errors_together_without_those_of_the_machine(model: str) -> None:
     refusal = refused("none.jsonl", "--model", "nowhere", "trainer.devices=64", "model.data.seq_length=1")
     assert refusal[0] == Message("rows", "shown")
@@ -185,7 +177,3 @@ def test_invalid_numbers_of_rows(capsys: pytest.CaptureFixture[str]) -> None:
             preview.main(["rows.jsonl", f"--rows={number}"])
         assert ended.value.code == 2
         assert_names(capsys.readouterr().err, "--rows", "integer", "1", number)
-
-
-def test_the_test_tokenizer_has_one_token_per_byte() -> None:
-    assert len(make_tokenizer()("hello")["input_ids"]) == 5  # the numbers above are those of bytes

@@ -60,73 +60,22 @@ def test_files_are_composed_once_and_no_value_stays_in_them() -> None:
 
 # An override of any algorithm and its error.
 WRONG = [
-    (
-        "model.micro_batchsize=2",
-        Message("model.micro_batchsize", "model.micro_batchsize=2", "model.micro_batch_size"),
-    ),
-    (
-        "trainer.max_epochs=3",
-        Message("trainer.max_epochs", "trainer.ALGORITHM.max_epochs", "1", "3", "set"),
-    ),
-    (
-        "optim.name=sgd",
-        Message("optim.name", "optim.name=sgd", "model.optim.name"),
-    ),
+    ("model.micro_batchsize=2", Message("model.micro_batchsize", "model.micro_batchsize=2", "model.micro_batch_size")),
+    ("trainer.max_epochs=3", Message("trainer.max_epochs", "trainer.ALGORITHM.max_epochs", "1", "3", "set")),
     ("nothing=3", Message("nothing", "nothing=3", "ALGORITHM", "--help", "all")),
-    (
-        "+model.seeds=3",  # a plus must not smuggle in a key that nobody reads
-        Message("model.seeds", "+model.seeds=3", "model.seed"),
-    ),
     (
         "++model.optim.sched.warmup=3",
         Message("model.optim.sched.warmup", "model.optim.sched.warmup_steps", "++model.optim.sched.warmup=3"),
     ),
     ("model.micro_batch_size=two", Message("model.micro_batch_size", "integer", "null", "two")),
-    ("model.micro_batch_size='2x'", Message("model.micro_batch_size", "integer", "null", "2x")),
     ("model.micro_batch_size=2.5", Message("model.micro_batch_size", "integer", "null", "2.5")),
-    ("model.micro_batch_size=true", Message("model.micro_batch_size", "integer", "null", "true")),
-    ("model.seed=null", Message("model.seed", "integer", "null")),
-    ("model.optim.lr=fast", Message("model.optim.lr", "fast")),
     ("model.optim.betas=[0.9,x]", Message("model.optim.betas", "list", "0.9", "x")),
-    ("model.sequence_parallel=maybe", Message("model.sequence_parallel", "true", "false", "maybe")),
-    (
-        "trainer.ALGORITHM.val_check_interval=often",
-        Message("trainer.ALGORITHM.val_check_interval", "integer", "often"),
-    ),
-    ("model.ALGORITHM.sft_loss_weight=some", Message("model.ALGORITHM.sft_loss_weight", "some")),
-    ("model.reference.sync_interval=1.5", Message("model.reference.sync_interval", "integer", "1.5")),
     ("model.reference.restore_from_path=[a]", Message("model.reference.restore_from_path", "string", "null", "['a']")),
-    ("model.peft.peft_scheme=null", Message("model.peft.peft_scheme", "none", "lora", "null")),
-    (
-        "model.peft.lora_tuning.target_modules=3",
-        Message("model.peft.lora_tuning.target_modules", "list", "strings", "3"),
-    ),
-    (
-        "model.peft.lora_tuning.layer_selection=[1,x]",
-        Message("model.peft.lora_tuning.layer_selection", "list", "null", "1", "x"),
-    ),
     ("trainer.devices=[1]", Message("trainer.devices", "integer", "auto", "[1]")),
-    (
-        "model.optim.sched=cosine",
-        Message(
-            "model.optim.sched",
-            "warmup_steps",
-            "warmup_ratio",
-            "constant_steps",
-            "min_lr",
-            "wsd_decay_steps",
-            "wsd_decay_style",
-            "num_cycles",
-            "cosine",
-        ),
-    ),
     ("hardware=tpu", Message("cpu", "gpu_node", "tpu")),
     ("~model.seed", Message("model.seed", "~model.seed", "set")),
     ("model.seed", Message("model.seed", "KEY=VALUE")),
-    (
-        "model.seed=1,2",
-        Message("model.seed", "model.seed=1,2", "[a,b]", "list", "--multirun"),
-    ),
+    ("model.seed=1,2", Message("model.seed", "model.seed=1,2", "[a,b]", "list", "--multirun")),
     (
         "model.data.data_prefix=a b=c",
         Message("model.data.data_prefix", "model.data.data_prefix=a", "b=c", "quotes", 'model.data.data_prefix="..."'),
@@ -214,10 +163,7 @@ def test_an_invalid_key_takes_its_default_and_hides_derived_errors(recipe: Recip
 
 def test_each_value_of_a_sweep_is_checked() -> None:
     sweep = ["model.optim.lr=1e-6,fast", "model.optim.sched.min_lr=0", "model.seed=5,six"]
-    assert mistakes(sweep, sweep=True) == [
-        Message("model.optim.lr", "fast"),
-        Message("model.seed", "integer", "six"),
-    ]
+    assert mistakes(sweep, sweep=True) == [Message("model.optim.lr", "fast"), Message("model.seed", "integer", "six")]
 
 
 def test_integer_and_float_types_are_kept(load: Load) -> None:

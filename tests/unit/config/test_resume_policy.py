@@ -77,10 +77,7 @@ FACTS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (
-            {"model.kto.ref_policy_kl_penalty": 0.2},
-            [Message("model.kto.ref_policy_kl_penalty", "0.1", "0.2")],
-        ),
+        ({"model.kto.ref_policy_kl_penalty": 0.2}, [Message("model.kto.ref_policy_kl_penalty", "0.1", "0.2")]),
         ({"pretrained_checkpoint.restore_from_path": content("a", "/moved")}, []),
         (
             {"pretrained_checkpoint.restore_from_path": content("z", "/other")},
@@ -102,24 +99,12 @@ FACTS: dict[str, Any] = {
             },
             [Message("model.data.data_prefix", "splits_string", "others", "78", "77")],
         ),
-        (
-            {"model.seed": 7, "order of the rows": content("z", "that of numpy 3.0")},
-            [Message("model.seed", "1234", "7")],
-        ),
-        (
-            {"order of the rows": content("z", "that of numpy 3.0")},
-            [Message("model.seed", "others", "3.0", "2.0")],
-        ),
-        (
-            {"trainer.kto.limit_train_batches": 2},
-            [Message("trainer.kto.limit_train_batches", "6", "2")],
-        ),
+        ({"model.seed": 7, "order of the rows": content("z", "that of numpy 3.0")}, [Message("model.seed", "1234", "7")]),
+        ({"order of the rows": content("z", "that of numpy 3.0")}, [Message("model.seed", "others", "3.0", "2.0")]),
+        ({"trainer.kto.limit_train_batches": 2}, [Message("trainer.kto.limit_train_batches", "6", "2")]),
         (
             {"trainer.precision": "bf16", "model.seed": 7},
-            [
-                Message("model.seed", "1234", "7"),
-                Message("trainer.precision", "32", "bf16"),
-            ],
+            [Message("model.seed", "1234", "7"), Message("trainer.precision", "32", "bf16")],
         ),
     ],
 )

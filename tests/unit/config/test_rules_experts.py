@@ -99,29 +99,12 @@ BROKEN = [
         ],
     ),
     (
-        "mixtral",
-        [f"{TENSOR}=2", f"{SEQUENCE}=true", f"{KEY}=2"],
-        2,
-        [Message(KEY, "expert_tensor_parallel_size", "2", "4", "trainer.devices")],
-    ),
-    (
         "qwen3_moe",
         [f"{TENSOR}=8", f"{SEQUENCE}=true"],
         8,
         [Message(TENSOR, "moe_intermediate_size", "12", "MODEL", "8", f"{SHARDS}=6")],
     ),
-    (
-        "mixtral",
-        [f"{SHARDS}=8"],
-        8,
-        [Message(SHARDS, "intermediate_size", "12", "MODEL", "8", f"{SHARDS}=6")],
-    ),
-    (
-        "mixtral",
-        [f"{TENSOR}=2"],
-        2,
-        [Message(SEQUENCE, "true", TENSOR, "2", "false", "set")],
-    ),
+    ("mixtral", [f"{TENSOR}=2"], 2, [Message(SEQUENCE, "true", TENSOR, "2", "false", "set")]),
     (
         "qwen3_moe",
         [LORA, f"{TARGETS}=[attention_qkv,gate_proj]"],
@@ -135,12 +118,6 @@ BROKEN = [
         [Message(SHARDS, "1", "adapters", "gate_proj", "up_proj", "down_proj", "2", "only", f"{TARGETS}=[attention]")],
     ),
     (
-        "half_dense",
-        [LORA, f"{TARGETS}=[mlp]", "model.pipeline_model_parallel_size=2"],
-        2,
-        [Message("model.pipeline_model_parallel_size", "2", "none", "1", "use")],
-    ),
-    (
         "every_other",
         [LORA, f"{TARGETS}=[mlp]", f"{SELECTED}=[1,2,3]", "model.pipeline_model_parallel_size=2"],
         2,
@@ -149,12 +126,6 @@ BROKEN = [
     (
         "half_dense",
         ["model.pipeline_model_parallel_size=2"],
-        2,
-        [Message("model.pipeline_model_parallel_size", "2", "none", "1", "use")],
-    ),
-    (
-        "every_other",
-        ["model.pipeline_model_parallel_size=2", "model.num_layers_in_first_pipeline_stage=1"],
         2,
         [Message("model.pipeline_model_parallel_size", "2", "none", "1", "use")],
     ),
@@ -167,12 +138,7 @@ BROKEN = [
         )
         for family in ("llama4_text", "llama4_last_two")
     ),
-    (
-        "mixtral",
-        ["model.moe_aux_loss_coeff=-1"],
-        1,
-        [Message("model.moe_aux_loss_coeff", "0", "-1", "0.0")],
-    ),
+    ("mixtral", ["model.moe_aux_loss_coeff=-1"], 1, [Message("model.moe_aux_loss_coeff", "0", "-1", "0.0")]),
 ]
 
 

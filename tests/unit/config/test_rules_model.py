@@ -35,9 +35,7 @@ MODULES = (
 
 # Overrides and errors, of every algorithm.
 BROKEN = [
-    (["model.micro_batch_size=0"], [Message("model.micro_batch_size", "1", "0")]),
     (["model.global_batch_size=-1", "model.micro_batch_size=2"], [Message("model.global_batch_size", "1", "-1")]),
-    (["model.logprob_chunk_size=0"], [Message("model.logprob_chunk_size", "1", "0")]),
     (
         ["model.context_parallel_size=2"],
         [
@@ -49,35 +47,23 @@ BROKEN = [
                 "2",
                 "number",
                 "trainer.devices",
-            ),
+            )
         ],
     ),
     (["trainer.devices=4", f"{INSTANCES}=3"], [Message(INSTANCES, "data-parallel", "4", "3", "2")]),
-    (["trainer.devices=4", f"{INSTANCES}=8"], [Message(INSTANCES, "data-parallel", "4", "8", "4")]),
     (
         ["trainer.devices=4", f"{INSTANCES}=2", "model.optim.use_distributed_optimizer=false"],
         [Message(INSTANCES, "1", "model.optim.use_distributed_optimizer=false", "2", "true")],
     ),
     (
         ["model.context_parallel_size=2", "trainer.devices=2", "model.data.reset_attention_mask=true"],
-        [
-            Message("model.data.reset_attention_mask", "false", "model.context_parallel_size", "1", "true", "other"),
-        ],
+        [Message("model.data.reset_attention_mask", "false", "model.context_parallel_size", "1", "true", "other")],
     ),
     (
         ["model.context_parallel_size=2", "trainer.devices=4", "model.global_batch_size=9"],
-        [
-            Message("model.global_batch_size", "number", "2", "9", "8", "10"),
-        ],
+        [Message("model.global_batch_size", "number", "2", "9", "8", "10")],
     ),
-    (
-        ["model.fp8=true"],
-        [Message("model.fp8", "hybrid", "e4m3", "null", "true")],
-    ),
-    (
-        ["model.activations_checkpoint_granularity=some"],
-        [Message("model.activations_checkpoint_granularity", "selective", "full", "null", "some")],
-    ),
+    (["model.fp8=true"], [Message("model.fp8", "hybrid", "e4m3", "null", "true")]),
     (
         ["model.activations_checkpoint_granularity=full", "model.activations_checkpoint_method=uniform"],
         [
@@ -130,18 +116,6 @@ BROKEN = [
         ],
     ),
     (
-        ["model.optim.name=sgd"],
-        [
-            Message(
-                "model.optim.name", "adam", "adamw", "fused_adam", "distributed_fused_adam", "mcore_distributed_optim", "sgd"
-            ),
-        ],
-    ),
-    (["model.optim.lr=0"], [Message("model.optim.lr", "0", "model.optim.lr=1e-5")]),
-    (["model.optim.lr=-1"], [Message("model.optim.lr", "0", "-1", "model.optim.lr=1e-5")]),
-    (["model.optim.eps=0"], [Message("model.optim.eps", "0", "model.optim.eps=1e-8")]),
-    (["model.optim.weight_decay=-0.1"], [Message("model.optim.weight_decay", "0", "-0.1")]),
-    (
         ["model.optim.moments_dtype=fp16", "model.optim.offload_fraction=1.5"],
         [
             Message("model.optim.moments_dtype", "fp32", "bf16", "fp16"),
@@ -153,20 +127,8 @@ BROKEN = [
         [Message("model.optim.betas", "0", "1", "0.9", "1.0", "model.optim.betas=[0.9,0.98]")],
     ),
     (
-        ["model.optim.betas=[0.9]"],
-        [Message("model.optim.betas", "0", "1", "[0.9]", "model.optim.betas=[0.9,0.98]")],
-    ),
-    (
-        ["model.optim.sched.name=cosine"],
-        [Message("model.optim.sched.name", "CosineAnnealing", "CosineWithRestarts", "LinearAnnealing", "WSD", "cosine")],
-    ),
-    (
         ["model.optim.sched.warmup_ratio=0.1", "model.optim.sched.warmup_steps=10"],
         [Message("model.optim.sched.warmup_steps", "0", "model.optim.sched.warmup_ratio=0.1", "10", "set")],
-    ),
-    (
-        ["model.optim.sched.warmup_ratio=1"],
-        [Message("model.optim.sched.warmup_ratio", "0", "1", "0.1")],
     ),
     (
         ["model.optim.sched.name=WSD"],
@@ -198,20 +160,6 @@ BROKEN = [
         ],
     ),
     (
-        ["model.optim.sched.num_cycles=2"],
-        [Message("model.optim.sched.num_cycles", "null", "model.optim.sched.name=CosineWithRestarts", "2", "set")],
-    ),
-    (["model.optim.sched.wsd_decay_steps=0"], [Message("model.optim.sched.wsd_decay_steps", "1", "0")]),
-    (["model.optim.sched.warmup_steps=-1"], [Message("model.optim.sched.warmup_steps", "0", "-1")]),
-    (
-        ["model.optim.lr=1e-7", "model.optim.sched.min_lr=9e-7"],
-        [Message("model.optim.sched.min_lr", "0", "model.optim.lr", "1e-07", "9e-07", "model.optim.sched.min_lr=0")],
-    ),
-    (
-        ["model.ALGORITHM.ref_policy_kl_penalty=0"],
-        [Message("model.ALGORITHM.ref_policy_kl_penalty", "0", "model.ALGORITHM.ref_policy_kl_penalty=0.1")],
-    ),
-    (
         ["model.ALGORITHM.ref_policy_kl_penalty=nan"],
         [Message("model.ALGORITHM.ref_policy_kl_penalty", "0", "nan", "model.ALGORITHM.ref_policy_kl_penalty=0.1")],
     ),
@@ -226,11 +174,6 @@ BROKEN = [
         ["model.ALGORITHM.preference_loss_weight=0"],
         [Message("model.ALGORITHM.preference_loss_weight", "model.ALGORITHM.sft_loss_weight", "0", "0.0", "nothing")],
     ),
-    (
-        ["model.ALGORITHM.log_prob_forward_micro_batch_size=0"],
-        [Message("model.ALGORITHM.log_prob_forward_micro_batch_size", "1", "0")],
-    ),
-    (["model.reference.mode=disk"], [Message("model.reference.mode", "auto", "swap", "adapter", "cached", "disk")]),
     (
         ["model.reference.restore_from_path=/nowhere"],
         [
@@ -247,18 +190,7 @@ BROKEN = [
             )
         ],
     ),
-    (
-        ["model.reference.sync_interval=-1"],
-        [Message("model.reference.sync_interval", "0", "-1", "fixed")],
-    ),
-    (
-        ["model.reference.sync_alpha=0"],
-        [Message("model.reference.sync_alpha", "0", "1", "0.6")],
-    ),
-    (
-        ["model.reference.sync_alpha=1.5"],
-        [Message("model.reference.sync_alpha", "0", "1", "1.5", "0.6")],
-    ),
+    (["model.reference.sync_alpha=1.5"], [Message("model.reference.sync_alpha", "0", "1", "1.5", "0.6")]),
     (
         ["model.reference.mode=adapter"],
         [Message("model.reference.mode", "auto", "adapters", "adapter", "model.peft.peft_scheme=lora")],
@@ -279,7 +211,6 @@ BROKEN = [
         ["pretrained_checkpoint.restore_from_path=ADAPTER"],
         [Message("pretrained_checkpoint.restore_from_path", "ADAPTER", "adapters", "PEFT", "model.peft.restore_from_path")],
     ),
-    (["model.peft.peft_scheme=dora"], [Message("model.peft.peft_scheme", "none", "lora", "dora")]),
     (
         ["model.peft.restore_from_path=ADAPTER"],
         [Message("model.peft.restore_from_path", "null", "adapters", "ADAPTER", "model.peft.peft_scheme=lora")],
@@ -292,24 +223,8 @@ BROKEN = [
         [f"{TUNING}.target_modules=[q_proj,qkv,k_proj,lm_head]"],
         [f"{TUNING}.target_modules must be {MODULES}, got qkv", f"{TUNING}.target_modules must be {MODULES}, got lm_head"],
     ),
-    (
-        [f"{TUNING}.target_modules=[]"],
-        [Message(f"{TUNING}.target_modules", "empty", "none", "all-linear")],
-    ),
-    ([f"{TUNING}.adapter_dim=0"], [Message(f"{TUNING}.adapter_dim", "1", "0")]),  # and not alpha, which is made of it
     ([f"{TUNING}.alpha=0", f"{TUNING}.adapter_dim=1"], [Message(f"{TUNING}.alpha", "0", "1000000", f"{TUNING}.alpha=32")]),
-    (
-        [f"{TUNING}.adapter_dropout=1"],
-        [Message(f"{TUNING}.adapter_dropout", "0", "1", "0.05")],
-    ),
-    (
-        [f"{TUNING}.layer_selection=[0,3]"],
-        [Message(f"{TUNING}.layer_selection", "1", "0", "counted")],
-    ),
-    (
-        [f"{TUNING}.layer_selection=[]"],
-        [Message(f"{TUNING}.layer_selection", "empty", "none", "null", "all")],
-    ),
+    ([f"{TUNING}.layer_selection=[0,3]"], [Message(f"{TUNING}.layer_selection", "1", "0", "counted")]),
 ]
 
 
@@ -337,16 +252,11 @@ RIGHT = [
         "model.activations_checkpoint_num_layers=2",
     ],
     ["model.optim.sched.warmup_steps=20", "trainer.ALGORITHM.max_steps=2"],  # shortened where the run begins
-    ["model.optim.sched.warmup_ratio=0.1"],
     ["model.optim.sched.warmup_ratio=0.1", "model.optim.sched.warmup_steps=0"],
     [f"{SCHEDULE}.name=WSD", f"{SCHEDULE}.wsd_decay_steps=9", f"{SCHEDULE}.wsd_decay_style=minus_sqrt"],
     [f"{SCHEDULE}.name=CosineWithRestarts", f"{SCHEDULE}.num_cycles=3"],
     ["model.optim.sched.min_lr=0", "model.optim.betas=[0,0]"],
-    ["model.optim.sched.min_lr=1e-5", "model.optim.lr=1e-5"],
     ["model.ALGORITHM.preference_loss_weight=0", "model.ALGORITHM.sft_loss_weight=0.5"],
-    ["model.ALGORITHM.sft_loss_weight=0.5", "model.ALGORITHM.sft_average_log_probs=true"],
-    ["model.reference.mode=swap", "model.reference.sync_interval=5", "model.reference.sync_alpha=1"],
-    ["model.reference.mode=auto", "model.reference.sync_interval=5"],
     ["model.reference.mode=cached", "model.reference.restore_from_path=MODEL"],
     ["model.reference.mode=adapter", LORA],
     ["model.reference.mode=adapter", "model.reference.sync_interval=5", LORA, "model.peft.restore_from_path=ADAPTER"],
@@ -439,13 +349,7 @@ def test_every_listed_target_is_accepted(find_errors: FindErrors) -> None:
     assert find_errors(LORA, f"{TUNING}.target_modules=[{','.join(TARGET_MODULES)}]") == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"layer_selection": "[1]"}, "layers"),
-        ({"dora": "true"}, "DoRA"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "why"), [({"layer_selection": "[1]"}, "layers"), ({"dora": "true"}, "DoRA")])
 def test_adapters_of_an_embedding(find_errors: FindErrors, changes: dict[str, str], why: str) -> None:
     given = [LORA, *(f"{TUNING}.{key}={value}" for key, value in changes.items())]
     targets = f"{TUNING}.target_modules"

@@ -30,62 +30,18 @@ def layers(folder: Path, number: int) -> str:
         (5, [f"{STAGES}=2"], Message(STAGES, "5", "MODEL", "2", "1", f"{LAST}=2")),
         (9, [f"{STAGES}=8"], Message(STAGES, "9", "MODEL", "8", "3", f"{LAST}=2")),
         (3, [f"{STAGES}=4"], Message(STAGES, "3", "MODEL", "4", "use")),
-        (
-            6,
-            [f"{STAGES}=3", f"{LOSS}=true"],
-            Message(STAGES, "6", "MODEL", "3", f"{LOSS}=false"),
-        ),
-        (
-            8,
-            [f"{STAGES}=4", f"{EMBEDDING}=true", f"{LOSS}=true"],
-            Message(STAGES, "8", "MODEL", "4", "2"),
-        ),
-        (
-            24,
-            [f"{STAGES}=4", f"{CHUNKS}=4"],
-            Message(CHUNKS, "6", "24", "MODEL", "4", "3"),
-        ),
-        (
-            4,
-            [f"{STAGES}=4", f"{CHUNKS}=2"],
-            Message(CHUNKS, "1", "4", "MODEL", "2", "null"),
-        ),
-        (
-            14,
-            [f"{STAGES}=4", f"{CHUNKS}=2", f"{FIRST}=3"],
-            Message(FIRST, "14", "MODEL", "3", "2", "8"),
-        ),
-        (
-            32,
-            [f"{STAGES}=4", f"{FIRST}=7", f"{LAST}=6"],
-            Message(FIRST, "32", "MODEL", "7", "6", "8"),
-        ),
-        (
-            32,
-            [f"{STAGES}=4", f"{LAST}=30"],
-            Message(LAST, "32", "MODEL", "30", "29"),
-        ),
-        (
-            5,
-            [f"{STAGES}=2", f"{FIRST}=1", f"{LAST}=3"],
-            Message(FIRST, "3", "last", "5", "MODEL", "1", "2"),
-        ),
-        (
-            7,
-            [f"{STAGES}=2", f"{CHUNKS}=3", f"{FIRST}=4"],
-            Message(CHUNKS, "3", "4", "7", "MODEL", "null"),
-        ),
+        (6, [f"{STAGES}=3", f"{LOSS}=true"], Message(STAGES, "6", "MODEL", "3", f"{LOSS}=false")),
+        (8, [f"{STAGES}=4", f"{EMBEDDING}=true", f"{LOSS}=true"], Message(STAGES, "8", "MODEL", "4", "2")),
+        (24, [f"{STAGES}=4", f"{CHUNKS}=4"], Message(CHUNKS, "6", "24", "MODEL", "4", "3")),
+        (4, [f"{STAGES}=4", f"{CHUNKS}=2"], Message(CHUNKS, "1", "4", "MODEL", "2", "null")),
+        (14, [f"{STAGES}=4", f"{CHUNKS}=2", f"{FIRST}=3"], Message(FIRST, "14", "MODEL", "3", "2", "8")),
+        (32, [f"{STAGES}=4", f"{FIRST}=7", f"{LAST}=6"], Message(FIRST, "32", "MODEL", "7", "6", "8")),
+        (32, [f"{STAGES}=4", f"{LAST}=30"], Message(LAST, "32", "MODEL", "30", "29")),
+        (5, [f"{STAGES}=2", f"{FIRST}=1", f"{LAST}=3"], Message(FIRST, "3", "last", "5", "MODEL", "1", "2")),
+        (7, [f"{STAGES}=2", f"{CHUNKS}=3", f"{FIRST}=4"], Message(CHUNKS, "3", "4", "7", "MODEL", "null")),
         (4, [*FULL, f"{GROUP}=3"], Message(GROUP, "4", "3", "2")),
-        (
-            8,
-            [f"{STAGES}=2", f"{CHUNKS}=2", *FULL, f"{GROUP}=4"],
-            Message(GROUP, "2", "4", "use"),
-        ),
-        (
-            5,
-            [f"{STAGES}=2", f"{LAST}=2", *FULL, f"{GROUP}=2"],
-            Message(GROUP, "2", "3", "1"),
-        ),
+        (8, [f"{STAGES}=2", f"{CHUNKS}=2", *FULL, f"{GROUP}=4"], Message(GROUP, "2", "4", "use")),
+        (5, [f"{STAGES}=2", f"{LAST}=2", *FULL, f"{GROUP}=2"], Message(GROUP, "2", "3", "1")),
     ],
 )
 def test_uneven_layers_that_are_refused(

@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.algorithms.recipes import DPO, KTO, Recipe
-from nemo_kto.algorithms.recipes.recipe import OTHER_METRICS
-from nemo_kto.config.keys import all_keys
-from nemo_kto.losses.kto import kto_metrics
-from nemo_kto.losses.metrics import balance_metrics
-from nemo_kto.losses.preference import preference_metrics
+from nemo_kto.algorithms.recipes import Recipe
 from tests.helpers.messages import Message, assert_names
 from tests.unit.config.test_rules import MODE, MONITOR, OFFERED, STOPPING, mode_of
 from tests.unit.conftest import FindErrors
@@ -114,25 +109,3 @@ def test_a_set_without_training_rows(find_errors: FindErrors, tmp_path: Path) ->
         f"model.data.data_prefix={{validation: {sets}}}", f"{MONITOR}=val_helpful_loss", "export.which=best"
     )
     assert text == Message("model.data.data_prefix", "train", "helpful")
-
-
-def test_all_reported_metrics_are_known() -> None:
-    ones = dict.fromkeys(["rows", "loss_sum", "invalid_rows", "preference_loss_sum", "sft_loss_sum"], 2.0)
-    ones |= {"weighted_preference_loss_sum": 2.0, "weighted_sft_loss_sum": 2.0}
-    ones |= dict.fromkeys([f"{what}_{kind}_sum" for what in ("rewards", "logps") for kind in ("chosen", "rejected")], 2.0)
-    ones |= dict.fromkeys(
-        ["rewards_square_sum", "kl_rows", "kl_sum", "delta_sum", "delta_batches", "chosen_rows", "rejected_rows", "correct"],
-        2.0,
-    )
-    ones |= dict.fromkeys(["margin_square_sum", "sft_count", "same_prompt_pairs", "moe_batches", "moe_aux_losses"], 2.0)
-    ones |= dict.fromkeys(["moe_aux_loss_sum", "moe_largest_share_sum", "moe_smallest_share_sum"], 2.0)
-    for recipe, derive in ((KTO, kto_metrics), (DPO, preference_metrics)):
-        reported = {**derive(ones), **balance_metrics(ones)}
-        assert reported.keys() - {*recipe.metrics, *recipe.anchors.values()} <= {*OTHER_METRICS}
-    assert {"rows", "invalid_rows", "same_prompt_pairs"} <= {*kto_metrics(ones)}
-    assert balance_metrics(ones).keys() <= {*OTHER_METRICS}
-
-
-def test_the_configuration_page_documents_the_form() -> None:
-    (key,) = [key for key in all_keys(KTO) if key.name == "model.data.data_prefix"]
-    assert "validation: {NAME: ...}" in str(key)

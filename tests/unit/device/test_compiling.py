@@ -70,10 +70,6 @@ def test_an_explicit_compiler_is_used(machine: Machine) -> None:
     assert machine.missing() == [], "clang is found too"
 
 
-def test_headers_of_debians_own_python(machine: Machine) -> None:
-    assert machine.missing(scheme="posix_local") == []
-
-
 # A rank on a GPU, as far as imports go: which functions megatron-core and others have compiled, and a product of theirs.
 RANK = """
 import json, os, sys

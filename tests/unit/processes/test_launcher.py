@@ -111,7 +111,7 @@ except launcher.RanksEnded as end:
 
 
 def test_processes_not_started_by_a_rank_are_not_ended(tmp_path: Path) -> None:
-    """Such as a TensorBoard that a script starts before its training."""
+    """An example is a TensorBoard that a script starts before its training."""
     before = """
 other = subprocess.Popen(["sh", "-c", "sleep 60 & wait"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 while not (children := psutil.Process(other.pid).children()):
@@ -150,7 +150,7 @@ def test_ranks_do_not_need_the_temporary_folder(tmp_path: Path) -> None:
 
 
 def test_ranks_find_the_package_where_their_launcher_found_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where that was the working directory, as with ``python -m`` in a checkout that is not installed."""
+    """The package may be in the working directory, as with ``python -m`` in a checkout that is not installed."""
     root = str(Path(launcher.__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", "/mine")
     monkeypatch.setattr(sys, "path", [root, "/mine"])

@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from types import FrameType
-from typing import Any
 
 import psutil
 import pytest
@@ -181,31 +178,6 @@ def test_a_single_process_has_no_watchdog() -> None:
     watchdog.explain(RuntimeError("Connection closed by peer"))
     watchdog.stop(hosts_store=False)
     assert watchdog._current is None
-
-
-def test_the_watchdog_does_not_disturb_a_debugger() -> None:
-    """Trace functions (of a debugger, coverage) must not be replaced."""
-    lines: list[int] = []
-
-    def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
-        lines.extend([frame.f_lineno] * (event == "line"))
-        return trace
-
-    def waits() -> None:
-        for _ in range(4):
-            time.sleep(0.1)
-
-    store, before = dist.HashStore(), sys.gettrace()
-    watchdog.check_in(store, 0)
-    dog = Watchdog(store=store, rank=0, size=2, timeout=timedelta(seconds=2), store_host="the test")
-    sys.settrace(lambda frame, event, _: trace if frame.f_code is waits.__code__ else None)
-    try:
-        waits()
-    finally:
-        sys.settrace(before)
-        dog.stop(hosts_store=False)
-    first = waits.__code__.co_firstlineno
-    assert lines == [*[first + 1, first + 2] * 4, first + 1]
 
 
 @pytest.fixture

@@ -184,13 +184,6 @@ def test_a_missing_package_is_an_error_at_the_start(tmp_path: Path, monkeypatch:
         quiet(tmp_path / "run", wandb={"project": "tests"})
 
 
-def test_a_folder_is_not_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "leftover_of_a_run").mkdir()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert loggers.installed("leftover_of_a_run") is False
-    assert loggers.installed("json") is True
-
-
 PROJECT = {"project": "tests", "name": "one"}
 
 
@@ -202,11 +195,6 @@ def refused(folder: Path, **changes: Any) -> str:
         check_loggers(**{"folder": folder, "tensorboard": False, **changes})
     assert sorted(folder.rglob("*")) == before
     return str(raised.value)
-
-
-def test_checking_loggers_leaves_no_files(tmp_path: Path) -> None:
-    check_loggers(folder=tmp_path, wandb={**PROJECT, "offline": True}, mlflow={"experiment_name": "tests"})
-    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.usefixtures("fresh_wandb")

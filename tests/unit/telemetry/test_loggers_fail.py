@@ -52,7 +52,7 @@ def test_lines_are_kept_until_a_full_disk_has_space(tmp_path: Path, caplog: pyte
     assert caplog.messages == [Message(f"{file}", "File too large", "continues")]
 
 
-DAMAGES = [b'\x00\x01{"step": 2}\n', b'{"step"\n', b"\xff\xfe\n", b"[]\n", b"[" * 10_000 + b"\n", b"\0" * 9]
+DAMAGES = [b'{"step"\n', b"[" * 10_000 + b"\n", b"\0" * 9]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

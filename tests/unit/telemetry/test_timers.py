@@ -171,8 +171,3 @@ def test_a_signal_leaves_less_time_than_max_time() -> None:
     clock = Clock()
     timer = RunTimer(max_time="00:00:01:00", started=clock.now - 60, received=lambda: 15, clock=clock)
     assert timer.stop_reason() == StopReason("SIGTERM", early=True)
-
-
-def test_run_timer_must_be_started() -> None:
-    with pytest.raises(RuntimeError, match="start_time"):
-        RunTimer(max_time="00:00:00:01").stop_reason()
