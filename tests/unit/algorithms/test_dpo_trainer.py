@@ -216,7 +216,8 @@ def test_the_epoch_of_a_step_counts_from_0() -> None:
     resumed = Run(max_epochs=2, limit_train_batches=2)
     resumed.trainer.load_state_dict({"step": 2, "epoch": 1, "consumed_samples": 4})
     assert resumed.fit().notes.series("train/epoch") == [(3, 1), (4, 1)]
-    assert Run(max_epochs=2, limit_train_batches=2, log_every_n_steps=3).fit().notes.series("train/epoch") == [(3, 1), (4, 1)]
+    several = Run(max_epochs=2, limit_train_batches=2, log_every_n_steps=3).fit()
+    assert several.notes.series("train/epoch") == [(3, 1), (4, 1)]
 
 
 def test_the_monitor_finds_the_validation_loss_under_val_loss() -> None:
