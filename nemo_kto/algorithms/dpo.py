@@ -205,7 +205,8 @@ class DPOTrainer:
         values = {**metrics, **step_values}
         self._monitor("train", values)
         report = {f"train/{name}": value for name, value in values.items()}
-        report |= {"train/epoch": self.epoch, "train/consumed_samples": self.consumed_samples}
+        epoch = (self.step - 1) // self.steps_per_epoch  # of this step, the last of an epoch too
+        report |= {"train/epoch": epoch, "train/consumed_samples": self.consumed_samples}
         report |= {f"timing/{name}": value for name, value in self.timers.report_and_reset().items()}
         seconds = time.perf_counter() - started  # report_and_reset() has synchronised with the device
         event = Event(step=self.step, metrics=metrics, seconds=seconds, report=report | {"timing/step_time": seconds})

@@ -403,8 +403,8 @@ class SequenceBatch:
 def joined(parts: Sequence[SequenceBatch], limits: MicroBatchLimits, *, in_fp32: bool) -> Sequence[SequenceBatch]:
     """Return the parts as one batch if prompts are shared and the parts are answers to the same prompts; in fp32 only.
 
-    The policy evaluates each part separately. In fp32, log-probs differ by rounding errors that do not matter; in bf16 the
-    log-ratios of the first step would be noticeably different from 0.
+    The policy evaluates each part separately. In fp32, log-probs differ by rounding errors, at most a millionth, so the
+    log-ratios of the first step are not exactly 0; in bf16 they would be noticeably different from 0.
     """
     is_alike = len({part.tokens_BS.shape for part in parts}) == 1 and all(part.answers == 1 for part in parts)
     if len(parts) == 1 or not limits.share_prompts or not is_alike or not in_fp32:

@@ -1,4 +1,7 @@
-"""At the first step policy and reference are equal: every log-ratio is exactly zero in every reference mode and in bf16."""
+"""At the first step policy and reference are equal, and so are their log-probs, bit for bit, in every reference mode.
+
+The exception is KTO in fp32 with shared prompts, where the reference evaluates a sample together with its KL example.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,18 @@ import pytest
 
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint, write_rows
-from tests.helpers.training_jobs import train, trajectory
+from tests.helpers.training_jobs import train
 
 LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4")
 ADAPTER = (*LORA, "model.reference.mode=adapter")
 TP2, SEQUENCE = "model.tensor_model_parallel_size=2", "model.sequence_parallel"
 CACHED = ("model.reference.mode=cached",)
+FP32, SHARED, SEPARATE = "trainer.precision=32", "model.data.share_prompts=true", "model.data.share_prompts=false"
+PAIRS = "model.kto.preference_loss=apo_zero_unpaired"  # KTO's family, without KL examples
 
 
 def first_step(model: Path, rows: Path, folder: Path, world_size: int, algorithm: str, overrides: list[str]) -> Any:
-    """On a rank: one step in bf16; its metrics, and the log-ratios of the KL examples of this rank."""
+    """On a rank: one step, by default in bf16; its metrics, and the log-ratios of the KL examples of this rank."""
     from nemo_kto.models.nlp.gpt import megatron_gpt_kto_model as kto
 
     seen: list[float] = []
@@ -44,12 +49,12 @@ def first_step(model: Path, rows: Path, folder: Path, world_size: int, algorithm
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kto, "kl_sums", recorded)
         train(model, rows, folder, world_size, settings, algorithm)
-    return trajectory(folder)[0], seen
+    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[0]), seen
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of hidden size 512, and answers of 40 to 100 tokens."""
+    """A model of hidden size 512, prompts of 20 tokens, three rows each, and answers of 40 to 100 tokens."""
     root = tmp_path_factory.mktemp("wide")
     size = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
     make_checkpoint(root / "model", "llama", dtype="bfloat16", initializer_range=0.04, **size)
@@ -58,27 +63,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def answer() -> str:
         return "".join(draw.choices("abcdefgh ", k=draw.randint(40, 100)))
 
-    write_rows(
-        root / "kto.jsonl",
-        [{"prompt": f"{n}:", "response": answer(), "preference": "chosen" if n % 2 else "rejected"} for n in range(12)],
-    )
-    write_rows(root / "dpo.jsonl", [{"prompt": f"{n}:", "chosen": answer(), "rejected": answer()} for n in range(12)])
+    prompts = [f"{n // 3}: a question of few words" for n in range(12)]
+    rated = [{"response": answer(), "preference": "chosen" if n % 2 else "rejected"} for n in range(12)]
+    pairs = [{"chosen": answer(), "rejected": answer()} for _ in prompts]
+    for name, rows in (("kto", rated), ("dpo", pairs)):
+        write_rows(root / f"{name}.jsonl", [{"prompt": prompt, **row} for prompt, row in zip(prompts, rows, strict=True)])
     return root
+
+
+def case(name: str, *overrides: str, ranks: int = 1, full: bool = True) -> Any:
+    return pytest.param(name[:3], overrides, ranks, id=name, marks=[pytest.mark.full] * full)
 
 
 @pytest.mark.parametrize(
     ("algorithm", "overrides", "world_size"),
     [
-        pytest.param("kto", (), 1, id="kto-swap"),
-        pytest.param("kto", CACHED, 1, id="kto-cached"),
-        pytest.param("kto", ADAPTER, 1, id="kto-adapter", marks=pytest.mark.full),
-        pytest.param("dpo", (), 1, id="dpo-swap", marks=pytest.mark.full),
-        pytest.param("dpo", CACHED, 2, id="dpo-cached-two-ranks", marks=pytest.mark.full),
-        pytest.param("dpo", ADAPTER, 1, id="dpo-adapter", marks=pytest.mark.full),
-        pytest.param("kto", CACHED, 2, id="kto-cached-two-ranks", marks=pytest.mark.full),
-        pytest.param("kto", (*CACHED, TP2), 2, id="kto-cached-tp2", marks=pytest.mark.full),
-        pytest.param("kto", (*ADAPTER, TP2, f"{SEQUENCE}=true"), 2, id="kto-adapter-sequence", marks=pytest.mark.full),
-        pytest.param("kto", ("model.pipeline_model_parallel_size=2",), 2, id="kto-swap-pp2", marks=pytest.mark.full),
+        case("kto-swap-shared", SHARED, full=False),
+        case("kto-swap-separate", SEPARATE),
+        case("kto-cached-shared", *CACHED, SHARED),
+        case("kto-cached-separate", *CACHED, SEPARATE, full=False),
+        case("kto-adapter-shared", *ADAPTER, SHARED),
+        case("kto-adapter-separate", *ADAPTER, SEPARATE),
+        case("dpo-swap"),
+        case("dpo-cached-two-ranks", *CACHED, ranks=2),
+        case("dpo-adapter", *ADAPTER),
+        case("kto-cached-two-ranks", *CACHED, ranks=2),
+        case("kto-cached-tp2", *CACHED, TP2, ranks=2),
+        case("kto-adapter-sequence", *ADAPTER, TP2, f"{SEQUENCE}=true", ranks=2),
+        case("kto-swap-pp2", "model.pipeline_model_parallel_size=2", ranks=2),
+        case("kto-swap-separate-fp32", SEPARATE, FP32, full=False),
+        case("kto-cached-separate-fp32", *CACHED, SEPARATE, FP32),
+        case("kto-adapter-separate-fp32", *ADAPTER, SEPARATE, FP32),
+        case("kto-without-kl-examples-shared-fp32", PAIRS, SHARED, FP32, full=False),
+        case("dpo-swap-shared-fp32", SHARED, FP32),
     ],
 )
 def test_log_ratios_are_exactly_zero(
@@ -89,9 +106,31 @@ def test_log_ratios_are_exactly_zero(
     for logged, kl_log_ratios in results:
         assert (logged["train/rewards_all_mean"], logged["train/rewards_all_std"]) == (0.0, 0.0)
         assert logged["train/logps_chosen_mean"] < -40, "the answers are long"
+        assert ("perf/shared_fraction" in logged) == (SEPARATE not in overrides)
         if algorithm == "kto":
+            assert logged["train/loss"] == 0.5
+        if algorithm == "kto" and PAIRS not in overrides:
             examples = 6 if "_parallel_size" in str(overrides) else 6 // world_size
             assert kl_log_ratios == [0.0] * examples
+            assert logged["train/kl_unclamped"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), pytest.param(CACHED, marks=pytest.mark.full), pytest.param(ADAPTER, marks=pytest.mark.full)]
+)
+def test_log_ratios_of_a_joint_evaluation_are_rounding_errors(
+    overrides: tuple[str, ...], ranks: RankPool, folder: Path, tmp_path: Path
+) -> None:
+    """KTO in fp32 with shared prompts: at most a millionth of the log-probs."""
+    arguments = (folder / "model", folder / "kto.jsonl", tmp_path, 1, "kto", [*overrides, SHARED, FP32])
+    ((logged, kl_log_ratios),) = ranks.run(1, first_step, *arguments)
+    bound = 1e-6 * abs(logged["train/logps_chosen_mean"])
+    assert "perf/shared_fraction" in logged
+    assert len(kl_log_ratios) == 6
+    assert max(map(abs, kl_log_ratios)) <= bound
+    assert abs(logged["train/rewards_all_mean"]) <= 0.1 * bound
+    assert logged["train/rewards_all_std"] <= 0.1 * bound
+    assert abs(logged["train/loss"] - 0.5) <= 0.1 * bound
 
 
 def test_the_auc_before_training_is_a_half(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:

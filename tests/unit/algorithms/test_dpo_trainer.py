@@ -206,7 +206,18 @@ def test_logged_metrics() -> None:
     assert by_step[5] == every_step | {
         "val/loss", "val/rows", "timing/validation", "timing/checkpoint", "timing/checkpoint_stall",
     }  # fmt: skip
-    assert [value for _, value in run.notes.series("train/epoch")] == [0] * 9 + [1]
+
+
+def test_the_epoch_of_a_step_counts_from_0() -> None:
+    """Also of the last step of an epoch, of a resumed run, and of a line that covers steps of two epochs."""
+    run = Run(max_epochs=2, limit_train_batches=2, val_check_interval=1, save_interval=1).fit()
+    assert run.notes.series("train/epoch") == [(1, 0), (2, 0), (3, 1), (4, 1)]
+    assert [state["epoch"] for state, _ in run.notes.saved] == [0, 1, 1, 2], "completed epochs"
+    resumed = Run(max_epochs=2, limit_train_batches=2)
+    resumed.trainer.load_state_dict({"step": 2, "epoch": 1, "consumed_samples": 4})
+    assert resumed.fit().notes.series("train/epoch") == [(3, 1), (4, 1)]
+    several = Run(max_epochs=2, limit_train_batches=2, log_every_n_steps=3).fit()
+    assert several.notes.series("train/epoch") == [(3, 1), (4, 1)]
 
 
 def test_the_monitor_finds_the_validation_loss_under_val_loss() -> None:
