@@ -21,7 +21,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.huggingface.huggingface import check_weights
 from tests.helpers import hf_jobs, hf_models
 from tests.helpers.hf_models import weights
-from tests.helpers.messages import Message, assert_names
+from tests.helpers.messages import Message, assert_names, raises
 
 TP2, PP2 = Layout(tensor=2), Layout(pipeline=2)
 
