@@ -31,7 +31,7 @@ from nemo_kto.utils.locks import one_writer
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 3  # increase it when the same sequences and model give different keys or values
+_FORMAT = 4  # increase it when the same sequences and model give different keys or values
 _FLUSH_EVERY = 100  # batches between two writes; a run that is killed loses at most these
 
 Phase = Callable[[str], AbstractContextManager[object]]
