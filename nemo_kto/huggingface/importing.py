@@ -40,7 +40,7 @@ _OTHER_NAMES = {ours: (theirs,) for theirs, ours in ENGINE_NAMES.items()} | {
     "post_mlp_layernorm.weight": ("mlp.linear_fc2.post_layernorm.weight",),
 }
 _PREFIXES = ("", "model.", "module.", "model.module.")
-_WEIGHTS = ("embedding.", "decoder.", "output_layer.", "mtp.")  # beginnings of the names of weights
+_TRAINING_STATE = ("optimizer", "chained_", "rng", "rerun", "opt_param", "lr_scheduler")  # beginnings of names
 _NO_WEIGHTS = ("_extra_state", "inv_freq", "_extra_state/shard")
 _SHOWN = 10
 _TEMPLATE = (
@@ -85,7 +85,7 @@ def import_checkpoint(path: Path, out: Path, *, tokenizer: Path | None, max_shar
 
 
 def _strip_prefix(checkpoint: MegatronCheckpoint) -> dict[str, str]:
-    """Return the stored name of each weight by its name in megatron-core's model; other tensors are left out."""
+    """Return the stored name of each weight by its name in megatron-core's model; the state of a training is left out."""
     stored = checkpoint.tensors.shapes
     embedding = "embedding.word_embeddings.weight"
     prefix = next((prefix for prefix in _PREFIXES if prefix + embedding in stored), None)
@@ -94,7 +94,11 @@ def _strip_prefix(checkpoint: MegatronCheckpoint) -> dict[str, str]:
             f"FILE must be a GPT model of megatron-core, got {checkpoint.path} without {embedding}; choose another"
         )
     names = {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
-    return {name: full for name, full in names.items() if name.startswith(_WEIGHTS) and not name.endswith(_NO_WEIGHTS)}
+    return {
+        name: full
+        for name, full in names.items()
+        if not name.startswith(_TRAINING_STATE) and not name.endswith(_NO_WEIGHTS)
+    }
 
 
 def _write_tokenizer(checkpoint: MegatronCheckpoint, given: Path | None, folder: Path) -> None:

@@ -173,12 +173,13 @@ NORM, FC2 = "model.decoder.final_layernorm.weight", "model.decoder.layers.3.mlp.
     [
         (lambda of: of.pop(FC2), {}, ("missing", "decoder.layers.3.mlp.linear_fc2.weight", "1 differences")),
         (lambda of: of.update({FC2: of[FC2][:-1]}), {}, ("[32, 48]", "[31, 48]")),
+        (lambda of: of.update({"model.rm_head.weight": of[NORM]}), {}, ("unexpected", "rm_head.weight", "1 differences")),
         (lambda of: of.update({NORM: of[NORM] * float("nan")}), {}, ("finite", "decoder.final_layernorm.weight")),
         (lambda of: None, {"num_layers": "${oc.env:HOME}"}, ("num_layers", "${oc.env:HOME}")),
         (lambda of: None, {"activation": "gelu"}, ("activation", "gelu", "fast-swiglu")),
         (lambda of: None, {"rotary_percentage": 0.5}, ("rotary_percentage", "0.5")),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_weights_and_settings_that_do_not_fit(
     change: Any, settings: dict[str, Any], parts: tuple[str, ...], unpacked: Path, tmp_path: Path
