@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,7 +47,7 @@ def measured(run: ResolvedRun, limits: MicroBatchLimits = LIMITS, **parts: Answe
     for name, answers in parts.items():
         of_kto = name.replace("samples", "sample")
         batch |= part(answers, name, f"{of_kto}_labels", f"{of_kto}_lengths")
-    return measure(run, SimpleNamespace(train=[batch], collate_fn=lambda each: each), limits)  # type: ignore[arg-type]
+    return measure(run, [batch], limits)
 
 
 def test_a_prompt_of_a_pair_is_computed_once(resolve: Callable[..., ResolvedRun]) -> None:
