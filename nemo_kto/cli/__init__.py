@@ -1,9 +1,9 @@
-"""Commands of `nemo-kto` and the Python interface; this module defines what they share of argparse."""
+"""Commands of `nemo-kto` and the Python interface; this module defines what several of them use."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 def integer_from(least: int) -> Callable[[str], int]:
@@ -32,6 +32,13 @@ def add_config_source(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name a configuration file of the user, as in training."""
     parser.add_argument("--config-name", metavar="FILE", help="your configuration file")
     parser.add_argument("--config-dir", metavar="FOLDER", help="folder of that file")
+
+
+def aligned(rows: Sequence[Sequence[str]], *, indent: str = "") -> Iterator[str]:
+    """Yield the rows of a table as lines of text, with the cells of a column below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield indent + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
 
 
 def is_set(key: str, overrides: Iterable[str]) -> bool:

@@ -8,6 +8,7 @@ for full micro-batches in which every token is part of a response.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -163,8 +164,8 @@ class Training:
         if not self.offload or not trained:
             return 0.0
         shards = [(each.numel, self.copies(each) // self.optimizer_instances) for each in trained]
-        gradients = sum(_power_of_two(count * _FP32) / ranks for count, ranks in shards)
-        copied = sum({_power_of_two(count * self.element_bytes // ranks) for count, ranks in shards})
+        gradients = sum(power_of_two(count * _FP32) / ranks for count, ranks in shards)
+        copied = sum({power_of_two(count * self.element_bytes // ranks) for count, ranks in shards})
         return self.offload * (3 * _FP32 * self.share(trained) + gradients) + copied
 
 
@@ -252,8 +253,9 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
     )
 
 
-def _power_of_two(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()
+def power_of_two(number: float) -> int:
+    """Return the smallest power of two that is at least ``number``."""
+    return 1 << max(math.ceil(number) - 1, 0).bit_length()
 
 
 def stages_memory(training: Training) -> list[RankMemory]:

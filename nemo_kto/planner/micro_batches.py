@@ -14,7 +14,7 @@ from nemo_kto.config.schema import RunConfig
 from nemo_kto.device import device
 from nemo_kto.device.precision import PRECISIONS
 from nemo_kto.models.engine.sequences import MicroBatchLimits, width_multiple
-from nemo_kto.planner.memory import Training
+from nemo_kto.planner.memory import Training, power_of_two
 
 # Number of tokens per micro-batch and rank. On a GPU, small micro-batches waste time on kernel launches and gradient
 # accumulation; :func:`sufficient_tokens` derives the number, and this one is for a run that was not planned. A CPU has no
@@ -61,17 +61,12 @@ def sufficient_tokens(training: Training, *, rank_tokens: float) -> Tokens:
         float(_PRODUCTS): "matrix products",
     }
     largest = max(needs)
-    number, reason = min(MAX_TOKENS, _power_of_two(largest)), f"enough for {needs[largest]}"
-    limit, of_limit = _power_of_two(rank_tokens), "a rank's share of the batch"
+    number, reason = min(MAX_TOKENS, power_of_two(largest)), f"enough for {needs[largest]}"
+    limit, of_limit = power_of_two(rank_tokens), "a rank's share of the batch"
     if stages > 1:  # rounded down
-        limit = _power_of_two(rank_tokens / (_IN_PIPELINE * stages) + 1) // 2
+        limit = power_of_two(rank_tokens / (_IN_PIPELINE * stages) + 1) // 2
         of_limit = "more would leave too few micro-batches for the pipeline"
     return Tokens(number, reason) if number <= limit else Tokens(max(MIN_TOKENS, limit), of_limit)
-
-
-def _power_of_two(number: float) -> int:
-    """Return the smallest power of two that is at least ``number``."""
-    return 1 << max(0, int(-(-number // 1)) - 1).bit_length()
 
 
 def multiple_of(run: ResolvedRun, *, on_gpu: bool | None = None) -> int:

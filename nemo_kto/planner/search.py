@@ -13,6 +13,7 @@ from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.planner.plan_run import Plan, degrees, make_plan
 from nemo_kto.planner.speed import GPUS_PER_MACHINE
+from nemo_kto.utils.field_errors import echo
 
 Values = dict[str, object]  # keys of the configuration, without "model." -> values
 _FULL: Values = {
@@ -145,10 +146,8 @@ def values_of(plan: Plan) -> Values:
 
 
 def overrides(values: Values) -> str:
-    """Format model settings as command-line overrides."""
-    words = {"None": "null", "True": "true", "False": "false"}
-    texts = {f"model.{name}": words.get(str(value), value) for name, value in values.items()}
-    return " ".join(f"{key}={value}" for key, value in texts.items() if value != "null")
+    """Format model settings as command-line overrides, without those that are null."""
+    return " ".join(f"model.{name}={echo(value)}" for name, value in values.items() if value is not None)
 
 
 def _changed(run: ResolvedRun, values: Values) -> ResolvedRun:
