@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.lora import adapts_experts
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.rules.layout import expert_rules, pipeline_rules, rank_rules
 from nemo_kto.planner.plan_run import Plan, degrees, make_plan
 from nemo_kto.planner.speed import GPUS_PER_MACHINE
 from nemo_kto.utils.field_errors import echo
@@ -162,20 +162,16 @@ def _changed(run: ResolvedRun, values: Values) -> ResolvedRun:
 
 
 def _is_possible(plan: Plan, run: ResolvedRun) -> bool:
+    """Return whether the rules of a configuration allow the layout of a run, and its sequences are long enough for it."""
     model, architecture = run.cfg.model, plan.training.architecture
-    tensor, pipeline, context = degrees(model)
-    data, rest = divmod(plan.machines.ranks, tensor * pipeline * context)
-    shards = model.expert_tensor_parallel_size or tensor
-    fits_model = _divides_mlps(architecture, tensor) and run.split.fits(architecture.num_layers)
-    fits_model &= architecture.sizes["expert_ffn"] % shards == 0
-    fits_model &= shards == 1 or not adapts_experts(architecture, run.adapters)
-    fits_model &= plan.machines.ranks // pipeline % (model.expert_model_parallel_size * shards) == 0
-    instances = model.optim.num_distributed_optimizer_instances
-    copies = (data * context, plan.machines.ranks // pipeline // (model.expert_model_parallel_size * shards))
-    fits_model &= not any(count % instances for count in copies)
-    fits_batch = not rest and model.global_batch_size % (data * (model.micro_batch_size or 1)) == 0
-    is_new = context == plan.training.context_parallel or _are_long(plan, context)
-    return fits_model and fits_batch and is_new and tensor <= GPUS_PER_MACHINE
+    tensor, _, context = degrees(model)
+    broken_rules = chain(
+        rank_rules(run, plan.machines.ranks),
+        pipeline_rules(run, architecture.num_layers),
+        expert_rules(run, *run.files.config),
+    )
+    is_long = context == plan.training.context_parallel or _are_long(plan, context)
+    return is_long and tensor <= GPUS_PER_MACHINE and _divides_mlps(architecture, tensor) and not any(broken_rules)
 
 
 def _are_long(plan: Plan, context: int) -> bool:

@@ -38,8 +38,10 @@ def layout_text(
 def table(title: str, lines: Mapping[str, str]) -> str:
     """Format a title and, below it, the lines with their labels in a column, wrapped if stdout is a terminal."""
     indent, width = max(map(len, lines)) + 4, terminal_width(sys.stdout) or sys.maxsize
-    margin, unbroken = " " * indent, {"break_long_words": False, "break_on_hyphens": False}  # such as paths
-    wrap = partial(textwrap.fill, width=width, replace_whitespace=False, expand_tabs=False, **unbroken)
+    # words, such as paths, are not broken
+    whole_words = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
+    wrap = partial(whole_words, width=width, replace_whitespace=False, expand_tabs=False)
+    margin = " " * indent
     wrapped = {label: wrap(text, initial_indent=margin, subsequent_indent=margin) for label, text in lines.items()}
     return "\n".join([wrap(title), *(f"{f'  {label}':{indent}}{text[indent:]}" for label, text in wrapped.items())])
 
