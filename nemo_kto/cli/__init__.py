@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
@@ -17,15 +18,22 @@ def integer_from(least: int) -> Callable[[str], int]:
     return read
 
 
-def gigabytes(text: str) -> float:
-    """Argparse type for a size of memory."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, in 10^9 bytes, got {text}; e.g. --memory 80")
-    return value
+def number(constraint: str, holds: Callable[[float], bool], *, remedy: str = "") -> Callable[[str], float]:
+    """Return an argparse type for finite numbers with a constraint, which is described for the message."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or not holds(value):
+            raise argparse.ArgumentTypeError(f"must be a number {constraint}, got {text}{remedy}")
+        return value
+
+    return read
+
+
+gigabytes = number("above 0, in 10^9 bytes", lambda value: value > 0, remedy="; e.g. --memory 80")
 
 
 def add_config_source(parser: argparse.ArgumentParser) -> None:
