@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import EMBEDDING, LoRASettings
@@ -128,16 +128,7 @@ class Training:
     @functools.cached_property
     def saved(self) -> Activations:
         """Formula for the activations that the layers save."""
-        return Activations(
-            architecture=self.architecture,
-            element_bytes=self.element_bytes,
-            sequence_parallel=self.sequence_parallel,
-            context_parallel=self.context_parallel,
-            expert_parallel=self.expert_parallel,
-            adapters=self.adapters,
-            on_gpu=self.on_gpu,
-            packed=self.packed,
-        )
+        return Activations(**{field.name: getattr(self, field.name) for field in fields(Activations)})
 
     def copies(self, parameter: RankParameter) -> int:
         """Return how many ranks hold the same values of a parameter; for an expert, those of its stage that have it."""
