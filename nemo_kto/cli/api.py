@@ -28,7 +28,7 @@ from nemo_kto.losses.loss import Loss
 from nemo_kto.processes import objects, ranks, signals
 from nemo_kto.telemetry.loggers import METRICS_FILE, read_metrics
 from nemo_kto.telemetry.summary import figures_of, model_lines, table
-from nemo_kto.utils.field_errors import names
+from nemo_kto.utils.field_errors import echo, names
 from nemo_kto.utils.files import publish_file
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _text(key: str, value: object) -> str:
     if isinstance(value, str | Path):
         return quoted(str(value))
     if value is None or isinstance(value, bool | int | float):
-        return "null" if value is None else str(value).lower()
+        return echo(value)
     if hasattr(value, "item"):  # a number of numpy
         return _text(key, value.item())
     raise UserError(f"{key} must be None, a bool, a number, a string, a path, a list or a mapping, got {show(value)}")
