@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_kto.algorithms.callbacks import Callback, Event, PrecomputeReference
-from nemo_kto.cli.job import size_micro_batches
 from nemo_kto.config import compose
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
 from nemo_kto.distributed import state
+from nemo_kto.planner.plan_run import size_micro_batches, these_machines
 from nemo_kto.run import build
 from nemo_kto.telemetry.throughput import device_peak_flops
 
@@ -74,7 +74,8 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     assert cfg is not None, problems
     state.init_distributed(layout=state.Layout(), seed=cfg.model.seed)
     resolved = ResolvedRun.of(cfg)
-    resolved = resolved.with_micro_batch_tokens(*size_micro_batches(resolved, 1, 1))
+    machines = these_machines(resolved, ranks=1, local=1, timed=False)
+    resolved = resolved.with_micro_batch_tokens(*size_micro_batches(resolved, machines))
     policy = build.build_policy(resolved)
     trainer = build.build_trainer(resolved, policy, build.prepare(resolved))
     watch = Watch()

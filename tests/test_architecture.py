@@ -114,7 +114,7 @@ PACKAGES = {
     ),
     "run": Package(
         own=names("losses data device processes distributed telemetry architecture artifacts algorithms models utils")
-        | names("checkpoint huggingface config report"),
+        | names("checkpoint huggingface config report planner"),
         outside=names("torch numpy transformers megatron.core"),
         only_in=(("yaml", names("card.py")),),
     ),
@@ -124,7 +124,7 @@ PACKAGES = {
         never=names("torch.distributed torch.cuda"),
         only_in=(("peft", names("model.py")),),
     ),
-    "planner": Package(own=names("device telemetry architecture artifacts models config run utils")),
+    "planner": Package(own=names("device telemetry architecture artifacts models config utils")),
     "cli": Package(
         own=names("losses data device processes telemetry architecture artifacts algorithms huggingface config")
         | names("report run planner chat utils"),

@@ -1,9 +1,10 @@
-"""Commands of `nemo-kto` and the Python interface; this module defines what they share of argparse."""
+"""Commands of `nemo-kto` and the Python interface; this module defines what several of them use."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 def integer_from(least: int) -> Callable[[str], int]:
@@ -17,21 +18,35 @@ def integer_from(least: int) -> Callable[[str], int]:
     return read
 
 
-def gigabytes(text: str) -> float:
-    """Argparse type for a size of memory."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, in 10^9 bytes, got {text}; e.g. --memory 80")
-    return value
+def number(constraint: str, holds: Callable[[float], bool], *, remedy: str = "") -> Callable[[str], float]:
+    """Return an argparse type for finite numbers with a constraint, which is described for the message."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or not holds(value):
+            raise argparse.ArgumentTypeError(f"must be a number {constraint}, got {text}{remedy}")
+        return value
+
+    return read
+
+
+gigabytes = number("above 0, in 10^9 bytes", lambda value: value > 0, remedy="; e.g. --memory 80")
 
 
 def add_config_source(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name a configuration file of the user, as in training."""
     parser.add_argument("--config-name", metavar="FILE", help="your configuration file")
     parser.add_argument("--config-dir", metavar="FOLDER", help="folder of that file")
+
+
+def aligned(rows: Sequence[Sequence[str]], *, indent: str = "") -> Iterator[str]:
+    """Yield the rows of a table as lines of text, with the cells of a column below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield indent + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
 
 
 def is_set(key: str, overrides: Iterable[str]) -> bool:

@@ -129,7 +129,7 @@ def _prepare(plan: Plan) -> tuple[Plan, dict[str, str]]:
     steps, splits = run.length.total_steps(batches), start.data.splits.in_use
     folder = "a new run" if resumption.resumed_step is None else f"resumes after step {resumption.resumed_step}"
     if plan.limits.share_prompts:
-        plan = with_shared_prompts(plan, measure(run, start.data, plan.limits))
+        plan = with_shared_prompts(plan, measure(run, map(start.data.collate_fn, start.data.train), plan.limits))
     return plan, {
         **{name: split_text(run.cfg.recipe.unit, examples.counts) for name, examples in splits.items()},
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))})",

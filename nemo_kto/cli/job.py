@@ -140,9 +140,7 @@ class Job:
             # Repeated, because each job of a sweep prints its own warnings.
             set_up_logging(rank=0 if self.world is None else self.world.rank)
             take_over()
-            build.train(
-                run, check_memory=check_memory, place_reference=place_reference, size_micro_batches=size_micro_batches
-            )
+            build.train(run)
         except signals.Stopped as stop:
             self._end_early(stop, requeues=requeues)
         except KeyboardInterrupt:
@@ -161,33 +159,6 @@ class Job:
         if str(stop) and requeues and os.environ.get("RANK", "0") == "0":
             ranks.requeue(os.environ)  # with an empty message, the job was already requeued when the checkpoint was saved
         ranks.end_early(str(stop), world=self.world)
-
-
-def check_memory(run: ResolvedRun, ranks: int, local: int, longest: int | None) -> str | None:
-    """Return a warning if the run may not fit into the memory of the machines; its precision must not be auto.
-
-    ``ranks`` is the number of all ranks, ``local`` of those on this machine; ``longest`` the tokens of the longest sequence,
-    None before the rows have been read. Raises UserError if the run cannot fit.
-    """
-    from nemo_kto.planner import plan_run
-
-    machines = plan_run.these_machines(run, ranks=ranks, local=local, timed=False)
-    return plan_run.check_memory(run, machines, longest=longest)
-
-
-def place_reference(run: ResolvedRun, ranks: int, local: int, longest: int) -> tuple[str, str]:
-    """Return where the weights of a swapped reference are stored, "gpu" or "cpu", and why; arguments as above."""
-    from nemo_kto.planner import plan_run
-
-    machines = plan_run.these_machines(run, ranks=ranks, local=local, timed=False)
-    return plan_run.place_reference(run, machines, longest=longest)
-
-
-def size_micro_batches(run: ResolvedRun, ranks: int, local: int) -> tuple[int | None, str]:
-    """Return the default number of tokens of a micro-batch on GPUs, and why; arguments as above."""
-    from nemo_kto.planner import plan_run
-
-    return plan_run.size_micro_batches(run, plan_run.these_machines(run, ranks=ranks, local=local, timed=False))
 
 
 def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None, *, remedy: str = "") -> NoReturn:

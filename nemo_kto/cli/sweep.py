@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from nemo_kto.cli import aligned
 from nemo_kto.config.saved_config import redacted
 from nemo_kto.data.rows.sources import validation_names
 from nemo_kto.errors import plural
 from nemo_kto.losses.metrics import metric_prefix
-from nemo_kto.telemetry.loggers import METRICS_FILE, parse_line
-from nemo_kto.utils.files import open_file, read_lines
+from nemo_kto.telemetry.loggers import METRICS_FILE, read_metrics
 
 _METRICS = ("loss", "acc", "auc", "rewards_margin")
 
@@ -29,9 +28,8 @@ class SweepReport(Callback):
         """Print the number of each job and its values."""
         if jobs := _jobs(config):
             rows = [["job", *jobs[0]], *([str(number), *values.values()] for number, values in enumerate(jobs))]
-            print(
-                f"nemo-kto {config.algorithm}: a sweep of {plural(len(jobs), 'job')}", *_aligned(rows), sep="\n", flush=True
-            )
+            title = f"nemo-kto {config.algorithm}: a sweep of {plural(len(jobs), 'job')}"
+            print(title, *aligned(rows, indent="  "), sep="\n", flush=True)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Print the values of each job, the results of its last validation, and its run folder."""
@@ -46,7 +44,8 @@ class SweepReport(Callback):
         for number, (values, result) in enumerate(zip(jobs, results, strict=True)):
             shown = [f"{result[name]:.4f}" if name in result else "-" for name in names]
             rows.append([str(number), *values.values(), *shown, str(_folder(config, number))])
-        print(f"\nnemo-kto {config.algorithm}: results of {plural(len(jobs), 'job')}", *_aligned(rows), sep="\n", flush=True)
+        title = f"\nnemo-kto {config.algorithm}: results of {plural(len(jobs), 'job')}"
+        print(title, *aligned(rows, indent="  "), sep="\n", flush=True)
 
 
 def _jobs(config: DictConfig) -> list[dict[str, str]]:
@@ -77,14 +76,6 @@ def _folder(config: DictConfig, number: int) -> Path:
 def _last_validation(metrics_file: Path) -> dict[str, float]:
     """Return the last value of each metric in a metrics.jsonl; empty if there is none."""
     last: dict[str, float] = {}
-    if metrics_file.is_file():
-        with open_file(metrics_file) as lines:
-            for logged in filter(None, map(parse_line, read_lines(lines))):
-                last |= logged
+    for logged in read_metrics(metrics_file):
+        last |= logged
     return last
-
-
-def _aligned(rows: list[list[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()

@@ -8,8 +8,9 @@ for full micro-batches in which every token is part of a response.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import EMBEDDING, LoRASettings
@@ -127,16 +128,7 @@ class Training:
     @functools.cached_property
     def saved(self) -> Activations:
         """Formula for the activations that the layers save."""
-        return Activations(
-            architecture=self.architecture,
-            element_bytes=self.element_bytes,
-            sequence_parallel=self.sequence_parallel,
-            context_parallel=self.context_parallel,
-            expert_parallel=self.expert_parallel,
-            adapters=self.adapters,
-            on_gpu=self.on_gpu,
-            packed=self.packed,
-        )
+        return Activations(**{field.name: getattr(self, field.name) for field in fields(Activations)})
 
     def copies(self, parameter: RankParameter) -> int:
         """Return how many ranks hold the same values of a parameter; for an expert, those of its stage that have it."""
@@ -163,8 +155,8 @@ class Training:
         if not self.offload or not trained:
             return 0.0
         shards = [(each.numel, self.copies(each) // self.optimizer_instances) for each in trained]
-        gradients = sum(_power_of_two(count * _FP32) / ranks for count, ranks in shards)
-        copied = sum({_power_of_two(count * self.element_bytes // ranks) for count, ranks in shards})
+        gradients = sum(power_of_two(count * _FP32) / ranks for count, ranks in shards)
+        copied = sum({power_of_two(count * self.element_bytes // ranks) for count, ranks in shards})
         return self.offload * (3 * _FP32 * self.share(trained) + gradients) + copied
 
 
@@ -252,8 +244,9 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
     )
 
 
-def _power_of_two(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()
+def power_of_two(number: float) -> int:
+    """Return the smallest power of two that is at least ``number``."""
+    return 1 << max(math.ceil(number) - 1, 0).bit_length()
 
 
 def stages_memory(training: Training) -> list[RankMemory]:

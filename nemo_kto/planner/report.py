@@ -32,8 +32,8 @@ def plan_text(plan: Plan, *, checked: Mapping[str, str] | None = None) -> str:
         unit = "in-flight micro-batches" if chunks == 1 else "in-flight passes through a chunk"
     sent = {"tensor": traffic.tensor, "pipeline": traffic.pipeline}
     sent |= {"context": traffic.context} if training.context_parallel > 1 else {}
-    sent |= {"data": traffic.data} | ({"expert": traffic.expert} if traffic.expert.bytes else {})
-    between = f", {size(traffic.instances.bytes)} between optimizer instances" if traffic.instances.bytes else ""
+    sent |= {"data": traffic.data} | ({"expert": traffic.expert} if traffic.expert else {})
+    between = f", {size(traffic.instances)} between optimizer instances" if traffic.instances else ""
     copies = {"offloaded": largest.offloaded, "reference copy": largest.reference, "checkpoint copy": largest.checkpoint}
     places = dict.fromkeys(copies, "in host memory" if on_gpu else "in the same memory")
     if training.reference_on_gpu:
@@ -58,8 +58,7 @@ def plan_text(plan: Plan, *, checked: Mapping[str, str] | None = None) -> str:
         **({"context": f"{size(CONTEXT)} of CUDA, its libraries and NCCL (assumed)"} if on_gpu else {}),
         "total": f"{size(largest.device)} of {size(device.memory)} (static memory: {size(plan.static)})",
         "FLOPs": f"{speed.flops / 1e12:,.1f} TFLOP a step",
-        "sent by a rank": ", ".join(f"{size(each.bytes)} {name}" for name, each in sent.items())
-        + f" parallel{between}, a step",
+        "sent by a rank": ", ".join(f"{size(each)} {name}" for name, each in sent.items()) + f" parallel{between}, a step",
         "pipeline bubble": f"{speed.bubble:.0%}",
         "expected": f"{_rate(plan)}, {seconds} a step ({_MEASURED if device.measured else _ESTIMATE})",
         "verdict": "fits" if plan.fits else f"does not fit: {remedy(plan)}",

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.lora import adapts_experts
-from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.rules.layout import expert_rules, pipeline_rules, rank_rules
 from nemo_kto.planner.plan_run import Plan, degrees, make_plan
 from nemo_kto.planner.speed import GPUS_PER_MACHINE
+from nemo_kto.utils.field_errors import echo
 
 Values = dict[str, object]  # keys of the configuration, without "model." -> values
 _FULL: Values = {
@@ -28,58 +27,42 @@ _CHUNKS = (1, 2, 4)  # candidate numbers of model chunks of a pipeline stage
 
 
 def layouts(plan: Plan) -> Iterator[Values]:
-    """Yield the model settings of every layout of the same number of ranks that the model and the batch allow.
+    """Yield the model settings of every layout of the same number of ranks that the rules allow.
 
     Tensor parallelism stays within a machine and is always combined with sequence parallelism, which has no extra cost.
-    Context parallelism is considered only for long sequences.
+    Context parallelism is considered only for long sequences. Partitions into stages are even; embedding and loss may each
+    count as one layer.
     """
-    ranks, model, architecture = plan.machines.ranks, plan.run.cfg.model, plan.training.architecture
-    answers = plan.step.rows // model.global_batch_size
-    contexts = [number for number in _divisors(ranks) if _are_long(plan, number)]
-    for tensor, pipeline, context in product(_divisors(ranks), _divisors(ranks), contexts):
-        data, rest = divmod(ranks, tensor * pipeline * context)
-        if rest or tensor > GPUS_PER_MACHINE or not _divides_mlps(architecture, tensor) or model.global_batch_size % data:
+    ranks, architecture = plan.machines.ranks, plan.training.architecture
+    of_row = plan.step.rows // plan.run.cfg.model.global_batch_size * plan.training.micro_batch_width
+    for tensor, pipeline, context in product(_divisors(ranks), repeat=3):
+        if ranks % (tensor * pipeline * context):
             continue
-        instances = model.optim.num_distributed_optimizer_instances
-        if data * context % instances:
-            continue
-        degrees = {
-            "tensor_model_parallel_size": tensor,
-            "pipeline_model_parallel_size": pipeline,
-            "context_parallel_size": context,
-            "sequence_parallel": tensor > 1,
-        }
-        splits = _splits(plan.run.split, pipeline, architecture.num_layers)
-        shared = _expert_degrees(architecture, ranks // pipeline, instances)
-        for split, experts, recompute, rows in product(splits, shared, _RECOMPUTE, _ROWS):
-            tokens = {"micro_batch_size": None, "micro_batch_tokens": rows * answers * plan.training.micro_batch_width}
-            yield {**degrees, **split, **experts, **recompute, **tokens}
-
-
-def _splits(given: PipelineSplit, stages: int, layers: int) -> Iterator[Values]:
-    """Yield settings of even partitions across ``stages``, in which embedding and loss may each count as one layer."""
-    for chunks, counts_ends in product(_CHUNKS, (False, True)):
-        split = replace(given, stages=stages, chunks=chunks)
-        if counts_ends:
-            split = replace(split, counts_embedding=True, counts_loss=True)
-        if split.fits(layers) and (stages > 1 or not counts_ends):
-            yield {
+        experts = _expert_degrees(architecture, ranks // pipeline)
+        for chunks, counts_ends, of_experts in product(_CHUNKS, (False, True), experts):
+            layout = {
+                "tensor_model_parallel_size": tensor,
+                "pipeline_model_parallel_size": pipeline,
+                "context_parallel_size": context,
+                "sequence_parallel": tensor > 1,
                 "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
-                "account_for_embedding_in_pipeline_split": split.counts_embedding,
-                "account_for_loss_in_pipeline_split": split.counts_loss,
+                "account_for_embedding_in_pipeline_split": counts_ends,
+                "account_for_loss_in_pipeline_split": counts_ends,
+                "micro_batch_size": None,
+                **of_experts,
+                **_NONE,
             }
+            if _is_possible(plan, plan.run.with_model(**layout)):
+                for recompute, rows in product(_RECOMPUTE, _ROWS):
+                    yield {**layout, **recompute, "micro_batch_tokens": rows * of_row}
 
 
-def _expert_degrees(architecture: Architecture, ranks: int, instances: int) -> list[Values]:
-    """Return the settings that partition whole experts over the ranks of a stage; one empty setting for a dense model.
-
-    Their copies must be divisible by the number of optimizer instances.
-    """
+def _expert_degrees(architecture: Architecture, ranks: int) -> list[Values]:
+    """Return the settings that partition whole experts over the ranks of a stage; one empty setting for a dense model."""
     if architecture.experts is None:
         return [{}]
-    sizes = [size for size in _divisors(ranks) if ranks // size % instances == 0]
-    possible = [size for size in sizes if architecture.experts.number % size == 0]
-    return [{"expert_model_parallel_size": size, "expert_tensor_parallel_size": 1} for size in possible]
+    sizes = [size for size in _divisors(ranks) if architecture.experts.number % size == 0]
+    return [{"expert_model_parallel_size": size, "expert_tensor_parallel_size": 1} for size in sizes]
 
 
 def best_layouts(plan: Plan, count: int) -> list[Plan]:
@@ -111,7 +94,7 @@ def remedies(plan: Plan) -> list[str]:
 
     of_stage = plan.machines.ranks // plan.training.split.stages
     instances = model.optim.num_distributed_optimizer_instances
-    experts = [each for each in _expert_degrees(plan.training.architecture, of_stage, instances) if each]
+    experts = [each for each in _expert_degrees(plan.training.architecture, of_stage) if each]
     sharded: list[Values] = [{"optim.num_distributed_optimizer_instances": 1}] if instances > 1 else []
     together: list[Values] = [{**one, **other, **_FULL, **one_row} for one in ({}, *tensor) for other in ({}, *pipeline)]
     lora: Values = {"peft.peft_scheme": "lora"}
@@ -145,10 +128,8 @@ def values_of(plan: Plan) -> Values:
 
 
 def overrides(values: Values) -> str:
-    """Format model settings as command-line overrides."""
-    words = {"None": "null", "True": "true", "False": "false"}
-    texts = {f"model.{name}": words.get(str(value), value) for name, value in values.items()}
-    return " ".join(f"{key}={value}" for key, value in texts.items() if value != "null")
+    """Format model settings as command-line overrides, without those that are null."""
+    return " ".join(f"model.{name}={echo(value)}" for name, value in values.items() if value is not None)
 
 
 def _changed(run: ResolvedRun, values: Values) -> ResolvedRun:
@@ -163,20 +144,16 @@ def _changed(run: ResolvedRun, values: Values) -> ResolvedRun:
 
 
 def _is_possible(plan: Plan, run: ResolvedRun) -> bool:
+    """Return whether the rules of a configuration allow the layout of a run, and its sequences are long enough for it."""
     model, architecture = run.cfg.model, plan.training.architecture
-    tensor, pipeline, context = degrees(model)
-    data, rest = divmod(plan.machines.ranks, tensor * pipeline * context)
-    shards = model.expert_tensor_parallel_size or tensor
-    fits_model = _divides_mlps(architecture, tensor) and run.split.fits(architecture.num_layers)
-    fits_model &= architecture.sizes["expert_ffn"] % shards == 0
-    fits_model &= shards == 1 or not adapts_experts(architecture, run.adapters)
-    fits_model &= plan.machines.ranks // pipeline % (model.expert_model_parallel_size * shards) == 0
-    instances = model.optim.num_distributed_optimizer_instances
-    copies = (data * context, plan.machines.ranks // pipeline // (model.expert_model_parallel_size * shards))
-    fits_model &= not any(count % instances for count in copies)
-    fits_batch = not rest and model.global_batch_size % (data * (model.micro_batch_size or 1)) == 0
-    is_new = context == plan.training.context_parallel or _are_long(plan, context)
-    return fits_model and fits_batch and is_new and tensor <= GPUS_PER_MACHINE
+    tensor, _, context = degrees(model)
+    broken_rules = chain(
+        rank_rules(run, plan.machines.ranks),
+        pipeline_rules(run, architecture.num_layers),
+        expert_rules(run, *run.files.config),
+    )
+    is_long = context == plan.training.context_parallel or _are_long(plan, context)
+    return is_long and tensor <= GPUS_PER_MACHINE and _divides_mlps(architecture, tensor) and not any(broken_rules)
 
 
 def _are_long(plan: Plan, context: int) -> bool:

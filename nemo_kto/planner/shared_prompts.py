@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import Any
 
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.models.engine.sequences import MicroBatchLimits, SequenceBatch, joined
 from nemo_kto.models.flops import ModelFlops, Passes
-
-if TYPE_CHECKING:  # so that a plan without rows does not import megatron-core
-    from nemo_kto.run.data import RunData
 
 _BATCHES = 16  # global batches that are measured: the first ones of the first epoch, in its random order
 
@@ -39,16 +36,16 @@ class SharedPrompts:
 SEPARATE = SharedPrompts()
 
 
-def measure(run: ResolvedRun, data: RunData, limits: MicroBatchLimits) -> SharedPrompts:
-    """Measure the first global batches of the training rows; with several data-parallel ranks, the share of one.
+def measure(run: ResolvedRun, batches: Iterable[Mapping[str, Any]], limits: MicroBatchLimits) -> SharedPrompts:
+    """Measure the first global ``batches`` of the training rows; with several data-parallel ranks, the share of one.
 
     The micro-batches are those of the run, so the FLOPs saved are ``perf/shared_fraction`` of these steps.
     """
     flops = ModelFlops.of_model(run.architecture, adapters=run.adapters)
     sums = Counter[str]()
     largest, examples = 0.0, 0
-    for share in islice(data.train, _BATCHES):
-        parts = run.cfg.recipe.model_class().sequences(data.collate_fn(share))
+    for batch in islice(batches, _BATCHES):
+        parts = run.cfg.recipe.model_class().sequences(batch)
         examples += len(parts[0]) // parts[0].answers
         largest = max(largest, parts[0].largest_part(limits))
         for sequences, of_pass, passes in _passes(run, parts, limits):

@@ -91,7 +91,7 @@ def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
     bubble = training.split.bubble(training.micro_batches)
     seconds = max(of_stages) / of_stage / hardware.reached(training.element_bytes)
     stages = range(training.split.stages)
-    traffic = max((step_traffic(training, step, stage=stage) for stage in stages), key=lambda each: each.bytes)
+    traffic = max((step_traffic(training, step, stage=stage) for stage in stages), key=lambda each: each.total)
     if hardware.link is not None and hardware.network is not None:
         # Number of consecutive ranks that contain a group; on one machine if they fit. Megatron numbers tensor-parallel
         # ranks first, then context- and data-parallel ones, and the stages of the pipeline last.
@@ -104,5 +104,5 @@ def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
             (traffic.expert, training.expert_ranks),
         ):
             bandwidth = hardware.link if reach <= GPUS_PER_MACHINE else hardware.network
-            seconds += sent.bytes / (bandwidth * LINK_EFFICIENCY)
+            seconds += sent / (bandwidth * LINK_EFFICIENCY)
     return Speed(flops=flops, traffic=traffic, bubble=bubble, seconds=seconds / (1 - bubble))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,6 +42,7 @@ from nemo_kto.models.engine.optimizer import build_optimizer, build_scheduler
 from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.models.flops import ModelFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
+from nemo_kto.planner.plan_run import check_memory, place_reference, size_micro_batches, these_machines
 from nemo_kto.processes import ranks, signals, watchdog
 from nemo_kto.run.data import RunData, build_data
 from nemo_kto.run.lifecycle import (
@@ -72,32 +72,8 @@ logger = logging.getLogger(__name__)
 
 _WARMUP_STEPS = 10  # default, or fewer in a shorter run
 
-# (run, number of ranks, number of ranks on this machine, tokens of the longest sequence; None before the rows are read);
-# returns a warning, and raises UserError if memory is too small.
-CheckMemory = Callable[[ResolvedRun, int, int, int | None], str | None]
-# (run, number of ranks, number of ranks on this machine); returns the default number of tokens of a micro-batch on GPUs,
-# None if the user has set a limit, and why.
-SizeMicroBatches = Callable[[ResolvedRun, int, int], tuple[int | None, str]]
-# The arguments of CheckMemory, with the longest sequence known; returns where the weights of a reference are stored, and
-# why.
-PlaceReference = Callable[[ResolvedRun, int, int, int], tuple[str, str]]
 
-
-class Planners(NamedTuple):
-    """Functions of the planner, which this module must not import; None for a run without plans."""
-
-    check_memory: CheckMemory | None = None
-    place_reference: PlaceReference | None = None
-    size_micro_batches: SizeMicroBatches | None = None
-
-
-def train(
-    run: ResolvedRun,
-    *,
-    check_memory: CheckMemory | None = None,
-    place_reference: PlaceReference | None = None,
-    size_micro_batches: SizeMicroBatches | None = None,
-) -> None:
+def train(run: ResolvedRun) -> None:
     """Run the whole job on this rank: train the policy and export it; ``run`` must already be checked (see ``cli``)."""
     model = run.cfg.model
     layout = state.Layout(
@@ -113,22 +89,19 @@ def train(
     device.record_collectives(str(run.folder / "nccl_trace_rank_"))
     state.init_distributed(layout=layout, seed=model.seed, timeout=timedelta(minutes=run.cfg.trainer.timeout_minutes))
     with hold_run_folder(run.folder), collect_warnings(redact=redacted) as warnings:
-        _train(
-            resolve_precision(agree_on_models(run)), Planners(check_memory, place_reference, size_micro_batches), warnings
-        )
+        _train(resolve_precision(agree_on_models(run)), warnings)
 
 
-def _train(run: ResolvedRun, planners: Planners, warnings: WarningsFile) -> None:
+def _train(run: ResolvedRun, warnings: WarningsFile) -> None:
     """Run the job; the lock of the run folder must be held."""
     state.raise_together(state.attempt(lambda: check_gpu(run)), "{}")
-    check_memory, place_reference, size_micro_batches = planners
     world_size = state.world_size()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, world_size // run.cfg.trainer.num_nodes)))
-    if size_micro_batches is not None and device.on_gpu():
-        tokens = partial(size_micro_batches, run, world_size, local)
+    machines = these_machines(run, ranks=world_size, local=local, timed=False)
+    if device.on_gpu():
+        tokens = partial(size_micro_batches, run, machines)
         run = run.with_micro_batch_tokens(*state.from_rank_zero(tokens, doing="choosing the size of micro-batches"))
-    if check_memory is not None:
-        state.raise_together(state.attempt(partial(check_memory, run, world_size, local, None)), "{}")
+    state.raise_together(state.attempt(partial(check_memory, run, machines)), "{}")
     with watchdog.phase("opening the logs"):
         check_logs(run)
     with watchdog.phase("preparing data"):
@@ -141,10 +114,10 @@ def _train(run: ResolvedRun, planners: Planners, warnings: WarningsFile) -> None
     check_export(run)
     check_validation_rows(run.cfg, start.data)
     longest = min(max(examples.counts.longest for examples in start.data.splits.in_use.values()), run.cfg.seq_length)
-    if place_reference is not None and run.swaps_reference:
-        place = partial(place_reference, run, world_size, local, longest)
+    if run.swaps_reference:
+        place = partial(place_reference, run, machines, longest=longest)
         run = run.with_reference_memory(*state.from_rank_zero(place, doing="placing the reference"))
-    if check_memory is not None and state.is_rank_zero() and (warning := check_memory(run, world_size, local, longest)):
+    if state.is_rank_zero() and (warning := check_memory(run, machines, longest=longest)):
         logger.warning(warning)
     with watchdog.phase("loading the model"):
         policy = build_policy(run)

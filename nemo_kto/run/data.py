@@ -19,7 +19,8 @@ from nemo_kto.data.batches.loader import GlobalBatchSampler, build_dataloader
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.distributed import state
 from nemo_kto.models.engine.sequences import MicroBatchLimits
-from nemo_kto.run.rows import collate_settings, micro_batch_limits, shares_of, source_settings
+from nemo_kto.planner.micro_batches import micro_batch_limits
+from nemo_kto.run.rows import collate_settings, shares_of, source_settings
 from nemo_kto.run.samples import SamplePrompts, build_prompts
 from nemo_kto.telemetry.progress import progress_bar
 

@@ -33,8 +33,8 @@ from nemo_kto.huggingface.huggingface import check_weights, export, export_bytes
 from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.gpt import build_chunks, build_gpt
 from nemo_kto.models.lora.adapters import add_adapters, merge_adapters
+from nemo_kto.planner.micro_batches import micro_batch_limits
 from nemo_kto.run.card import CardSources, write_card
-from nemo_kto.run.rows import micro_batch_limits
 from nemo_kto.telemetry.summary import adapter_lines, model_lines, table
 from nemo_kto.utils.files import read_json
 

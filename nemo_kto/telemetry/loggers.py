@@ -17,7 +17,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -47,9 +47,9 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """Metrics file with one JSON object per line: {"step": ..., "time": seconds since 1970, metric: value, ...}.
+    """File with one JSON object per line; of metrics, {"step": ..., "time": seconds since 1970, metric: value, ...}.
 
-    Non-finite values are written as null. Each line is written in one piece as soon as it is logged, so that a killed run
+    Non-finite metrics are written as null. Each line is written in one piece as soon as it is logged, so that a killed run
     loses nothing it has reported. While the disk is full, lines are kept in memory.
     """
 
@@ -63,12 +63,13 @@ class JsonLines:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self.add_line({"step": step, "time": round(time.time(), 3), **values})
+        self.add_lines([{"step": step, "time": round(time.time(), 3), **values}])
 
-    def add_line(self, values: Mapping[str, object]) -> None:
-        """Write one line, which must have a "step"."""
-        self._waiting += json.dumps(values).encode() + b"\n"
-        self._write()
+    def add_lines(self, lines: Iterable[Mapping[str, object]]) -> None:
+        """Write lines, each of which must have a "step"."""
+        for line in lines:
+            self._waiting += json.dumps(line).encode() + b"\n"
+            self._write()
 
     def _write(self) -> None:
         try:
@@ -89,28 +90,6 @@ class JsonLines:
         self._file.close()
 
 
-class SampleLines(JsonLines):
-    """File of samples with one JSON object per line, the fields of :class:`~nemo_kto.telemetry.samples.Sample`."""
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Do nothing: metrics are in a file of their own."""
-
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        for sample in samples:
-            self.add_line(asdict(sample))
-
-
-class RewardLines(JsonLines):
-    """File of the rewards of validations with one JSON object per line, see :meth:`RewardHistogram.line`."""
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Do nothing: metrics are in a file of their own."""
-
-    def log_rewards(self, histograms: Sequence[RewardHistogram], step: int) -> None:
-        for each in histograms:
-            self.add_line(each.line(step))
-
-
 def parse_line(line: bytes) -> dict[str, float] | None:
     """Parse a line of metrics.jsonl, which contains at least the step; None if the line is truncated or damaged."""
     try:
@@ -118,6 +97,13 @@ def parse_line(line: bytes) -> dict[str, float] | None:
         return metrics if isinstance(metrics["step"], int) else None
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
+
+
+def read_metrics(file: Path) -> Iterator[dict[str, float]]:
+    """Yield the readable lines of a metrics.jsonl; none if the file is missing, because it could not be opened."""
+    if file.is_file():
+        with open_file(file) as lines:
+            yield from filter(None, map(parse_line, read_lines(lines)))
 
 
 def _lines_up_to(file: Path, step: int) -> list[bytes]:
@@ -142,20 +128,6 @@ def _lines_up_to(file: Path, step: int) -> list[bytes]:
             shutil.copyfile(file, writing)
         logger.warning("%s is damaged: its readable lines are kept; the damaged file is now %s", file, aside)
     return kept
-
-
-# sink -> function that records samples in it
-_LOG_SAMPLES: Mapping[str, Callable[[Any, Sequence[Sample], int], None]] = {
-    SAMPLES_FILE: SampleLines.log_samples,
-    "tensorboard": TensorBoard.log_samples,
-    "wandb": log_to_wandb,
-    "mlflow": log_to_mlflow,
-}
-# sink -> function that records histograms of rewards in it
-_LOG_REWARDS: Mapping[str, Callable[[Any, Sequence[RewardHistogram], int], None]] = {
-    REWARDS_FILE: RewardLines.log_rewards,
-    "tensorboard": TensorBoard.log_rewards,
-}
 
 
 class RunLogger:
@@ -193,11 +165,8 @@ class RunLogger:
         if not enabled:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        files: dict[str, type[JsonLines]] = {METRICS_FILE: JsonLines, REWARDS_FILE: RewardLines}
-        if samples:
-            files[SAMPLES_FILE] = SampleLines
         to_open: dict[str, Callable[[], Sink]] = {
-            name: partial(kind, file=folder / name, resumed_step=resumed_step) for name, kind in files.items()
+            name: partial(JsonLines, file=folder / name, resumed_step=resumed_step) for name in _files(samples)
         }
         if tensorboard:
             to_open["tensorboard"] = lambda: TensorBoard(
@@ -218,28 +187,36 @@ class RunLogger:
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the metrics after optimizer step ``step``; 0 is before the first step."""
         values = {name: float(value) for name, value in metrics.items()}
-        self._for_all(lambda _, sink: sink.log_metrics(dict(values), step))
+        for name in [name for name in self._sinks if name not in (REWARDS_FILE, SAMPLES_FILE)]:
+            self._pass_on(name, lambda sink: sink.log_metrics(dict(values), step))
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
-        self._for_all(lambda _, sink: sink.log_hyperparams(dict(params)))
+        for name in [*self._sinks]:
+            self._pass_on(name, lambda sink: sink.log_hyperparams(dict(params)))
 
     def finalize(self, status: str) -> None:
         """Flush and close all sinks; ``status`` is "success", "failed" or "aborted", as in the loggers of Lightning."""
-        self._for_all(lambda _, sink: sink.finalize(status))
+        for name in [*self._sinks]:
+            self._pass_on(name, lambda sink: sink.finalize(status))
         self._sinks = {}
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Record answers of the model after optimizer step ``step``; 0 is before the first step."""
-        self._for_all(lambda name, sink: _LOG_SAMPLES[name](sink, samples, step) if name in _LOG_SAMPLES else None)
+        self._pass_on(SAMPLES_FILE, lambda file: file.add_lines(map(asdict, samples)))
+        self._pass_on("tensorboard", lambda board: board.log_samples(samples, step))
+        self._pass_on("wandb", lambda wandb_logger: log_to_wandb(wandb_logger, samples, step))
+        self._pass_on("mlflow", lambda mlflow_logger: log_to_mlflow(mlflow_logger, samples, step))
 
     def log_rewards(self, histograms: Sequence[RewardHistogram], step: int) -> None:
         """Record the rewards of a validation after optimizer step ``step``; 0 is before the first step."""
-        self._for_all(lambda name, sink: _LOG_REWARDS[name](sink, histograms, step) if name in _LOG_REWARDS else None)
+        self._pass_on(REWARDS_FILE, lambda file: file.add_lines(each.line(step) for each in histograms))
+        self._pass_on("tensorboard", lambda board: board.log_rewards(histograms, step))
 
-    def _for_all(self, action: Callable[[str, Sink], None]) -> None:
-        for name, sink in [*self._sinks.items()]:
+    def _pass_on(self, name: str, action: Callable[[Any], object]) -> None:
+        """Run an action on a sink, if it is open; a sink that fails is dropped."""
+        if name in self._sinks:
             try:
-                action(name, sink)
+                action(self._sinks[name])
             except Exception as error:
                 self._drop(name, error)
 
@@ -268,8 +245,9 @@ def check_loggers(
         import_package("torch.utils.tensorboard", package="tensorboard")
         _check_path(folder / "tensorboard", Path.is_dir)
 
-    files = [METRICS_FILE, REWARDS_FILE, *([SAMPLES_FILE] if samples else [])]
-    checks: dict[str, Callable[[], object]] = {name: partial(_check_path, folder / name, Path.is_file) for name in files}
+    checks: dict[str, Callable[[], object]] = {
+        name: partial(_check_path, folder / name, Path.is_file) for name in _files(samples)
+    }
     if tensorboard:
         checks["tensorboard"] = check_tensorboard
     if wandb is not None:
@@ -284,6 +262,11 @@ def check_loggers(
             failures.append(_cannot_open(name, redact(_one_line(error))))
     if failures:
         raise UserError("\n  ".join(["nothing was started:", *failures]) if len(failures) > 1 else failures[0])
+
+
+def _files(samples: bool) -> list[str]:
+    """Return the names of the files of a run."""
+    return [METRICS_FILE, REWARDS_FILE, *([SAMPLES_FILE] if samples else [])]
 
 
 def _check_path(path: Path, right_kind: Callable[[Path], bool]) -> None:
@@ -336,7 +319,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _cannot_open(name: str, why: str) -> str:
-    remedy = "" if name in (METRICS_FILE, REWARDS_FILE, SAMPLES_FILE) else f", or set exp_manager.create_{name}_logger=false"
+    remedy = "" if name in _files(True) else f", or set exp_manager.create_{name}_logger=false"
     return f"the log {name} cannot be opened: {why}; make it available{remedy}"
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from nemo_kto.errors import plural
 from nemo_kto.telemetry.console import terminal_width
-from nemo_kto.telemetry.loggers import parse_line
+from nemo_kto.telemetry.loggers import read_metrics
 from nemo_kto.telemetry.progress import ONE_VALIDATION_SET, SHOWN
-from nemo_kto.utils.files import open_file, read_lines
 
 
 def layout_text(
@@ -37,20 +38,12 @@ def layout_text(
 def table(title: str, lines: Mapping[str, str]) -> str:
     """Format a title and, below it, the lines with their labels in a column, wrapped if stdout is a terminal."""
     indent, width = max(map(len, lines)) + 4, terminal_width(sys.stdout) or sys.maxsize
-    texts = (f"{f'  {label}':{indent}}{wrap(text, width=width, indent=indent)}" for label, text in lines.items())
-    return "\n".join([wrap(title, width=width, indent=0), *texts])
-
-
-def wrap(text: str, *, width: int, indent: int) -> str:
-    """Break a text that begins in column ``indent`` into lines; words, such as paths, are not broken."""
-    first, *words = text.split(" ")
-    lines = [first]
-    for word in words:
-        if indent + len(f"{lines[-1]} {word}") > width:
-            lines.append(word)
-        else:
-            lines[-1] += f" {word}"
-    return f"\n{' ' * indent}".join(lines)
+    # words, such as paths, are not broken
+    whole_words = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
+    wrap = partial(whole_words, width=width, replace_whitespace=False, expand_tabs=False)
+    margin = " " * indent
+    wrapped = {label: wrap(text, initial_indent=margin, subsequent_indent=margin) for label, text in lines.items()}
+    return "\n".join([wrap(title), *(f"{f'  {label}':{indent}}{text[indent:]}" for label, text in wrapped.items())])
 
 
 def model_lines(folder: Path, what: str = "") -> dict[str, str]:
@@ -89,13 +82,11 @@ def figures_of(metrics_file: Path, *, validations: Mapping[str, str] = ONE_VALID
     names = {"train/loss": "train loss", **of_sets}
     first: dict[str, tuple[int, float]] = {}
     last: dict[str, tuple[int, float]] = {}
-    if metrics_file.is_file():  # missing if the log could not be opened
-        with open_file(metrics_file) as lines:
-            for logged in filter(None, map(parse_line, read_lines(lines))):
-                for name in names:
-                    if (value := logged.get(name)) is not None:
-                        last[name] = int(logged["step"]), value
-                        first.setdefault(name, last[name])
+    for logged in read_metrics(metrics_file):
+        for name in names:
+            if (value := logged.get(name)) is not None:
+                last[name] = int(logged["step"]), value
+                first.setdefault(name, last[name])
     texts: dict[str, str] = {}
     for name, (step, value) in last.items():
         first_step, first_value = first[name]

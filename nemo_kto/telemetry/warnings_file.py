@@ -35,8 +35,7 @@ class WarningsFile(logging.Handler):
         In a resumed run, the warnings after its step are dropped first.
         """
         self._lines, self._step = JsonLines(file=folder / WARNINGS_FILE, resumed_step=resumed_step), step
-        for line in self._waiting:
-            self._lines.add_line({**line, "step": step()})
+        self._lines.add_lines({**line, "step": step()} for line in self._waiting)
         self._waiting = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -49,7 +48,7 @@ class WarningsFile(logging.Handler):
         if self._lines is None:
             self._waiting.append(line)
         else:
-            self._lines.add_line(line)
+            self._lines.add_lines([line])
 
     def close(self) -> None:
         if self._lines is not None:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nemo_kto.errors import UserError
+from nemo_kto.errors import UserError, show
 
 _OUTSIDE = "copy it into the folder, or download the model again"
 _UNPUBLISHED = re.compile(r"\.(.+)-[0-9a-f]{32}")
@@ -144,10 +144,9 @@ def read_json(file: Path, *, remedy: str = "download or write it again") -> dict
 def refuse_code(file: Path, content: Mapping[str, object]) -> None:
     """Raise a UserError if the classes of a model or tokenizer configuration are Python files shipped with the model."""
     if content.get("auto_map"):
-        got = repr(content["auto_map"])
         raise UserError(
-            f"{file}: auto_map must not be set, got {got if len(got) <= 60 else got[:57] + '...'}: code that comes with a "
-            "model is not run; choose another model, or remove auto_map if transformers has the same classes itself"
+            f"{file}: auto_map must not be set, got {show(content['auto_map'])}: code that comes with a model is not run; "
+            "choose another model, or remove auto_map if transformers has the same classes itself"
         )
 
 

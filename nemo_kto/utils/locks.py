@@ -5,7 +5,8 @@
 
 On one machine the kernel's lock is reliable. Across machines it may not be: some network file systems lock only within each
 machine or not at all, and others keep the lock of a machine that has gone down. In these cases the heartbeat of the owner,
-which is the modification time of FILE.owner, decides.
+which is the modification time of FILE.owner, decides. The package filelock has no heartbeat: its lock is the kernel's, or
+a file that stays when its holder is killed.
 """
 
 from __future__ import annotations

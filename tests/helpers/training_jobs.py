@@ -100,13 +100,10 @@ def length(algorithm: str, steps: int) -> list[str]:
     ]
 
 
-def train(
-    model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str], algorithm: str = "kto", **hooks: Any
-) -> None:
+def train(model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str], algorithm: str = "kto") -> None:
     """Five steps in fp32 and a validation of one batch after the fifth, logged to ``folder``/metrics.jsonl.
 
-    The 96 rows are six steps of an epoch; a job whose length is the point is given more with ``long``. ``hooks``: of
-    ``build.train``.
+    The 96 rows are six steps of an epoch; a job whose length is the point is given more with ``long``.
     """
     from nemo_kto.config import compose
     from nemo_kto.config.resolved import ResolvedRun
@@ -139,4 +136,4 @@ def train(
     source = compose.Source(config_name=f"gpt_{algorithm}")
     cfg, problems = compose.to_config(compose.load([*defaults, *overrides], source=source))
     assert cfg is not None, problems
-    build.train(ResolvedRun.of(cfg), **hooks)
+    build.train(ResolvedRun.of(cfg))

@@ -74,7 +74,8 @@ def data_errors(run: ResolvedRun) -> list[ConfigError]:
 
 def _lines(run: ResolvedRun, file: str, *, rows: int, coloured: bool) -> Iterator[str]:
     from nemo_kto.data.inspect.preview import Marks, Preview
-    from nemo_kto.run.rows import collate_settings, model_tokenizer, multiple_of, source_settings
+    from nemo_kto.planner.micro_batches import multiple_of
+    from nemo_kto.run.rows import collate_settings, model_tokenizer, source_settings
 
     cfg = run.cfg
     tokenizer = model_tokenizer(run.files)

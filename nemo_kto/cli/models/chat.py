@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, best_of, find_check
 from nemo_kto.artifacts.hub import HUB, is_hub_name, local_folder, pin
 from nemo_kto.artifacts.safetensors_files import is_our_model
 from nemo_kto.artifacts.sources import is_peft_folder, is_whole_model, remedy_for_missing
-from nemo_kto.cli import integer_from
+from nemo_kto.cli import integer_from, number
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
@@ -91,30 +90,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     length = "maximum length of an answer; by default that of the model's generation_config.json, or 512"
     parser.add_argument("--max-new-tokens", type=integer_from(1), metavar="N", help=length)
-    parser.add_argument("--temperature", type=_from_zero, metavar="T", help="0 takes the most probable token")
+    from_zero = number("of at least 0", lambda value: value >= 0)
+    parser.add_argument("--temperature", type=from_zero, metavar="T", help="0 takes the most probable token")
     top_p = "draw from the most probable tokens whose probabilities sum to P"
-    parser.add_argument("--top-p", type=_probability, metavar="P", help=top_p)
+    probability = number("above 0 and at most 1", lambda value: 0 < value <= 1)
+    parser.add_argument("--top-p", type=probability, metavar="P", help=top_p)
     parser.add_argument("--seed", type=integer_from(0), metavar="N", help="draw every answer with this seed")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: a GPU if there is one")
     return parser
-
-
-def _from_zero(text: str) -> float:
-    return _number(text, most=math.inf, constraint="a number of at least 0", least_included=True)
-
-
-def _probability(text: str) -> float:
-    return _number(text, most=1.0, constraint="a number above 0 and at most 1", least_included=False)
-
-
-def _number(text: str, *, most: float, constraint: str, least_included: bool) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= most or value == math.inf or (value == 0 and not least_included):
-        raise argparse.ArgumentTypeError(f"must be {constraint}, got {text}")
-    return value
 
 
 def _find(argument: str, name: str) -> Path:

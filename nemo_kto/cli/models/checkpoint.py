@@ -22,6 +22,7 @@ from nemo_kto.artifacts.checkpoint_files import (
     read_or_damage,
     size_text,
 )
+from nemo_kto.cli import aligned
 from nemo_kto.errors import UserError
 from nemo_kto.utils.files import WRITING
 
@@ -56,9 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _list(folder: Path) -> int:
     rows = [_HEADER, *(_row(path) for path in _paths(folder))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    for row in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    print(*aligned(rows), sep="\n")
     for leftover in sorted((folder / CHECKPOINTS).glob(f"{WRITING}*")):
         print(f"{leftover.name}: incomplete: it is being written, or its run was stopped")
     return 0

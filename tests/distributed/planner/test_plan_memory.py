@@ -39,14 +39,15 @@ def measured_and_planned(
 
     plans = []
 
-    def planned(run: ResolvedRun, ranks: int, local: int, longest: int | None) -> None:
-        machines = plan_run.these_machines(run, ranks=ranks, local=local, timed=False)
+    def planned(run: ResolvedRun, machines: plan_run.Machines, *, longest: int | None = None) -> None:
         plans.append((plan_run.make_plan(run, machines), state.pipeline_stage()))
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
     before = _resident("VmRSS")
     one_epoch = "trainer.kto.max_epochs=1"  # a plan knows of no other limit
-    train(model, rows, folder, world_size, [*overrides, one_epoch], check_memory=planned)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nemo_kto.run.build.check_memory", planned)
+        train(model, rows, folder, world_size, [*overrides, one_epoch])
     plan, stage = plans[0]
     memory = plan.stages[stage]
     parts = {name: getattr(memory, name) for name in memory.__dataclass_fields__ if name != "on_gpu"}

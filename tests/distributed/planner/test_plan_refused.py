@@ -15,7 +15,6 @@ def with_little_memory(model: Path, rows: Path, folder: Path, memory: int) -> st
     """The error of a run on a machine with this many bytes; the warnings about memory if there is none."""
     import logging
 
-    from nemo_kto.cli.job import check_memory
     from nemo_kto.errors import UserError
 
     warnings: list[str] = []
@@ -26,7 +25,7 @@ def with_little_memory(model: Path, rows: Path, folder: Path, memory: int) -> st
         patch.setattr("nemo_kto.device.device.host_memory_bytes", lambda: memory)
         try:
             overrides = ["trainer.kto.max_steps=1", "model.reference.mode=cached"]
-            train(model, rows, folder, 2, overrides, check_memory=check_memory)
+            train(model, rows, folder, 2, overrides)
         except UserError as error:
             return str(error)
         finally:

@@ -218,8 +218,5 @@ def test_communication_equals_the_formula(
         wanted = step_traffic(training, step, stage=found["stage"])
         for axis in ("tensor", "pipeline", "context", "data", "instances", "expert"):
             sent_by = [(part, each) for part in PARTS.get(axis, (axis,)) for each in MESSAGES[part]]
-            counted = [found["sent"].get(part, {}).get(each, (0, 0.0)) for part, each in sent_by]
-            messages, sent = (sum(column) for column in zip(*counted, strict=True))
-            expected = getattr(wanted, axis)
-            assert messages == expected.messages, (rank, axis, found)
-            assert sent == pytest.approx(expected.bytes, rel=0.02), (rank, axis, found)
+            sent = sum(found["sent"].get(part, {}).get(each, 0.0) for part, each in sent_by)
+            assert sent == pytest.approx(getattr(wanted, axis), rel=0.02), (rank, axis, found)

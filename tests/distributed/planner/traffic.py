@@ -56,12 +56,12 @@ def axes() -> dict[str, str]:
 
 
 class Counter(TorchDispatchMode):
-    """Axis -> collective -> how often, and the bytes that this rank sends for them."""
+    """Axis -> collective -> bytes that this rank sends for it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.axis_of = axes()
-        self.found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0, 0.0]))
+        self.found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -72,10 +72,8 @@ class Counter(TorchDispatchMode):
         group = next(each for each in map(_unboxed, args) if each is not None)
         if name == "barrier" or group.size() == 1:
             return
-        entry = self.found[self.axis_of.get(group.group_name, "others")][name]
         payload = max(_bytes(each) for each in args)
-        entry[0] += 1
-        entry[1] += payload * _SENT[name](group.size())
+        self.found[self.axis_of.get(group.group_name, "others")][name] += payload * _SENT[name](group.size())
 
 
 def _unboxed(value: Any) -> Any:

@@ -88,8 +88,7 @@ def test_replicas_of_experts_shard_their_state(tmp_path: Path) -> None:
     traffic = step_traffic(split, Step(rows=8, width=16, forward_only=0), stage=0)
     of_token = 2 * HIDDEN * 4 + 4  # there and back, and its weight
     counts = split.micro_batches * 8 * 8  # integers of 8 bytes, for 8 experts
-    assert traffic.expert.bytes == 3 * (2 * 3 * (1 / 2) * of_token * 16 + counts), "layers; passes, top-k, half sent away"
-    assert traffic.expert.messages == 3 * split.micro_batches * (2 * 3 + 1)
+    assert traffic.expert == 3 * (2 * 3 * (1 / 2) * of_token * 16 + counts), "layers; passes, top-k, half sent away"
 
 
 def test_only_adapters_have_gradients_and_optimizer_state(architecture: Architecture) -> None:
@@ -254,17 +253,16 @@ def test_bytes_sent_by_a_rank(architecture: Architecture) -> None:
     all_reduce = 2 * (2 - 1) / 2 * tokens * HIDDEN * 4
     traffic, trained = step_traffic(shared, step, stage=0), rank_memory(shared, stage=0).trained
     of_logprobs = 2 * 3 * 4 * answers + HIDDEN * 4 * answers
-    assert traffic.tensor.bytes == LAYERS * 2 * all_reduce * 3 + 2 * all_reduce + of_logprobs
-    assert traffic.tensor.messages == shared.micro_batches * (LAYERS * 2 * 3 + 2 + 2 * 2 + 1)
-    assert traffic.pipeline == traffic.context == (0, 0)
-    assert traffic.data == (2, 3 / 4 * 8 * trained)
+    assert traffic.tensor == LAYERS * 2 * all_reduce * 3 + 2 * all_reduce + of_logprobs
+    assert traffic.pipeline == traffic.context == 0
+    assert traffic.data == 3 / 4 * 8 * trained
     hidden = 32 * WIDTH * HIDDEN * 4
     for chunks, (forward, back) in ((1, ((2, 0), (0, 1))), (2, ((4, 1), (2, 2)))):
         staged = training(architecture, split=PipelineSplit(stages=2, chunks=chunks))
         for stage, sends in enumerate((forward, back)):
             traffic = step_traffic(staged, step, stage=stage)
-            assert traffic.tensor == traffic.data == (0, 0)
-            assert traffic.pipeline == (sum(sends) * staged.micro_batches, sum(sends) * hidden)
+            assert traffic.tensor == traffic.data == 0
+            assert traffic.pipeline == sum(sends) * hidden
 
 
 def test_bytes_sent_for_adapters(architecture: Architecture) -> None:
@@ -275,14 +273,13 @@ def test_bytes_sent_for_adapters(architecture: Architecture) -> None:
     all_reduce, of_logprobs = 2 * (2 - 1) / 2 * tokens * HIDDEN * 4, 2 * 3 * 4 * answers + HIDDEN * 4 * answers
     of_adapters = LAYERS * 2 * (2 - 1) / 2 * tokens * 3 * 4 * 4
     traffic, trained = step_traffic(shared, step, stage=0), rank_memory(shared, stage=0).trained
-    assert traffic.tensor.bytes == (LAYERS * 2 * 3 - 1 + 2) * all_reduce + of_logprobs + of_adapters
-    assert traffic.tensor.messages == shared.micro_batches * (LAYERS * 2 * 3 - 1 + LAYERS + 2 + 2 * 2 + 1)
-    assert traffic.data == (2, 3 / 4 * 8 * trained)
+    assert traffic.tensor == (LAYERS * 2 * 3 - 1 + 2) * all_reduce + of_logprobs + of_adapters
+    assert traffic.data == 3 / 4 * 8 * trained
     last = LoRASettings(rank=4, alpha=4, layers=(LAYERS,))
     staged = training(architecture, data_parallel=2, split=PipelineSplit(stages=2), adapters=last)
     first, second = (step_traffic(staged, step, stage=stage).data for stage in (0, 1))
-    assert first == (0, 0), "nothing is trained on this stage"
-    assert second == (2, 1 / 2 * 8 * rank_memory(staged, stage=1).trained)
+    assert first == 0, "nothing is trained on this stage"
+    assert second == 1 / 2 * 8 * rank_memory(staged, stage=1).trained
 
 
 def test_bytes_sent_with_context_parallelism(architecture: Architecture) -> None:
@@ -293,8 +290,8 @@ def test_bytes_sent_with_context_parallelism(architecture: Architecture) -> None
     logprobs = 2 * 2 * 3 / 4 * 32 / 2 * 8  # sums in fp64
     for passes, on_gpu in ((2 + 1, False), (2 + 2, True)):
         traffic = step_traffic(replace(shared, on_gpu=on_gpu), step, stage=0)
-        assert traffic.context.bytes == 3 * LAYERS * keys_and_values * tokens * passes + logprobs
-    assert traffic.data.bytes == 7 / 8 * 8 * rank_memory(shared, stage=0).trained
+        assert traffic.context == 3 * LAYERS * keys_and_values * tokens * passes + logprobs
+    assert traffic.data == 7 / 8 * 8 * rank_memory(shared, stage=0).trained
     alone, quarter = rank_memory(replace(whole, on_gpu=True), stage=0), rank_memory(replace(shared, on_gpu=True), stage=0)
     assert quarter.optimizer == alone.optimizer / 4
     assert quarter.checkpoint == alone.checkpoint / 4

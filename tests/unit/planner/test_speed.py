@@ -40,6 +40,6 @@ def test_what_crosses_machines(gpus: int, keys: list[str], over_network: set[str
     hardware = replace(plan.machines.hardware, link=math.inf, network=1e9)
     found = step_speed(plan.training, plan.step, hardware)
     alone = step_speed(plan.training, plan.step, replace(hardware, network=math.inf))
-    sent = sum(getattr(found.traffic, name).bytes for name in over_network)
+    sent = sum(getattr(found.traffic, name) for name in over_network)
     assert (sent > 0) is bool(over_network)
     assert found.seconds - alone.seconds == pytest.approx(sent / (1e9 * LINK_EFFICIENCY) / (1 - found.bubble))

@@ -16,10 +16,11 @@ from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.device import kernels
 from nemo_kto.models.flops import ModelFlops
+from nemo_kto.planner.micro_batches import micro_batch_limits, packing_of
+from nemo_kto.planner.plan_run import Machines
 from nemo_kto.run import build, policy, reference, summary
-from nemo_kto.run import rows as run_rows
 from nemo_kto.run.data import too_few_rows
-from nemo_kto.run.rows import micro_batch_limits, packing_of, shares_of, source_settings
+from nemo_kto.run.rows import shares_of, source_settings
 from tests.helpers.messages import Message
 from tests.helpers.tiny_models import make_checkpoint, make_tokenizer
 
@@ -147,7 +148,7 @@ def test_a_rank_packs_only_with_a_kernel(
     engine: bool, kernel: bool, keys: list[str], is_on: bool, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = resolved("trainer.precision=bf16", f"pretrained_checkpoint.restore_from_path={tiny_llama}", *keys)
-    monkeypatch.setattr(run_rows.device, "on_gpu", lambda: True)
+    monkeypatch.setattr(build.device, "on_gpu", lambda: True)
     monkeypatch.setattr(kernels, "uses_transformer_engine", lambda dtype: engine)
     monkeypatch.setattr(kernels, "varlen_attention", lambda dtype: print if kernel else None)
     assert packing_of(run).is_on is is_on
@@ -204,8 +205,8 @@ def test_the_planned_number_of_tokens_is_that_of_the_run(monkeypatch: pytest.Mon
         found.append(run)
         raise DataError("enough")
 
-    def size_micro_batches(run: ResolvedRun, ranks: int, local: int) -> tuple[int, str]:
-        assert (ranks, local) == (4, 2)
+    def size_micro_batches(run: ResolvedRun, machines: Machines) -> tuple[int, str]:
+        assert machines.ranks == 4
         return 16384, "enough for tests"
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -215,11 +216,12 @@ def test_the_planned_number_of_tokens_is_that_of_the_run(monkeypatch: pytest.Mon
     monkeypatch.setattr(build.state, "attempt", lambda task: None)
     monkeypatch.setattr(build, "check_logs", lambda run: None)
     monkeypatch.setattr(build, "prepare", read)
+    monkeypatch.setattr(build, "size_micro_batches", size_micro_batches)
     monkeypatch.setattr(build.device, "on_gpu", lambda: True)
     monkeypatch.setattr(kernels, "uses_transformer_engine", lambda dtype: True)
     run = resolved("trainer.precision=bf16", f"pretrained_checkpoint.restore_from_path={tiny_llama}")
     with pytest.raises(DataError, match="enough"):
-        build._train(run, build.Planners(size_micro_batches=size_micro_batches), cast(Any, None))
+        build._train(run, cast(Any, None))
     assert micro_batch_limits(found[0]).tokens == 16384
     assert summary._micro_batches(found[0]) == {
         "micro-batches": "16,384 tokens (enough for tests), packed (the default on GPUs)"
@@ -229,7 +231,7 @@ def test_the_planned_number_of_tokens_is_that_of_the_run(monkeypatch: pytest.Mon
     }
     monkeypatch.setattr(build.device, "on_gpu", lambda: False)
     with pytest.raises(DataError, match="enough"):
-        build._train(run, build.Planners(size_micro_batches=size_micro_batches), cast(Any, None))
+        build._train(run, cast(Any, None))
     assert micro_batch_limits(found[1]).tokens == 512
     assert summary._micro_batches(found[1]) == {}
 
