@@ -24,7 +24,6 @@ from nemo_kto.report.plots import (
 from nemo_kto.report.record import RunRecord
 from nemo_kto.utils.files import publish_file
 
-REPORT_FILE = "report.html"  # in the run folder
 _MAX_ANSWERS = 50  # prompts that are shown
 _PARTS = {
     "prompt": "Lengths of prompts", "response": "Lengths of answers", "chosen": "Lengths of chosen answers",
