@@ -65,8 +65,8 @@ def spawn_ranks(
     OMP_NUM_THREADS is set. Signals named in ``stop_signals`` are forwarded, and the ranks take as long as they need; a
     second SIGINT and other signals end them at once. Processes that the ranks leave behind are killed. The ranks rendezvous
     in an unnamed file, which disappears with the last of them, and listen only on the loopback interface. They can read
-    ``payload`` from the file that OBJECTS_FILE names. ``output`` receives what they print; None if they print it themselves. With
-    ``confirmed``, a rank that ends with status 0 without :func:`ranks.confirm_end` has failed.
+    ``payload`` from the file that OBJECTS_FILE names. ``output`` receives what they print; None if they print it
+    themselves. With ``confirmed``, a rank that ends with status 0 without :func:`ranks.confirm_end` has failed.
 
     Raises:
         RanksEnded: a rank failed, all ended early, or a signal ended the run.
@@ -294,6 +294,6 @@ def _end_descendants(started: Sequence[_Rank], *, store: str) -> None:
                 others += [process] if process.pid not in sessions else []
                 process.kill()
     deadline = time.monotonic() + _SECONDS_TO_DIE
-    while any([rank.process.poll() is None for rank in started]) and time.monotonic() < deadline:
+    while any(rank.process.poll() is None for rank in started) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS / 5)
     psutil.wait_procs(others, timeout=max(0, deadline - time.monotonic()))  # or zombies would stay in a notebook
