@@ -381,11 +381,8 @@ def _wandb(folder: Path, resumed_step: int | None, arguments: Mapping[str, objec
     run_id = saved_run_id(file, resumed_step) or uuid.uuid4().hex[:8]
     _save_run_id(file, run_id)
     wandb_logger = WandbLogger(save_dir=str(folder), id=run_id, resume="allow", **arguments)
-    words, sys.argv = sys.argv, sys.argv[:1]  # W&B records the command line, which may have secrets; its keys are logged
-    try:
-        _ = wandb_logger.experiment  # accessing the property starts the W&B run
-    finally:
-        sys.argv = words
+    del sys.argv[1:]  # W&B records the command line at its end too, and it may have secrets; its keys are logged
+    _ = wandb_logger.experiment  # accessing the property starts the W&B run
     return wandb_logger
 
 

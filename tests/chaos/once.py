@@ -48,7 +48,7 @@ class Fault(Callback):
         note = PLAN["note"] + os.environ["RANK"]
         if event.step == 3 and int(os.environ["RANK"]) in PLAN["ranks"] and not os.path.exists(note):
             open(note, "w").close()
-            exec(PLAN["act"])
+            exec("import os, signal, sys, time; " + PLAN["act"])
 
 def call(rows, settings):
     try:
@@ -239,7 +239,7 @@ def written(place: Path) -> dict[str, bytes]:
 def command_of(kind: str, job: Job, whole: Path, place: Path) -> list[str]:
     """A command that works on a new copy of a run."""
     shutil.rmtree(place / "run", ignore_errors=True)
-    shutil.copytree(whole / "run", place / "run", ignore=shutil.ignore_patterns("hf", "report.*"), dirs_exist_ok=True)
+    shutil.copytree(whole / "run", place / "run", ignore=lambda folder, _: {"hf", "report.html", "report.md"} if folder.endswith("/run") else set(), dirs_exist_ok=True)
     source = whole.parent / "model.nemo" if kind == "import" else place / "run"
     options = ["--tokenizer", str(job.model)] if kind == "import" else []
     return [*CLI, kind, str(source), *([] if kind == "report" else [str(place / "run" / "hf")]), *options]
