@@ -301,7 +301,7 @@ def raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def explain_open_files(error: Exception) -> Exception:
+def explain_open_files(error: BaseException) -> BaseException:
     """Return a UserError that names the limit on open files if it caused the error; else the error itself."""
     cause: BaseException | None = error
     seen: list[BaseException] = []  # guards against a cycle, as of an error raised from its own consequence

@@ -239,7 +239,12 @@ def written(place: Path) -> dict[str, bytes]:
 def command_of(kind: str, job: Job, whole: Path, place: Path) -> list[str]:
     """A command that works on a new copy of a run."""
     shutil.rmtree(place / "run", ignore_errors=True)
-    shutil.copytree(whole / "run", place / "run", ignore=lambda folder, _: {"hf", "report.html", "report.md"} if folder.endswith("/run") else set(), dirs_exist_ok=True)
+    shutil.copytree(
+        whole / "run",
+        place / "run",
+        ignore=lambda folder, _: {"hf", "report.html", "report.md"} if folder.endswith("/run") else set(),
+        dirs_exist_ok=True,
+    )
     source = whole.parent / "model.nemo" if kind == "import" else place / "run"
     options = ["--tokenizer", str(job.model)] if kind == "import" else []
     return [*CLI, kind, str(source), *([] if kind == "report" else [str(place / "run" / "hf")]), *options]

@@ -174,7 +174,10 @@ def test_calls_in_threads_are_checked_one_after_the_other(tmp_path: Path) -> Non
     with ThreadPoolExecutor(8) as pool:
         calls = [pool.submit(lines_of, "kto", model="nowhere", data=rows, **{"model.seed": -n}) for n in range(1, 9)]
     for n, call in enumerate(calls, start=1):
-        assert call.result()[1:] == [Message("pretrained_checkpoint.restore_from_path", "nowhere"), Message("model.seed", f"-{n}")]
+        assert call.result()[1:] == [
+            Message("pretrained_checkpoint.restore_from_path", "nowhere"),
+            Message("model.seed", f"-{n}"),
+        ]
 
 
 @pytest.mark.slow
