@@ -154,10 +154,10 @@ class Job:
                 self._end_early(stopped, requeues=requeues)
             from nemo_kto.processes import watchdog
 
-            error = ranks.explain_open_files(error)
+            explained = ranks.explain_open_files(error)
             with contextlib.suppress(signals.Stopped):  # sent by the launcher, because another rank has failed
-                watchdog.explain(error, redact=redacted)
-            ranks.fail(error, world=self.world, redact=redacted)
+                watchdog.explain(explained, redact=redacted)
+            ranks.fail(explained, world=self.world, redact=redacted)
         ranks.confirm_end()
 
     def _end_early(self, stop: signals.Stopped, *, requeues: bool) -> NoReturn:
