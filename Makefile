@@ -1,8 +1,8 @@
 # make quickstart   align a small real model on this machine, in minutes
 # make test         check that the numbers are correct (make check: linters and unit tests alone)
 # Others: quickstart-pairs (DPO with LoRA), lint, test-full (every combination), test-slow, test-py312, test-lowest (the oldest
-# packages), test-emulated (jobs on emulated GPUs), mutants (deliberate faults, which tests must find), chaos, test-slurm,
-# test-browser, golden (rewrite tests/data/golden.json), gpu (tests and benchmarks on a GPU), gpu-wheels (the packages that it
+# packages), test-emulated (jobs on emulated GPUs), mutants (deliberate faults, which tests must find), chaos, chaos-once,
+# test-slurm, test-browser, golden (rewrite tests/data/golden.json), gpu (tests and benchmarks on a GPU), gpu-wheels (the packages that it
 # needs without an index), image-test, audit, bench (a KTO step against TRL's; OTHER_TRL=PYTHON adds a version of TRL), docs
 # (the documentation site, in build/docs), wheel, clean.
 # Each creates the virtual environment it needs. QUICKSTART_STEPS=2 shortens the quickstart.
@@ -48,7 +48,7 @@ TESTS312 := tests/unit/models/test_attention.py tests/unit/device/test_kernels.p
 TESTS312 += $(patsubst %,tests/distributed/*/test_%.py,$(DISTRIBUTED312)) tests/parity/test_{huggingface,mixtures}.py \
 	tests/integration/test_resume.py -k 'not (tp4 or dp4 or micro_batch or recompute)'
 
-.PHONY: help quickstart quickstart-pairs check golden test test-full test-matrix test-slow test-py312 test-lowest test-emulated mutants chaos test-slurm test-browser gpu gpu-wheels image-test audit lint bench docs wheel clean
+.PHONY: help quickstart quickstart-pairs check golden test test-full test-matrix test-slow test-py312 test-lowest test-emulated mutants chaos chaos-once test-slurm test-browser gpu gpu-wheels image-test audit lint bench docs wheel clean
 
 help:
 	@sed -n '1,9s/^# //p' Makefile
@@ -110,6 +110,10 @@ mutants: $(VENV)/.test
 chaos: $(VENV)/.test
 	$(BIN)/python -m pytest -m chaos $(PYTEST_FLAGS) tests/chaos
 	$(BIN)/python -W ignore -m tests.chaos.long_run --kills $(N) --page docs/internals/reliability.md
+
+# Each experiment with the Python interface, the commands, secrets and full disks, once; as root.
+chaos-once: $(VENV)/.test
+	$(BIN)/python -W ignore -m tests.chaos.once --page docs/internals/reliability.md
 
 # On a SLURM of two nodes that the tests start on this machine, for which they need root, slurm-wlm and munge.
 test-slurm: $(VENV)/.slurm

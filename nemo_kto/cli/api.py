@@ -11,6 +11,7 @@ import json
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, find_checkpoints
 from nemo_kto.cli.job import Job
 from nemo_kto.config import compose
 from nemo_kto.config.check import POSITIONS, quoted
+from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.saved_config import redacted
 from nemo_kto.config.schema import config_type
 from nemo_kto.errors import UserError, either, show
 from nemo_kto.losses.loss import Loss
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _MODEL, _DATA = POSITIONS.values()
+_CHECKING = threading.Lock()  # Hydra's state and the module with the objects belong to the whole process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,18 +138,21 @@ def train(
     arguments = {key: value for key, value in arguments.items() if value is not None}
     if twice := [key for key in arguments if key in settings]:
         raise UserError(f"{', '.join(twice)} must be given once, got an argument of train and a setting; leave one out")
-    cache_dir = settings.get(cache_key, compose.load(source=source).model.data.cache_dir)
+    with _CHECKING:
+        cache_dir = settings.get(cache_key, compose.load(source=source).model.data.cache_dir)
     arguments[_DATA] = _data_prefix(data, Path(cache_dir).expanduser() / "rows")
     known, section = names(config_type(recipe)), f"model.{algorithm}."
     # an option that only this loss has is added to the configuration
     added = [key for key in settings if key.startswith(section) and key not in known and loss_key in arguments]
     overrides = [f"{'+' * (key in added)}{key}={_text(key, value)}" for key, value in (arguments | settings).items()]
-    objects.register(shared)
-    return _run(Job(recipe=recipe, source=source, world=None, objects=shared), overrides)
+    job = Job(recipe=recipe, source=source, world=None, objects=shared)
+    with _CHECKING:
+        objects.register(shared)
+        run = job.checker(sweep=False).resolve(overrides)
+    return _run(job, run, overrides)
 
 
-def _run(job: Job, overrides: Sequence[str]) -> Run:
-    run = job.checker(sweep=False).resolve(overrides)
+def _run(job: Job, run: ResolvedRun, overrides: Sequence[str]) -> Run:
     from nemo_kto.processes.launcher import RanksEnded  # imports torch
 
     ranks.begin_now()
@@ -153,14 +160,15 @@ def _run(job: Job, overrides: Sequence[str]) -> Run:
         # the output of a notebook, or a redirected one, is not that of the process, which the ranks would inherit
         job.start_ranks(run, overrides, output=None if sys.stdout is sys.__stdout__ else _show)
     except RanksEnded as end:
-        if end.message and (end.status == signals.ENDED_EARLY or signal.SIGINT in end.received):
-            _show(f"nemo-kto: {end.message}\n")
+        message = redacted(end.message)
+        if message and (end.status == signals.ENDED_EARLY or signal.SIGINT in end.received):
+            _show(f"nemo-kto: {message}\n")
         if signal.SIGINT in end.received:
             raise KeyboardInterrupt from None
         if end.status == ranks.USAGE_ERROR:
-            raise UserError(end.message or "the ranks rejected the run; their message is above") from None
+            raise UserError(message or "the ranks rejected the run; their message is above") from None
         if end.status != signals.ENDED_EARLY:
-            raise RuntimeError(end.message or f"the ranks ended with status {end.status}") from None
+            raise RuntimeError(message or f"the ranks ended with status {end.status}") from None
     return Run(
         folder=run.folder.absolute(),
         model_path=Path(run.cfg.export.path).absolute(),

@@ -92,7 +92,7 @@ class Job:
                 ranks.fail(error, world=None)
             except RanksEnded as end:
                 if end.message:
-                    print(f"nemo-kto: {end.message}", file=sys.stderr)
+                    print(f"nemo-kto: {redacted(end.message)}", file=sys.stderr)
                 if end.status != signals.ENDED_EARLY:
                     from nemo_kto.report.run_file import record_failure
 
@@ -122,6 +122,7 @@ class Job:
             [*program, *overrides, *models],
             stop_signals=run.cfg.trainer.stop_signals,
             payload=objects.pack(self.objects),
+            confirmed=True,
             output=output,
         )
 
@@ -143,17 +144,19 @@ class Job:
             build.train(run)
         except signals.Stopped as stop:
             self._end_early(stop, requeues=requeues)
-        except KeyboardInterrupt:
-            ranks.exit_rank(ranks.INTERRUPTED, world=self.world)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            # in a rank that a launcher started, only a callback or a loss raises the last two
+            if isinstance(error, KeyboardInterrupt) and not ranks.has_launcher():
+                ranks.exit_rank(ranks.INTERRUPTED, world=self.world)
             if (stopped := signals.raised()) is not None:  # the interrupted code may fail with another error
                 self._end_early(stopped, requeues=requeues)
             from nemo_kto.processes import watchdog
 
-            error = ranks.explain_open_files(error)
+            explained = ranks.explain_open_files(error)
             with contextlib.suppress(signals.Stopped):  # sent by the launcher, because another rank has failed
-                watchdog.explain(error)
-            ranks.fail(error, world=self.world)
+                watchdog.explain(explained, redact=redacted)
+            ranks.fail(explained, world=self.world, redact=redacted)
+        ranks.confirm_end()
 
     def _end_early(self, stop: signals.Stopped, *, requeues: bool) -> NoReturn:
         if str(stop) and requeues and os.environ.get("RANK", "0") == "0":

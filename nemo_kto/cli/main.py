@@ -158,7 +158,9 @@ def _print(command: str, arguments: Sequence[str]) -> None:
             if (status := run(arguments[len(command.split()) :])) is not None:
                 sys.exit(status)
         except UserError as error:
-            print(f"nemo-kto {command}: {error}", file=sys.stderr)
+            from nemo_kto.config.saved_config import redacted
+
+            print(f"nemo-kto {command}: {redacted(str(error))}", file=sys.stderr)
             sys.exit(ranks.USAGE_ERROR)
     elif command == "--version":
         print(f"nemo-kto {__version__}")

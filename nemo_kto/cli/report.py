@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_kto.errors import UserError
-from nemo_kto.report.page import REPORT_FILE, write_report
-from nemo_kto.report.record import read_run
+from nemo_kto.report.page import write_report
+from nemo_kto.report.record import REPORT_FILE, read_run
 
 
 def main(argv: Sequence[str]) -> None:

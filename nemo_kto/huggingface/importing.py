@@ -61,7 +61,7 @@ def import_checkpoint(path: Path, out: Path, *, tokenizer: Path | None, max_shar
     folder = NewFolder(target=out)
     try:
         folder.start()
-        with open_checkpoint(path, beside=folder.path.parent) as checkpoint:
+        with open_checkpoint(path, within=folder.path) as checkpoint:  # removed with it after a kill
             names = _strip_prefix(checkpoint)
             _write_tokenizer(checkpoint, tokenizer, folder.path)
             config = _configuration(checkpoint, names, tokenizer)

@@ -57,13 +57,13 @@ class _Found:
 
 
 @contextlib.contextmanager
-def open_checkpoint(path: Path, *, beside: Path) -> Iterator[MegatronCheckpoint]:
-    """Open a checkpoint; an archive is unpacked into a temporary folder in ``beside`` during the block.
+def open_checkpoint(path: Path, *, within: Path) -> Iterator[MegatronCheckpoint]:
+    """Open a checkpoint; an archive is unpacked into a temporary folder in ``within`` during the block.
 
     Raises UserError if it has another format, is damaged or unsafe, or cannot be read and must be converted first.
     """
     if path.is_file():
-        with tempfile.TemporaryDirectory(dir=beside, prefix=".import-") as folder:
+        with tempfile.TemporaryDirectory(dir=within, prefix=".import-") as folder:
             unpack(path, Path(folder))
             yield _find(Path(folder), path)
     else:
@@ -85,7 +85,7 @@ def unpack(archive: Path, target: Path) -> None:
                     text = f"must be an archive of at most {_MAX_MEMBERS:,} regular files below one folder"
                     raise UserError(f"FILE {text}, got {archive} with {member.name}; do not trust it")
                 if member.size > (free := shutil.disk_usage(target).free):
-                    text = f"{target.parent} must have room for the unpacked {archive.name}, which has {member.name} of"
+                    text = f"{target.parents[1]} must have room for the unpacked {archive.name}, which has {member.name} of"
                     raise UserError(f"{text} {member.size / 1e9:.1f} GB, got {free / 1e9:.1f} GB; free some space")
                 file = target / member.name
                 file.parent.mkdir(parents=True, exist_ok=True)

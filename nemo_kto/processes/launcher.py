@@ -23,6 +23,7 @@ from nemo_kto.processes import ranks, rendezvous, signals
 _POLL_SECONDS = 0.05
 _SECONDS_TO_FAIL = 0.2  # after the first failure, so that the rank that caused it is seen to have ended too
 _SECONDS_TO_FOLLOW = 10  # for the other ranks to end by themselves after one has stopped early
+_SECONDS_TO_DIE = 5  # for killed processes, at most
 _NO_LOOPBACK = (
     "the ranks of one machine need the loopback interface with the address 127.0.0.1, got none; bring it up "
     "(ip link set lo up) or use trainer.devices=1"
@@ -30,7 +31,7 @@ _NO_LOOPBACK = (
 _REPORTED = (ranks.USAGE_ERROR, signals.ENDED_EARLY)  # statuses of ranks that record a message or have printed it
 # Order of exit statuses as likely causes, lowest first: other signals are 0 too, errors 1. A rank that has ended early makes
 # the others fail, because they miss it.
-_LIKELY_CAUSE = {signals.ENDED_EARLY: -1, -signal.SIGTERM: 2, ranks.USAGE_ERROR: 0}
+_LIKELY_CAUSE = {signals.ENDED_EARLY: -1, -signal.SIGTERM: 2, ranks.USAGE_ERROR: 0, 0: 0}
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -56,6 +57,7 @@ def spawn_ranks(
     stop_signals: Sequence[str],
     payload: bytes = b"",
     output: Callable[[str], object] | None = None,
+    confirmed: bool = False,
 ) -> None:
     """Start ``count`` ranks with these arguments of Python on this machine and wait for them; nothing is restarted.
 
@@ -63,7 +65,8 @@ def spawn_ranks(
     OMP_NUM_THREADS is set. Signals named in ``stop_signals`` are forwarded, and the ranks take as long as they need; a
     second SIGINT and other signals end them at once. Processes that the ranks leave behind are killed. The ranks rendezvous
     in an unnamed file, which disappears with the last of them, and listen only on the loopback interface. They can read
-    ``payload`` from the file that OBJECTS_FILE names. ``output`` receives what they print; None if they print it themselves.
+    ``payload`` from the file that OBJECTS_FILE names. ``output`` receives what they print; None if they print it
+    themselves. With ``confirmed``, a rank that ends with status 0 without :func:`ranks.confirm_end` has failed.
 
     Raises:
         RanksEnded: a rank failed, all ended early, or a signal ended the run.
@@ -85,14 +88,14 @@ def spawn_ranks(
                 with signals.blocked():
                     for rank, error in enumerate(errors):
                         inherited = {ranks.STORE_FILE: store, ranks.OBJECTS_FILE: objects, ranks.ERROR_FILE: error}
-                        started.append(_start(rank, count, command, inherited, printed))
+                        started.append(_start(rank, count, command, inherited, printed, confirmed))
                 for number in tuple(arrived):  # signals that another thread received during the start
                     _send(number, started)
                 failed = _wait(started, printed)
         except _Ended as end:
             raise RanksEnded(128 + end.number, "", [end.number]) from None
         finally:
-            _end_descendants(started)
+            _end_descendants(started, store=f"/proc/self/fd/{store}")
             if printed is not None:
                 printed.pass_on()
         if failed:
@@ -123,6 +126,7 @@ class _Rank:
     number: int
     process: Popen[bytes]
     error_file: str  # where the rank writes the message with which it ends
+    confirmed: bool  # it must record there that it ends as it should
     ended_ns: int = 0  # when its end was noticed, in ns since 1970
 
     @property
@@ -130,8 +134,26 @@ class _Rank:
         """Exit status; negative if a signal ended the rank."""
         return self.process.returncode
 
+    @property
+    def recorded(self) -> str:
+        """Traceback of the rank, message of its UserError, or that it ended as it should."""
+        with contextlib.suppress(OSError):
+            return Path(self.error_file).read_text(encoding="utf-8", errors="replace")
+        return ""
 
-def _start(rank: int, count: int, command: Sequence[str], inherited: Mapping[str, int], printed: _Printed | None) -> _Rank:
+    @property
+    def failed(self) -> bool:
+        return self.status != 0 or (self.confirmed and self.recorded != ranks.ENDED)
+
+
+def _start(
+    rank: int,
+    count: int,
+    command: Sequence[str],
+    inherited: Mapping[str, int],
+    printed: _Printed | None,
+    confirmed: bool,
+) -> _Rank:
     """Start a rank with the file descriptors that it inherits, by the environment variable that names them."""
     threads = str(max(1, len(os.sched_getaffinity(0)) // count))
     files = {name: f"/proc/self/fd/{number}" for name, number in inherited.items()}  # valid in both processes
@@ -157,7 +179,7 @@ def _start(rank: int, count: int, command: Sequence[str], inherited: Mapping[str
         stdout=output,
         stderr=output,
     )
-    return _Rank(number=rank, process=process, error_file=files[ranks.ERROR_FILE])
+    return _Rank(number=rank, process=process, error_file=files[ranks.ERROR_FILE], confirmed=confirmed)
 
 
 def _search_path() -> dict[str, str]:
@@ -218,7 +240,7 @@ def _wait(started: Sequence[_Rank], printed: _Printed | None) -> list[_Rank]:
         running = [rank for rank in running if rank not in ended]
         for rank in ended:
             rank.ended_ns = int(time.time()) * 10**9  # in whole seconds: a recorded error is often a consequence
-            failed += [rank] if rank.status else []
+            failed += [rank] if rank.failed else []
         if failed and deadline is None:
             # a rank that was asked to stop before the first step may be the only one that got the signal
             early = all(rank.status == signals.ENDED_EARLY for rank in failed)
@@ -247,9 +269,10 @@ def _report(rank: _Rank, count: int) -> tuple[int, str]:
     if status < 0:
         hint = " (out of memory?)" if status == -signal.SIGKILL else ""
         return 1, f"{who} was killed by {signal.Signals(-status).name}{hint}; the other ranks were ended"
-    recorded = ""  # the traceback of the rank, or the message of its UserError
-    with contextlib.suppress(OSError):
-        recorded = Path(rank.error_file).read_text(encoding="utf-8", errors="replace")
+    if status == 0:
+        text = "ended with status 0 before the end of the run: code in it, such as a callback, has ended the process"
+        return 1, f"{who} {text}; the other ranks were ended"
+    recorded = "" if rank.recorded == ranks.ENDED else rank.recorded
     if recorded and status not in _REPORTED and recorded.startswith("Traceback"):
         return status, f"{who} failed; the other ranks were ended. Its error:\n\n{recorded}"
     if recorded or status in _REPORTED:  # a message, which names the rank if needed, or was printed by it
@@ -257,10 +280,20 @@ def _report(rank: _Rank, count: int) -> tuple[int, str]:
     return status, f"{who} ended with status {status}; the other ranks were ended. Its error is above."
 
 
-def _end_descendants(started: Sequence[_Rank]) -> None:
-    """Kill the ranks and the processes they started, in a rank's session or with its environment, and no others."""
+def _end_descendants(started: Sequence[_Rank], *, store: str) -> None:
+    """Kill the ranks and the processes they started, in a rank's session or with its environment, and wait for their end.
+
+    No others, such as the ranks that another thread of this process has started.
+    """
     sessions = {rank.process.pid for rank in started}
+    inherited = {ranks.STARTED_BY: str(os.getpid()), ranks.STORE_FILE: store}.items()
+    others = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getsid(process.pid) in sessions or process.environ().get(ranks.STARTED_BY) == str(os.getpid()):
+            if os.getsid(process.pid) in sessions or inherited <= process.environ().items():
+                others += [process] if process.pid not in sessions else []
                 process.kill()
+    deadline = time.monotonic() + _SECONDS_TO_DIE
+    while any(rank.process.poll() is None for rank in started) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS / 5)
+    psutil.wait_procs(others, timeout=max(0, deadline - time.monotonic()))  # or zombies would stay in a notebook

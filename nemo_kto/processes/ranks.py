@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 USAGE_ERROR = 2  # exit status after a mistake of the user that has been reported
 PRINT_SECONDS = 5  # in which rank 0 can print the error before the launcher ends it because another rank is gone
 INTERRUPTED = 128 + signal.SIGINT
+ENDED = "ended"  # recorded by a rank that has reached the end of the run
 # Environment variables of the ranks that ``launcher.py`` starts.
 STARTED_BY = "NEMO_KTO_STARTED_BY"  # process id of the launcher
 STARTED_AT = "NEMO_KTO_STARTED_AT"  # start of the run, in seconds since 1970
@@ -177,24 +178,25 @@ def end_with_launcher() -> None:
         os._exit(1)
 
 
-def fail(error: BaseException, *, world: World | None) -> NoReturn:
+def fail(error: BaseException, *, world: World | None, redact: Callable[[str], str] = str) -> NoReturn:
     """End this process: for a UserError with its message and status 2, for other errors with a traceback and status 1.
 
     A launcher of this package prints the error of the rank that failed first, and not those that follow from it. Otherwise
     all ranks but rank 0 wait before they print: rank 0 prints the same error, if it has it, and its launcher ends them
-    meanwhile.
+    meanwhile. ``redact`` removes secrets from the text.
     """
     if isinstance(error, UserError):
-        _report(str(error), world=world)
+        _report(redact(str(error)), world=world)
         exit_rank(USAGE_ERROR, world=world)
-    text = "".join(traceback.format_exception(error))
+    whole = "".join(traceback.format_exception(error))
+    text = redact(whole)
     if has_launcher():
         _record(text)
     else:
         if os.environ.get(_TORCHRUN_ERROR_FILE):
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-            get_error_handler().record_exception(error)  # type: ignore[arg-type]
+            get_error_handler().record_exception(error if text == whole else RuntimeError(text))  # type: ignore[arg-type]
         print(f"rank {world.rank}: {text}" if world is not None else text, file=sys.stderr)
     exit_rank(1, world=world)
 
@@ -230,6 +232,12 @@ def abort_rank(message: str, *, world: World, wait: bool) -> NoReturn:
     ending.start()
     ending.join(2)  # exceeded only if output is blocked
     os._exit(1)
+
+
+def confirm_end() -> None:
+    """Tell the launcher that this rank ends as it should: a callback may end it with status 0 before."""
+    if has_launcher():
+        _record(ENDED)
 
 
 def _record(message: str) -> None:
@@ -293,7 +301,7 @@ def raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def explain_open_files(error: Exception) -> Exception:
+def explain_open_files(error: BaseException) -> BaseException:
     """Return a UserError that names the limit on open files if it caused the error; else the error itself."""
     cause: BaseException | None = error
     seen: list[BaseException] = []  # guards against a cycle, as of an error raised from its own consequence

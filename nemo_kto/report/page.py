@@ -23,8 +23,8 @@ from nemo_kto.report.plots import (
 )
 from nemo_kto.report.record import RunRecord
 from nemo_kto.utils.files import publish_file
+from nemo_kto.utils.locks import one_writer
 
-REPORT_FILE = "report.html"  # in the run folder
 _MAX_ANSWERS = 50  # prompts that are shown
 _PARTS = {
     "prompt": "Lengths of prompts", "response": "Lengths of answers", "chosen": "Lengths of chosen answers",
@@ -40,7 +40,7 @@ def write_report(runs: Sequence[RunRecord], out: Path) -> list[Path]:
     content = content_of(runs)
     markdown_file = out.with_suffix(".md")
     for file, text in ((out, _html(content)), (markdown_file, markdown(content))):
-        with publish_file(file, durable=False) as writing:
+        with one_writer(file, private=False), publish_file(file, durable=False) as writing:
             writing.write_text(text, encoding="utf-8")
     return [out, markdown_file]
 

@@ -27,6 +27,7 @@ from nemo_kto.utils.locks import GONE_SECONDS, owner_file
 # Files of a run folder.
 RUN_FILE = "run.json"  # state, settings and versions of the run
 DATA_FILE = "data.json"  # statistics of its data
+REPORT_FILE = "report.html"  # written beside report.md
 RUN_LOCK = ".lock"  # held by a run while it uses its folder
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"

@@ -55,7 +55,7 @@ from nemo_kto.run.lifecycle import (
     stop_early,
 )
 from nemo_kto.run.policy import Policy, build_policy, check_sources
-from nemo_kto.run.record import record_failure, record_start
+from nemo_kto.run.record import complete_record, record_failure, record_start
 from nemo_kto.run.reference import ReferenceSetup, build_reference
 from nemo_kto.run.resume import Facts, Resumption, build_early_stopping, check_validation_rows, look_for_run
 from nemo_kto.run.rows import model_tokenizer
@@ -108,6 +108,7 @@ def _train(run: ResolvedRun, warnings: WarningsFile) -> None:
         start = prepare(run)
     if start.resumption.finished is not None:
         if state.is_rank_zero():
+            complete_record(run)
             print(f"nemo-kto: {start.resumption.finished}", flush=True)
         state.destroy()
         return

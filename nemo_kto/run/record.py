@@ -19,7 +19,7 @@ from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.saved_config import redacted, settings_of_user
 from nemo_kto.distributed import state
 from nemo_kto.processes.signals import Stopped
-from nemo_kto.report.record import FAILED, FINISHED, STOPPED, read_run
+from nemo_kto.report.record import FAILED, FINISHED, REPORT_FILE, RUN_FILE, RUNNING, STOPPED, read_object, read_run
 from nemo_kto.report.run_file import begin_run, end_run
 from nemo_kto.run.data import RunData
 from nemo_kto.run.resume import Resumption
@@ -106,6 +106,15 @@ def _end(run: ResolvedRun, word: str, text: str = "") -> None:
             logger.warning("the end of the run could not be recorded in %s: %s", run.folder, error.strerror)
 
 
+def complete_record(run: ResolvedRun) -> None:
+    """Record the end of a finished run, and write its report, if it was killed before it had done so."""
+    record, report = run.folder / RUN_FILE, run.folder / REPORT_FILE.replace(".html", ".md")  # the last file of a report
+    if read_object(record).get("state") in (RUNNING, FAILED):
+        _end(run, FINISHED)
+    if not report.exists() or (record.exists() and report.stat().st_mtime_ns < record.stat().st_mtime_ns):
+        make_report(run)
+
+
 def make_report(run: ResolvedRun) -> Path | None:
     """Write the report of a run into its folder and return its path; None if it is disabled or could not be written.
 
@@ -114,7 +123,7 @@ def make_report(run: ResolvedRun) -> Path | None:
     if not run.cfg.export.report:
         return None
     try:
-        from nemo_kto.report.page import REPORT_FILE, write_report
+        from nemo_kto.report.page import write_report
 
         return write_report([read_run(run.folder)], run.folder / REPORT_FILE)[0]
     except Exception as error:  # matplotlib and jinja2 may raise anything

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -363,6 +364,7 @@ def _wandb(folder: Path, resumed_step: int | None, arguments: Mapping[str, objec
     run_id = saved_run_id(file, resumed_step) or uuid.uuid4().hex[:8]
     _save_run_id(file, run_id)
     wandb_logger = WandbLogger(save_dir=str(folder), id=run_id, resume="allow", **arguments)
+    del sys.argv[1:]  # W&B records the command line at its end too, and it may have secrets; its keys are logged
     _ = wandb_logger.experiment  # accessing the property starts the W&B run
     return wandb_logger
 

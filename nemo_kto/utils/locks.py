@@ -82,8 +82,12 @@ def locked(file: Path, *, when_held: Callable[[str], None], private: bool = Fals
     owner, text = owner_file(file), json.dumps(vars(this_process()))
     handle = _acquire(file, when_held, 0o600 if private else 0o666)
     try:
-        with publish_file(owner, private=private) as writing:
-            writing.write_text(text, encoding="utf-8")
+        try:
+            with publish_file(owner, private=private) as writing:
+                writing.write_text(text, encoding="utf-8")
+        except OSError:  # a full disk
+            file.unlink(missing_ok=True)
+            raise
         ended = threading.Event()
 
         def beat() -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -148,15 +149,31 @@ class Ended:
         return "\n".join(self.output.splitlines()[-SHOWN_LINES:])
 
 
-def run(job: Job, folder: Path, *, crash: Crash | None = None, name: str = "job", deadline: float = DEADLINE) -> Ended:
-    """Start the command, let ``crash`` happen to it, and wait for its end; concurrent jobs need different names."""
+def run(
+    job: Job | Sequence[str],
+    folder: Path,
+    *,
+    crash: Crash | None = None,
+    name: str = "job",
+    deadline: float = DEADLINE,
+    forked: bool = True,
+) -> Ended:
+    """Start the job or command, let ``crash`` happen to it, and wait for its end; concurrent jobs need different names.
+
+    ``forked``: from a process that has the imports, as :func:`start` does; a crash at a point needs it.
+    """
+    command = job.command(folder) if isinstance(job, Job) else [*job]
     chaos = folder / f"chaos_{name}"  # also the working directory, by which its processes are known
     shutil.rmtree(chaos, ignore_errors=True)
     (chaos / "pids").mkdir(parents=True)
     env = environment(HOOK) | {"CHAOS_FOLDER": str(chaos)} | (crash.environment() if crash else {})
     with (chaos / "output").open("w") as output:
         number = output.fileno()
-        process = start(job.command(folder), cwd=chaos, env=env, output=number, errors=number, preload=TRAINING)
+        process = (
+            start(command, cwd=chaos, env=env, output=number, errors=number, preload=TRAINING)
+            if forked
+            else subprocess.Popen(command, cwd=chaos, env=env, stdout=number, stderr=number)
+        )
     began, hung = time.monotonic(), False
     while process.poll() is None and not hung:
         passed = time.monotonic() - began

@@ -222,6 +222,7 @@ class _Rank:
     """Replaces subprocess.Popen in the launcher: a rank forked from a process without threads."""
 
     forker: socket.socket
+    one_thread = threading.Lock()
 
     def __init__(
         self,
@@ -237,8 +238,9 @@ class _Rank:
         assert start_new_session
         blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]  # which a new process inherits
         request = {"arguments": args[2:], "cwd": os.getcwd(), "env": env, "blocked": blocked, "pass_fds": list(pass_fds)}
-        socket.send_fds(self.forker, [json.dumps(request).encode()], [stdout or 1, stderr or 2, *pass_fds])
-        self.args, self.pid = args, int(self.forker.recv(_SIZE))
+        with self.one_thread:
+            socket.send_fds(self.forker, [json.dumps(request).encode()], [stdout or 1, stderr or 2, *pass_fds])
+            self.args, self.pid = args, int(self.forker.recv(_SIZE))
         self.returncode: int | None = None
 
     def poll(self) -> int | None:

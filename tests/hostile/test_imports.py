@@ -90,9 +90,11 @@ def test_damaged_archives(unpacked: Path, tmp_path: Path) -> None:
 
 def test_an_archive_that_does_not_fit(unpacked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    asked = list[Path]()
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: asked.append(folder) or usage._replace(free=1000))
     message = refused(unpacked / "good.nemo", tmp_path / "out")
     assert message == Message(f"{tmp_path}", "good.nemo", "free some space")
+    assert asked[-1].parent.name.startswith(".out.export-"), "the next import removes what a killed one has unpacked"
 
 
 def test_pickles_are_not_run(unpacked: Path, tmp_path: Path) -> None:

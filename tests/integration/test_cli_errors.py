@@ -184,3 +184,23 @@ def test_options_of_the_command_lines_of_other_trainers(tmp_path: Path, env: dic
             "--model.seed=3",
         )
     )
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("sys.exit(0)", ["SystemExit", "sys.exit(0)"]),
+        ("raise KeyboardInterrupt", ["KeyboardInterrupt"]),
+        ("raise ValueError(os.environ['MY_TOKEN'])", ["ValueError: ***"]),
+    ],
+)
+def test_code_in_a_run_that_ends_its_process(tmp_path: Path, body: str, said: list[str], devices: int) -> None:
+    env = stub_training(tmp_path, body) | {"MY_TOKEN": "0123456789abcdef"}
+    done = run([*CLI, "kto", *GOOD, f"trainer.devices={devices}"], cwd=tmp_path, env=env)
+    if (body, devices) == ("raise KeyboardInterrupt", 1):  # Ctrl-C
+        assert (done.returncode, done.stderr) == (130, "")
+        return
+    assert done.returncode == 1
+    assert_names(done.stderr, *said)
+    assert "0123456789abcdef" not in done.stdout + done.stderr

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,17 @@ def test_mistakes_are_raised_together(tmp_path: Path) -> None:
         return lock
 
     assert lines_of("kto", **good, loss=unfit) == [Message("loss", "unfit", "lock")]
+
+
+def test_calls_in_threads_are_checked_one_after_the_other(tmp_path: Path) -> None:
+    rows = str(write_rows(tmp_path / "rows.jsonl", make_rows(2)))
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(lines_of, "kto", model="nowhere", data=rows, **{"model.seed": -n}) for n in range(1, 9)]
+    for n, call in enumerate(calls, start=1):
+        assert call.result()[1:] == [
+            Message("pretrained_checkpoint.restore_from_path", "nowhere"),
+            Message("model.seed", f"-{n}"),
+        ]
 
 
 @pytest.mark.slow

@@ -30,6 +30,8 @@ _WRITTEN = {
     "reference_write": re.compile(r"/cache/reference/"),
     "save_write": re.compile(r"/run/checkpoints/[^/]*step_0*(\d+)[^/]*/state/"),
     "export_write": re.compile(r"/run/[^/]*hf[^/]*/"),
+    "samples_write": re.compile(r"/run/samples\.jsonl$"),
+    "report_write": re.compile(r"/run/\.report\.(?:html|md)-"),
 }
 _READ = {
     "rows_read": re.compile(r"/rows\.jsonl$"),
@@ -41,6 +43,7 @@ _PUBLISHED = {
     ("reference_publish", "reference_published"): re.compile(r"/cache/reference/.*\.npy$"),
     ("save_publish", "save_published"): re.compile(r"/run/checkpoints/step_0*(\d+)$"),
     ("export_publish", "export_published"): re.compile(r"/run/hf$"),
+    ("report_publish", "report_published"): re.compile(r"/run/report\.(?:html|md)$"),
 }
 _REMOVED = re.compile(r"/run/checkpoints/step_\d+$")  # by the name that is taken away
 _counts: Counter[str] = Counter()

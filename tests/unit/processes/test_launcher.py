@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,8 @@ from tests.helpers.messages import Message, assert_names
 
 
 def failure_of(rank: int, status: int, ended: int) -> Any:
-    return SimpleNamespace(number=rank, status=status, ended_ns=ended * 10**9, error_file="/nowhere")
+    process: Any = SimpleNamespace(returncode=status)
+    return launcher._Rank(number=rank, process=process, error_file="/nowhere", confirmed=True, ended_ns=ended * 10**9)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,7 @@ def failure_of(rank: int, status: int, ended: int) -> Any:
         ([failure_of(0, 1, 10), failure_of(1, -9, 30)], 1),  # who was killed is noticed late
         ([failure_of(0, 1, 10), failure_of(1, 2, 30)], 1),  # the rank with an error message
         ([failure_of(0, -15, 5), failure_of(1, 1, 30)], 1),  # who was ended because of another
+        ([failure_of(0, 1, 10), failure_of(1, 0, 30)], 1),  # who ended in the middle of the run
     ],
 )
 def test_the_failure_that_caused_the_others(failures: list[Any], rank: int) -> None:
@@ -54,6 +58,7 @@ def test_failures_within_one_second_are_ordered_by_their_files(tmp_path: Path) -
         (-11, 1, Message("1", "4", "SIGSEGV", "other")),
         (7, 7, Message("1", "4", "7", "other")),
         (2, 2, ""),
+        (0, 1, Message("1", "4", "0", "callback", "other")),
     ],
 )
 def test_the_report_of_a_failure(exitcode: int, status: int, text: str) -> None:
@@ -159,3 +164,27 @@ def test_ranks_find_the_package_where_their_launcher_found_it(monkeypatch: pytes
     assert launcher._search_path() == {"PYTHONPATH": root}
     monkeypatch.setattr(sys, "path", ["/usr/bin", root])
     assert launcher._search_path() == {}
+
+
+def test_a_rank_must_confirm_its_end(capfd: pytest.CaptureFixture[str]) -> None:
+    confirm = "from nemo_kto.processes import ranks; import os; os.environ['RANK'] == '0' and ranks.confirm_end()"
+    with pytest.raises(launcher.RanksEnded) as ended:
+        launcher.spawn_ranks(2, ["-c", confirm], stop_signals=[], confirmed=True)
+    assert (ended.value.status, str(ended.value)) == (1, Message("1", "2", "0", "callback", "other"))
+    launcher.spawn_ranks(1, ["-c", confirm], stop_signals=[], confirmed=True)
+
+
+def test_runs_in_two_threads_end_neither_each_other_nor_leave_zombies(tmp_path: Path) -> None:
+    go, before = tmp_path / "go", set(psutil.Process().children(recursive=True))
+    waiting = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)"
+    leaving = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)"
+    with ThreadPoolExecutor() as pool:
+        slow = pool.submit(launcher.spawn_ranks, 1, ["-c", waiting], stop_signals=[])
+        while len(set(psutil.Process().children()) - before) < 1:
+            time.sleep(0.01)
+        launcher.spawn_ranks(1, ["-c", leaving], stop_signals=[])
+        left = [one.name() for one in set(psutil.Process().children(recursive=True)) - before]
+        go.touch()
+        slow.result()
+    assert left == [psutil.Process().name()], "the rank of the other run"
+    assert not set(psutil.Process().children(recursive=True)) - before

@@ -9,18 +9,22 @@ import time
 from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.report import write_log
 from nemo_kto.cli import report
+from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.report.drawing import draw, summary_picture
 from nemo_kto.report.facts import answers
 from nemo_kto.report.page import write_report
 from nemo_kto.report.plots import common_bins, compared_plots, plots_of
-from nemo_kto.report.record import read_run
+from nemo_kto.report.record import FINISHED, RUN_FILE, RUNNING, read_object, read_run
+from nemo_kto.report.run_file import begin_run, end_run
+from nemo_kto.run import record
 from nemo_kto.telemetry.rewards import RewardHistogram
 from tests.helpers.run_folders import data_of, healthy, write_extras, write_run
 
@@ -88,6 +92,21 @@ LLAMA3 = (
     "<|start_header_id|>assistant<|end_header_id|>\n\n"
 )
 ASKED = [{"role": "user", "content": "Hot?"}, {"role": "assistant", "content": "No."}, {"role": "user", "content": "Why?"}]
+
+
+def test_a_finished_run_that_was_killed_before_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "is_rank_zero", lambda: True)
+    folder = write_run(tmp_path / "run", healthy(), data=data_of(cut=30))
+    begin_run(folder, run=read_object(folder / RUN_FILE), data={})
+    end_run(folder, RUNNING)
+    left = folder / f".report.html-{'0' * 32}"
+    left.touch()
+    run: Any = SimpleNamespace(folder=folder, cfg=SimpleNamespace(export=SimpleNamespace(report=True)))
+    record.complete_record(run)
+    assert (read_run(folder).state.word, left.exists()) == (FINISHED, False)
+    written = (folder / "report.md").stat().st_mtime_ns
+    record.complete_record(run)
+    assert (folder / "report.md").stat().st_mtime_ns == written, "once"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,7 +135,8 @@ def test_mlflow_database_is_in_the_run_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fresh_wandb")
-def test_wandb_offline(tmp_path: Path) -> None:
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["program", "tracking_uri=http://me:pass1word@host"])
     logger = quiet(tmp_path, wandb={"project": "tests", "name": "one", "offline": True})
     logger.log_hyperparams({"lr": 9e-6})
     for step in (1, 2):
@@ -145,6 +147,8 @@ def test_wandb_offline(tmp_path: Path) -> None:
     (file,) = (tmp_path / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb")
     history = logged_to_wandb(file, "train/loss", count=2)
     assert [(values["trainer/global_step"], values["train/loss"]) for values in history] == [(1, 0.5), (2, 0.25)]
+    written = b"".join(each.read_bytes() for each in tmp_path.rglob("*") if each.is_file())
+    assert b"pass1word" not in written, "the command line is not recorded"
 
 
 def logged_to_wandb(file: Path, name: str, *, count: int) -> list[dict[str, Any]]:
