@@ -95,8 +95,14 @@ FILES: dict[str, tuple[str, bytes, Message | str]] = {
     "csv: a weight that is no number": ("a.csv", b"prompt,response,label,weight\na,b,1,nan\n", Message("a.csv:2", "weight")),
     "csv: messages in Python": (
         "a.csv",
-        b"messages,label\n\"[{'role': 'user', 'content': 'x'}]\",1\n",
-        Message("a.csv:2", "messages", "list"),
+        b"messages,label\n\"[{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'content': 'y'}]\",1\n",
+        READ,
+    ),
+    "csv: a cell of an expression": ("a.csv", b"messages,label\n[{}] + f(),1\n", Message("a.csv:2", "messages", "JSON")),
+    "csv: a megabyte of empty lines": (
+        "a.csv.gz",
+        gzip.compress(GOOD + b",,\n" * 2**19),
+        Message("a.csv.gz:", "empty lines"),
     ),
     "csv: nested brackets": (
         "a.csv",
@@ -133,6 +139,12 @@ FILES: dict[str, tuple[str, bytes, Message | str]] = {
     "gzip: damaged": ("a.jsonl.gz", changed(gzip.compress(LINE), 20), Message("a.jsonl.gz", "gzip", "write it again")),
     "gzip: wrong checksum": ("a.jsonl.gz", gzip.compress(LINE)[:-8] + bytes(8), Message("a.jsonl.gz", "gzip", "again")),
     "gzip: only a header": ("a.jsonl.gz", gzip.compress(b"")[:10], Message("a.jsonl.gz", "gzip", "write it again")),
+    "gzip: a gigabyte of empty lines": (
+        "a.jsonl.gz",
+        gzip.compress(LINE + b"\n") + gzip.compress(b"\n" * 2**24) * 64,
+        Message("a.jsonl.gz:", "1,048,576", "empty lines", "remove"),
+    ),
+    "gzip: a row after empty lines": ("a.jsonl.gz", gzip.compress(LINE + b"\n" * 2**20 + LINE), READ),
     "gzip: nothing": ("a.jsonl.gz", gzip.compress(b""), Message("a.jsonl.gz:1", "at least one row")),
     "gzip: of Parquet": ("a.parquet.gz", gzip.compress(TABLE), Message("a.parquet.gz", "decompress it")),
     "gzip: of gzip": ("a.jsonl.gz", gzip.compress(gzip.compress(LINE)), Message("a.jsonl.gz", "gunzip")),
