@@ -254,7 +254,7 @@ def test_bytes_on_stdin_that_are_not_utf8(
     folders: tuple[Path, Path], typed: bytes, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
-    with raises(UserError, "UTF-8", "'\\\\udce9'"):
+    with raises(UserError, "UTF-8", "'\\udce9'"):
         main([str(folders[0]), *words])
 
 

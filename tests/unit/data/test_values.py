@@ -48,15 +48,18 @@ def write_csv(path: Path, rows: Sequence[dict], encoding: str = "utf-8", quoting
     return path
 
 
+def by_column(rows: Sequence[dict]) -> dict[str, list]:
+    return {name: [row.get(name) for row in rows] for each in rows for name in each}
+
+
 def write_parquet(path: Path, rows: Sequence[dict]) -> Path:
-    columns = {name: [row.get(name) for row in rows] for row in rows for name in row}
-    parquet.write_table(pyarrow.table(columns), path)
+    parquet.write_table(pyarrow.table(by_column(rows)), path)
     return path
 
 
 def all_forms(rows: Sequence[dict], folder: Path) -> dict[str, object]:
     """The rows as files, and as arguments of the Python interface."""
-    data = datasets.Dataset.from_list(list(rows))
+    data = datasets.Dataset.from_dict(by_column(rows))
     data.to_json(folder / "dataset.jsonl")
     arguments = {"list": rows, "frame": pd.DataFrame(rows), "dataset": data, "stream": data.to_iterable_dataset()}
     files = {"jsonl": write_rows(folder / "a.jsonl", rows), "parquet": write_parquet(folder / "a.parquet", rows)}
@@ -138,7 +141,7 @@ def test_messages_name_the_row_that_was_passed(tmp_path: Path) -> None:
     with raises(UserError, "data", "lone surrogate", "row 2"):
         data_prefix_of([ROW, {**ROW, "prompt": "\ud800"}], tmp_path)
     with raises(UserError, "data", "lone surrogate", "row 2"):
-        data_prefix_of(pd.DataFrame([ROW, {**ROW, "prompt": "\ud800"}]), tmp_path)
+        data_prefix_of(pd.DataFrame([ROW, {**ROW, "prompt": "\ud800"}], dtype=object), tmp_path)
 
 
 @pytest.mark.parametrize("write", [str, json.dumps], ids=["python", "json"])
