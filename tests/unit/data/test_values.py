@@ -134,7 +134,7 @@ def test_a_frame_with_other_values_than_json(tmp_path: Path) -> None:
 
 def test_messages_name_the_row_that_was_passed(tmp_path: Path) -> None:
     wrong = [ROW, {**ROW, "weight": -1.0}]
-    for data in (wrong, pd.DataFrame(wrong), datasets.Dataset.from_list(wrong)):
+    for data in (wrong, pd.DataFrame(wrong), datasets.Dataset.from_dict(by_column(wrong))):
         path = data_prefix_of({"train": data}, tmp_path)["train"]  # type: ignore[index]
         with raises(DataError, "data.train row 2: ", "weight", "-1.0"):
             read(path)
