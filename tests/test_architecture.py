@@ -81,7 +81,7 @@ PACKAGES = {
             ("transformers", names("chat.py dataset.py template_trial.py")),
             ("datasets", names("cache.py dataset.py part_files.py sources.py")),
             ("fsspec", names("sources.py")),
-            ("pyarrow", names("files.py forms.py part_files.py")),
+            ("pyarrow", names("arguments.py files.py forms.py part_files.py")),
         ),
     ),
     "models": Package(

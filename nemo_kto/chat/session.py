@@ -30,6 +30,7 @@ class Session:
     def __init__(self, *, models: Sequence[ChatModel], sampling: Sampling, system: str | None = None, as_json: bool) -> None:
         self._models, self._sampling, self._as_json = models, sampling, as_json
         self._coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        _refuse_broken("--system", system or "")
         self._system = system
         self._histories: list[list[Message]] = []
         self.reset()
@@ -51,6 +52,7 @@ class Session:
         Raises UserError if the prompt does not fit into the context, or the chat template rejects the messages; the
         histories then remain unchanged.
         """
+        _refuse_broken("a prompt", prompt)
         added = []
         for number, (model, history) in enumerate(zip(self._models, self._histories, strict=True)):
             if len(self._models) > 1 and not self._as_json:
@@ -101,6 +103,7 @@ class Session:
     def _set_system(self, text: str) -> None:
         if not all(model.has_template for model in self._models):
             raise UserError("/system must be used with a chat template, which the model lacks; write it into the prompt")
+        _refuse_broken("/system", text)
         self._system = text or None
         self.reset()
 
@@ -110,6 +113,14 @@ class Session:
     def _write(self, text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+def _refuse_broken(name: str, text: str) -> None:
+    """Raise a UserError for a byte that is not UTF-8, or a lone surrogate, which no tokenizer accepts."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name} must be text in UTF-8, got {show(text[error.start :])}; save it as UTF-8") from None
 
 
 def _report(text: str) -> None:

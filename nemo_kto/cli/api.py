@@ -5,14 +5,12 @@ The ranks are processes of their own, started as by the command `nemo-kto`, so t
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,13 +24,13 @@ from nemo_kto.config.check import POSITIONS, quoted
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.saved_config import redacted
 from nemo_kto.config.schema import config_type
+from nemo_kto.data.rows.arguments import data_prefix_of
 from nemo_kto.errors import UserError, either, show
 from nemo_kto.losses.loss import Loss
 from nemo_kto.processes import objects, ranks, signals
 from nemo_kto.telemetry.loggers import METRICS_FILE, read_metrics
 from nemo_kto.telemetry.summary import figures_of, model_lines, table
 from nemo_kto.utils.field_errors import echo, names
-from nemo_kto.utils.files import publish_file
 
 if TYPE_CHECKING:
     import pandas
@@ -140,7 +138,7 @@ def train(
         raise UserError(f"{', '.join(twice)} must be given once, got an argument of train and a setting; leave one out")
     with _CHECKING:
         cache_dir = settings.get(cache_key, compose.load(source=source).model.data.cache_dir)
-    arguments[_DATA] = _data_prefix(data, Path(cache_dir).expanduser() / "rows")
+    arguments[_DATA] = data_prefix_of(data, Path(cache_dir).expanduser() / "rows")
     known, section = names(config_type(recipe)), f"model.{algorithm}."
     # an option that only this loss has is added to the configuration
     added = [key for key in settings if key.startswith(section) and key not in known and loss_key in arguments]
@@ -210,53 +208,3 @@ def _text(key: str, value: object) -> str:
     if hasattr(value, "item"):  # a number of numpy
         return _text(key, value.item())
     raise UserError(f"{key} must be None, a bool, a number, a string, a path, a list or a mapping, got {show(value)}")
-
-
-def _data_prefix(data: Any, folder: Path) -> object:
-    """Return the value of model.data.data_prefix for ``data``, whose rows are written to a file in ``folder``."""
-    if isinstance(data, str | Path):
-        return str(data)
-    if isinstance(data, Mapping):
-        return {name: _data_prefix(part, folder) for name, part in data.items()}
-    if isinstance(data, list | tuple) and all(isinstance(item, str | Path | int | float) for item in data):
-        return list(data)
-    return str(_write_rows(data, folder))
-
-
-def _write_rows(data: Any, folder: Path) -> Path:
-    """Write rows to a jsonl file that is named after the hash of its content, so that equal rows are written once."""
-    rows: Iterable[object] = data
-    if hasattr(data, "iloc"):  # a DataFrame of pandas
-        rows = data.to_dict("records")
-    elif hasattr(data, "to_dicts"):  # a DataFrame of polars
-        rows = data.to_dicts()
-    elif not isinstance(data, Iterable):
-        kinds = "a path, a list of mappings, a datasets.Dataset, a DataFrame, or a mapping of splits"
-        raise UserError(f"data must be {kinds}, got {show(data)}")
-    folder.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256()
-    with publish_file(folder / "rows", private=True) as writing, writing.open("wb") as file:
-        for line in _lines(rows):
-            digest.update(line)
-            file.write(line)
-        file.flush()
-        return writing.replace(folder / f"{digest.hexdigest()[:32]}.jsonl")
-
-
-def _lines(rows: Iterable[object]) -> Iterator[bytes]:
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, Mapping):
-            raise UserError(f"data must have mappings from column to value as rows, got {show(row)} as row {number}")
-        # a missing value of a DataFrame is NaN
-        values = {name: None if isinstance(value, float) and value != value else value for name, value in row.items()}
-        try:
-            yield json.dumps(values, ensure_ascii=False, allow_nan=False, default=_plain).encode() + b"\n"
-        except (TypeError, ValueError) as error:
-            text = f"data must have strings, numbers, lists and mappings as values, got {error} in row {number}"
-            raise UserError(text) from error
-
-
-def _plain(value: Any) -> object:
-    if hasattr(value, "tolist"):  # an array or a number of numpy
-        return value.tolist()
-    raise TypeError(show(value))

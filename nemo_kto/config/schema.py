@@ -276,6 +276,7 @@ class DataConfig(Section):
     splits_string: Annotated[Splits | None, ROWS]
     fields: Annotated[dict[str, Name] | None, ROWS]
     labels: Annotated[dict[str, list[bool | int | float | str]] | None, ROWS]
+    json_columns: Annotated[list[Name] | None, ROWS]
     seq_length: Annotated[Annotated[int, Ge(2), Remedy("a sequence has a prompt and a response")] | None, SAME]
     apply_chat_template: Annotated[bool, ROWS]
     truncation_mode: Annotated[str, one_of(TRUNCATION_MODES), SAME]

@@ -95,9 +95,7 @@ def _strip_prefix(checkpoint: MegatronCheckpoint) -> dict[str, str]:
         )
     names = {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
     return {
-        name: full
-        for name, full in names.items()
-        if not name.startswith(_TRAINING_STATE) and not name.endswith(_NO_WEIGHTS)
+        name: full for name, full in names.items() if not name.startswith(_TRAINING_STATE) and not name.endswith(_NO_WEIGHTS)
     }
 
 

@@ -224,6 +224,7 @@ class Precomputation:
             settings.splits_string,
             settings.fields,
             settings.labels,
+            settings.json_columns,
             settings.seq_length,
             settings.truncation_mode,
         ]

@@ -44,6 +44,7 @@ def source_settings(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase) -> dic
         "splits_string": data.splits_string,
         "fields": data.fields,
         "labels": data.labels,
+        "json_columns": data.json_columns,
         "min_validation_rows": 2 if cfg.loss.record.needs_z0 else 1,  # KL examples are formed within a batch
         "tokenizer": tokenizer,
         "vocab_size": model_vocab_size(run.files),

@@ -99,7 +99,7 @@ def _of_file(run: ResolvedRun, file: Path, encoder: RecordEncoder) -> Iterator[P
     """Yield the prompts of a file; UserError if any of them cannot be used."""
     broken, room = RowErrors(), _room(run)
     try:
-        records = read_prompts(file)
+        records = read_prompts(file, run.cfg.model.data.json_columns)
         encoded = encoder.encode_prompts(records)
         for record, ids in zip(records, encoded, strict=True):
             if isinstance(ids, RowError):

@@ -82,8 +82,14 @@ FILES: dict[str, tuple[str, bytes, Message | str]] = {
     "csv: a weight that is no number": ("a.csv", b"prompt,response,label,weight\na,b,1,nan\n", Message("a.csv:2", "weight")),
     "csv: messages in Python": (
         "a.csv",
-        b"messages,label\n\"[{'role': 'user', 'content': 'x'}]\",1\n",
-        Message("a.csv:2", "messages", "list"),
+        b"messages,label\n\"[{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'content': 'y'}]\",1\n",
+        READ,
+    ),
+    "csv: a cell of an expression": ("a.csv", b"messages,label\n[{}] + f(),1\n", Message("a.csv:2", "messages", "JSON")),
+    "csv: a megabyte of empty lines": (
+        "a.csv.gz",
+        gzip.compress(GOOD + b",,\n" * 2**19),
+        Message("a.csv.gz:", "empty lines"),
     ),
     "csv: nested brackets": (
         "a.csv",
@@ -107,6 +113,12 @@ FILES: dict[str, tuple[str, bytes, Message | str]] = {
     # compressed
     "gzip: cut": ("a.jsonl.gz", gzip.compress(LINE * 1)[:-9], Message("a.jsonl.gz", "gzip", "write it again")),
     "gzip: wrong checksum": ("a.jsonl.gz", gzip.compress(LINE)[:-8] + bytes(8), Message("a.jsonl.gz", "gzip", "again")),
+    "gzip: a gigabyte of empty lines": (
+        "a.jsonl.gz",
+        gzip.compress(LINE + b"\n") + gzip.compress(b"\n" * 2**24) * 64,
+        Message("a.jsonl.gz:", "1,048,576", "empty lines", "remove"),
+    ),
+    "gzip: a row after empty lines": ("a.jsonl.gz", gzip.compress(LINE + b"\n" * 2**20 + LINE), READ),
     "gzip: two files": ("a.jsonl.gz", gzip.compress(LINE + b"\n") + gzip.compress(LINE), READ),
     "gzip: 100 MB of zeros": ("a.jsonl.gz", gzip.compress(bytes(10**8)), Message("a.jsonl.gz:1", "67,108,864 bytes")),
     "gzip: 100 MB in a quote": (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.commands import CLI, GOOD, REPOSITORY, of_every_algorithm, run, stub_training
-from tests.helpers.messages import Message
+from tests.helpers.messages import Message, assert_names
 
 # ALGORITHM stands for the name of each.
 WRONG = [

@@ -22,7 +22,8 @@ import pytest
 from nbclient import NotebookClient
 
 import nemo_kto
-from nemo_kto.cli import api
+from nemo_kto.data.rows.arguments import data_prefix_of
+from nemo_kto.data.rows.files import read_rows
 from tests.helpers.commands import REPOSITORY, environment
 from tests.helpers.messages import Message
 from tests.helpers.tiny_models import make_rows, write_rows, write_stub_model
@@ -104,27 +105,24 @@ def test_a_script_trains_with_its_own_loss_on_two_ranks(tiny_llama: Path, tmp_pa
     assert "tau: 0.25\n" in saved
 
 
-def written(data: Any, folder: Path) -> list[Any]:
-    path = api._data_prefix(data, folder)
-    assert isinstance(path, str)
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-
-
-def test_rows_of_every_kind_become_the_same_file(tmp_path: Path) -> None:
+def test_rows_of_every_kind_give_the_same_records(tmp_path: Path) -> None:
     rows = [
         {"prompt": "é \n", "response": "r", "label": True, "weight": 0.1},
         {"prompt": "q", "response": "s", "label": False, "weight": 1e-9},
     ]
-    kinds = [rows, datasets.Dataset.from_list(rows), pd.DataFrame(rows), (row for row in rows)]
-    assert [written(kind, tmp_path) for kind in kinds] == [rows] * len(kinds)
-    assert len(list(tmp_path.iterdir())) == 1, "equal rows are written once"
-    named = api._data_prefix({"train": rows, "validation": {"a": "a.jsonl", "b": rows[:1]}}, tmp_path)
+    turns = [{"messages": [{"role": "user", "content": "x"}], "label": np.bool_(True), "extra": float("nan")}]
+    for kind in (rows, datasets.Dataset.from_list(rows), pd.DataFrame(rows), (row for row in rows)):
+        path = data_prefix_of(kind, tmp_path)
+        assert [row for _, row in read_rows(str(path))] == rows
+    assert data_prefix_of(rows, tmp_path) == data_prefix_of(tuple(rows), tmp_path), "equal rows are written once"
+    named = data_prefix_of({"train": rows, "validation": {"a": "a.jsonl", "b": rows[:1]}}, tmp_path)
     assert isinstance(named, dict)
     assert named["validation"]["a"] == "a.jsonl"
-    assert written(named["validation"]["b"] and rows[:1], tmp_path) == rows[:1]
-    assert api._data_prefix(["a.jsonl", Path("b.jsonl")], tmp_path) == ["a.jsonl", Path("b.jsonl")]
-    turns = [{"messages": [{"role": "user", "content": "x"}], "label": np.bool_(True), "extra": float("nan")}]
-    assert written(turns, tmp_path) == [{**turns[0], "label": True, "extra": None}]
+    assert [row for _, row in read_rows(named["validation"]["b"])] == rows[:1]
+    assert data_prefix_of(["a.jsonl", Path("b.jsonl")], tmp_path) == ["a.jsonl", Path("b.jsonl")]
+    assert [row for _, row in read_rows(str(data_prefix_of(turns, tmp_path)))] == [
+        {**turns[0], "label": True, "extra": None}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +135,7 @@ def test_rows_of_every_kind_become_the_same_file(tmp_path: Path) -> None:
 )
 def test_rows_that_cannot_be_written(data: object, parts: list[str], tmp_path: Path) -> None:
     with pytest.raises(nemo_kto.UserError) as refused:
-        api._data_prefix(data, tmp_path / "rows")
+        data_prefix_of(data, tmp_path / "rows")
     assert str(refused.value) == Message(*parts)
     assert not [*tmp_path.glob("rows/*")]
 

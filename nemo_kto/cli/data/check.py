@@ -13,8 +13,9 @@ from nemo_kto.cli import integer_from
 from nemo_kto.data.inspect.check import PartCheck, Report
 from nemo_kto.data.rows.files import file_parts, number_of_parts
 from nemo_kto.data.rows.labels import Labels
-from nemo_kto.data.rows.reader import Fields, RowErrors
+from nemo_kto.data.rows.reader import EMPTY_FILE, Fields, RowErrors
 from nemo_kto.data.rows.sources import read_data_prefix
+from nemo_kto.data.rows.values import check_json_columns
 from nemo_kto.data.tokens.parts import map_parts, number_of_processes
 from nemo_kto.data.tokens.truncation import TRUNCATION_MODES, Truncation
 from nemo_kto.errors import UserError
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
         )
     if flags.apply_chat_template and flags.model is None:
         raise UserError("--apply-chat-template must be given with --model, whose template it uses, got no --model; add it")
-    fields = Fields(_columns(flags.fields), _labels(flags.labels))
+    fields = Fields(_columns(flags.fields), _labels(flags.labels), _json_columns(flags.json_columns))
     encoder = truncation = None
     if flags.model is not None:
         from nemo_kto.config.resolved import ModelFiles
@@ -55,6 +56,7 @@ def main(argv: Sequence[str]) -> None:
     report, errors = Report(as_pairs=as_pairs, seq_length=flags.seq_length, labels=fields.labels), RowErrors()
     for file in files:
         work = PartCheck(path=file, as_pairs=as_pairs, fields=fields, encoder=encoder, truncation=truncation)
+        before = errors.total
         expected, title = number_of_parts(file), f"reading {file.name}"
         processes = number_of_processes(flags.workers, expected)
         parts = map_parts(work, file_parts(file), processes=processes, doing=title, setting="--workers")
@@ -66,6 +68,8 @@ def main(argv: Sequence[str]) -> None:
                 errors.raise_if_any()
         if file in report.columns:
             report.columns[file].add_label_errors(file, fields.labels, errors)
+            if errors.total == before and not report.columns[file].rows:
+                errors.add(file, 1, EMPTY_FILE)
     sys.stdout.write("\n".join(report.lines()) + "\n")
     sys.stdout.flush()
     errors.raise_if_any()
@@ -83,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--fields", default="", metavar="OURS:COLUMN,...", help="names of the columns: model.data.fields")
     parser.add_argument("--labels", default="", metavar="{CLASS:[VALUE,...]}", help="values of labels (model.data.labels)")
+    parser.add_argument("--json-columns", metavar="COLUMN,...", help="columns of messages as text: model.data.json_columns")
     parser.add_argument("--workers", type=integer_from(1), metavar="N", help="processes for large files (one for each core)")
     names = list(RECIPES)
     parser.add_argument("--algorithm", choices=names, default=names[0], help=f"algorithm of the rows ({names[0]})")
@@ -109,6 +114,15 @@ def _labels(text: str) -> Labels:
         return Labels.parse(text)
     except UserError as error:
         raise UserError(f"--labels {error}") from error
+
+
+def _json_columns(text: str | None) -> list[str] | None:
+    columns = None if text is None else [name.strip() for name in text.strip("[] ").split(",") if name.strip()]
+    try:
+        check_json_columns(columns)
+    except UserError as error:
+        raise UserError(f"--json-columns {error}") from error
+    return columns
 
 
 def _columns(text: str) -> dict[str, str]:

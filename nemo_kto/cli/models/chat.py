@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import io
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -48,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
             raise UserError(f"--against must be another model than MODEL, got {against} for both; correct one")
         named[against] = _find("--against", against)
     bases = {label: _base_of_adapters(folder) for label, folder in named.items()}
+    if isinstance(sys.stdin, io.TextIOWrapper):  # broken text is refused with its place, as in files of rows
+        sys.stdin.reconfigure(encoding=None if sys.stdin.isatty() else "utf-8-sig", errors="surrogateescape")
     prompts = [sys.stdin.read().strip() if prompt == _STDIN else prompt for prompt in flags.prompt]
 
     gc.enable()  # `nemo-kto` disables it for commands that end soon

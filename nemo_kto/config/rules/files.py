@@ -43,6 +43,7 @@ from nemo_kto.data.rows.labels import Labels
 from nemo_kto.data.rows.reader import Fields
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.sources import WHOLE, check_validation_names, is_remote, read_data_prefix
+from nemo_kto.data.rows.values import check_json_columns
 from nemo_kto.errors import ConfigError, UserError, error_of
 
 Errors = Iterator[ConfigError]
@@ -101,6 +102,8 @@ def _missing_files(run: ResolvedRun) -> Errors:
         yield ConfigError(_DATA, text, about_files=any(map(is_remote, _paths_in(prefix))))
     if wrong_names := error_of(lambda: Fields(run.cfg.model.data.fields or {})):
         yield ConfigError("model.data.fields", wrong_names)
+    if wrong_columns := error_of(lambda: check_json_columns(run.cfg.model.data.json_columns)):
+        yield ConfigError("model.data.json_columns", wrong_columns)
     if wrong_labels := error_of(lambda: Labels.of(run.cfg.model.data.labels)):
         yield ConfigError("model.data.labels", wrong_labels)
 

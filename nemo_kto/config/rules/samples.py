@@ -43,7 +43,7 @@ def _file_rules(run: ResolvedRun, file: str) -> Errors:
     """Check that the prompts of a file can be read, and that the tokenizer can render those that are messages."""
     key, folder = f"{_SAMPLES}.prompts", run.files.hf_folder
     try:
-        records = read_prompts(file)
+        records = read_prompts(file, run.cfg.model.data.json_columns)
         if any(isinstance(record.prompt, list) for record in records) and not has_chat_template(folder):
             text = f"must contain plain strings for a tokenizer without a chat template, got messages in {file}"
             remedy = f"add chat_template.jinja to {folder}, or write the prompts as strings"

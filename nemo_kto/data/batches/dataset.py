@@ -16,7 +16,7 @@ from datasets.table import Table, concat_tables
 from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.data.rows.blend import Range, blend, join_small, leave_out_small, refuse_small_sets, split_ranges
-from nemo_kto.data.rows.forms import row_place
+from nemo_kto.data.rows.forms import data_name, row_place
 from nemo_kto.data.rows.labels import Labels
 from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
 from nemo_kto.data.rows.records import DataError
@@ -306,6 +306,7 @@ def build_splits(
     vocab_size: int | None = None,
     fields: Mapping[str, str] | None = None,
     labels: Mapping[str, Sequence[object]] | None = None,
+    json_columns: Sequence[str] | None = None,
     min_validation_rows: int = 1,
     cache_shared: bool = False,
     cache_verified: bool = False,
@@ -325,7 +326,8 @@ def build_splits(
             ``sources.split_shares``. None: all rows are for training. It is ignored if ``data_prefix`` itself defines the
             splits.
         tokenizer, vocab_size, apply_chat_template: see ``chat.RecordEncoder``.
-        seq_length, truncation_mode, fields, labels: see ``truncation.Truncation``, ``reader.Fields`` and ``labels.Labels``.
+        seq_length, truncation_mode: see ``truncation.Truncation``.
+        fields, labels, json_columns: see ``reader.Fields`` and ``labels.Labels``.
         seed: determines the order of the examples within a blend.
         cache_dir, cache_shared, cache_verified, preprocess_workers, max_rows, progress: see ``cache.TokenCache``.
         min_validation_rows: minimum size of a validation set. The rows of a smaller set are used for training, or dropped if
@@ -340,7 +342,7 @@ def build_splits(
     cache = TokenCache(
         kind=kind,
         folder=Path(cache_dir),
-        fields=Fields(fields or {}, Labels.of(labels)),
+        fields=Fields(fields or {}, Labels.of(labels), json_columns),
         encoder=encoder,
         truncation=Truncation(seq_length, truncation_mode, encoder.bos_id),
         shared=cache_shared,
@@ -414,7 +416,7 @@ def _unused_columns(of_files: Mapping[Path, FileColumns]) -> Iterator[str]:
             alike.setdefault(tuple(sorted(columns.unused)), []).append(file)
     for files in alike.values():
         if len(files) <= _NAMED_FILES:
-            yield from (f"{file}: columns that are not used: {of_files[file].unused_text()}" for file in files)
+            yield from (f"{data_name(file)}: columns that are not used: {of_files[file].unused_text()}" for file in files)
             continue
         total = FileColumns()
         for file in files:

@@ -21,7 +21,7 @@ from nemo_kto.data.rows.files import FilePart
 from nemo_kto.data.rows.forms import row_place
 from nemo_kto.data.rows.labels import Labels
 from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, PartErrors
-from nemo_kto.data.rows.records import COMMON_LABELS, DPORecord, KTORecord, LastRowError, RowError, TextOrMessages
+from nemo_kto.data.rows.records import COMMON_LABELS, DataError, DPORecord, KTORecord, LastRowError, RowError, TextOrMessages
 from nemo_kto.data.tokens.truncation import Truncation
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class PartCheck:
         reader = FileReader(fields=self.fields, broken=broken)
         read = reader.dpo_records if self.as_pairs else reader.kto_records
         records: Iterator[KTORecord | DPORecord] = iter(read(self.path, counted.columns, part))
-        while not counted.is_last and (batch := list(islice(records, _BATCH))):
+        while not counted.is_last and (batch := self._next(records, counted, broken)):
             sides = [list(record.sides) if isinstance(record, DPORecord) else [record] for record in batch]
             encoded = iter([] if self.encoder is None else self.encoder.encode([side for each in sides for side in each]))
             for each in sides:
@@ -141,6 +141,18 @@ class PartCheck:
                         counted.untemplated += self.encoder.is_untemplated(usable[0].prompt_ids)
         counted.broken = broken.rows
         return counted
+
+    def _next(
+        self, records: Iterator[KTORecord | DPORecord], counted: Counted, broken: PartErrors
+    ) -> list[KTORecord | DPORecord]:
+        batch = list[KTORecord | DPORecord]()
+        try:
+            batch.extend(islice(records, _BATCH))
+        except DataError:  # of a broken row that ends reading, or of a file that cannot be read further
+            if not broken.total:
+                raise
+            counted.is_last = True
+        return batch
 
 
 @dataclass(kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
 import json
@@ -12,10 +13,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from nemo_kto.data.rows.forms import Form, find_form, open_text, skip_bytes
 from nemo_kto.data.rows.records import DataError, LastRowError, Row, RowError
+from nemo_kto.data.rows.values import without_nulls
 from nemo_kto.errors import printable, show
 from nemo_kto.utils.files import MAX_LINE_BYTES, read_lines
 
@@ -27,6 +29,7 @@ _MAX_PARTS = 1000  # approximate maximum per file; a large file has larger parts
 _MAX_COMPRESSED_PARTS = 64  # fewer, because reading a part decompresses everything before it
 _RATIO = 4  # typical of the compression of text
 _SCAN_BYTES = 2**20
+_MAX_BLANK_BYTES = 2**20  # in succession; a compressed file of a megabyte may contain a gigabyte of them
 _TABLE_ROWS = 1000  # rows of a table that are in memory at a time
 _SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -57,8 +60,8 @@ def read_rows(path: str | Path, part: FilePart = WHOLE_FILE) -> Iterator[tuple[i
     """Yield number and row, or the error, of each row in a part of a file.
 
     After an error that makes the rest of the part unreadable, such as a line above the length limit, nothing follows. Cells
-    of a csv file are strings; null values of a table are left out, as columns that a JSON row does not have. DataError if
-    the file cannot be opened or is of another form.
+    of a csv file are strings; null values of objects are left out. DataError if the file cannot be opened or is of another
+    form.
     """
     form = find_form(path)
     if form.is_table:
@@ -128,6 +131,8 @@ def _parse_json(raw: bytes) -> Row:
         row = json.loads(text)
         if "\\u" in text:  # only an escape can encode a lone surrogate, which no tokenizer accepts
             json.dumps(row, ensure_ascii=False).encode("utf-8")
+        if "null" in text and isinstance(row, dict):
+            row = _without_nested_nulls(row)
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise RowError(f"not valid UTF-8 ({error.reason}); save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:  # not JSON, a huge integer, or too deep nesting
@@ -146,13 +151,23 @@ def _json_row(raw: bytes) -> Row | RowError:
 
 def _line_rows(text: BinaryIO, part: FilePart) -> Iterator[tuple[int, Row | RowError]]:
     """Yield the rows of JSON lines that are not empty; ``text`` is at the start of the part."""
-    place = part.start
+    place, blank = part.start, 0
     for line, raw in enumerate(read_lines(text), start=part.first_line):
-        if not raw.isspace():
+        blank = blank + len(raw) if raw.isspace() else 0
+        if not blank:
             yield line, _json_row(raw)
+        elif blank > _MAX_BLANK_BYTES:
+            yield line, _too_many_blank_lines()
+            return
         place += len(raw)
         if part.stop is not None and place >= part.stop:
             return
+
+
+def _too_many_blank_lines() -> LastRowError:
+    return LastRowError(
+        f"a file must have at most {_MAX_BLANK_BYTES:,} bytes of empty lines together, got more; remove them"
+    )
 
 
 def _line_parts(text: BinaryIO, part_bytes: int) -> Iterator[FilePart]:
@@ -234,6 +249,8 @@ class _CountedLines:
             raise StopIteration
         self.lines += 1
         self.bytes += len(raw)
+        if self.lines == 1:
+            raw = raw.removeprefix(codecs.BOM_UTF8)  # before a quote, which must begin its cell
         if self.bytes - self.row_start > MAX_LINE_BYTES:
             raise LastRowError(f"a row must have at most {MAX_LINE_BYTES:,} bytes, got more; does a quoted cell not end?")
         return raw.decode("utf-8", "surrogateescape")
@@ -242,7 +259,7 @@ class _CountedLines:
 def _csv_rows(text: BinaryIO, delimiter: str, part: FilePart) -> Iterator[_TextRow]:
     """Yield the rows of a csv file as strings by column; rows of empty cells are left out. ``text`` is at its beginning."""
     csv.field_size_limit(MAX_LINE_BYTES)
-    lines, names = _CountedLines(text=text), list[str]()
+    lines, names, filled = _CountedLines(text=text), list[str](), 0  # filled: byte after the last row that is not empty
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while part.stop is None or lines.bytes < part.stop or not names:
         row: Row | RowError
@@ -252,12 +269,15 @@ def _csv_rows(text: BinaryIO, delimiter: str, part: FilePart) -> Iterator[_TextR
                 return
             "".join(cells).encode("utf-8")
             if not any(map(str.strip, cells)):
+                if lines.bytes - filled > _MAX_BLANK_BYTES:
+                    raise _too_many_blank_lines()
                 continue
+            filled = lines.bytes
             if not names:
                 names = _column_names(cells)
                 if part.start > lines.bytes:
                     skip_bytes(text, part.start - lines.bytes)
-                    lines.bytes, lines.lines = part.start, part.first_line - 1
+                    filled, lines.bytes, lines.lines = part.start, part.start, part.first_line - 1
                 continue
             if len(cells) != len(names):
                 remedy = f'quote cells that contain "{delimiter}" or a line break'
@@ -276,7 +296,7 @@ def _csv_rows(text: BinaryIO, delimiter: str, part: FilePart) -> Iterator[_TextR
 
 def _column_names(cells: Sequence[str]) -> list[str]:
     """Return the names in a header; a column without a name, as an index of pandas, is named by its position."""
-    names = [cell.removeprefix("\ufeff").strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
+    names = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise LastRowError(f"the header must name each column once, got {show(twice)} twice; rename one")
@@ -373,16 +393,14 @@ def _table_rows(path: str | Path, form: Form, part: FilePart) -> Iterator[tuple[
                 for start in range(0, batch.num_rows, _TABLE_ROWS):
                     for row in batch.slice(start, _TABLE_ROWS).to_pylist():
                         for column in class_names.keys() & row.keys():
-                            if row[column] is not None and 0 <= row[column] < len(class_names[column]):
-                                row[column] = class_names[column][row[column]]
-                        yield number, _without_nulls(row)
+                            names, label = class_names[column], row[column]
+                            row[column] = names[label] if label is not None and 0 <= label < len(names) else None
+                        yield number, _without_nested_nulls(row)
                         number += 1
         except Exception as error:  # for damaged files pyarrow may raise any exception
             yield number, RowError(f"the rest of the file is damaged ({printable(str(error))}); write it again")
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return a value without null values in its objects: a table has all fields of any row in every row."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+def _without_nested_nulls(row: Row) -> Row:
+    """Return a row without null values in its objects: a table has all fields of any row in every row."""
+    return {column: without_nulls(value) for column, value in row.items()}

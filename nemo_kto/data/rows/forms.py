@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ _TABLES: dict[bytes, Literal["parquet", "arrow file", "arrow"]] = {
     b"\xff\xff\xff\xff": "arrow",  # a stream of record batches, as the datasets library writes them
 }
 _DELIMITERS = ",\t;"
+_OF_ARGUMENT = re.compile(r"(data[A-Za-z0-9_.]*)-[0-9a-f]{32}\.rows")  # see :func:`argument_file`
 _EXCEL = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1")  # xlsx is a zip archive; xls
 
 
@@ -130,9 +132,21 @@ def skip_bytes(stream: BinaryIO, count: int) -> None:
 
 
 def row_place(path: str | Path, number: int) -> str:
-    """Return the place of a row for a message: "rows.csv:17", or "rows.parquet row 17" for a file without such lines."""
+    """Return the place of a row for a message: "rows.csv:17", or "rows.parquet row 17" for data without such lines."""
+    name = data_name(path)
     try:
-        has_lines = find_form(path).unit == "line"
+        has_lines = name == str(path) and find_form(path).unit == "line"
     except DataError:
         has_lines = True
-    return f"{path}:{number}" if has_lines else f"{path} row {number}"
+    return f"{name}:{number}" if has_lines else f"{name} row {number}"
+
+
+def data_name(path: str | Path) -> str:
+    """Return the name of data for a message: the path, or the argument of the Python call whose rows the file contains."""
+    written = _OF_ARGUMENT.fullmatch(Path(path).name)
+    return str(path) if written is None else written[1]
+
+
+def argument_file(name: str, content_hash: str) -> str:
+    """Return the name of a file of rows that were passed in an argument, such as "data" or "data.train"."""
+    return f"{re.sub(r'[^A-Za-z0-9_.]', '_', name)}-{content_hash[:32]}.rows"

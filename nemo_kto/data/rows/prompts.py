@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import cast
 
 from nemo_kto.data.rows.files import read_rows
 from nemo_kto.data.rows.forms import find_form
 from nemo_kto.data.rows.reader import RowErrors
-from nemo_kto.data.rows.records import DataError, PromptRecord, RowError, prompt_of_row, row_of_cells
+from nemo_kto.data.rows.records import DataError, PromptRecord, RowError, prompt_of_row
+from nemo_kto.data.rows.values import read_values
 from nemo_kto.utils.files import open_file, read_lines
 
 MAX_PROMPTS = 1000
 
 
-def read_prompts(path: str | Path) -> list[PromptRecord]:
+def read_prompts(path: str | Path, json_columns: Collection[str] | None = None) -> list[PromptRecord]:
     """Read the prompts of a file: a text (.txt) with one prompt per line, or a data file in any form.
 
     A row has a "prompt", a string or messages, or "messages"; if its last message is one of the assistant, this is an answer
     and left out, as are all other columns. DataError if the file cannot be read, has broken rows, no prompt or too many.
     """
     broken, prompts = RowErrors(), list[PromptRecord]()
-    for record in _lines(Path(path)) if str(path).endswith(".txt") else _rows(path, broken):
+    for record in _lines(Path(path)) if str(path).endswith(".txt") else _rows(path, json_columns, broken):
         prompts.append(record)
         if len(prompts) > MAX_PROMPTS:
             raise DataError(f"{path} must have at most {MAX_PROMPTS:,} prompts, got more; leave some out")
@@ -43,12 +43,12 @@ def _lines(path: Path) -> Iterator[PromptRecord]:
     yield from (PromptRecord(prompt=line, line=number) for number, line in enumerate(lines, start=1) if line)
 
 
-def _rows(path: str | Path, broken: RowErrors) -> Iterator[PromptRecord]:
+def _rows(path: str | Path, json_columns: Collection[str] | None, broken: RowErrors) -> Iterator[PromptRecord]:
     has_cells = find_form(path).kind == "csv"
     for line, row in read_rows(path):
         try:
             if isinstance(row, RowError):
                 raise row
-            yield prompt_of_row(row_of_cells(cast(Mapping[str, str], row)) if has_cells else row, line)
+            yield prompt_of_row(read_values(row, json_columns, has_cells=has_cells), line)
         except RowError as error:
             broken.add(path, line, str(error))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar, TypeVar, cast
+from typing import ClassVar, TypeVar
 
 from nemo_kto.data.rows.files import WHOLE_FILE, FilePart, read_rows
 from nemo_kto.data.rows.forms import find_form, row_place
@@ -21,13 +21,14 @@ from nemo_kto.data.rows.records import (
     DPORecord,
     KTORecord,
     LabelError,
+    LastRowError,
     Row,
     RowError,
     pair_of_row,
     records_of_row,
-    row_of_cells,
     used_columns,
 )
+from nemo_kto.data.rows.values import check_json_columns, read_values
 from nemo_kto.errors import printable
 
 Record = TypeVar("Record", KTORecord, DPORecord)
@@ -39,6 +40,7 @@ _PROMPT_LIKE = _BEFORE_PROMPT | frozenset(
     "question questions instruction instructions input inputs query problem context document passage "
     "user messages conversation conversations dialog dialogue".split()
 )
+EMPTY_FILE = "the file must have at least one row, got none; leave it out"
 _MAX_LISTED = 50  # maximum number of columns listed in a message
 # Common names of columns that model.data.fields can map to ours, by our name.
 _ANSWER_LIKE = frozenset("answer output generation reply".split())
@@ -52,15 +54,17 @@ _LABEL_LIKE = frozenset(
 
 @dataclass(frozen=True)
 class Fields:
-    """Mapping of column names (``model.data.fields``), and labels; a file without such a column is read unchanged.
+    """Mapping of column names (``model.data.fields``), labels and columns in JSON; a file without them is read unchanged.
 
     Raises DataError if a name is not a known column, or a column of the files is used twice.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)  # known column (``COLUMNS``) -> its name in the files
     labels: Labels = COMMON_LABELS  # model.data.labels
+    json_columns: Collection[str] | None = None  # model.data.json_columns, by our names
 
     def __post_init__(self) -> None:
+        check_json_columns(self.json_columns)
         for name in self.columns:
             if name not in COLUMNS:
                 remedy = "write {OURS:COLUMN}"
@@ -93,11 +97,11 @@ class FileColumns:
     texts: int = 0  # rows whose prompt is a string, not messages
 
     def add(self, row: Row, used: Set[str]) -> None:
-        """Count the columns of a row; ``used`` are the columns that the row uses."""
+        """Count the columns of a row; ``used`` are the columns that the row uses. Unused ones may have no value."""
         self.rows += 1
-        for column in row:
+        for column, value in row.items():
             self.found[column] = self.found.get(column, 0) + 1
-            if column not in used:
+            if column not in used and value not in (None, ""):
                 self.unused[column] = self.unused.get(column, 0) + 1
 
     def merge(self, other: FileColumns) -> None:
@@ -206,10 +210,9 @@ class FileReader:
                 if isinstance(given, RowError):
                     raise given
                 row, renamed = self.fields.rename(given)
+                row = read_values(row, self.fields.json_columns, has_cells=has_cells)
                 used = used_columns(tuple(row), as_pair=as_pair)
                 columns.add(given, {renamed.get(name, name) for name in used} if renamed else used)
-                if has_cells:
-                    row = row_of_cells(cast(Mapping[str, str], row))
                 for column in () if as_pair else used.intersection(LABEL_COLUMNS, row):
                     add_label(columns.labels, renamed.get(column, column), label_text(row[column]), line=line)
                 records = _complete_records(row, line, records_of, as_pair=as_pair)
@@ -217,6 +220,8 @@ class FileReader:
                 continue
             except RowError as error:
                 self.broken.add(path, line, str(error))
+                if isinstance(error, LastRowError):
+                    self.broken.raise_if_any()
                 continue
             columns.texts += isinstance(records[0].prompt, str)
             yield from records

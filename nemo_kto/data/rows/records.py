@@ -16,10 +16,7 @@ columns are treated.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -33,21 +30,20 @@ Row = Mapping[str, object]
 Message = Mapping[str, object]
 TextOrMessages = str | list[Message]
 
-_PAIR_KEYS = (("chosen", "rejected"), ("chosen_response", "rejected_response"))
-_REWARDS = ("chosen_reward", "rejected_reward")
-_ANSWERS = ("response", "completion")
-_TEMPLATE_KEYS = ("tools", "chat_template_kwargs")
-_WEIGHT = "weight"
+PAIR_KEYS = (("chosen", "rejected"), ("chosen_response", "rejected_response"))
+REWARDS = ("chosen_reward", "rejected_reward")
+ANSWERS = ("response", "completion")
+TEMPLATE_KEYS = ("tools", "chat_template_kwargs")
+WEIGHT = "weight"
 LABEL_COLUMNS = ("preference", "label")
 # The columns that are interpreted; model.data.fields maps columns of other names to them.
-COLUMNS = ("prompt", *_ANSWERS, "messages", *LABEL_COLUMNS, *chain(*_PAIR_KEYS), *_REWARDS, *_TEMPLATE_KEYS, _WEIGHT)
+COLUMNS = ("prompt", *ANSWERS, "messages", *LABEL_COLUMNS, *chain(*PAIR_KEYS), *REWARDS, *TEMPLATE_KEYS, WEIGHT)
 # Arguments of apply_chat_template that are not template variables.
 _NOT_FOR_TEMPLATES = frozenset(
     "conversation tools add_generation_prompt continue_final_message tokenize padding truncation max_length "
     "return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
 )
 COMMON_LABELS = Labels()
-_JSON_CELL = re.compile(r'\s*(\[\s*\{.*"role"|\{)', re.DOTALL)  # a list of messages, or an object
 _DIALOGUE_ANSWER = "\n\nAssistant:"  # begins an answer in a pair of strings without a "prompt", as in HH-RLHF
 _FP32_MIN, _FP32_MAX = 2.0**-126, 2.0**128 - 2.0**104  # losses and their weights are in fp32
 
@@ -125,7 +121,7 @@ def records_of_row(row: Row, line: int, labels: Labels = COMMON_LABELS) -> list[
         answers = list(zip(_pair(row, *keys), (True, False), strict=True))
     else:
         desirable = _label(row, labels)
-        answer_keys = [key for key in _ANSWERS if key in row]
+        answer_keys = [key for key in ANSWERS if key in row]
         if "messages" in row:
             answers = [(_conversation(row["messages"], "messages"), desirable)]
         elif "prompt" in row and len(answer_keys) == 1:
@@ -153,8 +149,8 @@ def pair_of_row(row: Row, line: int) -> DPORecord:
     if prompt != other_prompt:
         good, bad = keys
         raise RowError(f'"{good}" and "{bad}" must answer the same prompt; make the messages before the answers equal')
-    rewards: dict[str, Any] = dict.fromkeys(_REWARDS, None) | {
-        key: _number(row[key]) for key in _REWARDS if row.get(key) is not None
+    rewards: dict[str, Any] = dict.fromkeys(REWARDS, None) | {
+        key: _number(row[key]) for key in REWARDS if row.get(key) is not None
     }
     for key, reward in rewards.items():
         if reward is not None and not math.isfinite(reward):
@@ -172,20 +168,20 @@ def used_columns(columns: tuple[str, ...], *, as_pair: bool) -> frozenset[str]:
     The row is read by :func:`records_of_row`, or by :func:`pair_of_row` if ``as_pair`` is set.
     """
     if keys := _pair_keys(columns):
-        read = {"prompt", *keys, *(_REWARDS if as_pair else ())}
+        read = {"prompt", *keys, *(REWARDS if as_pair else ())}
     elif "messages" in columns:
         read = {"messages", *LABEL_COLUMNS}
     else:
-        read = {"prompt", *_ANSWERS, *LABEL_COLUMNS}
-    return frozenset(read | {*_TEMPLATE_KEYS, _WEIGHT})
+        read = {"prompt", *ANSWERS, *LABEL_COLUMNS}
+    return frozenset(read | {*TEMPLATE_KEYS, WEIGHT})
 
 
 def _shared(row: Row, line: int, prompt: TextOrMessages) -> dict[str, Any]:
     """Return the fields of a record that do not depend on its answers."""
-    template, weight, value = _template(row, prompt), 1.0, row.get(_WEIGHT)
+    template, weight, value = _template(row, prompt), 1.0, row.get(WEIGHT)
     if value is not None and not _FP32_MIN <= (weight := _number(value)) <= _FP32_MAX:
         got = f"got {show(value)}; correct it or remove it"
-        raise RowError(f'"{_WEIGHT}" must be a number above 0 in the range of fp32, {got}')
+        raise RowError(f'"{WEIGHT}" must be a number above 0 in the range of fp32, {got}')
     return {"prompt": prompt, "line": line, "template": template, "weight": weight}
 
 
@@ -199,7 +195,7 @@ def _number(value: object) -> float:
 
 def _template(row: Row, prompt: TextOrMessages) -> dict[str, object]:
     """Return the chat template arguments of a row."""
-    given = [key for key in _TEMPLATE_KEYS if row.get(key)]
+    given = [key for key in TEMPLATE_KEYS if row.get(key)]
     if not given:
         return {}
     if isinstance(prompt, str):
@@ -210,10 +206,6 @@ def _template(row: Row, prompt: TextOrMessages) -> dict[str, object]:
     if wrong := sorted(_NOT_FOR_TEMPLATES & variables.keys()):
         raise RowError(f'"chat_template_kwargs" must contain template variables only, got "{wrong[0]}"; remove it')
     tools = row.get("tools") or []
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-    except (ValueError, RecursionError) as error:  # not JSON, a huge integer, or too deep nesting
-        raise RowError(f'"tools" must be a list of JSON schemas, got a string that is not JSON ({error})') from error
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowError(f'"tools" must be a list of JSON schemas, or such a list as a JSON string, got {show(tools)}')
     return {**variables, **({"tools": tools} if tools else {})}
@@ -233,7 +225,7 @@ def _label(row: Row, labels: Labels) -> bool:
 
 def _pair_keys(row: Collection[str]) -> tuple[str, str] | None:
     """Return the keys of the chosen and the rejected side; None if the row has neither."""
-    return next((keys for keys in _PAIR_KEYS if any(key in row for key in keys)), None)
+    return next((keys for keys in PAIR_KEYS if any(key in row for key in keys)), None)
 
 
 def _pair(row: Row, good: str, bad: str) -> list[tuple[TextOrMessages, TextOrMessages]]:
@@ -323,23 +315,3 @@ def _with_text(message: Message, key: str) -> Message:
             )
         texts.append(part["text"])
     return {**message, "content": "".join(texts)}
-
-
-def row_of_cells(cells: Mapping[str, str]) -> Row:
-    """Return a row of a csv file with its values: numbers, and messages in JSON; other cells are strings.
-
-    An empty cell counts as a missing value, unless it may be an empty text.
-    """
-    empty = {name for name in cells if not cells[name].strip()} - {"prompt", *_ANSWERS, *LABEL_COLUMNS}
-    for keys in _PAIR_KEYS:
-        if not empty.issuperset(keys):
-            empty -= set(keys)
-    row: dict[str, object] = {name: cell for name, cell in cells.items() if name not in empty}
-    for name in row.keys() & {_WEIGHT, *_REWARDS}:
-        with contextlib.suppress(ValueError):  # reported as no number
-            row[name] = float(cells[name])
-    for name in row.keys() & {"prompt", "messages", "chat_template_kwargs", *_ANSWERS, *chain(*_PAIR_KEYS)}:
-        if _JSON_CELL.match(cells[name]):
-            with contextlib.suppress(ValueError, RecursionError):  # text
-                row[name] = json.loads(cells[name])
-    return row

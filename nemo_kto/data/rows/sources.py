@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from nemo_kto.data.rows.forms import COMPRESSED, SUFFIXES
 from nemo_kto.data.rows.records import DataError
-from nemo_kto.errors import either, printable
+from nemo_kto.errors import either, printable, show
 from nemo_kto.utils.files import file_inside, make_folder, publish_file, read_json
 
 SPLITS = ("train", "validation", "test")
@@ -157,7 +157,11 @@ def _named_splits(name: str | Path) -> dict[str, tuple[Path, ...]]:
 
 def _saved_names(folder: Path) -> list[object]:
     names = read_json(folder / _SAVED_SPLITS).get("splits")
-    if not isinstance(names, list) or not all(isinstance(name, str) and file_inside(folder, name) for name in names):
+    if (
+        not names
+        or not isinstance(names, list)
+        or not all(isinstance(name, str) and file_inside(folder, name) for name in names)
+    ):
         raise DataError(
             f"{folder / _SAVED_SPLITS} must list splits, got {names!r}; write the folder again with save_to_disk"
         )
@@ -232,9 +236,13 @@ def data_files(name: str | Path) -> tuple[Path, ...]:
     if (path / _SAVED).is_file():
         saved = read_json(path / _SAVED).get("_data_files")
         try:
-            return tuple(file_inside(path, str(each["filename"])) for each in saved or [])
-        except (TypeError, LookupError) as error:
-            raise DataError(f"{path / _SAVED} must list data files; write the folder again with save_to_disk") from error
+            files = tuple(file_inside(path, str(each["filename"])) for each in saved or [])
+        except (TypeError, LookupError):
+            files = ()
+        if not files:
+            text = f"must list data files in _data_files, got {show(saved)}; write the folder again with save_to_disk"
+            raise DataError(f"{path / _SAVED} {text}")
+        return files
     if (path / _SAVED_SPLITS).is_file():
         names = ", ".join(f"{path}/{split}" for split in _saved_names(path))
         raise DataError(f"{path} must be one split of a data set, got a folder of splits; name one of {names}")

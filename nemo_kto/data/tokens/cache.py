@@ -19,7 +19,7 @@ from datasets import Sequence as SequenceOf
 from datasets.table import MemoryMappedTable, Table
 
 from nemo_kto.data.rows.files import FilePart, file_parts, number_of_parts
-from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
+from nemo_kto.data.rows.reader import EMPTY_FILE, Fields, FileColumns, FileReader, RowErrors
 from nemo_kto.data.rows.records import COMMON_LABELS, DataError, DPORecord, KTORecord, LastRowError, RowError
 from nemo_kto.data.tokens.chat import RecordEncoder
 from nemo_kto.data.tokens.part_files import PARTS, PartResult, PartWriter, Tokeniser
@@ -32,7 +32,7 @@ from nemo_kto.utils.locks import one_writer
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 4  # increase it if the same data and tokenizer give other token ids or columns
+_FORMAT = 5  # increase it if the same data and tokenizer give other token ids or columns
 _NOT_CONTENT = ("line", "prompt_cut", "response_cut")  # origin of an example, and whether it was truncated
 _IDS = SequenceOf(Value("int32"))
 Columns = dict[str, object]  # column name -> value, for one example
@@ -134,8 +134,8 @@ DPO_EXAMPLES = ExampleKind(
 class TokenCache:
     """Cache of examples: one Arrow file per data file, in one folder, each with a JSON file about its columns.
 
-    The file name contains a hash of everything that determines the content: path, size and modification time of the data,
-    the renamed columns, the tokenizer, the sequence length and the truncation. Files are published atomically. When a file
+    The file name contains a hash of everything that determines the content: name and content of the data, the renamed
+    columns, the tokenizer, the sequence length and the truncation. Files are published atomically. When a file
     is opened, it is compared with the hash of the content that was written; a large file is read for this only once, until
     it changes. Any number of processes may read at the same time; one process writes while the others wait for it.
     """
@@ -253,7 +253,7 @@ class TokenCache:
             raise DataError(f"{path} was changed while it was read; start the run again when the file is complete")
         columns.add_label_errors(path, self.fields.labels, broken)
         if rows == 0 and broken.total == before:
-            broken.add(path, 1, "the file must have at least one row, got none; remove it from data_prefix")
+            broken.add(path, 1, EMPTY_FILE)
 
     def _complete(self, cached: Path, columns: FileColumns) -> Table:
         """Write the JSON file of a cached file, which marks it as complete, and open the cached file."""
@@ -284,8 +284,12 @@ class TokenCache:
         return None
 
     def _name(self, path: Path) -> str:
-        state = path.stat()
-        key = [_FORMAT, str(path.resolve()), state.st_size, state.st_mtime_ns, sorted(self.fields.columns.items())]
+        if self.max_rows is None:
+            content = hash_once(path, cache_dir=self.folder, private=self._private)
+        else:  # a folder for one use
+            content = ""
+        # the suffix of a csv file may determine its form
+        key = [_FORMAT, path.name, content, self.fields.json_columns, sorted(self.fields.columns.items())]
         if self.fields.labels != COMMON_LABELS:  # files without them keep the names they had before labels were introduced
             key.append(asdict(self.fields.labels))
         key += [self._tokenizer_hash, self.truncation.seq_length, self.truncation.mode]

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import cache
+from multiprocessing import resource_tracker, util
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
@@ -99,6 +101,7 @@ def isolated_starts() -> Iterator[None]:
 
     The program may have no ``if __name__ == "__main__"`` guard, and the working directory may be that of a model.
     """
+    _end_tracker_at_exit()
     name = "PYTHONSAFEPATH"  # has the effect of python -P
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     before, os.environ[name] = os.environ.get(name), "1"
@@ -110,6 +113,13 @@ def isolated_starts() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+@cache
+def _end_tracker_at_exit() -> None:
+    """Make the exit of this process wait for Python's resource tracker, which would otherwise end after the command."""
+    # after all other finalizers, which still use it
+    util.Finalize(None, resource_tracker._resource_tracker._stop, exitpriority=-1000)  # type: ignore[attr-defined]
 
 
 _work: Callable[[Any], Any]  # set only in a worker process

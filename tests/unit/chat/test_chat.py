@@ -258,3 +258,21 @@ def test_an_unknown_command_on_stdin(
     with raises(UserError, "/reset", "/quit", "'/rest'"):
         main([str(folders[0])])
     assert "/system TEXT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("typed", [b"caf\xe9\n", b"/system caf\xe9\n"])
+@pytest.mark.parametrize("words", [[], ["-p", "-"]])
+def test_bytes_on_stdin_that_are_not_utf8(
+    folders: tuple[Path, Path], typed: bytes, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
+    with raises(UserError, "UTF-8", "'\\udce9'"):
+        main([str(folders[0]), *words])
+
+
+def test_a_mark_at_the_start_of_stdin(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\ufeffHello\n".encode()), encoding="utf-8"))
+    (found,) = answers(capsys, [folders[0], *LENGTH])
+    assert found["prompt"] == "Hello"

@@ -203,3 +203,24 @@ def test_invalid_command_lines() -> None:
         with pytest.raises(SystemExit) as ended:
             check.main(["rows.jsonl", option])
         assert ended.value.code == 2
+
+
+def test_files_without_rows_are_errors() -> None:
+    write_rows(Path("rows.jsonl"), ROWS)
+    Path("empty.jsonl").write_text("\n")
+    Path("header.csv").write_text("prompt,response,label\n")
+    fault = "at least one row"
+    assert refused("rows.jsonl", "empty.jsonl", "header.csv") == [
+        Message("2 broken rows"),
+        Message("empty.jsonl:1", fault),
+        Message("header.csv:1", fault),
+    ]
+
+
+def test_messages_as_text_need_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(Path("rows.jsonl"), [{**ROWS[0], "prompt": str(HELLO)}])
+    assert refused("rows.jsonl")[1] == Message("rows.jsonl:1", "model.data.json_columns=[prompt]")
+    assert "  prompt                        5        5        5        5        5" in shown(
+        capsys, "rows.jsonl", "--json-columns", "prompt"
+    )
+    assert refused("rows.jsonl", "--json-columns", "question") == [Message("--json-columns", "prompt", "question")]

@@ -207,6 +207,13 @@ def test_folders_of_save_to_disk(tmp_path: Path) -> None:
         read_data_prefix(str(tmp_path / "prefs"))
 
 
+@pytest.mark.parametrize(("name", "content"), [("state.json", {"_data_files": []}), ("dataset_dict.json", {"splits": []})])
+def test_a_saved_folder_without_files(name: str, content: dict, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(json.dumps(content))
+    with raises(DataError, f"{tmp_path}/{name}", "[]", "save_to_disk"):
+        read_data_prefix(str(tmp_path))
+
+
 def test_files_of_a_folder_have_one_form(tmp_path: Path) -> None:
     for name in ("b.csv", "a.csv.gz", "notes.md", "info.json"):
         (tmp_path / name).write_text("x")

@@ -60,7 +60,7 @@ def test_common_values(good: object, bad: object, tmp_path: Path) -> None:
         (["up", "down", "yes", "up"], 1, 3, "up (2 rows), down (1 row), yes (1 row)"),
         (["up", "down", True, 1, 0, "up"], 3, 3, "up (2 rows), 0 (1 row), 1 (1 row), down (1 row), true (1 row)"),
         (["A", "B", "A"], 3, 1, "a (2 rows), b (1 row)"),
-        ([None, "", "good"], 2, 1, '"" (1 row), None (1 row), good (1 row)'),
+        ([None, "", " ", "good"], 3, 1, '"" (3 rows), good (1 row)'),
     ],
 )
 def test_values_that_do_not_fit_are_counted(values: list, total: int, line: int, got: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -262,3 +263,22 @@ def test_worker_processes_do_not_run_the_main_program(ending: signal.Signals, tm
     assert lines[0] == "started"
     assert lines.count("started") == 1
     assert set(map(str, workers)) == set(lines[1:3])
+
+
+def test_no_process_outlives_the_one_that_started_workers(tmp_path: Path) -> None:
+    """Not even Python's resource tracker, which is a child of its own."""
+    script = """
+    import multiprocessing
+    from multiprocessing import resource_tracker
+    from nemo_kto.data.tokens.parts import isolated_starts
+
+    with isolated_starts():
+        process = multiprocessing.get_context("spawn").Process(target=print)
+        process.start()
+    process.join()
+    print(resource_tracker._resource_tracker._pid)
+    """
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert not Path("/proc", done.stdout.split()[-1]).exists()

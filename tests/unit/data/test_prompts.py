@@ -45,8 +45,10 @@ def test_rows_give_the_prompt_without_its_answer(tmp_path: Path) -> None:
 
 def test_cells_of_a_table_may_be_messages(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
-    file.write_text('id,prompt\n1,What?\n2,"[{""role"": ""user"", ""content"": ""Who?""}]"\n', encoding="utf-8")
-    assert [each.prompt for each in read_prompts(file)] == ["What?", [{"role": "user", "content": "Who?"}]]
+    file.write_text('id,prompt\n2,"[{""role"": ""user"", ""content"": ""Who?""}]"\n', encoding="utf-8")
+    assert [each.prompt for each in read_prompts(file, ["prompt"])] == [[{"role": "user", "content": "Who?"}]]
+    with raises(DataError, "rows.csv:2", "model.data.json_columns=[prompt]"):
+        read_prompts(file)
 
 
 def test_broken_rows_are_listed_together(tmp_path: Path) -> None:

@@ -23,11 +23,11 @@ FILES = 12
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The suffixes of the files that were read to be hashed."""
+    """The suffixes of the files of the cache that were read to be hashed."""
     files, file_hash = list[str](), hashes.file_hash
 
     def noting(file: Path) -> str:
-        files.append(file.suffix)
+        files.extend({file.suffix} & {".arrow"})
         return file_hash(file)
 
     monkeypatch.setattr(hashes, "file_hash", noting)
@@ -66,6 +66,29 @@ def test_a_rank_whose_machine_has_verified_the_cache_reads_nothing(tmp_path: Pat
         assert dataset is not None
         assert len(dataset) == 7
         assert len(read) == times
+
+
+@pytest.mark.parametrize("least", [1, hashes.MIN_KEPT_BYTES])
+def test_other_rows_of_the_same_size_and_times_are_tokenised(
+    tmp_path: Path, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hashes, "MIN_KEPT_BYTES", least)
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": "p", "response": "r", "label": label} for label in (1, 1, 0)])
+    before, found = path.stat(), []
+    for _ in range(2):
+        train = splits(path, tmp_path).train
+        assert train is not None
+        found.append([example.desirable for example in train.__getitems__(range(3))])
+        path.write_text(path.read_text().replace('"label": 1', '"label": 0', 1))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert found == [[True, True, False], [False, True, False]]
+
+
+def test_equal_rows_in_another_folder_are_not_tokenised_again(tmp_path: Path) -> None:
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        splits(write_rows(tmp_path / folder / "a.jsonl", numbered_rows(3)), tmp_path)
+    assert len(list((tmp_path / "cache").glob("*.arrow"))) == 1
 
 
 def test_many_small_files_need_few_syncs_and_log_lines(
