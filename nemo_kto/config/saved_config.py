@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from nemo_kto.config.compose import FREE_FORM, WRONG, Source, known_keys, load
 from nemo_kto.config.schema import RunConfig
+from nemo_kto.utils.escaping import terminal_line
 from nemo_kto.utils.files import publish_file, read_bytes
 
 CONFIG_FILE = "config.yaml"  # in the run folder
@@ -122,7 +123,8 @@ def save_config(config: RunConfig) -> None:
         for key in known_keys(now):
             old, new = _value(before, key), _value(values, key)
             if old not in (_ABSENT, new):  # absent if the file was truncated or written by an earlier version
-                print(f"nemo-kto: {key} changed since the last start of this run: {old} -> {new}", file=sys.stderr)
+                change = terminal_line(f"{old} -> {new}")
+                print(f"nemo-kto: {key} changed since the last start of this run: {change}", file=sys.stderr)
     with publish_file(file) as writing:
         writing.write_text(OmegaConf.to_yaml(now), encoding="utf-8")
 

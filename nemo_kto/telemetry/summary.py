@@ -10,6 +10,7 @@ from nemo_kto.errors import plural
 from nemo_kto.telemetry.console import terminal_width
 from nemo_kto.telemetry.loggers import parse_line
 from nemo_kto.telemetry.progress import ONE_VALIDATION_SET, SHOWN
+from nemo_kto.utils.escaping import terminal_line
 from nemo_kto.utils.files import open_file, read_lines
 
 
@@ -43,7 +44,7 @@ def table(title: str, lines: Mapping[str, str]) -> str:
 
 def wrap(text: str, *, width: int, indent: int) -> str:
     """Break a text that begins in column ``indent`` into lines; words, such as paths, are not broken."""
-    first, *words = text.split(" ")
+    first, *words = terminal_line(text).split(" ")
     lines = [first]
     for word in words:
         if indent + len(f"{lines[-1]} {word}") > width:

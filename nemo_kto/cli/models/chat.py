@@ -22,6 +22,7 @@ from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.processes import ranks
 from nemo_kto.telemetry.console import set_up_logging, take_over
+from nemo_kto.utils.escaping import terminal_line, terminal_text
 from nemo_kto.utils.files import read_json
 
 _BASE = "base"
@@ -64,14 +65,14 @@ def main(argv: Sequence[str]) -> int:
     session = Session(models=models, sampling=sampling, system=flags.system, as_json=flags.json)
     for prompt in prompts:
         if len(prompts) > 1 and not flags.json:
-            print(f"> {prompt}", flush=True)
+            print(f"> {terminal_text(prompt)}", flush=True)
         session.reset()
         if not session.say(prompt):
             return ranks.INTERRUPTED
     if not prompts:
         if sys.stdin.isatty() and sys.stdout.isatty():
             for model in models:
-                print(f"{model.label}: {model.describe()}")
+                print(terminal_line(f"{model.label}: {model.describe()}"))
             print("/help lists the commands, Ctrl-D ends.")
         session.talk()
     return 0

@@ -23,6 +23,7 @@ from nemo_kto.artifacts.checkpoint_files import (
     size_text,
 )
 from nemo_kto.errors import UserError
+from nemo_kto.utils.escaping import terminal_line
 from nemo_kto.utils.files import WRITING
 
 DAMAGED = 1  # exit status of verify
@@ -58,9 +59,9 @@ def _list(folder: Path) -> int:
     rows = [_HEADER, *(_row(path) for path in _paths(folder))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
     for row in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        print(terminal_line("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()))
     for leftover in sorted((folder / CHECKPOINTS).glob(f"{WRITING}*")):
-        print(f"{leftover.name}: incomplete: it is being written, or its run was stopped")
+        print(f"{terminal_line(leftover.name)}: incomplete: it is being written, or its run was stopped")
     return 0
 
 
@@ -99,9 +100,9 @@ def _verify(folder: Path) -> int:
         wrong = [found] if isinstance(found, str) else damage(path, found.files)
         if wrong:
             status = DAMAGED
-            print("\n  ".join([f"{path}: damaged", *wrong]), flush=True)
+            print("\n  ".join(map(terminal_line, [f"{path}: damaged", *wrong])), flush=True)
         elif isinstance(found, Checkpoint):
-            print(f"{path}: {_as_written(found)}", flush=True)
+            print(terminal_line(f"{path}: {_as_written(found)}"), flush=True)
     return status
 
 
