@@ -41,13 +41,13 @@ def names(text: str) -> frozenset[str]:
 
 # docs/internals/design.md has the figure. A folder within a package may have a separate row.
 PACKAGES = {
-    "utils": Package(outside=names("pydantic pydantic_core annotated_types")),
+    "utils": Package(outside=names("pydantic pydantic_core annotated_types"), only_in=(("yaml", names("yaml_files.py")),)),
     "losses": Package(
         own=names("utils"), outside=names("torch annotated_types"), never=names("torch.distributed torch.cuda")
     ),
     "telemetry": Package(
         own=names("utils"),
-        outside=names("torch pytorch_lightning lightning_fabric tqdm rich psutil"),
+        outside=names("torch pytorch_lightning lightning_fabric tqdm rich psutil annotated_types"),
         never=names("torch.distributed torch.cuda"),
     ),
     "device": Package(own=names("utils"), outside=names("torch megatron.core")),
@@ -110,7 +110,7 @@ PACKAGES = {
     ),
     "report": Package(
         own=names("telemetry artifacts config utils"),
-        outside=names("numpy"),
+        outside=names("numpy annotated_types"),
         only_in=(("matplotlib", names("drawing.py")), ("jinja2", names("page.py")), ("markupsafe", names("page.py"))),
     ),
     "run": Package(

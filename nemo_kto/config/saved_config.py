@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 
 from nemo_kto.config.compose import FREE_FORM, WRONG, Source, known_keys, load
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.utils.escaping import terminal_line
 from nemo_kto.utils.files import publish_file, read_bytes
+from nemo_kto.utils.yaml_files import load_yaml
 
 CONFIG_FILE = "config.yaml"  # in the run folder
 HIDDEN = "***"
@@ -100,17 +100,7 @@ def _equal(value: object, default: object) -> bool:
     return value == default
 
 
-_MAX_BYTES = 2**18  # a saved configuration has a thirtieth of this size
 _ABSENT = object()
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """YAML loader that rejects aliases, which we do not write: a few nested ones may expand to billions of values."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("must not contain aliases")
-        return super().compose_node(parent, index)
 
 
 def save_config(config: RunConfig) -> None:
@@ -146,7 +136,7 @@ def read_saved(file: Path) -> dict[str, Any]:
 def _read(file: Path) -> dict[str, Any] | None:
     """Read a saved configuration without resolving interpolations; None if it is missing or damaged."""
     try:
-        content = yaml.load(read_bytes(file, limit=_MAX_BYTES), Loader=_PlainLoader)  # nosec B506  # a SafeLoader
+        content = load_yaml(read_bytes(file))
     except (*WRONG, ValueError):
         return None
     return content if isinstance(content, dict) and "algorithm" in content else None
