@@ -153,7 +153,7 @@ def _export(checkpoint: Path, out: Path) -> Path:
     if is_our_model(out):
         return out
     print(f"nemo-kto chat: {checkpoint} is exported to {out} first", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "nemo_kto.cli.main", "export", str(checkpoint), str(out)]
+    command = [sys.executable, "-P", "-m", "nemo_kto.cli.main", "export", str(checkpoint), str(out)]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
     if done.returncode:
         raise UserError(f"{checkpoint} cannot be exported:\n{done.stderr.strip()}")
