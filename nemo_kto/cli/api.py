@@ -26,10 +26,10 @@ from nemo_kto.config.schema import config_type
 from nemo_kto.errors import UserError, either, show
 from nemo_kto.losses.loss import Loss
 from nemo_kto.processes import objects, ranks, signals
-from nemo_kto.telemetry.loggers import METRICS_FILE, parse_line
+from nemo_kto.telemetry.loggers import METRICS_FILE, read_metrics
 from nemo_kto.telemetry.summary import figures_of, model_lines, table
 from nemo_kto.utils.field_errors import names
-from nemo_kto.utils.files import open_file, publish_file, read_lines
+from nemo_kto.utils.files import publish_file
 
 if TYPE_CHECKING:
     import pandas
@@ -49,10 +49,7 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl, each with a step and the metrics logged at it."""
-        if not (self.folder / METRICS_FILE).is_file():
-            return []
-        with open_file(self.folder / METRICS_FILE) as lines:
-            return [dict(row) for row in map(parse_line, read_lines(lines)) if row]
+        return list(read_metrics(self.folder / METRICS_FILE))
 
     def metrics_frame(self) -> pandas.DataFrame:
         """Return the metrics as a DataFrame with one row for each step, whose index is the step."""

@@ -16,8 +16,7 @@ from nemo_kto.config.saved_config import redacted
 from nemo_kto.data.rows.sources import validation_names
 from nemo_kto.errors import plural
 from nemo_kto.losses.metrics import metric_prefix
-from nemo_kto.telemetry.loggers import METRICS_FILE, parse_line
-from nemo_kto.utils.files import open_file, read_lines
+from nemo_kto.telemetry.loggers import METRICS_FILE, read_metrics
 
 _METRICS = ("loss", "acc", "auc", "rewards_margin")
 
@@ -77,10 +76,8 @@ def _folder(config: DictConfig, number: int) -> Path:
 def _last_validation(metrics_file: Path) -> dict[str, float]:
     """Return the last value of each metric in a metrics.jsonl; empty if there is none."""
     last: dict[str, float] = {}
-    if metrics_file.is_file():
-        with open_file(metrics_file) as lines:
-            for logged in filter(None, map(parse_line, read_lines(lines))):
-                last |= logged
+    for logged in read_metrics(metrics_file):
+        last |= {name: value for name, value in logged.items() if value is not None}
     return last
 
 

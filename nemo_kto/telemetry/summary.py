@@ -8,10 +8,9 @@ from pathlib import Path
 
 from nemo_kto.errors import plural
 from nemo_kto.telemetry.console import terminal_width
-from nemo_kto.telemetry.loggers import parse_line
+from nemo_kto.telemetry.loggers import read_metrics
 from nemo_kto.telemetry.progress import ONE_VALIDATION_SET, SHOWN
 from nemo_kto.utils.escaping import terminal_line
-from nemo_kto.utils.files import open_file, read_lines
 
 
 def layout_text(
@@ -90,13 +89,11 @@ def figures_of(metrics_file: Path, *, validations: Mapping[str, str] = ONE_VALID
     names = {"train/loss": "train loss", **of_sets}
     first: dict[str, tuple[int, float]] = {}
     last: dict[str, tuple[int, float]] = {}
-    if metrics_file.is_file():  # missing if the log could not be opened
-        with open_file(metrics_file) as lines:
-            for logged in filter(None, map(parse_line, read_lines(lines))):
-                for name in names:
-                    if (value := logged.get(name)) is not None:
-                        last[name] = int(logged["step"]), value
-                        first.setdefault(name, last[name])
+    for logged in read_metrics(metrics_file):  # none if the log could not be opened
+        for name in names:
+            if (value := logged.get(name)) is not None:
+                last[name] = int(logged["step"]), value
+                first.setdefault(name, last[name])
     texts: dict[str, str] = {}
     for name, (step, value) in last.items():
         first_step, first_value = first[name]
