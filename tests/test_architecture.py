@@ -47,7 +47,7 @@ PACKAGES = {
     ),
     "telemetry": Package(
         own=names("utils"),
-        outside=names("torch pytorch_lightning lightning_fabric tqdm rich psutil"),
+        outside=names("torch pytorch_lightning lightning_fabric tqdm rich psutil annotated_types"),
         never=names("torch.distributed torch.cuda"),
     ),
     "device": Package(own=names("utils"), outside=names("torch megatron.core")),
@@ -109,7 +109,7 @@ PACKAGES = {
     ),
     "report": Package(
         own=names("telemetry artifacts config utils"),
-        outside=names("numpy"),
+        outside=names("numpy annotated_types"),
         only_in=(("matplotlib", names("drawing.py")), ("jinja2", names("page.py")), ("markupsafe", names("page.py"))),
     ),
     "run": Package(

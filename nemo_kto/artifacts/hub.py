@@ -19,7 +19,9 @@ _NAME = re.compile(r"hf:(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revisio
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SMALL = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
 _ABOUT = ("README.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
-_CACHED = re.compile(r"(?:.*/)?models--(?P<organisation>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})/?")
+_CACHED = re.compile(
+    r"(?:.*/)?models--(?P<organisation>[\w-][\w.-]*?)--(?P<name>[\w-][\w.-]*)/snapshots/(?P<commit>[0-9a-f]{40})/?", re.ASCII
+)
 _LEFT_OUT = ("*/*", "consolidated*")  # copies of the model in other formats
 
 
@@ -60,8 +62,8 @@ def pin(name: str, *, earlier: object = None, leads: bool = True, weights: bool 
     if (found := _NAME.fullmatch(name)) is None:
         raise UserError(f"must be {HUB}ORGANISATION/NAME or {HUB}ORGANISATION/NAME@REVISION, got {name}; correct the name")
     repository, revision = found["repository"], found["revision"]
-    if revision is None and str(earlier).startswith(f"{HUB}{repository}@"):
-        revision = str(earlier).partition("@")[2]
+    if revision is None and (recorded := _NAME.fullmatch(str(earlier))) and recorded["repository"] == repository:
+        revision = recorded["revision"]
     commit = _download(str(_cache_folder(repository)), repository, revision, leads, weights)
     if isinstance(commit, UserError):
         raise commit

@@ -194,10 +194,12 @@ def _load(folder: Path, *, adapters: Path | None, dtype: torch.dtype) -> Any:
         raise UserError(f"{text}; download it again, or export it again with nemo-kto export") from error
     if adapters is not None:
         try:
-            from peft import PeftModel
+            from peft import PeftConfig, PeftModel
         except ImportError:
             text = f"{adapters}: the package peft must be installed for adapters ({ADAPTER_CONFIG}), got none"
             raise UserError(f"{text}; pip install peft, or name the run, whose merged model is used") from None
-        model = PeftModel.from_pretrained(model, str(adapters), local_files_only=True).merge_and_unload()
+        config = PeftConfig.from_pretrained(str(adapters), local_files_only=True)
+        config.megatron_config = None  # PEFT would import the module that megatron_core names
+        model = PeftModel.from_pretrained(model, str(adapters), config=config, local_files_only=True).merge_and_unload()
     device.select()
     return model.to(device.current_device()).eval()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from nemo_kto.chat.model import ChatModel, Message, Sampling
 from nemo_kto.errors import UserError, either, show
+from nemo_kto.utils.escaping import terminal_line, terminal_text
 
 _HELP = """\
 /reset          forget the conversation; the system message stays
@@ -56,13 +57,14 @@ class Session:
         added = []
         for number, (model, history) in enumerate(zip(self._models, self._histories, strict=True)):
             if len(self._models) > 1 and not self._as_json:
-                self._write(self._marked(f"{model.label}:", _LABELS[number]) + "\n")
-            show_text = (lambda text: None) if self._as_json else self._write
+                self._write(self._marked(terminal_line(f"{model.label}:"), _LABELS[number]) + "\n")
+            show_text = (lambda text: None) if self._as_json else (lambda text: self._write(terminal_text(text)))
             answer = model.answer([*history, {"role": "user", "content": prompt}], self._sampling, show=show_text)
             if self._as_json:
                 fields = {"tokens": answer.tokens, "seconds": round(answer.seconds, 3), "finish": answer.finish}
                 line = {"model": model.label, "prompt": prompt, "answer": answer.text, **fields}
-                self._write(json.dumps(line, ensure_ascii=False) + "\n")
+                text = json.dumps(line, ensure_ascii=False)
+                self._write((text if text == terminal_text(text) else json.dumps(line)) + "\n")
             else:
                 details = f"  {self._marked(f'({answer.describe()})', _DIM)}" if sys.stdout.isatty() else ""
                 self._write(f"{details}\n")
@@ -124,7 +126,7 @@ def _refuse_broken(name: str, text: str) -> None:
 
 
 def _report(text: str) -> None:
-    sys.stderr.write(f"nemo-kto chat: {text}\n")
+    sys.stderr.write(f"nemo-kto chat: {terminal_text(text)}\n")
     sys.stderr.flush()
 
 

@@ -51,7 +51,7 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl, each with a step and the metrics logged at it."""
-        return [{**row} for row in read_metrics(self.folder / METRICS_FILE)]
+        return list(read_metrics(self.folder / METRICS_FILE))
 
     def metrics_frame(self) -> pandas.DataFrame:
         """Return the metrics as a DataFrame with one row for each step, whose index is the step."""

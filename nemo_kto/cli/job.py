@@ -31,6 +31,7 @@ from nemo_kto.device import device
 from nemo_kto.errors import ConfigError, UserError, plural
 from nemo_kto.processes import objects, ranks, signals
 from nemo_kto.telemetry.console import set_up_logging, take_over
+from nemo_kto.utils.escaping import terminal_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,7 @@ class Job:
                 ranks.fail(error, world=None)
             except RanksEnded as end:
                 if end.message:
-                    print(f"nemo-kto: {redacted(end.message)}", file=sys.stderr)
+                    print(f"nemo-kto: {terminal_text(redacted(end.message))}", file=sys.stderr)
                 if end.status != signals.ENDED_EARLY:
                     from nemo_kto.report.run_file import record_failure
 

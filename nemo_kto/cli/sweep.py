@@ -77,5 +77,5 @@ def _last_validation(metrics_file: Path) -> dict[str, float]:
     """Return the last value of each metric in a metrics.jsonl; empty if there is none."""
     last: dict[str, float] = {}
     for logged in read_metrics(metrics_file):
-        last |= logged
+        last |= {name: value for name, value in logged.items() if value is not None}
     return last

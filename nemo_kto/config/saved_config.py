@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from nemo_kto.config.compose import FREE_FORM, Source, known_keys, load
 from nemo_kto.config.schema import RunConfig
+from nemo_kto.utils.escaping import terminal_line
 from nemo_kto.utils.files import publish_file, read_bytes
 from nemo_kto.utils.yaml_files import load_yaml
 
@@ -99,7 +100,6 @@ def _equal(value: object, default: object) -> bool:
     return value == default
 
 
-_MAX_BYTES = 2**18  # a saved configuration has a thirtieth of this size
 _ABSENT = object()
 
 
@@ -113,7 +113,8 @@ def save_config(config: RunConfig) -> None:
         for key in known_keys(now):
             old, new = _value(before, key), _value(values, key)
             if old not in (_ABSENT, new):  # absent if the file was truncated or written by an earlier version
-                print(f"nemo-kto: {key} changed since the last start of this run: {old} -> {new}", file=sys.stderr)
+                change = terminal_line(f"{old} -> {new}")
+                print(f"nemo-kto: {key} changed since the last start of this run: {change}", file=sys.stderr)
     with publish_file(file) as writing:
         writing.write_text(OmegaConf.to_yaml(now), encoding="utf-8")
 
@@ -135,7 +136,7 @@ def read_saved(file: Path) -> dict[str, Any]:
 def _read(file: Path) -> dict[str, Any] | None:
     """Read a saved configuration without resolving interpolations; None if it is missing or damaged."""
     try:
-        content = load_yaml(read_bytes(file, limit=_MAX_BYTES))
+        content = load_yaml(read_bytes(file))
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) and "algorithm" in content else None

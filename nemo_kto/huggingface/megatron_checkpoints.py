@@ -20,12 +20,12 @@ from typing import Any
 
 from nemo_kto.checkpoint.safe_loading import BACKENDS, COMMON, read_arguments
 from nemo_kto.checkpoint.torch_dist import StoredTensors, TorchDist, TorchFile
-from nemo_kto.errors import UserError
+from nemo_kto.errors import UserError, printable
 from nemo_kto.utils.files import read_bytes, read_json
 from nemo_kto.utils.yaml_files import load_yaml
 
 _NEMO, _BRIDGE, _LATEST = "model_config.yaml", "run_config.yaml", "latest_checkpointed_iteration.txt"
-_MAX_MEMBERS, _MAX_YAML_BYTES = 100_000, 2**22
+_MAX_MEMBERS, _MAX_DEPTH = 100_000, 32
 _CONVERT = (
     "convert it with Megatron-LM, which still reads it: the command of its training with --ckpt-convert-format torch_dist "
     "--ckpt-convert-save NEW, then import NEW (zarr needs a version before megatron-core 0.13)"
@@ -79,11 +79,12 @@ def unpack(archive: Path, target: Path) -> None:
         with tarfile.open(archive) as tar:
             for number, member in enumerate(tar):
                 parts = PurePosixPath(member.name).parts
-                if member.isdir() and ".." not in parts:
+                is_known = member.isdir() or (member.isfile() and not member.name.startswith("/"))
+                if not is_known or ".." in parts or len(parts) > _MAX_DEPTH or number >= _MAX_MEMBERS:
+                    text = f"must be an archive of at most {_MAX_MEMBERS:,} regular files, at most {_MAX_DEPTH} folders deep"
+                    raise UserError(f"FILE {text}, got {archive} with {printable(member.name)}; do not trust it")
+                if member.isdir():
                     continue
-                if not member.isfile() or ".." in parts or member.name.startswith("/") or number >= _MAX_MEMBERS:
-                    text = f"must be an archive of at most {_MAX_MEMBERS:,} regular files below one folder"
-                    raise UserError(f"FILE {text}, got {archive} with {member.name}; do not trust it")
                 if member.size > (free := shutil.disk_usage(target).free):
                     text = f"{target.parents[1]} must have room for the unpacked {archive.name}, which has {member.name} of"
                     raise UserError(f"{text} {member.size / 1e9:.1f} GB, got {free / 1e9:.1f} GB; free some space")
@@ -178,7 +179,7 @@ def _read_megatron(folder: Path) -> _Found:
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        content = load_yaml(read_bytes(file, limit=_MAX_YAML_BYTES))
+        content = load_yaml(read_bytes(file))
         if isinstance(content, dict):
             return content
         reason = f"it is a {type(content).__name__}"

@@ -29,6 +29,7 @@ from typing import NoReturn
 
 from nemo_kto.errors import UserError
 from nemo_kto.processes import signals
+from nemo_kto.utils.escaping import terminal_text
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +198,7 @@ def fail(error: BaseException, *, world: World | None, redact: Callable[[str], s
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             get_error_handler().record_exception(error if text == whole else RuntimeError(text))  # type: ignore[arg-type]
-        print(f"rank {world.rank}: {text}" if world is not None else text, file=sys.stderr)
+        print(terminal_text(f"rank {world.rank}: {text}" if world is not None else text), file=sys.stderr)
     exit_rank(1, world=world)
 
 
@@ -214,7 +215,7 @@ def _report(message: str, *, world: World | None) -> None:
         return
     if world is not None and world.rank > 0:
         time.sleep(PRINT_SECONDS)
-    print(f"nemo-kto: {message}", file=sys.stderr)
+    print(f"nemo-kto: {terminal_text(message)}", file=sys.stderr)
 
 
 def abort_rank(message: str, *, world: World, wait: bool) -> NoReturn:
@@ -227,7 +228,7 @@ def abort_rank(message: str, *, world: World, wait: bool) -> NoReturn:
         if wait:
             time.sleep(PRINT_SECONDS)
         with contextlib.suppress(OSError):  # the terminal may be closed
-            os.write(2, f"nemo-kto: {message}\n".encode(errors="backslashreplace"))
+            os.write(2, f"nemo-kto: {terminal_text(message)}\n".encode(errors="backslashreplace"))
     ending = threading.Thread(target=exit_rank, args=(1,), kwargs={"world": world}, daemon=True)
     ending.start()
     ending.join(2)  # exceeded only if output is blocked

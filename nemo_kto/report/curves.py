@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -90,7 +91,7 @@ class Curve:
         return np.unique(np.linspace(0, len(self) - 1, min(points, len(self))).round().astype(np.int64))
 
 
-def read_curves(lines: Iterable[Mapping[str, float]]) -> dict[str, Curve]:
+def read_curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
     """Build the curve of each metric from the lines of a log; null and non-finite values are left out.
 
     Of two values for one step, as after a resume, the later one counts.
@@ -104,14 +105,11 @@ def read_curves(lines: Iterable[Mapping[str, float]]) -> dict[str, Curve]:
                 continue
             if name not in steps:
                 steps[name], values[name] = [], []
-            steps[name].append(step)  # type: ignore[arg-type]  # steps are integers
+            steps[name].append(step)
             values[name].append(value)
     curves = {}
     for name in steps:
-        try:
-            of_metric = np.asarray(values[name], dtype=np.float64)
-        except (TypeError, ValueError):  # not a number: not a line that a run writes
-            continue
+        of_metric = np.asarray(values[name], dtype=np.float64)
         # the last of equal steps is the first one of the reversed array
         unique, last = np.unique(np.asarray(steps[name], dtype=np.int64)[::-1], return_index=True)
         of_metric = of_metric[::-1][last]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_kto.report.plots import Histogram, Plot, Series, plots_of, quality_plot
 from nemo_kto.report.record import RunRecord
 from nemo_kto.report.text import number_text
+from nemo_kto.utils.escaping import html_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -174,7 +175,7 @@ def _for_page(svg: str, title: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>", "", svg, flags=re.DOTALL)
     width, height = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0]
     svg = re.sub(r"<svg[^>]*>", f'<svg class="plot" viewBox="0 0 {width} {height}" role="img">', svg, count=1)
-    svg = svg.replace("<svg ", f'<svg aria-label="{title}" ', 1)
+    svg = svg.replace("<svg ", f'<svg aria-label="{html_text(title)}" ', 1)
     svg = _ID.sub("", svg).replace("xlink:href", "href")
     svg = _FONT_FAMILY.sub("", svg)  # the text has the font of the page
     svg = _PATH.sub(lambda path: _NUMBER.sub(lambda number: f"{float(number[0]):.1f}", path[0]), svg)

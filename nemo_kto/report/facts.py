@@ -168,7 +168,9 @@ def data_table(run: RunRecord) -> list[list[str]]:
     sets: Mapping[str, Mapping[str, Any]] = run.data.get("sets", {})
     has_labels = any(counts.get("desirable") is not None for counts in sets.values())
     for name, counts in sets.items():
-        labels = [f"{counts['desirable']:,}", f"{counts['rows'] - counts['desirable']:,}"] if has_labels else []
+        labels = [""] * 2 * has_labels
+        if (desirable := counts.get("desirable")) is not None:
+            labels = [f"{desirable:,}", f"{counts['rows'] - desirable:,}"]
         cut = f"{counts['cut_prompts']:,} / {counts['cut_responses']:,}"
         rows.append([name, f"{counts['rows']:,}", *labels, f"{counts['tokens']:,}", f"{counts['longest']:,}", cut])
     if not rows:
@@ -194,9 +196,9 @@ def checkpoint_table(run: RunRecord) -> list[list[str]]:
 def provenance(run: RunRecord) -> dict[str, str]:
     """Return versions of the packages, and content hashes of the model, the tokenizer and the rows, by name."""
     info = run.checkpoints[-1].info if run.checkpoints else {}
-    versions: Mapping[str, Any] = run.run.get("versions") or info.get("versions") or {}
+    versions: Mapping[str, str] = run.run.get("versions") or info.get("versions") or {}
     facts: Mapping[str, Any] = run.run.get("facts") or info.get("run") or {}
-    lines = {str(name): str(version) for name, version in versions.items()}
+    lines = dict(versions)
     for name, content in facts.items():
         if isinstance(content, Mapping) and "sha256" in content:
             lines[name] = f"sha256 {content['sha256']} ({content.get('from', '')})"
@@ -249,9 +251,8 @@ def warning_lines(run: RunRecord) -> list[tuple[str, str]]:
     """Return the step and the text of each warning; equal ones are shown once, with their number."""
     found: dict[str, list[int]] = {}
     for warning in run.warnings:
-        step = warning.get("step")
-        text = str(warning.get("text", "")).removeprefix(f"step {step}: ")  # it is shown beside the text
-        found.setdefault(text, []).append(step if isinstance(step, int) else 0)
+        text = warning.text.removeprefix(f"step {warning.step}: ")  # it is shown beside the text
+        found.setdefault(text, []).append(warning.step)
     return [
         (
             f"step {steps[0]:,}" if steps[0] else "start",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_kto.report.plots import Plot
 from nemo_kto.report.text import number_text
-
-_SPECIAL = re.compile(r"([\\`*_{}\[\]<>|#])")
+from nemo_kto.utils.escaping import markdown_text
 
 
 def markdown(content: Mapping[str, Any]) -> str:
@@ -18,10 +16,10 @@ def markdown(content: Mapping[str, Any]) -> str:
 
 
 def _lines(content: Mapping[str, Any]) -> Iterator[str]:
-    yield f"# {_escaped(content['title'])}"
-    yield f"\n{_escaped(content['lead'])}"
+    yield f"# {markdown_text(content['title'])}"
+    yield f"\n{markdown_text(content['lead'])}"
     if content["notice"]:
-        yield f"\n**{_escaped(content['notice'])}**"
+        yield f"\n**{markdown_text(content['notice'])}**"
     if figures := content.get("figures"):
         yield from _table([["figure", "value", ""], *([each.label, each.value, each.detail] for each in figures)])
     for title, name in (("Final figures", "final_figures"), ("Settings that differ", "different")):
@@ -30,9 +28,9 @@ def _lines(content: Mapping[str, Any]) -> Iterator[str]:
             yield from _table(rows)
     for name, advice in content["advice_of"]:
         if advice:
-            yield "\n## Advice" + (f" about {_escaped(name)}" if len(content["advice_of"]) > 1 else "") + "\n"
+            yield "\n## Advice" + (f" about {markdown_text(name)}" if len(content["advice_of"]) > 1 else "") + "\n"
         for item in advice:
-            yield f"- **{_escaped(item.title)}**: {_escaped(item.reason)} {_escaped(item.remedy)}"
+            yield f"- **{markdown_text(item.title)}**: {markdown_text(item.reason)} {markdown_text(item.remedy)}"
     if content["plots"]:
         yield "\n## Curves"
         yield from _table([["curve", "first", "lowest", "highest", "last"], *_curves(content["plots"])])
@@ -40,16 +38,19 @@ def _lines(content: Mapping[str, Any]) -> Iterator[str]:
         yield "\n## Answers"
         for item in answers:
             for role, text in item.prompt:
-                yield "\n" + (f"{_escaped(role)}: " if role else "") + f"**{_escaped(_one_line(text))}**"
+                yield "\n" + (f"{markdown_text(role)}: " if role else "") + f"**{markdown_text(text)}**"
             yield ""
             for name, answer in item.answers.items():
-                yield f"- {name}: {_escaped(_one_line(answer))}"
+                yield f"- {name}: {markdown_text(answer)}"
     if data := content.get("data"):
         yield "\n## Data"
         yield from _table(data)
     if warnings := content.get("warnings"):
         yield "\n## Warnings\n"
-        yield from (f"- {step}: {_escaped(_one_line(text))}" for step, text in warnings)
+        yield from (f"- {step}: {markdown_text(text)}" for step, text in warnings)
+    if damaged := content["damaged"]:
+        yield "\n## Left out\n"
+        yield from (f"- {markdown_text(text)}" for text in damaged)
     for part in content["parts"]:
         yield f"\n## {part['title']}"
         for section in part["sections"]:
@@ -57,7 +58,7 @@ def _lines(content: Mapping[str, Any]) -> Iterator[str]:
                 yield f"\n### {section['title']}"
             lines = section["lines"]
             yield from _table([["", ""], *map(list, lines.items())] if lines else section["rows"])
-    yield f"\n{_escaped(content['footer'])}"
+    yield f"\n{markdown_text(content['footer'])}"
 
 
 def _curves(plots: Sequence[Plot]) -> Iterator[list[str]]:
@@ -71,14 +72,6 @@ def _curves(plots: Sequence[Plot]) -> Iterator[list[str]]:
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     yield ""
     for number, row in enumerate(rows):
-        yield f"| {' | '.join(_escaped(_one_line(cell)) for cell in row)} |"
+        yield f"| {' | '.join(markdown_text(cell) for cell in row)} |"
         if number == 0:
             yield f"|{'---|' * len(row)}"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _escaped(text: str) -> str:
-    return _SPECIAL.sub(r"\\\1", text)

@@ -22,6 +22,7 @@ from nemo_kto.report.plots import (
     reward_histograms,
 )
 from nemo_kto.report.record import RunRecord
+from nemo_kto.utils.escaping import terminal_text
 from nemo_kto.utils.files import publish_file
 from nemo_kto.utils.locks import one_writer
 
@@ -73,6 +74,7 @@ def _single(run: RunRecord) -> dict[str, Any]:
         "data": facts.data_table(run),
         "lengths": length_histograms(run, "train"),
         "warnings": facts.warning_lines(run),
+        "damaged": run.damaged,
         "parts": [{"title": title, "sections": sections} for title, sections in _parts(run) if sections],
     }
 
@@ -98,6 +100,7 @@ def _comparison(runs: Mapping[str, RunRecord]) -> dict[str, Any]:
         "advice_of": [(name, advice_for(run)) for name, run in runs.items()],
         "plots": plots,
         "curves_note": _curves_note(plots),
+        "damaged": [f"{name}: {text}" for name, run in runs.items() for text in run.damaged],
         "parts": [],
     }
 
@@ -129,6 +132,10 @@ def _parts(run: RunRecord) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         yield "Versions and hashes", [{"title": "Packages, and content hashes", "folded": True, "lines": origin}]
 
 
+def _without_controls(value: object) -> object:
+    return terminal_text(value) if type(value) is str else value  # drawings are Markup
+
+
 def _html(content: Mapping[str, Any]) -> str:
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
@@ -147,7 +154,9 @@ def _html(content: Mapping[str, Any]) -> str:
     for name, histograms in content.get("rewards", ()):
         rewards.append({"title": name, "drawn": [of_histogram(each, each.title.capitalize()) for each in histograms]})
     lengths = [of_histogram(each, _PARTS.get(each.title, each.title)) for each in content.get("lengths", ())]
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_without_controls
+    )
     template = environment.from_string(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     absent = dict.fromkeys(("state", "figures", "final_figures", "different", "is_sound", "answers", "data", "warnings"))
     drawings = {"drawn": [of_plot(plot) for plot in content["plots"]], "rewards": rewards, "lengths": lengths}

@@ -231,10 +231,10 @@ def common_bins(histograms: Sequence[RewardHistogram]) -> tuple[np.ndarray, list
     for factor, one in spans:
         of_classes = {}
         for name, values in one.counts.items():
-            places = (one.first + np.arange(len(values))) // factor - low
+            places = [(one.first + bin_index) // factor - low for bin_index in range(len(values))]
             of_classes[name] = np.bincount(places, weights=np.asarray(values, dtype=np.float64), minlength=high - low + 1)
         counts.append(of_classes)
-    return np.arange(low, high + 2) * width, counts
+    return (float(low) + np.arange(high - low + 2)) * width, counts
 
 
 def length_histograms(run: RunRecord, split: str) -> list[Histogram]:
@@ -249,4 +249,5 @@ def length_histograms(run: RunRecord, split: str) -> list[Histogram]:
             last_is_open=bool(of_part.get("last_is_open")),
         )
         for part, of_part in lengths.items()
+        if of_part["counts"]
     ]

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from annotated_types import Gt, Len, Lt
 
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, Checkpoint, find_checkpoints
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.errors import UserError
 from nemo_kto.report.curves import Curve, read_curves
-from nemo_kto.telemetry.loggers import METRICS_FILE, parse_line
+from nemo_kto.telemetry.loggers import METRICS_FILE, read_metrics
 from nemo_kto.telemetry.rewards import REWARDS_FILE, RewardHistogram, read_rewards
 from nemo_kto.telemetry.samples import SAMPLES_FILE, Sample, read_samples
-from nemo_kto.telemetry.warnings_file import WARNINGS_FILE
-from nemo_kto.utils.files import open_file, read_bytes, read_json_lines, read_lines
+from nemo_kto.telemetry.warnings_file import WARNINGS_FILE, LoggedWarning, read_warnings
 from nemo_kto.utils.locks import GONE_SECONDS, owner_file
+from nemo_kto.utils.saved_records import Count, Number, Record, read_object_as
 
 # Files of a run folder.
 RUN_FILE = "run.json"  # state, settings and versions of the run
@@ -32,7 +31,50 @@ RUN_LOCK = ".lock"  # held by a run while it uses its folder
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 UNKNOWN = "ended"  # the run ended without a record of how
-_MAX_WARNINGS = 10_000
+
+
+class RunFile(Record):
+    """Content of run.json."""
+
+    state: str = ""
+    text: str = ""
+    started: Number = 0.0
+    algorithm: str = ""
+    total_steps: Count | None = None
+    settings: Mapping[str, Any] = {}
+    summary: Mapping[str, str] = {}
+    versions: Mapping[str, str] = {}
+    facts: Mapping[str, Any] = {}
+
+
+class _Lengths(Record):
+    width: Annotated[int, Gt(0), Lt(2**31)]
+    counts: Annotated[list[Count], Len(0, 10_000)]
+    last_is_open: bool = False
+
+
+class _Set(Record):
+    rows: Count
+    tokens: Count
+    longest: Count
+    cut_prompts: Count
+    cut_responses: Count
+    desirable: Count | None = None
+    lengths: Mapping[str, _Lengths] = {}
+
+
+class _Balance(Record):
+    examples: Sequence[Number] = []
+    weights: Sequence[Number] = []
+
+
+class _DataFile(Record):
+    """Content of data.json."""
+
+    unit: str = ""
+    seq_length: Count | None = None
+    balance: _Balance = _Balance()
+    sets: Mapping[str, _Set] = {}
 
 
 class State(NamedTuple):
@@ -54,7 +96,8 @@ class RunRecord:
     curves: Mapping[str, Curve]  # of each metric, by its name: train/loss, val/loss, ...
     rewards: Mapping[str, Mapping[int, RewardHistogram]]  # name of the validation set -> step -> histogram
     samples: list[Sample] = field(default_factory=list)
-    warnings: list[Mapping[str, Any]] = field(default_factory=list)
+    warnings: list[LoggedWarning] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)  # what was left out of these, because it is not as a run writes it
 
     @property
     def name(self) -> str:
@@ -72,7 +115,7 @@ class RunRecord:
     @property
     def beta(self) -> float | None:
         value = self.config.get(f"model.{self.algorithm}.ref_policy_kl_penalty")
-        return float(value) if isinstance(value, int | float) else None
+        return float(value) if isinstance(value, int | float) and abs(value) < 1e100 else None
 
     @property
     def has_pairs(self) -> bool:
@@ -110,8 +153,7 @@ class RunRecord:
 
     @property
     def total_steps(self) -> int | None:
-        value = self.run.get("total_steps")
-        return value if isinstance(value, int) else None
+        return self.run.get("total_steps")
 
     @cached_property
     def seconds(self) -> float:
@@ -136,13 +178,12 @@ class RunRecord:
     @property
     def settings(self) -> dict[str, object]:
         """Keys that the user set, with their values; empty if they are not known."""
-        known = self.run.get("settings")
-        return {key: self.config.get(key, known[key]) for key in known} if isinstance(known, dict) else {}
+        return {key: self.config.get(key, value) for key, value in self.run.get("settings", {}).items()}
 
     @property
     def summary(self) -> dict[str, str]:
         """The table that the run printed at its start, by label."""
-        return {str(label): str(text) for label, text in self.run.get("summary", {}).items()}
+        return dict(self.run.get("summary", {}))
 
     @cached_property
     def checkpoints(self) -> list[Checkpoint]:
@@ -166,23 +207,27 @@ def read_run(folder: Path) -> RunRecord:
         remedy = f"perhaps one of the folders in it: {', '.join(inner[:5])}" if inner else "check the path"
         missing = ", ".join(looked_for[:-1]) + f" or {looked_for[-1]}"
         raise UserError(f"RUN must be the folder of a run, got {folder}, which has no {missing}; {remedy}")
-    run = read_object(folder / RUN_FILE)
+    damaged: list[str] = []
+    run, config = read_object_as(RunFile, folder / RUN_FILE, damaged), read_saved(folder / CONFIG_FILE)
+    if not config and (folder / CONFIG_FILE).exists():
+        damaged.append(f"{CONFIG_FILE}, which is not a configuration")
     return RunRecord(
         folder=folder,
         state=_state(folder, run),
-        config=read_saved(folder / CONFIG_FILE),
+        config=config,
         run=run,
-        data=read_object(folder / DATA_FILE),
-        curves=read_curves(_lines(folder / METRICS_FILE)),
-        rewards=read_rewards(folder / REWARDS_FILE),
-        samples=read_samples(folder / SAMPLES_FILE),
-        warnings=list(islice(read_json_lines(folder / WARNINGS_FILE), _MAX_WARNINGS)),
+        data=read_object_as(_DataFile, folder / DATA_FILE, damaged),
+        curves=read_curves(read_metrics(folder / METRICS_FILE, damaged)),
+        rewards=read_rewards(folder / REWARDS_FILE, damaged),
+        samples=read_samples(folder / SAMPLES_FILE, damaged),
+        warnings=read_warnings(folder / WARNINGS_FILE, damaged),
+        damaged=damaged,
     )
 
 
 def _state(folder: Path, run: Mapping[str, Any]) -> State:
     """Return the state of a run: one that recorded no end is running if the owner of its lock gives signs of life."""
-    word, text = str(run.get("state")), str(run.get("text") or "")
+    word, text = run.get("state"), run.get("text", "")
     if word not in (RUNNING, FINISHED, STOPPED, FAILED):
         word = UNKNOWN
     if word not in (RUNNING, UNKNOWN):
@@ -195,17 +240,3 @@ def _state(folder: Path, run: Mapping[str, Any]) -> State:
         return State(RUNNING)
     killed = "without a message: it was killed, or its machine went down"
     return State(UNKNOWN, killed if word == RUNNING else "")
-
-
-def _lines(file: Path) -> Iterator[Mapping[str, float]]:
-    if file.is_file():
-        with open_file(file) as lines:
-            yield from filter(None, map(parse_line, read_lines(lines)))
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(read_bytes(file))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

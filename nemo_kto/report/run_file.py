@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_kto.report.record import DATA_FILE, FAILED, RUN_FILE, RUNNING, read_object
+from nemo_kto.report.record import DATA_FILE, FAILED, RUN_FILE, RUNNING, RunFile
+from nemo_kto.utils.escaping import terminal_text
 from nemo_kto.utils.files import publish_file
+from nemo_kto.utils.saved_records import read_object_as
 
 _MAX_TEXT = 10_000  # characters of an error
 
@@ -22,8 +24,9 @@ def begin_run(folder: Path, *, run: Mapping[str, Any], data: Mapping[str, Any]) 
 
 def end_run(folder: Path, state: str, text: str = "") -> None:
     """Record the end of a run that :func:`begin_run` recorded: its state, and why it ended; without it, do nothing."""
-    if run := read_object(folder / RUN_FILE):
-        _write(folder / RUN_FILE, {**run, "state": state, "text": text[-_MAX_TEXT:], "ended": time.time()})
+    if run := read_object_as(RunFile, folder / RUN_FILE):
+        text = terminal_text(text[-_MAX_TEXT:])  # without lone surrogates, which no reader of JSON accepts
+        _write(folder / RUN_FILE, {**run, "state": state, "text": text, "ended": time.time()})
 
 
 def record_failure(folder: Path, text: str, *, since: float) -> None:
@@ -31,8 +34,8 @@ def record_failure(folder: Path, text: str, *, since: float) -> None:
 
     Rank 0 may have been ended before it could, or recorded that it missed the rank that failed.
     """
-    run = read_object(folder / RUN_FILE)
-    if run.get("state") in (RUNNING, FAILED) and float(run.get("started") or 0) >= since:
+    run = read_object_as(RunFile, folder / RUN_FILE)
+    if run.get("state") in (RUNNING, FAILED) and run.get("started", 0.0) >= since:
         end_run(folder, FAILED, text)
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import transformers
 import yaml
@@ -34,6 +33,7 @@ from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import metric_prefix
 from nemo_kto.report.facts import value_text
 from nemo_kto.telemetry.loggers import METRICS_FILE
+from nemo_kto.utils.escaping import markdown_code, markdown_text
 from nemo_kto.utils.files import read_bytes, read_json
 from nemo_kto.utils.yaml_files import load_yaml
 
@@ -88,23 +88,30 @@ class CardSources:
     def algorithm(self) -> str | None:
         """Name of the algorithm, None if it is unknown."""
         name = self.facts.get("algorithm", self.config.get("algorithm"))
-        return name if name in RECIPES else None
+        return name if isinstance(name, str) and name in RECIPES else None
 
     @cached_property
     def loss(self) -> str | None:
-        """Name of the loss, None if it is unknown."""
+        """Name of the loss, None if it is unknown; it may be the user's, or any text in a checkpoint of someone else."""
         key = f"model.{self.algorithm}.preference_loss"
-        return self.facts.get(key, self.config.get(key))
+        name = self.facts.get(key, self.config.get(key))
+        return None if name is None else str(name)
+
+    @property
+    def record(self) -> Loss | None:
+        """The loss, if it is built in: nothing that a checkpoint names is imported."""
+        return None if self.algorithm is None else RECIPES[self.algorithm].losses.get(str(self.loss))
 
     @cached_property
     def base(self) -> tuple[str | None, str]:
         """Repository of the base model on the hub and its commit, or None and the name of its folder."""
         key = "pretrained_checkpoint.restore_from_path"
-        recorded = self.facts.get(key) or {}
-        for name in (str(self.config.get(key, "")), str(recorded.get("from", "")), str(self.original)):
+        recorded = self.facts.get(key)
+        origin = str(recorded["from"]) if isinstance(recorded, Mapping) else ""
+        for name in (str(self.config.get(key, "")), origin, str(self.original)):
             if (found := hub_name(name)) is not None:
                 return found
-        local = str(self.config.get(key) or recorded.get("from") or "")
+        local = str(self.config.get(key) or origin)
         return None, Path(local).name
 
 
@@ -157,17 +164,23 @@ def read_front_matter(file: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def _is_plain(value: object) -> bool:
+    texts = value if isinstance(value, list) else [value]
+    return bool(texts) and all(isinstance(text, str) and text for text in texts)
+
+
 def _front_matter(sources: CardSources) -> dict[str, object]:
     original = read_front_matter(sources.original / CARD)
-    values: dict[str, object] = {key: original[key] for key in _INHERITED if original.get(key)}
+    values: dict[str, object] = {key: original[key] for key in _INHERITED if _is_plain(original.get(key))}
     repository, _ = sources.base
     if repository is not None:
         values |= {"base_model": repository, "base_model_relation": "adapter" if sources.adapters else "finetune"}
     values |= {"library_name": "peft" if sources.adapters else "transformers", "pipeline_tag": "text-generation"}
     is_lora = sources.facts.get("model.peft.peft_scheme", "none") != "none"
+    built_in = None if sources.record is None else sources.loss
     values["tags"] = list(
         dict.fromkeys(
-            tag for tag in ("nemo-kto", "alignment", sources.algorithm, sources.loss, "lora" if is_lora else None) if tag
+            tag for tag in ("nemo-kto", "alignment", sources.algorithm, built_in, "lora" if is_lora else None) if tag
         )
     )
     if sets := [name for name in _data_names(sources.config.get("model.data.data_prefix")) if name.startswith(HUB)]:
@@ -177,20 +190,22 @@ def _front_matter(sources: CardSources) -> dict[str, object]:
 
 def _introduction(sources: CardSources) -> str:
     repository, detail = sources.base
-    base = f"[{repository}](https://huggingface.co/{repository}) (commit `{detail}`)" if repository else f"`{detail}`"
-    title = f"# {detail if repository is None else repository.partition('/')[2]}"
+    base = (
+        f"[{repository}](https://huggingface.co/{repository}) (commit `{detail}`)" if repository else markdown_code(detail)
+    )
+    title = f"# {markdown_text(detail if repository is None else repository.partition('/')[2])}"
     if sources.algorithm is None:
         return f"{title}, aligned\n\nExported from a checkpoint of nemo-kto that does not record its training."
     recipe = RECIPES[sources.algorithm]
     product = f"LoRA adapters for {base}, trained" if sources.adapters else f"This model is {base}, trained"
-    text = f"{product} on human feedback with the loss `{sources.loss}` of `nemo-kto {recipe.name}`."
+    text = f"{product} on human feedback with the loss {markdown_code(str(sources.loss))} of `nemo-kto {recipe.name}`."
     return f"{title}, aligned with {recipe.name.upper()}\n\n{text}"
 
 
 def _figures(sources: CardSources, *, has_picture: bool) -> str:
     metrics: Mapping[str, float | None] = sources.info.get("metrics", {})
     sets = validation_names(sources.config.get("model.data.data_prefix"))
-    columns = {name or "validation": f"val_{metric_prefix(name)}" for name in sets}
+    columns = {markdown_text(name) or "validation": f"val_{metric_prefix(name)}" for name in sets}
     columns = {title: start for title, start in columns.items() if f"{start}loss" in metrics}
     columns = columns or ({"training": "train_"} if "train_loss" in metrics else {})
     rows = [
@@ -213,7 +228,9 @@ def _training(sources: CardSources) -> str:
     own = [f"model.{sources.algorithm}.", "model.peft."]
     shown = [key for key in values if key in _SETTINGS or key.startswith(tuple(own))]
     rows = [
-        [f"`{key}`", f"`{value_text(values[key])}`"] for key in shown if isinstance(values[key], str | int | float | list)
+        [markdown_code(key), markdown_code(value_text(values[key]))]
+        for key in shown
+        if isinstance(values[key], str | int | float | list)
     ]
     steps = ""
     if trainer.get("step"):
@@ -225,12 +242,9 @@ def _training(sources: CardSources) -> str:
 
 
 def _loss_text(sources: CardSources) -> str:
-    """Return the description of the loss, its formula and its paper, from the docstring of its function."""
-    assert sources.algorithm is not None
-    try:
-        loss: Loss = RECIPES[sources.algorithm].find_loss(str(sources.loss))
-    except UserError:  # of the user, and not in this environment
-        return f"The loss is `{sources.loss}`."
+    """Return the description of a built-in loss, its formula and its paper, from the docstring of its function."""
+    if (loss := sources.record) is None:
+        return f"The loss is {markdown_code(str(sources.loss))}."
     paragraphs = (inspect.getdoc(loss.function) or "").split("Examples:")[0].strip().split("\n\n")
     formula = next((number for number, text in enumerate(paragraphs) if text.startswith("    ")), 1)
     text = "\n\n".join(paragraphs[: formula + 1])
@@ -244,15 +258,16 @@ def _loss_text(sources: CardSources) -> str:
 def _data(sources: CardSources) -> str:
     prefix = sources.config.get("model.data.data_prefix")
     if isinstance(prefix, Mapping):
-        named = {split: ", ".join(f"`{name}`" for name in _data_names(part)) for split, part in prefix.items()}
+        named = {str(split): ", ".join(map(markdown_code, _data_names(part))) for split, part in prefix.items()}
     else:
-        named = {"train": ", ".join(f"`{name}`" for name in _data_names(prefix))}
+        named = {"train": ", ".join(map(markdown_code, _data_names(prefix)))}
     facts = {"train": "model.data.data_prefix", "validation": "validation rows"}
     rows = []
     for split, key in facts.items():
         content = sources.facts.get(key)
         if isinstance(content, Mapping):
-            rows.append([split, named.get(split, named.get("train", "")), str(content["from"]), f"`{content['sha256']}`"])
+            texts = markdown_text(content["from"]), markdown_code(content["sha256"])
+            rows.append([split, named.get(split, named.get("train", "")), *texts])
     if not rows:
         return ""
     return "\n\n".join(["### Data", _table(["", "source", "examples", "SHA-256 of tokens, labels and order"], rows)])
@@ -261,7 +276,7 @@ def _data(sources: CardSources) -> str:
 def _data_names(prefix: object) -> Iterator[str]:
     """Yield the names of files and data sets in a data_prefix: names on the hub as they are, others without their path."""
     if isinstance(prefix, str):
-        path = prefix if prefix.startswith(HUB) else (urlsplit(prefix).path or prefix)
+        path = prefix.partition("?")[0].partition("#")[0]
         yield path if path.startswith(HUB) else Path(path.rstrip("/")).name
     elif isinstance(prefix, Mapping):
         for part in prefix.values():
@@ -299,18 +314,17 @@ def _use(sources: CardSources) -> str:
 
 def _versions(sources: CardSources) -> str:
     versions = {"nemo-kto": __version__, "transformers": transformers.__version__, **sources.info.get("versions", {})}
-    text = ", ".join(f"{name} {version}" for name, version in versions.items())
+    text = ", ".join(markdown_text(f"{name} {version}") for name, version in versions.items())
     layout = sources.info.get("layout", {})
     ranks = f" Trained on {plural(layout['world'], 'rank')}." if layout.get("world") else ""
     return f"## Versions\n\n{text}.{ranks}"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of cells in Markdown."""
     if not rows:
         return ""
-    lines = [header, ["---"] * len(header), *rows]
-    escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *rows])
 
 
 def _number(value: float | None, *, is_count: bool) -> str:

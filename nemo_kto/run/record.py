@@ -19,10 +19,11 @@ from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.saved_config import redacted, settings_of_user
 from nemo_kto.distributed import state
 from nemo_kto.processes.signals import Stopped
-from nemo_kto.report.record import FAILED, FINISHED, REPORT_FILE, RUN_FILE, RUNNING, STOPPED, read_object, read_run
+from nemo_kto.report.record import FAILED, FINISHED, REPORT_FILE, RUN_FILE, RUNNING, STOPPED, RunFile, read_run
 from nemo_kto.report.run_file import begin_run, end_run
 from nemo_kto.run.data import RunData
 from nemo_kto.run.resume import Resumption
+from nemo_kto.utils.saved_records import read_object_as
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ def _end(run: ResolvedRun, word: str, text: str = "") -> None:
 def complete_record(run: ResolvedRun) -> None:
     """Record the end of a finished run, and write its report, if it was killed before it had done so."""
     record, report = run.folder / RUN_FILE, run.folder / REPORT_FILE.replace(".html", ".md")  # the last file of a report
-    if read_object(record).get("state") in (RUNNING, FAILED):
+    if read_object_as(RunFile, record).get("state") in (RUNNING, FAILED):
         _end(run, FINISHED)
     if not report.exists() or (record.exists() and report.stat().st_mtime_ns < record.stat().st_mtime_ns):
         make_report(run)

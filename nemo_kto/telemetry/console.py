@@ -15,6 +15,8 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO, cast
 
+from nemo_kto.utils.escaping import terminal_text
+
 DEFAULT_WIDTH = 80  # of a terminal that does not report its width
 LOST = 1  # exit status of a command whose result is its output, if the output could not be written
 _PACKAGE = "nemo_kto"
@@ -131,7 +133,7 @@ class _Handler(logging.StreamHandler[TextIO]):
         return bool(super().filter(record))
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record).rstrip()
+        text = terminal_text(super().format(record).rstrip())
         if record.levelno < logging.WARNING:
             return text
         mark, colour = ("error", _RED) if record.levelno >= logging.ERROR else ("warning", _YELLOW)

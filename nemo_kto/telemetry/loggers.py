@@ -29,6 +29,7 @@ from nemo_kto.telemetry.rewards import REWARDS_FILE, RewardHistogram
 from nemo_kto.telemetry.samples import SAMPLES_FILE, Sample, log_to_mlflow, log_to_wandb
 from nemo_kto.telemetry.tensorboard import TensorBoard
 from nemo_kto.utils.files import MAX_LINE_BYTES, open_file, publish_file, read_bytes, read_lines
+from nemo_kto.utils.saved_records import Count, Number, Record, read_lines_as
 
 if TYPE_CHECKING:
     from pytorch_lightning.loggers import MLFlowLogger, WandbLogger
@@ -91,20 +92,25 @@ class JsonLines:
         self._file.close()
 
 
-def parse_line(line: bytes) -> dict[str, float] | None:
-    """Parse a line of metrics.jsonl, which contains at least the step; None if the line is truncated or damaged."""
+class _LogLine(Record, extra="allow"):
+    """A line of metrics.jsonl: the step, and the value of each metric, null if it was not finite."""
+
+    __pydantic_extra__: dict[str, Number | None]
+    step: Count
+
+
+def read_metrics(file: Path, damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the step and the metrics of each line of a metrics.jsonl; see ``saved_records.read_lines_as``."""
+    return ({"step": line.step, **line.__pydantic_extra__} for line in read_lines_as(_LogLine, file, damaged))
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a line of any of these files; None if the line is truncated or damaged."""
     try:
-        metrics = json.loads(line)
-        return metrics if isinstance(metrics["step"], int) else None
+        step = json.loads(line)["step"]
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
-
-
-def read_metrics(file: Path) -> Iterator[dict[str, float]]:
-    """Yield the readable lines of a metrics.jsonl; none if the file is missing, because it could not be opened."""
-    if file.is_file():
-        with open_file(file) as lines:
-            yield from filter(None, map(parse_line, read_lines(lines)))
+    return step if type(step) is int else None
 
 
 def _lines_up_to(file: Path, step: int) -> list[bytes]:
@@ -117,9 +123,9 @@ def _lines_up_to(file: Path, step: int) -> list[bytes]:
             for line in read_lines(lines):
                 if not line.endswith(b"\n"):  # a last line truncated by a killed run is not damage
                     damaged |= b"\0" in line or len(line) > MAX_LINE_BYTES
-                elif (metrics := parse_line(line)) is None:
+                elif (found := _step_of(line)) is None:
                     damaged = True
-                elif metrics["step"] <= step:
+                elif found <= step:
                     kept.append(line[:-1])
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}; move it away, or let this user read it") from error

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from nemo_kto.telemetry.console import DEFAULT_WIDTH, terminal_width
 from nemo_kto.telemetry.timers import duration_text
+from nemo_kto.utils.escaping import terminal_line
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -118,7 +119,7 @@ def progress_bar(
     """Yield the items and show progress if ``shown``: a bar on a terminal, a line every few seconds in a file."""
     from tqdm import tqdm
 
-    stream = sys.stderr
+    stream, title = sys.stderr, terminal_line(title)
     if not shown:
         yield from items
     elif stream.isatty():

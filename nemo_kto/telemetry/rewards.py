@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from nemo_kto.utils.files import read_json_lines
+from annotated_types import Ge, Gt, Le, Len, Lt
+
 from nemo_kto.utils.lazy import lazy_import
+from nemo_kto.utils.saved_records import Count, Record, read_lines_as
 
 if TYPE_CHECKING:
     import torch
@@ -79,21 +81,24 @@ class RewardHistogram:
         return [(self.first + bin_index + 1) * self.width for bin_index in range(self.bins)]
 
 
-def read_rewards(file: Path) -> dict[str, dict[int, RewardHistogram]]:
+class _Line(Record, extra="allow"):
+    """A line of rewards.jsonl; its other keys are the names of the classes."""
+
+    __pydantic_extra__: dict[str, Annotated[list[Count], Len(1, MAX_BINS)]]
+    step: Count
+    set: str
+    width: Annotated[float, Ge(2.0**_MIN_EXPONENT), Le(2.0**64)]
+    first: Annotated[int, Gt(-(2**63)), Lt(2**63)]
+
+
+def read_rewards(file: Path, damaged: list[str] | None = None) -> dict[str, dict[int, RewardHistogram]]:
     """Read a file of rewards: name of the validation set -> step -> histogram.
 
-    Damaged lines are skipped, and a missing file has none.
+    Damaged lines are skipped and described in ``damaged``, and a missing file has none.
     """
     sets: dict[str, dict[int, RewardHistogram]] = {}
-    for line in read_json_lines(file):
-        counts = {name: value for name, value in line.items() if isinstance(value, list) and value}
-        try:
-            histogram = RewardHistogram(
-                set_name=str(line["set"]), width=float(line["width"]), first=int(line["first"]), counts=counts
-            )
-            step = int(line["step"])
-        except (LookupError, TypeError, ValueError):
-            continue
-        if counts and histogram.width > 0:
-            sets.setdefault(histogram.set_name, {})[step] = histogram
+    for line in read_lines_as(_Line, file, damaged):
+        if counts := line.__pydantic_extra__:
+            histogram = RewardHistogram(set_name=line.set, width=line.width, first=line.first, counts=counts)
+            sets.setdefault(line.set, {})[line.step] = histogram
     return sets

@@ -9,7 +9,7 @@ from textwrap import indent
 from typing import Any, Literal
 
 from nemo_kto.errors import plural
-from nemo_kto.utils.files import read_json_lines
+from nemo_kto.utils.saved_records import Count, read_lines_as
 
 SAMPLES_FILE = "samples.jsonl"
 Model = Literal["policy", "reference"]
@@ -20,13 +20,13 @@ _MLFLOW_TABLE = "samples.json"  # artifact of the run
 class Sample:
     """Answer of a model to a prompt; a line of samples.jsonl."""
 
-    step: int  # optimizer steps of the model; 0 is before training
+    step: Count  # optimizer steps of the model; 0 is before training
     model: Model
-    index: int  # of the prompt, from 0
+    index: Count  # of the prompt, from 0
     prompt: str  # as the model gets it, or the last message of the user
     messages: list[Mapping[str, Any]] | None  # the whole prompt, if it was read as messages
     answer: str
-    tokens: int  # of the answer, including the one that ends it
+    tokens: Count  # of the answer, including the one that ends it
     ended: bool  # the answer is complete; False if it was cut at the maximum number of tokens
 
     @property
@@ -38,10 +38,9 @@ class Sample:
 COLUMNS = [field.name for field in fields(Sample) if field.name != "messages"]  # of a table
 
 
-def read_samples(file: Path) -> list[Sample]:
-    """Read a file of samples; damaged lines are skipped, and a missing file has none."""
-    names = {field.name for field in fields(Sample)}
-    return [Sample(**line) for line in read_json_lines(file) if line.keys() == names]
+def read_samples(file: Path, damaged: list[str] | None = None) -> list[Sample]:
+    """Read a file of samples; damaged lines are skipped and described in ``damaged``, and a missing file has none."""
+    return list(read_lines_as(Sample, file, damaged))
 
 
 def markdown(sample: Sample) -> str:

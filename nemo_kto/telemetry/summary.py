@@ -12,6 +12,7 @@ from nemo_kto.errors import plural
 from nemo_kto.telemetry.console import terminal_width
 from nemo_kto.telemetry.loggers import read_metrics
 from nemo_kto.telemetry.progress import ONE_VALIDATION_SET, SHOWN
+from nemo_kto.utils.escaping import terminal_line
 
 
 def layout_text(
@@ -42,8 +43,12 @@ def table(title: str, lines: Mapping[str, str]) -> str:
     whole_words = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
     wrap = partial(whole_words, width=width, replace_whitespace=False, expand_tabs=False)
     margin = " " * indent
-    wrapped = {label: wrap(text, initial_indent=margin, subsequent_indent=margin) for label, text in lines.items()}
-    return "\n".join([wrap(title), *(f"{f'  {label}':{indent}}{text[indent:]}" for label, text in wrapped.items())])
+    wrapped = {
+        label: wrap(terminal_line(text), initial_indent=margin, subsequent_indent=margin) for label, text in lines.items()
+    }
+    return "\n".join(
+        [wrap(terminal_line(title)), *(f"{f'  {label}':{indent}}{text[indent:]}" for label, text in wrapped.items())]
+    )
 
 
 def model_lines(folder: Path, what: str = "") -> dict[str, str]:
@@ -82,7 +87,7 @@ def figures_of(metrics_file: Path, *, validations: Mapping[str, str] = ONE_VALID
     names = {"train/loss": "train loss", **of_sets}
     first: dict[str, tuple[int, float]] = {}
     last: dict[str, tuple[int, float]] = {}
-    for logged in read_metrics(metrics_file):
+    for logged in read_metrics(metrics_file):  # none if the log could not be opened
         for name in names:
             if (value := logged.get(name)) is not None:
                 last[name] = int(logged["step"]), value

@@ -5,12 +5,27 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 
 from nemo_kto.telemetry.loggers import JsonLines
+from nemo_kto.utils.saved_records import Count, Record, read_lines_as
 
 WARNINGS_FILE = "warnings.jsonl"
+_MAX_READ = 10_000  # of a file that are read
 _MAX_LINES = 1000  # a program that warns more often says nothing new
+
+
+class LoggedWarning(Record):
+    """A line of warnings.jsonl."""
+
+    step: Count
+    text: str
+
+
+def read_warnings(file: Path, damaged: list[str] | None = None) -> list[LoggedWarning]:
+    """Read a file of warnings; damaged lines are skipped and described in ``damaged``, and a missing file has none."""
+    return list(islice(read_lines_as(LoggedWarning, file, damaged), _MAX_READ))
 
 
 class WarningsFile(logging.Handler):

@@ -1,8 +1,53 @@
-"""Escaping of text from other sources, one function for each target."""
+"""Escaping of foreign text, one function for each target: terminal, Markdown, HTML, shell."""
 
 from __future__ import annotations
 
+import html
+import re
 import shlex
+import unicodedata
+
+_TURNED = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # change the direction of the text after them
+_HARMLESS = "\t\n"
+_MARKDOWN = re.compile(r"[\\`*_{}\[\]<>|#~&]")
+_MARKDOWN_START = re.compile(r"^(?:\d+(?=[.)](?:\s|$))|(?=[-+=]))")  # of a list, or of the line below a heading
+
+
+def terminal_text(text: str) -> str:
+    r"""Return text for a terminal or a file: control characters, except tabs and newlines, as escapes such as ``\x1b``.
+
+    The same holds for line separators, characters that change the direction of text, and lone surrogates.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(repr(each)[1:-1] if _controls(each) else each for each in text)
+
+
+def terminal_line(text: str) -> str:
+    """Return :func:`terminal_text` for one line: tabs and newlines are escaped as well."""
+    return terminal_text(text).replace("\t", r"\t").replace("\n", r"\n")
+
+
+def markdown_text(text: str) -> str:
+    """Return text for one line of Markdown, or a cell of a table, that is shown as it is; spaces are joined."""
+    line = " ".join(terminal_text(text).split())
+    return _MARKDOWN_START.sub(r"\g<0>\\", _MARKDOWN.sub(r"\\\g<0>", line))
+
+
+def markdown_code(text: str) -> str:
+    """Return text as code in Markdown, also in a cell of a table; text that would end the code is escaped instead."""
+    line = " ".join(terminal_text(text).split())
+    return f"`{line}`" if line and not re.search(r"[`|\\]", line) else markdown_text(text)
+
+
+def html_text(text: str) -> str:
+    """Return text for HTML, also in a quoted attribute."""
+    return html.escape(terminal_text(text))
+
+
+def _controls(character: str) -> bool:
+    category = unicodedata.category(character)
+    return (category in ("Cc", "Cs", "Zl", "Zp") and character not in _HARMLESS) or character in _TURNED
 
 
 def shell_comment(text: str) -> str:

@@ -103,21 +103,6 @@ def read_lines(handle: BinaryIO) -> Iterator[bytes]:
             return
 
 
-def read_json_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in the lines of a file, except for damaged lines; nothing if the file cannot be read."""
-    try:
-        with open_file(file) as handle:
-            for line in read_lines(handle):
-                try:
-                    content = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(content, dict):
-                    yield content
-    except OSError:
-        return
-
-
 def other_format(start: bytes) -> str | None:
     """Return name and remedy of a well-known format detected from the first bytes of a file; None if none matches."""
     text = start.lstrip().lower() if start[:1] in b"< \r\n\t" else start

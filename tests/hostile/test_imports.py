@@ -64,14 +64,25 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.
         member("/tmp/outside"),
         member("link", tarfile.SYMTYPE, "/etc/passwd"),
         member("pipe", tarfile.FIFOTYPE),
+        member("d/" * 1000 + "file"),
+        member("d/" * 1000, tarfile.DIRTYPE),
     ],
-    ids=lambda info: f"{info.name}-{info.type!r}",
+    ids=lambda info: f"{info.name[:20]}-{info.type!r}",
 )
 def test_unsafe_members_of_an_archive(unsafe: tarfile.TarInfo, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "bad.nemo", "w") as tar:
         tar.addfile(unsafe, io.BytesIO())
     message = refused(tmp_path / "bad.nemo", tmp_path / "out")
-    assert message == Message("FILE", f"{tmp_path}/bad.nemo", unsafe.name, "trust")
+    assert message == Message("FILE", f"{tmp_path}/bad.nemo", unsafe.name[:20], "trust")
+
+
+@pytest.mark.parametrize(
+    "settings", ["a: 1\n" * 800_000, "a: &a [*a]\n", "a: &a {k: 1}\n" + "b: &a {<<: [*a, *a, *a, *a]}\n" * 20]
+)
+def test_settings_that_are_too_large(settings: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model_config.yaml").write_text(settings)
+    assert_names(refused(tmp_path / "model", tmp_path / "out"), "model_config.yaml", "settings of the model")
 
 
 def test_damaged_archives(unpacked: Path, tmp_path: Path) -> None:

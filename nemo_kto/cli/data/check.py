@@ -20,6 +20,7 @@ from nemo_kto.data.tokens.parts import map_parts, number_of_processes
 from nemo_kto.data.tokens.truncation import TRUNCATION_MODES, Truncation
 from nemo_kto.errors import UserError
 from nemo_kto.telemetry.progress import progress_bar
+from nemo_kto.utils.escaping import terminal_line
 
 _DESCRIPTION = """\
 Statistics of data files: rows and their balance, lengths, duplicates, contradictions, invalid rows. Exit status 2 if rows
@@ -70,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
             report.columns[file].add_label_errors(file, fields.labels, errors)
             if errors.total == before and not report.columns[file].rows:
                 errors.add(file, 1, EMPTY_FILE)
-    sys.stdout.write("\n".join(report.lines()) + "\n")
+    sys.stdout.write("\n".join(map(terminal_line, report.lines())) + "\n")
     sys.stdout.flush()
     errors.raise_if_any()
 

@@ -23,6 +23,7 @@ from nemo_kto.config.rules.training import run_errors
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.telemetry.summary import table
+from nemo_kto.utils.escaping import terminal_line
 
 _MODEL, _DATA = POSITIONS.values()
 _DESCRIPTION = """\
@@ -92,12 +93,12 @@ def _lines(run: ResolvedRun, file: str, *, rows: int, coloured: bool) -> Iterato
         batch = collate_fn(take(examples, kept=range(min(shown, len(examples)))))
         decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         preview = Preview(decode=decode, seq_length=cfg.seq_length, marks=Marks(coloured=coloured))
-        yield f"{file} as {run.files.source} sees it in `nemo-kto {cfg.recipe.name}`"
+        yield f"{terminal_line(f'{file} as {run.files.source}')} sees it in `nemo-kto {cfg.recipe.name}`"
         yield f"Marks: {preview.marks.legend()}."
         if splits.prompts:
             yield f"Prompts: {splits.prompts}."
         for warning in splits.warnings:
-            yield f"Of the first rows, {warning.removeprefix(f'{file}: ')}."
+            yield f"Of the first rows, {terminal_line(warning.removeprefix(f'{file}: '))}."
         yield from cfg.recipe.preview(preview, dataset, batch, examples, cfg.loss.record)
 
 

@@ -22,6 +22,7 @@ from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.processes import ranks
 from nemo_kto.telemetry.console import set_up_logging, take_over
+from nemo_kto.utils.escaping import terminal_line, terminal_text
 from nemo_kto.utils.files import read_json
 
 _BASE = "base"
@@ -66,14 +67,14 @@ def main(argv: Sequence[str]) -> int:
     session = Session(models=models, sampling=sampling, system=flags.system, as_json=flags.json)
     for prompt in prompts:
         if len(prompts) > 1 and not flags.json:
-            print(f"> {prompt}", flush=True)
+            print(f"> {terminal_text(prompt)}", flush=True)
         session.reset()
         if not session.say(prompt):
             return ranks.INTERRUPTED
     if not prompts:
         if sys.stdin.isatty() and sys.stdout.isatty():
             for model in models:
-                print(f"{model.label}: {model.describe()}")
+                print(terminal_line(f"{model.label}: {model.describe()}"))
             print("/help lists the commands, Ctrl-D ends.")
         session.talk()
     return 0
@@ -116,8 +117,10 @@ def _find(argument: str, name: str) -> Path:
     if is_whole_model(folder) or is_peft_folder(folder):
         return folder
     config = read_saved(folder / CONFIG_FILE)
-    is_copy = Path(config.get("exp_manager.explicit_log_dir", "")).resolve() != folder.resolve()  # export.path is another's
-    for exported in (folder / "hf", *([] if is_copy else [Path(config.get("export.path", ""))])):
+    is_copy = (
+        Path(str(config.get("exp_manager.explicit_log_dir", ""))).resolve() != folder.resolve()
+    )  # export.path is another's
+    for exported in (folder / "hf", *([] if is_copy else [Path(str(config.get("export.path", "")))])):
         if is_our_model(exported):
             return exported
     if not (checkpoints := find_checkpoints(folder / CHECKPOINTS)):
@@ -128,8 +131,8 @@ def _find(argument: str, name: str) -> Path:
         raise UserError(f"{argument} must be {kinds}, got {name}; {remedy}")
     best = None
     if config.get("export.which") == "best":
-        ranking = "exp_manager.checkpoint_callback_params"
-        best = best_of(checkpoints, monitor=config[f"{ranking}.monitor"], mode=config[f"{ranking}.mode"])
+        monitor, mode = (str(config.get(f"exp_manager.checkpoint_callback_params.{key}")) for key in ("monitor", "mode"))
+        best = best_of(checkpoints, monitor=monitor, mode=mode)
     return _export((best or checkpoints[-1]).folder, folder / "hf")
 
 
@@ -138,7 +141,7 @@ def _export(checkpoint: Path, out: Path) -> Path:
     if is_our_model(out):
         return out
     print(f"nemo-kto chat: {checkpoint} is exported to {out} first", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "nemo_kto.cli.main", "export", str(checkpoint), str(out)]
+    command = [sys.executable, "-P", "-m", "nemo_kto.cli.main", "export", str(checkpoint), str(out)]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
     if done.returncode:
         raise UserError(f"{checkpoint} cannot be exported:\n{done.stderr.strip()}")

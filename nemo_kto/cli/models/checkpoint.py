@@ -24,6 +24,7 @@ from nemo_kto.artifacts.checkpoint_files import (
 )
 from nemo_kto.cli import aligned
 from nemo_kto.errors import UserError
+from nemo_kto.utils.escaping import terminal_line
 from nemo_kto.utils.files import WRITING
 
 DAMAGED = 1  # exit status of verify
@@ -57,9 +58,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _list(folder: Path) -> int:
     rows = [_HEADER, *(_row(path) for path in _paths(folder))]
-    print(*aligned(rows), sep="\n")
+    print(*map(terminal_line, aligned(rows)), sep="\n")
     for leftover in sorted((folder / CHECKPOINTS).glob(f"{WRITING}*")):
-        print(f"{leftover.name}: incomplete: it is being written, or its run was stopped")
+        print(f"{terminal_line(leftover.name)}: incomplete: it is being written, or its run was stopped")
     return 0
 
 
@@ -98,9 +99,9 @@ def _verify(folder: Path) -> int:
         wrong = [found] if isinstance(found, str) else damage(path, found.files)
         if wrong:
             status = DAMAGED
-            print("\n  ".join([f"{path}: damaged", *wrong]), flush=True)
+            print("\n  ".join(map(terminal_line, [f"{path}: damaged", *wrong])), flush=True)
         elif isinstance(found, Checkpoint):
-            print(f"{path}: {_as_written(found)}", flush=True)
+            print(terminal_line(f"{path}: {_as_written(found)}"), flush=True)
     return status
 
 

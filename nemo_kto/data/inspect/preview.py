@@ -11,13 +11,10 @@ from torch import Tensor
 from nemo_kto.data.batches.collate import DPOBatch, KTOBatch, kl_partners_of
 from nemo_kto.data.batches.dataset import DPODataset, KTODataset, KTOExample
 from nemo_kto.losses.sequence import IGNORED
+from nemo_kto.utils.escaping import terminal_line, terminal_text
 
 Decode = Callable[[list[int]], str]
 _GIVEN, _TRAINED, _MASKED = "prompt", "answer", "masked"
-
-
-# Control characters except tab and newline -> their escaped form, so that a row cannot send them to the terminal.
-_CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +47,20 @@ class Preview:
     def kto(self, dataset: KTODataset, batch: KTOBatch, examples: Sequence[KTOExample]) -> Iterator[str]:
         """Yield lines about the examples of a ``KTOBatch``: the first of ``examples``, which are a whole global batch."""
         origins = dataset.origins(range(len(examples)))
+        titles = [terminal_line(origin.title) for origin in origins]
         partners = kl_partners_of(examples) if "kl_samples" in batch else None
         if partners is not None:
             yield f"KL examples are shown for a global batch of the first {len(examples)} examples; training shuffles them."
         for k, length in enumerate(batch["sample_lengths"].tolist()):
             prompt, kind = len(examples[k].prompt_ids), "desirable" if examples[k].desirable else "undesirable"
             weight = _weight(examples[k].weight)
-            yield f"\n{origins[k].title}: {kind}{weight}, {self._count(prompt, length)}{origins[k].cuts}"
+            yield f"\n{titles[k]}: {kind}{weight}, {self._count(prompt, length)}{origins[k].cuts}"
             yield from self._text(batch["samples"][k], batch["sample_labels"][k], prompt, length)
             if partners is not None:
                 same = " (to the same prompt)" if batch["kl_same_prompt"][k] else ""
                 length = int(batch["kl_sample_lengths"][k])
                 count = self._count(prompt, length)
-                yield f"  KL example: this prompt with the answer of {origins[partners[k]].title}{same}, {count}"
+                yield f"  KL example: this prompt with the answer of {titles[partners[k]]}{same}, {count}"
                 yield from self._text(batch["kl_samples"][k], batch["kl_sample_labels"][k], prompt, length, answer_only=True)
 
     def dpo(self, dataset: DPODataset, batch: DPOBatch, *, with_rewards: bool) -> Iterator[str]:
@@ -70,7 +68,7 @@ class Preview:
         for k, origin in enumerate(dataset.origins(range(len(batch["chosen"])))):
             values = batch["chosen_rewards"][k].item(), batch["rejected_rewards"][k].item()
             rewards = f", rewards {values[0]:g} and {values[1]:g}" if with_rewards else ""
-            yield f"\n{origin.title}: a pair{_weight(dataset[k].weight)}{rewards}{origin.cuts}"
+            yield f"\n{terminal_line(origin.title)}: a pair{_weight(dataset[k].weight)}{rewards}{origin.cuts}"
             prompt = len(dataset[k].prompt_ids)
             chosen = batch["chosen"][k], batch["chosen_labels"][k], batch["chosen_lengths"][k]
             rejected = batch["rejected"][k], batch["rejected_labels"][k], batch["rejected_lengths"][k]
@@ -96,7 +94,7 @@ class Preview:
         """Return the text of tokens [start, stop), with the leading space that some tokenizers decode only inside a text."""
         before, until = self.decode(ids[:start]), self.decode(ids[:stop])
         text = until[len(before) :] if until.startswith(before) else self.decode(ids[start:stop])
-        return text.translate(_CONTROLS)
+        return terminal_text(text)
 
 
 def _weight(weight: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ AUTO = "auto"  # value of splits_string
 _SET_NAME = re.compile(r"[A-Za-z0-9_]+", re.ASCII)
 _SHARD = re.compile(r"-\d+-of-\d+")  # ends the names of files of a split, as in train-00000-of-00002.parquet
 _HUB = re.compile(
-    r"hf:(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[^:]+))?(:(?P<first>[\w.-]+))?(:(?P<second>[\w.-]+))?", re.ASCII
+    r"hf:(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>(?!.*\.\.)\w[\w./-]*))?(:(?P<first>\w[\w.-]*))?"
+    r"(:(?P<second>\w[\w.-]*))?",
+    re.ASCII,
 )
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.ASCII)
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"  # in folders that save_to_disk wrote
@@ -178,9 +181,12 @@ def _hub_splits(name: str) -> dict[str, tuple[Path, ...]]:
     """Download a data set of the hub, unless it is in the cache of datasets, and return the Arrow files of its splits."""
     if (parts := _HUB.fullmatch(name)) is None:
         raise DataError(f"a data set of the hub must be hf:ORG/NAME[@REVISION][:CONFIG][:SPLIT], got {name}")
+    repository, revision, config, split = parts["name"], parts["revision"], parts["first"], parts["second"]
+    if os.path.lexists(repository):  # datasets would read it
+        text = f"a data set of the hub must not have the name of a folder here, got {name} and the folder {repository}"
+        raise DataError(f"{text}; write {repository} for the folder, or start in another folder")
     import datasets
 
-    repository, revision, config, split = parts["name"], parts["revision"], parts["first"], parts["second"]
     try:
         if split is None and config is not None:  # one of them is left out
             configs = datasets.get_dataset_config_names(repository, revision=revision)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -173,9 +173,10 @@ def test_other_json_is_text(tmp_path: Path) -> None:
 
 
 def test_columns_that_are_never_text_are_read_in_either_notation(tmp_path: Path) -> None:
+    notations: list[Callable[[object], str]] = [str, json.dumps]
     rows = [
         {**row, "messages": write(row["messages"]), "tools": write(row["tools"])}
-        for row, write in zip(CHATS, (str, json.dumps), strict=True)
+        for row, write in zip(CHATS, notations, strict=True)
     ]
     found = read(write_csv(tmp_path / "a.csv", rows))
     assert [record.template["tools"] for record in found] == [TOOLS, TOOLS[:1]]

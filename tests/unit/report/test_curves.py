@@ -13,15 +13,15 @@ def curve(values: list[float] | np.ndarray) -> Curve:
 
 
 def test_curves_of_a_log() -> None:
-    lines = [
-        {"step": 1, "train/loss": 0.5, "note": "text"},
+    lines: list[dict[str, float | None]] = [
+        {"step": 1, "train/loss": 0.5},
         {"step": 1, "val/loss": 0.6},
         {"step": 2, "train/loss": None},
         {"step": 3, "train/loss": 0.4},
         {"step": 2, "train/loss": 0.45},  # repeated by a resumed run
         {"step": 3, "train/loss": 0.3},
     ]
-    curves = read_curves(lines)  # type: ignore[arg-type]
+    curves = read_curves(lines)
     assert set(curves) == {"train/loss", "val/loss"}
     assert curves["train/loss"].steps.tolist() == [1, 2, 3]
     assert curves["train/loss"].values.tolist() == [0.5, 0.45, 0.3]

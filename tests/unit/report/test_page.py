@@ -22,7 +22,7 @@ from nemo_kto.report.drawing import draw, summary_picture
 from nemo_kto.report.facts import answers
 from nemo_kto.report.page import write_report
 from nemo_kto.report.plots import common_bins, compared_plots, plots_of
-from nemo_kto.report.record import FINISHED, RUN_FILE, RUNNING, read_object, read_run
+from nemo_kto.report.record import FINISHED, RUN_FILE, RUNNING, read_run
 from nemo_kto.report.run_file import begin_run, end_run
 from nemo_kto.run import record
 from nemo_kto.telemetry.rewards import RewardHistogram
@@ -97,7 +97,7 @@ ASKED = [{"role": "user", "content": "Hot?"}, {"role": "assistant", "content": "
 def test_a_finished_run_that_was_killed_before_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "is_rank_zero", lambda: True)
     folder = write_run(tmp_path / "run", healthy(), data=data_of(cut=30))
-    begin_run(folder, run=read_object(folder / RUN_FILE), data={})
+    begin_run(folder, run=json.loads((folder / RUN_FILE).read_text()), data={})
     end_run(folder, RUNNING)
     left = folder / f".report.html-{'0' * 32}"
     left.touch()

@@ -48,6 +48,30 @@ def test_a_checkpoint_that_records_nothing(tokenizer_folder: Path) -> None:
     assert "## Results" not in text
 
 
+FOREIGN = "a\x1b[31m\n\n# Heading\n<script>x</script>|`b`\u202e\x9b"
+
+
+def test_nothing_that_a_checkpoint_names_is_imported_or_becomes_markdown(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evil.py").write_text("open('ran', 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    facts: dict[str, Any] = {"algorithm": "kto", "model.kto.preference_loss": "evil.Loss", "model.kto.x": FOREIGN}
+    text = card_text(facts_of(tokenizer_folder, run=facts), has_picture=False)
+    assert "The loss is `evil.Loss`." in text
+    assert not (tmp_path / "ran").exists()
+    facts["model.kto.preference_loss"] = FOREIGN
+    facts["model.data.data_prefix"] = {"sha256": FOREIGN, "from": FOREIGN}
+    facts["pretrained_checkpoint.restore_from_path"] = {"sha256": "", "from": FOREIGN}
+    text = card_text(facts_of(tokenizer_folder, run=facts, versions={FOREIGN: FOREIGN}), has_picture=False)
+    assert {character for character in text if not character.isprintable()} == {"\n"}
+    assert [line for line in text.splitlines() if line.startswith("# H")] == []
+    assert "<script>" not in text
+    widths = {line.count(" | ") for line in text.split("### Data")[1].splitlines() if line.startswith("|")}
+    assert widths == {3}
+
+
 CONFIG = """\
 algorithm: dpo
 pretrained_checkpoint:
@@ -97,6 +121,7 @@ def test_a_card_without_valid_front_matter(text: str, tmp_path: Path) -> None:
         (f"hf:org/model@{COMMIT}", ("org/model", COMMIT)),
         (f"/a/hub/models--org--my--model/snapshots/{COMMIT}", ("org/my--model", COMMIT)),
         ("hf:org/model", None),
+        (f"/a/hub/models--..--x/snapshots/{COMMIT}", None),
         ("/a/model", None),
         ("/a/hub/models--org--model/snapshots/main", None),
     ],
