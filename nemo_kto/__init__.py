@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from nemo_kto.cli.api import Run, train
     from nemo_kto.errors import UserError
 
-__version__ = "0.2.0"
+__version__ = "0.1.0"
 __all__ = ["Run", "UserError", "train"]
 
 
