@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -16,6 +18,7 @@ from nemo_kto.data.rows.records import DataError
 from nemo_kto.errors import either, printable, show
 from nemo_kto.utils.files import file_inside, make_folder, publish_file, read_json
 
+logger = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "test")
 WHOLE = "all"
 UNNAMED = ""  # key of a validation set that has no name
@@ -29,6 +32,7 @@ _HUB = re.compile(
 )
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.ASCII)
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"  # in folders that save_to_disk wrote
+_IDENTITY = ("size", "ETag", "Content-MD5", "Digest", "Last-Modified")  # of a file at a web address
 _AUTO_PART, _AUTO_MIN, _AUTO_MAX = 100, 2, 10_000
 
 
@@ -205,14 +209,26 @@ def _hub_splits(name: str) -> dict[str, tuple[Path, ...]]:
 
 @cache
 def _downloaded(url: str) -> Path:
-    """Download a file, unless this version of it is in the cache of datasets, and return its path."""
+    """Download a file, unless this version of it is in the cache of datasets, and return its path.
+
+    Where its storage cannot be reached, such as on the nodes of a cluster, this is the version that was downloaded last.
+    """
     import datasets
     import fsspec
 
+    versions = Path(datasets.config.HF_DATASETS_CACHE, "nemo_kto", hashlib.sha256(url.encode()).hexdigest()[:24])
     try:
         system, path = fsspec.core.url_to_fs(url)
-        version = hashlib.sha256(f"{url} {system.ukey(path)}".encode()).hexdigest()[:24]
-        file = Path(datasets.config.HF_DATASETS_CACHE, "nemo_kto", version, PurePosixPath(path).name or "rows")
+        name = PurePosixPath(path).name or "rows"
+        try:
+            about = system.info(path)
+        except Exception:  # fsspec does not tell a missing file from a missing network
+            if known := sorted(versions.glob(f"*/{glob.escape(name)}"), key=lambda file: file.stat().st_mtime_ns):
+                logger.warning("%s cannot be read now; the copy of an earlier download is used", url)
+                return known[-1]
+            raise
+        version = [system.ukey(path), *map(about.get, _IDENTITY)]  # for a web address the key depends on the address only
+        file = versions / hashlib.sha256(f"{version}".encode()).hexdigest()[:24] / name
         if not file.exists():
             make_folder(file.parent, private=True)
             with publish_file(file, private=True) as writing:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from nemo_kto.data.rows import files
+from nemo_kto.data.rows import files, sources
 from nemo_kto.data.rows.files import FilePart, file_parts, number_of_parts, read_rows
 from nemo_kto.data.rows.forms import find_form, row_place
 from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
@@ -250,6 +254,27 @@ def test_urls_are_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         read_data_prefix("memory://bucket/none.csv")
     with raises(DataError, "s3://bucket/rows.csv", "s3fs"):
         read_data_prefix("s3://bucket/rows.csv")
+
+
+def test_a_changed_file_at_a_web_address_is_downloaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same size and name; without the server, the last copy is used."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "downloads"))
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url, file = f"http://127.0.0.1:{server.server_port}/rows.jsonl", tmp_path / "rows.jsonl"
+
+    def read_in_another_process() -> str:
+        sources._downloaded.cache_clear()
+        return data_files(url)[0].read_text()
+
+    for day, text in enumerate(("one", "two")):
+        file.write_text(text)
+        os.utime(file, (day * 86_400, day * 86_400))
+        assert read_in_another_process() == text
+    server.shutdown()
+    server.server_close()
+    assert read_in_another_process() == "two"
 
 
 def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
