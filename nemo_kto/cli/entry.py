@@ -22,9 +22,10 @@ def main() -> None:
 def look_at_checkpoints(argv: list[str]) -> None:
     from nemo_kto.cli.models.checkpoint import main as command
     from nemo_kto.errors import UserError
+    from nemo_kto.utils.escaping import print_error
 
     try:
         sys.exit(command(argv))
     except UserError as error:
-        print(f"nemo-kto checkpoint: {error}", file=sys.stderr)
+        print_error(f"nemo-kto checkpoint: {error}")
         sys.exit(2)

@@ -31,7 +31,7 @@ from nemo_kto.device import device
 from nemo_kto.errors import ConfigError, UserError, plural
 from nemo_kto.processes import objects, ranks, signals
 from nemo_kto.telemetry.console import set_up_logging, take_over
-from nemo_kto.utils.escaping import terminal_text
+from nemo_kto.utils.escaping import print_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Job:
         is_first = self.world is None or self.world.rank == 0
         unused = list(unused_keys(run)) if sweep else []
         for mistake in unused if is_first else ():
-            print(f"nemo-kto: unused in this job: {mistake}", file=sys.stderr)
+            print_error(f"nemo-kto: unused in this job: {mistake}")
         if run.cfg.trainer.accelerator == "cpu":
             device.force_cpu()
         if self.world is None and run.local_ranks > 1:
@@ -93,7 +93,7 @@ class Job:
                 ranks.fail(error, world=None)
             except RanksEnded as end:
                 if end.message:
-                    print(f"nemo-kto: {terminal_text(redacted(end.message))}", file=sys.stderr)
+                    print_error(f"nemo-kto: {redacted(end.message)}")
                 if end.status != signals.ENDED_EARLY:
                     from nemo_kto.report.run_file import record_failure
 
@@ -102,7 +102,7 @@ class Job:
                 sys.exit(end.status)
         else:
             for note in compose.notes(config) if is_first else ():
-                print(f"nemo-kto: {note}", file=sys.stderr)
+                print_error(f"nemo-kto: {note}")
             self._train(run)
 
     def start_ranks(
@@ -179,9 +179,9 @@ def refuse_mistakes(mistakes: Sequence[ConfigError], world: ranks.World | None, 
         ]
     )
     if world is None or world.rank == 0:
-        print(text, file=sys.stderr)
+        print_error(text)
     elif world.local_rank == 0 and all(mistake.about_files for mistake in mistakes):
-        print(f"on {socket.gethostname()}: {text}", file=sys.stderr)
+        print_error(f"on {socket.gethostname()}: {text}")
     else:
         time.sleep(ranks.PRINT_SECONDS)  # torchrun stops rank 0 when this rank exits, perhaps before it printed
     sys.exit(ranks.USAGE_ERROR)

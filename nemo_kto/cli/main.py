@@ -21,6 +21,7 @@ from nemo_kto.errors import UserError, either
 from nemo_kto.processes import objects, ranks, signals
 from nemo_kto.telemetry import console
 from nemo_kto.telemetry.console import set_up_logging
+from nemo_kto.utils.escaping import print_error, terminal_line
 
 # Only commands that compose a configuration import Hydra and the modules that need it.
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def _print(command: str, arguments: Sequence[str]) -> None:
         except UserError as error:
             from nemo_kto.config.saved_config import redacted
 
-            print(f"nemo-kto {command}: {redacted(str(error))}", file=sys.stderr)
+            print_error(f"nemo-kto {command}: {redacted(str(error))}")
             sys.exit(ranks.USAGE_ERROR)
     elif command == "--version":
         print(f"nemo-kto {__version__}")
@@ -168,7 +169,7 @@ def _print(command: str, arguments: Sequence[str]) -> None:
         print(usage, end="")
     else:
         known = either([*RECIPES, "export", *_PRINTING])
-        print(f"nemo-kto: the command must be {known}, got {command}\n\n{usage}", end="", file=sys.stderr)
+        print_error(f"nemo-kto: the command must be {known}, got {terminal_line(command)}\n\n{usage.rstrip()}")
         sys.exit(ranks.USAGE_ERROR)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from nemo_kto.errors import UserError
 from nemo_kto.report.page import write_report
 from nemo_kto.report.record import REPORT_FILE, read_run
+from nemo_kto.utils.escaping import terminal_line
 
 
 def main(argv: Sequence[str]) -> None:
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
         files = write_report(runs, out)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror}; choose another file with --out") from error
-    print(*files, sep="\n")
+    print(*(terminal_line(str(file)) for file in files), sep="\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from omegaconf import OmegaConf
 
 from nemo_kto.config.compose import FREE_FORM, Source, known_keys, load
 from nemo_kto.config.schema import RunConfig
-from nemo_kto.utils.escaping import terminal_line
+from nemo_kto.utils.escaping import print_error, terminal_line
 from nemo_kto.utils.files import publish_file, read_bytes
 from nemo_kto.utils.yaml_files import load_yaml
 
@@ -114,7 +113,7 @@ def save_config(config: RunConfig) -> None:
             old, new = _value(before, key), _value(values, key)
             if old not in (_ABSENT, new):  # absent if the file was truncated or written by an earlier version
                 change = terminal_line(f"{old} -> {new}")
-                print(f"nemo-kto: {key} changed since the last start of this run: {change}", file=sys.stderr)
+                print_error(f"nemo-kto: {key} changed since the last start of this run: {change}")
     with publish_file(file) as writing:
         writing.write_text(OmegaConf.to_yaml(now), encoding="utf-8")
 
@@ -147,7 +146,7 @@ def _load(file: Path) -> object:
     if (before := _read(file)) is not None:
         return before
     text = "cannot be read and is replaced; changes since the last start of this run are not known"
-    print(f"nemo-kto: {file} {text}", file=sys.stderr)
+    print_error(f"nemo-kto: {file} {text}")
     return None
 
 

@@ -29,7 +29,7 @@ from typing import NoReturn
 
 from nemo_kto.errors import UserError
 from nemo_kto.processes import signals
-from nemo_kto.utils.escaping import terminal_text
+from nemo_kto.utils.escaping import print_error, terminal_text
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ def fail(error: BaseException, *, world: World | None, redact: Callable[[str], s
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             get_error_handler().record_exception(error if text == whole else RuntimeError(text))  # type: ignore[arg-type]
-        print(terminal_text(f"rank {world.rank}: {text}" if world is not None else text), file=sys.stderr)
+        print_error(f"rank {world.rank}: {text}" if world is not None else text)
     exit_rank(1, world=world)
 
 
@@ -215,7 +215,7 @@ def _report(message: str, *, world: World | None) -> None:
         return
     if world is not None and world.rank > 0:
         time.sleep(PRINT_SECONDS)
-    print(f"nemo-kto: {terminal_text(message)}", file=sys.stderr)
+    print_error(f"nemo-kto: {message}")
 
 
 def abort_rank(message: str, *, world: World, wait: bool) -> NoReturn:

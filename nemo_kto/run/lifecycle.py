@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -30,6 +29,7 @@ from nemo_kto.report.record import RUN_LOCK
 from nemo_kto.run.policy import Policy, export_policy
 from nemo_kto.run.record import make_report, record_end
 from nemo_kto.run.summary import end_table
+from nemo_kto.utils.escaping import print_error
 from nemo_kto.utils.files import make_folder, remove_unpublished
 from nemo_kto.utils.locks import locked
 
@@ -140,7 +140,7 @@ def stop_run(text: str, *, requeues: bool) -> NoReturn:
     if state.is_rank_zero():
         job = requeue(os.environ) if requeues else None
         how = "start the same command again to resume" if job is None else f"SLURM job {job} was requeued to resume"
-        print(f"nemo-kto: {text}; {how}", file=sys.stderr, flush=True)
+        print_error(f"nemo-kto: {text}; {how}")
     state.max_over_ranks(0)  # wait for rank 0, which is still busy: the exit of one rank may terminate the others
     raise Stopped
 

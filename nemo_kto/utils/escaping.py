@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 import shlex
+import sys
 import unicodedata
 
 _TURNED = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # change the direction of the text after them
@@ -26,6 +27,12 @@ def terminal_text(text: str) -> str:
 def terminal_line(text: str) -> str:
     """Return :func:`terminal_text` for one line: tabs and newlines are escaped as well."""
     return terminal_text(text).replace("\t", r"\t").replace("\n", r"\n")
+
+
+def print_error(text: str) -> None:
+    """Write a message to stderr as :func:`terminal_text`."""
+    sys.stderr.write(f"{terminal_text(text)}\n")
+    sys.stderr.flush()
 
 
 def markdown_text(text: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from nemo_kto.chat.model import Answer
 from nemo_kto.chat.session import Session
 from nemo_kto.cli import report
 from nemo_kto.cli.data import check
-from nemo_kto.cli.entry import look_at_checkpoints
+from nemo_kto.cli.entry import look_at_checkpoints, main
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.sources import read_data_prefix
 from nemo_kto.telemetry.console import set_up_logging
@@ -77,6 +79,46 @@ def test_a_report_of_foreign_text(tmp_path: Path) -> None:
     assert "<script" not in html + text.replace("\\<", "")
     assert {each for each in html + text if not each.isprintable()} <= {"\n", "\t"}
     assert_plain(text)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["translate", "lf.yaml"],
+        ["translate", FOREIGN],
+        ["data", "preview", "rows.jsonl", "--model", "{model}"],
+        ["data", "preview", FOREIGN, "--model", "{model}"],
+        ["data", "check", FOREIGN],
+        ["data", FOREIGN],
+        ["check", "kto", "model", "rows.jsonl", f"model.seed={FOREIGN}"],
+        ["check", "kto", f"model.{FOREIGN}=1", f"{FOREIGN}=1"],
+        ["check", "kto", FOREIGN, FOREIGN],
+        ["plan", "kto", f"pretrained_checkpoint.restore_from_path={FOREIGN}"],
+        ["kto", f"model.kto.preference_loss={FOREIGN}", f"--config-name={FOREIGN}"],
+        ["export", FOREIGN, FOREIGN],
+        ["import", FOREIGN, FOREIGN],
+        ["chat", FOREIGN, "-p", FOREIGN],
+        ["report", FOREIGN],
+        ["checkpoint", "ls", FOREIGN],
+        [FOREIGN],
+    ],
+    ids=lambda command: "-".join(command[:2])[:20].replace(FOREIGN[:12], "FOREIGN"),
+)
+def test_output_and_errors_of_commands(
+    command: list[str], tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"prompt": FOREIGN, "response": FOREIGN, "label": True, FOREIGN: 1}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n")
+    (tmp_path / "lf.yaml").write_text(
+        json.dumps({"stage": "kto", "dataset": FOREIGN, FOREIGN: FOREIGN, "lora_rank": FOREIGN})
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["nemo-kto", *(word.format(model=tiny_llama) for word in command)])
+    with contextlib.suppress(SystemExit):
+        main()
+    output = "".join(capsys.readouterr())
+    assert output
+    assert {each for each in output if not each.isprintable()} <= {"\n", "\t"}
 
 
 class Echo:

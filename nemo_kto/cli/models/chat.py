@@ -22,7 +22,7 @@ from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.processes import ranks
 from nemo_kto.telemetry.console import set_up_logging, take_over
-from nemo_kto.utils.escaping import terminal_line, terminal_text
+from nemo_kto.utils.escaping import print_error, terminal_line, terminal_text
 from nemo_kto.utils.files import read_json
 
 _BASE = "base"
@@ -140,7 +140,7 @@ def _export(checkpoint: Path, out: Path) -> Path:
     """Export a checkpoint, in a process of its own, because an export uses the CPU."""
     if is_our_model(out):
         return out
-    print(f"nemo-kto chat: {checkpoint} is exported to {out} first", file=sys.stderr, flush=True)
+    print_error(f"nemo-kto chat: {checkpoint} is exported to {out} first")
     command = [sys.executable, "-P", "-m", "nemo_kto.cli.main", "export", str(checkpoint), str(out)]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
     if done.returncode:

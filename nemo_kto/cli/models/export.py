@@ -17,6 +17,7 @@ from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.processes import ranks
 from nemo_kto.telemetry.console import set_up_logging, take_over
+from nemo_kto.utils.escaping import terminal_line
 
 _DESCRIPTION = "Write a checkpoint in Hugging Face format: configuration, tokenizer, and weights with adapters merged."
 
@@ -26,7 +27,7 @@ def main(argv: Sequence[str]) -> None:
     parser = _parser()
     flags = parser.parse_args(argv)
     if not os.path.isdir(flags.checkpoint):
-        parser.error(f"CHECKPOINT must be a folder that exists, got {flags.checkpoint}")
+        parser.error(f"CHECKPOINT must be a folder that exists, got {terminal_line(str(flags.checkpoint))}")
     if flags.push is None and (flags.out is None or flags.private or flags.token or flags.base_model):
         parser.error("OUT must be given without --push; --private, --token and --base-model belong to --push")
     set_up_logging(rank=0)
