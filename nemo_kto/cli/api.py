@@ -22,7 +22,6 @@ from nemo_kto.cli.job import Job
 from nemo_kto.config import compose
 from nemo_kto.config.check import POSITIONS, quoted
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.config.saved_config import redacted
 from nemo_kto.config.schema import config_type
 from nemo_kto.data.rows.arguments import data_prefix_of
 from nemo_kto.errors import UserError, either, show
@@ -31,6 +30,7 @@ from nemo_kto.processes import objects, ranks, signals
 from nemo_kto.telemetry.loggers import METRICS_FILE, read_metrics
 from nemo_kto.telemetry.summary import figures_of, model_lines, table
 from nemo_kto.utils.field_errors import echo, names
+from nemo_kto.utils.redaction import redacted
 
 if TYPE_CHECKING:
     import pandas

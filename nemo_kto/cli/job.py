@@ -26,12 +26,12 @@ from nemo_kto.config.mistakes import does_not_compose
 from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of
 from nemo_kto.config.rules.gpu import check_transformer_engine
 from nemo_kto.config.rules.training import run_errors, unused_keys
-from nemo_kto.config.saved_config import redact_file, redacted
 from nemo_kto.device import device
 from nemo_kto.errors import ConfigError, UserError, plural
 from nemo_kto.processes import objects, ranks, signals
 from nemo_kto.telemetry.console import set_up_logging, take_over
 from nemo_kto.utils.escaping import print_error
+from nemo_kto.utils.redaction import redact_file, redacted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +155,8 @@ class Job:
 
             explained = ranks.explain_open_files(error)
             with contextlib.suppress(signals.Stopped):  # sent by the launcher, because another rank has failed
-                watchdog.explain(explained, redact=redacted)
-            ranks.fail(explained, world=self.world, redact=redacted)
+                watchdog.explain(explained)
+            ranks.fail(explained, world=self.world)
         ranks.confirm_end()
 
     def _end_early(self, stop: signals.Stopped, *, requeues: bool) -> NoReturn:

@@ -22,6 +22,7 @@ from nemo_kto.processes import objects, ranks, signals
 from nemo_kto.telemetry import console
 from nemo_kto.telemetry.console import set_up_logging
 from nemo_kto.utils.escaping import print_error, terminal_line
+from nemo_kto.utils.redaction import redacted
 
 # Only commands that compose a configuration import Hydra and the modules that need it.
 if TYPE_CHECKING:
@@ -159,8 +160,6 @@ def _print(command: str, arguments: Sequence[str]) -> None:
             if (status := run(arguments[len(command.split()) :])) is not None:
                 sys.exit(status)
         except UserError as error:
-            from nemo_kto.config.saved_config import redacted
-
             print_error(f"nemo-kto {command}: {redacted(str(error))}")
             sys.exit(ranks.USAGE_ERROR)
     elif command == "--version":

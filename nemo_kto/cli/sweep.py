@@ -12,11 +12,11 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from nemo_kto.cli import aligned
-from nemo_kto.config.saved_config import redacted
 from nemo_kto.data.rows.sources import validation_names
 from nemo_kto.errors import plural
 from nemo_kto.losses.metrics import metric_prefix
 from nemo_kto.telemetry.loggers import METRICS_FILE, read_metrics
+from nemo_kto.utils.redaction import redacted
 
 _METRICS = ("loss", "acc", "auc", "rewards_margin")
 

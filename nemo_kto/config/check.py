@@ -14,10 +14,11 @@ from nemo_kto.artifacts import hub
 from nemo_kto.config import compose
 from nemo_kto.config.mistakes import does_not_compose, find_mistakes
 from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of, with_value
-from nemo_kto.config.saved_config import redacted, saved_value
+from nemo_kto.config.saved_config import saved_value
 from nemo_kto.config.schema import RunConfig, config_type
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.utils.field_errors import names
+from nemo_kto.utils.redaction import redacted
 
 POSITIONS = {"MODEL": "pretrained_checkpoint.restore_from_path", "DATA": "model.data.data_prefix"}
 _OVERRIDE = re.compile(r"[+~]\w|[^=]*=")  # +KEY, ~KEY or KEY=VALUE

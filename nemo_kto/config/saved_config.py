@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,55 +13,15 @@ from nemo_kto.config.compose import FREE_FORM, Source, known_keys, load
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.utils.escaping import print_error, terminal_line
 from nemo_kto.utils.files import publish_file, read_bytes
+from nemo_kto.utils.redaction import redacted_value
 from nemo_kto.utils.yaml_files import load_yaml
 
 CONFIG_FILE = "config.yaml"  # in the run folder
-HIDDEN = "***"
-_MIN_LENGTH = 8  # of a secret in the environment; a shorter one would also match ordinary words
-_SECRET = r"(?:api_?key|access_?key|token|password|passwd|secret)"  # nosec B105  # names of secrets
-_NAME = re.compile(rf"(?:^|_){_SECRET}$", re.IGNORECASE)
-_NAMED = re.compile(rf"\b((?:\w*_)?{_SECRET}\s*[:=]\s*)(?:'[^'\n]*'|\"[^\"\n]*\"|[^\s,'\"\]}}]+)", re.IGNORECASE)
-_IN_TEXT = (
-    (re.compile(r"(?<=://)[^\s'\"]+(?=@)"), HIDDEN),  # credentials in a URL: user:password, or a token
-    (re.compile(rf"([?&][\w.-]*{_SECRET}=)[^&#\s'\"]+", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), HIDDEN),  # Hugging Face's tokens
-)
-
-
-def redacted(text: str) -> str:
-    """Redact passwords in URLs, Hugging Face tokens, and values of environment variables whose names mark secrets."""
-    for pattern, instead in _IN_TEXT:
-        text = pattern.sub(instead, text)
-    secrets = {value for name, value in os.environ.items() if _NAME.search(name) and len(value) >= _MIN_LENGTH}
-    for value in sorted(secrets, key=len, reverse=True):
-        text = text.replace(value, HIDDEN)
-    return text
-
-
-def redact_file(file: Path) -> None:
-    """Redact the secrets in another program's text file, and values assigned to names that mark secrets (api_key)."""
-    if not file.is_file():
-        return
-    text = file.read_text(encoding="utf-8")
-    if (public := _NAMED.sub(rf"\1{HIDDEN}", redacted(text))) != text:
-        with publish_file(file) as writing:
-            writing.write_text(public, encoding="utf-8")
 
 
 def public_config(config: RunConfig) -> dict[str, object]:
     """Return the configuration in a form safe to write and log; values under a secret's name are replaced as a whole."""
-    return {str(key): _public(value) for key, value in config.model_dump().items()}
-
-
-def _public(value: object) -> object:
-    if isinstance(value, str):
-        return redacted(value)
-    if isinstance(value, Mapping):
-        secret = {key for key, inner in value.items() if isinstance(inner, str) and _NAME.search(str(key))}
-        return {key: HIDDEN if key in secret else _public(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_public(inner) for inner in value]
-    return value
+    return {str(key): redacted_value(value) for key, value in config.model_dump().items()}
 
 
 def settings_of_user(config: RunConfig) -> dict[str, object]:

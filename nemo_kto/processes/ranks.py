@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -30,6 +30,7 @@ from typing import NoReturn
 from nemo_kto.errors import UserError
 from nemo_kto.processes import signals
 from nemo_kto.utils.escaping import print_error, terminal_text
+from nemo_kto.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
@@ -179,18 +180,18 @@ def end_with_launcher() -> None:
         os._exit(1)
 
 
-def fail(error: BaseException, *, world: World | None, redact: Callable[[str], str] = str) -> NoReturn:
+def fail(error: BaseException, *, world: World | None) -> NoReturn:
     """End this process: for a UserError with its message and status 2, for other errors with a traceback and status 1.
 
     A launcher of this package prints the error of the rank that failed first, and not those that follow from it. Otherwise
     all ranks but rank 0 wait before they print: rank 0 prints the same error, if it has it, and its launcher ends them
-    meanwhile. ``redact`` removes secrets from the text.
+    meanwhile. Secrets are redacted.
     """
     if isinstance(error, UserError):
-        _report(redact(str(error)), world=world)
+        _report(redacted(str(error)), world=world)
         exit_rank(USAGE_ERROR, world=world)
     whole = "".join(traceback.format_exception(error))
-    text = redact(whole)
+    text = redacted(whole)
     if has_launcher():
         _record(text)
     else:

@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from nemo_kto.device import device
 from nemo_kto.processes import hangs, ranks
+from nemo_kto.utils.redaction import redacted
 
 Result = TypeVar("Result")
 
@@ -434,15 +435,12 @@ def count_steps(steps: Callable[[], int]) -> None:
         _current.steps = steps
 
 
-def explain(error: BaseException, *, redact: Callable[[str], str] = str) -> None:
-    """Explain an error with which this rank ends: add the lost rank that caused it, or announce the error to the others.
-
-    ``redact`` removes secrets from the announcement.
-    """
+def explain(error: BaseException) -> None:
+    """Explain an error with which this rank ends: add the lost rank that caused it, or announce the error to the others."""
     if _current is None:
         return
     if not is_lost_connection(error):
-        _current.announce_exit(redact(f"{type(error).__name__}: {error}")[:500])
+        _current.announce_exit(redacted(f"{type(error).__name__}: {error}")[:500])
     elif (text := _current.find_lost()) is not None:
         error.args = (f"{error}\n\n{text}",)
     sys.stdout.flush()

@@ -31,7 +31,7 @@ from nemo_kto.checkpoint.manager import CheckpointManager
 from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.config.resolved import ResolvedRun, find_callback
 from nemo_kto.config.rules.gpu import check_gpu
-from nemo_kto.config.saved_config import public_config, redacted, save_config
+from nemo_kto.config.saved_config import public_config, save_config
 from nemo_kto.config.schema import RunConfig, ScheduleConfig
 from nemo_kto.device import device
 from nemo_kto.device.dtypes import MOMENTS
@@ -67,6 +67,7 @@ from nemo_kto.telemetry.summary import table
 from nemo_kto.telemetry.throughput import device_peak_flops
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 from nemo_kto.telemetry.warnings_file import WarningsFile, collect_warnings
+from nemo_kto.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)
 

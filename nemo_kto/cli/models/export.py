@@ -12,7 +12,6 @@ from nemo_kto.artifacts.checkpoint_files import is_checkpoint
 from nemo_kto.artifacts.hub import HUB
 from nemo_kto.artifacts.safetensors_files import is_our_model
 from nemo_kto.artifacts.upload import Repository, Upload
-from nemo_kto.config.saved_config import redacted
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.processes import ranks
@@ -45,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
         if upload is not None:
             _send(upload, out, base_model=flags.base_model)
     except UserError as error:
-        ranks.fail(error, world=None, redact=redacted)
+        ranks.fail(error, world=None)
 
 
 def _parser() -> argparse.ArgumentParser:

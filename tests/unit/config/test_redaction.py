@@ -8,10 +8,11 @@ import pytest
 
 from nemo_kto.cli.job import refuse_mistakes
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.config.saved_config import redact_file, redacted, save_config
+from nemo_kto.config.saved_config import save_config
 from nemo_kto.distributed import state
 from nemo_kto.errors import ConfigError
 from nemo_kto.run.build import build_logger
+from nemo_kto.utils.redaction import redact_file, redacted
 from tests.helpers.messages import Message
 from tests.unit.conftest import Load
 
