@@ -151,7 +151,7 @@ FILES: dict[str, tuple[str, bytes, Message | str]] = {
     "parquet: nulls as labels": (
         "a.parquet",
         parquet_bytes({"prompt": ["p", "q"], "response": ["r", "s"], "label": [True, None]}),
-        Message("a.parquet row 2", "preference", "label"),
+        Message("a.parquet row 2", "label", '"" (1 row)', "remove"),
     ),
     "parquet: a missing label as nan": (
         "a.parquet",

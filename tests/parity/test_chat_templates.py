@@ -10,6 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.data.rows.records import KTORecord, RowError, pair_of_row, records_of_row
+from nemo_kto.data.rows.values import read_values
 from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
 from tests.helpers.messages import Message
 from tests.helpers.tiny_models import make_tokenizer
@@ -57,6 +58,7 @@ def test_tools_and_variables_reach_the_template_of_prompt_and_answer(
     row: dict[str, Any] = {"prompt": prompt, "chosen": [GOOD], "rejected": [BAD]}
     theirs = apply_chat_template({**row, "chat_template_kwargs": variables}, tokenizer, tools=[TOOL])
     row |= {"tools": tools, "chat_template_kwargs": variables}
+    row = read_values(row, None, has_cells=False)
     good, bad = records_of_row(row, 1)
     for record, name in ((good, "chosen"), (bad, "rejected")):
         shown, answer = texts(tokenizer, record)

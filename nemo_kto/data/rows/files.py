@@ -394,7 +394,8 @@ def _table_rows(path: str | Path, form: Form, part: FilePart) -> Iterator[tuple[
                     for row in batch.slice(start, _TABLE_ROWS).to_pylist():
                         for column in class_names.keys() & row.keys():
                             names, label = class_names[column], row[column]
-                            row[column] = names[label] if label is not None and 0 <= label < len(names) else None
+                            if label is not None and label < len(names):  # the library writes -1 for a missing label
+                                row[column] = names[label] if label >= 0 else None
                         yield number, _without_nested_nulls(row)
                         number += 1
         except Exception as error:  # for damaged files pyarrow may raise any exception

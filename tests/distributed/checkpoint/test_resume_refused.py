@@ -98,17 +98,18 @@ def change_a_label(folders: Folders) -> None:
 
 def test_changed_files_are_detected(first: Folders, copied: Folders, ranks: RankPool) -> None:
     """The hashes of weights, tokenizers and rows are those of tests/unit: content_hashes and fingerprint."""
-    for change in (change_a_weight, change_the_template, change_a_label):
-        change(copied)
-    before = snapshot(copied.run)
-    ((printed, error, _),) = ranks.run(1, started, copied, [])
+    label, before = copied._replace(rows=copied.rows.with_name("other.jsonl")), snapshot(copied.run)
+    change_a_label(label)
+    ((_, of_rows, _),) = ranks.run(1, started, label, [])
+    change_a_weight(copied)
+    change_the_template(copied)
+    ((printed, of_model, _),) = ranks.run(1, started, copied, [])
     model, rows = "pretrained_checkpoint.restore_from_path", ("model.data.data_prefix", "splits_string", "8 rows")
-    assert error.splitlines() == [
-        Message("UserError", f"{copied.run}", "4"),
+    assert of_rows.splitlines()[1:-1] == [Message(*rows, "training rows"), Message(*rows, "validation rows")]
+    assert of_model.splitlines() == [
+        Message("UserError", f"{copied.run}", "2"),
         Message(model, f"{copied.model}", f"{first.model}", "weights", "configuration"),
         Message(model, f"{copied.model}", f"{first.model}", "tokenizer", "chat template"),
-        Message(*rows, "training rows"),
-        Message(*rows, "validation rows"),
         Message(*REMEDY),
     ]
     assert printed == ""

@@ -63,7 +63,10 @@ def read(name: str, code: str) -> bool:
 def test_every_key_is_used(recipe: Recipe) -> None:
     """No key may be accepted without effect."""
     package = REPOSITORY / "nemo_kto"
-    others = (package / f"{name}.py" for name in ("config/resolved", "cli/job", f"algorithms/recipes/{recipe.name}"))
+    others = (
+        package / f"{name}.py"
+        for name in ("config/resolved", "cli/job", "planner/micro_batches", f"algorithms/recipes/{recipe.name}")
+    )
     files = (*(package / "run").glob("*.py"), *others)
     code = "".join(file.read_text() for file in files)
     parts = ("wandb_logger_kwargs", "mlflow_logger_kwargs", "checkpoint_callback_params")
