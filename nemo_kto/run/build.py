@@ -67,7 +67,7 @@ from nemo_kto.telemetry.summary import table
 from nemo_kto.telemetry.throughput import device_peak_flops
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 from nemo_kto.telemetry.warnings_file import WarningsFile, collect_warnings
-from nemo_kto.utils.redaction import redacted
+from nemo_kto.utils.redaction import redacted, redacted_value
 
 logger = logging.getLogger(__name__)
 
@@ -343,7 +343,7 @@ def _logger_settings(run: ResolvedRun) -> dict[str, Any]:
     return {
         "folder": run.folder,
         "tensorboard": settings.create_tensorboard_logger,
-        "wandb": settings.wandb_logger_kwargs.model_dump() if settings.create_wandb_logger else None,
+        "wandb": redacted_value(settings.wandb_logger_kwargs.model_dump()) if settings.create_wandb_logger else None,
         "mlflow": settings.mlflow_logger_kwargs.model_dump() if settings.create_mlflow_logger else None,
         "samples": settings.samples.enabled,
         "val_prefixes": [*run.validation_titles.values()],

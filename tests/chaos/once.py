@@ -64,10 +64,12 @@ for each in calls:
 for each in calls if PLAN["threads"] else ():
     while each.is_alive():
         try:
-            each.join()
+            time.sleep(0.1)  # an interrupted join() would declare the thread ended
         except KeyboardInterrupt:
             pass
+# W&B's service is a daemon, whose end is awaited by the end of this process
 left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+left = [child for child in left if not (child.name().startswith("wandb") and child.status() == psutil.STATUS_ZOMBIE)]
 print("left", left)
 """
 NOTEBOOK = """
