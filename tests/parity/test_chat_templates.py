@@ -58,7 +58,7 @@ def test_tools_and_variables_reach_the_template_of_prompt_and_answer(
     row: dict[str, Any] = {"prompt": prompt, "chosen": [GOOD], "rejected": [BAD]}
     theirs = apply_chat_template({**row, "chat_template_kwargs": variables}, tokenizer, tools=[TOOL])
     row |= {"tools": tools, "chat_template_kwargs": variables}
-    row = read_values(row, None, has_cells=False)
+    row = {**read_values(row, None, has_cells=False)}
     good, bad = records_of_row(row, 1)
     for record, name in ((good, "chosen"), (bad, "rejected")):
         shown, answer = texts(tokenizer, record)
