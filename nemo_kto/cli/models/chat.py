@@ -117,10 +117,10 @@ def _find(argument: str, name: str) -> Path:
     if is_whole_model(folder) or is_peft_folder(folder):
         return folder
     config = read_saved(folder / CONFIG_FILE)
-    is_copy = (
-        Path(str(config.get("exp_manager.explicit_log_dir", ""))).resolve() != folder.resolve()
-    )  # export.path is another's
-    for exported in (folder / "hf", *([] if is_copy else [Path(str(config.get("export.path", "")))])):
+    exports, recorded = [folder / "hf"], str(config.get("exp_manager.explicit_log_dir", ""))
+    if Path(recorded).resolve() == folder.resolve():  # otherwise this is a copy, and export.path is the original's
+        exports.append(Path(str(config.get("export.path", ""))))
+    for exported in exports:
         if is_our_model(exported):
             return exported
     if not (checkpoints := find_checkpoints(folder / CHECKPOINTS)):
