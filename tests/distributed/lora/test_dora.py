@@ -13,11 +13,8 @@ from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout
 from tests.distributed.lora.test_lora import check_steps, steps_of_peft
-from tests.distributed.training.test_layouts import LORA
 from tests.helpers import hf_models, lora_jobs
-from tests.helpers.hf_jobs import message_of
 from tests.helpers.hf_models import peft_model
-from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 
 NAME = "llama-all-biases-linear-rope"
@@ -83,23 +80,6 @@ def test_norms_are_computed_once_for_all_micro_batches(ranks: RankPool, model: t
     assert ranks.run(1, norms_taken, model[0]) == [[layers, 2 * layers, 3 * layers, 4 * layers]]
 
 
-def norms_of_a_run(model: Path, rows: Path, folder: Path) -> int:
-    """How often norms are taken in a step of KTO in micro-batches of one row."""
-    from nemo_kto.models.lora import layers
-    from tests.helpers.training_jobs import train
-
-    length = ["trainer.kto.max_steps=1", "trainer.kto.limit_val_batches=0", "model.micro_batch_size=1"]
-    with mock.patch.object(layers, "row_norms", wraps=layers.row_norms) as taken:
-        train(model, rows, folder, 1, [*LORA, "model.peft.lora_tuning.dora=true", *length])
-    return taken.call_count
-
-
-def test_a_run_computes_norms_once_per_pass(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
-    """Of KL examples and of samples; the reference has no magnitudes."""
-    layers = 4 * 4
-    assert ranks.run(1, norms_of_a_run, tiny_llama, kto_rows, tmp_path) == [2 * layers]
-
-
 def in_half_precision(layout: Layout, folder: Path) -> tuple[bool, list[bool]]:
     """Whether new adapters in bf16 leave the model unchanged, and whether a small step changes all magnitudes."""
     from megatron.core.utils import unwrap_model
@@ -124,22 +104,7 @@ def in_half_precision(layout: Layout, folder: Path) -> tuple[bool, list[bool]]:
     return is_base, moved
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name != "tp2")) for name in LAYOUTS])
 def test_half_precision(name: str, ranks: RankPool, model: tuple[Path, Path]) -> None:
     layout = LAYOUTS[name]
     assert ranks.run(layout.tensor, in_half_precision, layout, model[0]) == [(True, [True] * 16)] * layout.tensor
-
-
-def exported_after_merging(folder: Path, out: Path) -> str:
-    from nemo_kto.huggingface.adapter import export_adapter
-    from nemo_kto.models.lora.adapters import merge_adapters
-
-    state.init_distributed(layout=Layout(), seed=3)
-    chunks, architecture = lora_jobs.build(folder, Layout(), SETTINGS)
-    merge_adapters(chunks)
-    return message_of(lambda: export_adapter(chunks, architecture, out=out, base_model=folder))
-
-
-def test_magnitudes_are_not_read_after_merging(ranks: RankPool, model: tuple[Path, Path], tmp_path: Path) -> None:
-    assert ranks.run(1, exported_after_merging, model[0], tmp_path / "out") == [Message("RuntimeError", "adapters")]
-    assert not (tmp_path / "out").exists()

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import functools
-import inspect
 import itertools
 import math
 from typing import Any
@@ -10,11 +8,9 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn.attention import varlen
 
 from nemo_kto.architecture.families import Temperature
 from nemo_kto.architecture.rope import read_rope
-from nemo_kto.device import kernels
 from nemo_kto.models.layers import rope_tables
 from nemo_kto.models.layers.attention import PackedSequences, TorchAttention
 from nemo_kto.models.layers.rope_tables import RopeTable, TemperatureTable
@@ -86,20 +82,12 @@ def test_causal_with_grouped_heads() -> None:
     torch.testing.assert_close(attention()(*heads(), None), reference(CAUSAL))
 
 
-def test_a_mask_is_ignored_for_the_causal_type() -> None:
-    torch.testing.assert_close(attention()(*heads(), torch.ones(1, 1, S, S, dtype=torch.bool)), reference(CAUSAL))
-
-
 def test_arbitrary_mask() -> None:
     masked = torch.rand(B, 1, S, S, generator=torch.Generator().manual_seed(1)) < 0.4
     masked |= torch.eye(S, dtype=torch.bool).logical_not() & ~CAUSAL
     masked &= ~torch.eye(S, dtype=torch.bool)
     found = attention(kind=AttnMaskType.arbitrary)(*heads(), masked, attn_mask_type=AttnMaskType.arbitrary)
     torch.testing.assert_close(found, reference(~masked))
-
-
-def test_arbitrary_without_a_mask_is_causal() -> None:
-    torch.testing.assert_close(attention(kind=AttnMaskType.arbitrary)(*heads(), None), reference(CAUSAL))
 
 
 def test_softmax_scale() -> None:
@@ -136,11 +124,6 @@ def test_a_token_sees_its_chunk(kind: AttnMaskType) -> None:
         seen = seen & ~masked
     found = attention(kind=kind, chunked=True, window_size=(3, 0))(*heads(), masked)
     torch.testing.assert_close(found, reference(seen))
-
-
-def test_chunks_of_some_layers() -> None:
-    found = attention(chunked=True, window_size=(3, 0), window_attn_skip_freq=[1, 0], layer=2)(*heads(), None)
-    torch.testing.assert_close(found, reference(CAUSAL))
 
 
 def test_chunks_begin_with_each_sequence_of_a_row() -> None:
@@ -190,17 +173,6 @@ def test_sinks(window: tuple[int, int] | None, is_masked: bool) -> None:
     module.softmax_offset.data = SINKS
     found = module(*heads(), (~CAUSAL)[None, None] if is_masked else None)
     torch.testing.assert_close(found, reference(seen, sinks=SINKS))
-
-
-def test_sinks_of_packed_sequences() -> None:
-    module = attention(sinks=True)
-    assert module.softmax_offset is not None
-    module.softmax_offset.data = SINKS
-    documents = torch.arange(S) // 5
-    seen = CAUSAL & (documents[:, None] == documents[None, :])
-    row = PackedSequences.of([(5, 5)])[0]
-    found = module(*(each[:, 0] for each in heads()), None, packed_seq_params=row)
-    torch.testing.assert_close(found, reference(seen, sinks=SINKS)[:, 0])
 
 
 def test_a_rank_uses_the_sinks_of_its_heads() -> None:
@@ -264,43 +236,6 @@ def test_arguments_of_the_kernel_for_packed_sequences(
     assert len(calls) == (window != (3, 0))
 
 
-def without_grouped_heads(
-    query: Any, key: Any, value: Any, begin_n: Any, _: Any, longest: int, __: int, *, scale: float, window_size: Any
-) -> Any:
-    """torch 2.11's kernel, by its description."""
-    assert query.shape == key.shape == value.shape
-    assert (longest, window_size) == (6, (-1, 0))
-    parts = []
-    for start, stop in itertools.pairwise(begin_n.tolist()):
-        q, k, v = (each[start:stop].transpose(0, 1) for each in (query, key, value))
-        parts.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(0, 1))
-    return torch.cat(parts)
-
-
-@pytest.mark.parametrize("is_installed", [True, False], ids=["installed", "torch_2_11"])
-def test_arguments_of_the_packed_kernel_in_each_torch(is_installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = inspect.signature(varlen.varlen_attn)
-    called: list[inspect.BoundArguments] = []
-
-    def bind(*arguments: Any, **options: Any) -> Any:
-        called.append(installed.bind(*arguments, **options))
-        return arguments[0]
-
-    kernel = functools.wraps(varlen.varlen_attn)(bind) if is_installed else without_grouped_heads
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
-    layer, row = attention(), [each[:, 0].bfloat16() for each in heads()]
-    expected = layer(*row, None, packed_seq_params=row_of((3, 6, 1)))
-    with monkeypatch.context() as on_gpu:
-        on_gpu.setattr("nemo_kto.device.device.on_gpu", lambda: True)
-        chosen = kernels.varlen_attention.__wrapped__(torch.bfloat16)
-    monkeypatch.setattr("nemo_kto.models.layers.attention.varlen_attention", lambda dtype: chosen)
-    found = layer(*row, None, packed_seq_params=row_of((3, 6, 1)))
-    if is_installed:
-        assert [call.arguments["max_q"] for call in called] == [6]
-    else:
-        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.01)
-
-
 @pytest.mark.parametrize("groups", [GROUPS, HEADS])
 def test_the_packed_kernel_knows_whether_heads_are_grouped(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     grouped: list[bool] = []
@@ -313,12 +248,6 @@ def test_the_packed_kernel_knows_whether_heads_are_grouped(groups: int, monkeypa
     query, key = torch.zeros(S, HEADS, D), torch.zeros(S, groups, D)
     attention()(query, key, key, None, packed_seq_params=row_of((3, 6, 1)))
     assert grouped == [groups < HEADS]
-
-
-def test_packed_sequences_reject_a_mask() -> None:
-    row = [each[:, 0] for each in heads()]
-    with raises(ValueError, "attn_mask_type", "arbitrary"):
-        attention(kind=AttnMaskType.arbitrary)(*row, torch.zeros(1), packed_seq_params=row_of((S,)))
 
 
 @pytest.mark.parametrize(

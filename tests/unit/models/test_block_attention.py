@@ -98,16 +98,6 @@ def test_keys_beyond_the_window_of_a_block_are_not_read() -> None:
     assert largest.elements == BLOCK * (BLOCK + 8)
 
 
-def test_fewer_queries_than_keys_are_the_last_ones() -> None:
-    """As torch describes it: over two blocks of queries, before which there are keys."""
-    *parts, grad = heads()
-    before, mask = 20, causal_lower_right(LENGTH - 20, LENGTH)
-    query, key, value = parts
-    exact_parts = [part.detach().double().requires_grad_() for part in parts]
-    exact = written_out(*exact_parts, seen=CAUSAL)[:, :, before:]
-    assert_alike(attend(query[:, :, before:], key, value, mask=mask), exact, parts, exact_parts, grad[:, :, before:])
-
-
 def test_bf16_uses_fp32_between_the_products() -> None:
     *parts, grad = heads(torch.bfloat16)
     exact_parts = [part.detach().double().requires_grad_() for part in parts]
@@ -119,16 +109,6 @@ def test_bf16_uses_fp32_between_the_products() -> None:
     for one, other in zip(torch.autograd.grad(found, parts, grad), expected, strict=True):
         assert one.dtype == torch.bfloat16
         torch.testing.assert_close(one.double(), other, rtol=5e-2, atol=5e-2)
-
-
-def test_no_tensor_contains_the_scores_of_all_queries() -> None:
-    """Of 4 blocks: the largest tensors are the scores of one of them."""
-    from tests.distributed.models.test_logprobs import LargestTensor
-
-    long = [torch.randn(1, 1, 4 * BLOCK, 2, requires_grad=True) for _ in range(3)]
-    with LargestTensor() as largest:
-        attend(*long, mask=None).sum().backward()
-    assert largest.elements == BLOCK * 4 * BLOCK
 
 
 @pytest.mark.parametrize(

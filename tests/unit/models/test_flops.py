@@ -134,12 +134,3 @@ def test_flops_with_adapters_equal_the_count_of_torch(tiny_llama: Path, name: st
         assert counted(adapted, trained=False)[0] == everything(flops.disabled)
     total = flops.of_passes(Passes(forward=2, disabled=1, backward=1))
     assert everything(total) == 2 * forward + everything(flops.disabled) + backward
-
-
-def test_each_chosen_expert_has_its_adapters(tmp_path: Path) -> None:
-    """Three of the experts, each with gate, up and down projection between 64 and 32, in three of four layers."""
-    architecture = read_architecture(make_checkpoint(tmp_path, "qwen3_moe"), tensor_parallel=1)
-    settings = LoRASettings(**SHAPES, target_modules=("mlp",))
-    flops = ModelFlops.of_model(architecture, adapters=settings)
-    dense = 3 * (64 + 128)
-    assert flops.forward.per_token - flops.disabled.per_token == 2 * 4 * (3 * 3 * 3 * (64 + 32) + dense)

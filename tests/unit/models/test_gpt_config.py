@@ -52,12 +52,6 @@ def test_a_gpu_gets_the_fusions_it_can_run(
     assert not config.masked_softmax_fusion
 
 
-def test_the_cpu_gets_none(architecture: Architecture) -> None:
-    config = config_of(architecture)
-    assert not config.bias_activation_fusion
-    assert not config.apply_rope_fusion
-
-
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_the_attention_factor_of_yarn_is_in_the_softmax_scale(
     on_gpu: bool, architecture: Architecture, monkeypatch: pytest.MonkeyPatch

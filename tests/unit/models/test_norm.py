@@ -7,22 +7,12 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_kto.models.layers.norm import TorchNorm
-from tests.helpers.messages import raises
 
 
 def config(**settings: Any) -> TransformerConfig:
     return TransformerConfig(
         **{"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "normalization": "RMSNorm", **settings}
     )
-
-
-def test_rms_norm() -> None:
-    norm: Any = TorchNorm(config(), hidden_size=8, eps=1e-2)
-    values = torch.randn(3, 8)
-    with torch.no_grad():
-        norm.weight.copy_(torch.arange(8.0))
-    expected = values / (values.square().mean(-1, keepdim=True) + 1e-2).sqrt() * torch.arange(8.0)
-    torch.testing.assert_close(norm(values), expected)
 
 
 def norm_with_weight(zero_centered: bool = False) -> Any:
@@ -78,11 +68,6 @@ def test_parameters_are_marked_for_sequence_parallelism(sequence_parallel: bool)
     for parameter in TorchNorm(config=settings, hidden_size=4, eps=1e-6).parameters():
         assert getattr(parameter, "sequence_parallel") is sequence_parallel  # noqa: B009
         assert parameter.dtype == torch.bfloat16
-
-
-def test_another_norm_is_refused() -> None:
-    with raises(ValueError, "RMSNorm", "LayerNorm"):
-        TorchNorm(config(normalization="LayerNorm"), hidden_size=8)
 
 
 def test_one_plus_the_weight_is_not_rounded_in_bf16() -> None:

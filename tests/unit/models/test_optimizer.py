@@ -83,16 +83,6 @@ def test_restarts_equal_transformers(warmup: int, steps: int, cycles: int) -> No
     assert found == pytest.approx(expected)
 
 
-def test_a_restart_has_the_full_rate() -> None:
-    found = rates(name="CosineWithRestarts", warmup_steps=1, constant_steps=2, max_steps=7, cycles=2)
-    assert found == pytest.approx([1.0, 0.55, 1.0, 0.55, 0.1, 0.1, 0.1])
-
-
-def test_one_cycle_equals_cosine() -> None:
-    lengths = {"warmup_steps": 3, "constant_steps": 1, "max_steps": 9}
-    assert rates(name="CosineWithRestarts", cycles=1, **lengths) == rates(name="CosineAnnealing", **lengths)
-
-
 def adam_steps(*, fused: bool) -> list[torch.Tensor]:
     """Weights after ten steps, in the middle of which the counters are those of a loaded checkpoint."""
     draw = torch.Generator().manual_seed(0)
@@ -134,19 +124,3 @@ def test_moments_in_bf16_are_those_of_adamw_rounded_after_each_step(monkeypatch:
             assert torch.equal(narrow.state[ours][name].float(), wide.state[theirs][name])
         assert torch.equal(ours, theirs)
     assert float(narrow.state[ours]["step"]) == 4
-
-
-def test_moments_in_bf16_are_loaded_without_a_copy() -> None:
-    weight = torch.ones(4, requires_grad=True)
-    optimizer, other = adam.Bf16MomentsAdamW([weight]), torch.optim.AdamW([weight])
-    weight.grad = torch.full((4,), 0.3)
-    optimizer.step()
-    saved = optimizer.state_dict()
-    optimizer.load_state_dict(saved)
-    for name in adam.MOMENTS:
-        assert optimizer.state[weight][name].data_ptr() == saved["state"][0][name].data_ptr()
-    other.step()
-    optimizer.load_state_dict(other.state_dict())
-    for name in adam.MOMENTS:
-        assert torch.equal(optimizer.state[weight][name], other.state[weight][name].bfloat16())
-    assert float(optimizer.state[weight]["step"]) == 1

@@ -33,9 +33,3 @@ def test_experts_span_copies(tmp_path: Path, tensor: int, expert: int, expert_te
     degree: dict[str, Any] = {"expert_model_parallel_size": expert}
     config = transformer_config(architecture, use_te=False, grouped_experts=True, params_dtype=torch.float32, **degree)
     assert experts_span_copies(config) == spans
-
-
-def test_experts_do_not_span_copies_in_a_dense_model(tmp_path: Path) -> None:
-    architecture = read_architecture(make_checkpoint(tmp_path, "llama"), tensor_parallel=1)
-    config = transformer_config(architecture, use_te=False, grouped_experts=True, params_dtype=torch.float32)
-    assert not experts_span_copies(config)

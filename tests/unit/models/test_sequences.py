@@ -167,11 +167,6 @@ def test_the_log_probs_of_prompts() -> None:
         assert row.num_logprobs == 4
 
 
-def test_no_sequences_give_no_rows() -> None:
-    batch = replace(batch_of([1]), tokens_BS=torch.zeros(0, 1), lengths_B=torch.zeros(0, dtype=torch.long))
-    assert batch.micro_batches(MicroBatchLimits(prompts=None, tokens=8, multiple=1, packed=True)) == []
-
-
 @pytest.mark.parametrize(
     ("on_gpu", "tensor", "sharded", "expected"),
     [(False, 4, False, 1), (False, 4, True, 4), (True, 1, False, 64), (True, 4, True, 64), (True, 3, True, 192)],
@@ -215,10 +210,3 @@ def test_context_parallel_ranks_have_their_tokens_and_targets() -> None:
     assert predicted[0] == [(2, 12, 0), (4, 17, 0), (3, 22, 1)]
     assert predicted[1] == [(0, 13, 0), (2, 14, 0), (4, 15, 0), (6, 16, 0)]
     assert first.sequence_index_b.tolist() == second.sequence_index_b.tolist() == [0, 1]
-
-
-def test_the_description_of_the_limits() -> None:
-    assert str(MicroBatchLimits(prompts=4, tokens=None, multiple=1)) == "4"
-    assert str(MicroBatchLimits(prompts=None, tokens=8192, multiple=64)) == "up to 8,192 tokens"
-    assert str(MicroBatchLimits(prompts=4, tokens=8192, multiple=1)) == "4, up to 8,192 tokens"
-    assert str(MicroBatchLimits(prompts=None, tokens=8192, multiple=1, packed=True)) == "up to 8,192 tokens, packed"

@@ -46,19 +46,8 @@ def test_ranks_use_the_scales_of_their_tokens() -> None:
         assert grown(ones(8), lengths, rank=rank, size=2) == whole[local_token_indices(lengths, rank=rank, size=2)].tolist()
 
 
-def test_the_scale_is_one_below_the_floor() -> None:
-    queries = ones(4)
-    assert TemperatureTable(temperature=TEMPERATURE).scale(queries, (2, 2)) is queries
-
-
 def test_the_dtype_is_kept_and_another_row_has_another_table() -> None:
     table = TemperatureTable(temperature=TEMPERATURE)
     assert table.scale(ones(5).bfloat16()).dtype == torch.bfloat16
     assert table.scale(ones(5), (2, 3))[:, 0, 0, 0].tolist() == by_hand(0, 0, 0, 0, 1)
     assert table.scale(ones(3))[:, 0, 0, 0].tolist() == by_hand(0, 0, 1)
-
-
-def test_gradients_are_scaled_alike() -> None:
-    queries = ones(6).requires_grad_()
-    (grad,) = torch.autograd.grad(TemperatureTable(temperature=TEMPERATURE).scale(queries).sum(), queries)
-    assert grad[:, 0, 0, 0].tolist() == by_hand(0, 0, 1, 1, 1, 2)
