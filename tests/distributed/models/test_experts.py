@@ -77,7 +77,7 @@ def start(ranks: RankPool, tiny_checkpoint: Callable[..., Path], kto_rows: Path,
     def run(name: str, layout: str, steps: int, folder: Path) -> list[dict[str, float]]:
         (world_size, of_layout), (algorithm, family, of_run) = LAYOUTS[layout], RUNS[name]
         given = [*of_run, *of_layout, *length(algorithm, steps), f"trainer.{algorithm}.save_interval=2"]
-        given.append("exp_manager.checkpoint_callback_params.save_top_k=-1")
+        given += ["exp_manager.checkpoint_callback_params.save_top_k=-1", "export.enabled=true"]
         rows = kto_rows if algorithm == "kto" else dpo_rows
         ranks.run(world_size, train, tiny_checkpoint(family), rows, folder, world_size, given, algorithm)
         return trajectory(folder)
@@ -101,10 +101,8 @@ def whole(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 
 
 @pytest.mark.parametrize(("name", "layout", "steps"), CASES)
-def test_same_trajectory(
-    name: str, layout: str, steps: int, start: Start, whole: Callable[[str, str, int], Path], tmp_path: Path
-) -> None:
-    ours, expected = start(name, layout, steps, tmp_path), trajectory(whole(name, "one_rank", steps))
+def test_same_trajectory(name: str, layout: str, steps: int, whole: Callable[[str, str, int], Path]) -> None:
+    ours, expected = trajectory(whole(name, layout, steps)), trajectory(whole(name, "one_rank", steps))
     assert expected[0]["train/moe_aux_loss"] > 1.05, "experts must be chosen unevenly, or their number proves nothing"
     assert expected[-1]["val/rewards_margin"] > 0.05, "the policy must move, or equality proves nothing"
     assert_same(ours, expected, steps=steps)
@@ -117,7 +115,7 @@ MOVES = [("ep2", "one_rank"), ("one_rank", "tp2_ep2_whole_experts"), ("tp2_ep2",
     ("name", "before", "after", "steps"),
     [
         pytest.param("kto", "ep2", "ep2", 3, marks=pytest.mark.full),
-        ("kto", "ep2", "tp2_ep2_whole_experts", 3),
+        ("kto", "packed_ep2", "tp2_ep2_whole_experts", 3),
         *(pytest.param("kto", *move, 5, marks=pytest.mark.full) for move in MOVES),
         *(pytest.param(run, *MOVES[0], 5, marks=pytest.mark.full) for run in RUNS if run not in ("kto", "dpo_lora")),
         pytest.param("kto", "ep2_replicated_optimizer", "ep2_replicated_optimizer", 5, marks=pytest.mark.full),
@@ -180,19 +178,17 @@ def test_a_rank_without_sequences_participates(tiny_checkpoint: Callable[..., Pa
 
 
 def test_an_export_equals_the_checkpoint(
-    ranks: RankPool, tiny_checkpoint: Callable[..., Path], kto_rows: Path, tmp_path: Path
+    ranks: RankPool, tiny_checkpoint: Callable[..., Path], whole: Callable[[str, str, int], Path], tmp_path: Path
 ) -> None:
-    """Written by two ranks that share out the experts, and by one that has them all."""
+    """The model is written by ranks that share out the experts, and by one that has them all."""
     import torch
 
     from nemo_kto.run.policy import export_checkpoint
     from tests.helpers.hf_models import weights
 
-    given = [EP2, "export.enabled=true", "trainer.kto.max_steps=1"]
-    source = tiny_checkpoint("qwen3_moe")
-    ranks.run(2, train, source, kto_rows, tmp_path / "run", 2, given)
-    ranks.run(1, export_checkpoint, tmp_path / "run", tmp_path / "again")
-    first, again, before = (weights(folder) for folder in (tmp_path / "run" / "hf", tmp_path / "again", source))
+    run = whole("dpo", "pp2_ep2", 3)
+    ranks.run(1, export_checkpoint, run, tmp_path)
+    first, again, before = (weights(folder) for folder in (run / "hf", tmp_path, tiny_checkpoint("qwen3_moe")))
     assert first.keys() == again.keys() == before.keys()
     assert all(torch.equal(values, again[name]) for name, values in first.items())
     assert not [name for name, values in first.items() if torch.equal(values, before[name])], "every expert is trained"
