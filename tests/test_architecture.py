@@ -41,7 +41,7 @@ def names(text: str) -> frozenset[str]:
 
 # docs/internals/design.md has the figure. A folder within a package may have a separate row.
 PACKAGES = {
-    "utils": Package(outside=names("pydantic pydantic_core annotated_types"), only_in=(("yaml", names("yaml_files.py")),)),
+    "utils": Package(outside=names("pydantic pydantic_core annotated_types"), only_in=(("yaml", names("files.py")),)),
     "losses": Package(
         own=names("utils"), outside=names("torch annotated_types"), never=names("torch.distributed torch.cuda")
     ),
@@ -55,7 +55,7 @@ PACKAGES = {
         own=names("device utils"),
         outside=names("torch"),
         only_in=(
-            ("cloudpickle", names("objects.py")),
+            ("cloudpickle", names("ranks.py")),
             ("lightning_fabric", names("ranks.py")),
             ("psutil", names("launcher.py ranks.py rendezvous.py")),
         ),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from nemo_kto.chat.model import ChatModel, Message, Sampling
 from nemo_kto.errors import UserError, either, show
-from nemo_kto.utils.escaping import terminal_line, terminal_text
+from nemo_kto.utils.text import terminal_line, terminal_text
 
 _HELP = """\
 /reset          forget the conversation; the system message stays

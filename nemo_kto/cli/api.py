@@ -26,11 +26,11 @@ from nemo_kto.config.schema import config_type
 from nemo_kto.data.rows.arguments import data_prefix_of
 from nemo_kto.errors import UserError, either, show
 from nemo_kto.losses.loss import Loss
-from nemo_kto.processes import objects, ranks, signals
+from nemo_kto.processes import ranks, signals
 from nemo_kto.telemetry.loggers import METRICS_FILE, read_metrics
 from nemo_kto.telemetry.summary import figures_of, model_lines, table
 from nemo_kto.utils.field_errors import echo, names
-from nemo_kto.utils.redaction import redacted
+from nemo_kto.utils.text import redacted
 
 if TYPE_CHECKING:
     import pandas
@@ -145,7 +145,7 @@ def train(
     overrides = [f"{'+' * (key in added)}{key}={_text(key, value)}" for key, value in (arguments | settings).items()]
     job = Job(recipe=recipe, source=source, world=None, objects=shared)
     with _CHECKING:
-        objects.register(shared)
+        ranks.register_objects(shared)
         run = job.checker(sweep=False).resolve(overrides)
     return _run(job, run, overrides)
 
@@ -192,7 +192,7 @@ def _path_of(value: object, shared: dict[str, object]) -> object:
     while name in shared:
         name += "_"
     shared[name] = value
-    return f"{objects.MODULE}.{name}"
+    return f"{ranks.OBJECTS_MODULE}.{name}"
 
 
 def _text(key: str, value: object) -> str:

@@ -112,8 +112,8 @@ def _prepare(plan: Plan) -> tuple[Plan, dict[str, str]]:
 
     Return the plan with the prompts that its rows share, and lines about its data and its folder.
     """
+    from nemo_kto.planner.micro_batches import measure
     from nemo_kto.planner.plan_run import with_shared_prompts
-    from nemo_kto.planner.shared_prompts import measure
     from nemo_kto.run.build import prepare
     from nemo_kto.run.lifecycle import check_export
     from nemo_kto.run.resume import check_validation_rows

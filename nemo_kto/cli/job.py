@@ -28,10 +28,9 @@ from nemo_kto.config.rules.gpu import check_transformer_engine
 from nemo_kto.config.rules.training import run_errors, unused_keys
 from nemo_kto.device import device
 from nemo_kto.errors import ConfigError, UserError, plural
-from nemo_kto.processes import objects, ranks, signals
+from nemo_kto.processes import ranks, signals
 from nemo_kto.telemetry.console import set_up_logging, take_over
-from nemo_kto.utils.escaping import print_error
-from nemo_kto.utils.redaction import redact_file, redacted
+from nemo_kto.utils.text import print_error, redact_file, redacted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +121,7 @@ class Job:
             run.local_ranks,
             [*program, *overrides, *models],
             stop_signals=run.cfg.trainer.stop_signals,
-            payload=objects.pack(self.objects),
-            confirmed=True,
+            payload=ranks.pack_objects(self.objects),
             output=output,
         )
 

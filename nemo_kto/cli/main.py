@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 from nemo_kto import __version__
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.errors import UserError, either
-from nemo_kto.processes import objects, ranks, signals
+from nemo_kto.processes import ranks, signals
 from nemo_kto.telemetry import console
 from nemo_kto.telemetry.console import set_up_logging
-from nemo_kto.utils.escaping import print_error, terminal_line
-from nemo_kto.utils.redaction import redacted
+from nemo_kto.utils.text import print_error, redacted, terminal_line
 
 # Only commands that compose a configuration import Hydra and the modules that need it.
 if TYPE_CHECKING:
@@ -185,7 +184,7 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     try:
         ranks.end_with_launcher()
         world = ranks.detect_world()
-        objects.unpack()
+        ranks.unpack_objects()
     except UserError as error:
         ranks.fail(error, world=None)
     set_up_logging(rank=0 if world is None else world.rank)

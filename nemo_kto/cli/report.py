@@ -12,7 +12,7 @@ from pathlib import Path
 from nemo_kto.errors import UserError
 from nemo_kto.report.page import write_report
 from nemo_kto.report.record import REPORT_FILE, read_run
-from nemo_kto.utils.escaping import terminal_line
+from nemo_kto.utils.text import terminal_line
 
 
 def main(argv: Sequence[str]) -> None:

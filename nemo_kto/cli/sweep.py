@@ -16,7 +16,7 @@ from nemo_kto.data.rows.sources import validation_names
 from nemo_kto.errors import plural
 from nemo_kto.losses.metrics import metric_prefix
 from nemo_kto.telemetry.loggers import METRICS_FILE, read_metrics
-from nemo_kto.utils.redaction import redacted
+from nemo_kto.utils.text import redacted
 
 _METRICS = ("loss", "acc", "auc", "rewards_margin")
 

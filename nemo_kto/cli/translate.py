@@ -16,8 +16,8 @@ from nemo_kto.config.mistakes import find_mistakes
 from nemo_kto.config.option_files import read_options
 from nemo_kto.config.schema import config_type
 from nemo_kto.config.translation import Translation, table, translate
-from nemo_kto.utils.escaping import shell_comment
 from nemo_kto.utils.field_errors import names
+from nemo_kto.utils.text import shell_comment
 
 _DESCRIPTION = """\
 Print the command of this program for a configuration of TRL, ms-swift, LLaMA-Factory or axolotl: a YAML or JSON file, or a

@@ -18,7 +18,7 @@ from nemo_kto.config.saved_config import saved_value
 from nemo_kto.config.schema import RunConfig, config_type
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.utils.field_errors import names
-from nemo_kto.utils.redaction import redacted
+from nemo_kto.utils.text import redacted
 
 POSITIONS = {"MODEL": "pretrained_checkpoint.restore_from_path", "DATA": "model.data.data_prefix"}
 _OVERRIDE = re.compile(r"[+~]\w|[^=]*=")  # +KEY, ~KEY or KEY=VALUE

@@ -33,7 +33,7 @@ from nemo_kto.config import migration
 from nemo_kto.config.schema import RunConfig, config_type
 from nemo_kto.errors import ConfigError, UserError, either
 from nemo_kto.utils.field_errors import echo, mistakes, names
-from nemo_kto.utils.yaml_files import load_yaml
+from nemo_kto.utils.files import load_yaml
 
 PACKAGE = "nemo_kto.conf"
 # Raised by Hydra if files or overrides do not compose; the last three for a file that is not text or includes itself.

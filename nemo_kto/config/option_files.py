@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_kto.errors import UserError
-from nemo_kto.utils.files import read_bytes
-from nemo_kto.utils.yaml_files import load_yaml
+from nemo_kto.utils.files import load_yaml, read_bytes
 
 # Such as $(expr 16 / 4) in a script.
 _QUOTIENT = re.compile(r"\$\((?:expr|\() *(\d+) */ *(\d+) *\)\)?")

@@ -11,10 +11,8 @@ from omegaconf import OmegaConf
 
 from nemo_kto.config.compose import FREE_FORM, Source, known_keys, load
 from nemo_kto.config.schema import RunConfig
-from nemo_kto.utils.escaping import print_error, terminal_line
-from nemo_kto.utils.files import publish_file, read_bytes
-from nemo_kto.utils.redaction import redacted_value
-from nemo_kto.utils.yaml_files import load_yaml
+from nemo_kto.utils.files import load_yaml, publish_file, read_bytes
+from nemo_kto.utils.text import print_error, redacted_value, terminal_line
 
 CONFIG_FILE = "config.yaml"  # in the run folder
 

@@ -15,10 +15,9 @@ from nemo_kto.config import migration
 from nemo_kto.config.check import quoted
 from nemo_kto.config.schema import config_type
 from nemo_kto.errors import UserError, either
-from nemo_kto.utils.escaping import shell_word
 from nemo_kto.utils.field_errors import echo, names
-from nemo_kto.utils.files import read_json
-from nemo_kto.utils.yaml_files import load_yaml
+from nemo_kto.utils.files import load_yaml, read_json
+from nemo_kto.utils.text import shell_word
 
 EPOCHS = 1_000_000  # other trainers repeat the data until max_steps
 _DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from nemo_kto.device.compiling import FusedKernel
+from nemo_kto.device.kernels import FusedKernel
 
 
 def cap_logits(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:

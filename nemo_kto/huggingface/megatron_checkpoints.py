@@ -21,8 +21,7 @@ from typing import Any
 from nemo_kto.checkpoint.safe_loading import BACKENDS, COMMON, read_arguments
 from nemo_kto.checkpoint.torch_dist import StoredTensors, TorchDist, TorchFile
 from nemo_kto.errors import UserError, printable
-from nemo_kto.utils.files import read_bytes, read_json
-from nemo_kto.utils.yaml_files import load_yaml
+from nemo_kto.utils.files import load_yaml, read_bytes, read_json
 
 _NEMO, _BRIDGE, _LATEST = "model_config.yaml", "run_config.yaml", "latest_checkpointed_iteration.txt"
 _MAX_MEMBERS, _MAX_DEPTH = 100_000, 32

@@ -15,10 +15,8 @@ from nemo_kto.device.precision import PRECISIONS, bf16_support, product_flops
 from nemo_kto.errors import UserError
 from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.planner.memory import RankMemory, Training, stages_memory
-from nemo_kto.planner.micro_batches import MIN_TOKENS, micro_batch_limits, sufficient_tokens
-from nemo_kto.planner.shared_prompts import SEPARATE, SharedPrompts
-from nemo_kto.planner.speed import DEFAULT_GPU, GPUS, Hardware, Speed, known_gpu, step_speed
-from nemo_kto.planner.traffic import Step
+from nemo_kto.planner.micro_batches import MIN_TOKENS, SEPARATE, SharedPrompts, micro_batch_limits, sufficient_tokens
+from nemo_kto.planner.speed import DEFAULT_GPU, GPUS, Hardware, Speed, Step, known_gpu, step_speed
 
 # Part of the memory of a GPU that a run may need by the estimate with the reference in it, and with the default number of
 # tokens of a micro-batch. The rest is a reserve: an allocation that fails would end the run, and a swap from host memory or

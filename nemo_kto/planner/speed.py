@@ -3,6 +3,12 @@
 Communication is assumed not to overlap with computation. Not included are reading data, the optimizer update, swaps of the
 reference, validation and checkpoints.
 
+The bytes that each rank sends have a closed form. In a ring of k ranks each rank sends 2 n (k - 1) / k bytes for an
+all-reduce of n bytes, and half of that for each of its halves, an all-gather or a reduce-scatter.
+tests/distributed/planner/test_traffic.py counts the bytes on real ranks. Not counted is communication that does not grow
+with the model or the batch (sums of metrics, flags that ranks agree on), and with DoRA and dropout the products
+W dropout(x).
+
 The figures of GPUs are published by the manufacturers, none measured by this project. Sources: NVIDIA's data sheets "A100
 Tensor Core GPU" (2021), "H100 Tensor Core GPU" (SXM) and "H200 Tensor Core GPU", dense figures without sparsity; "DGX A100"
 (eight 200 Gb/s ports) and "DGX H100/H200" (eight 400 Gb/s ports).
@@ -10,11 +16,217 @@ Tensor Core GPU" (2021), "H100 Tensor Core GPU" (SXM) and "H200 Tensor Core GPU"
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from nemo_kto.models.flops import Passes
+from nemo_kto.architecture.families import Split
+from nemo_kto.architecture.lora import adapted_mappings
+from nemo_kto.architecture.segments import split_dimension
+from nemo_kto.models.flops import ATTENTION, EXPERTS, Block, Passes
 from nemo_kto.planner.memory import Training
-from nemo_kto.planner.traffic import Step, Traffic, step_traffic
+
+_FP32, _FP64, _INT64 = 4, 8, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Passes through the model in a step."""
+
+    rows: int  # sequences of the global batch, each with a forward and a backward pass
+    width: int  # tokens per sequence
+    answer: int | None = None  # tokens per sequence whose log-prob is computed; None for all but the first
+    # Forward passes without gradient, each over ``rows`` sequences: for KL examples, for a loss that looks ahead, and for a
+    # reference that is evaluated.
+    forward_only: int
+    disabled: int = 0  # of these, passes of a reference that is the model with adapters disabled
+    # Fractions of the tokens and of the FLOPs of separate sequences that are computed: below 1 if answers share prompts.
+    computed_tokens: float = 1.0
+    computed_flops: float = 1.0
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that are trained on."""
+        return self.rows * self.width
+
+    @property
+    def computed(self) -> float:
+        """Number of tokens of a pass, on average over the passes of a step."""
+        return self.tokens * self.computed_tokens
+
+    @property
+    def answers(self) -> int:
+        """Number of tokens whose log-prob is computed."""
+        return self.rows * (self.width - 1 if self.answer is None else self.answer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes that one rank sends in a step, by process group."""
+
+    tensor: float
+    pipeline: float
+    context: float
+    data: float  # between ranks that hold the same weights; with several optimizer instances, within an instance
+    instances: float  # between optimizer instances
+    expert: float  # tokens for experts on other ranks
+
+    @property
+    def total(self) -> float:
+        """Sum over the groups."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def step_traffic(training: Training, step: Step, *, stage: int) -> Traffic:
+    """Return the bytes that a rank of a pipeline stage sends."""
+    return Traffic(
+        tensor=_tensor(training, step, stage) if training.tensor_parallel > 1 else 0.0,
+        pipeline=_pipeline(training, step, stage) if training.split.stages > 1 else 0.0,
+        context=_context(training, step, stage) if training.context_parallel > 1 else 0.0,
+        data=_data(training, stage) if training.replicas > 1 else 0.0,
+        instances=_instances(training, stage) if training.optimizer_instances > 1 else 0.0,
+        expert=_expert(training, step, stage) if training.expert_ranks > 1 else 0.0,
+    )
+
+
+def _tensor(training: Training, step: Step, stage: int) -> float:
+    """Return the bytes sent in the tensor-parallel group.
+
+    Attention and an MLP or a shared expert each need one all-reduce, forward and backward. Sequence parallelism replaces
+    each all-reduce by its two halves.
+    """
+    width, shards, trained = training.architecture.hidden_size, training.sequence_parallel, training.adapters is None
+    blocks = [block for block in training.blocks[stage] if block.name != EXPERTS]  # experts have separate process groups
+    hidden = step.computed / training.replicas * width * training.element_bytes
+    forwards = 1 + step.forward_only
+    halves = 2 * sum(forwards + _again(training, block) for block in blocks)  # of all-reduces of the hidden states
+    halves += sum(block.enters + (block.inside if shards else block.enters) for block in blocks)
+    if shards and trained:  # the inputs of layers are gathered again to compute the gradients of their weights
+        halves += len(blocks) + (stage == 0)
+    if stage == 0:  # rows of the embedding, each of which is on one rank only
+        halves += forwards * (1 if shards else 2)
+    others = 0.0  # bytes of halves of other all-reduces
+    if stage == training.split.stages - 1:
+        answers = step.answers / training.replicas
+        others += 2 * forwards * answers * 3 * _FP32  # maximum, sum and target's logit
+        if shards:  # the hidden states and their gradient
+            halves += forwards + 1
+        else:
+            others += 2 * answers * width * _FP32
+    if shards:  # gradients of replicated weights: each rank has those of its part of the sequence
+        others += 2 * _FP32 * sum(each.numel for each in training.parameters[stage] if each.trained and each.is_replicated)
+    others += _adapters(training, step, stage)
+    return (halves * hidden + others) * (training.tensor_parallel - 1) / training.tensor_parallel
+
+
+def _adapters(training: Training, step: Step, stage: int) -> float:
+    """Return the bytes of halves of all-reduces for adapters in the tensor-parallel group.
+
+    The tensor is A x of each adapter, whose width is the adapter's rank, times the number of parts of a fused layer. For a
+    column-parallel layer the gradient of A x is summed over the ranks; for a row-parallel layer and for an embedding A x
+    itself is. Sequence parallelism gathers or scatters the tensor in the forward pass and does the reverse with its
+    gradient. With DoRA, row-parallel layers also sum the squares of W and of W plus adapter for each row, once for all
+    micro-batches. Adapters of experts are skipped: adapted experts are whole on their rank, which has all of their tokens.
+    """
+    if training.adapters is None:
+        return 0.0
+    width = step.computed / training.replicas * training.adapters.rank * training.element_bytes
+    forwards, sent = 1 + step.forward_only - step.disabled, 0.0
+    adapted = [(mapping, _again(training, block)) for block in training.blocks[stage] for mapping in block.adapted]
+    if stage == 0:
+        of_model = adapted_mappings(training.architecture, training.adapters)
+        adapted += [(mapping, 0) for mapping in of_model if mapping.split is Split.VOCABULARY]
+    for mapping, again in adapted:
+        if mapping.of_expert:
+            continue
+        by_columns = split_dimension(mapping) == 0 and mapping.split is not Split.VOCABULARY
+        parts = len(mapping.hf_names) if by_columns else 1
+        if training.sequence_parallel:
+            sent += (forwards + again + 1) * parts * width
+        else:
+            sent += 2 * (1 if by_columns else forwards + again) * parts * width
+        if training.adapters.dora and not by_columns:
+            sent += 2 * forwards * 2 * training.architecture.hidden_size * _FP32
+    return sent
+
+
+def _pipeline(training: Training, step: Step, stage: int) -> float:
+    """Return the bytes sent between pipeline stages: hidden states to the next, their gradients to the previous one.
+
+    If the first and the last stage both hold the embedding, they sum its gradient.
+    """
+    split, width = training.split, training.architecture.hidden_size
+    shards = training.tensor_parallel if training.sequence_parallel else 1
+    hidden = step.computed / training.replicas * width * training.element_bytes / shards
+    # the last chunk sends no hidden states, and the first no gradients
+    times = (1 + step.forward_only) * (split.chunks - (stage == split.stages - 1)) + split.chunks - (stage == 0)
+    shares_embedding = training.architecture.tied and training.adapters is None and stage in (0, split.stages - 1)
+    rows = training.architecture.padded_vocab_size / training.tensor_parallel if shares_embedding else 0
+    return times * hidden + rows * width * _FP32
+
+
+def _context(training: Training, step: Step, stage: int) -> float:
+    """Return the bytes sent in the context-parallel group.
+
+    Each rank sends the keys and values of its tokens to the others, which send back their gradients. Transformer Engine
+    sends keys and values around a ring, and again in the backward pass; without it they are gathered once and kept.
+    """
+    architecture, others = training.architecture, training.context_parallel - 1
+    groups = max(1, architecture.padded_query_groups // training.tensor_parallel)
+    tokens = step.computed / training.replicas
+    each = 2 * groups * architecture.head_dim * training.element_bytes * tokens * others
+    again = 1 if training.recompute == "full" or "core_attn" in training.recomputed else 0
+    attentions = [block for block in training.blocks[stage] if block.name == ATTENTION]
+    passes = (1 + step.forward_only + again) * len(attentions)
+    passes += sum(block.inside for block in attentions) * (2 if training.on_gpu else 1)
+    sums = 0.0
+    if stage == training.split.stages - 1:  # of the sequence log-probs, of which each rank has a part
+        sums = (1 + step.forward_only) * 2 * others / (others + 1) * step.rows / training.data_parallel * _FP64
+    return passes * each + sums
+
+
+def _data(training: Training, stage: int) -> float:
+    """Return the bytes sent between ranks that hold the same weights.
+
+    Gradients are reduced in fp32. Then the updated weights are gathered, or, without the distributed optimizer, the
+    gradients themselves, because each rank updates all weights. Gradients of experts go to fewer ranks. Experts also have a
+    separate optimizer, and after the step of each of the two optimizers all weights are gathered, unless the gathers overlap
+    with the next step, as on GPUs.
+    """
+    trained = [each for each in training.parameters[stage] if each.trained]
+    gathers = 1 if training.on_gpu else len({each.of_expert for each in trained})
+    back = training.element_bytes * gathers if training.distributed_optimizer else _FP32
+    instances = training.optimizer_instances
+    return sum(each.numel * (1 - instances / training.copies(each)) for each in trained) * (_FP32 + back)
+
+
+def _instances(training: Training, stage: int) -> float:
+    """Return the bytes sent between optimizer instances: each rank's slices of the gradients are summed over them."""
+    return 2 * (1 - 1 / training.optimizer_instances) * training.share(training.parameters[stage]) * _FP32
+
+
+def _expert(training: Training, step: Step, stage: int) -> float:
+    """Return the bytes sent for expert parallelism.
+
+    In each pass tokens and their router probabilities are sent to experts on other ranks, and the outputs are sent back.
+    Tokens are assumed to choose all experts equally often. Ranks that share an expert by tensor parallelism gather the
+    tokens that each of them received, and sum their outputs.
+    """
+    architecture, experts = training.architecture, training.architecture.experts
+    assert experts is not None, "only a mixture-of-experts model has experts"
+    blocks = [block for block in training.blocks[stage] if block.name == EXPERTS]
+    forwards = sum(1 + step.forward_only + _again(training, block) for block in blocks)
+    gone, back = forwards + sum(block.enters for block in blocks), forwards + sum(block.leaves for block in blocks)
+    choices = experts.per_token * step.computed / training.replicas / training.tensor_parallel
+    hidden = architecture.hidden_size * training.element_bytes
+    elsewhere = 1 - 1 / training.expert_parallel + architecture.expert_tensor_parallel - 1
+    # the number of tokens that each rank has for each expert; the schedule also runs empty micro-batches
+    counts = forwards * training.split.micro_batches(training.micro_batches) * experts.number * (training.expert_ranks - 1)
+    return (gone * (hidden + _FP32) + back * hidden) * choices * elsewhere + counts * _INT64
+
+
+def _again(training: Training, block: Block) -> int:
+    """Return how often the forward pass of a block is computed again."""
+    return int(training.recompute == "full" or ("mlp" in training.recomputed and block.name != ATTENTION))
+
 
 # Fraction of its peak that a GPU reaches in large bf16 matrix products, without waiting for other ranks: Megatron-LM's own
 # tables (Narayanan et al. 2021, arXiv 2104.04473, table 1) show 44 to 52 % with all waiting included.

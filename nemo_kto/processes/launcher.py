@@ -57,7 +57,6 @@ def spawn_ranks(
     stop_signals: Sequence[str],
     payload: bytes = b"",
     output: Callable[[str], object] | None = None,
-    confirmed: bool = False,
 ) -> None:
     """Start ``count`` ranks with these arguments of Python on this machine and wait for them; nothing is restarted.
 
@@ -66,7 +65,7 @@ def spawn_ranks(
     second SIGINT and other signals end them at once. Processes that the ranks leave behind are killed. The ranks rendezvous
     in an unnamed file, which disappears with the last of them, and listen only on the loopback interface. They can read
     ``payload`` from the file that OBJECTS_FILE names. ``output`` receives what they print; None if they print it
-    themselves. With ``confirmed``, a rank that ends with status 0 without :func:`ranks.confirm_end` has failed.
+    themselves. A rank that ends with status 0 without :func:`ranks.confirm_end` has failed.
 
     Raises:
         RanksEnded: a rank failed, all ended early, or a signal ended the run.
@@ -88,7 +87,7 @@ def spawn_ranks(
                 with signals.blocked():
                     for rank, error in enumerate(errors):
                         inherited = {ranks.STORE_FILE: store, ranks.OBJECTS_FILE: objects, ranks.ERROR_FILE: error}
-                        started.append(_start(rank, count, command, inherited, printed, confirmed))
+                        started.append(_start(rank, count, command, inherited, printed))
                 for number in tuple(arrived):  # signals that another thread received during the start
                     _send(number, started)
                 failed = _wait(started, printed)
@@ -126,7 +125,6 @@ class _Rank:
     number: int
     process: Popen[bytes]
     error_file: str  # where the rank writes the message with which it ends
-    confirmed: bool  # it must record there that it ends as it should
     ended_ns: int = 0  # when its end was noticed, in ns since 1970
 
     @property
@@ -143,7 +141,7 @@ class _Rank:
 
     @property
     def failed(self) -> bool:
-        return self.status != 0 or (self.confirmed and self.recorded != ranks.ENDED)
+        return self.status != 0 or self.recorded != ranks.ENDED
 
 
 def _start(
@@ -152,7 +150,6 @@ def _start(
     command: Sequence[str],
     inherited: Mapping[str, int],
     printed: _Printed | None,
-    confirmed: bool,
 ) -> _Rank:
     """Start a rank with the file descriptors that it inherits, by the environment variable that names them."""
     threads = str(max(1, len(os.sched_getaffinity(0)) // count))
@@ -179,7 +176,7 @@ def _start(
         stdout=output,
         stderr=output,
     )
-    return _Rank(number=rank, process=process, error_file=files[ranks.ERROR_FILE], confirmed=confirmed)
+    return _Rank(number=rank, process=process, error_file=files[ranks.ERROR_FILE])
 
 
 def _search_path() -> dict[str, str]:

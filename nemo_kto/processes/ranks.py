@@ -1,4 +1,4 @@
-"""The ranks of a run: detected under torchrun or srun, or started by ``launcher.py``; their limits, and the exit of each.
+"""The ranks of a run: detected under torchrun or srun, or started by ``launcher.py``; their objects, limits, and exits.
 
 Torchrun is detected before SLURM, because torchrun may itself run inside an srun step, and because SLURM's variables are
 also set in processes that are not ranks, such as the batch script itself.
@@ -13,6 +13,7 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle  # nosec B403  # reads only what the process that started this rank has written
 import re
 import resource
 import signal
@@ -25,12 +26,12 @@ import traceback
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 from nemo_kto.errors import UserError
 from nemo_kto.processes import signals
-from nemo_kto.utils.escaping import print_error, terminal_text
-from nemo_kto.utils.redaction import redacted
+from nemo_kto.utils.text import print_error, redacted, terminal_text
 
 logger = logging.getLogger(__name__)
 
@@ -316,3 +317,41 @@ def explain_open_files(error: BaseException) -> BaseException:
             return found
         cause = cause.__cause__ or cause.__context__
     return error
+
+
+OBJECTS_MODULE = "python_session"  # module from which the configuration takes the objects, as if they were in a file
+
+
+def register_objects(objects: Mapping[str, object]) -> None:
+    """Make the objects importable as python_session.NAME."""
+    module = ModuleType(OBJECTS_MODULE, "Objects that were passed to nemo_kto.train.")
+    vars(module).update(objects)
+    sys.modules[OBJECTS_MODULE] = module
+
+
+def pack_objects(objects: Mapping[str, object]) -> bytes:
+    """Return the search path and the objects for the ranks; raise UserError if an object cannot be pickled."""
+    pickled = b""
+    if objects:
+        import cloudpickle
+
+        try:
+            pickled = cloudpickle.dumps(dict(objects))
+        except Exception as error:  # an object may raise anything
+            text = f"loss and callbacks must be picklable, because the ranks are other processes, got {', '.join(objects)}"
+            raise UserError(f"{text}: {type(error).__name__}: {error}") from error
+    return pickle.dumps(([os.path.abspath(folder) for folder in sys.path], pickled))
+
+
+def unpack_objects() -> None:
+    """In a rank: search modules where the process that started it does, after the rank's own places, and get its objects."""
+    if (file := os.environ.get(OBJECTS_FILE)) is None:
+        return
+    folders, pickled = pickle.loads(Path(file).read_bytes())  # nosec B301
+    sys.path += [folder for folder in folders if folder not in sys.path]
+    if pickled:
+        try:
+            register_objects(pickle.loads(pickled))  # nosec B301
+        except Exception as error:  # user code may raise anything
+            text = "loss and callbacks must be usable in the ranks, which are other processes"
+            raise UserError(f"{text}, got {type(error).__name__}: {error}; import what they need inside of them") from error

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from nemo_kto.device import device
 from nemo_kto.processes import hangs, ranks
-from nemo_kto.utils.redaction import redacted
+from nemo_kto.utils.text import redacted
 
 Result = TypeVar("Result")
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_kto.report.plots import Histogram, Plot, Series, plots_of, quality_plot
 from nemo_kto.report.record import RunRecord
 from nemo_kto.report.text import number_text
-from nemo_kto.utils.escaping import html_text
+from nemo_kto.utils.text import html_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

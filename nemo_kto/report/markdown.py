@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_kto.report.plots import Plot
 from nemo_kto.report.text import number_text
-from nemo_kto.utils.escaping import markdown_text
+from nemo_kto.utils.text import markdown_text
 
 
 def markdown(content: Mapping[str, Any]) -> str:

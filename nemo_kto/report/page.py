@@ -22,9 +22,9 @@ from nemo_kto.report.plots import (
     reward_histograms,
 )
 from nemo_kto.report.record import RunRecord
-from nemo_kto.utils.escaping import terminal_text
 from nemo_kto.utils.files import publish_file
 from nemo_kto.utils.locks import one_writer
+from nemo_kto.utils.text import terminal_text
 
 _MAX_ANSWERS = 50  # prompts that are shown
 _PARTS = {

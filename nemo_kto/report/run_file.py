@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_kto.report.record import DATA_FILE, FAILED, RUN_FILE, RUNNING, RunFile
-from nemo_kto.utils.escaping import terminal_text
 from nemo_kto.utils.files import publish_file
 from nemo_kto.utils.saved_records import read_object_as
+from nemo_kto.utils.text import terminal_text
 
 _MAX_TEXT = 10_000  # characters of an error
 

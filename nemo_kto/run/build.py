@@ -67,7 +67,7 @@ from nemo_kto.telemetry.summary import table
 from nemo_kto.telemetry.throughput import device_peak_flops
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
 from nemo_kto.telemetry.warnings_file import WarningsFile, collect_warnings
-from nemo_kto.utils.redaction import redacted, redacted_value
+from nemo_kto.utils.text import redacted, redacted_value
 
 logger = logging.getLogger(__name__)
 

@@ -33,9 +33,8 @@ from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import metric_prefix
 from nemo_kto.report.facts import value_text
 from nemo_kto.telemetry.loggers import METRICS_FILE
-from nemo_kto.utils.escaping import markdown_code, markdown_text
-from nemo_kto.utils.files import read_bytes, read_json
-from nemo_kto.utils.yaml_files import load_yaml
+from nemo_kto.utils.files import load_yaml, read_bytes, read_json
+from nemo_kto.utils.text import markdown_code, markdown_text
 
 logger = logging.getLogger(__name__)
 

@@ -29,9 +29,9 @@ from nemo_kto.report.record import RUN_LOCK
 from nemo_kto.run.policy import Policy, export_policy
 from nemo_kto.run.record import make_report, record_end
 from nemo_kto.run.summary import end_table
-from nemo_kto.utils.escaping import print_error
 from nemo_kto.utils.files import make_folder, remove_unpublished
 from nemo_kto.utils.locks import locked
+from nemo_kto.utils.text import print_error
 
 logger = logging.getLogger(__name__)
 

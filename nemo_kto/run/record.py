@@ -23,8 +23,8 @@ from nemo_kto.report.record import FAILED, FINISHED, REPORT_FILE, RUN_FILE, RUNN
 from nemo_kto.report.run_file import begin_run, end_run
 from nemo_kto.run.data import RunData
 from nemo_kto.run.resume import Resumption
-from nemo_kto.utils.redaction import redacted
 from nemo_kto.utils.saved_records import read_object_as
+from nemo_kto.utils.text import redacted
 
 logger = logging.getLogger(__name__)
 

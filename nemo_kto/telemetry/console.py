@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO, cast
 
-from nemo_kto.utils.escaping import terminal_text
+from nemo_kto.utils.text import terminal_text
 
 DEFAULT_WIDTH = 80  # of a terminal that does not report its width
 LOST = 1  # exit status of a command whose result is its output, if the output could not be written

@@ -12,7 +12,7 @@ from nemo_kto.errors import plural
 from nemo_kto.telemetry.console import terminal_width
 from nemo_kto.telemetry.loggers import read_metrics
 from nemo_kto.telemetry.progress import ONE_VALIDATION_SET, SHOWN
-from nemo_kto.utils.escaping import terminal_line
+from nemo_kto.utils.text import terminal_line
 
 
 def layout_text(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from nemo_kto.device import device
 from nemo_kto.distributed import state
-from nemo_kto.processes import launcher
+from nemo_kto.processes import launcher, ranks
 
 
 def talk() -> dict[str, object]:
@@ -49,6 +49,7 @@ def main() -> None:
     heard = talk()
     Path(f"{sys.argv[1]}.{os.environ['RANK']}").write_text(json.dumps(heard))
     state.destroy()
+    ranks.confirm_end()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from nemo_kto.cli.entry import look_at_checkpoints, main
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.sources import read_data_prefix
 from nemo_kto.telemetry.console import set_up_logging
-from nemo_kto.utils.escaping import html_text, markdown_code, markdown_text, terminal_line, terminal_text
+from nemo_kto.utils.text import html_text, markdown_code, markdown_text, terminal_line, terminal_text
 from tests.helpers.messages import raises
 from tests.helpers.run_folders import healthy, write_extras, write_run
 from tests.unit.artifacts.test_checkpoint_files import make_checkpoint

@@ -20,7 +20,7 @@ from nemo_kto.data.tokens.parts import map_parts, number_of_processes
 from nemo_kto.data.tokens.truncation import TRUNCATION_MODES, Truncation
 from nemo_kto.errors import UserError
 from nemo_kto.telemetry.progress import progress_bar
-from nemo_kto.utils.escaping import terminal_line
+from nemo_kto.utils.text import terminal_line
 
 _DESCRIPTION = """\
 Statistics of data files: rows and their balance, lengths, duplicates, contradictions, invalid rows. Exit status 2 if rows

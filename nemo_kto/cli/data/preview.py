@@ -23,7 +23,7 @@ from nemo_kto.config.rules.training import run_errors
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.telemetry.summary import table
-from nemo_kto.utils.escaping import terminal_line
+from nemo_kto.utils.text import terminal_line
 
 _MODEL, _DATA = POSITIONS.values()
 _DESCRIPTION = """\

@@ -22,8 +22,8 @@ from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.processes import ranks
 from nemo_kto.telemetry.console import set_up_logging, take_over
-from nemo_kto.utils.escaping import print_error, terminal_line, terminal_text
 from nemo_kto.utils.files import read_json
+from nemo_kto.utils.text import print_error, terminal_line, terminal_text
 
 _BASE = "base"
 _STDIN = "-"

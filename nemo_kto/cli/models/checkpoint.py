@@ -24,8 +24,8 @@ from nemo_kto.artifacts.checkpoint_files import (
 )
 from nemo_kto.cli import aligned
 from nemo_kto.errors import UserError
-from nemo_kto.utils.escaping import terminal_line
 from nemo_kto.utils.files import WRITING
+from nemo_kto.utils.text import terminal_line
 
 DAMAGED = 1  # exit status of verify
 _METRICS = ("loss", "acc", "auc", "rewards_margin")

@@ -16,7 +16,7 @@ from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.processes import ranks
 from nemo_kto.telemetry.console import set_up_logging, take_over
-from nemo_kto.utils.escaping import terminal_line
+from nemo_kto.utils.text import terminal_line
 
 _DESCRIPTION = "Write a checkpoint in Hugging Face format: configuration, tokenizer, and weights with adapters merged."
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_kto.data.batches.collate import DPOBatch, KTOBatch, kl_partners_of
 from nemo_kto.data.batches.dataset import DPODataset, KTODataset, KTOExample
 from nemo_kto.losses.sequence import IGNORED
-from nemo_kto.utils.escaping import terminal_line, terminal_text
+from nemo_kto.utils.text import terminal_line, terminal_text
 
 Decode = Callable[[list[int]], str]
 _GIVEN, _TRAINED, _MASKED = "prompt", "answer", "masked"

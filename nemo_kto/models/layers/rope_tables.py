@@ -16,7 +16,7 @@ from torch import Tensor
 from nemo_kto.architecture.families import Temperature
 from nemo_kto.architecture.rope import Rope
 from nemo_kto.device import device
-from nemo_kto.device.compiling import FusedKernel
+from nemo_kto.device.kernels import FusedKernel
 from nemo_kto.models.layers.packing import Prompts, shared_lengths, token_positions
 
 

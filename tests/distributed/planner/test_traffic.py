@@ -1,4 +1,4 @@
-"""Communication of a step: the closed form of planner/traffic.py against counts on real ranks."""
+"""Communication of a step: the closed form of planner/speed.py against counts on real ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.planner.memory import Training
-from nemo_kto.planner.traffic import Step, step_traffic
+from nemo_kto.planner.speed import Step, step_traffic
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.training_jobs import train

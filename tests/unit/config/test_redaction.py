@@ -12,7 +12,7 @@ from nemo_kto.config.saved_config import save_config
 from nemo_kto.distributed import state
 from nemo_kto.errors import ConfigError
 from nemo_kto.run.build import build_logger
-from nemo_kto.utils.redaction import redact_file, redacted
+from nemo_kto.utils.text import redact_file, redacted
 from tests.helpers.messages import Message
 from tests.unit.conftest import Load
 

@@ -20,9 +20,9 @@ from nemo_kto.config.saved_config import read_saved
 from nemo_kto.config.schema import config_type
 from nemo_kto.config.translation import table, translate
 from nemo_kto.errors import UserError
-from nemo_kto.utils.escaping import shell_comment, shell_word
 from nemo_kto.utils.field_errors import names
-from nemo_kto.utils.yaml_files import load_yaml
+from nemo_kto.utils.files import load_yaml
+from nemo_kto.utils.text import shell_comment, shell_word
 from tests.helpers.messages import Message
 
 TUNING, SCHEDULE = "model.peft.lora_tuning", "model.optim.sched"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nemo_kto.device import kernels
-from nemo_kto.device.compiling import FusedKernel
+from nemo_kto.device.kernels import FusedKernel
 from nemo_kto.distributed import logit_kernels
 
 Chunk = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

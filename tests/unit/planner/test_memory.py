@@ -22,8 +22,7 @@ from nemo_kto.planner import memory
 from nemo_kto.planner import memory as planner_memory
 from nemo_kto.planner.activations import Activations
 from nemo_kto.planner.memory import RankMemory, Training, rank_memory, stages_memory
-from nemo_kto.planner.speed import GPUS, known_gpu, step_speed
-from nemo_kto.planner.traffic import Step, step_traffic
+from nemo_kto.planner.speed import GPUS, Step, known_gpu, step_speed, step_traffic
 from tests.helpers.tiny_models import make_checkpoint
 
 TOKENS, WIDTH, LAYERS, HIDDEN = 512, 128, 4, 64

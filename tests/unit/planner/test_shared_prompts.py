@@ -13,10 +13,10 @@ from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.losses.sequence import IGNORED
 from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.models.flops import ModelFlops, Passes
+from nemo_kto.planner.micro_batches import SharedPrompts, measure
 from nemo_kto.planner.plan_run import Plan, gpus_elsewhere, make_plan, with_shared_prompts
 from nemo_kto.planner.report import plan_text
-from nemo_kto.planner.shared_prompts import SharedPrompts, measure
-from nemo_kto.planner.traffic import step_traffic
+from nemo_kto.planner.speed import step_traffic
 from tests.unit.conftest import Load
 
 LIMITS = MicroBatchLimits(prompts=None, tokens=512, multiple=1, share_prompts=True)

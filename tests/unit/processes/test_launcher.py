@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import textwrap
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,14 +15,12 @@ import pytest
 
 from nemo_kto.errors import UserError
 from nemo_kto.processes import launcher
-from tests.helpers import fork_server
-from tests.helpers.commands import environment
-from tests.helpers.messages import Message, assert_names
+from tests.helpers.messages import Message
 
 
 def failure_of(rank: int, status: int, ended: int) -> Any:
     process: Any = SimpleNamespace(returncode=status)
-    return launcher._Rank(number=rank, process=process, error_file="/nowhere", confirmed=True, ended_ns=ended * 10**9)
+    return launcher._Rank(number=rank, process=process, error_file="/nowhere", ended_ns=ended * 10**9)
 
 
 @pytest.mark.parametrize(
@@ -65,21 +61,21 @@ def test_the_report_of_a_failure(exitcode: int, status: int, text: str) -> None:
     assert launcher._report(failure_of(1, exitcode, 0), 4) == (status, text)
 
 
-class Address:
-    def __init__(self, address: str) -> None:
-        self.address = address
+CONFIRM = "import os, subprocess; from nemo_kto.processes import ranks; os.environ['RANK'] == '0' and ranks.confirm_end()"
 
 
 def test_without_a_loopback_interface_no_rank_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [], "eth0": [Address("192.0.2.2")]})
+    addresses: dict[str, list[Any]] = {"lo": [], "eth0": [SimpleNamespace(address="192.0.2.2")]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
     with pytest.raises(UserError) as refused:
         launcher.spawn_ranks(2, ["-c", "print('started')"], stop_signals=[])
     assert str(refused.value) == Message("127.0.0.1", "none", "trainer.devices=1")
 
 
-def test_what_the_ranks_print_and_read(capfd: pytest.CaptureFixture[str]) -> None:
-    code = """
-import os, sys
+def test_output_input_and_status_of_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    code = f"""
+{CONFIRM}
+import sys
 os.write(1, open(os.environ["NEMO_KTO_OBJECTS_FILE"], "rb").read() + b"\\n")
 print("é" * 100_000, file=sys.stderr)
 sys.exit(int(os.environ["RANK"]) * 7)
@@ -94,64 +90,34 @@ sys.exit(int(os.environ["RANK"]) * 7)
     assert capfd.readouterr() == ("", "")
 
 
-def launch(folder: Path, rank: str, before: str = "", after: str = "") -> subprocess.CompletedProcess[str]:
-    """A process that starts one rank with this code, in a folder with a separate temporary folder."""
-    (folder / "tmp").mkdir()
-    (folder / "rank.py").write_text(textwrap.dedent(rank))
-    code = f"""
-import os, subprocess, sys, tempfile, time
-import psutil
-from nemo_kto.processes import launcher
-tempfile.tempdir = None  # what another process has found does not count
-{before}
-try:
-    launcher.spawn_ranks(1, ["rank.py"], stop_signals=[])
-except launcher.RanksEnded as end:
-    print(f"nemo-kto: {{end.message}}", file=sys.stderr)
-    raise SystemExit(end.status)
-{after}
-"""
-    env = environment() | {"TMPDIR": str(folder / "tmp")}
-    return fork_server.run(["-c", code], cwd=folder, env=env, preload=["nemo_kto.processes.launcher"], timeout=100)
+def test_a_rank_must_confirm_its_end() -> None:
+    with pytest.raises(launcher.RanksEnded) as ended:
+        launcher.spawn_ranks(2, ["-c", CONFIRM], stop_signals=[])
+    assert (ended.value.status, str(ended.value)) == (1, Message("1", "2", "0", "callback", "other"))
 
 
-def test_processes_not_started_by_a_rank_are_not_ended(tmp_path: Path) -> None:
-    """An example is a TensorBoard that a script starts before its training."""
-    before = """
-other = subprocess.Popen(["sh", "-c", "sleep 60 & wait"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-while not (children := psutil.Process(other.pid).children()):
-    time.sleep(0.01)
-"""
-    after = """
-spared = [one for one in (psutil.Process(other.pid), *children) if one.is_running() and one.status() != "zombie"]
-print("spared", len(spared))
-for one in spared:
-    one.kill()
-"""
+def test_processes_left_by_a_rank_are_ended_and_others_are_not(tmp_path: Path) -> None:
+    """A script may start a TensorBoard before its training, or ranks in another thread."""
+    go, printed = tmp_path / "go", list[str]()
+    waiting = f"{CONFIRM}\nwhile not os.path.exists({str(go)!r}): pass"
     leave = "print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, {}).pid)\n"
-    ways = ("start_new_session=False", "start_new_session=True", "env={}")
-    done = launch(tmp_path, "import subprocess\n" + "".join(map(leave.format, ways)), before, after)
-    assert (done.returncode, done.stderr) == (0, "")
-    *left, spared = done.stdout.splitlines()
-    assert spared == "spared 2"
-    assert len(left) == len(ways)
-    assert not [pid for pid in map(int, left) if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
-
-
-def test_ranks_do_not_need_the_temporary_folder(tmp_path: Path) -> None:
-    """A folder there could be cleaned while a long run needs it, and would stay behind a launcher that is killed."""
-    rank = """
-    import os, shutil
-    from nemo_kto.errors import UserError
-    from nemo_kto.processes import ranks
-
-    print(os.listdir(os.environ["TMPDIR"]), flush=True)
-    shutil.rmtree(os.environ["TMPDIR"])
-    ranks.fail(UserError("model.seed must be another, got 1"), world=ranks.detect_world())
-    """
-    done = launch(tmp_path, rank)
-    assert (done.returncode, done.stdout) == (2, "[]\n")
-    assert_names(done.stderr, "nemo-kto: model.seed must be another, got 1\n")
+    leaving = f"{CONFIRM}\n" + "".join(map(leave.format, ("start_new_session=False", "start_new_session=True", "env={}")))
+    here = psutil.Process()
+    before = set(here.children(recursive=True))
+    with ThreadPoolExecutor() as pool, subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL) as other:
+        slow = pool.submit(launcher.spawn_ranks, 1, ["-c", waiting], stop_signals=[])
+        while len(set(here.children()) - before) < 2:
+            pass
+        launcher.spawn_ranks(1, ["-u", "-c", leaving], stop_signals=[], output=printed.append)
+        spared = set(here.children(recursive=True)) - before
+        go.touch()
+        slow.result()
+        other.kill()
+    left = list(map(int, "".join(printed).split()))
+    assert len(left) == 3
+    assert len(spared) == 2, "the other process and the rank of the other run"
+    assert not spared & {psutil.Process(pid) for pid in left if psutil.pid_exists(pid)}
+    assert not set(here.children(recursive=True)) - before, "no zombies"
 
 
 def test_ranks_find_the_package_where_their_launcher_found_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,31 +126,5 @@ def test_ranks_find_the_package_where_their_launcher_found_it(monkeypatch: pytes
     monkeypatch.setenv("PYTHONPATH", "/mine")
     monkeypatch.setattr(sys, "path", [root, "/mine"])
     assert launcher._search_path() == {"PYTHONPATH": f"{root}:/mine"}
-    monkeypatch.delenv("PYTHONPATH")
-    assert launcher._search_path() == {"PYTHONPATH": root}
     monkeypatch.setattr(sys, "path", ["/usr/bin", root])
     assert launcher._search_path() == {}
-
-
-def test_a_rank_must_confirm_its_end(capfd: pytest.CaptureFixture[str]) -> None:
-    confirm = "from nemo_kto.processes import ranks; import os; os.environ['RANK'] == '0' and ranks.confirm_end()"
-    with pytest.raises(launcher.RanksEnded) as ended:
-        launcher.spawn_ranks(2, ["-c", confirm], stop_signals=[], confirmed=True)
-    assert (ended.value.status, str(ended.value)) == (1, Message("1", "2", "0", "callback", "other"))
-    launcher.spawn_ranks(1, ["-c", confirm], stop_signals=[], confirmed=True)
-
-
-def test_runs_in_two_threads_end_neither_each_other_nor_leave_zombies(tmp_path: Path) -> None:
-    go, before = tmp_path / "go", set(psutil.Process().children(recursive=True))
-    waiting = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)"
-    leaving = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)"
-    with ThreadPoolExecutor() as pool:
-        slow = pool.submit(launcher.spawn_ranks, 1, ["-c", waiting], stop_signals=[])
-        while len(set(psutil.Process().children()) - before) < 1:
-            time.sleep(0.01)
-        launcher.spawn_ranks(1, ["-c", leaving], stop_signals=[])
-        left = [one.name() for one in set(psutil.Process().children(recursive=True)) - before]
-        go.touch()
-        slow.result()
-    assert left == [psutil.Process().name()], "the rank of the other run"
-    assert not set(psutil.Process().children(recursive=True)) - before

@@ -40,10 +40,7 @@ def test_with_nothing_to_save_only_the_first_signal_is_raised(name: str) -> None
     send("SIGUSR1")
     assert signals.raised() == Message(name, "first step", "start")
     assert signals.received() == signal.Signals[name]
-
-
-def test_the_raised_signal_is_not_an_exception() -> None:
-    assert not issubclass(signals.Stopped, Exception)
+    assert not issubclass(signals.Stopped, Exception), "libraries catch exceptions and continue"
 
 
 def test_a_deferred_signal_is_only_recorded() -> None:
@@ -105,11 +102,3 @@ def test_a_forked_helper_ignores_signals_and_can_be_terminated(name: str, status
         finally:
             os._exit(int(signals.received() != 0))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
-
-
-def test_only_the_main_thread_handles_signals() -> None:
-    before = signal.getsignal(signal.SIGUSR2)
-    thread = threading.Thread(target=signals.listen, args=(["SIGUSR2"],), kwargs={"ends_at_second_interrupt": True})
-    thread.start()
-    thread.join()
-    assert signal.getsignal(signal.SIGUSR2) is before
