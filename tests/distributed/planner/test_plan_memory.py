@@ -22,7 +22,7 @@ EXPERTS = "model.expert_model_parallel_size=2"
 FULL = [f"model.activations_checkpoint_{key}" for key in ("granularity=full", "method=uniform", "num_layers=1")]
 LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all]", "model.reference.mode=adapter"]
 TENSOR, PIPELINE = "model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"
-CACHED, UNSHARDED = "model.reference.mode=cached", "model.optim.use_distributed_optimizer=false"
+CACHED = "model.reference.mode=cached"
 
 
 def warm_up(model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str]) -> None:
@@ -79,14 +79,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (1, LORA),
         (2, [TENSOR, "model.sequence_parallel=true", "model.reference.mode=swap"]),
         (1, ["model.reference.mode=swap"]),
-        (1, [CACHED, *FULL]),
         (1, [CACHED, "trainer.precision=bf16"]),
         (2, [CACHED]),
-        (2, [CACHED, UNSHARDED]),
-        (2, [CACHED, PIPELINE]),
-        (2, [CACHED, "model.context_parallel_size=2"]),
         (2, [CACHED, PIPELINE, "model.virtual_pipeline_model_parallel_size=2"]),
-        (2, [CACHED, PIPELINE, "model.num_layers_in_last_pipeline_stage=1"]),
         # with one row the libraries would take a sixth of the memory of a rank with half a frozen model
         (2, [*LORA, TENSOR, "model.micro_batch_size=2"]),
         (2, ["model.reference.mode=swap", TENSOR, *FULL]),

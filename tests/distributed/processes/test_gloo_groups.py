@@ -37,16 +37,10 @@ def groups_of_a_run(model: Path, rows: Path, folder: Path, groups: bool | None, 
     return backends
 
 
-@pytest.mark.parametrize("sharded", ["true", pytest.param("false", marks=pytest.mark.full)])
-def test_a_run_without_gloo_groups_is_the_same(
-    sharded: str, ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
-) -> None:
-    keys = [f"model.optim.use_distributed_optimizer={sharded}"]
-    made = ranks.run(2, groups_of_a_run, tiny_llama, kto_rows, tmp_path / "with", None, keys)
-    none = ranks.run(
-        2, groups_of_a_run, tiny_llama, kto_rows, tmp_path / "without", False, [*keys, "trainer.kto.max_steps=4"]
-    )
-    none += ranks.run(2, groups_of_a_run, tiny_llama, kto_rows, tmp_path / "without", False, keys)
+def test_a_run_without_gloo_groups_is_the_same(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
+    made = ranks.run(2, groups_of_a_run, tiny_llama, kto_rows, tmp_path / "with", None, [])
+    none = ranks.run(2, groups_of_a_run, tiny_llama, kto_rows, tmp_path / "without", False, ["trainer.kto.max_steps=4"])
+    none += ranks.run(2, groups_of_a_run, tiny_llama, kto_rows, tmp_path / "without", False, [])
     assert all("gloo" in backends for backends in made), "CPU runs keep them"
     assert not any("gloo" in backends for backends in none)
     assert trajectory(tmp_path / "without") == trajectory(tmp_path / "with")

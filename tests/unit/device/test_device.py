@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -34,21 +33,15 @@ def test_fp32_products_do_not_use_tf32() -> None:
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (False, False)
 
 
-def test_locations_of_memory_limits() -> None:
-    files = list(device._memory_limit_files())
-    assert all(file.name in ("memory.max", "memory.limit_in_bytes") for file in files)
-    assert all(file.is_relative_to("/sys/fs/cgroup") for file in files)
-
-
 def test_nothing_is_uploaded_to_the_cpu() -> None:
     tensors = [torch.arange(3), None, torch.ones(2, 2)]
     assert all(there is here for there, here in zip(device.upload(tensors), tensors, strict=True))
 
 
-def test_a_stopwatch_sums_blocks_and_resets() -> None:
-    watch, begin = device.Stopwatch(), device.moment()
+def test_a_stopwatch_sums_blocks_and_resets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device.time, "perf_counter", iter([1.0, 3.0, 10.0, 15.0]).__next__)
+    watch = device.Stopwatch()
     for _ in range(2):
         with watch.running():
-            time.sleep(0.01)
-    assert 0.02 <= watch.read_and_reset() <= device.moment() - begin
-    assert watch.read_and_reset() == 0
+            pass
+    assert [watch.read_and_reset(), watch.read_and_reset()] == [2 + 5, 0]

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
-import time
 from typing import Any
 
 import pytest
@@ -25,7 +20,6 @@ from tests.helpers.messages import Message
         (True, 1.0, False, Message("CPU", "1.0")),
         (True, 6.5, False, Message("CPU", "6.5")),  # torch was asked, the measurement denies it
         (False, 75.2, False, Message("CPU", "bf16", "instructions", "75")),
-        (False, 0.9, False, Message("CPU", "bf16", "instructions", "0.9")),
         (None, 0.5, True, Message("CPU", "0.5")),  # a torch that cannot tell
         (None, 12.4, False, Message("CPU", "12")),
     ],
@@ -50,10 +44,8 @@ def test_on_a_gpu(has: bool, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ("capabilities", "has"),
     [
         ({"avx2": True, "avx512_bf16": False, "amx_bf16": False}, False),
-        ({"avx512_bf16": True, "amx_bf16": False}, True),
         ({"avx512_bf16": False, "amx_bf16": True}, True),
         ({"neon": True, "bf16": True}, True),
-        ({"avx2": True}, False),
     ],
 )
 def test_precision_by_the_report_of_torch(capabilities: dict[str, Any], has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,27 +55,10 @@ def test_precision_by_the_report_of_torch(capabilities: dict[str, Any], has: boo
     assert precision.cpu_has_bf16() is None
 
 
-def test_the_measurement_is_short_and_restores_the_threads() -> None:
-    threads, began = torch.get_num_threads(), time.process_time()
+def test_the_measurement_restores_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "_SECONDS", 0.001)
+    threads = torch.get_num_threads()
     slowdown = precision.bf16_slowdown()
     assert math.isfinite(slowdown)
     assert slowdown > 0
-    assert time.process_time() - began < 2.0
     assert torch.get_num_threads() == threads
-
-
-CODE = """
-import json, dataclasses
-from nemo_kto.device.precision import bf16_support
-print(json.dumps(dataclasses.asdict(bf16_support())))
-"""
-
-
-@pytest.mark.skipif(device.on_gpu(), reason="there is a GPU, which is asked instead")
-def test_without_the_instructions_bf16_is_slower() -> None:
-    """Real measurement: oneDNN, which multiplies the matrices, is limited to AVX2."""
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["native"] is False
-    assert float(found["why"].split(" takes ")[1].split()[0]) > 1.0

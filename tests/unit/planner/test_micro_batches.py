@@ -15,15 +15,12 @@ from nemo_kto.planner.speed import GPUS
 from tests.unit.conftest import Load
 from tests.unit.planner.test_plan import LLAMA, MIXTRAL
 
-# The shapes of SmolLM2-135M, Qwen2.5-0.5B and Llama 3.2 1B.
+# The shapes of SmolLM2-135M and Llama 3.2 1B.
 _TIED = {"tie_word_embeddings": True}
 SHAPES: dict[str, dict[str, Any]] = {
     "135M": LLAMA
     | {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152, **_TIED}
     | {"num_attention_heads": 9, "num_key_value_heads": 3},
-    "0.5B": LLAMA
-    | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151936, **_TIED}
-    | {"num_attention_heads": 14, "num_key_value_heads": 2},
     "1B": LLAMA | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, **_TIED},
     "8B": LLAMA,
     "8x7B": MIXTRAL,
@@ -53,20 +50,15 @@ def resolved(load: Load, model: str, *keys: str) -> ResolvedRun:
         # 2 x 200 us x 445 TFLOP/s / 7.08 MFLOP a token of a layer = 25,152
         ("135M", [], (1, "h200"), 32768, "kernel launches"),
         # 8 bytes a weight / 4.08 TB/s / 0.01 x 445 TFLOP/s / 6 FLOP a weight = 14,544
-        ("0.5B", [], (1, "h200"), 16384, "weight gradients"),
         ("1B", [], (1, "h200"), 16384, "weight gradients"),
         ("1B", [LORA], (1, "h200"), 8192, "matrix products"),
         # a rank has one expert of eight, and its tokens choose two: 7 billion weights for the FLOPs of 12.9 billion
         ("8x7B", [*EXPERTS, SELECTIVE, "model.global_batch_size=1024"], (64, "h200"), 8192, "matrix products"),
         ("1B", ["model.global_batch_size=2"], (1, "h200"), 4096, "share"),
-        ("1B", ["model.global_batch_size=2"], (2, "h200"), 2048, "share"),
         # 16 micro-batches for each of two stages: of 64 rows of 2,048 tokens, or fewer
         ("8B", ["model.global_batch_size=256", PIPELINE], (8, "h200"), 4096, "pipeline"),
-        ("8B", ["model.global_batch_size=252", PIPELINE], (8, "h200"), 2048, "pipeline"),
-        ("8B", ["model.global_batch_size=512", PIPELINE], (8, "h200"), 8192, "pipeline"),
         ("8B", [], (8, "h200"), 8192, "144.7 GB of 141.0 GB"),
         ("8B", [], (8, "h100"), 2048, "83.8 GB of 80.0 GB"),
-        ("8B", TENSOR, (8, "h200"), 16384, "weight gradients"),
         ("8B", [*TENSOR, CONTEXT], (8, "h200"), 32768, "weight gradients"),  # 16,384 on each of two ranks
     ],
 )

@@ -70,9 +70,7 @@ def test_a_prompt_of_a_pair_is_computed_once(resolve: Callable[..., ResolvedRun]
         # 8 tokens in each of four sequences: trained forward and backward, KL examples, and the reference of all four
         ([SWAP], (1, 2), (32 + 16 + 20) / 80, 1),  # the reference computes two prompts of 6 tokens once
         ([SWAP], (1, 1), (20 + 10 + 14) / 80, 10 / 16),
-        ([SWAP, "trainer.precision=bf16"], (1, 2), 1, 1),
         ([SWAP, "trainer.precision=bf16"], (1, 1), (20 + 10 + 20) / 80, 10 / 16),
-        (["model.reference.mode=cached"], (1, 2), 1, 1),
         (["model.reference.mode=cached", "model.kto.preference_loss=bco"], (1, 1), 10 / 16, 10 / 16),
     ],
 )
@@ -121,7 +119,6 @@ def test_flops_and_traffic_follow(resolve: Callable[..., ResolvedRun]) -> None:
         # a rank has 16 pairs of 2 x 64 tokens; four fit into 512 tokens, or six of 0.625 times as many
         (["model.micro_batch_tokens=512"], (512, 512), (4, 3)),
         (["model.micro_batch_size=4"], (512, 359), (4, 4)),
-        (["model.micro_batch_size=4", "model.micro_batch_tokens=512"], (512, 359), (4, 4)),
         (["model.micro_batch_tokens=8192"], (2048, 1434), (1, 1)),  # the whole share of a rank
         (["model.micro_batch_tokens=64"], (128, 90), (16, 16)),  # one pair
     ],
