@@ -21,8 +21,7 @@ import torch
 from prepare import MAX_TOKENS, SAMPLE_TOKENS, SAMPLES, VALIDATION_BATCHES, VALIDATIONS
 
 from nemo_kto.device import device
-from nemo_kto.device.dtypes import DTYPES
-from nemo_kto.device.precision import PRECISIONS, bf16_support
+from nemo_kto.device.precision import PRECISIONS, bf16_support, dtype_of
 
 MINUTES = {"bf16": 5.0, "32": 8.0}  # limit for the run, by precision
 HELD_OUT = 200  # reviews, or pairs of reviews, to measure on
@@ -185,7 +184,7 @@ def plan_here(algorithm: str, *, precision: str, steps: int | None) -> Plan:
     """
     chosen, why = choose_precision(precision)
     ranks = min(2, device.device_count() or len(os.sched_getaffinity(0)))
-    flops = matmul_speed(DTYPES[chosen], ranks=ranks)
+    flops = matmul_speed(dtype_of(chosen), ranks=ranks)
     other = 0.0 if device.on_gpu() else OTHER_SECONDS[chosen]
     return make_plan(algorithm, precision=chosen, why=why, flops=flops, other_seconds=other, ranks=ranks, steps=steps)
 

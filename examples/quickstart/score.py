@@ -22,8 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from nemo_kto.device import device
-from nemo_kto.device.dtypes import DTYPES
-from nemo_kto.device.precision import PRECISIONS
+from nemo_kto.device.precision import PRECISIONS, dtype_of
 
 BETA = 0.1
 SAMPLE_PROMPTS = [  # unlike those of the data, so that the answers show what is learned beyond them
@@ -188,7 +187,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the figures to this file, as JSON")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
-    pairs, dtype = arguments.algorithm == "dpo", DTYPES[choose_precision(arguments.precision)[0]]
+    pairs, dtype = arguments.algorithm == "dpo", dtype_of(choose_precision(arguments.precision)[0])
     conversations, labels = read_rows(arguments.rows)
     # One thread per model and half of the cores for each: if both use all cores, each operation waits for the other.
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))

@@ -14,9 +14,8 @@ from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.gpu import OLDEST_ENGINE, Computes, computes_here, model_gpu_rules
 from nemo_kto.config.rules.training import run_errors
 from nemo_kto.errors import ConfigError, error_of
-from nemo_kto.planner.plan_run import gpus_elsewhere, make_plan, these_machines, with_precision
+from nemo_kto.planner.plan_run import best_layouts, gpus_elsewhere, make_plan, these_machines, with_precision
 from nemo_kto.planner.report import plan_text, search_text
-from nemo_kto.planner.search import best_layouts
 from nemo_kto.planner.speed import DEFAULT_GPU, GPUS
 from nemo_kto.processes.ranks import World
 

@@ -228,9 +228,9 @@ class ResolvedRun:
     @cached_property
     def dtype(self) -> torch.dtype:
         """Data type of the weights; trainer.precision must not be auto."""
-        from nemo_kto.device.dtypes import DTYPES
+        from nemo_kto.device.precision import dtype_of
 
-        return DTYPES[self.cfg.trainer.precision]
+        return dtype_of(self.cfg.trainer.precision)
 
     @cached_property
     def architecture(self) -> Architecture:

@@ -24,7 +24,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from typing import TYPE_CHECKING, Any
 
 from nemo_kto.device import device
-from nemo_kto.utils.lazy import lazy_import
+from nemo_kto.utils import lazy_import
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nemo_kto.device import device
-from nemo_kto.utils.lazy import lazy_import
+from nemo_kto.utils import lazy_import
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +24,11 @@ FP8_MULTIPLE = 16  # tensor cores need fp8 matrices whose sizes are multiples of
 
 _ROWS, _WIDTH = 64, 512  # size of the timed matrix product: 34 MFLOP, 60 ms with the slowest emulation of bf16
 _SECONDS = 0.1  # duration of the measurement for each of the two dtypes
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """Return the dtype for a value of trainer.precision (bf16, 32) or of model.optim.moments_dtype (bf16, fp32)."""
+    return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
 @dataclass(frozen=True, kw_only=True)

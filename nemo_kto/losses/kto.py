@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import masked_sum, sample_std
-from nemo_kto.utils.lazy import lazy_import
+from nemo_kto.utils import lazy_import
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nemo_kto.utils.lazy import lazy_import
+from nemo_kto.utils import lazy_import
 
 if TYPE_CHECKING:
     import torch

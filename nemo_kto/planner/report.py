@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from nemo_kto.architecture.parameters import rank_parameters
 from nemo_kto.planner.memory import CONTEXT
-from nemo_kto.planner.plan_run import Plan, remedy, size
-from nemo_kto.planner.search import overrides, values_of
+from nemo_kto.planner.plan_run import Plan, overrides, remedy, size, values_of
 from nemo_kto.telemetry.summary import layout_text, short, table
 from nemo_kto.telemetry.timers import duration_text
 

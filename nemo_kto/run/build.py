@@ -34,7 +34,7 @@ from nemo_kto.config.rules.gpu import check_gpu
 from nemo_kto.config.saved_config import public_config, save_config
 from nemo_kto.config.schema import RunConfig, ScheduleConfig
 from nemo_kto.device import device
-from nemo_kto.device.dtypes import MOMENTS
+from nemo_kto.device.precision import dtype_of
 from nemo_kto.distributed import state
 from nemo_kto.errors import plural
 from nemo_kto.models.engine.engine import LogProbEngine
@@ -363,7 +363,7 @@ def build_optimizer_and_schedule(
         clip_grad=run.cfg.loop.gradient_clip_val,
         params_dtype=run.dtype,
         use_distributed_optimizer=optim.use_distributed_optimizer,
-        moments_dtype=MOMENTS[optim.moments_dtype],
+        moments_dtype=dtype_of(optim.moments_dtype),
         offload_fraction=optim.offload_fraction,
         **rates,
     )

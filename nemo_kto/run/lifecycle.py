@@ -17,8 +17,7 @@ from nemo_kto.artifacts.safetensors_files import is_our_model
 from nemo_kto.checkpoint.discovery import best_checkpoint
 from nemo_kto.checkpoint.manager import checkpoint_dtype, load_weights_only
 from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of, with_value
-from nemo_kto.device.dtypes import DTYPES
-from nemo_kto.device.precision import PRECISIONS, bf16_support
+from nemo_kto.device.precision import PRECISIONS, bf16_support, dtype_of
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.folders import check_target
@@ -111,7 +110,7 @@ def _choose_precision(run: ResolvedRun) -> tuple[str, str]:
     precision, reason, resumed = PRECISIONS[run.cfg.trainer.precision], "set by the user", False
     if precision == "auto" and run.cfg.exp_manager.resume_if_exists and (saved := find_checkpoints(run.checkpoints)):
         dtype = checkpoint_dtype(saved[-1].folder)
-        precision = next((name for name, of_name in DTYPES.items() if of_name == dtype), "auto")
+        precision = next((name for name in ("bf16", "32") if dtype_of(name) == dtype), "auto")
         resumed, reason = precision != "auto", "that of the checkpoint from which the run is resumed"
     if precision == "32":
         return precision, reason

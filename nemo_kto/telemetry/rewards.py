@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Gt, Le, Len, Lt
 
-from nemo_kto.utils.lazy import lazy_import
+from nemo_kto.utils import lazy_import
 from nemo_kto.utils.saved_records import Count, Record, read_lines_as
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from nemo_kto.utils.lazy import lazy_import
+from nemo_kto.utils import lazy_import
 
 if TYPE_CHECKING:
     import torch

@@ -314,3 +314,9 @@ def assert_resumes(job: Job, folder: Path, whole: Path) -> Ended:
     found = compare(folder, whole)
     assert found.clean, f"{found}\n{ended.output}"
     return ended
+
+
+def replace_figures(page: Path, begin: str, figures: str, end: str) -> None:
+    """Replace the text of a page between two comments."""
+    before, _, rest = page.read_text().partition(begin)
+    page.write_text(f"{before}{begin}\n{figures}\n{end}{rest.partition(end)[2]}")

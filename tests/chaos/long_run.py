@@ -18,12 +18,13 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
-from tests.chaos.job import SHOWN_LINES, Comparison, Crash, Ended, Job, compare, make_job, run
+from tests.chaos.job import SHOWN_LINES, Crash, Ended, Job, compare, make_job, replace_figures, run
 
 # Points that a process may reach, and how often it does at most in a whole run.
 AT_ANY_RANK = {
@@ -46,33 +47,22 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 WEIGHTS = (4, 2, 2, 1)  # how often each layout is drawn
 MODES = ("swap", "cached")
-
-
-@dataclass(kw_only=True)
-class Figures:
-    """Sums over all trials; everything after ``causes_due`` must be 0, and ``causes_named`` equal to it."""
-
-    trials: int = 0
-    kills: int = 0
-    of_a_rank: int = 0
-    of_the_launcher: int = 0
-    of_all: int = 0
-    starts: int = 0
-    causes_due: int = 0
-    causes_named: int = 0
-    rows_lost: int = 0
-    rows_doubled: int = 0
-    damaged_checkpoints_taken: int = 0
-    other_results: int = 0
-    failed_starts: int = 0
-    hangs: int = 0
-    left_running: int = 0
-    seconds: float = 0.0
-    failures: list[str] = field(default_factory=list)
-
-    def add(self, other: Figures) -> None:
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+ROWS_OF_TABLE = (
+    KILLS := "kills (SIGKILL)",
+    OF_A_RANK := "of one rank",
+    OF_LAUNCHER := "of the launcher",
+    OF_ALL := "of all processes at once",
+    JOBS := "jobs, each killed up to four times",
+    STARTS := "starts of these jobs",
+    LOST := "rows lost",
+    DOUBLED := "rows used twice within an epoch",
+    DAMAGED := "damaged checkpoints taken",
+    OTHERS := "other differences: exported files, leftovers",
+    FAILED := "starts that failed though nothing was done to them",
+    HANGS := "hangs",
+    LEFT := "processes left running",
+)
+DUE, NAMED = "causes that a launcher lives to name", "causes within the last lines"
 
 
 def draw_crash(draw: random.Random, ranks: int, usual_seconds: float, *, first: bool, cached: bool) -> Crash:
@@ -88,39 +78,55 @@ def draw_crash(draw: random.Random, ranks: int, usual_seconds: float, *, first: 
     return Crash(victims=victims, point=point, count=draw.randint(1, points[point]), at=at)
 
 
-def run_trial(number: int, jobs: Mapping[str, Job], wholes: dict[Job, tuple[Path, float]], folder: Path) -> Figures:
+class Trial:
     """One job, killed up to four times; a kill that never comes lets it end."""
-    began, draw = time.monotonic(), random.Random(number)
-    layout, mode = draw.choices(list(LAYOUTS), WEIGHTS)[0], draw.choice(MODES)
-    job, name = jobs[f"{layout} {mode}"], f"trial {number} ({layout}, {mode})"
-    whole, usual_seconds = _whole(job, wholes, folder.parent)
-    found, kills_to_come = Figures(trials=1), draw.randint(1, 4)
-    done = False
-    while not done and not found.failures:
-        crash = None
-        if found.kills < kills_to_come:
-            crash = draw_crash(draw, job.ranks, usual_seconds, first=found.starts == 0, cached=mode == "cached")
-        ended = run(job, folder, crash=crash)
-        found.starts += 1
-        done = not ended.fired or ended.status == 0  # a kill by the clock may come when all have ended
-        _judge(found, crash, ended, job.ranks, f"{name}, start {found.starts}, {crash or 'undisturbed'}")
-    if not found.failures:
-        _hold_against(found, compare(folder, whole), name)
-    found.seconds = time.monotonic() - began
-    return found
 
+    def __init__(self, number: int, jobs: Mapping[str, Job], wholes: dict[Job, tuple[Path, float]], folder: Path) -> None:
+        self.figures, self.failures = Counter[str]({JOBS: 1}), list[str]()
+        draw = random.Random(number)
+        layout, mode = draw.choices(list(LAYOUTS), WEIGHTS)[0], draw.choice(MODES)
+        self.job, self.name = jobs[f"{layout} {mode}"], f"trial {number} ({layout}, {mode})"
+        whole, usual_seconds = _whole(self.job, wholes, folder.parent)
+        kills_to_come, done = draw.randint(1, 4), False
+        while not done and not self.failures:
+            crash = None
+            if self.figures[KILLS] < kills_to_come:
+                first = self.figures[STARTS] == 0
+                crash = draw_crash(draw, self.job.ranks, usual_seconds, first=first, cached=mode == "cached")
+            ended = run(self.job, folder, crash=crash)
+            self.figures[STARTS] += 1
+            done = not ended.fired or ended.status == 0  # a kill by the clock may come when all have ended
+            self._judge(crash, ended, f"{self.name}, start {self.figures[STARTS]}, {crash or 'undisturbed'}")
+        if not self.failures:
+            self._compare(folder, whole)
 
-def _judge(found: Figures, crash: Crash | None, ended: Ended, ranks: int, what: str) -> None:
-    """How one start ended."""
-    if ended.hung or ended.left_running:
-        found.hangs += ended.hung
-        found.left_running += bool(ended.left_running)
-        found.failures.append(f"{what}: {'hung' if ended.hung else 'left ' + ' '.join(ended.left_running) + ' running'}")
-    elif ended.fired and crash is not None and ended.status != 0:
-        _count_kill(found, crash, ended, ranks, what)
-    elif ended.status != 0:
-        found.failed_starts += 1
-        found.failures.append(f"{what}: status {ended.status}\n{ended.last_lines}")
+    def _judge(self, crash: Crash | None, ended: Ended, what: str) -> None:
+        """How one start ended; only a launcher that lives can name what was killed."""
+        if ended.hung or ended.left_running:
+            self.figures += Counter({HANGS: int(ended.hung), LEFT: int(bool(ended.left_running))})
+            self.failures.append(f"{what}: {'hung' if ended.hung else 'left ' + ' '.join(ended.left_running) + ' running'}")
+        elif ended.status != 0 and not (ended.fired and crash):
+            self.figures[FAILED] += 1
+            self.failures.append(f"{what}: status {ended.status}\n{ended.last_lines}")
+        elif ended.status != 0 and crash:
+            of_launcher = crash.victims == ("launcher",)
+            self.figures[KILLS] += 1
+            self.figures[OF_ALL if len(crash.victims) > 1 else OF_LAUNCHER if of_launcher else OF_A_RANK] += 1
+            if "launcher" not in crash.victims:
+                self.figures[DUE] += 1
+                number = crash.victims[0].removeprefix("rank")
+                if re.search(rf"rank {number} of {self.job.ranks} was killed by SIGKILL", ended.last_lines):
+                    self.figures[NAMED] += 1
+                else:
+                    self.failures.append(f"{what}: its cause is not named\n{ended.last_lines}")
+
+    def _compare(self, folder: Path, whole: Path) -> None:
+        found = compare(folder, whole)
+        other = bool(found.differences) and not found.other_losses
+        self.figures += Counter({LOST: found.rows_lost, DOUBLED: found.rows_doubled})
+        self.figures += Counter({DAMAGED: int(found.other_losses), OTHERS: int(other)})
+        if not found.clean:
+            self.failures.append(f"{self.name}: {found}")
 
 
 def _whole(job: Job, wholes: dict[Job, tuple[Path, float]], folder: Path) -> tuple[Path, float]:
@@ -134,34 +140,7 @@ def _whole(job: Job, wholes: dict[Job, tuple[Path, float]], folder: Path) -> tup
     return wholes[job]
 
 
-def _count_kill(found: Figures, crash: Crash, ended: Ended, ranks: int, what: str) -> None:
-    """A kill, and whether it was named: only a launcher that lives can do that."""
-    found.kills += 1
-    if len(crash.victims) > 1:
-        found.of_all += 1
-    elif crash.victims == ("launcher",):
-        found.of_the_launcher += 1
-    else:
-        found.of_a_rank += 1
-    if "launcher" in crash.victims:
-        return
-    found.causes_due += 1
-    number = crash.victims[0].removeprefix("rank")
-    if re.search(rf"rank {number} of {ranks} was killed by SIGKILL", ended.last_lines):
-        found.causes_named += 1
-    else:
-        found.failures.append(f"{what}: its cause is not named\n{ended.last_lines}")
-
-
-def _hold_against(found: Figures, compared: Comparison, what: str) -> None:
-    found.rows_lost, found.rows_doubled = compared.rows_lost, compared.rows_doubled
-    found.damaged_checkpoints_taken = int(compared.other_losses)
-    found.other_results = int(bool(compared.differences) and not compared.other_losses)
-    if not compared.clean:
-        found.failures.append(f"{what}: {compared}")
-
-
-def trials(args: argparse.Namespace, folder: Path) -> Iterator[Figures]:
+def trials(args: argparse.Namespace, folder: Path) -> Iterator[Trial]:
     """Until the kills or the time are spent."""
     small = make_job(folder / "job")
     jobs = {
@@ -171,47 +150,27 @@ def trials(args: argparse.Namespace, folder: Path) -> Iterator[Figures]:
     }
     wholes: dict[Job, tuple[Path, float]] = {}
     if args.trial is not None:
-        yield run_trial(args.trial, jobs, wholes, folder / "trial")
+        yield Trial(args.trial, jobs, wholes, folder / "trial")
         return
     end, kills, number = time.monotonic() + 60 * args.minutes, 0, args.seed
     while kills < args.kills and time.monotonic() < end:
-        found = run_trial(number, jobs, wholes, folder / f"trial_{number}")
+        found = Trial(number, jobs, wholes, folder / f"trial_{number}")
         if not found.failures:
             shutil.rmtree(folder / f"trial_{number}")
-        kills += found.kills
+        kills += found.figures[KILLS]
         number += 1
         yield found
 
 
-ROWS_OF_TABLE = [
-    ("kills (SIGKILL)", "kills"),
-    ("of one rank", "of_a_rank"),
-    ("of the launcher", "of_the_launcher"),
-    ("of all processes at once", "of_all"),
-    ("jobs, each killed up to four times", "trials"),
-    ("starts of these jobs", "starts"),
-    ("rows lost", "rows_lost"),
-    ("rows used twice within an epoch", "rows_doubled"),
-    ("damaged checkpoints taken", "damaged_checkpoints_taken"),
-    ("other differences: exported files, leftovers", "other_results"),
-    ("starts that failed though nothing was done to them", "failed_starts"),
-    ("hangs", "hangs"),
-    ("processes left running", "left_running"),
-]
-BEGIN, END = "<!-- figures: make chaos -->", "<!-- end of figures -->"
-
-
-def table(all_of_it: Figures, seed: int) -> str:
+def table(figures: Mapping[str, int], seed: int, seconds: float) -> str:
     """The figures in Markdown."""
-    named = f"{all_of_it.causes_named} of {all_of_it.causes_due}"
     lines = [
-        f"Measured on {date.today().isoformat()} with seeds {seed} to {seed + all_of_it.trials - 1}, on {os.cpu_count()} "
-        f"cores ({platform.machine()}), in {all_of_it.seconds / 60:.0f} minutes:",
-        "",
-        "| | |",
-        "|---|---:|",
-        *(f"| {text} | {getattr(all_of_it, name)} |" for text, name in ROWS_OF_TABLE),
-        f"| cause within the last {SHOWN_LINES} lines, where the launcher lives to say it | {named} |",
+        f"Measured on {date.today().isoformat()} with seeds {seed} to {seed + figures[JOBS] - 1}, on {os.cpu_count()} "
+        f"cores ({platform.machine()}), in {seconds / 60:.0f} minutes:",
+        *["", "| | |", "|---|---:|"],
+        *(f"| {text} | {figures[text]} |" for text in ROWS_OF_TABLE),
+        f"| cause within the last {SHOWN_LINES} lines, where the launcher lives to say it "
+        f"| {figures[NAMED]} of {figures[DUE]} |",
     ]
     return "\n".join(lines)
 
@@ -224,18 +183,18 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=600, help="end after the trial of this minute")
     parser.add_argument("--page", type=Path, help="page whose figures are replaced")
     args = parser.parse_args()
-    folder, figures = Path(tempfile.mkdtemp(prefix="chaos_")), Figures()
+    folder, figures, failures, began = Path(tempfile.mkdtemp(prefix="chaos_")), Counter[str](), 0, time.monotonic()
     for found in trials(args, folder):
-        figures.add(found)
-        print(f"{figures.kills} kills in {figures.trials} jobs, {figures.seconds:.0f} s", flush=True)
-        for failure in found.failures:
-            print(f"FAILED {failure}", flush=True)
-    print(table(figures, args.seed))
+        figures += found.figures
+        failures += len(found.failures)
+        failed = [f"FAILED {each}" for each in found.failures]
+        print(f"{figures[KILLS]} kills in {figures[JOBS]} jobs", *failed, sep="\n", flush=True)
+    text = table(figures, args.seed, time.monotonic() - began)
+    print(text)
     if args.page is not None:
-        before, _, rest = args.page.read_text().partition(BEGIN)
-        args.page.write_text(f"{before}{BEGIN}\n{table(figures, args.seed)}\n{END}{rest.partition(END)[2]}")
-    if figures.failures:
-        print(f"{len(figures.failures)} failures; what they left is in {folder}", file=sys.stderr)
+        replace_figures(args.page, "<!-- figures: make chaos -->", text, "<!-- end of figures -->")
+    if failures:
+        print(f"{failures} failures; what they left is in {folder}", file=sys.stderr)
         return 1
     shutil.rmtree(folder)
     return 0

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import yaml
 
-from tests.chaos.job import Crash, Ended, Job, compare, files, make_job, run
+from tests.chaos.job import Crash, Ended, Job, compare, files, make_job, replace_figures, run
 from tests.chaos.test_disk import FILL, small_disk
 from tests.helpers.commands import CLI
 from tests.helpers.hub_server import TOKEN, HubServer
@@ -327,9 +327,6 @@ def experiments(job: Job, whole: Path, hub: HubServer) -> dict[str, Callable[[Pa
     }
 
 
-BEGIN, END = "<!-- figures: python -m tests.chaos.once -->", "<!-- end of these figures -->"
-
-
 def table(results: Sequence[Result], secrets_found: Sequence[str]) -> str:
     lines = [
         f"Run on {date.today().isoformat()}; secrets in files: {len(secrets_found)}.", "",
@@ -367,8 +364,8 @@ def main() -> int:
     found = [str(file) for file in folder.rglob("*") if file.is_file() and any(key in file.read_bytes() for key in hidden)]
     print(table(results, found), *found, sep="\n")
     if args.page is not None:
-        before, _, rest = args.page.read_text().partition(BEGIN)
-        args.page.write_text(f"{before}{BEGIN}\n{table(results, found)}\n{END}{rest.partition(END)[2]}")
+        begin, end = "<!-- figures: python -m tests.chaos.once -->", "<!-- end of these figures -->"
+        replace_figures(args.page, begin, table(results, found), end)
     return int(bool(found) or any(result.mistakes for result in results))
 
 

@@ -6,16 +6,13 @@ files bit for bit, nothing left behind.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from nemo_kto.artifacts.checkpoint_files import find_checkpoints
-from tests.chaos.job import Crash, Ended, Job, assert_resumes, metrics, run
-from tests.helpers.consumed_rows import recorded_rows
+from tests.chaos.job import Crash, Ended, Job, assert_resumes, run
 
 # Where a run may be, by the phase: point, and how often it has been there before.
 POINTS: dict[str, tuple[str, int]] = {
@@ -45,9 +42,6 @@ FOUR_VICTIMS = {"rank3": ("rank3",), "all": ("launcher", "rank0", "rank1", "rank
 # The pass of the reference over the data, before the first step.
 CACHED = ("model.reference.mode=cached",)
 CACHED_POINTS = ("reference_write", "reference_publish", "reference_published")
-
-# A loss with state: the mean of all rewards so far.
-BCO = ("model.kto.preference_loss=bco", "model.reference.mode=swap", "model.optim.lr=5e-3")
 
 
 def of(phase: str, victims: tuple[str, ...]) -> Crash:
@@ -89,31 +83,6 @@ def test_killed_at_random_many_times(job: Job, whole: Callable[[Job], Path], tmp
         crash = of(phase, VICTIMS[who])
         assert_ended_as_told(run(job, tmp_path, crash=crash), crash, 2)
     assert_resumes(job, tmp_path, whole(job))
-
-
-@pytest.mark.full
-def test_the_mean_of_rewards_survives_a_kill(job: Job, whole: Callable[[Job], Path], tmp_path: Path) -> None:
-    """At the same layout to the last bit; at another one, whose ranks hold the same rows, to 1e-5."""
-    same, other = (tmp_path / name for name in ("same", "other"))
-    same.mkdir()
-    job, crash = replace(job, overrides=BCO), of("optimizer", ("rank1",))
-    expected = metrics(whole(job) / "run")
-    assert_ended_as_told(run(job, same, crash=crash), crash, 2)
-    saved = [checkpoint.step for checkpoint in find_checkpoints(same / "run" / "checkpoints")]
-    assert saved, "the run can be resumed"
-    shutil.copytree(same, other, ignore=shutil.ignore_patterns("chaos_*", "rows"))
-    assert_resumes(job, same, whole(job))
-
-    ended = run(replace(job, overrides=(*BCO, "model.tensor_model_parallel_size=2")), other)
-    assert ended.status == 0, ended.output
-    ours = metrics(other / "run")
-    rows, of_other = (recorded_rows(folder / "rows") for folder in (whole(job), other))
-    assert {step: sorted(rows[step]) for step in rows if step > saved[-1]} == {k: sorted(of_other[k]) for k in of_other}
-    assert ours != expected, "recomputed with other rounding"
-    deltas = [line["train/delta"] for line in expected if "train/delta" in line]
-    assert min(abs(delta) for delta in deltas[saved[-1] - 1 :]) > 1e-3, "a restarted mean must be visible"
-    for mine, theirs in zip(ours, expected, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.slow

@@ -67,10 +67,10 @@ def computes_here(*, on_gpu: bool) -> Computes:
 
 def check_gpu(run: ResolvedRun) -> None:
     """Check the rules on a rank, where precision, GPU and importable packages are known; raise UserError with all errors."""
-    from nemo_kto.device.dtypes import DTYPES
     from nemo_kto.device.kernels import uses_transformer_engine
+    from nemo_kto.device.precision import dtype_of
 
-    works = uses_transformer_engine(DTYPES["bf16"])  # it may be installed and fail to import
+    works = uses_transformer_engine(dtype_of("bf16"))  # it may be installed and fail to import
     computes = Computes(
         on_gpu=device.on_gpu(),
         engine=transformer_engine_version() if works else None,
