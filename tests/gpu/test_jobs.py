@@ -47,6 +47,7 @@ class Case:
 
 ADAPTER, CACHED, IN_BF16 = "model.reference.mode=adapter", "model.reference.mode=cached", "trainer.precision=bf16"
 PACKED = ("model.data.packing=true", "model.micro_batch_size=null", "model.micro_batch_tokens=256")
+RECOMPUTE = tuple(f"model.activations_checkpoint_{key}" for key in ("granularity=full", "method=uniform", "num_layers=1"))
 OFFLOADED = "model.optim.offload_fraction=0.5"
 SHARED = "model.data.share_prompts=true"
 # A checkpoint after every step, written while the next ones are computed.
@@ -61,31 +62,18 @@ QUICK = [
 ]
 REPEATING = [
     Case(
-        name="tokens",
-        overrides=("model.micro_batch_size=null", "model.micro_batch_tokens=256", "model.data.packing=false"),
+        name="tokens", overrides=("model.micro_batch_size=null", "model.micro_batch_tokens=256", "model.data.packing=false")
     ),
     Case(name="swap", overrides=("model.micro_batch_size=2",)),
     Case(name="cached", overrides=(CACHED,)),
-    Case(
-        name="recompute",
-        overrides=(
-            "model.activations_checkpoint_granularity=full",
-            "model.activations_checkpoint_method=uniform",
-            "model.activations_checkpoint_num_layers=1",
-        ),
-    ),
+    Case(name="recompute", overrides=RECOMPUTE),
     Case(name="bf16-packed-dpo", overrides=(IN_BF16, *PACKED), expected="dpo"),
-    Case(name="shared", overrides=(SHARED, "model.micro_batch_size=2")),
     Case(name="shared-dpo", overrides=(SHARED,), expected="dpo"),
     Case(name="bf16-shared-dpo", overrides=(IN_BF16, SHARED), expected="dpo"),
     Case(name="lora", overrides=(*LORA, ADAPTER), expected="lora"),
-    Case(name="lora-cached", overrides=(*LORA, CACHED), expected="lora"),
     Case(name="dpo", overrides=("model.micro_batch_size=2",), expected="dpo"),
     Case(name="experts", overrides=EXPERTS, expected="experts"),
-    Case(name="bf16-cached", overrides=(IN_BF16, CACHED)),
     Case(name="bf16-lora", overrides=(*LORA, IN_BF16, ADAPTER), expected="lora"),
-    Case(name="bf16-dpo", overrides=(IN_BF16,), expected="dpo"),
-    Case(name="moments", overrides=("model.optim.moments_dtype=bf16",)),
     Case(name="bf16-moments", overrides=(IN_BF16, "model.optim.moments_dtype=bf16")),
     Case(name="bf16-offload", overrides=(IN_BF16, OFFLOADED)),
 ]

@@ -7,7 +7,6 @@ causes each wait.
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +19,8 @@ from nemo_kto.distributed import state
 from nemo_kto.models.engine import engine as engine_module
 from nemo_kto.models.engine.engine import MicroBatchLoss
 from nemo_kto.models.engine.sequences import SequenceBatch
-from nemo_kto.telemetry.timers import PhaseTimers
 from tests.gpu.jobs import EXPERTS, IS_EMULATED, LORA, STEPS, Workplace, on
+from tests.gpu.test_jobs import RECOMPUTE
 from tests.helpers import lora_jobs
 from tests.helpers.engines import engine
 
@@ -95,11 +94,6 @@ def test_a_step_waits_a_few_times(algorithm: str, overrides: tuple[str, ...], mi
     assert all(0 < len(waits) <= MAX_WAITS for waits in steps[1:]), steps[1:]
 
 
-RECOMPUTE = (
-    "model.activations_checkpoint_granularity=full",
-    "model.activations_checkpoint_method=uniform",
-    "model.activations_checkpoint_num_layers=1",
-)
 EMULATED_JOBS = {
     "swapped": ("kto", ()),
     "swapped-from-host": ("kto", ("model.reference.device=cpu",)),
@@ -174,18 +168,3 @@ def test_uploaded_tensors_are_unchanged() -> None:
     pairs = [(each, part) for each, part in zip(there, parts, strict=True) if part is not None]
     assert all(each.is_cuda and each.dtype == part.dtype for each, part in pairs)
     assert all(torch.equal(each.cpu(), part.cpu()) for each, part in pairs)
-
-
-@needs_gpu
-def test_phases_are_timed_by_the_device() -> None:
-    values = torch.randn(500, 500, device=device.current_device())
-    torch.cuda.synchronize()
-    timers, began = PhaseTimers(clock=device.moment), time.perf_counter()
-    for name in ("kl", "optimizer", "kl"):
-        with timers.phase(name):
-            for _ in range(10):
-                values = values @ values
-    report = timers.report_and_reset()
-    assert list(report) == ["kl", "optimizer"]
-    assert all(seconds > 0 for seconds in report.values())
-    assert sum(report.values()) <= time.perf_counter() - began, "the report waits until they are over"
