@@ -28,13 +28,11 @@ import yaml
 
 from tests.chaos.job import Crash, Ended, Job, compare, files, make_job, replace_figures, run
 from tests.chaos.test_disk import FILL, small_disk
+from tests.chaos.test_kills import REPORTED
 from tests.helpers.commands import CLI
 from tests.helpers.hub_server import TOKEN, HubServer
 from tests.helpers.megatron_checkpoints import state_dict, write_nemo
 
-REPORTED = (
-    "model.reference.mode=swap", "exp_manager.samples.count=1", "exp_manager.samples.max_new_tokens=2", "export.report=true",
-)  # fmt: skip
 # Of a script and of a cell; PLAN is a mapping with the calls, and what happens to the ranks after their third step.
 CALLS = """
 import os, signal, sys, threading, time
@@ -145,18 +143,6 @@ DOORS = {
     ),
     "an interrupt of the thread that waits": Door(act=INTERRUPT, ranks=(0,), threads=True),
 }  # fmt: skip
-VICTIMS = {
-    "one rank": ("rank1",), "both ranks": ("rank0", "rank1"), "the launcher": ("launcher",),
-    "all": ("launcher", "rank0", "rank1"),
-}  # fmt: skip
-POINTS = {
-    "samples": ("samples", 2),
-    "validation": ("validation", 1),
-    "export": ("export_write", 2),
-    "report": ("report_write", 1),
-}
-
-
 KILLED = [("export", "export_write", 1), ("export", "export_write", 3), ("export", "export_publish", 1),
           ("export", "export_published", 1), ("import", "export_write", 1), ("import", "export_write", 3),
           ("import", "export_publish", 1), ("import", "export_published", 1), ("report", "report_write", 1),
@@ -217,18 +203,6 @@ def python(job: Job, whole: Path, place: Path, name: str) -> Result:
     script.unlink()
     for folder in sorted({*door.folders}) if door.resumes else ():
         result.compare(place / folder, whole, logs=bool(door.overrides))
-    return result
-
-
-def kill(job: Job, whole: Path, place: Path, name: str) -> Result:
-    """A run is killed, and started again."""
-    phase, _, who = name.partition(", ")
-    result = Result(group="kills of a run", name=name)
-    ended = run(job, place, crash=Crash(victims=VICTIMS[who], point=POINTS[phase][0], count=POINTS[phase][1]))
-    result.judge(ended)
-    result.mistakes += [] if ended.fired else ["never happened"]
-    result.judge(run(job, place), status=0)
-    result.compare(place, whole)
     return result
 
 
@@ -317,13 +291,11 @@ def full_disk(job: Job, whole: Path, place: Path, name: str) -> Result:
 
 
 def experiments(job: Job, whole: Path, hub: HubServer) -> dict[str, Callable[[Path, str], Result]]:
-    runs = {f"{phase}, {who}" for phase in POINTS for who in VICTIMS}
     return {
         **dict.fromkeys((f"upload {number}" for number in range(1, REQUESTS + 1)), partial(kill_upload, hub, whole)),
         **dict.fromkeys((f"{kind} {point} {count}" for kind, point, count in KILLED), partial(kill_command, job, whole)),
         **dict.fromkeys(("report, full disk", "export, full disk", "run, full disk"), partial(full_disk, job, whole)),
         **dict.fromkeys(DOORS, partial(python, job, whole)),
-        **dict.fromkeys(sorted(runs), partial(kill, job, whole)),
     }
 
 

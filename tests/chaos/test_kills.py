@@ -42,6 +42,12 @@ FOUR_VICTIMS = {"rank3": ("rank3",), "all": ("launcher", "rank0", "rank1", "rank
 # The pass of the reference over the data, before the first step.
 CACHED = ("model.reference.mode=cached",)
 CACHED_POINTS = ("reference_write", "reference_publish", "reference_published")
+# Samples before, in and after the training, and the report after it.
+REPORTED = (
+    "model.reference.mode=swap", "exp_manager.samples.count=1", "exp_manager.samples.max_new_tokens=2", "export.report=true",
+)  # fmt: skip
+REPORTED_CASES = [("samples", 2, who) for who in VICTIMS]
+REPORTED_CASES += [("report_write", 1, who) for who in VICTIMS if who != "rank1"]  # which may have ended by then
 
 
 def of(phase: str, victims: tuple[str, ...]) -> Crash:
@@ -60,6 +66,10 @@ CASES = [
         pytest.param(CACHED, 2, of(phase, VICTIMS[who]), id=f"cached-{phase}-{who}")
         for phase in CACHED_POINTS
         for who in VICTIMS
+    ),
+    *(
+        pytest.param(REPORTED, 2, Crash(victims=VICTIMS[who], point=point, count=count), id=f"reported-{point}-{who}")
+        for point, count, who in REPORTED_CASES
     ),
 ]
 

@@ -1,9 +1,8 @@
-"""Automatic precision: the report of torch, confirmed by a measurement."""
+"""Automatic precision: the report of a GPU, or a measurement on a CPU."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -14,23 +13,12 @@ from tests.helpers.messages import Message
 
 
 @pytest.mark.parametrize(
-    ("instructions", "slowdown", "native", "why"),
-    [
-        (True, 0.31, True, Message("CPU", "0.3")),
-        (True, 1.0, False, Message("CPU", "1.0")),
-        (True, 6.5, False, Message("CPU", "6.5")),  # torch was asked, the measurement denies it
-        (False, 75.2, False, Message("CPU", "bf16", "instructions", "75")),
-        (None, 0.5, True, Message("CPU", "0.5")),  # a torch that cannot tell
-        (None, 12.4, False, Message("CPU", "12")),
-    ],
+    ("slowdown", "native", "shown"), [(0.31, True, "0.3"), (1.0, False, "1.0"), (6.5, False, "6.5"), (75.2, False, "75")]
 )
-def test_on_a_cpu(
-    instructions: bool | None, slowdown: float, native: bool, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_cpu(slowdown: float, native: bool, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "on_gpu", lambda: False)
-    monkeypatch.setattr(precision, "cpu_has_bf16", lambda: instructions)
     monkeypatch.setattr(precision, "bf16_slowdown", lambda: slowdown)
-    assert precision.bf16_support() == Bf16Support(native=native, why=why)
+    assert precision.bf16_support() == Bf16Support(native=native, why=Message("CPU", shown))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("has", "why"), [(True, Message("GPU", "bf16")), (False, Message("GPU", "no", "bf16"))])
@@ -38,21 +26,6 @@ def test_on_a_gpu(has: bool, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "on_gpu", lambda: True)
     monkeypatch.setattr(device, "gpu_has_bf16", lambda: has)
     assert precision.bf16_support() == Bf16Support(native=has, why=why)
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "has"),
-    [
-        ({"avx2": True, "avx512_bf16": False, "amx_bf16": False}, False),
-        ({"avx512_bf16": False, "amx_bf16": True}, True),
-        ({"neon": True, "bf16": True}, True),
-    ],
-)
-def test_precision_by_the_report_of_torch(capabilities: dict[str, Any], has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    assert precision.cpu_has_bf16() is has
-    monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert precision.cpu_has_bf16() is None
 
 
 def test_the_measurement_restores_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
