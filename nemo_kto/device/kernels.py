@@ -139,12 +139,7 @@ class FusedKernel(Generic[Arguments, Result]):
     """
 
     def __init__(self, *, compiled: Callable[Arguments, Result], eager: Callable[Arguments, Result]) -> None:
-        """Pair two forms.
-
-        Args:
-            compiled: writes to none of its arguments; in eager mode each of its operations would write a tensor of its own.
-            eager: may overwrite its arguments in order to save memory, so the caller must not use them afterwards.
-        """
+        """Pair two forms; ``eager`` may overwrite its arguments, so that the caller must not use them afterwards."""
         self.eager = eager
         self.fusable = compiled
         self._compiled: Callable[Arguments, Result] | None = None

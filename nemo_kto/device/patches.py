@@ -54,9 +54,7 @@ _FACTORIES = (
 
 
 def install_import_hook() -> None:
-    """Adapt the import of megatron-core to the device; call before megatron-core is imported."""
-    # The device is checked only when megatron-core is imported, because only then it is certain; until then torch is not
-    # loaded.
+    """Adapt the import of megatron-core to the device, which is checked only then; until then torch is not loaded."""
     sys.meta_path.insert(0, _MegatronFinder())
 
 
@@ -126,7 +124,6 @@ def install_cpu_backend() -> None:
     the CPU was selected.
     """
     define_missing_names()
-    define_engine_version()
     distinguish_host_adam()
     group_ranks_without_einops()
     keep_norm_on_device()
@@ -148,21 +145,13 @@ def install_cpu_backend() -> None:
 
 
 def define_missing_names() -> None:
-    """Define a name whose absence makes megatron-core 0.16.1's router raise NameError without Transformer Engine."""
+    """Define two names that megatron-core 0.16.1 needs without Transformer Engine, and 0.19 does not."""
+    from megatron.core import utils
     from megatron.core.transformer.moe import moe_utils
 
-    if not hasattr(moe_utils, "te_general_gemm"):
+    if not hasattr(moe_utils, "te_general_gemm"):  # the router would raise NameError
         moe_utils.te_general_gemm = None
-
-
-def define_engine_version() -> None:
-    """Define the version of a missing Transformer Engine as 0.0.0, as megatron-core 0.19 does.
-
-    0.16.1 would compare None with a version if the optimizer is offloaded.
-    """
-    from megatron.core import utils
-
-    if utils.get_te_version() is None:
+    if utils.get_te_version() is None:  # an offloaded optimizer would compare it with a version
         utils._te_version = utils.PkgVersion("0.0.0")
 
 
@@ -397,10 +386,9 @@ def _patch_collectives() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = sizes_to_numpy
-    mappings._gather_along_first_dim = _for_unequal_sizes(mappings._gather_along_first_dim, _gather_unequal)
-    mappings._reduce_scatter_along_first_dim = _for_unequal_sizes(
-        mappings._reduce_scatter_along_first_dim, _reduce_scatter_unequal
-    )
+    for name, unequal in (("_gather", _gather_unequal), ("_reduce_scatter", _reduce_scatter_unequal)):
+        name = f"{name}_along_first_dim"
+        setattr(mappings, name, _for_unequal_sizes(getattr(mappings, name), unequal))
     for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
         setattr(param_and_grad_buffer, name, _unless_single_rank(getattr(param_and_grad_buffer, name)))
 
@@ -426,15 +414,9 @@ def _for_unequal_sizes(
 
     @functools.wraps(equal)
     def call(
-        input_: torch.Tensor,
-        group: Any,
-        sizes: list[int] | None = None,
-        use_global_buffer: bool = False,
-        *,
-        output_split_sizes: list[int] | None = None,
-        input_split_sizes: list[int] | None = None,
+        input_: torch.Tensor, group: Any, sizes: list[int] | None = None, use_global_buffer: bool = False, **named: Any
     ) -> torch.Tensor:
-        sizes = sizes or output_split_sizes or input_split_sizes
+        sizes = sizes or named.get("output_split_sizes") or named.get("input_split_sizes")
         if sizes is None or len(set(sizes)) == 1:
             return equal(input_, group, None, use_global_buffer)
         return unequal(input_, group, sizes)

@@ -73,8 +73,7 @@ class Training:
     @property
     def expert_ranks(self) -> int:
         """Number of ranks that hold one copy of a layer's experts; 1 for a dense model."""
-        architecture = self.architecture
-        return 1 if architecture.experts is None else self.expert_parallel * architecture.expert_tensor_parallel
+        return 1 if self.architecture.experts is None else self.expert_parallel * self.architecture.expert_tensor_parallel
 
     @property
     def rank_tokens(self) -> float:
@@ -114,16 +113,12 @@ class Training:
         """
         adapted = self.adapters is not None and EMBEDDING in self.adapters.modules
         has_gradient = adapted or self.recompute is not None
-        return [
-            [
-                block
-                for number, layers in enumerate(chunks)
-                for block in blocks_of(
-                    self.architecture, layers, adapters=self.adapters, enters=has_gradient or (stage, number) != (0, 0)
-                )
-            ]
-            for stage, chunks in enumerate(self.split.layers(self.architecture.num_layers))
-        ]
+        found: list[list[Block]] = [[] for _ in range(self.split.stages)]
+        for stage, chunks in enumerate(self.split.layers(self.architecture.num_layers)):
+            for number, layers in enumerate(chunks):
+                enters = has_gradient or (stage, number) != (0, 0)
+                found[stage] += blocks_of(self.architecture, layers, adapters=self.adapters, enters=enters)
+        return found
 
     @functools.cached_property
     def saved(self) -> Activations:

@@ -14,7 +14,6 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.config.schema import RunConfig
 from nemo_kto.device import device
 from nemo_kto.device.precision import PRECISIONS
 from nemo_kto.models.engine.sequences import MicroBatchLimits, SequenceBatch, joined, width_multiple
@@ -40,15 +39,8 @@ _SUM_BYTES = 8  # read and written per weight
 _IN_PIPELINE = 16
 
 
-class Tokens(NamedTuple):
-    """Number of tokens of a micro-batch on each rank, and why."""
-
-    number: int
-    reason: str
-
-
-def sufficient_tokens(training: Training, *, rank_tokens: float) -> Tokens:
-    """Return the number of tokens from which on larger micro-batches would gain little.
+def sufficient_tokens(training: Training, *, rank_tokens: float) -> tuple[int, str]:
+    """Return the number of tokens on each rank from which on larger micro-batches would gain little, and why.
 
     ``rank_tokens`` are those of a rank's share of the global batch if all sequences had the maximum length. The number of
     tokens in ``training`` has no effect.
@@ -71,7 +63,7 @@ def sufficient_tokens(training: Training, *, rank_tokens: float) -> Tokens:
     if stages > 1:  # rounded down
         limit = power_of_two(rank_tokens / (_IN_PIPELINE * stages) + 1) // 2
         of_limit = "more would leave too few micro-batches for the pipeline"
-    return Tokens(number, reason) if number <= limit else Tokens(max(MIN_TOKENS, limit), of_limit)
+    return (number, reason) if number <= limit else (max(MIN_TOKENS, limit), of_limit)
 
 
 def multiple_of(run: ResolvedRun, *, on_gpu: bool | None = None) -> int:
@@ -93,7 +85,9 @@ def micro_batch_limits(run: ResolvedRun, *, on_gpu: bool | None = None) -> Micro
     """
     packed, multiple = packing_of(run, on_gpu=on_gpu).is_on, multiple_of(run, on_gpu=on_gpu)
     model, on_gpu = run.cfg.model, device.on_gpu() if on_gpu is None else on_gpu
-    prompts, tokens = model.micro_batch_size, model.micro_batch_tokens
+    prompts, tokens, shares = model.micro_batch_size, model.micro_batch_tokens, model.data.share_prompts
+    if shares == "auto":  # where shared prompts are supported and tested
+        shares = not (on_gpu or model.context_parallel_size > 1 or model.data.reset_attention_mask)
     if prompts is None and tokens is None:
         tokens = run.micro_batch_tokens or (_GPU_TOKENS if on_gpu else _CPU_TOKENS) * model.context_parallel_size
     return MicroBatchLimits(
@@ -103,7 +97,7 @@ def micro_batch_limits(run: ResolvedRun, *, on_gpu: bool | None = None) -> Micro
         packed=packed,
         context_parallel=model.context_parallel_size,
         group=run.split.group,
-        share_prompts=_shares_prompts(run.cfg, on_gpu=on_gpu),
+        share_prompts=shares,
     )
 
 
@@ -148,13 +142,6 @@ def _attends_in_one_kernel(run: ResolvedRun) -> bool:
     if uses_transformer_engine(run.dtype) and not run.architecture.unsupported_by_te:
         return True
     return run.cfg.model.context_parallel_size == 1 and varlen_attention(run.dtype) is not None
-
-
-def _shares_prompts(cfg: RunConfig, *, on_gpu: bool) -> bool:
-    """Return the value of model.data.share_prompts; auto is true where shared prompts are supported and tested."""
-    if cfg.model.data.share_prompts == "auto":
-        return not (on_gpu or cfg.model.context_parallel_size > 1 or cfg.model.data.reset_attention_mask)
-    return cfg.model.data.share_prompts
 
 
 _BATCHES = 16  # global batches that are measured: the first ones of the first epoch, in its random order

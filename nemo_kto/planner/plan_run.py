@@ -89,22 +89,22 @@ def make_plan(run: ResolvedRun, machines: Machines) -> Plan:
     context = model.context_parallel_size
     smallest = _plan(run.with_micro_batch_tokens(MIN_TOKENS * context, ""), machines)
     training, step = smallest.training, smallest.step
-    wanted = sufficient_tokens(training, rank_tokens=step.tokens / training.replicas)
+    wanted, reason = sufficient_tokens(training, rank_tokens=step.tokens / training.replicas)
     plans, number = [smallest], MIN_TOKENS
-    while number < wanted.number:
+    while number < wanted:
         number *= 2
-        plans.append(_plan(run.with_micro_batch_tokens(number * context, wanted.reason), machines))
+        plans.append(_plan(run.with_micro_batch_tokens(number * context, reason), machines))
     known = known_gpu(machines.hardware.name) or machines.hardware  # drivers report a little more than the data sheet
     room = _ROOM * min(machines.hardware.memory, known.memory)
     fitting = [index for index, plan in enumerate(plans) if plan.largest.device <= room]
     best = max(fitting, key=lambda index: (plans[index].training.reference_on_gpu, index), default=0)
-    chosen, reason = plans[best], wanted.reason
+    chosen = plans[best].run
     if best + 1 in fitting:
         reason = "with twice as many, the reference would not fit into GPU memory"
     elif best + 1 < len(plans):
         needed = plans[best + 1].largest.device
         reason = f"twice as many would need an estimated {size(needed)} of {size(machines.hardware.memory)}"
-    return replace(chosen, run=chosen.run.with_micro_batch_tokens(chosen.run.micro_batch_tokens, reason))
+    return replace(plans[best], run=chosen.with_micro_batch_tokens(chosen.micro_batch_tokens, reason))
 
 
 def with_shared_prompts(plan: Plan, shared: SharedPrompts) -> Plan:
@@ -388,16 +388,15 @@ def remedies(plan: Plan) -> list[str]:
 
 
 def values_of(plan: Plan) -> Values:
-    """Return the model settings that define the layout of a plan, without those that are null."""
-    kinds = ("tensor_model", "pipeline_model", "virtual_pipeline_model")
-    shared = ("context",) if plan.training.context_parallel > 1 else ()
-    names = (*(f"{kind}_parallel_size" for kind in (*kinds, *shared)), "sequence_parallel", *_FULL, "micro_batch_tokens")
+    """Return the model settings that define the layout of a plan."""
+    kinds = ["tensor_model", "pipeline_model", "virtual_pipeline_model"]
+    kinds += ["context"] * (plan.training.context_parallel > 1)
+    names = [*(f"{kind}_parallel_size" for kind in kinds), "sequence_parallel", *_FULL, "micro_batch_tokens"]
     if plan.training.split.counts_embedding or plan.training.split.counts_loss:
-        names = (*names, *(f"account_for_{end}_in_pipeline_split" for end in ("embedding", "loss")))
+        names += [f"account_for_{end}_in_pipeline_split" for end in ("embedding", "loss")]
     if plan.training.architecture.experts is not None:
-        names = (*names, "expert_model_parallel_size", "expert_tensor_parallel_size")
-    values = {name: getattr(plan.run.cfg.model, name) for name in names}
-    return {name: value for name, value in values.items() if value is not None}
+        names += ["expert_model_parallel_size", "expert_tensor_parallel_size"]
+    return {name: getattr(plan.run.cfg.model, name) for name in names}
 
 
 def overrides(values: Values) -> str:

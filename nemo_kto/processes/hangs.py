@@ -105,14 +105,12 @@ def judge(answers: Mapping[int, Answer], *, ended: Mapping[int, str], hosts: Map
     if lost := [rank for rank in range(size) if rank not in answers]:
         waiting = next((answer for answer in answers.values() if answer.doing != BUSY), next(iter(answers.values()), None))
         where = "" if waiting is None else f", {waiting.place()}"
-        lines = []
-        for rank in sorted(lost, key=lambda rank: rank not in ended):
-            who = f"rank {rank} of {size} on {hosts.get(rank, 'an unknown machine')}"
-            if rank in ended:
-                lines.append(f"{who} has ended: {ended[rank]}")
-            else:
-                gone = "does not answer: its process was killed or stopped, or its machine cannot be reached"
-                lines.append(f"{who} {gone}; the others wait for it{where}")
+        gone = "does not answer: its process was killed or stopped, or its machine cannot be reached; the others wait for it"
+        lines = [
+            f"rank {rank} of {size} on {hosts.get(rank, 'an unknown machine')} "
+            + (f"has ended: {ended[rank]}" if rank in ended else f"{gone}{where}")
+            for rank in sorted(lost, key=lambda rank: rank not in ended)
+        ]
         return "\n".join(_shortened(lines))
     least = min(answer.changes for answer in answers.values())
     behind = [rank for rank in sorted(answers) if answers[rank].changes == least]
@@ -121,13 +119,14 @@ def judge(answers: Mapping[int, Answer], *, ended: Mapping[int, str], hosts: Map
         lines = _shortened([f"{line}, the others wait for it" for line in found])
         lines.append(f"the stack of rank {culprits[0]}, innermost call last:")
         return "\n".join([*lines, *(f"    {line}" for line in answers[culprits[0]].stack)])
-    cause = "they disagree on the next collective or the network fails"
-    lines = [
-        f"all {size} ranks wait for each other: {cause}; rank 0 is at",
-        *(f"    {line}" for line in answers[0].stack[-6:]),
-    ]
     places = [f"rank {rank} on {answers[rank].host}: {answers[rank].place()}" for rank in range(size)]
-    return "\n".join([*lines, "and the phases are", *(f"  {line}" for line in _shortened(places))])
+    lines = [
+        f"all {size} ranks wait for each other: they disagree on the next collective or the network fails; rank 0 is at",
+        *(f"    {line}" for line in answers[0].stack[-6:]),
+        "and the phases are",
+        *(f"  {line}" for line in _shortened(places)),
+    ]
+    return "\n".join(lines)
 
 
 def _shortened(lines: list[str]) -> list[str]:

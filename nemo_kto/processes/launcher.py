@@ -38,11 +38,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 class RanksEnded(Exception):
     """The ranks ended without success.
 
-    Attributes:
-        status: exit status for the process that started them: that of the rank that failed first, 85 if all ended early,
-            128 + its number if a signal ended the run.
-        message: why; empty if it was already printed.
-        received: signals that this process received meanwhile.
+    ``status`` is the exit status for this process: that of the rank that failed first, 85 if all ended early, 128 + its
+    number if a signal ended the run. ``message`` is empty if it was already printed; ``received`` are signals that arrived.
     """
 
     def __init__(self, status: int, message: str, received: Iterable[int] = ()) -> None:
@@ -92,7 +89,8 @@ def spawn_ranks(
                     _send(number, started)
                 failed = _wait(started, printed)
         except _Ended as end:
-            raise RanksEnded(128 + end.number, "", [end.number]) from None
+            (number,) = end.args
+            raise RanksEnded(128 + number, "", [number]) from None
         finally:
             _end_descendants(started, store=f"/proc/self/fd/{store}")
             if printed is not None:
@@ -152,7 +150,6 @@ def _start(
     printed: _Printed | None,
 ) -> _Rank:
     """Start a rank with the file descriptors that it inherits, by the environment variable that names them."""
-    threads = str(max(1, len(os.sched_getaffinity(0)) // count))
     files = {name: f"/proc/self/fd/{number}" for name, number in inherited.items()}  # valid in both processes
     variables = {
         "RANK": str(rank),
@@ -161,16 +158,15 @@ def _start(
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": rendezvous.LOCAL,  # required but unused: the ranks rendezvous in the file
         "MASTER_PORT": "0",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count))),
         ranks.STARTED_BY: str(os.getpid()),
         ranks.STARTED_AT: str(ranks.started_at()),
         **files,
     }
-    environment = {**os.environ, **_search_path(), **variables}
     output = None if printed is None else printed.writing
     process = Popen(
         [sys.executable, *command],
-        env=environment,
+        env={**os.environ, **_search_path(), **variables},
         start_new_session=True,
         pass_fds=[*inherited.values()],
         stdout=output,
@@ -188,11 +184,7 @@ def _search_path() -> dict[str, str]:
 
 
 class _Ended(BaseException):
-    """A signal ends the launcher, and the ranks with it."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    """A signal, whose number is the argument, ends the launcher, and the ranks with it."""
 
 
 @contextlib.contextmanager
@@ -270,7 +262,7 @@ def _report(rank: _Rank, count: int) -> tuple[int, str]:
         text = "ended with status 0 before the end of the run: code in it, such as a callback, has ended the process"
         return 1, f"{who} {text}; the other ranks were ended"
     recorded = "" if rank.recorded == ranks.ENDED else rank.recorded
-    if recorded and status not in _REPORTED and recorded.startswith("Traceback"):
+    if status not in _REPORTED and recorded.startswith("Traceback"):
         return status, f"{who} failed; the other ranks were ended. Its error:\n\n{recorded}"
     if recorded or status in _REPORTED:  # a message, which names the rank if needed, or was printed by it
         return status, recorded

@@ -150,17 +150,16 @@ def _await_listener(address: str, port: int, *, seconds: float, listening: bool,
                     f"MASTER_ADDR must be a name or address that every machine can resolve, got {address!r} "
                     f"({reason}; port {port}; {who}); set it to the address of the machine of rank 0"
                 ) from error
-        now = time.monotonic()
-        if now > deadline and listening:
+        if (now := time.monotonic()) > deadline:
+            late = f"within {seconds:g} s ({reason}; {who})"
+            if listening:
+                raise UserError(
+                    f"MASTER_ADDR must be an address of the machine of rank 0, got {where}, at which rank 0 cannot connect "
+                    f"to itself {late}; set it to the name or address of it"
+                )
             raise UserError(
-                f"MASTER_ADDR must be an address of the machine of rank 0, got {where}, at which rank 0 cannot connect "
-                f"to itself within {seconds:g} s ({reason}; {who}); set it to the name or address of it"
-            )
-        if now > deadline:
-            raise UserError(
-                f"rank 0 must listen at MASTER_ADDR:MASTER_PORT, got no connection to {where} within {seconds:g} s "
-                f"({reason}; {who}); see whether rank 0 runs, whether this is its machine, and whether a firewall blocks "
-                "the port"
+                f"rank 0 must listen at MASTER_ADDR:MASTER_PORT, got no connection to {where} {late}; see whether rank 0 "
+                "runs, whether this is its machine, and whether a firewall blocks the port"
             )
         if now > warn_at and os.environ.get("LOCAL_RANK", "0") == "0":
             logger.warning(f"waiting up to {seconds:g} s for rank 0 at {where} ({reason})")

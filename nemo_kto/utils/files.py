@@ -33,7 +33,7 @@ _KINDS = {
     stat.S_IFDIR: "a folder",
 }
 # First bytes of files in other formats; the first match counts.
-_FORMATS = (
+_FORMATS: tuple[tuple[bytes | tuple[bytes, ...], str], ...] = (
     (b"version https://git-lfs.github.com/spec/", "a Git LFS pointer; run `git lfs pull` in the clone that it is from"),
     (b"\x1f\x8b", "compressed with gzip; decompress it with gunzip"),
     (b"\x28\xb5\x2f\xfd", "compressed with zstd; decompress it with unzstd"),
@@ -43,16 +43,12 @@ _FORMATS = (
     (b"PAR1", "a Parquet file; convert it with pandas.read_parquet(FILE).to_json(NEW, orient='records', lines=True)"),
     (b"ARROW1", "an Arrow file; convert it with datasets.Dataset.from_file(FILE).to_json(NEW)"),
     (b"GGUF", "a GGUF model; take the model's safetensors files"),
-    (b"\x80\x02", "a pickle; write the file again in its own format"),
-    (b"\x80\x04", "a pickle; write the file again in its own format"),
-    (b"\xff\xfe\0\0", "UTF-32 text; convert it with iconv -f UTF-32 -t UTF-8"),
-    (b"\0\0\xfe\xff", "UTF-32 text; convert it with iconv -f UTF-32 -t UTF-8"),
-    (b"\xff\xfe", "UTF-16 text; convert it with iconv -f UTF-16 -t UTF-8"),
-    (b"\xfe\xff", "UTF-16 text; convert it with iconv -f UTF-16 -t UTF-8"),
+    ((b"\x80\x02", b"\x80\x04"), "a pickle; write the file again in its own format"),
+    ((b"\xff\xfe\0\0", b"\0\0\xfe\xff"), "UTF-32 text; convert it with iconv -f UTF-32 -t UTF-8"),
+    ((b"\xff\xfe", b"\xfe\xff"), "UTF-16 text; convert it with iconv -f UTF-16 -t UTF-8"),
     (b"{\0", "UTF-16 text; convert it with iconv -f UTF-16LE -t UTF-8"),
     (b"\0{", "UTF-16 text; convert it with iconv -f UTF-16BE -t UTF-8"),
-    (b"<!doctype html", "a web page; download the file itself"),
-    (b"<html", "a web page; download the file itself"),
+    ((b"<!doctype html", b"<html"), "a web page; download the file itself"),
 )
 
 
@@ -270,12 +266,7 @@ def load_yaml(text: str | bytes) -> Any:
         raise ValueError(" ".join(str(error).split())) from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    except (
-        LookupError,
-        AttributeError,
-        TypeError,
-        OverflowError,
-    ) as error:  # PyYAML's, for a tag that its value does not fit
+    except (LookupError, AttributeError, TypeError, OverflowError) as error:  # PyYAML's
         raise ValueError(f"it has a value that its tag does not fit ({error!r})") from error
 
 

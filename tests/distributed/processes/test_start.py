@@ -103,8 +103,9 @@ def test_a_run_in_fp32_stays_in_fp32_on_better_hardware(start: Start) -> None:
 
 
 def test_a_warmup_longer_than_the_run_is_shortened(start: Start) -> None:
-    more = ("trainer.kto.max_steps=-1", "trainer.kto.max_epochs=1", "model.optim.sched.warmup_steps=10")
-    more += ("model.optim.sched.name=LinearAnnealing", "model.optim.lr=1e-3", "model.optim.sched.min_lr=1e-5")
+    length = ("trainer.kto.max_steps=-1", "trainer.kto.max_epochs=1")
+    rate = ("name=LinearAnnealing", "warmup_steps=10", "min_lr=1e-5")
+    more = (*length, "model.optim.lr=1e-3", *(f"model.optim.sched.{each}" for each in rate))
     ((_, warnings, error),) = start(False, precision="32-true", steps=1, more=more)
     assert error == ""
     assert warnings == [Message("model.optim.sched.warmup_steps", "6", "10", "5")]
