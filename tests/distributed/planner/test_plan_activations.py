@@ -138,24 +138,16 @@ QUICK: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
     ("llama4_text", {}, "float32", None),
 ]
 FULL: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
-    ("llama", SHARDED, "float32", None),
     ("llama", {"tensor": 2}, "float32", replace(DROPPED, dora=True)),
     ("llama", {"recompute": "selective"}, "float32", replace(QUERIES, dora=True)),
     ("llama", {"context": 2}, "float32", QUERIES),
-    ("llama", {"packed": True}, "float32", QUERIES),
     ("llama", {"recompute": "selective", "modules": ["core_attn"]}, "float32", None),
     ("gemma2", SHARDED, "bfloat16", ALL),
-    ("olmo2", SHARDED, "bfloat16", None),
-    ("qwen3", {"context": 2}, "bfloat16", ALL),
     ("qwen3", {"packed": True, "tensor": 2}, "bfloat16", ALL),
-    ("gpt_oss", SHARDED, "bfloat16", None),
     ("gpt_oss", {"packed": True, "context": 2}, "float32", QUERIES),
-    ("qwen2_moe", SHARDED, "float32", None),
     ("qwen2_moe", {}, "bfloat16", DROPPED),
-    ("llama4_text", SHARDED, "bfloat16", None),
     ("llama4_text", {}, "bfloat16", replace(DROPPED, dora=True)),
     ("mixtral", {}, "float32", ALL),
-    ("mixtral", {"recompute": "selective"}, "float32", None),
 ]
 
 

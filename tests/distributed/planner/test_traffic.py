@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,8 @@ LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"]
 DISABLED = "model.reference.mode=adapter"
 
 
-def adapters(*modules: str, dora: bool = False) -> tuple[LoRASettings, list[str]]:
-    """Of some layers of the model, and the keys that ask for them."""
-    keys = [*LORA, f"model.peft.lora_tuning.target_modules=[{','.join(modules)}]"]
-    settings = LoRASettings(rank=4, alpha=4, target_modules=modules, dora=dora)
-    return settings, [*keys, *(["model.peft.lora_tuning.dora=true"] if dora else [])]
-
-
-def last_layer(settings: LoRASettings, keys: list[str]) -> tuple[LoRASettings, list[str]]:
-    """Only in the last of the four layers."""
-    return replace(settings, layers=(4,)), [*keys, "model.peft.lora_tuning.layer_selection=[4]"]
-
-
-ALL, DORA, UNTIED = adapters("all"), adapters("all", dora=True), adapters("all", "embed_tokens")
-PROJECTIONS, MLPS, LAST = adapters("o_proj"), adapters("mlp"), last_layer(*adapters("attention_qkv"))
+ALL, DORA = (LoRASettings(rank=4, alpha=4, target_modules=("all",), dora=dora) for dora in (False, True))
+ADAPTED = [*LORA, "model.peft.lora_tuning.target_modules=[all]"]
 EP2, SHARDS = "model.expert_model_parallel_size=2", "model.sequence_parallel=true"
 INSTANCES = "model.optim.num_distributed_optimizer_instances=2"
 # Ranks; tensor, pipeline and context parallel; further arguments of the formula and the run.
@@ -45,51 +32,24 @@ CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = 
     "pp2_dp2": (4, (1, 2, 1), {}, []),
     "tp2_cp2": (4, (2, 1, 2), {}, []),
     "dp4_of_2_instances": (4, (1, 1, 1), {"optimizer_instances": 2}, [INSTANCES]),
-    "dp2_replicated_optimizer": (
-        2,
-        (1, 1, 1),
-        {"distributed_optimizer": False},
-        ["model.optim.use_distributed_optimizer=false"],
-    ),
     "pp2_vp2": (2, (1, 2, 1), {"chunks": 2}, ["model.virtual_pipeline_model_parallel_size=2"]),
-    "tp2_ep2": (4, (2, 1, 1), {"sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 2}, [SHARDS, EP2]),
     "tp2_ep2_whole_experts_lora": (
         2,
         (2, 1, 1),
-        {"sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 1, "adapters": ALL[0], "disabled": 2},
-        [SHARDS, EP2, "model.expert_tensor_parallel_size=1", *ALL[1], DISABLED],
+        {"sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 1, "adapters": ALL, "disabled": 2},
+        [SHARDS, EP2, "model.expert_tensor_parallel_size=1", *ADAPTED, DISABLED],
     ),
-    "tp2_lora": (2, (2, 1, 1), {"adapters": ALL[0], "disabled": 2}, [*ALL[1], DISABLED]),
-    "sequence_parallel_lora_of_mlps": (
+    "sequence_parallel_dora": (
         2,
         (2, 1, 1),
-        {"sequence_parallel": True, "adapters": MLPS[0], "disabled": 2},
-        [SHARDS, *MLPS[1], DISABLED],
+        {"sequence_parallel": True, "adapters": DORA},
+        [SHARDS, *ADAPTED, "model.peft.lora_tuning.dora=true"],
     ),
-    "sequence_parallel_lora_of_the_embedding": (
-        2,
-        (2, 1, 1),
-        {"sequence_parallel": True, "adapters": UNTIED[0], "tied": False},
-        [SHARDS, *UNTIED[1]],
-    ),
-    "sequence_parallel_dora": (2, (2, 1, 1), {"sequence_parallel": True, "adapters": DORA[0]}, [SHARDS, *DORA[1]]),
-    "pp2_dp2_lora_of_the_last_layer": (4, (1, 2, 1), {"adapters": LAST[0]}, LAST[1]),
-    "cp2_dp2_lora_of_projections": (4, (1, 1, 2), {"adapters": PROJECTIONS[0]}, PROJECTIONS[1]),
     "ep2_recompute": (
         2,
         (1, 1, 1),
         {"expert_parallel": 2, "recompute": "selective", "recompute_modules": ("mlp",)},
         [EP2, "model.activations_checkpoint_granularity=selective", "model.recompute_modules=[mlp]"],
-    ),
-    "cp2_recompute": (
-        2,
-        (1, 1, 2),
-        {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1},
-        [
-            "model.activations_checkpoint_granularity=full",
-            "model.activations_checkpoint_method=uniform",
-            "model.activations_checkpoint_num_layers=1",
-        ],
     ),
 }
 QUICK = ("pp2_dp2", "tp2_cp2")
@@ -124,7 +84,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     experts["shared_expert_intermediate_size"] = 96
     return {
         "tied": make_checkpoint(folder / "tied", "llama", **sizes),
-        "untied": make_checkpoint(folder / "untied", "llama", **{**sizes, "tie_word_embeddings": False}),
         "experts": make_checkpoint(folder / "qwen2_moe", "qwen2_moe", **sizes, **experts),
     }
 
@@ -145,8 +104,7 @@ def test_communication_equals_the_formula(
 ) -> None:
     count, (tensor, pipeline, context), options, overrides = CASES[name]
     options = dict(options)
-    dense = "tied" if options.pop("tied", True) else "untied"
-    model = models["experts" if "expert_parallel" in options else dense]
+    model = models["experts" if "expert_parallel" in options else "tied"]
     expert_tensor, disabled = options.pop("expert_tensor_parallel", 1), options.pop("disabled", 0)
     degrees = {"tensor_model": tensor, "pipeline_model": pipeline, "context": context}
     overrides = [
