@@ -229,10 +229,8 @@ def raise_together(problem: Problem | None, failure: str) -> None:
 
 def on_rank_zero(action: Callable[[], object], failure: str) -> None:
     """Run ``action`` on rank 0 without a time limit; either all ranks succeed or all fail as in :func:`raise_together`."""
-    section = watchdog.section(doing=_FOR_ALL)
-    problem = attempt(action) if is_rank_zero() else None
-    section.finish()
-    raise_together(problem, failure)
+    if (problem := from_rank_zero(lambda: attempt(action))) is not None:
+        raise problem.error(failure)
 
 
 def from_rank_zero(action: Callable[[], Item], *, doing: str = _FOR_ALL) -> Item:
