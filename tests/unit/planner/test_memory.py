@@ -229,26 +229,6 @@ def test_memory_of_an_optimizer_step(architecture: Architecture, monkeypatch: py
     assert first(architecture, on_gpu=True, moment_bytes=2).working == 2 * largest, "widened, a quarter at a time"
 
 
-def test_bytes_sent_by_a_rank(architecture: Architecture) -> None:
-    """Two all-reduces a layer and pass, of which the backward pass is one; the embedding's; then the log-probs', in fp32."""
-    step = Step(rows=32, width=WIDTH, forward_only=1)
-    shared = training(replace(architecture, tensor_parallel=2), data_parallel=4)
-    tokens, answers = 32 * WIDTH / 4, 32 * (WIDTH - 1) / 4
-    all_reduce = 2 * (2 - 1) / 2 * tokens * HIDDEN * 4
-    traffic, trained = step_traffic(shared, step, stage=0), rank_memory(shared, stage=0).trained
-    of_logprobs = 2 * 3 * 4 * answers + HIDDEN * 4 * answers
-    assert traffic.tensor == LAYERS * 2 * all_reduce * 3 + 2 * all_reduce + of_logprobs
-    assert traffic.pipeline == traffic.context == 0
-    assert traffic.data == 3 / 4 * 8 * trained
-    hidden = 32 * WIDTH * HIDDEN * 4
-    for chunks, (forward, back) in ((1, ((2, 0), (0, 1))), (2, ((4, 1), (2, 2)))):
-        staged = training(architecture, split=PipelineSplit(stages=2, chunks=chunks))
-        for stage, sends in enumerate((forward, back)):
-            traffic = step_traffic(staged, step, stage=stage)
-            assert traffic.tensor == traffic.data == 0
-            assert traffic.pipeline == sum(sends) * hidden
-
-
 def test_bytes_sent_for_adapters(architecture: Architecture) -> None:
     """Backward, the gradient of A x of three parts in each layer, and none of the input of the first one."""
     step, settings = Step(rows=32, width=WIDTH, forward_only=1, disabled=1), LoRASettings(rank=4, alpha=4)
@@ -264,24 +244,6 @@ def test_bytes_sent_for_adapters(architecture: Architecture) -> None:
     first, second = (step_traffic(staged, step, stage=stage).data for stage in (0, 1))
     assert first == 0, "nothing is trained on this stage"
     assert second == 1 / 2 * 8 * rank_memory(staged, stage=1).trained
-
-
-def test_bytes_sent_with_context_parallelism(architecture: Architecture) -> None:
-    """Keys and values of four groups of heads go to the three others, in fp32: twice forward, and back as gradients."""
-    step, whole = Step(rows=32, width=WIDTH, forward_only=1), training(architecture, data_parallel=2)
-    shared = replace(whole, context_parallel=4)
-    tokens, keys_and_values = 32 * WIDTH / 8, 2 * 4 * (HIDDEN // 8) * 4
-    logprobs = 2 * 2 * 3 / 4 * 32 / 2 * 8  # sums in fp64
-    for passes, on_gpu in ((2 + 1, False), (2 + 2, True)):
-        traffic = step_traffic(replace(shared, on_gpu=on_gpu), step, stage=0)
-        assert traffic.context == 3 * LAYERS * keys_and_values * tokens * passes + logprobs
-    assert traffic.data == 7 / 8 * 8 * rank_memory(shared, stage=0).trained
-    alone, quarter = rank_memory(replace(whole, on_gpu=True), stage=0), rank_memory(replace(shared, on_gpu=True), stage=0)
-    assert quarter.optimizer == alone.optimizer / 4
-    assert quarter.checkpoint == alone.checkpoint / 4
-    # what does not depend on tokens is the gradient of a weight; of a share there are cosines and sines beside the table's
-    saved, largest = Activations(architecture=architecture, element_bytes=4, on_gpu=True), 2 * 128 * HIDDEN * 4
-    assert quarter.activations - largest == (alone.activations - largest) / 4 + saved.rotations() * WIDTH
 
 
 def test_estimated_seconds_of_a_step(architecture: Architecture) -> None:
