@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from nemo_kto.huggingface.mxfp4 import dequantize, dequantized_shapes
+from nemo_kto.huggingface.weights import dequantize, dequantized_shapes
 
 
 def test_every_code_and_scale_of_mxfp4() -> None:

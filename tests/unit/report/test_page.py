@@ -24,7 +24,7 @@ from nemo_kto.report.page import write_report
 from nemo_kto.report.plots import common_bins, compared_plots, plots_of
 from nemo_kto.report.record import FINISHED, RUN_FILE, RUNNING, read_run
 from nemo_kto.report.run_file import begin_run, end_run
-from nemo_kto.run import record
+from nemo_kto.run import lifecycle
 from nemo_kto.telemetry.rewards import RewardHistogram
 from tests.helpers.run_folders import data_of, healthy, write_extras, write_run
 
@@ -102,10 +102,10 @@ def test_a_finished_run_that_was_killed_before_its_report(tmp_path: Path, monkey
     left = folder / f".report.html-{'0' * 32}"
     left.touch()
     run: Any = SimpleNamespace(folder=folder, cfg=SimpleNamespace(export=SimpleNamespace(report=True)))
-    record.complete_record(run)
+    lifecycle.complete_record(run)
     assert (read_run(folder).state.word, left.exists()) == (FINISHED, False)
     written = (folder / "report.md").stat().st_mtime_ns
-    record.complete_record(run)
+    lifecycle.complete_record(run)
     assert (folder / "report.md").stat().st_mtime_ns == written, "once"
 
 

@@ -19,8 +19,7 @@ from nemo_kto.models.flops import ModelFlops
 from nemo_kto.planner.micro_batches import micro_batch_limits, packing_of
 from nemo_kto.planner.plan_run import Machines
 from nemo_kto.run import build, policy, reference, summary
-from nemo_kto.run.data import too_few_rows
-from nemo_kto.run.rows import shares_of, source_settings
+from nemo_kto.run.data import shares_of, source_settings, too_few_rows
 from tests.helpers.messages import Message
 from tests.helpers.tiny_models import make_checkpoint, make_tokenizer
 

@@ -10,8 +10,7 @@ from huggingface_hub import ModelCard
 
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.artifacts.content import copy_companions, read_companions
-from nemo_kto.artifacts.hub import hub_name
-from nemo_kto.artifacts.upload import Repository
+from nemo_kto.artifacts.hub import Repository, hub_name
 from nemo_kto.errors import UserError
 from nemo_kto.run.card import CardSources, card_text, read_front_matter, write_card
 from tests.helpers.messages import raises

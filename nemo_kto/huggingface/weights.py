@@ -22,6 +22,7 @@ from nemo_kto.artifacts.safetensors_files import (
     BLOCKS,
     OUTPUT_WEIGHT,
     SCALES,
+    Shapes,
     find_weights,
     has_own_output,
     is_our_model,
@@ -32,10 +33,12 @@ from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.folders import write_together
 from nemo_kto.huggingface.mapping import Weight, differences, rank_weights, wanted_weights
-from nemo_kto.huggingface.mxfp4 import dequantize, dequantized_shapes
 from nemo_kto.huggingface.stream import gather_weights
 
 _UNUSED = re.compile(r"\.rotary_emb\.inv_freq$")  # a table in old files, which is computed here and in transformers
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))  # the highest of the four bits is the sign
+_BIAS, _NO_NUMBER = 127, 255
 
 
 def load_weights(chunks: Sequence[nn.Module], architecture: Architecture, folder: str | Path) -> None:
@@ -155,3 +158,26 @@ def _check_source(source: Path) -> None:
         raise UserError(
             f"the source of an export must be a Hugging Face folder, but {source} has no config.json; put it back there"
         )
+
+
+def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Dequantize blocks [..., out, in / 32, 16] and scales [..., out, in / 32] to fp32 [..., out, in]."""
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+    values = torch.tensor(_VALUES)[codes.long()]
+    exponents = scales.to(torch.int32)
+    factors = torch.ldexp(torch.ones(scales.shape), exponents - _BIAS).masked_fill_(exponents == _NO_NUMBER, torch.nan)
+    return (values * factors.unsqueeze(-1)).flatten(-2)
+
+
+def dequantized_shapes(shapes: Shapes) -> Shapes:
+    """Replace the entries of blocks and scales by those of the tensors they encode, unless the file has these tensors too.
+
+    Other names and shapes are kept.
+    """
+    found = dict(shapes)
+    for name in [name.removesuffix(BLOCKS) for name in shapes if name.endswith(BLOCKS)]:
+        match shapes[name + BLOCKS], shapes.get(name + SCALES):
+            case (experts, rows, groups, 16), (*of_scales,) if of_scales == [experts, rows, groups] and name not in shapes:
+                del found[name + BLOCKS], found[name + SCALES]
+                found[name] = (experts, 32 * groups, rows)
+    return found

@@ -13,7 +13,7 @@ from nemo_kto.config import compose
 from nemo_kto.config.saved_config import settings_of_user
 from nemo_kto.data.batches.dataset import LengthHistogram
 from nemo_kto.report import page
-from nemo_kto.run import record
+from nemo_kto.run import lifecycle
 
 
 def run_in(folder: Path, *, report: bool = True) -> Any:
@@ -29,10 +29,10 @@ def test_a_report_that_fails_is_a_warning(
         raise ImportError("no such font")
 
     monkeypatch.setattr(page, "write_report", fail)
-    assert record.make_report(run_in(tmp_path)) is None
+    assert lifecycle.make_report(run_in(tmp_path)) is None
     (message,) = caplog.messages
     assert all(word in message for word in ("ImportError", "no such font", f"nemo-kto report {tmp_path}"))
-    assert record.make_report(run_in(tmp_path, report=False)) is None
+    assert lifecycle.make_report(run_in(tmp_path, report=False)) is None
     assert len(caplog.messages) == 1
 
 
