@@ -1,7 +1,7 @@
 """Files of our own checkpoints, read and verified without megatron-core, which loads them.
 
-trainer.json has the size and the SHA-256 of every other file, and a SHA-256 of itself. Checkpoints of earlier versions have
-only sizes.
+trainer.json has the size and the SHA-256 of every other file, and a SHA-256 of itself. Its values are validated, because a
+checkpoint from someone else can contain anything.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _STRICT = ConfigDict(strict=True, protected_namespaces=(), defer_build=True)
 
 
 class Written(NamedTuple):
-    """Size in bytes and SHA-256 of a file when it was written; earlier versions did not record the SHA-256."""
+    """Size in bytes and SHA-256 of a file when it was written."""
 
     size: int
-    sha256: str | None
+    sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +108,7 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def best_of(checkpoints: Sequence[Checkpoint], *, monitor: str, mode: str) -> Checkpoint | None:
-    """Return the checkpoint with the best metric ``monitor``, the newest among equals; None if none has it.
-
-    ``mode`` is 'min' or 'max': whether small or large values are better.
-    """
+    """Return the checkpoint with the best metric, the newest among equals; None if none has it. ``mode``: 'min' or 'max'."""
     ranked = [each for each in checkpoints if each.info["metrics"].get(monitor) is not None]
     return min(ranked, key=lambda each: rank_by(each, monitor, mode), default=None)
 
@@ -140,47 +137,42 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         content = read_bytes(folder / INFO)
     try:
         info = json.loads(content.decode("utf-8"))
-        is_changed = isinstance(info, dict) and "checksum" in info and info["checksum"] != _checksum(info)
+        if not isinstance(info, dict):
+            raise DamagedCheckpoint(f"{INFO} is not a JSON object")
+        if info.get("checksum") != _checksum(info):
+            raise DamagedCheckpoint(f"{INFO} was changed after it was written")
     except (ValueError, RecursionError) as error:
+        if isinstance(error, DamagedCheckpoint):
+            raise
         raise DamagedCheckpoint(f"{INFO} is not valid JSON") from error
-    if not isinstance(info, dict):
-        raise DamagedCheckpoint(f"{INFO} is not a JSON object")
-    if is_changed:
-        raise DamagedCheckpoint(f"{INFO} was changed after it was written")
     named = _NAME.fullmatch(folder.name)
     step = int(named[1]) if named else None
     if wrong := find_wrong(info, step=step):
         raise DamagedCheckpoint(f"{INFO} is not valid: {'; '.join(wrong)}")
     if outside := [name for name in info["files"] if os.path.isabs(name) or ".." in Path(name).parts]:
         raise DamagedCheckpoint(f"{INFO} must list files of its own folder, got {outside[0]!r}, which is outside")
-    files = {
-        name: Written(entry, None) if isinstance(entry, int) else Written(entry["size"], entry["sha256"])
-        for name, entry in info["files"].items()
-    }
+    files = {name: Written(entry["size"], entry["sha256"]) for name, entry in info["files"].items()}
     for name, record in files.items():
         _check_size(folder, name, record)
     return Checkpoint(folder=folder, step=step or 0, info=info, files=files)
 
 
 def damage(folder: Path, records: Mapping[str, Written]) -> list[str]:
-    """Read files of a checkpoint, several at once, and return a message about each that is not as it was written.
-
-    Files of earlier versions have no hash, so only their sizes are checked. Raises UserError if a file cannot be read.
-    """
+    """Read files of a checkpoint and return a message about each that was changed; UserError if one cannot be read."""
 
     def of_file(item: tuple[str, Written]) -> str | None:
         name, record = item
         try:
             _check_size(folder, name, record)
             with _reading(folder, name):
-                if record.sha256 is not None and hash_file(folder / name) != record:
+                if hash_file(folder / name) != record:
                     return f"{name} was changed after it was written"
         except DamagedCheckpoint as error:
             return str(error)
         return None
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        return [found for found in pool.map(of_file, records.items()) if found is not None]
+        return [*filter(None, pool.map(of_file, records.items()))]
 
 
 def hash_file(file: Path) -> Written:
@@ -199,11 +191,7 @@ def info_text(info: Mapping[str, Any]) -> str:
 
 
 def check_checkpoint(folder: Path) -> Path | None:
-    """Verify a checkpoint's trainer.json and hf folder, and the sizes of the other files; return the base model of adapters.
-
-    None is returned for a checkpoint of all weights. Raises UserError if trainer.json is not as this program writes it, or a
-    file is missing or damaged; names it.
-    """
+    """Verify trainer.json, hf and the sizes of other files, or raise UserError; return the base model of adapters or None."""
     found = read_or_damage(folder)
     refuse_damaged(folder, [found] if isinstance(found, str) else damage(folder, found.files_in("hf")))
     adapters = None if isinstance(found, str) else found.info.get("adapters")
@@ -319,14 +307,14 @@ class _File(BaseModel):
 
 
 class Info(BaseModel):
-    """Content of a trainer.json; earlier versions lack some of the fields with a default, full models lack adapters."""
+    """Content of a trainer.json; full models lack adapters."""
 
     model_config = _STRICT
     trainer: Annotated[_Trainer, Field(description="an object")]
     metrics: Annotated[dict[str, float | None], Field(description="an object of floats")]
     dtype: Literal["bfloat16", "float32"]
     layout: Annotated[dict[str, Positive], Field(description="an object of integers above 0")]
-    files: Annotated[dict[str, Count | _File], Field(description="an object of sizes and hashes of files")]
+    files: Annotated[dict[str, _File], Field(description="an object of sizes and hashes of files")]
     distributed_optimizer: bool = False
     moving_reference: bool = False
     adapters: Annotated[
@@ -336,7 +324,7 @@ class Info(BaseModel):
     ] = None
     run: Annotated[
         dict[str, Any], check(_are_facts, ""), Field(description="an object of values that a resumed run is compared with")
-    ] = {}
+    ]
     versions: Annotated[dict[str, str], Field(description="an object of strings")] = {}
 
 
@@ -348,10 +336,7 @@ def adapter_settings(adapters: Mapping[str, Any]) -> LoRASettings:
 
 
 def find_wrong(info: Mapping[str, Any], *, step: int | None) -> list[str]:
-    """Return a message about each value of a trainer.json that this program would not write.
-
-    ``step`` is the one in the name of the checkpoint's folder; None if the folder has another name.
-    """
+    """Return a message about each impossible value of a trainer.json; ``step``: of the folder's name, None for another."""
     trainer = info.get("trainer")
     if isinstance(trainer, dict):  # these are empty if there is nothing to record
         empty = [name for name in ("unlogged", "early_stopping") if trainer.get(name) == {}]

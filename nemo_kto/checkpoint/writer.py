@@ -144,10 +144,7 @@ class FileWriter(threading.Thread):
 
 
 def start_removal(folders: Sequence[Path]) -> threading.Thread:
-    """Remove checkpoints that are no longer kept in a thread, because removing large files takes seconds.
-
-    If this fails, a warning is logged, and the next start of the run removes the leftovers.
-    """
+    """Remove checkpoints in a thread, because large files take seconds; what fails is left to the next start of the run."""
 
     def remove() -> None:
         for folder in folders:

@@ -63,10 +63,7 @@ class _Found:
 
 @contextlib.contextmanager
 def open_checkpoint(path: Path, *, within: Path) -> Iterator[MegatronCheckpoint]:
-    """Open a checkpoint; an archive is unpacked into a temporary folder in ``within`` during the block.
-
-    Raises UserError if it has another format, is damaged or unsafe, or cannot be read and must be converted first.
-    """
+    """Open a checkpoint, an archive unpacked below ``within``; UserError if it is damaged, unsafe or must be converted."""
     if path.is_file():
         with tempfile.TemporaryDirectory(dir=within, prefix=".import-") as folder:
             unpack(path, Path(folder))
@@ -76,10 +73,7 @@ def open_checkpoint(path: Path, *, within: Path) -> Iterator[MegatronCheckpoint]
 
 
 def unpack(archive: Path, target: Path) -> None:
-    """Unpack a tar archive, compressed or not, of regular files and folders only.
-
-    Raises UserError if it is no such archive, a member would be outside of ``target`` or is a link, or there is no room.
-    """
+    """Unpack a tar archive, compressed or not, of regular files and folders; UserError for another, or without room."""
     try:
         with tarfile.open(archive) as tar:
             for number, member in enumerate(tar):
@@ -206,10 +200,7 @@ class StoredTensors(Protocol):
 
 
 class TorchDist:
-    """Tensors of a folder in megatron-core's format torch_dist.
-
-    Raises UserError if a file is missing or damaged, or contains anything but tensors.
-    """
+    """Tensors of a folder in megatron-core's format torch_dist; UserError if it is damaged, or has anything but tensors."""
 
     def __init__(self, *, folder: Path) -> None:
         self._folder = folder

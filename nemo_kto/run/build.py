@@ -159,11 +159,7 @@ class Start(NamedTuple):
 
 
 def prepare(run: ResolvedRun, *, data_parallel: tuple[int, int] | None = None) -> Start:
-    """Check the weights, read the data (see :func:`build_data`), and run the resume checks on the run folder; collective.
-
-    Raises UserError if the weights are of another model, the data cannot be used, or the run cannot be resumed with this
-    configuration.
-    """
+    """Check the weights, read the data (see :func:`build_data`), and run the resume checks on the run folder; collective."""
     state.on_rank_zero(lambda: check_sources(run), "{}")
     data = build_data(run, model_tokenizer(run.files), data_parallel=data_parallel)
     return Start(data, look_for_run(run, data))

@@ -135,10 +135,7 @@ def model_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
 
 
 def model_vocab_size(files: ModelFiles) -> int | None:
-    """Return the number of rows of the model's embedding.
-
-    None if the folder contains no readable model configuration, because a tokenizer is enough to count tokens.
-    """
+    """Return the rows of the model's embedding; None without a readable configuration: a tokenizer counts tokens."""
     try:
         return files.architecture.vocab_size
     except UserError:
@@ -188,10 +185,7 @@ def collate_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, *, mult
 
 
 def shares_of(run: ResolvedRun, *, training: bool) -> Callable[..., list[list[int]]]:
-    """Return the function that distributes the examples of a global batch over the data-parallel ranks.
-
-    With packed sequences, or with shared prompts, the ranks get about equal cost, otherwise about equal numbers of examples.
-    """
+    """Return the function that distributes a global batch over the ranks: by cost if packed or prompts are shared."""
     cfg, limits = run.cfg, micro_batch_limits(run)
     if not limits.packed and not limits.share_prompts:
         return every_nth
@@ -229,10 +223,7 @@ class SamplePrompts(NamedTuple):
 
 
 def build_prompts(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase, splits: Splits[Any]) -> SamplePrompts | None:
-    """Return the prompts of the samples, from the validation rows and from the file; None without samples. Collective.
-
-    Raises UserError if a prompt cannot be used, or has too many tokens for the configured length of the answers.
-    """
+    """Return the prompts of the samples, of validation rows and of the file; UserError if one cannot be used. Collective."""
     settings = run.cfg.exp_manager.samples
     if not settings.enabled:
         return None

@@ -51,10 +51,10 @@ _ANOTHER = "choose another folder with exp_manager.name or exp_manager.explicit_
 
 @contextlib.contextmanager
 def hold_run_folder(folder: Path) -> Iterator[None]:
-    """Lock a run folder during the block, so that no other job uses it; collective, rank 0 holds the lock.
+    """Lock a run folder during the block; collective, rank 0 holds the lock.
 
-    The folder is created if it does not exist, and removed at the end if nothing was written into it. All ranks raise
-    UserError if another job is using the folder, or it cannot be written.
+    The folder is removed at the end if nothing was written into it. All ranks raise UserError if another job is using it, or
+    it cannot be written.
     """
     with contextlib.ExitStack() as lock:
         state.from_rank_zero(lambda: lock.enter_context(_locked(folder)), doing="taking the lock of the run folder")
@@ -144,10 +144,7 @@ def stop_early(run: ResolvedRun, trainer: DPOTrainer) -> NoReturn:
 
 
 def stop_run(text: str, *, requeues: bool) -> NoReturn:
-    """End the run by raising Stopped, and print how it is resumed; collective.
-
-    ``text`` is the reason for its end; with ``requeues``, its SLURM job is requeued.
-    """
+    """End the run with a printed reason and how to resume it, by raising Stopped, and requeue its SLURM job; collective."""
     if state.is_rank_zero():
         job = requeue(os.environ) if requeues else None
         how = "start the same command again to resume" if job is None else f"SLURM job {job} was requeued to resume"
@@ -304,10 +301,7 @@ def complete_record(run: ResolvedRun) -> None:
 
 
 def make_report(run: ResolvedRun) -> Path | None:
-    """Write the report of a run into its folder and return its path; None if it is disabled or could not be written.
-
-    A run must not fail because of its report, so that any error is a warning.
-    """
+    """Write the report of a run and return its path; None if disabled, or after a warning: a run must not fail of it."""
     if not run.cfg.export.report:
         return None
     try:

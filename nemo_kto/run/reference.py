@@ -73,11 +73,8 @@ def build_reference(
 ) -> ReferenceSetup:
     """Build the reference; before and afterwards the model holds the initial weights of the policy.
 
-    If the reference is another model, its weights are loaded into the policy's model in between, to copy or evaluate them.
-
-    Raises:
-        UserError: the reference model does not exist or has another shape.
-        Stopped: the run must stop before all log-probs are computed; those already computed are in the cache.
+    Raises UserError if the reference model does not exist or has another shape, and Stopped if the run must stop before all
+    log-probs are computed; those already computed are in the cache.
     """
     mode, other = run.reference.name, run.reference_model
     if mode == "none":
@@ -107,10 +104,7 @@ def build_reference(
 
 
 def load_model(policy: Policy, other: ModelSource) -> None:
-    """Load another model, with its adapters merged, into the policy's model; raise UserError if it has another shape.
-
-    The adapters of the policy are reset so that they have no effect.
-    """
+    """Load another model, with its adapters merged, into the policy's model, whose adapters then have no effect."""
     load_base_weights(policy, other.base)
     zero_adapters(policy.chunks)
     if (adapters := other.adapters) is None:
@@ -165,10 +159,7 @@ def _live_reference(
 
 @contextlib.contextmanager
 def _reloaded(policy: Policy, other: ModelSource | None, cache: ReferenceCache) -> Iterator[None]:
-    """Load the reference weights from their files for the block, in which the policy weights are in host memory.
-
-    The policy weights are restored exactly. Raises UserError if the files have changed since the start of the run.
-    """
+    """Load the reference weights from their unchanged files for the block, and restore the policy weights exactly."""
     cache.check_models()
     finish_gathers(policy.chunks)
     weights = [weight for chunk in policy.chunks for weight in chunk.parameters()]
@@ -188,11 +179,10 @@ def _reloaded(policy: Policy, other: ModelSource | None, cache: ReferenceCache) 
 
 @dataclass(frozen=True, kw_only=True)
 class Precomputation:
-    """Precomputation of the reference log-probs of a run.
+    """Precomputation of the reference log-probs: of the first epoch and the validations before training, of others later.
 
-    The log-probs for the first epoch and for the validations are computed before training, those for each later epoch when
-    it begins. Later epochs have the same examples as the first one, except for KL examples, which are formed within a batch,
-    and for examples that ``limit_train_batches`` left out.
+    Later epochs have the same examples as the first one, except for KL examples, which are formed within a batch, and for
+    examples that ``limit_train_batches`` left out.
     """
 
     run: ResolvedRun
@@ -206,8 +196,7 @@ class Precomputation:
     def before_training(self, policy: Policy) -> ReferenceSetup:
         """Compute the log-probs for the epoch in which the run starts or is resumed, and for validation; collective.
 
-        The model must hold the reference weights; call it before the first update of the policy. Raises Stopped if the run
-        must stop before all log-probs are computed.
+        The model must hold the reference weights. Raises Stopped if the run must stop first.
         """
         run, length, cache = self.run, self.run.length, self.cached.cache
         epoch_batches, number = len(self.data.train.batch_sampler), self._steps_to_epoch_end(self.first_step)

@@ -64,10 +64,7 @@ _FOLLOWS = {
 
 
 def facts_of_run(run: ResolvedRun, data: RunData) -> Facts:
-    """Return the facts of a run, whose precision must not be auto; raise OSError if a file cannot be read.
-
-    All weights are read, unless their hashes are in the cache.
-    """
+    """Return the facts of a run, whose precision must not be auto; all weights are read, unless their hashes are cached."""
     cfg, name, model = run.cfg, run.cfg.recipe.name, run.cfg.model
     hashed = partial(content_hash, cache_dir=Path(model.data.cache_dir), shared=model.data.cache_shared)
     source, reference, tokenizer, adapter = run.files.source, model.reference, run.files.hf_folder, run.files.adapter_folder
@@ -132,27 +129,6 @@ def _model_content(folder: Path | None, hashed: ContentHash, *, default_base: Pa
     return {"sha256": " on ".join(parts), "from": str(folder)}
 
 
-def facts_of_earlier(info: Mapping[str, Any], now: Facts) -> Facts:
-    """Derive facts from a checkpoint of an earlier version, whose trainer.json (``info``) contains none.
-
-    ``now`` are the facts of the run to be resumed.
-    """
-    trainer, saved = info["trainer"], adapters_in(info)
-    known: Facts = {
-        "trainer.precision": {"bfloat16": "bf16", "float32": "32"}[info["dtype"]],
-        "model.optim.use_distributed_optimizer": info["distributed_optimizer"],
-        "model.peft.peft_scheme": "none" if saved is None else "lora",
-        **_adapter_facts(None if saved is None else saved.settings),
-        "model.global_batch_size": trainer["consumed_samples"] // max(trainer["step"], 1),
-    }
-    if "steps_per_epoch" in trainer:
-        key = next(key for key in now if key.endswith("limit_train_batches"))
-        known[key] = trainer["steps_per_epoch"]
-    interval = now["model.reference.sync_interval"]
-    known["model.reference.sync_interval"] = (interval or "above 0") if info.get("moving_reference") else 0
-    return dict(json.loads(json.dumps(known)))
-
-
 def differences(before: Facts, now: Facts) -> list[str]:
     """Describe each changed fact in one sentence; facts that only one side has are not compared."""
 
@@ -177,10 +153,7 @@ def differences(before: Facts, now: Facts) -> list[str]:
 
 
 def build_early_stopping(cfg: RunConfig, *, agree: Callable[[int], int] | None = None) -> EarlyStopping | None:
-    """Build early stopping from the configuration; None if it is disabled.
-
-    ``agree`` returns the maximum of an integer over all ranks; None for one rank.
-    """
+    """Build early stopping; None if disabled. ``agree``: the maximum of an integer over all ranks; None for one rank."""
     if not cfg.exp_manager.create_early_stopping_callback:
         return None
     settings = cfg.exp_manager.early_stopping_callback_params
@@ -248,12 +221,7 @@ def _compare(run: ResolvedRun, data: RunData, newest: Checkpoint | None) -> Resu
     if newest is None:
         return Resumption(facts=facts)
     with read_errors(newest.folder / INFO):
-        saved = newest.info.get("run")
-        if saved is None:
-            text = "%s was written by an earlier version without the facts of its run: whether weights, data, seed and loss "
-            logger.warning(text + "are the same cannot be checked", newest.folder)
-            saved = facts_of_earlier(newest.info, facts)
-        changed = differences(saved, facts)
+        changed = differences(newest.info["run"], facts)
     if changed:
         count = plural(len(changed), "change")
         lines = [f"the run in {run.folder} cannot be resumed with {count}, nothing was written", *changed]
@@ -281,11 +249,7 @@ def _finished(run: ResolvedRun, newest: Checkpoint, batches: int) -> str | None:
 
 
 def _lacks_export(run: ResolvedRun, newest: Checkpoint) -> bool:
-    """Return whether a run that reached its last step still lacks an export.
-
-    Exports are written atomically, so an existing one is complete. An export older than the newest checkpoint belongs to an
-    earlier step.
-    """
+    """Return whether a run at its last step lacks an export; one older than the checkpoint is of an earlier step."""
     export = run.cfg.export
     paths = [export.path, *([export.adapter_path] if run.has_adapters else [])] if export.enabled else []
     written = (newest.folder / INFO).stat().st_mtime_ns
