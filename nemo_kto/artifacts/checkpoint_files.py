@@ -99,10 +99,7 @@ def named_checkpoints(folder: Path) -> dict[Path, int]:
 
 
 def find_checkpoints(folder: Path) -> list[Checkpoint]:
-    """Return the complete checkpoints of a run, oldest first: all files exist with their sizes. Contents are not read.
-
-    Raises UserError if a file cannot be accessed, which does not mean that it is damaged.
-    """
+    """Return a run's checkpoints whose files have their sizes, oldest first; UserError if a file cannot be accessed."""
     found = map(read_or_damage, named_checkpoints(folder))  # damage is reported when a run looks for one to resume from
     return [checkpoint for checkpoint in found if isinstance(checkpoint, Checkpoint)]
 
@@ -191,7 +188,7 @@ def info_text(info: Mapping[str, Any]) -> str:
 
 
 def check_checkpoint(folder: Path) -> Path | None:
-    """Verify trainer.json, hf and the sizes of other files, or raise UserError; return the base model of adapters or None."""
+    """Verify trainer.json, hf and the sizes of other files, or raise UserError; return adapters' base model or None."""
     found = read_or_damage(folder)
     refuse_damaged(folder, [found] if isinstance(found, str) else damage(folder, found.files_in("hf")))
     adapters = None if isinstance(found, str) else found.info.get("adapters")

@@ -78,13 +78,16 @@ _SAVE_OPTIONS = (
 
 
 def checkpoint_dtype(path: Path) -> torch.dtype:
-    info = json.loads((path / INFO).read_text(encoding="utf-8"))
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[info["dtype"]]
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[_read_info(path)["dtype"]]
 
 
 def saved_adapters(path: Path) -> model_state.SavedAdapters | None:
     """Return the adapter entry of a checkpoint's trainer.json; None if the checkpoint holds all weights of a model."""
-    return model_state.adapters_in(json.loads((path / INFO).read_text(encoding="utf-8")))
+    return model_state.adapters_in(_read_info(path))
+
+
+def _read_info(path: Path) -> dict[str, Any]:
+    return dict(json.loads((path / INFO).read_text(encoding="utf-8")))
 
 
 def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
@@ -93,8 +96,7 @@ def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
     Raises UserError if it holds other adapters than the model has, is damaged, or a file could run code when loaded.
     """
     verify(path, ("state", "hf"))
-    saved = saved_adapters(path)
-    if saved is not None:
+    if (saved := saved_adapters(path)) is not None:
         model_state.check_adapters(saved, chunks)
     sharded = model_state.sharded_state(chunks, adapters=saved is not None)
     with read_errors(path / "state"):
@@ -194,7 +196,7 @@ class CheckpointManager:
         return self._complete(wait=False)
 
     def finish(self) -> WrittenCheckpoint | None:
-        """Wait for the pending checkpoint, if there is one, and return it; collective. Raises like :meth:`poll`."""
+        """Wait for the pending checkpoint, if there is one, and return it; collective. Raises like :meth:`save`."""
         written = self._complete(wait=True)
         self._removal.join()
         return written
@@ -280,10 +282,8 @@ class CheckpointManager:
         own_part = (save.results, save.thread.written)
         torch.distributed.gather_object(own_part, of_ranks if state.is_rank_zero() else None, dst=0)
         self._on_rank_zero(lambda: self._publish(save, of_ranks))
-        self._save = None
-        now = time.monotonic()
-        stall = save.stall_seconds + now - began
-        return WrittenCheckpoint(step=save.step, seconds=now - save.started, stall_seconds=stall)
+        self._save, now = None, time.monotonic()
+        return WrittenCheckpoint(step=save.step, seconds=now - save.started, stall_seconds=save.stall_seconds + now - began)
 
     def _publish(self, save: _PendingSave, of_ranks: Sequence[tuple[list[Any], dict[str, Written]]]) -> None:
         partial = partial_folder(save.final)

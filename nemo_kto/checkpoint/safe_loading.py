@@ -144,11 +144,9 @@ class _Placeholder(dict[Any, Any]):
     def __init__(self, *_: object, **__: object) -> None:
         super().__init__()
 
-    def __setstate__(self, state: object) -> None:
-        """Ignore the state."""
+    def __setstate__(self, state: object) -> None: ...
 
-    def append(self, item: object) -> None:
-        """Ignore an item, as of a subclass of list."""
+    def append(self, item: object) -> None: ...
 
 
 class _ArgumentsUnpickler(pickle.Unpickler):

@@ -42,10 +42,9 @@ _OTHER_NAMES = {ours: (theirs,) for theirs, ours in ENGINE_NAMES.items()} | {
 _PREFIXES = ("", "model.", "module.", "model.module.")
 _TRAINING_STATE = ("optimizer", "chained_", "rng", "rerun", "opt_param", "lr_scheduler")  # beginnings of names
 _NO_WEIGHTS = ("_extra_state", "inv_freq", "_extra_state/shard")
+_ZERO_CENTERED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")  # settings of norms that scale by 1 + weight
 _SHOWN = 10
-_TEMPLATE = (
-    "name the folder of the original model, whose config.json is then used: --tokenizer FOLDER or hf:ORGANISATION/NAME"
-)
+_TEMPLATE = "name the original model, whose config.json is then used: --tokenizer FOLDER or hf:ORGANISATION/NAME"
 
 
 def import_checkpoint(path: Path, out: Path, *, tokenizer: Path | None, max_shard_bytes: int) -> str:
@@ -154,14 +153,6 @@ def _has_own_output(checkpoint: MegatronCheckpoint, names: Mapping[str, str], *,
     return not torch.equal(checkpoint.tensors.read(output)[:rows], checkpoint.tensors.read(embedding)[:rows])
 
 
-def _zero_centered(settings: Mapping[str, Any]) -> bool:
-    return bool(
-        settings.get("layernorm_zero_centered_gamma")
-        or settings.get("apply_layernorm_1p")
-        or settings.get("normalization") == "layernorm1p"
-    )
-
-
 def _weights(
     checkpoint: MegatronCheckpoint, names: Mapping[str, str], architecture: Architecture
 ) -> Iterator[tuple[str, Tensor]]:
@@ -190,8 +181,9 @@ def _weights(
         shown = [*problems[:_SHOWN], *([f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])]
         text = f"FILE must have the weights of {architecture.family.hf_architecture} as its settings describe them"
         raise UserError("\n  ".join([f"{text}, got {checkpoint.path} with {len(problems)} differences:", *shown, _TEMPLATE]))
-    # such a norm scales by 1 + weight
-    norm_offset = int(_zero_centered(checkpoint.settings) and not architecture.zero_centered_norm)
+    settings = checkpoint.settings
+    zero_centered = settings.get("normalization") == "layernorm1p" or any(map(settings.get, _ZERO_CENTERED))
+    norm_offset = int(zero_centered and not architecture.zero_centered_norm)
     files = FileWeights(architecture=architecture)
     for mapping, place, parts in reads:
         values = [tensors.read(names[name], index) for name, index in parts]
@@ -209,11 +201,7 @@ def _weights(
 def _whole_shape(mapping: ParamMapping, architecture: Architecture) -> tuple[int, ...]:
     """Return the shape of a parameter of megatron-core on a single rank."""
     shapes, dimension = source_shapes(mapping, architecture), split_dimension(mapping)
-    if dimension is None or len(shapes) == 1:
-        return shapes[0]
-    shape = [*shapes[0]]
-    shape[dimension] = sum(each[dimension] for each in shapes)
-    return tuple(shape)
+    return tuple(sum(shape[axis] for shape in shapes) if axis == dimension else size for axis, size in enumerate(shapes[0]))
 
 
 def _locate(mcore_name: str, place: Mapping[str, int], names: Mapping[str, str]) -> list[tuple[str, tuple[int, ...]]]:

@@ -15,14 +15,14 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from nemo_kto.checkpoint.safe_loading import BACKENDS, COMMON, load_plain, read_arguments, read_errors, read_folder_metadata
 from nemo_kto.errors import UserError, printable
@@ -31,6 +31,7 @@ from nemo_kto.utils.yaml_files import load_yaml
 
 _NEMO, _BRIDGE, _LATEST = "model_config.yaml", "run_config.yaml", "latest_checkpointed_iteration.txt"
 _MAX_MEMBERS, _MAX_DEPTH = 100_000, 32
+_SettingsAndTokenizer = tuple[Mapping[str, Any], Path | str | None]  # as in MegatronCheckpoint
 _CONVERT = (
     "convert it with Megatron-LM, which still reads it: the command of its training with --ckpt-convert-format torch_dist "
     "--ckpt-convert-save NEW, then import NEW (zarr needs a version before megatron-core 0.13)"
@@ -50,14 +51,6 @@ class MegatronCheckpoint:
     tensors: StoredTensors
     settings: Mapping[str, Any]  # of the model, under the names of the program that wrote it; empty if there are none
     # Folder with the tokenizer in Hugging Face's format, a SentencePiece model, or the name of the tokenizer on the hub.
-    tokenizer: Path | str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Found:
-    """Settings and tokenizer of a folder."""
-
-    settings: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Path | str | None = None
 
 
@@ -90,8 +83,7 @@ def unpack(archive: Path, target: Path) -> None:
                 file = target / member.name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 content = tar.extractfile(member)
-                if content is None:
-                    raise tarfile.ReadError(f"{member.name} has no content")
+                assert content is not None, "a regular file has content"
                 with file.open("xb") as writing:
                     shutil.copyfileobj(content, writing, 2**24)
     except (tarfile.TarError, EOFError, OSError, ValueError) as error:
@@ -112,7 +104,7 @@ def _find(folder: Path, path: Path) -> MegatronCheckpoint:
                 f"{folder / _LATEST} must name an iteration that exists, got {name}; correct it, or name its folder"
             )
         folder = named
-    found = _read_nemo(folder) if (folder / _NEMO).is_file() else _read_megatron(folder)
+    settings, tokenizer = _read_nemo(folder) if (folder / _NEMO).is_file() else _read_megatron(folder)
     weights = folder / "model_weights" if (folder / "model_weights").is_dir() else folder
     if (folder / "model_weights.ckpt").is_file():
         tensors: StoredTensors = TorchFile(file=folder / "model_weights.ckpt")
@@ -122,11 +114,10 @@ def _find(folder: Path, path: Path) -> MegatronCheckpoint:
         raise UserError(_why_not(weights, path))
     if any(".language_model." in name for name in tensors.shapes):
         text = f"FILE must have the layers of megatron-core, got {path}, which has those of NeMo before 2024"
-        script = (
-            "scripts/checkpoint_converters/convert_gpt_nemo_to_mcore.py --input_name_or_path UNPACKED --output_path NEW.nemo"
-        )
-        raise UserError(f"{text}; convert it with NeMo: python {script}, then import NEW.nemo")
-    return MegatronCheckpoint(path=path, tensors=tensors, settings=found.settings, tokenizer=found.tokenizer)
+        script = "scripts/checkpoint_converters/convert_gpt_nemo_to_mcore.py"
+        command = f"python {script} --input_name_or_path UNPACKED --output_path NEW.nemo"
+        raise UserError(f"{text}; convert it with NeMo: {command}, then import NEW.nemo")
+    return MegatronCheckpoint(path=path, tensors=tensors, settings=settings, tokenizer=tokenizer)
 
 
 def _why_not(folder: Path, path: Path) -> str:
@@ -144,7 +135,7 @@ def _why_not(folder: Path, path: Path) -> str:
     return f"{must}, got {path}, which has neither .metadata nor {_NEMO}; correct the path"
 
 
-def _read_nemo(folder: Path) -> _Found:
+def _read_nemo(folder: Path) -> _SettingsAndTokenizer:
     settings = _read_yaml(folder / _NEMO)
     named = settings.get("tokenizer")
     tokenizer = named if isinstance(named, dict) else {}
@@ -154,13 +145,13 @@ def _read_nemo(folder: Path) -> _Found:
             continue
         if value.startswith("nemo:"):
             file = folder / PurePosixPath(value.removeprefix("nemo:")).name
-            return _Found(settings=settings, tokenizer=file if file.is_file() else None)
+            return settings, file if file.is_file() else None
         if name == "type" and tokenizer.get("library") == "huggingface":
-            return _Found(settings=settings, tokenizer=value)
-    return _Found(settings=settings)
+            return settings, value
+    return settings, None
 
 
-def _read_megatron(folder: Path) -> _Found:
+def _read_megatron(folder: Path) -> _SettingsAndTokenizer:
     settings: Mapping[str, Any] = {}
     tokenizer: Mapping[str, Any] = {}
     if (folder / _BRIDGE).is_file():
@@ -171,9 +162,9 @@ def _read_megatron(folder: Path) -> _Found:
     elif (folder / COMMON).is_file():
         settings = tokenizer = read_arguments(folder / COMMON)
     if (folder / "tokenizer").is_dir():
-        return _Found(settings=settings, tokenizer=folder / "tokenizer")
+        return settings, folder / "tokenizer"
     names = (tokenizer.get("tokenizer_model"), tokenizer.get("hf_tokenizer_model"), settings.get("hf_model_id"))
-    return _Found(settings=settings, tokenizer=next((name for name in names if isinstance(name, str) and name), None))
+    return settings, next((name for name in names if isinstance(name, str) and name), None)
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
@@ -219,7 +210,7 @@ class TorchDist:
             for chunk in entry.chunks:
                 inside = [place - offset for place, offset in zip(index, chunk.offsets, strict=False)]
                 if all(0 <= place < size for place, size in zip(inside, chunk.sizes, strict=False)):
-                    part = self._load(name, chunk_key(chunk))[tuple(inside)]
+                    part = self._load(name, tuple(chunk.offsets), tuple(chunk.sizes))[tuple(inside)]
                     where = zip(chunk.offsets[first:], chunk.sizes[first:], strict=True)
                     values[tuple(slice(offset, offset + size) for offset, size in where)] = part
                     found += part.numel()
@@ -227,8 +218,7 @@ class TorchDist:
                 raise UserError(f"{self._folder} must contain all of {name}, got {found} of {values.numel()} values")
             return values
 
-    def _load_chunk(self, name: str, key: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
-        offsets, sizes = key
+    def _load_chunk(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         info = self._metadata.storage_data[MetadataIndex(name, torch.Size(offsets))]
         if getattr(info, "transform_descriptors", None):
             raise UserError(f"{self._folder} must not be compressed, got {info.transform_descriptors}; save it uncompressed")
@@ -238,11 +228,6 @@ class TorchDist:
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != sizes:
             raise ValueError(f"{name} in {info.relative_path} is not a tensor of shape {list(sizes)}")
         return tensor
-
-
-def chunk_key(chunk: ChunkStorageMetadata) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return offsets and sizes of a chunk."""
-    return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 class TorchFile:

@@ -117,6 +117,11 @@ def export(
     """
     source, target = Path(source), Path(out)
 
+    def check_source() -> None:
+        if not (source / CONFIG).is_file():
+            text = f"the source of an export must be a Hugging Face folder, but {source} has no config.json"
+            raise UserError(f"{text}; put it back there")
+
     def write(folder: Path, stream: Iterator[tuple[str, Tensor]]) -> None:
         write_shards(stream, folder, max_shard_bytes=max_shard_bytes)
         config = with_dtype(model_config(source, tied=architecture.tied), dtype_name(chunks))
@@ -128,7 +133,7 @@ def export(
         "export to Hugging Face",
         target=target,
         is_ours=is_our_model,
-        prepare=lambda: _check_source(source),
+        prepare=check_source,
         stream=lambda: gather_weights(rank_weights(chunks, architecture), architecture),
         write=write,
     )
@@ -137,13 +142,6 @@ def export(
 def export_bytes(architecture: Architecture, dtype: torch.dtype) -> int:
     """Return the size of the weights of an export."""
     return sum(map(math.prod, wanted_weights(architecture).values())) * dtype.itemsize
-
-
-def _check_source(source: Path) -> None:
-    if not (source / CONFIG).is_file():
-        raise UserError(
-            f"the source of an export must be a Hugging Face folder, but {source} has no config.json; put it back there"
-        )
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:

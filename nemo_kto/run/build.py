@@ -59,7 +59,7 @@ from nemo_kto.run.lifecycle import (
 )
 from nemo_kto.run.policy import Policy, build_policy, check_sources
 from nemo_kto.run.reference import ReferenceSetup, build_reference
-from nemo_kto.run.resume import Facts, Resumption, build_early_stopping, check_validation_rows, look_for_run
+from nemo_kto.run.resume import Resumption, build_early_stopping, check_validation_rows, look_for_run
 from nemo_kto.run.samples import build_sampler
 from nemo_kto.run.summary import start_lines
 from nemo_kto.telemetry.loggers import RunLogger, check_loggers
@@ -169,10 +169,6 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
     """Build the trainer and all its components; if the run is resumed, load the chosen checkpoint."""
     cfg, data, resumption = run.cfg, start.data, start.resumption
     max_steps, resumed_step = run.length.total_steps(len(data.train.batch_sampler)), resumption.resumed_step
-    if run.length.max_steps > max_steps and state.is_rank_zero():
-        prefix, length = f"trainer.{cfg.recipe.name}", plural(run.length.max_epochs, "epoch")
-        text = f"{prefix}.max_steps={run.length.max_steps} exceeds the {plural(max_steps, 'step')} of {length}"
-        logger.warning(f"{text}; training stops after step {max_steps}. Raise {prefix}.max_epochs to train longer.")
     timers = PhaseTimers(clock=device.moment, observe=watchdog.phase)
     run_timer = RunTimer(
         max_time=cfg.trainer.max_time,
@@ -193,7 +189,17 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         **cfg.recipe.model_options(cfg.loss, data.splits.train),
     )
     optimizer, scheduler = build_optimizer_and_schedule(run, policy, max_steps=max_steps)
-    checkpoints = build_checkpoints(run, policy, optimizer, scheduler, reference, facts=resumption.facts)
+    checkpoints = CheckpointManager(
+        folder=run.checkpoints,
+        chunks=policy.chunks,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        hugging_face_source=policy.files.hf_folder,
+        base_model=policy.base_model,
+        reference_weights=reference.synced_weights,
+        run=resumption.facts,
+        **cfg.exp_manager.checkpoint_callback_params.model_dump(),
+    )
     resumed = None if resumption.checkpoint is None else checkpoints.load(resumption.checkpoint)
     run_logger = build_logger(run, resumed_step=resumed_step)
     sampling = [] if sampler is None else [sampler.callback(record=run_logger.log_samples)]
@@ -222,28 +228,6 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         with read_errors(resumption.checkpoint.folder / INFO):
             trainer.load_state_dict(resumed)
     return trainer
-
-
-def build_checkpoints(
-    run: ResolvedRun,
-    policy: Policy,
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-    reference: ReferenceSetup,
-    *,
-    facts: Facts,
-) -> CheckpointManager:
-    return CheckpointManager(
-        folder=run.checkpoints,
-        chunks=policy.chunks,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        hugging_face_source=policy.files.hf_folder,
-        base_model=policy.base_model,
-        reference_weights=reference.synced_weights,
-        run=facts,
-        **run.cfg.exp_manager.checkpoint_callback_params.model_dump(),
-    )
 
 
 def build_engine(run: ResolvedRun, policy: Policy, limits: MicroBatchLimits) -> LogProbEngine:
@@ -324,15 +308,15 @@ def check_logs(run: ResolvedRun) -> None:
 
 def build_logger(run: ResolvedRun, *, resumed_step: int | None) -> RunLogger:
     """Build the logger, which writes on rank 0 only; collective: if a log cannot be opened, all ranks raise the error."""
-    made = list[RunLogger]()
+    run_logger: RunLogger
 
     def make() -> None:
+        nonlocal run_logger
         run_logger = RunLogger(enabled=state.is_rank_zero(), resumed_step=resumed_step, **_logger_settings(run))
         run_logger.log_hyperparams(public_config(run.cfg))
-        made.append(run_logger)
 
     state.raise_together(state.attempt(make), "{}")
-    return made[0]
+    return run_logger
 
 
 def _logger_settings(run: ResolvedRun) -> dict[str, Any]:
@@ -365,6 +349,10 @@ def build_optimizer_and_schedule(
         **rates,
     )
     lengths, warnings = schedule_lengths(optim.sched, max_steps)
+    if run.length.max_steps > max_steps:
+        prefix, length = f"trainer.{run.cfg.recipe.name}", plural(run.length.max_epochs, "epoch")
+        text = f"{prefix}.max_steps={run.length.max_steps} exceeds the {plural(max_steps, 'step')} of {length}"
+        warnings.append(f"{text}; training stops after step {max_steps}. Raise {prefix}.max_epochs to train longer.")
     for warning in warnings if state.is_rank_zero() else ():
         logger.warning(warning)
     scheduler = build_scheduler(

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,14 +66,13 @@ def build_data(
         splits = cfg.recipe.build_splits(settings, cfg.data_options())
     if splits.train is None:
         raise DataError(f"model.data.data_prefix must give training rows, got none of {cfg.model.data.data_prefix}")
-    rank, size = data_parallel or (
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-    )
+    rank, size = data_parallel or (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
     if (wrong := too_few_rows(cfg, len(splits.train), data_parallel=size)) is not None:
         raise DataError(wrong)
-    if state.is_rank_zero():
-        _warn(cfg, splits)
+    of_sets = [examples.counts.warnings(name, seq_length=cfg.seq_length) for name, examples in splits.in_use.items()]
+    of_loss = cfg.recipe.warnings(cfg.loss, splits.train, lr=cfg.model.optim.lr)
+    for warning in chain(splits.warnings, *of_sets, of_loss) if state.is_rank_zero() else ():
+        logger.warning(warning)
     limits = micro_batch_limits(run)
     take, collate_fn = cfg.recipe.collation(
         collate_settings(cfg, tokenizer, multiple=limits.multiple), with_kl=cfg.loss.record.needs_z0
@@ -118,15 +118,6 @@ def too_few_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> str | None
     if largest > cfg.loss.record.needs_z0:
         remedy = f"set model.global_batch_size={largest}, or {remedy}"
     return f"model.global_batch_size must be at most the number of training rows, {rows}, got {wanted}; {remedy}"
-
-
-def _warn(cfg: RunConfig, splits: Splits[Any]) -> None:
-    warnings = [*splits.warnings]
-    for name, examples in splits.in_use.items():
-        warnings += examples.counts.warnings(name, seq_length=cfg.seq_length)
-    warnings += cfg.recipe.warnings(cfg.loss, splits.train, lr=cfg.model.optim.lr)
-    for warning in warnings:
-        logger.warning(warning)
 
 
 def model_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:

@@ -17,10 +17,9 @@ import transformers
 from nemo_kto import __version__
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.artifacts.adapter_files import is_our_adapter
-from nemo_kto.artifacts.checkpoint_files import find_checkpoints
+from nemo_kto.artifacts.checkpoint_files import best_of, find_checkpoints
 from nemo_kto.artifacts.hub import is_hub_name, pin
 from nemo_kto.artifacts.safetensors_files import is_our_model
-from nemo_kto.checkpoint.discovery import best_checkpoint
 from nemo_kto.checkpoint.manager import checkpoint_dtype, load_weights_only
 from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of, with_value
 from nemo_kto.config.saved_config import settings_of_user
@@ -90,18 +89,15 @@ def agree_on_models(run: ResolvedRun) -> ResolvedRun:
 
     A rank that started before its machine asked the hub may have found an earlier revision in the cache.
     """
-    keys = [key for key in MODEL_KEYS if is_hub_name(str(value_of(run.cfg, key)))]
-    if not keys:
+    cfg, named = run.cfg, {key: str(value_of(run.cfg, key)) for key in MODEL_KEYS}
+    hub = {key: name for key, name in named.items() if is_hub_name(name)}
+    if not hub:
         return run
-    names = state.from_rank_zero(
-        lambda: [str(value_of(run.cfg, key)) for key in keys], doing="choosing the model's revision"
-    )
-
-    cfg = run.cfg
+    chosen = state.from_rank_zero(lambda: hub, doing="choosing the model's revision")
 
     def download() -> None:
         nonlocal cfg
-        for key, name in zip(keys, names, strict=True):
+        for key, name in chosen.items():
             cfg = with_value(cfg, key, pin(name, leads=False))
 
     state.raise_together(state.attempt(download), "{}")
@@ -109,16 +105,12 @@ def agree_on_models(run: ResolvedRun) -> ResolvedRun:
 
 
 def resolve_precision(run: ResolvedRun) -> ResolvedRun:
-    """Replace trainer.precision=auto by bf16 or 32; collective.
-
-    Rank 0 decides for all ranks: a resumed run keeps the precision of its newest checkpoint; a new run uses bf16 if the
-    machine computes faster with it.
-    """
-    precision, reason = state.from_rank_zero(lambda: _choose_precision(run), doing="choosing the precision")
-    return run.with_precision(precision, reason)
+    """Replace trainer.precision=auto by bf16 or 32, as rank 0 chooses; collective."""
+    return run.with_precision(*state.from_rank_zero(lambda: _choose_precision(run), doing="choosing the precision"))
 
 
 def _choose_precision(run: ResolvedRun) -> tuple[str, str]:
+    """Return the precision and its reason: that of the newest checkpoint, or bf16 if the machine computes faster with it."""
     precision, reason, resumed = PRECISIONS[run.cfg.trainer.precision], "set by the user", False
     if precision == "auto" and run.cfg.exp_manager.resume_if_exists and (saved := find_checkpoints(run.checkpoints)):
         dtype = checkpoint_dtype(saved[-1].folder)
@@ -139,8 +131,8 @@ def stop_early(run: ResolvedRun, trainer: DPOTrainer) -> NoReturn:
     """End a run early, after its last checkpoint is complete, by raising Stopped; collective."""
     reason = "" if trainer.stop is None else trainer.stop.text
     where = f"at step {trainer.step} of {trainer.max_steps}, checkpoint {newest_checkpoint(run.checkpoints)}"
-    text = f"stopped by {reason} {where if trainer.step else 'before the first step, with nothing to save'}"
-    stop_run(text, requeues=run.cfg.trainer.requeue)
+    where = where if trainer.step else "before the first step, with nothing to save"
+    stop_run(f"stopped by {reason} {where}", requeues=run.cfg.trainer.requeue)
 
 
 def stop_run(text: str, *, requeues: bool) -> NoReturn:
@@ -181,9 +173,9 @@ def check_export(run: ResolvedRun) -> None:
 def finish(run: ResolvedRun, policy: Policy, trainer: DPOTrainer, *, seconds: float) -> None:
     """Export the configured model and print the summary of the run; collective. ``seconds``: time of training."""
     export, ranking = run.cfg.export, run.cfg.exp_manager.checkpoint_callback_params
-    best = best_checkpoint(run.checkpoints, monitor=ranking.monitor, mode=ranking.mode)
+    kept = state.from_rank_zero(lambda: find_checkpoints(run.checkpoints))
+    best = best_of(kept, monitor=ranking.monitor, mode=ranking.mode)
     if export.enabled:
-        kept = state.from_rank_zero(lambda: find_checkpoints(run.checkpoints))
         exported = kept[-1] if kept else None
         if export.which == "best" and best is not None:
             exported = best
@@ -192,20 +184,17 @@ def finish(run: ResolvedRun, policy: Policy, trainer: DPOTrainer, *, seconds: fl
             text = "no checkpoint has %s, so there is no best one; the model after the last step is exported"
             logger.warning(text, ranking.monitor)
         later = f"the checkpoints are complete: `nemo-kto export {run.folder} OUT` writes the model later"
-        out, adapter_out = Path(export.path), Path(export.adapter_path)
         try:
             export_policy(
                 policy,
-                out=out,
-                adapter_out=adapter_out,
+                out=Path(export.path),
+                adapter_out=Path(export.adapter_path),
                 info={} if exported is None else exported.info,
                 run_folder=run.folder,
                 max_shard_size_gb=export.max_shard_size_gb,
             )
-        except UserError as error:
-            raise UserError(f"{error}; {later}") from error
-        except RuntimeError as error:
-            raise RuntimeError(f"{error}; {later}") from error
+        except (UserError, RuntimeError) as error:
+            raise (UserError if isinstance(error, UserError) else RuntimeError)(f"{error}; {later}") from error
     record_end(run, trainer)
     if state.is_rank_zero():
         report = make_report(run)
@@ -217,7 +206,7 @@ def record_start(
 ) -> None:
     """Write run.json and data.json; ``summary`` is the table at the start of the run."""
     reasons = {"trainer.precision": run.precision_reason, "model.data.seq_length": run.length_reason}
-    chosen = {key for key, reason in reasons.items() if reason != "set by the user"}
+    chosen = [key for key, reason in reasons.items() if reason != "set by the user"]
     content = {
         "algorithm": run.cfg.recipe.name,
         "total_steps": total_steps,

@@ -14,12 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.utils import get_model_config
 
-from nemo_kto.algorithms.duration import (
-    batches_to_epoch_end,
-    steps_to_epoch_end,
-    validation_batches,
-    validation_sets,
-)
+from nemo_kto.algorithms.duration import batches_to_epoch_end, steps_to_epoch_end, validation_batches, validation_sets
 from nemo_kto.artifacts.checkpoint_files import is_checkpoint
 from nemo_kto.artifacts.sources import ModelSource
 from nemo_kto.checkpoint.manager import load_weights_only, saved_adapters
@@ -31,13 +26,7 @@ from nemo_kto.distributed import state
 from nemo_kto.distributed.gradients import finish_gathers
 from nemo_kto.huggingface.adapter import load_adapter, read_adapter_settings
 from nemo_kto.models.engine.engine import LogProbEngine
-from nemo_kto.models.engine.reference import (
-    CachedReference,
-    LiveReference,
-    ReferenceCache,
-    ReferencePolicy,
-    SwappedWeights,
-)
+from nemo_kto.models.engine.reference import CachedReference, LiveReference, ReferenceCache, ReferencePolicy, SwappedWeights
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import Passes
 from nemo_kto.models.gpt import build_gpt
@@ -146,11 +135,7 @@ def _live_reference(
     moves = run.cfg.model.reference.sync_interval > 0
     gathers = partial(finish_gathers, policy.chunks)
     weights = SwappedWeights(
-        parameters=parameters,
-        finish_gathers=gathers,
-        on_device=run.reference_on_gpu,
-        moves=moves,
-        phase=timers.phase,
+        parameters=parameters, finish_gathers=gathers, on_device=run.reference_on_gpu, moves=moves, phase=timers.phase
     )
     return ReferenceSetup(
         LiveReference(engine=engine, active=weights.active, passes=Passes(forward=1)), weights if moves else None

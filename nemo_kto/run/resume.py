@@ -23,7 +23,6 @@ from nemo_kto.artifacts.checkpoint_files import INFO, Checkpoint, named_checkpoi
 from nemo_kto.artifacts.content import content_hash, model_files, tokenizer_files
 from nemo_kto.artifacts.sources import find_source
 from nemo_kto.checkpoint.discovery import newest_checkpoint
-from nemo_kto.checkpoint.model_state import adapters_in
 from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.schema import RunConfig
@@ -202,16 +201,13 @@ def look_for_run(run: ResolvedRun, data: RunData) -> Resumption:
     them), or all checkpoints are damaged.
     """
     doing = "comparing the run with its folder"
-
-    def refuse_checkpoints() -> None:
-        if steps := list(named_checkpoints(run.checkpoints).values()):
+    if not run.cfg.exp_manager.resume_if_exists:
+        steps = state.from_rank_zero(lambda: [*named_checkpoints(run.checkpoints).values()], doing=doing)
+        if steps:
             raise UserError(
                 f"a new run must have a folder without checkpoints, but {run.checkpoints} has {len(steps)}, "
                 f"the last of step {steps[-1]}; resume it with exp_manager.resume_if_exists=true, or {_ANOTHER}"
             )
-
-    if not run.cfg.exp_manager.resume_if_exists:
-        state.from_rank_zero(refuse_checkpoints, doing=doing)
     newest = newest_checkpoint(run.checkpoints)
     return state.from_rank_zero(lambda: _compare(run, data, newest), doing=doing)
 

@@ -56,15 +56,6 @@ def test_the_settings_of_the_user_are_those_that_differ_from_the_defaults() -> N
     }
 
 
-def test_an_expression_is_a_setting_only_if_its_value_is_another() -> None:
-    given = ["pretrained_checkpoint.restore_from_path=m", "model.data.data_prefix=r", "model.optim.lr=2e-5"]
-    source = compose.Source(config_name="gpt_kto")
-    for min_lr, is_set in (("2e-6", False), ("1e-6", True)):
-        cfg, _ = compose.to_config(compose.load([*given, f"model.optim.sched.min_lr={min_lr}"], source=source))
-        assert cfg is not None
-        assert ("model.optim.sched.min_lr" in settings_of_user(cfg)) is is_set
-
-
 def test_length_histograms() -> None:
     one = LengthHistogram.of(np.array([0, 3, 3, 39]))
     assert (one.width, one.counts[0], one.counts[3], one.counts[39], one.last_is_open) == (1, 1, 2, 1, False)
