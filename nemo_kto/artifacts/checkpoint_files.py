@@ -23,7 +23,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 from annotated_types import Ge, Lt
 from pydantic import BaseModel, ConfigDict, Field
 
-from nemo_kto.architecture.families.fields import ABSENT
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.errors import UserError
 from nemo_kto.utils.field_errors import file_errors
@@ -41,7 +40,7 @@ _THREADS = 8  # hashlib releases the GIL
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.ENAMETOOLONG)
 Count = Annotated[int, Ge(0), Lt(2**63)]
 Positive = Annotated[int, Ge(1), Lt(2**63)]
-Numbers = Annotated[dict[str, float], Field(description="an object of floats")]
+Object = Annotated[dict[str, Any], Field(description="an object")]
 _STRICT = ConfigDict(strict=True, protected_namespaces=(), defer_build=True)
 
 
@@ -242,13 +241,6 @@ def _unreadable(path: Path, error: OSError) -> UserError:
     return UserError(f"{path} cannot be read: {error.strerror}; give this user permission to read it, or check the disk")
 
 
-def _are_totals(values: dict[str, list[Any]]) -> bool:
-    return all(
-        len(total) == 2 and type(total[0]) in (int, float) and type(total[1]) is int and 0 < total[1] < 2**63
-        for total in values.values()
-    )
-
-
 def _are_facts(values: dict[str, Any]) -> bool:
     """Return whether each value is a plain value, or an object with a content hash and its origin (sha256, from)."""
     contents = [value for value in values.values() if isinstance(value, dict)]
@@ -262,27 +254,6 @@ def _are_adapters(value: dict[str, Any] | None) -> bool:
         return False
 
 
-class _Unlogged(BaseModel):
-    """Sums since the last line of the log."""
-
-    model_config = _STRICT
-    steps: Count
-    seconds: float
-    sums: Numbers
-    totals: Annotated[dict[str, list[Any]], check(_are_totals, "be an object of sums with their counts")]
-    newest: Numbers
-
-
-class _EarlyStopping(BaseModel):
-    model_config = _STRICT
-    monitor: str
-    mode: str
-    waited: Count
-    is_finite: bool
-    best: float | None
-    best_step: Count | None
-
-
 class _Trainer(BaseModel):
     model_config = _STRICT
     step: Count
@@ -292,9 +263,9 @@ class _Trainer(BaseModel):
     skipped_steps: Count = 0
     skipped_in_a_row: Count = 0
     validation_due: Count = 0
-    unlogged: Annotated[_Unlogged, Field(description="an object")] = ABSENT
-    objective: Annotated[dict[str, Any], Field(description="an object")] = {}
-    early_stopping: Annotated[_EarlyStopping, Field(description="an object")] = ABSENT
+    unlogged: Object = {}
+    objective: Object = {}
+    early_stopping: Object = {}
 
 
 class _File(BaseModel):
@@ -334,10 +305,6 @@ def adapter_settings(adapters: Mapping[str, Any]) -> LoRASettings:
 
 def find_wrong(info: Mapping[str, Any], *, step: int | None) -> list[str]:
     """Return a message about each impossible value of a trainer.json; ``step``: of the folder's name, None for another."""
-    trainer = info.get("trainer")
-    if isinstance(trainer, dict):  # these are empty if there is nothing to record
-        empty = [name for name in ("unlogged", "early_stopping") if trainer.get(name) == {}]
-        info = {**info, "trainer": {name: value for name, value in trainer.items() if name not in empty}}
     if wrong := file_errors(Info, info):
         return wrong
     taken, consumed = info["trainer"]["step"], info["trainer"].get("consumed_samples")

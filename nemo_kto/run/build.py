@@ -179,8 +179,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
     )
     engine = build_engine(run, policy, data.limits)
     sampler = build_sampler(run, engine, data.tokenizer, data.samples, run_timer, is_resumed=resumed_step is not None)
-    first_step = resumed_step or 0
-    reference = build_reference(run, policy, engine, data, timers, run_timer, first_step=first_step, sampler=sampler)
+    reference = build_reference(run, policy, engine, data, timers, run_timer, first_step=resumed_step or 0, sampler=sampler)
     model = cfg.recipe.model_class()(
         engine=engine,
         reference=reference.policy,
@@ -202,8 +201,9 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
     )
     resumed = None if resumption.checkpoint is None else checkpoints.load(resumption.checkpoint)
     run_logger = build_logger(run, resumed_step=resumed_step)
-    sampling = [] if sampler is None else [sampler.callback(record=run_logger.log_samples)]
-    rewards = [RewardCallback(record=run_logger.log_rewards)] if state.is_rank_zero() else []
+    callbacks: list[Callback] = [] if sampler is None else [sampler.callback(record=run_logger.log_samples)]
+    callbacks += [RewardCallback(record=run_logger.log_rewards)] if state.is_rank_zero() else []
+    callbacks += build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step)
     trainer = cfg.recipe.trainer(data.collate_fn)(
         cfg=run.length,
         model=model,
@@ -216,11 +216,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         ckpt_callback=checkpoints,
         run_timer=run_timer,
         timers=timers,
-        callbacks=[
-            *sampling,
-            *rewards,
-            *build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step),
-        ],
+        callbacks=callbacks,
         skipped=build_skipping(run, data, checkpoints),
         early_stopping=build_early_stopping(cfg, agree=state.max_over_ranks),
     )

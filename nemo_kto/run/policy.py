@@ -125,16 +125,17 @@ def load_base_weights(policy: Policy, base: Path) -> None:
 def check_shape(files: ModelFiles, base: Path) -> None:
     """Compare the configuration of a whole model with that of the policy; raise UserError with the values that differ."""
     ours, other = files.architecture, replace(files, source=base)
-    if other.hf_folder != files.hf_folder:
-        found = other.architecture
-        values = {each.name: (getattr(found, each.name), getattr(ours, each.name)) for each in fields(found)}
-        differing = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
-        if "head_dim" in differing:
-            differing.pop("rope", None)  # rope has one frequency per two channels of a head, so it differs as well
-        try:
-            refuse_other_shape(files.hf_folder, other.hf_folder, differing)
-        except UserError as error:
-            raise UserError(f"the reference {error}") from error
+    if other.hf_folder == files.hf_folder:
+        return
+    found = other.architecture
+    values = {each.name: (getattr(found, each.name), getattr(ours, each.name)) for each in fields(found)}
+    differing = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
+    if "head_dim" in differing:
+        differing.pop("rope", None)  # rope has one frequency per two channels of a head, so it differs as well
+    try:
+        refuse_other_shape(files.hf_folder, other.hf_folder, differing)
+    except UserError as error:
+        raise UserError(f"the reference {error}") from error
 
 
 def check_sources(run: ResolvedRun) -> None:

@@ -232,8 +232,9 @@ def _finished(run: ResolvedRun, newest: Checkpoint, batches: int) -> str | None:
     step, stopping = trainer["step"], build_early_stopping(run.cfg)
     stopped = None
     if step < total and stopping is not None:
-        stopping.load_state_dict(trainer.get("early_stopping", {}))
-        stopped = stopping.reason
+        with read_errors(newest.folder / INFO):
+            stopping.load_state_dict(trainer.get("early_stopping", {}))
+            stopped = stopping.reason
     if (step < total and stopped is None) or trainer.get("validation_due") or _lacks_export(run, newest):
         return None
     reason, settings = run.length.what_ends(batches)

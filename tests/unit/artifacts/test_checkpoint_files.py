@@ -28,14 +28,14 @@ FILES = {
 }
 
 
-def make_checkpoint(folder: Path, step: int) -> Path:
+def make_checkpoint(folder: Path, step: int, *, metrics: dict[str, float] | None = None) -> Path:
     checkpoint = folder / f"step_{step:06d}"
     for name, content in FILES.items():
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
         (checkpoint / name).write_bytes(content)
     info = {
         "trainer": {"step": step},
-        "metrics": {},
+        "metrics": metrics or {},
         "dtype": "float32",
         "layout": {"world": 1, "tensor": 1, "pipeline": 1},
         "run": {},
