@@ -114,10 +114,9 @@ def test_a_complete_checkpoint_is_used_without_a_warning(folder: Path, caplog: p
 def test_when_all_are_damaged_no_run_starts_over(folder: Path) -> None:
     for step, name in ((2, "state/.metadata"), (4, "rng/00000.pt"), (6, "hf/tokenizer.json")):
         flip(folder / f"step_{step:06d}" / name)
-    with pytest.raises(UserError) as caught:
-        newest_checkpoint(folder)
     damaged = ("step_000006: hf/tokenizer.json", "step_000004: rng/00000.pt", "step_000002: state/.metadata")
-    assert str(caught.value) == Message(f"{folder}", *damaged, "remove")
+    with raises(UserError, f"{folder}", *damaged, "remove"):
+        newest_checkpoint(folder)
 
 
 @pytest.mark.parametrize(("code", "is_damage"), [(errno.EACCES, False), (errno.ESTALE, False), (errno.EIO, True)])
@@ -135,11 +134,8 @@ def test_a_missing_permission_is_not_reported_as_damage(code: int, is_damage: bo
             assert newest is not None
             assert newest.step == 4
             return
-        with pytest.raises(UserError) as caught:
+        with raises(UserError, f"{folder}/step_000006/state/__0_0.distcp", os.strerror(code), "permission"):
             newest_checkpoint(folder)
-    assert str(caught.value) == (
-        Message(f"{folder}/step_000006/state/__0_0.distcp", "read", f"{os.strerror(code)}", "permission")
-    )
 
 
 def test_only_the_needed_files_are_read(folder: Path) -> None:
@@ -148,9 +144,8 @@ def test_only_the_needed_files_are_read(folder: Path) -> None:
     verify(checkpoint, ("state", "hf"))
     flip(checkpoint / "hf/tokenizer.json")
     for refuses in (lambda: verify(checkpoint, ("state", "hf")), lambda: check_checkpoint(checkpoint)):
-        with pytest.raises(UserError) as caught:
+        with raises(UserError, f"{checkpoint}", "hf/tokenizer.json", "checkpoint"):
             refuses()
-        assert str(caught.value) == Message(f"{checkpoint}", "hf/tokenizer.json", "checkpoint")
 
 
 def test_the_base_model_of_adapters_may_be_edited(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import pytest
 
@@ -12,12 +12,10 @@ from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.config import compose
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.data.rows.records import DataError
 from nemo_kto.device import kernels
 from nemo_kto.models.flops import ModelFlops
 from nemo_kto.planner.micro_batches import micro_batch_limits, packing_of
-from nemo_kto.planner.plan_run import Machines
-from nemo_kto.run import build, reference, summary
+from nemo_kto.run import build, reference
 from nemo_kto.run.data import shares_of, source_settings, too_few_rows
 from tests.helpers.messages import Message
 from tests.helpers.tiny_models import make_checkpoint, make_tokenizer
@@ -88,7 +86,6 @@ CONTEXT = "model.context_parallel_size=2"
         ("llama", {}, [], True, True, "GPU"),
         ("llama", {}, [], False, False, "GPU"),
         ("llama", {}, ["model.data.packing=true"], False, True, "user"),
-        ("llama", {}, ["model.data.packing=false"], True, False, "user"),
         ("llama", {}, ["model.micro_batch_size=2"], True, False, "model.micro_batch_size"),
         ("llama", {}, ["model.data.reset_attention_mask=true"], True, False, "model.data.reset_attention_mask"),
         ("llama", {}, ["trainer.precision=32"], True, False, "fp32"),
@@ -112,7 +109,6 @@ def test_rows_are_packed_on_gpus_where_one_kernel_attends_to_all(
     ("engine", "kernel", "keys", "is_on"),
     [
         (True, False, [], True),
-        (False, True, [], True),
         (False, False, [], False),
         (True, False, [CONTEXT], True),
         (False, True, [CONTEXT], False),
@@ -152,39 +148,6 @@ def test_costs_of_packed_shards_include_the_passes_of_the_loss(
         costs = cast(Any, shares_of(run, training=is_training)).keywords["costs"]
         for cost, count in zip((costs.cost, costs.kl_cost), passes, strict=True):
             assert (cost and cost(20)) == (count * forward.of_tokens(20) or None)
-
-
-def test_the_planned_number_of_tokens_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch, tiny_llama: Path) -> None:
-    found: list[ResolvedRun] = []
-
-    def read(run: ResolvedRun) -> NoReturn:
-        found.append(run)
-        raise DataError("enough")
-
-    def size_micro_batches(run: ResolvedRun, machines: Machines) -> tuple[int, str]:
-        assert machines.ranks == 4
-        return 16384, "enough for tests"
-
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(build.state, "world_size", lambda: 4)
-    monkeypatch.setattr(build.state, "from_rank_zero", lambda task, **_: task())
-    monkeypatch.setattr(build.state, "raise_together", lambda *_: None)
-    monkeypatch.setattr(build.state, "attempt", lambda task: None)
-    monkeypatch.setattr(build, "check_logs", lambda run: None)
-    monkeypatch.setattr(build, "prepare", read)
-    monkeypatch.setattr(build, "size_micro_batches", size_micro_batches)
-    monkeypatch.setattr(build.device, "on_gpu", lambda: True)
-    monkeypatch.setattr(kernels, "uses_transformer_engine", lambda dtype: True)
-    run = resolved("trainer.precision=bf16", f"pretrained_checkpoint.restore_from_path={tiny_llama}")
-    with pytest.raises(DataError, match="enough"):
-        build._train(run, cast(Any, None))
-    assert micro_batch_limits(found[0]).tokens == 16384
-    assert summary._micro_batches(found[0]) == {
-        "micro-batches": "16,384 tokens (enough for tests), packed (the default on GPUs)"
-    }
-    assert summary._micro_batches(resolved("model.micro_batch_size=2")) == {
-        "micro-batches": "not packed (model.micro_batch_size is set)"
-    }
 
 
 def test_reference_log_probs_in_fp8_have_a_separate_cache(monkeypatch: pytest.MonkeyPatch) -> None:
