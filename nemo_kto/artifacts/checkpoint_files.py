@@ -81,7 +81,6 @@ def config_folder(source: Path) -> Path:
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
-    """Return the path of a checkpoint in the folder of checkpoints."""
     return folder / f"step_{step:06d}"
 
 
@@ -172,7 +171,6 @@ def damage(folder: Path, records: Mapping[str, Written]) -> list[str]:
 
 
 def hash_file(file: Path) -> Written:
-    """Return the size and hash of a file."""
     return Written(file.stat().st_size, file_hash(file))
 
 

@@ -163,7 +163,6 @@ def _first_of(mistakes: Sequence[str]) -> str:
 
 
 def is_our_model(folder: Path) -> bool:
-    """Return whether this program wrote the folder."""
     try:
         return read_json(folder / INDEX)["metadata"]["written_by"] == WRITTEN_BY
     except (UserError, LookupError, TypeError):

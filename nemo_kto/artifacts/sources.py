@@ -37,7 +37,6 @@ class ModelSource:
     adapters: Path | None = None
 
     def resolve(self) -> ModelSource:
-        """Return the source with absolute paths, for comparisons."""
         return ModelSource(base=self.base.resolve(), adapters=self.adapters and self.adapters.resolve())
 
     def __str__(self) -> str:

@@ -129,7 +129,6 @@ def sharded_reference(chunks: Sequence[nn.Module], weights: SwappedWeights) -> S
 
 
 def load_reference(chunks: Sequence[nn.Module], weights: SwappedWeights, loaded: StateDict) -> None:
-    """Load reference weights in the form of :func:`sharded_reference`."""
     for number, values in enumerate(_reference_values(chunks, weights)):
         for name, loaded_values in loaded.get(f"reference{number}", {}).items():
             values[name].copy_(loaded_values)

@@ -138,7 +138,6 @@ class FileWriter(threading.Thread):
             self._files = {}
 
     def stop(self) -> None:
-        """Stop after the write in progress, and wait for it."""
         self._stopped.set()
         self.join()
 
@@ -159,8 +158,6 @@ def start_removal(folders: Sequence[Path]) -> threading.Thread:
 
 
 class _HashingStream:
-    """Sequential, write-only binary stream that hashes its data."""
-
     def __init__(self, file: IO[bytes], stopped: threading.Event | None) -> None:
         self._file, self._stopped = file, stopped
         self.hash, self.size = hashlib.sha256(), 0

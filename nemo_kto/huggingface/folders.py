@@ -147,6 +147,5 @@ class NewFolder:
         shutil.rmtree(earlier, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove the folder if it was not published, and release the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()

@@ -121,7 +121,6 @@ def _find(folder: Path, path: Path) -> MegatronCheckpoint:
 
 
 def _why_not(folder: Path, path: Path) -> str:
-    """Return the message for a folder without weights that can be read."""
     must = "FILE must be a .nemo archive or a torch_dist checkpoint"
     backend = read_json(folder / BACKENDS).get("sharded_backend") if (folder / BACKENDS).is_file() else None
     if backend == "zarr" or next(folder.glob("*/.zarray"), None) is not None:
@@ -181,8 +180,6 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 
 
 class StoredTensors(Protocol):
-    """Named tensors of a checkpoint."""
-
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 

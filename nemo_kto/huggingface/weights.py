@@ -140,7 +140,6 @@ def export(
 
 
 def export_bytes(architecture: Architecture, dtype: torch.dtype) -> int:
-    """Return the size of the weights of an export."""
     return sum(map(math.prod, wanted_weights(architecture).values())) * dtype.itemsize
 
 

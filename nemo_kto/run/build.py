@@ -95,7 +95,6 @@ def train(run: ResolvedRun) -> None:
 
 
 def _train(run: ResolvedRun, warnings: WarningsFile) -> None:
-    """Run the job; the lock of the run folder must be held."""
     state.raise_together(state.attempt(lambda: check_gpu(run)), "{}")
     world_size = state.world_size()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, world_size // run.cfg.trainer.num_nodes)))
@@ -152,8 +151,6 @@ def _train(run: ResolvedRun, warnings: WarningsFile) -> None:
 
 
 class Start(NamedTuple):
-    """State of a run before its model is built: its data, and the result of the resume checks."""
-
     data: RunData
     resumption: Resumption
 

@@ -199,8 +199,6 @@ def shares_of(run: ResolvedRun, *, training: bool) -> Callable[..., list[list[in
 
 
 class Prompt(NamedTuple):
-    """Prompt of a sample."""
-
     ids: list[int]
     text: str  # as the model gets it, or the last message of the user
     messages: list[Mapping[str, Any]] | None  # None for a prompt that was not read as messages
@@ -287,5 +285,4 @@ def _prompt(record: PromptRecord, ids: list[int]) -> Prompt:
 
 
 def _room(run: ResolvedRun) -> int:
-    """Return the maximum number of tokens of a prompt."""
     return run.cfg.seq_length - run.cfg.exp_manager.samples.max_new_tokens

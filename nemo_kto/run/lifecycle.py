@@ -251,7 +251,6 @@ def data_statistics(run: ResolvedRun, data: RunData) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def record_failure(run: ResolvedRun, trainer: DPOTrainer) -> Iterator[None]:
-    """Record the end of a run that is stopped or fails within the block."""
     try:
         yield
     except Stopped:

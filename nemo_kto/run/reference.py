@@ -41,8 +41,6 @@ from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason
 
 
 class ReferenceSetup(NamedTuple):
-    """The reference of a run."""
-
     policy: ReferencePolicy | None  # None if the loss needs no reference
     synced_weights: SwappedWeights | None = None  # moved towards the policy at intervals; None if they stay fixed
     # Computes the log-probs from a step to the end of its epoch; None if not "cached", or if no further epoch follows.
