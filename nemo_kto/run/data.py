@@ -33,6 +33,11 @@ from nemo_kto.telemetry.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
+# Keys of model.data that are arguments of ``build_splits`` under the same names.
+_SOURCE_KEYS = (
+    "data_prefix", "splits_string", "fields", "labels", "json_columns", "truncation_mode", "apply_chat_template",
+    "cache_shared", "preprocess_workers",
+)  # fmt: skip
 _PROMPTS, _MAX_NEW_TOKENS = "exp_manager.samples.prompts", "exp_manager.samples.max_new_tokens"
 
 
@@ -137,20 +142,12 @@ def source_settings(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase) -> dic
     """Return the arguments of ``data.batches.dataset.build_splits``, except for the kind of the examples."""
     cfg, data = run.cfg, run.cfg.model.data
     return {
-        "data_prefix": data.data_prefix,
-        "splits_string": data.splits_string,
-        "fields": data.fields,
-        "labels": data.labels,
-        "json_columns": data.json_columns,
+        **{key: getattr(data, key) for key in _SOURCE_KEYS},
         "min_validation_rows": 2 if cfg.loss.record.needs_z0 else 1,  # KL examples are formed within a batch
         "tokenizer": tokenizer,
         "vocab_size": model_vocab_size(run.files),
         "seq_length": cfg.seq_length,
-        "truncation_mode": data.truncation_mode,
-        "apply_chat_template": data.apply_chat_template,
         "cache_dir": Path(data.cache_dir),
-        "cache_shared": data.cache_shared,
-        "preprocess_workers": data.preprocess_workers,
         "seed": cfg.model.seed,
     }
 

@@ -39,6 +39,11 @@ from nemo_kto.run.samples import Sampler
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason
 
+# Keys in model.data that determine the rows: jobs that compute log-probs of the same rows take turns.
+_KEYS_OF_ROWS = (
+    "data_prefix", "splits_string", "fields", "labels", "json_columns", "seq_length", "truncation_mode",
+)  # fmt: skip
+
 
 class ReferenceSetup(NamedTuple):
     policy: ReferencePolicy | None  # None if the loss needs no reference
@@ -129,15 +134,16 @@ def _live_reference(
     # Only parameters that differ from the policy's are swapped. Without another model, these are the trained ones: all
     # weights, or only the adapters, whose frozen base model is shared with the policy.
     all_differ = run.reference_model is not None
-    parameters = [each for chunk in policy.chunks for each in chunk.parameters() if all_differ or each.requires_grad]
     moves = run.cfg.model.reference.sync_interval > 0
-    gathers = partial(finish_gathers, policy.chunks)
     weights = SwappedWeights(
-        parameters=parameters, finish_gathers=gathers, on_device=run.reference_on_gpu, moves=moves, phase=timers.phase
+        parameters=[each for chunk in policy.chunks for each in chunk.parameters() if all_differ or each.requires_grad],
+        finish_gathers=partial(finish_gathers, policy.chunks),
+        on_device=run.reference_on_gpu,
+        moves=moves,
+        phase=timers.phase,
     )
-    return ReferenceSetup(
-        LiveReference(engine=engine, active=weights.active, passes=Passes(forward=1)), weights if moves else None
-    )
+    live = LiveReference(engine=engine, active=weights.active, passes=Passes(forward=1))
+    return ReferenceSetup(live, weights if moves else None)
 
 
 @contextlib.contextmanager
@@ -190,16 +196,7 @@ class Precomputation:
             train, number = iter(loader), len(loader)
         validation = validation_sets(self.data.validation, limit=length.limit_val_batches)
         number += sum(each.batches for each in validation)
-        settings = run.cfg.model.data
-        rows = [
-            settings.data_prefix,
-            settings.splits_string,
-            settings.fields,
-            settings.labels,
-            settings.json_columns,
-            settings.seq_length,
-            settings.truncation_mode,
-        ]
+        rows = [getattr(run.cfg.model.data, key) for key in _KEYS_OF_ROWS]
         with self.timers.phase("reference"), cache.one_job(str(rows)), signals.deferred():
             known, batches = cache.size, chain(train, validation_batches(validation))
             reason = self._compute(batches, number, active=contextlib.nullcontext)
@@ -261,8 +258,6 @@ def _open_cache(run: ResolvedRun, policy: Policy, engine: LogProbEngine) -> Refe
         "attention within documents": data.reset_attention_mask,
         **({} if fp8 is None else {"fp8": fp8}),
     }
-    models = [run.files.source, policy.base_model, run.files.adapter_folder]
-    if other is not None:
-        models = [other.base, other.adapters]
-    folders = [model for model in models if model is not None]
-    return ReferenceCache(folder=Path(data.cache_dir), settings=settings, models=folders, shared=data.cache_shared)
+    own = [run.files.source, policy.base_model, run.files.adapter_folder]
+    models = [*filter(None, own if other is None else [other.base, other.adapters])]
+    return ReferenceCache(folder=Path(data.cache_dir), settings=settings, models=models, shared=data.cache_shared)
