@@ -27,8 +27,8 @@ from nemo_kto.config.saved_config import CONFIG_FILE
 from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError, error_of
-from nemo_kto.huggingface.adapter import check_adapter, export_adapter, load_adapter
 from nemo_kto.huggingface.folders import check_target
+from nemo_kto.huggingface.peft import check_adapter, export_adapter, load_adapter
 from nemo_kto.huggingface.weights import check_weights, export, export_bytes, load_weights
 from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.gpt import build_chunks, build_gpt

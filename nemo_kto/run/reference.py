@@ -24,7 +24,7 @@ from nemo_kto.data.batches.loader import every_example
 from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.distributed.gradients import finish_gathers
-from nemo_kto.huggingface.adapter import load_adapter, read_adapter_settings
+from nemo_kto.huggingface.peft import load_adapter, read_adapter_settings
 from nemo_kto.models.engine.engine import LogProbEngine
 from nemo_kto.models.engine.reference import CachedReference, LiveReference, ReferenceCache, ReferencePolicy, SwappedWeights
 from nemo_kto.models.engine.sequences import SequenceBatch

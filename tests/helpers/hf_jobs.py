@@ -21,8 +21,8 @@ from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout
 from nemo_kto.huggingface import weights
-from nemo_kto.huggingface.adapter import export_adapter, load_adapter
 from nemo_kto.huggingface.mapping import rank_weights
+from nemo_kto.huggingface.peft import export_adapter, load_adapter
 from nemo_kto.huggingface.weights import export, load_weights
 from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.gpt import HiddenStateGPT, build_gpt
