@@ -134,7 +134,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         info = json.loads(content.decode("utf-8"))
         if not isinstance(info, dict):
             raise DamagedCheckpoint(f"{INFO} is not a JSON object")
-        if info.get("checksum") != _checksum(info):
+        if "checksum" in info and info["checksum"] != _checksum(info):
             raise DamagedCheckpoint(f"{INFO} was changed after it was written")
     except (ValueError, RecursionError) as error:
         if isinstance(error, DamagedCheckpoint):
@@ -290,7 +290,7 @@ class Info(BaseModel):
     ] = None
     run: Annotated[
         dict[str, Any], check(_are_facts, ""), Field(description="an object of values that a resumed run is compared with")
-    ]
+    ] = {}
     versions: Annotated[dict[str, str], Field(description="an object of strings")] = {}
 
 

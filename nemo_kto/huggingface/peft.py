@@ -42,7 +42,7 @@ def export_adapter(
     base_model: str | Path,
     describe: Callable[[Path], object] = lambda folder: None,
 ) -> None:
-    """Write the adapters as a folder in PEFT's format that names ``base_model``; else as :func:`weights.export`."""
+    """Write the adapters as a folder in PEFT's format that names ``base_model``; otherwise like :func:`weights.export`."""
     settings, instead = _settings(chunks), magnitudes(chunks)
 
     def write(folder: Path, stream: Iterator[tuple[str, Tensor]]) -> None:

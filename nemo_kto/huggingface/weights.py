@@ -42,7 +42,7 @@ _BIAS, _NO_NUMBER = 127, 255
 
 
 def load_weights(chunks: Sequence[nn.Module], architecture: Architecture, folder: str | Path) -> None:
-    """Fill this rank's parameters but the adapters from a Hugging Face folder; raises like the two functions below."""
+    """Fill this rank's parameters but the adapters from a Hugging Face folder; raises like :func:`read_weights`."""
     files = check_weights(architecture, folder)
     read_weights(rank_weights(chunks, architecture), architecture, files)
 

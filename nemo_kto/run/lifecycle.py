@@ -289,7 +289,7 @@ def complete_record(run: ResolvedRun) -> None:
 
 
 def make_report(run: ResolvedRun) -> Path | None:
-    """Write the report of a run and return its path; None if disabled, or after a warning: a run must not fail of it."""
+    """Write the report of a run and return its path; None if it is disabled or, with a warning, could not be written."""
     if not run.cfg.export.report:
         return None
     try:

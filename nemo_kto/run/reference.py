@@ -168,7 +168,7 @@ def _reloaded(policy: Policy, other: ModelSource | None, cache: ReferenceCache) 
 
 @dataclass(frozen=True, kw_only=True)
 class Precomputation:
-    """Precomputation of the reference log-probs: of the first epoch and the validations before training, of others later.
+    """Precomputation of reference log-probs: for the first epoch and validations before training, for other epochs later.
 
     Later epochs have the same examples as the first one, except for KL examples, which are formed within a batch, and for
     examples that ``limit_train_batches`` left out.

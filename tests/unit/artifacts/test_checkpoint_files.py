@@ -85,7 +85,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "no trainer.json": (lambda path: (path / "trainer.json").unlink(), ["trainer.json"]),
     "half a trainer.json": (lambda path: (path / "trainer.json").write_text('{"tra'), ["trainer.json", "JSON"]),
     "another step": (lambda path: edit(path, lambda info: info["trainer"].update(step=5)), ["trainer.json", "changed"]),
-    "no checksum": (lambda path: edit(path, lambda info: info.pop("checksum")), ["trainer.json", "changed"]),
     "no files": (write_without_files, ["trainer.json", "files", "missing"]),
     "a file where the folder was": (lambda path: [shutil.rmtree(path), path.write_text("")], ["trainer.json"]),
 }
