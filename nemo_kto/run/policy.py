@@ -19,7 +19,7 @@ from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.artifacts.adapter_files import is_our_adapter, read_adapter_settings
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, INFO, check_checkpoint, is_checkpoint
 from nemo_kto.artifacts.safetensors_files import is_our_model
-from nemo_kto.artifacts.sources import named_base, refuse_other_shape
+from nemo_kto.artifacts.sources import is_peft_folder, named_base, refuse_other_shape
 from nemo_kto.checkpoint.discovery import newest_checkpoint
 from nemo_kto.checkpoint.manager import checkpoint_dtype, load_weights_only, saved_adapters
 from nemo_kto.config.resolved import ModelFiles, ResolvedRun
@@ -175,18 +175,16 @@ def export_policy(
     """
     chunks, architecture, original = policy.chunks, policy.architecture, policy.files.hf_folder
 
-    def describe(folder: Path, *, adapters: bool) -> None:
-        write_card(folder, CardSources(info=info, run=run_folder, original=original, adapters=adapters))
+    def describe(folder: Path) -> None:
+        write_card(folder, CardSources(info=info, run=run_folder, original=original, adapters=is_peft_folder(folder)))
 
     if policy.adapters is not None and adapter_out is not None:
-        describe_adapters = partial(describe, adapters=True)
-        export_adapter(chunks, architecture, out=adapter_out, base_model=policy.base_model, describe=describe_adapters)
+        export_adapter(chunks, architecture, out=adapter_out, base_model=policy.base_model, describe=describe)
     if out is not None:
         if policy.adapters is not None:
             merge_adapters(chunks)
         size = int(max_shard_size_gb * 1e9)
-        describe_model = partial(describe, adapters=False)
-        export(chunks, architecture, source=original, out=out, max_shard_bytes=size, describe=describe_model)
+        export(chunks, architecture, source=original, out=out, max_shard_bytes=size, describe=describe)
 
 
 def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> None:

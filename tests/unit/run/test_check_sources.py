@@ -37,7 +37,7 @@ def run_of(**folders: Path) -> ResolvedRun:
     return resolved(*words, *(["model.peft.peft_scheme=lora"] if "adapter" in folders else []))
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "mixtral", "phi3"])
+@pytest.mark.parametrize("kind", ["gemma2", "mixtral", "phi3-part-of-each-head"])
 def test_weights_that_differ_are_listed(kind: str, tmp_path: Path) -> None:
     hf_models.write_model(kind, tmp_path, max_shard_size="1GB")
     check_sources(run_of(model=tmp_path))
