@@ -51,7 +51,7 @@ from nemo_kto.run.lifecycle import (
     complete_record,
     finish,
     hold_run_folder,
-    newest_checkpoint,
+    name_of_newest,
     record_failure,
     record_start,
     resolve_precision,
@@ -250,7 +250,7 @@ def build_objective(cfg: RunConfig) -> Objective:
 def build_skipping(run: ResolvedRun, data: RunData, checkpoints: CheckpointManager) -> SkippedSteps:
     def last_checkpoint() -> str:
         checkpoints.finish()  # complete the checkpoint in progress
-        return newest_checkpoint(run.checkpoints)
+        return name_of_newest(run.checkpoints)
 
     return SkippedSteps(
         max_in_a_row=run.cfg.trainer.max_skipped_steps,

@@ -130,7 +130,7 @@ def _choose_precision(run: ResolvedRun) -> tuple[str, str]:
 def stop_early(run: ResolvedRun, trainer: DPOTrainer) -> NoReturn:
     """End a run early, after its last checkpoint is complete, by raising Stopped; collective."""
     reason = "" if trainer.stop is None else trainer.stop.text
-    where = f"at step {trainer.step} of {trainer.max_steps}, checkpoint {newest_checkpoint(run.checkpoints)}"
+    where = f"at step {trainer.step} of {trainer.max_steps}, checkpoint {name_of_newest(run.checkpoints)}"
     where = where if trainer.step else "before the first step, with nothing to save"
     stop_run(f"stopped by {reason} {where}", requeues=run.cfg.trainer.requeue)
 
@@ -145,7 +145,7 @@ def stop_run(text: str, *, requeues: bool) -> NoReturn:
     raise Stopped
 
 
-def newest_checkpoint(folder: Path) -> str:
+def name_of_newest(folder: Path) -> str:
     """Return the path of the newest complete checkpoint in the folder of a run's checkpoints, or "none"."""
     checkpoints = find_checkpoints(folder)
     return str(checkpoints[-1].folder) if checkpoints else "none"
