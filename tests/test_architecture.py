@@ -69,7 +69,7 @@ PACKAGES = {
     "artifacts": Package(
         own=names("architecture utils"),
         outside=names("pydantic annotated_types safetensors"),
-        only_in=(("huggingface_hub", names("hub.py upload.py")),),
+        only_in=(("huggingface_hub", names("hub.py")),),
     ),
     "data": Package(
         own=names("losses artifacts utils"),

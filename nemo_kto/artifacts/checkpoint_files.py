@@ -1,7 +1,7 @@
 """Files of our own checkpoints, read and verified without megatron-core, which loads them.
 
-trainer.json has the size and the SHA-256 of every other file, and a SHA-256 of itself. Checkpoints of earlier versions have
-only sizes.
+trainer.json has the size and the SHA-256 of every other file, and a SHA-256 of itself. Its values are validated, because a
+checkpoint from someone else can contain anything.
 """
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from nemo_kto.artifacts.saved_info import find_wrong
+from annotated_types import Ge, Lt
+from pydantic import BaseModel, ConfigDict, Field
+
+from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.errors import UserError
+from nemo_kto.utils.field_errors import file_errors
+from nemo_kto.utils.fields import check
 from nemo_kto.utils.files import read_bytes
 from nemo_kto.utils.hashes import file_hash
 
@@ -33,13 +38,17 @@ _THREADS = 8  # hashlib releases the GIL
 # Errors that mean a file is gone or has become unreadable. Any other error, such as a missing permission or a server that
 # does not answer, does not show that the file is damaged.
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.ENAMETOOLONG)
+Count = Annotated[int, Ge(0), Lt(2**63)]
+Positive = Annotated[int, Ge(1), Lt(2**63)]
+Object = Annotated[dict[str, Any], Field(description="an object")]
+_STRICT = ConfigDict(strict=True, protected_namespaces=(), defer_build=True)
 
 
 class Written(NamedTuple):
-    """Size in bytes and SHA-256 of a file when it was written; earlier versions did not record the SHA-256."""
+    """Size in bytes and SHA-256 of a file when it was written."""
 
     size: int
-    sha256: str | None
+    sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +57,7 @@ class Checkpoint:
 
     folder: Path
     step: int  # 0 if the folder's name is not the one that a run gives it
-    info: Mapping[str, Any]  # has the fields of :class:`~nemo_kto.artifacts.saved_info.Info`
+    info: Mapping[str, Any]  # has the fields of :class:`Info`
     files: Mapping[str, Written]  # size and hash of every other file when it was written
 
     def files_in(self, *folders: str) -> dict[str, Written]:
@@ -72,7 +81,6 @@ def config_folder(source: Path) -> Path:
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
-    """Return the path of a checkpoint in the folder of checkpoints."""
     return folder / f"step_{step:06d}"
 
 
@@ -89,19 +97,13 @@ def named_checkpoints(folder: Path) -> dict[Path, int]:
 
 
 def find_checkpoints(folder: Path) -> list[Checkpoint]:
-    """Return the complete checkpoints of a run, oldest first: all files exist with their sizes. Contents are not read.
-
-    Raises UserError if a file cannot be accessed, which does not mean that it is damaged.
-    """
+    """Return a run's checkpoints whose files have their sizes, oldest first; UserError if a file cannot be accessed."""
     found = map(read_or_damage, named_checkpoints(folder))  # damage is reported when a run looks for one to resume from
     return [checkpoint for checkpoint in found if isinstance(checkpoint, Checkpoint)]
 
 
 def best_of(checkpoints: Sequence[Checkpoint], *, monitor: str, mode: str) -> Checkpoint | None:
-    """Return the checkpoint with the best metric ``monitor``, the newest among equals; None if none has it.
-
-    ``mode`` is 'min' or 'max': whether small or large values are better.
-    """
+    """Return the checkpoint with the best metric, the newest among equals; None if none has it. ``mode``: 'min' or 'max'."""
     ranked = [each for each in checkpoints if each.info["metrics"].get(monitor) is not None]
     return min(ranked, key=lambda each: rank_by(each, monitor, mode), default=None)
 
@@ -130,51 +132,45 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         content = read_bytes(folder / INFO)
     try:
         info = json.loads(content.decode("utf-8"))
-        is_changed = isinstance(info, dict) and "checksum" in info and info["checksum"] != _checksum(info)
+        if not isinstance(info, dict):
+            raise DamagedCheckpoint(f"{INFO} is not a JSON object")
+        if "checksum" in info and info["checksum"] != _checksum(info):
+            raise DamagedCheckpoint(f"{INFO} was changed after it was written")
     except (ValueError, RecursionError) as error:
+        if isinstance(error, DamagedCheckpoint):
+            raise
         raise DamagedCheckpoint(f"{INFO} is not valid JSON") from error
-    if not isinstance(info, dict):
-        raise DamagedCheckpoint(f"{INFO} is not a JSON object")
-    if is_changed:
-        raise DamagedCheckpoint(f"{INFO} was changed after it was written")
     named = _NAME.fullmatch(folder.name)
     step = int(named[1]) if named else None
     if wrong := find_wrong(info, step=step):
         raise DamagedCheckpoint(f"{INFO} is not valid: {'; '.join(wrong)}")
     if outside := [name for name in info["files"] if os.path.isabs(name) or ".." in Path(name).parts]:
         raise DamagedCheckpoint(f"{INFO} must list files of its own folder, got {outside[0]!r}, which is outside")
-    files = {
-        name: Written(entry, None) if isinstance(entry, int) else Written(entry["size"], entry["sha256"])
-        for name, entry in info["files"].items()
-    }
+    files = {name: Written(entry["size"], entry["sha256"]) for name, entry in info["files"].items()}
     for name, record in files.items():
         _check_size(folder, name, record)
     return Checkpoint(folder=folder, step=step or 0, info=info, files=files)
 
 
 def damage(folder: Path, records: Mapping[str, Written]) -> list[str]:
-    """Read files of a checkpoint, several at once, and return a message about each that is not as it was written.
-
-    Files of earlier versions have no hash, so only their sizes are checked. Raises UserError if a file cannot be read.
-    """
+    """Read files of a checkpoint and return a message about each that was changed; UserError if one cannot be read."""
 
     def of_file(item: tuple[str, Written]) -> str | None:
         name, record = item
         try:
             _check_size(folder, name, record)
             with _reading(folder, name):
-                if record.sha256 is not None and hash_file(folder / name) != record:
+                if hash_file(folder / name) != record:
                     return f"{name} was changed after it was written"
         except DamagedCheckpoint as error:
             return str(error)
         return None
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        return [found for found in pool.map(of_file, records.items()) if found is not None]
+        return [*filter(None, pool.map(of_file, records.items()))]
 
 
 def hash_file(file: Path) -> Written:
-    """Return the size and hash of a file."""
     return Written(file.stat().st_size, file_hash(file))
 
 
@@ -189,11 +185,7 @@ def info_text(info: Mapping[str, Any]) -> str:
 
 
 def check_checkpoint(folder: Path) -> Path | None:
-    """Verify a checkpoint's trainer.json and hf folder, and the sizes of the other files; return the base model of adapters.
-
-    None is returned for a checkpoint of all weights. Raises UserError if trainer.json is not as this program writes it, or a
-    file is missing or damaged; names it.
-    """
+    """Verify trainer.json, hf and the sizes of other files, or raise UserError; return adapters' base model or None."""
     found = read_or_damage(folder)
     refuse_damaged(folder, [found] if isinstance(found, str) else damage(folder, found.files_in("hf")))
     adapters = None if isinstance(found, str) else found.info.get("adapters")
@@ -245,3 +237,77 @@ def _check_size(folder: Path, name: str, record: Written) -> None:
 
 def _unreadable(path: Path, error: OSError) -> UserError:
     return UserError(f"{path} cannot be read: {error.strerror}; give this user permission to read it, or check the disk")
+
+
+def _are_facts(values: dict[str, Any]) -> bool:
+    """Return whether each value is a plain value, or an object with a content hash and its origin (sha256, from)."""
+    contents = [value for value in values.values() if isinstance(value, dict)]
+    return all(isinstance(content.get(name), str) for content in contents for name in ("sha256", "from"))
+
+
+def _are_adapters(value: dict[str, Any] | None) -> bool:
+    try:
+        return value is None or (isinstance(value["base_model"], str) and adapter_settings(value) is not None)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return False
+
+
+class _Trainer(BaseModel):
+    model_config = _STRICT
+    step: Count
+    epoch: Count = 0
+    consumed_samples: Count = 0
+    steps_per_epoch: Count = 0
+    skipped_steps: Count = 0
+    skipped_in_a_row: Count = 0
+    validation_due: Count = 0
+    unlogged: Object = {}
+    objective: Object = {}
+    early_stopping: Object = {}
+
+
+class _File(BaseModel):
+    model_config = _STRICT
+    size: Count
+    sha256: str
+
+
+class Info(BaseModel):
+    """Content of a trainer.json; full models lack adapters."""
+
+    model_config = _STRICT
+    trainer: Annotated[_Trainer, Field(description="an object")]
+    metrics: Annotated[dict[str, float | None], Field(description="an object of floats")]
+    dtype: Literal["bfloat16", "float32"]
+    layout: Annotated[dict[str, Positive], Field(description="an object of integers above 0")]
+    files: Annotated[dict[str, _File], Field(description="an object of sizes and hashes of files")]
+    distributed_optimizer: bool = False
+    moving_reference: bool = False
+    adapters: Annotated[
+        dict[str, Any] | None,
+        check(_are_adapters, ""),
+        Field(description="the base model and the settings of adapters, or null"),
+    ] = None
+    run: Annotated[
+        dict[str, Any], check(_are_facts, ""), Field(description="an object of values that a resumed run is compared with")
+    ] = {}
+    versions: Annotated[dict[str, str], Field(description="an object of strings")] = {}
+
+
+def adapter_settings(adapters: Mapping[str, Any]) -> LoRASettings:
+    """Build the settings from the ``adapters`` of a trainer.json; invalid content raises various Python exceptions."""
+    kept = adapters["settings"].items()
+    settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in kept}
+    return LoRASettings(**settings)
+
+
+def find_wrong(info: Mapping[str, Any], *, step: int | None) -> list[str]:
+    """Return a message about each impossible value of a trainer.json; ``step``: of the folder's name, None for another."""
+    if wrong := file_errors(Info, info):
+        return wrong
+    taken, consumed = info["trainer"]["step"], info["trainer"].get("consumed_samples")
+    if step is not None and taken != step:
+        wrong.append(f"trainer.step must be the {step} of the folder's name, got {taken}")
+    if consumed is not None and (consumed % taken or not consumed if taken else consumed):
+        wrong.append(f"trainer.consumed_samples must be a multiple of trainer.step, {taken}, got {consumed}")
+    return wrong

@@ -7,9 +7,13 @@ name is used.
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from nemo_kto.errors import UserError
 from nemo_kto.utils.locks import one_writer
@@ -23,6 +27,8 @@ _CACHED = re.compile(
     r"(?:.*/)?models--(?P<organisation>[\w-][\w.-]*?)--(?P<name>[\w-][\w.-]*)/snapshots/(?P<commit>[0-9a-f]{40})/?", re.ASCII
 )
 _LEFT_OUT = ("*/*", "consolidated*")  # copies of the model in other formats
+_MAIN = "main"
+_TOKEN = "HF_TOKEN"  # nosec B105  # name of the variable
 
 
 def is_hub_name(name: str) -> bool:
@@ -48,16 +54,14 @@ def hub_name(name: str) -> tuple[str, str] | None:
 def pin(name: str, *, earlier: object = None, leads: bool = True, weights: bool = True) -> str:
     """Download a model if the cache lacks it, and return its name with the hash of the commit as revision.
 
-    One process of a machine downloads while the others wait.
+    One process of a machine downloads while the others wait. Raises UserError if the name has another form, there is no such
+    model, or it cannot be downloaded.
 
     Args:
         name: hf:ORGANISATION/NAME[@REVISION]; the default revision is the newest.
         earlier: the pinned name in the record of an earlier start of the same run, whose commit is the default revision.
         leads: ask the hub for the newest commit; other ranks of a machine take the commit in the cache, if it is complete.
         weights: also download the weights; otherwise only the files that describe the model.
-
-    Raises:
-        UserError: the name has another form, there is no such model, or it cannot be downloaded.
     """
     if (found := _NAME.fullmatch(name)) is None:
         raise UserError(f"must be {HUB}ORGANISATION/NAME or {HUB}ORGANISATION/NAME@REVISION, got {name}; correct the name")
@@ -147,3 +151,79 @@ def _explained(error: Exception, repository: str, revision: str | None, *, offli
         return UserError(f"cannot be downloaded, {got}: this machine cannot reach the Hugging Face hub; {elsewhere}")
     reason = (error.strerror if isinstance(error, OSError) else None) or (str(error).splitlines() or [""])[0]
     return UserError(f"cannot be downloaded, {got}: {type(error).__name__}: {reason}; correct the cause, or {elsewhere}")
+
+
+class Repository(NamedTuple):
+    """A model repository of the hub and a branch of it."""
+
+    name: str  # organisation/name
+    branch: str
+
+    @classmethod
+    def of(cls, text: str) -> Repository:
+        """Parse hf:ORGANISATION/NAME[@BRANCH]; raise UserError for another form."""
+        if (found := _NAME.fullmatch(text)) is None:
+            raise UserError(f"must be {HUB}USER/NAME or {HUB}USER/NAME@BRANCH, got {text}; correct the name")
+        return cls(found["repository"], found["revision"] or _MAIN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upload:
+    """An upload that has passed the checks without a network; UserError without a token, or if HF_HUB_OFFLINE is set."""
+
+    target: Repository
+    private: bool
+    token_variable: str | None = None  # environment variable with the token; None for that of huggingface_hub
+
+    def __post_init__(self) -> None:
+        from huggingface_hub.constants import HF_HUB_OFFLINE
+
+        if HF_HUB_OFFLINE:
+            raise UserError("--push must be used without HF_HUB_OFFLINE=1, which is set; unset it")
+        self._token()
+
+    def _token(self) -> str:
+        if self.token_variable is not None:
+            if token := os.environ.get(self.token_variable):
+                return token
+            text = f"--token must be the name of an environment variable that holds a token, got {self.token_variable}"
+            raise UserError(f"{text}, which is not set; export it")
+        from huggingface_hub import get_token
+
+        if token := get_token():
+            return token
+        remedy = f"set {_TOKEN} or run `hf auth login`; https://huggingface.co/settings/tokens makes one"
+        raise UserError(f"--push must have a token with write access to the hub, got none; {remedy}")
+
+    def send(self, folder: Path, *, message: str, instead: Mapping[str, bytes]) -> str:
+        """Create the repository and the branch if they do not exist, upload the files in one commit, and return its URL.
+
+        ``instead``: content of files that differ from those in the folder. Raises UserError if the hub refuses or cannot be
+        reached; nothing is then committed.
+        """
+        from huggingface_hub import CommitOperationAdd, HfApi
+
+        files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
+        operations = [
+            CommitOperationAdd(path_in_repo=name, path_or_fileobj=instead.get(name, file)) for name, file in files.items()
+        ]
+        api, (name, branch) = HfApi(token=self._token()), self.target
+        try:
+            api.create_repo(name, private=self.private or None, exist_ok=True)
+            if branch != _MAIN:
+                api.create_branch(name, branch=branch, exist_ok=True)
+            return str(api.create_commit(name, operations, commit_message=message, revision=branch).commit_url)
+        except Exception as error:  # of huggingface_hub, of the HTTP library below it, or an OSError
+            raise self._explained(error) from error
+
+    def _explained(self, error: Exception) -> UserError:
+        text = f"--push cannot upload to {HUB}{self.target.name}"
+        status, first = getattr(getattr(error, "response", None), "status_code", None), (str(error).splitlines() or [""])[0]
+        if status in (401, 403):
+            reason = f"the hub does not accept the token for it (status {status})"
+            remedy = f"use a token of {self.target.name.partition('/')[0]} with write access"
+        elif status is None:
+            reason, remedy = f"{type(error).__name__}: {first}", "check the network, and repeat"
+        else:
+            reason, remedy = f"status {status}: {first}", "correct the cause, and repeat"
+        return UserError(f"{text}: {reason}; {remedy}")

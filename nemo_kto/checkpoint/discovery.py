@@ -10,9 +10,7 @@ from pathlib import Path
 from nemo_kto.artifacts.checkpoint_files import (
     Checkpoint,
     Written,
-    best_of,
     damage,
-    find_checkpoints,
     named_checkpoints,
     read_or_damage,
     refuse_damaged,
@@ -26,8 +24,7 @@ logger = logging.getLogger(__name__)
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
     """Return the newest intact checkpoint in a folder, every byte of which is verified; None if there is none. Collective.
 
-    A damaged checkpoint is reported in a warning, and the one before it is tried. Raises UserError on every rank if all
-    checkpoints are damaged, or a file cannot be read.
+    A damaged one is reported in a warning; UserError on every rank if all are damaged, or a file cannot be read.
     """
     reasons = []
     for path in reversed(state.from_rank_zero(lambda: list(named_checkpoints(folder)))):
@@ -42,21 +39,8 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
         reasons.append(f"{path.name}: {found}")
     if reasons:
         message = f"{folder} must contain an intact checkpoint, but all are damaged"
-        remedy = "restore one, or remove all of them to start from the first step"
-        raise UserError("\n  ".join([message, *reasons, remedy]))
+        raise UserError("\n  ".join([message, *reasons, "restore one, or remove all of them to start from the first step"]))
     return None
-
-
-def best_checkpoint(folder: Path, *, monitor: str, mode: str) -> Checkpoint | None:
-    """Return the checkpoint in a folder with the best metric ``monitor``; None if none has it. Collective.
-
-    ``mode`` is 'min' or 'max': whether small or large values are better. Among equals the newest is returned.
-    """
-
-    def find() -> Checkpoint | None:
-        return best_of(find_checkpoints(folder), monitor=monitor, mode=mode)
-
-    return state.from_rank_zero(find)
 
 
 def verify(folder: Path, parts: Sequence[str]) -> None:

@@ -78,25 +78,25 @@ _SAVE_OPTIONS = (
 
 
 def checkpoint_dtype(path: Path) -> torch.dtype:
-    info = json.loads((path / INFO).read_text(encoding="utf-8"))
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[info["dtype"]]
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[_read_info(path)["dtype"]]
 
 
 def saved_adapters(path: Path) -> model_state.SavedAdapters | None:
     """Return the adapter entry of a checkpoint's trainer.json; None if the checkpoint holds all weights of a model."""
-    return model_state.adapters_in(json.loads((path / INFO).read_text(encoding="utf-8")))
+    return model_state.adapters_in(_read_info(path))
+
+
+def _read_info(path: Path) -> dict[str, Any]:
+    return dict(json.loads((path / INFO).read_text(encoding="utf-8")))
 
 
 def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
-    """Load only the weights of a checkpoint, written at any layout; collective.
+    """Load only the weights of a checkpoint, written at any layout; of one of adapters, only these. Collective.
 
-    From a checkpoint of adapters only the adapters are loaded, and the base model keeps its weights; from any other
-    checkpoint everything but the adapters is loaded. Raises UserError if it holds other adapters than the model has, is
-    damaged, or one of its files could run code when loaded.
+    Raises UserError if it holds other adapters than the model has, is damaged, or a file could run code when loaded.
     """
     verify(path, ("state", "hf"))
-    saved = saved_adapters(path)
-    if saved is not None:
+    if (saved := saved_adapters(path)) is not None:
         model_state.check_adapters(saved, chunks)
     sharded = model_state.sharded_state(chunks, adapters=saved is not None)
     with read_errors(path / "state"):
@@ -126,10 +126,7 @@ class _PendingSave:
 
 @dataclass(kw_only=True, eq=False)
 class CheckpointManager:
-    """Writer and loader of a run's checkpoints, which also removes those that are no longer kept.
-
-    Raises UserError if a file to be copied into every checkpoint is a link out of its folder.
-    """
+    """Writer and loader of a run's checkpoints; UserError if a file to be copied into each is a link out of its folder."""
 
     folder: Path
     chunks: Sequence[torch.nn.Module]  # this rank's model chunks
@@ -159,10 +156,10 @@ class CheckpointManager:
         state.on_rank_zero(self._prepare, "{}")
 
     def save(self, trainer_state: Mapping[str, Any], metrics: Mapping[str, float]) -> WrittenCheckpoint | None:
-        """Start a checkpoint of the current state; collective. A pending checkpoint is finished first.
+        """Start a checkpoint of the current state, after the pending one is finished; collective.
 
-        Without ``async_save`` the new checkpoint is returned; with it the earlier one that had to be finished first, if any.
-        Raises UserError if there is not enough free space, and RuntimeError if the checkpoint could not be written.
+        Returns the new checkpoint, with ``async_save`` the earlier one, if any. Raises UserError if there is not enough free
+        space, and RuntimeError if the checkpoint could not be written.
         """
         started = time.monotonic()
         earlier = self._complete(wait=True)
@@ -195,14 +192,11 @@ class CheckpointManager:
         return earlier if self.async_save else self.finish()
 
     def poll(self) -> WrittenCheckpoint | None:
-        """Publish the pending checkpoint once the parts of all ranks are on disk, and return it; else None. Collective.
-
-        Raises UserError if the disk is full, and RuntimeError if a rank could not write its part.
-        """
+        """Return the pending checkpoint if all ranks' parts are on disk, else None; collective. Raises like :meth:`save`."""
         return self._complete(wait=False)
 
     def finish(self) -> WrittenCheckpoint | None:
-        """Wait for the pending checkpoint, if there is one, and return it; collective. Raises like :meth:`poll`."""
+        """Wait for the pending checkpoint, if there is one, and return it; collective. Raises like :meth:`save`."""
         written = self._complete(wait=True)
         self._removal.join()
         return written
@@ -288,10 +282,8 @@ class CheckpointManager:
         own_part = (save.results, save.thread.written)
         torch.distributed.gather_object(own_part, of_ranks if state.is_rank_zero() else None, dst=0)
         self._on_rank_zero(lambda: self._publish(save, of_ranks))
-        self._save = None
-        now = time.monotonic()
-        stall = save.stall_seconds + now - began
-        return WrittenCheckpoint(step=save.step, seconds=now - save.started, stall_seconds=stall)
+        self._save, now = None, time.monotonic()
+        return WrittenCheckpoint(step=save.step, seconds=now - save.started, stall_seconds=save.stall_seconds + now - began)
 
     def _publish(self, save: _PendingSave, of_ranks: Sequence[tuple[list[Any], dict[str, Written]]]) -> None:
         partial = partial_folder(save.final)

@@ -71,10 +71,9 @@ def _enum_member(owner: object, name: str) -> enum.Enum:
 
 @contextlib.contextmanager
 def read_errors(path: Path) -> Iterator[None]:
-    """Turn errors in a block that uses a checkpoint's file or folder into a UserError that names it.
+    """Turn any error in a block that uses a checkpoint's file or folder into a UserError that names it.
 
-    Python and torch may raise any exception for a value whose type or shape differs from what this program writes. Errors of
-    the machine and of other ranks pass unchanged.
+    Errors of the machine and of other ranks pass unchanged.
     """
     try:
         yield
@@ -129,8 +128,7 @@ def read_folder_metadata(folder: Path) -> Metadata:
 def read_arguments(file: Path) -> dict[str, Any]:
     """Return the arguments of Megatron-LM in a checkpoint's common.pt; empty if it has none.
 
-    Only plain data is constructed: in the place of every other object, and of tensors, is a placeholder, so that no name in
-    the file is imported. Raises UserError if the file is not one of torch.save.
+    Only plain data is constructed: every other object, and each tensor, is a placeholder, so that no name is imported.
     """
     with read_errors(file), open_file(file) as stream, zipfile.ZipFile(stream) as archive:
         name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
@@ -146,11 +144,9 @@ class _Placeholder(dict[Any, Any]):
     def __init__(self, *_: object, **__: object) -> None:
         super().__init__()
 
-    def __setstate__(self, state: object) -> None:
-        """Ignore the state."""
+    def __setstate__(self, state: object) -> None: ...
 
-    def append(self, item: object) -> None:
-        """Ignore an item, as of a subclass of list."""
+    def append(self, item: object) -> None: ...
 
 
 class _ArgumentsUnpickler(pickle.Unpickler):

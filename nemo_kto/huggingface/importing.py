@@ -42,20 +42,16 @@ _OTHER_NAMES = {ours: (theirs,) for theirs, ours in ENGINE_NAMES.items()} | {
 _PREFIXES = ("", "model.", "module.", "model.module.")
 _TRAINING_STATE = ("optimizer", "chained_", "rng", "rerun", "opt_param", "lr_scheduler")  # beginnings of names
 _NO_WEIGHTS = ("_extra_state", "inv_freq", "_extra_state/shard")
+_ZERO_CENTERED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")  # settings of norms that scale by 1 + weight
 _SHOWN = 10
-_TEMPLATE = (
-    "name the folder of the original model, whose config.json is then used: --tokenizer FOLDER or hf:ORGANISATION/NAME"
-)
+_TEMPLATE = "name the original model, whose config.json is then used: --tokenizer FOLDER or hf:ORGANISATION/NAME"
 
 
 def import_checkpoint(path: Path, out: Path, *, tokenizer: Path | None, max_shard_bytes: int) -> str:
     """Write a checkpoint of NeMo-Aligner, Megatron-LM or Megatron-Bridge as a Hugging Face folder; return a summary.
 
-    ``tokenizer`` is a folder with a tokenizer; if it has a config.json, that is the configuration of the model. One weight
-    at a time is in memory. The folder appears under its name when it is complete.
-
-    Raises UserError if the checkpoint cannot be read, has weights that its model family lacks, or lacks some, and if the
-    configuration or the tokenizer is missing or does not fit.
+    One weight at a time is in memory. ``tokenizer`` is a folder, whose config.json, if there is one, is the model's. Raises
+    UserError if the checkpoint cannot be read, or its weights, configuration or tokenizer are incomplete or do not fit.
     """
     check_target(out, is_ours=is_our_model)
     folder = NewFolder(target=out)
@@ -157,21 +153,10 @@ def _has_own_output(checkpoint: MegatronCheckpoint, names: Mapping[str, str], *,
     return not torch.equal(checkpoint.tensors.read(output)[:rows], checkpoint.tensors.read(embedding)[:rows])
 
 
-def _zero_centered(settings: Mapping[str, Any]) -> bool:
-    return bool(
-        settings.get("layernorm_zero_centered_gamma")
-        or settings.get("apply_layernorm_1p")
-        or settings.get("normalization") == "layernorm1p"
-    )
-
-
 def _weights(
     checkpoint: MegatronCheckpoint, names: Mapping[str, str], architecture: Architecture
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight under its name in the Hugging Face folder; all names and shapes are checked before the first.
-
-    Raises UserError if weights are missing, unexpected or of another shape, or a value is not finite.
-    """
+    """Yield every weight under its name in the Hugging Face folder; all names and shapes are checked before the first."""
     tensors, problems = checkpoint.tensors, list[str]()
     reads: list[tuple[ParamMapping, dict[str, int], list[tuple[str, tuple[int, ...]]]]] = []
     used: set[str] = set()
@@ -196,8 +181,9 @@ def _weights(
         shown = [*problems[:_SHOWN], *([f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])]
         text = f"FILE must have the weights of {architecture.family.hf_architecture} as its settings describe them"
         raise UserError("\n  ".join([f"{text}, got {checkpoint.path} with {len(problems)} differences:", *shown, _TEMPLATE]))
-    # such a norm scales by 1 + weight
-    norm_offset = int(_zero_centered(checkpoint.settings) and not architecture.zero_centered_norm)
+    settings = checkpoint.settings
+    zero_centered = settings.get("normalization") == "layernorm1p" or any(map(settings.get, _ZERO_CENTERED))
+    norm_offset = int(zero_centered and not architecture.zero_centered_norm)
     files = FileWeights(architecture=architecture)
     for mapping, place, parts in reads:
         values = [tensors.read(names[name], index) for name, index in parts]
@@ -215,11 +201,7 @@ def _weights(
 def _whole_shape(mapping: ParamMapping, architecture: Architecture) -> tuple[int, ...]:
     """Return the shape of a parameter of megatron-core on a single rank."""
     shapes, dimension = source_shapes(mapping, architecture), split_dimension(mapping)
-    if dimension is None or len(shapes) == 1:
-        return shapes[0]
-    shape = [*shapes[0]]
-    shape[dimension] = sum(each[dimension] for each in shapes)
-    return tuple(shape)
+    return tuple(sum(shape[axis] for shape in shapes) if axis == dimension else size for axis, size in enumerate(shapes[0]))
 
 
 def _locate(mcore_name: str, place: Mapping[str, int], names: Mapping[str, str]) -> list[tuple[str, tuple[int, ...]]]:

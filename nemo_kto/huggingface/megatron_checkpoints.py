@@ -10,21 +10,27 @@ ITERATION is a folder iter_0001000, or the folder above it, whose latest_checkpo
 from __future__ import annotations
 
 import contextlib
+import io
 import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Protocol
 
-from nemo_kto.checkpoint.safe_loading import BACKENDS, COMMON, read_arguments
-from nemo_kto.checkpoint.torch_dist import StoredTensors, TorchDist, TorchFile
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from nemo_kto.checkpoint.safe_loading import BACKENDS, COMMON, load_plain, read_arguments, read_errors, read_folder_metadata
 from nemo_kto.errors import UserError, printable
-from nemo_kto.utils.files import load_yaml, read_bytes, read_json
+from nemo_kto.utils.files import load_yaml, open_file, read_bytes, read_json
 
 _NEMO, _BRIDGE, _LATEST = "model_config.yaml", "run_config.yaml", "latest_checkpointed_iteration.txt"
 _MAX_MEMBERS, _MAX_DEPTH = 100_000, 32
+_SettingsAndTokenizer = tuple[Mapping[str, Any], Path | str | None]  # as in MegatronCheckpoint
 _CONVERT = (
     "convert it with Megatron-LM, which still reads it: the command of its training with --ckpt-convert-format torch_dist "
     "--ckpt-convert-save NEW, then import NEW (zarr needs a version before megatron-core 0.13)"
@@ -47,20 +53,9 @@ class MegatronCheckpoint:
     tokenizer: Path | str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Found:
-    """Settings and tokenizer of a folder."""
-
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer: Path | str | None = None
-
-
 @contextlib.contextmanager
 def open_checkpoint(path: Path, *, within: Path) -> Iterator[MegatronCheckpoint]:
-    """Open a checkpoint; an archive is unpacked into a temporary folder in ``within`` during the block.
-
-    Raises UserError if it has another format, is damaged or unsafe, or cannot be read and must be converted first.
-    """
+    """Open a checkpoint, an archive unpacked below ``within``; UserError if it is damaged, unsafe or must be converted."""
     if path.is_file():
         with tempfile.TemporaryDirectory(dir=within, prefix=".import-") as folder:
             unpack(path, Path(folder))
@@ -70,10 +65,7 @@ def open_checkpoint(path: Path, *, within: Path) -> Iterator[MegatronCheckpoint]
 
 
 def unpack(archive: Path, target: Path) -> None:
-    """Unpack a tar archive, compressed or not, of regular files and folders only.
-
-    Raises UserError if it is no such archive, a member would be outside of ``target`` or is a link, or there is no room.
-    """
+    """Unpack a tar archive, compressed or not, of regular files and folders; UserError for another, or without room."""
     try:
         with tarfile.open(archive) as tar:
             for number, member in enumerate(tar):
@@ -90,8 +82,7 @@ def unpack(archive: Path, target: Path) -> None:
                 file = target / member.name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 content = tar.extractfile(member)
-                if content is None:
-                    raise tarfile.ReadError(f"{member.name} has no content")
+                assert content is not None, "a regular file has content"
                 with file.open("xb") as writing:
                     shutil.copyfileobj(content, writing, 2**24)
     except (tarfile.TarError, EOFError, OSError, ValueError) as error:
@@ -112,7 +103,7 @@ def _find(folder: Path, path: Path) -> MegatronCheckpoint:
                 f"{folder / _LATEST} must name an iteration that exists, got {name}; correct it, or name its folder"
             )
         folder = named
-    found = _read_nemo(folder) if (folder / _NEMO).is_file() else _read_megatron(folder)
+    settings, tokenizer = _read_nemo(folder) if (folder / _NEMO).is_file() else _read_megatron(folder)
     weights = folder / "model_weights" if (folder / "model_weights").is_dir() else folder
     if (folder / "model_weights.ckpt").is_file():
         tensors: StoredTensors = TorchFile(file=folder / "model_weights.ckpt")
@@ -122,15 +113,13 @@ def _find(folder: Path, path: Path) -> MegatronCheckpoint:
         raise UserError(_why_not(weights, path))
     if any(".language_model." in name for name in tensors.shapes):
         text = f"FILE must have the layers of megatron-core, got {path}, which has those of NeMo before 2024"
-        script = (
-            "scripts/checkpoint_converters/convert_gpt_nemo_to_mcore.py --input_name_or_path UNPACKED --output_path NEW.nemo"
-        )
-        raise UserError(f"{text}; convert it with NeMo: python {script}, then import NEW.nemo")
-    return MegatronCheckpoint(path=path, tensors=tensors, settings=found.settings, tokenizer=found.tokenizer)
+        script = "scripts/checkpoint_converters/convert_gpt_nemo_to_mcore.py"
+        command = f"python {script} --input_name_or_path UNPACKED --output_path NEW.nemo"
+        raise UserError(f"{text}; convert it with NeMo: {command}, then import NEW.nemo")
+    return MegatronCheckpoint(path=path, tensors=tensors, settings=settings, tokenizer=tokenizer)
 
 
 def _why_not(folder: Path, path: Path) -> str:
-    """Return the message for a folder without weights that can be read."""
     must = "FILE must be a .nemo archive or a torch_dist checkpoint"
     backend = read_json(folder / BACKENDS).get("sharded_backend") if (folder / BACKENDS).is_file() else None
     if backend == "zarr" or next(folder.glob("*/.zarray"), None) is not None:
@@ -144,7 +133,7 @@ def _why_not(folder: Path, path: Path) -> str:
     return f"{must}, got {path}, which has neither .metadata nor {_NEMO}; correct the path"
 
 
-def _read_nemo(folder: Path) -> _Found:
+def _read_nemo(folder: Path) -> _SettingsAndTokenizer:
     settings = _read_yaml(folder / _NEMO)
     named = settings.get("tokenizer")
     tokenizer = named if isinstance(named, dict) else {}
@@ -154,13 +143,13 @@ def _read_nemo(folder: Path) -> _Found:
             continue
         if value.startswith("nemo:"):
             file = folder / PurePosixPath(value.removeprefix("nemo:")).name
-            return _Found(settings=settings, tokenizer=file if file.is_file() else None)
+            return settings, file if file.is_file() else None
         if name == "type" and tokenizer.get("library") == "huggingface":
-            return _Found(settings=settings, tokenizer=value)
-    return _Found(settings=settings)
+            return settings, value
+    return settings, None
 
 
-def _read_megatron(folder: Path) -> _Found:
+def _read_megatron(folder: Path) -> _SettingsAndTokenizer:
     settings: Mapping[str, Any] = {}
     tokenizer: Mapping[str, Any] = {}
     if (folder / _BRIDGE).is_file():
@@ -171,9 +160,9 @@ def _read_megatron(folder: Path) -> _Found:
     elif (folder / COMMON).is_file():
         settings = tokenizer = read_arguments(folder / COMMON)
     if (folder / "tokenizer").is_dir():
-        return _Found(settings=settings, tokenizer=folder / "tokenizer")
+        return settings, folder / "tokenizer"
     names = (tokenizer.get("tokenizer_model"), tokenizer.get("hf_tokenizer_model"), settings.get("hf_model_id"))
-    return _Found(settings=settings, tokenizer=next((name for name in names if isinstance(name, str) and name), None))
+    return settings, next((name for name in names if isinstance(name, str) and name), None)
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
@@ -187,3 +176,71 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     raise UserError(
         f"{file.name} must be a YAML file with the settings of the model, got another ({reason}); write it again"
     )
+
+
+class StoredTensors(Protocol):
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def read(self, name: str, index: tuple[int, ...] = ()) -> Tensor:
+        """Return the tensor, or the part of it with this index in its first dimensions."""
+
+
+class TorchDist:
+    """Tensors of a folder in megatron-core's format torch_dist; UserError if it is damaged, or has anything but tensors."""
+
+    def __init__(self, *, folder: Path) -> None:
+        self._folder = folder
+        self._metadata = read_folder_metadata(folder)
+        self._load = lru_cache(maxsize=2)(self._load_chunk)  # a chunk may contain several layers or experts
+        with read_errors(folder):
+            entries = self._metadata.state_dict_metadata.items()
+            self._entries = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+            self.shapes: dict[str, tuple[int, ...]] = {name: tuple(entry.size) for name, entry in self._entries.items()}
+
+    def read(self, name: str, index: tuple[int, ...] = ()) -> Tensor:
+        with read_errors(self._folder):
+            entry, first = self._entries[name], len(index)
+            values = torch.empty(entry.size[first:], dtype=entry.properties.dtype)
+            found = 0
+            for chunk in entry.chunks:
+                inside = [place - offset for place, offset in zip(index, chunk.offsets, strict=False)]
+                if all(0 <= place < size for place, size in zip(inside, chunk.sizes, strict=False)):
+                    part = self._load(name, tuple(chunk.offsets), tuple(chunk.sizes))[tuple(inside)]
+                    where = zip(chunk.offsets[first:], chunk.sizes[first:], strict=True)
+                    values[tuple(slice(offset, offset + size) for offset, size in where)] = part
+                    found += part.numel()
+            if found != values.numel():
+                raise UserError(f"{self._folder} must contain all of {name}, got {found} of {values.numel()} values")
+            return values
+
+    def _load_chunk(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        info = self._metadata.storage_data[MetadataIndex(name, torch.Size(offsets))]
+        if getattr(info, "transform_descriptors", None):
+            raise UserError(f"{self._folder} must not be compressed, got {info.transform_descriptors}; save it uncompressed")
+        with open_file(self._folder / info.relative_path) as handle:
+            handle.seek(info.offset)
+            tensor = torch.load(io.BytesIO(handle.read(info.length)), map_location="cpu", weights_only=True)
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != sizes:
+            raise ValueError(f"{name} in {info.relative_path} is not a tensor of shape {list(sizes)}")
+        return tensor
+
+
+class TorchFile:
+    """Tensors of a state dict in one file of torch.save; raises UserError if it contains anything but plain data."""
+
+    def __init__(self, *, file: Path) -> None:
+        self._file = file
+
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        content = load_plain(self._file)
+        content = content.get("state_dict", content) if isinstance(content, dict) else {}
+        return {name: value for name, value in content.items() if isinstance(value, Tensor)}
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(value.shape) for name, value in self._tensors.items()}
+
+    def read(self, name: str, index: tuple[int, ...] = ()) -> Tensor:
+        return self._tensors[name][index]

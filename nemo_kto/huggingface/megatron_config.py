@@ -45,17 +45,16 @@ _REQUIRED: dict[str, tuple[object, ...]] = {
 def derive(settings: Settings, weights: Collection[str], *, rows: int) -> dict[str, Any]:
     """Return the content of config.json for the families whose configuration follows from the settings.
 
-    Args:
-        weights: names in megatron-core of the weights of the model, those of a layer without the layer.
-        rows: number of rows of the embedding, with padding.
-
-    Raises:
-        ValueError: a setting is missing or has a value that these families cannot have, or the weights are of others.
+    ``weights`` are names in megatron-core, without the layer; ``rows`` those of the embedding, with padding. Raises
+    ValueError if a setting is missing or has a value that these families cannot have, or the weights are of others.
     """
     if not settings:
         raise ValueError("it has no model_config.yaml, run_config.yaml or arguments in common.pt")
     for name, values in _REQUIRED.items():
-        if (found := _plain(settings.get(name))) is not None and found not in values:
+        found = settings.get(name)
+        if isinstance(found, Mapping):  # a function in Megatron-Bridge's notation
+            found = found.get("_target_")
+        if found is not None and found not in values:
             raise ValueError(f"{name} must be {' or '.join(map(str, values)) or 'unset'}, got {found}")
     config: dict[str, Any] = {field: _number(settings, *names) for field, names in _NUMBERS.items()}
     heads = config["num_attention_heads"]
@@ -151,11 +150,6 @@ def _rope_scaling(settings: Settings) -> dict[str, Any] | None:
             context = _number(settings, "old_context_len", default=8192)
             return {"rope_type": "llama3", "factor": factor or 8.0, **bands, "original_max_position_embeddings": context}
     return None
-
-
-def _plain(value: Any) -> Any:
-    """Return a setting; of a function in Megatron-Bridge's notation, its name."""
-    return value.get("_target_") if isinstance(value, Mapping) else value
 
 
 def _number(settings: Settings, *names: str, default: int | None = None) -> Any:

@@ -44,21 +44,22 @@ from nemo_kto.models.flops import ModelFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
 from nemo_kto.planner.plan_run import check_memory, place_reference, size_micro_batches, these_machines
 from nemo_kto.processes import ranks, signals, watchdog
-from nemo_kto.run.data import RunData, build_data
+from nemo_kto.run.data import RunData, build_data, model_tokenizer
 from nemo_kto.run.lifecycle import (
     agree_on_models,
     check_export,
+    complete_record,
     finish,
     hold_run_folder,
-    newest_checkpoint,
+    name_of_newest,
+    record_failure,
+    record_start,
     resolve_precision,
     stop_early,
 )
 from nemo_kto.run.policy import Policy, build_policy, check_sources
-from nemo_kto.run.record import complete_record, record_failure, record_start
 from nemo_kto.run.reference import ReferenceSetup, build_reference
-from nemo_kto.run.resume import Facts, Resumption, build_early_stopping, check_validation_rows, look_for_run
-from nemo_kto.run.rows import model_tokenizer
+from nemo_kto.run.resume import Resumption, build_early_stopping, check_validation_rows, look_for_run
 from nemo_kto.run.samples import build_sampler
 from nemo_kto.run.summary import start_lines
 from nemo_kto.telemetry.loggers import RunLogger, check_loggers
@@ -94,7 +95,6 @@ def train(run: ResolvedRun) -> None:
 
 
 def _train(run: ResolvedRun, warnings: WarningsFile) -> None:
-    """Run the job; the lock of the run folder must be held."""
     state.raise_together(state.attempt(lambda: check_gpu(run)), "{}")
     world_size = state.world_size()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, world_size // run.cfg.trainer.num_nodes)))
@@ -151,18 +151,12 @@ def _train(run: ResolvedRun, warnings: WarningsFile) -> None:
 
 
 class Start(NamedTuple):
-    """State of a run before its model is built: its data, and the result of the resume checks."""
-
     data: RunData
     resumption: Resumption
 
 
 def prepare(run: ResolvedRun, *, data_parallel: tuple[int, int] | None = None) -> Start:
-    """Check the weights, read the data (see :func:`build_data`), and run the resume checks on the run folder; collective.
-
-    Raises UserError if the weights are of another model, the data cannot be used, or the run cannot be resumed with this
-    configuration.
-    """
+    """Check the weights, read the data (see :func:`build_data`), and run the resume checks on the run folder; collective."""
     state.on_rank_zero(lambda: check_sources(run), "{}")
     data = build_data(run, model_tokenizer(run.files), data_parallel=data_parallel)
     return Start(data, look_for_run(run, data))
@@ -172,10 +166,6 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
     """Build the trainer and all its components; if the run is resumed, load the chosen checkpoint."""
     cfg, data, resumption = run.cfg, start.data, start.resumption
     max_steps, resumed_step = run.length.total_steps(len(data.train.batch_sampler)), resumption.resumed_step
-    if run.length.max_steps > max_steps and state.is_rank_zero():
-        prefix, length = f"trainer.{cfg.recipe.name}", plural(run.length.max_epochs, "epoch")
-        text = f"{prefix}.max_steps={run.length.max_steps} exceeds the {plural(max_steps, 'step')} of {length}"
-        logger.warning(f"{text}; training stops after step {max_steps}. Raise {prefix}.max_epochs to train longer.")
     timers = PhaseTimers(clock=device.moment, observe=watchdog.phase)
     run_timer = RunTimer(
         max_time=cfg.trainer.max_time,
@@ -186,8 +176,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
     )
     engine = build_engine(run, policy, data.limits)
     sampler = build_sampler(run, engine, data.tokenizer, data.samples, run_timer, is_resumed=resumed_step is not None)
-    first_step = resumed_step or 0
-    reference = build_reference(run, policy, engine, data, timers, run_timer, first_step=first_step, sampler=sampler)
+    reference = build_reference(run, policy, engine, data, timers, run_timer, first_step=resumed_step or 0, sampler=sampler)
     model = cfg.recipe.model_class()(
         engine=engine,
         reference=reference.policy,
@@ -196,11 +185,22 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         **cfg.recipe.model_options(cfg.loss, data.splits.train),
     )
     optimizer, scheduler = build_optimizer_and_schedule(run, policy, max_steps=max_steps)
-    checkpoints = build_checkpoints(run, policy, optimizer, scheduler, reference, facts=resumption.facts)
+    checkpoints = CheckpointManager(
+        folder=run.checkpoints,
+        chunks=policy.chunks,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        hugging_face_source=policy.files.hf_folder,
+        base_model=policy.base_model,
+        reference_weights=reference.synced_weights,
+        run=resumption.facts,
+        **cfg.exp_manager.checkpoint_callback_params.model_dump(),
+    )
     resumed = None if resumption.checkpoint is None else checkpoints.load(resumption.checkpoint)
     run_logger = build_logger(run, resumed_step=resumed_step)
-    sampling = [] if sampler is None else [sampler.callback(record=run_logger.log_samples)]
-    rewards = [RewardCallback(record=run_logger.log_rewards)] if state.is_rank_zero() else []
+    callbacks: list[Callback] = [] if sampler is None else [sampler.callback(record=run_logger.log_samples)]
+    callbacks += [RewardCallback(record=run_logger.log_rewards)] if state.is_rank_zero() else []
+    callbacks += build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step)
     trainer = cfg.recipe.trainer(data.collate_fn)(
         cfg=run.length,
         model=model,
@@ -213,11 +213,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         ckpt_callback=checkpoints,
         run_timer=run_timer,
         timers=timers,
-        callbacks=[
-            *sampling,
-            *rewards,
-            *build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step),
-        ],
+        callbacks=callbacks,
         skipped=build_skipping(run, data, checkpoints),
         early_stopping=build_early_stopping(cfg, agree=state.max_over_ranks),
     )
@@ -225,28 +221,6 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         with read_errors(resumption.checkpoint.folder / INFO):
             trainer.load_state_dict(resumed)
     return trainer
-
-
-def build_checkpoints(
-    run: ResolvedRun,
-    policy: Policy,
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-    reference: ReferenceSetup,
-    *,
-    facts: Facts,
-) -> CheckpointManager:
-    return CheckpointManager(
-        folder=run.checkpoints,
-        chunks=policy.chunks,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        hugging_face_source=policy.files.hf_folder,
-        base_model=policy.base_model,
-        reference_weights=reference.synced_weights,
-        run=facts,
-        **run.cfg.exp_manager.checkpoint_callback_params.model_dump(),
-    )
 
 
 def build_engine(run: ResolvedRun, policy: Policy, limits: MicroBatchLimits) -> LogProbEngine:
@@ -276,7 +250,7 @@ def build_objective(cfg: RunConfig) -> Objective:
 def build_skipping(run: ResolvedRun, data: RunData, checkpoints: CheckpointManager) -> SkippedSteps:
     def last_checkpoint() -> str:
         checkpoints.finish()  # complete the checkpoint in progress
-        return newest_checkpoint(run.checkpoints)
+        return name_of_newest(run.checkpoints)
 
     return SkippedSteps(
         max_in_a_row=run.cfg.trainer.max_skipped_steps,
@@ -327,15 +301,15 @@ def check_logs(run: ResolvedRun) -> None:
 
 def build_logger(run: ResolvedRun, *, resumed_step: int | None) -> RunLogger:
     """Build the logger, which writes on rank 0 only; collective: if a log cannot be opened, all ranks raise the error."""
-    made = list[RunLogger]()
+    run_logger: RunLogger
 
     def make() -> None:
+        nonlocal run_logger
         run_logger = RunLogger(enabled=state.is_rank_zero(), resumed_step=resumed_step, **_logger_settings(run))
         run_logger.log_hyperparams(public_config(run.cfg))
-        made.append(run_logger)
 
     state.raise_together(state.attempt(make), "{}")
-    return made[0]
+    return run_logger
 
 
 def _logger_settings(run: ResolvedRun) -> dict[str, Any]:
@@ -368,6 +342,10 @@ def build_optimizer_and_schedule(
         **rates,
     )
     lengths, warnings = schedule_lengths(optim.sched, max_steps)
+    if run.length.max_steps > max_steps:
+        prefix, length = f"trainer.{run.cfg.recipe.name}", plural(run.length.max_epochs, "epoch")
+        text = f"{prefix}.max_steps={run.length.max_steps} exceeds the {plural(max_steps, 'step')} of {length}"
+        warnings.append(f"{text}; training stops after step {max_steps}. Raise {prefix}.max_epochs to train longer.")
     for warning in warnings if state.is_rank_zero() else ():
         logger.warning(warning)
     scheduler = build_scheduler(

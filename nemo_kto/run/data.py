@@ -1,30 +1,44 @@
-"""Build the datasets and loaders of a run."""
+"""Data of a run: tokenizer, datasets and loaders, and the prompts of its samples."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from megatron.core import parallel_state
 from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.algorithms.protocols import Loader
-from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.resolved import ModelFiles, ResolvedRun
 from nemo_kto.config.schema import RunConfig
-from nemo_kto.data.batches.dataset import Splits
-from nemo_kto.data.batches.loader import GlobalBatchSampler, build_dataloader
-from nemo_kto.data.rows.records import DataError
+from nemo_kto.data.batches.dataset import SplitCounts, Splits
+from nemo_kto.data.batches.loader import GlobalBatchSampler, SequenceCost, build_dataloader, by_cost, by_prompt, every_nth
+from nemo_kto.data.rows.prompts import read_prompts
+from nemo_kto.data.rows.reader import RowErrors
+from nemo_kto.data.rows.records import DataError, PromptRecord, RowError
+from nemo_kto.data.tokens.chat import RecordEncoder, load_tokenizer
+from nemo_kto.device.precision import PRECISIONS
 from nemo_kto.distributed import state
+from nemo_kto.errors import UserError
+from nemo_kto.models.engine.generation import Decoding
 from nemo_kto.models.engine.sequences import MicroBatchLimits
+from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.planner.micro_batches import micro_batch_limits
-from nemo_kto.run.rows import collate_settings, shares_of, source_settings
-from nemo_kto.run.samples import SamplePrompts, build_prompts
 from nemo_kto.telemetry.progress import progress_bar
 
 logger = logging.getLogger(__name__)
+
+# Keys of model.data that are arguments of ``build_splits`` under the same names.
+_SOURCE_KEYS = (
+    "data_prefix", "splits_string", "fields", "labels", "json_columns", "truncation_mode", "apply_chat_template",
+    "cache_shared", "preprocess_workers",
+)  # fmt: skip
+_PROMPTS, _MAX_NEW_TOKENS = "exp_manager.samples.prompts", "exp_manager.samples.max_new_tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +71,13 @@ def build_data(
         splits = cfg.recipe.build_splits(settings, cfg.data_options())
     if splits.train is None:
         raise DataError(f"model.data.data_prefix must give training rows, got none of {cfg.model.data.data_prefix}")
-    rank, size = data_parallel or (
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-    )
+    rank, size = data_parallel or (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
     if (wrong := too_few_rows(cfg, len(splits.train), data_parallel=size)) is not None:
         raise DataError(wrong)
-    if state.is_rank_zero():
-        _warn(cfg, splits)
+    of_sets = [examples.counts.warnings(name, seq_length=cfg.seq_length) for name, examples in splits.in_use.items()]
+    of_loss = cfg.recipe.warnings(cfg.loss, splits.train, lr=cfg.model.optim.lr)
+    for warning in chain(splits.warnings, *of_sets, of_loss) if state.is_rank_zero() else ():
+        logger.warning(warning)
     limits = micro_batch_limits(run)
     take, collate_fn = cfg.recipe.collation(
         collate_settings(cfg, tokenizer, multiple=limits.multiple), with_kl=cfg.loss.record.needs_z0
@@ -112,10 +125,161 @@ def too_few_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> str | None
     return f"model.global_batch_size must be at most the number of training rows, {rows}, got {wanted}; {remedy}"
 
 
-def _warn(cfg: RunConfig, splits: Splits[Any]) -> None:
-    warnings = [*splits.warnings]
-    for name, examples in splits.in_use.items():
-        warnings += examples.counts.warnings(name, seq_length=cfg.seq_length)
-    warnings += cfg.recipe.warnings(cfg.loss, splits.train, lr=cfg.model.optim.lr)
-    for warning in warnings:
-        logger.warning(warning)
+def model_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model, and check that the model's embedding has a row for each of its tokens."""
+    return load_tokenizer(files.hf_folder, vocab_size=model_vocab_size(files))
+
+
+def model_vocab_size(files: ModelFiles) -> int | None:
+    """Return the rows of the model's embedding; None without a readable configuration: a tokenizer counts tokens."""
+    try:
+        return files.architecture.vocab_size
+    except UserError:
+        return None
+
+
+def source_settings(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the arguments of ``data.batches.dataset.build_splits``, except for the kind of the examples."""
+    cfg, data = run.cfg, run.cfg.model.data
+    return {
+        **{key: getattr(data, key) for key in _SOURCE_KEYS},
+        "min_validation_rows": 2 if cfg.loss.record.needs_z0 else 1,  # KL examples are formed within a batch
+        "tokenizer": tokenizer,
+        "vocab_size": model_vocab_size(run.files),
+        "seq_length": cfg.seq_length,
+        "cache_dir": Path(data.cache_dir),
+        "seed": cfg.model.seed,
+    }
+
+
+def split_text(unit: str, counts: SplitCounts) -> str:
+    """Describe the rows of a split; ``unit`` is rows or pairs."""
+    kinds = ", ".join(f"{count:,} {name}" for name, count in counts.classes.items())
+    cut = {"prompts": counts.cut_prompts, "responses": counts.cut_responses}
+    truncated = " and ".join(f"{count:,} {what}" for what, count in cut.items() if count)
+    rows = f"{counts.rows:,} {unit}" + (f" ({kinds})" if kinds else "")
+    return f"{rows}, {counts.tokens:,} tokens, {truncated or 'none'} truncated"
+
+
+def collate_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, *, multiple: int) -> dict[str, Any]:
+    """Return the keyword arguments of the collate functions in ``data.batches.collate``."""
+    return {
+        "eos_id": tokenizer.eos_token_id,
+        "seq_length": cfg.seq_length,
+        "pad_to_multiple": multiple,
+        "reset_attention_mask": cfg.model.data.reset_attention_mask,
+        "eod_mask_loss": cfg.model.data.eod_mask_loss,
+    }
+
+
+def shares_of(run: ResolvedRun, *, training: bool) -> Callable[..., list[list[int]]]:
+    """Return the function that distributes a global batch over the ranks: by cost if packed or prompts are shared."""
+    cfg, limits = run.cfg, micro_batch_limits(run)
+    if not limits.packed and not limits.share_prompts:
+        return every_nth
+    flops = ModelFlops.of_model(run.architecture, adapters=run.adapters)
+
+    def cost(passes: Passes) -> SequenceCost:
+        return flops.of_passes(passes).of_tokens
+
+    forward, disabled = run.reference_passes
+    ahead = int(training and cfg.loss.record.looks_ahead)
+    costs = cfg.recipe.costs(
+        cost=cost(Passes(forward + 1 + ahead, disabled, backward=int(training))),
+        kl_cost=cost(Passes(forward + 1, disabled)) if cfg.loss.record.needs_z0 else None,
+        reference_cost=cost(Passes(forward, disabled) if PRECISIONS[cfg.trainer.precision] == "32" else Passes()),
+        seq_length=cfg.seq_length,
+        share_prompts=limits.share_prompts,
+    )
+    shares = partial(by_cost, costs=costs) if limits.packed else every_nth
+    return partial(by_prompt, costs=costs, otherwise=shares) if limits.share_prompts else shares
+
+
+class Prompt(NamedTuple):
+    ids: list[int]
+    text: str  # as the model gets it, or the last message of the user
+    messages: list[Mapping[str, Any]] | None  # None for a prompt that was not read as messages
+
+
+class SamplePrompts(NamedTuple):
+    """Prompts that the model answers, and the decoding of the answers."""
+
+    prompts: list[Prompt]
+    decoding: Decoding
+
+
+def build_prompts(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase, splits: Splits[Any]) -> SamplePrompts | None:
+    """Return the prompts of the samples, of validation rows and of the file; UserError if one cannot be used. Collective."""
+    settings = run.cfg.exp_manager.samples
+    if not settings.enabled:
+        return None
+
+    def build() -> SamplePrompts:
+        encoder = RecordEncoder(
+            tokenizer=tokenizer,
+            vocab_size=model_vocab_size(run.files),
+            apply_chat_template=run.cfg.model.data.apply_chat_template,
+        )
+        found = [
+            Prompt(ids, tokenizer.decode(ids), None)
+            for examples in splits.validation.values()
+            for ids in _of_examples(run, examples)
+        ]
+        if settings.prompts is not None:
+            found += _of_file(run, Path(settings.prompts), encoder)
+        decoding = Decoding(
+            stop_ids=encoder.stop_ids(),
+            max_new_tokens=settings.max_new_tokens,
+            seq_length=run.cfg.seq_length,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            seed=settings.seed,
+        )
+        return SamplePrompts(found, decoding)
+
+    return state.from_rank_zero(build, doing="reading the prompts of the samples")
+
+
+def _of_examples(run: ResolvedRun, examples: Any) -> list[list[int]]:
+    """Return the first ``count`` distinct prompts of a validation set that leave room for an answer."""
+    settings, room = run.cfg.exp_manager.samples, _room(run)
+    found = dict[tuple[int, ...], None]()
+    for place in range(len(examples) if settings.count else 0):
+        ids = tuple(map(int, examples[place].prompt_ids))
+        if len(ids) <= room:
+            found[ids] = None
+        if len(found) == settings.count:
+            break
+    if settings.count and not found:
+        text = f"must leave room for the prompt of a validation row, got {settings.max_new_tokens}"
+        raise UserError(f"{_MAX_NEW_TOKENS} {text} of model.data.seq_length={run.cfg.seq_length}; lower it")
+    return [list(ids) for ids in found]
+
+
+def _of_file(run: ResolvedRun, file: Path, encoder: RecordEncoder) -> Iterator[Prompt]:
+    """Yield the prompts of a file; UserError if any of them cannot be used."""
+    broken, room = RowErrors(), _room(run)
+    try:
+        records = read_prompts(file, run.cfg.model.data.json_columns)
+        encoded = encoder.encode_prompts(records)
+        for record, ids in zip(records, encoded, strict=True):
+            if isinstance(ids, RowError):
+                broken.add(file, record.line, str(ids))
+            elif len(ids) > room:
+                text = f"a prompt must have at most model.data.seq_length - {_MAX_NEW_TOKENS} = {room} tokens"
+                broken.add(file, record.line, f"{text}, got {len(ids)}; shorten it, or allow fewer new tokens")
+        broken.raise_if_any()
+    except DataError as error:
+        raise UserError(f"{_PROMPTS} cannot be used: {error}") from error
+    yield from (_prompt(record, ids) for record, ids in zip(records, encoded, strict=True) if isinstance(ids, list))
+
+
+def _prompt(record: PromptRecord, ids: list[int]) -> Prompt:
+    if isinstance(record.prompt, str):
+        return Prompt(ids, record.prompt, None)
+    of_user = [message for message in record.prompt if message["role"] == "user"] or record.prompt
+    return Prompt(ids, str(of_user[-1].get("content")), list(record.prompt))
+
+
+def _room(run: ResolvedRun) -> int:
+    return run.cfg.seq_length - run.cfg.exp_manager.samples.max_new_tokens

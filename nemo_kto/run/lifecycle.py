@@ -1,36 +1,45 @@
-"""Start and end of a job: lock of the run folder, choice of precision, export, and exit of a stopped run."""
+"""Start and end of a job: lock of its folder, precision, export, exit of a stopped run, and the records of its report."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import megatron.core
+import torch
+import transformers
+
+from nemo_kto import __version__
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.artifacts.adapter_files import is_our_adapter
-from nemo_kto.artifacts.checkpoint_files import find_checkpoints
+from nemo_kto.artifacts.checkpoint_files import best_of, find_checkpoints
 from nemo_kto.artifacts.hub import is_hub_name, pin
 from nemo_kto.artifacts.safetensors_files import is_our_model
-from nemo_kto.checkpoint.discovery import best_checkpoint
 from nemo_kto.checkpoint.manager import checkpoint_dtype, load_weights_only
 from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of, with_value
+from nemo_kto.config.saved_config import settings_of_user
 from nemo_kto.device.precision import PRECISIONS, bf16_support, dtype_of
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.folders import check_target
-from nemo_kto.huggingface.huggingface import export_bytes
+from nemo_kto.huggingface.weights import export_bytes
 from nemo_kto.processes.ranks import requeue
 from nemo_kto.processes.signals import Stopped
-from nemo_kto.report.record import RUN_LOCK
+from nemo_kto.report.record import FAILED, FINISHED, REPORT_FILE, RUN_FILE, RUN_LOCK, RUNNING, STOPPED, RunFile, read_run
+from nemo_kto.report.run_file import begin_run, end_run
+from nemo_kto.run.data import RunData
 from nemo_kto.run.policy import Policy, export_policy
-from nemo_kto.run.record import make_report, record_end
+from nemo_kto.run.resume import Resumption
 from nemo_kto.run.summary import end_table
 from nemo_kto.utils.files import make_folder, remove_unpublished
 from nemo_kto.utils.locks import locked
-from nemo_kto.utils.text import print_error
+from nemo_kto.utils.saved_records import read_object_as
+from nemo_kto.utils.text import print_error, redacted
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +48,10 @@ _ANOTHER = "choose another folder with exp_manager.name or exp_manager.explicit_
 
 @contextlib.contextmanager
 def hold_run_folder(folder: Path) -> Iterator[None]:
-    """Lock a run folder during the block, so that no other job uses it; collective, rank 0 holds the lock.
+    """Lock a run folder during the block; collective, rank 0 holds the lock.
 
-    The folder is created if it does not exist, and removed at the end if nothing was written into it. All ranks raise
-    UserError if another job is using the folder, or it cannot be written.
+    The folder is removed at the end if nothing was written into it. All ranks raise UserError if another job is using it, or
+    it cannot be written.
     """
     with contextlib.ExitStack() as lock:
         state.from_rank_zero(lambda: lock.enter_context(_locked(folder)), doing="taking the lock of the run folder")
@@ -78,18 +87,15 @@ def agree_on_models(run: ResolvedRun) -> ResolvedRun:
 
     A rank that started before its machine asked the hub may have found an earlier revision in the cache.
     """
-    keys = [key for key in MODEL_KEYS if is_hub_name(str(value_of(run.cfg, key)))]
-    if not keys:
+    cfg, named = run.cfg, {key: str(value_of(run.cfg, key)) for key in MODEL_KEYS}
+    hub = {key: name for key, name in named.items() if is_hub_name(name)}
+    if not hub:
         return run
-    names = state.from_rank_zero(
-        lambda: [str(value_of(run.cfg, key)) for key in keys], doing="choosing the model's revision"
-    )
-
-    cfg = run.cfg
+    chosen = state.from_rank_zero(lambda: hub, doing="choosing the model's revision")
 
     def download() -> None:
         nonlocal cfg
-        for key, name in zip(keys, names, strict=True):
+        for key, name in chosen.items():
             cfg = with_value(cfg, key, pin(name, leads=False))
 
     state.raise_together(state.attempt(download), "{}")
@@ -97,16 +103,12 @@ def agree_on_models(run: ResolvedRun) -> ResolvedRun:
 
 
 def resolve_precision(run: ResolvedRun) -> ResolvedRun:
-    """Replace trainer.precision=auto by bf16 or 32; collective.
-
-    Rank 0 decides for all ranks: a resumed run keeps the precision of its newest checkpoint; a new run uses bf16 if the
-    machine computes faster with it.
-    """
-    precision, reason = state.from_rank_zero(lambda: _choose_precision(run), doing="choosing the precision")
-    return run.with_precision(precision, reason)
+    """Replace trainer.precision=auto by bf16 or 32, as rank 0 chooses; collective."""
+    return run.with_precision(*state.from_rank_zero(lambda: _choose_precision(run), doing="choosing the precision"))
 
 
 def _choose_precision(run: ResolvedRun) -> tuple[str, str]:
+    """Return the precision and its reason: that of the newest checkpoint, or bf16 if the machine computes faster with it."""
     precision, reason, resumed = PRECISIONS[run.cfg.trainer.precision], "set by the user", False
     if precision == "auto" and run.cfg.exp_manager.resume_if_exists and (saved := find_checkpoints(run.checkpoints)):
         dtype = checkpoint_dtype(saved[-1].folder)
@@ -126,16 +128,13 @@ def _choose_precision(run: ResolvedRun) -> tuple[str, str]:
 def stop_early(run: ResolvedRun, trainer: DPOTrainer) -> NoReturn:
     """End a run early, after its last checkpoint is complete, by raising Stopped; collective."""
     reason = "" if trainer.stop is None else trainer.stop.text
-    where = f"at step {trainer.step} of {trainer.max_steps}, checkpoint {newest_checkpoint(run.checkpoints)}"
-    text = f"stopped by {reason} {where if trainer.step else 'before the first step, with nothing to save'}"
-    stop_run(text, requeues=run.cfg.trainer.requeue)
+    where = f"at step {trainer.step} of {trainer.max_steps}, checkpoint {name_of_newest(run.checkpoints)}"
+    where = where if trainer.step else "before the first step, with nothing to save"
+    stop_run(f"stopped by {reason} {where}", requeues=run.cfg.trainer.requeue)
 
 
 def stop_run(text: str, *, requeues: bool) -> NoReturn:
-    """End the run by raising Stopped, and print how it is resumed; collective.
-
-    ``text`` is the reason for its end; with ``requeues``, its SLURM job is requeued.
-    """
+    """End the run with a printed reason and how to resume it, by raising Stopped, and requeue its SLURM job; collective."""
     if state.is_rank_zero():
         job = requeue(os.environ) if requeues else None
         how = "start the same command again to resume" if job is None else f"SLURM job {job} was requeued to resume"
@@ -144,7 +143,7 @@ def stop_run(text: str, *, requeues: bool) -> NoReturn:
     raise Stopped
 
 
-def newest_checkpoint(folder: Path) -> str:
+def name_of_newest(folder: Path) -> str:
     """Return the path of the newest complete checkpoint in the folder of a run's checkpoints, or "none"."""
     checkpoints = find_checkpoints(folder)
     return str(checkpoints[-1].folder) if checkpoints else "none"
@@ -172,9 +171,9 @@ def check_export(run: ResolvedRun) -> None:
 def finish(run: ResolvedRun, policy: Policy, trainer: DPOTrainer, *, seconds: float) -> None:
     """Export the configured model and print the summary of the run; collective. ``seconds``: time of training."""
     export, ranking = run.cfg.export, run.cfg.exp_manager.checkpoint_callback_params
-    best = best_checkpoint(run.checkpoints, monitor=ranking.monitor, mode=ranking.mode)
+    kept = state.from_rank_zero(lambda: find_checkpoints(run.checkpoints))
+    best = best_of(kept, monitor=ranking.monitor, mode=ranking.mode)
     if export.enabled:
-        kept = state.from_rank_zero(lambda: find_checkpoints(run.checkpoints))
         exported = kept[-1] if kept else None
         if export.which == "best" and best is not None:
             exported = best
@@ -183,21 +182,119 @@ def finish(run: ResolvedRun, policy: Policy, trainer: DPOTrainer, *, seconds: fl
             text = "no checkpoint has %s, so there is no best one; the model after the last step is exported"
             logger.warning(text, ranking.monitor)
         later = f"the checkpoints are complete: `nemo-kto export {run.folder} OUT` writes the model later"
-        out, adapter_out = Path(export.path), Path(export.adapter_path)
         try:
             export_policy(
                 policy,
-                out=out,
-                adapter_out=adapter_out,
+                out=Path(export.path),
+                adapter_out=Path(export.adapter_path),
                 info={} if exported is None else exported.info,
                 run_folder=run.folder,
                 max_shard_size_gb=export.max_shard_size_gb,
             )
-        except UserError as error:
-            raise UserError(f"{error}; {later}") from error
-        except RuntimeError as error:
-            raise RuntimeError(f"{error}; {later}") from error
+        except (UserError, RuntimeError) as error:
+            raise (UserError if isinstance(error, UserError) else RuntimeError)(f"{error}; {later}") from error
     record_end(run, trainer)
     if state.is_rank_zero():
         report = make_report(run)
         print(f"\n{end_table(run, policy, trainer, best=best, report=report, seconds=seconds)}", flush=True)
+
+
+def record_start(
+    run: ResolvedRun, data: RunData, resumption: Resumption, *, summary: Mapping[str, str], total_steps: int
+) -> None:
+    """Write run.json and data.json; ``summary`` is the table at the start of the run."""
+    reasons = {"trainer.precision": run.precision_reason, "model.data.seq_length": run.length_reason}
+    chosen = [key for key, reason in reasons.items() if reason != "set by the user"]
+    content = {
+        "algorithm": run.cfg.recipe.name,
+        "total_steps": total_steps,
+        "resumed_step": resumption.resumed_step,
+        "settings": {key: value for key, value in settings_of_user(run.cfg).items() if key not in chosen},
+        "summary": {label: redacted(text) for label, text in summary.items()},
+        "facts": resumption.facts,
+        "versions": {
+            "nemo-kto": __version__,
+            "torch": torch.__version__,
+            "megatron-core": megatron.core.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+    begin_run(run.folder, run=content, data=data_statistics(run, data))
+
+
+def data_statistics(run: ResolvedRun, data: RunData) -> dict[str, Any]:
+    """Return counts and lengths of the examples of each split, and numbers and loss weights of the training classes."""
+    train = data.splits.train
+    assert train is not None
+    weights = run.cfg.recipe.model_options(run.cfg.loss, train)
+    balance = {}
+    if hasattr(train, "class_weights"):  # pairs have no classes
+        balance = {
+            "examples": train.class_weights,
+            "weights": [weights[f"{name}_loss_weight"] for name in train.counts.classes],
+        }
+    return {
+        "unit": run.cfg.recipe.unit,
+        "seq_length": run.cfg.seq_length,
+        "balance": balance,
+        "sets": {
+            name: {
+                **asdict(examples.counts),
+                "lengths": {part: asdict(each) for part, each in examples.length_histograms().items()},
+            }
+            for name, examples in data.splits.in_use.items()
+        },
+    }
+
+
+@contextlib.contextmanager
+def record_failure(run: ResolvedRun, trainer: DPOTrainer) -> Iterator[None]:
+    try:
+        yield
+    except Stopped:
+        _end(run, STOPPED, "" if trainer.stop is None else trainer.stop.text)
+        raise
+    except BaseException as error:
+        _end(run, FAILED, redacted(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__))
+        raise
+
+
+def record_end(run: ResolvedRun, trainer: DPOTrainer) -> None:
+    """Record that a run has ended as it should, and why it did if it is not at its last step."""
+    if trainer.step >= trainer.max_steps:
+        _end(run, FINISHED)
+    elif trainer.stopped_early is not None:
+        _end(run, FINISHED, f"early stopping: {trainer.stopped_early}")
+    else:
+        _end(run, STOPPED, "" if trainer.stop is None else trainer.stop.text)
+
+
+def _end(run: ResolvedRun, word: str, text: str = "") -> None:
+    if state.is_rank_zero():
+        try:
+            end_run(run.folder, word, text)
+        except OSError as error:
+            logger.warning("the end of the run could not be recorded in %s: %s", run.folder, error.strerror)
+
+
+def complete_record(run: ResolvedRun) -> None:
+    """Record the end of a finished run, and write its report, if it was killed before it had done so."""
+    record, report = run.folder / RUN_FILE, run.folder / REPORT_FILE.replace(".html", ".md")  # the last file of a report
+    if read_object_as(RunFile, record).get("state") in (RUNNING, FAILED):
+        _end(run, FINISHED)
+    if not report.exists() or (record.exists() and report.stat().st_mtime_ns < record.stat().st_mtime_ns):
+        make_report(run)
+
+
+def make_report(run: ResolvedRun) -> Path | None:
+    """Write the report of a run and return its path; None if it is disabled or, with a warning, could not be written."""
+    if not run.cfg.export.report:
+        return None
+    try:
+        from nemo_kto.report.page import write_report
+
+        return write_report([read_run(run.folder)], run.folder / REPORT_FILE)[0]
+    except Exception as error:  # matplotlib and jinja2 may raise anything
+        text = "the report could not be written (%s: %s); `nemo-kto report %s` writes it later"
+        logger.warning(text, type(error).__name__, error, run.folder)
+        return None

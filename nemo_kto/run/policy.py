@@ -19,7 +19,7 @@ from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.artifacts.adapter_files import is_our_adapter, read_adapter_settings
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, INFO, check_checkpoint, is_checkpoint
 from nemo_kto.artifacts.safetensors_files import is_our_model
-from nemo_kto.artifacts.sources import named_base, refuse_other_shape
+from nemo_kto.artifacts.sources import is_peft_folder, named_base, refuse_other_shape
 from nemo_kto.checkpoint.discovery import newest_checkpoint
 from nemo_kto.checkpoint.manager import checkpoint_dtype, load_weights_only, saved_adapters
 from nemo_kto.config.resolved import ModelFiles, ResolvedRun
@@ -27,9 +27,9 @@ from nemo_kto.config.saved_config import CONFIG_FILE
 from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError, error_of
-from nemo_kto.huggingface.adapter import check_adapter, export_adapter, load_adapter
 from nemo_kto.huggingface.folders import check_target
-from nemo_kto.huggingface.huggingface import check_weights, export, export_bytes, load_weights
+from nemo_kto.huggingface.peft import check_adapter, export_adapter, load_adapter
+from nemo_kto.huggingface.weights import check_weights, export, export_bytes, load_weights
 from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.gpt import build_chunks, build_gpt
 from nemo_kto.models.lora.adapters import add_adapters, merge_adapters
@@ -125,23 +125,21 @@ def load_base_weights(policy: Policy, base: Path) -> None:
 def check_shape(files: ModelFiles, base: Path) -> None:
     """Compare the configuration of a whole model with that of the policy; raise UserError with the values that differ."""
     ours, other = files.architecture, replace(files, source=base)
-    if other.hf_folder != files.hf_folder:
-        found = other.architecture
-        values = {each.name: (getattr(found, each.name), getattr(ours, each.name)) for each in fields(found)}
-        differing = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
-        if "head_dim" in differing:
-            differing.pop("rope", None)  # rope has one frequency per two channels of a head, so it differs as well
-        try:
-            refuse_other_shape(files.hf_folder, other.hf_folder, differing)
-        except UserError as error:
-            raise UserError(f"the reference {error}") from error
+    if other.hf_folder == files.hf_folder:
+        return
+    found = other.architecture
+    values = {each.name: (getattr(found, each.name), getattr(ours, each.name)) for each in fields(found)}
+    differing = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
+    if "head_dim" in differing:
+        differing.pop("rope", None)  # rope has one frequency per two channels of a head, so it differs as well
+    try:
+        refuse_other_shape(files.hf_folder, other.hf_folder, differing)
+    except UserError as error:
+        raise UserError(f"the reference {error}") from error
 
 
 def check_sources(run: ResolvedRun) -> None:
-    """Compare the tensors of all models and adapters in other formats than ours with the policy, by the headers of files.
-
-    Raises UserError that lists the differences in all of them.
-    """
+    """Raise UserError that lists the differences of all foreign models and adapters from the policy, by their headers."""
 
     def check(folder: Path, *, is_base: bool) -> None:
         if is_base:
@@ -172,31 +170,27 @@ def export_policy(
 ) -> None:
     """Write the model to ``out`` in Hugging Face format, and its adapters to ``adapter_out`` in PEFT format; collective.
 
-    In the written model, adapters are merged into the weights; they stay merged in memory. None skips an export.
-    ``max_shard_size_gb`` is the maximum size of a weight file in 10^9 bytes. ``info`` is the trainer.json of the exported
-    checkpoint, and ``run_folder`` the folder of its run, for the model cards.
+    None skips an export. In the written model, adapters are merged into the weights; they stay merged in memory. ``info`` is
+    the exported checkpoint's trainer.json, and ``run_folder`` the folder of its run, for the model cards.
     """
     chunks, architecture, original = policy.chunks, policy.architecture, policy.files.hf_folder
 
-    def describe(folder: Path, *, adapters: bool) -> None:
-        write_card(folder, CardSources(info=info, run=run_folder, original=original, adapters=adapters))
+    def describe(folder: Path) -> None:
+        write_card(folder, CardSources(info=info, run=run_folder, original=original, adapters=is_peft_folder(folder)))
 
     if policy.adapters is not None and adapter_out is not None:
-        describe_adapters = partial(describe, adapters=True)
-        export_adapter(chunks, architecture, out=adapter_out, base_model=policy.base_model, describe=describe_adapters)
+        export_adapter(chunks, architecture, out=adapter_out, base_model=policy.base_model, describe=describe)
     if out is not None:
         if policy.adapters is not None:
             merge_adapters(chunks)
         size = int(max_shard_size_gb * 1e9)
-        describe_model = partial(describe, adapters=False)
-        export(chunks, architecture, source=original, out=out, max_shard_bytes=size, describe=describe_model)
+        export(chunks, architecture, source=original, out=out, max_shard_bytes=size, describe=describe)
 
 
 def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> None:
-    """Export a checkpoint, or the newest one of a run folder, to ``out`` in Hugging Face format, in a single process.
+    """Export a checkpoint, or the newest one of a run folder, in a single process; ``adapter``: only its adapters.
 
-    With ``adapter``, write the adapters in PEFT format instead of the model with merged adapters. Raises UserError if there
-    is no checkpoint, it is damaged or lacks the adapters, or ``out`` cannot be used.
+    Raises UserError if there is no checkpoint, it is damaged or lacks the adapters, or ``out`` cannot be used.
     """
     if not is_checkpoint(checkpoint):
         newest = newest_checkpoint(checkpoint / CHECKPOINTS)

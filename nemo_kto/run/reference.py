@@ -14,12 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.utils import get_model_config
 
-from nemo_kto.algorithms.duration import (
-    batches_to_epoch_end,
-    steps_to_epoch_end,
-    validation_batches,
-    validation_sets,
-)
+from nemo_kto.algorithms.duration import batches_to_epoch_end, steps_to_epoch_end, validation_batches, validation_sets
 from nemo_kto.artifacts.checkpoint_files import is_checkpoint
 from nemo_kto.artifacts.sources import ModelSource
 from nemo_kto.checkpoint.manager import load_weights_only, saved_adapters
@@ -29,15 +24,9 @@ from nemo_kto.data.batches.loader import every_example
 from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.distributed.gradients import finish_gathers
-from nemo_kto.huggingface.adapter import load_adapter, read_adapter_settings
+from nemo_kto.huggingface.peft import load_adapter, read_adapter_settings
 from nemo_kto.models.engine.engine import LogProbEngine
-from nemo_kto.models.engine.reference import (
-    CachedReference,
-    LiveReference,
-    ReferenceCache,
-    ReferencePolicy,
-    SwappedWeights,
-)
+from nemo_kto.models.engine.reference import CachedReference, LiveReference, ReferenceCache, ReferencePolicy, SwappedWeights
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import Passes
 from nemo_kto.models.gpt import build_gpt
@@ -50,10 +39,13 @@ from nemo_kto.run.samples import Sampler
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason
 
+# Keys in model.data that determine the rows: jobs that compute log-probs of the same rows take turns.
+_KEYS_OF_ROWS = (
+    "data_prefix", "splits_string", "fields", "labels", "json_columns", "seq_length", "truncation_mode",
+)  # fmt: skip
+
 
 class ReferenceSetup(NamedTuple):
-    """The reference of a run."""
-
     policy: ReferencePolicy | None  # None if the loss needs no reference
     synced_weights: SwappedWeights | None = None  # moved towards the policy at intervals; None if they stay fixed
     # Computes the log-probs from a step to the end of its epoch; None if not "cached", or if no further epoch follows.
@@ -73,11 +65,8 @@ def build_reference(
 ) -> ReferenceSetup:
     """Build the reference; before and afterwards the model holds the initial weights of the policy.
 
-    If the reference is another model, its weights are loaded into the policy's model in between, to copy or evaluate them.
-
-    Raises:
-        UserError: the reference model does not exist or has another shape.
-        Stopped: the run must stop before all log-probs are computed; those already computed are in the cache.
+    Raises UserError if the reference model does not exist or has another shape, and Stopped if the run must stop before all
+    log-probs are computed; those already computed are in the cache.
     """
     mode, other = run.reference.name, run.reference_model
     if mode == "none":
@@ -107,10 +96,7 @@ def build_reference(
 
 
 def load_model(policy: Policy, other: ModelSource) -> None:
-    """Load another model, with its adapters merged, into the policy's model; raise UserError if it has another shape.
-
-    The adapters of the policy are reset so that they have no effect.
-    """
+    """Load another model, with its adapters merged, into the policy's model, whose adapters then have no effect."""
     load_base_weights(policy, other.base)
     zero_adapters(policy.chunks)
     if (adapters := other.adapters) is None:
@@ -148,27 +134,21 @@ def _live_reference(
     # Only parameters that differ from the policy's are swapped. Without another model, these are the trained ones: all
     # weights, or only the adapters, whose frozen base model is shared with the policy.
     all_differ = run.reference_model is not None
-    parameters = [each for chunk in policy.chunks for each in chunk.parameters() if all_differ or each.requires_grad]
     moves = run.cfg.model.reference.sync_interval > 0
-    gathers = partial(finish_gathers, policy.chunks)
     weights = SwappedWeights(
-        parameters=parameters,
-        finish_gathers=gathers,
+        parameters=[each for chunk in policy.chunks for each in chunk.parameters() if all_differ or each.requires_grad],
+        finish_gathers=partial(finish_gathers, policy.chunks),
         on_device=run.reference_on_gpu,
         moves=moves,
         phase=timers.phase,
     )
-    return ReferenceSetup(
-        LiveReference(engine=engine, active=weights.active, passes=Passes(forward=1)), weights if moves else None
-    )
+    live = LiveReference(engine=engine, active=weights.active, passes=Passes(forward=1))
+    return ReferenceSetup(live, weights if moves else None)
 
 
 @contextlib.contextmanager
 def _reloaded(policy: Policy, other: ModelSource | None, cache: ReferenceCache) -> Iterator[None]:
-    """Load the reference weights from their files for the block, in which the policy weights are in host memory.
-
-    The policy weights are restored exactly. Raises UserError if the files have changed since the start of the run.
-    """
+    """Load the reference weights from their unchanged files for the block, and restore the policy weights exactly."""
     cache.check_models()
     finish_gathers(policy.chunks)
     weights = [weight for chunk in policy.chunks for weight in chunk.parameters()]
@@ -188,11 +168,10 @@ def _reloaded(policy: Policy, other: ModelSource | None, cache: ReferenceCache) 
 
 @dataclass(frozen=True, kw_only=True)
 class Precomputation:
-    """Precomputation of the reference log-probs of a run.
+    """Precomputation of reference log-probs: for the first epoch and validations before training, for other epochs later.
 
-    The log-probs for the first epoch and for the validations are computed before training, those for each later epoch when
-    it begins. Later epochs have the same examples as the first one, except for KL examples, which are formed within a batch,
-    and for examples that ``limit_train_batches`` left out.
+    Later epochs have the same examples as the first one, except for KL examples, which are formed within a batch, and for
+    examples that ``limit_train_batches`` left out.
     """
 
     run: ResolvedRun
@@ -206,8 +185,7 @@ class Precomputation:
     def before_training(self, policy: Policy) -> ReferenceSetup:
         """Compute the log-probs for the epoch in which the run starts or is resumed, and for validation; collective.
 
-        The model must hold the reference weights; call it before the first update of the policy. Raises Stopped if the run
-        must stop before all log-probs are computed.
+        The model must hold the reference weights. Raises Stopped if the run must stop first.
         """
         run, length, cache = self.run, self.run.length, self.cached.cache
         epoch_batches, number = len(self.data.train.batch_sampler), self._steps_to_epoch_end(self.first_step)
@@ -218,16 +196,7 @@ class Precomputation:
             train, number = iter(loader), len(loader)
         validation = validation_sets(self.data.validation, limit=length.limit_val_batches)
         number += sum(each.batches for each in validation)
-        settings = run.cfg.model.data
-        rows = [
-            settings.data_prefix,
-            settings.splits_string,
-            settings.fields,
-            settings.labels,
-            settings.json_columns,
-            settings.seq_length,
-            settings.truncation_mode,
-        ]
+        rows = [getattr(run.cfg.model.data, key) for key in _KEYS_OF_ROWS]
         with self.timers.phase("reference"), cache.one_job(str(rows)), signals.deferred():
             known, batches = cache.size, chain(train, validation_batches(validation))
             reason = self._compute(batches, number, active=contextlib.nullcontext)
@@ -289,8 +258,6 @@ def _open_cache(run: ResolvedRun, policy: Policy, engine: LogProbEngine) -> Refe
         "attention within documents": data.reset_attention_mask,
         **({} if fp8 is None else {"fp8": fp8}),
     }
-    models = [run.files.source, policy.base_model, run.files.adapter_folder]
-    if other is not None:
-        models = [other.base, other.adapters]
-    folders = [model for model in models if model is not None]
-    return ReferenceCache(folder=Path(data.cache_dir), settings=settings, models=folders, shared=data.cache_shared)
+    own = [run.files.source, policy.base_model, run.files.adapter_folder]
+    models = [*filter(None, own if other is None else [other.base, other.adapters])]
+    return ReferenceCache(folder=Path(data.cache_dir), settings=settings, models=models, shared=data.cache_shared)

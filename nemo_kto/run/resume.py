@@ -23,7 +23,6 @@ from nemo_kto.artifacts.checkpoint_files import INFO, Checkpoint, named_checkpoi
 from nemo_kto.artifacts.content import content_hash, model_files, tokenizer_files
 from nemo_kto.artifacts.sources import find_source
 from nemo_kto.checkpoint.discovery import newest_checkpoint
-from nemo_kto.checkpoint.model_state import adapters_in
 from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.schema import RunConfig
@@ -64,10 +63,7 @@ _FOLLOWS = {
 
 
 def facts_of_run(run: ResolvedRun, data: RunData) -> Facts:
-    """Return the facts of a run, whose precision must not be auto; raise OSError if a file cannot be read.
-
-    All weights are read, unless their hashes are in the cache.
-    """
+    """Return the facts of a run, whose precision must not be auto; all weights are read, unless their hashes are cached."""
     cfg, name, model = run.cfg, run.cfg.recipe.name, run.cfg.model
     hashed = partial(content_hash, cache_dir=Path(model.data.cache_dir), shared=model.data.cache_shared)
     source, reference, tokenizer, adapter = run.files.source, model.reference, run.files.hf_folder, run.files.adapter_folder
@@ -132,27 +128,6 @@ def _model_content(folder: Path | None, hashed: ContentHash, *, default_base: Pa
     return {"sha256": " on ".join(parts), "from": str(folder)}
 
 
-def facts_of_earlier(info: Mapping[str, Any], now: Facts) -> Facts:
-    """Derive facts from a checkpoint of an earlier version, whose trainer.json (``info``) contains none.
-
-    ``now`` are the facts of the run to be resumed.
-    """
-    trainer, saved = info["trainer"], adapters_in(info)
-    known: Facts = {
-        "trainer.precision": {"bfloat16": "bf16", "float32": "32"}[info["dtype"]],
-        "model.optim.use_distributed_optimizer": info["distributed_optimizer"],
-        "model.peft.peft_scheme": "none" if saved is None else "lora",
-        **_adapter_facts(None if saved is None else saved.settings),
-        "model.global_batch_size": trainer["consumed_samples"] // max(trainer["step"], 1),
-    }
-    if "steps_per_epoch" in trainer:
-        key = next(key for key in now if key.endswith("limit_train_batches"))
-        known[key] = trainer["steps_per_epoch"]
-    interval = now["model.reference.sync_interval"]
-    known["model.reference.sync_interval"] = (interval or "above 0") if info.get("moving_reference") else 0
-    return dict(json.loads(json.dumps(known)))
-
-
 def differences(before: Facts, now: Facts) -> list[str]:
     """Describe each changed fact in one sentence; facts that only one side has are not compared."""
 
@@ -177,10 +152,7 @@ def differences(before: Facts, now: Facts) -> list[str]:
 
 
 def build_early_stopping(cfg: RunConfig, *, agree: Callable[[int], int] | None = None) -> EarlyStopping | None:
-    """Build early stopping from the configuration; None if it is disabled.
-
-    ``agree`` returns the maximum of an integer over all ranks; None for one rank.
-    """
+    """Build early stopping; None if disabled. ``agree``: the maximum of an integer over all ranks; None for one rank."""
     if not cfg.exp_manager.create_early_stopping_callback:
         return None
     settings = cfg.exp_manager.early_stopping_callback_params
@@ -229,16 +201,13 @@ def look_for_run(run: ResolvedRun, data: RunData) -> Resumption:
     them), or all checkpoints are damaged.
     """
     doing = "comparing the run with its folder"
-
-    def refuse_checkpoints() -> None:
-        if steps := list(named_checkpoints(run.checkpoints).values()):
+    if not run.cfg.exp_manager.resume_if_exists:
+        steps = state.from_rank_zero(lambda: [*named_checkpoints(run.checkpoints).values()], doing=doing)
+        if steps:
             raise UserError(
                 f"a new run must have a folder without checkpoints, but {run.checkpoints} has {len(steps)}, "
                 f"the last of step {steps[-1]}; resume it with exp_manager.resume_if_exists=true, or {_ANOTHER}"
             )
-
-    if not run.cfg.exp_manager.resume_if_exists:
-        state.from_rank_zero(refuse_checkpoints, doing=doing)
     newest = newest_checkpoint(run.checkpoints)
     return state.from_rank_zero(lambda: _compare(run, data, newest), doing=doing)
 
@@ -248,12 +217,7 @@ def _compare(run: ResolvedRun, data: RunData, newest: Checkpoint | None) -> Resu
     if newest is None:
         return Resumption(facts=facts)
     with read_errors(newest.folder / INFO):
-        saved = newest.info.get("run")
-        if saved is None:
-            text = "%s was written by an earlier version without the facts of its run: whether weights, data, seed and loss "
-            logger.warning(text + "are the same cannot be checked", newest.folder)
-            saved = facts_of_earlier(newest.info, facts)
-        changed = differences(saved, facts)
+        changed = differences(newest.info["run"], facts)
     if changed:
         count = plural(len(changed), "change")
         lines = [f"the run in {run.folder} cannot be resumed with {count}, nothing was written", *changed]
@@ -268,8 +232,9 @@ def _finished(run: ResolvedRun, newest: Checkpoint, batches: int) -> str | None:
     step, stopping = trainer["step"], build_early_stopping(run.cfg)
     stopped = None
     if step < total and stopping is not None:
-        stopping.load_state_dict(trainer.get("early_stopping", {}))
-        stopped = stopping.reason
+        with read_errors(newest.folder / INFO):
+            stopping.load_state_dict(trainer.get("early_stopping", {}))
+            stopped = stopping.reason
     if (step < total and stopped is None) or trainer.get("validation_due") or _lacks_export(run, newest):
         return None
     reason, settings = run.length.what_ends(batches)
@@ -281,11 +246,7 @@ def _finished(run: ResolvedRun, newest: Checkpoint, batches: int) -> str | None:
 
 
 def _lacks_export(run: ResolvedRun, newest: Checkpoint) -> bool:
-    """Return whether a run that reached its last step still lacks an export.
-
-    Exports are written atomically, so an existing one is complete. An export older than the newest checkpoint belongs to an
-    earlier step.
-    """
+    """Return whether a run at its last step lacks an export; one older than the checkpoint is of an earlier step."""
     export = run.cfg.export
     paths = [export.path, *([export.adapter_path] if run.has_adapters else [])] if export.enabled else []
     written = (newest.folder / INFO).stat().st_mtime_ns

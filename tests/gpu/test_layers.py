@@ -14,7 +14,7 @@ from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.device import device
 from nemo_kto.device.kernels import uses_transformer_engine
 from nemo_kto.distributed import state
-from nemo_kto.huggingface.huggingface import load_weights
+from nemo_kto.huggingface.weights import load_weights
 from nemo_kto.models.gpt import build_gpt
 from nemo_kto.models.layers.attention import PackedSequences
 from nemo_kto.models.layers.block_attention import BLOCK, block_attention

@@ -20,7 +20,7 @@ from nemo_kto.checkpoint.discovery import newest_checkpoint
 from nemo_kto.device import device
 from nemo_kto.device.kernels import uses_transformer_engine
 from nemo_kto.distributed import state
-from nemo_kto.huggingface.adapter import load_adapter
+from nemo_kto.huggingface.peft import load_adapter
 from nemo_kto.models import gpt
 from nemo_kto.models.lora import adapters
 from nemo_kto.models.lora.adapters import disable_adapters, merge_adapters

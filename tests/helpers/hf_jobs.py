@@ -20,10 +20,10 @@ from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout
-from nemo_kto.huggingface import huggingface
-from nemo_kto.huggingface.adapter import export_adapter, load_adapter
-from nemo_kto.huggingface.huggingface import export, load_weights
+from nemo_kto.huggingface import weights
 from nemo_kto.huggingface.mapping import rank_weights
+from nemo_kto.huggingface.peft import export_adapter, load_adapter
+from nemo_kto.huggingface.weights import export, load_weights
 from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.gpt import HiddenStateGPT, build_gpt
 from nemo_kto.models.lora.adapters import add_adapters, disable_adapters, merge_adapters
@@ -244,7 +244,7 @@ def bytes_read(layout: Layout, folder: Path) -> tuple[int, int, int]:
     state.init_distributed(layout=layout, seed=3)
     model, architecture = build(folder, layout)
     sizes: list[int] = []
-    original = huggingface.safe_open
+    original = weights.safe_open
 
     class Slice:
         def __init__(self, inner: Any) -> None:
@@ -272,10 +272,10 @@ def bytes_read(layout: Layout, folder: Path) -> tuple[int, int, int]:
             return Slice(self.inner.get_slice(name))
 
     try:
-        setattr(huggingface, "safe_open", Opened)  # noqa: B010
+        setattr(weights, "safe_open", Opened)  # noqa: B010
         load_weights([model], architecture, folder)
     finally:
-        setattr(huggingface, "safe_open", original)  # noqa: B010
+        setattr(weights, "safe_open", original)  # noqa: B010
     return sum(sizes), max(sizes), sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 

@@ -101,7 +101,7 @@ CHECKPOINTS: dict[str, tuple[str, Message]] = {
     "no JSON": ("{", Message("trainer.json", "JSON")),
     "another dtype": ('{"files": {}, "dtype": "int8"}', Message("trainer.json", "dtype", "bfloat16", "int8")),
     "files that are a list": ('{"files": [], "dtype": "float32"}', Message("trainer.json", "files", "[]")),
-    "a file that is cut": (info(files={"hf/config.json": 3}), Message("hf/config.json")),
+    "a file that is cut": (info(files={"hf/config.json": {"size": 3, "sha256": ""}}), Message("hf/config.json")),
     "adapters of unknown settings": (
         info(adapters={"base_model": "x", "settings": {"depth": 3}}), Message("trainer.json", "adapters")),
     "a base model that is gone": (

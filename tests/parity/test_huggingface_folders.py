@@ -18,7 +18,7 @@ from nemo_kto.artifacts.safetensors_files import INDEX, WRITTEN_BY, write_shards
 from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.distributed.state import Layout
 from nemo_kto.errors import UserError
-from nemo_kto.huggingface.huggingface import check_weights
+from nemo_kto.huggingface.weights import check_weights
 from tests.helpers import hf_jobs, hf_models
 from tests.helpers.hf_models import weights
 from tests.helpers.messages import Message, assert_names, raises

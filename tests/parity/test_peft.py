@@ -17,7 +17,7 @@ from nemo_kto.architecture.lora import HUGGING_FACE_TARGETS, LoRASettings
 from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout
 from nemo_kto.errors import UserError
-from nemo_kto.huggingface.adapter import export_adapter, load_adapter, read_adapter_settings
+from nemo_kto.huggingface.peft import export_adapter, load_adapter, read_adapter_settings
 from tests.helpers import hf_jobs, hf_models
 from tests.helpers.messages import Message, raises
 

@@ -24,7 +24,7 @@ from nemo_kto.artifacts.adapter_files import read_adapter_settings
 from nemo_kto.distributed import state
 from nemo_kto.distributed.state import Layout
 from nemo_kto.errors import UserError
-from nemo_kto.huggingface.adapter import load_adapter
+from nemo_kto.huggingface.peft import load_adapter
 from tests.helpers import hf_jobs, hf_models
 from tests.helpers.messages import Message
 

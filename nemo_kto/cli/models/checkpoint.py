@@ -101,16 +101,9 @@ def _verify(folder: Path) -> int:
             status = DAMAGED
             print("\n  ".join(map(terminal_line, [f"{path}: damaged", *wrong])), flush=True)
         elif isinstance(found, Checkpoint):
-            print(terminal_line(f"{path}: {_as_written(found)}"), flush=True)
+            size = size_text(sum(record.size for record in found.files.values()))
+            print(terminal_line(f"{path}: {len(found.files)} files ({size}) are as they were written"), flush=True)
     return status
-
-
-def _as_written(checkpoint: Checkpoint) -> str:
-    records = checkpoint.files.values()
-    message = f"{len(records)} files ({size_text(sum(record.size for record in records))}) are as they were written"
-    if any(record.sha256 is None for record in records):
-        return f"{message}, by their sizes; an earlier version wrote no hashes"
-    return message
 
 
 def _paths(folder: Path) -> list[Path]:

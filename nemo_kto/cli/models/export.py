@@ -9,9 +9,8 @@ from pathlib import Path
 
 from nemo_kto.artifacts.adapter_files import is_our_adapter
 from nemo_kto.artifacts.checkpoint_files import is_checkpoint
-from nemo_kto.artifacts.hub import HUB
+from nemo_kto.artifacts.hub import HUB, Repository, Upload
 from nemo_kto.artifacts.safetensors_files import is_our_model
-from nemo_kto.artifacts.upload import Repository, Upload
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.processes import ranks

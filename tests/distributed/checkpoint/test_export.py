@@ -38,7 +38,7 @@ class Exporter:
     def __init__(self, folder: Path) -> None:
         from nemo_kto.architecture.architecture import read_architecture
         from nemo_kto.distributed import state
-        from nemo_kto.huggingface.huggingface import load_weights
+        from nemo_kto.huggingface.weights import load_weights
         from nemo_kto.models.gpt import build_gpt
 
         state.init_distributed(layout=state.Layout(), seed=0)
@@ -48,7 +48,7 @@ class Exporter:
 
     def __call__(self, out: Path) -> str:
         """What goes wrong; nothing is an empty string."""
-        from nemo_kto.huggingface.huggingface import export
+        from nemo_kto.huggingface.weights import export
 
         try:
             export([self.gpt], self.architecture, source=self.folder, out=out, max_shard_bytes=20_000)

@@ -220,26 +220,6 @@ def test_changeable_keys_and_moved_folders(copied: Folders, ranks: RankPool) -> 
     assert hashes[0] == hashes[1]
 
 
-def forget(run: Path) -> None:
-    """Make the checkpoint one of an earlier version."""
-    (file,) = run.glob("checkpoints/*/trainer.json")
-    info = json.loads(file.read_text())
-    del info["run"], info["checksum"]
-    info["files"] = {name: kept["size"] for name, kept in info["files"].items() if not name.startswith("hf/")}
-    file.write_text(json.dumps(info))
-
-
-def test_an_earlier_checkpoint_is_resumed_with_a_warning(copied: Folders, ranks: RankPool) -> None:
-    forget(copied.run)
-    ((_, error, warnings),) = ranks.run(1, started, copied, ["model.global_batch_size=8", "model.seed=7"])
-    assert error.splitlines()[1:-1] == [Message("model.global_batch_size", "4", "8")]
-    expected = Message(f"{copied.run}/checkpoints/step_000002", "earlier version", "weights", "data", "seed", "loss")
-    assert warnings == [expected]
-    ((_, error, warnings),) = ranks.run(1, started, copied, ["trainer.kto.max_epochs=2"])
-    assert (error, warnings[0]) == ("", expected)
-    assert [checkpoint.step for checkpoint in find_checkpoints(copied.run / "checkpoints")] == [2, 4]
-
-
 LORA = [
     "model.peft.peft_scheme=lora",
     "model.peft.lora_tuning.target_modules=attention_qkv",

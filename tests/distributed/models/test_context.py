@@ -109,7 +109,7 @@ def engine_of(model: Path, context: int) -> Any:
     """On a rank."""
     from nemo_kto.architecture.architecture import read_architecture
     from nemo_kto.distributed import state
-    from nemo_kto.huggingface.huggingface import load_weights
+    from nemo_kto.huggingface.weights import load_weights
     from nemo_kto.models.engine.optimizer import wrap_data_parallel
     from nemo_kto.models.gpt import build_gpt
 

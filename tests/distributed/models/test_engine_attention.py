@@ -21,7 +21,7 @@ LENGTHS, PROMPTS = (9, 4, 1, 6, 7, 5, 3, 2), (None, 0, 0, 0, None, None, 5, 5)
 def build(folder: Path, **settings: Any) -> Any:
     """A model with the weights of the folder."""
     from nemo_kto.architecture.architecture import read_architecture
-    from nemo_kto.huggingface.huggingface import load_weights
+    from nemo_kto.huggingface.weights import load_weights
     from nemo_kto.models.gpt import build_gpt
 
     architecture = read_architecture(folder, tensor_parallel=1)

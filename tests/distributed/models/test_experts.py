@@ -149,7 +149,7 @@ def unevenly_shared(model: Path, counts: list[int], expert_parallel: int) -> tup
 
     from nemo_kto.architecture.architecture import read_architecture
     from nemo_kto.distributed import state
-    from nemo_kto.huggingface.huggingface import load_weights
+    from nemo_kto.huggingface.weights import load_weights
     from nemo_kto.models.engine.optimizer import wrap_data_parallel
     from nemo_kto.models.flops import Passes
     from nemo_kto.models.gpt import build_gpt

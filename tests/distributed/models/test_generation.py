@@ -42,7 +42,7 @@ def answers(folder: Path, layout: dict[str, Any], options: dict[str, Any] | None
     """
     from nemo_kto.architecture.architecture import read_architecture
     from nemo_kto.distributed import state
-    from nemo_kto.huggingface.huggingface import load_weights
+    from nemo_kto.huggingface.weights import load_weights
     from nemo_kto.models.engine.generation import Decoding, generate
     from nemo_kto.models.engine.optimizer import wrap_data_parallel
     from nemo_kto.models.gpt import build_chunks

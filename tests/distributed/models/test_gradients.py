@@ -47,7 +47,7 @@ def kto_step(
 
     from nemo_kto.architecture.architecture import read_architecture
     from nemo_kto.distributed import state
-    from nemo_kto.huggingface.huggingface import export, load_weights
+    from nemo_kto.huggingface.weights import export, load_weights
     from nemo_kto.models.engine.optimizer import wrap_data_parallel
     from nemo_kto.models.engine.reference import SwappedWeights
     from nemo_kto.models.gpt import build_chunks

@@ -13,7 +13,7 @@ from megatron.core.utils import unwrap_model
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.distributed import state
-from nemo_kto.huggingface.huggingface import load_weights
+from nemo_kto.huggingface.weights import load_weights
 from nemo_kto.models.engine.engine import MicroBatchLoss
 from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.engine.sequences import SequenceBatch

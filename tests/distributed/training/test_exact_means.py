@@ -22,7 +22,7 @@ def model_of(folder: Path, loss: str) -> Any:
     """On a rank: a KTO model of one loss."""
     from nemo_kto.architecture.architecture import read_architecture
     from nemo_kto.distributed import state
-    from nemo_kto.huggingface.huggingface import load_weights
+    from nemo_kto.huggingface.weights import load_weights
     from nemo_kto.models.engine.optimizer import wrap_data_parallel
     from nemo_kto.models.gpt import build_chunks
 

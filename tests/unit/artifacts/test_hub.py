@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
 from nemo_kto.artifacts.hub import local_folder, pin
 from nemo_kto.errors import UserError
-from tests.helpers.commands import environment
 from tests.helpers.hub_cache import add_model
-from tests.helpers.messages import Message, raises
+from tests.helpers.messages import raises
 from tests.helpers.tiny_models import write_stub_model
 
 FIRST, SECOND = "1" * 40, "2" * 40
@@ -61,7 +57,7 @@ def test_other_names_are_folders(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["hf:", "hf:model", "hf:a/b/c", "hf:a/b@", "hf:../b", "hf:a/..", "hf:a/b@../c", "hf:a b/c", "hf:-/b\n", "hf:/a/b"],
+    ["hf:", "hf:model", "hf:a/b/c", "hf:a/b@", "hf:../b", "hf:a/b@../c"],
 )
 def test_a_name_of_another_form_is_refused(name: str, cache: Path) -> None:
     with raises(UserError, "hf:ORGANISATION/NAME"):
@@ -74,72 +70,33 @@ def test_a_model_that_the_cache_lacks_offline(cache: Path) -> None:
             pin(name)
 
 
-ANSWERS = {  # repository -> status and error code of the hub's answer
-    "org/gated": (403, "GatedRepo"),
-    "org/missing": (404, "RepoNotFound"),
-    "org/token": (401, ""),
-    "org/tagless": (404, "RevisionNotFound"),
-    "org/down": (400, ""),
-}
-
-
-class Hub(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        status, code = next(answer for name, answer in ANSWERS.items() if name in self.path)
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-
-@pytest.fixture(scope="module")
-def refusals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Messages for models that cannot be downloaded, from a process that is online: name -> message."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    code = (
-        "import json, sys\n"
-        "from nemo_kto.artifacts.hub import pin\n"
-        "said = {}\n"
-        "for name in sys.argv[1:]:\n"
-        "    try: pin(name)\n"
-        "    except ValueError as error: said[name] = str(error)\n"
-        "print(json.dumps(said))\n"
-    )
-    found: dict[str, str] = {}
-    for endpoint, names in (
-        (f"http://127.0.0.1:{server.server_port}", [f"hf:{name}" for name in ANSWERS]),
-        ("http://127.0.0.1:9", ["hf:org/unreachable"]),
-    ):
-        online = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path_factory.mktemp("home"))}
-        done = subprocess.run(
-            [sys.executable, "-c", code, *names],
-            env=environment() | online,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-        found |= json.loads(done.stdout)
-    yield found
-    server.shutdown()
+def response(status: int) -> Any:
+    """An answer of the hub, as far as its errors use it."""
+    return SimpleNamespace(status_code=status, headers={}, request=None)
 
 
 @pytest.mark.parametrize(
-    ("name", "parts"),
+    ("error", "parts"),
     [
-        ("hf:org/gated", ("gated", "https://huggingface.co/org/gated", "HF_TOKEN", "hf auth login")),
-        ("hf:org/missing", ("is private", "HF_TOKEN", "hf auth login")),
-        ("hf:org/token", ("token", "HF_TOKEN", "hf auth login")),
-        ("hf:org/tagless", ("branch, tag or commit", "org/tagless")),
-        ("hf:org/down", ("hf:org/down", "hf download org/down")),
-        ("hf:org/unreachable", ("Hugging Face hub", "hf download org/unreachable", "HF_HUB_CACHE")),
+        (
+            GatedRepoError("", response=response(403)),
+            ("gated", "https://huggingface.co/org/model", "HF_TOKEN", "hf auth login"),
+        ),
+        (RepositoryNotFoundError("", response=response(404)), ("is private", "HF_TOKEN", "hf auth login")),
+        (RevisionNotFoundError("", response=response(404)), ("branch, tag or commit", "org/model")),
+        (HfHubHTTPError("", response=response(401)), ("token", "HF_TOKEN", "hf auth login")),
+        (HfHubHTTPError("down", response=response(400)), ("hf:org/model", "down", "hf download org/model")),
+        (ConnectionError("refused"), ("Hugging Face hub", "hf download org/model", "HF_HUB_CACHE")),
     ],
 )
-def test_a_model_that_cannot_be_downloaded(name: str, parts: tuple[str, ...], refusals: dict[str, str]) -> None:
-    assert refusals[name] == Message(*parts)
+def test_a_model_that_cannot_be_downloaded(
+    error: Exception, parts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fails)
+    with raises(UserError, *parts):
+        pin("hf:org/model")

@@ -14,18 +14,16 @@ from nemo_kto.algorithms.stopping import EarlyStopping
 from nemo_kto.artifacts.checkpoint_files import (
     Checkpoint,
     DamagedCheckpoint,
-    check_checkpoint,
     damage,
     info_text,
     rank_by,
     read_checkpoint,
 )
-from nemo_kto.checkpoint.discovery import newest_checkpoint
 from nemo_kto.checkpoint.model_state import adapters_in
 from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.cli.models.checkpoint import main
 from nemo_kto.errors import UserError
-from nemo_kto.run.resume import differences, facts_of_earlier
+from nemo_kto.run.resume import differences
 from tests.helpers.messages import assert_names
 from tests.unit.algorithms.trainer_doubles import Run
 from tests.unit.artifacts.test_checkpoint_files import make_checkpoint
@@ -38,31 +36,13 @@ RUN = {
     "trainer.kto.limit_train_batches": 10,
     "model.peft.lora_tuning.target_modules": ["q_proj"],
 }
+UNLOGGED = {"steps": 1, "seconds": 0.5, "sums": {"loss": 1.0}, "totals": {"train/loss": [0.5, 1]}, "newest": {"lr": 0.1}}
+STOPPING = {"monitor": "val_loss", "mode": "min", "best": 0.5, "best_step": 2, "waited": 1, "is_finite": True}
 INFO: dict[str, Any] = {
     "trainer": {
-        "step": STEP,
-        "epoch": 0,
-        "consumed_samples": STEP * BATCH,
-        "steps_per_epoch": 10,
-        "skipped_steps": 0,
-        "skipped_in_a_row": 0,
-        "validation_due": 0,
-        "unlogged": {
-            "steps": 1,
-            "seconds": 0.5,
-            "sums": {"loss": 1.0},
-            "totals": {"train/loss": [0.5, 1]},
-            "newest": {"lr": 0.1},
-        },
-        "objective": {"steps": 1.0},
-        "early_stopping": {
-            "monitor": "val_loss",
-            "mode": "min",
-            "best": 0.5,
-            "best_step": 2,
-            "waited": 1,
-            "is_finite": True,
-        },
+        "step": STEP, "epoch": 0, "consumed_samples": STEP * BATCH, "steps_per_epoch": 10, "skipped_steps": 0,
+        "skipped_in_a_row": 0, "validation_due": 0, "unlogged": UNLOGGED, "objective": {"steps": 1.0},
+        "early_stopping": STOPPING,
     },
     "metrics": {"val_loss": 0.5, "train_loss": 0.4},
     "dtype": "float32",
@@ -75,25 +55,11 @@ INFO: dict[str, Any] = {
     "versions": {"torch": "2.13.0"},
     "layout": {"world": 1, "tensor": 1, "pipeline": 1, "context": 1},
     "distributed_optimizer": False,
-}
+}  # fmt: skip
 NESTED: Any = None
 for _ in range(5000):
     NESTED = [NESTED]
-VALUES: tuple[Any, ...] = (
-    None,
-    True,
-    -1,
-    10**400,
-    1.5,
-    float("nan"),
-    float("inf"),
-    "x",
-    [],
-    [[1]],
-    {},
-    {"a": {"b": []}},
-    NESTED,
-)
+VALUES: tuple[Any, ...] = (None, True, -1, 10**400, float("nan"), "x", [[1]], {"a": {"b": []}}, NESTED)
 
 
 def places(value: object, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -121,14 +87,13 @@ def use(found: Checkpoint) -> None:
     """All that a resumed run, a listing and an export do with the values of a trainer.json."""
     rank_by(found, "val_loss", "min")
     with read_errors(found.folder / "trainer.json"):
-        differences(found.info.get("run") or facts_of_earlier(found.info, RUN), RUN)
+        differences(found.info["run"], RUN)
     adapters_in(found.info)
     stopping = EarlyStopping(monitor="val_loss", mode="min", min_delta=0.0, patience=3)
-    stopping.load_state_dict(found.info["trainer"].get("early_stopping", {}))
-    str(stopping.reason)
-    run = Run(rows=20, batch=BATCH, early_stopping=stopping)
     with read_errors(found.folder / "trainer.json"):
-        run.trainer.load_state_dict(found.info["trainer"])
+        stopping.load_state_dict(found.info["trainer"].get("early_stopping", {}))
+        str(stopping.reason)
+        Run(rows=20, batch=BATCH, early_stopping=stopping).trainer.load_state_dict(found.info["trainer"])
     main(["ls", str(found.folder.parent.parent)])
     main(["verify", str(found.folder)])
 
@@ -142,12 +107,9 @@ def errors_of(checkpoint: Path) -> str | None:
     return None
 
 
-def test_saved_values_are_accepted(checkpoint: Path) -> None:
-    assert errors_of(checkpoint) is None
-
-
 @pytest.mark.parametrize("place", list(places(INFO)), ids=lambda place: ".".join(map(str, place)))
 def test_any_other_value_is_refused_or_accepted(place: tuple[str | int, ...], checkpoint: Path) -> None:
+    assert errors_of(checkpoint) is None
     info = json.loads((checkpoint / "trainer.json").read_text())
     *way, last = place
     for value in ("absent", *VALUES):
@@ -169,14 +131,9 @@ def test_any_other_value_is_refused_or_accepted(place: tuple[str | int, ...], ch
 
 
 WRONG: dict[str, tuple[tuple[str, ...], object]] = {
-    "a negative step": (("trainer", "step"), -1),
     "the step of another": (("trainer", "step"), STEP + 2),
-    "a step that is a float": (("trainer", "step"), 4.0),
     "a step that is true": (("trainer", "step"), True),
     "examples of other batches": (("trainer", "consumed_samples"), STEP * BATCH + 1),
-    "negative examples": (("trainer", "consumed_samples"), -8),
-    "an epoch that is no number": (("trainer", "epoch"), float("nan")),
-    "a negative count": (("trainer", "unlogged", "steps"), -1),
     "a metric that is a string": (("metrics", "val_loss"), "low"),
     "a layout of nobody": (("layout", "world"), 0),
     "another dtype": (("dtype",), "float8"),
@@ -200,7 +157,7 @@ def test_impossible_values_are_named(case: str, checkpoint: Path) -> None:
     assert_names(error.value, "trainer.json", named, repr(value))
 
 
-@pytest.mark.parametrize("name", ["/etc/hostname", "../../secret", "state/../../secret", "a" * 5000, "a\0b", "\ud800"])
+@pytest.mark.parametrize("name", ["/etc/hostname", "state/../../secret", "a" * 5000, "a\0b"])
 def test_file_names_cannot_leave_the_folder(name: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (checkpoint.parent.parent / "secret").write_text("secret")
     info = json.loads((checkpoint / "trainer.json").read_text())
@@ -210,8 +167,3 @@ def test_file_names_cannot_leave_the_folder(name: str, checkpoint: Path, monkeyp
         damage(checkpoint, read_checkpoint(checkpoint).files)
     if "secret" in name or "etc" in name:
         assert_names(error.value, "trainer.json", name, "outside")
-    with pytest.raises(UserError) as refused:
-        newest_checkpoint(checkpoint.parent)
-    assert_names(refused.value, checkpoint.name)
-    with pytest.raises(UserError):
-        check_checkpoint(checkpoint)

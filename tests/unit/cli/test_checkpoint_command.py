@@ -15,7 +15,7 @@ import pytest
 from nemo_kto.artifacts.checkpoint_files import info_text
 from nemo_kto.cli.entry import look_at_checkpoints
 from tests.helpers.messages import Message
-from tests.unit.artifacts.test_checkpoint_files import earlier, flip, make_checkpoint
+from tests.unit.artifacts.test_checkpoint_files import flip, make_checkpoint
 
 
 @pytest.fixture
@@ -94,10 +94,6 @@ def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.partition("\n")[2] == damaged
     assert command("verify", last) == 1
     assert capsys.readouterr().out == damaged
-    earlier(first)
-    assert command("verify", first) == 0
-    expected = Message(f"{first}", "3", "files", "0.01", "MB", "earlier")
-    assert capsys.readouterr().out == expected
 
 
 def test_invalid_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.config.schema import config_type
-from nemo_kto.run.resume import differences, facts_of_earlier
+from nemo_kto.run.resume import differences
 from nemo_kto.utils.field_errors import names
 from nemo_kto.utils.fields import MayChange, MustStay
 from tests.helpers.messages import Message
@@ -116,29 +116,3 @@ def test_options_of_only_one_of_two_losses_are_not_compared() -> None:
     before, now = ({"model.dpo.preference_loss": loss} for loss in ("dpo", "simpo"))
     expected = differences({**before, "model.dpo.label_smoothing": 0.0}, {**now, "model.dpo.simpo_gamma": 0.5})
     assert expected == [Message("model.dpo.preference_loss", "dpo", "simpo")]
-
-
-EARLIER: dict[str, Any] = {
-    "trainer": {"step": 4, "consumed_samples": 64, "steps_per_epoch": 6},
-    "dtype": "float32",
-    "distributed_optimizer": True,
-    "moving_reference": False,
-}
-
-
-def test_a_checkpoint_of_an_earlier_version() -> None:
-    now = {**FACTS, "model.optim.use_distributed_optimizer": True, "model.peft.peft_scheme": "none"}
-    assert differences(facts_of_earlier(EARLIER, now), now) == []
-    adapters = {"rank": 3, "alpha": 6, "dropout": 0.1, "target_modules": ["attention_qkv"], "layers": None}
-    then = EARLIER | {"dtype": "bfloat16", "distributed_optimizer": False, "moving_reference": True}
-    then |= {"adapters": {"base_model": "/model", "settings": adapters}}
-    now |= {"model.global_batch_size": 8, "trainer.kto.limit_train_batches": 12, "model.peft.lora_tuning.alpha": 3.0}
-    now |= {"model.peft.lora_tuning.target_modules": ["q_proj", "k_proj", "v_proj"]}
-    assert differences(facts_of_earlier(then, now), now) == [
-        Message("model.reference.sync_interval", "0"),
-        Message("model.global_batch_size", "16", "8"),
-        Message("trainer.precision", "bf16", "32"),
-        Message("model.optim.use_distributed_optimizer", "false", "true"),
-        Message("model.peft.peft_scheme", "lora", "none"),
-        Message("model.peft.lora_tuning.alpha", "6.0", "3.0"),
-    ]

@@ -1,11 +1,10 @@
-"""MXFP4 matrices: values against the specification and transformers, and shapes."""
+"""MXFP4 matrices: values against the specification, and shapes."""
 
 from __future__ import annotations
 
 import torch
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from nemo_kto.huggingface.mxfp4 import dequantize, dequantized_shapes
+from nemo_kto.huggingface.weights import dequantize, dequantized_shapes
 
 
 def test_every_code_and_scale_of_mxfp4() -> None:
@@ -17,18 +16,7 @@ def test_every_code_and_scale_of_mxfp4() -> None:
     assert torch.equal(found, torch.stack([wanted, wanted / 128]))
     mixed = dequantize(torch.full((1, 1, 16), 0x72, dtype=torch.uint8), torch.tensor([[129]], dtype=torch.uint8))
     assert mixed.tolist() == [[4.0, 24.0] * 16]
-
-
-def test_the_nan_scale_of_mxfp4() -> None:
     assert dequantize(torch.zeros(1, 1, 16, dtype=torch.uint8), torch.full((1, 1), 255, dtype=torch.uint8)).isnan().all()
-
-
-def test_values_equal_transformers() -> None:
-    draw = torch.Generator().manual_seed(0)
-    blocks = torch.randint(0, 256, (3, 10, 4, 16), dtype=torch.uint8, generator=draw)
-    scales = torch.randint(100, 140, (3, 10, 4), dtype=torch.uint8, generator=draw)
-    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # [experts, in, out]
-    assert torch.equal(dequantize(blocks, scales).mT, expected)
 
 
 def test_shapes_of_dequantized_tensors() -> None:
@@ -39,10 +27,7 @@ def test_shapes_of_dequantized_tensors() -> None:
         "d_blocks": (1, 2, 3, 16),
         "d_scales": (2,),
     }
-    assert dequantized_shapes({"x_blocks": (5, 12, 2, 16), "x_scales": (5, 12, 2), **others}) == {"x": (5, 64, 12), **others}
-
-
-def test_blocks_beside_the_tensor_that_they_encode_are_not_hidden() -> None:
-    """Else one of the two would be neither used nor refused."""
-    shapes = {"x_blocks": (5, 12, 2, 16), "x_scales": (5, 12, 2), "x": (5, 64, 12)}
-    assert dequantized_shapes(shapes) == shapes
+    packed = {"x_blocks": (5, 12, 2, 16), "x_scales": (5, 12, 2)}
+    assert dequantized_shapes({**packed, **others}) == {"x": (5, 64, 12), **others}
+    both = {**packed, "x": (5, 64, 12)}  # neither hides the other, which would then be neither used nor refused
+    assert dequantized_shapes(both) == both

@@ -28,13 +28,10 @@ def test_a_ratio_refers_to_the_run(ratio: float, steps: int, warmup: int) -> Non
     assert lengths(steps, warmup_ratio=ratio) == (ScheduleLengths(warmup, 0, None), [])
 
 
-def test_valid_lengths_are_unchanged() -> None:
-    assert lengths(10, **WSD, warmup_steps=2, constant_steps=3, wsd_decay_steps=5) == (ScheduleLengths(2, 3, 5), [])
-
-
-def test_the_default_warm_up_is_shortened_without_a_warning() -> None:
+def test_lengths_that_fit_and_a_shorter_default_need_no_warning() -> None:
     assert lengths(100, warmup_steps=None) == (ScheduleLengths(10, 0, None), [])
     assert lengths(4, warmup_steps=None) == (ScheduleLengths(3, 0, None), [])
+    assert lengths(10, **WSD, warmup_steps=2, constant_steps=3, wsd_decay_steps=5) == (ScheduleLengths(2, 3, 5), [])
     assert lengths(40, warmup_steps=None, warmup_ratio=0.1) == (ScheduleLengths(4, 0, None), [])
 
 

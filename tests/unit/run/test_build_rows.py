@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import pytest
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.architecture.architecture import Architecture, read_architecture
+from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.config import compose
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.data.rows.records import DataError
 from nemo_kto.device import kernels
 from nemo_kto.models.flops import ModelFlops
 from nemo_kto.planner.micro_batches import micro_batch_limits, packing_of
-from nemo_kto.planner.plan_run import Machines
-from nemo_kto.run import build, policy, reference, summary
-from nemo_kto.run.data import too_few_rows
-from nemo_kto.run.rows import shares_of, source_settings
+from nemo_kto.run import build, reference
+from nemo_kto.run.data import shares_of, source_settings, too_few_rows
 from tests.helpers.messages import Message
 from tests.helpers.tiny_models import make_checkpoint, make_tokenizer
 
@@ -36,9 +32,7 @@ def resolved(*overrides: str, name: str = "kto") -> ResolvedRun:
     ("rows", "micro", "data_parallel", "kto", "dpo"),
     [
         (64, 1, 1, None, None),
-        (63, 1, 1, ["model.global_batch_size=63"], ["model.global_batch_size=63"]),
         (40, 4, 4, ["model.global_batch_size=32"], ["model.global_batch_size=32"]),
-        (3, 2, 1, ["model.global_batch_size=2"], ["model.global_batch_size=2"]),
         (3, 4, 1, [], []),
         (1, 1, 1, [], ["model.global_batch_size=1"]),  # KTO pairs each prompt with another answer
     ],
@@ -56,20 +50,6 @@ def test_the_largest_batch_that_fits_is_named(
 
 
 @pytest.mark.parametrize(
-    ("keys", "prompts", "tokens"),
-    [
-        ([], None, 512),
-        (["model.micro_batch_tokens=4096"], None, 4096),
-        (["model.micro_batch_size=2"], 2, None),
-        (["model.micro_batch_size=2", "model.micro_batch_tokens=256"], 2, 256),
-    ],
-)
-def test_the_default_limit_of_tokens(keys: list[str], prompts: int | None, tokens: int | None) -> None:
-    limits = micro_batch_limits(resolved(*keys))
-    assert (limits.prompts, limits.tokens) == (prompts, tokens)
-
-
-@pytest.mark.parametrize(
     ("keys", "on_gpu", "shares"),
     [
         ([], False, True),
@@ -84,21 +64,17 @@ def test_prompts_are_shared_where_attention_supports_it(keys: list[str], on_gpu:
     assert micro_batch_limits(resolved(*keys), on_gpu=on_gpu).share_prompts is shares
 
 
-@pytest.mark.parametrize("shares", [False, True])
-def test_layers_are_built_for_prompts_that_are_shared(
-    shares: bool, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = list[bool]()
-
-    def build_chunks(architecture: Architecture, *, share_prompts: bool, **settings: Any) -> NoReturn:
-        given.append(share_prompts)
-        raise InterruptedError
-
-    monkeypatch.setattr(policy, "build_chunks", build_chunks)
-    keys = f"pretrained_checkpoint.restore_from_path={tiny_llama}", f"model.data.share_prompts={str(shares).lower()}"
-    with pytest.raises(InterruptedError):
-        policy.build_policy(resolved("trainer.precision=32", *keys))
-    assert given == [shares]
+@pytest.mark.parametrize(
+    ("keys", "limits"),
+    [
+        ([], (None, 512)),
+        (["model.micro_batch_size=2"], (2, None)),
+        (["model.micro_batch_size=2", "model.micro_batch_tokens=256"], (2, 256)),
+    ],
+)
+def test_the_default_limit_of_tokens(keys: list[str], limits: tuple[int | None, int | None]) -> None:
+    found = micro_batch_limits(resolved(*keys))
+    assert (found.prompts, found.tokens) == limits
 
 
 CONTEXT = "model.context_parallel_size=2"
@@ -110,17 +86,12 @@ CONTEXT = "model.context_parallel_size=2"
         ("llama", {}, [], True, True, "GPU"),
         ("llama", {}, [], False, False, "GPU"),
         ("llama", {}, ["model.data.packing=true"], False, True, "user"),
-        ("llama", {}, ["model.data.packing=false"], True, False, "user"),
-        ("llama", {}, ["model.micro_batch_tokens=4096"], True, True, "GPU"),
         ("llama", {}, ["model.micro_batch_size=2"], True, False, "model.micro_batch_size"),
-        ("llama", {}, ["model.data.packing=true", "model.micro_batch_size=2"], True, True, "user"),
         ("llama", {}, ["model.data.reset_attention_mask=true"], True, False, "model.data.reset_attention_mask"),
         ("llama", {}, ["trainer.precision=32"], True, False, "fp32"),
         ("gemma2", {}, [], True, False, "soft cap"),
         ("llama", {}, [CONTEXT], True, True, "GPU"),
-        ("mistral", {"sliding_window": 16}, [], True, True, "GPU"),
         ("mistral", {"sliding_window": 16}, [CONTEXT], True, False, "context"),
-        ("mistral", {"sliding_window": None}, [CONTEXT], True, True, "GPU"),
     ],
 )
 def test_rows_are_packed_on_gpus_where_one_kernel_attends_to_all(
@@ -138,7 +109,6 @@ def test_rows_are_packed_on_gpus_where_one_kernel_attends_to_all(
     ("engine", "kernel", "keys", "is_on"),
     [
         (True, False, [], True),
-        (False, True, [], True),
         (False, False, [], False),
         (True, False, [CONTEXT], True),
         (False, True, [CONTEXT], False),
@@ -178,62 +148,6 @@ def test_costs_of_packed_shards_include_the_passes_of_the_loss(
         costs = cast(Any, shares_of(run, training=is_training)).keywords["costs"]
         for cost, count in zip((costs.cost, costs.kl_cost), passes, strict=True):
             assert (cost and cost(20)) == (count * forward.of_tokens(20) or None)
-
-
-def test_rows_are_read_before_the_model_is_built(monkeypatch: pytest.MonkeyPatch, tokenizer_folder: Path) -> None:
-    def wrong_rows(*_: object, **__: object) -> NoReturn:
-        raise DataError("1 broken row")
-
-    def too_early(*_: object, **__: object) -> NoReturn:
-        raise AssertionError("the model was built before the rows were read")
-
-    monkeypatch.setattr(build, "build_data", wrong_rows)
-    monkeypatch.setattr(build, "build_policy", too_early)
-    monkeypatch.setattr(build.state, "init_distributed", lambda **_: None)
-    monkeypatch.setattr(build.state, "raise_together", lambda *_: None)
-    monkeypatch.setattr(build, "hold_run_folder", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(build, "resolve_precision", lambda run: run)
-    monkeypatch.setattr(build, "model_tokenizer", lambda files: make_tokenizer())
-    with pytest.raises(DataError, match="1 broken row"):
-        build.train(resolved())
-
-
-def test_the_planned_number_of_tokens_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch, tiny_llama: Path) -> None:
-    found: list[ResolvedRun] = []
-
-    def read(run: ResolvedRun) -> NoReturn:
-        found.append(run)
-        raise DataError("enough")
-
-    def size_micro_batches(run: ResolvedRun, machines: Machines) -> tuple[int, str]:
-        assert machines.ranks == 4
-        return 16384, "enough for tests"
-
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(build.state, "world_size", lambda: 4)
-    monkeypatch.setattr(build.state, "from_rank_zero", lambda task, **_: task())
-    monkeypatch.setattr(build.state, "raise_together", lambda *_: None)
-    monkeypatch.setattr(build.state, "attempt", lambda task: None)
-    monkeypatch.setattr(build, "check_logs", lambda run: None)
-    monkeypatch.setattr(build, "prepare", read)
-    monkeypatch.setattr(build, "size_micro_batches", size_micro_batches)
-    monkeypatch.setattr(build.device, "on_gpu", lambda: True)
-    monkeypatch.setattr(kernels, "uses_transformer_engine", lambda dtype: True)
-    run = resolved("trainer.precision=bf16", f"pretrained_checkpoint.restore_from_path={tiny_llama}")
-    with pytest.raises(DataError, match="enough"):
-        build._train(run, cast(Any, None))
-    assert micro_batch_limits(found[0]).tokens == 16384
-    assert summary._micro_batches(found[0]) == {
-        "micro-batches": "16,384 tokens (enough for tests), packed (the default on GPUs)"
-    }
-    assert summary._micro_batches(resolved("model.micro_batch_size=2")) == {
-        "micro-batches": "not packed (model.micro_batch_size is set)"
-    }
-    monkeypatch.setattr(build.device, "on_gpu", lambda: False)
-    with pytest.raises(DataError, match="enough"):
-        build._train(run, cast(Any, None))
-    assert micro_batch_limits(found[1]).tokens == 512
-    assert summary._micro_batches(found[1]) == {}
 
 
 def test_reference_log_probs_in_fp8_have_a_separate_cache(monkeypatch: pytest.MonkeyPatch) -> None:

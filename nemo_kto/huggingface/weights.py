@@ -22,6 +22,7 @@ from nemo_kto.artifacts.safetensors_files import (
     BLOCKS,
     OUTPUT_WEIGHT,
     SCALES,
+    Shapes,
     find_weights,
     has_own_output,
     is_our_model,
@@ -32,26 +33,22 @@ from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.folders import write_together
 from nemo_kto.huggingface.mapping import Weight, differences, rank_weights, wanted_weights
-from nemo_kto.huggingface.mxfp4 import dequantize, dequantized_shapes
 from nemo_kto.huggingface.stream import gather_weights
 
 _UNUSED = re.compile(r"\.rotary_emb\.inv_freq$")  # a table in old files, which is computed here and in transformers
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))  # the highest of the four bits is the sign
+_BIAS, _NO_NUMBER = 127, 255
 
 
 def load_weights(chunks: Sequence[nn.Module], architecture: Architecture, folder: str | Path) -> None:
-    """Fill this rank's parameters from the safetensors of a Hugging Face folder, before an optimizer copies them.
-
-    Adapters are unchanged. Raises UserError as :func:`check_weights`, or if a value is not finite.
-    """
+    """Fill this rank's parameters but the adapters from a Hugging Face folder; raises like :func:`read_weights`."""
     files = check_weights(architecture, folder)
     read_weights(rank_weights(chunks, architecture), architecture, files)
 
 
 def check_weights(architecture: Architecture, folder: str | Path) -> dict[str, Path]:
-    """Compare the weights in a folder with the architecture, by the headers of the files, and return the file of each.
-
-    Raises UserError if weights are missing, unexpected or of another shape, or files cannot be read.
-    """
+    """Return the file of each weight; UserError if, by their headers, some are missing, unexpected or of another shape."""
     found = find_weights(Path(folder))
     ignored = {name for name in found if _UNUSED.search(name)}
     if architecture.tied and not has_own_output(Path(folder)):  # some files have a second copy of the embedding
@@ -69,11 +66,10 @@ def check_weights(architecture: Architecture, folder: str | Path) -> dict[str, P
 
 
 def read_weights(weights: Iterable[Weight], architecture: Architecture, files: Mapping[str, Path]) -> None:
-    """Fill parameters of this rank from ``files`` (name of a weight -> its file); weights without a file keep their values.
+    """Fill parameters of this rank from ``files``, name of a weight -> its file; padding is zero.
 
-    Files are opened one after the other, and only the slices that this rank holds are read, so that memory holds the model
-    and one slice. MXFP4 weights are dequantized, and values converted to the dtype of the parameters. Padding is set to
-    zero. Raises UserError if a value is not finite.
+    Only the slices that this rank holds are read, one in memory at a time. MXFP4 is dequantized, values are converted to the
+    dtype of the parameters. Raises UserError if a value is not finite.
     """
     wanted: dict[Path, list[tuple[str, Weight, Piece]]] = defaultdict(list)
     for weight in weights:
@@ -114,19 +110,17 @@ def export(
     max_shard_bytes: int,
     describe: Callable[[Path], object] = lambda folder: None,
 ) -> None:
-    """Write the model as a Hugging Face folder that transformers loads without conversion. All ranks must call it.
+    """Write the model as a Hugging Face folder that transformers loads without conversion; collective.
 
-    The ranks with the first copy of the model send one weight at a time to rank 0, which writes; the others wait. The folder
-    appears under its name when it is complete. An earlier export of this program in its place is replaced; anything else
-    there is an error. Adapters are left out; call ``models.lora.merge_adapters`` first to merge them into the weights.
-    Configuration, tokenizer, chat template and license are copied from ``source``, the folder of the original model.
-    ``describe`` is called on rank 0 with the folder when all else is in it; it adds the model card.
-
-    Raises, on every rank:
-        UserError: something else is in the way at ``out``, or a weight is not finite.
-        RuntimeError: rank 0 could not write; gives the reason.
+    Adapters are left out; ``models.lora.merge_adapters`` merges them before. All else is copied from ``source``, the folder
+    of the original model. ``describe`` adds the model card on rank 0. Raises like :func:`write_together`.
     """
     source, target = Path(source), Path(out)
+
+    def check_source() -> None:
+        if not (source / CONFIG).is_file():
+            text = f"the source of an export must be a Hugging Face folder, but {source} has no config.json"
+            raise UserError(f"{text}; put it back there")
 
     def write(folder: Path, stream: Iterator[tuple[str, Tensor]]) -> None:
         write_shards(stream, folder, max_shard_bytes=max_shard_bytes)
@@ -139,19 +133,31 @@ def export(
         "export to Hugging Face",
         target=target,
         is_ours=is_our_model,
-        prepare=lambda: _check_source(source),
+        prepare=check_source,
         stream=lambda: gather_weights(rank_weights(chunks, architecture), architecture),
         write=write,
     )
 
 
 def export_bytes(architecture: Architecture, dtype: torch.dtype) -> int:
-    """Return the size of the weights of an export."""
     return sum(map(math.prod, wanted_weights(architecture).values())) * dtype.itemsize
 
 
-def _check_source(source: Path) -> None:
-    if not (source / CONFIG).is_file():
-        raise UserError(
-            f"the source of an export must be a Hugging Face folder, but {source} has no config.json; put it back there"
-        )
+def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Dequantize blocks [..., out, in / 32, 16] and scales [..., out, in / 32] to fp32 [..., out, in]."""
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+    values = torch.tensor(_VALUES)[codes.long()]
+    exponents = scales.to(torch.int32)
+    factors = torch.ldexp(torch.ones(scales.shape), exponents - _BIAS).masked_fill_(exponents == _NO_NUMBER, torch.nan)
+    return (values * factors.unsqueeze(-1)).flatten(-2)
+
+
+def dequantized_shapes(shapes: Shapes) -> Shapes:
+    """Replace entries of blocks and scales by those of the tensors they encode, unless the file has these tensors too."""
+    found = dict(shapes)
+    for name in [name.removesuffix(BLOCKS) for name in shapes if name.endswith(BLOCKS)]:
+        match shapes[name + BLOCKS], shapes.get(name + SCALES):
+            case (experts, rows, groups, 16), (*of_scales,) if of_scales == [experts, rows, groups] and name not in shapes:
+                del found[name + BLOCKS], found[name + SCALES]
+                found[name] = (experts, 32 * groups, rows)
+    return found

@@ -13,7 +13,7 @@ from nemo_kto.config import compose
 from nemo_kto.config.saved_config import settings_of_user
 from nemo_kto.data.batches.dataset import LengthHistogram
 from nemo_kto.report import page
-from nemo_kto.run import record
+from nemo_kto.run import lifecycle
 
 
 def run_in(folder: Path, *, report: bool = True) -> Any:
@@ -29,10 +29,10 @@ def test_a_report_that_fails_is_a_warning(
         raise ImportError("no such font")
 
     monkeypatch.setattr(page, "write_report", fail)
-    assert record.make_report(run_in(tmp_path)) is None
+    assert lifecycle.make_report(run_in(tmp_path)) is None
     (message,) = caplog.messages
     assert all(word in message for word in ("ImportError", "no such font", f"nemo-kto report {tmp_path}"))
-    assert record.make_report(run_in(tmp_path, report=False)) is None
+    assert lifecycle.make_report(run_in(tmp_path, report=False)) is None
     assert len(caplog.messages) == 1
 
 
@@ -54,15 +54,6 @@ def test_the_settings_of_the_user_are_those_that_differ_from_the_defaults() -> N
         "model.optim.betas": [0.9, 0.95],
         "model.data.data_prefix": {"train": "a.jsonl", "validation": "b.jsonl"},
     }
-
-
-def test_an_expression_is_a_setting_only_if_its_value_is_another() -> None:
-    given = ["pretrained_checkpoint.restore_from_path=m", "model.data.data_prefix=r", "model.optim.lr=2e-5"]
-    source = compose.Source(config_name="gpt_kto")
-    for min_lr, is_set in (("2e-6", False), ("1e-6", True)):
-        cfg, _ = compose.to_config(compose.load([*given, f"model.optim.sched.min_lr={min_lr}"], source=source))
-        assert cfg is not None
-        assert ("model.optim.sched.min_lr" in settings_of_user(cfg)) is is_set
 
 
 def test_length_histograms() -> None:
