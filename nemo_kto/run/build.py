@@ -61,12 +61,11 @@ from nemo_kto.run.resume import Facts, Resumption, build_early_stopping, check_v
 from nemo_kto.run.rows import model_tokenizer
 from nemo_kto.run.samples import build_sampler
 from nemo_kto.run.summary import start_lines
-from nemo_kto.telemetry.loggers import RunLogger, check_loggers
+from nemo_kto.telemetry.loggers import RunLogger, WarningsFile, check_loggers, collect_warnings
 from nemo_kto.telemetry.progress import Progress
 from nemo_kto.telemetry.summary import table
 from nemo_kto.telemetry.throughput import device_peak_flops
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
-from nemo_kto.telemetry.warnings_file import WarningsFile, collect_warnings
 from nemo_kto.utils.redaction import redacted, redacted_value
 
 logger = logging.getLogger(__name__)

@@ -55,6 +55,21 @@ _SETTINGS = (
     "model.optim.lr", "model.optim.sched.name", "model.optim.sched.min_lr", "model.optim.weight_decay", "model.optim.betas",
     "model.global_batch_size", "model.data.seq_length", "model.seed", "trainer.precision",
 )  # fmt: skip
+_EXAMPLE = """\
+{imports}
+
+model = {kind}.from_pretrained("{model}")
+tokenizer = AutoTokenizer.from_pretrained("{tokenizer}")
+{inputs}
+output = model.generate(**inputs, max_new_tokens=256)
+print(tokenizer.decode(output[0]))
+"""
+_TEXT_INPUTS = 'inputs = tokenizer("Once upon a time", return_tensors="pt")'
+_CHAT_INPUTS = """\
+messages = [{"role": "user", "content": "Hello"}]
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,29 +302,17 @@ def _data_names(prefix: object) -> Iterator[str]:
 
 
 def _use(sources: CardSources) -> str:
+    kind, tokenizer = "AutoModelForCausalLM", THIS_MODEL
+    imports = "from transformers import AutoModelForCausalLM, AutoTokenizer"
     if sources.adapters:
-        lines = ["from peft import AutoPeftModelForCausalLM", "from transformers import AutoTokenizer", ""]
-        lines.append(f'model = AutoPeftModelForCausalLM.from_pretrained("{THIS_MODEL}")')
-        lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{sources.base[0] or BASE_MODEL}")')
-    else:
-        lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-        lines.append(f'model = AutoModelForCausalLM.from_pretrained("{THIS_MODEL}")')
-        lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{THIS_MODEL}")')
+        kind, tokenizer = "AutoPeftModelForCausalLM", sources.base[0] or BASE_MODEL
+        imports = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
+    inputs, note = _TEXT_INPUTS, "The tokenizer has no chat template: prompts are completed as they are."
     if has_chat_template(sources.original):
-        lines += [
-            'messages = [{"role": "user", "content": "Hello"}]',
-            "inputs = tokenizer.apply_chat_template(",
-            '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True',
-            ")",
-        ]
+        inputs = _CHAT_INPUTS
         note = "Prompts must be rendered with the tokenizer's chat template, as the conversations were in training."
-    else:
-        lines += ['inputs = tokenizer("Once upon a time", return_tensors="pt")']
-        note = "The tokenizer has no chat template: prompts are completed as they are."
-    lines += ["output = model.generate(**inputs, max_new_tokens=256)", "print(tokenizer.decode(output[0]))"]
-    code = "\n".join(lines)
-    chat = f"```sh\n{_CHAT}{THIS_MODEL}\n```"
-    return f"## Use\n\n```python\n{code}\n```\n\n{chat}\n\n{note}"
+    code = _EXAMPLE.format(imports=imports, kind=kind, model=THIS_MODEL, tokenizer=tokenizer, inputs=inputs)
+    return f"## Use\n\n```python\n{code}```\n\n```sh\n{_CHAT}{THIS_MODEL}\n```\n\n{note}"
 
 
 def _versions(sources: CardSources) -> str:
@@ -328,9 +331,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _number(value: float | None, *, is_count: bool) -> str:
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if is_count else f"{value:.4f}"
+    return "" if value is None else f"{value:,.0f}" if is_count else f"{value:.4f}"
 
 
 def published_files(folder: Path, *, repository: str, base_model: str | None) -> dict[str, bytes]:

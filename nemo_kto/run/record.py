@@ -19,8 +19,18 @@ from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.saved_config import settings_of_user
 from nemo_kto.distributed import state
 from nemo_kto.processes.signals import Stopped
-from nemo_kto.report.record import FAILED, FINISHED, REPORT_FILE, RUN_FILE, RUNNING, STOPPED, RunFile, read_run
-from nemo_kto.report.run_file import begin_run, end_run
+from nemo_kto.report.record import (
+    FAILED,
+    FINISHED,
+    REPORT_FILE,
+    RUN_FILE,
+    RUNNING,
+    STOPPED,
+    RunFile,
+    begin_run,
+    end_run,
+    read_run,
+)
 from nemo_kto.run.data import RunData
 from nemo_kto.run.resume import Resumption
 from nemo_kto.utils.redaction import redacted

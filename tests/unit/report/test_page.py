@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import time
 from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,16 +13,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.report import write_log
 from nemo_kto.cli import report
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
-from nemo_kto.report.drawing import draw, summary_picture
 from nemo_kto.report.facts import answers
 from nemo_kto.report.page import write_report
-from nemo_kto.report.plots import common_bins, compared_plots, plots_of
-from nemo_kto.report.record import FINISHED, RUN_FILE, RUNNING, read_run
-from nemo_kto.report.run_file import begin_run, end_run
+from nemo_kto.report.plots import common_bins
+from nemo_kto.report.record import FINISHED, RUN_FILE, RUNNING, begin_run, end_run, read_run
 from nemo_kto.run import record
 from nemo_kto.telemetry.rewards import RewardHistogram
 from tests.helpers.run_folders import data_of, healthy, write_extras, write_run
@@ -66,6 +62,10 @@ def test_a_page_shows_everything_and_loads_nothing(complete: Path, tmp_path: Pat
     assert [link for link in links if not (link or "").startswith(("data:", "#"))] == []
     assert "script" not in {tag for tag, _ in page.found}
     assert "url(" not in html.replace("url(#", "")
+    drawings = re.findall(r"<svg.*?</svg>", html, re.DOTALL)
+    assert [colour for drawing in drawings for colour in re.findall(r"#[0-9a-f]{6}\b", drawing)] == [], (
+        "colours are the page's"
+    )
     titles = re.findall(r"<h3>([^<]+)</h3>", html)
     expected = ["Loss", "Rewards in training", "Rewards in validation", "Margin", "AUC", "KL estimate, unclamped"]
     assert titles[: len(expected)] == expected
@@ -128,15 +128,6 @@ def test_prompts_are_shown_as_messages(
     assert next(answers(dataclasses.replace(run, samples=samples))).prompt == shown
 
 
-def test_the_drawings_of_a_page_have_the_colours_of_the_page(complete: Path, tmp_path: Path) -> None:
-    html = write_report([read_run(complete)], tmp_path / "page.html")[0].read_text()
-    drawings = re.findall(r"<svg.*?</svg>", html, re.DOTALL)
-    assert len(drawings) == html.count("<figure>") > 12
-    assert [colour for drawing in drawings for colour in re.findall(r"#[0-9a-f]{6}\b", drawing)] == []
-    names = re.findall(r' id="([^"]+)"', "".join(drawings))
-    assert len(names) == len(set(names)), "names of clipping paths must be unique in a page"
-
-
 def test_a_comparison_of_runs(complete: Path, tmp_path: Path) -> None:
     other = write_run(
         tmp_path / "other", healthy(100, seed=1), model__optim__lr=3e-6, run={"state": "failed", "text": "no memory"}
@@ -150,14 +141,6 @@ def test_a_comparison_of_runs(complete: Path, tmp_path: Path) -> None:
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| complete", "| other"))]
     assert [(row[-3], row[-1]) for row in rows[:2]] == [("200", "finished |"), ("100", "failed |")]
     assert "up to 11 logged steps." in html
-
-
-def test_the_names_of_runs_are_no_setting_that_differs(complete: Path, tmp_path: Path) -> None:
-    named: dict[str, Any] = {"exp_manager__name": "b", "exp_manager__wandb_logger_kwargs__name": "b", "export__path": "b/hf"}
-    named["exp_manager__mlflow_logger_kwargs__run_name"] = "b"
-    other = write_run(tmp_path / "b", healthy(), **named)
-    text = write_report([read_run(complete), read_run(other)], tmp_path / "page.html")[1].read_text()
-    assert "Settings that differ" not in text
 
 
 def test_settings_of_different_algorithms_are_compared_by_name(complete: Path, tmp_path: Path) -> None:
@@ -181,52 +164,6 @@ def test_more_runs_than_colours_are_told_apart(tmp_path: Path) -> None:
     assert [re.findall(r"series-\d", style) for style in styles] == [["series-0"], ["series-1"]]
 
 
-def test_comparisons_show_the_value_of_no_learning(complete: Path) -> None:
-    levels = {plot.title: plot.level for plot in compared_plots({"a": read_run(complete)})}
-    assert (levels["Validation AUC"], levels["Validation margin"], levels["Validation loss"]) == (0.5, 0.0, None)
-
-
-@pytest.mark.parametrize(
-    ("steps", "title"),
-    [
-        ([0, 200], "Rewards of validation, before and after"),
-        ([20, 200], "first and last validation"),
-        ([20], "Rewards of validation"),
-    ],
-)
-def test_the_title_of_the_rewards_says_when_they_were_measured(steps: list[int], title: str, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", healthy())
-    lines = [{"step": step, "set": "", "width": 0.125, "first": 0, "desirable": [4], "undesirable": [5]} for step in steps]
-    (folder / "rewards.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    html = write_report([read_run(folder)], tmp_path / "page.html")[0].read_text()
-    assert f"{title}</h2>" in html
-
-
-def test_a_run_without_a_step(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [], run={"state": "running"})
-    for file in ("config.yaml", "run.json"):
-        html, text = (each.read_text() for each in write_report([read_run(folder)], tmp_path / "page.html"))
-        Elements(html)
-        assert "# run" in text
-        (folder / file).unlink()
-
-
-def test_100000_steps_are_a_small_page_with_its_peaks_in_a_few_seconds(tmp_path: Path) -> None:
-    """The limits are 10 s, here of CPU time because other processes are running, and 3 MB."""
-    folder = write_run(tmp_path / "run", [])
-    write_log(folder / "metrics.jsonl", steps=100_000)
-    with (folder / "metrics.jsonl").open("a") as log:
-        log.write('{"step": 12345, "train/loss": 77.0}\n')
-    began = time.process_time()
-    run = read_run(folder)
-    page = write_report([run], tmp_path / "page.html")[0]
-    assert time.process_time() - began < 10
-    assert page.stat().st_size < 3e6
-    raw = re.findall(r' d="([^"]+)"', draw(plots_of(run)[0]))
-    heights = [float(number) for path in raw for number in re.findall(r"[ML] [\d.]+ ([\d.]+)", path)]
-    assert min(heights) < 20, "the peak is at the top of the plot"
-
-
 def test_histograms_get_common_bins() -> None:
     fine = RewardHistogram(
         set_name="", width=0.125, first=-3, counts={"chosen": [1, 2, 3, 4, 5, 6], "rejected": [0, 0, 0, 0, 0, 7]}
@@ -237,19 +174,6 @@ def test_histograms_get_common_bins() -> None:
     assert first["chosen"].tolist() == [6.0, 15.0]
     assert first["rejected"].tolist() == [0.0, 7.0]
     assert last["chosen"].tolist() == [0.0, 8.0]
-
-
-def test_many_bins_are_joined() -> None:
-    wide = RewardHistogram(set_name="", width=0.25, first=-50, counts={"chosen": [1] * 100})
-    edges, (counts,) = common_bins([wide])
-    assert len(counts["chosen"]) <= 40
-    assert counts["chosen"].sum() == 100
-    assert edges[1] - edges[0] == 1.0
-
-
-def test_the_picture_of_a_run(complete: Path, tmp_path: Path) -> None:
-    summary_picture(read_run(complete), tmp_path / "card.png")
-    assert (tmp_path / "card.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_the_command(complete: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
