@@ -11,7 +11,7 @@ from typing import Any
 from nemo_kto.artifacts.checkpoint_files import size_text
 from nemo_kto.errors import plural
 from nemo_kto.report.record import RUNNING, RunRecord
-from nemo_kto.telemetry.samples import Sample
+from nemo_kto.telemetry.evaluations import Sample
 from nemo_kto.telemetry.timers import duration_text
 
 _MODEL, _DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"

@@ -125,7 +125,7 @@ def _parts(run: RunRecord) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         {"title": f"The other {len(others)} keys" if own else f"All {len(others)} keys", "folded": True, "lines": others},
     ]
     yield "Settings", [section for section in settings if section["lines"]]
-    yield "Run", [{"title": "", "folded": False, "lines": run.summary}] if run.summary else []
+    yield "Run", [{"title": "", "folded": False, "lines": summary}] if (summary := run.run.get("summary")) else []
     table = facts.checkpoint_table(run)
     yield "Checkpoints", [{"title": "", "folded": False, "lines": None, "rows": table}] if table else []
     if origin := facts.provenance(run):

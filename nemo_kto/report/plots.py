@@ -10,7 +10,7 @@ import numpy as np
 
 from nemo_kto.report.curves import Curve
 from nemo_kto.report.record import RunRecord
-from nemo_kto.telemetry.rewards import RewardHistogram
+from nemo_kto.telemetry.evaluations import RewardHistogram
 
 BLUE, ORANGE = 0, 1  # indices in ``drawing.COLOURS``; those of further curves follow
 Kind = Literal["smoothed", "band", "mean", "exact", "dots"]
@@ -86,12 +86,10 @@ def plots_of(run: RunRecord) -> list[Plot]:
     better, worse = run.classes
     of_batch, margin = "Mean over the batch.", f"Mean reward of the {better} minus that of the {worse} answers."
     kl = "Mean log-ratio of the KL examples; the reference point z0 is 0 where it is negative."
-    rewards, logps = (_of_classes(run, f"train/{name}", kind) for name, kind in (("rewards", "band"), ("logps", "smoothed")))
-    speed, memory = _series(run, "perf/tokens_per_sec", "all ranks"), "perf/peak_memory_gb"
     balance = _series(run, "train/moe_aux_loss", "load-balancing loss")
     plots = [
         Plot(title="Loss", series=_both(run, "loss")),
-        Plot(title="Rewards in training", series=rewards, note=of_batch, level=0.0),
+        Plot(title="Rewards in training", series=_of_classes(run, "train/rewards", "band"), note=of_batch, level=0.0),
         *(
             Plot(title=f"Rewards in {title}", series=series, note="Mean over the set.", level=0.0)
             for title, prefix in run.validations.items()
@@ -101,11 +99,11 @@ def plots_of(run: RunRecord) -> list[Plot]:
         quality_plot(run),
         Plot(title="KL estimate, unclamped", series=_both(run, "kl_unclamped"), note=kl, level=0.0),
         Plot(title="Delta", series=_series(run, "train/delta", "train"), note="Mean of all rewards so far."),
-        Plot(title="Log-probs of answers", series=logps, note=of_batch),
+        Plot(title="Log-probs of answers", series=_of_classes(run, "train/logps", "smoothed"), note=of_batch),
         Plot(title="Gradient norm", series=_series(run, "train/grad_norm", "before clipping")),
         Plot(title="Learning rate", series=_series(run, "train/lr", "", kind="exact")),
-        Plot(title="Tokens per second", series=speed),
-        Plot(title="Peak memory, GB", series=_series(run, memory, "rank 0", kind="exact")),
+        Plot(title="Tokens per second", series=_series(run, "perf/tokens_per_sec", "all ranks")),
+        Plot(title="Peak memory, GB", series=_series(run, "perf/peak_memory_gb", "rank 0", kind="exact")),
         Plot(title="Expert load balance", series=balance, level=1.0),
     ]
     return [plot for plot in plots if plot is not None and plot.series]

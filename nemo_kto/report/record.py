@@ -20,9 +20,8 @@ from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, Checkpoint, find_ch
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.errors import UserError
 from nemo_kto.report.curves import Curve, read_curves
+from nemo_kto.telemetry.evaluations import REWARDS_FILE, SAMPLES_FILE, RewardHistogram, Sample, read_rewards, read_samples
 from nemo_kto.telemetry.loggers import METRICS_FILE, WARNINGS_FILE, LoggedWarning, read_metrics, read_warnings
-from nemo_kto.telemetry.rewards import REWARDS_FILE, RewardHistogram, read_rewards
-from nemo_kto.telemetry.samples import SAMPLES_FILE, Sample, read_samples
 from nemo_kto.utils.escaping import terminal_text
 from nemo_kto.utils.files import publish_file
 from nemo_kto.utils.locks import GONE_SECONDS, owner_file
@@ -176,11 +175,6 @@ class RunRecord:
     def settings(self) -> dict[str, object]:
         """Keys that the user set, with their values; empty if they are not known."""
         return {key: self.config.get(key, value) for key, value in self.run.get("settings", {}).items()}
-
-    @property
-    def summary(self) -> dict[str, str]:
-        """The table that the run printed at its start, by label."""
-        return dict(self.run.get("summary", {}))
 
     @cached_property
     def checkpoints(self) -> list[Checkpoint]:

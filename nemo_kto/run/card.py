@@ -26,6 +26,7 @@ from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
 from nemo_kto.artifacts.content import CARD
 from nemo_kto.artifacts.hub import HUB, hub_name
 from nemo_kto.artifacts.tokenizer_files import has_chat_template
+from nemo_kto.config.keys import table
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.data.rows.sources import validation_names
 from nemo_kto.errors import UserError, plural
@@ -228,7 +229,7 @@ def _figures(sources: CardSources, *, has_picture: bool) -> str:
         for name, label in _FIGURES.items()
         if any(metrics.get(f"{start}{name}") is not None for start in columns.values())
     ]
-    text = "## Results\n\n" + _table(["", *columns], rows) if rows else ""
+    text = "## Results\n\n" + table(["", *columns], rows) if rows else ""
     if rows:
         kind = "the last batch of training" if list(columns) == ["training"] else "rows that were not trained on"
         text += f"\n\nMeasured on {kind}, at step {sources.info['trainer']['step']:,}."
@@ -252,7 +253,7 @@ def _training(sources: CardSources) -> str:
         epochs = trainer["step"] / trainer["steps_per_epoch"] if trainer.get("steps_per_epoch") else None
         count = "" if epochs is None else f" ({epochs:.3g} {'epoch' if epochs == 1 else 'epochs'})"
         steps = f"{plural(trainer['step'], 'step')}{count}, {trainer.get('consumed_samples', 0):,} examples."
-    parts = ["## Training", steps, _loss_text(sources), _table(["setting", "value"], rows), _data(sources)]
+    parts = ["## Training", steps, _loss_text(sources), table(["setting", "value"], rows) if rows else "", _data(sources)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -285,7 +286,7 @@ def _data(sources: CardSources) -> str:
             rows.append([split, named.get(split, named.get("train", "")), *texts])
     if not rows:
         return ""
-    return "\n\n".join(["### Data", _table(["", "source", "examples", "SHA-256 of tokens, labels and order"], rows)])
+    return "\n\n".join(["### Data", table(["", "source", "examples", "SHA-256 of tokens, labels and order"], rows)])
 
 
 def _data_names(prefix: object) -> Iterator[str]:
@@ -321,13 +322,6 @@ def _versions(sources: CardSources) -> str:
     layout = sources.info.get("layout", {})
     ranks = f" Trained on {plural(layout['world'], 'rank')}." if layout.get("world") else ""
     return f"## Versions\n\n{text}.{ranks}"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of cells in Markdown."""
-    if not rows:
-        return ""
-    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *rows])
 
 
 def _number(value: float | None, *, is_count: bool) -> str:

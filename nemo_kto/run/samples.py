@@ -23,7 +23,7 @@ from nemo_kto.models.engine.engine import LogProbEngine
 from nemo_kto.models.engine.generation import Decoding, generate
 from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.run.rows import collate_settings, model_vocab_size
-from nemo_kto.telemetry.samples import SAMPLES_FILE, Model, Sample, read_samples
+from nemo_kto.telemetry.evaluations import SAMPLES_FILE, Model, Sample, read_samples
 from nemo_kto.telemetry.timers import RunTimer
 
 _PROMPTS, _MAX_NEW_TOKENS = "exp_manager.samples.prompts", "exp_manager.samples.max_new_tokens"

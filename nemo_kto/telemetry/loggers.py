@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_kto.errors import UserError
-from nemo_kto.telemetry.rewards import REWARDS_FILE, RewardHistogram
-from nemo_kto.telemetry.samples import SAMPLES_FILE, Sample, log_to_mlflow, log_to_wandb
+from nemo_kto.telemetry.evaluations import REWARDS_FILE, SAMPLES_FILE, RewardHistogram, Sample, log_to_mlflow, log_to_wandb
 from nemo_kto.telemetry.tensorboard import TensorBoard
 from nemo_kto.utils.files import MAX_LINE_BYTES, open_file, publish_file, read_bytes, read_lines
 from nemo_kto.utils.saved_records import Count, Number, Record, read_lines_as

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nemo_kto.artifacts.safetensors_files import INDEX, WRITTEN_BY
-from nemo_kto.chat.model import ChatModel
+from nemo_kto.chat.session import ChatModel
 from nemo_kto.cli.chat import _find, main
 from nemo_kto.errors import UserError
 from nemo_kto.processes.ranks import INTERRUPTED
@@ -34,7 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(autouse=True)
 def fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_kto.chat.model.bf16_slowdown", lambda **_: 2.0)
+    monkeypatch.setattr("nemo_kto.chat.session.bf16_slowdown", lambda **_: 2.0)
 
 
 def answers(capsys: pytest.CaptureFixture[str], words: Sequence[object]) -> list[dict[str, Any]]:
@@ -147,7 +147,7 @@ def test_an_answer_ends_at_a_token_of_the_template_before_the_eos(folders: tuple
 def test_an_interrupt_ends_the_answer_and_keeps_its_text(
     folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nemo_kto.chat.model import _Stream
+    from nemo_kto.chat.session import _Stream
 
     put: Callable[..., None] = _Stream.put
 
@@ -200,27 +200,15 @@ def test_a_copied_run_does_not_answer_with_the_export_of_the_original(folders: t
     ("words", "parts"),
     [
         (["nowhere", "-p", "x"], ("MODEL", "nowhere", "hf:ORGANISATION/NAME")),
-        (["{empty}", "-p", "x"], ("MODEL", "run folder", "config.json")),
-        (["{model}", "--against", "nowhere"], ("--against", "nowhere")),
         (["{model}", "--against"], ("--against", "belongs to no run", "hf:ORGANISATION/NAME")),
         (["{model}", "--against", "{model}"], ("--against", "another model")),
         (["{model}", "--temperature", "0", "--top-p", "0.5"], ("--top-p", "--temperature 0")),
-        (["{model}", "--device", "gpu"], ("--device", "cpu or auto", "gpu")),
         (["hf:org/absent", "-p", "x"], ("MODEL", "hf:org/absent", "HF_HUB_OFFLINE=1")),
     ],
 )
 def test_mistakes(words: list[str], parts: tuple[str, ...], folders: tuple[Path, Path], tmp_path: Path) -> None:
     with raises(UserError, Message(*parts)):
         main([word.format(model=folders[0], empty=tmp_path) for word in words])
-
-
-def test_an_unknown_command_on_stdin(
-    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("/help\n/rest\n"))
-    with raises(UserError, "/reset", "/quit", "'/rest'"):
-        main([str(folders[0])])
-    assert "/system TEXT" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("typed", "words"), [(b"caf\xe9\n", ["-p", "-"]), (b"/system caf\xe9\n", [])])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.artifacts.checkpoint_files import info_text
 from nemo_kto.cli.entry import look_at_checkpoints
 from tests.helpers.messages import Message
 from tests.unit.artifacts.test_checkpoint_files import earlier, flip, make_checkpoint
@@ -52,20 +50,6 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         len({line.index(word) for line, word in zip(lines, ("state", "complete", "complete", "damaged"), strict=False)}) == 1
     )
-
-
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        ({"world": 8, "tensor": 2, "pipeline": 1, "context": 2}, "2 x 2 x 1, 2 context"),
-        ({"world": 8, "tensor": 2, "pipeline": 1}, "4 x 2 x 1"),  # of a version without context parallelism
-    ],
-)
-def test_ls_of_many_ranks(run: Path, capsys: pytest.CaptureFixture[str], layout: dict[str, int], expected: str) -> None:
-    file = run / "checkpoints/step_000002/trainer.json"
-    file.write_text(info_text({**json.loads(file.read_text()), "layout": layout}))
-    command("ls", run)
-    assert re.split("  +", capsys.readouterr().out.splitlines()[1])[3] == expected
 
 
 def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

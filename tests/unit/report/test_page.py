@@ -21,7 +21,7 @@ from nemo_kto.report.page import write_report
 from nemo_kto.report.plots import common_bins
 from nemo_kto.report.record import FINISHED, RUN_FILE, RUNNING, begin_run, end_run, read_run
 from nemo_kto.run import record
-from nemo_kto.telemetry.rewards import RewardHistogram
+from nemo_kto.telemetry.evaluations import RewardHistogram
 from tests.helpers.run_folders import data_of, healthy, write_extras, write_run
 
 VOID = {"meta", "link", "br"}
@@ -141,15 +141,6 @@ def test_a_comparison_of_runs(complete: Path, tmp_path: Path) -> None:
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| complete", "| other"))]
     assert [(row[-3], row[-1]) for row in rows[:2]] == [("200", "finished |"), ("100", "failed |")]
     assert "up to 11 logged steps." in html
-
-
-def test_settings_of_different_algorithms_are_compared_by_name(complete: Path, tmp_path: Path) -> None:
-    other = write_run(tmp_path / "dpo", healthy(20), algorithm="dpo", trainer__dpo__max_epochs=7)
-    text = write_report([read_run(complete), read_run(other)], tmp_path / "page.html")[1].read_text().replace("\\", "")
-    assert "| trainer.NAME.max_epochs | 1 | 7 |" in text
-    assert "| model.NAME.preference_loss | kto | dpo |" in text
-    assert "| model.NAME.desirable_loss_weight | 1 |  |" in text
-    assert "save_interval" not in text
 
 
 def test_more_runs_than_colours_are_told_apart(tmp_path: Path) -> None:

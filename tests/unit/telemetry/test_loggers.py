@@ -14,8 +14,8 @@ import pytest
 
 from nemo_kto.errors import UserError
 from nemo_kto.telemetry import loggers
+from nemo_kto.telemetry.evaluations import Sample
 from nemo_kto.telemetry.loggers import RunLogger, check_loggers, import_package
-from nemo_kto.telemetry.samples import Sample
 from tests.helpers.messages import assert_names
 
 
@@ -86,28 +86,6 @@ def test_resuming_drops_later_lines(tmp_path: Path) -> None:
         (2, None, 0.5),
         (3, 0.9, None),
     ]
-
-
-def test_tensorboard_event_file_reads_back(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logger = RunLogger(folder=tmp_path, enabled=True)
-    logger.log_hyperparams({"model": {"optim": {"lr": 9e-6}}})
-    for step in (1, 2, 3):
-        logger.log_metrics({"train/loss": 0.5 / step, "val/kl": 0.25}, step)
-    logger.finalize("success")
-    # A restart from step 2 makes step 3 again; the first step 3 must not show.
-    logger = RunLogger(folder=tmp_path, enabled=True, resumed_step=2)
-    logger.log_metrics({"train/loss": 0.125}, 3)
-    logger.finalize("success")
-
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
-    assert losses == [(1, 0.5), (2, 0.25), (3, 0.125)]
-    assert [event.value for event in events.Scalars("val/kl")] == [0.25, 0.25]
-    (text,) = events.Tensors("hyperparameters/text_summary")
-    assert '"lr": 9e-06' in text.tensor_proto.string_val[0].decode()
 
 
 def test_mlflow_database_is_in_the_run_folder(tmp_path: Path) -> None:

@@ -116,17 +116,6 @@ def test_a_service_that_is_down_at_the_start(
     assert caplog.messages == [Message("wandb", "ConnectionError", "http://host")]
 
 
-@pytest.mark.parametrize(("text", "known"), [(b"abc-12_3\n", "abc-12_3"), (b"\xff\0", None), (b"x" * 65, None)])
-def test_the_identity_of_a_run_at_a_service(
-    text: bytes, known: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "wandb_run_id"
-    file.write_bytes(text)
-    assert loggers.saved_run_id(file, 3) == known
-    warning = Message(f"{file}", "damaged")
-    assert caplog.messages == ([] if known else [warning])
-
-
 class Closed(io.StringIO):
     """A terminal that was closed, or a file whose disk is full."""
 

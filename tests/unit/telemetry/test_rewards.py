@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemo_kto.telemetry.evaluations import MAX_BINS, RewardHistogram
 from nemo_kto.telemetry.loggers import RunLogger
-from nemo_kto.telemetry.rewards import MAX_BINS, RewardHistogram
 
 
 def histogram(*classes: list[float], name: str = "") -> RewardHistogram:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_kto.telemetry.evaluations import SAMPLES_FILE, Sample, read_samples
 from nemo_kto.telemetry.loggers import RunLogger
-from nemo_kto.telemetry.samples import SAMPLES_FILE, Sample, read_samples
 from tests.unit.telemetry.test_loggers import quiet
 
 ASKED: list[Mapping[str, Any]] = [{"role": "user", "content": "Is it hot?"}]
