@@ -134,7 +134,7 @@ def test_an_answer_ends_at_the_end_of_a_turn(
 
 
 def test_an_answer_ends_at_a_token_of_the_template_before_the_eos(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """As of Phi-3 without its generation_config.json."""
+    """Phi-3 without its generation_config.json has such a template."""
     ending = changed(folders[0], tmp_path / "ending")
     end = "{% if not add_generation_prompt %}" + EOS + "{% endif %}"
     (ending / "chat_template.jinja").write_text(CHATML.replace(TURN_END, TURN_START) + end)

@@ -33,16 +33,6 @@ def test_a_real_run_that_learned_gets_no_advice(tmp_path: Path) -> None:
     assert advice_of(tmp_path, RECORDED / "good.jsonl", model__kto__ref_policy_kl_penalty=0.1, data=data_of()) == {}
 
 
-def test_a_real_run_with_a_far_too_high_learning_rate(tmp_path: Path) -> None:
-    found = advice_of(tmp_path, RECORDED / "bad.jsonl", model__kto__ref_policy_kl_penalty=0.1, model__optim__lr=3e-3)
-    first, *others = found
-    assert "learning rate" in first
-    assert all(
-        figure in found[first] for figure in (f"{MINUS}80.35", f"{MINUS}382", f"{MINUS}67.7", "model.optim.lr=0.0006")
-    )
-    assert [title for title in others if "fall together" in title or "clamped" in title] == others
-
-
 def noise(scale: float) -> Callable[[int], float]:
     return lambda step: float(np.random.default_rng(step).normal() * scale)
 

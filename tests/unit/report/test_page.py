@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,30 +23,6 @@ from nemo_kto.run import record
 from nemo_kto.telemetry.evaluations import RewardHistogram
 from tests.helpers.run_folders import data_of, healthy, write_extras, write_run
 
-VOID = {"meta", "link", "br"}
-
-
-class Elements(HTMLParser):
-    """The elements of a page; raises if they are not nested."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -57,10 +32,8 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_page_shows_everything_and_loads_nothing(complete: Path, tmp_path: Path) -> None:
     html, text = (file.read_text() for file in write_report([read_run(complete)], tmp_path / "page.html"))
-    page = Elements(html)
-    links = [value for _, attributes in page.found for name, value in attributes.items() if name in ("src", "href")]
-    assert [link for link in links if not (link or "").startswith(("data:", "#"))] == []
-    assert "script" not in {tag for tag, _ in page.found}
+    assert [link for link in re.findall(r'(?:src|href)="([^"]*)"', html) if not link.startswith(("data:", "#"))] == []
+    assert "<script" not in html
     assert "url(" not in html.replace("url(#", "")
     drawings = re.findall(r"<svg.*?</svg>", html, re.DOTALL)
     assert [colour for drawing in drawings for colour in re.findall(r"#[0-9a-f]{6}\b", drawing)] == [], (
@@ -133,7 +106,6 @@ def test_a_comparison_of_runs(complete: Path, tmp_path: Path) -> None:
         tmp_path / "other", healthy(100, seed=1), model__optim__lr=3e-6, run={"state": "failed", "text": "no memory"}
     )
     html, text = (file.read_text() for file in write_report([read_run(complete), read_run(other)], tmp_path / "page.html"))
-    Elements(html)
     assert "| model.optim.lr | 1e-06 | 3e-06 |" in text.replace(r"\_", "_")
     assert "seed" not in text
     assert "no memory" in html
@@ -141,18 +113,6 @@ def test_a_comparison_of_runs(complete: Path, tmp_path: Path) -> None:
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| complete", "| other"))]
     assert [(row[-3], row[-1]) for row in rows[:2]] == [("200", "finished |"), ("100", "failed |")]
     assert "up to 11 logged steps." in html
-
-
-def test_more_runs_than_colours_are_told_apart(tmp_path: Path) -> None:
-    runs = [read_run(write_run(tmp_path / f"run{number}", healthy(20))) for number in range(10)]
-    html = write_report(runs, tmp_path / "page.html")[0].read_text()
-    loss = html.split("<h3>Validation loss</h3>")[1].split("</figure>")[0]
-    swatches = re.findall(r'<span class="swatch ([^"]+)"', loss)
-    assert len(set(swatches)) == 10
-    assert swatches[1] == "series-1 line-0"
-    assert swatches[9] == "series-1 line-1"
-    styles = [style for style in re.findall(r'style="(fill: none; [^"]*series-[^"]*)"', loss) if "dasharray" in style]
-    assert [re.findall(r"series-\d", style) for style in styles] == [["series-0"], ["series-1"]]
 
 
 def test_histograms_get_common_bins() -> None:

@@ -16,7 +16,7 @@ def test_metrics_of_a_step() -> None:
 
 
 def test_tokens_of_kl_examples_are_counted_separately() -> None:
-    """They are not trained on, but they are padded and use the devices."""
+    """KL examples are not trained on, but they are padded and use the devices."""
     sums = {"tokens": 400.0, "kl_tokens": 300.0, "padded_tokens": 1000.0, "flops": 6000.0}
     figures = throughput(sums, seconds=2.0, world_size=4)
     assert (figures["tokens_per_sec"], figures["tokens_per_sec_per_rank"], figures["kl_tokens_per_sec"]) == (200, 50, 150)
