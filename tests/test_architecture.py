@@ -122,7 +122,7 @@ PACKAGES = {
         own=names("device data artifacts utils"),
         outside=names("torch transformers"),
         never=names("torch.distributed torch.cuda"),
-        only_in=(("peft", names("model.py")),),
+        only_in=(("peft", names("session.py")),),
     ),
     "planner": Package(own=names("device telemetry architecture artifacts models config utils")),
     "cli": Package(

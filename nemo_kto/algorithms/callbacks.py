@@ -15,8 +15,7 @@ from typing import Any
 
 from nemo_kto.algorithms.protocols import CheckpointWriter, MetricsLogger, Trainer, WrittenCheckpoint
 from nemo_kto.losses.metrics import Metrics, metric_prefix
-from nemo_kto.telemetry.rewards import RewardHistogram
-from nemo_kto.telemetry.samples import Sample
+from nemo_kto.telemetry.evaluations import RewardHistogram, Sample
 from nemo_kto.telemetry.throughput import throughput
 from nemo_kto.telemetry.watch import INTERVAL, LossSpikes, RankTimes, StragglerFinder, slowest
 

@@ -36,10 +36,18 @@ def number(constraint: str, holds: Callable[[float], bool], *, remedy: str = "")
 gigabytes = number("above 0, in 10^9 bytes", lambda value: value > 0, remedy="; e.g. --memory 80")
 
 
-def add_config_source(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name a configuration file of the user, as in training."""
+def run_parser(command: str, description: str, *, words: str = "MODEL DATA KEY=VALUE") -> argparse.ArgumentParser:
+    """Return the parser of a command that takes a run as in training: algorithm, words, and the user's configuration."""
+    from nemo_kto.algorithms.recipes import RECIPES
+
+    parser = argparse.ArgumentParser(
+        prog=f"nemo-kto {command}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("algorithm", choices=list(RECIPES), help="the algorithm of the run")
+    parser.add_argument("words", nargs="*", metavar=words, help="as in training")
     parser.add_argument("--config-name", metavar="FILE", help="your configuration file")
     parser.add_argument("--config-dir", metavar="FOLDER", help="folder of that file")
+    return parser
 
 
 def aligned(rows: Sequence[Sequence[str]], *, indent: str = "") -> Iterator[str]:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli import add_config_source, gigabytes, integer_from, is_set
+from nemo_kto.cli import gigabytes, integer_from, is_set, run_parser
 from nemo_kto.cli.data.preview import with_all_cores
 from nemo_kto.config import compose
 from nemo_kto.config.check import Checker, InvalidConfig
@@ -70,17 +70,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="nemo-kto check", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("algorithm", choices=list(RECIPES), help="the algorithm of the run")
-    parser.add_argument("words", nargs="*", metavar="MODEL DATA KEY=VALUE", help="as in training")
+    parser = run_parser("check", _DESCRIPTION)
     parser.add_argument("--nodes", type=integer_from(1), metavar="N", help="number of machines: trainer.num_nodes")
     number = "GPUs, and ranks, of each machine: trainer.devices"
     parser.add_argument("--gpus-per-node", type=integer_from(1), metavar="N", help=number)
     parser.add_argument("--gpu", type=_gpu, metavar="KIND", help="their kind, as for `nemo-kto plan`")
     parser.add_argument("--memory", type=gigabytes, metavar="GB", help="memory of each rank, in 10^9 bytes")
-    add_config_source(parser)
     return parser
 
 

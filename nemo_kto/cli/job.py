@@ -94,7 +94,7 @@ class Job:
                 if end.message:
                     print_error(f"nemo-kto: {redacted(end.message)}")
                 if end.status != signals.ENDED_EARLY:
-                    from nemo_kto.report.run_file import record_failure
+                    from nemo_kto.report.record import record_failure
 
                     with contextlib.suppress(OSError):
                         record_failure(run.folder, redacted(end.message), since=ranks.started_at())

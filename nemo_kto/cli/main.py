@@ -39,12 +39,12 @@ _SWEEP_REPORT = "+hydra.callbacks.nemo_kto._target_=nemo_kto.cli.sweep.SweepRepo
 
 # Command that only prints -> its module, and its function if it is not main.
 _PRINTING = {
-    "chat": "models.chat",
-    "import": "models.import_model",
+    "chat": "chat",
+    "import": "convert:import_model",
     "plan": "plan",
     "translate": "translate",
     "check": "check_run",
-    "checkpoint": "models.checkpoint",
+    "checkpoint": "checkpoint",
     "report": "report",
     "data preview": "data.preview",
     "data check": "data.check",
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = arguments[0] if arguments else "--help"
     try:
         if command == "export":
-            from nemo_kto.cli.models.export import main as export
+            from nemo_kto.cli.convert import export
 
             export(arguments[1:])
             return

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli import add_config_source, gigabytes, integer_from, is_set
+from nemo_kto.cli import gigabytes, integer_from, is_set, run_parser
 from nemo_kto.config import compose
 from nemo_kto.config.check import POSITIONS, Checker, InvalidConfig, read_positions
 from nemo_kto.config.resolved import ResolvedRun
@@ -62,15 +62,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="nemo-kto plan", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("algorithm", choices=list(RECIPES), help="the algorithm of the run")
-    parser.add_argument("words", nargs="*", metavar="MODEL [DATA] KEY=VALUE", help="as in training")
+    parser = run_parser("plan", _DESCRIPTION, words="MODEL [DATA] KEY=VALUE")
     parser.add_argument("--gpus", type=integer_from(1), metavar="N", help="number of GPUs, on machines with eight GPUs")
     parser.add_argument("--gpu", choices=list(GPUS), default=DEFAULT_GPU, help=f"their kind, with --gpus ({DEFAULT_GPU})")
     parser.add_argument("--memory", type=gigabytes, metavar="GB", help="memory of each rank, in 10^9 bytes")
-    add_config_source(parser)
     return parser
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_kto.report.curves import Curve
+from nemo_kto.report.facts import number_text
 from nemo_kto.report.record import RunRecord
-from nemo_kto.report.text import number_text
 
 _MIN_POINTS = 10  # of a training curve; fewer show nothing
 _TAIL = 0.2  # fraction of a curve whose mean is its final value
@@ -69,12 +69,10 @@ def learning_rate_too_high(run: RunRecord) -> Advice | None:
         )
     if not found:
         return None
-    lr = run.config.get("model.optim.lr")
-    lower = f"model.optim.lr={lr / 5:.2g} instead of {lr:g}" if isinstance(lr, float) else "a lower model.optim.lr"
     return Advice(
         title="The learning rate is probably too high",
-        reason=_sentence("; ".join(found)),
-        remedy=f"Try {lower}, or a longer model.optim.sched.warmup_steps.",
+        reason=f"{found[0][0].upper()}{'; '.join(found)[1:]}.",
+        remedy=f"Try {_other_lr(run, 'a lower', 0.2)}, or a longer model.optim.sched.warmup_steps.",
     )
 
 
@@ -100,13 +98,11 @@ def no_learning(run: RunRecord) -> Advice | None:
     reached += [run.curves[name].last for p in run.validations.values() if (name := f"{p}rewards_margin") in run.curves]
     if max(map(abs, reached)) >= _NO_MARGIN or abs(change) >= _NO_CHANGE:
         return None
-    lr = run.config.get("model.optim.lr")
-    raised = f"model.optim.lr={5 * lr:.2g} instead of {lr:g}" if isinstance(lr, float) else "a higher model.optim.lr"
     return Advice(
         title="The model has hardly changed",
         reason=f"After {run.step:,} steps the margin is {number_text(reached[-1], 2)}, and the training loss has changed by "
         f"{100 * change:.1f} %.",
-        remedy=f"Try {raised}, or train longer.",
+        remedy=f"Try {_other_lr(run, 'a higher', 5.0)}, or train longer.",
     )
 
 
@@ -271,8 +267,10 @@ def _spikes(curve: Curve) -> Curve | None:
     blocks = [curve.values[begin : begin + size] for begin in range(0, len(curve), size)]
     above = np.concatenate([block > _SPIKE * max(float(np.median(block)), 1e-12) for block in blocks])
     is_alive = float(np.median(curve.values)) > 0.01 * float(curve.values.max())  # else the norm has collapsed to 0
-    return Curve(steps=curve.steps[above], values=curve.values[above]) if above.sum() >= _SPIKES and is_alive else None
+    return curve.at(above) if above.sum() >= _SPIKES and is_alive else None
 
 
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
+def _other_lr(run: RunRecord, words: str, factor: float) -> str:
+    """Return an override with ``factor`` times the learning rate, or only ``words`` if the rate is not known."""
+    lr = run.config.get("model.optim.lr")
+    return f"model.optim.lr={lr * factor:.2g} instead of {lr:g}" if isinstance(lr, float) else f"{words} model.optim.lr"

@@ -30,6 +30,10 @@ class Curve:
     def __len__(self) -> int:
         return len(self.steps)
 
+    def at(self, kept: np.ndarray | slice | list[int]) -> Curve:
+        """Return the points with these indices, or of this mask [N]."""
+        return Curve(steps=self.steps[kept], values=self.values[kept])
+
     @property
     def first(self) -> float:
         return float(self.values[0])
@@ -37,6 +41,10 @@ class Curve:
     @property
     def last(self) -> float:
         return float(self.values[-1])
+
+    @property
+    def extremes(self) -> tuple[float, float]:
+        return float(self.values.min()), float(self.values.max())
 
     @property
     def last_step(self) -> int:
@@ -66,13 +74,11 @@ class Curve:
 
     def up_to(self, step: int) -> Curve:
         """Return the points up to and including ``step``."""
-        kept = self.steps <= step
-        return Curve(steps=self.steps[kept], values=self.values[kept])
+        return self.at(self.steps <= step)
 
     def tail(self, fraction: float) -> Curve:
         """Return the last ``fraction`` of the points, at least one."""
-        count = max(1, round(fraction * len(self)))
-        return Curve(steps=self.steps[-count:], values=self.values[-count:])
+        return self.at(slice(-max(1, round(fraction * len(self))), None))
 
     def peaks(self, bins: int) -> Curve:
         """Return the extremes of each of ``bins`` equal parts, which draw like the whole curve."""
@@ -84,7 +90,7 @@ class Curve:
             for begin, end in pairwise(edges.tolist())
             for offset in sorted({int(self.values[begin:end].argmin()), int(self.values[begin:end].argmax())})
         ]
-        return Curve(steps=self.steps[kept], values=self.values[kept])
+        return self.at(kept)
 
     def thinned(self, points: int) -> np.ndarray:
         """Return the indices of at most ``points`` evenly spaced points, among them the first and the last."""

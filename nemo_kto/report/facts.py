@@ -11,12 +11,14 @@ from typing import Any
 from nemo_kto.artifacts.checkpoint_files import size_text
 from nemo_kto.errors import plural
 from nemo_kto.report.record import RUNNING, RunRecord
-from nemo_kto.report.text import number_text
-from nemo_kto.telemetry.samples import Sample
+from nemo_kto.telemetry.evaluations import Sample
 from nemo_kto.telemetry.timers import duration_text
 
 _MODEL, _DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"
-_ARROW = " \N{RIGHTWARDS ARROW} "
+MINUS = "\N{MINUS SIGN}"
+_UNITS = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))  # from this size on, the number divided by this, with this unit
+_TRAILING_ZEROS = re.compile(r"\.?0*e-0*")
+_QUALITY = {"auc": "AUC", "acc": "Accuracy", "rewards_margin": "Margin", "loss": "Loss"}  # metric -> its name
 # Differ between any two runs, or follow from other keys.
 _NOT_COMPARED = (
     "exp_manager.explicit_log_dir", "exp_manager.name", "exp_manager.wandb_logger_kwargs.name",
@@ -59,22 +61,15 @@ def _short_name(value: object) -> str:
 
 def headline(run: RunRecord) -> list[Figure]:
     """Return the figures that tell how the run ended: quality, margin, loss, KL, steps and time."""
-    figures = []
-    for title, prefix in run.validations.items():
-        of_set = title.replace("validation", "held-out")
-        for label, metric in (("AUC", "auc"), ("Accuracy", "acc"), ("Margin", "rewards_margin"), ("Loss", "loss")):
-            if (figure := _change(run, f"{prefix}{metric}", label, of_set)) is not None:
-                figures.append(figure)
-    if not figures:
-        figures = [
-            figure
-            for label, metric in (("Accuracy", "acc"), ("Margin", "rewards_margin"), ("Loss", "loss"))
-            if (figure := _change(run, f"train/{metric}", label, "training batches")) is not None
-        ]
+    sets = {title.replace("validation", "held-out"): prefix for title, prefix in run.validations.items()}
+    figures = [
+        figure
+        for of_set, prefix in (sets or {"training batches": "train/"}).items()
+        for metric, label in _QUALITY.items()
+        if (figure := _change(run, f"{prefix}{metric}", label, of_set)) is not None
+    ]
     total = run.total_steps
-    figures.append(
-        Figure(label="Steps", value=f"{run.step:,}", detail="" if total is None else f"of {total:,}"),
-    )
+    figures.append(Figure(label="Steps", value=f"{run.step:,}", detail="" if total is None else f"of {total:,}"))
     if run.seconds:
         detail = "" if run.tokens_per_second is None else f"{number_text(run.tokens_per_second, 3)} tokens/s"
         figures.append(Figure(label="Time", value=duration_text(run.seconds), detail=detail))
@@ -108,8 +103,9 @@ def final_figures(runs: Mapping[str, RunRecord]) -> list[list[str]]:
     columns: dict[str, str] = {}
     for run in runs.values():
         for title, prefix in run.validations.items():
-            names = (("AUC", "auc"), ("accuracy", "acc"), ("margin", "rewards_margin"), ("loss", "loss"))
-            columns |= {f"{prefix}{name}": f"{title} {label}" for label, name in names if f"{prefix}{name}" in run.curves}
+            for name, label in _QUALITY.items():
+                if f"{prefix}{name}" in run.curves:
+                    columns[f"{prefix}{name}"] = f"{title} {label if label == 'AUC' else label.lower()}"
     columns |= {"train/loss": "train loss"}
     rows = [["run", *columns.values(), "steps", "time", "state"]]
     for name, run in runs.items():
@@ -151,15 +147,6 @@ def value_text(value: object) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(value_text, value))}]"
     return str(value)
-
-
-def set_by_user(run: RunRecord) -> dict[str, str]:
-    return {key: value_text(value) for key, value in run.settings.items()}
-
-
-def other_settings(run: RunRecord) -> dict[str, str]:
-    """Return the keys that the user did not set; all of them if it is not known which."""
-    return {key: value_text(value) for key, value in run.config.items() if key not in run.settings}
 
 
 def data_table(run: RunRecord) -> list[list[str]]:
@@ -269,3 +256,24 @@ def unique_names(runs: Sequence[RunRecord]) -> dict[str, RunRecord]:
         if len(named) == len(runs):
             return named
     return {str(run.folder): run for run in runs}
+
+
+def number_text(value: float, digits: int = 4) -> str:
+    """Format a number for an axis or a table, as short as its digits allow.
+
+    Numbers from 1,000 to 10,000 have all their digits before the point; those below 0.001 have an exponent.
+
+    Examples:
+        >>> [number_text(value) for value in (12_000, 0.25, 2_500_000, 0.00025, 0)]
+        ['12k', '0.25', '2.5M', '2.5e-4', '0']
+        >>> number_text(1899.3, digits=3)
+        '1899'
+    """
+    size = abs(value)
+    divisor, unit = next(((divisor, unit) for limit, divisor, unit in _UNITS if size >= limit), (1.0, ""))
+    text = f"{size / divisor:.{digits}g}"
+    if 0 < size < 1e-3:
+        text = _TRAILING_ZEROS.sub("e-", f"{size:.{digits - 1}e}")
+    elif "e" in text:
+        text = f"{size / divisor:.0f}"
+    return f"{MINUS if value < 0 else ''}{text}{unit}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from nemo_kto import __version__
 from nemo_kto.report import facts
 from nemo_kto.report.advice import advice_for
 from nemo_kto.report.drawing import draw, draw_histogram, look
-from nemo_kto.report.markdown import markdown
 from nemo_kto.report.plots import (
     Histogram,
     Plot,
@@ -24,7 +23,7 @@ from nemo_kto.report.plots import (
 from nemo_kto.report.record import RunRecord
 from nemo_kto.utils.files import publish_file
 from nemo_kto.utils.locks import one_writer
-from nemo_kto.utils.text import terminal_text
+from nemo_kto.utils.text import html_text, markdown_text
 
 _MAX_ANSWERS = 50  # prompts that are shown
 _PARTS = {
@@ -40,14 +39,14 @@ def write_report(runs: Sequence[RunRecord], out: Path) -> list[Path]:
     """
     content = content_of(runs)
     markdown_file = out.with_suffix(".md")
-    for file, text in ((out, _html(content)), (markdown_file, markdown(content))):
+    for file, text in ((out, html(content)), (markdown_file, markdown(content))):
         with one_writer(file, private=False), publish_file(file, durable=False) as writing:
             writing.write_text(text, encoding="utf-8")
     return [out, markdown_file]
 
 
 def content_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """Return everything that a report shows, by the names in page.html; drawings are plots that are not drawn yet."""
+    """Return everything that a report shows, by the names in the templates; drawings are plots that are not drawn yet."""
     named = facts.unique_names(runs)
     written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     shared = {"footer": f"Written by nemo-kto {__version__} on {written}."}
@@ -119,25 +118,34 @@ def _curves_note(plots: Sequence[Plot]) -> str:
 
 
 def _parts(run: RunRecord) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    own, others = facts.set_by_user(run), facts.other_settings(run)
+    own = {key: facts.value_text(value) for key, value in run.settings.items()}
+    others = {key: facts.value_text(value) for key, value in run.config.items() if key not in own}
     settings = [
         {"title": "", "folded": False, "lines": own},
         {"title": f"The other {len(others)} keys" if own else f"All {len(others)} keys", "folded": True, "lines": others},
     ]
     yield "Settings", [section for section in settings if section["lines"]]
-    yield "Run", [{"title": "", "folded": False, "lines": run.summary}] if run.summary else []
+    yield "Run", [{"title": "", "folded": False, "lines": summary}] if (summary := run.run.get("summary")) else []
     table = facts.checkpoint_table(run)
     yield "Checkpoints", [{"title": "", "folded": False, "lines": None, "rows": table}] if table else []
     if origin := facts.provenance(run):
         yield "Versions and hashes", [{"title": "Packages, and content hashes", "folded": True, "lines": origin}]
 
 
-def _without_controls(value: object) -> object:
-    return terminal_text(value) if type(value) is str else value  # drawings are Markup
+def markdown(content: Mapping[str, Any]) -> str:
+    """Return the content of a report as Markdown, with the main values of each curve in a table."""
+    curves = [
+        [f"{plot.title}, {series.label}", *map(facts.number_text, (curve.first, *curve.extremes, curve.last))]
+        for plot in content["plots"]
+        for series in plot.series
+        for curve in [series.curve]
+    ]
+    table = [["curve", "first", "lowest", "highest", "last"], *curves]
+    return _render("page.md.jinja", {**content, "curve_table": table}, escape=markdown_text)
 
 
-def _html(content: Mapping[str, Any]) -> str:
-    from jinja2 import Environment, StrictUndefined
+def html(content: Mapping[str, Any]) -> str:
+    """Return the content of a report as a page that loads nothing and runs no script."""
     from markupsafe import Markup
 
     def of_plot(plot: Plot) -> dict[str, Any]:
@@ -150,14 +158,26 @@ def _html(content: Mapping[str, Any]) -> str:
         note = "the last bar counts everything longer" if histogram.last_is_open else ""
         return {"title": title, "legend": legend, "note": note, "svg": svg}
 
-    rewards = []
-    for name, histograms in content.get("rewards", ()):
-        rewards.append({"title": name, "drawn": [of_histogram(each, each.title.capitalize()) for each in histograms]})
+    rewards = [
+        {"title": name, "drawn": [of_histogram(each, each.title.capitalize()) for each in histograms]}
+        for name, histograms in content.get("rewards", ())
+    ]
     lengths = [of_histogram(each, _PARTS.get(each.title, each.title)) for each in content.get("lengths", ())]
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_without_controls
-    )
-    template = environment.from_string(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
-    absent = dict.fromkeys(("state", "figures", "final_figures", "different", "is_sound", "answers", "data", "warnings"))
     drawings = {"drawn": [of_plot(plot) for plot in content["plots"]], "rewards": rewards, "lengths": lengths}
-    return template.render({**absent, **content, **drawings})
+    return _render("page.html", {**content, **drawings}, escape=html_text)
+
+
+def _render(template: str, content: Mapping[str, Any], *, escape: Callable[[str], str]) -> str:
+    """Fill in a template; ``escape`` is applied to every text that is not Markup, such as a drawing or a macro's output."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    def finalize(value: object) -> object:
+        return Markup(escape(value)) if type(value) is str else value  # nosec B704  # escaped
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=finalize
+    )
+    text = resources.files(__package__).joinpath(template).read_text(encoding="utf-8")
+    absent = dict.fromkeys(("state", "figures", "final_figures", "different", "is_sound", "answers", "data", "warnings"))
+    return environment.from_string(text).render({**absent, **content}) + "\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from nemo_kto.report.curves import Curve
 from nemo_kto.report.record import RunRecord
-from nemo_kto.telemetry.rewards import RewardHistogram
+from nemo_kto.telemetry.evaluations import RewardHistogram
 
 BLUE, ORANGE = 0, 1  # indices in ``drawing.COLOURS``; those of further curves follow
 Kind = Literal["smoothed", "band", "mean", "exact", "dots"]
@@ -71,11 +71,10 @@ def quality_plot(run: RunRecord) -> Plot | None:
     """Return the plot of AUC or accuracy, over all validation sets and, for pairs, the training batches."""
     series = []
     for colour, (title, prefix) in enumerate(run.validations.items(), start=ORANGE):
-        name = next((name for name in (f"{prefix}auc", f"{prefix}acc") if name in run.curves), None)
-        if name is not None:
-            series.append(Series(label=title, curve=run.curves[name], colour=colour, kind="dots"))
+        name = next((name for name in (f"{prefix}auc", f"{prefix}acc") if name in run.curves), "")
+        series += _series(run, name, title, colour=colour, kind="dots")
     if run.has_pairs:
-        series = [*_train(run, "acc", "train"), *series]
+        series = [*_series(run, "train/acc", "train"), *series]
         note = "Fraction of pairs whose chosen answer has the higher reward; a tie, as before training, does not count."
         return Plot(title="Accuracy", series=series, level=0.5, note=note) if series else None
     note = "Probability that a desirable held-out answer has a higher reward than an undesirable one."
@@ -85,76 +84,49 @@ def quality_plot(run: RunRecord) -> Plot | None:
 def plots_of(run: RunRecord) -> list[Plot]:
     """Return the plots of a run, the essential ones first; those without a curve are left out."""
     better, worse = run.classes
+    of_batch, margin = "Mean over the batch.", f"Mean reward of the {better} minus that of the {worse} answers."
+    kl = "Mean log-ratio of the KL examples; the reference point z0 is 0 where it is negative."
+    balance = _series(run, "train/moe_aux_loss", "load-balancing loss")
     plots = [
-        Plot(title="Loss", series=[*_train(run, "loss", "train"), *_validation(run, "loss")]),
-        Plot(
-            title="Rewards in training",
-            series=[
-                *_train(run, "rewards_chosen_mean", better, kind="band"),
-                *_train(run, "rewards_rejected_mean", worse, colour=ORANGE, kind="band"),
-            ],
-            note="Mean over the batch.",
-            level=0.0,
+        Plot(title="Loss", series=_both(run, "loss")),
+        Plot(title="Rewards in training", series=_of_classes(run, "train/rewards", "band"), note=of_batch, level=0.0),
+        *(
+            Plot(title=f"Rewards in {title}", series=series, note="Mean over the set.", level=0.0)
+            for title, prefix in run.validations.items()
+            for series in [_of_classes(run, f"{prefix}rewards", "dots")]
         ),
-        *_held_out_rewards(run),
-        Plot(
-            title="Margin",
-            series=[*_train(run, "rewards_margin", "train"), *_validation(run, "rewards_margin")],
-            note=f"Mean reward of the {better} minus that of the {worse} answers.",
-            level=0.0,
-        ),
+        Plot(title="Margin", series=_both(run, "rewards_margin"), note=margin, level=0.0),
         quality_plot(run),
-        Plot(
-            title="KL estimate, unclamped",
-            series=[*_train(run, "kl_unclamped", "train"), *_validation(run, "kl_unclamped")],
-            note="Mean log-ratio of the KL examples; the reference point z0 is 0 where it is negative.",
-            level=0.0,
-        ),
-        Plot(title="Delta", series=_train(run, "delta", "train"), note="Mean of all rewards so far."),
-        Plot(
-            title="Log-probs of answers",
-            series=[
-                *_train(run, "logps_chosen_mean", better),
-                *_train(run, "logps_rejected_mean", worse, colour=ORANGE),
-            ],
-            note="Mean over the batch.",
-        ),
-        Plot(title="Gradient norm", series=_train(run, "grad_norm", "before clipping")),
-        Plot(title="Learning rate", series=_train(run, "lr", "", kind="exact")),
+        Plot(title="KL estimate, unclamped", series=_both(run, "kl_unclamped"), note=kl, level=0.0),
+        Plot(title="Delta", series=_series(run, "train/delta", "train"), note="Mean of all rewards so far."),
+        Plot(title="Log-probs of answers", series=_of_classes(run, "train/logps", "smoothed"), note=of_batch),
+        Plot(title="Gradient norm", series=_series(run, "train/grad_norm", "before clipping")),
+        Plot(title="Learning rate", series=_series(run, "train/lr", "", kind="exact")),
         Plot(title="Tokens per second", series=_series(run, "perf/tokens_per_sec", "all ranks")),
         Plot(title="Peak memory, GB", series=_series(run, "perf/peak_memory_gb", "rank 0", kind="exact")),
-        Plot(title="Expert load balance", series=_train(run, "moe_aux_loss", "load-balancing loss"), level=1.0),
+        Plot(title="Expert load balance", series=balance, level=1.0),
     ]
     return [plot for plot in plots if plot is not None and plot.series]
 
 
-def _held_out_rewards(run: RunRecord) -> Iterator[Plot]:
-    better, worse = run.classes
-    for title, prefix in run.validations.items():
-        names = ((better, f"{prefix}rewards_chosen_mean", BLUE), (worse, f"{prefix}rewards_rejected_mean", ORANGE))
-        series = [
-            Series(label=label, curve=run.curves[name], colour=colour, kind="dots")
-            for label, name, colour in names
-            if name in run.curves
-        ]
-        yield Plot(title=f"Rewards in {title}", series=series, note="Mean over the set.", level=0.0)
-
-
-def _train(run: RunRecord, metric: str, label: str, *, colour: int = BLUE, kind: Kind = "smoothed") -> list[Series]:
-    return _series(run, f"train/{metric}", label, colour=colour, kind=kind)
-
-
 def _series(run: RunRecord, name: str, label: str, *, colour: int = BLUE, kind: Kind = "smoothed") -> list[Series]:
+    """Return the curve of a metric as a list of one; empty if it was not logged."""
     curve = run.curves.get(name)
     return [] if curve is None else [Series(label=label, curve=curve, colour=colour, kind=kind)]
 
 
-def _validation(run: RunRecord, metric: str) -> list[Series]:
-    return [
-        Series(label=title, curve=run.curves[f"{prefix}{metric}"], colour=colour, kind="dots")
-        for colour, (title, prefix) in enumerate(run.validations.items(), start=ORANGE)
-        if f"{prefix}{metric}" in run.curves
-    ]
+def _of_classes(run: RunRecord, metric: str, kind: Kind) -> list[Series]:
+    better, worse = run.classes
+    better_series = _series(run, f"{metric}_chosen_mean", better, kind=kind)
+    return [*better_series, *_series(run, f"{metric}_rejected_mean", worse, colour=ORANGE, kind=kind)]
+
+
+def _both(run: RunRecord, metric: str) -> list[Series]:
+    """Return the curves of a metric in training and in each validation set."""
+    series = _series(run, f"train/{metric}", "train")
+    for colour, (title, prefix) in enumerate(run.validations.items(), start=ORANGE):
+        series += _series(run, f"{prefix}{metric}", title, colour=colour, kind="dots")
+    return series
 
 
 # Metric without its prefix -> title of its plot and value of a horizontal line in it, in comparisons of runs.
@@ -185,20 +157,14 @@ def compared_plots(runs: Mapping[str, RunRecord]) -> list[Plot]:
     names.append(("Tokens per second", "perf/tokens_per_sec", None))
     plots = []
     for title, name, level in names:
+        kind: Kind = "dots" if name.startswith("val/") else "exact" if name == "train/lr" else "mean"
         series = [
-            Series(label=label, curve=run.curves[name], colour=colour, kind=_compared_kind(name))
+            each
             for colour, (label, run) in enumerate(runs.items())
-            if name in run.curves
+            for each in _series(run, name, label, colour=colour, kind=kind)
         ]
-        if series:
-            plots.append(Plot(title=title, series=series, level=level))
-    return plots
-
-
-def _compared_kind(name: str) -> Kind:
-    if name.startswith("val/"):
-        return "dots"
-    return "exact" if name == "train/lr" else "mean"
+        plots.append(Plot(title=title, series=series, level=level))
+    return [plot for plot in plots if plot.series]
 
 
 def reward_histograms(run: RunRecord) -> dict[str, list[Histogram]]:

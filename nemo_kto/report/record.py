@@ -1,7 +1,11 @@
-"""A run as its folder records it: settings, state, curves, histograms of rewards, samples, warnings, and its data."""
+"""A run as its folder records it: settings, state, curves, histograms of rewards, samples, warnings, and its data.
+
+The state is in run.json, which is written at the start and at the end of a run.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +20,12 @@ from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, Checkpoint, find_ch
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.errors import UserError
 from nemo_kto.report.curves import Curve, read_curves
-from nemo_kto.telemetry.loggers import METRICS_FILE, read_metrics
-from nemo_kto.telemetry.rewards import REWARDS_FILE, RewardHistogram, read_rewards
-from nemo_kto.telemetry.samples import SAMPLES_FILE, Sample, read_samples
-from nemo_kto.telemetry.warnings_file import WARNINGS_FILE, LoggedWarning, read_warnings
+from nemo_kto.telemetry.evaluations import REWARDS_FILE, SAMPLES_FILE, RewardHistogram, Sample, read_rewards, read_samples
+from nemo_kto.telemetry.loggers import METRICS_FILE, WARNINGS_FILE, LoggedWarning, read_metrics, read_warnings
+from nemo_kto.utils.files import publish_file
 from nemo_kto.utils.locks import GONE_SECONDS, owner_file
 from nemo_kto.utils.saved_records import Count, Number, Record, read_object_as
+from nemo_kto.utils.text import terminal_text
 
 # Files of a run folder.
 RUN_FILE = "run.json"  # state, settings and versions of the run
@@ -31,6 +35,7 @@ RUN_LOCK = ".lock"  # held by a run while it uses its folder
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 UNKNOWN = "ended"  # the run ended without a record of how
+_MAX_TEXT = 10_000  # characters of an error
 
 
 class RunFile(Record):
@@ -137,15 +142,6 @@ class RunRecord:
         return {f"validation {prefix.removeprefix('val/').rstrip('_')}".strip(): prefix for prefix in prefixes}
 
     @property
-    def quality(self) -> tuple[str, str] | None:
-        """Label and name of the metric that tells better from worse answers, AUC or accuracy; None without validations."""
-        for prefix in self.validations.values():
-            for label, name in (("AUC", f"{prefix}auc"), ("accuracy", f"{prefix}acc")):
-                if name in self.curves:
-                    return label, name
-        return None
-
-    @property
     def step(self) -> int:
         """Last step with a record."""
         curve = self.curves.get("train/loss")
@@ -179,11 +175,6 @@ class RunRecord:
     def settings(self) -> dict[str, object]:
         """Keys that the user set, with their values; empty if they are not known."""
         return {key: self.config.get(key, value) for key, value in self.run.get("settings", {}).items()}
-
-    @property
-    def summary(self) -> dict[str, str]:
-        """The table that the run printed at its start, by label."""
-        return dict(self.run.get("summary", {}))
 
     @cached_property
     def checkpoints(self) -> list[Checkpoint]:
@@ -240,3 +231,31 @@ def _state(folder: Path, run: Mapping[str, Any]) -> State:
         return State(RUNNING)
     killed = "without a message: it was killed, or its machine went down"
     return State(UNKNOWN, killed if word == RUNNING else "")
+
+
+def begin_run(folder: Path, *, run: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    """Record that a run has begun or was resumed, what it is (``run``), and the statistics of its data."""
+    _write(folder / DATA_FILE, data)
+    _write(folder / RUN_FILE, {"state": RUNNING, "text": "", "started": time.time(), **run})
+
+
+def end_run(folder: Path, state: str, text: str = "") -> None:
+    """Record the end of a run that :func:`begin_run` recorded: its state, and why it ended; without it, do nothing."""
+    if run := read_object_as(RunFile, folder / RUN_FILE):
+        text = terminal_text(text[-_MAX_TEXT:])  # without lone surrogates, which no reader of JSON accepts
+        _write(folder / RUN_FILE, {**run, "state": state, "text": text, "ended": time.time()})
+
+
+def record_failure(folder: Path, text: str, *, since: float) -> None:
+    """Record the error of the rank that failed first, if a run began in the folder after ``since``, in seconds since 1970.
+
+    Rank 0 may have been ended before it could, or recorded that it missed the rank that failed.
+    """
+    run = read_object_as(RunFile, folder / RUN_FILE)
+    if run.get("state") in (RUNNING, FAILED) and run.get("started", 0.0) >= since:
+        end_run(folder, FAILED, text)
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    with publish_file(file) as writing:
+        writing.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")

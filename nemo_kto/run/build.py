@@ -62,12 +62,11 @@ from nemo_kto.run.reference import ReferenceSetup, build_reference
 from nemo_kto.run.resume import Resumption, build_early_stopping, check_validation_rows, look_for_run
 from nemo_kto.run.samples import build_sampler
 from nemo_kto.run.summary import start_lines
-from nemo_kto.telemetry.loggers import RunLogger, check_loggers
+from nemo_kto.telemetry.loggers import RunLogger, WarningsFile, check_loggers, collect_warnings
 from nemo_kto.telemetry.progress import Progress
 from nemo_kto.telemetry.summary import table
 from nemo_kto.telemetry.throughput import device_peak_flops
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
-from nemo_kto.telemetry.warnings_file import WarningsFile, collect_warnings
 from nemo_kto.utils.text import redacted, redacted_value
 
 logger = logging.getLogger(__name__)

@@ -26,6 +26,7 @@ from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
 from nemo_kto.artifacts.content import CARD
 from nemo_kto.artifacts.hub import HUB, hub_name
 from nemo_kto.artifacts.tokenizer_files import has_chat_template
+from nemo_kto.config.keys import table
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.data.rows.sources import validation_names
 from nemo_kto.errors import UserError, plural
@@ -54,6 +55,21 @@ _SETTINGS = (
     "model.optim.lr", "model.optim.sched.name", "model.optim.sched.min_lr", "model.optim.weight_decay", "model.optim.betas",
     "model.global_batch_size", "model.data.seq_length", "model.seed", "trainer.precision",
 )  # fmt: skip
+_EXAMPLE = """\
+{imports}
+
+model = {kind}.from_pretrained("{model}")
+tokenizer = AutoTokenizer.from_pretrained("{tokenizer}")
+{inputs}
+output = model.generate(**inputs, max_new_tokens=256)
+print(tokenizer.decode(output[0]))
+"""
+_TEXT_INPUTS = 'inputs = tokenizer("Once upon a time", return_tensors="pt")'
+_CHAT_INPUTS = """\
+messages = [{"role": "user", "content": "Hello"}]
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +228,7 @@ def _figures(sources: CardSources, *, has_picture: bool) -> str:
         for name, label in _FIGURES.items()
         if any(metrics.get(f"{start}{name}") is not None for start in columns.values())
     ]
-    text = "## Results\n\n" + _table(["", *columns], rows) if rows else ""
+    text = "## Results\n\n" + table(["", *columns], rows) if rows else ""
     if rows:
         kind = "the last batch of training" if list(columns) == ["training"] else "rows that were not trained on"
         text += f"\n\nMeasured on {kind}, at step {sources.info['trainer']['step']:,}."
@@ -236,7 +252,7 @@ def _training(sources: CardSources) -> str:
         epochs = trainer["step"] / trainer["steps_per_epoch"] if trainer.get("steps_per_epoch") else None
         count = "" if epochs is None else f" ({epochs:.3g} {'epoch' if epochs == 1 else 'epochs'})"
         steps = f"{plural(trainer['step'], 'step')}{count}, {trainer.get('consumed_samples', 0):,} examples."
-    parts = ["## Training", steps, _loss_text(sources), _table(["setting", "value"], rows), _data(sources)]
+    parts = ["## Training", steps, _loss_text(sources), table(["setting", "value"], rows) if rows else "", _data(sources)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -269,7 +285,7 @@ def _data(sources: CardSources) -> str:
             rows.append([split, named.get(split, named.get("train", "")), *texts])
     if not rows:
         return ""
-    return "\n\n".join(["### Data", _table(["", "source", "examples", "SHA-256 of tokens, labels and order"], rows)])
+    return "\n\n".join(["### Data", table(["", "source", "examples", "SHA-256 of tokens, labels and order"], rows)])
 
 
 def _data_names(prefix: object) -> Iterator[str]:
@@ -286,29 +302,17 @@ def _data_names(prefix: object) -> Iterator[str]:
 
 
 def _use(sources: CardSources) -> str:
+    kind, tokenizer = "AutoModelForCausalLM", THIS_MODEL
+    imports = "from transformers import AutoModelForCausalLM, AutoTokenizer"
     if sources.adapters:
-        lines = ["from peft import AutoPeftModelForCausalLM", "from transformers import AutoTokenizer", ""]
-        lines.append(f'model = AutoPeftModelForCausalLM.from_pretrained("{THIS_MODEL}")')
-        lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{sources.base[0] or BASE_MODEL}")')
-    else:
-        lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-        lines.append(f'model = AutoModelForCausalLM.from_pretrained("{THIS_MODEL}")')
-        lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{THIS_MODEL}")')
+        kind, tokenizer = "AutoPeftModelForCausalLM", sources.base[0] or BASE_MODEL
+        imports = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
+    inputs, note = _TEXT_INPUTS, "The tokenizer has no chat template: prompts are completed as they are."
     if has_chat_template(sources.original):
-        lines += [
-            'messages = [{"role": "user", "content": "Hello"}]',
-            "inputs = tokenizer.apply_chat_template(",
-            '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True',
-            ")",
-        ]
+        inputs = _CHAT_INPUTS
         note = "Prompts must be rendered with the tokenizer's chat template, as the conversations were in training."
-    else:
-        lines += ['inputs = tokenizer("Once upon a time", return_tensors="pt")']
-        note = "The tokenizer has no chat template: prompts are completed as they are."
-    lines += ["output = model.generate(**inputs, max_new_tokens=256)", "print(tokenizer.decode(output[0]))"]
-    code = "\n".join(lines)
-    chat = f"```sh\n{_CHAT}{THIS_MODEL}\n```"
-    return f"## Use\n\n```python\n{code}\n```\n\n{chat}\n\n{note}"
+    code = _EXAMPLE.format(imports=imports, kind=kind, model=THIS_MODEL, tokenizer=tokenizer, inputs=inputs)
+    return f"## Use\n\n```python\n{code}```\n\n```sh\n{_CHAT}{THIS_MODEL}\n```\n\n{note}"
 
 
 def _versions(sources: CardSources) -> str:
@@ -319,17 +323,8 @@ def _versions(sources: CardSources) -> str:
     return f"## Versions\n\n{text}.{ranks}"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of cells in Markdown."""
-    if not rows:
-        return ""
-    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *rows])
-
-
 def _number(value: float | None, *, is_count: bool) -> str:
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if is_count else f"{value:.4f}"
+    return "" if value is None else f"{value:,.0f}" if is_count else f"{value:.4f}"
 
 
 def published_files(folder: Path, *, repository: str, base_model: str | None) -> dict[str, bytes]:

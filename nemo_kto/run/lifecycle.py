@@ -30,8 +30,19 @@ from nemo_kto.huggingface.folders import check_target
 from nemo_kto.huggingface.weights import export_bytes
 from nemo_kto.processes.ranks import requeue
 from nemo_kto.processes.signals import Stopped
-from nemo_kto.report.record import FAILED, FINISHED, REPORT_FILE, RUN_FILE, RUN_LOCK, RUNNING, STOPPED, RunFile, read_run
-from nemo_kto.report.run_file import begin_run, end_run
+from nemo_kto.report.record import (
+    FAILED,
+    FINISHED,
+    REPORT_FILE,
+    RUN_FILE,
+    RUN_LOCK,
+    RUNNING,
+    STOPPED,
+    RunFile,
+    begin_run,
+    end_run,
+    read_run,
+)
 from nemo_kto.run.data import RunData
 from nemo_kto.run.policy import Policy, export_policy
 from nemo_kto.run.resume import Resumption

@@ -22,8 +22,8 @@ from nemo_kto.planner.micro_batches import packing_of
 from nemo_kto.run.data import RunData, split_text
 from nemo_kto.run.policy import Policy
 from nemo_kto.run.samples import samples_text
+from nemo_kto.telemetry.evaluations import SAMPLES_FILE
 from nemo_kto.telemetry.loggers import METRICS_FILE
-from nemo_kto.telemetry.samples import SAMPLES_FILE
 from nemo_kto.telemetry.summary import adapter_lines, epochs, figures_of, layout_text, model_lines, short, table
 from nemo_kto.telemetry.timers import duration_text
 

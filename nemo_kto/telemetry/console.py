@@ -172,9 +172,9 @@ def _is_not_about_missing_gpu(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("No CUDA runtime is found")
 
 
-def take_over(libraries: Iterable[str] = _HAVE_HANDLERS) -> None:
+def take_over() -> None:
     """Remove the handlers that imported libraries have installed, so that logs are shown once, in the common format."""
-    for library in map(logging.getLogger, libraries):
+    for library in map(logging.getLogger, _HAVE_HANDLERS):
         for handler in [handler for handler in library.handlers if type(handler) is logging.StreamHandler]:
             library.removeHandler(handler)
         library.propagate = True

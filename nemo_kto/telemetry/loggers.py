@@ -1,4 +1,4 @@
-"""Loggers for metrics: metrics.jsonl always; TensorBoard, Weights & Biases and MLflow if enabled.
+"""Loggers of a run: files of JSON lines always; TensorBoard, Weights & Biases and MLflow if enabled.
 
 The last two use the loggers of Lightning, which need no Lightning Trainer. Only rank 0 logs. Metrics have the names of
 NeMo-Aligner with a prefix: train/loss, train/kl, train/rewards_chosen_mean ..., val/..., timing/... (seconds), perf/... .
@@ -6,6 +6,7 @@ NeMo-Aligner with a prefix: train/loss, train/kl, train/rewards_chosen_mean ...,
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -21,12 +22,12 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nemo_kto.errors import UserError
-from nemo_kto.telemetry.rewards import REWARDS_FILE, RewardHistogram
-from nemo_kto.telemetry.samples import SAMPLES_FILE, Sample, log_to_mlflow, log_to_wandb
+from nemo_kto.telemetry.evaluations import REWARDS_FILE, SAMPLES_FILE, RewardHistogram, Sample, log_to_mlflow, log_to_wandb
 from nemo_kto.telemetry.tensorboard import TensorBoard
 from nemo_kto.utils.files import MAX_LINE_BYTES, open_file, publish_file, read_bytes, read_lines
 from nemo_kto.utils.saved_records import Count, Number, Record, read_lines_as
@@ -35,17 +36,12 @@ if TYPE_CHECKING:
     from pytorch_lightning.loggers import MLFlowLogger, WandbLogger
 
 METRICS_FILE = "metrics.jsonl"
+WARNINGS_FILE = "warnings.jsonl"
+_MAX_READ = 10_000  # warnings of a file that are read
+_MAX_WARNINGS = 1000  # a program that warns more often says nothing new
 logger = logging.getLogger(__name__)
 _RUN_ID = re.compile(rb"([\w-]{1,64})\s*", re.ASCII)  # run id of a tracking service
 _MLFLOW_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"  # read by mlflow; its default of 7 retries takes minutes
-
-
-class Sink(Protocol):
-    """Destination of :class:`RunLogger`, with the interface of Lightning's loggers."""
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None: ...
-    def log_hyperparams(self, params: dict[str, object]) -> None: ...
-    def finalize(self, status: str) -> None: ...
 
 
 class JsonLines:
@@ -167,12 +163,12 @@ class RunLogger:
             val_prefixes: prefixes of the metrics of the validation sets.
             redact: remove secrets from an error message.
         """
-        self._sinks: dict[str, Sink] = {}
+        self._sinks: dict[str, Any] = {}  # name -> object with the methods of Lightning's loggers
         self._redact = redact
         if not enabled:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        to_open: dict[str, Callable[[], Sink]] = {
+        to_open: dict[str, Callable[[], Any]] = {
             name: partial(JsonLines, file=folder / name, resumed_step=resumed_step) for name in _files(samples)
         }
         if tensorboard:
@@ -388,3 +384,71 @@ def _mlflow(folder: Path, resumed_step: int | None, arguments: Mapping[str, obje
     mlflow_logger = MLFlowLogger(**settings)
     _save_run_id(file, str(mlflow_logger.run_id))
     return mlflow_logger
+
+
+class LoggedWarning(Record):
+    """A line of warnings.jsonl."""
+
+    step: Count
+    text: str
+
+
+def read_warnings(file: Path, damaged: list[str] | None = None) -> list[LoggedWarning]:
+    """Read a file of warnings; damaged lines are skipped and described in ``damaged``, and a missing file has none."""
+    return list(islice(read_lines_as(LoggedWarning, file, damaged), _MAX_READ))
+
+
+class WarningsFile(logging.Handler):
+    """Handler that writes warnings and errors to warnings.jsonl: {"step", "time", "level", "text"}, each text once.
+
+    Warnings before :meth:`open_file`, such as those about the data, are kept until then: a run whose checks fail leaves its
+    folder as it was.
+    """
+
+    def __init__(self, *, redact: Callable[[str], str] = str) -> None:
+        """``redact`` removes secrets from a text."""
+        super().__init__(logging.WARNING)
+        self._redact = redact
+        self._waiting: list[dict[str, object]] = []
+        self._seen: set[str] = set()
+        self._lines: JsonLines | None = None
+        self._step: Callable[[], int] = int
+
+    def open_file(self, folder: Path, *, step: Callable[[], int], resumed_step: int | None) -> None:
+        """Write to the run folder from now on; ``step`` returns the number of steps done.
+
+        In a resumed run, the warnings after its step are dropped first.
+        """
+        self._lines, self._step = JsonLines(file=folder / WARNINGS_FILE, resumed_step=resumed_step), step
+        self._lines.add_lines({**line, "step": step()} for line in self._waiting)
+        self._waiting = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self._redact(record.getMessage())
+        if text in self._seen or len(self._seen) >= _MAX_WARNINGS:
+            return
+        self._seen.add(text)
+        level = "error" if record.levelno >= logging.ERROR else "warning"
+        line = {"step": self._step(), "time": round(record.created, 3), "level": level, "text": text}
+        if self._lines is None:
+            self._waiting.append(line)
+        else:
+            self._lines.add_lines([line])
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.finalize("")
+            self._lines = None
+        super().close()
+
+
+@contextlib.contextmanager
+def collect_warnings(*, redact: Callable[[str], str] = str) -> Iterator[WarningsFile]:
+    """Collect all warnings and errors of the process within the block, for the file of a run."""
+    handler = WarningsFile(redact=redact)
+    logging.root.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        logging.root.removeHandler(handler)
+        handler.close()

@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from nemo_kto.telemetry.rewards import RewardHistogram
-from nemo_kto.telemetry.samples import Sample, markdown
+from nemo_kto.telemetry.evaluations import RewardHistogram, Sample, markdown
 
 # Settings in the table of hyperparameters, by the beginning of their keys; NAME stands for the algorithm.
 _VARIED = (

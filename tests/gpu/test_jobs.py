@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_kto.telemetry.samples import SAMPLES_FILE, read_samples
+from nemo_kto.telemetry.evaluations import SAMPLES_FILE, read_samples
 from tests.gpu.jobs import DETERMINISTIC, EXPERTS, GPUS, IS_EMULATED, LORA, STEPS, Workplace, assert_close, on
 from tests.helpers.commands import CLI, environment
 from tests.helpers.hf_models import weights

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_kto.chat.model import Answer
-from nemo_kto.chat.session import Session
+from nemo_kto.chat.session import Answer, Session
 from nemo_kto.cli import report
 from nemo_kto.cli.data import check
 from nemo_kto.cli.entry import look_at_checkpoints, main

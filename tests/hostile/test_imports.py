@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.cli.models.import_model import main
+from nemo_kto.cli.convert import import_model as main
 from nemo_kto.errors import UserError
 from tests.helpers import hf_models
 from tests.helpers import megatron_checkpoints as megatron

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from nemo_kto.cli.models.import_model import main
+from nemo_kto.cli.convert import import_model as main
 from nemo_kto.distributed.state import Layout
 from tests.helpers import hf_models
 from tests.helpers import megatron_checkpoints as megatron

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli import add_config_source, integer_from, is_set
+from nemo_kto.cli import integer_from, is_set, run_parser
 from nemo_kto.config import compose
 from nemo_kto.config.check import POSITIONS, Checker, quoted
 from nemo_kto.config.resolved import ResolvedRun
@@ -104,11 +104,7 @@ def _lines(run: ResolvedRun, file: str, *, rows: int, coloured: bool) -> Iterato
 
 def tokenise(argv: Sequence[str]) -> None:
     """Run `nemo-kto data tokenise`; raise UserError if the command line, the model's tokenizer or the rows are invalid."""
-    parser = argparse.ArgumentParser(prog="nemo-kto data tokenise", description=_TOKENISE)
-    parser.add_argument("algorithm", choices=list(RECIPES), help="the algorithm of the run")
-    parser.add_argument("words", nargs="*", metavar="MODEL DATA KEY=VALUE", help="as in training")
-    add_config_source(parser)
-    flags = parser.parse_intermixed_args(list(argv))
+    flags = run_parser("data tokenise", _TOKENISE).parse_intermixed_args(list(argv))
     recipe = RECIPES[flags.algorithm]
     source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
     title = "the rows cannot be tokenised"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.telemetry.samples import SAMPLES_FILE, Sample, read_samples
+from nemo_kto.telemetry.evaluations import SAMPLES_FILE, Sample, read_samples
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.training_jobs import train, trajectory

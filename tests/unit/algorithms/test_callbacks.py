@@ -15,7 +15,7 @@ from nemo_kto.algorithms.callbacks import (
     ThroughputCallback,
 )
 from nemo_kto.losses.metrics import Metrics
-from nemo_kto.telemetry.samples import Model, Sample
+from nemo_kto.telemetry.evaluations import Model, Sample
 from nemo_kto.telemetry.watch import RankTimes
 from tests.unit.algorithms.trainer_doubles import Run
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from nemo_kto.artifacts.safetensors_files import INDEX, WRITTEN_BY
-from nemo_kto.chat.model import ChatModel
-from nemo_kto.cli.models.chat import _find, main
+from nemo_kto.chat.session import ChatModel
+from nemo_kto.cli.chat import _find, main
 from nemo_kto.errors import UserError
 from nemo_kto.processes.ranks import INTERRUPTED
 from tests.helpers.messages import Message, raises
@@ -34,7 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(autouse=True)
 def fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_kto.chat.model.bf16_slowdown", lambda **_: 2.0)
+    monkeypatch.setattr("nemo_kto.chat.session.bf16_slowdown", lambda **_: 2.0)
 
 
 def answers(capsys: pytest.CaptureFixture[str], words: Sequence[object]) -> list[dict[str, Any]]:
@@ -93,18 +93,6 @@ def test_lines_of_stdin_are_one_conversation_with_a_history_for_each_model(
         assert own[2:] == [brief, brief, own[0]]  # /reset keeps the system message, /system without a text removes it
 
 
-def test_text_is_shown_as_it_is_generated_with_labels(
-    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
-    assert main([str(folders[0]), "-p", "-", *LENGTH]) == 0
-    only = generated(folders[0], [user("Hello")])
-    assert capsys.readouterr().out == f"{only}\n"
-    assert main([str(folders[0]), "--against", str(folders[1]), "-p", "Hello", *LENGTH]) == 0
-    other = generated(folders[1], [user("Hello")])
-    assert capsys.readouterr().out == f"{folders[0]}:\n{only}\n{folders[1]}:\n{other}\n"
-
-
 def changed(model: Path, folder: Path, **settings: Any) -> Path:
     """A copy of a model with other values in generation_config.json."""
     shutil.copytree(model, folder)
@@ -146,7 +134,7 @@ def test_an_answer_ends_at_the_end_of_a_turn(
 
 
 def test_an_answer_ends_at_a_token_of_the_template_before_the_eos(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """As of Phi-3 without its generation_config.json."""
+    """Phi-3 without its generation_config.json has such a template."""
     ending = changed(folders[0], tmp_path / "ending")
     end = "{% if not add_generation_prompt %}" + EOS + "{% endif %}"
     (ending / "chat_template.jinja").write_text(CHATML.replace(TURN_END, TURN_START) + end)
@@ -159,7 +147,7 @@ def test_an_answer_ends_at_a_token_of_the_template_before_the_eos(folders: tuple
 def test_an_interrupt_ends_the_answer_and_keeps_its_text(
     folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nemo_kto.chat.model import _Stream
+    from nemo_kto.chat.session import _Stream
 
     put: Callable[..., None] = _Stream.put
 
@@ -197,23 +185,6 @@ def test_a_model_without_a_template_completes_text(
         main([str(plain), "--system", "Be brief.", "-p", "Hello"])
 
 
-def test_a_full_context(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    (cut,) = answers(capsys, [folders[0], "-p", "a" * 200, "--max-new-tokens", "100"])
-    assert 0 < cut["tokens"] < 56  # what 256 positions leave
-    assert cut["finish"] == "length"
-    with raises(UserError, "256", str(folders[0]), "/reset"):
-        main([str(folders[0]), "-p", "a" * 260])
-
-
-def test_a_template_that_rejects_a_system_message(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    strict = tmp_path / "strict"
-    shutil.copytree(folders[0], strict)
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + EOS
-    (strict / "chat_template.jinja").write_text(template)
-    with raises(UserError, str(strict), "no system role", "system message"):
-        main([str(strict), "--system", "Be brief.", "-p", "Hello"])
-
-
 def test_a_copied_run_does_not_answer_with_the_export_of_the_original(folders: tuple[Path, Path], tmp_path: Path) -> None:
     out, run = tmp_path / "out", tmp_path / "run"
     shutil.copytree(folders[0], out)
@@ -229,12 +200,9 @@ def test_a_copied_run_does_not_answer_with_the_export_of_the_original(folders: t
     ("words", "parts"),
     [
         (["nowhere", "-p", "x"], ("MODEL", "nowhere", "hf:ORGANISATION/NAME")),
-        (["{empty}", "-p", "x"], ("MODEL", "run folder", "config.json")),
-        (["{model}", "--against", "nowhere"], ("--against", "nowhere")),
         (["{model}", "--against"], ("--against", "belongs to no run", "hf:ORGANISATION/NAME")),
         (["{model}", "--against", "{model}"], ("--against", "another model")),
         (["{model}", "--temperature", "0", "--top-p", "0.5"], ("--top-p", "--temperature 0")),
-        (["{model}", "--device", "gpu"], ("--device", "cpu or auto", "gpu")),
         (["hf:org/absent", "-p", "x"], ("MODEL", "hf:org/absent", "HF_HUB_OFFLINE=1")),
     ],
 )
@@ -243,36 +211,10 @@ def test_mistakes(words: list[str], parts: tuple[str, ...], folders: tuple[Path,
         main([word.format(model=folders[0], empty=tmp_path) for word in words])
 
 
-@pytest.mark.parametrize("words", [["--temperature", "-1"], ["--top-p", "0"], ["--top-p", "x"], ["--max-new-tokens", "0"]])
-def test_values_out_of_range(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["model", *words])
-    assert end.value.code == 2
-    assert words[1] in capsys.readouterr().err
-
-
-def test_an_unknown_command_on_stdin(
-    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("/help\n/rest\n"))
-    with raises(UserError, "/reset", "/quit", "'/rest'"):
-        main([str(folders[0])])
-    assert "/system TEXT" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("typed", [b"caf\xe9\n", b"/system caf\xe9\n"])
-@pytest.mark.parametrize("words", [[], ["-p", "-"]])
+@pytest.mark.parametrize(("typed", "words"), [(b"caf\xe9\n", ["-p", "-"]), (b"/system caf\xe9\n", [])])
 def test_bytes_on_stdin_that_are_not_utf8(
     folders: tuple[Path, Path], typed: bytes, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
     with raises(UserError, "UTF-8", "'\\udce9'"):
         main([str(folders[0]), *words])
-
-
-def test_a_mark_at_the_start_of_stdin(
-    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\ufeffHello\n".encode()), encoding="utf-8"))
-    (found,) = answers(capsys, [folders[0], *LENGTH])
-    assert found["prompt"] == "Hello"

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from nemo_kto.artifacts.checkpoint_files import info_text
 from nemo_kto.cli.entry import look_at_checkpoints
 from tests.helpers.messages import Message
 from tests.unit.artifacts.test_checkpoint_files import flip, make_checkpoint
@@ -56,33 +52,6 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_ls_of_several_validation_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    metrics = {"train_loss": 0.4}
-    for name, loss in (("a", 0.5), ("a_invalid", 0.25)):
-        metrics |= {f"val_{name}_loss": loss, f"val_{name}_preference_loss": 0.75, f"val_{name}_rows": 3}
-        metrics |= {f"val_{name}_rewards_margin": 0.125}
-    make_checkpoint(tmp_path / "checkpoints", 2, metrics=metrics)
-    assert command("ls", tmp_path) == 0
-    expected = (
-        "val_a_loss 0.5000, val_a_rewards_margin 0.1250, val_a_invalid_loss 0.2500, val_a_invalid_rewards_margin 0.1250"
-    )
-    assert f"  {expected}  complete" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        ({"world": 8, "tensor": 2, "pipeline": 1, "context": 2}, "2 x 2 x 1, 2 context"),
-        ({"world": 8, "tensor": 2, "pipeline": 1}, "4 x 2 x 1"),  # of a version without context parallelism
-    ],
-)
-def test_ls_of_many_ranks(run: Path, capsys: pytest.CaptureFixture[str], layout: dict[str, int], expected: str) -> None:
-    file = run / "checkpoints/step_000002/trainer.json"
-    file.write_text(info_text({**json.loads(file.read_text()), "layout": layout}))
-    command("ls", run)
-    assert re.split("  +", capsys.readouterr().out.splitlines()[1])[3] == expected
-
-
 def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, last = (run / "checkpoints" / f"step_{step:06d}" for step in (2, 4))
     assert command("verify", run) == 0
@@ -103,14 +72,3 @@ def test_invalid_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == Message("nemo-kto checkpoint", "RUN", f"{tmp_path}/gone", "path")
     assert command() == 2
     assert "the following arguments are required: ls|verify" in capsys.readouterr().err
-
-
-def test_torch_is_not_loaded(run: Path) -> None:
-    code = (
-        "import sys; from nemo_kto.cli.entry import main\n"
-        "try: main()\n"
-        "finally: print(sorted({'torch', 'hydra', 'numpy', 'megatron'} & {*sys.modules}))\n"
-    )
-    words = [sys.executable, "-c", code, "checkpoint", "verify", str(run)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"

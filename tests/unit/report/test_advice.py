@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import numpy as np
 import pytest
 
 from nemo_kto.report.advice import RULES, advice_for
+from nemo_kto.report.facts import MINUS
 from nemo_kto.report.record import read_run
-from nemo_kto.report.text import MINUS
 from tests.helpers.run_folders import RECORDED, changed, data_of, healthy, write_run
 
 Lines = list[dict[str, Any]]
@@ -24,28 +23,14 @@ def advice_of(folder: Path, lines: Lines | Path, **options: Any) -> dict[str, st
     return {advice.title: f"{advice.reason} {advice.remedy}" for advice in found}
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("steps", [12, 60, 2000])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("steps", [12, 2000])
 def test_a_healthy_run_gets_no_advice(tmp_path: Path, seed: int, steps: int) -> None:
     assert advice_of(tmp_path, healthy(steps, every=max(1, steps // 10), seed=seed), data=data_of()) == {}
 
 
 def test_a_real_run_that_learned_gets_no_advice(tmp_path: Path) -> None:
     assert advice_of(tmp_path, RECORDED / "good.jsonl", model__kto__ref_policy_kl_penalty=0.1, data=data_of()) == {}
-
-
-def test_a_real_run_with_a_far_too_high_learning_rate(tmp_path: Path) -> None:
-    found = advice_of(tmp_path, RECORDED / "bad.jsonl", model__kto__ref_policy_kl_penalty=0.1, model__optim__lr=3e-3)
-    first, *others = found
-    assert "learning rate" in first
-    assert all(
-        figure in found[first] for figure in (f"{MINUS}80.35", f"{MINUS}382", f"{MINUS}67.7", "model.optim.lr=0.0006")
-    )
-    assert [title for title in others if "fall together" in title or "clamped" in title] == others
-
-
-def test_an_empty_run_gets_no_advice(tmp_path: Path) -> None:
-    assert advice_of(tmp_path, []) == {}
 
 
 def noise(scale: float) -> Callable[[int], float]:
@@ -90,28 +75,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("title", CASES)
-def test_a_problem_gets_its_advice_and_no_other(title: str, tmp_path: Path) -> None:
-    metrics, options, figures = CASES[title]
-    found = advice_of(tmp_path, changed(healthy(), **metrics), **options)
-    assert len(found) == 1, list(found)
-    ((name, text),) = found.items()
-    assert title in name
-    assert [figure for figure in figures if figure not in text] == [], text
-
-
-def test_every_rule_has_a_case(tmp_path: Path) -> None:
+def test_a_problem_gets_its_advice_and_no_other(tmp_path: Path) -> None:
     fired = set()
-    for number, (metrics, options, _) in enumerate(CASES.values()):
+    for number, (title, (metrics, options, figures)) in enumerate(CASES.items()):
         run = read_run(write_run(tmp_path / str(number), changed(healthy(), **metrics), **options))
+        (advice,) = advice_for(run)
+        assert title in advice.title
+        text = f"{advice.reason} {advice.remedy}"
+        assert [figure for figure in figures if figure not in text] == [], text
         fired |= {rule for rule in RULES if rule(run) is not None}
-    assert fired == set(RULES)
-
-
-def test_noise_of_z0_counts_in_units_of_the_reward(tmp_path: Path) -> None:
-    """The same noise of the KL estimate does not matter with a small beta."""
-    lines = changed(healthy(), kl_unclamped=lambda step: 1.0 + noise(8.0)(step))
-    assert advice_of(tmp_path, lines, model__kto__ref_policy_kl_penalty=0.05) == {}
+    assert fired == set(RULES), "every rule has a case"
 
 
 @pytest.mark.parametrize(
@@ -127,9 +100,3 @@ def test_a_larger_batch_leaves_ten_steps_in_an_epoch(rows: int, remedy: str, tmp
 def test_one_bad_validation_is_no_overfitting(tmp_path: Path) -> None:
     lines = changed(healthy(), val_loss=lambda step: 0.6 if step == 200 else 0.5 - step / 2000)
     assert advice_of(tmp_path, lines) == {}
-
-
-def test_balanced_weights_make_unequal_classes_equal(tmp_path: Path) -> None:
-    data = data_of(desirable=20, weights=(9.0, 1.0))
-    assert math.isclose(20 * 9 / 180, 1)
-    assert advice_of(tmp_path, healthy(), data=data) == {}

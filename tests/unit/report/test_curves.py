@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from nemo_kto.report.curves import Curve, read_curves
+from nemo_kto.report.facts import MINUS, number_text
 
 
 def curve(values: list[float] | np.ndarray) -> Curve:
@@ -37,11 +38,7 @@ def test_smoothing_is_the_mean_of_a_centred_window() -> None:
     assert smooth.spread == pytest.approx([window.std() for window in expected])
 
 
-def test_a_short_curve_is_not_smoothed() -> None:
-    assert curve([1.0, 5.0, 2.0]).smoothed.values.tolist() == [1.0, 5.0, 2.0]
-
-
-@pytest.mark.parametrize("place", [0, 1, 49_999, 77_777, 99_999])
+@pytest.mark.parametrize("place", [0, 99_999])
 def test_peaks_survive_downsampling(place: int) -> None:
     values = np.random.default_rng(place).normal(size=100_000)
     values[place] = 50.0
@@ -52,3 +49,10 @@ def test_peaks_survive_downsampling(place: int) -> None:
     assert drawn.values.min() == -60.0
     assert drawn.steps[drawn.values.argmax()] == place + 1
     assert (np.diff(drawn.steps) > 0).all()
+
+
+def test_numbers_as_text() -> None:
+    values = (-0.0, 0.25, 0.001, 0.00025, -1e-6, 1.05e-10, 1899.3, 9999.6, -12_345, 2.5e6)
+    texts = ["0", "0.25", "0.001", "2.5e-4", f"{MINUS}1e-6", "1.05e-10", "1899", "10000", f"{MINUS}12.35k", "2.5M"]
+    assert [number_text(value) for value in values] == texts
+    assert [number_text(value, digits=3) for value in (1899.3, 12_345, 0.000123456)] == ["1899", "12.3k", "1.23e-4"]

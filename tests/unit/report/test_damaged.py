@@ -7,24 +7,17 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nemo_kto.cli import report
-from nemo_kto.report.markdown import markdown
-from nemo_kto.report.page import content_of
-from nemo_kto.report.record import read_run
-from nemo_kto.report.run_file import end_run, record_failure
-from nemo_kto.run.card import CardSources, write_card
+from nemo_kto.report.page import content_of, markdown
+from nemo_kto.report.record import end_run, read_run, record_failure
 from nemo_kto.telemetry.summary import figures_of
 from tests.helpers.run_folders import data_of, healthy, write_extras, write_run
 
 # Values of wrong types or sizes, as JSON.
-BROKEN = {
-    "huge": "1e308", "nan": "NaN", "digits": "9" * 23, "negative": "-7", "text": '"x"', "list": "[1, 2]",
-    "mapping": '{"a": {"b": []}}', "null": "null", "true": "true", "surrogate": r'"\ud800"', "deep": "[" * 999 + "]" * 999,
-}  # fmt: skip
+BROKEN = {"huge": "1e308", "digits": "9" * 23, "text": '"x"', "list": "[1, 2]", "deep": "[" * 999 + "]" * 999}
 # File, and one of its values: the keys that lead to it.
 PLACES = [
     ("metrics.jsonl", "step"), ("metrics.jsonl", "train/loss"), ("metrics.jsonl", "val/rows"),
@@ -104,7 +97,7 @@ def test_a_broken_value_is_left_out_and_named(place: tuple[str, ...], complete: 
     assert wrong == []
 
 
-@pytest.mark.parametrize("content", ["", "[]", "\ud800", "[" * 99_999, '{"state": [], "started": []}'])
+@pytest.mark.parametrize("content", ["[" * 99_999, '{"state": [], "started": []}'])
 @pytest.mark.parametrize("name", ["run.json", "data.json", "config.yaml", "metrics.jsonl", "samples.jsonl"])
 def test_a_broken_file_is_named(name: str, content: str, complete: Path, tmp_path: Path) -> None:
     folder = copy_with(complete, tmp_path / "run", "", str)
@@ -125,15 +118,3 @@ def test_the_end_of_a_run_is_readable_also_with_an_error_that_is_not_text(comple
         warnings.simplefilter("error", RuntimeWarning)  # such as an overflow
         report.main([str(folder)])
     assert r"\udcff error" in (folder / "report.html").read_text()
-
-
-@pytest.mark.parametrize("value", ["[1, 2]", '{"a": {"b": []}}', "99999999999999999999999", '"x"'])
-def test_a_card_is_made_of_a_broken_configuration(value: str, tokenizer_folder: Path, tmp_path: Path) -> None:
-    keys = ("algorithm", "model", "pretrained_checkpoint", "export", "exp_manager")
-    for key in keys:
-        (tmp_path / "config.yaml").write_text(json.dumps({"algorithm": "kto", key: "@"}).replace('"@"', value))
-        out = tmp_path / key
-        out.mkdir()
-        info: dict[str, Any] = {"run": {"model.kto.preference_loss": ["x"]}, "trainer": {"step": 1}}
-        write_card(out, CardSources(info=info, run=tmp_path, original=tokenizer_folder, adapters=False))
-        assert (out / "README.md").is_file(), key

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.errors import UserError
-from nemo_kto.report.facts import headline, state_text, unique_names, warning_lines
-from nemo_kto.report.record import FAILED, FINISHED, RUNNING, UNKNOWN, read_run
-from nemo_kto.report.run_file import begin_run, end_run, record_failure
+from nemo_kto.report.facts import headline, state_text
+from nemo_kto.report.record import FAILED, FINISHED, RUNNING, UNKNOWN, begin_run, end_run, read_run, record_failure
 from tests.helpers.run_folders import healthy, write_extras, write_run
 
 
@@ -22,17 +21,10 @@ def test_the_facts_of_a_run(tmp_path: Path) -> None:
     assert run.settings["model.optim.lr"] == 1e-5
     assert run.config["model.optim.sched.min_lr"] == 1e-6
     assert run.validations == {"validation": "val/"}
-    assert run.quality == ("AUC", "val/auc")
     assert run.classes == ("desirable", "undesirable")
     assert run.seconds == 200
     assert len(run.samples) == 8
     assert [*run.rewards[""]] == [0, 200]
-
-
-def test_seconds_of_a_log_line_are_those_of_each_of_its_steps(tmp_path: Path) -> None:
-    lines = [{"step": step, "train/loss": 0.5, "timing/step_time": 2.0} for step in (5, 10)]
-    lines.append({"step": 10, "val/loss": 0.4, "timing/validation": 3.5, "timing/samples": 1.5})
-    assert read_run(write_run(tmp_path, lines)).seconds == 25.0
 
 
 def test_tokens_per_second_are_all_tokens_divided_by_their_time(tmp_path: Path) -> None:
@@ -46,13 +38,6 @@ def test_tokens_per_second_are_all_tokens_divided_by_their_time(tmp_path: Path) 
     assert read_run(write_run(tmp_path, lines)).tokens_per_second is None
 
 
-def test_a_warning_does_not_repeat_its_step(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, [])
-    warnings = [{"step": 60, "text": "step 60: the loss jumped"}, {"step": 7, "text": "step 60: another"}]
-    (folder / "warnings.jsonl").write_text("".join(json.dumps(warning) + "\n" for warning in warnings))
-    assert warning_lines(read_run(folder)) == [("step 60", "the loss jumped"), ("step 7", "step 60: another")]
-
-
 def test_named_validation_sets(tmp_path: Path) -> None:
     line = {
         "step": 1,
@@ -63,17 +48,6 @@ def test_named_validation_sets(tmp_path: Path) -> None:
         "val/b_c_preference_loss": 1,
     }
     assert read_run(write_run(tmp_path, [line])).validations == {"validation a": "val/a_", "validation b_c": "val/b_c_"}
-
-
-def test_damaged_lines_and_files_are_left_out(tmp_path: Path) -> None:
-    folder = write_extras(write_run(tmp_path, healthy()))
-    for name in ("metrics", "rewards", "samples", "warnings"):
-        with (folder / f"{name}.jsonl").open("a") as file:
-            file.write('{"step": 3}\n[1]\n{"step": "x", "index": []}\n{"step": 9, "tr')
-    (folder / "run.json").write_text("{")
-    (folder / "data.json").write_text("[]")
-    run = read_run(folder)
-    assert (run.step, len(run.samples), len(run.rewards[""]), run.data, run.run) == (200, 8, 2, {}, {})
 
 
 @pytest.mark.parametrize("present", ["nothing", "a file", "another folder"])
@@ -120,10 +94,3 @@ def test_the_error_of_the_rank_that_failed_first_is_recorded(tmp_path: Path) -> 
     end_run(tmp_path, FINISHED)
     record_failure(tmp_path, "after its end", since=began)
     assert read_run(tmp_path).state.word == FINISHED
-
-
-def test_names_of_runs_tell_them_apart(tmp_path: Path) -> None:
-    runs = [read_run(write_run(tmp_path / name, [])) for name in ("a/kto", "b/kto", "c")]
-    assert list(unique_names(runs[:1])) == ["kto"]
-    assert list(unique_names(runs[1:])) == ["kto", "c"]
-    assert list(unique_names(runs[:2])) == ["a/kto", "b/kto"]

@@ -67,7 +67,7 @@ def test_nothing_that_a_checkpoint_names_is_imported_or_becomes_markdown(
     assert {character for character in text if not character.isprintable()} == {"\n"}
     assert [line for line in text.splitlines() if line.startswith("# H")] == []
     assert "<script>" not in text
-    widths = {line.count(" | ") for line in text.split("### Data")[1].splitlines() if line.startswith("|")}
+    widths = {line.count(" | ") for line in text.split("### Data")[1].splitlines() if line.startswith("| ")}
     assert widths == {3}
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 import logging
-import subprocess
-import sys
 import warnings
 
 import pytest
 
-from nemo_kto.telemetry.console import set_up_logging, take_over
+from nemo_kto.telemetry.console import set_up_logging
 
 
 class Terminal(io.StringIO):
@@ -60,21 +58,3 @@ def test_colour_only_on_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[33mwarning:\x1b[0m some_library warns" in say_all(Terminal(), rank=0)
     monkeypatch.setenv("NO_COLOR", "1")
     assert "warning: some_library warns" in say_all(Terminal(), rank=0)
-
-
-def test_logs_of_libraries_are_shown_once() -> None:
-    stream, own = io.StringIO(), io.StringIO()
-    library = logging.getLogger("library_with_a_handler")
-    library.addHandler(logging.StreamHandler(own))
-    library.propagate = False
-    set_up_logging(rank=0, stream=stream)
-    take_over(["library_with_a_handler"])
-    library.warning("once")
-    assert (stream.getvalue(), own.getvalue()) == ("warning: once\n", "")
-
-
-def test_importing_configures_no_logging() -> None:
-    code = "import logging, nemo_kto, nemo_kto.telemetry.console, nemo_kto.cli.main\n"
-    code += "print(logging.root.handlers, logging.getLogger('nemo_kto').handlers, logging.getLogger('nemo_kto').level)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[] [] 0\n"

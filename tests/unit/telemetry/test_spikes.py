@@ -47,10 +47,6 @@ def test_values_that_are_not_spikes(warned: Callable[[list[float]], list[int]]) 
     assert warned([*noise(30), math.nan, math.inf]) == []  # reported elsewhere
 
 
-def test_the_threshold_follows_a_lasting_change(warned: Callable[[list[float]], list[int]]) -> None:
-    assert warned([*noise(60), *(5 + loss for loss in noise(200))]) == [61]
-
-
 def test_the_warning_about_a_spike(caplog: pytest.LogCaptureFixture) -> None:
     spikes = LossSpikes()
     with caplog.at_level(logging.WARNING):

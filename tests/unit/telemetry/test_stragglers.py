@@ -37,11 +37,6 @@ def twice(*times: RankTimes) -> list[str]:
     return finder.find(times) + finder.find(times)
 
 
-def test_the_slower_of_two_ranks() -> None:
-    (warning,) = twice(rank(forward=1.0), rank())
-    assert warning.startswith("rank 0 of 2 on node0 is slower")
-
-
 def test_stages_of_a_pipeline_have_different_work() -> None:
     assert twice(rank(), rank(stage=1, forward=1.5)) == []
     (warning,) = twice(rank(), rank(), rank(stage=1, forward=1.5), rank(stage=1, forward=3.0))

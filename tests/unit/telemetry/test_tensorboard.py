@@ -6,16 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
-from tensorboard.context import RequestContext
-from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
+from nemo_kto.telemetry.evaluations import RewardHistogram
 from nemo_kto.telemetry.loggers import RunLogger
-from nemo_kto.telemetry.rewards import RewardHistogram
 
 CONFIG = {
     "algorithm": "kto",
@@ -48,35 +43,28 @@ def events(folder: Path) -> EventAccumulator:
     return events.Reload()
 
 
-def test_hyperparameters_with_the_last_metrics(folder: Path) -> None:
-    multiplexer = EventMultiplexer()
-    multiplexer.AddRunsFromDirectory(str(folder))
-    multiplexer.Reload()
-    provider = MultiplexerDataProvider(multiplexer, str(folder))
-    context, request_context = backend_context.Context(TBContext(data_provider=provider)), RequestContext()
-    metadata = context.hparams_metadata(request_context, "")
-    experiment = context.experiment_from_metadata(
-        request_context, "", True, metadata, context.hparams_from_data_provider(request_context, "", 0)
-    )
-    assert {info.name.tag for info in experiment.metric_infos} == {
-        "train/loss", "val/a_loss", "val/a_rewards_margin", "val/a_auc", "val/b_loss", "val/b_rewards_margin", "val/b_auc",
-    }  # fmt: skip
-    statuses = [api_pb2.STATUS_UNKNOWN, api_pb2.STATUS_SUCCESS, api_pb2.STATUS_FAILURE, api_pb2.STATUS_RUNNING]
-    request = api_pb2.ListSessionGroupsRequest(
-        start_index=0, slice_size=9, allowed_statuses=statuses, col_params=[
-            api_pb2.ColParams(metric=info.name) for info in experiment.metric_infos
-        ],
-    )  # fmt: skip
-    (group,) = list_session_groups.Handler(request_context, context, "", request).run().session_groups
-    hparams = {key: value.number_value or value.string_value for key, value in group.hparams.items()}
-    assert hparams == {
-        "trainer.kto.max_epochs": 2.0, "model.kto.ref_policy_kl_penalty": 0.25, "model.kto.preference_loss": "kto",
-        "model.optim.lr": 0.5, "model.optim.betas": "[0.5, 1.0]",
-    }  # fmt: skip
-    (session,) = group.sessions
-    assert session.status == api_pb2.STATUS_SUCCESS
-    values = {value.name.tag: (value.training_step, value.value) for value in session.metric_values}
-    assert values == {"train/loss": (4, 0.25), "val/a_loss": (4, 0.5), "val/a_auc": (4, 1.0), "val/b_auc": (4, 0.5)}
+def test_hyperparameters_with_their_metrics(events: EventAccumulator) -> None:
+    content = events.PluginTagToContent("hparams")
+    experiment, start = (content[f"_hparams_/{name}"] for name in ("experiment", "session_start_info"))
+    names = [
+        b"train/loss",
+        *(b"val/%c_%b" % (each, name) for each in b"ab" for name in (b"loss", b"rewards_margin", b"auc")),
+    ]
+    assert [name for name in names if name not in experiment] == []
+    settings = [b"trainer.kto.max_epochs", b"model.kto.ref_policy_kl_penalty", b"model.optim.betas", b"[0.5, 1.0]"]
+    assert [name for name in settings if name not in start] == []
+    assert b"save_interval" not in start
+    assert "_hparams_/session_end_info" in content
+
+
+def test_a_resumed_run_replaces_later_events(tmp_path: Path) -> None:
+    for resumed_step, steps in ((None, (1, 2, 3)), (2, (3,))):
+        logger = RunLogger(folder=tmp_path, enabled=True, resumed_step=resumed_step)
+        for step in steps:
+            logger.log_metrics({"train/loss": 0.5 / step if resumed_step is None else 0.125}, step)
+        logger.finalize("success")
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in read.Scalars("train/loss")] == [(1, 0.5), (2, 0.25), (3, 0.125)]
 
 
 def test_histograms_of_rewards(events: EventAccumulator) -> None:

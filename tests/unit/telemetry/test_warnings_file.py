@@ -6,7 +6,7 @@ import json
 import logging
 from pathlib import Path
 
-from nemo_kto.telemetry.warnings_file import WARNINGS_FILE, collect_warnings
+from nemo_kto.telemetry.loggers import WARNINGS_FILE, collect_warnings
 
 logger = logging.getLogger("nemo_kto.somewhere")
 
@@ -41,9 +41,3 @@ def test_a_resumed_run_drops_the_warnings_of_repeated_steps(tmp_path: Path) -> N
             warnings.open_file(tmp_path, step=lambda at=at: at, resumed_step=resumed_step)  # type: ignore[misc]
             logger.warning("at step %s", at)
     assert lines(tmp_path) == [(6, "warning", "at step 6")]
-
-
-def test_a_run_without_a_folder_writes_nothing(tmp_path: Path) -> None:
-    with collect_warnings():
-        logger.warning("about a mistake")
-    assert not list(tmp_path.iterdir())

@@ -55,8 +55,7 @@ def main(argv: Sequence[str]) -> int:
     prompts = [sys.stdin.read().strip() if prompt == _STDIN else prompt for prompt in flags.prompt]
 
     gc.enable()  # `nemo-kto` disables it for commands that end soon
-    from nemo_kto.chat.model import ChatModel, Sampling, faster_dtype
-    from nemo_kto.chat.session import Session
+    from nemo_kto.chat.session import ChatModel, Sampling, Session, faster_dtype
 
     take_over()
     dtype = faster_dtype()
