@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from datasets import Dataset
 from hypothesis import given
@@ -241,6 +242,14 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30) -> bool:
     return condition()
 
 
+def is_running(process: int) -> bool:
+    """Whether a process has not ended; one that its adoptive parent has not yet waited for has."""
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
 def test_worker_processes_do_not_run_the_main_program(ending: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(UNGUARDED)
@@ -258,7 +267,7 @@ def test_worker_processes_do_not_run_the_main_program(ending: signal.Signals, tm
     workers = [int(word) for word in output.read_text().split()[1:3]]
     program.send_signal(ending)
     program.wait(20)
-    assert wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    assert wait_for(lambda: not any(map(is_running, workers)))
     lines = output.read_text().splitlines()
     assert lines[0] == "started"
     assert lines.count("started") == 1
