@@ -101,7 +101,7 @@ LAYOUTS = {
         ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2", "trainer.precision=bf16"],
     ),
 }
-QUICK = (("tp2, fp32, adapters", "loss"),)
+QUICK = (("dp2, fp32", "norm"),)
 CASES = [
     pytest.param(name, what, id=f"{name}, {what}", marks=() if (name, what) in QUICK else pytest.mark.full)
     for name in LAYOUTS

@@ -81,7 +81,7 @@ def case(name: str, *overrides: str, ranks: int = 1, full: bool = True) -> Any:
         case("kto-swap-shared", SHARED, full=False),
         case("kto-swap-separate", SEPARATE),
         case("kto-cached-shared", *CACHED, SHARED),
-        case("kto-cached-separate", *CACHED, SEPARATE, full=False),
+        case("kto-cached-separate", *CACHED, SEPARATE),
         case("kto-adapter-shared", *ADAPTER, SHARED),
         case("kto-adapter-separate", *ADAPTER, SEPARATE),
         case("dpo-swap"),

@@ -99,8 +99,8 @@ def folders(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         for reference, policy, mode, name, layout, marks in [
             ("on_other", "full", "cached", "tp2", TP2, []),
             ("checkpoint", "lora", "swap", "pp2", PP2, []),
-            ("on_other", "full", "swap", "pp2_vp2", PP2_VP2, []),
-            ("on_base", "trained_adapters", "swap", "one_rank", [], []),
+            ("on_other", "full", "swap", "pp2_vp2", PP2_VP2, [pytest.mark.full]),
+            ("on_base", "trained_adapters", "swap", "one_rank", [], [pytest.mark.full]),
             ("checkpoint", "full", "swap", "tp2", TP2, [pytest.mark.full]),
             ("checkpoint", "trained_adapters", "cached", "tp2", TP2, [pytest.mark.full]),
             ("on_other", "lora", "swap", "tp2", TP2, [pytest.mark.full]),
@@ -174,6 +174,7 @@ def run_with_warnings(model: Path, rows: Path, folder: Path, overrides: list[str
         logger.removeHandler(handler)
 
 
+@pytest.mark.full
 def test_trained_adapters_on_another_base_model(
     ranks: RankPool, folders: dict[str, Path], dpo_rows: Path, tmp_path: Path
 ) -> None:

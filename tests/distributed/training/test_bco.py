@@ -14,7 +14,7 @@ import torch
 
 from tests.distributed.checkpoint.test_checkpoint import losses
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.training_jobs import assert_same, train, trajectory
+from tests.helpers.training_jobs import train, trajectory
 
 BCO = ["model.kto.preference_loss=bco", "trainer.kto.limit_train_batches=3", "trainer.kto.save_interval=2"]
 
@@ -43,16 +43,11 @@ def test_delta_is_the_mean_of_all_rewards_and_is_resumed(
         assert saved["count"] == 16 * number
         assert saved["total"] / saved["count"] == steps[number - 1]["train/delta"]
 
-    for name, world_size, layout in (("same", 2, []), ("other", 2, ["model.tensor_model_parallel_size=2"])):
-        resumed = tmp_path / name
-        shutil.copytree(whole / "checkpoints/step_000002", resumed / "checkpoints/step_000002")
-        shutil.copy(whole / "metrics.jsonl", resumed)
-        ranks.run(world_size, train, tiny_llama, kto_rows, resumed, world_size, [*BCO, *validated, *layout])
-        if name == "same":
-            assert losses(resumed) == losses(whole)
-        else:
-            assert losses(resumed)[2:] != losses(whole)[2:], "recomputed with other rounding"
-        assert_same(trajectory(resumed), steps)
+    resumed = tmp_path / "resumed"
+    shutil.copytree(whole / "checkpoints/step_000002", resumed / "checkpoints/step_000002")
+    shutil.copy(whole / "metrics.jsonl", resumed)
+    ranks.run(2, train, tiny_llama, kto_rows, resumed, 2, [*BCO, *validated])
+    assert losses(resumed) == losses(whole)
 
 
 def with_unknown_references(steps: set[int], *arguments: Any) -> None:
@@ -89,9 +84,3 @@ def test_rewards_of_a_skipped_step_are_not_in_the_mean(
     kept = [row["train/rewards_all_mean"] for row in rows if row["train/delta"] is not None]
     assert rows[4]["train/delta"] == pytest.approx(sum(kept) / 3, rel=1e-5)
     assert [saved_rewards(tmp_path, step)["count"] for step in (2, 4, 5)] == [16, 32, 48]
-
-
-def test_other_losses_save_no_rewards(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
-    ranks.run(1, train, tiny_llama, kto_rows, tmp_path, 1, ["trainer.kto.max_steps=1", "trainer.kto.limit_val_batches=0"])
-    info = json.loads((tmp_path / "checkpoints/step_000001/trainer.json").read_text())
-    assert "objective" not in info["trainer"]

@@ -19,8 +19,10 @@ JOBS: dict[str, tuple[list[dict[str, Any]], list[str], float]] = {
 }
 
 
-@pytest.mark.parametrize("algorithm", JOBS)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("algorithm", "world_size"),
+    [("kto", 2), ("dpo", 1), *(pytest.param(*case, marks=pytest.mark.full) for case in (("kto", 1), ("dpo", 2)))],
+)
 def test_a_row_of_weight_2_counts_twice(
     algorithm: str, world_size: int, ranks: RankPool, tiny_llama: Path, tmp_path: Path
 ) -> None:

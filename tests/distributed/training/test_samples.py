@@ -77,13 +77,15 @@ def test_two_ranks_take_the_same_samples_and_a_resumed_run_repeats_none(
     assert read_samples(other / SAMPLES_FILE) == whole
 
 
+@pytest.mark.full
 def test_samples_of_a_resumed_run_begin_with_those_of_the_reference(start: Callable[..., Path], whole: list[Sample]) -> None:
     later = start(*FULL, "trainer.kto.max_steps=2")
     start(*FULL, *SAMPLES, folder=later)
     assert read_samples(later / SAMPLES_FILE) == [sample for sample in whole if sample.step != 2]
 
 
-@pytest.mark.parametrize("mode", [pytest.param("swap", marks=pytest.mark.slow), "cached"])
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["swap", "cached"])
 def test_another_reference_answers_with_its_own_weights(
     start: Callable[..., Path], tmp_path: Path, ranks: RankPool, kto_rows: Path, whole: list[Sample], mode: str
 ) -> None:

@@ -87,7 +87,8 @@ def train_with_forked_workers(*arguments: Any) -> None:
         multiprocessing.set_start_method(method, force=True)
 
 
-@pytest.mark.parametrize(("algorithm", "size"), [("kto", 2), pytest.param("dpo", 1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("algorithm", "size"), [("kto", 2), ("dpo", 1)])
 def test_loader_workers_change_no_number(
     algorithm: str, size: int, ranks: RankPool, tiny_llama: Path, tmp_path: Path
 ) -> None:
@@ -108,6 +109,7 @@ def resumed(model: Path, rows: Path, folder: Path, overrides: list[str]) -> str:
     return ""
 
 
+@pytest.mark.full
 def test_a_resumed_run_has_the_same_validation_sets(ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:
     files, folder = files_of(tmp_path, "kto"), tmp_path / "run"
     given = [*SETTINGS, "trainer.kto.limit_val_batches=1", "trainer.kto.save_interval=1"]
