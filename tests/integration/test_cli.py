@@ -163,16 +163,6 @@ def test_a_rank_that_raises_ends_the_run_with_its_traceback(tmp_path: Path, fork
 
 
 @either_way
-def test_broken_rows_are_named_without_a_traceback(tmp_path: Path, fork_ranks: bool) -> None:
-    body = (
-        "from nemo_kto.data.rows.records import DataError\nif rank == '0': raise DataError('1 broken row: rows.jsonl:1')\n"
-    )
-    env = stub_training(tmp_path, body + "time.sleep(300)")
-    done = run([*CLI, "kto", *GOOD, "trainer.devices=2"], cwd=tmp_path, env=env, fork_ranks=fork_ranks, timeout=60)
-    assert (done.returncode, done.stderr) == (2, "nemo-kto: 1 broken row: rows.jsonl:1\n")
-
-
-@either_way
 def test_a_killed_rank_ends_the_run_and_its_child_processes(tmp_path: Path, fork_ranks: bool) -> None:
     leak = "import multiprocessing\nmanager = multiprocessing.get_context('spawn').Manager()\n"
     leak += "if rank == '0': open('pid', 'w').write(str(manager._process.pid))\n"
@@ -234,12 +224,6 @@ def test_a_signal_to_one_rank_stops_all_ranks(tmp_path: Path) -> None:
     assert job.end() == (85, Message("SIGUSR2", *NOTHING_TO_SAVE))
 
 
-def test_an_unhandled_signal_ends_the_run(tmp_path: Path) -> None:
-    job = Started(tmp_path, "time.sleep(300)", "trainer.stop_signals=[SIGUSR1]")
-    os.kill(job.launcher.pid, signal.SIGTERM)
-    assert job.end() == (143, "")
-
-
 def test_the_launcher_waits_for_ranks_that_save_and_a_second_interrupt_ends_them(tmp_path: Path) -> None:
     save = """
 from nemo_kto.processes import signals
@@ -272,14 +256,6 @@ def test_the_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path, fork
     assert job.end() == (-9, "")
 
 
-@pytest.mark.parametrize(("times", "status"), [(1, 85), (2, 130)])
-def test_signals_to_a_run_of_one_process(tmp_path: Path, times: int, status: int) -> None:
-    body = "from nemo_kto.processes import signals\nimport signal\nwith signals.deferred():\n"
-    body += f"    for _ in range({times}): os.kill(os.getpid(), signal.SIGINT)\nraise signals.Stopped('stopped, as said')"
-    done = run([*CLI, "kto", *GOOD], cwd=tmp_path, env=stub_training(tmp_path, body))
-    assert (done.returncode, done.stderr) == (status, "nemo-kto: stopped, as said\n" if times == 1 else "")
-
-
 def test_a_job_stopped_with_nothing_to_save_is_requeued(tmp_path: Path) -> None:
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
@@ -298,19 +274,6 @@ def test_a_sweep_ends_with_the_job_that_was_stopped(tmp_path: Path) -> None:
     assert done.stdout == "nemo-kto kto: a sweep of 2 jobs\n  job  model.seed\n  0    1\n  1    2\njob 1\n"
 
 
-def test_the_ranks_of_a_job_of_a_sweep_have_its_run_folder(tmp_path: Path) -> None:
-    """A password among the overrides, which Hydra writes into multirun.yaml, is hidden."""
-    env = stub_training(tmp_path, TELL)
-    given = ["model.seed=5", "trainer.devices=2"]
-    given += ["exp_manager.mlflow_logger_kwargs.tracking_uri=https://me:pass1word@host"]
-    done = run([*CLI, "dpo", "--multirun", "model", "rows.jsonl", *GOOD[2:], *given], cwd=tmp_path, env=env)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert_run_folder_of_a_job(tmp_path, "dpo", 0, 5)
-    record = (tmp_path / "results/gpt_dpo/multirun.yaml").read_text()
-    assert record.count("https://***@host") == 3
-    assert "pass1word" not in record
-
-
 def test_a_sweep_job_of_one_process_is_not_a_rank_of_the_previous_job(tmp_path: Path) -> None:
     body = (
         "from nemo_kto.data.rows.records import DataError\nif rank is None: raise DataError('1 broken row: rows.jsonl:1')\n"
@@ -326,20 +289,6 @@ def assert_run_folder_of_a_job(folder: Path, name: str, number: int, seed: int) 
     own = str(folder / "results" / f"gpt_{name}" / str(number))
     assert (record["run"], record["export"]) == (own, f"{own}/hf")
     assert yaml.safe_load((Path(own) / "config.yaml").read_text())["model"]["seed"] == seed
-
-
-def test_a_sweep_over_the_losses_of_pairs(tmp_path: Path) -> None:
-    """One that takes no reference and one that takes an option among them, each job with its own value."""
-    env = stub_training(tmp_path, "print(cfg.loss.preference_loss, cfg.loss.sft_loss_weight)")
-    losses = "dpo,ipo,simpo,orpo"
-    swept = ["--multirun", f"model.dpo.preference_loss={losses}", "model.dpo.sft_loss_weight=0.5"]
-    done = run([*CLI, "dpo", *GOOD, *swept], cwd=tmp_path, env=env)
-    shown = done.stdout.splitlines()
-    assert (shown[6:10], done.stderr) == ([f"{loss} 0.5" for loss in losses.split(",")], "")
-    for number, loss in enumerate(losses.split(",")):
-        saved = yaml.safe_load((tmp_path / f"results/gpt_dpo/{number}/config.yaml").read_text())
-        assert saved["model"]["dpo"]["preference_loss"] == loss
-        assert saved["exp_manager"]["explicit_log_dir"] == str(tmp_path / f"results/gpt_dpo/{number}")
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -432,20 +381,3 @@ def test_the_slurm_script_starts_no_rank_after_a_mistake(tmp_path: Path) -> None
     for status, started in ((0, 2), (1, 2), (2, 1)):
         done = run(script, cwd=tmp_path, env=env | {"STATUS": str(status)})
         assert (done.returncode, done.stdout) == (status, "started\n" * started)
-
-
-@pytest.mark.parametrize(
-    ("words", "variables", "names"),
-    [
-        ("/model rows.jsonl kto", {}, ["/model rows.jsonl kto"]),
-        ("kto /model", {}, ["kto /model"]),
-        ("kto /model /rows", {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "5"}, ["SWEEP", "file", "none"]),
-        ("kto /model /rows", {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "5", "SWEEP": "rates"}, ["none", "3"]),
-    ],
-)
-def test_the_slurm_script_prints_its_usage(tmp_path: Path, words: str, variables: dict[str, str], names: list[str]) -> None:
-    (tmp_path / "rates").write_text("model.optim.lr=1\nmodel.optim.lr=2\n")
-    script = ["bash", str(REPOSITORY / "examples/slurm/train.sbatch"), *words.split()]
-    done = run(script, cwd=tmp_path, env=environment() | {"SLURM_JOB_ID": "5"} | variables)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert_names(done.stderr, "train.sbatch kto|dpo MODEL DATA [KEY=VALUE ...]", *names)

@@ -102,14 +102,6 @@ def test_an_invalid_user_configuration(tmp_path: Path, env: dict[str, str]) -> N
     assert done.stderr == Message("nemo-kto", "1", "nothing", "model.optim.learning_rate", "mine.yaml:6", "model.optim.lr")
 
 
-@pytest.mark.parametrize(("name", "other"), [("kto", "dpo"), ("dpo", "kto")])
-def test_the_configuration_of_the_other_algorithm(tmp_path: Path, env: dict[str, str], name: str, other: str) -> None:
-    (tmp_path / "mine.yaml").write_text(f"defaults:\n  - gpt_{other}\n  - _self_\n")
-    done = run([*CLI, name, "--config-dir", ".", "--config-name", "mine", *GOOD], cwd=tmp_path, env=env)
-    assert done.returncode == 2
-    assert done.stderr == Message("nemo-kto", "1", "nothing", "mine.yaml", f"{name}", "one", f"{other}")
-
-
 def test_a_configuration_without_the_types_of_an_algorithm(tmp_path: Path, env: dict[str, str]) -> None:
     (tmp_path / "mine.yaml").write_text("model:\n  seed: 7\n")
     done = run([*CLI, "dpo", "--config-dir", ".", "--config-name", "mine"], cwd=tmp_path, env=env)
@@ -127,14 +119,6 @@ def test_a_loss_that_does_not_take_an_option_and_one_that_does_in_a_sweep(tmp_pa
     done = run([*CLI, "dpo", *GOOD, *sweep], cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout.splitlines()[4:6]) == (0, ["dpo {}", "simpo {'simpo_gamma': 1.0}"])
     assert done.stderr == Message("nemo-kto", "job", "model.dpo.simpo_gamma", "dpo", "1.0")
-
-
-def test_ranks_of_a_sweep_job_do_not_get_options_of_other_losses(tmp_path: Path) -> None:
-    env = stub_training(tmp_path, "open(f'rank{rank}', 'w').write(str(cfg.loss.loss_options()))")
-    sweep = ["--multirun", "model.dpo.preference_loss=dpo", "model.dpo.simpo_gamma=1.0", "trainer.devices=2"]
-    done = run([*CLI, "dpo", *GOOD, *sweep], cwd=tmp_path, env=env)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["{}", "{}"]
 
 
 def test_a_sweep_with_an_invalid_value_starts_no_job(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from tests.helpers.commands import CLI, REPOSITORY, TRAINING, environment, run
 from tests.helpers.messages import assert_names
 from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
-from tests.integration.test_custom_loss import FILES
 
 # Records its calls, and adds a metric.
 CALLBACK = """
@@ -92,16 +90,6 @@ def grad_norm_of_kto(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory)
     return train(tmp_path_factory.mktemp("kto"), tiny_llama, "kto")[0][0]["train/grad_norm"]
 
 
-def test_a_kto_like_loss_with_z0_and_an_option(tiny_llama: Path, tmp_path: Path, grad_norm_of_kto: float) -> None:
-    (tmp_path / "own.py").write_text(FILES["kto"])
-    first, second = train(tmp_path, tiny_llama, "kto", "model.kto.preference_loss=own.LOSS", "+model.kto.tau=0.25")[0]
-    assert first["train/loss"] == pytest.approx(0.0, abs=1e-6), "tanh of no log-ratio"
-    assert first["train/kl"] == 0.0
-    assert second["train/kl"] >= 0.0
-    # The slope of tanh is that of KTO's sigmoid, a quarter, times 4 / tau: so is the gradient of the first step.
-    assert first["train/grad_norm"] / grad_norm_of_kto == pytest.approx(4 / 0.25, rel=1e-4)
-
-
 def test_the_loss_of_the_documentation(tiny_llama: Path, tmp_path: Path, grad_norm_of_kto: float) -> None:
     text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8").split("```python\n# my_losses.py\n")[1]
     (tmp_path / "my_losses.py").write_text(text.partition("```")[0])
@@ -124,18 +112,6 @@ def test_a_loss_of_unpaired_feedback_without_a_reference(tiny_llama: Path, tmp_p
     assert_names(output, "none", "own.LOSS")
     for kind in ("chosen", "rejected"):  # what takes the place of a log-ratio, times beta
         assert first[f"train/rewards_{kind}_mean"] == pytest.approx(0.2 * first[f"train/logps_{kind}_mean"], rel=1e-6)
-
-
-def test_a_pair_loss_with_an_option(tiny_llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(FILES["dpo"])
-    first, second = train(tmp_path, tiny_llama, "dpo", "model.dpo.preference_loss=own.LOSS", "+model.dpo.tau=0.75")[0]
-    assert first["train/loss"] == pytest.approx(0.75, abs=1e-6), "tau, where no answer is preferred yet"
-    # Within the hinge the loss of each pair is tau minus its margin, and no pair is beyond it after one small step.
-    assert second["train/loss"] == pytest.approx(0.75 - second["train/rewards_margin"], abs=1e-5)
-    (tmp_path / "results").rename(tmp_path / "own")
-    dpo, _ = train(tmp_path, tiny_llama, "dpo")[0]
-    assert dpo["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert first["train/grad_norm"] / dpo["train/grad_norm"] == pytest.approx(2.0, rel=1e-4)  # slopes 1 and a half
 
 
 def test_a_callback(tiny_llama: Path, tmp_path: Path) -> None:

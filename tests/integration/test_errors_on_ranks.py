@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_kto.utils.locks import locked
 from tests.helpers.commands import CLI, TRAINING, environment, run
 from tests.helpers.messages import assert_names
 from tests.helpers.tiny_models import make_rows, write_rows
@@ -63,23 +60,6 @@ def test_an_error_on_all_ranks(model: Path, tmp_path: Path) -> None:
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     done = train(tmp_path, make_rows(8))
     assert_said_once(done, "model", "config.json", "LlamaForCausalLM", "1", DOWN, "download", "save_pretrained")
-
-
-def test_an_error_that_rank_0_passes_to_the_others(model: Path, tmp_path: Path) -> None:
-    done = train(tmp_path, [*make_rows(8), {"prompt": "p", "response": "r", "preference": "good"}])
-    assert_said_once(done, "rows.jsonl:9", '"preference"', "chosen (5 rows)", "rejected (3 rows)", "good (1 row)", "remove")
-
-
-def test_a_run_folder_in_use_by_another_job(model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "results" / "gpt_kto"
-    folder.mkdir(parents=True)
-    with locked(folder / ".lock", when_held=print):
-        done = train(tmp_path, make_rows(8))
-    since = done.stderr.rpartition(" since ")[2][:23]
-    who = f"process {os.getpid()} on {socket.gethostname()} since {since}"
-    assert_said_once(done, "results/gpt_kto", who, "wait", "exp_manager.name", "exp_manager.explicit_log_dir")
-    assert [*folder.iterdir()] == []
-    assert not (tmp_path / "cache").exists()
 
 
 def test_an_internal_error_has_a_traceback(model: Path, tmp_path: Path) -> None:

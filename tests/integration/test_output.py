@@ -206,6 +206,7 @@ def test_the_best_checkpoint_needs_a_validation(tiny_llama: Path, tmp_path: Path
     assert not (tmp_path / "results").exists(), "nothing is written"
 
 
+@pytest.mark.full
 def test_the_best_adapters_of_two_ranks_are_exported(tiny_llama: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", make_pairs(64))
     (tmp_path / "model").symlink_to(tiny_llama)

@@ -15,7 +15,6 @@ import torch
 
 from tests.conftest import REPOSITORY, load_script
 from tests.helpers import fork_server
-from tests.helpers.commands import CLI
 from tests.helpers.messages import Message, raises
 
 FOLDER = REPOSITORY / "examples" / "quickstart"
@@ -153,51 +152,6 @@ def test_flops_equal_those_of_the_model(scripts: dict[str, Any]) -> None:
     assert plan.LAYER_WEIGHTS + plan.OUTPUT_WEIGHTS + norms == 134_515_008, "parameters of SmolLM2-135M"
     per_layer = sum(narrow * wide for narrow, wide in plan.WIDTHS)
     assert 30 * per_layer == plan.LAYER_WEIGHTS
-
-
-@pytest.mark.parametrize("algorithm", ["kto", "dpo"])
-def test_the_number_of_steps_follows_the_machine(scripts: dict[str, Any], algorithm: str) -> None:
-    plan, workload = scripts["plan"], scripts["plan"].WORKLOADS[algorithm]
-
-    def made(gflops: float, steps: int | None = None) -> Any:
-        return plan.make_plan(
-            algorithm, precision="32", why="", flops=gflops * 1e9, other_seconds=0.05, ranks=2, steps=steps
-        )
-
-    slow, fast = made(1.0), made(1e6)
-    assert (slow.steps, fast.steps) == (workload.min_steps, workload.max_steps)
-    assert slow.minutes > 60, "a plan that takes too long is reported"
-    validated = plan.VALIDATION_BATCHES * workload.batch * workload.responses
-    passes = fast.train * workload.responses * workload.passes + 2 * fast.held_out * workload.responses
-    passes += plan.VALIDATIONS * (validated * workload.validation_passes + plan.SAMPLES * plan.SAMPLE_TOKENS)
-    assert fast.minutes == pytest.approx((plan.FIXED_SECONDS + 0.05 * passes) / 60, rel=0.01)
-    lengths = [made(gflops) for gflops in range(20, 400)]
-    between = [one for one in lengths if workload.min_steps < one.steps < workload.max_steps]
-    assert between
-    assert all(0.85 * plan.MINUTES["32"] < one.minutes <= 0.9 * plan.MINUTES["32"] for one in between)
-    assert [one.steps for one in lengths] == sorted(one.steps for one in lengths)
-    assert all(one.held_out >= 200 and one.train == one.steps * workload.batch for one in [slow, fast, *lengths])
-    assert (made(50.0, 2).steps, made(50.0, 2).train, made(50.0, 2).held_out) == (2, 2 * workload.batch, 8)
-
-
-def test_the_training_of_the_quickstart_warns_of_nothing(
-    scripts: dict[str, Any], tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare, run = scripts["prepare"], scripts["run"]
-    reviews = [(f"review {number}", number % 2 == 0) for number in range(100)]
-    monkeypatch.setattr(prepare, "_short_reviews", lambda cache, tokenizer: reviews)
-    train, held_out = map(str, prepare.prepare_rows(tmp_path, tiny_llama, train=32, validation=8, seed=7))
-    plan = {"precision": "32", "ranks": 1, "steps": 2, "train": 32}
-    overrides = run.overrides_of("kto", plan, model=str(tiny_llama), train=train, held_out=held_out, folder=tmp_path / "run")
-    command = [*CLI, "kto", *overrides, f"model.data.cache_dir={tmp_path / 'cache'}"]
-    environment = os.environ | {"PYTHONPATH": fork_server.search_path(REPOSITORY)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "finished after step 2 of 2" in done.stdout
-    assert "warning" not in (done.stdout + done.stderr).lower()
-    assert (tmp_path / "run/report.html").is_file()
-    last = json.loads((tmp_path / "run/rewards.jsonl").read_text().splitlines()[-1])
-    assert (last["step"], sum(last["desirable"]), sum(last["undesirable"])) == (2, 4, 4)
 
 
 def run_quickstart(folder: Path, algorithm: str) -> tuple[dict[str, float], str]:

@@ -10,6 +10,7 @@ from tests.helpers.messages import Message, assert_names
 from tests.helpers.tiny_models import make_rows, write_rows
 
 
+@pytest.mark.full
 def test_forty_rows_are_enough_for_the_defaults(tiny_llama: Path, tmp_path: Path) -> None:
     rows = [{**row, "id": number, "source": "web"} for number, row in enumerate(make_rows(40))]
     rows[0]["response"] = "long " * 20

@@ -73,17 +73,6 @@ def test_tools_and_variables_reach_the_template_of_prompt_and_answer(
     assert texts(tokenizer, records_of_row(plain, 1)[0])[0] != texts(tokenizer, good)[0]
 
 
-def test_a_variable_changes_the_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    row = {
-        "messages": [USER, GOOD],
-        "label": True,
-        "chat_template_kwargs": {"add_vision_id": True, "enable_thinking": False},
-    }
-    shown, _ = texts(tokenizer, records_of_row(row, 1)[0])
-    thinks = "<think>\n\n</think>\n\n" if "enable_thinking" in str(tokenizer.chat_template) else ""
-    assert shown.endswith(f"<|im_start|>assistant\n{thinks}")
-
-
 def test_tools_are_refused_where_the_template_does_not_know_them() -> None:
     (record,) = records_of_row({"messages": [USER, GOOD], "label": True, "tools": [TOOL]}, 1)
     (wrong,) = RecordEncoder(tokenizer=make_tokenizer()).encode([record])

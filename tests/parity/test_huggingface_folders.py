@@ -7,14 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nemo_kto.architecture.architecture import read_architecture
-from nemo_kto.artifacts.safetensors_files import INDEX, WRITTEN_BY, write_shards
+from nemo_kto.artifacts.safetensors_files import INDEX
 from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.distributed.state import Layout
 from nemo_kto.errors import UserError
@@ -111,11 +110,6 @@ def test_dtypes_are_converted_on_import_and_kept_on_export(ranks: Any, sharded_m
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
 
 
-def test_arbitrary_mask_separates_texts(ranks: Any, sharded_model: Path) -> None:
-    ((together, alone),) = ranks.run(1, hf_jobs.arbitrary_mask, sharded_model)
-    np.testing.assert_allclose(together, alone, rtol=0, atol=1e-4)
-
-
 def test_export_replaces_an_earlier_and_an_interrupted_export(ranks: Any, model: Path, tmp_path: Path) -> None:
     interrupted = tmp_path / f".out.export-{'0' * 32}"
     interrupted.mkdir()
@@ -191,16 +185,3 @@ def test_norms_and_sinks_of_all_heads_in_a_distributed_checkpoint(
     before, after = weights(model), weights(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-
-
-def test_shards_have_at_most_the_given_size_except_for_single_weights(tmp_path: Path) -> None:
-    sizes = {"a": 10, "b": 15, "c": 1, "d": 40, "e": 3}  # of four bytes
-    weights_of_sizes = ((name, torch.full((size,), float(size))) for name, size in sizes.items())
-    write_shards(weights_of_sizes, tmp_path, max_shard_bytes=100)
-    index = json.loads((tmp_path / INDEX).read_text())
-    first, second, third, fourth = (f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4))
-    assert index["weight_map"] == {"a": first, "b": first, "c": second, "d": third, "e": fourth}
-    assert index["metadata"] == {"total_size": 4 * sum(sizes.values()), "written_by": WRITTEN_BY}
-    assert {path.name for path in tmp_path.iterdir()} == {INDEX, first, second, third, fourth}
-    for name, file in index["weight_map"].items():
-        assert torch.equal(load_file(tmp_path / file)[name], torch.full((sizes[name],), float(sizes[name])))
