@@ -125,7 +125,7 @@ PAIRS: dict[str, tuple[bytes, Message | str]] = {
     "a weight of 0": (f'{PAIR}"weight": 0}}'.encode(), Message("weight", "number", "0", "fp32")),
     "one reward": (f'{PAIR}"chosen_reward": 1}}'.encode(), Message("rejected_reward")),
 }
-GENERATED = 60
+GENERATED = 40
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.commands import CLI, TRAINING, environment, run
 from tests.helpers.messages import Message, assert_names
 from tests.helpers.tiny_models import make_rows, write_rows
