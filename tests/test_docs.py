@@ -75,7 +75,7 @@ def test_keys_exist(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names)
 def test_commands_exist(document: Path) -> None:
-    """With their options; also those in the middle of a sentence."""
+    """Commands in the middle of a sentence count too, and options."""
     targets = set(re.findall(r"^([a-z][\w-]*):", text_of(REPOSITORY / "Makefile"), re.MULTILINE))
     unknown = []
     known = {*RECIPES, "export", *(name.split()[0] for name in main._PRINTING), "--version", "--help", "COMMAND"}

@@ -108,7 +108,7 @@ def test_rows_are_packed_by_default(place: Workplace, expected: Callable[[str], 
 
 @repeats
 def test_layers_without_transformer_engine(place: Workplace, expected: Callable[[str], Path]) -> None:
-    """Where it is installed, it is hidden."""
+    """Transformer Engine is hidden where it is installed."""
     modules = place.folder / "hidden"
     modules.mkdir()
     (modules / "sitecustomize.py").write_text("import sys\nsys.modules['transformer_engine'] = None\n")

@@ -32,7 +32,7 @@ def test_a_swap_and_its_reverse_are_exact() -> None:
 
 
 def test_page_locked_memory_has_the_size_of_the_weights() -> None:
-    """Not the next power of two of each tensor, from torch's allocator."""
+    """Host memory is not rounded up to the next power of two for each tensor, as torch's allocator does."""
     odd = [torch.nn.Parameter(torch.ones(size, device=device.current_device())) for size in (2**18 + 1, 1000, 5 * 2**16 + 3)]
     before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
     swapped = SwappedWeights(parameters=odd)

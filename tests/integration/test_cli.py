@@ -176,7 +176,7 @@ def test_a_killed_rank_ends_the_run_and_its_child_processes(tmp_path: Path, fork
 
 @pytest.mark.parametrize("left", [{"NEMO_KTO_STARTED_BY": "1"}, {"NEMO_KTO_STORE_FILE": "/nowhere", "RANK": "0"}])
 def test_environment_variables_left_by_a_rank_are_refused(tmp_path: Path, left: dict[str, str]) -> None:
-    """For example a callback in a rank that starts another training."""
+    """A callback in a rank might start another training."""
     done = run([*CLI, "kto", *GOOD], cwd=tmp_path, env=stub_training(tmp_path, "print('trains')") | left)
     assert (done.returncode, done.stdout) == (2, "")
     assert_names(done.stderr, "NEMO_KTO_STARTED_BY", left.get("NEMO_KTO_STARTED_BY", "None"), "unset " + ", ".join(left))

@@ -208,7 +208,7 @@ def test_results_are_reused_for_the_same_sources_and_versions(changed: str, same
 
 
 def test_pins_contain_the_imported_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not also the one of an outer environment, which it hides: pip could not install both."""
+    """The environment's own copy is used, not one of an outer environment, which it hides: pip could not install both."""
     (tmp_path / "torch-9.9.dist-info").mkdir()
     (tmp_path / "torch-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -63,7 +63,7 @@ def test_exports_load_in_transformers(ranks: Any, folders: dict[str, Path], tmp_
 
 
 def test_llama4_routes_by_logits_if_sigmoids_are_equal(ranks: Any, folders: dict[str, Path], tmp_path: Path) -> None:
-    """Of a router so sure that in fp32 the sigmoid is 1 for several experts."""
+    """The router is so sure that in fp32 the sigmoid is 1 for several experts."""
     shutil.copytree(folder := folders["llama4-norms-everywhere"], sure := tmp_path / "sure")
     routers = {name: 40 * values for name, values in weights(folder).items() if name.endswith("router.weight")}
     for file in sure.glob("*.safetensors"):

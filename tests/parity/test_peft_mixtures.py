@@ -140,7 +140,7 @@ def dora_logits(layout: Layout, folder: Path, adapter: Path) -> Any:
 
 
 def test_magnitudes_of_a_shared_expert_equal_peft(ranks: Any, folders: Any, tmp_path: Path) -> None:
-    """Of Llama 4, whose routed experts have no adapters, with files of peft."""
+    """Files of peft for Llama 4, whose routed experts have no adapters, are read and written."""
     config = LoraConfig(r=2, lora_alpha=4, use_dora=True, target_modules=["o_proj", "gate_proj", "up_proj", "down_proj"])
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folders["llama4"], dtype=torch.float32), config)
     draw = torch.Generator().manual_seed(2)
@@ -156,7 +156,7 @@ def test_magnitudes_of_a_shared_expert_equal_peft(ranks: Any, folders: Any, tmp_
 
 
 def test_adapters_of_experts_in_one_tensor_are_refused(folders: Any, tmp_path: Path) -> None:
-    """Which peft makes where transformers keeps them so: gate and up projection share an A that they do not share here."""
+    """Peft makes such adapters where transformers keeps the experts in one tensor: gate and up projection share an A that they do not share here."""
     model = AutoModelForCausalLM.from_pretrained(folders["mixtral"], dtype=torch.float32)
     get_peft_model(model, LoraConfig(r=2, target_modules=["w1", "w2", "w3"])).save_pretrained(str(tmp_path))
     with pytest.raises(UserError) as error:

@@ -194,7 +194,7 @@ def test_only_a_missing_export_is_written(copied: Folders, ranks: RankPool) -> N
 
 
 def test_an_export_of_an_earlier_step_is_replaced(copied: Folders, ranks: RankPool) -> None:
-    """As of a run that was made longer, and killed when it had taken its last step."""
+    """The state is that of a run that was made longer, and killed when it had taken its last step."""
     ranks.run(1, started, copied, ["export.enabled=true"])
     weights = next((copied.run / "hf").glob("*.safetensors")).read_bytes()
     ranks.run(1, started, copied, ["trainer.kto.max_epochs=2"])

@@ -85,7 +85,7 @@ def of_a_pack(folder: Path) -> dict[str, Any]:
 def test_packs_equal_those_of_layers_without_the_engine(
     family: str, changes: dict[str, Any], ranks: RankPool, tmp_path: Path
 ) -> None:
-    """To 1e-6, forward and backward; without shared prompts Transformer Engine's own attention computes."""
+    """Values agree to 1e-6, forward and backward; without shared prompts Transformer Engine's own attention computes."""
     (found,) = ranks.run(1, of_a_pack, make_checkpoint(tmp_path / "model", family, **changes))
     assert found["classes"] == [[name] * 4 for name in ("TorchAttention", "EngineAttention", "SharedPromptAttention")]
     assert found["positions matter"] > 0.1

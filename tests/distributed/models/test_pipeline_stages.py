@@ -78,7 +78,7 @@ def passes(model: Path, layout: Layout, rows: int) -> tuple[int, int, list[tuple
 def test_passes_run_in_the_order_that_plans_assume(
     layout: Layout, rows: int, empty: int, ranks: RankPool, tmp_path: Path
 ) -> None:
-    """What plans know of the schedule (stages.py) is what megatron-core does; the last micro-batches are empty."""
+    """The order of passes in stages.py equals that of megatron-core; the last micro-batches are empty."""
     model = make_checkpoint(tmp_path, "llama", num_hidden_layers=8)
     for stage, micro_batches, seen, sizes in ranks.run(layout.pipeline, passes, model, layout, rows):
         assert micro_batches == rows + empty
@@ -131,7 +131,7 @@ CASES = {
 def test_the_same_steps_as_on_one_rank(
     run: str, name: str, ranks: RankPool, kto_rows: Path, dpo_rows: Path, tmp_path: Path
 ) -> None:
-    """Of a model with tied embeddings, in micro-batches of unlike numbers and widths."""
+    """The model has tied embeddings, and the micro-batches differ in number and width."""
     world_size, layers, layout, ends = SPLITS[name]
     algorithm, of_run, _ = RUNS[run]
     model = make_checkpoint(tmp_path / "model", "qwen2", num_hidden_layers=layers)

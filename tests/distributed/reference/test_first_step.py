@@ -134,7 +134,7 @@ def test_log_ratios_of_a_joint_evaluation_are_rounding_errors(
 
 
 def test_the_auc_before_training_is_a_half(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
-    """In fp32 the reference evaluates a sample together with its KL example, and rounding errors are no order."""
+    """The reference evaluates, in fp32, a sample together with its KL example, and rounding errors are no order."""
     given = ["trainer.kto.val_before_training=true", "trainer.kto.max_steps=1", "trainer.kto.limit_val_batches=1.0"]
     ranks.run(1, train, tiny_llama, kto_rows, tmp_path, 1, [*given, "model.reference.mode=swap"])
     first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])

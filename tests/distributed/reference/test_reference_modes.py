@@ -94,7 +94,7 @@ def kl_estimates(folder: Path) -> list[float]:
 def test_a_cache_filled_per_epoch_gives_the_same_numbers_as_swap(
     world_size: int, overrides: list[str], job: Callable[[str], Job], tmp_path: Path
 ) -> None:
-    """In the second epoch too, where the reference is evaluated after the policy has moved.
+    """The values are equal in the second epoch too, where the reference is evaluated after the policy has moved.
 
     Without shared prompts, KL examples are evaluated in the same micro-batches, so that their mean log-ratio is the same to
     the last bit where the policy is, which it is in the first step of the second epoch.
@@ -109,7 +109,7 @@ def test_a_cache_filled_per_epoch_gives_the_same_numbers_as_swap(
 
 @pytest.mark.full
 def test_a_run_resumed_without_its_cache_evaluates_the_rest(job: Callable[[str], Job], tmp_path: Path) -> None:
-    """From the middle of the first epoch: the rest of it beforehand, and the second one when it begins."""
+    """A run resumed in the middle of the first epoch evaluates the rest of it beforehand, and the second one when it begins."""
     run, first, second = job("kto"), tmp_path / "first", tmp_path / "second"
     given = [*TWO_EPOCHS, CACHED, "trainer.kto.save_interval=1", "exp_manager.checkpoint_callback_params.save_top_k=4"]
     whole = run(*given, folder=first)
@@ -122,7 +122,7 @@ def test_a_run_resumed_without_its_cache_evaluates_the_rest(job: Callable[[str],
 
 @pytest.mark.parametrize("steps", [3, pytest.param(10, marks=pytest.mark.full)])
 def test_a_cache_is_reused_by_other_runs_and_layouts(steps: int, job: Callable[[str], Job]) -> None:
-    """In ten steps, also the second epoch with its new KL examples."""
+    """Ten steps reach the second epoch with its new KL examples."""
     length, run = f"trainer.kto.max_steps={steps}", job("kto")
     swapped = run(length)
     assert_same(run(CACHED, length, "model.pipeline_model_parallel_size=2", world_size=2), swapped, steps=steps)

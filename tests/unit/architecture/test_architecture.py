@@ -118,7 +118,7 @@ def test_numbers_of_gemma2(tmp_path: Path) -> None:
 
 
 def test_numbers_of_gpt_oss(tmp_path: Path) -> None:
-    """In the form of the published files."""
+    """The configurations have the form of the published files."""
     scaling = {
         "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
         "original_max_position_embeddings": 4096,
@@ -361,7 +361,7 @@ def test_unsupported_settings_are_refused_by_name(tmp_path: Path, changes: dict[
 
 @pytest.mark.parametrize("config", [T5Config(), BartConfig()], ids=["t5", "bart"])
 def test_encoder_decoder_models_are_refused_with_the_reason(tmp_path: Path, config: PretrainedConfig) -> None:
-    """Of the files that transformers writes."""
+    """The files are those that transformers writes."""
     config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForConditionalGeneration"]
     config.save_pretrained(tmp_path)
     with pytest.raises(UserError) as error:

@@ -150,7 +150,7 @@ def test_rotation_equals_transformers_forward_and_backward() -> None:
 
 
 def test_interleaved_rotation_equals_complex_multiplication() -> None:
-    """As transformers does for Llama 4; gradients too, and each sequence of a row from zero."""
+    """Transformers does the same for Llama 4; gradients are equal too, and each sequence of a row starts at zero."""
     from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
     angle_sc = torch.outer(torch.arange(9.0), of_theta(1e4).inverse_frequencies())

@@ -60,7 +60,7 @@ def test_the_fingerprint_depends_on_trained_tokens(what: str, tmp_path: Path) ->
 
 
 def test_the_fingerprint_depends_on_token_positions(tmp_path: Path) -> None:
-    """The same tokens one after the other, with another border between two prompts."""
+    """Two sets have the same tokens in the same order, with another border between two prompts."""
     rows = [{"prompt": prompt, "response": "r", "preference": "chosen"} for prompt in ("ab", "c")]
     moved = [{"prompt": prompt, "response": "r", "preference": "chosen"} for prompt in ("a", "bc")]
     files = [write_rows(tmp_path / f"{name}.jsonl", found) for name, found in (("a", rows), ("b", moved))]

@@ -257,7 +257,7 @@ def test_urls_are_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_changed_file_at_a_web_address_is_downloaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same size and name; without the server, the last copy is used."""
+    """A changed file has the same size and name; without the server, the last copy is used."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "downloads"))
     monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
@@ -278,7 +278,7 @@ def test_a_changed_file_at_a_web_address_is_downloaded_again(tmp_path: Path, mon
 
 
 def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read without a network, from a cache as `datasets` writes it."""
+    """The rows are read without a network, from a cache as `datasets` writes it."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     rows = [{"prompt": "p", "response": f"{n}", "label": ("yes", "no")[n % 2]} for n in range(9)]

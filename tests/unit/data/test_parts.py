@@ -180,7 +180,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
 
 
 def test_the_second_process_reads_the_cache_of_the_first(tmp_path: Path) -> None:
-    """Without a lock, as on file systems that have none: the first removes the parts when it is done."""
+    """There is no lock, as on file systems that have none: the first removes the parts when it is done."""
     path, folder = write_rows(tmp_path / "a.jsonl", mixed_rows(30)), tmp_path / "cache"
 
     def with_other(items, *, total, title):  # type: ignore[no-untyped-def]
@@ -275,7 +275,7 @@ def test_worker_processes_do_not_run_the_main_program(ending: signal.Signals, tm
 
 
 def test_no_process_outlives_the_one_that_started_workers(tmp_path: Path) -> None:
-    """Not even Python's resource tracker, which is a child of its own."""
+    """Python's resource tracker, which is a child of its own, ends too."""
     script = """
     import multiprocessing
     from multiprocessing import resource_tracker

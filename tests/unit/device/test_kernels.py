@@ -154,7 +154,7 @@ def test_the_router_of_experts_needs_no_transformer_engine(monkeypatch: pytest.M
 
 
 def test_the_gradient_norm_needs_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the kernel of Transformer Engine or apex, megatron-core asks for that of each parameter."""
+    """If the kernel of Transformer Engine or apex is missing, megatron-core asks for that of each parameter."""
     monkeypatch.setattr(clip_grads, "l2_norm_impl", local_multi_tensor_l2_norm)
     patches.keep_norm_on_device()
     gradients = [torch.randn(size) for size in (5, 0, 300, 2)]

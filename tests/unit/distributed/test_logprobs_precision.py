@@ -57,7 +57,7 @@ def test_the_log_ratio_of_slightly_moved_weights() -> None:
 
 @pytest.mark.parametrize("has_main_grad", [False, True], ids=["bf16_grad", "main_grad"])
 def test_gradients_are_rounded_once(has_main_grad: bool) -> None:
-    """To bf16 where a gradient is handed on in bf16, and not at all where it is added to an fp32 ``main_grad``."""
+    """A gradient is rounded to bf16 where it is handed on in bf16, and not at all where it is added to an fp32 ``main_grad``."""
     hidden_TH, weight_VH, target_T, arriving_T = problem()
     hidden, weight = (tensor.double().requires_grad_() for tensor in (hidden_TH, weight_VH))
     true_hidden_grad, true_weight_grad = torch.autograd.grad(
@@ -80,7 +80,7 @@ def test_gradients_are_rounded_once(has_main_grad: bool) -> None:
 
 @pytest.mark.parametrize("split", [logit_kernels.summands_, logit_kernels.summands_by_bits])
 def test_two_bf16_terms_represent_16_bits(split: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """As which the gradient of the logits takes part in the products of a GPU."""
+    """The gradient of the logits takes part in the products of a GPU in this form."""
     values = torch.randn(7, 1000, generator=torch.Generator().manual_seed(2)) * torch.logspace(-9, 0, 1000)
     values[0, :4] = torch.tensor([0.0, -0.0, 1.0, 3.0e38])
     summands = split(values.clone())

@@ -135,7 +135,7 @@ def test_chunks_begin_with_each_sequence_of_a_row() -> None:
 
 
 def test_normalisation_follows_rotation() -> None:
-    """In layers with a rotation: the sum of the squares of a head is its size, up to epsilon."""
+    """Layers with a rotation normalise: the sum of the squares of a head is its size, up to epsilon."""
     query, key, value = heads()
     rope = read_rope({"rope_theta": 1e4, "hidden_size": D, "num_attention_heads": 1})
     settings: dict[str, Any] = {"norm_after_rope": True, "layernorm_epsilon": 0.5, "no_rope_freq": [0, 1]}
@@ -176,7 +176,7 @@ def test_sinks(window: tuple[int, int] | None, is_masked: bool) -> None:
 
 
 def test_a_rank_uses_the_sinks_of_its_heads() -> None:
-    """In the norm of the gradient they count on every rank."""
+    """Sinks count in the norm of the gradient on every rank."""
     sinks: Any = attention(sinks=True, tensor_model_parallel_size=2).softmax_offset
     assert (sinks.shape, sinks.tensor_model_parallel, sinks.partition_dim) == ((HEADS // 2,), True, 0)
     assert attention().softmax_offset is None
@@ -206,7 +206,7 @@ def test_packed_sequences_equal_separate_ones(window: tuple[int, int] | None) ->
 def test_arguments_of_the_kernel_for_packed_sequences(
     window: tuple[int, int] | None, chunked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only a GPU has it. Here its result is computed from torch's description of its arguments. It is not
+    """Only a GPU has the kernel. Here its result is computed from torch's description of its arguments. It is not
     asked where a sequence has several chunks."""
 
     calls: list[int] = []

@@ -79,7 +79,7 @@ def test_a_sink_is_part_of_the_softmax(cap: float | None) -> None:
 
 @pytest.mark.parametrize("before", [0, 20])
 def test_a_window_equals_a_mask(before: int) -> None:
-    """With more keys than queries, the window of the first block begins past the first key."""
+    """If there are more keys than queries, the window of the first block begins past the first key."""
     *parts, grad = heads()
     query, key, value = parts
     exact_parts = [part.detach().double().requires_grad_() for part in parts]

@@ -82,7 +82,7 @@ def test_flops_against_manual_values() -> None:
 
 
 def test_flops_of_llama4_against_manual_values(tmp_path: Path) -> None:
-    """Of transformers torch counts every expert for every token."""
+    """Values are by hand because torch counts every expert of transformers for every token."""
     flops = ModelFlops.of_model(read_architecture(make_checkpoint(tmp_path, "llama4_text"), tensor_parallel=1)).forward
     mixture = 64 * 8 + 2 * 3 * 64 * 48  # the router, the chosen expert and the shared one, which has no gate
     assert flops.per_token_mlp == 2 * (3 * mixture + 3 * 64 * 96)

@@ -56,7 +56,7 @@ def test_a_gpu_gets_the_fusions_it_can_run(
 def test_the_attention_factor_of_yarn_is_in_the_softmax_scale(
     on_gpu: bool, architecture: Architecture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which both kinds of attention read; fused rotary embeddings have no factor, and stay."""
+    """Both kinds of attention read the scale; fused rotary embeddings have no factor, and stay."""
     if on_gpu:
         gpu(monkeypatch, **RICH)  # type: ignore[arg-type]
     yarn = replace(architecture, rope=replace(architecture.rope, attention_factor=1.25))

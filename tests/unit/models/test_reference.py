@@ -9,7 +9,7 @@ from nemo_kto.models.engine.reference import SwappedWeights
 
 
 def test_twenty_small_updates_in_bf16_equal_the_closed_form() -> None:
-    """Of steps of 2e-5 bf16 shows one now and then; the reference must not lose any."""
+    """Steps of 2e-5 show only now and then in bf16; the reference must not lose any."""
     draw = torch.Generator().manual_seed(0)
     start = (torch.randn(1000, generator=draw) * 0.05).bfloat16().float()
     policy, alpha = torch.nn.Parameter(start.bfloat16()), 0.1

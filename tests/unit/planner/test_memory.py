@@ -71,7 +71,7 @@ def test_bytes_per_parameter(
 
 
 def test_replicas_of_experts_shard_their_state(tmp_path: Path) -> None:
-    """Of 8 experts of 3 matrices of 32 x 64 in 3 layers, a rank has 4, which 4 of 8 ranks have; all have the others."""
+    """A rank has 4 of the 8 experts of 3 matrices of 32 x 64 in 3 layers, which 4 of 8 ranks have; all have the others."""
     mixture = read_architecture(make_checkpoint(tmp_path, "qwen3_moe"), tensor_parallel=1)
     memory = first(mixture, data_parallel=8, expert_parallel=2)
     of_experts = 3 * 4 * 3 * 32 * HIDDEN
@@ -195,7 +195,7 @@ def test_recomputed_layers_save_only_inputs(
 
 
 def test_memory_of_a_chunk_of_logits(architecture: Architecture) -> None:
-    """In fp32 for bf16 models too; a GPU multiplies its gradient as two bf16 matrices, and adds 8192 rows at a time."""
+    """The gradient is in fp32 for bf16 models too; a GPU multiplies its gradient as two bf16 matrices, and adds 8192 rows at a time."""
     rows, head = architecture.padded_vocab_size, HIDDEN * (4 + 3 * 4 + 4) + 4
     assert first(architecture).logprobs == TOKENS * head + 100 * rows * 4
     of_bf16 = TOKENS * (HIDDEN * (8 + 3 * 2 + 4) + 4)

@@ -51,7 +51,7 @@ def measured(run: ResolvedRun, limits: MicroBatchLimits = LIMITS, **parts: Answe
 
 
 def test_a_prompt_of_a_pair_is_computed_once(resolve: Callable[..., ResolvedRun]) -> None:
-    """Of 4 + 5 and 4 + 3 tokens 12 remain, of 2 + 1 and 2 + 7 tokens 10."""
+    """There remain 12 of 4 + 5 and 4 + 3 tokens, and 10 of 2 + 1 and 2 + 7."""
     run = resolve(SWAP, recipe=DPO)
     found = measured(run, chosen=[(1, 4, 5), (2, 2, 1)], rejected=[(1, 4, 3), (2, 2, 7)])
     flops = ModelFlops.of_model(run.architecture).of_passes(Passes(forward=2, backward=1))
