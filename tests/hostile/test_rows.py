@@ -280,4 +280,4 @@ def test_generated_rows_are_read_or_refused(
             refused += error_of(raw, kind, encoder, folder) != READ
         except Exception as error:
             raise AssertionError(f"seed {seed}: {raw!r}") from error
-    assert 2 < refused
+    assert refused > 2

@@ -156,7 +156,7 @@ def test_magnitudes_of_a_shared_expert_equal_peft(ranks: Any, folders: Any, tmp_
 
 
 def test_adapters_of_experts_in_one_tensor_are_refused(folders: Any, tmp_path: Path) -> None:
-    """Peft makes such adapters where transformers keeps the experts in one tensor: gate and up projection share an A that they do not share here."""
+    """Peft makes such adapters where transformers keeps all experts in one tensor: gate and up projection share an A."""
     model = AutoModelForCausalLM.from_pretrained(folders["mixtral"], dtype=torch.float32)
     get_peft_model(model, LoraConfig(r=2, target_modules=["w1", "w2", "w3"])).save_pretrained(str(tmp_path))
     with pytest.raises(UserError) as error:

@@ -262,7 +262,7 @@ def long_problem(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("chunk_size", [16, 64])
 def test_peak_memory(dtype: torch.dtype, chunk_size: int) -> None:
-    """The peak is that documented in the module: one chunk of logits forward, the same and the gradients backward, and little else."""
+    """The peak is one chunk of logits forward, and the same and the gradients backward, as the module documents."""
     hidden, weight, target = long_problem(dtype)
 
     def forward() -> torch.Tensor:
@@ -295,7 +295,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize(("softcap", "recomputed"), [(None, 4), (5.0, 5)])
 def test_the_last_chunk_is_not_recomputed(softcap: float | None, recomputed: int) -> None:
-    """The exceptions are a soft cap and a second backward pass, which must not use the memory that the first one overwrote."""
+    """A soft cap is an exception, and a second backward pass, which must not use the memory that the first overwrote."""
     hidden, weight, target, arriving = problem(torch.float32)
     inputs = hidden.requires_grad_(), weight.requires_grad_()
     logps = vocab_parallel_logprobs(*inputs, target, vocab_size=VOCAB, group=None, chunk_size=5, softcap=softcap)

@@ -112,7 +112,7 @@ def test_parameters_of_experts_equal_the_plan(
     expert: int,
     adapters: LoRASettings | None,
 ) -> None:
-    """The parameters are those of the first expert-parallel rank, whose numbers of experts are those of the model; all hold as many."""
+    """The first expert-parallel rank numbers its experts as the model does; all ranks hold equally many."""
     split = PipelineSplit(stages=stages)
     found: list[Built] = ranks.run(4, built, models[family], tensor, split, adapters, expert)
     for stage, actual in found:

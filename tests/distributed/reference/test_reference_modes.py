@@ -109,7 +109,7 @@ def test_a_cache_filled_per_epoch_gives_the_same_numbers_as_swap(
 
 @pytest.mark.full
 def test_a_run_resumed_without_its_cache_evaluates_the_rest(job: Callable[[str], Job], tmp_path: Path) -> None:
-    """A run resumed in the middle of the first epoch evaluates the rest of it beforehand, and the second one when it begins."""
+    """The run is resumed in the middle of the first epoch and evaluates the rest of it beforehand."""
     run, first, second = job("kto"), tmp_path / "first", tmp_path / "second"
     given = [*TWO_EPOCHS, CACHED, "trainer.kto.save_interval=1", "exp_manager.checkpoint_callback_params.save_top_k=4"]
     whole = run(*given, folder=first)

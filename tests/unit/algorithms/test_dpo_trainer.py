@@ -209,7 +209,7 @@ def test_logged_metrics() -> None:
 
 
 def test_the_epoch_of_a_step_counts_from_0() -> None:
-    """The epoch is right for the last step of an epoch, for a resumed run, and for a line that covers steps of two epochs."""
+    """The epoch is right for its last step, for a resumed run, and for a line that covers steps of two epochs."""
     run = Run(max_epochs=2, limit_train_batches=2, val_check_interval=1, save_interval=1).fit()
     assert run.notes.series("train/epoch") == [(1, 0), (2, 0), (3, 1), (4, 1)]
     assert [state["epoch"] for state, _ in run.notes.saved] == [0, 1, 1, 2], "completed epochs"

@@ -123,7 +123,7 @@ print(json.dumps([errors, metrics.generated_kernel_count]))
 
 @pytest.mark.slow
 def test_compiled_kernels() -> None:
-    """The code that inductor compiles for the CPU gives the same values, and the whole gradient in one kernel, which reads the logits once."""
+    """Compiled for the CPU the values are the same, and one kernel computes the gradient and reads the logits once."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCH")}
     command = [sys.executable, "-W", "error::UserWarning:nemo_kto", "-c", COMPILED]
     done = subprocess.run(command, env=kept, capture_output=True, text=True, timeout=600)

@@ -57,7 +57,7 @@ def test_the_log_ratio_of_slightly_moved_weights() -> None:
 
 @pytest.mark.parametrize("has_main_grad", [False, True], ids=["bf16_grad", "main_grad"])
 def test_gradients_are_rounded_once(has_main_grad: bool) -> None:
-    """A gradient is rounded to bf16 where it is handed on in bf16, and not at all where it is added to an fp32 ``main_grad``."""
+    """A gradient is rounded to bf16 if it is handed on in bf16, and not at all if it is added to an fp32 ``main_grad``."""
     hidden_TH, weight_VH, target_T, arriving_T = problem()
     hidden, weight = (tensor.double().requires_grad_() for tensor in (hidden_TH, weight_VH))
     true_hidden_grad, true_weight_grad = torch.autograd.grad(

@@ -80,7 +80,7 @@ class Results(TorchDispatchMode):
 
 @pytest.mark.parametrize("has_main_grad", [True, False], ids=["main_grad", "bf16_grad"])
 def test_no_product_is_as_large_as_the_weight(has_main_grad: bool, adds: bool) -> None:
-    """The products are those of logits, two rows a token for the gradient of the hidden states, and blocks of rows where torch cannot add."""
+    """Products are of logits, of two rows a token for the hidden gradient, and of blocks of rows where torch cannot add."""
     draw = torch.Generator().manual_seed(0)
     hidden_TH, weight_VH = (torch.randn(rows, HIDDEN, generator=draw).bfloat16() for rows in (TOKENS, VOCAB))
     target_T = torch.randint(0, COLUMNS, (TOKENS,), generator=draw)

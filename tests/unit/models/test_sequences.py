@@ -49,7 +49,7 @@ def test_contents_of_a_micro_batch(limits: dict[str, int], expected: list[tuple[
 
 
 def test_much_shorter_sequences_start_another_micro_batch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This happens where padding costs more than a micro-batch; not on a GPU, and not if the number of sequences is given."""
+    """Padding costs more than a micro-batch there; not on a GPU, and not if the number of sequences is given."""
     batch = batch_of([60, 44, 43, 30])
     assert cut(batch, tokens=512) == [([0, 1], 60), ([2, 3], 43)]
     assert cut(batch, prompts=4) == [([0, 1, 2, 3], 60)]

@@ -195,7 +195,7 @@ def test_recomputed_layers_save_only_inputs(
 
 
 def test_memory_of_a_chunk_of_logits(architecture: Architecture) -> None:
-    """The gradient is in fp32 for bf16 models too; a GPU multiplies its gradient as two bf16 matrices, and adds 8192 rows at a time."""
+    """Logits are in fp32 for bf16 models too; a GPU multiplies their gradient as two bf16 matrices, 8192 rows at a time."""
     rows, head = architecture.padded_vocab_size, HIDDEN * (4 + 3 * 4 + 4) + 4
     assert first(architecture).logprobs == TOKENS * head + 100 * rows * 4
     of_bf16 = TOKENS * (HIDDEN * (8 + 3 * 2 + 4) + 4)
