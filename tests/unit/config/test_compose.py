@@ -10,7 +10,6 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ValidationError
 
 from nemo_kto.algorithms.recipes import DPO, KTO, Recipe
 from nemo_kto.cli.job import Job
@@ -102,15 +101,6 @@ def test_all_wrong_overrides_in_one_list() -> None:
         assert mistakes([*overrides, "model.optim.weight_decay=0.5"]) == of(KTO, [text for _, text in batch.values()])
 
 
-def test_errors_of_overrides_name_the_algorithm(other: Recipe) -> None:
-    """Those of the table that bear its name, in the override or in the text."""
-    named = [entry for entry in WRONG if "ALGORITHM" in f"{entry}"]
-    assert len(named) >= 2
-    overrides = of(other, [override for override, _ in named])
-    found = mistakes([*overrides, "model.optim.weight_decay=0.5"], other)
-    assert found == of(other, [text for _, text in named])
-
-
 @pytest.mark.parametrize(
     ("recipe", "override", "text"),
     [
@@ -161,34 +151,6 @@ def test_an_invalid_key_takes_its_default_and_hides_derived_errors(recipe: Recip
     assert cfg.loss.preference_loss == recipe.name
 
 
-def test_each_value_of_a_sweep_is_checked() -> None:
-    sweep = ["model.optim.lr=1e-6,fast", "model.optim.sched.min_lr=0", "model.seed=5,six"]
-    assert mistakes(sweep, sweep=True) == [Message("model.optim.lr", "fast"), Message("model.seed", "integer", "six")]
-
-
-def test_integer_and_float_types_are_kept(load: Load) -> None:
-    loop = load("trainer.kto.limit_val_batches=1", "trainer.kto.val_check_interval=0.5").loop
-    assert (type(loop.limit_val_batches), loop.limit_val_batches) == (int, 1)
-    assert (type(loop.limit_train_batches), loop.limit_train_batches) == (float, 1.0)
-    assert loop.val_check_interval == 0.5
-
-
-def test_an_integer_is_accepted_for_a_float_and_a_number_for_a_name(load: Load) -> None:
-    cfg = load("trainer.precision=32", "exp_manager.name=7", "model.optim.weight_decay=1")
-    assert (cfg.trainer.precision, cfg.exp_manager.name, cfg.exp_manager.explicit_log_dir) == ("32", "7", "results/7")
-    assert (type(cfg.model.optim.weight_decay), cfg.model.optim.weight_decay) == (float, 1.0)
-
-
-@pytest.mark.parametrize("value", ["true", "2.0", "'3'"])
-def test_a_float_is_refused_for_an_integer(value: str) -> None:
-    assert mistakes([f"model.seed={value}"]) == [Message("model.seed", "integer", f"{value}")]
-
-
-def test_a_configuration_cannot_be_changed(load: Load) -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        load().trainer.num_nodes = 2
-
-
 def test_callbacks_are_paths_or_mappings(load: Load) -> None:
     assert load().trainer.callbacks == []
     given = load("trainer.callbacks=[mine.Callback,{_target_: mine.Other, patience: 3}]").trainer.callbacks
@@ -226,12 +188,6 @@ def test_required_keys(recipe: Recipe) -> None:
     ]
 
 
-def test_values_derived_from_the_run_name(load: Load, recipe: Recipe) -> None:
-    cfg = load(recipe=recipe)
-    assert cfg.export.path == f"results/gpt_{recipe.name}/hf"
-    assert cfg.export.adapter_path == f"results/gpt_{recipe.name}/adapter"
-
-
 def test_a_configuration_has_its_recipe_and_sections(load: Load, recipe: Recipe) -> None:
     cfg = load(f"trainer.{recipe.name}.max_steps=3", f"model.{recipe.name}.ref_policy_kl_penalty=0.5", recipe=recipe)
     assert cfg.recipe is recipe
@@ -239,10 +195,6 @@ def test_a_configuration_has_its_recipe_and_sections(load: Load, recipe: Recipe)
     assert isinstance(cfg.loss, recipe.loss_section)
     assert cfg.loss.record is recipe.losses[recipe.name]
     assert (cfg.loop.max_steps, cfg.loss.ref_policy_kl_penalty) == (3, 0.5)
-
-
-def test_kto_is_the_default_algorithm() -> None:
-    assert compose.recipe_of(compose.load()) is KTO
 
 
 def test_a_configuration_without_an_algorithm(tmp_path: Path) -> None:
@@ -265,14 +217,6 @@ def test_the_sft_loss_averages_like_the_preference_loss_by_default(recipe: Recip
     assert (own.preference_average_log_probs, own.sft_average_log_probs) == (averaged == "true", averaged != "true")
 
 
-def test_adapters_have_scale_one_by_default() -> None:
-    tuning = composed(["model.peft.lora_tuning.adapter_dim=8"], KTO).model.peft.lora_tuning
-    assert (tuning.adapter_dim, tuning.alpha) == (8, 8.0)
-    both = ["model.peft.lora_tuning.adapter_dim=8", "model.peft.lora_tuning.alpha=16"]
-    tuning = composed(both, KTO).model.peft.lora_tuning
-    assert (tuning.adapter_dim, tuning.alpha) == (8, 16.0)
-
-
 def test_a_tilde_in_a_path_is_the_home_folder_and_null_stays_null(load: Load) -> None:
     paths = {
         "pretrained_checkpoint.restore_from_path": "model",
@@ -288,18 +232,6 @@ def test_a_tilde_in_a_path_is_the_home_folder_and_null_stays_null(load: Load) ->
     assert cfg.export.path == f"{home}/run/hf"
     cfg = load()
     assert (cfg.model.reference.restore_from_path, cfg.model.peft.restore_from_path) == (None, None)
-
-
-def test_an_interpolation_of_an_unknown_key() -> None:
-    assert mistakes(["model.optim.eps='${nowhere}'", "model.optim.lr='${model.optim.name}'"]) == [
-        Message("model.optim.eps", "resolve", "nowhere"),
-        Message("model.optim.lr", "adam"),
-    ]
-
-
-def test_resolvers() -> None:
-    config = OmegaConf.create({"product": "${multiply:2,3,4}", "quotient": "${int_div:17,5}"})
-    assert (config.product, config.quotient) == (24, 3)
 
 
 def test_a_user_configuration(recipe: Recipe, tmp_path: Path) -> None:

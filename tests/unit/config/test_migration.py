@@ -7,13 +7,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from nemo_kto.algorithms.recipes import DPO, KTO, RECIPES, Recipe
+from nemo_kto.algorithms.recipes import KTO, RECIPES, Recipe
 from nemo_kto.cli.job import Job
 from nemo_kto.config import compose, migration
 from nemo_kto.config.schema import RunConfig, config_type
 from nemo_kto.utils.field_errors import names
 from tests.helpers.messages import Message
-from tests.unit.conftest import FindErrors, composed, mistakes
+from tests.unit.conftest import composed, mistakes
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FILES = REPOSITORY / "tests/data/nemo_aligner"  # names and values of the files of NeMo-Aligner
@@ -95,26 +95,6 @@ def test_aligner_values_without_equivalent_are_refused_with_the_reason(good: lis
     assert [str(wrong) for wrong in job.checker(sweep=False).errors([*good, *LAPTOP, *asked])] == [*asked.values()]
 
 
-def test_aligner_keys_on_the_command_line(load: Any, good: list[str]) -> None:
-    job = Job(recipe=KTO, source=compose.Source(config_name="gpt_kto"), world=None)
-    right = ["model.mcore_gpt=True", "+model.megatron_amp_O2=True", "model.optim.name=mcore_distributed_optim"]
-    assert job.checker(sweep=False).errors([*good, *right, "+trainer.kto.max_steps=3"]) == []
-    config = compose.load([*good, *right, "++model.max_position_embeddings=64"])
-    assert compose.notes(config) == [Message("model.max_position_embeddings", "config.json")]
-
-
-def test_an_edited_aligner_file(tmp_path: Path, good: list[str]) -> None:
-    text = (FILES / "gpt_kto.yaml").read_text().replace("lr: 9e-6", "learning_rate: 9e-6").replace("True", "maybe", 1)
-    file = tmp_path / "gpt_kto.yaml"
-    file.write_text(text)
-    lines = {line.strip(): number for number, line in enumerate(text.splitlines(), start=1)}
-    job = Job(recipe=KTO, source=compose.Source(config_name="gpt_kto", config_dir=str(tmp_path)), world=None)
-    assert [str(wrong) for wrong in job.checker(sweep=False).errors([*good, *LAPTOP])] == [
-        Message("exp_manager.resume_if_exists", f"{file}:{lines['resume_if_exists: maybe']}", "true", "false", "maybe"),
-        Message("model.optim.learning_rate", f"{file}:{lines['learning_rate: 9e-6']}", "model.optim.lr", "9e-06"),
-    ]
-
-
 def test_all_wrong_keys_of_a_file_are_listed_with_their_lines(tmp_path: Path, good: list[str]) -> None:
     file = tmp_path / "mine.yaml"
     wrong = "model:\n  optim:\n    lrr: 3\n  foo: {a: 1}\n  seed: x\ntrainer:\n  stps: 3\n  beta: 1\nbar: 1\n"
@@ -193,16 +173,6 @@ def test_names_of_other_trainers_suggest_our_keys() -> None:
     assert mistakes([f"{name}=1" for name in (*NAMES, *MEANT, "ld_alpha", "learning_rat")]) == expected
 
 
-def test_names_of_other_trainers_with_the_other_algorithm() -> None:
-    ours = {"beta": "model.dpo.ref_policy_kl_penalty"}
-    ours |= {"epochs": "trainer.dpo.max_epochs", "loss_type": "model.dpo.preference_loss"}
-    assert mistakes([f"{name}=1" for name in ours], DPO) == [Message(name, f"{name}=1", key) for name, key in ours.items()]
-    assert mistakes(["label_smoothing=1"], DPO) == [
-        Message("label_smoothing", "label_smoothing=1", "model.dpo.label_smoothing")
-    ]
-    assert mistakes(["label_smoothing=1"]) == [Message("label_smoothing", "label_smoothing=1", "kto", "--help", "all")]
-
-
 def test_every_key_in_the_tables_exists() -> None:
     known = {recipe.name: set(names(config_type(recipe))) for recipe in RECIPES.values()}
     for name, keys in known.items():
@@ -221,14 +191,3 @@ def test_the_table_has_every_key_of_the_aligner_files(recipe: Recipe) -> None:
     ours = names(config_type(recipe))
     known = [key for key in compose.known_keys(theirs) if key in ours or migration.aligner_key(key)]
     assert known == compose.known_keys(theirs)
-
-
-def test_a_default_value_of_another_loss_is_accepted(find_errors: FindErrors) -> None:
-    given = ["model.dpo.gt_reward_scale=1", "model.data.default_chosen_reward=1", "model.data.default_rejected_reward=0"]
-    assert find_errors(*given, recipe=DPO) == []
-
-
-def test_a_constant_learning_rate_has_no_final_phase(find_errors: FindErrors) -> None:
-    assert find_errors("model.optim.sched.name=constant", "model.optim.sched.constant_steps=5") == [
-        Message("model.optim.sched.constant_steps", "0", "min_lr", "5")
-    ]

@@ -12,7 +12,6 @@ import pytest
 from nemo_kto.algorithms.recipes import DPO, KTO, Recipe
 from nemo_kto.algorithms.recipes.recipe import LARGER_IS_BETTER
 from nemo_kto.cli import job
-from nemo_kto.config.rules import training
 from nemo_kto.losses.kto import kto_metrics
 from nemo_kto.losses.preference import preference_metrics
 from tests.helpers.messages import Message
@@ -299,14 +298,6 @@ def test_all_errors_are_reported_together(find_errors: FindErrors, recipe: Recip
     assert sorted(line.split()[0] for line in find_errors(*of(recipe, wrong), recipe=recipe)) == sorted(keys)
 
 
-def test_a_logger_whose_package_is_missing(find_errors: FindErrors, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "installed", lambda package: package == "tensorboard")
-    assert find_errors("exp_manager.create_wandb_logger=true", "exp_manager.create_mlflow_logger=true") == [
-        Message(f"exp_manager.create_{package}_logger", "true", f"{package}", f"exp_manager.create_{package}_logger=false")
-        for package in ("wandb", "mlflow")
-    ]
-
-
 def test_number_of_gpus(find_errors: FindErrors, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job.device, "device_count", lambda: 0)
     assert find_errors("trainer.accelerator=gpu") == [Message("trainer.accelerator", "cpu", "auto", "GPUs", "torch", "gpu")]
@@ -316,14 +307,6 @@ def test_number_of_gpus(find_errors: FindErrors, monkeypatch: pytest.MonkeyPatch
     ]
     assert find_errors("trainer.accelerator=gpu", "trainer.devices=2", ranks=2) == []
     assert find_errors("trainer.accelerator=cpu", "trainer.devices=4", ranks=4) == []
-
-
-def test_ranks_with_one_visible_gpu_each(find_errors: FindErrors, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job.device, "device_count", lambda: 1)
-    two_machines = ["trainer.accelerator=gpu", "trainer.devices=8", "trainer.num_nodes=2"]
-    assert find_errors(*two_machines, "model.global_batch_size=16", ranks=16) == []
-    started_here = find_errors("trainer.accelerator=gpu", "trainer.devices=8", "model.global_batch_size=8")
-    assert started_here == [Message("trainer.devices", "GPU", "8", "trainer.accelerator=cpu")]
 
 
 @pytest.mark.parametrize("devices", ["trainer.devices=2", "trainer.devices=auto"])
@@ -336,13 +319,6 @@ def test_ranks_of_torchrun_on_one_gpu(
     assert find_errors(*given, ranks=2, torchrun=True) == [Message("trainer.devices", "GPU", "2", "trainer.accelerator=cpu")]
     monkeypatch.setattr(job.device, "device_count", lambda: 2)
     assert find_errors(*given, ranks=2, torchrun=True) == []
-
-
-def test_the_form_of_a_blend(find_errors: FindErrors, tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    assert find_errors(f"model.data.data_prefix=[0.3,{file},0.7]") == [
-        Message("model.data.data_prefix", "read", "file", "3", "entries", "0.3", f"{file}", "0.7")
-    ]
 
 
 MONITOR = "exp_manager.checkpoint_callback_params.monitor"
@@ -369,13 +345,6 @@ def test_an_unknown_metric_lists_the_available_ones(find_errors: FindErrors, rec
     ]
 
 
-def test_each_listed_metric_can_be_monitored(find_errors: FindErrors, recipe: Recipe) -> None:
-    offered = OFFERED[recipe.name].split(", ")
-    assert offered == [*recipe.metrics, *(["kl"] if recipe is KTO else [])]
-    for metric in offered:
-        assert find_errors(f"{MONITOR}=val_{metric}", f"{MODE}={mode_of(metric)}", recipe=recipe) == []
-
-
 def test_the_auc_is_a_metric_of_kto_validations(find_errors: FindErrors) -> None:
     assert find_errors(f"{MONITOR}=val_auc", f"{MODE}=max", f"{STOPPING}=true", "export.which=best") == []
     assert find_errors(f"{MONITOR}=train_auc") == [
@@ -394,12 +363,6 @@ def test_the_mode_does_not_look_for_the_worst_value(find_errors: FindErrors, met
     stopping = [f"{STOPPING}=true", f"{STOPPED_BY}.monitor={metric}", f"{STOPPED_BY}.mode={wrong}"]
     assert find_errors(*stopping) == [of_stopping]
     assert find_errors(f"{MONITOR}=val_kl", f"{MODE}=max") == find_errors(f"{MONITOR}=val_kl", f"{MODE}=min") == []
-
-
-@pytest.mark.parametrize(("recipe", "metric"), [(KTO, "val_acc"), (DPO, "val_kl")])
-def test_a_metric_of_the_other_algorithm(find_errors: FindErrors, recipe: Recipe, metric: str) -> None:
-    (text,) = find_errors(f"{MONITOR}={metric}", recipe=recipe)
-    assert text == Message(MONITOR, "val_", "train_", OFFERED[recipe.name], f", got {metric}; ", "val_loss")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_kto.cli import plan
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.config.rules.gpu import Computes, check_gpu, gpu_rules, model_gpu_rules, transformer_engine_version
+from nemo_kto.config.rules.gpu import Computes, check_gpu, gpu_rules, model_gpu_rules
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, raises
@@ -76,31 +76,10 @@ def test_one_error_per_setting(
     assert found == ([] if nothing else [setting.refused(*(names or ()))])
 
 
-@pytest.mark.parametrize("computes", [CPU, BARE, OLD, GPU, None])
-@pytest.mark.parametrize("precision", ["bf16", "32"])
-def test_moments_in_bf16_need_no_gpu(computes: Computes | None, precision: str, load: Load) -> None:
-    run = ResolvedRun.of(load("model.optim.moments_dtype=bf16", f"trainer.precision={precision}"))
-    assert list(gpu_rules(run, computes)) == []
-
-
 def test_moments_in_bf16_need_the_distributed_optimizer(load: Load) -> None:
     moments = "model.optim.moments_dtype"
     found = [str(each) for each in gpu_rules(ResolvedRun.of(load(f"{moments}=bf16", f"{SHARDED}=false")), BARE)]
     assert found == [Message(moments, "fp32", f"{SHARDED}=false", "bf16", f"{SHARDED}=true")]
-
-
-def test_a_reference_in_gpu_memory_needs_a_gpu(load: Load) -> None:
-    run = ResolvedRun.of(load("model.reference.device=gpu"))
-    (error,) = gpu_rules(run, Computes(on_gpu=False, engine=None))
-    assert str(error) == Message("model.reference.device", "auto", "cpu", "gpu")
-    assert list(gpu_rules(run, Computes(on_gpu=True, engine=None))) == []
-    assert list(gpu_rules(run, None)) == []
-
-
-def test_offloaded_moments_must_be_in_fp32(load: Load) -> None:
-    run = ResolvedRun.of(load("model.optim.moments_dtype=bf16", "model.optim.offload_fraction=1"))
-    expected = Message("model.optim.moments_dtype", "fp32", "model.optim.offload_fraction", "0", "bf16", "set")
-    assert [str(mistake) for mistake in gpu_rules(run, GPU)] == [expected]
 
 
 @pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)])
@@ -137,29 +116,6 @@ def test_sizes_supported_in_fp8(
     assert str(error.value) == expected
 
 
-@pytest.mark.parametrize(
-    ("overrides", "computes", "window", "is_refused"),
-    [
-        ((), GPU, 16, True),
-        ((), GPU, None, False),
-        (("trainer.precision=32",), GPU, 16, False),
-        (("model.data.packing=false",), GPU, 16, False),
-        (("model.context_parallel_size=1",), GPU, 16, False),
-        ((), BARE, 16, False),
-        ((), CPU, 16, False),
-    ],
-)
-def test_packed_rows_with_windows_on_several_ranks(
-    overrides: tuple[str, ...], computes: Computes, window: int | None, is_refused: bool, load: Load, tmp_path: Path
-) -> None:
-    """Torch's attention can do all of it, Transformer Engine cannot."""
-    model = make_checkpoint(tmp_path / "windows", "mistral", sliding_window=window)
-    base = ("model.context_parallel_size=2", "model.data.packing=true", f"pretrained_checkpoint.restore_from_path={model}")
-    run = ResolvedRun.of(load(*base, *overrides))
-    expected = Message("model.data.packing", "false", "model.context_parallel_size", "1", "window", "true", "leave")
-    assert [str(mistake) for mistake in model_gpu_rules(run, computes)] == [expected] * is_refused
-
-
 @pytest.mark.parametrize("computes", [HOPPER, BARE, CPU])
 @pytest.mark.parametrize(
     ("family", "overrides"), [("mistral", ()), ("mistral", ("model.data.packing=true",)), ("gpt_oss", ())]
@@ -171,14 +127,6 @@ def test_shared_prompts_are_supported_by_all_layers(
     model = make_checkpoint(tmp_path / "model", family, sliding_window=16)
     given = f"pretrained_checkpoint.restore_from_path={model}", "model.data.share_prompts=true"
     assert list(model_gpu_rules(ResolvedRun.of(load(*given, *overrides)), computes)) == []
-
-
-def test_models_without_fp8_layers(load: Load, tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "model", "olmo2")
-    run = ResolvedRun.of(load("model.fp8=e4m3", f"pretrained_checkpoint.restore_from_path={model}"))
-    assert [str(mistake) for mistake in model_gpu_rules(run, HOPPER)] == [
-        Message("model.fp8", "null", "MLP", "all", "olmo2", "e4m3", "leave")
-    ]
 
 
 def test_a_rank_checks_its_installed_packages(setting: GpuSetting, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,12 +159,3 @@ def test_errors_on_the_command_line_on_a_rank_and_in_a_plan(
     monkeypatch.setattr(device, "device_count", lambda: 1)
     without = [] if setting.sharded else [setting.refused("2.3", "none", *INSTALL)]
     assert find_errors("trainer.accelerator=gpu", setting.override) == without
-
-
-@pytest.mark.parametrize(("text", "version"), [("2.9.0+cu12", (2, 9)), ("1.13.0", (1, 13)), ("unknown", None)])
-def test_the_version_of_transformer_engine(
-    text: str, version: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert transformer_engine_version() is None, "not installed on the test machine"
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"transformer-engine": text}[name])
-    assert transformer_engine_version() == version

@@ -84,10 +84,6 @@ def test_a_loss_without_a_reference_rejects_reference_settings(find_errors: Find
     ]
 
 
-def test_losses_without_a_reference() -> None:
-    assert [name for name, loss in LOSSES.items() if not loss.needs_reference] == ["simpo", "orpo"]
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_pairs_accept_only_their_options(find_errors: FindErrors, name: str) -> None:
     values = {
@@ -105,13 +101,6 @@ def test_losses_of_pairs_accept_only_their_options(find_errors: FindErrors, name
         assert [line.split()[0] for line in given] == wrong
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_of_means_accepts_both_settings_of_averaging(find_errors: FindErrors, name: str) -> None:
-    for average in ("true", "false"):
-        overrides = [f"model.dpo.preference_loss={name}", f"model.dpo.preference_average_log_probs={average}"]
-        assert find_errors(*overrides, recipe=DPO) == []
-
-
 def test_unset_options_have_the_defaults_of_the_loss(load: Load) -> None:
     cfg = load(recipe=DPO)
     assert (cfg.loss.record, cfg.loss.loss_options()) == (LOSSES["dpo"], {})
@@ -126,14 +115,6 @@ def test_a_sweep_may_set_options_of_another_of_its_losses(find_errors: FindError
     given = ["model.dpo.simpo_gamma=1.0", "model.data.default_chosen_reward=5"]
     assert find_errors(*given, recipe=DPO, sweep=True) == []
     assert len(find_errors(*given, recipe=DPO)) == 2
-
-
-def test_options_of_equal_name_have_equal_constraints(recipe: Recipe) -> None:
-    found: dict[str, set[str]] = {}
-    for loss in recipe.losses.values():
-        for name, option in loss.options.items():
-            found.setdefault(name, set()).add(str(option))
-    assert [name for name, options in found.items() if len(options) > 1] == []
 
 
 @pytest.mark.parametrize(
@@ -156,13 +137,6 @@ def test_options_of_equal_name_have_equal_constraints(recipe: Recipe) -> None:
 )
 def test_valid_settings_pass(find_errors: FindErrors, recipe: Recipe, overrides: list[str]) -> None:
     assert find_errors(*overrides, recipe=recipe) == []
-
-
-def test_rules_of_losses_that_sort(find_errors: FindErrors) -> None:
-    """A record of pairs by its path: single answers are in no two lists that could be compared."""
-    path = "tests.unit.config.test_rules_loss.SORTING"
-    assert find_errors(f"model.dpo.preference_loss={path}", recipe=DPO) == []
-    assert find_errors(f"model.kto.preference_loss={path}") == [Message("model.kto.preference_loss", "kto", f"{path}")]
 
 
 def test_rules_of_losses_with_delta(find_errors: FindErrors, monkeypatch: pytest.MonkeyPatch) -> None:

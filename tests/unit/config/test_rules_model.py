@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import save_file
 
 from nemo_kto.algorithms.recipes import KTO, Recipe
-from nemo_kto.architecture.lora import TARGET_MODULES
 from nemo_kto.config.schema import ScheduleConfig
 from nemo_kto.losses import kto as kto_losses
 from nemo_kto.losses import preference as pair_losses
@@ -287,12 +286,6 @@ def test_valid_settings_pass_with_other_algorithms(find_errors: FindErrors, tmp_
 INFO = {"trainer": {"step": 3}, "metrics": {}, "dtype": "float32", "layout": {}, "files": {}}
 
 
-def test_a_checkpoint_can_be_the_reference(find_errors: FindErrors, recipe: Recipe, tmp_path: Path) -> None:
-    write_stub_model(tmp_path / "step=3" / "hf")
-    (tmp_path / "step=3" / "trainer.json").write_text(json.dumps(INFO))
-    assert find_errors(f"model.reference.restore_from_path='{tmp_path}/step=3'", recipe=recipe) == []
-
-
 def checkpoint_of_adapters(folder: Path, base: Path) -> Path:
     write_stub_model(folder / "hf")
     adapters = {"base_model": str(base), "settings": {"rank": 1, "alpha": 1.0}}
@@ -344,11 +337,6 @@ def test_a_reference_of_another_shape_is_refused(find_errors: FindErrors, recipe
     assert find_errors(f"model.reference.restore_from_path={tmp_path}/model", recipe=recipe) == []
 
 
-def test_every_listed_target_is_accepted(find_errors: FindErrors) -> None:
-    assert f"{', '.join(TARGET_MODULES[:-1])} or {TARGET_MODULES[-1]}" == MODULES
-    assert find_errors(LORA, f"{TUNING}.target_modules=[{','.join(TARGET_MODULES)}]") == []
-
-
 @pytest.mark.parametrize(("changes", "why"), [({"layer_selection": "[1]"}, "layers"), ({"dora": "true"}, "DoRA")])
 def test_adapters_of_an_embedding(find_errors: FindErrors, changes: dict[str, str], why: str) -> None:
     given = [LORA, *(f"{TUNING}.{key}={value}" for key, value in changes.items())]
@@ -366,12 +354,6 @@ def test_a_tied_embedding_is_not_adapted(find_errors: FindErrors, tmp_path: Path
     weights = {"model.embed_tokens.weight": torch.zeros(1), "lm_head.weight": torch.ones(1)}
     save_file(weights, tmp_path / "model" / "model.safetensors")
     assert find_errors(LORA, f"{TUNING}.target_modules=[embed_tokens]") == [], "it is not tied, whatever config.json says"
-
-
-def test_an_impossible_layer_gives_one_error(find_errors: FindErrors) -> None:
-    """Rules about adapters are not applied to values with errors of their own."""
-    (error,) = find_errors(LORA, f"{TUNING}.target_modules=[embed_tokens]", f"{TUNING}.layer_selection=[0]")
-    assert error.startswith(f"{TUNING}.layer_selection")
 
 
 def test_choices_of_the_schema_equal_the_implemented_names() -> None:

@@ -67,20 +67,6 @@ def test_uneven_layers_that_are_accepted(find_errors: FindErrors, tmp_path: Path
     assert find_errors(*overrides, ranks=4) == []
 
 
-def test_settings_that_need_a_pipeline(find_errors: FindErrors) -> None:
-    assert find_errors(f"{CHUNKS}=2", f"{LAST}=3", f"{LOSS}=true") == [
-        Message(CHUNKS, STAGES, "1", "2", f"{CHUNKS}=null"),
-        Message(LAST, STAGES, "1", "3", f"{LAST}=null"),
-        Message(LOSS, STAGES, "1", "true", f"{LOSS}=false"),
-    ]
-
-
-def test_redundant_pipeline_settings(find_errors: FindErrors) -> None:
-    assert find_errors(f"{STAGES}=2", f"{FIRST}=3", f"{EMBEDDING}=true", ranks=2) == [
-        Message(EMBEDDING, "false", FIRST, "true", "set")
-    ]
-
-
 def test_impossible_pipeline_sizes(find_errors: FindErrors) -> None:
     assert find_errors(f"{STAGES}=2", f"{CHUNKS}=1", f"{FIRST}=0", ranks=2) == [
         Message(CHUNKS, "2", "1", "null"),

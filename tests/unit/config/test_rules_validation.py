@@ -8,7 +8,7 @@ import pytest
 
 from nemo_kto.algorithms.recipes import Recipe
 from tests.helpers.messages import Message, assert_names
-from tests.unit.config.test_rules import MODE, MONITOR, OFFERED, STOPPING, mode_of
+from tests.unit.config.test_rules import MODE, MONITOR, OFFERED, mode_of
 from tests.unit.conftest import FindErrors
 
 STOPPED_BY = "exp_manager.early_stopping_callback_params.monitor"
@@ -42,23 +42,6 @@ def test_each_metric_of_each_set_can_be_monitored(find_errors: FindErrors, recip
         for metric in OFFERED[recipe.name].split(", "):
             assert find_errors(sets, f"{MONITOR}={name}_{metric}", f"{MODE}={mode_of(metric)}", recipe=recipe) == []
     assert find_errors(sets, f"{MONITOR}=val_harmless_auc", f"{MODE}=max") == []
-
-
-def test_early_stopping_may_monitor_another_set(find_errors: FindErrors, sets: str) -> None:
-    given = [sets, f"{MONITOR}=val_helpful_loss", f"{STOPPING}=true", "export.which=best"]
-    assert find_errors(*given) == []
-    assert find_errors(*given, f"{STOPPED_BY}=val_harmless_kl") == []
-    assert find_errors(*given, f"{STOPPED_BY}=val_loss") == [
-        Message(STOPPED_BY, "val_helpful_", "val_harmless_", "train_", f"{OFFERED['kto']}", "val_loss", "val_helpful_loss")
-    ]
-
-
-def test_a_set_name_without_validation_sets(find_errors: FindErrors) -> None:
-    assert find_errors(f"{MONITOR}=val_helpful_loss") == [
-        Message(MONITOR, "val_", "train_", f"{OFFERED['kto']}", "val_helpful_loss", "val_loss")
-    ]
-    wrong = find_errors("model.data.data_prefix=3", f"{MONITOR}=val_helpful_loss")
-    assert wrong == [Message("model.data.data_prefix", "string", "list", "mapping", "3")], "the set may exist"
 
 
 NAMES = "model.data.data_prefix"
@@ -101,11 +84,3 @@ def test_invalid_names_and_files_are_reported_together(find_errors: FindErrors, 
         Message(NAMES, "preference", "val_preference_loss", "rename"),
     ]
     assert_names(found[-1], MONITOR, "val_help ful_")
-
-
-def test_a_set_without_training_rows(find_errors: FindErrors, tmp_path: Path) -> None:
-    sets = f"{{helpful: {tmp_path}/rows.jsonl}}"
-    (text,) = find_errors(
-        f"model.data.data_prefix={{validation: {sets}}}", f"{MONITOR}=val_helpful_loss", "export.which=best"
-    )
-    assert text == Message("model.data.data_prefix", "train", "helpful")

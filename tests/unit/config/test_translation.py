@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_kto.algorithms.recipes import DPO, KTO, RECIPES
@@ -21,8 +20,7 @@ from nemo_kto.config.schema import config_type
 from nemo_kto.config.translation import table, translate
 from nemo_kto.errors import UserError
 from nemo_kto.utils.field_errors import names
-from nemo_kto.utils.files import load_yaml
-from nemo_kto.utils.text import shell_comment, shell_word
+from nemo_kto.utils.text import shell_word
 from tests.helpers.messages import Message
 
 TUNING, SCHEDULE = "model.peft.lora_tuning", "model.optim.sched"
@@ -263,14 +261,6 @@ def test_the_printed_command(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "frobnicate=1" in comments
 
 
-@pytest.mark.parametrize(("name", "text"), [("a.yaml", "a: [1"), ("b.txt", "nothing here"), ("c.sh", "trl kto --a 'b")])
-def test_files_without_options(tmp_path: Path, name: str, text: str) -> None:
-    (tmp_path / name).write_text(text)
-    with pytest.raises(UserError) as error:
-        read_options(tmp_path / name)
-    assert str(error.value).startswith("FILE must ")
-
-
 LAUGHS = "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in itertools.pairwise("abcdefghi"))
 
 
@@ -297,20 +287,7 @@ def test_yaml_without_a_bound_or_with_wrong_values(tmp_path: Path, text: str | b
     assert read_saved(tmp_path / "a.yaml") == {}
 
 
-def test_yaml_with_aliases() -> None:
-    text = "base: &base {a: 1, b: [x]}\nother: {<<: *base, a: 2}\nsame: *base"
-    assert load_yaml(text) == {"base": {"a": 1, "b": ["x"]}, "other": {"a": 2, "b": ["x"]}, "same": {"a": 1, "b": ["x"]}}
-
-
 CONTROLS = st.text(st.characters(codec="utf-8") | st.sampled_from("\n\r\x1b\x85\u2028\u202e'\"\\$`!#"), min_size=1)
-
-
-@given(st.dictionaries(CONTROLS, CONTROLS, max_size=3), CONTROLS)
-def test_a_printed_script_has_one_line_for_each_word_and_comment(options: dict[str, str], path: str) -> None:
-    found = translate({"rl": "dpo", "base_model": path, "datasets": [{"path": path, "type": path}], **options})
-    lines = [*found.command([f"exp_manager.name={path}"]).split("\n"), *map(shell_comment, found.remarks())]
-    assert all(line.isprintable() for line in lines)
-    assert all(line.startswith(("nemo-kto dpo", "  ", "# ")) for line in lines)
 
 
 @pytest.mark.parametrize("text", ["a\nid", "it's \x1b[1m\\n $HOME", "\x80\xa0\u2028é\U000e0001", "a'b", "\t'\\'"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 from hypothesis import given
@@ -43,13 +42,6 @@ def test_each_example_is_on_one_rank_and_costs_are_balanced(costs: list[float], 
     assert max(sums) - min(sums) <= max(costs, default=0.0) + 1e-9, "always the rank with the least work"
 
 
-def test_costs_of_ranks_differ_by_less_than_one_percent() -> None:
-    draw = random.Random(0)
-    costs = [cost(min(512, max(8, int(draw.lognormvariate(5.0, 0.7))))) for _ in range(64)]
-    sums = [sum(costs[number] for number in share) for share in balanced_shares(costs, ranks=8)]
-    assert max(sums) / (sum(sums) / 8) < 1.02
-
-
 def test_costs_with_shared_prompts() -> None:
     """Sample and KL example share their prompt in the passes of the reference, the answers of a pair in all passes."""
     batch = [kto_example([1], 2), kto_example([1, 2], 4)]
@@ -65,13 +57,6 @@ def test_costs_with_shared_prompts() -> None:
 
 
 COSTS = KTOCosts(cost=cost, kl_cost=None, seq_length=99)
-
-
-def test_equal_prompts_are_on_one_rank() -> None:
-    batch = [kto_example([prompt] * 20, 10) for prompt in (1, 2, 3, 1, 2, 3, 4, 4)]
-    assert by_prompt(batch, ranks=2, costs=COSTS, otherwise=every_nth) == [[0, 2, 3, 5], [1, 4, 6, 7]]
-    assert by_prompt(batch[:3], ranks=2, costs=COSTS, otherwise=every_nth) == [[0, 2], [1]], "nothing to share"
-    assert by_prompt(batch[:4], ranks=1, costs=COSTS, otherwise=every_nth) == [[0, 1, 2, 3]]
 
 
 def test_equal_prompts_are_divided_if_one_rank_would_be_late() -> None:

@@ -58,12 +58,6 @@ def test_chat_row_with_history_and_a_template_that_writes_bos() -> None:
     assert row.response_ids.count(tokenizer.eos_token_id) == 1
 
 
-def test_an_end_of_turn_other_than_eos_ends_the_answer() -> None:
-    tokenizer = llama_tokenizer(CHATML.replace("<|im_start|>", "## ").replace("<|im_end|>", "<|eot|>"))
-    row = encode(tokenizer, [USER], [ANSWER])
-    assert texts(tokenizer, row)[1] == "the film<|eot|>"
-
-
 def test_eos_is_added_after_a_template_without_end_of_turn() -> None:
     tokenizer = chatml_tokenizer("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
     row = encode(tokenizer, [USER], [ANSWER])
@@ -114,17 +108,6 @@ def test_a_prompt_that_lacks_the_chat_template(prompt: str, is_untemplated: bool
     assert not RecordEncoder(tokenizer=tokenizer, apply_chat_template=True).is_untemplated(prompt_ids)
     tokenizer.chat_template = None
     assert not RecordEncoder(tokenizer=tokenizer).is_untemplated(prompt_ids)
-
-
-def test_a_batch_gives_the_same_rows_as_one_at_a_time() -> None:
-    encoder = RecordEncoder(tokenizer=llama_tokenizer())
-    records = [
-        record("the fi", "lm was good", True, 1),  # tokenised on its own
-        record([USER], [ANSWER], False, 2),
-        record("the film", " was good", True, 3),
-        record("good ", "film", True, 4),  # on its own again
-    ]
-    assert encoder.encode(records) == [encoder.encode([each])[0] for each in records]
 
 
 def test_a_template_error_is_a_broken_row() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 import textwrap
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_kto.data.batches.dataset import KTODataset, Splits, build_splits
-from nemo_kto.data.rows.blend import blend, split_ranges
+from nemo_kto.data.rows.blend import blend
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.sources import UNNAMED
 from nemo_kto.data.tokens.cache import KTO_EXAMPLES
@@ -116,19 +114,6 @@ def test_a_folder_with_files_named_after_splits(tmp_path: Path) -> None:
         splits(folder, tmp_path)
 
 
-def test_lists_and_mappings(tmp_path: Path) -> None:
-    a = str(write_rows(tmp_path / "a.jsonl", numbered_rows(3, "a")))
-    b = str(write_rows(tmp_path / "b.jsonl", numbered_rows(4, "b")))
-    assert prompts(splits([a, b], tmp_path).train) == named(3, "a") + named(4, "b")
-    built = splits({"train": [a], "validation": b, "test": None}, tmp_path)
-    assert prompts(built.train) == named(3, "a")
-    assert prompts(built.validation[UNNAMED]) == named(4, "b")
-    assert built.test is None
-    built = splits([a, b], tmp_path, "50,50")
-    assert prompts(built.train) == named(2, "a") + named(2, "b")
-    assert prompts(built.validation[UNNAMED]) == named(3, "a", first=2) + named(4, "b", first=2)
-
-
 @pytest.mark.parametrize("weights", [(0.7, 0.3), ("0.7", "0.3"), (7, 3)])
 def test_a_weighted_blend_has_the_exact_proportion(tmp_path: Path, weights: tuple) -> None:
     a = write_rows(tmp_path / "a.jsonl", numbered_rows(14, "a"))
@@ -170,21 +155,6 @@ def test_properties_of_blends(sizes: list[int], weights: list[int], seed: int) -
         for stop in range(1, length):  # every beginning is close to the proportion
             assert abs((source[:stop] == k).sum() - stop * shares[k]) <= len(sizes)
     assert any(len(row[source == k]) - size <= 1 + 1 / shares[k] for k, size in enumerate(sizes))
-
-
-def test_a_blend_that_would_repeat_its_rows_endlessly_is_refused() -> None:
-    with raises(ValueError, "100", "repeat"):
-        blend([10, 1000], [Fraction(999), Fraction(1)], seed=0)
-
-
-@given(st.integers(1, 200), st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(lambda parts: sum(parts) > 0))
-def test_split_ranges_adjoin(num_rows: int, parts: list[int]) -> None:
-    ranges = split_ranges(num_rows, [Fraction(part, sum(parts)) for part in parts], lambda row: row % 3 == 1)
-    assert ranges[0][0] == 0
-    assert ranges[-1][1] == num_rows
-    for (_, stop), (start, _) in pairwise(ranges):
-        assert stop == start
-        assert stop % 3 != 1 or stop == num_rows
 
 
 @pytest.mark.parametrize(
@@ -300,16 +270,6 @@ READ = """
 """
 
 
-def test_a_second_process_does_not_tokenise_again(tmp_path: Path) -> None:
-    for name in ("a", "small"):
-        write_rows(tmp_path / f"{name}.jsonl", numbered_rows(20))
-    first = python(READ, tmp_path, "tokenise")
-    files = sorted(file.stat().st_mtime_ns for file in (tmp_path / "cache").iterdir())
-    assert python(READ, tmp_path, "must not tokenise")[0] == first[0]
-    assert first[0].startswith("18 [")
-    assert sorted(file.stat().st_mtime_ns for file in (tmp_path / "cache").iterdir()) == files
-
-
 @pytest.mark.slow
 def test_many_rows_take_little_memory(tmp_path: Path) -> None:
     write_rows(tmp_path / "small.jsonl", numbered_rows(20))
@@ -331,10 +291,3 @@ def test_concurrent_processes_share_the_cache(tmp_path: Path) -> None:
     assert first[0].startswith("2700 [")
     assert first == first[:1] * 2
     assert sorted(file.suffix for file in (tmp_path / "cache").iterdir()) == [".arrow", ".json"]
-
-
-def test_a_dataset_is_pickled_as_a_file_name(tmp_path: Path) -> None:
-    dataset = splits(write_rows(tmp_path / "a.jsonl", numbered_rows(3000)), tmp_path, "1,1").validation[UNNAMED]
-    packed = pickle.dumps(dataset)
-    assert len(packed) < 8 * len(dataset) + 20_000  # the index, and nothing of the rows
-    assert prompts(pickle.loads(packed)) == prompts(dataset)

@@ -16,14 +16,11 @@ from nemo_kto.data.batches.dataset import DPODataset, DPOExample, KTODataset, Sp
 from nemo_kto.data.inspect.check import (
     MAX_BALANCE,
     MIN_BALANCE,
-    balance_text,
     balance_warning,
     balanced_weights,
     loss_balance,
-    one_class_warning,
 )
-from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
-from nemo_kto.data.rows.records import DataError, RowError, pair_of_row
+from nemo_kto.data.rows.records import RowError, pair_of_row
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.data.tokens.truncation import Truncation
 from tests.helpers.messages import Message, raises
@@ -64,14 +61,6 @@ def test_errors_of_a_broken_pair(row: dict, text: Message) -> None:
     with pytest.raises(RowError) as error:
         pair_of_row(row, 1)
     assert str(error.value) == text
-
-
-def test_location_of_a_broken_pair(tmp_path: Path) -> None:
-    file = write_rows(tmp_path / "rows.jsonl", [PAIR, {"prompt": "p", "chosen": "a"}])
-    broken = RowErrors()
-    assert len(list(FileReader(fields=Fields(), broken=broken).dpo_records(file, FileColumns()))) == 1
-    with raises(DataError, "1", "row", "rows.jsonl:2"):
-        broken.raise_if_any()
 
 
 def test_the_prompt_is_truncated_once_for_the_longer_answer() -> None:
@@ -128,40 +117,3 @@ def test_auto_balanced_weights(good: int, bad: int, w_good: float, w_bad: float)
     assert balanced[0] >= w_good
     assert balanced[1] >= w_bad
     assert balance_warning(good, bad, *balanced) is None
-
-
-@pytest.mark.parametrize(
-    ("classes", "weights", "text"),
-    [
-        ((30, 21), (1.0, 1.0), "desirable / undesirable = 1.429 (recommended: 1 to 4/3)"),
-        ((30, 60), (2.0, 1.0), "desirable / undesirable = 1 with loss weights 2 and 1 (recommended: 1 to 4/3)"),
-        ((7, 0), (1.0, 1.0), "all examples are desirable"),
-        ((7, 3), (0.0, 1.0), "all examples are undesirable"),
-    ],
-)
-def test_the_balance_as_text(classes: tuple[int, int], weights: tuple[float, float], text: str) -> None:
-    assert balance_text(*classes, *weights) == text
-
-
-def test_the_warning_about_unbalanced_rows() -> None:
-    assert balance_warning(30, 60, 1.0, 1.0) == Message(
-        "desirable_loss_weight",
-        "desirable",
-        "undesirable_loss_weight",
-        "undesirable",
-        "1",
-        "4/3",
-        "30",
-        "60",
-        "0.5",
-        "model.kto.desirable_loss_weight=2",
-        "model.kto.undesirable_loss_weight=1",
-        "model.kto.auto_balance=true",
-    )
-    assert balance_warning(7, 0, 1.0, 1.0) is None
-    assert [balance_warning(good, 100, 1.0, 1.0) is None for good in (79, 80, 160, 161)] == [False, True, True, False]
-    assert one_class_warning(7, 0, 5e-6) is None
-    assert one_class_warning(7, 3, 1e-3) is None
-    assert one_class_warning(0, 7, 9e-6) == Message(
-        "all", "undesirable", "other class", "5e-07", "5e-06", "TRL", "KTO", "9e-06", "model.optim.lr", "train"
-    )

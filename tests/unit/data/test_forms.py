@@ -211,13 +211,6 @@ def test_folders_of_save_to_disk(tmp_path: Path) -> None:
         read_data_prefix(str(tmp_path / "prefs"))
 
 
-@pytest.mark.parametrize(("name", "content"), [("state.json", {"_data_files": []}), ("dataset_dict.json", {"splits": []})])
-def test_a_saved_folder_without_files(name: str, content: dict, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(json.dumps(content))
-    with raises(DataError, f"{tmp_path}/{name}", "[]", "save_to_disk"):
-        read_data_prefix(str(tmp_path))
-
-
 def test_files_of_a_folder_have_one_form(tmp_path: Path) -> None:
     for name in ("b.csv", "a.csv.gz", "notes.md", "info.json"):
         (tmp_path / name).write_text("x")
@@ -227,17 +220,6 @@ def test_files_of_a_folder_have_one_form(tmp_path: Path) -> None:
         data_files(tmp_path)
     (tmp_path / "d.jsonl").write_text("{}")
     assert [file.name for file in data_files(tmp_path)] == ["d.jsonl"]
-
-
-def test_shards_named_after_splits(tmp_path: Path) -> None:
-    names = ["test-00000-of-00001.parquet", "train-00000-of-00002.parquet", "train-00001-of-00002.parquet"]
-    for name in names:
-        (tmp_path / name).write_text("x")
-    splits = read_data_prefix(str(tmp_path))
-    assert {split: [file.name for file in source.files] for split, (source,) in splits.items()} == {
-        "test": names[:1],
-        "train": names[1:],
-    }
 
 
 def test_urls_are_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,8 +283,3 @@ def test_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         read_data_prefix(["hf:org/prefs", "hf:org/whole"])
     with raises(DataError, "hf:org/none", "HF_HUB_OFFLINE"):
         read_data_prefix("hf:org/none")
-
-
-def test_a_wrong_name_of_a_data_set_of_the_hub() -> None:
-    with raises(DataError, "hf:ORG/NAME[@REVISION][:CONFIG][:SPLIT]", "got hf:name"):
-        read_data_prefix("hf:name")

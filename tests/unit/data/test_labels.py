@@ -77,19 +77,6 @@ def test_values_that_do_not_fit_are_counted(values: list, total: int, line: int,
     assert fault == Message(f"got {got}", "label", "true and false", "model.data.labels")
 
 
-def test_two_unknown_values_give_the_whole_setting(tmp_path: Path) -> None:
-    _, _, error = read(tmp_path / "rows.jsonl", ["fine", "not so", "fine"])
-    assert error == Message("'model.data.labels={desirable:[fine],undesirable:[not_so]}'", "other way round")
-    _, _, error = read(tmp_path / "rows.jsonl", ["\U0001f44d", "\U0001f44e"])
-    assert error == Message('\'model.data.labels={desirable:["\U0001f44d"],undesirable:["\U0001f44e"]}\'')
-
-
-def test_a_column_with_many_values(tmp_path: Path) -> None:
-    _, _, error = read(tmp_path / "rows.jsonl", [f"text {n}" for n in range(1000)])
-    assert error == Message("1000 broken rows", "other values (900 rows)", "91 others")
-    assert len(error) < 1000
-
-
 def test_values_of_the_setting(tmp_path: Path) -> None:
     fields = Fields({}, Labels.of({"desirable": [4, 5.0], "undesirable": ["1", "2", True]}))
     found, text, error = read(tmp_path / "rows.jsonl", [4, "5", 1, 2, "true"], fields)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from nemo_kto.data.batches.collate import kto_custom_collate
-from nemo_kto.data.batches.dataset import KTODataset, KTOExample, build_splits
-from nemo_kto.data.batches.loader import GlobalBatchSampler, build_dataloader, every_example
+from nemo_kto.data.batches.dataset import KTODataset, build_splits
+from nemo_kto.data.batches.loader import GlobalBatchSampler, build_dataloader
 from nemo_kto.data.tokens.cache import KTO_EXAMPLES
 from tests.unit.data.tiny_data import chatml_tokenizer, numbered_rows, write_rows
 
@@ -51,17 +51,6 @@ def same(a: list[dict], b: list[dict]) -> bool:
     )
 
 
-def test_all_examples_are_the_first_epoch_and_its_remainder(dataset: KTODataset) -> None:
-    training = loader(dataset)
-    training.batch_sampler.set_position(3, 8)  # for any position of a run
-    everything = every_example(training)
-    batches = list(everything)
-    assert (len(everything), [len(batch["samples"]) for batch in batches]) == (4, [8, 8, 8, 2])
-    assert same(batches[:3], list(loader(dataset)))
-    texts = {tuple(tokens) for batch in batches for tokens in batch["samples"].tolist()}
-    assert len(texts) == len(dataset) == 26
-
-
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("training", [True, False])
 def test_the_ranks_share_each_global_batch(dataset: KTODataset, size: int, training: bool) -> None:
@@ -84,17 +73,6 @@ def test_kl_examples_combine_a_prompt_with_the_next_answer(dataset: KTODataset) 
     ]
     assert texts == [f"row {i}: answer {(i + 1) % 8}<|im_end|>" for i in range(8)]
     assert batch["preference"].tolist() == [1, 0] * 4
-
-
-def test_kl_examples_are_truncated_to_seq_length() -> None:
-    rows: Any = [
-        KTOExample(prompt_ids=[1] * 6, response_ids=[2], desirable=True),
-        KTOExample(prompt_ids=[3], response_ids=[4] * 6, desirable=False),
-    ]
-    sampler = GlobalBatchSampler(num_examples=2, global_batch_size=2, seed=0, shuffle=False, drop_last=False)
-    collate = partial(kto_custom_collate, eos_id=EOS, seq_length=8)
-    (batch,) = build_dataloader(dataset=rows, sampler=sampler, rank=0, size=1, take=collate)
-    assert batch["kl_samples"].tolist() == [[1] * 6 + [4] * 2, [3, 2] + [EOS] * 6]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -147,8 +125,3 @@ def test_reading_draws_no_random_number_from_the_global_generator(dataset: KTODa
     before = torch.get_rng_state()
     list(loader(dataset))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_rank_outside_the_group_is_refused(dataset: KTODataset) -> None:
-    with pytest.raises(ValueError, match="got rank 2 of 2"):
-        loader(dataset, rank=2, size=2)

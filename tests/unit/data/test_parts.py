@@ -22,7 +22,7 @@ from nemo_kto.data.rows.files import WHOLE_FILE, FilePart, file_parts, number_of
 from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.tokens import parts
-from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES, TokenCache
+from nemo_kto.data.tokens.cache import KTO_EXAMPLES, TokenCache
 from nemo_kto.data.tokens.chat import RecordEncoder
 from nemo_kto.data.tokens.parts import map_parts, number_of_processes
 from nemo_kto.data.tokens.truncation import Truncation
@@ -116,14 +116,6 @@ def test_examples_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> No
     )
 
 
-def test_pairs_tokenised_in_parts(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", [{"prompt": f"p{n}", "chosen": "y", "rejected": "n"} for n in range(50)])
-    whole, *_ = opened(path, tmp_path / "whole", part_bytes=WHOLE, kind=DPO_EXAMPLES)
-    table, *_ = opened(path, tmp_path / "parts", part_bytes=300, kind=DPO_EXAMPLES)
-    assert table.to_dict() == whole.to_dict()
-    assert table["line"][-1] == 50
-
-
 def test_broken_rows_of_all_parts_are_counted(tmp_path: Path) -> None:
     rows = mixed_rows(90)
     for number in range(5, 90, 7):
@@ -177,19 +169,6 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     with raises(DataError, "a.jsonl", "start"):
         opened(path, tmp_path / "cache", part_bytes=500, progress=growing)
     assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_the_second_process_reads_the_cache_of_the_first(tmp_path: Path) -> None:
-    """There is no lock, as on file systems that have none: the first removes the parts when it is done."""
-    path, folder = write_rows(tmp_path / "a.jsonl", mixed_rows(30)), tmp_path / "cache"
-
-    def with_other(items, *, total, title):  # type: ignore[no-untyped-def]
-        first, *rest = items
-        opened(path, folder, part_bytes=500)
-        yield from [first, *rest]
-
-    table, columns, _ = opened(path, folder, part_bytes=500, progress=with_other)
-    assert (len(table), columns.rows) == (30, 30)
 
 
 def test_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,33 +123,12 @@ def read(path: Path) -> list[KTORecord]:
     return records
 
 
-def test_lines_are_counted_from_one_and_empty_lines_count(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    row = json.dumps({"prompt": "p", "response": "r", "preference": "chosen"})
-    pair = json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"})
-    path.write_text("\ufeff" + row + "\n\n  \n" + pair, encoding="utf-8")
-    records = read(path)
-    assert [record.line for record in records] == [1, 4, 4]
-    assert records[0] == KTORecord(prompt="p", response="r", desirable=True, line=1)
-
-
 def test_the_first_row_of_each_error_is_shown(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": "p", "response": "r", "preference": "chosen"} | ({"weight": 0} if i % 2 else {}) for i in range(46)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     with raises(DataError, "23", f"{path}:2", "weight", "number", "fp32", "remove", "22", "line 46"):
         read(path)
-
-
-def test_ten_errors_are_shown_and_all_are_counted(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    rows = [{"prompt": "p", "response": "r", "preference": "chosen", "weight": -i if i % 2 else 1} for i in range(46)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    with pytest.raises(DataError) as error:
-        read(path)
-    lines = str(error.value).splitlines()
-    assert lines[0] == "23 broken rows, the first 10 faults:"
-    assert [line.split()[0] for line in lines[1:]] == [f"{path}:{number}:" for number in range(2, 22, 2)]
 
 
 def test_broken_rows_of_several_files_are_reported_together(tmp_path: Path) -> None:

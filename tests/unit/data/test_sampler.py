@@ -90,27 +90,6 @@ def test_validation_uses_every_row_in_order_without_batches_of_one(num_examples:
     assert len(validation(num_examples)) == len(sizes)
 
 
-def test_without_pairs_a_batch_may_have_one_row() -> None:
-    assert list(validation(5, needs_kl_examples=False)) == [[0, 1, 2, 3], [4]]
-    assert list(validation(2, size=1, needs_kl_examples=False)) == [[0], [1]]
-
-
-def test_resuming_with_another_batch_size_skips_no_row() -> None:
-    before = training(24, size=4)
-    consumed = flat(list(before)[:2])
-    after = training(24, size=8)
-    after.set_position(0, 8)
-    assert sorted(consumed + flat(after)) == list(range(24))
-
-
-def test_a_finished_epoch_has_no_remaining_batch() -> None:
-    sampler = training()
-    sampler.set_position(0, 8)
-    assert list(sampler) == []
-    sampler.set_position(0, 10)
-    assert list(sampler) == []
-
-
 def test_impossible_sizes_and_positions_are_refused() -> None:
     with raises(ValueError, "4", "3", "global_batch_size"):
         training(3)
@@ -122,12 +101,3 @@ def test_impossible_sizes_and_positions_are_refused() -> None:
         training().set_position(0, 11)
     with pytest.raises(ValueError, match="got epoch -1"):
         training().set_position(-1, 0)
-
-
-def test_the_order_has_a_hash() -> None:
-    samplers = [training(20), training(20, seed=4), training(21), validation(20)]
-    hashes = [sampler.order_hash() for sampler in samplers]
-    assert len(set(hashes)) == 4
-    samplers[0].set_position(3, 4)
-    assert samplers[0].order_hash() == hashes[0], "from any position"
-    assert training(20, size=2).order_hash() == hashes[0], "independent of the batch size"

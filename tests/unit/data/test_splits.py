@@ -10,7 +10,6 @@ import pytest
 
 from nemo_kto.data.batches.dataset import DPODataset, KTODataset, SplitCounts, Splits, build_splits
 from nemo_kto.data.rows.blend import Range, join_small, split_ranges
-from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.sources import SPLITS, UNNAMED, Source, split_shares
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from nemo_kto.data.tokens.chat import RecordEncoder
@@ -70,17 +69,6 @@ def test_a_validation_split_of_one_row_joins_training_if_two_are_needed() -> Non
     assert sizes(10, "1", 2) == ([10, 0, 0], [])
 
 
-def test_joined_rows_keep_the_order_of_the_file(tmp_path: Path) -> None:
-    files = [str(write_rows(tmp_path / f"{name}.jsonl", numbered_rows(10, name))) for name in ("a", "b")]
-    built = splits(files, tmp_path, "95,5", min_validation_rows=3)
-    assert built.validation == {}
-    assert built.train is not None
-    prompts = [TOKENIZER.decode(row.prompt_ids) for row in built.train.__getitems__(range(20))]
-    assert prompts == [f"{name} {i}:" for name in ("a", "b") for i in range(10)]
-    built = splits([1, files[0], 3, files[1]], tmp_path, "50,50")
-    assert built.train is not None
-
-
 def test_a_too_small_named_validation_split_is_dropped(tmp_path: Path) -> None:
     files = {name: str(write_rows(tmp_path / f"{name}.jsonl", numbered_rows(n, name))) for name, n in (("a", 4), ("b", 1))}
     built = splits({"train": files["a"], "validation": files["b"], "test": files["a"]}, tmp_path)
@@ -125,16 +113,6 @@ def test_truncations_are_counted_from_the_cache(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(RecordEncoder, "encode", None)  # the second time it is not needed
 
 
-def test_counts_of_splits_of_two_files(tmp_path: Path) -> None:
-    files = [str(write_rows(tmp_path / f"{name}.jsonl", LONG)) for name in "ab"]
-    built = splits(files, tmp_path, "50,50", seq_length=12)
-    assert built.train is not None
-    assert built.train.counts == SplitCounts(rows=4, desirable=4, tokens=44, longest=12, cut_prompts=2, cut_responses=0)
-    assert built.validation[UNNAMED].counts == SplitCounts(
-        rows=4, desirable=0, tokens=48, longest=12, cut_prompts=2, cut_responses=4
-    )
-
-
 def test_counts_of_pairs(tmp_path: Path) -> None:
     rows: list[Any] = [
         {"prompt": "a" * 4, "chosen": "b", "rejected": "b" * 12, "id": 1},
@@ -152,20 +130,6 @@ def test_counts_of_pairs(tmp_path: Path) -> None:
     assert list(built.train.counts.warnings("train", seq_length=10))[1] == Message(
         "train", "answer", "1", "2", "model.data.seq_length=10"
     )
-
-
-def test_unused_columns_are_reported_from_the_cache(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", [row | {"id": i, "source": "x"} for i, row in enumerate(numbered_rows(3))])
-    for _ in range(2):
-        assert splits(path, tmp_path, None).warnings == (Message(f"{path}", "used", "id", "3"),)
-
-
-def test_a_renamed_column_in_no_row_is_refused(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", [{"question": "q", "response": "r", "label": True}])
-    with pytest.raises(DataError) as error:
-        splits(path, tmp_path, fields={"prompt": "qestion"})
-    assert str(error.value) == Message("model.data.fields", "qestion", "label")
-    assert splits(path, tmp_path, fields={"prompt": "question"}).train is not None
 
 
 @pytest.mark.parametrize("prefix", ["appended", "blended"])

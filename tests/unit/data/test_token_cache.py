@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from pathlib import Path
@@ -59,15 +58,6 @@ def test_a_large_file_of_the_cache_is_read_once(tmp_path: Path, read: list[str],
     assert read == [".arrow"] * 2, "changed times"
 
 
-def test_a_rank_whose_machine_has_verified_the_cache_reads_nothing(tmp_path: Path, read: list[str]) -> None:
-    path = write_rows(tmp_path / "a.jsonl", numbered_rows(7))
-    for verified, times in ((False, 1), (False, 2), (True, 2)):  # a small file is read in order to verify it
-        dataset = splits(path, tmp_path, cache_verified=verified).train
-        assert dataset is not None
-        assert len(dataset) == 7
-        assert len(read) == times
-
-
 @pytest.mark.parametrize("least", [1, hashes.MIN_KEPT_BYTES])
 def test_other_rows_of_the_same_size_and_times_are_tokenised(
     tmp_path: Path, least: int, monkeypatch: pytest.MonkeyPatch
@@ -104,21 +94,6 @@ def test_many_small_files_need_few_syncs_and_log_lines(
         assert_names(message, f"{FILES} files", "00.jsonl")
     assert_names(caplog.messages[0], str(tmp_path / "cache"))
     assert_names(caplog.messages[1], f"{3 * FILES} rows")
-
-
-def test_groups_of_files_give_the_same_files(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = {file.name: file.read_bytes() for file in cached_files(folder, tmp_path / "whole")}
-    monkeypatch.setattr(files, "MIN_BYTES", (folder / "11.jsonl").stat().st_size)  # of the others two make a group
-    shown: list[tuple[str, int]] = []
-
-    def progress(items, *, total, title):  # type: ignore[no-untyped-def]
-        shown.append((title, total))
-        return items
-
-    found = cached_files(folder, tmp_path / "cache", progress=progress)
-    assert {file.name: file.read_bytes() for file in found} == whole
-    assert [total for _, total in shown] == [FILES]
-    assert_names(shown[0][0], f"{FILES} files")
 
 
 def cached_files(data: Path, cache: Path, **changes: Any) -> list[Path]:
@@ -169,12 +144,3 @@ def test_broken_rows_of_many_files_are_one_error(folder: Path, tmp_path: Path) -
         splits(folder, tmp_path)
     assert_names(error.value, "3 broken rows", "03.jsonl:3:", "05.jsonl:1:", "07.jsonl:1:", "perhaps")
     assert len(list((tmp_path / "cache").glob("*.arrow"))) == FILES - 3
-
-
-def test_unused_columns_of_many_files_are_one_warning(folder: Path, tmp_path: Path) -> None:
-    for file in folder.iterdir():
-        rows = [json.loads(line) | {"id": 1} for line in file.read_text().splitlines()]
-        write_rows(file, [{**row, "source": "x"} for row in rows] if file.stem == "02" else rows)
-    many, one = splits(folder, tmp_path).warnings
-    assert_names(many, str(folder / "00.jsonl"), f"{FILES - 2} other files", f"id ({3 * (FILES - 1)} rows)")
-    assert_names(one, str(folder / "02.jsonl"), "id, source (3 rows)")

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.data.rows.records import DataError
-from nemo_kto.data.rows.sources import UNNAMED, validation_names
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, raises
 from tests.unit.data.test_dataset import named, prompts, splits
@@ -33,22 +32,6 @@ def test_each_set_has_the_rows_of_its_own_files(tmp_path: Path) -> None:
     assert prompts(built.validation["all"]) == named(2, "d") + named(3, "e")
     assert list(built.in_use) == ["train", "validation.one", "validation.two", "validation.blend", "validation.all"]
     assert len(built.warnings) == 1, "only of the test rows"
-
-
-def test_a_single_set_and_an_empty_set(tmp_path: Path) -> None:
-    files = write(tmp_path, a=4, b=3)
-    built = splits({"train": files["a"], "validation": {"one": files["b"], "two": None}}, tmp_path)
-    assert built.validation.keys() == {"one"}
-    for nothing in ({}, {"one": None}, None):
-        assert splits({"train": files["a"], "validation": nothing}, tmp_path).validation == {}
-        assert validation_names({"validation": nothing}) == (UNNAMED,)
-
-
-@pytest.mark.parametrize(
-    "prefix", ["rows.jsonl", ["a", "b"], {"train": "a", "validation": ["b", "c"]}, {"train": {"a": "b"}}]
-)
-def test_prefixes_without_set_names(prefix: object) -> None:
-    assert validation_names(prefix) == (UNNAMED,)
 
 
 def test_all_set_names_unsuitable_for_metrics_are_reported(tmp_path: Path) -> None:
