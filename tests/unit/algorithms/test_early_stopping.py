@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from nemo_kto.algorithms.stopping import EarlyStopping
-from nemo_kto.errors import UserError
 from tests.helpers.messages import Message
 from tests.unit.algorithms.trainer_doubles import Run
 
@@ -77,12 +76,6 @@ def test_the_reason_to_stop() -> None:
     assert early.reason == Message("val_loss")
 
 
-def test_a_metric_that_the_validations_lack_is_an_error() -> None:
-    with pytest.raises(UserError) as error:
-        stopping(monitor="val_acc").update({"loss": 1.0, "kl": 0.0}, step=1)
-    assert str(error.value) == Message("exp_manager.early_stopping_callback_params.monitor", "val_acc", "val_loss", "val_kl")
-
-
 def test_ranks_decide_together() -> None:
     """One sees a last digit that is better, the other does not."""
     first, second = stopping(patience=1), stopping(patience=1)
@@ -121,11 +114,6 @@ def test_early_stopping_ends_the_run_as_its_last_step() -> None:
     assert (longer.trainer.step, longer.trainer.stopped_early) == (20, None)
 
 
-def test_the_last_log_line_is_written() -> None:
-    made = run(log_every_n_steps=5).fit()
-    assert made.notes.steps_with("train/loss") == [5, 10, 12]
-
-
 def resumed(first: Run, stop: EarlyStopping | None = None, **settings: Any) -> Run:
     second = run(stop, **settings)
     with torch.no_grad():
@@ -142,19 +130,6 @@ def test_a_resumed_run_stops_at_the_same_step(step: int) -> None:
     assert (first.trainer.step, first.trainer.ended_early) == (step, True)
     second = resumed(first)
     assert (second.trainer.step, second.trainer.stopped_early) == (12, run().fit().trainer.stopped_early)
-
-
-def test_a_signal_after_the_validation_that_ends_the_run_changes_nothing() -> None:
-    first = run(val_rows=2)  # a validation of one batch, after which the signal is seen
-    first.trainer.run_timer.received = lambda: int(signal.SIGTERM) if len(first.model.validated_on) == 6 else 0
-    first.fit()
-    assert (first.trainer.step, first.trainer.ended_early, first.notes.saved_steps[-1]) == (12, False, 12)
-
-
-def test_a_stopped_run_takes_no_further_step() -> None:
-    second = resumed(run().fit())
-    assert (second.trainer.step, second.model.trained_on, second.notes.saved) == (12, [], [])
-    assert second.trainer.stopped_early is not None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
-from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig, dpo_custom_collate
+from nemo_kto.algorithms.dpo import DPOTrainer, dpo_custom_collate
 from nemo_kto.algorithms.kto import KTOTrainer, kto_custom_collate
 from nemo_kto.data.batches.dataset import DPOExample, KTOExample
 from nemo_kto.data.batches.loader import GlobalBatchSampler
@@ -123,25 +123,6 @@ def test_constructor_arguments() -> None:
         assert [name for name in arguments if name not in own] == names
         assert {argument.kind for argument in arguments.values()} == {inspect.Parameter.KEYWORD_ONLY}
         assert {name for name, argument in arguments.items() if argument.default is not argument.empty} == own
-
-
-def test_an_invalid_section() -> None:
-    with raises(ValueError, "max_epochs", "save_intervall", "save_interval"):
-        TrainerConfig.of(
-            {**{k: v for k, v in SECTION.items() if k != "save_interval"}, "save_intervall": 3, "global_batch_size": 2}
-        )
-    with pytest.raises(ValueError, match=r"missing: global_batch_size$"):
-        TrainerConfig.of(SECTION)
-    wanted: dict[str, Any] = {name: value for name, value in SECTION.items() if name != "gradient_clip_val"}
-    assert TrainerConfig.of(SECTION, global_batch_size=2) == TrainerConfig(**wanted, global_batch_size=2)
-
-
-def test_clipping_is_done_by_the_optimizer() -> None:
-    arguments = parts(Batches(lambda batch: batch["preference"]), SINGLES, partial(kto_custom_collate, eos_id=EOS))
-    arguments["optimizer"].config = OmegaConf.create({"clip_grad": 0.5})
-    with raises(ValueError, "gradient_clip_val", "0.5", "1.0"):
-        KTOTrainer(cfg=SECTION, **arguments)
-    KTOTrainer(cfg={**SECTION, "gradient_clip_val": 0.5}, **arguments)
 
 
 def as_lists(batch: Mapping[str, Any]) -> dict[str, Any]:

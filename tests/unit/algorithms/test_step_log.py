@@ -117,13 +117,6 @@ def clock_of(seconds: list[float]) -> Callable[[], float]:
     return lambda: seconds.pop(0) if len(seconds) > 1 else seconds[0]
 
 
-def test_a_run_that_reaches_max_time_logs_the_last_steps() -> None:
-    run = Run(log_every_n_steps=3, max_time="00:00:00:10", clock=clock_of([0.0, *[1.0] * 3, 11.0])).fit()
-    assert run.trainer.step == 4
-    assert run.notes.steps_with("train/loss") == [3, 4]
-    assert "unlogged" not in run.notes.saved[-1][0]
-
-
 def test_spikes_are_checked_at_every_step(caplog: pytest.LogCaptureFixture) -> None:
     run = Run(rows=80, max_skipped_steps=1, log_every_n_steps=100, callbacks=[SpikeCallback()])
     run.model.spoil = lambda step: 1e6 if step == 31 else 0.0

@@ -68,26 +68,6 @@ def test_a_signal_before_a_validation_leaves_it_to_the_resumed_run(step: int, ba
     assert again.notes.saved[-1][0]["validation_due"] == 0
 
 
-def test_a_signal_during_the_last_batch_of_a_validation_keeps_its_result() -> None:
-    run = stopped(lambda run: len(run.model.validated_on) == 3, val_check_interval=3, save_interval=5)
-    assert run.notes.steps_with("val/loss") == run.notes.saved_steps == [3]
-    assert run.notes.saved[0][0]["validation_due"] == 0
-
-
-def test_a_signal_during_the_validation_before_the_first_step() -> None:
-    settings: dict[str, Any] = {"val_before_training": True}
-    run = stopped(lambda run: len(run.model.validated_on) == 1, **settings)
-    assert (run.trainer.step, run.notes.saved, run.model.trained_on) == (0, [], [])
-    assert run.trainer.ended_early
-    assert losses(run, resumed(run, **settings)) == losses(Run(**settings).fit())
-
-
-def test_a_signal_at_the_last_step_of_a_run_without_validation_changes_nothing() -> None:
-    run = stopped(lambda run: len(run.model.trained_on) == 10, val_rows=None)
-    assert run.notes.saved_steps == [10]
-    assert not run.trainer.ended_early
-
-
 def test_a_resumed_validation_that_is_interrupted_again() -> None:
     settings: dict[str, Any] = {"val_check_interval": 3}
     run = stopped(lambda run: run.trainer.step == 3, **settings)
@@ -99,17 +79,6 @@ def test_a_resumed_validation_that_is_interrupted_again() -> None:
     assert again.trainer.ended_early
 
 
-def test_a_resumed_validation_that_is_interrupted_in_its_last_batch_is_saved() -> None:
-    settings: dict[str, Any] = {"val_check_interval": 3}
-    run = stopped(lambda run: run.trainer.step == 3, **settings)
-    again = Run(**settings)
-    again.trainer.run_timer.received = lambda: int(signal.SIGUSR1) * (len(again.model.validated_on) == 3)
-    again.trainer.load_state_dict(run.notes.saved[-1][0])
-    again.fit()
-    assert (again.notes.saved_steps, again.notes.saved[0][0]["validation_due"], again.model.trained_on) == ([3], 0, [])
-    assert again.trainer.ended_early
-
-
 def test_max_time_is_reached() -> None:
     run = Run(max_epochs=9, max_time="00:00:01:00")
     run.trainer.run_timer.clock = lambda: 25.0 * len(run.model.trained_on)
@@ -118,24 +87,6 @@ def test_max_time_is_reached() -> None:
     assert run.notes.steps_with("val/loss") == run.notes.saved_steps == [3]
     assert run.notes.ended == ["success"]
     assert not run.trainer.ended_early, "the model is exported"
-
-
-def test_max_time_is_reached_and_the_run_is_requeued() -> None:
-    run = Run(max_epochs=9, max_time="00:00:01:00")
-    run.trainer.run_timer.clock = lambda: 25.0 * len(run.model.trained_on)
-    run.trainer.run_timer.requeue = True
-    run.fit()
-    assert (run.notes.steps_with("val/loss"), run.notes.saved_steps) == ([], [3])
-    assert run.trainer.ended_early
-
-
-def test_a_signal_during_the_validation_after_max_time() -> None:
-    run = Run(max_epochs=9, max_time="00:00:01:00")
-    run.trainer.run_timer.clock = lambda: 25.0 * len(run.model.trained_on)
-    run.trainer.run_timer.received = lambda: int(signal.SIGTERM) if run.model.validated_on else 0
-    run.fit()
-    assert (run.notes.steps_with("val/loss"), run.notes.saved_steps) == ([], [3])
-    assert run.trainer.ended_early
 
 
 class Preparation(Callback):

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_kto.algorithms.callbacks import Callback, Event
 from nemo_kto.algorithms.stopping import EarlyStopping
-from tests.helpers.messages import assert_names, raises
+from tests.helpers.messages import assert_names
 from tests.unit.algorithms.test_stopping import resumed, stopped
 from tests.unit.algorithms.trainer_doubles import Run
 
@@ -33,23 +33,10 @@ def test_each_set_has_the_metrics_of_a_separate_run() -> None:
     assert names == {"val/small_loss", "val/small_rows", "val/large_loss", "val/large_rows"}, "no metrics over all sets"
 
 
-def test_metric_prefix_of_one_set() -> None:
-    assert figures(Run(val_rows={"only": 5}).fit(), "only_") == figures(Run(val_rows=5).fit())
-    assert figures(Run(val_rows={"": 5}).fit()) == figures(Run(val_rows=5).fit())
-    assert Run(val_rows={}).fit().model.validated_on == []
-
-
 @pytest.mark.parametrize(("limit", "batches"), [(1.0, 5), (2, 4), (1, 2), (0.5, 2), (0, 0)])
 def test_the_limit_applies_to_each_set(limit: float, batches: int) -> None:
     run = Run(val_rows=SETS, limit_val_batches=limit).fit()
     assert len(run.model.validated_on) == batches
-
-
-def test_the_checkpoint_has_the_metrics_of_each_set() -> None:
-    run = Run(val_rows=SETS).fit()
-    ((_, metrics),) = run.notes.saved
-    assert {name for name in metrics if name.startswith("val_")} == {f"val_{a}_{b}" for a in SETS for b in ("loss", "rows")}
-    assert metrics["val_large_loss"] == figures(run, "large_")[0][1]
 
 
 def test_the_validation_loss_covers_the_examples_of_all_sets() -> None:
@@ -95,12 +82,6 @@ def test_a_signal_within_or_between_sets_leaves_the_whole_validation_to_the_resu
         assert figures(run, f"{name}_") + figures(again, f"{name}_") == figures(whole, f"{name}_")
 
 
-def test_a_signal_in_the_last_batch_of_the_last_set_keeps_the_validation() -> None:
-    run = stopped(lambda run: len(run.model.validated_on) == 5, val_check_interval=3, val_rows=SETS)
-    assert [step for step, _, _ in figures(run, "large_")] == run.notes.saved_steps == [3]
-    assert run.notes.saved[0][0]["validation_due"] == 0
-
-
 def test_early_stopping_monitors_one_set() -> None:
     """The weight comes from 0 to about 9.5: the loss of small rows rises at once, that of large ones falls."""
     ends = {}
@@ -113,9 +94,3 @@ def test_early_stopping_monitors_one_set() -> None:
     assert why is not None
     assert_names(why, "val_low_loss", "2", "step 1")
     assert ends["val_high_loss"][0] > 3
-
-
-def test_early_stopping_by_a_metric_of_an_unknown_set() -> None:
-    stopping = EarlyStopping(monitor="val_loss", mode="min", min_delta=0.0, patience=2)
-    with raises(ValueError, "val_loss", "val_small_loss", "val_small_rows", "val_large_loss"):
-        Run(val_rows=SETS, early_stopping=stopping).fit()

@@ -109,14 +109,6 @@ def test_olmo3_scales_only_the_rope_of_layers_without_a_window(tmp_path: Path) -
     assert read.rope.frequencies != read.local_rope.frequencies
 
 
-def test_numbers_of_gemma2(tmp_path: Path) -> None:
-    read = read_architecture(folder(tmp_path, **of("Gemma2ForCausalLM"), num_hidden_layers=4), tensor_parallel=1)
-    assert (read.head_dim, read.query_pre_attn_scalar, read.softmax_scale) == (256, 256, None)
-    assert (read.attention_softcap, read.logit_softcap, read.activation) == (50.0, 30.0, "gelu_pytorch_tanh")
-    assert (read.pre_norm, read.post_norm, read.zero_centered_norm, read.scaled_embedding) == (True, True, True, True)
-    assert (read.windows, read.tied) == ((4096, None, 4096, None), True)
-
-
 def test_numbers_of_gpt_oss(tmp_path: Path) -> None:
     """The configurations have the form of the published files."""
     scaling = {
@@ -175,16 +167,6 @@ def test_layers_of_llama4_with_experts(tmp_path: Path, changes: dict[str, Any], 
     assert read.family.experts.layers(given, 3) == {layer for layer in range(3) if sparse[layer]}, "as in the launcher"
 
 
-def test_llama4_without_its_extras(tmp_path: Path) -> None:
-    """An attention factor is then a part of the scale, as with other families."""
-    changes = {"use_qk_norm": False, "attn_temperature_tuning": False, "no_rope_layers": [1, 1, 1], "attention_bias": True}
-    given = {**changes, "layer_types": ["full_attention"] * 3, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
-    read = read_architecture(folder(tmp_path, **of("Llama4ForCausalLM"), **given), tensor_parallel=1)
-    assert (read.windows, read.temperature, read.rotated_norm) == ((None, None, None), None, False)
-    assert (read.qkv_bias, read.output_bias, read.rope.factor_in_table) == (True, True, False)
-    assert read.unsupported_by_te == ("interleaved RoPE",)
-
-
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 
 
@@ -218,12 +200,6 @@ def test_gemma3_has_two_ropes(
     assert read.local_rope.frequencies == pytest.approx([local_theta ** -(pair / 4) for pair in range(4)], rel=1e-6)
     assert read.windows == (32, 32, 32, 32, 32, None, 32)
     assert (read.qk_norm, read.attention_softcap, read.logit_softcap) == (True, None, None)
-
-
-def test_explicit_head_size(tmp_path: Path) -> None:
-    read = read_architecture(folder(tmp_path, **of("Qwen3ForCausalLM"), head_dim=32), tensor_parallel=1)
-    assert read.head_dim == 32
-    assert read.sizes["query"] == 256
 
 
 @pytest.mark.parametrize(
@@ -295,11 +271,6 @@ def test_an_attention_factor_of_some_layers_is_in_the_rotary_table(
     assert read.rope.factor_in_table == in_table
     assert any("attention factor" in reason for reason in read.unsupported_by_te) == in_table
     assert in_table == (read.rope.attention_factor != 1.0 and read.softmax_scale is None)
-
-
-def test_every_layer_of_other_families_has_rotary_embeddings(tmp_path: Path) -> None:
-    read = read_architecture(folder(tmp_path, no_rope_layers=[0, 0, 0]), tensor_parallel=1)
-    assert read.rotates == (True, True, True)
 
 
 @pytest.mark.parametrize(

@@ -60,21 +60,6 @@ def test_layers_that_cannot_be_divided(layers: int, split: PipelineSplit, expect
     assert str(error.value) == expected
 
 
-@pytest.mark.parametrize(
-    ("layers", "split", "text"),
-    [
-        (4, PipelineSplit(stages=2), ""),
-        (8, PipelineSplit(stages=2, chunks=4), Message("4", "chunks")),
-        (7, PipelineSplit(stages=3, last=1), "stages of 3, 3 and 1 layers"),
-        (30, PipelineSplit(stages=4, counts_embedding=True, counts_loss=True), "stages of 7, 8, 8 and 7 layers"),
-        (126, PipelineSplit(stages=16, counts_embedding=True, counts_loss=True), "stages of 7, 14 x 8 and 7 layers"),
-        (7, PipelineSplit(stages=2, chunks=2, counts_loss=True), Message("2", "4", "3")),
-    ],
-)
-def test_in_words(layers: int, split: PipelineSplit, text: str) -> None:
-    assert split.text(layers) == text
-
-
 def test_in_flight_micro_batches_of_1f1b() -> None:
     split = PipelineSplit(stages=4)
     assert [split.most_kept(stage, 100, [1.5]) for stage in range(4)] == [6.0, 4.5, 3.0, 1.5]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import pickle
 from collections.abc import Mapping
 
 import pytest
@@ -145,11 +144,6 @@ def test_statistics_of_one_row_and_of_none() -> None:
     assert nothing == {"loss": 0.0, "kl": 0.0, "kl_unclamped": 0.0, "rows": 0, "invalid_rows": 1}
 
 
-def test_a_loss_without_reference_point_logs_no_kl(batch: tuple[torch.Tensor, ...]) -> None:
-    assert "kl" in kto_metrics(sums_of(*batch))
-    assert "kl" not in kto_metrics(sums_of(*batch, kl=False))
-
-
 def test_the_kl_estimate_is_clamped_once_over_all_examples_and_logged_unclamped_too() -> None:
     four = torch.ones(4, dtype=torch.bool)
     below, above = (
@@ -191,10 +185,3 @@ def test_adding_weighs_rows_not_batches() -> None:
     assert a == {"loss": 4.0}
     with pytest.raises(TypeError):
         a + {"loss": 1.0}  # type: ignore[operator]
-
-
-def test_metrics_can_be_sent_between_processes() -> None:
-    metrics = Metrics({"loss_sum": 6.0, "rows": 4}, mean_loss)
-    copy = pickle.loads(pickle.dumps(metrics))
-    assert copy == metrics
-    assert (copy + metrics).sums == {"loss_sum": 12.0, "rows": 8}

@@ -113,33 +113,6 @@ def test_a_layout_that_does_not_fit_and_remedies(capsys: pytest.CaptureFixture[s
     assert table["verdict"] == Message("fit", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true")
 
 
-def test_8b_on_one_gpu_of_141_gb_without_transformer_engine(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """2 + 4 + 4 + 2 + 2 bytes for each of 8.03 billion parameters."""
-    monkeypatch.setattr(plan, "OLDEST_ENGINE", None)  # the version that other machines are assumed to have
-    settings = ("--gpus", "1", "--gpu", "h200", TENSOR.format(1), "model.activations_checkpoint_granularity=selective")
-    status, table = planned(capsys, "kto", MODEL, *settings, "model.optim.moments_dtype=bf16")
-    assert (status, table["verdict"]) == (0, "fits")
-    assert [table[name] for name in ("weights", "gradients", "optimizer")] == ["16.1 GB", "32.1 GB", "64.2 GB"]
-    status, table = planned(capsys, "kto", MODEL, *settings)
-    assert (status, table["optimizer"]) == (plan.DOES_NOT_FIT, "96.4 GB")
-    assert table["verdict"] == "does not fit: use model.optim.moments_dtype=bf16"
-
-
-def test_several_optimizer_instances(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two bytes for a parameter are sent within a machine and four between them, instead of six between them."""
-    settings = ("--gpus", "16", TENSOR.format(1), "model.peft.peft_scheme=none")
-    _, one = planned(capsys, "kto", MODEL, *settings)
-    _, two = planned(capsys, "kto", MODEL, *settings, f"{INSTANCES}=2")
-    assert two["layout"] == one["layout"].replace("parallel", "parallel, 2 optimizer instances")
-    assert (one["optimizer"], two["optimizer"]) == ("6.0 GB", "12.0 GB")
-    assert one["sent by a rank"] == Message("45.2 GB data")
-    _, tight = planned(capsys, "kto", MODEL, *settings, f"{INSTANCES}=2", "--memory", "70")
-    assert tight["verdict"] == Message("fit", f"{INSTANCES}=1")
-    assert two["sent by a rank"] == Message("42.2 GB data", "4.0 GB between optimizer instances")
-
-
 def test_the_best_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     status, table = planned(capsys, "kto", MODEL, "--gpus", "16", "--gpu", "a100")
     assert status == 0
@@ -153,19 +126,6 @@ def test_the_best_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     assert (status, again["verdict"]) == (0, "fits")
     assert five[0].startswith(again["layout"])
     assert again["expected"].startswith(f"{rates[0]:,} tokens/s")
-
-
-def test_long_rows_are_shared(capsys: pytest.CaptureFixture[str]) -> None:
-    long = ("--gpus", "8", "model.data.seq_length=65536", "model.global_batch_size=8")
-    _, table = planned(capsys, "dpo", MODEL, *long)
-    assert table["1"].startswith("8 ranks = 1 data x 4 context x 2 tensor x 1 pipeline parallel, sequence parallel")
-    assert "model.context_parallel_size=4" in table["use"].split()
-    recomputed = [f"model.activations_checkpoint_{key}" for key in ("granularity=full", "method=uniform", "num_layers=1")]
-    layout = (TENSOR.format(8), "model.sequence_parallel=true", *recomputed, "--memory", "24")
-    _, table = planned(capsys, "dpo", MODEL, "--gpus", "16", *long[2:], *layout)
-    assert table["verdict"] == Message("fit", "model.pipeline_model_parallel_size=2", "model.context_parallel_size=2")
-    _, table = planned(capsys, "dpo", MODEL, "--gpus", "16", *long[2:], *layout, "model.context_parallel_size=2")
-    assert " GB context, " in table["sent by a rank"]
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:

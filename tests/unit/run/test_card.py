@@ -10,10 +10,8 @@ from huggingface_hub import ModelCard
 
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.artifacts.content import copy_companions, read_companions
-from nemo_kto.artifacts.hub import Repository, hub_name
-from nemo_kto.errors import UserError
-from nemo_kto.run.card import CardSources, card_text, read_front_matter, write_card
-from tests.helpers.messages import raises
+from nemo_kto.artifacts.hub import hub_name
+from nemo_kto.run.card import CardSources, card_text, write_card
 
 COMMIT = "0" * 40
 
@@ -108,12 +106,6 @@ def test_a_card_that_cannot_be_made_does_not_prevent_the_export(tmp_path: Path, 
     assert "no model card" in caplog.text
 
 
-@pytest.mark.parametrize("text", ["# Title", "---\n[1, 2]\n---\n", "---\na: [\n---\n", "\xff"])
-def test_a_card_without_valid_front_matter(text: str, tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_bytes(text.encode("latin-1"))
-    assert read_front_matter(tmp_path / "README.md") == {}
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -126,14 +118,6 @@ def test_a_card_without_valid_front_matter(text: str, tmp_path: Path) -> None:
 )
 def test_the_hub_name_of_a_model(name: str, expected: tuple[str, str] | None) -> None:
     assert hub_name(name) == expected
-
-
-def test_the_name_of_a_repository() -> None:
-    assert Repository.of("hf:me/model") == ("me/model", "main")
-    assert Repository.of("hf:me/model@v1.0") == ("me/model", "v1.0")
-    for text in ("me/model", "hf:model", "hf:me/model@", "hf:me/model@../x", "hf:a/b/c"):
-        with raises(UserError, "hf:USER/NAME", text):
-            Repository.of(text)
 
 
 def test_license_and_card_of_the_original_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
