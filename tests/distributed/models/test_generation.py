@@ -31,7 +31,7 @@ MIXTURE_LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ep2_one_prompt": (2, {"expert": 2, "expert_tensor": 1}, {"prompts": 1}),  # the other rank has none
     "tp2_ep2": (4, {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True}, {}),
 }
-QUICK = ("dp2", "packed_cp2", "tp2_pp2_sequence_parallel", "cp2_pp2_vp2", "ep2_one_prompt", "tp2_ep2")
+QUICK = ("packed_cp2", "tp2_pp2_sequence_parallel", "cp2_pp2_vp2", "ep2_one_prompt")
 
 
 def answers(folder: Path, layout: dict[str, Any], options: dict[str, Any] | None = None) -> dict[str, Any]:

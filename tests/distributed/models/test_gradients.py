@@ -164,10 +164,7 @@ CASES: dict[str, tuple[int, dict[str, Any], int]] = {
 QUICK = {
     ("gemma2", "tp2"),
     ("llama", "one_rank"),
-    ("llama", "micro_batch_4"),
     ("llama", "recompute"),
-    ("llama", "tp2"),
-    ("llama", "pp2"),
     ("llama", "pp2_uneven"),
     ("llama", "cp2_tp2_sequence_parallel"),
     ("llama", "tp2_pp2_sequence_parallel"),

@@ -150,7 +150,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], int, dict[str, Any], bool, bool
 }
 QUICK = (
     "pairs_and_prompts tp2_sequence_parallel_pp2 dp2 recompute lora experts_tp2_ep2 "
-    "windows_and_soft_caps windows_and_sinks chunks_and_temperature engine_tp2_sequence_parallel_pp2 engine_recompute_lora"
+    "windows_and_sinks chunks_and_temperature engine_tp2_sequence_parallel_pp2"
 ).split()
 
 

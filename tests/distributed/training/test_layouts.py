@@ -234,7 +234,6 @@ EVERY_CASE = [
 # The cases of the quick matrix, which take three steps; in the full one all cases take ten.
 QUICK = [
     ("kto", "tp2_pp2"),
-    ("kto", "dp2_replicated_optimizer"),
     ("kto", "pp2_vp2_dp2_90_tokens"),
     ("kto", "packed_cp2"),
     ("aot_unpaired", "packed_dp2"),
