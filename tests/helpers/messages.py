@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +59,14 @@ class Message:
         """Why the text is not this message; empty if it is."""
         absent = missing(text, self.parts)
         return f"{absent} missing in: {text}" if absent else ""
+
+
+def read_cases(file: Path) -> Iterator[tuple[str, list[Message]]]:
+    """Each case of a text file: what follows ``$``, and the messages below it, whose parts are separated by bars."""
+    for case in file.read_text(encoding="utf-8").split("\n\n"):
+        first, *lines = case.strip().splitlines()
+        if first.startswith("$ "):
+            yield first.removeprefix("$ "), [Message(*line.split(" | ")) for line in lines]
 
 
 @contextmanager

@@ -5,249 +5,44 @@ ALGORITHM stands for the name of each algorithm.
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 
-from nemo_kto.algorithms.recipes import DPO, KTO, Recipe
+from nemo_kto.algorithms.recipes import DPO, KTO, RECIPES, Recipe
 from nemo_kto.algorithms.recipes.recipe import LARGER_IS_BETTER
 from nemo_kto.cli import job
 from nemo_kto.losses.kto import kto_metrics
 from nemo_kto.losses.preference import preference_metrics
-from tests.helpers.messages import Message
+from tests.helpers.messages import Message, read_cases
+from tests.unit.config.test_rules_experts import BATCH, ONE_BY_ONE
+from tests.unit.config.test_rules_experts import model as mixture
 from tests.unit.conftest import FindErrors, of
 
 # Overrides, number of ranks, errors.
 STOPPING = "exp_manager.create_early_stopping_callback"
 STOPPED_BY = "exp_manager.early_stopping_callback_params"
-BROKEN = [
-    (["trainer.devices=0"], 1, [Message("trainer.devices", "1", "0", "auto", "GPU")]),
-    (
-        ["trainer.devices=2", "trainer.num_nodes=2"],
-        3,
-        [
-            Message("trainer.devices", "trainer.num_nodes", "2", "4", "3", "set"),
-            Message("model.global_batch_size", "number", "3", "64", "63", "66"),
-        ],
-    ),
-    (["trainer.accelerator=tpu"], 1, [Message("trainer.accelerator", "auto", "cpu", "gpu", "tpu")]),
-    *(
-        (
-            [f"trainer.precision={precision}"],
-            1,
-            [
-                Message(
-                    "trainer.precision",
-                    "auto",
-                    "bf16",
-                    "32",
-                    "bf16-mixed",
-                    "bf16-true",
-                    "32-true",
-                    "fp32",
-                    f"{precision}",
-                    "fp16",
-                    "fp64",
-                )
-            ],
-        )
-        for precision in ("fp16", "16-mixed")
-    ),
-    (
-        ["trainer.max_time=03:45:00"],
-        1,
-        [Message("trainer.max_time", "DD:HH:MM:SS", "03:45:00", "trainer.max_time=00:03:45:00")],
-    ),
-    (["trainer.ALGORITHM.max_steps=0"], 1, [Message("trainer.ALGORITHM.max_steps", "1", "0", "-1")]),
-    (["trainer.ALGORITHM.gradient_clip_val=-1"], 1, [Message("trainer.ALGORITHM.gradient_clip_val", "0", "-1", "disables")]),
-    (
-        ["trainer.ALGORITHM.val_check_interval=-1"],
-        1,
-        [Message("trainer.ALGORITHM.val_check_interval", "integer", "0", "0.0", "1.0", "-1")],
-    ),
-    (
-        ["trainer.ALGORITHM.limit_train_batches=0.0"],
-        1,
-        [Message("trainer.ALGORITHM.limit_train_batches", "0", "0.0", "1.0", "all")],
-    ),
-    (
-        ["pretrained_checkpoint.restore_from_path=/nowhere/model"],
-        1,
-        [
-            Message(
-                "pretrained_checkpoint.restore_from_path",
-                "folder",
-                "config.json",
-                "trainer.json",
-                "/nowhere/model",
-                "download",
-            )
-        ],
-    ),
-    (
-        ["model.data.apply_chat_template=true"],
-        1,
-        [Message("model.data.apply_chat_template", "false", "true", "chat_template.jinja")],
-    ),
-    (
-        ["model.data.data_prefix={train: [/nowhere/a, /nowhere/b], validation: [0.5, /nowhere/c]}"],
-        1,
-        [
-            Message("model.data.data_prefix", "files", "/nowhere/a", "path"),
-            Message("model.data.data_prefix", "files", "/nowhere/b", "path"),
-            Message("model.data.data_prefix", "files", "/nowhere/c", "path"),
-        ],
-    ),
-    (
-        ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"],
-        6,
-        [
-            Message(
-                "model.tensor_model_parallel_size",
-                "pipeline_model_parallel_size",
-                "2",
-                "4",
-                "number",
-                "6",
-                "trainer.devices",
-            )
-        ],
-    ),
-    (
-        ["model.tensor_model_parallel_size=0", "model.pipeline_model_parallel_size=-1"],
-        1,
-        [Message("model.tensor_model_parallel_size", "1", "0"), Message("model.pipeline_model_parallel_size", "1", "-1")],
-    ),
-    (
-        ["model.data.packing=true", "model.data.reset_attention_mask=true"],
-        1,
-        [Message("model.data.reset_attention_mask", "false", "model.data.packing=true", "true", "other")],
-    ),
-    (
-        ["model.data.share_prompts=true", "model.data.reset_attention_mask=true"],
-        1,
-        [Message("model.data.share_prompts", "false", "auto", "model.data.reset_attention_mask", "true")],
-    ),
-    (
-        ["model.data.share_prompts=true", "model.context_parallel_size=2"],
-        2,
-        [Message("model.data.share_prompts", "false", "auto", "model.context_parallel_size", "2")],
-    ),
-    (
-        ["model.global_batch_size=10", "model.micro_batch_size=2", "model.tensor_model_parallel_size=2"],
-        8,
-        [Message("model.global_batch_size", "micro_batch_size", "2", "4", "8", "10", "16")],
-    ),
-    (
-        ["model.global_batch_size=3", "model.micro_batch_size=4"],
-        1,
-        [Message("model.global_batch_size", "micro_batch_size", "4", "1", "3", "use")],
-    ),
-    (
-        ["model.sequence_parallel=true"],
-        1,
-        [Message("model.sequence_parallel", "model.tensor_model_parallel_size", "1", "model.sequence_parallel=false")],
-    ),
-    (["model.data.splits_string='98,x'"], 1, [Message("model.data.splits_string", "auto", "first", "0", "98,2", "98,x")]),
-    (
-        ["model.data.fields={prompt:question,promt:x}"],
-        1,
-        [
-            Message(
-                "model.data.fields",
-                "prompt",
-                "label",
-                "chosen",
-                "rejected",
-                "chosen_response",
-                "rejected_response",
-                "chosen_reward",
-                "rejected_reward",
-                "chat_template_kwargs",
-                "promt",
-                "mean",
-            )
-        ],
-    ),
-    (["model.data.seq_length=1"], 1, [Message("model.data.seq_length", "2", "1", "prompt", "response")]),
-    (["export.path=''"], 1, [Message("export.path", "folder", "nothing", "export.enabled=false")]),
-    (
-        ["export.path=results/out", "export.adapter_path=results/./out", "model.peft.peft_scheme=lora"],
-        1,
-        [Message("export.adapter_path", "folder", "export.path", "results/./out", "weights")],
-    ),
-    (
-        [
-            "export.which=best",
-            "exp_manager.checkpoint_callback_params={monitor: train_loss, save_top_k: 0}",
-            "trainer.ALGORITHM.save_interval=0",
-            "trainer.ALGORITHM.limit_val_batches=0",
-            "model.data.splits_string=null",
-        ],
-        1,
-        [
-            Message("exp_manager.checkpoint_callback_params.save_top_k", "0", "export.which=best", "export.which=last"),
-            Message(
-                "exp_manager.checkpoint_callback_params.monitor",
-                "val_",
-                "export.which=best",
-                "train_loss",
-                "export.which=last",
-            ),
-            Message("trainer.ALGORITHM.save_interval", "0", "export.which=best", "export.which=last"),
-            Message("trainer.ALGORITHM.limit_val_batches", "0", "export.which=best", "export.which=last"),
-            Message("model.data.splits_string", "validation", "export.which=best", "null", "90,10", "export.which=last"),
-        ],
-    ),
-    (
-        ["export.which=best", "model.data.splits_string='98,0,2'"],
-        1,
-        [Message("model.data.splits_string", "validation", "export.which=best", "98,0,2", "90,10", "export.which=last")],
-    ),
-    (
-        [
-            f"{STOPPING}=true",
-            "exp_manager.checkpoint_callback_params.monitor=train_loss",
-            "trainer.ALGORITHM.val_check_interval=0",
-            "trainer.ALGORITHM.limit_val_batches=0",
-            "model.data.splits_string=null",
-        ],
-        1,
-        [
-            Message(
-                "exp_manager.early_stopping_callback_params.monitor",
-                "val_",
-                f"{STOPPING}=true",
-                "train_loss",
-                f"{STOPPING}=false",
-            ),
-            Message("trainer.ALGORITHM.val_check_interval", "0", f"{STOPPING}=true", f"{STOPPING}=false"),
-            Message("trainer.ALGORITHM.limit_val_batches", "0", f"{STOPPING}=true", f"{STOPPING}=false"),
-            Message("model.data.splits_string", "validation", f"{STOPPING}=true", "null", "90,10", f"{STOPPING}=false"),
-        ],
-    ),
-    (
-        ["exp_manager.early_stopping_callback_params={patience: 0, min_delta: -1, mode: best}"],
-        1,
-        [
-            Message("exp_manager.early_stopping_callback_params.mode", "min", "max", "best"),
-            Message("exp_manager.early_stopping_callback_params.min_delta", "0", "-1", "improvement"),
-            Message("exp_manager.early_stopping_callback_params.patience", "1", "0"),
-        ],
-    ),
-]
 
 
-@pytest.mark.parametrize(("overrides", "world_size", "texts"), BROKEN, ids=lambda value: str(value)[:50])
-def test_violated_rules(find_errors: FindErrors, overrides: list[str], world_size: int, texts: list[Message]) -> None:
-    assert find_errors(*of(KTO, overrides), ranks=world_size) == of(KTO, texts)
+CASES = list(read_cases(Path(__file__).with_name("rules.txt")))
 
 
-def test_violated_rules_of_other_algorithms(find_errors: FindErrors, other: Recipe) -> None:
-    for overrides, world_size, _ in BROKEN:
-        assert find_errors(*of(other, overrides), recipe=other, ranks=world_size) == [
-            text.replace(".kto.", f".{other.name}.") for text in find_errors(*of(KTO, overrides), ranks=world_size)
-        ]
+@pytest.mark.parametrize(("case", "expected"), CASES, ids=lambda value: str(value)[:50])
+def test_violated_rules(find_errors: FindErrors, tmp_path: Path, case: str, expected: list[Message]) -> None:
+    words = shlex.split(case.partition("] ")[2] if case.startswith("[") else case)
+    settings = dict(word.split("=") for word in case[1:].partition("] ")[0].split()) if case.startswith("[") else {}
+    if "model" in settings:
+        folder = mixture(tmp_path / "mixture", settings["model"])
+        words = [f"pretrained_checkpoint.restore_from_path={folder}", BATCH, ONE_BY_ONE, *words]
+    for recipe in [RECIPES[settings["algorithm"]]] if "algorithm" in settings else RECIPES.values():
+        stands = {"ALGORITHM": recipe.name} | {
+            name: f"{tmp_path}/{name.lower()}" for name in ("ADAPTER", "MODEL", "MIXTURE")
+        }
+        given, messages = words, expected
+        for name, value in stands.items():
+            given, messages = ([text.replace(name, value) for text in texts] for texts in (given, messages))
+        assert find_errors(*given, recipe=recipe, ranks=int(settings.get("ranks", 1))) == messages
 
 
 # Valid overrides and number of ranks.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.messages import Message, raises
+from tests.helpers.messages import raises
 from tests.helpers.tiny_models import write_stub_model
 from tests.unit.conftest import FindErrors
 
@@ -50,105 +50,6 @@ def model(folder: Path, name: str, **changes: object) -> Path:
     config = {"architectures": [architecture], "model_type": name, **config, **changes}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-BROKEN = [
-    ("llama", [f"{KEY}=2"], 2, [Message(KEY, "1", "2", "MODEL", "leave")]),
-    (
-        "llama",
-        [f"{SHARDS}=1", "model.moe_aux_loss_coeff=0.1"],
-        1,
-        [
-            Message(SHARDS, "null", "1", "MODEL", "leave"),
-            Message("model.moe_aux_loss_coeff", "0.0", "0.1", "MODEL", "leave"),
-        ],
-    ),
-    (
-        "qwen3_moe",
-        [LORA, f"{TARGETS}=[attention,down_proj]", f"{DORA}=true"],
-        1,
-        [Message(DORA, "false", "adapters", "peft", "true", "attention")],
-    ),
-    (
-        "gpt_oss",
-        [LORA, f"{TARGETS}=[q_proj,mlp_fc1,down_proj]"],
-        1,
-        [
-            Message(
-                TARGETS,
-                "gpt_oss",
-                "mlp_fc1",
-                "down_proj",
-                "q_proj",
-                "k_proj",
-                "v_proj",
-                "o_proj",
-                "model.peft.peft_scheme=none",
-            )
-        ],
-    ),
-    ("mixtral", [f"{KEY}=4"], 4, [Message(KEY, "6", "MODEL", "4", "3")]),
-    ("mixtral", [f"{KEY}=2", f"{INSTANCES}=4"], 4, [Message(INSTANCES, "experts", "2", "4", "2")]),
-    (
-        "qwen3_moe",
-        [f"{KEY}=4", f"{SHARDS}=1", "model.pipeline_model_parallel_size=2"],
-        4,
-        [
-            Message(KEY, "6", "MODEL", "4", "3"),
-            Message(KEY, "expert_tensor_parallel_size", "4", "1", "2", "trainer.devices"),
-        ],
-    ),
-    (
-        "qwen3_moe",
-        [f"{TENSOR}=8", f"{SEQUENCE}=true"],
-        8,
-        [Message(TENSOR, "moe_intermediate_size", "12", "MODEL", "8", f"{SHARDS}=6")],
-    ),
-    ("mixtral", [f"{TENSOR}=2"], 2, [Message(SEQUENCE, "true", TENSOR, "2", "false", "set")]),
-    (
-        "qwen3_moe",
-        [LORA, f"{TARGETS}=[attention_qkv,gate_proj]"],
-        1,
-        [Message(TARGETS, "gate_proj", "up_proj", "attention_qkv", "peft", "mlp_fc1")],
-    ),
-    (
-        "mixtral",
-        [LORA, f"{TARGETS}=[all]", f"{TENSOR}=2", f"{SEQUENCE}=true"],
-        2,
-        [Message(SHARDS, "1", "adapters", "gate_proj", "up_proj", "down_proj", "2", "only", f"{TARGETS}=[attention]")],
-    ),
-    (
-        "every_other",
-        [LORA, f"{TARGETS}=[mlp]", f"{SELECTED}=[1,2,3]", "model.pipeline_model_parallel_size=2"],
-        2,
-        [Message("model.pipeline_model_parallel_size", "2", "none", "use")],
-    ),
-    (
-        "half_dense",
-        ["model.pipeline_model_parallel_size=2"],
-        2,
-        [Message("model.pipeline_model_parallel_size", "2", "none", "1", "use")],
-    ),
-    *(
-        (
-            family,
-            ["model.pipeline_model_parallel_size=2"],
-            2,
-            [Message("model.pipeline_model_parallel_size", "2", "none", "1", "use")],
-        )
-        for family in ("llama4_text", "llama4_last_two")
-    ),
-    ("mixtral", ["model.moe_aux_loss_coeff=-1"], 1, [Message("model.moe_aux_loss_coeff", "0", "-1", "0.0")]),
-]
-
-
-@pytest.mark.parametrize(("family", "overrides", "ranks", "texts"), BROKEN, ids=lambda value: str(value)[:60])
-def test_violated_rules(
-    find_errors: FindErrors, tmp_path: Path, family: str, overrides: list[str], ranks: int, texts: list[str]
-) -> None:
-    folder = model(tmp_path / "mixture", family)
-    given = [f"pretrained_checkpoint.restore_from_path={folder}", BATCH, ONE_BY_ONE, *overrides]
-    assert find_errors(*given, ranks=ranks) == [text.replace("MODEL", str(folder)) for text in texts]
 
 
 @pytest.mark.parametrize(

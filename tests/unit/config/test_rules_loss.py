@@ -13,61 +13,6 @@ from tests.unit.conftest import FindErrors, Load
 
 SORTING = LOSSES["aot"]
 
-# Algorithm, overrides, errors.
-BROKEN = [
-    (
-        KTO,
-        ["model.kto.preference_loss=dpo"],
-        [Message("model.kto.preference_loss", "kto", "apo_zero_unpaired", "bco", "dpo")],
-    ),
-    (DPO, ["model.dpo.preference_loss=kto"], [Message("model.dpo.preference_loss", *LOSSES, "kto")]),
-    (KTO, ["model.global_batch_size=1"], [Message("model.global_batch_size", "2", "KL", "1", "use")]),
-    (
-        DPO,
-        ["model.global_batch_size=1", "model.micro_batch_size=2"],
-        [Message("model.global_batch_size", "micro_batch_size", "2", "1", "use")],
-    ),
-    (
-        KTO,
-        ["model.kto.desirable_loss_weight=0", "model.kto.undesirable_loss_weight=0"],
-        [Message("model.kto.desirable_loss_weight", "model.kto.undesirable_loss_weight", "0", "0.0", "nothing")],
-    ),
-    (DPO, ["model.dpo.label_smoothing=0.5"], [Message("model.dpo.label_smoothing", "0", "0.5")]),
-    (
-        DPO,
-        ["model.dpo.preference_loss=hinge", "model.dpo.label_smoothing=0.1"],
-        [Message("model.dpo.label_smoothing", "0.1", "dpo", "aot_unpaired")],
-    ),
-    (
-        DPO,
-        ["model.dpo.gt_reward_scale=2"],
-        [Message("model.dpo.gt_reward_scale", "dpo", "2.0", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl")],
-    ),
-    (DPO, ["model.dpo.preference_loss=orpo", "model.dpo.simpo_gamma=1"], [Message("model.dpo.simpo_gamma", "1.0")]),
-    (
-        DPO,
-        ["model.data.default_chosen_reward=5", "model.data.default_rejected_reward=1"],
-        [
-            Message("model.data.default_chosen_reward", "dpo", "5.0", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl"),
-            Message("model.data.default_rejected_reward", "dpo", "1.0", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl"),
-        ],
-    ),
-    (
-        DPO,
-        [
-            "model.dpo.preference_loss=rpo_sq",
-            "model.data.default_chosen_reward=nan",
-            "model.data.default_rejected_reward=-inf",
-        ],
-        [Message("model.data.default_chosen_reward", "nan"), Message("model.data.default_rejected_reward", "-inf")],
-    ),
-]
-
-
-@pytest.mark.parametrize(("recipe", "overrides", "texts"), BROKEN, ids=lambda value: getattr(value, "name", str(value)[:50]))
-def test_violated_rules(find_errors: FindErrors, recipe: Recipe, overrides: list[str], texts: list[str]) -> None:
-    assert find_errors(*overrides, recipe=recipe) == texts
-
 
 @pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if not loss.needs_reference])
 def test_a_loss_without_a_reference_rejects_reference_settings(find_errors: FindErrors, tmp_path: object, name: str) -> None:
