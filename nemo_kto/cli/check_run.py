@@ -110,9 +110,9 @@ def _prepare(plan: Plan) -> tuple[Plan, dict[str, str]]:
     from nemo_kto.planner.micro_batches import measure
     from nemo_kto.planner.plan_run import with_shared_prompts
     from nemo_kto.run.build import prepare
-    from nemo_kto.run.data import split_text
     from nemo_kto.run.lifecycle import check_export
     from nemo_kto.run.resume import check_validation_rows
+    from nemo_kto.run.rows import split_text
     from nemo_kto.run.samples import samples_text
     from nemo_kto.telemetry.summary import epochs
 

@@ -44,7 +44,7 @@ from nemo_kto.models.flops import ModelFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
 from nemo_kto.planner.plan_run import check_memory, place_reference, size_micro_batches, these_machines
 from nemo_kto.processes import ranks, signals, watchdog
-from nemo_kto.run.data import RunData, build_data, model_tokenizer
+from nemo_kto.run.data import RunData, build_data
 from nemo_kto.run.lifecycle import (
     agree_on_models,
     check_export,
@@ -60,6 +60,7 @@ from nemo_kto.run.lifecycle import (
 from nemo_kto.run.policy import Policy, build_policy, check_sources
 from nemo_kto.run.reference import ReferenceSetup, build_reference
 from nemo_kto.run.resume import Resumption, build_early_stopping, check_validation_rows, look_for_run
+from nemo_kto.run.rows import model_tokenizer
 from nemo_kto.run.samples import build_sampler
 from nemo_kto.run.summary import start_lines
 from nemo_kto.telemetry.loggers import RunLogger, WarningsFile, check_loggers, collect_warnings

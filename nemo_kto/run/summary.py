@@ -19,8 +19,9 @@ from nemo_kto.device.kernels import MAX_CONNECTIONS, slow_paths
 from nemo_kto.errors import plural
 from nemo_kto.huggingface.mapping import Shapes, wanted_adapters, wanted_weights
 from nemo_kto.planner.micro_batches import packing_of
-from nemo_kto.run.data import RunData, split_text
+from nemo_kto.run.data import RunData
 from nemo_kto.run.policy import Policy
+from nemo_kto.run.rows import split_text
 from nemo_kto.run.samples import samples_text
 from nemo_kto.telemetry.evaluations import SAMPLES_FILE
 from nemo_kto.telemetry.loggers import METRICS_FILE

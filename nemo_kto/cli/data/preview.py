@@ -76,7 +76,7 @@ def data_errors(run: ResolvedRun) -> list[ConfigError]:
 def _lines(run: ResolvedRun, file: str, *, rows: int, coloured: bool) -> Iterator[str]:
     from nemo_kto.data.inspect.preview import Marks, Preview
     from nemo_kto.planner.micro_batches import multiple_of
-    from nemo_kto.run.data import collate_settings, model_tokenizer, source_settings
+    from nemo_kto.run.rows import collate_settings, model_tokenizer, source_settings
 
     cfg = run.cfg
     tokenizer = model_tokenizer(run.files)
@@ -109,7 +109,7 @@ def tokenise(argv: Sequence[str]) -> None:
     source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
     title = "the rows cannot be tokenised"
     run = Checker(recipe=recipe, source=source, rules=data_errors, gpus=0, title=title, weights=False).resolve(flags.words)
-    from nemo_kto.run.data import model_tokenizer, source_settings, split_text
+    from nemo_kto.run.rows import model_tokenizer, source_settings, split_text
 
     settings = source_settings(with_all_cores(run), model_tokenizer(run.files))
     settings["progress"] = partial(progress_bar, shown=True)

@@ -41,7 +41,8 @@ def test_violated_rules(find_errors: FindErrors, tmp_path: Path, case: str, expe
         }
         given, messages = words, expected
         for name, value in stands.items():
-            given, messages = ([text.replace(name, value) for text in texts] for texts in (given, messages))
+            given = [word.replace(name, value) for word in given]
+            messages = [message.replace(name, value) for message in messages]
         assert find_errors(*given, recipe=recipe, ranks=int(settings.get("ranks", 1))) == messages
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nemo_kto.data.batches.dataset import SplitCounts
-from nemo_kto.run.data import split_text
+from nemo_kto.run.rows import split_text
 
 
 @pytest.mark.parametrize(
