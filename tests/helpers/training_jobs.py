@@ -32,7 +32,7 @@ def difference(ours: dict[str, float], theirs: dict[str, float]) -> float:
     """Largest difference, relative to the value or, for values near nothing, to 0.1.
 
     A log-ratio is a difference of two log-probs: a difference of at most the rounding error of one in fp32 counts as none,
-    for a reward a tenth of it (beta is 0.1).
+    for a reward a tenth of it (beta is 0.1), for a margin, the difference of two rewards, twice as much.
     """
     return largest_difference(ours, theirs)[0]
 
@@ -43,7 +43,7 @@ def largest_difference(ours: dict[str, float], theirs: dict[str, float]) -> tupl
     aucs = [name for name in ours if name.endswith("auc")]
     assert all(abs(ours[name] - theirs[name]) < _NEAR_TIES for name in aucs), [(ours[name], theirs[name]) for name in aucs]
     rounding = max((abs(value) for name, value in theirs.items() if "logps" in name), default=0.0) * _ROUNDING
-    parts = {"kl": rounding, "delta": rounding / 10, "rewards": rounding / 10}
+    parts = {"kl": rounding, "delta": rounding / 10, "margin": rounding / 5, "rewards": rounding / 10}
     amounts = list[tuple[float, str]]()
     for name, value in theirs.items():
         if name not in aucs:
