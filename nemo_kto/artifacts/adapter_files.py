@@ -126,6 +126,7 @@ def read_adapter_settings(folder: str | Path) -> LoRASettings:
 
 
 def is_our_adapter(folder: Path) -> bool:
+    """Return whether this program wrote the folder."""
     try:
         return read_header(folder / ADAPTER_WEIGHTS)[1].get("written_by") == WRITTEN_BY
     except UserError:

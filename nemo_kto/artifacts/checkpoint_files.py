@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from annotated_types import Ge, Lt
 from pydantic import BaseModel, ConfigDict, Field
 
+from nemo_kto.architecture.families.fields import ABSENT
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.errors import UserError
 from nemo_kto.utils.field_errors import file_errors
@@ -40,7 +41,7 @@ _THREADS = 8  # hashlib releases the GIL
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.ENAMETOOLONG)
 Count = Annotated[int, Ge(0), Lt(2**63)]
 Positive = Annotated[int, Ge(1), Lt(2**63)]
-Object = Annotated[dict[str, Any], Field(description="an object")]
+Numbers = Annotated[dict[str, float], Field(description="an object of floats")]
 _STRICT = ConfigDict(strict=True, protected_namespaces=(), defer_build=True)
 
 
@@ -81,6 +82,7 @@ def config_folder(source: Path) -> Path:
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
+    """Return the path of a checkpoint in the folder of checkpoints."""
     return folder / f"step_{step:06d}"
 
 
@@ -97,13 +99,19 @@ def named_checkpoints(folder: Path) -> dict[Path, int]:
 
 
 def find_checkpoints(folder: Path) -> list[Checkpoint]:
-    """Return a run's checkpoints whose files have their sizes, oldest first; UserError if a file cannot be accessed."""
+    """Return the complete checkpoints of a run, oldest first: all files exist with their sizes. Contents are not read.
+
+    Raises UserError if a file cannot be accessed, which does not mean that it is damaged.
+    """
     found = map(read_or_damage, named_checkpoints(folder))  # damage is reported when a run looks for one to resume from
     return [checkpoint for checkpoint in found if isinstance(checkpoint, Checkpoint)]
 
 
 def best_of(checkpoints: Sequence[Checkpoint], *, monitor: str, mode: str) -> Checkpoint | None:
-    """Return the checkpoint with the best metric, the newest among equals; None if none has it. ``mode``: 'min' or 'max'."""
+    """Return the checkpoint with the best metric ``monitor``, the newest among equals; None if none has it.
+
+    ``mode`` is 'min' or 'max': whether small or large values are better.
+    """
     ranked = [each for each in checkpoints if each.info["metrics"].get(monitor) is not None]
     return min(ranked, key=lambda each: rank_by(each, monitor, mode), default=None)
 
@@ -136,9 +144,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             raise DamagedCheckpoint(f"{INFO} is not a JSON object")
         if "checksum" in info and info["checksum"] != _checksum(info):
             raise DamagedCheckpoint(f"{INFO} was changed after it was written")
+    except DamagedCheckpoint:
+        raise
     except (ValueError, RecursionError) as error:
-        if isinstance(error, DamagedCheckpoint):
-            raise
         raise DamagedCheckpoint(f"{INFO} is not valid JSON") from error
     named = _NAME.fullmatch(folder.name)
     step = int(named[1]) if named else None
@@ -171,6 +179,7 @@ def damage(folder: Path, records: Mapping[str, Written]) -> list[str]:
 
 
 def hash_file(file: Path) -> Written:
+    """Return the size and hash of a file."""
     return Written(file.stat().st_size, file_hash(file))
 
 
@@ -185,7 +194,11 @@ def info_text(info: Mapping[str, Any]) -> str:
 
 
 def check_checkpoint(folder: Path) -> Path | None:
-    """Verify trainer.json, hf and the sizes of other files, or raise UserError; return adapters' base model or None."""
+    """Verify a checkpoint's trainer.json and hf folder, and the sizes of the other files; return the base model of adapters.
+
+    None is returned for a checkpoint of all weights. Raises UserError if trainer.json is not as this program writes it, or a
+    file is missing or damaged; names it.
+    """
     found = read_or_damage(folder)
     refuse_damaged(folder, [found] if isinstance(found, str) else damage(folder, found.files_in("hf")))
     adapters = None if isinstance(found, str) else found.info.get("adapters")
@@ -239,6 +252,13 @@ def _unreadable(path: Path, error: OSError) -> UserError:
     return UserError(f"{path} cannot be read: {error.strerror}; give this user permission to read it, or check the disk")
 
 
+def _are_totals(values: dict[str, list[Any]]) -> bool:
+    return all(
+        len(total) == 2 and type(total[0]) in (int, float) and type(total[1]) is int and 0 < total[1] < 2**63
+        for total in values.values()
+    )
+
+
 def _are_facts(values: dict[str, Any]) -> bool:
     """Return whether each value is a plain value, or an object with a content hash and its origin (sha256, from)."""
     contents = [value for value in values.values() if isinstance(value, dict)]
@@ -252,6 +272,27 @@ def _are_adapters(value: dict[str, Any] | None) -> bool:
         return False
 
 
+class _Unlogged(BaseModel):
+    """Sums since the last line of the log."""
+
+    model_config = _STRICT
+    steps: Count
+    seconds: float
+    sums: Numbers
+    totals: Annotated[dict[str, list[Any]], check(_are_totals, "be an object of sums with their counts")]
+    newest: Numbers
+
+
+class _EarlyStopping(BaseModel):
+    model_config = _STRICT
+    monitor: str
+    mode: str
+    waited: Count
+    is_finite: bool
+    best: float | None
+    best_step: Count | None
+
+
 class _Trainer(BaseModel):
     model_config = _STRICT
     step: Count
@@ -261,9 +302,9 @@ class _Trainer(BaseModel):
     skipped_steps: Count = 0
     skipped_in_a_row: Count = 0
     validation_due: Count = 0
-    unlogged: Object = {}
-    objective: Object = {}
-    early_stopping: Object = {}
+    unlogged: Annotated[_Unlogged, Field(description="an object")] = ABSENT
+    objective: Annotated[dict[str, Any], Field(description="an object")] = {}
+    early_stopping: Annotated[_EarlyStopping, Field(description="an object")] = ABSENT
 
 
 class _File(BaseModel):
@@ -302,7 +343,14 @@ def adapter_settings(adapters: Mapping[str, Any]) -> LoRASettings:
 
 
 def find_wrong(info: Mapping[str, Any], *, step: int | None) -> list[str]:
-    """Return a message about each impossible value of a trainer.json; ``step``: of the folder's name, None for another."""
+    """Return a message about each value of a trainer.json that this program would not write.
+
+    ``step`` is the one in the name of the checkpoint's folder; None if the folder has another name.
+    """
+    trainer = info.get("trainer")
+    if isinstance(trainer, dict):  # these are empty if there is nothing to record
+        empty = [name for name in ("unlogged", "early_stopping") if trainer.get(name) == {}]
+        info = {**info, "trainer": {name: value for name, value in trainer.items() if name not in empty}}
     if wrong := file_errors(Info, info):
         return wrong
     taken, consumed = info["trainer"]["step"], info["trainer"].get("consumed_samples")

@@ -27,7 +27,8 @@ _TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "chat_templat
 def model_files(folder: Path) -> list[Path]:
     """Return the files that determine what a model or an adapter computes: its weights and its configuration.
 
-    ``folder`` is a Hugging Face folder, adapters in PEFT's format or one of our checkpoints; a base model is not included.
+    ``folder`` is a Hugging Face folder, a folder in PEFT's format, or one of our own checkpoints, whose weights are in
+    state/. A checkpoint of adapters, or a folder in PEFT's format, also needs its base model, which is stored elsewhere.
     """
     if is_checkpoint(folder):
         weights = [file for file in (folder / "state").rglob("*") if file.is_file()]
@@ -47,7 +48,8 @@ def tokenizer_files(folder: Path) -> list[Path]:
 def content_hash(folder: Path, files: Sequence[Path], *, cache_dir: Path, shared: bool = False) -> str:
     """Return a hash of the content of files and of their names relative to ``folder``.
 
-    Those of large files are kept in ``cache_dir``, which others may read if it is ``shared``.
+    Hashes of large files are cached in ``cache_dir``, which is created if absent; with ``shared`` others may read them, as
+    the umask allows, else only the user may.
     """
     files = sorted(files)
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -69,11 +71,14 @@ _EXPECTED = (
 
 
 def read_companions(folder: Path, *, into: str) -> dict[str, bytes]:
-    """Read configuration, tokenizer, chat templates, license and card of a model: path below ``folder`` -> content.
+    """Read the small files of a model: path below ``folder`` -> content.
+
+    They are the configuration, the tokenizer's files, the chat templates, the license and the model card.
 
     A file that cannot be copied (not regular, not readable, larger than 256 MiB, or a broken link) is left out, with a
     warning that names it and the destination, ``into``: transformers, which has read the tokenizer, did not need it.
-    Raises UserError if a file other than license and card, which are then left out, is a link out of the folder.
+    Raises UserError if a file other than the license and the model card is a link that leads out of the folder; these two
+    are left out as well.
     """
     contents = {}
     # all that transformers may read beside the weights
@@ -108,7 +113,12 @@ def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy all companions but configuration and card, which are written anew; OSError if ``target`` cannot be written."""
+    """Copy all companions but the configuration and the model card into an export, with default permissions.
+
+    Both are written for the exported model. Like :func:`read_companions` otherwise.
+
+    Raises OSError if ``target`` cannot be written.
+    """
     for name, content in read_companions(source, into="the export").items():
         if name not in (CONFIG, CARD):
             (target / name).parent.mkdir(exist_ok=True)

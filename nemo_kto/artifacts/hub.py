@@ -54,14 +54,16 @@ def hub_name(name: str) -> tuple[str, str] | None:
 def pin(name: str, *, earlier: object = None, leads: bool = True, weights: bool = True) -> str:
     """Download a model if the cache lacks it, and return its name with the hash of the commit as revision.
 
-    One process of a machine downloads while the others wait. Raises UserError if the name has another form, there is no such
-    model, or it cannot be downloaded.
+    One process of a machine downloads while the others wait.
 
     Args:
         name: hf:ORGANISATION/NAME[@REVISION]; the default revision is the newest.
         earlier: the pinned name in the record of an earlier start of the same run, whose commit is the default revision.
         leads: ask the hub for the newest commit; other ranks of a machine take the commit in the cache, if it is complete.
         weights: also download the weights; otherwise only the files that describe the model.
+
+    Raises:
+        UserError: the name has another form, there is no such model, or it cannot be downloaded.
     """
     if (found := _NAME.fullmatch(name)) is None:
         raise UserError(f"must be {HUB}ORGANISATION/NAME or {HUB}ORGANISATION/NAME@REVISION, got {name}; correct the name")
@@ -169,7 +171,10 @@ class Repository(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Upload:
-    """An upload that has passed the checks without a network; UserError without a token, or if HF_HUB_OFFLINE is set."""
+    """An upload that has passed the checks that need no network.
+
+    Raises UserError if there is no token, or HF_HUB_OFFLINE is set.
+    """
 
     target: Repository
     private: bool

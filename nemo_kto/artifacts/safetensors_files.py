@@ -38,15 +38,15 @@ class _InvalidHeader(ValueError):
 
 
 def tensor_shapes(file: Path) -> Shapes:
-    """Return the shape of every tensor in a safetensors file, from its header; raises like :func:`read_header`."""
+    """Return the shape of every tensor in a safetensors file; reads only its header.
+
+    Raises UserError if it is not a safetensors file, is truncated, or holds other types than floats.
+    """
     return read_header(file)[0]
 
 
 def read_header(file: Path) -> tuple[Shapes, dict[str, str]]:
-    """Return the shape of every tensor in a safetensors file, and its metadata.
-
-    Raises UserError if it is not a safetensors file, is truncated, or holds other types than floats.
-    """
+    """Return the shape of every tensor in a safetensors file, and its metadata; raises like :func:`tensor_shapes`."""
     try:
         with open_file(file) as handle:
             size = handle.seek(0, os.SEEK_END)
@@ -99,10 +99,13 @@ def _parse_header(header: object, data_bytes: int) -> tuple[Shapes, dict[str, st
 
 
 def find_weights(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """Return file and shape of every weight in a folder, from the headers of the files that the index names.
+    """Return file and shape of every weight in a folder; reads only the headers of the files.
 
-    Weights in these files that the index omits are weights too, as in transformers. Raises UserError that lists all files
-    that are missing, unreadable, links out of the folder, or contradict the index.
+    If there is an index, only the files that it names are read, and each weight must be in the one file that the index gives
+    for it. Weights in these files that the index omits are weights too, as in transformers.
+
+    Raises UserError if there are no safetensors files, a file is a link out of the folder, or files that the index names are
+    missing, unreadable or contradict it; lists all such files.
     """
     weight_map = _read_index(folder)
     files = [file_inside(folder, SINGLE)] if weight_map is None else sorted(set(weight_map.values()))
@@ -137,7 +140,10 @@ def find_weights(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
 
 
 def has_own_output(folder: Path) -> bool:
-    """Return whether the output weight has other values than the embedding: transformers then uses it, even if tied."""
+    """Return whether a folder has an output weight whose values are not those of the embedding.
+
+    transformers then uses it, even if config.json ties the two. False if there are no weights, or they cannot be read.
+    """
     with contextlib.suppress(UserError):
         found = find_weights(folder)
         if EMBEDDING_WEIGHT in found and OUTPUT_WEIGHT in found:
@@ -163,6 +169,7 @@ def _first_of(mistakes: Sequence[str]) -> str:
 
 
 def is_our_model(folder: Path) -> bool:
+    """Return whether this program wrote the folder."""
     try:
         return read_json(folder / INDEX)["metadata"]["written_by"] == WRITTEN_BY
     except (UserError, LookupError, TypeError):
@@ -182,7 +189,10 @@ def _read_index(folder: Path) -> dict[str, Path] | None:
 
 
 def write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path, *, max_shard_bytes: int) -> None:
-    """Write weights and their index into a folder; one file's weights, at most ``max_shard_bytes``, are in memory."""
+    """Write weights into safetensors files in an existing folder, and their index; memory holds one file's weights.
+
+    A file is closed before it would exceed ``max_shard_bytes``, unless a single weight is larger.
+    """
     from safetensors.torch import save_file
 
     parts: list[list[str]] = []  # names of the weights in each file

@@ -37,6 +37,7 @@ class ModelSource:
     adapters: Path | None = None
 
     def resolve(self) -> ModelSource:
+        """Return the source with absolute paths, for comparisons."""
         return ModelSource(base=self.base.resolve(), adapters=self.adapters and self.adapters.resolve())
 
     def __str__(self) -> str:
@@ -44,9 +45,10 @@ class ModelSource:
 
 
 def find_source(folder: Path, *, default_base: Path | None = None) -> ModelSource:
-    """Return the source of the model in ``folder``; UserError if it has none, or the base of its adapters does not exist.
+    """Return the source of the model in ``folder``: a Hugging Face folder, one of our checkpoints, or a PEFT folder.
 
-    ``default_base`` is the base model for adapters in PEFT format that name none, or one of the hub.
+    ``default_base`` is the base model for adapters in PEFT format that name none, or that name a hub model, which has no
+    local folder. Raises UserError if the folder is none of these, or the base model of its adapters does not exist.
     """
     if is_checkpoint(folder):
         adapters = read_json(folder / INFO).get("adapters")

@@ -20,7 +20,8 @@ _VOCABULARIES = (_TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt", "spie
 def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
     """Check that a folder holds a tokenizer that fits its model.
 
-    Raises UserError if there is none, a file is damaged, it brings its own code, it has no EOS token, or :func:`check_ids`.
+    Raises UserError if there is none, a file is damaged, it brings its own code, it has no EOS token, or a token that
+    training needs has no row in the embedding (:func:`check_ids`).
     """
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         others = (f"{name}, which is {kind}" for name in _VOCABULARIES if (kind := irregular(folder / name)))

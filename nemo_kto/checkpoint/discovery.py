@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
     """Return the newest intact checkpoint in a folder, every byte of which is verified; None if there is none. Collective.
 
-    A damaged one is reported in a warning; UserError on every rank if all are damaged, or a file cannot be read.
+    A damaged checkpoint is reported in a warning, and the one before it is tried. Raises UserError on every rank if all
+    checkpoints are damaged, or a file cannot be read.
     """
     reasons = []
     for path in reversed(state.from_rank_zero(lambda: list(named_checkpoints(folder)))):

@@ -91,9 +91,11 @@ def _read_info(path: Path) -> dict[str, Any]:
 
 
 def load_weights_only(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
-    """Load only the weights of a checkpoint, written at any layout; of one of adapters, only these. Collective.
+    """Load only the weights of a checkpoint, written at any layout; collective.
 
-    Raises UserError if it holds other adapters than the model has, is damaged, or a file could run code when loaded.
+    From a checkpoint of adapters only the adapters are loaded, and the base model keeps its weights; from any other
+    checkpoint everything but the adapters is loaded. Raises UserError if it holds other adapters than the model has, is
+    damaged, or one of its files could run code when loaded.
     """
     verify(path, ("state", "hf"))
     if (saved := saved_adapters(path)) is not None:
@@ -126,7 +128,10 @@ class _PendingSave:
 
 @dataclass(kw_only=True, eq=False)
 class CheckpointManager:
-    """Writer and loader of a run's checkpoints; UserError if a file to be copied into each is a link out of its folder."""
+    """Writer and loader of a run's checkpoints, which also removes those that are no longer kept.
+
+    Raises UserError if a file to be copied into every checkpoint is a link out of its folder.
+    """
 
     folder: Path
     chunks: Sequence[torch.nn.Module]  # this rank's model chunks
@@ -156,10 +161,10 @@ class CheckpointManager:
         state.on_rank_zero(self._prepare, "{}")
 
     def save(self, trainer_state: Mapping[str, Any], metrics: Mapping[str, float]) -> WrittenCheckpoint | None:
-        """Start a checkpoint of the current state, after the pending one is finished; collective.
+        """Start a checkpoint of the current state; collective. A pending checkpoint is finished first.
 
-        Returns the new checkpoint, with ``async_save`` the earlier one, if any. Raises UserError if there is not enough free
-        space, and RuntimeError if the checkpoint could not be written.
+        Without ``async_save`` the new checkpoint is returned; with it the earlier one that had to be finished first, if any.
+        Raises UserError if there is not enough free space, and RuntimeError if the checkpoint could not be written.
         """
         started = time.monotonic()
         earlier = self._complete(wait=True)
@@ -192,11 +197,14 @@ class CheckpointManager:
         return earlier if self.async_save else self.finish()
 
     def poll(self) -> WrittenCheckpoint | None:
-        """Return the pending checkpoint if all ranks' parts are on disk, else None; collective. Raises like :meth:`save`."""
+        """Publish the pending checkpoint once the parts of all ranks are on disk, and return it; else None. Collective.
+
+        Raises UserError if the disk is full, and RuntimeError if a rank could not write its part.
+        """
         return self._complete(wait=False)
 
     def finish(self) -> WrittenCheckpoint | None:
-        """Wait for the pending checkpoint, if there is one, and return it; collective. Raises like :meth:`save`."""
+        """Wait for the pending checkpoint, if there is one, and return it; collective. Raises like :meth:`poll`."""
         written = self._complete(wait=True)
         self._removal.join()
         return written

@@ -88,10 +88,10 @@ def check_adapters(saved: SavedAdapters | None, chunks: Sequence[nn.Module]) -> 
 
 
 def sharded_state(chunks: Sequence[nn.Module], *, adapters: bool) -> ShardedStateDict:
-    """Return the sharded state of the adapters, or of all else: ``model0`` for the first chunk and so on.
+    """Return the sharded state of the adapters, or of everything but the adapters: ``model0`` for the first chunk and so on.
 
-    It holds only weights, so that it is the same for layers of megatron-core and of Transformer Engine, whose extra fp8
-    state is empty with the fp8 scaling used here.
+    It holds only weights, so that it is the same for layers of megatron-core and of Transformer Engine. The extra fp8 state
+    of these layers is left out: with the fp8 scaling used in this program it is empty.
     """
     finish_gathers(chunks)
     # If only some layers are adapted, they need entries of their own instead of parts of one entry for all layers.
@@ -114,7 +114,10 @@ def load_state(chunks: Sequence[nn.Module], loaded: StateDict, *, adapters: bool
 
 
 def sharded_reference(chunks: Sequence[nn.Module], weights: SwappedWeights) -> ShardedStateDict:
-    """Return the sharded fp32 values of a synced reference, under the model's entries: those that are swapped."""
+    """Return the sharded state of a synced reference: the model's entries, with the reference's fp32 values.
+
+    For a model with adapters these are the adapters, and also the base model if the reference has a different one.
+    """
     base, adapters = (sharded_state(chunks, adapters=adapters) for adapters in (False, True))
     reference: ShardedStateDict = {}
     for part, values in zip(base, _reference_values(chunks, weights), strict=True):
@@ -129,6 +132,7 @@ def sharded_reference(chunks: Sequence[nn.Module], weights: SwappedWeights) -> S
 
 
 def load_reference(chunks: Sequence[nn.Module], weights: SwappedWeights, loaded: StateDict) -> None:
+    """Load reference weights in the form of :func:`sharded_reference`."""
     for number, values in enumerate(_reference_values(chunks, weights)):
         for name, loaded_values in loaded.get(f"reference{number}", {}).items():
             values[name].copy_(loaded_values)

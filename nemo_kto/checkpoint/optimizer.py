@@ -244,6 +244,7 @@ def sharded_slices(optimizer: Any, model_state: ShardedStateDict, *, is_loading:
 
 @torch.no_grad()
 def load_slices(optimizer: Any, loaded: StateDict) -> None:
+    """Load optimizer values in the form of :func:`sharded_slices`."""
     for index, (parameter, _, _) in enumerate(_local_slices(optimizer)):
         states = loaded[index]
         for name, values in _values(optimizer, parameter).items():

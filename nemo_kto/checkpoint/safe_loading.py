@@ -71,9 +71,10 @@ def _enum_member(owner: object, name: str) -> enum.Enum:
 
 @contextlib.contextmanager
 def read_errors(path: Path) -> Iterator[None]:
-    """Turn any error in a block that uses a checkpoint's file or folder into a UserError that names it.
+    """Turn errors in a block that uses a checkpoint's file or folder into a UserError that names it.
 
-    Errors of the machine and of other ranks pass unchanged.
+    Python and torch may raise any exception for a value whose type or shape differs from what this program writes. Errors of
+    the machine and of other ranks pass unchanged.
     """
     try:
         yield
@@ -128,7 +129,8 @@ def read_folder_metadata(folder: Path) -> Metadata:
 def read_arguments(file: Path) -> dict[str, Any]:
     """Return the arguments of Megatron-LM in a checkpoint's common.pt; empty if it has none.
 
-    Only plain data is constructed: every other object, and each tensor, is a placeholder, so that no name is imported.
+    Only plain data is constructed: in the place of every other object, and of tensors, is a placeholder, so that no name in
+    the file is imported. Raises UserError if the file is not one of torch.save.
     """
     with read_errors(file), open_file(file) as stream, zipfile.ZipFile(stream) as archive:
         name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))

@@ -138,12 +138,16 @@ class FileWriter(threading.Thread):
             self._files = {}
 
     def stop(self) -> None:
+        """Stop after the write in progress, and wait for it."""
         self._stopped.set()
         self.join()
 
 
 def start_removal(folders: Sequence[Path]) -> threading.Thread:
-    """Remove checkpoints in a thread, because large files take seconds; what fails is left to the next start of the run."""
+    """Remove checkpoints that are no longer kept in a thread, because removing large files takes seconds.
+
+    If this fails, a warning is logged, and the next start of the run removes the leftovers.
+    """
 
     def remove() -> None:
         for folder in folders:
@@ -158,6 +162,8 @@ def start_removal(folders: Sequence[Path]) -> threading.Thread:
 
 
 class _HashingStream:
+    """Sequential, write-only binary stream that hashes its data."""
+
     def __init__(self, file: IO[bytes], stopped: threading.Event | None) -> None:
         self._file, self._stopped = file, stopped
         self.hash, self.size = hashlib.sha256(), 0

@@ -273,10 +273,11 @@ def _copy_streams(gpu: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
 def swap_(on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) -> None:
     """Swap the contents of tensors on the device with those of tensors on the host, pair by pair.
 
-    On the CPU no value moves: each tensor refers to the memory of the other. On a GPU one stream copies to the device and
-    another to the host, so that both directions of the bus are busy; no more than two tensors are on the device twice. Work
-    queued on the device afterwards waits for the swap, and so does the host, once, because code on the host may read the
-    host tensors next.
+    On the CPU no value moves: each tensor refers to the memory of the other.
+
+    On a GPU one stream copies to the device and another to the host, so that both directions of the bus are busy; no more
+    than two tensors are on the device twice. Work queued on the device afterwards waits for the swap, and so does the host,
+    once, because code on the host may read the host tensors next.
     """
     if not on_gpu():
         for device_tensor, host_tensor in zip(on_device, on_host, strict=True):

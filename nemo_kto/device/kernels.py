@@ -16,7 +16,11 @@ from megatron.core.tensor_parallel import layers
 
 from nemo_kto.device import device
 
+logger = logging.getLogger(__name__)
+
 MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def uses_transformer_engine(dtype: torch.dtype) -> bool:
@@ -125,12 +129,6 @@ def slow_paths(
     return found
 
 
-logger = logging.getLogger(__name__)
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
-
 class FusedKernel(Generic[Arguments, Result]):
     """Elementwise operations and reductions that torch.compile fuses; two forms with the same result up to rounding.
 
@@ -139,7 +137,12 @@ class FusedKernel(Generic[Arguments, Result]):
     """
 
     def __init__(self, *, compiled: Callable[Arguments, Result], eager: Callable[Arguments, Result]) -> None:
-        """Pair two forms; ``eager`` may overwrite its arguments, so that the caller must not use them afterwards."""
+        """Pair two forms.
+
+        Args:
+            compiled: writes to none of its arguments; in eager mode each of its operations would write a tensor of its own.
+            eager: may overwrite its arguments in order to save memory, so the caller must not use them afterwards.
+        """
         self.eager = eager
         self.fusable = compiled
         self._compiled: Callable[Arguments, Result] | None = None

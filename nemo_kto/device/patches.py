@@ -386,9 +386,10 @@ def _patch_collectives() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = sizes_to_numpy
-    for name, unequal in (("_gather", _gather_unequal), ("_reduce_scatter", _reduce_scatter_unequal)):
-        name = f"{name}_along_first_dim"
-        setattr(mappings, name, _for_unequal_sizes(getattr(mappings, name), unequal))
+    mappings._gather_along_first_dim = _for_unequal_sizes(mappings._gather_along_first_dim, _gather_unequal)
+    mappings._reduce_scatter_along_first_dim = _for_unequal_sizes(
+        mappings._reduce_scatter_along_first_dim, _reduce_scatter_unequal
+    )
     for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
         setattr(param_and_grad_buffer, name, _unless_single_rank(getattr(param_and_grad_buffer, name)))
 
@@ -414,9 +415,15 @@ def _for_unequal_sizes(
 
     @functools.wraps(equal)
     def call(
-        input_: torch.Tensor, group: Any, sizes: list[int] | None = None, use_global_buffer: bool = False, **named: Any
+        input_: torch.Tensor,
+        group: Any,
+        sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
+        *,
+        output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None,
     ) -> torch.Tensor:
-        sizes = sizes or named.get("output_split_sizes") or named.get("input_split_sizes")
+        sizes = sizes or output_split_sizes or input_split_sizes
         if sizes is None or len(set(sizes)) == 1:
             return equal(input_, group, None, use_global_buffer)
         return unequal(input_, group, sizes)

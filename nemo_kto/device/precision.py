@@ -1,4 +1,4 @@
-"""Precision names, and whether bf16 is faster than fp32 on this machine: asked of a GPU, and measured on a CPU."""
+"""Precision names, and whether bf16 is faster than fp32 on this machine, by torch's information and a measurement."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _SECONDS = 0.1  # duration of the measurement for each of the two dtypes
 
 def dtype_of(precision: str) -> torch.dtype:
     """Return the dtype for a value of trainer.precision (bf16, 32) or of model.optim.moments_dtype (bf16, fp32)."""
-    return torch.bfloat16 if precision == "bf16" else torch.float32
+    return {"bf16": torch.bfloat16, "32": torch.float32, "fp32": torch.float32}[precision]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bf16Support:
     """Result of the check for bf16 support."""
 
-    native: bool  # a GPU has bf16 instructions, or a CPU computes faster in bf16 than in fp32
+    native: bool  # the device has bf16 instructions, and a CPU also computes faster in bf16 than in fp32
     why: str  # explanation in words, with the measured ratio on a CPU
 
 
@@ -47,7 +47,16 @@ def bf16_support() -> Bf16Support:
     slowdown = bf16_slowdown()
     digits = 0 if slowdown >= 10 else 1
     measured = f"a matrix product takes {slowdown:.{digits}f} times as long in bf16 as in fp32"
+    if cpu_has_bf16() is False:
+        return Bf16Support(native=False, why=f"this CPU has no bf16 instructions: {measured}")
     return Bf16Support(native=slowdown < 1.0, why=f"on this CPU {measured}")
+
+
+def cpu_has_bf16() -> bool | None:
+    """Return whether torch reports bf16 instructions of this CPU; None if this version of torch cannot report them."""
+    if not hasattr(torch.cpu, "get_capabilities"):  # older versions of torch
+        return None
+    return any(bool(present) for name, present in torch.cpu.get_capabilities().items() if "bf16" in name)
 
 
 def bf16_slowdown(*, rows: int = _ROWS) -> float:

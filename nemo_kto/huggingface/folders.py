@@ -41,11 +41,13 @@ def write_together(
     """Export a model from all ranks: ranks with the first copy of a weight stream it to rank 0, which writes. Collective.
 
     ``stream`` is called on every rank with a first copy; its iterator sends this rank's weights as it is consumed and, on
-    rank 0, yields the weights to write. Rank 0 first calls ``prepare``, and then ``write`` with a folder for the streamed
-    weights and all other files. An earlier export, for which ``is_ours`` is true, is replaced. ``what`` is named in errors.
+    rank 0, yields the weights to write. Other ranks wait. Rank 0 first calls ``prepare``, and then ``write`` with a folder
+    for the streamed weights and all other files of the export. ``is_ours`` tells whether a folder is an earlier export of
+    the same kind, which is replaced. ``what`` names the operation in errors.
 
-    Raises UserError on every rank if ``prepare`` does, something else is at ``target``, or a weight is not finite, and
-    RuntimeError if rank 0 failed.
+    Raises, on every rank:
+        UserError: raised by ``prepare``, or something else is in the way at ``target``, or a weight is not finite.
+        RuntimeError: rank 0 failed; gives the reason.
     """
     first_rank, failure, folder = state.is_rank_zero(), f"{what} failed: {{}}", NewFolder(target=target)
 
@@ -81,7 +83,11 @@ def _checked(weight: tuple[str, Tensor]) -> tuple[str, Tensor]:
 
 
 def check_target(target: Path, *, is_ours: Callable[[Path], bool], need: int = 0) -> None:
-    """Raise UserError if a folder cannot be exported to: other content, no permission, or no room for ``need`` bytes."""
+    """Check that a folder can be exported to, without leaving anything in it.
+
+    ``is_ours`` is as for :func:`write_together`; ``need`` is the number of bytes to be written. Raises UserError if the
+    folder has other content, it cannot be created, or there is not enough free space.
+    """
     target = Path(os.path.realpath(target))
     try:
         is_empty = target.is_dir() and not any(target.iterdir())
@@ -147,5 +153,6 @@ class NewFolder:
         shutil.rmtree(earlier, ignore_errors=True)
 
     def discard(self) -> None:
+        """Remove the folder if it was not published, and release the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()

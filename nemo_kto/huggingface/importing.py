@@ -50,8 +50,11 @@ _TEMPLATE = "name the original model, whose config.json is then used: --tokenize
 def import_checkpoint(path: Path, out: Path, *, tokenizer: Path | None, max_shard_bytes: int) -> str:
     """Write a checkpoint of NeMo-Aligner, Megatron-LM or Megatron-Bridge as a Hugging Face folder; return a summary.
 
-    One weight at a time is in memory. ``tokenizer`` is a folder, whose config.json, if there is one, is the model's. Raises
-    UserError if the checkpoint cannot be read, or its weights, configuration or tokenizer are incomplete or do not fit.
+    ``tokenizer`` is a folder with a tokenizer; if it has a config.json, that is the configuration of the model. One weight
+    at a time is in memory. The folder appears under its name when it is complete.
+
+    Raises UserError if the checkpoint cannot be read, has weights that its model family lacks, or lacks some, and if the
+    configuration or the tokenizer is missing or does not fit.
     """
     check_target(out, is_ours=is_our_model)
     folder = NewFolder(target=out)
@@ -156,7 +159,10 @@ def _has_own_output(checkpoint: MegatronCheckpoint, names: Mapping[str, str], *,
 def _weights(
     checkpoint: MegatronCheckpoint, names: Mapping[str, str], architecture: Architecture
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight under its name in the Hugging Face folder; all names and shapes are checked before the first."""
+    """Yield every weight under its name in the Hugging Face folder; all names and shapes are checked before the first.
+
+    Raises UserError if weights are missing, unexpected or of another shape, or a value is not finite.
+    """
     tensors, problems = checkpoint.tensors, list[str]()
     reads: list[tuple[ParamMapping, dict[str, int], list[tuple[str, tuple[int, ...]]]]] = []
     used: set[str] = set()

@@ -68,7 +68,10 @@ def _shapes(mappings: Iterable[ParamMapping], architecture: Architecture, layers
 
 
 def differences(wanted: Shapes, found: Shapes, ignored: Collection[str] = ()) -> tuple[int, list[str]]:
-    """Return the number of missing, unexpected and misshapen weights, and lines; ``ignored`` ones may exist or not."""
+    """Return the number of missing, unexpected and misshapen weights, and a message for each.
+
+    A kind with many has one message about the rest of them. Weights in ``ignored`` may exist or not.
+    """
     others = {name: shape for name, shape in found.items() if name in wanted and wanted[name] != shape}
     kinds = [
         [f"missing: {name}" for name in wanted if name not in found],

@@ -55,7 +55,10 @@ class MegatronCheckpoint:
 
 @contextlib.contextmanager
 def open_checkpoint(path: Path, *, within: Path) -> Iterator[MegatronCheckpoint]:
-    """Open a checkpoint, an archive unpacked below ``within``; UserError if it is damaged, unsafe or must be converted."""
+    """Open a checkpoint; an archive is unpacked into a temporary folder in ``within`` during the block.
+
+    Raises UserError if it has another format, is damaged or unsafe, or cannot be read and must be converted first.
+    """
     if path.is_file():
         with tempfile.TemporaryDirectory(dir=within, prefix=".import-") as folder:
             unpack(path, Path(folder))
@@ -65,7 +68,10 @@ def open_checkpoint(path: Path, *, within: Path) -> Iterator[MegatronCheckpoint]
 
 
 def unpack(archive: Path, target: Path) -> None:
-    """Unpack a tar archive, compressed or not, of regular files and folders; UserError for another, or without room."""
+    """Unpack a tar archive, compressed or not, of regular files and folders only.
+
+    Raises UserError if it is no such archive, a member would be outside of ``target`` or is a link, or there is no room.
+    """
     try:
         with tarfile.open(archive) as tar:
             for number, member in enumerate(tar):
@@ -120,6 +126,7 @@ def _find(folder: Path, path: Path) -> MegatronCheckpoint:
 
 
 def _why_not(folder: Path, path: Path) -> str:
+    """Return the message for a folder without weights that can be read."""
     must = "FILE must be a .nemo archive or a torch_dist checkpoint"
     backend = read_json(folder / BACKENDS).get("sharded_backend") if (folder / BACKENDS).is_file() else None
     if backend == "zarr" or next(folder.glob("*/.zarray"), None) is not None:
@@ -179,6 +186,8 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 
 
 class StoredTensors(Protocol):
+    """Named tensors of a checkpoint."""
+
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
@@ -187,7 +196,10 @@ class StoredTensors(Protocol):
 
 
 class TorchDist:
-    """Tensors of a folder in megatron-core's format torch_dist; UserError if it is damaged, or has anything but tensors."""
+    """Tensors of a folder in megatron-core's format torch_dist.
+
+    Raises UserError if a file is missing or damaged, or contains anything but tensors.
+    """
 
     def __init__(self, *, folder: Path) -> None:
         self._folder = folder

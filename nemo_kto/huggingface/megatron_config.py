@@ -45,8 +45,12 @@ _REQUIRED: dict[str, tuple[object, ...]] = {
 def derive(settings: Settings, weights: Collection[str], *, rows: int) -> dict[str, Any]:
     """Return the content of config.json for the families whose configuration follows from the settings.
 
-    ``weights`` are names in megatron-core, without the layer; ``rows`` those of the embedding, with padding. Raises
-    ValueError if a setting is missing or has a value that these families cannot have, or the weights are of others.
+    Args:
+        weights: names in megatron-core of the weights of the model, those of a layer without the layer.
+        rows: number of rows of the embedding, with padding.
+
+    Raises:
+        ValueError: a setting is missing or has a value that these families cannot have, or the weights are of others.
     """
     if not settings:
         raise ValueError("it has no model_config.yaml, run_config.yaml or arguments in common.pt")

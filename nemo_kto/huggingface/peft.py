@@ -42,7 +42,11 @@ def export_adapter(
     base_model: str | Path,
     describe: Callable[[Path], object] = lambda folder: None,
 ) -> None:
-    """Write the adapters as a folder in PEFT's format that names ``base_model``; otherwise like :func:`weights.export`."""
+    """Write the adapters in PEFT's format, as :func:`nemo_kto.huggingface.weights.export` writes the model.
+
+    ``base_model`` (folder or name) is recorded in the configuration. Raises like ``export``, and ValueError for a model
+    without adapters.
+    """
     settings, instead = _settings(chunks), magnitudes(chunks)
 
     def write(folder: Path, stream: Iterator[tuple[str, Tensor]]) -> None:
@@ -64,7 +68,10 @@ def export_adapter(
 
 
 def check_adapter(architecture: Architecture, settings: LoRASettings, folder: str | Path) -> dict[str, Path]:
-    """Return the file of each tensor of an adapter; UserError with all differences from what ``settings`` need."""
+    """Compare an adapter in PEFT's format with the model, by the header of its file, and return the file of each tensor.
+
+    Raises UserError if it is not an adapter, or one with other tensors than ``settings`` need; lists all differences.
+    """
     saved, file = read_adapter_settings(folder), Path(folder) / ADAPTER_WEIGHTS
     wanted = wanted_adapters(architecture, settings)
     count, problems = differences(wanted, tensor_shapes(file))
@@ -85,6 +92,7 @@ def load_adapter(chunks: Sequence[nn.Module], architecture: Architecture, folder
     """Fill the adapters of this rank's chunks from a folder in PEFT's format, before an optimizer copies their parameters.
 
     The base weights must be loaded already: DoRA's magnitudes are stored as differences from the norms of weight rows.
+    Raises UserError as :func:`check_adapter`, on every rank.
     """
     settings = _settings(chunks)
     files = check_adapter(architecture, settings, folder)

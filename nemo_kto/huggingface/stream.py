@@ -32,7 +32,8 @@ def sends_weights() -> bool:
 def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of the model under its name in the file on rank 0; other ranks send theirs and yield nothing.
 
-    All ranks where :func:`sends_weights` is True must consume the whole iterator.
+    To be called on the ranks where :func:`sends_weights` is True, all of which must consume the whole iterator. If the file
+    has the experts of a layer in one tensor, rank 0 keeps them until all have arrived.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     stages = dist.get_process_group_ranks(pipeline)

@@ -42,13 +42,19 @@ _BIAS, _NO_NUMBER = 127, 255
 
 
 def load_weights(chunks: Sequence[nn.Module], architecture: Architecture, folder: str | Path) -> None:
-    """Fill this rank's parameters but the adapters from a Hugging Face folder; raises like :func:`read_weights`."""
+    """Fill this rank's parameters from the safetensors of a Hugging Face folder, before an optimizer copies them.
+
+    Adapters are unchanged. Raises UserError as :func:`check_weights`, or if a value is not finite.
+    """
     files = check_weights(architecture, folder)
     read_weights(rank_weights(chunks, architecture), architecture, files)
 
 
 def check_weights(architecture: Architecture, folder: str | Path) -> dict[str, Path]:
-    """Return the file of each weight; UserError if, by their headers, some are missing, unexpected or of another shape."""
+    """Compare the weights in a folder with the architecture, by the headers of the files, and return the file of each.
+
+    Raises UserError if weights are missing, unexpected or of another shape, or files cannot be read.
+    """
     found = find_weights(Path(folder))
     ignored = {name for name in found if _UNUSED.search(name)}
     if architecture.tied and not has_own_output(Path(folder)):  # some files have a second copy of the embedding
@@ -66,10 +72,11 @@ def check_weights(architecture: Architecture, folder: str | Path) -> dict[str, P
 
 
 def read_weights(weights: Iterable[Weight], architecture: Architecture, files: Mapping[str, Path]) -> None:
-    """Fill parameters of this rank from ``files``, name of a weight -> its file; padding is zero.
+    """Fill parameters of this rank from ``files`` (name of a weight -> its file); weights without a file keep their values.
 
-    Only the slices that this rank holds are read, one in memory at a time. MXFP4 is dequantized, values are converted to the
-    dtype of the parameters. Raises UserError if a value is not finite.
+    Files are opened one after the other, and only the slices that this rank holds are read, so that memory holds the model
+    and one slice. MXFP4 weights are dequantized, and values converted to the dtype of the parameters. Padding is set to
+    zero. Raises UserError if a value is not finite.
     """
     wanted: dict[Path, list[tuple[str, Weight, Piece]]] = defaultdict(list)
     for weight in weights:
@@ -110,10 +117,17 @@ def export(
     max_shard_bytes: int,
     describe: Callable[[Path], object] = lambda folder: None,
 ) -> None:
-    """Write the model as a Hugging Face folder that transformers loads without conversion; collective.
+    """Write the model as a Hugging Face folder that transformers loads without conversion. All ranks must call it.
 
-    Adapters are left out; ``models.lora.merge_adapters`` merges them before. All else is copied from ``source``, the folder
-    of the original model. ``describe`` adds the model card on rank 0. Raises like :func:`write_together`.
+    The ranks with the first copy of the model send one weight at a time to rank 0, which writes; the others wait. The folder
+    appears under its name when it is complete. An earlier export of this program in its place is replaced; anything else
+    there is an error. Adapters are left out; call ``models.lora.merge_adapters`` first to merge them into the weights.
+    Configuration, tokenizer, chat template and license are copied from ``source``, the folder of the original model.
+    ``describe`` is called on rank 0 with the folder when all else is in it; it adds the model card.
+
+    Raises, on every rank:
+        UserError: something else is in the way at ``out``, or a weight is not finite.
+        RuntimeError: rank 0 could not write; gives the reason.
     """
     source, target = Path(source), Path(out)
 
@@ -140,6 +154,7 @@ def export(
 
 
 def export_bytes(architecture: Architecture, dtype: torch.dtype) -> int:
+    """Return the size of the weights of an export."""
     return sum(map(math.prod, wanted_weights(architecture).values())) * dtype.itemsize
 
 
@@ -153,7 +168,10 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def dequantized_shapes(shapes: Shapes) -> Shapes:
-    """Replace entries of blocks and scales by those of the tensors they encode, unless the file has these tensors too."""
+    """Replace the entries of blocks and scales by those of the tensors they encode, unless the file has these tensors too.
+
+    Other names and shapes are kept.
+    """
     found = dict(shapes)
     for name in [name.removesuffix(BLOCKS) for name in shapes if name.endswith(BLOCKS)]:
         match shapes[name + BLOCKS], shapes.get(name + SCALES):

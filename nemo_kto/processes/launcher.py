@@ -38,8 +38,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 class RanksEnded(Exception):
     """The ranks ended without success.
 
-    ``status`` is the exit status for this process: that of the rank that failed first, 85 if all ended early, 128 + its
-    number if a signal ended the run. ``message`` is empty if it was already printed; ``received`` are signals that arrived.
+    Attributes:
+        status: exit status for the process that started them: that of the rank that failed first, 85 if all ended early,
+            128 + its number if a signal ended the run.
+        message: why; empty if it was already printed.
+        received: signals that this process received meanwhile.
     """
 
     def __init__(self, status: int, message: str, received: Iterable[int] = ()) -> None:

@@ -17,6 +17,7 @@ import pickle  # nosec B403  # reads only what the process that started this ran
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -130,11 +131,29 @@ def started_at() -> float:
     """Return the start of the run in seconds since 1970: that of its first process, or the last :func:`begin_now`."""
     if _began is not None:
         return _began
-    if has_launcher():
-        return float(os.environ[STARTED_AT])
+    return float(os.environ[STARTED_AT]) if has_launcher() else created()
+
+
+def created() -> float:
+    """Return when this process was created, in seconds since 1970."""
     import psutil
 
     return psutil.Process().create_time()
+
+
+def resume_sibling(process: int, *, host: str, created: float) -> None:
+    """Send SIGCONT to a stopped rank of this machine.
+
+    The id may be reused or of another container: only a process with this one's parent and this creation time is signalled.
+    """
+    import psutil
+
+    if host != socket.gethostname():
+        return
+    with contextlib.suppress(psutil.Error, ValueError):
+        found = psutil.Process(process)
+        if found.ppid() == os.getppid() and found.create_time() == created and found.status() == psutil.STATUS_STOPPED:
+            found.resume()
 
 
 def begin_now() -> None:

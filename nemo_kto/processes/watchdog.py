@@ -106,15 +106,16 @@ class BoundedStore:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckIn:
-    """The process of a rank: host name, and process id on that host."""
+    """The process of a rank: host name, process id on that host, and creation time in seconds since 1970."""
 
     host: str
     process: int
+    created: float
 
 
 def check_in(store: dist.Store, rank: int) -> None:
     """Register host and process of this rank in the store."""
-    here = CheckIn(host=socket.gethostname(), process=os.getpid())
+    here = CheckIn(host=socket.gethostname(), process=os.getpid(), created=ranks.created())
     store.set(f"present/{rank}", json.dumps(asdict(here)))
 
 
@@ -289,13 +290,15 @@ class Watchdog:
         self._observe_main(0.0)
         if not self._failing and not self._waits_too_long():  # the rank that was waited for has arrived
             return
-        found = {rank: read_check_in(self._store, rank) for rank in range(self.size)}
-        hosts = {rank: one.host for rank, one in found.items() if one is not None}
-        verdict = hangs.judge(answers, ended=ended, hosts=hosts, size=self.size)
+        present = {rank: found for rank in range(self.size) if (found := read_check_in(self._store, rank)) is not None}
+        verdict = hangs.judge(answers, ended=ended, hosts={rank: one.host for rank, one in present.items()}, size=self.size)
         if len(answers) == self.size:
             minutes = f"{round(self.timeout / 60, 1):g}"
             verdict += f"\nthe timeout is trainer.timeout_minutes ({minutes} min); raise it if work of one rank takes longer"
         self._store.call(lambda store: store.set("verdict", verdict))
+        for rank, one in present.items():
+            if rank not in answers:  # resume it if it is stopped, so that a launcher need not wait until it is killed
+                ranks.resume_sibling(one.process, host=one.host, created=one.created)
         time.sleep(2 * self._tick)  # lets the others read the verdict before the store can end with this process
         self._end(verdict, reported_by_others=False)
 

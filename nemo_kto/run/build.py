@@ -95,6 +95,7 @@ def train(run: ResolvedRun) -> None:
 
 
 def _train(run: ResolvedRun, warnings: WarningsFile) -> None:
+    """Run the job; the lock of the run folder must be held."""
     state.raise_together(state.attempt(lambda: check_gpu(run)), "{}")
     world_size = state.world_size()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, world_size // run.cfg.trainer.num_nodes)))
@@ -151,12 +152,18 @@ def _train(run: ResolvedRun, warnings: WarningsFile) -> None:
 
 
 class Start(NamedTuple):
+    """State of a run before its model is built: its data, and the result of the resume checks."""
+
     data: RunData
     resumption: Resumption
 
 
 def prepare(run: ResolvedRun, *, data_parallel: tuple[int, int] | None = None) -> Start:
-    """Check the weights, read the data (see :func:`build_data`), and run the resume checks on the run folder; collective."""
+    """Check the weights, read the data (see :func:`build_data`), and run the resume checks on the run folder; collective.
+
+    Raises UserError if the weights are of another model, the data cannot be used, or the run cannot be resumed with this
+    configuration.
+    """
     state.on_rank_zero(lambda: check_sources(run), "{}")
     data = build_data(run, model_tokenizer(run.files), data_parallel=data_parallel)
     return Start(data, look_for_run(run, data))

@@ -120,6 +120,8 @@ def too_few_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> str | None
 
 
 class Prompt(NamedTuple):
+    """Prompt of a sample."""
+
     ids: list[int]
     text: str  # as the model gets it, or the last message of the user
     messages: list[Mapping[str, Any]] | None  # None for a prompt that was not read as messages
@@ -133,7 +135,10 @@ class SamplePrompts(NamedTuple):
 
 
 def build_prompts(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase, splits: Splits[Any]) -> SamplePrompts | None:
-    """Return the prompts of the samples, of validation rows and of the file; UserError if one cannot be used. Collective."""
+    """Return the prompts of the samples, from the validation rows and from the file; None without samples. Collective.
+
+    Raises UserError if a prompt cannot be used, or has too many tokens for the configured length of the answers.
+    """
     settings = run.cfg.exp_manager.samples
     if not settings.enabled:
         return None
@@ -206,4 +211,5 @@ def _prompt(record: PromptRecord, ids: list[int]) -> Prompt:
 
 
 def _room(run: ResolvedRun) -> int:
+    """Return the maximum number of tokens of a prompt."""
     return run.cfg.seq_length - run.cfg.exp_manager.samples.max_new_tokens

@@ -59,10 +59,10 @@ _ANOTHER = "choose another folder with exp_manager.name or exp_manager.explicit_
 
 @contextlib.contextmanager
 def hold_run_folder(folder: Path) -> Iterator[None]:
-    """Lock a run folder during the block; collective, rank 0 holds the lock.
+    """Lock a run folder during the block, so that no other job uses it; collective, rank 0 holds the lock.
 
-    The folder is removed at the end if nothing was written into it. All ranks raise UserError if another job is using it, or
-    it cannot be written.
+    The folder is created if it does not exist, and removed at the end if nothing was written into it. All ranks raise
+    UserError if another job is using the folder, or it cannot be written.
     """
     with contextlib.ExitStack() as lock:
         state.from_rank_zero(lambda: lock.enter_context(_locked(folder)), doing="taking the lock of the run folder")
@@ -114,7 +114,11 @@ def agree_on_models(run: ResolvedRun) -> ResolvedRun:
 
 
 def resolve_precision(run: ResolvedRun) -> ResolvedRun:
-    """Replace trainer.precision=auto by bf16 or 32, as rank 0 chooses; collective."""
+    """Replace trainer.precision=auto by bf16 or 32; collective.
+
+    Rank 0 decides for all ranks: a resumed run keeps the precision of its newest checkpoint; a new run uses bf16 if the
+    machine computes faster with it.
+    """
     return run.with_precision(*state.from_rank_zero(lambda: _choose_precision(run), doing="choosing the precision"))
 
 
@@ -145,7 +149,10 @@ def stop_early(run: ResolvedRun, trainer: DPOTrainer) -> NoReturn:
 
 
 def stop_run(text: str, *, requeues: bool) -> NoReturn:
-    """End the run with a printed reason and how to resume it, by raising Stopped, and requeue its SLURM job; collective."""
+    """End the run by raising Stopped, and print how it is resumed; collective.
+
+    ``text`` is the reason for its end; with ``requeues``, its SLURM job is requeued.
+    """
     if state.is_rank_zero():
         job = requeue(os.environ) if requeues else None
         how = "start the same command again to resume" if job is None else f"SLURM job {job} was requeued to resume"
@@ -202,8 +209,10 @@ def finish(run: ResolvedRun, policy: Policy, trainer: DPOTrainer, *, seconds: fl
                 run_folder=run.folder,
                 max_shard_size_gb=export.max_shard_size_gb,
             )
-        except (UserError, RuntimeError) as error:
-            raise (UserError if isinstance(error, UserError) else RuntimeError)(f"{error}; {later}") from error
+        except UserError as error:
+            raise UserError(f"{error}; {later}") from error
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}; {later}") from error
     record_end(run, trainer)
     if state.is_rank_zero():
         report = make_report(run)
@@ -260,6 +269,7 @@ def data_statistics(run: ResolvedRun, data: RunData) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def record_failure(run: ResolvedRun, trainer: DPOTrainer) -> Iterator[None]:
+    """Record the end of a run that is stopped or fails within the block."""
     try:
         yield
     except Stopped:
@@ -298,7 +308,10 @@ def complete_record(run: ResolvedRun) -> None:
 
 
 def make_report(run: ResolvedRun) -> Path | None:
-    """Write the report of a run and return its path; None if it is disabled or, with a warning, could not be written."""
+    """Write the report of a run into its folder and return its path; None if it is disabled or could not be written.
+
+    A run must not fail because of its report, so that any error is a warning.
+    """
     if not run.cfg.export.report:
         return None
     try:

@@ -139,7 +139,10 @@ def check_shape(files: ModelFiles, base: Path) -> None:
 
 
 def check_sources(run: ResolvedRun) -> None:
-    """Raise UserError that lists the differences of all foreign models and adapters from the policy, by their headers."""
+    """Compare the tensors of all models and adapters in other formats than ours with the policy, by the headers of files.
+
+    Raises UserError that lists the differences in all of them.
+    """
 
     def check(folder: Path, *, is_base: bool) -> None:
         if is_base:
@@ -170,8 +173,9 @@ def export_policy(
 ) -> None:
     """Write the model to ``out`` in Hugging Face format, and its adapters to ``adapter_out`` in PEFT format; collective.
 
-    None skips an export. In the written model, adapters are merged into the weights; they stay merged in memory. ``info`` is
-    the exported checkpoint's trainer.json, and ``run_folder`` the folder of its run, for the model cards.
+    In the written model, adapters are merged into the weights; they stay merged in memory. None skips an export.
+    ``max_shard_size_gb`` is the maximum size of a weight file in 10^9 bytes. ``info`` is the trainer.json of the exported
+    checkpoint, and ``run_folder`` the folder of its run, for the model cards.
     """
     chunks, architecture, original = policy.chunks, policy.architecture, policy.files.hf_folder
 
@@ -188,9 +192,10 @@ def export_policy(
 
 
 def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> None:
-    """Export a checkpoint, or the newest one of a run folder, in a single process; ``adapter``: only its adapters.
+    """Export a checkpoint, or the newest one of a run folder, to ``out`` in Hugging Face format, in a single process.
 
-    Raises UserError if there is no checkpoint, it is damaged or lacks the adapters, or ``out`` cannot be used.
+    With ``adapter``, write the adapters in PEFT format instead of the model with merged adapters. Raises UserError if there
+    is no checkpoint, it is damaged or lacks the adapters, or ``out`` cannot be used.
     """
     if not is_checkpoint(checkpoint):
         newest = newest_checkpoint(checkpoint / CHECKPOINTS)

@@ -46,6 +46,8 @@ _KEYS_OF_ROWS = (
 
 
 class ReferenceSetup(NamedTuple):
+    """The reference of a run."""
+
     policy: ReferencePolicy | None  # None if the loss needs no reference
     synced_weights: SwappedWeights | None = None  # moved towards the policy at intervals; None if they stay fixed
     # Computes the log-probs from a step to the end of its epoch; None if not "cached", or if no further epoch follows.
@@ -65,8 +67,11 @@ def build_reference(
 ) -> ReferenceSetup:
     """Build the reference; before and afterwards the model holds the initial weights of the policy.
 
-    Raises UserError if the reference model does not exist or has another shape, and Stopped if the run must stop before all
-    log-probs are computed; those already computed are in the cache.
+    If the reference is another model, its weights are loaded into the policy's model in between, to copy or evaluate them.
+
+    Raises:
+        UserError: the reference model does not exist or has another shape.
+        Stopped: the run must stop before all log-probs are computed; those already computed are in the cache.
     """
     mode, other = run.reference.name, run.reference_model
     if mode == "none":
@@ -96,7 +101,10 @@ def build_reference(
 
 
 def load_model(policy: Policy, other: ModelSource) -> None:
-    """Load another model, with its adapters merged, into the policy's model, whose adapters then have no effect."""
+    """Load another model, with its adapters merged, into the policy's model; raise UserError if it has another shape.
+
+    The adapters of the policy are reset so that they have no effect.
+    """
     load_base_weights(policy, other.base)
     zero_adapters(policy.chunks)
     if (adapters := other.adapters) is None:
@@ -148,7 +156,10 @@ def _live_reference(
 
 @contextlib.contextmanager
 def _reloaded(policy: Policy, other: ModelSource | None, cache: ReferenceCache) -> Iterator[None]:
-    """Load the reference weights from their unchanged files for the block, and restore the policy weights exactly."""
+    """Load the reference weights from their files for the block, in which the policy weights are in host memory.
+
+    The policy weights are restored exactly. Raises UserError if the files have changed since the start of the run.
+    """
     cache.check_models()
     finish_gathers(policy.chunks)
     weights = [weight for chunk in policy.chunks for weight in chunk.parameters()]
@@ -168,10 +179,11 @@ def _reloaded(policy: Policy, other: ModelSource | None, cache: ReferenceCache) 
 
 @dataclass(frozen=True, kw_only=True)
 class Precomputation:
-    """Precomputation of reference log-probs: for the first epoch and validations before training, for other epochs later.
+    """Precomputation of the reference log-probs of a run.
 
-    Later epochs have the same examples as the first one, except for KL examples, which are formed within a batch, and for
-    examples that ``limit_train_batches`` left out.
+    The log-probs for the first epoch and for the validations are computed before training, those for each later epoch when
+    it begins. Later epochs have the same examples as the first one, except for KL examples, which are formed within a batch,
+    and for examples that ``limit_train_batches`` left out.
     """
 
     run: ResolvedRun
@@ -185,7 +197,8 @@ class Precomputation:
     def before_training(self, policy: Policy) -> ReferenceSetup:
         """Compute the log-probs for the epoch in which the run starts or is resumed, and for validation; collective.
 
-        The model must hold the reference weights. Raises Stopped if the run must stop first.
+        The model must hold the reference weights; call it before the first update of the policy. Raises Stopped if the run
+        must stop before all log-probs are computed.
         """
         run, length, cache = self.run, self.run.length, self.cached.cache
         epoch_batches, number = len(self.data.train.batch_sampler), self._steps_to_epoch_end(self.first_step)

@@ -63,7 +63,10 @@ _FOLLOWS = {
 
 
 def facts_of_run(run: ResolvedRun, data: RunData) -> Facts:
-    """Return the facts of a run, whose precision must not be auto; all weights are read, unless their hashes are cached."""
+    """Return the facts of a run, whose precision must not be auto; raise OSError if a file cannot be read.
+
+    All weights are read, unless their hashes are in the cache.
+    """
     cfg, name, model = run.cfg, run.cfg.recipe.name, run.cfg.model
     hashed = partial(content_hash, cache_dir=Path(model.data.cache_dir), shared=model.data.cache_shared)
     source, reference, tokenizer, adapter = run.files.source, model.reference, run.files.hf_folder, run.files.adapter_folder
@@ -152,7 +155,10 @@ def differences(before: Facts, now: Facts) -> list[str]:
 
 
 def build_early_stopping(cfg: RunConfig, *, agree: Callable[[int], int] | None = None) -> EarlyStopping | None:
-    """Build early stopping; None if disabled. ``agree``: the maximum of an integer over all ranks; None for one rank."""
+    """Build early stopping from the configuration; None if it is disabled.
+
+    ``agree`` returns the maximum of an integer over all ranks; None for one rank.
+    """
     if not cfg.exp_manager.create_early_stopping_callback:
         return None
     settings = cfg.exp_manager.early_stopping_callback_params
@@ -232,9 +238,8 @@ def _finished(run: ResolvedRun, newest: Checkpoint, batches: int) -> str | None:
     step, stopping = trainer["step"], build_early_stopping(run.cfg)
     stopped = None
     if step < total and stopping is not None:
-        with read_errors(newest.folder / INFO):
-            stopping.load_state_dict(trainer.get("early_stopping", {}))
-            stopped = stopping.reason
+        stopping.load_state_dict(trainer.get("early_stopping", {}))
+        stopped = stopping.reason
     if (step < total and stopped is None) or trainer.get("validation_due") or _lacks_export(run, newest):
         return None
     reason, settings = run.length.what_ends(batches)
@@ -246,7 +251,11 @@ def _finished(run: ResolvedRun, newest: Checkpoint, batches: int) -> str | None:
 
 
 def _lacks_export(run: ResolvedRun, newest: Checkpoint) -> bool:
-    """Return whether a run at its last step lacks an export; one older than the checkpoint is of an earlier step."""
+    """Return whether a run that reached its last step still lacks an export.
+
+    Exports are written atomically, so an existing one is complete. An export older than the newest checkpoint belongs to an
+    earlier step.
+    """
     export = run.cfg.export
     paths = [export.path, *([export.adapter_path] if run.has_adapters else [])] if export.enabled else []
     written = (newest.folder / INFO).stat().st_mtime_ns

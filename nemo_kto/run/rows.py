@@ -35,7 +35,10 @@ def model_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
 
 
 def model_vocab_size(files: ModelFiles) -> int | None:
-    """Return the rows of the model's embedding; None without a readable configuration: a tokenizer counts tokens."""
+    """Return the number of rows of the model's embedding.
+
+    None if the folder contains no readable model configuration, because a tokenizer is enough to count tokens.
+    """
     try:
         return files.architecture.vocab_size
     except UserError:
@@ -77,7 +80,10 @@ def collate_settings(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, *, mult
 
 
 def shares_of(run: ResolvedRun, *, training: bool) -> Callable[..., list[list[int]]]:
-    """Return the function that distributes a global batch over the ranks: by cost if packed or prompts are shared."""
+    """Return the function that distributes the examples of a global batch over the data-parallel ranks.
+
+    With packed sequences, or with shared prompts, the ranks get about equal cost, otherwise about equal numbers of examples.
+    """
     cfg, limits = run.cfg, micro_batch_limits(run)
     if not limits.packed and not limits.share_prompts:
         return every_nth

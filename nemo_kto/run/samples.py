@@ -64,6 +64,7 @@ class Sampler:
         ]
 
     def callback(self, *, record: Callable[[Sequence[Sample], int], None]) -> SampleCallback:
+        """Return the callback that takes the samples, and records those from before the first step."""
         return SampleCallback(answer=self.answers, record=record, initial=self.initial, starts_as_policy=self.is_policy)
 
 

@@ -14,17 +14,20 @@ import stat
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import yaml
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from nemo_kto.errors import UserError, show
+
+if TYPE_CHECKING:
+    import yaml
 
 _OUTSIDE = "copy it into the folder, or download the model again"
 _UNPUBLISHED = re.compile(r"\.(.+)-[0-9a-f]{32}")
 WRITING, REMOVING = ".writing-", ".removing-"  # prefixes of the names of incomplete folders
 MAX_FILE_BYTES = 2**28  # limit for files read as a whole; the largest tokenizer.json has a tenth of this size
 MAX_LINE_BYTES = 2**26  # limit for one line; a row of ten million tokens fits
+_MAX_YAML_BYTES = 2**20
+_MAX_YAML_VALUES = 50_000  # a configuration has a hundredth of this number
 _KINDS = {
     stat.S_IFIFO: "a named pipe (FIFO)",
     stat.S_IFSOCK: "a socket",
@@ -243,24 +246,22 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-_MAX_BYTES = 2**20
-_MAX_VALUES = 50_000  # a configuration has a hundredth of this number
-
-
 def load_yaml(text: str | bytes) -> Any:
     """Return the content of a YAML document of plain values; raise ValueError if it is invalid or too large.
 
     A few nested aliases stand for billions of values, and an anchor that contains its own alias for an endless number.
     """
-    if len(text) > _MAX_BYTES:
-        raise ValueError(f"it must have at most {_MAX_BYTES:,} bytes, got {len(text):,}")
+    import yaml  # not where a command only reads other files
+
+    if len(text) > _MAX_YAML_BYTES:
+        raise ValueError(f"it must have at most {_MAX_YAML_BYTES:,} bytes, got {len(text):,}")
     try:
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
         node = loader.get_single_node()
         if node is None:
             return None
-        if _expanded_size(node, {}) > _MAX_VALUES:
-            raise ValueError(f"it must have at most {_MAX_VALUES:,} values, with those that aliases stand for")
+        if _expanded_size(node, {}) > _MAX_YAML_VALUES:
+            raise ValueError(f"it must have at most {_MAX_YAML_VALUES:,} values, with those that aliases stand for")
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
@@ -272,6 +273,8 @@ def load_yaml(text: str | bytes) -> Any:
 
 def _expanded_size(node: yaml.Node, known: dict[int, float]) -> float:
     """Return the number of values of a node with its aliases replaced; infinity if it contains itself."""
+    import yaml
+
     if id(node) not in known:
         known[id(node)] = math.inf  # until its parts are counted
         parts = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
