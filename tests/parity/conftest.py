@@ -1,5 +1,5 @@
 from __future__ import annotations
 
-from tests.distributed.conftest import ranks
+from tests.distributed.conftest import jobs, ranks
 
-__all__ = ["ranks"]
+__all__ = ["jobs", "ranks"]

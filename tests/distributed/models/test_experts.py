@@ -43,6 +43,9 @@ LORA = [
     "model.optim.lr=5e-3",
 ]
 TARGETS = "model.peft.lora_tuning.target_modules"
+# A token with nearly equal scores of two experts may choose the other one after a step that was rounded differently: about
+# one choice in 10,000 after three steps, where scores differ by 3e-6. One such token moves the mean margin by 1e-4.
+NEAR_TIES = 1e-3
 BALANCE = "model.moe_aux_loss_coeff=0.02"
 # Name of a run: the algorithm, the family, the overrides.
 RUNS: dict[str, tuple[str, str, list[str]]] = {
@@ -105,7 +108,7 @@ def test_same_trajectory(name: str, layout: str, steps: int, whole: Callable[[st
     ours, expected = trajectory(whole(name, layout, steps)), trajectory(whole(name, "one_rank", steps))
     assert expected[0]["train/moe_aux_loss"] > 1.05, "experts must be chosen unevenly, or their number proves nothing"
     assert expected[-1]["val/rewards_margin"] > 0.05, "the policy must move, or equality proves nothing"
-    assert_same(ours, expected, steps=steps)
+    assert_same(ours, expected, steps=steps, later=NEAR_TIES)
 
 
 MOVES = [("ep2", "one_rank"), ("one_rank", "tp2_ep2_whole_experts"), ("tp2_ep2", "pp2_ep2"), ("pp2_ep2", "ep4")]
@@ -139,7 +142,7 @@ def test_resumed(
         return
     assert ours[:stop] == expected[:stop]
     assert ours[stop:] != expected[stop:], "later steps were recomputed with other rounding"
-    assert_same(ours[stop:], expected[stop:], steps=steps - stop)
+    assert_same(ours[stop:], expected[stop:], steps=steps - stop, first=NEAR_TIES, later=NEAR_TIES)
 
 
 def unevenly_shared(model: Path, counts: list[int], expert_parallel: int) -> tuple[list[float], int, int]:

@@ -1,0 +1,53 @@
+"""Training runs that several tests inspect; each is made once a session, by the worker that asks for it first."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.training_jobs import train
+
+FINISHED = "finished"  # written next to the run folder when the job is done
+
+
+class JobCache:
+    """Runs ``train`` with a tiny model for each new combination of arguments, and returns the folder of the run.
+
+    Tests of all files and workers share the folders: a test that changes one must copy it first.
+    """
+
+    def __init__(self, ranks: RankPool, folder: Path, *, models: Callable[[str], Path], rows: Mapping[str, Path]) -> None:
+        self._ranks, self._folder = ranks, folder
+        self._models, self._rows = models, rows  # family -> Hugging Face folder; algorithm -> rows
+
+    def __call__(
+        self,
+        algorithm: str = "kto",
+        *,
+        overrides: Sequence[str] = (),
+        world_size: int = 1,
+        family: str = "llama",
+        run: Callable[..., None] = train,
+    ) -> Path:
+        """Return the folder of the finished run; ``run`` is ``train`` or another function with its arguments."""
+        key = json.dumps([algorithm, list(overrides), world_size, family, run.__name__])
+        job = self._folder / hashlib.sha256(key.encode()).hexdigest()[:16]
+        with _locked(job.with_suffix(".lock")):
+            if not (job / FINISHED).exists():
+                job.mkdir(exist_ok=True)
+                arguments = (self._models(family), self._rows[algorithm], job / "run", world_size, [*overrides], algorithm)
+                self._ranks.run(world_size, run, *arguments)
+                (job / FINISHED).touch()
+        return job / "run"
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    with file.open("w") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)  # released when the file is closed
+        yield
