@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_kto.architecture.config_file import CONFIG, read_config_file
-from nemo_kto.architecture.families import Experts, Family, Layers, ParamMapping, Temperature
+from nemo_kto.architecture.families import Experts, Family, Temperature
 from nemo_kto.architecture.families.table import Windows
+from nemo_kto.architecture.mixers import SequenceMixer
+from nemo_kto.architecture.param_mapping import Layers, ParamMapping
 from nemo_kto.architecture.rope import Rope, read_rope
 from nemo_kto.errors import UserError
 
@@ -41,6 +43,7 @@ class Architecture:
     rope: Rope
     windows: Windows  # number of tokens each layer attends to, including the current one; None for all
     rotates: tuple[bool, ...]  # whether each layer has RoPE
+    mixers: tuple[SequenceMixer, ...]  # sequence mixer of each layer
     tied: bool  # the output layer shares its weight with the embedding
     rotated_norm: bool = False  # in layers with a rotation, queries and keys are normalised after it, without weights
     temperature: Temperature | None = None  # in layers without a rotation; None for no scaling
@@ -69,21 +72,16 @@ class Architecture:
     @property
     def unsupported_by_te(self) -> tuple[str, ...]:
         """Features of the model that Transformer Engine's layers lack; with any of them, the torch layers are used."""
-        features = {
-            "norms after attention and MLP": self.post_norm,
-            "query and key norms over all heads": self.all_heads_norm,
-            "a separate RoPE for sliding-window layers": self.local_rope is not None,
-            "an attention factor for some layers or channels": self.rope.factor_in_table,
-            "a soft cap on attention scores": self.attention_softcap is not None,
-            "sinks in the softmax": self.sinks,
-            "experts with biases": self.expert_bias,
-            "a clamped activation": self.swiglu_limit is not None,
-            "attention in chunks": self.family.chunked and any(self.windows),
-            "interleaved RoPE": self.family.interleaved_rotary,
-            "query and key norms after RoPE": self.rotated_norm,
-            "attention temperature scaling": self.temperature is not None,
-        }
+        features = {"norms after attention and MLP": self.post_norm}
+        for mixer in set(self.mixers):
+            features |= mixer.unsupported_by_te(self)
+        features |= {"experts with biases": self.expert_bias, "a clamped activation": self.swiglu_limit is not None}
         return tuple(feature for feature, has in features.items() if has)
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """Keys of the configuration that its sequence mixers do not support, each with the reason."""
+        return {key: why for mixer in set(self.mixers) for key, why in mixer.refused.items()}
 
     @property
     def attends_in_blocks(self) -> bool:
@@ -239,6 +237,7 @@ def _architecture(
         local_rope=ropes[1] if family.local_rope else None,
         windows=family.windows(config),
         rotates=rotates,
+        mixers=family.mixers(config),
         temperature=family.temperature(config),
         tied=bool(config.tie_word_embeddings),
         experts=experts,

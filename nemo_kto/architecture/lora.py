@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass, replace
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.families import FAMILIES, Family, ParamMapping, Split
+from nemo_kto.architecture.families import FAMILIES, Family
+from nemo_kto.architecture.mixers import SoftmaxAttention
+from nemo_kto.architecture.param_mapping import ParamMapping, Split
 from nemo_kto.architecture.segments import split_dimension
 
 # Names of linear layers in Hugging Face models, which PEFT uses; NEMO_TARGETS has NeMo's names for groups of them.
-HUGGING_FACE_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+HUGGING_FACE_TARGETS = (*SoftmaxAttention.lora_targets, "gate_proj", "up_proj", "down_proj")
 EMBEDDING = "embed_tokens"
 MAX_ALPHA = 1_000_000  # far above usual values, and far below the fp32 maximum
 NEMO_TARGETS: dict[str, tuple[str, ...]] = {
@@ -18,7 +20,7 @@ NEMO_TARGETS: dict[str, tuple[str, ...]] = {
     "attention_dense": ("o_proj",),
     "mlp_fc1": ("gate_proj", "up_proj"),
     "mlp_fc2": ("down_proj",),
-    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "attention": SoftmaxAttention.lora_targets,
     "mlp": ("gate_proj", "up_proj", "down_proj"),
     "all": HUGGING_FACE_TARGETS,
     "all-linear": HUGGING_FACE_TARGETS,  # PEFT's name

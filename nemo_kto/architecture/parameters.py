@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.families import ParamMapping, Split
 from nemo_kto.architecture.lora import LoRASettings, adapted_mappings, adapter_mappings
+from nemo_kto.architecture.param_mapping import ParamMapping, Split
 from nemo_kto.architecture.segments import is_cut, segments, shards, source_shapes, split_dimension
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 

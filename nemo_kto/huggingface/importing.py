@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nemo_kto.architecture.architecture import Architecture, read_architecture
 from nemo_kto.architecture.config_file import CONFIG
-from nemo_kto.architecture.families import ParamMapping, Split
+from nemo_kto.architecture.param_mapping import ParamMapping, Split
 from nemo_kto.architecture.segments import source_shapes, split_dimension
 from nemo_kto.artifacts.content import copy_companions, with_dtype
 from nemo_kto.artifacts.safetensors_files import INDEX, is_our_model, write_shards

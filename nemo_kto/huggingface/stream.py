@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.families import ParamMapping
+from nemo_kto.architecture.param_mapping import ParamMapping
 from nemo_kto.architecture.segments import is_cut, segments, source_shapes, split_dimension
 from nemo_kto.device import device
 from nemo_kto.distributed import state

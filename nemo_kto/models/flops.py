@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.families import ParamMapping, Split
 from nemo_kto.architecture.lora import EMBEDDING, LoRASettings, adapted_mappings, hf_module
+from nemo_kto.architecture.mixers import AttentionWindow
+from nemo_kto.architecture.param_mapping import ParamMapping, Split
 from nemo_kto.architecture.segments import source_shapes, split_dimension
 from nemo_kto.models.engine.sequences import SequenceBatch
 
-ATTENTION, MLP, EXPERTS, SHARED_EXPERTS = "self_attention", "mlp", "mlp.experts", "mlp.shared_experts"
+MIXER, MLP, EXPERTS, SHARED_EXPERTS = "self_attention", "mlp", "mlp.experts", "mlp.shared_experts"
 
 
 class Block(NamedTuple):
     """A part of a layer with a residual connection around it; experts and shared expert share one."""
 
     layer: int  # from 0
-    name: str  # ATTENTION, MLP, EXPERTS or SHARED_EXPERTS
+    name: str  # MIXER, MLP, EXPERTS or SHARED_EXPERTS
     adapted: tuple[ParamMapping, ...]  # parameters with adapters, listed once for all experts
     enters: bool  # the input of the block requires a gradient
     inside: bool  # the input of its last linear layer does
@@ -34,7 +35,7 @@ def blocks_of(
 ) -> Iterator[Block]:
     """Yield the blocks of consecutive layers in forward order; ``enters``: the input of the first requires a gradient."""
     enters = enters or adapters is None  # without adapters all weights are trained
-    adapted: dict[str, tuple[ParamMapping, ...]] = dict.fromkeys((ATTENTION, MLP, EXPERTS, SHARED_EXPERTS), ())
+    adapted: dict[str, tuple[ParamMapping, ...]] = dict.fromkeys((MIXER, MLP, EXPERTS, SHARED_EXPERTS), ())
     for mapping in [] if adapters is None else adapted_mappings(architecture, adapters):
         # decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight belongs to mlp.experts
         path = mapping.mcore_name.removeprefix("decoder.layers.{layer}.").replace(".local_experts.{expert}", "")
@@ -45,7 +46,7 @@ def blocks_of(
     mixture = (EXPERTS, SHARED_EXPERTS) if shared else (EXPERTS,)
     for layer in layers:
         selected = adapters is not None and (adapters.layers is None or layer + 1 in adapters.layers)
-        for names in ((ATTENTION,), mixture if architecture.sparse_layers[layer] else (MLP,)):
+        for names in ((MIXER,), mixture if architecture.sparse_layers[layer] else (MLP,)):
             found = [adapted[name] if selected else () for name in names]
             for name, mappings in zip(names, found, strict=True):
                 columns = any(split_dimension(mapping) == 0 for mapping in mappings)
@@ -59,30 +60,6 @@ class Passes(NamedTuple):
     forward: int = 0  # with adapters if there are any
     disabled: int = 0  # forward passes with adapters disabled
     backward: int = 0
-
-
-class AttentionWindow(NamedTuple):
-    """The tokens that a token attends to in a layer: itself and earlier ones."""
-
-    size: int | None  # maximum number of these tokens; None for no limit
-    chunked: bool = False  # the window is the chunk of ``size`` tokens that contains the token; if False, it slides
-
-    def pairs(self, length: int) -> int:
-        """Return the number of pairs of a token and a token it attends to, in a sequence of ``length`` tokens.
-
-        Examples:
-            >>> AttentionWindow(None).pairs(5), AttentionWindow(2).pairs(5), AttentionWindow(2, chunked=True).pairs(5)
-            (15, 9, 7)
-        """
-        if self.size is None:
-            return _triangle(length)
-        if self.chunked:
-            return length // self.size * _triangle(self.size) + _triangle(length % self.size)
-        return _triangle(length) - _triangle(max(0, length - self.size))
-
-
-def _triangle(number: int) -> int:
-    return number * (number + 1) // 2
 
 
 class Flops(NamedTuple):
@@ -177,23 +154,19 @@ def _sum(products: list[_Product], per_token_pair: Mapping[AttentionWindow, int]
 
 def _attention(architecture: Architecture, blocks: Sequence[Block], *, backward: bool) -> dict[AttentionWindow, int]:
     """Return the FLOPs of scores and values per pair of tokens, keyed by attention window."""
-    flops = 4 * architecture.num_attention_heads * architecture.head_dim
     found: dict[AttentionWindow, int] = {}
     for block in blocks:
-        if block.name == ATTENTION:
-            size = architecture.windows[block.layer]
-            window = AttentionWindow(size, chunked=architecture.family.chunked and size is not None)
-            products = 2 * block.inside if backward else 1
-            found[window] = found.get(window, 0) + products * flops
+        if block.name == MIXER:
+            window, flops = architecture.mixers[block.layer].pair_flops(architecture, block.layer)
+            found[window] = found.get(window, 0) + (2 * block.inside if backward else 1) * flops
     return found
 
 
 def _base_products(architecture: Architecture, block: Block) -> Iterator[_Product]:
     """Yield the products with a block's weights: query, key, value (gate, up, router), then attention output (down)."""
-    hidden, head_dim, experts = architecture.hidden_size, architecture.head_dim, architecture.experts
-    if block.name == ATTENTION:
-        heads, groups = architecture.num_attention_heads, architecture.num_query_groups
-        first, last = hidden * head_dim * (heads + 2 * groups), hidden * head_dim * heads
+    hidden, experts = architecture.hidden_size, architecture.experts
+    if block.name == MIXER:
+        first, last = architecture.mixers[block.layer].products(architecture)
     elif block.name == MLP or experts is None:
         first, last = 2 * hidden * architecture.ffn_hidden_size, hidden * architecture.ffn_hidden_size
     elif block.name == SHARED_EXPERTS:
@@ -202,8 +175,8 @@ def _base_products(architecture: Architecture, block: Block) -> Iterator[_Produc
     else:
         last = experts.per_token * hidden * experts.ffn_hidden_size
         first = 2 * last + hidden * experts.number
-    yield _Product(2 * first, block.name != ATTENTION, block.enters)
-    yield _Product(2 * last, block.name != ATTENTION, block.inside)
+    yield _Product(2 * first, block.name != MIXER, block.enters)
+    yield _Product(2 * last, block.name != MIXER, block.inside)
 
 
 def _adapter_products(architecture: Architecture, blocks: Sequence[Block], adapters: LoRASettings) -> Iterator[_Product]:
@@ -217,5 +190,5 @@ def _adapter_products(architecture: Architecture, blocks: Sequence[Block], adapt
         has_gradient = block.enters if split_dimension(mapping) == 0 else block.inside
         for name, (rows, columns) in zip(mapping.hf_names, source_shapes(mapping, architecture), strict=True):
             if hf_module(name) in adapters.modules:
-                yield _Product(2 * experts * adapters.rank * columns, block.name != ATTENTION, has_gradient)
-                yield _Product(2 * experts * adapters.rank * rows, block.name != ATTENTION, True)
+                yield _Product(2 * experts * adapters.rank * columns, block.name != MIXER, has_gradient)
+                yield _Product(2 * experts * adapters.rank * rows, block.name != MIXER, True)

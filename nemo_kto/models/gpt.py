@@ -27,18 +27,6 @@ from nemo_kto.distributed.gradients import added_to_main_grad, main_grad_of
 from nemo_kto.models.layers.attention import PackedSequences
 from nemo_kto.models.transformer import block_spec, transformer_config
 
-# Parameters whose size depends on the number of zero heads that pad the model for the tensor-parallel size.
-_PADDED_WITH_HEADS = (
-    "self_attention.linear_qkv.weight",
-    "self_attention.linear_qkv.bias",
-    "self_attention.linear_proj.weight",
-    "self_attention.core_attention.softmax_offset",
-    "self_attention.linear_qkv.lora_b",
-    "self_attention.linear_qkv.lora_magnitude",
-    "self_attention.linear_proj.lora_a",
-    "embedding.word_embeddings.lora_b",
-)
-
 
 class _HiddenStateOutput(ColumnParallelLinear):
     """Output layer that holds the weight but returns its input unchanged."""
@@ -106,6 +94,8 @@ class HiddenStateGPT(GPTModel):
     adapters: LoRASettings | None = None  # those that ``add_adapters`` applied; None: the model's own weights are trained
     logit_softcap: float | None = None  # c in c tanh(logit / c); None: no soft cap
     shares_prompts = True  # its attention supports packs whose sequences share prompts
+    # ends of the names of parameters whose size depends on the number of zero heads that pad the model
+    padded_with_heads: tuple[str, ...] = ()
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -150,7 +140,7 @@ class HiddenStateGPT(GPTModel):
         """Return GPTModel's sharded state; tensors padded with zero heads may be loaded with more or fewer of them."""
         state = super().sharded_state_dict(*args, **kwargs)
         for name, tensor in state.items():
-            if isinstance(tensor, ShardedTensor) and name.endswith(_PADDED_WITH_HEADS):
+            if isinstance(tensor, ShardedTensor) and name.endswith(self.padded_with_heads):
                 tensor.allow_shape_mismatch = True  # truncates or zero-fills at the end, where the padding is
         return state
 
@@ -218,6 +208,8 @@ def build_gpt(
             post_process=post_process,
             vp_stage=vp_stage,
         )
+    of_layers = {name for mixer in architecture.mixers for name in mixer.padded_with_heads}
+    model.padded_with_heads = (*of_layers, "embedding.word_embeddings.lora_b")
     model.logit_softcap = architecture.logit_softcap
     model.shares_prompts = share_prompts or not use_te
     if pre_process and architecture.scaled_embedding:

@@ -259,7 +259,7 @@ def _activations(training: Training, stage: int, parameters: list[RankParameter]
     rotated: float = training.micro_batch_width  # the table's positions; below also its values gathered for each token
     if training.packed or training.context_parallel > 1:
         rotated += tokens if training.packed else training.micro_batch_width / training.context_parallel
-    rotations = saved.rotations() * rotated * len(chunks)
+    rotations = saved.tables() * rotated * len(chunks)
     once = rotations + saved.gradients_of_layer() * tokens + _recomputation(training, max(map(len, chunks)))
     # a layer's largest weight gradient before it is accumulated; in fp32 on the CPU it is added directly
     in_layers = [each.numel for each in parameters if each.trained and ".layers." in each.name]

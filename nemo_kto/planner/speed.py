@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from nemo_kto.architecture.families import Split
 from nemo_kto.architecture.lora import adapted_mappings
+from nemo_kto.architecture.param_mapping import Split
 from nemo_kto.architecture.segments import split_dimension
-from nemo_kto.models.flops import ATTENTION, EXPERTS, Block, Passes
+from nemo_kto.models.flops import EXPERTS, MIXER, Block, Passes
 from nemo_kto.planner.memory import Training
 
 _FP32, _FP64, _INT64 = 4, 8, 8
@@ -174,7 +174,7 @@ def _context(training: Training, step: Step, stage: int) -> float:
     tokens = step.computed / training.replicas
     each = 2 * groups * architecture.head_dim * training.element_bytes * tokens * others
     again = 1 if training.recompute == "full" or "core_attn" in training.recomputed else 0
-    attentions = [block for block in training.blocks[stage] if block.name == ATTENTION]
+    attentions = [block for block in training.blocks[stage] if block.name == MIXER]
     passes = (1 + step.forward_only + again) * len(attentions)
     passes += sum(block.inside for block in attentions) * (2 if training.on_gpu else 1)
     sums = 0.0
@@ -225,7 +225,7 @@ def _expert(training: Training, step: Step, stage: int) -> float:
 
 def _again(training: Training, block: Block) -> int:
     """Return how often the forward pass of a block is computed again."""
-    return int(training.recompute == "full" or ("mlp" in training.recomputed and block.name != ATTENTION))
+    return int(training.recompute == "full" or ("mlp" in training.recomputed and block.name != MIXER))
 
 
 # Fraction of its peak that a GPU reaches in large bf16 matrix products, without waiting for other ranks: Megatron-LM's own

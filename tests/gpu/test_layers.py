@@ -11,13 +11,14 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.architecture.mixers.softmax_attention import QUERY_BLOCK
 from nemo_kto.device import device
 from nemo_kto.device.kernels import uses_transformer_engine
 from nemo_kto.distributed import state
 from nemo_kto.huggingface.weights import load_weights
 from nemo_kto.models.gpt import build_gpt
 from nemo_kto.models.layers.attention import PackedSequences
-from nemo_kto.models.layers.block_attention import BLOCK, block_attention
+from nemo_kto.models.layers.block_attention import block_attention
 from nemo_kto.models.layers.packing import Prompts, token_positions
 from tests.helpers import hf_jobs, hf_models
 from tests.helpers.engine_layers import engine_layers
@@ -110,7 +111,7 @@ def test_shared_prompts_with_transformer_engine(window: int | None, tmp_path: Pa
 def test_block_attention_equals_the_cpu(more: dict[str, Any], dtype: torch.dtype, close: float) -> None:
     """Values and gradients, over more than one block of queries; fp32 products may be those of TF32."""
     draw = torch.Generator().manual_seed(0)
-    parts = [torch.randn(1, heads, BLOCK + 72, 64, generator=draw).to(dtype) for heads in (8, 4, 4)]
+    parts = [torch.randn(1, heads, QUERY_BLOCK + 72, 64, generator=draw).to(dtype) for heads in (8, 4, 4)]
     parts += [torch.randn(8, generator=draw).to(dtype)] * ("window" in more)
     settings = {"attn_mask": None, "is_causal": True, "scale": 0.125, "enable_gqa": True, **more}
     found = []

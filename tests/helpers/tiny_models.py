@@ -119,6 +119,7 @@ def tiny_architecture(family: str, **changes: Any) -> Any:
     """An Architecture of two layers with six heads of size 2 in three groups; ``changes``: its other fields."""
     from nemo_kto.architecture.architecture import Architecture
     from nemo_kto.architecture.families import FAMILIES
+    from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION
     from nemo_kto.architecture.rope import Rope
 
     sizes: dict[str, Any] = {
@@ -135,6 +136,7 @@ def tiny_architecture(family: str, **changes: Any) -> Any:
         "rope": Rope(frequencies=(1.0,)),
         "windows": (None, None),
         "rotates": (True, True),
+        "mixers": (SOFTMAX_ATTENTION, SOFTMAX_ATTENTION),
         "tied": False,
     }
     return Architecture(family=FAMILIES[family], **(sizes | changes))

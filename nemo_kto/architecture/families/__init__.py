@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from nemo_kto.architecture.families.table import ExpertFields, Experts, Family, Layers, ParamMapping, Split, Temperature
+from nemo_kto.architecture.families.table import ExpertFields, Experts, Family, Temperature
 
-__all__ = ["FAMILIES", "ExpertFields", "Experts", "Family", "Layers", "ParamMapping", "Split", "Temperature"]
+__all__ = ["FAMILIES", "ExpertFields", "Experts", "Family", "Temperature"]
 
 _MODULES = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
 _FOUND = [value for module in _MODULES for value in vars(module).values() if isinstance(value, Family)]

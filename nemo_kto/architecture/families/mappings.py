@@ -5,62 +5,45 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from nemo_kto.architecture.families.table import Layers, ParamMapping, Split
+from nemo_kto.architecture.mixers import SoftmaxAttention
+from nemo_kto.architecture.param_mapping import HF, MCORE, Layers, ParamMapping, Shape, Split, replicated
 
 Mappings = tuple[ParamMapping, ...]
-Shape = tuple[str | int, ...]
 
-MCORE, HF = "decoder.layers.{layer}.", "model.layers.{layer}."  # prefixes of the names in a layer
-_ATTENTION, _MLP = HF + "self_attn.", HF + "mlp."
+_MLP = HF + "mlp."
 _EXPERT = "mlp.experts.local_experts.{expert}."
-
-
-def _qkv(kind: str, *sizes: str) -> dict[str, Shape]:
-    widths = {"q": "query", "k": "key_value", "v": "key_value"}
-    return {f"{_ATTENTION}{part}_proj.{kind}": (width, *sizes) for part, width in widths.items()}
 
 
 def _gate_and_up(kind: str, *sizes: str) -> dict[str, Shape]:
     return {f"{_MLP}{part}_proj.{kind}": ("ffn", *sizes) for part in ("gate", "up")}
 
 
-# mcore_name, hf_names, split, required_flag
-_DENSE: tuple[tuple[str, dict[str, Shape], Split, str], ...] = (
-    ("embedding.word_embeddings.weight", {"model.embed_tokens.weight": ("vocabulary", "hidden")}, Split.VOCABULARY, ""),
-    (MCORE + "input_layernorm.weight", {HF + "input_layernorm.weight": ("hidden",)}, Split.REPLICATED, ""),
-    (MCORE + "self_attention.linear_qkv.weight", _qkv("weight", "hidden"), Split.QKV, ""),
-    (MCORE + "self_attention.linear_qkv.bias", _qkv("bias"), Split.QKV, "qkv_bias"),
-    (MCORE + "self_attention.linear_proj.weight", {_ATTENTION + "o_proj.weight": ("hidden", "query")}, Split.HEADS, ""),
-    (MCORE + "self_attention.linear_proj.bias", {_ATTENTION + "o_proj.bias": ("hidden",)}, Split.REPLICATED, "output_bias"),
-    (MCORE + "pre_mlp_layernorm.weight", {HF + "post_attention_layernorm.weight": ("hidden",)}, Split.REPLICATED, ""),
-    (MCORE + "mlp.linear_fc1.weight", _gate_and_up("weight", "hidden"), Split.GATED, ""),
-    (MCORE + "mlp.linear_fc1.bias", _gate_and_up("bias"), Split.GATED, "mlp_bias"),
-    (MCORE + "mlp.linear_fc2.weight", {_MLP + "down_proj.weight": ("hidden", "ffn")}, Split.ROW_PARALLEL, ""),
-    (MCORE + "mlp.linear_fc2.bias", {_MLP + "down_proj.bias": ("hidden",)}, Split.REPLICATED, "mlp_bias"),
-    ("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}, Split.REPLICATED, ""),
-    ("output_layer.weight", {"lm_head.weight": ("vocabulary", "hidden")}, Split.VOCABULARY, "untied"),
+def _embedding(mcore_name: str, hf_name: str, flag: str = "") -> ParamMapping:
+    shapes: dict[str, Shape] = {hf_name: ("vocabulary", "hidden")}
+    return ParamMapping(mcore_name=mcore_name, hf_names=shapes, split=Split.VOCABULARY, required_flag=flag)
+
+
+def _mlp(name: str, hf_names: dict[str, Shape], split: Split, flag: str = "") -> ParamMapping:
+    return ParamMapping(mcore_name=f"{MCORE}mlp.{name}", hf_names=hf_names, split=split, required_flag=flag)
+
+
+DENSE: Mappings = (
+    _embedding("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+    replicated("input_layernorm.weight", "input_layernorm.weight", "hidden"),
+    *SoftmaxAttention.weights,
+    replicated("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
+    _mlp("linear_fc1.weight", _gate_and_up("weight", "hidden"), Split.GATED),
+    _mlp("linear_fc1.bias", _gate_and_up("bias"), Split.GATED, "mlp_bias"),
+    _mlp("linear_fc2.weight", {_MLP + "down_proj.weight": ("hidden", "ffn")}, Split.ROW_PARALLEL),
+    _mlp("linear_fc2.bias", {_MLP + "down_proj.bias": ("hidden",)}, Split.REPLICATED, "mlp_bias"),
+    ParamMapping(
+        mcore_name="decoder.final_layernorm.weight", hf_names={"model.norm.weight": ("hidden",)}, split=Split.REPLICATED
+    ),
+    _embedding("output_layer.weight", "lm_head.weight", "untied"),
 )
-DENSE: Mappings = tuple(
-    ParamMapping(mcore_name=mcore_name, hf_names=hf_names, split=split, required_flag=flag)
-    for mcore_name, hf_names, split, flag in _DENSE
-)
-
-
-def _replicated(mcore_name: str, hf_name: str, *shape: str) -> ParamMapping:
-    return ParamMapping(mcore_name=MCORE + mcore_name, hf_names={HF + hf_name: shape}, split=Split.REPLICATED)
-
-
-def qk_norms(query: str, key: str) -> Mappings:
-    """Return the norms of queries and keys with these widths: ``head``, or all heads together."""
-    return (
-        _replicated("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", query),
-        _replicated("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", key),
-    )
-
-
 POST_NORMS: Mappings = (
-    _replicated("post_attention_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
-    _replicated("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight", "hidden"),
+    replicated("post_attention_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
+    replicated("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight", "hidden"),
 )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from nemo_kto.architecture.families.fields import ModelFields
+from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION, SequenceMixer
+from nemo_kto.architecture.param_mapping import ParamMapping
 from nemo_kto.architecture.rope import rope_settings
 
 if TYPE_CHECKING:
@@ -19,14 +20,6 @@ Windows = tuple[int | None, ...]
 SLIDING = ("sliding_window", "")
 SLIDING_LAYERS = ("sliding_window", "sliding_attention")
 CHUNKED_LAYERS = ("attention_chunk_size", "chunked_attention")
-
-
-class Layers(Enum):
-    """Which layers have a parameter."""
-
-    ALL = "every layer, or it lies outside of the layers"
-    DENSE = "layers with one MLP"
-    SPARSE = "layers with experts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,47 +87,6 @@ class Temperature:
     scale: float
 
 
-class Split(Enum):
-    """Ways to assemble a parameter from the file's weights and to shard it over tensor-parallel ranks."""
-
-    REPLICATED = "every rank holds all of it"
-    VOCABULARY = "rows are tokens; cut by rows, padded with zero rows"
-    QKV = "for each key-value head: its query heads, its key, its value; cut by rows, padded with zero heads"
-    HEADS = "columns are the query heads, padded with zero heads; cut by columns"
-    HEAD_NUMBERS = "a number for each query head, padded with zeros; cut by heads"
-    GATED = "on each rank: its rows of the gate, then its rows of the up projection"
-    INTERLEAVED = "as gated; in the file each row of the gate stands before the row of the up projection it belongs to"
-    ROW_PARALLEL = "the weight of a row-parallel layer: cut along its input, by columns"
-    STACKED = "one weight under the other; every rank holds all of it"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParamMapping:
-    """Mapping between a megatron-core parameter and the Hugging Face weights it holds."""
-
-    # Name in megatron-core's local layers, with ``{layer}`` for the number of the layer in the whole model and ``{expert}``
-    # for the number of the expert in its layer.
-    mcore_name: str
-    # Name and shape of each weight in the file; sizes are names from ``Architecture.sizes`` or integers. A single name for a
-    # split of several weights means that the file has them concatenated along the rows of one tensor. A name without
-    # ``{expert}`` for a weight of an expert means that the file has the weights of all experts in one tensor.
-    hf_names: Mapping[str, tuple[str | int, ...]]
-    split: Split  # how the parameter is assembled from the weights and sharded
-    required_flag: str = ""  # flag of ``Architecture`` without which the parameter does not exist; empty if it always exists
-    layers: Layers = Layers.ALL  # layers that have the parameter
-    transposed: bool = False  # the file stores the transpose of the weight with this shape
-
-    @property
-    def of_expert(self) -> bool:
-        """Whether this is a parameter of an expert, which is sharded over the expert-tensor-parallel ranks."""
-        return "{expert}" in self.mcore_name
-
-    @property
-    def joins_experts(self) -> bool:
-        """Whether the file has the experts of a layer in one tensor, stacked along its first dimension."""
-        return self.of_expert and not any("{expert}" in name for name in self.hf_names)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """Everything the project knows about a model family."""
@@ -164,6 +116,10 @@ class Family:
     mxfp4: bool = False  # files may have the matrices of experts in MXFP4, which are dequantized when they are read
     dense_width: str = "intermediate_size"  # field with the MLP width of layers without experts
     experts: ExpertFields | None = None  # None for a dense family
+    # Sequence mixer of each layer.
+    mixers: Callable[[PretrainedConfig], tuple[SequenceMixer, ...]] = lambda config: (
+        (SOFTMAX_ATTENTION,) * config.num_hidden_layers
+    )
 
     @property
     def chunked(self) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-BLOCK = 128  # queries per block, for which scores exist at the same time
+from nemo_kto.architecture.mixers.softmax_attention import QUERY_BLOCK
 
 
 def block_attention(
@@ -72,8 +72,8 @@ class _Blocks:
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
         """Yield each block of queries with a range of keys that contains all keys it may attend to."""
-        for start in range(0, self.queries, BLOCK):
-            stop = min(start + BLOCK, self.queries)
+        for start in range(0, self.queries, QUERY_BLOCK):
+            stop = min(start + QUERY_BLOCK, self.queries)
             if self.seen is not None:
                 yield slice(start, stop), slice(0, self.keys)
                 continue

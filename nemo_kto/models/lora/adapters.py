@@ -29,7 +29,6 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.families import ParamMapping, Split
 from nemo_kto.architecture.lora import (
     LORA_A,
     LORA_B,
@@ -40,6 +39,7 @@ from nemo_kto.architecture.lora import (
     embedding_problem,
     hf_module,
 )
+from nemo_kto.architecture.param_mapping import ParamMapping, Split
 from nemo_kto.architecture.segments import held, pieces, source_shapes, split_dimension
 from nemo_kto.distributed import state
 from nemo_kto.distributed.gradients import finish_gathers

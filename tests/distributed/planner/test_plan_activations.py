@@ -86,7 +86,7 @@ def expected(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASet
     recomputed = options.get("modules", ["mlp"]) if options.get("recompute") == "selective" else ()
     return (
         saved.layer(recomputed) * tokens
-        + saved.rotations() * (tokens if options.get("packed") else length)
+        + saved.tables() * (tokens if options.get("packed") else length)
         + saved.adapter_matrices(recomputed)
     )
 

@@ -8,7 +8,8 @@ from itertools import product
 import torch
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.families import FAMILIES, Experts, ParamMapping
+from nemo_kto.architecture.families import FAMILIES, Experts
+from nemo_kto.architecture.param_mapping import ParamMapping
 from nemo_kto.architecture.segments import Segment, cut, place_in_file, segments, split_dimension
 from nemo_kto.huggingface.mapping import wanted_weights
 from tests.helpers.tiny_models import tiny_architecture

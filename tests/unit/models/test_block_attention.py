@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from nemo_kto.models.layers.block_attention import BLOCK, block_attention
+from nemo_kto.architecture.mixers.softmax_attention import QUERY_BLOCK
+from nemo_kto.models.layers.block_attention import block_attention
 from tests.helpers.messages import Message, raises
 
-LENGTH, HEADS, GROUPS, SIZE, SCALE, CAP = BLOCK + 37, 4, 2, 8, 0.9, 2.5
+LENGTH, HEADS, GROUPS, SIZE, SCALE, CAP = QUERY_BLOCK + 37, 4, 2, 8, 0.9, 2.5
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 WINDOW = CAUSAL & ~CAUSAL.tril(-5)
 PLACE = torch.arange(LENGTH)
@@ -92,10 +93,10 @@ def test_a_window_equals_a_mask(before: int) -> None:
 def test_keys_beyond_the_window_of_a_block_are_not_read() -> None:
     from tests.distributed.models.test_logprobs import LargestTensor
 
-    long = [torch.randn(1, 1, 4 * BLOCK, 2, requires_grad=True) for _ in range(3)]
+    long = [torch.randn(1, 1, 4 * QUERY_BLOCK, 2, requires_grad=True) for _ in range(3)]
     with LargestTensor() as largest:
         attend(*long, mask=None, window=9).sum().backward()
-    assert largest.elements == BLOCK * (BLOCK + 8)
+    assert largest.elements == QUERY_BLOCK * (QUERY_BLOCK + 8)
 
 
 def test_bf16_uses_fp32_between_the_products() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.architecture.families import FAMILIES, Experts, Layers, Split
+from nemo_kto.architecture.families import FAMILIES, Experts
 from nemo_kto.architecture.lora import (
     HUGGING_FACE_TARGETS,
     TARGET_MODULES,
@@ -18,6 +18,7 @@ from nemo_kto.architecture.lora import (
     adapts_experts,
     embedding_problem,
 )
+from nemo_kto.architecture.param_mapping import Layers, Split
 from nemo_kto.architecture.segments import Segment, held, pieces, segments, source_shapes
 from nemo_kto.models.lora.adapters import is_adapter
 from nemo_kto.models.lora.layers import adapt_linear

@@ -145,7 +145,7 @@ def test_the_offloaded_part_of_the_optimizer(architecture: Architecture) -> None
 def test_in_flight_micro_batches_of_a_stage(architecture: Architecture) -> None:
     saved = Activations(architecture=architecture, element_bytes=4)
     layer = saved.layer() * TOKENS
-    moment = saved.gradients_of_layer() * TOKENS + saved.rotations() * WIDTH
+    moment = saved.gradients_of_layer() * TOKENS + saved.tables() * WIDTH
     stages = stages_memory(training(architecture, split=PipelineSplit(stages=4)))
     expected = [count * layer + moment for count in (4, 3, 2, 1)]
     expected[0] += 4 * saved.embedding() * TOKENS
@@ -159,7 +159,7 @@ def test_in_flight_micro_batches_of_virtual_stages(architecture: Architecture) -
     """Two layers a stage in two chunks of one: of five passes on the first stage four are in its first chunk."""
     saved = Activations(architecture=architecture, element_bytes=4)
     layer, split = saved.layer() * TOKENS, PipelineSplit(stages=2, chunks=2)
-    moment = saved.gradients_of_layer() * TOKENS + 2 * saved.rotations() * WIDTH
+    moment = saved.gradients_of_layer() * TOKENS + 2 * saved.tables() * WIDTH
     stages = stages_memory(training(architecture, split=split))
     assert [stage.activations for stage in stages] == [
         5 * layer + moment + 4 * saved.embedding() * TOKENS,
@@ -191,7 +191,7 @@ def test_recomputed_layers_save_only_inputs(
     memory = first(architecture, recompute="full", recompute_method=method, recompute_layers=count)
     saved = Activations(architecture=architecture, element_bytes=4)
     of_tokens = inputs * 4 * HIDDEN + saved.embedding() + saved.gradients_of_layer()
-    assert memory.activations == ((kept + again) * saved.layer() + of_tokens) * TOKENS + saved.rotations() * WIDTH
+    assert memory.activations == ((kept + again) * saved.layer() + of_tokens) * TOKENS + saved.tables() * WIDTH
 
 
 def test_memory_of_a_chunk_of_logits(architecture: Architecture) -> None:

@@ -61,8 +61,11 @@ def test_the_largest_batch_that_fits_is_named(
         (["model.data.share_prompts=true", "model.micro_batch_size=2"], True, True),
     ],
 )
-def test_prompts_are_shared_where_attention_supports_it(keys: list[str], on_gpu: bool, shares: bool) -> None:
-    assert micro_batch_limits(resolved(*keys), on_gpu=on_gpu).share_prompts is shares
+def test_prompts_are_shared_where_attention_supports_it(
+    keys: list[str], on_gpu: bool, shares: bool, tiny_llama: Path
+) -> None:
+    run = resolved(*keys, f"pretrained_checkpoint.restore_from_path={tiny_llama}")
+    assert micro_batch_limits(run, on_gpu=on_gpu).share_prompts is shares
 
 
 @pytest.mark.parametrize(
@@ -73,8 +76,8 @@ def test_prompts_are_shared_where_attention_supports_it(keys: list[str], on_gpu:
         (["model.micro_batch_size=2", "model.micro_batch_tokens=256"], (2, 256)),
     ],
 )
-def test_the_default_limit_of_tokens(keys: list[str], limits: tuple[int | None, int | None]) -> None:
-    found = micro_batch_limits(resolved(*keys))
+def test_the_default_limit_of_tokens(keys: list[str], limits: tuple[int | None, int | None], tiny_llama: Path) -> None:
+    found = micro_batch_limits(resolved(*keys, f"pretrained_checkpoint.restore_from_path={tiny_llama}"))
     assert (found.prompts, found.tokens) == limits
 
 

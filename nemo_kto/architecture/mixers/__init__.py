@@ -1,0 +1,9 @@
+"""Sequence mixers: the parts of layers in which a token takes in values of earlier tokens. One file each."""
+
+from __future__ import annotations
+
+from nemo_kto.architecture.mixers.mixer import AttentionWindow, LinearLayer, SequenceMixer
+from nemo_kto.architecture.mixers.saving import Saving
+from nemo_kto.architecture.mixers.softmax_attention import SOFTMAX_ATTENTION, SoftmaxAttention
+
+__all__ = ["SOFTMAX_ATTENTION", "AttentionWindow", "LinearLayer", "Saving", "SequenceMixer", "SoftmaxAttention"]

@@ -1,0 +1,148 @@
+"""Softmax attention with grouped heads: weights, FLOPs and saved activations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from nemo_kto.architecture.mixers.mixer import AttentionWindow, LinearLayer, SequenceMixer
+from nemo_kto.architecture.mixers.saving import FP32, Saving
+from nemo_kto.architecture.param_mapping import HF, MCORE, ParamMapping, Shape, Split, replicated
+
+if TYPE_CHECKING:
+    from nemo_kto.architecture.architecture import Architecture
+
+QUERY_BLOCK = 128  # queries for which scores exist at the same time in models/layers/block_attention.py
+_HF = HF + "self_attn."
+_QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def _qkv(kind: str, *sizes: str) -> dict[str, Shape]:
+    return {
+        f"{_HF}{name}.{kind}": (width, *sizes) for name, width in zip(_QKV, ("query", "key_value", "key_value"), strict=True)
+    }
+
+
+def _weight(name: str, hf_names: dict[str, Shape], split: Split, flag: str = "") -> ParamMapping:
+    return ParamMapping(mcore_name=f"{MCORE}self_attention.{name}", hf_names=hf_names, split=split, required_flag=flag)
+
+
+SINKS = _weight("core_attention.softmax_offset", {_HF + "sinks": ("heads",)}, Split.HEAD_NUMBERS)
+
+
+def qk_norms(query: str, key: str) -> tuple[ParamMapping, ParamMapping]:
+    """Return the norms of queries and keys with these widths: ``head``, or all heads together."""
+    return (
+        replicated("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", query),
+        replicated("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", key),
+    )
+
+
+@dataclass(frozen=True)
+class SoftmaxAttention(SequenceMixer):
+    """softmax(scale * q k^T) v, with the windows, soft caps, sinks and norms of the architecture."""
+
+    lora_targets: ClassVar[tuple[str, ...]] = (*_QKV, "o_proj")
+    weights: ClassVar[tuple[ParamMapping, ...]] = (
+        _weight("linear_qkv.weight", _qkv("weight", "hidden"), Split.QKV),
+        _weight("linear_qkv.bias", _qkv("bias"), Split.QKV, "qkv_bias"),
+        _weight("linear_proj.weight", {_HF + "o_proj.weight": ("hidden", "query")}, Split.HEADS),
+        _weight("linear_proj.bias", {_HF + "o_proj.bias": ("hidden",)}, Split.REPLICATED, "output_bias"),
+    )
+    padded_with_heads: ClassVar[tuple[str, ...]] = (
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_qkv.bias",
+        "self_attention.linear_proj.weight",
+        "self_attention.core_attention.softmax_offset",
+        "self_attention.linear_qkv.lora_b",
+        "self_attention.linear_qkv.lora_magnitude",
+        "self_attention.linear_proj.lora_a",
+    )
+
+    def unsupported_by_te(self, architecture: Architecture) -> Mapping[str, bool]:
+        return {
+            "query and key norms over all heads": architecture.all_heads_norm,
+            "a separate RoPE for sliding-window layers": architecture.local_rope is not None,
+            "an attention factor for some layers or channels": architecture.rope.factor_in_table,
+            "a soft cap on attention scores": architecture.attention_softcap is not None,
+            "sinks in the softmax": architecture.sinks,
+            "attention in chunks": architecture.family.chunked and any(architecture.windows),
+            "interleaved RoPE": architecture.family.interleaved_rotary,
+            "query and key norms after RoPE": architecture.rotated_norm,
+            "attention temperature scaling": architecture.temperature is not None,
+        }
+
+    def products(self, architecture: Architecture) -> tuple[int, int]:
+        heads, head = architecture.num_attention_heads, architecture.hidden_size * architecture.head_dim
+        return head * (heads + 2 * architecture.num_query_groups), head * heads
+
+    def pair_flops(self, architecture: Architecture, layer: int) -> tuple[AttentionWindow, int]:
+        size = architecture.windows[layer]
+        window = AttentionWindow(size, chunked=architecture.family.chunked and size is not None)
+        return window, 4 * architecture.num_attention_heads * architecture.head_dim
+
+    def saved_bytes(self, saving: Saving, *, core: bool) -> float:
+        architecture, query, key_value = saving.architecture, _query(saving), _key_value(saving)
+        heads = (architecture.padded_attention_heads + architecture.padded_query_groups) / architecture.tensor_parallel
+        # otherwise the core attention saves its inputs: queries, and two views
+        rotates_before = core or (saving.on_gpu and not architecture.unsupported_by_te)
+        # attention in blocks does not save its output; the output projection saves it if it needs its input
+        output = query * (not architecture.attends_in_blocks or saving.keeps_input("o_proj"))
+        # the fused queries, keys and values, of which the values are a view, and the output
+        saved: float = saving.element_bytes * (query + 2 * key_value + output)
+        saved += saving.element_bytes * (query + (key_value if rotates_before else 0))
+        if saving.context_parallel > 1 and core and not saving.on_gpu:
+            # queries, outputs, and the keys and values of all ranks; also the fused tensor if a norm saves views of it
+            saved = saving.element_bytes * (query + output + 2 * saving.context_parallel * key_value)
+            saved += saving.element_bytes * (query + 2 * key_value) * (architecture.qk_norm and saving.norms_in_few_passes)
+        if core:
+            saved += 4 * architecture.padded_attention_heads / architecture.tensor_parallel  # log-sum-exp of each head
+            joined = (saving.packed or saving.context_parallel > 1) and not saving.on_gpu
+            saved += (
+                saving.element_bytes
+                * query
+                * (joined and not architecture.attends_in_blocks and saving.keeps_input("o_proj"))
+            )
+        if core and architecture.rotated_norm:  # the input of the norm in fp32, and the root mean square of each head
+            rotating = architecture.rotates.count(True) / architecture.num_layers
+            saved += rotating * FP32 * (query + key_value + heads)
+        if architecture.all_heads_norm:  # queries, a view of the fused keys, and the root mean square of each
+            saved += saving.element_bytes * query + 2 * FP32
+        elif architecture.qk_norm:
+            keys = 0 if saving.norms_in_few_passes else key_value  # otherwise a view of the fused tensor suffices
+            saved += saving.norm(query + keys, trained=saving.adapters is None) + 4 * heads
+        return saved + saving.element_bytes * saving.hidden * saving.keeps_input(*_QKV)
+
+    def table_bytes(self, saving: Saving) -> int:
+        """Return the bytes per position of the RoPE tables: cosines, and sines for half a head."""
+        tables = 1 if saving.architecture.local_rope is None else 2
+        element_bytes = FP32 if saving.architecture.family.interleaved_rotary else saving.element_bytes
+        return tables * 3 * element_bytes * saving.architecture.head_dim // 2
+
+    def backward_bytes(self, saving: Saving) -> float:
+        """Return the bytes per token of the scores of a block of queries in fp32, their gradients and two more tensors."""
+        heads = saving.architecture.padded_attention_heads / saving.architecture.tensor_parallel
+        return 4 * FP32 * heads * QUERY_BLOCK * saving.architecture.attends_in_blocks
+
+    def linear_layers(self, saving: Saving) -> tuple[LinearLayer, ...]:
+        query, fused = _query(saving), _query(saving) + 2 * _key_value(saving)
+        return (
+            LinearLayer(_QKV, saving.hidden, fused, fused),
+            LinearLayer(("o_proj",), query, saving.architecture.hidden_size, saving.hidden),
+        )
+
+
+def _query(saving: Saving) -> int:
+    """Return the query values per token on a rank."""
+    architecture = saving.architecture
+    return architecture.padded_attention_heads * architecture.head_dim // architecture.tensor_parallel
+
+
+def _key_value(saving: Saving) -> int:
+    """Return the values of the keys per token on a rank, as many as those of the values."""
+    architecture = saving.architecture
+    return max(1, architecture.padded_query_groups // architecture.tensor_parallel) * architecture.head_dim
+
+
+SOFTMAX_ATTENTION = SoftmaxAttention()

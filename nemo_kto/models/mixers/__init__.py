@@ -1,0 +1,31 @@
+"""Modules of the sequence mixers; a mixer without modules in this table cannot be built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from nemo_kto.architecture.architecture import Architecture
+from nemo_kto.architecture.mixers import SequenceMixer, SoftmaxAttention
+from nemo_kto.models.mixers.softmax_attention import softmax_attention
+
+
+class Specify(Protocol):
+    """Function that puts the modules of a sequence mixer into the spec of one of megatron-core's layers."""
+
+    def __call__(
+        self,
+        layer: ModuleSpec,
+        mixer: Any,
+        architecture: Architecture,
+        *,
+        use_te: bool,
+        share_prompts: bool,
+        attn_mask_type: AttnMaskType,
+    ) -> None: ...
+
+
+MODULES: Mapping[type[SequenceMixer], Specify] = {SoftmaxAttention: softmax_attention}

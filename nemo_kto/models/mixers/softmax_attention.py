@@ -1,0 +1,62 @@
+"""Modules of softmax attention."""
+
+from __future__ import annotations
+
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from nemo_kto.architecture.architecture import Architecture
+from nemo_kto.architecture.mixers import SoftmaxAttention
+from nemo_kto.models.layers.attention import TorchAttention
+from nemo_kto.models.layers.engine_attention import with_shared_prompts
+from nemo_kto.models.layers.linear import with_bias
+from nemo_kto.models.layers.norm import AllHeadsNorm, TorchNorm
+from nemo_kto.models.layers.rope_tables import RopeTable, TemperatureTable
+
+
+def softmax_attention(
+    layer: ModuleSpec,
+    mixer: SoftmaxAttention,
+    architecture: Architecture,
+    *,
+    use_te: bool,
+    share_prompts: bool,
+    attn_mask_type: AttnMaskType,
+) -> None:
+    """Put this project's modules into the attention of a layer, or with ``use_te`` complete Transformer Engine's.
+
+    With ``share_prompts`` it supports packed sequences that share prompts, which attention without Transformer Engine
+    always does.
+    """
+    attention = layer.submodules.self_attention
+    attention.params["attn_mask_type"] = attn_mask_type
+    parts = attention.submodules
+    if architecture.output_bias and not architecture.mlp_bias:
+        parts.linear_proj = with_bias(parts.linear_proj)
+    if use_te:
+        if share_prompts:
+            parts.core_attention = with_shared_prompts(parts.core_attention)
+        return
+    local_rope, temperature = architecture.local_rope, architecture.temperature
+    parts.core_attention = ModuleSpec(
+        module=TorchAttention,
+        params={
+            "softcap": architecture.attention_softcap,
+            "sinks": architecture.sinks,
+            "chunked": architecture.family.chunked,
+            "rope": RopeTable(rope=architecture.rope, interleaved=architecture.family.interleaved_rotary),
+            "norm_after_rope": architecture.rotated_norm,
+            "temperature": None if temperature is None else TemperatureTable(temperature=temperature),
+            "local_rope": None if local_rope is None else RopeTable(rope=local_rope),
+        },
+    )
+    if architecture.all_heads_norm:
+        parts.q_layernorm, parts.k_layernorm = (
+            ModuleSpec(module=AllHeadsNorm, params={"heads": heads, "padded_heads": padded})
+            for heads, padded in (
+                (architecture.num_attention_heads, architecture.padded_attention_heads),
+                (architecture.num_query_groups, architecture.padded_query_groups),
+            )
+        )
+    elif architecture.qk_norm:
+        parts.q_layernorm = parts.k_layernorm = TorchNorm
