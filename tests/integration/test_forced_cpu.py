@@ -37,7 +37,8 @@ def machine_with_gpu(folder: Path) -> dict[str, str]:
     return {**kept, "USED_BY": str(folder / "used")}
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_neither_training_nor_export_uses_the_gpu(ranks: int, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
     env = machine_with_gpu(tmp_path)
     job = [

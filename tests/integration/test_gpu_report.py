@@ -119,6 +119,7 @@ def results_of(file: Path) -> dict[str, str]:
     return {name.split("::")[1]: case["result"] for name, case in cases.items()}
 
 
+@pytest.mark.full
 def test_tests_that_have_passed_are_not_run_again(tmp_path: Path) -> None:
     """The first run is interrupted in a long test; the second begins with the rest and repeats the failures.
 

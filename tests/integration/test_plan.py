@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers import fork_server
 from tests.helpers.commands import environment
 from tests.helpers.messages import Message
@@ -22,6 +24,7 @@ finally:
 """
 
 
+@pytest.mark.full
 def test_megatron_core_is_not_loaded(tiny_llama: Path, tmp_path: Path) -> None:
     words = ["plan", "kto", f"pretrained_checkpoint.restore_from_path={tiny_llama}", "--gpus", "2", "--memory", "80"]
     done = subprocess.run(

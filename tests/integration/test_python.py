@@ -86,6 +86,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_a_script_trains_with_its_own_loss_on_two_ranks(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     write_rows(tmp_path / "rows.jsonl", make_rows(48))

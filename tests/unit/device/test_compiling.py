@@ -91,6 +91,7 @@ print(json.dumps(result))
 """
 
 
+@pytest.mark.full
 def test_nothing_is_compiled_without_a_compiler_and_warnings_of_gpus_are_shown() -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH", "CUDA", "NEMO_KTO"))}
     done = subprocess.run([sys.executable, "-c", RANK], env=kept, capture_output=True, text=True, timeout=300)
