@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, create_model
 
 from nemo_kto.algorithms.recipes.recipe import LossConfig, Recipe
 from nemo_kto.architecture.lora import MAX_ALPHA, TARGET_MODULES
+from nemo_kto.data.rows.drops import DROPS
 from nemo_kto.data.rows.prompts import MAX_PROMPTS
 from nemo_kto.data.rows.sources import read_splits_string
 from nemo_kto.data.tokens.truncation import TRUNCATION_MODES
@@ -277,6 +278,7 @@ class DataConfig(Section):
     fields: Annotated[dict[str, Name] | None, ROWS]
     labels: Annotated[dict[str, list[bool | int | float | str]] | None, ROWS]
     json_columns: Annotated[list[Name] | None, ROWS]
+    drop: Annotated[list[Annotated[str, one_of(tuple(DROPS))]], ROWS]
     seq_length: Annotated[Annotated[int, Ge(2), Remedy("a sequence has a prompt and a response")] | None, SAME]
     apply_chat_template: Annotated[bool, ROWS]
     truncation_mode: Annotated[str, one_of(TRUNCATION_MODES), SAME]

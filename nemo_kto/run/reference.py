@@ -41,7 +41,7 @@ from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason
 
 # Keys in model.data that determine the rows: jobs that compute log-probs of the same rows take turns.
 _KEYS_OF_ROWS = (
-    "data_prefix", "splits_string", "fields", "labels", "json_columns", "seq_length", "truncation_mode",
+    "data_prefix", "splits_string", "fields", "labels", "json_columns", "drop", "seq_length", "truncation_mode",
 )  # fmt: skip
 
 

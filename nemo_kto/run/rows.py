@@ -24,7 +24,7 @@ from nemo_kto.planner.micro_batches import micro_batch_limits
 
 # Keys of model.data that are arguments of ``build_splits`` under the same names.
 _SOURCE_KEYS = (
-    "data_prefix", "splits_string", "fields", "labels", "json_columns", "truncation_mode", "apply_chat_template",
+    "data_prefix", "splits_string", "fields", "labels", "json_columns", "drop", "truncation_mode", "apply_chat_template",
     "cache_shared", "preprocess_workers",
 )  # fmt: skip
 

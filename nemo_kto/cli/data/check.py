@@ -11,9 +11,10 @@ from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.artifacts.hub import is_hub_name, local_folder, pin
 from nemo_kto.cli import integer_from
 from nemo_kto.data.inspect.check import PartCheck, Report
+from nemo_kto.data.rows.drops import DEFAULT_DROPS, check_drops
 from nemo_kto.data.rows.files import file_parts, number_of_parts
 from nemo_kto.data.rows.labels import Labels
-from nemo_kto.data.rows.reader import EMPTY_FILE, Fields, RowErrors
+from nemo_kto.data.rows.reader import Fields, RowErrors
 from nemo_kto.data.rows.sources import read_data_prefix
 from nemo_kto.data.rows.values import check_json_columns
 from nemo_kto.data.tokens.parts import map_parts, number_of_processes
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
         )
     if flags.apply_chat_template and flags.model is None:
         raise UserError("--apply-chat-template must be given with --model, whose template it uses, got no --model; add it")
-    fields = Fields(_columns(flags.fields), _labels(flags.labels), _json_columns(flags.json_columns))
+    fields = Fields(_columns(flags.fields), _labels(flags.labels), _json_columns(flags.json_columns), _drop(flags.drop))
     encoder = truncation = None
     if flags.model is not None:
         from nemo_kto.config.resolved import ModelFiles
@@ -69,8 +70,8 @@ def main(argv: Sequence[str]) -> None:
                 errors.raise_if_any()
         if file in report.columns:
             report.columns[file].add_label_errors(file, fields.labels, errors)
-            if errors.total == before and not report.columns[file].rows:
-                errors.add(file, 1, EMPTY_FILE)
+            if errors.total == before and not report.examples_of(file):
+                errors.add(file, 1, report.columns[file].no_rows())
     sys.stdout.write("\n".join(map(terminal_line, report.lines())) + "\n")
     sys.stdout.flush()
     errors.raise_if_any()
@@ -89,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--fields", default="", metavar="OURS:COLUMN,...", help="names of the columns: model.data.fields")
     parser.add_argument("--labels", default="", metavar="{CLASS:[VALUE,...]}", help="values of labels (model.data.labels)")
     parser.add_argument("--json-columns", metavar="COLUMN,...", help="columns of messages as text: model.data.json_columns")
+    parser.add_argument("--drop", metavar="KIND,...", help="rows that are left out (model.data.drop): unlabelled by default")
     parser.add_argument("--workers", type=integer_from(1), metavar="N", help="processes for large files (one for each core)")
     names = list(RECIPES)
     parser.add_argument("--algorithm", choices=names, default=names[0], help=f"algorithm of the rows ({names[0]})")
@@ -124,6 +126,15 @@ def _json_columns(text: str | None) -> list[str] | None:
     except UserError as error:
         raise UserError(f"--json-columns {error}") from error
     return columns
+
+
+def _drop(text: str | None) -> list[str]:
+    kinds = list(DEFAULT_DROPS) if text is None else [name.strip() for name in text.strip("[] ").split(",") if name.strip()]
+    try:
+        check_drops(kinds)
+    except UserError as error:
+        raise UserError(f"--drop {error}") from error
+    return kinds
 
 
 def _columns(text: str) -> dict[str, str]:

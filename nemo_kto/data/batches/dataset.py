@@ -16,6 +16,7 @@ from datasets.table import Table, concat_tables
 from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.data.rows.blend import Range, blend, join_small, leave_out_small, refuse_small_sets, split_ranges
+from nemo_kto.data.rows.drops import DEFAULT_DROPS, drop_text, repeated
 from nemo_kto.data.rows.forms import data_name, row_place
 from nemo_kto.data.rows.labels import Labels
 from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
@@ -307,6 +308,7 @@ def build_splits(
     fields: Mapping[str, str] | None = None,
     labels: Mapping[str, Sequence[object]] | None = None,
     json_columns: Sequence[str] | None = None,
+    drop: Sequence[str] = DEFAULT_DROPS,
     min_validation_rows: int = 1,
     cache_shared: bool = False,
     cache_verified: bool = False,
@@ -328,6 +330,7 @@ def build_splits(
         tokenizer, vocab_size, apply_chat_template: see ``chat.RecordEncoder``.
         seq_length, truncation_mode: see ``truncation.Truncation``.
         fields, labels, json_columns: see ``reader.Fields`` and ``labels.Labels``.
+        drop: kinds of rows that are left out, see ``drops.DROPS``.
         seed: determines the order of the examples within a blend.
         cache_dir, cache_shared, cache_verified, preprocess_workers, max_rows, progress: see ``cache.TokenCache``.
         min_validation_rows: minimum size of a validation set. The rows of a smaller set are used for training, or dropped if
@@ -342,7 +345,7 @@ def build_splits(
     cache = TokenCache(
         kind=kind,
         folder=Path(cache_dir),
-        fields=Fields(fields or {}, Labels.of(labels), json_columns),
+        fields=Fields(fields or {}, Labels.of(labels), json_columns, drop),
         encoder=encoder,
         truncation=Truncation(seq_length, truncation_mode, encoder.bos_id),
         shared=cache_shared,
@@ -355,17 +358,22 @@ def build_splits(
     total = FileColumns()
     for _, columns in opened.values():
         total.merge(columns)
-    warnings = list(_unused_columns({file: columns for file, (_, columns) in opened.items()}))
+    warnings = list(_notes({file: columns for file, (_, columns) in opened.items()}))
     tables = {
         source: concat_tables([opened[file][0] for file in source.files]) for group in sources.values() for source in group
     }
+    kept = {}
+    for split, group in sources.items():
+        kept[split], counts = _kept(group, tables, drop)
+        if left_out := drop_text(counts):
+            warnings.append(f"{'rows' if split == WHOLE else split}: left out: {left_out} (model.data.drop)")
     ranges: dict[str, list[Range]]
     if WHOLE in sources:
-        cuts = [_cut(source, tables[source], splits_string) for source in sources[WHOLE]]
+        cuts = [_cut(source, tables[source], kept[WHOLE][source], splits_string) for source in sources[WHOLE]]
         ranges = {split: [cut[split] for cut in cuts] for split in SPLITS}
         warnings += join_small(ranges, splits_string, min_validation_rows)
     else:
-        ranges = {split: [(source, 0, len(tables[source])) for source in group] for split, group in sources.items()}
+        ranges = {split: [(source, 0, len(kept[split][source])) for source in group] for split, group in sources.items()}
         refuse_small_sets(ranges, min_validation_rows)
         warnings += leave_out_small(ranges, min_validation_rows)
     built = {}
@@ -373,7 +381,8 @@ def build_splits(
         if parts := [part for part in parts if part[1] < part[2]]:
             table = datasets.Dataset(concat_tables([tables[source] for source, *_ in parts]))
             files = [FileOfTable(file, len(opened[file][0])) for source, *_ in parts for file in source.files]
-            built[split] = make(table=table, index=_index(parts, tables, seed), files=files)
+            index = _index(parts, tables, kept[WHOLE if WHOLE in sources else split], seed)
+            built[split] = make(table=table, index=index, files=files)
     of_sets = {name: validation_split(name) for name in validation_names(data_prefix)}
     validation = {name: built[split] for name, split in of_sets.items() if split in built}
     return Splits(
@@ -408,40 +417,55 @@ def _open_all(sources: Mapping[str, Sequence[Source]], cache: TokenCache) -> dic
     return {file: (table, columns) for file, (table, columns) in opened.items() if table is not None}
 
 
-def _unused_columns(of_files: Mapping[Path, FileColumns]) -> Iterator[str]:
-    """Yield a warning for each file with unused columns, or one for all files with the same ones if there are many."""
+def _notes(of_files: Mapping[Path, FileColumns]) -> Iterator[str]:
+    """Yield a warning for each note about a file, or one for all files with the same columns if there are many."""
     alike: dict[tuple[str, ...], list[Path]] = {}
     for file, columns in of_files.items():
-        if columns.unused:
-            alike.setdefault(tuple(sorted(columns.unused)), []).append(file)
+        alike.setdefault(tuple(sorted(columns.unused)), []).append(file)
     for files in alike.values():
         if len(files) <= _NAMED_FILES:
-            yield from (f"{data_name(file)}: columns that are not used: {of_files[file].unused_text()}" for file in files)
+            yield from (f"{data_name(file)}: {note}" for file in files for note in of_files[file].notes())
             continue
         total = FileColumns()
         for file in files:
             total.merge(of_files[file])
-        yield f"{files[0]} and {len(files) - 1:,} other files: columns that are not used: {total.unused_text()}"
+        yield from (f"{files[0]} and {len(files) - 1:,} other files: {note}" for note in total.notes())
 
 
-def _cut(source: Source, table: Table, splits_string: str | None) -> dict[str, Range]:
+def _kept(
+    group: Sequence[Source], tables: Mapping[Source, Table], drop: Sequence[str]
+) -> tuple[dict[Source, np.ndarray], dict[str, int]]:
+    """Return the positions [N] that are kept of each source's examples, and the number of repeated ones of each kind."""
+    starts = np.cumsum([0, *(len(tables[source]) for source in group)])
+    found = repeated(concat_tables([tables[source] for source in group]), drop)
+    is_kept = np.ones(starts[-1], dtype=bool)
+    for places_M in found.values():
+        is_kept[places_M] = False
+    kept = {source: np.flatnonzero(is_kept[slice(*ends)]) for source, ends in zip(group, pairwise(starts), strict=True)}
+    return kept, {kind: len(places_M) for kind, places_M in found.items()}
+
+
+def _cut(source: Source, table: Table, kept_N: np.ndarray, splits_string: str | None) -> dict[str, Range]:
     def is_second_of_pair(place: int) -> bool:
-        first, second = table.slice(place - 1, 2).column("line").to_pylist()
+        first, second = (table.slice(int(kept_N[each]), 1).column("line")[0].as_py() for each in (place - 1, place))
         return bool(first == second)
 
-    shares = split_shares("1" if splits_string is None else splits_string, len(table))
-    ranges = split_ranges(len(table), shares, is_second_of_pair)
+    shares = split_shares("1" if splits_string is None else splits_string, len(kept_N))
+    ranges = split_ranges(len(kept_N), shares, is_second_of_pair)
     return {split: (source, start, stop) for split, (start, stop) in zip(SPLITS, ranges, strict=True)}
 
 
-def _index(parts: Sequence[Range], tables: Mapping[Source, Table], seed: int) -> np.ndarray:
+def _index(
+    parts: Sequence[Range], tables: Mapping[Source, Table], kept: Mapping[Source, np.ndarray], seed: int
+) -> np.ndarray:
     """Return the positions [N] of the rows of a split in the concatenated tables of its sources, blended by weight."""
-    starts = accumulate((len(tables[source]) for source, *_ in parts), initial=0)
-    places = [np.arange(begin + start, begin + stop) for begin, (_, start, stop) in zip(starts, parts, strict=False)]
+    begins = accumulate((len(tables[source]) for source, *_ in parts), initial=0)
+    places = [begin + kept[source][start:stop] for begin, (source, start, stop) in zip(begins, parts, strict=False)]
+    whole, firsts = np.concatenate(places), np.cumsum([0, *map(len, places)])
     if weights := [source.weight for source, *_ in parts if source.weight is not None]:
         chosen, within = blend([len(own) for own in places], weights, seed=seed)
-        return np.array([own[0] for own in places])[chosen] + within
-    return np.concatenate(places)
+        return whole[firsts[chosen] + within]
+    return whole
 
 
 def _ragged(column: pyarrow.ChunkedArray) -> list[np.ndarray]:

@@ -172,11 +172,14 @@ class Report:
         self._parts.append(counted)
         self._files.append(path)
 
+    def examples_of(self, path: Path) -> int:
+        """Return the number of examples, or pairs, that a file has."""
+        return sum(len(part.lines) for part, file in zip(self._parts, self._files, strict=True) if file == path)
+
     def lines(self) -> Iterator[str]:
         for path, columns in self.columns.items():
             yield f"{path}: {_count(columns.rows, 'row')}"
-            if columns.unused:
-                yield f"  columns that are not used: {columns.unused_text()}"
+            yield from (f"  {note}" for note in columns.notes())
             if labels := self.labels.text(columns.labels):
                 yield f"  labels: {labels}"
         total = sum(len(part.lines) for part in self._parts)

@@ -116,6 +116,8 @@ class Labels:
             setting, remark = _setting(unknown[:1], unknown[1:]), " or the other way round"
         else:
             setting, remark = _setting(good or ["..."], bad or ["..."]), " with all values"
+        if unknown == [""]:
+            return f"{got}; fill in the blank labels, or leave these rows out with 'model.data.drop=[unlabelled]'"
         return f"{got}; correct or remove the other rows, or set '{_KEY}={setting}'{remark}"
 
     def text(self, counts: LabelCounts) -> str:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
+from nemo_kto.data.rows.drops import DEFAULT_DROPS, EMPTY_ANSWERS, UNLABELLED, check_drops, drop_text
 from nemo_kto.data.rows.files import WHOLE_FILE, FilePart, read_rows
 from nemo_kto.data.rows.forms import find_form, row_place
 from nemo_kto.data.rows.labels import LabelCounts, Labels, add_label, label_text
@@ -24,6 +25,7 @@ from nemo_kto.data.rows.records import (
     LastRowError,
     Row,
     RowError,
+    TextOrMessages,
     pair_of_row,
     records_of_row,
     used_columns,
@@ -40,7 +42,6 @@ _PROMPT_LIKE = _BEFORE_PROMPT | frozenset(
     "question questions instruction instructions input inputs query problem context document passage "
     "user messages conversation conversations dialog dialogue".split()
 )
-EMPTY_FILE = "the file must have at least one row, got none; leave it out"
 _MAX_LISTED = 50  # maximum number of columns listed in a message
 # Common names of columns that model.data.fields can map to ours, by our name.
 _ANSWER_LIKE = frozenset("answer output generation reply".split())
@@ -62,9 +63,11 @@ class Fields:
     columns: Mapping[str, str] = field(default_factory=dict)  # known column (``COLUMNS``) -> its name in the files
     labels: Labels = COMMON_LABELS  # model.data.labels
     json_columns: Collection[str] | None = None  # model.data.json_columns, by our names
+    drop: Collection[str] = DEFAULT_DROPS  # model.data.drop
 
     def __post_init__(self) -> None:
         check_json_columns(self.json_columns)
+        check_drops(self.drop)
         for name in self.columns:
             if name not in COLUMNS:
                 remedy = "write {OURS:COLUMN}"
@@ -95,6 +98,8 @@ class FileColumns:
     unused: dict[str, int] = field(default_factory=dict)
     labels: LabelCounts = field(default_factory=dict)  # of KTO rows that are not pairs
     texts: int = 0  # rows whose prompt is a string, not messages
+    dropped: dict[str, int] = field(default_factory=dict)  # kind (``drops.DROPS``) -> rows that were left out
+    empty_answers: int = 0  # rows with an empty answer that were kept
 
     def add(self, row: Row, used: Set[str]) -> None:
         """Count the columns of a row; ``used`` are the columns that the row uses. Unused ones may have no value."""
@@ -108,7 +113,8 @@ class FileColumns:
         """Add the counts of another part of the file."""
         self.rows += other.rows
         self.texts += other.texts
-        for counts, more in ((self.found, other.found), (self.unused, other.unused)):
+        self.empty_answers += other.empty_answers
+        for counts, more in ((self.found, other.found), (self.unused, other.unused), (self.dropped, other.dropped)):
             for column, count in more.items():
                 counts[column] = counts.get(column, 0) + count
         for column, values in other.labels.items():
@@ -119,6 +125,26 @@ class FileColumns:
         """Add the rows of ``path`` whose labels are unknown, or not of one vocabulary, to ``broken``."""
         for rows, line, what in labels.errors(self.labels):
             broken.add(path, line, what, count=rows)
+
+    def no_rows(self) -> str:
+        """Return an error about a file none of whose rows can be used."""
+        if left_out := drop_text(self.dropped):
+            return f"the file must have rows that can be used, got {left_out}, which model.data.drop leaves out"
+        return "the file must have at least one row, got none; leave it out"
+
+    def drop(self, kind: str, *, rows: int = 1) -> None:
+        """Count rows that are left out."""
+        self.dropped[kind] = self.dropped.get(kind, 0) + rows
+
+    def notes(self) -> Iterator[str]:
+        """Yield what was not used as it is: unused columns, rows that were left out, and empty answers."""
+        if self.unused:
+            yield f"columns that are not used: {self.unused_text()}"
+        if left_out := drop_text(self.dropped):
+            yield f"left out: {left_out} (model.data.drop)"
+        if self.empty_answers:
+            which = f"{self.empty_answers:,} row{'s' * (self.empty_answers != 1)}"
+            yield f"an answer is empty in {which}; model.data.drop=[{UNLABELLED},{EMPTY_ANSWERS}] leaves them out"
 
     def unused_text(self) -> str:
         """Return the unused columns as text, such as "id, source (1200 rows)"; empty if all columns are used."""
@@ -213,7 +239,11 @@ class FileReader:
                 row = read_values(row, self.fields.json_columns, has_cells=has_cells)
                 used = used_columns(tuple(row), as_pair=as_pair)
                 columns.add(given, {renamed.get(name, name) for name in used} if renamed else used)
-                for column in () if as_pair else used.intersection(LABEL_COLUMNS, row):
+                given_labels = () if as_pair else sorted(used.intersection(LABEL_COLUMNS, row))
+                if UNLABELLED in self.fields.drop and given_labels and all(row[name] == "" for name in given_labels):
+                    columns.drop(UNLABELLED)
+                    continue
+                for column in given_labels:
                     add_label(columns.labels, renamed.get(column, column), label_text(row[column]), line=line)
                 records = _complete_records(row, line, records_of, as_pair=as_pair)
             except LabelError:  # reported with all values of the file, see ``FileColumns.add_label_errors``
@@ -223,6 +253,11 @@ class FileReader:
                 if isinstance(error, LastRowError):
                     self.broken.raise_if_any()
                 continue
+            if any(map(_has_empty_answer, records)):
+                if EMPTY_ANSWERS in self.fields.drop:
+                    columns.drop(EMPTY_ANSWERS)
+                    continue
+                columns.empty_answers += 1
             columns.texts += isinstance(records[0].prompt, str)
             yield from records
 
@@ -250,6 +285,17 @@ def _complete_records(row: Row, line: int, records_of: Callable[[Row, int], list
     if unused is not None:
         raise RowError(f'"{unused}" would be ignored, and the row has no "prompt"{_naming_remedy(row, as_pair=as_pair)}')
     return records
+
+
+def _has_empty_answer(record: KTORecord | DPORecord) -> bool:
+    answers = (record.chosen, record.rejected) if isinstance(record, DPORecord) else (record.response,)
+    return any(_is_empty(answer) for answer in answers)
+
+
+def _is_empty(answer: TextOrMessages) -> bool:
+    if isinstance(answer, str):
+        return not answer.strip()
+    return not any(message.get("tool_calls") or str(message.get("content") or "").strip() for message in answer)
 
 
 def _naming_remedy(row: Row, *, as_pair: bool) -> str:

@@ -18,8 +18,9 @@ from datasets import Features, Value
 from datasets import Sequence as SequenceOf
 from datasets.table import MemoryMappedTable, Table
 
+from nemo_kto.data.rows.drops import CONTRADICTIONS, DEFAULT_DROPS, DUPLICATES
 from nemo_kto.data.rows.files import FilePart, file_parts, number_of_parts
-from nemo_kto.data.rows.reader import EMPTY_FILE, Fields, FileColumns, FileReader, RowErrors
+from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
 from nemo_kto.data.rows.records import COMMON_LABELS, DataError, DPORecord, KTORecord, LastRowError, RowError
 from nemo_kto.data.tokens.chat import RecordEncoder
 from nemo_kto.data.tokens.part_files import PARTS, PartResult, PartWriter, Tokeniser
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = 5  # increase it if the same data and tokenizer give other token ids or columns
 _NOT_CONTENT = ("line", "prompt_cut", "response_cut")  # origin of an example, and whether it was truncated
+_DROPPED_LATER = {DUPLICATES, CONTRADICTIONS}  # the cached files have them
 _IDS = SequenceOf(Value("int32"))
 Columns = dict[str, object]  # column name -> value, for one example
 Item = TypeVar("Item")
@@ -253,7 +255,7 @@ class TokenCache:
             raise DataError(f"{path} was changed while it was read; start the run again when the file is complete")
         columns.add_label_errors(path, self.fields.labels, broken)
         if rows == 0 and broken.total == before:
-            broken.add(path, 1, EMPTY_FILE)
+            broken.add(path, 1, columns.no_rows())
 
     def _complete(self, cached: Path, columns: FileColumns) -> Table:
         """Write the JSON file of a cached file, which marks it as complete, and open the cached file."""
@@ -292,6 +294,8 @@ class TokenCache:
         key = [_FORMAT, path.name, content, self.fields.json_columns, sorted(self.fields.columns.items())]
         if self.fields.labels != COMMON_LABELS:  # files without them keep the names they had before labels were introduced
             key.append(asdict(self.fields.labels))
+        if set(self.fields.drop) - _DROPPED_LATER != set(DEFAULT_DROPS):
+            key.append(sorted(set(self.fields.drop) - _DROPPED_LATER))
         key += [self._tokenizer_hash, self.truncation.seq_length, self.truncation.mode]
         return f"{self.kind.name}-{path.stem}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.arrow"
 

@@ -19,7 +19,7 @@ from tests.unit.data.tiny_data import write_rows
 def read(path: Path, values: list[Any], fields: Fields | None = None, column: str = "label") -> tuple[list[bool], str, str]:
     """Whether each row is desirable, which value is taken for which, and the error."""
     write_rows(path, [{"prompt": "p", "response": "r", column: value} for value in values])
-    fields, broken, columns = fields or Fields(), RowErrors(), FileColumns()
+    fields, broken, columns = fields or Fields(drop=()), RowErrors(), FileColumns()
     records = list(FileReader(fields=fields, broken=broken).kto_records(path, columns))
     columns.add_label_errors(path, fields.labels, broken)
     error = ""
@@ -74,7 +74,8 @@ def test_values_that_do_not_fit_are_counted(values: list, total: int, line: int,
     first, fault = error.splitlines()
     assert first == f"{total} broken row{'s' * (total > 1)}:"
     assert fault.startswith(f"  {path}:{line}: ")
-    assert fault == Message(f"got {got}", "label", "true and false", "model.data.labels")
+    remedy = "model.data.drop=[unlabelled]" if None in values else "model.data.labels"
+    assert fault == Message(f"got {got}", "label", "true and false", remedy)
 
 
 def test_values_of_the_setting(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ CHATS: list[dict[str, Any]] = [
 
 def read(path: object, **fields: Any) -> list[KTORecord]:
     broken = RowErrors()
-    reader = FileReader(fields=Fields(**fields), broken=broken)
+    reader = FileReader(fields=Fields(**{"drop": (), **fields}), broken=broken)
     columns = FileColumns()
     records = list(reader.kto_records(Path(str(path)), columns))
     columns.add_label_errors(Path(str(path)), reader.fields.labels, broken)

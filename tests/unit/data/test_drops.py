@@ -1,0 +1,113 @@
+"""Rows that ``model.data.drop`` leaves out: without a label, with an empty answer, repeated, contradictory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_kto.data.batches.dataset import DPODataset, KTODataset, Splits, build_splits
+from nemo_kto.data.rows.drops import DROPS
+from nemo_kto.data.rows.records import DataError
+from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
+from nemo_kto.errors import UserError
+from tests.helpers.messages import raises
+from tests.unit.data.tiny_data import chatml_tokenizer
+
+ALL = tuple(DROPS)
+
+
+def row(prompt: str, response: str, label: object) -> dict[str, object]:
+    return {"prompt": prompt, "response": response, "label": label}
+
+
+ROWS = [
+    row("a", "1", True),
+    row("a", "", True),
+    row("b", "2", None),
+    row("c", "3", True),
+    row("a", "1", True),  # a duplicate of the first
+    row("c", "3", False),  # contradicts the fourth
+    row("d", "4", ""),
+    row("d", "5", False),
+]
+PAIRS = [
+    {"prompt": "a", "chosen": "1", "rejected": "2"},
+    {"prompt": "a", "chosen": "1", "rejected": "2"},
+    {"prompt": "b", "chosen": "1", "rejected": ""},
+    {"prompt": "c", "chosen": "1", "rejected": "2"},
+    {"prompt": "c", "chosen": "2", "rejected": "1"},
+]
+
+
+def split(folder: Path, rows: list[dict[str, object]], *, pairs: bool = False, **settings: Any) -> Splits[Any]:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    given: dict[str, Any] = {"data_prefix": str(path), "splits_string": None, "truncation_mode": "keep_end", "seed": 1}
+    if pairs:
+        given |= {"kind": DPO_EXAMPLES, "make": lambda **views: DPODataset(**views, default_rewards=(1.0, 0.0))}
+    else:
+        given |= {"kind": KTO_EXAMPLES, "make": KTODataset}
+    return build_splits(**given | {"tokenizer": chatml_tokenizer(), "seq_length": 64, "cache_dir": folder} | settings)
+
+
+def lines(examples: Any) -> list[int]:
+    return [origin.line for origin in examples.origins(range(len(examples)))]
+
+
+@pytest.mark.parametrize(
+    ("rows", "drop", "kept"),
+    [
+        (ROWS, None, [1, 2, 4, 5, 6, 8]),
+        (ROWS, ["unlabelled", "empty_answers"], [1, 4, 5, 6, 8]),
+        (ROWS, ["unlabelled", "duplicates"], [1, 2, 4, 6, 8]),
+        (ROWS, ["unlabelled", "contradictions"], [1, 2, 5, 8]),
+        (ROWS, ALL, [1, 8]),
+        (PAIRS, None, [1, 2, 3, 4, 5]),
+        (PAIRS, ALL, [1]),
+    ],
+)
+def test_rows_that_are_left_out(
+    rows: list[dict[str, object]], drop: list[str] | None, kept: list[int], tmp_path: Path
+) -> None:
+    settings = {} if drop is None else {"drop": drop}
+    splits = split(tmp_path, rows, pairs=rows is PAIRS, **settings)
+    assert lines(splits.train) == kept
+    assert split(tmp_path, rows, pairs=rows is PAIRS, **settings).warnings == splits.warnings, "from the cache"
+
+
+def test_they_are_counted_in_each_file_and_split(tmp_path: Path) -> None:
+    first, second = split(tmp_path, ROWS, drop=["unlabelled", "duplicates", "contradictions"]).warnings[:2]
+    assert first == f"{tmp_path}/rows.jsonl: left out: 2 rows without a label (model.data.drop)"
+    assert second.endswith(
+        "rows.jsonl: an answer is empty in 1 row; model.data.drop=[unlabelled,empty_answers] leaves them out"
+    )
+    rows = [*(row(f"p{number}", "x", True) for number in range(9)), row("p0", "x", True), row("p1", "x", False)]
+    splits = split(tmp_path, rows, splits_string="1,1", drop=ALL)
+    assert (lines(splits.train), lines(splits.validation[""])) == ([1, 3, 4, 5], [6, 7, 8, 9])
+    assert splits.warnings == (
+        f"rows: left out: 1 row {DROPS['duplicates']}, 2 rows {DROPS['contradictions']} (model.data.drop)",
+    )
+    named = {"train": str(tmp_path / "rows.jsonl"), "validation": str(tmp_path / "rows.jsonl")}
+    splits = split(tmp_path, rows, data_prefix=named, drop=["duplicates"])
+    assert lines(splits.train) == lines(splits.validation[""]) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 11]
+    assert [text.split(":")[0] for text in splits.warnings] == ["train", "validation"]
+
+
+def test_a_blend_draws_from_the_rows_that_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps(row(f"o{number}", "y", True)) + "\n" for number in range(3)))
+    prefix = [1, str(tmp_path / "rows.jsonl"), 2, str(tmp_path / "other.jsonl")]
+    train: Any = split(tmp_path, ROWS, drop=ALL, data_prefix=prefix).train
+    names = {name.rsplit("/")[-1] for name in train.names(range(len(train)))}
+    assert names == {"rows.jsonl:1", "rows.jsonl:8", "other.jsonl:1", "other.jsonl:2", "other.jsonl:3"}
+
+
+def test_blank_labels_and_files_without_rows_are_errors_with_a_remedy(tmp_path: Path) -> None:
+    with raises(DataError, "rows.jsonl:3", '"" (2 rows)', "model.data.drop=[unlabelled]"):
+        split(tmp_path, ROWS, drop=[])
+    with raises(DataError, "rows.jsonl:1", "2 rows without a label", "model.data.drop"):
+        split(tmp_path, [ROWS[2], ROWS[6]])
+    with raises(UserError, "unlabelled", "contradictions", "unlabeled"):
+        split(tmp_path, ROWS, drop=["unlabeled"])
