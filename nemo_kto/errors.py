@@ -86,6 +86,12 @@ def import_object(path: str) -> object:
     if os.getcwd() not in sys.path:  # the script of an installed command has its own folder in sys.path instead
         sys.path.append(os.getcwd())
     try:
-        return getattr(importlib.import_module(module), name)
+        imported = importlib.import_module(module)
+        if not hasattr(imported, name):
+            known = ", ".join(each for each in vars(imported) if not each.startswith("_")) or "nothing"
+            raise UserError(f"must be a path that can be imported, got {path}; {module} has {printable(known, 300)}")
+        return getattr(imported, name)
+    except UserError:
+        raise
     except Exception as error:  # user code may raise anything
         raise UserError(f"must be a path that can be imported, got {path}; {type(error).__name__}: {error}") from error

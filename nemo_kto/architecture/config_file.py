@@ -69,7 +69,7 @@ def _refuse_other_kinds(config: Mapping[str, Any]) -> None:
         raise ValueError(f"a {kind} model cannot be trained: this program lacks {lacking}; choose another model")
     if "vision_config" in config or "audio_config" in config:
         message = f"a model of images or sounds ({kind}) cannot be trained, only text models"
-        raise ValueError(f"{message}; choose another, or save its language model with save_pretrained as a separate model")
+        raise ValueError(f"{message}; choose a checkpoint of a text model")
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:

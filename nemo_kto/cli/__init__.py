@@ -6,6 +6,8 @@ import argparse
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from nemo_kto.errors import either
+
 
 def integer_from(least: int) -> Callable[[str], int]:
     """Return an argparse type for integers of at least ``least``."""
@@ -60,3 +62,12 @@ def aligned(rows: Sequence[Sequence[str]], *, indent: str = "") -> Iterator[str]
 def is_set(key: str, overrides: Iterable[str]) -> bool:
     """Return whether an override sets the key."""
     return any(text.lstrip("+").startswith(f"{key}=") for text in overrides)
+
+
+def gpu_kind(text: str) -> str:
+    """Return the key of ``planner.speed.GPUS`` for an argument in any case, such as H100; argparse's error for another."""
+    from nemo_kto.planner.speed import GPUS
+
+    if text.lower() not in GPUS:
+        raise argparse.ArgumentTypeError(f"must be {either(list(GPUS))}, got {text}; for another kind, give --memory GB too")
+    return text.lower()

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli import gigabytes, integer_from, is_set, run_parser
+from nemo_kto.cli import gigabytes, gpu_kind, integer_from, is_set, run_parser
 from nemo_kto.cli.data.preview import with_all_cores
 from nemo_kto.config import compose
 from nemo_kto.config.check import Checker, InvalidConfig
@@ -20,7 +20,7 @@ from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.gpu import OLDEST_ENGINE, Computes, computes_here, model_gpu_rules, transformer_engine_version
 from nemo_kto.config.rules.training import run_errors
 from nemo_kto.device import device
-from nemo_kto.errors import ConfigError, UserError, either
+from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.processes.ranks import World
 
 if TYPE_CHECKING:
@@ -74,17 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=integer_from(1), metavar="N", help="number of machines: trainer.num_nodes")
     number = "GPUs, and ranks, of each machine: trainer.devices"
     parser.add_argument("--gpus-per-node", type=integer_from(1), metavar="N", help=number)
-    parser.add_argument("--gpu", type=_gpu, metavar="KIND", help="their kind, as for `nemo-kto plan`")
-    parser.add_argument("--memory", type=gigabytes, metavar="GB", help="memory of each rank, in 10^9 bytes")
+    parser.add_argument("--gpu", type=gpu_kind, metavar="KIND", help="their kind, as for `nemo-kto plan`")
+    parser.add_argument("--memory", "--gpu-memory", type=gigabytes, metavar="GB", help="memory of each rank, in 10^9 bytes")
     return parser
-
-
-def _gpu(text: str) -> str:
-    from nemo_kto.planner.speed import GPUS
-
-    if text not in GPUS:
-        raise argparse.ArgumentTypeError(f"must be {either(list(GPUS))}, got {text}")
-    return text
 
 
 def _errors(run: ResolvedRun, *, elsewhere: bool, set_twice: Sequence[str]) -> list[ConfigError]:

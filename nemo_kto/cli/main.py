@@ -165,6 +165,8 @@ def _print(command: str, arguments: Sequence[str]) -> None:
         print(f"nemo-kto {__version__}")
     elif command in ("--help", "-h", "help"):
         print(usage, end="")
+    elif command in ("data --help", "data -h"):
+        print("\n\n".join(part for part in usage.split("\n\n") if part.startswith("  nemo-kto data")))
     else:
         known = either([*RECIPES, "export", *_PRINTING])
         print_error(f"nemo-kto: the command must be {known}, got {terminal_line(command)}\n\n{usage.rstrip()}")

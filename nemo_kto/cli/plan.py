@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.cli import gigabytes, integer_from, is_set, run_parser
+from nemo_kto.cli import gigabytes, gpu_kind, integer_from, is_set, run_parser
 from nemo_kto.config import compose
 from nemo_kto.config.check import POSITIONS, Checker, InvalidConfig, read_positions
 from nemo_kto.config.resolved import ResolvedRun
@@ -64,8 +64,9 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = run_parser("plan", _DESCRIPTION, words="MODEL [DATA] KEY=VALUE")
     parser.add_argument("--gpus", type=integer_from(1), metavar="N", help="number of GPUs, on machines with eight GPUs")
-    parser.add_argument("--gpu", choices=list(GPUS), default=DEFAULT_GPU, help=f"their kind, with --gpus ({DEFAULT_GPU})")
-    parser.add_argument("--memory", type=gigabytes, metavar="GB", help="memory of each rank, in 10^9 bytes")
+    kinds = f"their kind, with --gpus: {', '.join(GPUS)} ({DEFAULT_GPU})"
+    parser.add_argument("--gpu", type=gpu_kind, metavar="KIND", default=DEFAULT_GPU, help=kinds)
+    parser.add_argument("--memory", "--gpu-memory", type=gigabytes, metavar="GB", help="memory of each rank, in 10^9 bytes")
     return parser
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from omegaconf import DictConfig
@@ -38,7 +38,7 @@ def read_positions(words: Sequence[str], recipe: Recipe) -> tuple[list[str], lis
     DATA may name several files, separated by commas, or be written as a value of model.data.data_prefix: [...] or {...}.
     """
     keys = names(config_type(recipe))
-    placed = [word for word in words if word.strip() and not _OVERRIDE.match(word) and not ("." in word and word in keys)]
+    placed = [word for word in words if word.strip() and _is_placed(word, keys)]
     overrides, errors = [word for word in words if word not in placed], list[ConfigError]()
     for (name, key), word in zip(POSITIONS.items(), placed, strict=False):
         given = [text for text in overrides if text.lstrip("+").startswith((f"{key}=", f"{key}."))]
@@ -52,6 +52,13 @@ def read_positions(words: Sequence[str], recipe: Recipe) -> tuple[list[str], lis
         remedy = "write settings as KEY=VALUE, and several data files as FILE,FILE"
         errors.append(ConfigError("The command line", f"{text}; {remedy}"))
     return overrides, errors
+
+
+def _is_placed(word: str, keys: Mapping[str, object]) -> bool:
+    """Return whether a word is a MODEL or DATA, which may be an existing path that contains =, and no override."""
+    if _OVERRIDE.match(word):
+        return word.partition("=")[0] not in keys and os.path.exists(word)
+    return not ("." in word and word in keys)
 
 
 def _data_value(word: str) -> str:

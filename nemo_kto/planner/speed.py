@@ -10,8 +10,9 @@ with the model or the batch (sums of metrics, flags that ranks agree on), and wi
 W dropout(x).
 
 The figures of GPUs are published by the manufacturers, none measured by this project. Sources: NVIDIA's data sheets "A100
-Tensor Core GPU" (2021), "H100 Tensor Core GPU" (SXM) and "H200 Tensor Core GPU", dense figures without sparsity; "DGX A100"
-(eight 200 Gb/s ports) and "DGX H100/H200" (eight 400 Gb/s ports).
+Tensor Core GPU" (2021), "H100 Tensor Core GPU" (SXM), "H200 Tensor Core GPU", "L40S", "DGX B200" and "GB200 NVL72", dense
+figures without sparsity; "DGX A100" (eight 200 Gb/s ports), "DGX H100/H200" and "DGX B200" (eight 400 Gb/s ports). An L40S
+sends over PCIe.
 """
 
 from __future__ import annotations
@@ -255,20 +256,25 @@ class Hardware:
         return self.flops[element_bytes] * (1.0 if self.measured else EFFICIENCY)
 
 
-_HOPPER = {2: 989e12, 4: 67e12}
+_AMPERE, _HOPPER = {2: 312e12, 4: 19.5e12}, {2: 989e12, 4: 67e12}
+# A more specific name stands before the name that it contains.
 GPUS = {
-    "a100": Hardware(
-        name="A100 80GB", memory=80e9, flops={2: 312e12, 4: 19.5e12}, capability=(8, 0), link=300e9, network=25e9
-    ),
+    "a100-40": Hardware(name="A100 40GB", memory=40e9, flops=_AMPERE, capability=(8, 0), link=300e9, network=25e9),
+    "a100": Hardware(name="A100 80GB", memory=80e9, flops=_AMPERE, capability=(8, 0), link=300e9, network=25e9),
     "h100": Hardware(name="H100 80GB", memory=80e9, flops=_HOPPER, capability=(9, 0), link=450e9, network=50e9),
     "h200": Hardware(name="H200", memory=141e9, flops=_HOPPER, capability=(9, 0), link=450e9, network=50e9),
+    "gb200": Hardware(
+        name="GB200", memory=186e9, flops={2: 2500e12, 4: 80e12}, capability=(10, 0), link=900e9, network=50e9
+    ),
+    "b200": Hardware(name="B200", memory=180e9, flops={2: 2250e12, 4: 80e12}, capability=(10, 0), link=900e9, network=50e9),
+    "l40s": Hardware(name="L40S", memory=48e9, flops={2: 362e12, 4: 91.6e12}, capability=(8, 9), link=32e9, network=25e9),
 }
 DEFAULT_GPU = "h100"
 
 
 def known_gpu(name: str) -> Hardware | None:
     """Return the GPU with a driver's product name, such as "NVIDIA H100 80GB HBM3"; None if it is not listed."""
-    return next((gpu for key, gpu in GPUS.items() if key in name.lower()), None)
+    return next((gpu for key, gpu in GPUS.items() if all(part in name.lower() for part in key.split("-"))), None)
 
 
 @dataclass(frozen=True, kw_only=True)

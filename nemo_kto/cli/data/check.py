@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ are invalid. With --model, lengths are also counted in tokens, with the rows tha
 
 def main(argv: Sequence[str]) -> None:
     """Run the command; raise UserError if the command line is invalid, or, after the report, if rows are invalid."""
-    flags = _parser().parse_args(list(argv))
+    flags = _parser().parse_args([*map(_as_flag, argv)])
     files = _files(flags.file)
     if flags.seq_length is not None and flags.model is None:
         raise UserError(
@@ -75,6 +76,12 @@ def main(argv: Sequence[str]) -> None:
     sys.stdout.write("\n".join(map(terminal_line, report.lines())) + "\n")
     sys.stdout.flush()
     errors.raise_if_any()
+
+
+def _as_flag(word: str) -> str:
+    """Return the flag for a setting as a message suggests it, such as model.data.fields={label:rating}."""
+    setting = re.fullmatch(r"model\.data\.(fields|labels|json_columns|drop)=(.*)", word, re.DOTALL)
+    return word if setting is None else f"--{setting[1].replace('_', '-')}={setting[2]}"
 
 
 def _parser() -> argparse.ArgumentParser:

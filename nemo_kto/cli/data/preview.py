@@ -20,6 +20,7 @@ from nemo_kto.config import compose
 from nemo_kto.config.check import POSITIONS, Checker, quoted
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.training import run_errors
+from nemo_kto.data.rows.sources import read_data_prefix
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.telemetry.summary import table
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
             f"e.g. nemo-kto data preview {flags.file} --model MODEL"
         )
     if Path(flags.file).is_dir():
-        raise UserError(f"FILE must be a data file, got the folder {flags.file}; choose one of its files")
+        flags.file = str(next(file for group in read_data_prefix(flags.file).values() for file in group[0].files))
     named = {_MODEL: flags.model, _DATA: flags.file}
     overrides = [f"{key}={quoted(value)}" for key, value in named.items() if value is not None]
     source, title = compose.Source(config_name=recipe.config_name), "the rows cannot be shown"
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nemo-kto data preview", description=_DESCRIPTION)
-    parser.add_argument("file", metavar="FILE", help="a data file, or hf:ORG/NAME[:SPLIT]")
+    parser.add_argument("file", metavar="FILE", help="a data file, a folder of them, or hf:ORG/NAME[:SPLIT]")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as model.data.seq_length=512")
     parser.add_argument("--model", metavar="FOLDER", help="the model that will be trained: a Hugging Face folder")
     parser.add_argument("--rows", type=integer_from(1), default=3, metavar="N", help="rows to show (3)")

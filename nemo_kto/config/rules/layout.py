@@ -136,8 +136,8 @@ def _layer_rules(run: ResolvedRun, layers: int) -> Errors:
         yield ConfigError(key, text, tuple(other for other in keys if other != key))
         return
     # megatron-core forms groups of equal size within a chunk.
-    sizes, group = sorted({len(chunk) for stage in stages for chunk in stage} - {0}), model.activations_checkpoint_num_layers
-    if model.activations_checkpoint_method == "uniform" and group and any(size % group for size in sizes):
+    sizes, group = sorted({len(chunk) for stage in stages for chunk in stage} - {0}), model.recompute_num_layers
+    if model.recompute_method == "uniform" and group and any(size % group for size in sizes):
         fitting = max(number for number in range(1, group) if not any(size % number for size in sizes))
         text = f"must divide the number of layers of each model chunk ({' and '.join(map(str, sizes))}), got {group}"
         yield ConfigError(f"{_RECOMPUTE}_num_layers", f"{text}; use {fitting}", (f"{_RECOMPUTE}_method", *keys))

@@ -90,13 +90,13 @@ def _recompute_rules(run: ResolvedRun) -> Errors:
     prefix, model = "model.activations_checkpoint", run.cfg.model
     granularity, reads = model.activations_checkpoint_granularity, (f"{prefix}_granularity",)
     values = {"method": model.activations_checkpoint_method, "num_layers": model.activations_checkpoint_num_layers}
-    for (name, value), example in zip(values.items(), ("uniform", "1"), strict=True):
-        if granularity == "full" and value is None:
-            text = f"must be given with {prefix}_granularity=full, got null; e.g. {prefix}_{name}={example}"
-            yield ConfigError(f"{prefix}_{name}", text, reads)
+    for name, value in values.items():
         if granularity != "full" and value is not None:
             text = f"must be null unless {prefix}_granularity=full, got {value}; set one or the other"
             yield ConfigError(f"{prefix}_{name}", text, reads)
+    if model.recompute_method == "block" and model.recompute_num_layers is None:
+        text = f"must be given with {prefix}_method=block, got null; e.g. {prefix}_num_layers=1"
+        yield ConfigError(f"{prefix}_num_layers", text, (f"{prefix}_method",))
     if model.recompute_modules is not None and granularity != "selective":
         text = f"must be null unless {prefix}_granularity=selective, got {', '.join(model.recompute_modules)}"
         yield ConfigError("model.recompute_modules", f"{text}; set one or the other", reads)

@@ -26,6 +26,7 @@ from nemo_kto.data.rows.records import (
     Row,
     RowError,
     TextOrMessages,
+    is_conversation_with_answer,
     pair_of_row,
     records_of_row,
     used_columns,
@@ -49,8 +50,12 @@ _CHOSEN_LIKE = frozenset("chosen_answer good_answer preferred winner better".spl
 _REJECTED_LIKE = frozenset("rejected_answer bad_answer dispreferred loser worse".split())
 _LABEL_LIKE = frozenset(
     "thumb thumbs vote feedback rating score verdict like liked good is_good desirable is_desirable accepted correct "
-    "sentiment judgement judgment annotation".split()
+    "sentiment judgement judgment annotation kto_tag".split()
 )
+# Parts of column names, such as user_question and bot_answer.
+_PARTS_OF_PROMPT = frozenset("question prompt instruction query".split())
+_PARTS_OF_ANSWER = frozenset("answer response completion output reply generation".split())
+_PARTS_OF_LABEL = frozenset("rating label feedback thumb thumbs vote".split())
 
 
 @dataclass(frozen=True)
@@ -300,20 +305,21 @@ def _is_empty(answer: TextOrMessages) -> bool:
 
 def _naming_remedy(row: Row, *, as_pair: bool) -> str:
     """Return the end of an error message that suggests a value of model.data.fields; empty if no column looks suitable."""
-    names: list[str] = []
+    names, is_conversation = list[str](), False
     has_pair = any(name in row for name in ("chosen", "rejected", "chosen_response", "rejected_response"))
     if not any(row.get(name) for name in {"prompt", "messages"} & used_columns(tuple(row), as_pair=as_pair)):
-        prompts = _columns_like(row, _PROMPT_LIKE)
+        prompts = _columns_like(row, _PROMPT_LIKE) or _columns_with(row, _PARTS_OF_PROMPT)
         if len(prompts) > 1:
             return f'; join {" and ".join(prompts)} into one "prompt" (or "messages" with their roles)'
-        names += [f"prompt:{column}" for column in prompts]
-    if not has_pair and not any(name in row for name in ("response", "completion", "messages")):
+        is_conversation = [is_conversation_with_answer(row[column]) for column in prompts] == [True]
+        names += [f"{'messages' if is_conversation else 'prompt'}:{column}" for column in prompts]
+    if not has_pair and not is_conversation and not any(name in row for name in ("response", "completion", "messages")):
         pair = [*_columns_like(row, _CHOSEN_LIKE)[:1], *_columns_like(row, _REJECTED_LIKE)[:1]]
         has_pair = len(pair) == 2
-        answers = [] if as_pair else _columns_like(row, _ANSWER_LIKE)[:1]
+        answers = [] if as_pair else (_columns_like(row, _ANSWER_LIKE) or _columns_with(row, _PARTS_OF_ANSWER))[:1]
         names += [f"chosen:{pair[0]}", f"rejected:{pair[1]}"] if has_pair else [f"response:{column}" for column in answers]
     if not as_pair and not has_pair and not any(name in row for name in LABEL_COLUMNS):
-        labels = _columns_like(row, _LABEL_LIKE)
+        labels = _columns_like(row, _LABEL_LIKE) or _columns_with(row, _PARTS_OF_LABEL)
         labels.sort(key=lambda column: COMMON_LABELS.find(label_text(row[column])) is None)
         names += [f"label:{column}" for column in labels[:1]]
     return f"; name the columns with 'model.data.fields={{{','.join(names)}}}'" if names else ""
@@ -327,6 +333,11 @@ def _columns_like(row: Row, names: frozenset[str]) -> list[str]:
         if not (value in (None, "", [], {}) or (isinstance(value, str) and value.isspace())):
             found.append(column)
     return found
+
+
+def _columns_with(row: Row, parts: frozenset[str]) -> list[str]:
+    """Return the columns one of whose words, separated by _, is in ``parts``, if they are not empty in this row."""
+    return _columns_like(row, frozenset(name.lower() for name in row if parts.intersection(name.lower().split("_"))))
 
 
 @lru_cache(maxsize=1024)  # most rows of a file have the same columns

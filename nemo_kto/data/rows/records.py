@@ -8,10 +8,10 @@ A KTO row may have any of these forms, a DPO row only the last:
     {"prompt": "...", "chosen": "...", "rejected": "..."}      a pair; also chosen_response, rejected_response
 
 Labels may also have other values, see ``labels.py``. Each text may be a string, a list of messages or a single message; the
-content of a message may be a list of text parts. The prompt of a pair may be left out; it is then the common beginning of
-both sides. A pair may have "chosen_reward" and "rejected_reward"; a row of messages may have "tools" and
-"chat_template_kwargs", which are passed to the chat template; any row may have a "weight". ``reader.py`` defines how other
-columns are treated.
+content of a message may be a list of text parts. A message may also be {"from": "human" | "gpt" | "system", "value": "..."}.
+The prompt of a pair may be left out; it is then the common beginning of both sides. A pair may have "chosen_reward" and
+"rejected_reward"; a row of messages may have "tools" and "chat_template_kwargs", which are passed to the chat template; any
+row may have a "weight". ``reader.py`` defines how other columns are treated.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ _NOT_FOR_TEMPLATES = frozenset(
     "return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
 )
 COMMON_LABELS = Labels()
+# Roles of the senders of messages in ShareGPT's form.
+_SENDERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _DIALOGUE_ANSWER = "\n\nAssistant:"  # begins an answer in a pair of strings without a "prompt", as in HH-RLHF
 _FP32_MIN, _FP32_MAX = 2.0**-126, 2.0**128 - 2.0**104  # losses and their weights are in fp32
 
@@ -296,12 +298,30 @@ def _messages(value: object, key: str) -> list[Message]:
     value = [value] if isinstance(value, dict) else value
     if not isinstance(value, list) or not value:
         raise RowError(f'"{key}" must be a string or a list of messages that is not empty, got {show(value)}')
-    for message in value:
+    messages = [_with_role(message, key) for message in value]
+    for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RowError(f'a message in "{key}" must be an object with "role" and "content", got {show(message)}')
         if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
             raise RowError(f'"content" of a message in "{key}" must be a string, got {show(message.get("content"))}')
-    return [_with_text(message, key) if isinstance(message.get("content"), list) else message for message in value]
+    return [_with_text(message, key) if isinstance(message.get("content"), list) else message for message in messages]
+
+
+def _with_role(message: Any, key: str) -> Any:
+    """Return a message in ShareGPT's form, {"from": "human", "value": ...}, with role and content; others are unchanged."""
+    if not isinstance(message, dict) or "from" not in message or "role" in message:
+        return message
+    sender = message["from"]
+    if not isinstance(sender, str) or sender not in _SENDERS:
+        senders = ", ".join(_SENDERS)
+        raise RowError(f'"from" of a message in "{key}" must be one of {senders}, got {show(sender)}; write "role" instead')
+    return {"role": _SENDERS[sender], "content": message.get("value")}
+
+
+def is_conversation_with_answer(value: object) -> bool:
+    """Return whether a value is a list of messages, the last of which is from the assistant."""
+    last = value[-1] if isinstance(value, list) and len(value) > 1 else None
+    return isinstance(last, dict) and "assistant" in (last.get("role"), _SENDERS.get(str(last.get("from"))))
 
 
 def _with_text(message: Message, key: str) -> Message:
