@@ -125,7 +125,7 @@ PAIRS: dict[str, tuple[bytes, Message | str]] = {
     "a weight of 0": (f'{PAIR}"weight": 0}}'.encode(), Message("weight", "number", "0", "fp32")),
     "one reward": (f'{PAIR}"chosen_reward": 1}}'.encode(), Message("rejected_reward")),
 }
-GENERATED = 20
+GENERATED = 60
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +267,8 @@ def of_bytes(chance: random.Random, row: Row) -> bytes:
     return bytes(raw)
 
 
-@pytest.mark.parametrize(("generate", "kind"), [(of_values, KTO_EXAMPLES), (of_bytes, DPO_EXAMPLES)], ids=["kto", "dpo"])
+@pytest.mark.parametrize("generate", [of_values, of_bytes])
+@pytest.mark.parametrize("kind", [KTO_EXAMPLES, DPO_EXAMPLES], ids=lambda kind: kind.name)
 def test_generated_rows_are_read_or_refused(
     generate: Callable[[random.Random, Row], bytes], kind: ExampleKind, encoder: RecordEncoder, tmp_path: Path
 ) -> None:
@@ -280,4 +281,4 @@ def test_generated_rows_are_read_or_refused(
             refused += error_of(raw, kind, encoder, folder) != READ
         except Exception as error:
             raise AssertionError(f"seed {seed}: {raw!r}") from error
-    assert refused > 2
+    assert 10 < refused < GENERATED - 1

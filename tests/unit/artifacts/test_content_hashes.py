@@ -79,7 +79,7 @@ def test_a_hash_depends_on_values_and_names_but_not_on_the_path(model: Path) -> 
 def test_a_large_file_is_read_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashes, "MIN_KEPT_BYTES", 7)
     before, kept = hashed(model), list((model.parent / "cache" / "hashes").iterdir())
-    assert [file.stat().st_mode & 0o777 for file in kept] == [0o600], "config.json is small; nobody else may read"
+    assert len(kept) == 1, "config.json is small"
     kept[0].write_text("0" * 64)
     assert hashed(model) != before, "the cached hash is used"
     (model / "model.safetensors").write_text("weights")  # the same again, at another time
@@ -87,7 +87,31 @@ def test_a_large_file_is_read_once(model: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(list((model.parent / "cache" / "hashes").iterdir())) == 2
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff\0"])
+@pytest.mark.parametrize(("shared", "mode"), [(False, 0o600), (True, 0o644)])
+def test_cached_hashes_are_private_unless_shared(
+    shared: bool, mode: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hashes, "MIN_KEPT_BYTES", 0)
+    before = os.umask(0o022)
+    try:
+        content_hash(model, model_files(model), cache_dir=tmp_path / "cache", shared=shared)
+    finally:
+        os.umask(before)
+    assert [file.stat().st_mode & 0o777 for file in (tmp_path / "cache" / "hashes").iterdir()] == [mode, mode]
+
+
+def test_a_replaced_file_of_equal_name_size_and_time_is_detected(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashes, "MIN_KEPT_BYTES", 7)
+    before, weights = hashed(model), model / "model.safetensors"
+    state = weights.stat()
+    other = write(model.parent / "elsewhere", model_dot_safetensors="weighty") / "model.safetensors"
+    os.utime(other, ns=(state.st_atime_ns, state.st_mtime_ns))
+    other.replace(weights)
+    assert (weights.stat().st_size, weights.stat().st_mtime_ns) == (state.st_size, state.st_mtime_ns)
+    assert hashed(model) != before
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff\0", b"0" * 63, b"[]"])
 def test_a_damaged_cached_hash_is_recomputed(
     damage: bytes, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

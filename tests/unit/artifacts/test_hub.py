@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NoReturn
 
 import pytest
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
 from nemo_kto.artifacts.hub import local_folder, pin
 from nemo_kto.errors import UserError
@@ -57,7 +57,7 @@ def test_other_names_are_folders(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["hf:", "hf:model", "hf:a/b/c", "hf:a/b@", "hf:../b", "hf:a/b@../c"],
+    ["hf:", "hf:model", "hf:a/b/c", "hf:a/b@", "hf:../b", "hf:a/..", "hf:a/b@../c", "hf:a b/c", "hf:-/b\n", "hf:/a/b"],
 )
 def test_a_name_of_another_form_is_refused(name: str, cache: Path) -> None:
     with raises(UserError, "hf:ORGANISATION/NAME"):
@@ -70,33 +70,56 @@ def test_a_model_that_the_cache_lacks_offline(cache: Path) -> None:
             pin(name)
 
 
-def response(status: int) -> Any:
-    """An answer of the hub, as far as its errors use it."""
-    return SimpleNamespace(status_code=status, headers={}, request=None)
+ANSWERS = {  # repository -> status and error code of the hub's answer
+    "org/gated": (403, "GatedRepo"),
+    "org/missing": (404, "RepoNotFound"),
+    "org/token": (401, ""),
+    "org/tagless": (404, "RevisionNotFound"),
+    "org/down": (400, ""),
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        status, code = next(answer for name, answer in ANSWERS.items() if name in self.path)
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """The port of a hub on this machine."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
 
 
 @pytest.mark.parametrize(
-    ("error", "parts"),
+    ("name", "parts"),
     [
-        (
-            GatedRepoError("", response=response(403)),
-            ("gated", "https://huggingface.co/org/model", "HF_TOKEN", "hf auth login"),
-        ),
-        (RepositoryNotFoundError("", response=response(404)), ("is private", "HF_TOKEN", "hf auth login")),
-        (RevisionNotFoundError("", response=response(404)), ("branch, tag or commit", "org/model")),
-        (HfHubHTTPError("", response=response(401)), ("token", "HF_TOKEN", "hf auth login")),
-        (HfHubHTTPError("down", response=response(400)), ("hf:org/model", "down", "hf download org/model")),
-        (ConnectionError("refused"), ("Hugging Face hub", "hf download org/model", "HF_HUB_CACHE")),
+        ("org/gated", ("gated", "https://huggingface.co/org/gated", "HF_TOKEN", "hf auth login")),
+        ("org/missing", ("is private", "HF_TOKEN", "hf auth login")),
+        ("org/token", ("token", "HF_TOKEN", "hf auth login")),
+        ("org/tagless", ("branch, tag or commit", "org/tagless")),
+        ("org/down", ("hf:org/down", "hf download org/down")),
+        ("org/unreachable", ("Hugging Face hub", "hf download org/unreachable", "HF_HUB_CACHE")),
     ],
 )
 def test_a_model_that_cannot_be_downloaded(
-    error: Exception, parts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, parts: tuple[str, ...], port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object, **__: object) -> NoReturn:
-        raise error
-
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fails)
+    """Each error is the one that huggingface_hub makes of an answer over HTTP, or of a refused connection."""
+    changes = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": False}
+    changes |= {"ENDPOINT": f"http://127.0.0.1:{port if name in ANSWERS else 9}"}
+    for constant, value in changes.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{constant}", value)
     with raises(UserError, *parts):
-        pin("hf:org/model")
+        pin(f"hf:{name}")

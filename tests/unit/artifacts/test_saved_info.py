@@ -14,11 +14,13 @@ from nemo_kto.algorithms.stopping import EarlyStopping
 from nemo_kto.artifacts.checkpoint_files import (
     Checkpoint,
     DamagedCheckpoint,
+    check_checkpoint,
     damage,
     info_text,
     rank_by,
     read_checkpoint,
 )
+from nemo_kto.checkpoint.discovery import newest_checkpoint
 from nemo_kto.checkpoint.model_state import adapters_in
 from nemo_kto.checkpoint.safe_loading import read_errors
 from nemo_kto.cli.checkpoint import main
@@ -59,7 +61,8 @@ INFO: dict[str, Any] = {
 NESTED: Any = None
 for _ in range(5000):
     NESTED = [NESTED]
-VALUES: tuple[Any, ...] = (None, True, -1, 10**400, float("nan"), "x", [[1]], {"a": {"b": []}}, NESTED)
+NUMBERS = (-1, 10**400, 1.5, float("nan"), float("inf"))
+VALUES: tuple[Any, ...] = (None, True, *NUMBERS, "x", [], [[1]], {}, {"a": {"b": []}}, NESTED)
 
 
 def places(value: object, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -90,9 +93,9 @@ def use(found: Checkpoint) -> None:
         differences(found.info["run"], RUN)
     adapters_in(found.info)
     stopping = EarlyStopping(monitor="val_loss", mode="min", min_delta=0.0, patience=3)
+    stopping.load_state_dict(found.info["trainer"].get("early_stopping", {}))
+    str(stopping.reason)
     with read_errors(found.folder / "trainer.json"):
-        stopping.load_state_dict(found.info["trainer"].get("early_stopping", {}))
-        str(stopping.reason)
         Run(rows=20, batch=BATCH, early_stopping=stopping).trainer.load_state_dict(found.info["trainer"])
     main(["ls", str(found.folder.parent.parent)])
     main(["verify", str(found.folder)])
@@ -107,9 +110,12 @@ def errors_of(checkpoint: Path) -> str | None:
     return None
 
 
+def test_saved_values_are_accepted(checkpoint: Path) -> None:
+    assert errors_of(checkpoint) is None
+
+
 @pytest.mark.parametrize("place", list(places(INFO)), ids=lambda place: ".".join(map(str, place)))
 def test_any_other_value_is_refused_or_accepted(place: tuple[str | int, ...], checkpoint: Path) -> None:
-    assert errors_of(checkpoint) is None
     info = json.loads((checkpoint / "trainer.json").read_text())
     *way, last = place
     for value in ("absent", *VALUES):
@@ -131,9 +137,14 @@ def test_any_other_value_is_refused_or_accepted(place: tuple[str | int, ...], ch
 
 
 WRONG: dict[str, tuple[tuple[str, ...], object]] = {
+    "a negative step": (("trainer", "step"), -1),
     "the step of another": (("trainer", "step"), STEP + 2),
+    "a step that is a float": (("trainer", "step"), 4.0),
     "a step that is true": (("trainer", "step"), True),
     "examples of other batches": (("trainer", "consumed_samples"), STEP * BATCH + 1),
+    "negative examples": (("trainer", "consumed_samples"), -8),
+    "an epoch that is no number": (("trainer", "epoch"), float("nan")),
+    "a negative count": (("trainer", "unlogged", "steps"), -1),
     "a metric that is a string": (("metrics", "val_loss"), "low"),
     "a layout of nobody": (("layout", "world"), 0),
     "another dtype": (("dtype",), "float8"),
@@ -157,7 +168,7 @@ def test_impossible_values_are_named(case: str, checkpoint: Path) -> None:
     assert_names(error.value, "trainer.json", named, repr(value))
 
 
-@pytest.mark.parametrize("name", ["/etc/hostname", "state/../../secret", "a" * 5000, "a\0b"])
+@pytest.mark.parametrize("name", ["/etc/hostname", "../../secret", "state/../../secret", "a" * 5000, "a\0b", "\ud800"])
 def test_file_names_cannot_leave_the_folder(name: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (checkpoint.parent.parent / "secret").write_text("secret")
     info = json.loads((checkpoint / "trainer.json").read_text())
@@ -167,3 +178,8 @@ def test_file_names_cannot_leave_the_folder(name: str, checkpoint: Path, monkeyp
         damage(checkpoint, read_checkpoint(checkpoint).files)
     if "secret" in name or "etc" in name:
         assert_names(error.value, "trainer.json", name, "outside")
+    with pytest.raises(UserError) as refused:
+        newest_checkpoint(checkpoint.parent)
+    assert_names(refused.value, checkpoint.name)
+    with pytest.raises(UserError):
+        check_checkpoint(checkpoint)
