@@ -225,6 +225,17 @@ def test_synced_reference(job: Callable[[str], Job]) -> None:
     assert stays[2]["train/rewards_all_mean"] != pytest.approx(0.0, abs=1e-3)
 
 
+@pytest.mark.full
+def test_a_reference_that_moves_half_the_way_is_equal_at_two_ranks(job: Callable[[str], Job]) -> None:
+    """With alpha 0.5 the rewards after the sync are neither those of a fixed reference nor zero, whatever the layout."""
+    run, short = job("dpo"), "trainer.dpo.max_steps=3"
+    moving = (short, "model.reference.sync_interval=2", "model.reference.sync_alpha=0.5")
+    stays, moved = run(short), run(*moving)
+    assert abs(moved[2]["train/rewards_all_mean"]) > 1e-4
+    assert moved[2]["train/rewards_all_mean"] != pytest.approx(stays[2]["train/rewards_all_mean"], rel=1e-2)
+    assert_same(run(*moving, world_size=2), moved, steps=3)
+
+
 @pytest.mark.parametrize("kind", ["model", pytest.param("adapters on another base", marks=pytest.mark.full)])
 def test_a_run_with_reference_sync_resumes_bitwise(kind: str, job: Callable[[str], Job], tmp_path: Path) -> None:
     run = job("dpo")
@@ -237,6 +248,10 @@ def test_a_run_with_reference_sync_resumes_bitwise(kind: str, job: Callable[[str
     for part in ("checkpoints/step_000001", "checkpoints/step_000002", "checkpoints/step_000003"):
         shutil.copytree(tmp_path / "whole" / part, tmp_path / "halves" / part)
     shutil.copy(tmp_path / "whole/metrics.jsonl", tmp_path / "halves")
+    last = "checkpoints/step_000004"
+    assert (tmp_path / "whole" / last).is_dir()
+    assert not (tmp_path / "halves" / last).exists()
     both = run(*moving, *kept, folder=tmp_path / "halves")
+    assert (tmp_path / "halves" / last).is_dir(), "the copied log has four lines without any training"
     assert len(both) == len(whole) == 4
     assert both[3] == whole[3]

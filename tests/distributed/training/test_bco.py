@@ -14,7 +14,7 @@ import torch
 
 from tests.distributed.checkpoint.test_checkpoint import losses
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.training_jobs import train, trajectory
+from tests.helpers.training_jobs import assert_same, train, trajectory
 
 BCO = ["model.kto.preference_loss=bco", "trainer.kto.limit_train_batches=3", "trainer.kto.save_interval=2"]
 
@@ -25,8 +25,11 @@ def saved_rewards(folder: Path, step: int) -> dict[str, float]:
     return dict(info["trainer"]["objective"]["rewards"])
 
 
+@pytest.mark.parametrize(
+    "layout", [[], pytest.param(["model.tensor_model_parallel_size=2"], marks=pytest.mark.full)], ids=["same", "tp2"]
+)
 def test_delta_is_the_mean_of_all_rewards_and_is_resumed(
-    ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
+    layout: list[str], ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
 ) -> None:
     """Each step's rewards are of the weights before it, so that the passes before the step and in it see the same ones."""
     whole, validated = tmp_path / "whole", ["trainer.kto.val_check_interval=2"]
@@ -46,8 +49,13 @@ def test_delta_is_the_mean_of_all_rewards_and_is_resumed(
     resumed = tmp_path / "resumed"
     shutil.copytree(whole / "checkpoints/step_000002", resumed / "checkpoints/step_000002")
     shutil.copy(whole / "metrics.jsonl", resumed)
-    ranks.run(2, train, tiny_llama, kto_rows, resumed, 2, [*BCO, *validated])
-    assert losses(resumed) == losses(whole)
+    ranks.run(2, train, tiny_llama, kto_rows, resumed, 2, [*BCO, *validated, *layout])
+    assert (resumed / "checkpoints/step_000005").is_dir(), "the copied log has all lines without any training"
+    if layout:
+        assert losses(resumed)[2:] != losses(whole)[2:], "recomputed with other rounding"
+    else:
+        assert losses(resumed) == losses(whole)
+    assert_same(trajectory(resumed), steps)
 
 
 def with_unknown_references(steps: set[int], *arguments: Any) -> None:
