@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,7 +100,7 @@ def test_a_rank_must_confirm_its_end() -> None:
 def test_processes_left_by_a_rank_are_ended_and_others_are_not(tmp_path: Path) -> None:
     """A script may start a TensorBoard before its training, or ranks in another thread."""
     go, printed = tmp_path / "go", list[str]()
-    waiting = f"{CONFIRM}\nwhile not os.path.exists({str(go)!r}): pass"
+    waiting = f"{CONFIRM}\nimport time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)"
     leave = "print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, {}).pid)\n"
     leaving = f"{CONFIRM}\n" + "".join(map(leave.format, ("start_new_session=False", "start_new_session=True", "env={}")))
     here = psutil.Process()
@@ -107,7 +108,7 @@ def test_processes_left_by_a_rank_are_ended_and_others_are_not(tmp_path: Path) -
     with ThreadPoolExecutor() as pool, subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL) as other:
         slow = pool.submit(launcher.spawn_ranks, 1, ["-c", waiting], stop_signals=[])
         while len(set(here.children()) - before) < 2:
-            pass
+            time.sleep(0.01)
         launcher.spawn_ranks(1, ["-u", "-c", leaving], stop_signals=[], output=printed.append)
         spared = set(here.children(recursive=True)) - before
         go.touch()

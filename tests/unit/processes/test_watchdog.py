@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -136,3 +138,27 @@ def test_a_store_without_answer_is_retried() -> None:
     store._lost.caller.join()
     assert store.call(lambda _: slow.get()) == "it"
     assert store.read("absent") is None
+
+
+@pytest.fixture
+def child() -> Iterator[psutil.Process]:
+    with subprocess.Popen(["sleep", "60"]) as started:
+        yield psutil.Process(started.pid)
+        started.kill()
+
+
+def test_only_the_same_process_is_continued(child: psutil.Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resumed(*, parent: int, host: str = socket.gethostname(), created: float = child.create_time()) -> bool:
+        child.suspend()
+        while child.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.001)
+        monkeypatch.setattr(os, "getppid", lambda: parent)
+        ranks.resume_sibling(child.pid, host=host, created=created)
+        return child.status() != psutil.STATUS_STOPPED
+
+    assert resumed(parent=os.getpid())
+    assert not resumed(parent=os.getpid() + 1), "another process's child"
+    assert not resumed(parent=os.getpid(), created=child.create_time() - 1), "its process id was reused"
+    assert not resumed(parent=os.getpid(), host="elsewhere")
+    for process in (-1, 0, 2**40):  # not of a process
+        ranks.resume_sibling(process, host=socket.gethostname(), created=child.create_time())

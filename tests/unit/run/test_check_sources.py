@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nemo_kto.architecture.families import FAMILIES
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.errors import UserError
@@ -18,6 +19,8 @@ from tests.unit.run.test_build_rows import resolved
 
 MODEL, REFERENCE = "pretrained_checkpoint.restore_from_path", "model.reference.restore_from_path"
 ADAPTER = "model.peft.restore_from_path"
+ALL = hf_models.CONFIGS | hf_models.MIXTURES
+ONE_OF_EACH = {ALL[name]().model_type: name for name in ALL}
 
 
 def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
@@ -37,7 +40,7 @@ def run_of(**folders: Path) -> ResolvedRun:
     return resolved(*words, *(["model.peft.peft_scheme=lora"] if "adapter" in folders else []))
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "mixtral", "phi3-part-of-each-head"])
+@pytest.mark.parametrize("kind", [*sorted(ONE_OF_EACH.values()), "phi3-part-of-each-head"])
 def test_weights_that_differ_are_listed(kind: str, tmp_path: Path) -> None:
     hf_models.write_model(kind, tmp_path, max_shard_size="1GB")
     check_sources(run_of(model=tmp_path))
@@ -51,6 +54,20 @@ def test_weights_that_differ_are_listed(kind: str, tmp_path: Path) -> None:
         *(f"{tmp_path}", "3", "missing: model.layers.1.self_attn.o_proj.weight", "unexpected: language_model.x"),
         *("model.norm.weight", "[3]", "save_pretrained"),
     ):
+        check_sources(run_of(model=tmp_path))
+
+
+def test_there_is_a_model_of_every_family() -> None:
+    assert set(ONE_OF_EACH) == {family.name for family in FAMILIES.values()}
+
+
+def test_names_with_another_prefix_are_listed_with_those_that_are_missing(tmp_path: Path) -> None:
+    """Gemma 3's text model, saved from the class that has images."""
+    hf_models.write_model("gemma3", tmp_path, max_shard_size="1GB")
+    tensors = {f"language_model.{name}": each for name, each in hf_models.weights(tmp_path).items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    expected = ["missing: model.layers.0.post_attention_layernorm.weight", "unexpected: language_model.model."]
+    with raises(UserError, str(tmp_path), f"{2 * len(tensors)} differences", *expected, f"{len(tensors) - 8} more"):
         check_sources(run_of(model=tmp_path))
 
 
