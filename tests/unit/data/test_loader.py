@@ -13,7 +13,7 @@ import torch
 
 from nemo_kto.data.batches.collate import kto_custom_collate
 from nemo_kto.data.batches.dataset import KTODataset, build_splits
-from nemo_kto.data.batches.loader import GlobalBatchSampler, build_dataloader
+from nemo_kto.data.batches.loader import GlobalBatchSampler, build_dataloader, every_example
 from nemo_kto.data.tokens.cache import KTO_EXAMPLES
 from tests.unit.data.tiny_data import chatml_tokenizer, numbered_rows, write_rows
 
@@ -49,6 +49,18 @@ def same(a: list[dict], b: list[dict]) -> bool:
     return len(a) == len(b) and all(
         x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x) for x, y in zip(a, b, strict=True)
     )
+
+
+def test_all_examples_are_the_first_epoch_and_its_remainder(dataset: KTODataset) -> None:
+    """A cached reference evaluates each example once, in the order of the first epoch."""
+    training = loader(dataset)
+    training.batch_sampler.set_position(3, 8)  # for any position of a run
+    everything = every_example(training)
+    batches = list(everything)
+    assert (len(everything), [len(batch["samples"]) for batch in batches]) == (4, [8, 8, 8, 2])
+    assert same(batches[:3], list(loader(dataset)))
+    texts = {tuple(tokens) for batch in batches for tokens in batch["samples"].tolist()}
+    assert len(texts) == len(dataset) == 26
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -22,7 +22,7 @@ from nemo_kto.data.rows.files import WHOLE_FILE, FilePart, file_parts, number_of
 from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.tokens import parts
-from nemo_kto.data.tokens.cache import KTO_EXAMPLES, TokenCache
+from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES, TokenCache
 from nemo_kto.data.tokens.chat import RecordEncoder
 from nemo_kto.data.tokens.parts import map_parts, number_of_processes
 from nemo_kto.data.tokens.truncation import Truncation
@@ -114,6 +114,15 @@ def test_examples_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> No
         labels={"label": {"true": [20, 1], "false": [20, 4]}, "preference": {"rejected": [40, 2], "chosen": [40, 3]}},
         texts=80,
     )
+
+
+def test_pairs_tokenised_in_parts(tmp_path: Path) -> None:
+    """Pairs and their lines are equal, whether their file is read whole or in parts."""
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": f"p{n}", "chosen": "y", "rejected": "n"} for n in range(50)])
+    whole, *_ = opened(path, tmp_path / "whole", part_bytes=WHOLE, kind=DPO_EXAMPLES)
+    table, *_ = opened(path, tmp_path / "parts", part_bytes=300, kind=DPO_EXAMPLES)
+    assert table.to_dict() == whole.to_dict()
+    assert table["line"][-1] == 50
 
 
 def test_broken_rows_of_all_parts_are_counted(tmp_path: Path) -> None:

@@ -90,6 +90,25 @@ def test_validation_uses_every_row_in_order_without_batches_of_one(num_examples:
     assert len(validation(num_examples)) == len(sizes)
 
 
+def test_resuming_with_another_batch_size_skips_no_row() -> None:
+    """Each row of the epoch is seen once, before or after the change."""
+    before = training(24, size=4)
+    consumed = flat(list(before)[:2])
+    after = training(24, size=8)
+    after.set_position(0, 8)
+    assert sorted(consumed + flat(after)) == list(range(24))
+
+
+def test_the_order_has_a_hash() -> None:
+    """Seed, number of rows and shuffling change the hash; position and batch size do not."""
+    samplers = [training(20), training(20, seed=4), training(21), validation(20)]
+    hashes = [sampler.order_hash() for sampler in samplers]
+    assert len(set(hashes)) == 4
+    samplers[0].set_position(3, 4)
+    assert samplers[0].order_hash() == hashes[0], "from any position"
+    assert training(20, size=2).order_hash() == hashes[0], "independent of the batch size"
+
+
 def test_impossible_sizes_and_positions_are_refused() -> None:
     with raises(ValueError, "4", "3", "global_batch_size"):
         training(3)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from nemo_kto.data.tokens.cache import KTO_EXAMPLES
 from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
 from nemo_kto.data.tokens.template_trial import Conversation, try_template
 from nemo_kto.data.tokens.truncation import Truncation
-from tests.helpers.messages import Message
+from tests.helpers.messages import Message, assert_names
 from tests.unit.data.tiny_data import CHATML, chatml_tokenizer
 
 TIME = ("0.2", "CPU", "template", "strings")
@@ -69,6 +71,14 @@ def test_an_endless_template_is_one_error_with_file_and_row(
     assert str(error.value) == Message(f"{rows}:{line}", f"{file}", *names)
     if line == 2:
         assert isinstance(encoder.encode([record("hi", 1)])[0], EncodedExample)  # nothing is left behind
+
+
+def test_a_template_that_calls_itself_is_a_broken_row() -> None:
+    """A recursion without end is an error of the row, and no crash."""
+    template = "{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}"
+    (refused,) = RecordEncoder(tokenizer=chatml_tokenizer(template)).encode([record("hi", 1)])
+    assert type(refused) is RowError
+    assert_names(refused, "chat template", "maximum recursion depth exceeded")
 
 
 def test_only_the_first_row_is_rendered_with_limits() -> None:
@@ -126,3 +136,21 @@ def test_an_interrupted_parent_kills_the_child(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(KeyboardInterrupt):
         try_template([conversation("hi", CHATML)], name="T")
     assert set(multiprocessing.active_children()) <= others
+
+
+def test_signals_to_the_job_do_not_end_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child that renders templates ignores the signals that a scheduler sends to all processes."""
+    receive = Connection.recv_bytes
+    received: list[bytes] = []
+    others = set(multiprocessing.active_children())  # ranks of other tests in this process
+
+    def signalled(self: Connection) -> bytes:
+        received.append(receive(self))
+        for child in set(multiprocessing.active_children()) - others:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                os.kill(child.pid or 0, number)
+        return received[-1]
+
+    monkeypatch.setattr(Connection, "recv_bytes", signalled)
+    assert try_template([conversation("hi", CHATML)] * 20, name="T") is None
+    assert len(received) == 20

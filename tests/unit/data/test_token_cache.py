@@ -96,6 +96,22 @@ def test_many_small_files_need_few_syncs_and_log_lines(
     assert_names(caplog.messages[1], f"{3 * FILES} rows")
 
 
+def test_groups_of_files_give_the_same_files(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small files that one task tokenises together are cached as if each had a task."""
+    whole = {file.name: file.read_bytes() for file in cached_files(folder, tmp_path / "whole")}
+    monkeypatch.setattr(files, "MIN_BYTES", (folder / "11.jsonl").stat().st_size)  # of the others two make a group
+    shown: list[tuple[str, int]] = []
+
+    def progress(items, *, total, title):  # type: ignore[no-untyped-def]
+        shown.append((title, total))
+        return items
+
+    found = cached_files(folder, tmp_path / "cache", progress=progress)
+    assert {file.name: file.read_bytes() for file in found} == whole
+    assert [total for _, total in shown] == [FILES]
+    assert_names(shown[0][0], f"{FILES} files")
+
+
 def cached_files(data: Path, cache: Path, **changes: Any) -> list[Path]:
     assert prompts(splits(data, cache.parent, cache_dir=cache, **changes).train) == expected()
     return [file for file in cache.iterdir() if file.suffix == ".arrow"]

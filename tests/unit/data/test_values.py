@@ -163,6 +163,16 @@ def test_messages_as_text_need_the_setting(write: Any, columns: list[str], tmp_p
         assert record.prompt == rows[0]["prompt"], form
 
 
+def test_other_json_is_text(tmp_path: Path) -> None:
+    """Text that looks like JSON stays as written, unless its column is said to hold JSON."""
+    texts = ['{"city": "Oslo"}', '[{"role": "admin", "name": "Bo"}]', "[1, 2]", '"x"', "{'a': 1}", "[{"]
+    rows = [{**ROW, "response": text} for text in texts]
+    for form, path in {**all_forms(rows, tmp_path), "csv": write_csv(tmp_path / "a.csv", rows)}.items():
+        assert [record.response for record in read(path)] == texts, form
+    with raises(DataError, "a.csv:7", "response", "JSON", "'[{'", "json.dumps"):
+        read(tmp_path / "a.csv", json_columns=["response"])
+
+
 def test_columns_that_are_never_text_are_read_in_either_notation(tmp_path: Path) -> None:
     notations: list[Callable[[object], str]] = [str, json.dumps]
     rows = [

@@ -15,7 +15,7 @@ from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
 from nemo_kto.data.rows.records import DataError, pair_of_row, records_of_row
 from nemo_kto.data.tokens.cache import DPO_EXAMPLES, KTO_EXAMPLES
 from tests.helpers.messages import Message
-from tests.unit.data.test_fingerprint import splits
+from tests.unit.data.test_fingerprint import fingerprint, splits
 from tests.unit.data.tiny_data import numbered_rows, write_rows
 from tests.unit.run.test_build_rows import resolved
 
@@ -65,6 +65,17 @@ def test_the_examples_of_a_file_have_the_weights_of_its_rows(tmp_path: Path) -> 
     pairs = splits(file, tmp_path, kind=DPO_EXAMPLES, make=PAIRS).train
     assert pairs is not None
     assert [example.weight for example in pairs.__getitems__([1, 0])] == [4.0, 1.0]
+
+
+def test_the_fingerprint_depends_on_weights_other_than_1(tmp_path: Path) -> None:
+    """Rows without a weight and rows of weight 1 train the same, so they have one fingerprint."""
+    rows = numbered_rows(5)
+    forms = [rows, [{**row, "weight": 1.0} for row in rows], [*rows[:4], {**rows[4], "weight": 2}]]
+    files = [str(write_rows(tmp_path / f"{number}.jsonl", form)) for number, form in enumerate(forms)]
+    none, ones, two = (fingerprint(file, tmp_path) for file in files)
+    assert none == ones != two
+    # recorded in checkpoints, which a run with another value refuses to resume
+    assert none == "9daeee2f954c98c701e4e658896eeabff188e4215aacfba1673a323b3d518e75"
 
 
 def test_auto_balance_uses_row_weights(tmp_path: Path) -> None:
