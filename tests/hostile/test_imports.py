@@ -85,6 +85,21 @@ def test_settings_that_are_too_large(settings: str, tmp_path: Path) -> None:
     assert_names(refused(tmp_path / "model", tmp_path / "out"), "model_config.yaml", "settings of the model")
 
 
+def test_damaged_archives(unpacked: Path, tmp_path: Path) -> None:
+    """A text, half an archive and one with a member twice are refused."""
+    (tmp_path / "text.nemo").write_text("no archive")
+    content = (unpacked / "good.nemo").read_bytes()
+    (tmp_path / "cut.nemo").write_bytes(content[: len(content) // 2])
+    (tmp_path / "twice.nemo").touch()
+    with tarfile.open(tmp_path / "twice.nemo", "w") as tar:
+        for _ in range(2):
+            tar.addfile(member("model_config.yaml"), io.BytesIO())
+    for name in ("text", "cut", "twice"):
+        assert refused(tmp_path / f"{name}.nemo", tmp_path / "out") == Message(
+            "FILE", f"{tmp_path}/{name}.nemo", "copy it again"
+        )
+
+
 def test_pickles_are_not_run(unpacked: Path, tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     tokenizer = f"--tokenizer={unpacked}/model"
@@ -197,3 +212,14 @@ def test_tokenizers_that_do_not_fit(unpacked: Path, tmp_path: Path, monkeypatch:
     assert refused(good, out, "--tokenizer=other") == Message(
         "other/config.json", "rope_theta", "rms_norm_eps", "1e+06", "100000", "1e-05", "1e-06"
     )
+
+
+def test_an_existing_folder_is_kept(unpacked: Path, tmp_path: Path) -> None:
+    """An import replaces a folder that an import wrote, and no other."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    assert_names(refused(unpacked / "good.nemo", tmp_path / "out", f"--tokenizer={unpacked}/model"), f"{tmp_path}/out")
+    assert (tmp_path / "out" / "mine").exists()
+    for number in range(2):  # an earlier import is replaced
+        main([f"{unpacked}/good.nemo", f"{tmp_path}/new", f"--tokenizer={unpacked}/model"])
+        assert (tmp_path / "new" / "config.json").is_file(), number

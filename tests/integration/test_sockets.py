@@ -74,3 +74,10 @@ def test_launcher_and_ranks_listen_only_on_the_loopback_interface(tmp_path: Path
     assert found[0] == set()  # the launcher listens nowhere
     assert len([addresses for addresses in found[1:] if addresses]) == 2  # gloo's own sockets were seen
     assert met == ["2 /memfd:nemo_kto (deleted)"] * 2  # a store without a name in any folder
+
+
+def test_one_process_listens_only_on_the_loopback_interface(tmp_path: Path) -> None:
+    """A run of one process has no store in a file."""
+    met, found = watch(tmp_path, 1)
+    assert met == ["1 None"]
+    assert_loopback_alone(found)

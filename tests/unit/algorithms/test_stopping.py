@@ -68,6 +68,13 @@ def test_a_signal_before_a_validation_leaves_it_to_the_resumed_run(step: int, ba
     assert again.notes.saved[-1][0]["validation_due"] == 0
 
 
+def test_a_signal_during_the_last_batch_of_a_validation_keeps_its_result() -> None:
+    """The validation is logged and need not be repeated."""
+    run = stopped(lambda run: len(run.model.validated_on) == 3, val_check_interval=3, save_interval=5)
+    assert run.notes.steps_with("val/loss") == run.notes.saved_steps == [3]
+    assert run.notes.saved[0][0]["validation_due"] == 0
+
+
 def test_a_resumed_validation_that_is_interrupted_again() -> None:
     settings: dict[str, Any] = {"val_check_interval": 3}
     run = stopped(lambda run: run.trainer.step == 3, **settings)
@@ -79,6 +86,18 @@ def test_a_resumed_validation_that_is_interrupted_again() -> None:
     assert again.trainer.ended_early
 
 
+def test_a_resumed_validation_that_is_interrupted_in_its_last_batch_is_saved() -> None:
+    """The checkpoint says that no validation is due, though no step was trained."""
+    settings: dict[str, Any] = {"val_check_interval": 3}
+    run = stopped(lambda run: run.trainer.step == 3, **settings)
+    again = Run(**settings)
+    again.trainer.run_timer.received = lambda: int(signal.SIGUSR1) * (len(again.model.validated_on) == 3)
+    again.trainer.load_state_dict(run.notes.saved[-1][0])
+    again.fit()
+    assert (again.notes.saved_steps, again.notes.saved[0][0]["validation_due"], again.model.trained_on) == ([3], 0, [])
+    assert again.trainer.ended_early
+
+
 def test_max_time_is_reached() -> None:
     run = Run(max_epochs=9, max_time="00:00:01:00")
     run.trainer.run_timer.clock = lambda: 25.0 * len(run.model.trained_on)
@@ -87,6 +106,16 @@ def test_max_time_is_reached() -> None:
     assert run.notes.steps_with("val/loss") == run.notes.saved_steps == [3]
     assert run.notes.ended == ["success"]
     assert not run.trainer.ended_early, "the model is exported"
+
+
+def test_max_time_is_reached_and_the_run_is_requeued() -> None:
+    """The next job validates, so this one only saves."""
+    run = Run(max_epochs=9, max_time="00:00:01:00")
+    run.trainer.run_timer.clock = lambda: 25.0 * len(run.model.trained_on)
+    run.trainer.run_timer.requeue = True
+    run.fit()
+    assert (run.notes.steps_with("val/loss"), run.notes.saved_steps) == ([], [3])
+    assert run.trainer.ended_early
 
 
 class Preparation(Callback):

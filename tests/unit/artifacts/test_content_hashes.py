@@ -91,6 +91,7 @@ def test_a_large_file_is_read_once(model: Path, monkeypatch: pytest.MonkeyPatch)
 def test_cached_hashes_are_private_unless_shared(
     shared: bool, mode: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Only the user can read hashes in a private cache."""
     monkeypatch.setattr(hashes, "MIN_KEPT_BYTES", 0)
     before = os.umask(0o022)
     try:
@@ -101,6 +102,7 @@ def test_cached_hashes_are_private_unless_shared(
 
 
 def test_a_replaced_file_of_equal_name_size_and_time_is_detected(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cached hash is of the replaced file, and is not used."""
     monkeypatch.setattr(hashes, "MIN_KEPT_BYTES", 7)
     before, weights = hashed(model), model / "model.safetensors"
     state = weights.stat()

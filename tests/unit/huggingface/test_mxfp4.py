@@ -1,8 +1,9 @@
-"""MXFP4 matrices: values against the specification, and shapes."""
+"""MXFP4 matrices: values against the specification and transformers, and shapes."""
 
 from __future__ import annotations
 
 import torch
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nemo_kto.huggingface.weights import dequantize, dequantized_shapes
 
@@ -17,6 +18,14 @@ def test_every_code_and_scale_of_mxfp4() -> None:
     mixed = dequantize(torch.full((1, 1, 16), 0x72, dtype=torch.uint8), torch.tensor([[129]], dtype=torch.uint8))
     assert mixed.tolist() == [[4.0, 24.0] * 16]
     assert dequantize(torch.zeros(1, 1, 16, dtype=torch.uint8), torch.full((1, 1), 255, dtype=torch.uint8)).isnan().all()
+
+
+def test_values_equal_transformers() -> None:
+    draw = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 10, 4, 16), dtype=torch.uint8, generator=draw)
+    scales = torch.randint(100, 140, (3, 10, 4), dtype=torch.uint8, generator=draw)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # [experts, in, out]
+    assert torch.equal(dequantize(blocks, scales).mT, expected)
 
 
 def test_shapes_of_dequantized_tensors() -> None:

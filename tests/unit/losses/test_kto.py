@@ -187,6 +187,11 @@ def test_z0_is_clamped_once_after_the_sum() -> None:
     assert kl_reference_point(-total, count).item() == 0.0
 
 
+def test_z0_without_rows_is_zero() -> None:
+    sums = kl_sums(torch.tensor([float("nan"), 3.0]), torch.tensor([False, False]))
+    assert kl_reference_point(sums["kl_sum"], sums["kl_rows"]).item() == 0.0
+
+
 def test_a_broken_row_is_not_hidden() -> None:
     sums = kl_sums(torch.tensor([float("nan"), 3.0]), torch.tensor([True, True]))
     assert kl_reference_point(sums["kl_sum"], sums["kl_rows"]).isnan()

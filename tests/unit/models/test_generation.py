@@ -47,6 +47,13 @@ def test_tokens_without_probability_are_never_drawn() -> None:
     assert choose_tokens(logits_BV, ends_B, temperature=1.0, top_p=1.0).tolist() == [1, 2]
 
 
+def test_logits_that_are_not_finite_give_a_token_of_the_vocabulary() -> None:
+    logits_BV = torch.full((1, 4), torch.nan)
+    for temperature in (0.0, 1.0):
+        token = choose_tokens(logits_BV, torch.tensor([0.5]), temperature=temperature, top_p=0.9)
+        assert 0 <= int(token) < 4
+
+
 def test_numbers_depend_on_seed_prompt_and_position_alone() -> None:
     assert uniform(0, 0, 0) == 0.5316806149009068, "the same in every version, so that samples can be compared"
     found = [uniform(seed, prompt, position) for seed in range(10) for prompt in range(20) for position in range(50)]
@@ -64,3 +71,10 @@ def test_numbers_depend_on_seed_prompt_and_position_alone() -> None:
 def test_an_answer_ends_with_a_stop_token_or_its_maximum(answer: list[int], complete: bool) -> None:
     decoding = Decoding(stop_ids=frozenset({8, 9}), max_new_tokens=4, seq_length=100)
     assert decoding.is_complete([1] * 50, answer) is complete
+
+
+def test_an_answer_ends_with_the_sequence() -> None:
+    """Prompt and answer together have at most seq_length tokens."""
+    decoding = Decoding(stop_ids=frozenset(), max_new_tokens=4, seq_length=10)
+    assert not decoding.is_complete([1] * 8, [1])
+    assert decoding.is_complete([1] * 8, [1, 1])

@@ -148,6 +148,8 @@ def child() -> Iterator[psutil.Process]:
 
 
 def test_only_the_same_process_is_continued(child: psutil.Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal goes to a stopped child of the same launcher with the same start, on this machine."""
+
     def resumed(*, parent: int, host: str = socket.gethostname(), created: float = child.create_time()) -> bool:
         child.suspend()
         while child.status() != psutil.STATUS_STOPPED:

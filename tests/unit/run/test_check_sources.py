@@ -58,11 +58,12 @@ def test_weights_that_differ_are_listed(kind: str, tmp_path: Path) -> None:
 
 
 def test_there_is_a_model_of_every_family() -> None:
+    """The table of models above has one of each family of the package."""
     assert set(ONE_OF_EACH) == {family.name for family in FAMILIES.values()}
 
 
 def test_names_with_another_prefix_are_listed_with_those_that_are_missing(tmp_path: Path) -> None:
-    """Gemma 3's text model, saved from the class that has images."""
+    """A text model of Gemma 3 that was saved from the class with images has a prefix before each name."""
     hf_models.write_model("gemma3", tmp_path, max_shard_size="1GB")
     tensors = {f"language_model.{name}": each for name, each in hf_models.weights(tmp_path).items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
