@@ -255,6 +255,17 @@ class ResolvedRun:
         )
 
     @property
+    def recompute_method(self) -> str | None:
+        """Value of model.activations_checkpoint_method, by default uniform if whole layers are recomputed."""
+        full = self.cfg.model.activations_checkpoint_granularity == "full"
+        return self.cfg.model.activations_checkpoint_method or ("uniform" if full else None)
+
+    @property
+    def recompute_num_layers(self) -> int | None:
+        """Value of model.activations_checkpoint_num_layers, by default 1 with the method uniform."""
+        return self.cfg.model.activations_checkpoint_num_layers or (1 if self.recompute_method == "uniform" else None)
+
+    @property
     def has_adapters(self) -> bool:
         """Whether adapters are trained instead of all weights."""
         return self.cfg.model.peft.peft_scheme != "none"

@@ -324,17 +324,6 @@ class GPTConfig(Section):
     optim: OptimConfig
     data: DataConfig
 
-    @property
-    def recompute_method(self) -> str | None:
-        """Value of activations_checkpoint_method, by default uniform if whole layers are recomputed."""
-        full = self.activations_checkpoint_granularity == "full"
-        return self.activations_checkpoint_method or ("uniform" if full else None)
-
-    @property
-    def recompute_num_layers(self) -> int | None:
-        """Value of activations_checkpoint_num_layers, by default 1 with the method uniform."""
-        return self.activations_checkpoint_num_layers or (1 if self.recompute_method == "uniform" else None)
-
 
 class ExportConfig(Section):
     """Section export: the aligned model in Hugging Face format."""

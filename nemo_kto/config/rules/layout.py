@@ -127,7 +127,7 @@ def pipeline_rules(run: ResolvedRun, layers: int | None) -> Errors:
 
 def _layer_rules(run: ResolvedRun, layers: int) -> Errors:
     """Check that the layers can be partitioned across pipeline stages, and into groups that are recomputed together."""
-    model, split, keys = run.cfg.model, run.split, (_MODEL, *_KEYS.values())
+    split, keys = run.split, (_MODEL, *_KEYS.values())
     try:
         stages = split.layers(layers)
     except SplitError as error:
@@ -136,8 +136,8 @@ def _layer_rules(run: ResolvedRun, layers: int) -> Errors:
         yield ConfigError(key, text, tuple(other for other in keys if other != key))
         return
     # megatron-core forms groups of equal size within a chunk.
-    sizes, group = sorted({len(chunk) for stage in stages for chunk in stage} - {0}), model.recompute_num_layers
-    if model.recompute_method == "uniform" and group and any(size % group for size in sizes):
+    sizes, group = sorted({len(chunk) for stage in stages for chunk in stage} - {0}), run.recompute_num_layers
+    if run.recompute_method == "uniform" and group and any(size % group for size in sizes):
         fitting = max(number for number in range(1, group) if not any(size % number for size in sizes))
         text = f"must divide the number of layers of each model chunk ({' and '.join(map(str, sizes))}), got {group}"
         yield ConfigError(f"{_RECOMPUTE}_num_layers", f"{text}; use {fitting}", (f"{_RECOMPUTE}_method", *keys))

@@ -94,7 +94,7 @@ def _recompute_rules(run: ResolvedRun) -> Errors:
         if granularity != "full" and value is not None:
             text = f"must be null unless {prefix}_granularity=full, got {value}; set one or the other"
             yield ConfigError(f"{prefix}_{name}", text, reads)
-    if model.recompute_method == "block" and model.recompute_num_layers is None:
+    if granularity == "full" and values["method"] == "block" and values["num_layers"] is None:
         text = f"must be given with {prefix}_method=block, got null; e.g. {prefix}_num_layers=1"
         yield ConfigError(f"{prefix}_num_layers", text, (f"{prefix}_method",))
     if model.recompute_modules is not None and granularity != "selective":

@@ -82,6 +82,13 @@ def test_pairs_become_two_records(row: dict, prompt: object, good: object, bad: 
     assert triples(row) == [(prompt, good, True), (prompt, bad, False)]
 
 
+def test_messages_of_sharegpt() -> None:
+    turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    (record,) = records_of_row({"messages": turns, "label": True}, 1)
+    assert record.prompt == [{"role": "system", "content": "s"}, USER | {"content": "q"}]
+    assert record.response == [assistant("a")]
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -97,7 +104,11 @@ def test_pairs_become_two_records(row: dict, prompt: object, good: object, bad: 
         ({"prompt": [], "response": "r", "preference": "chosen"}, ['"prompt"', "empty", "[]"]),
         ({"messages": [assistant("r")], "label": True}, ["messages", "answer"]),
         ({"messages": [assistant("r"), USER], "label": True}, ['role "assistant"', "['user']"]),
-        ({"messages": [{"from": "human", "value": "x"}, assistant("r")], "label": True}, ["role", "content", "'from'"]),
+        (
+            {"messages": [{"from": "tool", "value": "x"}, assistant("r")], "label": True},
+            ["from", "human", "gpt", "tool", "role"],
+        ),
+        ({"messages": [{"from": "human"}, assistant("r")], "label": True}, ["content", "None"]),
         ({"messages": [{"role": "user", "content": 1}, assistant("r")], "label": True}, ['"content"', "1"]),
         (
             {"prompt": [USER], "completion": [assistant("a"), assistant("b")], "label": True},
