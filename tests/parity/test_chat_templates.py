@@ -78,3 +78,74 @@ def test_tools_are_refused_where_the_template_does_not_know_them() -> None:
     (wrong,) = RecordEncoder(tokenizer=make_tokenizer()).encode([record])
     assert isinstance(wrong, RowError)
     assert str(wrong) == Message('"tools"', "chat template", "remove")
+
+
+SYSTEM, AGAIN = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "And in Rome?"}
+# As in Mistral 7B v0.3: the system message stands in the last message, if that is the user's.
+MISTRAL = (
+    "{% set system = messages[0].content + '\\n\\n' if messages[0].role == 'system' else '' %}{{ '<s>' }}"
+    "{% for message in messages if message.role != 'system' %}{% if message.role == 'user' %}"
+    "[INST] {% if loop.last %}{{ system }}{% endif %}{{ message.content }}[/INST]"
+    "{% else %} {{ message.content | trim }}</s>{% endif %}{% endfor %}"
+)
+# As in DeepSeek-R1: the prompt begins the reasoning, which is left out of answers.
+R1 = (
+    "{% for message in messages %}{% if message.role == 'user' %}<|User|>{% elif message.role == 'assistant' %}<|Assistant|>"
+    "{% endif %}{{ message.content.split('</think>') | last }}{% if message.role == 'assistant' %}<|im_end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "answer", "expected"),
+    [
+        (MISTRAL, [SYSTEM, USER], "Yes.", ("<s>[INST] Be brief.\n\nIs it warm in Paris?[/INST]", " Yes.</s><|im_end|>")),
+        (
+            MISTRAL,
+            [SYSTEM, USER, GOOD, AGAIN],
+            "No.",
+            (
+                "<s>[INST] Is it warm in Paris?[/INST] Yes, it is.</s>[INST] Be brief.\n\nAnd in Rome?[/INST]",
+                " No.</s><|im_end|>",
+            ),
+        ),
+        (R1, [USER], "Yes.", ("<|User|>Is it warm in Paris?<|Assistant|><think>\n", "Yes.<|im_end|>")),
+        (
+            R1,
+            [SYSTEM, USER],
+            "<think>\n31 degrees\n</think>\nYes.",
+            ("Be brief.<|User|>Is it warm in Paris?<|Assistant|><think>\n", "31 degrees\n</think>\nYes.<|im_end|>"),
+        ),
+    ],
+)
+def test_a_prompt_that_changes_once_an_answer_follows(
+    template: str, prompt: list[dict], answer: str, expected: tuple[str, str]
+) -> None:
+    """The prompt is the one of inference, and the answer ends as the template ends it."""
+    made = make_tokenizer()
+    made.chat_template = template
+    (record,) = records_of_row({"prompt": prompt, "response": answer, "label": True}, 1)
+    assert texts(made, record) == expected
+
+
+def test_an_answer_whose_beginning_is_ambiguous_is_refused() -> None:
+    made = make_tokenizer()
+    made.chat_template = "{{ messages | length }}{% for message in messages %}{{ message.content | upper }}{% endfor %}"
+    (record,) = records_of_row({"prompt": [USER], "response": "yes", "label": True}, 1)
+    (wrong,) = RecordEncoder(tokenizer=made).encode([record])
+    assert isinstance(wrong, RowError)
+    assert "must render the prompt the same" in str(wrong)
+
+
+def test_prompts_are_those_of_inference_with_every_template_of_trl() -> None:
+    trl = pytest.importorskip("trl", reason="TRL 1.5.1 ships the templates")
+    files = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+    assert len(files) > 30
+    made = make_tokenizer()
+    for file in files:
+        made.chat_template = file.read_text()
+        for prompt in ([USER], [USER, GOOD, AGAIN]):
+            (record,) = records_of_row({"prompt": prompt, "response": "No.", "label": True}, 1)
+            shown, answer = texts(made, record)
+            assert shown == made.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True), file.name
+            assert answer.count("No.") == 1, file.name

@@ -20,6 +20,7 @@ from nemo_kto.errors import UserError, printable, show
 
 _TRIAL_ROWS = 100  # number of rows on which a chat template is tried
 _MAX_CHARACTERS = 10**7  # of a rendered row
+_MARK = "8f14e45fceea167a"  # stands for an answer in a rendering that shows where the template puts it
 _tried_templates: set[str] = set()  # by this process, without reaching a limit
 _AGAIN = "download the tokenizer's files again, or write them with save_pretrained"
 
@@ -227,15 +228,48 @@ class RecordEncoder:
         if len(whole) > _MAX_CHARACTERS:
             message = f"{self._template_name} must render a row as at most {_MAX_CHARACTERS:,} characters"
             return LastRowError(f"{message}, got {len(whole):,}; {REMEDY}")
-        if not whole.startswith(prompt):
+        answer: str | None = whole[len(prompt) :]
+        if not whole.startswith(prompt) and (answer := self._answer_after(prompt, whole, record)) is None:
             return RowError(
                 f"the chat template must render the prompt the same with and without the answer after it, got "
                 f"{prompt[-60:]!r} without and {whole[: len(prompt)][-60:]!r} with it; {REMEDY}"
             )
-        answer = whole[len(prompt) :]
+        assert answer is not None
         if answer.rstrip().endswith(self._special_tokens):
             answer = answer.rstrip()
         return _Text(prompt, answer, templated=True)
+
+    def _answer_after(self, prompt: str, whole: str, record: KTORecord) -> str | None:
+        """Return the answer as it follows the prompt of inference, if the template renders the prompt otherwise before it.
+
+        Such a template puts the system message into the last message (Mistral), or begins the answer in the prompt and
+        leaves its reasoning out afterwards (DeepSeek-R1). The answer ends as the template ends it. None if it is ambiguous
+        where the answer begins.
+        """
+        assert isinstance(record.prompt, list)
+        assert isinstance(record.response, list)
+        message, last = record.response[0], str(record.prompt[-1].get("content") or "").strip()
+        content = message.get("content")
+        if not isinstance(content, str) or message.keys() - {"role", "content"}:
+            return None
+        marked: list[Message] = [{"role": "assistant", "content": _MARK}]
+        try:
+            head, *tails = self._render([*record.prompt, *marked], record.template, add_generation_prompt=False).split(_MARK)
+        except RowError:
+            return None
+        if len(tails) != 1:
+            return None
+        (tail,) = tails
+        rendered = whole[len(head) : len(whole) - len(tail)] if whole.startswith(head) and whole.endswith(tail) else content
+        rendered = rendered if rendered.strip() == content.strip() else content
+        if prompt.startswith(head):  # the prompt also has the beginning of the answer
+            begun = prompt[len(head) :]
+            return rendered.removeprefix(begun if rendered.startswith(begun) else begun.rstrip()) + tail
+        before, after = (text[len(text.rstrip()) :] for text in (prompt, head))
+        end = prompt.rstrip()[prompt.rfind(last) :] if last in prompt else ""
+        if not last or not end or not head.rstrip().endswith(end) or not after.startswith(before):
+            return None
+        return after.removeprefix(before) + rendered + tail
 
     def _render(self, messages: list[Message], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
         try:

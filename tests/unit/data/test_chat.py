@@ -122,7 +122,7 @@ def test_a_template_error_is_a_broken_row() -> None:
 
 def test_no_template_and_a_template_without_a_stable_prompt_are_broken_rows() -> None:
     assert problem(chatml_tokenizer(None), [USER], [ANSWER]) == Message("chat template")
-    unstable = "{{ messages | length }}" + CHATML
+    unstable = "{{ messages | length }}{% for message in messages %}{{ message.content | upper }}{% endfor %}"
     assert problem(chatml_tokenizer(unstable), [USER], [ANSWER]) == Message("chat template", "prompt", "answer")
 
 
