@@ -111,6 +111,7 @@ _TRAINING_USAGE = """\
 
   MODEL: pretrained_checkpoint.restore_from_path; DATA: model.data.data_prefix, a file, FILE,FILE or a folder
 
+  Short keys:                       {short}
   Four ranks on this machine:       trainer.devices=4
   Several machines:                 torchrun --nproc-per-node 4 --no-python nemo-kto {recipe.name} ..., or srun
   No GPU:                           hardware=cpu
@@ -177,7 +178,7 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     """Train: `nemo-kto NAME` and the scripts in examples/; ``argv`` contains positions, overrides and Hydra's flags."""
     from nemo_kto.cli.job import Job, refuse_mistakes
     from nemo_kto.config import compose
-    from nemo_kto.config.check import read_positions
+    from nemo_kto.config.check import SHORT, read_positions
     from nemo_kto.config.keys import as_text
     from nemo_kto.config.migration import forced
 
@@ -196,7 +197,8 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         is_script = script.suffix == ".py" and script.resolve() != Path(__file__).resolve()
         program = f"python {script}" if is_script else f"nemo-kto {recipe.name}"
         with console.exit_if_output_lost():
-            print(_TRAINING_USAGE.format(recipe=recipe, program=program, keys=as_text(recipe)), end="")
+            short = ", ".join(f"{word}=" for word in SHORT)
+            print(_TRAINING_USAGE.format(recipe=recipe, program=program, short=short, keys=as_text(recipe)), end="")
         return
     source = compose.Source(
         config_name=flags.config_name or recipe.config_name, config_path=flags.config_path, config_dir=flags.config_dir

@@ -21,6 +21,14 @@ from nemo_kto.utils.field_errors import names
 from nemo_kto.utils.text import redacted
 
 POSITIONS = {"MODEL": "pretrained_checkpoint.restore_from_path", "DATA": "model.data.data_prefix"}
+# Short words for keys of the command line; {name}: the algorithm.
+SHORT = {
+    "lr": "model.optim.lr",
+    "beta": "model.{name}.ref_policy_kl_penalty",
+    "epochs": "trainer.{name}.max_epochs",
+    "steps": "trainer.{name}.max_steps",
+    "batch": "model.global_batch_size",
+}
 _OVERRIDE = re.compile(r"[+~]\w|[^=]*=")  # +KEY, ~KEY or KEY=VALUE
 
 
@@ -36,10 +44,12 @@ def read_positions(words: Sequence[str], recipe: Recipe) -> tuple[list[str], lis
     """Return the overrides of a command line ``[MODEL [DATA]] [KEY=VALUE ...]``, and the errors in its positions.
 
     DATA may name several files, separated by commas, or be written as a value of model.data.data_prefix: [...] or {...}.
+    The overrides have the keys that :data:`SHORT` abbreviates.
     """
     keys = names(config_type(recipe))
+    words, errors = _expand_short(words, recipe)
     placed = [word for word in words if word.strip() and _is_placed(word, keys)]
-    overrides, errors = [word for word in words if word not in placed], list[ConfigError]()
+    overrides = [word for word in words if word not in placed]
     for (name, key), word in zip(POSITIONS.items(), placed, strict=False):
         given = [text for text in overrides if text.lstrip("+").startswith((f"{key}=", f"{key}."))]
         if given:
@@ -52,6 +62,22 @@ def read_positions(words: Sequence[str], recipe: Recipe) -> tuple[list[str], lis
         remedy = "write settings as KEY=VALUE, and several data files as FILE,FILE"
         errors.append(ConfigError("The command line", f"{text}; {remedy}"))
     return overrides, errors
+
+
+def _expand_short(words: Sequence[str], recipe: Recipe) -> tuple[list[str], list[ConfigError]]:
+    """Return the words with whole keys in the place of short ones, and an error for each key that is given in both forms."""
+    expanded, errors = list[str](), list[ConfigError]()
+    for word in words:
+        short, equals, value = word.partition("=")
+        if not equals or short not in SHORT:
+            expanded.append(word)
+            continue
+        key = SHORT[short].format(name=recipe.name)
+        expanded.append(f"{key}={value}")
+        if given := [other for other in words if other.startswith(f"{key}=")]:
+            text = f"must be given once, as {short} or as {key}, got {word} and {' '.join(given)}; leave one out"
+            errors.append(ConfigError(key, text))
+    return expanded, errors
 
 
 def _is_placed(word: str, keys: Mapping[str, object]) -> bool:

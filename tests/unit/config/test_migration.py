@@ -113,7 +113,6 @@ def test_all_wrong_keys_of_a_file_are_listed_with_their_lines(tmp_path: Path, go
 
 # As the users of other trainers write them, with KTO's command.
 NAMES = {
-    "beta": ["model.kto.ref_policy_kl_penalty"],
     "loss_type": ["model.kto.preference_loss"],
     "desirable_weight": ["model.kto.desirable_loss_weight"],
     "max_length": ["model.data.seq_length"],
@@ -158,7 +157,6 @@ MEANT = {
     "weight_decay": ["model.optim.weight_decay"],
     "save-interval": ["trainer.kto.save_interval"],
     "warmup_steps": ["model.optim.sched.warmup_steps"],
-    "lr": ["model.optim.lr"],
     "cluster.num_nodes": ["trainer.num_nodes"],
     "model.data.splits_strings": ["model.data.splits_string"],
     "model.optim.weight_decy": ["model.optim.weight_decay"],

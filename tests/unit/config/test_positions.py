@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.algorithms.recipes import KTO, Recipe
+from nemo_kto.algorithms.recipes import KTO, RECIPES, Recipe
 from nemo_kto.config.check import POSITIONS, read_positions
 from nemo_kto.config.resolved import ResolvedRun
 from tests.helpers.messages import Message
@@ -85,3 +85,21 @@ def test_the_length_of_sequences_follows_from_the_model(
     file.write_text(json.dumps({**json.loads(file.read_text()), **limits}))
     run = ResolvedRun.of(cfg)
     assert (run.cfg.seq_length, run.cfg.model.data.seq_length, run.length_reason) == (length, length, why)
+
+
+def test_short_words_for_keys() -> None:
+    words = ["MODEL", "DATA", "lr=1e-6,2e-6", "beta=0.3", "epochs=2", "steps=5", "batch=8"]
+    for name, recipe in RECIPES.items():
+        overrides, errors = read_positions(words, recipe)
+        assert (overrides[:5], errors) == (
+            [
+                "model.optim.lr=1e-6,2e-6",
+                f"model.{name}.ref_policy_kl_penalty=0.3",
+                f"trainer.{name}.max_epochs=2",
+                f"trainer.{name}.max_steps=5",
+                "model.global_batch_size=8",
+            ],
+            [],
+        )
+    _, (error,) = read_positions(["lr=1e-6", "model.optim.lr=2e-6"], RECIPES["kto"])
+    assert str(error) == Message("model.optim.lr", "once", "lr=1e-6", "model.optim.lr=2e-6", "leave one out")
