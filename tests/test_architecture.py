@@ -77,7 +77,7 @@ PACKAGES = {
         never=names("torch.distributed torch.cuda"),
         only_in=(
             # not where a command line is checked, which would take a third longer
-            ("numpy", names("blend.py cache.py check.py collate.py dataset.py loader.py")),
+            ("numpy", names("blend.py cache.py check.py collate.py dataset.py drops.py loader.py")),
             ("transformers", names("chat.py dataset.py template_trial.py")),
             ("datasets", names("cache.py dataset.py part_files.py sources.py")),
             ("fsspec", names("sources.py")),

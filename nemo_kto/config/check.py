@@ -17,7 +17,7 @@ from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of, with_val
 from nemo_kto.config.saved_config import saved_value
 from nemo_kto.config.schema import RunConfig, config_type
 from nemo_kto.errors import ConfigError, UserError
-from nemo_kto.utils.field_errors import names
+from nemo_kto.utils.field_errors import echo, names
 from nemo_kto.utils.text import redacted
 
 POSITIONS = {"MODEL": "pretrained_checkpoint.restore_from_path", "DATA": "model.data.data_prefix"}
@@ -98,6 +98,17 @@ def _data_value(word: str) -> str:
 def quoted(text: str) -> str:
     """Quote a string for Hydra, where a backslash is only special before a quote."""
     return "'" + re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text) + "'"
+
+
+def override_value(value: object) -> str:
+    """Write a value as an override has it, in Hydra's grammar."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{name}:{override_value(part)}' for name, part in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(override_value, value))}]"
+    text = echo(value)
+    is_plain = not isinstance(value, str) or re.fullmatch(r"[\w./:@+-]+", text) is not None
+    return text if is_plain else quoted(text)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, TypeGuard
 
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.config import migration
-from nemo_kto.config.check import quoted
+from nemo_kto.config.check import override_value
 from nemo_kto.config.schema import config_type
 from nemo_kto.errors import UserError, either
-from nemo_kto.utils.field_errors import echo, names
+from nemo_kto.utils.field_errors import names
 from nemo_kto.utils.files import load_yaml, read_json
 from nemo_kto.utils.text import shell_word
 
@@ -42,7 +42,7 @@ class Translation(NamedTuple):
 
     def words(self) -> list[str]:
         """Return the overrides as Hydra reads them."""
-        return [f"{key}={_hydra(value)}" for key, value in self.overrides.items()]
+        return [f"{key}={override_value(value)}" for key, value in self.overrides.items()]
 
     def command(self, further: Sequence[str] = ()) -> str:
         """Return the command line for a shell; ``further`` are overrides that the user has given."""
@@ -53,16 +53,6 @@ class Translation(NamedTuple):
         """Return the notes, and the options without a counterpart with the reason."""
         without = [f"{option} has no counterpart: {reason}" for option, reason in self.without.items()]
         return [*self.notes, *without]
-
-
-def _hydra(value: object) -> str:
-    if isinstance(value, Mapping):
-        return f"{{{','.join(f'{name}:{_hydra(part)}' for name, part in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_hydra, value))}]"
-    text = echo(value)
-    is_plain = not isinstance(value, str) or re.fullmatch(r"[\w./:@+-]+", text) is not None
-    return text if is_plain else quoted(text)
 
 
 def _shell(word: str) -> str:
@@ -188,7 +178,9 @@ class Options:
         for theirs, value in given.items():
             name = entry["names"].get(theirs, theirs)
             if value is not None and values.get(name) is not None:
-                found.without[f"{theirs}={_hydra(value)}"] = f"{original[name]} is the same option and is used instead"
+                found.without[f"{theirs}={override_value(value)}"] = (
+                    f"{original[name]} is the same option and is used instead"
+                )
             else:
                 values[name], original[name] = read_value(value), theirs
         kind = "lora" if _trains_adapters(entry["defaults"] | values) else "full"
@@ -218,7 +210,7 @@ class Options:
             self.overrides[key] = value, by
 
     def shown(self, name: str) -> str:
-        return f"{self.original.get(name, name)}={_hydra(self.given[name])}"
+        return f"{self.original.get(name, name)}={override_value(self.given[name])}"
 
     def reject(self, name: str, reason: str) -> None:
         if self.has(name):
@@ -309,14 +301,15 @@ def _entry_rows(options: Options, name: str, entry: Mapping[Any, Any], *, folder
     for key, value in entry.items():
         if key not in location and value not in (None, False, "") and (key != "type" or columns is None):
             reason = "columns are named in model.data.fields, and model.data.apply_chat_template=true is for rows of text"
-            options.without[f"{name}.{key}={_hydra(value)}"] = f"settings of data sets are not translated; {reason}"
+            options.without[f"{name}.{key}={override_value(value)}"] = f"settings of data sets are not translated; {reason}"
     path, files = entry.get("hf_hub_url", entry.get("path")), entry.get("data_files")
     if folder is not None and "file_name" in entry:
         return [str(folder / str(entry["file_name"]))]
     place = _place(options, path, config=entry.get("name", entry.get("subset")), split=entry.get("split"))
     if files is None or place.startswith("hf:"):
         if files is not None:
-            options.without[f"{name}.data_files={_hydra(files)}"] = f"{place} is read as a whole, or the split that it names"
+            why = f"{place} is read as a whole, or the split that it names"
+            options.without[f"{name}.data_files={override_value(files)}"] = why
         return [place]
     within = Path(place) if os.path.isdir(place) else Path()
     return [str(within / str(file)) for file in (files if isinstance(files, list) else [files])]

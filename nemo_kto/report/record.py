@@ -6,6 +6,7 @@ The state is in run.json, which is written at the start and at the end of a run.
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,15 +18,16 @@ import numpy as np
 from annotated_types import Gt, Len, Lt
 
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, Checkpoint, find_checkpoints
+from nemo_kto.config.check import POSITIONS, override_value
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.errors import UserError
 from nemo_kto.report.curves import Curve, read_curves
 from nemo_kto.telemetry.evaluations import REWARDS_FILE, SAMPLES_FILE, RewardHistogram, Sample, read_rewards, read_samples
 from nemo_kto.telemetry.loggers import METRICS_FILE, WARNINGS_FILE, LoggedWarning, read_metrics, read_warnings
 from nemo_kto.utils.files import publish_file
-from nemo_kto.utils.locks import GONE_SECONDS, owner_file
+from nemo_kto.utils.locks import last_holder
 from nemo_kto.utils.saved_records import Count, Number, Record, read_object_as
-from nemo_kto.utils.text import terminal_text
+from nemo_kto.utils.text import HIDDEN, terminal_text
 
 # Files of a run folder.
 RUN_FILE = "run.json"  # state, settings and versions of the run
@@ -33,7 +35,7 @@ DATA_FILE = "data.json"  # statistics of its data
 REPORT_FILE = "report.html"  # written beside report.md
 RUN_LOCK = ".lock"  # held by a run while it uses its folder
 
-RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
+RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
 UNKNOWN = "ended"  # the run ended without a record of how
 _MAX_TEXT = 10_000  # characters of an error
 
@@ -219,18 +221,26 @@ def read_run(folder: Path) -> RunRecord:
 def _state(folder: Path, run: Mapping[str, Any]) -> State:
     """Return the state of a run: one that recorded no end is running if the owner of its lock gives signs of life."""
     word, text = run.get("state"), run.get("text", "")
-    if word not in (RUNNING, FINISHED, STOPPED, FAILED):
-        word = UNKNOWN
-    if word not in (RUNNING, UNKNOWN):
+    if word in (FINISHED, STOPPED, FAILED):
         return State(word, text)
-    try:
-        lives = time.time() - owner_file(folder / RUN_LOCK).stat().st_mtime < GONE_SECONDS
-    except OSError:
-        lives = False
-    if lives:
+    holder = last_holder(folder / RUN_LOCK)
+    if holder is not None and holder[1]:
         return State(RUNNING)
-    killed = "without a message: it was killed, or its machine went down"
-    return State(UNKNOWN, killed if word == RUNNING else "")
+    if word != RUNNING:
+        return State(UNKNOWN)
+    who = "the run" if holder is None else str(holder[0])
+    return State(KILLED, f"{who} was killed, or its machine went down; {_resuming(run)} resumes it")
+
+
+def _resuming(run: Mapping[str, Any]) -> str:
+    """Return the command that resumes a run, from the settings that it recorded, or words for it."""
+    given = dict(run.get("settings", {}))
+    settings = {key: override_value(value) for key, value in given.items()}
+    if not run.get("algorithm") or not settings or any(HIDDEN in value for value in settings.values()):
+        return "the same command"
+    words = [given[key] if isinstance(given[key], str) else settings[key] for key in POSITIONS.values() if key in given]
+    settings = {key: value for key, value in settings.items() if key not in POSITIONS.values()}
+    return shlex.join(["nemo-kto", str(run["algorithm"]), *words, *(f"{key}={value}" for key, value in settings.items())])
 
 
 def begin_run(folder: Path, *, run: Mapping[str, Any], data: Mapping[str, Any]) -> None:

@@ -71,6 +71,22 @@ def owner_file(file: Path) -> Path:
     return file.with_name(f"{file.name}.owner")
 
 
+def last_holder(file: Path) -> tuple[Owner, bool] | None:
+    """Return the holder that has not released the lock ``file``, and whether it is alive; None if there is none.
+
+    On this machine it is alive if its process exists, elsewhere if it has had a heartbeat within GONE_SECONDS.
+    """
+    text, beat = _read(owner_file(file))
+    try:
+        owner = Owner(**json.loads(text))
+        str(owner)
+    except (ValueError, TypeError, RecursionError, OverflowError, OSError):  # absent, or damaged
+        return None
+    if owner.machine == _machine():
+        return owner, Path(f"/proc/{owner.pid}").exists()
+    return owner, time.time() - beat / 1e9 < GONE_SECONDS
+
+
 @contextlib.contextmanager
 def locked(file: Path, *, when_held: Callable[[str], None], private: bool = False) -> Iterator[None]:
     """Hold the lock ``file``, whose folder must exist, during the block; OSError if it or the owner file cannot be written.

@@ -138,7 +138,7 @@ def error_of(raw: bytes, kind: ExampleKind, encoder: RecordEncoder, folder: Path
     path = folder / "rows.jsonl"
     path.write_bytes(raw if raw.startswith(b"\x1f") else raw + b"\n")
     cut, broken = Truncation(64, "keep_end", encoder.bos_id), RowErrors()
-    cache = TokenCache(kind=kind, folder=folder / "cache", fields=Fields({}), encoder=encoder, truncation=cut)
+    cache = TokenCache(kind=kind, folder=folder / "cache", fields=Fields(), encoder=encoder, truncation=cut)
     try:
         table, _ = cache.open([path], broken=broken)[path]
         broken.raise_if_any()
@@ -204,7 +204,7 @@ def test_an_endless_line_is_refused_at_its_start(encoder: RecordEncoder, tmp_pat
         file.truncate(2 * MAX_LINE_BYTES)  # zeros, which take no room
     broken = RowErrors()
     cut = Truncation(64, "keep_end", encoder.bos_id)
-    cache = TokenCache(kind=KTO_EXAMPLES, folder=tmp_path / "cache", fields=Fields({}), encoder=encoder, truncation=cut)
+    cache = TokenCache(kind=KTO_EXAMPLES, folder=tmp_path / "cache", fields=Fields(), encoder=encoder, truncation=cut)
     assert cache.open([path], broken=broken)[path][0] is None
     with pytest.raises(DataError) as raised:
         broken.raise_if_any()

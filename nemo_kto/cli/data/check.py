@@ -40,7 +40,12 @@ def main(argv: Sequence[str]) -> None:
         )
     if flags.apply_chat_template and flags.model is None:
         raise UserError("--apply-chat-template must be given with --model, whose template it uses, got no --model; add it")
-    fields = Fields(_columns(flags.fields), _labels(flags.labels), _json_columns(flags.json_columns), _drop(flags.drop))
+    fields = Fields(
+        columns=_columns(flags.fields),
+        labels=_labels(flags.labels),
+        json_columns=_json_columns(flags.json_columns),
+        drop=_drop(flags.drop),
+    )
     encoder = truncation = None
     if flags.model is not None:
         from nemo_kto.config.resolved import ModelFiles

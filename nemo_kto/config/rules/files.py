@@ -100,7 +100,7 @@ def _missing_files(run: ResolvedRun) -> Errors:
     if wrong_form := error_of(lambda: check_validation_names(prefix) if missing else read_data_prefix(prefix)):
         text = f"cannot be read: {wrong_form.removeprefix('data_prefix ')}"
         yield ConfigError(_DATA, text, about_files=any(map(is_remote, _paths_in(prefix))))
-    if wrong_names := error_of(lambda: Fields(run.cfg.model.data.fields or {})):
+    if wrong_names := error_of(lambda: Fields(columns=run.cfg.model.data.fields or {})):
         yield ConfigError("model.data.fields", wrong_names)
     if wrong_columns := error_of(lambda: check_json_columns(run.cfg.model.data.json_columns)):
         yield ConfigError("model.data.json_columns", wrong_columns)

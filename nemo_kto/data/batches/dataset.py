@@ -345,7 +345,7 @@ def build_splits(
     cache = TokenCache(
         kind=kind,
         folder=Path(cache_dir),
-        fields=Fields(fields or {}, Labels.of(labels), json_columns, drop),
+        fields=Fields(columns=fields or {}, labels=Labels.of(labels), json_columns=json_columns, drop=drop),
         encoder=encoder,
         truncation=Truncation(seq_length, truncation_mode, encoder.bos_id),
         shared=cache_shared,

@@ -58,7 +58,7 @@ _PARTS_OF_ANSWER = frozenset("answer response completion output reply generation
 _PARTS_OF_LABEL = frozenset("rating label feedback thumb thumbs vote".split())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fields:
     """Mapping of column names (``model.data.fields``), labels and columns in JSON; a file without them is read unchanged.
 

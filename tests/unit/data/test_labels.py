@@ -79,7 +79,7 @@ def test_values_that_do_not_fit_are_counted(values: list, total: int, line: int,
 
 
 def test_values_of_the_setting(tmp_path: Path) -> None:
-    fields = Fields({}, Labels.of({"desirable": [4, 5.0], "undesirable": ["1", "2", True]}))
+    fields = Fields(labels=Labels.of({"desirable": [4, 5.0], "undesirable": ["1", "2", True]}))
     found, text, error = read(tmp_path / "rows.jsonl", [4, "5", 1, 2, "true"], fields)
     assert (found, error) == ([True, True, False, False, False], "")
     assert text == "label: 4, 5 is desirable; 1, 2, true is undesirable"
@@ -119,5 +119,7 @@ def test_unknown_columns_are_suggested_in_one_setting(row: dict, setting: str, t
     fields = dict(pair.split(":") for pair in setting.split(","))
     broken = RowErrors()
     columns = FileColumns()
-    assert len([*FileReader(fields=Fields(fields), broken=broken).kto_records(path, columns)]) + len(columns.labels) > 0
+    assert (
+        len([*FileReader(fields=Fields(columns=fields), broken=broken).kto_records(path, columns)]) + len(columns.labels) > 0
+    )
     assert broken.total == 0

@@ -45,7 +45,7 @@ def opened(
     settings: dict = {"kind": KTO_EXAMPLES, "truncation": Truncation(32, "keep_end", None), "encoder": ENCODER, **changes}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "MIN_BYTES", part_bytes)
-        cache = TokenCache(folder=folder, fields=Fields({}), preprocess_workers=workers, **settings)
+        cache = TokenCache(folder=folder, fields=Fields(), preprocess_workers=workers, **settings)
         ((examples, columns),) = cache.open([path], broken=broken).values()
     table = examples and Dataset(examples)
     try:

@@ -28,7 +28,7 @@ def read(
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     broken, columns = RowErrors(), FileColumns()
-    reader = FileReader(fields=Fields(fields or {}), broken=broken)
+    reader = FileReader(fields=Fields(columns=fields or {}), broken=broken)
     records: list[Any] = list(reader.dpo_records(path, columns) if pairs else reader.kto_records(path, columns))
     try:
         broken.raise_if_any()
@@ -162,7 +162,7 @@ def test_a_file_without_a_renamed_column_is_read_unchanged(tmp_path: Path) -> No
 )
 def test_invalid_fields(fields: dict[str, str], text: str) -> None:
     with pytest.raises(DataError) as error:
-        Fields(fields)
+        Fields(columns=fields)
     assert str(error.value) == text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 
 from nemo_kto.errors import UserError
 from nemo_kto.report.facts import headline, state_text
-from nemo_kto.report.record import FAILED, FINISHED, RUNNING, UNKNOWN, begin_run, end_run, read_run, record_failure
+from nemo_kto.report.record import FAILED, FINISHED, KILLED, RUNNING, begin_run, end_run, read_run, record_failure
+from nemo_kto.utils.locks import this_process
+from tests.helpers.messages import assert_names
 from tests.helpers.run_folders import healthy, write_extras, write_run
 
 
@@ -64,16 +67,31 @@ def test_a_folder_that_is_no_run(present: str, tmp_path: Path) -> None:
 
 
 def test_the_state_of_a_run(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, healthy(10), run={"state": "running", "total_steps": 20})
-    owner = folder / ".lock.owner"
-    owner.touch()
-    running = read_run(folder)
-    assert running.state.word == RUNNING
-    assert "after step 10 of 20" in state_text(running)
+    settings = {
+        "pretrained_checkpoint.restore_from_path": "models/a b",
+        "model.data.data_prefix": ["x.jsonl", "y.jsonl"],
+        "model.optim.lr": 1e-6,
+    }
+    recorded = {"state": "running", "total_steps": 20, "algorithm": "kto", "settings": settings}
+    folder = write_run(tmp_path, healthy(10), run=recorded)
+    owner, this = folder / ".lock.owner", vars(this_process())
+
+    def state_with(**changes: object) -> tuple[str, str]:
+        owner.write_text(json.dumps(this | changes))
+        found = read_run(folder)
+        return found.state.word, state_text(found)
+
+    word, text = state_with()
+    assert (word, "after step 10 of 20" in text) == (RUNNING, True)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    word, text = state_with(pid=ended.pid)
+    assert word == KILLED
+    command = "nemo-kto kto 'models/a b' '[x.jsonl,y.jsonl]' model.optim.lr=1e-06"
+    assert_names(text, f"process {ended.pid} on {this['host']}", "was killed", f"{command} resumes it")
+    assert state_with(machine="another", pid=1)[0] == RUNNING, "it had a heartbeat"
     os.utime(owner, (time.time() - 100, time.time() - 100))
-    killed = read_run(folder)
-    assert killed.state.word == UNKNOWN
-    assert "killed" in state_text(killed)
+    assert read_run(folder).state.word == KILLED
     end_run(folder, FINISHED)
     assert state_text(read_run(folder)) == ""
 
