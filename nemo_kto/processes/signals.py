@@ -101,6 +101,10 @@ def _note(number: int, frame: FrameType | None) -> None:
         return
     if number == signal.SIGINT and _listener.first == signal.SIGINT and _listener.ends_at_second_interrupt:
         raise KeyboardInterrupt
+    if not _listener.first and _listener.deferred and os.environ.get("RANK", "0") == "0":
+        text = f"nemo-kto: {signal.Signals(number).name} received; the run stops after this step, and saves its state\n"
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            os.write(2, text.encode())  # print may be interrupted in the middle of a line by this handler
     _listener.first = _listener.first or number
     if not _listener.deferred and _listener.raised is None:
         _listener.raised = Stopped(f"stopped by {signal.Signals(number).name} {_NOTHING_SAVED}")

@@ -246,7 +246,8 @@ raise signals.Stopped
             (folder / "saved").touch()
         else:
             os.kill(job.launcher.pid, last)
-        assert job.end() == (status, "")
+        said = "nemo-kto: SIGINT received; the run stops after this step, and saves its state\n"
+        assert job.end() == (status, said), "one line for both ranks and both signals"
 
 
 @either_way
