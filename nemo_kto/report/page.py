@@ -32,12 +32,12 @@ _PARTS = {
 }  # fmt: skip
 
 
-def write_report(runs: Sequence[RunRecord], out: Path) -> list[Path]:
+def write_report(runs: Sequence[RunRecord], out: Path, *, refresh: float | None = None) -> list[Path]:
     """Write the report of one run, or the comparison of several, as HTML to ``out`` and as Markdown next to it.
 
-    Return the paths of both.
+    Return the paths of both. A browser loads the page again after ``refresh`` seconds; None: it does not.
     """
-    content = content_of(runs)
+    content = content_of(runs) | {"refresh": None if refresh is None else round(refresh)}
     markdown_file = out.with_suffix(".md")
     for file, text in ((out, html(content)), (markdown_file, markdown(content))):
         with one_writer(file, private=False), publish_file(file, durable=False) as writing:

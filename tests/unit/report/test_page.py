@@ -21,6 +21,7 @@ from nemo_kto.report.plots import common_bins
 from nemo_kto.report.record import FINISHED, RUN_FILE, RUNNING, begin_run, end_run, read_run
 from nemo_kto.run import lifecycle
 from nemo_kto.telemetry.evaluations import RewardHistogram
+from nemo_kto.utils.locks import this_process
 from tests.helpers.run_folders import data_of, healthy, write_extras, write_run
 
 
@@ -125,6 +126,25 @@ def test_histograms_get_common_bins() -> None:
     assert first["chosen"].tolist() == [6.0, 15.0]
     assert first["rejected"].tolist() == [0.0, 7.0]
     assert last["chosen"].tolist() == [0.0, 8.0]
+
+
+def test_a_run_in_progress_is_watched_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page is written again, and a browser loads it again, as long as the run goes on."""
+    folder = write_run(tmp_path / "run", healthy(10), run={"state": RUNNING, "total_steps": 20})
+    (folder / ".lock.owner").write_text(json.dumps(vars(this_process())))
+    seen = []
+
+    def sleep(seconds: float) -> None:
+        seen.append((seconds, "refresh" in (folder / "report.html").read_text()))
+        if len(seen) == 2:
+            end_run(folder, FINISHED)
+
+    monkeypatch.setattr("nemo_kto.cli.report.time.sleep", sleep)
+    report.main([str(folder), "--watch", "5"])
+    assert seen == [(5, True)] * 2
+    assert "refresh" not in (folder / "report.html").read_text()
+    report.main([str(folder), "--watch"])
+    assert len(seen) == 2, "the run has ended"
 
 
 def test_the_command(complete: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
