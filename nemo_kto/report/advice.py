@@ -10,7 +10,7 @@ import numpy as np
 
 from nemo_kto.report.curves import Curve
 from nemo_kto.report.facts import number_text
-from nemo_kto.report.record import RunRecord
+from nemo_kto.report.record import FINISHED, RunRecord
 
 _MIN_POINTS = 10  # of a training curve; fewer show nothing
 _TAIL = 0.2  # fraction of a curve whose mean is its final value
@@ -22,6 +22,7 @@ _LOSS_ROSE = 1.05  # ratio of the final to the first loss
 _SPIKE, _SPIKES = 10.0, 3  # ratio of a gradient norm to the median around it, and number of such steps
 _MAX_Z0_NOISE = 0.5  # reward; it changes the weight of an example by up to an eighth
 _MIN_STEPS = 10  # of an epoch with a larger batch
+_FEW_STEPS = 10  # fewer are too few for a run
 _OVERFIT = 0.1  # fraction of the best improvement of the validation loss that was lost again
 _MIN_VALIDATIONS_AFTER = 2  # the best one, all of which must be worse
 _NO_MARGIN, _NO_CHANGE = 0.05, 0.02  # final margin, and relative change of the loss, of a run that learned nothing
@@ -173,8 +174,23 @@ def batch_too_small(run: RunRecord) -> Advice | None:
     )
 
 
-def overfitting(run: RunRecord) -> Advice | None:
-    """The validation loss rises again while the training loss falls."""
+def too_few_steps(run: RunRecord) -> Advice | None:
+    """A finished run had too few steps to learn from."""
+    if run.state.word != FINISHED or not 0 < run.step < _FEW_STEPS:
+        return None
+    size, rows = run.config.get("model.global_batch_size"), run.data.get("sets", {}).get("train", {}).get("rows")
+    smaller = f"a smaller model.global_batch_size than {size}" if isinstance(size, int) and size > 1 else "more rows"
+    return Advice(
+        title="The run is too short",
+        reason=f"{run.step} step{'s' * (run.step != 1)} of {size} examples"
+        + (f", from {rows:,} rows," if rows else "")
+        + " are too few for Adam and the learning-rate schedule to have an effect that one could measure.",
+        remedy=f"Try more epochs (trainer.{run.algorithm}.max_epochs), or {smaller}.",
+    )
+
+
+def validation_worsened(run: RunRecord) -> Advice | None:
+    """The validation loss rises again, with a falling training loss or without."""
     train = _long(run, "train/loss")
     for title, prefix in run.validations.items() if train is not None else ():
         loss = run.curves[f"{prefix}loss"]
@@ -186,12 +202,18 @@ def overfitting(run: RunRecord) -> Advice | None:
         best_step = int(loss.steps[best])
         assert train is not None
         before = train.up_to(best_step).tail(_TAIL)
-        if len(before) and _final(train) < float(before.values.mean()) and (later > lowest).all():
+        if not (later > lowest).all():
+            continue
+        overfits = len(before) and _final(train) < float(before.values.mean())
+        meanwhile = ""
+        if overfits:
+            meanwhile = f", while the training loss fell from {number_text(float(before.values.mean()))} to "
+            meanwhile += number_text(_final(train))
+        if overfits or best_step == 0 or loss.last > loss.first:
             return Advice(
-                title="The model overfits",
+                title="The model overfits" if overfits else f"The {title} loss has risen since step {best_step:,}",
                 reason=f"The {title} loss was lowest at step {best_step:,} ({number_text(lowest)}) and is now "
-                f"{number_text(loss.last)}, while the training loss fell from {number_text(float(before.values.mean()))} to "
-                f"{number_text(_final(train))}.",
+                f"{number_text(loss.last)}{meanwhile}.",
                 remedy="Export the best checkpoint (export.which=best), or stop earlier "
                 "(exp_manager.create_early_stopping_callback=true, or fewer steps).",
             )
@@ -235,10 +257,11 @@ def truncated_rows(run: RunRecord) -> Advice | None:
 RULES: tuple[Rule, ...] = (
     learning_rate_too_high,
     skipped_steps,
+    too_few_steps,
     no_learning,
     both_rewards_fall,
     kl_clamped,
-    overfitting,
+    validation_worsened,
     one_class_dominates,
     batch_too_small,
     truncated_rows,

@@ -68,6 +68,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {},
         ["step 100", "0.4", "0.6", "export.which=best"],
     ),
+    "validation loss has risen since step 0": (
+        {"val_loss": lambda step: 0.4 + step / 500}, {}, ["step 0", "0.4", "0.8", "early_stopping"]
+    ),
     "desirable examples dominate": (
         {}, {"data": data_of(desirable=190, weights=(1.0, 0.5))}, ["190", "10", "0.5", "38", "model.kto.auto_balance=true"]
     ),
@@ -84,6 +87,10 @@ def test_a_problem_gets_its_advice_and_no_other(tmp_path: Path) -> None:
         text = f"{advice.reason} {advice.remedy}"
         assert [figure for figure in figures if figure not in text] == [], text
         fired |= {rule for rule in RULES if rule(run) is not None}
+    short = {"data": data_of(desirable=40, rows=80), "run": {"state": "finished", "total_steps": 5}}
+    (advice,) = advice_for(run := read_run(write_run(tmp_path / "short", healthy(5), **short)))
+    assert (advice.title, "5 steps of 16 examples, from 80 rows," in advice.reason) == ("The run is too short", True)
+    fired |= {rule for rule in RULES if rule(run) is not None}
     assert fired == set(RULES), "every rule has a case"
 
 
