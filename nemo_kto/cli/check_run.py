@@ -100,7 +100,7 @@ def _prepare(plan: Plan) -> tuple[Plan, dict[str, str]]:
     Return the plan with the prompts that its rows share, and lines about its data and its folder.
     """
     from nemo_kto.planner.micro_batches import measure
-    from nemo_kto.planner.plan_run import with_shared_prompts
+    from nemo_kto.planner.plan_run import with_counted_tokens, with_shared_prompts
     from nemo_kto.run.build import prepare
     from nemo_kto.run.lifecycle import check_export
     from nemo_kto.run.resume import check_validation_rows
@@ -117,6 +117,9 @@ def _prepare(plan: Plan) -> tuple[Plan, dict[str, str]]:
     folder = "a new run" if resumption.resumed_step is None else f"resumes after step {resumption.resumed_step}"
     if plan.limits.share_prompts:
         plan = with_shared_prompts(plan, measure(run, map(start.data.collate_fn, start.data.train), plan.limits))
+    counts = splits["train"].counts
+    tokens = counts.tokens / counts.rows * run.cfg.model.global_batch_size
+    plan = with_counted_tokens(plan, tokens=tokens, steps=steps)
     return plan, {
         **{name: split_text(run.cfg.recipe.unit, examples.counts) for name, examples in splits.items()},
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))})",

@@ -53,6 +53,7 @@ class Plan:
     stages: list[RankMemory]  # memory of a rank of each pipeline stage
     limits: MicroBatchLimits
     shared: SharedPrompts | None = None  # None if the rows are not known
+    steps: int | None = None  # of the whole run; None if the rows are not known
 
     @property
     def largest(self) -> RankMemory:
@@ -110,6 +111,14 @@ def make_plan(run: ResolvedRun, machines: Machines) -> Plan:
 def with_shared_prompts(plan: Plan, shared: SharedPrompts) -> Plan:
     """Return the plan of the same run with prompts that are shared as in the rows that were measured."""
     return replace(_plan(plan.run, plan.machines, shared), shared=shared)
+
+
+def with_counted_tokens(plan: Plan, *, tokens: float, steps: int) -> Plan:
+    """Return the plan with the speed for ``tokens`` in a global batch, the mean over the rows, and the number of steps.
+
+    The memory remains that of sequences of the maximum length.
+    """
+    return replace(plan, step=replace(plan.step, width=max(2, math.ceil(tokens / plan.step.rows))), steps=steps)
 
 
 def size_micro_batches(run: ResolvedRun, machines: Machines) -> tuple[int | None, str]:

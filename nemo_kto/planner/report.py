@@ -37,6 +37,7 @@ def plan_text(plan: Plan, *, checked: Mapping[str, str] | None = None) -> str:
     places = dict.fromkeys(copies, "in host memory" if on_gpu else "in the same memory")
     if training.reference_on_gpu:
         places["reference copy"] = "in GPU memory"
+    whole = "" if plan.steps is None else f", {duration_text(plan.steps * speed.seconds)} for all steps"
     seconds = f"{speed.seconds:.2g} s" if speed.seconds < 60 else duration_text(speed.seconds)
     lines = {
         **_run_lines(plan),
@@ -59,7 +60,7 @@ def plan_text(plan: Plan, *, checked: Mapping[str, str] | None = None) -> str:
         "FLOPs": f"{speed.flops / 1e12:,.1f} TFLOP a step",
         "sent by a rank": ", ".join(f"{size(each)} {name}" for name, each in sent.items()) + f" parallel{between}, a step",
         "pipeline bubble": f"{speed.bubble:.0%}",
-        "expected": f"{_rate(plan)}, {seconds} a step ({_MEASURED if device.measured else _ESTIMATE})",
+        "expected": f"{_rate(plan)}, {seconds} a step{whole} ({_MEASURED if device.measured else _ESTIMATE})",
         "verdict": "fits" if plan.fits else f"does not fit: {remedy(plan)}",
     }
     command, done = ("plan", "nothing was loaded") if checked is None else ("check", "no mistakes")
@@ -90,7 +91,8 @@ def _run_lines(plan: Plan) -> dict[str, str]:
         "model": f"{model}, {short(whole)} parameters, {how}",
         **plan.run.files.output_line,
         "precision": cfg.trainer.precision + ("" if cfg.model.fp8 is None else f", fp8 {cfg.model.fp8}"),
-        "step": f"{rows}, {plan.step.tokens:,} tokens if all are {plan.step.width:,} tokens long",
+        "step": f"{rows}, {plan.step.tokens:,} tokens {'if all are' if plan.steps is None else 'in sequences of'} "
+        f"{plan.step.width:,} tokens{' long' if plan.steps is None else ', the mean of the training rows'}",
     }
 
 

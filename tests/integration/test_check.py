@@ -126,6 +126,10 @@ def test_the_shared_prompts_of_a_check_are_those_of_the_run(login: Login) -> Non
     assert status == 0, said
     found = re.fullmatch(r"save ([\d.]+)% of the tokens and ([\d.]+)% of the FLOPs of 32 examples", shown["shared prompts"])
     assert found is not None, shown["shared prompts"]
+    tokens = int(shown["train"].split(" tokens")[0].rsplit(" ")[-1].replace(",", ""))
+    width = -(-tokens // (2 * 32))  # of a sequence, of which a pair has two; the batch is half of the 32 pairs
+    assert shown["step"].endswith(f"{32 * width:,} tokens in sequences of {width} tokens, the mean of the training rows")
+    assert re.search(r"a step, \S+ \S+ for all steps \(", shown["expected"])
     status, _, said = login("dpo", *words)
     assert status == 0, said
     lines = [json.loads(line) for line in (login.folder / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -87,7 +87,7 @@ def test_a_problem_gets_its_advice_and_no_other(tmp_path: Path) -> None:
         text = f"{advice.reason} {advice.remedy}"
         assert [figure for figure in figures if figure not in text] == [], text
         fired |= {rule for rule in RULES if rule(run) is not None}
-    short = {"data": data_of(desirable=40, rows=80), "run": {"state": "finished", "total_steps": 5}}
+    short: dict[str, Any] = {"data": data_of(desirable=40, rows=80), "run": {"state": "finished", "total_steps": 5}}
     (advice,) = advice_for(run := read_run(write_run(tmp_path / "short", healthy(5), **short)))
     assert (advice.title, "5 steps of 16 examples, from 80 rows," in advice.reason) == ("The run is too short", True)
     fired |= {rule for rule in RULES if rule(run) is not None}
