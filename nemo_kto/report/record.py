@@ -10,6 +10,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -37,6 +38,7 @@ RUN_LOCK = ".lock"  # held by a run while it uses its folder
 
 RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
 UNKNOWN = "ended"  # the run ended without a record of how
+DATE = "%Y-%m-%d"
 _MAX_TEXT = 10_000  # characters of an error
 
 
@@ -46,6 +48,7 @@ class RunFile(Record):
     state: str = ""
     text: str = ""
     started: Number = 0.0
+    date: str = ""  # of the first start, in the form 2026-11-26
     algorithm: str = ""
     total_steps: Count | None = None
     settings: Mapping[str, Any] = {}
@@ -254,6 +257,14 @@ def end_run(folder: Path, state: str, text: str = "") -> None:
     if run := read_object_as(RunFile, folder / RUN_FILE):
         text = terminal_text(text[-_MAX_TEXT:])  # without lone surrogates, which no reader of JSON accepts
         _write(folder / RUN_FILE, {**run, "state": state, "text": text, "ended": time.time()})
+
+
+def first_date(folder: Path) -> datetime:
+    """Return the day on which the run of a folder was first started; today for a new run."""
+    try:
+        return datetime.strptime(str(read_object_as(RunFile, folder / RUN_FILE).get("date")), DATE)
+    except ValueError:
+        return datetime.now()
 
 
 def record_failure(folder: Path, text: str, *, since: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -27,6 +28,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.models.engine.generation import Decoding
 from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.planner.micro_batches import micro_batch_limits
+from nemo_kto.report.record import first_date
 from nemo_kto.run.rows import collate_settings, model_vocab_size, shares_of, source_settings
 from nemo_kto.telemetry.progress import progress_bar
 
@@ -46,6 +48,7 @@ class RunData:
     limits: MicroBatchLimits
     tokenizer: PreTrainedTokenizerBase
     samples: SamplePrompts | None  # None without samples
+    date: datetime  # for chat templates that write one
 
 
 def build_data(
@@ -57,9 +60,11 @@ def build_data(
     DataError if rows are invalid, or there are too few for training, and UserError if the prompts cannot be used.
     """
     cfg = run.cfg
+    date = state.from_rank_zero(lambda: template_date(run), doing="reading the date of the run")
     with state.main_process_first(doing="reading and tokenising the rows"):
         settings = source_settings(run, tokenizer) | {
             "progress": partial(progress_bar, shown=state.is_rank_zero()),
+            "date": date,
             "cache_verified": not state.is_first_of_machine(),  # by the first process of the machine
         }
         splits = cfg.recipe.build_splits(settings, cfg.data_options())
@@ -102,8 +107,14 @@ def build_data(
         collate_fn=collate_fn,
         limits=limits,
         tokenizer=tokenizer,
-        samples=build_prompts(run, tokenizer, splits),
+        samples=build_prompts(run, tokenizer, splits, date=date),
+        date=date,
     )
+
+
+def template_date(run: ResolvedRun) -> datetime:
+    """Return the date for chat templates that write one: that of the run's first start, so that its rows stay the same."""
+    return first_date(run.folder) if run.cfg.exp_manager.resume_if_exists else datetime.now()
 
 
 def too_few_rows(cfg: RunConfig, rows: int, *, data_parallel: int) -> str | None:
@@ -134,7 +145,9 @@ class SamplePrompts(NamedTuple):
     decoding: Decoding
 
 
-def build_prompts(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase, splits: Splits[Any]) -> SamplePrompts | None:
+def build_prompts(
+    run: ResolvedRun, tokenizer: PreTrainedTokenizerBase, splits: Splits[Any], *, date: datetime
+) -> SamplePrompts | None:
     """Return the prompts of the samples, from the validation rows and from the file; None without samples. Collective.
 
     Raises UserError if a prompt cannot be used, or has too many tokens for the configured length of the answers.
@@ -148,6 +161,7 @@ def build_prompts(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase, splits: 
             tokenizer=tokenizer,
             vocab_size=model_vocab_size(run.files),
             apply_chat_template=run.cfg.model.data.apply_chat_template,
+            date=date,
         )
         found = [
             Prompt(ids, tokenizer.decode(ids), None)

@@ -31,6 +31,7 @@ from nemo_kto.huggingface.weights import export_bytes
 from nemo_kto.processes.ranks import requeue
 from nemo_kto.processes.signals import Stopped
 from nemo_kto.report.record import (
+    DATE,
     FAILED,
     FINISHED,
     REPORT_FILE,
@@ -228,6 +229,7 @@ def record_start(
     content = {
         "algorithm": run.cfg.recipe.name,
         "total_steps": total_steps,
+        "date": data.date.strftime(DATE),
         "resumed_step": resumption.resumed_step,
         "settings": {key: value for key, value in settings_of_user(run.cfg).items() if key not in chosen},
         "summary": {label: redacted(text) for label, text in summary.items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -314,6 +315,7 @@ def build_splits(
     cache_verified: bool = False,
     preprocess_workers: int | None = 1,
     apply_chat_template: bool = False,
+    date: datetime | None = None,
     max_rows: int | None = None,
     progress: Progress = show_nothing,
 ) -> Splits[AnyDataset]:
@@ -327,7 +329,7 @@ def build_splits(
         splits_string: shares of each file (or folder) in the order of its rows, such as "98,2", or "auto", see
             ``sources.split_shares``. None: all rows are for training. It is ignored if ``data_prefix`` itself defines the
             splits.
-        tokenizer, vocab_size, apply_chat_template: see ``chat.RecordEncoder``.
+        tokenizer, vocab_size, apply_chat_template, date: see ``chat.RecordEncoder``.
         seq_length, truncation_mode: see ``truncation.Truncation``.
         fields, labels, json_columns: see ``reader.Fields`` and ``labels.Labels``.
         drop: kinds of rows that are left out, see ``drops.DROPS``.
@@ -340,7 +342,7 @@ def build_splits(
         DataError: files are missing, a column of ``fields`` is in no file, or rows are broken (all of them are counted).
         UserError: a named validation set has too few rows.
     """
-    encoder = RecordEncoder(tokenizer=tokenizer, vocab_size=vocab_size, apply_chat_template=apply_chat_template)
+    encoder = RecordEncoder(tokenizer=tokenizer, vocab_size=vocab_size, apply_chat_template=apply_chat_template, date=date)
     sources = read_data_prefix(data_prefix)
     cache = TokenCache(
         kind=kind,

@@ -6,8 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from nemo_kto.errors import UserError, printable, show
 
 _TRIAL_ROWS = 100  # number of rows on which a chat template is tried
 _MAX_CHARACTERS = 10**7  # of a rendered row
+_NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # a call in a chat template
 _MARK = "8f14e45fceea167a"  # stands for an answer in a rendering that shows where the template puts it
 _tried_templates: set[str] = set()  # by this process, without reaching a limit
 _AGAIN = "download the tokenizer's files again, or write them with save_pretrained"
@@ -89,9 +92,17 @@ class RecordEncoder:
     """
 
     def __init__(
-        self, *, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None, apply_chat_template: bool = False
+        self,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int | None = None,
+        apply_chat_template: bool = False,
+        date: datetime | None = None,
     ) -> None:
-        """Prepare encoding; the tokenizer must have an EOS. ``vocab_size`` (None if unknown) limits the token ids."""
+        """Prepare encoding; the tokenizer must have an EOS. ``vocab_size`` (None if unknown) limits the token ids.
+
+        ``date`` is the time that a chat template writes with strftime_now; None for now.
+        """
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer must have an EOS token, got none; set eos_token in tokenizer_config.json")
         self._tokenizer = tokenizer
@@ -101,6 +112,7 @@ class RecordEncoder:
         self.apply_chat_template = apply_chat_template
         self.has_chat_template = tokenizer.chat_template is not None
         self._template = str(tokenizer.chat_template)
+        self._date = date or datetime.now()
         self._folder = Path(tokenizer.name_or_path)
         file = chat_template_file(self._folder) if tokenizer.name_or_path else None
         self._template_name = "the tokenizer's chat template" + (f" ({file})" if file else "")
@@ -165,6 +177,8 @@ class RecordEncoder:
         parts += [tokenizer.special_tokens_map, sorted(self._special_tokens), *sorted(self._beyond)]
         if self.apply_chat_template:  # otherwise the hash is the one from before this setting was introduced
             parts.append("apply_chat_template")
+        if "strftime_now" in self._template:
+            parts.append(self._date.strftime("%Y-%m-%d"))
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
     def is_untemplated(self, prompt_ids: Sequence[int]) -> bool:
@@ -207,9 +221,8 @@ class RecordEncoder:
         rows = []
         for record in first:
             with contextlib.suppress(ValueError):  # no template: the rendering names the reason
-                template = self._tokenizer.get_chat_template(tools=record.template.get("tools"))
                 variables = {**self._tokenizer.special_tokens_map, **record.template}
-                rows.append(Conversation(template, record.prompt, record.response, variables))
+                rows.append(Conversation(self._dated_template(record.template), record.prompt, record.response, variables))
         failed = try_template(rows, name=self._template_name)
         if failed is None:
             _tried_templates.add(self._template)
@@ -238,6 +251,11 @@ class RecordEncoder:
         if answer.rstrip().endswith(self._special_tokens):
             answer = answer.rstrip()
         return _Text(prompt, answer, templated=True)
+
+    def _dated_template(self, variables: Mapping[str, Any]) -> str:
+        """Return the chat template with the date in the place of the function that writes the current one."""
+        template = self._tokenizer.get_chat_template(tools=variables.get("tools"))
+        return _NOW.sub(lambda match: json.dumps(self._date.strftime(match[2]), ensure_ascii=False), template)
 
     def _answer_after(self, prompt: str, whole: str, record: KTORecord) -> str | None:
         """Return the answer as it follows the prompt of inference, if the template renders the prompt otherwise before it.
@@ -274,7 +292,11 @@ class RecordEncoder:
     def _render(self, messages: list[Message], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
         try:
             rendered = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                chat_template=self._dated_template(variables),
+                **variables,
             )
         except MemoryError as error:
             raise LastRowError(out_of_memory(self._template_name)) from error

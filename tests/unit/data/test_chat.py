@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -162,3 +163,20 @@ def test_a_token_outside_the_vocabulary_is_a_broken_row(tmp_path: Path) -> None:
     assert isinstance(wrong, RowError)
     assert_names(wrong, "'<image>'", f"id {vocab_size}", "vocab_size", "remove")
     assert encoder.fingerprint() != RecordEncoder(tokenizer=load_tokenizer(tmp_path)).fingerprint()
+
+
+def test_a_template_writes_the_date_that_it_is_given() -> None:
+    """Today by default; and other tokens have another fingerprint."""
+    tokenizer = chatml_tokenizer("{{ strftime_now('%d %b %Y') }}" + CHATML)
+    encoders = [
+        RecordEncoder(tokenizer=tokenizer, date=date) for date in (datetime(2026, 3, 9), datetime(2026, 3, 10), None)
+    ]
+    shown = []
+    for encoder in encoders:
+        (example,) = encoder.encode([record([USER], [ANSWER], True, 1)])
+        assert isinstance(example, EncodedExample)
+        shown.append(tokenizer.decode(example.prompt_ids).split("<")[0])
+    assert shown == ["09 Mar 2026", "10 Mar 2026", datetime.now().strftime("%d %b %Y")]
+    assert len({encoder.fingerprint() for encoder in encoders}) == 3
+    plain = [RecordEncoder(tokenizer=chatml_tokenizer(), date=date).fingerprint() for date in (datetime(2026, 3, 9), None)]
+    assert plain[0] == plain[1]

@@ -6,13 +6,24 @@ import json
 import os
 import subprocess
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from nemo_kto.errors import UserError
 from nemo_kto.report.facts import headline, state_text
-from nemo_kto.report.record import FAILED, FINISHED, KILLED, RUNNING, begin_run, end_run, read_run, record_failure
+from nemo_kto.report.record import (
+    FAILED,
+    FINISHED,
+    KILLED,
+    RUNNING,
+    begin_run,
+    end_run,
+    first_date,
+    read_run,
+    record_failure,
+)
 from nemo_kto.utils.locks import this_process
 from tests.helpers.messages import assert_names
 from tests.helpers.run_folders import healthy, write_extras, write_run
@@ -94,6 +105,13 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
     assert read_run(folder).state.word == KILLED
     end_run(folder, FINISHED)
     assert state_text(read_run(folder)) == ""
+
+
+def test_a_resumed_run_has_the_date_of_its_first_start(tmp_path: Path) -> None:
+    assert first_date(tmp_path).date() == datetime.now().date()
+    begin_run(tmp_path, run={"date": "2026-03-09"}, data={})
+    end_run(tmp_path, FAILED)
+    assert first_date(tmp_path) == datetime(2026, 3, 9)
 
 
 def test_the_error_of_the_rank_that_failed_first_is_recorded(tmp_path: Path) -> None:

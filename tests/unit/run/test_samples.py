@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ def examples(*prompts: str) -> list[KTOExample]:
 def prompts_of(*overrides: str, **sets: Sequence[KTOExample]) -> SamplePrompts | None:
     run = resolved("model.data.seq_length=30", f"{KEY}.max_new_tokens=10", *(f"{KEY}.{each}" for each in overrides))
     splits: Any = SimpleNamespace(validation=sets)
-    return build_prompts(run, make_tokenizer(), splits)
+    return build_prompts(run, make_tokenizer(), splits, date=datetime(2026, 11, 26))
 
 
 def test_there_are_none_by_default() -> None:
