@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 
 from nemo_kto.algorithms.callbacks import Callback, Event
 from nemo_kto.algorithms.protocols import Trainer
+from tests.helpers.training_jobs import train
 
 # Keys of a batch: tokens, and their number without padding.
 _SEQUENCES = (("samples", "sample_lengths"), ("chosen", "chosen_lengths"))
@@ -58,6 +59,14 @@ def _names(batch: Mapping[str, torch.Tensor]) -> list[str]:
         hashlib.sha256(bytes(str(sequence[:length].tolist()), "ascii")).hexdigest()[:12]
         for sequence, length in zip(tokens, lengths.tolist(), strict=True)
     ]
+
+
+def train_and_record(
+    model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str], algorithm: str = "kto"
+) -> None:
+    """Train with a record in ``folder``/rows."""
+    callback = f"trainer.callbacks=[{{_target_: tests.helpers.consumed_rows.RecordRows, folder: {folder / 'rows'}}}]"
+    train(model, rows, folder, world_size, [*overrides, callback], algorithm)
 
 
 def recorded_rows(folder: Path) -> dict[int, list[str]]:

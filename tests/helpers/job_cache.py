@@ -12,6 +12,11 @@ from pathlib import Path
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import train
 
+# Three steps with a checkpoint after each; a resumed run goes on in the middle of an epoch and over its end.
+CHECKPOINTS = (
+    *("trainer.kto.max_steps=3", "trainer.kto.limit_train_batches=2", "trainer.kto.save_interval=1"),
+    *("trainer.kto.limit_val_batches=0", "exp_manager.checkpoint_callback_params.save_top_k=-1"),
+)
 FINISHED = "finished"  # written next to the run folder when the job is done
 
 

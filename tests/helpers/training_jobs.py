@@ -105,9 +105,15 @@ def train(model: Path, rows: Path, folder: Path, world_size: int, overrides: lis
 
     The 96 rows are six steps of an epoch; a job whose length is the point is given more with ``long``.
     """
+    from nemo_kto.run import build
+
+    build.train(resolved(model, rows, folder, world_size, overrides, algorithm))
+
+
+def resolved(model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str], algorithm: str = "kto") -> Any:
+    """The configuration of ``train`` with the same arguments."""
     from nemo_kto.config import compose
     from nemo_kto.config.resolved import ResolvedRun
-    from nemo_kto.run import build
 
     defaults = [
         f"pretrained_checkpoint.restore_from_path={model}",
@@ -136,4 +142,4 @@ def train(model: Path, rows: Path, folder: Path, world_size: int, overrides: lis
     source = compose.Source(config_name=f"gpt_{algorithm}")
     cfg, problems = compose.to_config(compose.load([*defaults, *overrides], source=source))
     assert cfg is not None, problems
-    build.train(ResolvedRun.of(cfg))
+    return ResolvedRun.of(cfg)
