@@ -97,7 +97,9 @@ def two_steps_during_a_save(model: Path, folder: Path, distributed: bool) -> dic
     }
 
 
-@pytest.mark.parametrize("distributed", [True, False], ids=["distributed_optimizer", "replicated_optimizer"])
+@pytest.mark.parametrize(
+    "distributed", [True, pytest.param(False, marks=pytest.mark.full)], ids=["distributed_optimizer", "replicated_optimizer"]
+)
 def test_a_checkpoint_has_the_values_of_its_step(
     distributed: bool, ranks: RankPool, tiny_llama: Path, tmp_path: Path
 ) -> None:
@@ -118,44 +120,45 @@ def test_a_checkpoint_has_the_values_of_its_step(
 Usage = namedtuple("Usage", "total used free")
 
 
-def saves_during_a_removal(model: Path, folder: Path, short_of_room: bool) -> tuple[list[Any], list[str]]:
-    """Steps of the checkpoints that three saves and the end give, and names before the oldest one may be removed."""
+def saves_during_a_removal(model: Path, root: Path) -> dict[bool, tuple[list[Any], list[str]]]:
+    """Whether there is room -> steps that three saves and the end give, and names before the oldest may be removed."""
     state.init_distributed(layout=LAYOUT, seed=3)
-    trained = Trained(model, folder, async_save=True)
-    trained.manager.save_top_k = 0
+    trained, remove, found = Trained(model, root, async_save=True), writer.remove_folder, {}
     trained.step()
-    may_go, remove, oldest = threading.Event(), writer.remove_folder, folder / "step_000001"
+    for has_room in (True, False):
+        folder = root / str(has_room)
+        manager = lora_jobs.manager_of(trained.chunks, trained.optimizer, folder, model)
+        manager.async_save, manager.save_top_k = True, 0
+        may_go, oldest = threading.Event(), folder / "step_000001"
 
-    def remove_later(path: Path) -> None:
-        may_go.wait(10)  # a save that waits for this finds it removed
-        time.sleep(0.5)
-        remove(path)
+        def remove_later(path: Path, may_go: threading.Event = may_go) -> None:
+            may_go.wait(10)  # a save that waits for this finds it removed
+            time.sleep(0.5)
+            remove(path)
 
-    def usage(path: Path) -> Usage:
-        may_go.set()
-        return Usage(10**12, 0, 0 if oldest.exists() else 10**12)
+        def usage(path: Path, may_go: threading.Event = may_go, oldest: Path = oldest) -> Usage:
+            may_go.set()
+            return Usage(10**12, 0, 0 if oldest.exists() else 10**12)
 
-    with mock.patch.object(writer, "remove_folder", remove_later):
-        given = [trained.manager.save({"step": step}, {}) for step in (1, 2)]
-        with mock.patch.object(shutil, "disk_usage", usage) if short_of_room else contextlib.nullcontext():
-            given.append(trained.manager.save({"step": 3}, {}))
-        torch.distributed.barrier()
-        names = sorted(os.listdir(folder))
-        torch.distributed.barrier()
-        may_go.set()
-        given.append(trained.manager.finish())
-    return [each and each.step for each in given], names
+        with mock.patch.object(writer, "remove_folder", remove_later):
+            given = [manager.save({"step": step}, {}) for step in (1, 2)]
+            with contextlib.nullcontext() if has_room else mock.patch.object(shutil, "disk_usage", usage):
+                given.append(manager.save({"step": 3}, {}))
+            torch.distributed.barrier()
+            names = sorted(os.listdir(folder))
+            torch.distributed.barrier()
+            may_go.set()
+            given.append(manager.finish())
+        found[has_room] = [each and each.step for each in given], names
+    return found
 
 
-@pytest.mark.parametrize("short_of_room", [False, True])
-def test_a_save_waits_for_a_removal_only_if_it_needs_the_space(
-    short_of_room: bool, ranks: RankPool, tiny_llama: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "run").mkdir()
-    for given, names in ranks.run(2, saves_during_a_removal, tiny_llama, tmp_path / "run", short_of_room):
-        assert given == [None, 1, 2, 3], "a save returns the previous one"
-        left = [name for name in names if name != ".writing-step_000003"]
-        assert left == (["step_000002"] if short_of_room else ["step_000001", "step_000002"])
+def test_a_save_waits_for_a_removal_only_if_it_needs_the_space(ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:
+    for found in ranks.run(2, saves_during_a_removal, tiny_llama, tmp_path):
+        for has_room, (given, names) in found.items():
+            assert given == [None, 1, 2, 3], "a save returns the previous one"
+            left = [name for name in names if name != ".writing-step_000003"]
+            assert left == (["step_000001", "step_000002"] if has_room else ["step_000002"])
 
 
 def failures(model: Path, folder: Path) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
@@ -14,18 +13,13 @@ import pytest
 
 from nemo_kto.artifacts.checkpoint_files import find_checkpoints
 from nemo_kto.checkpoint.manager import CheckpointManager
+from nemo_kto.distributed import state
+from tests.helpers import lora_jobs
 from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.saved_runs import SavedRun
 from tests.helpers.training_jobs import train
 from tests.unit.artifacts.test_checkpoint_files import flip
-
-
-@pytest.fixture(scope="module")
-def run_folder(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps on one rank, with a checkpoint after each."""
-    folder = tmp_path_factory.mktemp("files") / "run"
-    ranks.run(1, train, tiny_llama, kto_rows, folder, 1, ["trainer.kto.max_steps=2", "trainer.kto.save_interval=1"])
-    return folder
 
 
 UMASK = os.umask(0)
@@ -47,33 +41,20 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_never_chosen(damage: str, run_folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(run_folder / "checkpoints", tmp_path, dirs_exist_ok=True)
+def test_a_damaged_checkpoint_is_never_chosen(damage: str, saved_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved_run / "checkpoints", tmp_path, dirs_exist_ok=True)
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [1, 2, 3]
+    DAMAGES[damage](tmp_path / "step_000003")
     assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [1, 2]
-    DAMAGES[damage](tmp_path / "step_000002")
-    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [1]
-
-
-def test_resumes_from_the_previous_checkpoint_and_replaces_the_damaged_one(
-    run_folder: Path, ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(run_folder, tmp_path, dirs_exist_ok=True)
-    flip(next((tmp_path / "checkpoints/step_000002/state").glob("*.distcp")))
-    ranks.run(1, train, tiny_llama, kto_rows, tmp_path, 1, ["trainer.kto.max_steps=2"])
-    before, after = ((folder / "metrics.jsonl").read_text().splitlines() for folder in (run_folder, tmp_path))
-    last = [[row for row in map(json.loads, lines) if "train/loss" in row][-1] for lines in (before, after)]
-    assert last[0]["step"] == last[1]["step"] == 2
-    assert last[0]["train/loss"] == last[1]["train/loss"]
-    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path / "checkpoints")] == [1, 2]
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(
-    run_folder: Path, ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
+    saved_run: Path, ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
 ) -> None:
     """Both ranks hear of damage that only one of them has read."""
     run = tmp_path / "run"
-    shutil.copytree(run_folder, run)
+    shutil.copytree(saved_run, run)
+    shutil.rmtree(run / "checkpoints/step_000003")
     flip(run / "checkpoints/step_000001/hf/tokenizer.json")
     flip(next((run / "checkpoints/step_000002/state").glob("*.distcp")))
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
@@ -83,8 +64,19 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
 
 
+def two_saves(folder: Path, model: Path) -> None:
+    """Checkpoints before and after the model goes away."""
+    state.init_distributed(layout=state.Layout(), seed=3)
+    chunks, _ = lora_jobs.build(model, state.Layout(), None)
+    run = SavedRun(model, folder, chunks, lora_jobs.optimizer_of(chunks))
+    run.steps(1)
+    run.manager.save({"step": 1}, {})
+    shutil.rmtree(model)
+    run.manager.save({"step": 2}, {})
+
+
 def test_a_model_folder_that_changes_during_a_run_loses_no_checkpoint(
-    ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
+    ranks: RankPool, tiny_llama: Path, tmp_path: Path
 ) -> None:
     """Files that may only be read, a fifo, and the folder gone after the first save."""
     model = tmp_path / "model"
@@ -93,26 +85,13 @@ def test_a_model_folder_that_changes_during_a_run_loses_no_checkpoint(
         file.chmod(0o400)
     os.mkfifo(model / "merges.txt")
     (model / "odd.json").mkdir()
-    ranks.run(1, without_its_model, model, kto_rows, tmp_path / "run")
+    ranks.run(1, two_saves, tmp_path / "run", model)
     for step in (1, 2):
-        copies = tmp_path / f"run/checkpoints/step_{step:06d}/hf"
+        copies = tmp_path / f"run/step_{step:06d}/hf"
         assert {file.name for file in copies.iterdir()} >= {"config.json", "tokenizer.json", "tokenizer_config.json"}
         for copied in copies.iterdir():
             assert copied.read_bytes() == (tiny_llama / copied.name).read_bytes()
             assert copied.stat().st_mode & 0o777 == 0o666 & ~UMASK
-
-
-def without_its_model(model: Path, rows: Path, folder: Path) -> None:
-    """A job of two checkpoints, before the second of which its model goes away."""
-    save = CheckpointManager.save
-
-    def later(self: CheckpointManager, trainer_state: dict[str, int], metrics: dict[str, float]) -> object:
-        if trainer_state["step"] == 2:
-            shutil.rmtree(model)
-        return save(self, trainer_state, metrics)
-
-    with mock.patch.object(CheckpointManager, "save", later):
-        train(model, rows, folder, 1, ["trainer.kto.max_steps=2", "trainer.kto.save_interval=1"])
 
 
 def what_stops(*arguments: object) -> str:
@@ -143,6 +122,7 @@ def with_a_full_disk(model: Path, rows: Path, folder: Path) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.full
 def test_a_full_disk_stops_every_rank_and_loses_no_earlier_checkpoint(
     ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
 ) -> None:

@@ -11,6 +11,12 @@ from nemo_kto.distributed.state import Layout
 from tests.helpers import hf_models, lora_jobs
 from tests.helpers.rank_pool import RankPool
 
+QUICK = {
+    "tensor 2": (2, Layout(tensor=2)),
+    "pipeline 2 in 2 chunks": (2, Layout(pipeline=2, virtual=2)),
+    "data 2 in 2 optimizer instances": (2, Layout(optimizer_instances=2)),
+    "data 2": (2, Layout()),
+}
 LAYOUTS = {
     "tensor 2 x pipeline 2": (4, Layout(tensor=2, pipeline=2)),
     "pipeline 2 in 2 chunks x data 2": (4, Layout(pipeline=2, virtual=2)),
@@ -30,16 +36,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "distributed", [True, pytest.param(False, marks=pytest.mark.full)], ids=["distributed_optimizer", "replicated_optimizer"]
+    ("layouts", "distributed"),
+    [(QUICK, True), *(pytest.param(LAYOUTS, distributed, marks=pytest.mark.full) for distributed in (True, False))],
+    ids=["two ranks", "distributed_optimizer", "replicated_optimizer"],
 )
 def test_resuming_at_a_new_layout_after_every_checkpoint(
-    distributed: bool, model: Path, ranks: RankPool, tmp_path: Path
+    layouts: dict[str, tuple[int, Layout]], distributed: bool, model: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
-    (whole,) = ranks.run(1, lora_jobs.train_and_save, Layout(), model, None, tmp_path / "whole", len(LAYOUTS), distributed)
-    for step, (world_size, layout) in enumerate(LAYOUTS.values(), start=1):
+    run, job = tmp_path / "run", lora_jobs.train_and_save
+    (whole,) = ranks.run(1, job, Layout(), model, None, tmp_path / "whole", len(layouts), distributed)
+    for step, (world_size, layout) in enumerate(layouts.values(), start=1):
         layout = layout if distributed else replace(layout, optimizer_instances=1)
-        for norms in ranks.run(
-            world_size, lora_jobs.train_and_save, layout, model, None, tmp_path / "run", step, distributed
-        ):
+        for norms in ranks.run(world_size, job, layout, model, None, run, step, distributed):
             # of a single step to 1e-5, after several to 1e-4, as docs/internals/numerics.md has it
             assert norms == pytest.approx(whole[step - 1 : step], rel=1e-5 if step == 1 else 1e-4), layout
