@@ -286,9 +286,15 @@ def manager_of(chunks: list[Any], optimizer: Any, folder: Path, source: Path, **
 
 
 def train_and_save(
-    layout: state.Layout, folder: Path, settings: LoRASettings | None, run: Path, steps: int, distributed: bool = True
+    layout: state.Layout,
+    folder: Path,
+    settings: LoRASettings | None,
+    run: Path,
+    steps: int,
+    distributed: bool = True,
+    also: int | None = None,
 ) -> list[float]:
-    """Resume from the newest checkpoint of ``run``, if any, train until step ``steps`` and save.
+    """Resume from the newest checkpoint of ``run``, if any, train until step ``steps`` and save, and after step ``also``.
 
     Returns:
         Norms of the gradient.
@@ -303,11 +309,13 @@ def train_and_save(
     newest = newest_checkpoint(run)
     done = 0 if newest is None else manager.load(newest)["step"]
     norms = []
-    for _ in range(done, steps):
+    for step in range(done + 1, steps + 1):
         backward(chunks)
         manager.scheduler.step(1)
         _, norm, _ = optimizer.step()
         norms.append(float(norm))
+        if step == also:
+            manager.save({"step": step}, {})
     manager.save({"step": steps}, {})
     if settings is not None:
         export_adapter(chunks, architecture, out=run / f"adapter-{steps}", base_model=folder)

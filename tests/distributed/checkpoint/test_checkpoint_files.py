@@ -21,7 +21,6 @@ from tests.helpers.saved_runs import SavedRun
 from tests.helpers.training_jobs import train
 from tests.unit.artifacts.test_checkpoint_files import flip
 
-
 UMASK = os.umask(0)
 os.umask(UMASK)
 

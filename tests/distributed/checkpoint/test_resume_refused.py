@@ -6,28 +6,47 @@ import contextlib
 import io
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.artifacts.checkpoint_files import find_checkpoints
+from nemo_kto.errors import UserError
+from nemo_kto.run.build import Start, prepare
+from nemo_kto.run.resume import Facts, differences, facts_of_run
+from tests.helpers import hf_models
+from tests.helpers.job_cache import CHECKPOINTS
 from tests.helpers.messages import Message, assert_names
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.tiny_models import make_checkpoint, make_pairs, make_rows, write_rows
-from tests.helpers.training_jobs import train
+from tests.helpers.tiny_models import make_rows, write_rows
+from tests.helpers.training_jobs import resolved, train
 
 REMEDY = ("exp_manager.name", "exp_manager.explicit_log_dir")
+EXPORT = "export.enabled=true"
 
 
 class Folders(NamedTuple):
-    """A model, its rows, and a run of two steps (one epoch) with them."""
+    """A model, its rows, and a finished run of three steps with them."""
 
     model: Path
     rows: Path
     run: Path
+
+    def start(self, *overrides: str) -> Start:
+        """Up to the checks of the run's folder."""
+        return prepare(resolved(*self, 1, [*CHECKPOINTS, *overrides]), data_parallel=(0, 1))
+
+    def refusal(self, *overrides: str) -> str:
+        before = snapshot(self.run)
+        with pytest.raises(UserError) as error:
+            self.start(*overrides)
+        assert snapshot(self.run) == before
+        return str(error.value)
 
 
 class Told(NamedTuple):
@@ -38,9 +57,8 @@ class Told(NamedTuple):
     warnings: list[str]
 
 
-def started(folders: Folders, overrides: list[str], algorithm: str = "kto") -> Told:
+def started(folders: Folders, *overrides: str) -> Told:
     """On a rank: start the run again."""
-    loop = [f"trainer.{algorithm}.{setting}" for setting in ("max_epochs=1", "max_steps=-1", "limit_val_batches=0")]
     printed, warnings, error = io.StringIO(), io.StringIO(), ""
     handler = logging.StreamHandler(warnings)
     about_rows = ("nemo_kto.run.data", "nemo_kto.algorithms.recipes")
@@ -48,8 +66,7 @@ def started(folders: Folders, overrides: list[str], algorithm: str = "kto") -> T
     logging.getLogger("nemo_kto").addHandler(handler)
     try:
         with contextlib.redirect_stdout(printed):
-            given = [*loop, "model.global_batch_size=4", *overrides]
-            train(folders.model, folders.rows, folders.run, 1, given, algorithm)
+            train(*folders, 1, [*CHECKPOINTS, *overrides])
     except ValueError as raised:
         error = f"{type(raised).__name__}: {raised}"
     finally:
@@ -63,57 +80,44 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path.relative_to(folder)): (state.st_mtime_ns, state.st_size) for path, state in states}
 
 
-@pytest.fixture(scope="module")
-def first(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    root = tmp_path_factory.mktemp("first")
-    folders = Folders(make_checkpoint(root / "model", "llama"), write_rows(root / "rows.jsonl", make_rows(8)), root / "run")
-    assert ranks.run(1, started, folders, [])[0].error == ""
-    return folders
+@pytest.fixture
+def first(tiny_llama: Path, kto_rows: Path, saved_run: Path) -> Folders:
+    return Folders(tiny_llama, kto_rows, saved_run)
 
 
 @pytest.fixture
 def copied(first: Folders, tmp_path: Path) -> Folders:
-    """Copies of the model, the rows and the run in another folder."""
-    shutil.copytree(first.run.parent, tmp_path / "moved")
-    return Folders(*(tmp_path / "moved" / path.name for path in first))
+    """The finished run in another folder."""
+    return first._replace(run=Path(shutil.copytree(first.run, tmp_path / "run")))
 
 
-def change_a_weight(folders: Folders) -> None:
-    file = folders.model / "model.safetensors"
-    weights = load_file(file)
-    weights["model.layers.2.mlp.up_proj.weight"][3, 5] += 1e-3
-    save_file(weights, file, metadata={"format": "pt"})
+def change(folder: Path, name: str, tensor: str | None = None) -> None:
+    weights = load_file(folder / name)
+    weights[tensor or min(weights)][0, 0] += 1e-3
+    save_file(weights, folder / name, metadata={"format": "pt"})
 
 
-def change_the_template(folders: Folders) -> None:
-    (file,) = folders.model.glob("chat_template*")
-    file.write_text(file.read_text() + "\n")
-
-
-def change_a_label(folders: Folders) -> None:
-    rows = make_rows(8)
-    rows[3].update(preference={"chosen": "rejected"}.get(rows[3]["preference"], "chosen"))
-    write_rows(folders.rows, rows)
-
-
-def test_changed_files_are_detected(first: Folders, copied: Folders, ranks: RankPool) -> None:
+def test_changed_files_are_detected(first: Folders, ranks: RankPool, tmp_path: Path) -> None:
     """The hashes of weights, tokenizers and rows are those of tests/unit: content_hashes and fingerprint."""
-    label, before = copied._replace(rows=copied.rows.with_name("other.jsonl")), snapshot(copied.run)
-    change_a_label(label)
-    ((_, of_rows, _),) = ranks.run(1, started, label, [])
-    change_a_weight(copied)
-    change_the_template(copied)
-    ((printed, of_model, _),) = ranks.run(1, started, copied, [])
-    model, rows = "pretrained_checkpoint.restore_from_path", ("model.data.data_prefix", "splits_string", "8 rows")
-    assert of_rows.splitlines()[1:-1] == [Message(*rows, "training rows"), Message(*rows, "validation rows")]
+    rows = make_rows(96)
+    rows[3].update(preference={"chosen": "rejected"}.get(rows[3]["preference"], "chosen"))
+    of_rows = first._replace(rows=write_rows(tmp_path / "rows.jsonl", rows)).refusal()
+    model, before = Path(shutil.copytree(first.model, tmp_path / "model")), snapshot(first.run)
+    change(model, "model.safetensors", "model.layers.2.mlp.up_proj.weight")
+    (template,) = model.glob("chat_template*")
+    template.write_text(template.read_text() + "\n")
+    ((printed, of_model, _),) = ranks.run(1, started, first._replace(model=model))
+    key, of_data = "pretrained_checkpoint.restore_from_path", ("model.data.data_prefix", "splits_string", "96 rows")
+    assert of_rows.splitlines()[1:-1] == [Message(*of_data, "training rows"), Message(*of_data, "validation rows")]
+    was = json.loads((first.run / "checkpoints/step_000003/trainer.json").read_text())["run"][key]["from"]
     assert of_model.splitlines() == [
-        Message("UserError", f"{copied.run}", "2"),
-        Message(model, f"{copied.model}", f"{first.model}", "weights", "configuration"),
-        Message(model, f"{copied.model}", f"{first.model}", "tokenizer", "chat template"),
+        Message("UserError", f"{first.run}", "2"),
+        Message(key, f"{model}", was, "weights", "configuration"),
+        Message(key, f"{model}", was, "tokenizer", "chat template"),
         Message(*REMEDY),
     ]
     assert printed == ""
-    assert snapshot(copied.run) == before
+    assert snapshot(first.run) == before
 
 
 # Settings that must not change, by an override that changes them.
@@ -133,75 +137,47 @@ KEYS: dict[str, str] = {
 }
 
 
-def test_all_changed_keys_are_named_in_one_error(first: Folders, ranks: RankPool) -> None:
-    before = snapshot(first.run)
-    ((_, error, _),) = ranks.run(1, started, first, list(KEYS))
-    _, *lines, remedy = error.splitlines()
+def test_all_changed_keys_are_named_in_one_error(first: Folders) -> None:
+    _, *lines, remedy = first.refusal(*KEYS).splitlines()
     assert len(lines) == len(KEYS) + 1
     assert Message("model.reference.sync_alpha", "null", "0.6") in lines
     for override, must_stay in KEYS.items():
         assert Message(*override.split("="), must_stay) in lines
     assert remedy == Message(*REMEDY)
+
+
+def test_a_new_run_rejects_the_folder_of_another_run(first: Folders) -> None:
+    names = ("folder", f"{first.run / 'checkpoints'}", "3", "last", "exp_manager.resume_if_exists=true", *REMEDY)
+    assert first.refusal("exp_manager.resume_if_exists=false") == Message(*names)
+
+
+def test_a_finished_run_reports_it_and_changes_nothing(first: Folders, ranks: RankPool) -> None:
+    before, names = snapshot(first.run), ("3", "max_steps=3", "trainer.kto.max_steps", "train", *REMEDY)
+    ((printed, error, _),) = ranks.run(1, started, first)
+    assert error == ""
+    assert printed == Message("nemo-kto", f"{first.run}", *names)
+    shorter = first.start("trainer.kto.max_steps=1").resumption.finished
+    assert shorter == Message(f"{first.run}", "3", "1", "max_steps=1", "trainer.kto.max_steps", "train", *REMEDY)
     assert snapshot(first.run) == before
 
 
-def test_a_new_run_rejects_the_folder_of_another_run(first: Folders, ranks: RankPool) -> None:
-    ((_, error, _),) = ranks.run(1, started, first, ["exp_manager.resume_if_exists=false"])
-    assert error == (
-        Message(
-            "UserError",
-            "folder",
-            f"{first.run / 'checkpoints'}",
-            "1",
-            "last",
-            "2",
-            "exp_manager.resume_if_exists=true",
-            *REMEDY,
-        )
-    )
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ([], ["2", "trainer.kto.max_epochs", "train"]),
-        (
-            ["trainer.kto.max_steps=1", "trainer.kto.max_epochs=2"],
-            ["2", "1", "max_steps=1", "trainer.kto.max_steps", "train"],
-        ),
-    ],
-)
-def test_a_finished_run_reports_it_and_changes_nothing(
-    overrides: list[str], expected: list[str], copied: Folders, ranks: RankPool
-) -> None:
-    before = snapshot(copied.run)
-    ((printed, error, _),) = ranks.run(1, started, copied, overrides)
+def test_an_export_is_written_if_it_is_missing_or_of_an_earlier_step(copied: Folders, ranks: RankPool) -> None:
+    last, hf = copied.run / "checkpoints/step_000003", copied.run / "hf"
+    before = snapshot(copied.run / "checkpoints"), (copied.run / "metrics.jsonl").read_bytes()
+    ((printed, error, _),) = ranks.run(1, started, copied, EXPORT)
     assert error == ""
-    assert printed == Message("nemo-kto", f"{copied.run}", *expected, *REMEDY)
-    assert snapshot(copied.run) == before
-
-
-def test_only_a_missing_export_is_written(copied: Folders, ranks: RankPool) -> None:
-    checkpoints, logged = snapshot(copied.run / "checkpoints"), (copied.run / "metrics.jsonl").read_bytes()
-    ((printed, error, _),) = ranks.run(1, started, copied, ["export.enabled=true"])
+    assert_names(printed, f"{hf}", "last", "3")
+    assert (snapshot(copied.run / "checkpoints"), (copied.run / "metrics.jsonl").read_bytes()) == before
+    finished = copied.start(EXPORT).resumption.finished
+    assert finished is not None
+    assert finished.startswith("already finished")
+    (hf / "of an earlier step").touch()
+    later = hf.stat().st_mtime_ns + 1
+    os.utime(last / "trainer.json", ns=(later, later))
+    assert copied.start(EXPORT).resumption.finished is None
+    ((printed, error, _),) = ranks.run(1, started, copied, EXPORT)
     assert error == ""
-    assert_names(printed, f"{copied.run / 'hf'}", "last", "2")
-    assert (snapshot(copied.run / "checkpoints"), (copied.run / "metrics.jsonl").read_bytes()) == (checkpoints, logged)
-    before = snapshot(copied.run)
-    ((printed, error, _),) = ranks.run(1, started, copied, ["export.enabled=true"])
-    assert (error, printed[:26]) == ("", "nemo-kto: already finished")
-    assert snapshot(copied.run) == before
-
-
-def test_an_export_of_an_earlier_step_is_replaced(copied: Folders, ranks: RankPool) -> None:
-    """The state is that of a run that was made longer, and killed when it had taken its last step."""
-    ranks.run(1, started, copied, ["export.enabled=true"])
-    weights = next((copied.run / "hf").glob("*.safetensors")).read_bytes()
-    ranks.run(1, started, copied, ["trainer.kto.max_epochs=2"])
-    ((printed, error, _),) = ranks.run(1, started, copied, ["trainer.kto.max_epochs=2", "export.enabled=true"])
-    assert error == ""
-    assert_names(printed, f"{copied.run / 'hf'}", "last", "4")
-    assert next((copied.run / "hf").glob("*.safetensors")).read_bytes() != weights
+    assert not (hf / "of an earlier step").exists()
 
 
 def test_changeable_keys_and_moved_folders(copied: Folders, ranks: RankPool) -> None:
@@ -209,97 +185,77 @@ def test_changeable_keys_and_moved_folders(copied: Folders, ranks: RankPool) -> 
         *("trainer.kto.max_epochs=2", "trainer.kto.max_steps=9", "model.optim.lr=2e-3", "model.optim.sched.min_lr=1e-3"),
         *("model.micro_batch_size=2", "model.optim.weight_decay=0", "model.optim.sched.name=LinearAnnealing"),
     ]
-    ((_, error, warnings),) = ranks.run(1, started, copied, overrides)
+    ((_, error, warnings),) = ranks.run(1, started, copied, *overrides)
     assert error == ""
     assert warnings == [Message("trainer.kto.max_steps", "4", "2", "9", "trainer.kto.max_epochs", "train")]
     rows = [json.loads(line) for line in (copied.run / "metrics.jsonl").read_text().splitlines()]
     assert [row["train/lr"] for row in rows if "train/lr" in row][-1] == pytest.approx(1e-3), "the last step has min_lr"
     facts = [checkpoint.info["run"] for checkpoint in find_checkpoints(copied.run / "checkpoints")]
     hashes = [{key: value["sha256"] if isinstance(value, dict) else value for key, value in fact.items()} for fact in facts]
-    assert len(hashes) == 2
-    assert hashes[0] == hashes[1]
+    assert hashes == 4 * [hashes[0]]
 
 
-LORA = [
-    "model.peft.peft_scheme=lora",
-    "model.peft.lora_tuning.target_modules=attention_qkv",
-    "model.peft.lora_tuning.adapter_dim=4",
-    "model.reference.mode=auto",
-]
+class Compared:
+    """Differences between settings of a new run."""
+
+    def __init__(self, model: Path, rows: Path, folder: Path, algorithm: str = "kto") -> None:
+        self.of = (model, rows, folder, 1), algorithm
+        self.data = prepare(self.run(), data_parallel=(0, 1)).data
+
+    def run(self, *overrides: str) -> Any:
+        return resolved(*self.of[0], list(overrides), self.of[1])
+
+    def facts(self, *overrides: str) -> Facts:
+        return facts_of_run(self.run(*overrides), self.data)
+
+
+LORA, TUNING = ("model.peft.peft_scheme=lora", "model.reference.mode=auto"), "model.peft.lora_tuning"
+BEFORE = (*LORA, f"{TUNING}.target_modules=attention_qkv", f"{TUNING}.adapter_dim=4")
 
 
 @pytest.fixture(scope="module")
-def adapted(first: Folders, ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """A run of adapters, which start from those of another run."""
-    root = tmp_path_factory.mktemp("adapted")
-    exported = ["export.enabled=true", f"export.adapter_path={root / 'adapter'}", f"export.path={root / 'hf'}"]
-    ranks.run(1, started, first._replace(run=root / "before"), [*LORA, *exported])
-    folders = first._replace(run=root / "run")
-    ((_, error, _),) = ranks.run(1, started, folders, [*LORA, f"model.peft.restore_from_path={root / 'adapter'}"])
-    assert error == ""
-    return folders
+def compared(tiny_llama: Path, kto_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Compared:
+    return Compared(tiny_llama, kto_rows, tmp_path_factory.mktemp("compared"))
 
 
-def change_an_adapter(folder: Path) -> None:
-    weights = load_file(folder / "adapter_model.safetensors")
-    next(iter(weights.values()))[0, 0] += 1
-    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-
-
-def test_adapters_must_not_change_in_any_notation(adapted: Folders, ranks: RankPool) -> None:
-    before, tuning = adapted._replace(run=adapted.run.parent / "before"), "model.peft.lora_tuning"
-    changed = [f"{tuning}.adapter_dim=8", f"{tuning}.target_modules=[q_proj,o_proj]", f"{tuning}.layer_selection=[1,2]"]
-    changed += [f"{tuning}.rslora=true", f"{tuning}.dora=true"]
-    ((_, error, _),) = ranks.run(1, started, before, [*LORA, *changed])
-    assert error.splitlines()[1:-1] == [
-        Message(f"{tuning}.adapter_dim", "4", "8"),
-        Message(f"{tuning}.alpha", "4.0", "8.0"),
-        Message(f"{tuning}.target_modules", "q_proj", "k_proj", "v_proj", "o_proj"),
-        Message(f"{tuning}.rslora", "false", "true"),
-        Message(f"{tuning}.dora", "false", "true"),
-        Message(f"{tuning}.layer_selection", "null", "1", "2"),
+def test_adapters_must_not_change_in_any_notation(compared: Compared) -> None:
+    before = compared.facts(*BEFORE)
+    changed = ("adapter_dim=8", "target_modules=[q_proj,o_proj]", "layer_selection=[1,2]", "rslora=true", "dora=true")
+    assert differences(before, compared.facts(*BEFORE, *(f"{TUNING}.{each}" for each in changed))) == [
+        Message(f"{TUNING}.adapter_dim", "4", "8"),
+        Message(f"{TUNING}.alpha", "4.0", "8.0"),
+        Message(f"{TUNING}.target_modules", "q_proj", "k_proj", "v_proj", "o_proj"),
+        Message(f"{TUNING}.rslora", "false", "true"),
+        Message(f"{TUNING}.dora", "false", "true"),
+        Message(f"{TUNING}.layer_selection", "null", "1", "2"),
     ]
-    same = [f"{tuning}.target_modules=[v_proj,q_proj,k_proj]", f"{tuning}.alpha=4", f"{tuning}.adapter_dropout=0.1"]
-    ((printed, error, _),) = ranks.run(1, started, before, [*LORA, *same])
-    assert error == ""
-    assert_names(printed, "nemo-kto", "2")
+    same = ("target_modules=[v_proj,q_proj,k_proj]", "alpha=4", "adapter_dropout=0.1")
+    assert differences(before, compared.facts(*BEFORE, *(f"{TUNING}.{each}" for each in same))) == []
 
 
-def test_initial_adapters_are_compared_by_content(adapted: Folders, ranks: RankPool, tmp_path: Path) -> None:
-    given = adapted.run.parent / "adapter"
-    other = Path(shutil.copytree(given, tmp_path / "other"))
-    change_an_adapter(other)
-    ((_, error, _),) = ranks.run(1, started, adapted, [*LORA, f"model.peft.restore_from_path={other}"])
-    assert error.splitlines()[1:-1] == [
-        Message("model.peft.restore_from_path", "adapters", "others", f"{other}", f"{given}")
-    ]
+@pytest.mark.parametrize("key", ["model.peft.restore_from_path", "model.reference.restore_from_path"])
+def test_adapters_are_compared_by_content(key: str, compared: Compared, tiny_llama: Path, tmp_path: Path) -> None:
+    given, other = tmp_path / "given", tmp_path / "other"
+    hf_models.write_adapters(tiny_llama, given, LoRASettings(rank=4, alpha=4, target_modules=("attention_qkv",)))
+    shutil.copytree(given, other)
+    settings = LORA if "peft" in key else ()
+    before = compared.facts(*settings, f"{key}={given}")
+    assert differences(before, compared.facts(*settings, f"{key}={other}")) == []
+    change(other, "adapter_model.safetensors")
+    (line,) = differences(before, compared.facts(*settings, f"{key}={other}"))
+    assert line == Message(key, "others", f"{other}", f"{given}")
 
 
-def test_reference_adapters_are_compared_by_content(adapted: Folders, ranks: RankPool, tmp_path: Path) -> None:
-    given, run = adapted.run.parent / "adapter", adapted._replace(run=tmp_path / "run")
-    other = Path(shutil.copytree(given, tmp_path / "other"))
-    key = "model.reference.restore_from_path"
-    assert ranks.run(1, started, run, [f"{key}={given}"])[0].error == ""
-    ((printed, error, _),) = ranks.run(1, started, run, [f"{key}={other}"])
-    assert (error, printed[:26]) == ("", "nemo-kto: already finished")
-    change_an_adapter(other)
-    ((_, error, _),) = ranks.run(1, started, run, [f"{key}={other}"])
-    assert error.splitlines()[1:-1] == [Message(f"{key}", "others", f"{other}", f"{given}")]
-
-
-def test_an_option_set_to_its_default_is_unchanged(first: Folders, ranks: RankPool, tmp_path: Path) -> None:
-    pairs = first._replace(rows=write_rows(tmp_path / "pairs.jsonl", make_pairs(8)), run=tmp_path / "run")
-    loss = "model.dpo.preference_loss=rpo_sq"
-    ((_, error, _),) = ranks.run(1, started, pairs, [loss], "dpo")
-    assert error == ""
-    defaults = ["model.dpo.gt_reward_scale=1.0", "model.data.default_rejected_reward=0.0"]
-    ((printed, error, _),) = ranks.run(1, started, pairs, [loss, *defaults], "dpo")
-    assert (error, printed[:26]) == ("", "nemo-kto: already finished")
-    others = ["model.dpo.gt_reward_scale=2.0", "model.data.default_chosen_reward=3"]
-    ((_, error, _),) = ranks.run(1, started, pairs, [loss, *others], "dpo")
-    assert error.splitlines()[1:-1] == [
+def test_an_option_set_to_its_default_is_unchanged(
+    compared: Compared, tiny_llama: Path, dpo_rows: Path, tmp_path: Path
+) -> None:
+    pairs, loss = Compared(tiny_llama, dpo_rows, tmp_path, "dpo"), "model.dpo.preference_loss=rpo_sq"
+    before = pairs.facts(loss)
+    defaults = ("model.dpo.gt_reward_scale=1.0", "model.data.default_rejected_reward=0.0")
+    assert differences(before, pairs.facts(loss, *defaults)) == []
+    others = ("model.dpo.gt_reward_scale=2.0", "model.data.default_chosen_reward=3")
+    assert differences(before, pairs.facts(loss, *others)) == [
         Message("model.dpo.gt_reward_scale", "1.0", "2.0"),
         Message("model.data.default_chosen_reward", "1.0", "3.0"),
     ]
-    ((_, error, _),) = ranks.run(1, started, first._replace(rows=pairs.rows, run=pairs.run), [])
-    assert Message("dpo", "kto") in error.splitlines()
+    assert Message("dpo", "kto") in differences(before, compared.facts())
