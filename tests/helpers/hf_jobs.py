@@ -139,6 +139,14 @@ def check_adapters(
     return results
 
 
+def new_adapters(folders: dict[str, Path], settings: dict[str, LoRASettings], out: Path) -> None:
+    """Write the new adapters of each model to ``out``/NAME, on one rank."""
+    state.init_distributed(layout=Layout(), seed=3)
+    for name, folder in folders.items():
+        model, architecture = adapted_model(folder, Layout(), settings[name])
+        export_adapter([model], architecture, out=out / name, base_model=folder)
+
+
 def check_gradients(layout: Layout, folders: dict[str, Path], out: Path) -> dict[str, float]:
     """Write the gradients of sum(logits * hf_models.cotangent()) as if they were weights."""
     state.init_distributed(layout=layout, seed=3)

@@ -28,6 +28,12 @@ def trajectory(folder: Path) -> list[dict[str, float]]:
     return [steps[number] for number in sorted(steps)]
 
 
+def shards(folder: Path, *, step: int) -> dict[str, Any]:
+    """Sizes and hashes of the files with a checkpoint's tensors."""
+    info = json.loads((folder / f"checkpoints/step_{step:06d}/trainer.json").read_text())
+    return {name: kept for name, kept in info["files"].items() if name.endswith(".distcp")}
+
+
 def difference(ours: dict[str, float], theirs: dict[str, float]) -> float:
     """Largest difference, relative to the value or, for values near nothing, to 0.1.
 

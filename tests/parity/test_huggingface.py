@@ -39,7 +39,7 @@ def expected(folders: dict[str, Path]) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.full] * (name not in ("tp1", "tp2"))) for name in LAYOUTS],
+    params=[pytest.param(name, marks=[pytest.mark.full] * (name != "tp2")) for name in LAYOUTS],
 )
 def outcome(
     request: pytest.FixtureRequest, ranks: Any, folders: dict[str, Path], tmp_path_factory: Any

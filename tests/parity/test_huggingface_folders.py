@@ -144,7 +144,7 @@ def test_a_disk_error_is_raised_on_every_rank_and_leaves_no_folder(
     ("saved", "loaded"),
     [
         (TP2, Layout()),
-        (Layout(), TP2),
+        pytest.param(Layout(), TP2, marks=pytest.mark.full),
         pytest.param(TP2, Layout(tensor=4), marks=pytest.mark.full),
         pytest.param(Layout(tensor=2, pipeline=2), PP2, marks=pytest.mark.full),
     ],

@@ -175,13 +175,8 @@ def test_adapters_that_do_not_fit_are_refused(checkpoints: dict[str, Path], rank
     for settings, ours in described.items():
         ((error, _),) = ranks.run(1, load_into, checkpoints["adapters"], folder, settings)
         assert error == Message("UserError", "adapters", "3", "6", *modules, "4", ours, "model.peft", "folder")
-    ((error, _),) = ranks.run(
-        1,
-        load_into,
-        checkpoints["adapters"],
-        folder,
-        replace(LAST_LAYER, dropout=0.1, target_modules=("mlp", "v_proj", "q_proj")),
-    )
+    same = replace(LAST_LAYER, dropout=0.1, target_modules=("mlp", "v_proj", "q_proj"))
+    ((error, _),) = ranks.run(1, load_into, checkpoints["adapters"], folder, same)
     assert error == ""
 
 

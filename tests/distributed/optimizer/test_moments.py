@@ -96,8 +96,10 @@ def to_narrow(model: Path, folder: Path) -> bool:
     return all(torch.equal(ours[name].to(kept.dtype), kept) for ours, theirs in pairs for name, kept in theirs.items())
 
 
-@pytest.mark.parametrize("has_engine", [False, True], ids=["torch", "transformer_engine"])
-@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP32, marks=pytest.mark.full)], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("dtype", "has_engine"),
+    [(BF16, False), *(pytest.param(*each, marks=pytest.mark.full) for each in ((BF16, True), (FP32, False), (FP32, True)))],
+)
 def test_a_run_with_moments_in_bf16(
     dtype: torch.dtype, has_engine: bool, ranks: RankPool, tiny_llama: Path, tmp_path: Path
 ) -> None:

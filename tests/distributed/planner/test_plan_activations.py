@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import pytest
 
 from nemo_kto.architecture.lora import LoRASettings
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.tiny_models import make_checkpoint
 
 SEQUENCES, LENGTH, LAYER = 2, 64, 1  # not the first layer, whose input needs no gradient where only adapters are trained
 
@@ -96,48 +96,37 @@ DROPPED = LoRASettings(rank=4, alpha=4, dropout=0.1, target_modules=("all",))
 DORA = replace(ALL, dora=True)
 
 
+EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3}
+QWEN: dict[str, Any] = {"num_experts": 8, "moe_intermediate_size": 160, "shared_expert_intermediate_size": 320}
+LLAMA4: dict[str, Any] = {"moe_layers": [0, 1, 2, 3], "no_rope_layers": [1, 1, 1, 1], "attention_chunk_size": 64}
+CHANGES = {
+    "mixtral": EXPERTS,
+    "gpt_oss": EXPERTS,
+    "qwen2_moe": {**QWEN, "mlp_only_layers": []},
+    "llama4_text": {**LLAMA4, "intermediate_size_mlp": 512, "head_dim": 32},
+}
+
+
 @pytest.fixture(scope="module")
-def wide_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("wide")
-    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 640}
-    models = {
-        family: make_checkpoint(folder / family, family, **sizes)
-        for family in ("gemma2", "gemma3_text", "llama", "olmo2", "qwen3")
-    }
-    models["mixtral"] = make_checkpoint(folder / "mixtral", "mixtral", **sizes, num_local_experts=8, num_experts_per_tok=3)
-    models["gpt_oss"] = make_checkpoint(folder / "gpt_oss", "gpt_oss", **sizes, num_local_experts=8, num_experts_per_tok=3)
-    experts: dict[str, Any] = {
-        "num_experts": 8,
-        "moe_intermediate_size": 160,
-        "shared_expert_intermediate_size": 320,
-        "mlp_only_layers": [],
-    }
-    models["qwen2_moe"] = make_checkpoint(folder / "qwen2_moe", "qwen2_moe", **sizes, **experts)
-    llama4: dict[str, Any] = {
-        "intermediate_size_mlp": 512,
-        "moe_layers": [0, 1, 2, 3],
-        "no_rope_layers": [1, 1, 1, 1],
-        "attention_chunk_size": 64,
-    }
-    models["llama4_text"] = make_checkpoint(folder / "llama4", "llama4_text", **{**sizes, **llama4, "head_dim": 32})
-    return models
+def wide_model(tiny_checkpoint: Callable[..., Path]) -> Callable[[str], Path]:
+    return lambda family: tiny_checkpoint(family, hidden_size=256, intermediate_size=640, **CHANGES.get(family, {}))
 
 
 SHARDED: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
 QUICK: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
     ("llama", SHARDED, "float32", DORA),
-    ("llama", {"context": 2}, "float32", None),
     ("llama", {"packed": True, "context": 2}, "float32", None),
     ("llama", {"recompute": "selective"}, "float32", None),
     ("llama", {"recompute": "full"}, "float32", None),
     ("gemma3_text", {"tensor": 2}, "float32", ALL),
-    ("olmo2", {"tensor": 2}, "float32", None),
-    ("qwen3", {}, "bfloat16", None),
     ("gpt_oss", {}, "float32", None),
     ("qwen2_moe", {}, "float32", ALL),
     ("llama4_text", {}, "float32", None),
 ]
 FULL: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
+    ("llama", {"context": 2}, "float32", None),
+    ("olmo2", {"tensor": 2}, "float32", None),
+    ("qwen3", {}, "bfloat16", None),
     ("llama", {"tensor": 2}, "float32", replace(DROPPED, dora=True)),
     ("llama", {"recompute": "selective"}, "float32", replace(QUERIES, dora=True)),
     ("llama", {"context": 2}, "float32", QUERIES),
@@ -156,16 +145,16 @@ FULL: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
 )
 def test_saved_activations_equal_the_formula(
     ranks: RankPool,
-    wide_models: dict[str, Path],
+    wide_model: Callable[[str], Path],
     family: str,
     options: dict[str, Any],
     dtype: str,
     adapters: LoRASettings | None,
 ) -> None:
     found = ranks.run(
-        options.get("tensor", 1) * options.get("context", 1), saved_by_layer, wide_models[family], options, dtype, adapters
+        options.get("tensor", 1) * options.get("context", 1), saved_by_layer, wide_model(family), options, dtype, adapters
     )
-    wanted = expected(wide_models[family], options, dtype, adapters)
+    wanted = expected(wide_model(family), options, dtype, adapters)
     assert found == [pytest.approx(wanted, rel=0.015)] * len(found)
 
 
@@ -174,9 +163,9 @@ def test_saved_activations_equal_the_formula(
     [("llama", "float32"), *(pytest.param(each, "bfloat16", marks=pytest.mark.full) for each in ("llama", "gpt_oss"))],
 )
 def test_tokens_of_shared_prompts_save_no_more_than_the_formula(
-    ranks: RankPool, wide_models: dict[str, Path], family: str, dtype: str
+    ranks: RankPool, wide_model: Callable[[str], Path], family: str, dtype: str
 ) -> None:
     """The keys and values of a prompt are copied for each answer, instead of the view of the fused tensor that is kept."""
     options = {"packed": True, "prompts": True}
-    (found,) = ranks.run(1, saved_by_layer, wide_models[family], options, dtype, None)
-    assert 0.8 < found / expected(wide_models[family], {"packed": True}, dtype, None) <= 1.0
+    (found,) = ranks.run(1, saved_by_layer, wide_model(family), options, dtype, None)
+    assert 0.8 < found / expected(wide_model(family), {"packed": True}, dtype, None) <= 1.0

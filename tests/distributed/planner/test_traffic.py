@@ -29,6 +29,8 @@ EP2, SHARDS = "model.expert_model_parallel_size=2", "model.sequence_parallel=tru
 INSTANCES = "model.optim.num_distributed_optimizer_instances=2"
 # Ranks; tensor, pipeline and context parallel; further arguments of the formula and the run.
 CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = {
+    "tp2": (2, (2, 1, 1), {}, []),
+    "cp2": (2, (1, 1, 2), {}, []),
     "pp2_dp2": (4, (1, 2, 1), {}, []),
     "tp2_cp2": (4, (2, 1, 2), {}, []),
     "dp4_of_2_instances": (4, (1, 1, 1), {"optimizer_instances": 2}, [INSTANCES]),
@@ -52,7 +54,7 @@ CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = 
         [EP2, "model.activations_checkpoint_granularity=selective", "model.recompute_modules=[mlp]"],
     ),
 }
-QUICK = ("pp2_dp2", "tp2_cp2")
+QUICK = ("tp2", "cp2", "pp2_vp2")
 # Collectives that the formula counts per axis; the rest are sums of metrics and similar.
 MESSAGES = {
     "tensor": ("allreduce_", "_allgather_base_", "_reduce_scatter_base_"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,14 @@ import torch.distributed as dist
 
 from nemo_kto.device import device
 from nemo_kto.distributed import state
+from tests.helpers.consumed_rows import train_and_record
+from tests.helpers.job_cache import CHECKPOINTS, JobCache
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.training_jobs import train, trajectory
-
-SAVING = [
-    "trainer.kto.save_interval=2",
-    "exp_manager.checkpoint_callback_params.save_top_k=1",
-    "trainer.kto.limit_val_batches=0",
-]
+from tests.helpers.training_jobs import shards, train, trajectory
 
 
-def groups_of_a_run(model: Path, rows: Path, folder: Path, groups: bool | None, overrides: list[str]) -> list[str | None]:
-    """On a rank: train, resume from the last checkpoint, and give the backends of the groups that were made."""
+def groups_of_a_run(*arguments: Any) -> list[str | None]:
+    """Backends of the groups that a run without gloo groups makes."""
     backends: list[str | None] = []
     new_group = dist.new_group
 
@@ -31,19 +28,22 @@ def groups_of_a_run(model: Path, rows: Path, folder: Path, groups: bool | None, 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", recorded)
-        if groups is not None:
-            patch.setattr(state, "uses_gloo_groups", lambda: groups)
-        train(model, rows, folder, 2, [*SAVING, *overrides])
+        patch.setattr(state, "uses_gloo_groups", lambda: False)
+        train(*arguments)
     return backends
 
 
-def test_a_run_without_gloo_groups_is_the_same(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
-    made = ranks.run(2, groups_of_a_run, tiny_llama, kto_rows, tmp_path / "with", None, [])
-    none = ranks.run(2, groups_of_a_run, tiny_llama, kto_rows, tmp_path / "without", False, ["trainer.kto.max_steps=4"])
-    none += ranks.run(2, groups_of_a_run, tiny_llama, kto_rows, tmp_path / "without", False, [])
-    assert all("gloo" in backends for backends in made), "CPU runs keep them"
-    assert not any("gloo" in backends for backends in none)
-    assert trajectory(tmp_path / "without") == trajectory(tmp_path / "with")
+def test_a_run_without_gloo_groups_is_the_same(
+    jobs: JobCache, ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
+) -> None:
+    """It loads a checkpoint of a run that has them, and saves others."""
+    whole, run = jobs("kto", overrides=CHECKPOINTS, world_size=2, run=train_and_record), tmp_path / "run"
+    shutil.copytree(whole, run, ignore=shutil.ignore_patterns("step_000002", "step_000003"))
+    made = ranks.run(2, groups_of_a_run, tiny_llama, kto_rows, run, 2, list(CHECKPOINTS))
+    assert all(backends and "gloo" not in backends for backends in made)
+    assert trajectory(run) == trajectory(whole)
+    assert len(shards(run, step=3)) == 2
+    assert shards(run, step=3) == shards(whole, step=3)
 
 
 def test_where_gloo_groups_are_created(monkeypatch: pytest.MonkeyPatch) -> None:

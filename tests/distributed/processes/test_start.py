@@ -1,114 +1,70 @@
-"""Decisions at the start of a run: precision by hardware, and a warm-up that fits."""
+"""The precision of a run: chosen by rank 0 for its hardware, and kept by a resumed run."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from nemo_kto.artifacts.checkpoint_files import info_text
+from nemo_kto.device.precision import Bf16Support
+from nemo_kto.distributed import state
+from nemo_kto.run import lifecycle
 from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.training_jobs import train
+from tests.helpers.training_jobs import resolved, train
+from tests.unit.artifacts.test_checkpoint_files import make_checkpoint
 
 SLOW, FAST = "bf16 is slow here", "bf16 is fast here"
-NO_WARMUP = "model.optim.sched.warmup_steps=0"
 
 
-def started(native: list[bool], *arguments: Any) -> tuple[str, list[str], str]:
-    """On a rank: a job on machines with and without bf16; its output, warnings and error."""
-    from nemo_kto.device.precision import Bf16Support
-    from nemo_kto.distributed import state
-    from nemo_kto.run import lifecycle
-
-    has = native[state.rank()]
-    printed, warnings, error = io.StringIO(), io.StringIO(), ""
-    handler = logging.StreamHandler(warnings)
-    handler.addFilter(lambda record: not record.name.endswith(".data"))  # messages about rows are tested elsewhere
-    logging.getLogger("nemo_kto").addHandler(handler)
-    try:
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-            patch.setattr(lifecycle, "bf16_support", lambda: Bf16Support(native=has, why=FAST if has else SLOW))
-            train(*arguments)
-    except ValueError as raised:
-        error = str(raised)
-    finally:
-        logging.getLogger("nemo_kto").removeHandler(handler)
-    return printed.getvalue(), warnings.getvalue().splitlines(), error
+def support(has: bool) -> Bf16Support:
+    return Bf16Support(native=has, why=FAST if has else SLOW)
 
 
-class Start:
-    """One run folder, in which a job is started again and again, on this or that hardware."""
-
-    def __init__(self, ranks: RankPool, model: Path, rows: Path, folder: Path) -> None:
-        self.ranks, self.model, self.rows, self.folder = ranks, model, rows, folder
-
-    def __call__(self, *native: bool, precision: str, steps: int, more: tuple[str, ...] = ()) -> list[Any]:
-        overrides = [
-            f"trainer.precision={precision}",
-            f"trainer.kto.max_steps={steps}",
-            "trainer.kto.limit_val_batches=0",
-            NO_WARMUP,
-        ]
-        arguments = (list(native), self.model, self.rows, self.folder, len(native), [*overrides, *more])
-        return self.ranks.run(len(native), started, *arguments)
-
-    def saved(self) -> tuple[str, str]:
-        """Precision in the saved configuration, and type of the weights in the newest checkpoint."""
-        config = yaml.safe_load((self.folder / "config.yaml").read_text())
-        newest = max((self.folder / "checkpoints").iterdir())
-        return config["trainer"]["precision"], json.loads((newest / "trainer.json").read_text())["dtype"]
+def started(*arguments: Any) -> str:
+    """Output of a rank of a job, where only rank 0 has bf16."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(lifecycle, "bf16_support", lambda: support(state.rank() == 0))
+        train(*arguments)
+    return printed.getvalue()
 
 
-@pytest.fixture
-def start(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> Start:
-    return Start(ranks, tiny_llama, kto_rows, tmp_path)
-
-
-def test_rank_0_decides_the_precision_and_a_resumed_run_keeps_it(start: Start) -> None:
-    (first, _, error), (second, _, _) = start(True, False, precision="auto", steps=1)
-    assert error == ""
+def test_rank_0_decides_the_precision(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
+    short = ["trainer.precision=auto", "trainer.kto.max_steps=1", "trainer.kto.limit_val_batches=0"]
+    first, second = ranks.run(2, started, tiny_llama, kto_rows, tmp_path, 2, short)
     assert f"  precision   bf16 ({FAST})" in first.splitlines()
     assert "precision" not in second, "only rank 0 prints"
-    assert start.saved() == ("bf16", "bfloat16")
-
-    ((resumed, warnings, _),) = start(False, precision="auto", steps=2)
-    assert Message("bf16") in resumed.splitlines()
-    assert warnings == [Message("trainer.precision", "bf16", SLOW, "trainer.precision=32", "folder")]
-    assert start.saved() == ("bf16", "bfloat16")
-
-    before = (start.folder / "config.yaml").read_bytes()
-    ((_, _, error),) = start(False, precision="32-true", steps=3)
-    assert (start.folder / "config.yaml").read_bytes() == before, "a refused run leaves no files"
-    assert error.splitlines()[1:] == [
-        Message("trainer.precision", "bf16", "32"),
-        Message("folder", "exp_manager.name", "exp_manager.explicit_log_dir"),
-    ]
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["trainer"]["precision"] == "bf16"
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    assert json.loads((checkpoint / "trainer.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_run_in_fp32_stays_in_fp32_on_better_hardware(start: Start) -> None:
-    ((printed, warnings, _),) = start(False, precision="auto", steps=1)
-    assert f"  precision   32 ({SLOW})" in printed.splitlines()
-    assert warnings == []
-    assert start.saved() == ("32", "float32")
-    ((printed, warnings, _),) = start(True, precision="auto", steps=2)
-    assert Message("32", "checkpoint") in printed.splitlines()
-    assert warnings == []
-    assert start.saved() == ("32", "float32")
-
-
-def test_a_warmup_longer_than_the_run_is_shortened(start: Start) -> None:
-    length = ("trainer.kto.max_steps=-1", "trainer.kto.max_epochs=1")
-    rate = ("name=LinearAnnealing", "warmup_steps=10", "min_lr=1e-5")
-    more = (*length, "model.optim.lr=1e-3", *(f"model.optim.sched.{each}" for each in rate))
-    ((_, warnings, error),) = start(False, precision="32-true", steps=1, more=more)
-    assert error == ""
-    assert warnings == [Message("model.optim.sched.warmup_steps", "6", "10", "5")]
-    logged = map(json.loads, (start.folder / "metrics.jsonl").read_text().splitlines())
-    rates = [row["train/lr"] for row in logged if "train/lr" in row]
-    assert rates == pytest.approx([*(1e-3 * step / 5 for step in range(1, 6)), 1e-5])
+@pytest.mark.parametrize(
+    ("dtype", "native", "precision"),
+    [(None, True, "bf16"), (None, False, "32"), ("bfloat16", False, "bf16"), ("float32", True, "32")],
+)
+def test_a_resumed_run_keeps_its_precision(
+    dtype: str | None,
+    native: bool,
+    precision: str,
+    tiny_llama: Path,
+    kto_rows: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if dtype is not None:
+        file = make_checkpoint(tmp_path / "checkpoints", 1) / "trainer.json"
+        file.write_text(info_text({**json.loads(file.read_text()), "dtype": dtype}))
+    monkeypatch.setattr(lifecycle, "bf16_support", lambda: support(native))
+    run = lifecycle.resolve_precision(resolved(tiny_llama, kto_rows, tmp_path, 1, ["trainer.precision=auto"]))
+    assert run.cfg.trainer.precision == precision
+    warning = Message("trainer.precision", "bf16", SLOW, "trainer.precision=32", "folder")
+    assert caplog.messages == [warning] * ((precision, native) == ("bf16", False))
