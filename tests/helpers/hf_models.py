@@ -409,12 +409,6 @@ def load(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=kernel)
 
 
-def transformers_gradients(folder: Path) -> dict[str, torch.Tensor]:
-    model = load(folder)
-    (model(tokens()).logits * cotangent()).sum().backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
 def transformers_logits(folder: Path) -> torch.Tensor:
     model = load(folder).eval()
     with torch.no_grad():

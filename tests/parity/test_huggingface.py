@@ -1,110 +1,136 @@
-"""Logits, import and export against transformers, for every family at every layout."""
+"""Logits, gradients, import and export against transformers, for every family at every layout."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_kto.distributed.state import Layout
 from tests.helpers import hf_jobs, hf_models
 from tests.helpers.hf_models import weights
 
-LAYOUTS = {
-    "tp1": Layout(),
-    "tp2": Layout(tensor=2),
-    "pp2": Layout(pipeline=2),
-    "tp2-pp2": Layout(tensor=2, pipeline=2),
-    "tp2-sp": Layout(tensor=2, sequence_parallel=True),
-    "tp2-pp2-sp": Layout(tensor=2, pipeline=2, sequence_parallel=True),
-    "tp4": Layout(tensor=4),
-    "tp2-dp2": Layout(tensor=2),
+DENSE = {
+    "tp1": (1, Layout()),
+    "tp2": (2, Layout(tensor=2)),
+    "pp2": (2, Layout(pipeline=2)),
+    "tp2-pp2": (4, Layout(tensor=2, pipeline=2)),
+    "tp2-sp": (2, Layout(tensor=2, sequence_parallel=True)),
+    "tp2-pp2-sp": (4, Layout(tensor=2, pipeline=2, sequence_parallel=True)),
+    "tp4": (4, Layout(tensor=4)),
+    "tp2-dp2": (4, Layout(tensor=2)),
 }
-WORLD = {"tp2-dp2": 4}
+MIXTURES = {
+    "one": (1, Layout()),
+    "ep2": (2, Layout(expert=2)),
+    "tp2": (2, Layout(tensor=2, sequence_parallel=True)),
+    "tp2-ep2-whole-experts": (2, Layout(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1)),
+    "tp2-whole-experts": (2, Layout(tensor=2, sequence_parallel=True, expert_tensor=1)),
+    "pp2-ep2": (4, Layout(pipeline=2, expert=2)),
+    "tp2-ep2": (4, Layout(tensor=2, sequence_parallel=True, expert=2)),
+    "ep4": (4, Layout(expert=4)),
+    "tp2-pp2": (4, Layout(tensor=2, pipeline=2, sequence_parallel=True)),
+}
+LAYOUTS = {"dense": DENSE, "mixtures": MIXTURES}
+MODELS = {"dense": hf_models.CONFIGS, "mixtures": hf_models.MIXTURES}
+# Of gradients, relative to the largest of a weight.
+TOLERANCE = {"dense": 2e-5, "mixtures": 5e-5}
+# Dense models whose exports transformers loads, and whether their embeddings are tied.
+TIED = {"llama": False, "llama-odd-heads": True, "llama-own-output": False}
+Folders = Callable[[str], dict[str, Path]]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return hf_models.write_models(hf_models.CONFIGS, tmp_path_factory.mktemp("models"))
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Kind of models -> name of a model -> its folder."""
+    made: dict[str, dict[str, Path]] = {}
+
+    def get(kind: str) -> dict[str, Path]:
+        if kind not in made:
+            made[kind] = hf_models.write_models(MODELS[kind], tmp_path_factory.mktemp(kind))
+        return made[kind]
+
+    return get
 
 
-@pytest.fixture(scope="module")
-def expected(folders: dict[str, Path]) -> dict[str, torch.Tensor]:
-    return {name: hf_models.transformers_logits(folder) for name, folder in folders.items()}
+def cases(**quick: str) -> pytest.MarkDecorator:
+    """Every layout of each kind of models, one of them in the quick matrix."""
+    every = [(kind, layout) for kind, layouts in LAYOUTS.items() for layout in layouts]
+    marked = [pytest.param(kind, name, marks=[pytest.mark.full] * (quick[kind] != name)) for kind, name in every]
+    return pytest.mark.parametrize(("kind", "layout"), marked)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.full] * (name != "tp2")) for name in LAYOUTS],
-)
-def outcome(
-    request: pytest.FixtureRequest, ranks: Any, folders: dict[str, Path], tmp_path_factory: Any
-) -> tuple[list[Any], Path]:
-    """Results of the ranks of one layout, and the folder of their exports."""
-    out = tmp_path_factory.mktemp(f"exports-{request.param}")
-    layout = LAYOUTS[request.param]
-    results = ranks.run(WORLD.get(request.param, layout.model_ranks), hf_jobs.check_models, layout, folders, out)
-    return results, out
+@cases(dense="tp2", mixtures="tp2-ep2-whole-experts")
+def test_logits_weights_and_exports(kind: str, layout: str, ranks: Any, folders: Folders, tmp_path: Path) -> None:
+    world_size, of_ranks = LAYOUTS[kind][layout]
+    results = ranks.run(world_size, hf_jobs.check_models, of_ranks, folders(kind), tmp_path)
+    for name, folder in folders(kind).items():
+        expected = hf_models.transformers_logits(folder)
+        found = [result[name] for result in results if result[name] is not None]
+        assert found
+        near: dict[str, Any] = {"rtol": 0, "atol": 1e-5 * expected.abs().max().item(), "err_msg": name}
+        for logits in found:
+            np.testing.assert_allclose(logits, expected.numpy(), **near)
+        before, after = weights(folder), weights(tmp_path / name)
+        assert before.keys() == after.keys()
+        for weight, tensor in before.items():
+            assert after[weight].dtype == tensor.dtype
+            assert torch.equal(after[weight], tensor), f"{name} {weight}"
+        if kind == "mixtures" or name in TIED:
+            model, report = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
+            assert not report["missing_keys"]
+            assert not report["unexpected_keys"]
+            assert torch.equal(model.eval()(hf_models.tokens()).logits, expected), name
+            assert (model.dtype, model.config.vocab_size) == (torch.float32, 259)
+            assert model.config.tie_word_embeddings is TIED.get(name, model.config.tie_word_embeddings)
+    if kind == "dense":
+        source, copy = (AutoTokenizer.from_pretrained(path) for path in (folders(kind)["llama"], tmp_path / "llama"))
+        messages = [{"role": "user", "content": "Hi"}]
+        assert copy.apply_chat_template(messages, tokenize=False) == source.apply_chat_template(messages, tokenize=False)
+        assert copy("Hello").input_ids == source("Hello").input_ids
+        files = {file.name for file in (tmp_path / "llama").iterdir()}
+        assert {"config.json", "generation_config.json", "chat_template.jinja", "model.safetensors.index.json"} <= files
+        assert len([file for file in files if file.startswith("model-")]) > 1
+        assert not any(file.startswith("part-") for file in files)
 
 
-@pytest.mark.parametrize("name", hf_models.CONFIGS)
-def test_logits_equal_transformers(outcome: Any, expected: dict[str, torch.Tensor], name: str) -> None:
-    found = [result[name] for result in outcome[0] if result[name] is not None]
-    assert found
-    for logits in found:
-        np.testing.assert_allclose(logits, expected[name].numpy(), rtol=0, atol=1e-5 * expected[name].abs().max().item())
+def test_llama4_routes_by_logits_if_sigmoids_are_equal(ranks: Any, tmp_path: Path) -> None:
+    """The router is so sure that in fp32 the sigmoid is 1 for several experts."""
+    hf_models.write_model("llama4-norms-everywhere", sure := tmp_path / "sure")
+    routers = {name: 40 * values for name, values in weights(sure).items() if name.endswith("router.weight")}
+    for file in sure.glob("*.safetensors"):
+        save_file({name: routers.get(name, values) for name, values in load_file(file).items()}, file, {"format": "pt"})
+    (result,) = ranks.run(1, hf_jobs.check_models, Layout(), {"sure": sure}, tmp_path / "out")
+    expected = hf_models.transformers_logits(sure)
+    np.testing.assert_allclose(result["sure"], expected.numpy(), rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("name", hf_models.CONFIGS)
-def test_weights_round_trip_bitwise(outcome: Any, folders: dict[str, Path], name: str) -> None:
-    before, after = weights(folders[name]), weights(outcome[1] / name)
-    assert before.keys() == after.keys()
-    for weight, tensor in before.items():
-        assert after[weight].dtype == tensor.dtype
-        assert torch.equal(after[weight], tensor), weight
+def expected_gradients(folder: Path, out: Path) -> dict[str, torch.Tensor]:
+    """Those of transformers, under the names of the file: transformers puts experts together where it has loaded them."""
+    model = hf_models.load(folder)
+    (model(hf_models.tokens()).logits * hf_models.cotangent()).sum().backward()
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    model.save_pretrained(out)
+    return weights(out)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-odd-heads", "llama-own-output"])
-def test_export_loads_in_transformers(outcome: Any, folders: dict[str, Path], expected: Any, name: str) -> None:
-    folder = outcome[1] / name
-    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    assert model.dtype == torch.float32
-    assert model.config.vocab_size == 259
-    assert model.config.tie_word_embeddings is (name == "llama-odd-heads")
-    assert torch.equal(model.eval()(hf_models.tokens()).logits, expected[name])
-    messages = [{"role": "user", "content": "Hi"}]
-    source, copy = (AutoTokenizer.from_pretrained(path) for path in (folders[name], folder))
-    assert copy.apply_chat_template(messages, tokenize=False) == source.apply_chat_template(messages, tokenize=False)
-    assert copy("Hello").input_ids == source("Hello").input_ids
-    files = {file.name for file in folder.iterdir()}
-    assert {"config.json", "generation_config.json", "chat_template.jinja", "model.safetensors.index.json"} <= files
-    assert len(list(folder.glob("model-*.safetensors"))) > 1
-    assert not any(file.name.startswith("part-") for file in folder.iterdir())
-
-
-@pytest.fixture(
-    scope="module", params=["tp1", *(pytest.param(name, marks=pytest.mark.full) for name in ("tp2-pp2", "tp2-sp", "tp4"))]
-)
-def gradients(
-    request: pytest.FixtureRequest, ranks: Any, folders: dict[str, Path], tmp_path_factory: Any
-) -> tuple[list[Any], Path]:
-    """The largest gradient of a padded value, and the folder with gradients in the place of weights."""
-    out = tmp_path_factory.mktemp(f"gradients-{request.param}")
-    layout = LAYOUTS[request.param]
-    return ranks.run(layout.model_ranks, hf_jobs.check_gradients, layout, folders, out), out
-
-
-@pytest.mark.parametrize("name", hf_models.CONFIGS)
-def test_gradients_equal_transformers(gradients: Any, folders: dict[str, Path], name: str) -> None:
-    expected, found = hf_models.transformers_gradients(folders[name]), weights(gradients[1] / name)
-    assert expected.keys() == found.keys()
-    for weight, gradient in expected.items():
-        tolerance = 2e-5 * gradient.abs().max().item()
-        np.testing.assert_allclose(found[weight].numpy(), gradient.numpy(), rtol=0, atol=tolerance, err_msg=weight)
-    assert all(result[name] == 0.0 for result in gradients[0])  # so padding stays zero
+@cases(dense="tp1", mixtures="one")
+def test_gradients_equal_transformers(kind: str, layout: str, ranks: Any, folders: Folders, tmp_path: Path) -> None:
+    world_size, of_ranks = LAYOUTS[kind][layout]
+    paddings = ranks.run(world_size, hf_jobs.check_gradients, of_ranks, folders(kind), tmp_path)
+    for name, folder in folders(kind).items():
+        found, expected = weights(tmp_path / name), expected_gradients(folder, tmp_path / "expected")
+        shutil.rmtree(tmp_path / "expected")
+        assert expected.keys() == found.keys()
+        for weight, gradient in expected.items():
+            near: dict[str, Any] = {"rtol": 0, "atol": TOLERANCE[kind] * gradient.abs().max().item()}
+            np.testing.assert_allclose(found[weight].numpy(), gradient.numpy(), **near, err_msg=f"{name} {weight}")
+        assert all(result[name] == 0.0 for result in paddings)  # so padding stays zero

@@ -140,48 +140,31 @@ def test_a_disk_error_is_raised_on_every_rank_and_leaves_no_folder(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [
-        (TP2, Layout()),
-        pytest.param(Layout(), TP2, marks=pytest.mark.full),
-        pytest.param(TP2, Layout(tensor=4), marks=pytest.mark.full),
-        pytest.param(Layout(tensor=2, pipeline=2), PP2, marks=pytest.mark.full),
-    ],
-)
-def test_padding_differs_between_layouts_in_a_distributed_checkpoint(
-    ranks: Any, sharded_model: Path, tmp_path: Path, saved: Layout, loaded: Layout
-) -> None:
-    (tmp_path / "checkpoint").mkdir()
-    ranks.run(saved.model_ranks, hf_jobs.save_sharded, saved, sharded_model, tmp_path / "checkpoint")
-    job = hf_jobs.load_sharded
-    padding = ranks.run(loaded.model_ranks, job, loaded, sharded_model, tmp_path / "checkpoint", tmp_path / "out")
-    assert set(padding) == {0.0}
-    before, after = weights(sharded_model), weights(tmp_path / "out")
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-
-
-NORMS, SINKS = "olmo2-tied-odd-heads-bias", "gpt-oss-odd-heads-no-attention-bias"
+ODD, NORMS, SINKS = "llama-odd-heads", "olmo2-tied-odd-heads-bias", "gpt-oss-odd-heads-no-attention-bias"
+TP2_SEQUENCE, EP2 = Layout(tensor=2, sequence_parallel=True), Layout(expert=2)
+MOVES = [(ODD, TP2, Layout()), (NORMS, TP2, Layout()), (SINKS, TP2_SEQUENCE, EP2)]
+OTHER_MOVES = [
+    (ODD, Layout(), TP2),
+    (ODD, TP2, Layout(tensor=4)),
+    (ODD, Layout(tensor=2, pipeline=2), PP2),
+    (NORMS, PP2, Layout(tensor=4)),
+    (SINKS, EP2, Layout(tensor=4, sequence_parallel=True)),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "saved", "loaded"),
-    [
-        (NORMS, TP2, Layout()),
-        pytest.param(NORMS, Layout(pipeline=2), Layout(tensor=4), marks=pytest.mark.full),
-        (SINKS, Layout(tensor=2, sequence_parallel=True), Layout(expert=2)),
-        pytest.param(SINKS, Layout(expert=2), Layout(tensor=4, sequence_parallel=True), marks=pytest.mark.full),
-    ],
+    ("name", "saved", "loaded"), [*MOVES, *(pytest.param(*move, marks=pytest.mark.full) for move in OTHER_MOVES)]
 )
-def test_norms_and_sinks_of_all_heads_in_a_distributed_checkpoint(
+def test_padded_layouts_in_a_distributed_checkpoint(
     ranks: Any, tmp_path: Path, name: str, saved: Layout, loaded: Layout
 ) -> None:
+    """Heads, norms and sinks of all heads, and a vocabulary that layouts pad differently."""
     model, checkpoint = tmp_path / "model", tmp_path / "checkpoint"
     hf_models.write_model(name, model)
     checkpoint.mkdir()
     saving, loading = (max(layout.model_ranks, layout.expert) for layout in (saved, loaded))
     ranks.run(saving, hf_jobs.save_sharded, saved, model, checkpoint)
-    ranks.run(loading, hf_jobs.load_sharded, loaded, model, checkpoint, tmp_path / "out")
+    assert set(ranks.run(loading, hf_jobs.load_sharded, loaded, model, checkpoint, tmp_path / "out")) == {0.0}
     before, after = weights(model), weights(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -1,10 +1,16 @@
-"""Adapters in PEFT's format: logits of peft, files that round-trip, and refused settings."""
+"""Adapters in PEFT's format: logits of peft, files that round-trip, and refused settings.
+
+Tensors of experts have the names of single experts, as in transformers' files. Where transformers keeps all experts of a
+layer in one tensor, peft puts the adapters of gate and up projection together: their A under each other, B block-diagonal.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,14 +28,29 @@ from tests.helpers import hf_jobs, hf_models
 from tests.helpers.messages import Message, raises
 
 LAYOUTS = {
-    "tp1": Layout(),
-    "tp2": Layout(tensor=2),
-    "tp4": Layout(tensor=4),
-    "pp2": Layout(pipeline=2),
-    "tp2-pp2": Layout(tensor=2, pipeline=2),
-    "tp2-pp2-sp": Layout(tensor=2, pipeline=2, sequence_parallel=True),
+    "dense": {
+        "tp1": (1, Layout()),
+        "tp2": (2, Layout(tensor=2)),
+        "tp4": (4, Layout(tensor=4)),
+        "pp2": (2, Layout(pipeline=2)),
+        "tp2-pp2": (4, Layout(tensor=2, pipeline=2)),
+        "tp2-pp2-sp": (4, Layout(tensor=2, pipeline=2, sequence_parallel=True)),
+    },
+    "mixtures": {
+        "one": (1, Layout()),
+        "ep2": (2, Layout(expert=2)),
+        "tp2-ep2-whole-experts": (2, Layout(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1)),
+        "tp2-whole-experts": (2, Layout(tensor=2, sequence_parallel=True, expert_tensor=1)),
+        "pp2-ep2": (4, Layout(pipeline=2, expert=2)),
+    },
 }
-SETTINGS = {
+QUICK = (("dense", "tp2"), ("mixtures", "tp2-ep2-whole-experts"))
+CASES = [
+    pytest.param((kind, name), id=f"{kind}-{name}", marks=[pytest.mark.full] * ((kind, name) not in QUICK))
+    for kind, layouts in LAYOUTS.items()
+    for name in layouts
+]
+DENSE = {
     "gemma2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "gemma3": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "mlp"), layers=(2, 3)),
     "llama-odd-heads": LoRASettings(rank=4, alpha=8, target_modules=("all",)),
@@ -45,104 +66,136 @@ SETTINGS = {
     ),
     "qwen3": LoRASettings(rank=2, alpha=16, target_modules=("k_proj", "mlp"), layers=(2,)),
 }
+MIXTURES = {
+    "gpt-oss": LoRASettings(rank=2, alpha=4, target_modules=("attention",)),
+    # dense MLPs and shared experts; routed experts are one parameter in transformers, which peft does not adapt
+    "llama4": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
+    "mixtral": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
+    "qwen2-moe": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "mlp")),
+    "qwen3-moe": LoRASettings(rank=3, alpha=2, target_modules=("mlp",), layers=(2, 3), rslora=True),
+    "qwen3-moe-dense-layers": LoRASettings(rank=2, alpha=4, dropout=0.25, target_modules=("q_proj", "mlp")),
+}
+SETTINGS = {"dense": DENSE, "mixtures": MIXTURES}
+EXPERTS = {"mixtral": 4 * 4 * 3, "qwen2-moe": 3 * 8 * 3, "qwen3-moe": 2 * 8 * 3, "qwen3-moe-dense-layers": 1 * 8 * 3}
+Folders = dict[str, Path]
+
+
+class Outcome(NamedTuple):
+    """Kind of models, results of the ranks of one layout, and the folder of what they exported."""
+
+    kind: str
+    results: list[dict[str, Any]]
+    out: Path
+
+    def tensors(self, name: str, which: str) -> dict[str, torch.Tensor]:
+        return load_file(self.out / name / which / "adapter_model.safetensors")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return hf_models.write_models(SETTINGS, tmp_path_factory.mktemp("models"))
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return hf_models.write_models([*DENSE, *MIXTURES], tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
-def adapters(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random adapters that peft wrote."""
+def adapters(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Random adapters: those of dense models as peft wrote them, and of mixtures beside the merged models."""
     root = tmp_path_factory.mktemp("adapters")
-    for name, settings in SETTINGS.items():
-        model = hf_models.peft_model(folders[name], settings)
-        model.save_pretrained(root / name, save_embedding_layers=False)
-    return {name: root / name for name in SETTINGS}
+    for name, settings in DENSE.items():
+        hf_models.peft_model(folders[name], settings).save_pretrained(root / name, save_embedding_layers=False)
+    for name, settings in MIXTURES.items():
+        merged = hf_models.write_adapters(folders[name], root / name, settings)
+        (root / f"{name}-merged").mkdir()
+        shutil.copy(folders[name] / "config.json", root / f"{name}-merged")
+        save_file(merged, root / f"{name}-merged" / "model.safetensors", metadata={"format": "pt"})
+    return {name: root / name for name in [*DENSE, *MIXTURES]}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.full] * (name != "tp2")) for name in LAYOUTS],
-)
+def kind_of(folders: Folders, kind: str) -> Folders:
+    return {name: folders[name] for name in SETTINGS[kind]}
+
+
+@pytest.fixture(scope="module", params=CASES)
 def outcome(
-    request: pytest.FixtureRequest, ranks: Any, folders: Any, adapters: Any, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[dict[str, Any]], Path]:
-    layout = LAYOUTS[request.param]
-    out = tmp_path_factory.mktemp(f"adapted-{request.param}")
-    return ranks.run(layout.model_ranks, hf_jobs.check_adapters, layout, folders, adapters, SETTINGS, out), out
+    request: pytest.FixtureRequest, ranks: Any, folders: Folders, adapters: Folders, tmp_path_factory: pytest.TempPathFactory
+) -> Outcome:
+    kind, name = request.param
+    (world_size, layout), out = LAYOUTS[kind][name], tmp_path_factory.mktemp(f"adapted-{name}")
+    both = kind_of(folders, kind), kind_of(adapters, kind)
+    return Outcome(kind, ranks.run(world_size, hf_jobs.check_adapters, layout, *both, SETTINGS[kind], out), out)
 
 
-def peft_logits(folder: Path, adapter: Path) -> torch.Tensor:
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), adapter).eval()
+def logits_of(model: Any) -> np.ndarray:
     with torch.no_grad():
-        return model(hf_models.tokens()).logits
+        return model.eval()(hf_models.tokens()).logits.numpy()
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_logits_equal_peft(outcome: Any, folders: Any, adapters: Any, name: str) -> None:
-    results, out = outcome
-    expected = peft_logits(folders[name], adapters[name]).numpy()
-    base = hf_models.transformers_logits(folders[name]).numpy()
-    assert np.abs(expected - base).max() > 0.1, "the adapters must change the logits"
-    np.testing.assert_array_equal(peft_logits(folders[name], out / name / "again").numpy(), expected)
-    merged = hf_models.transformers_logits(out / name / "merged").numpy()
-    tolerance = {"rtol": 0, "atol": 1e-5 * np.abs(expected).max()}
-    np.testing.assert_allclose(merged, expected, **tolerance)
-    hf_models.assert_adapted_logits([result[name] for result in results], expected, base, **tolerance)
+def peft_logits(folder: Path, adapter: Path) -> np.ndarray:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        return logits_of(PeftModel.from_pretrained(model, adapter))
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_adapter_files_round_trip(outcome: Any, folders: Any, adapters: Any, name: str) -> None:
-    """Files of peft are written back bitwise, with equal configurations."""
-    again = outcome[1] / name / "again"
-    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapters[name], again))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)
-    settings = read_adapter_settings(again)
-    assert settings == read_adapter_settings(adapters[name])
-    wanted = SETTINGS[name]
-    assert (settings.rank, settings.alpha, settings.dropout) == (wanted.rank, wanted.alpha, wanted.dropout)
-    assert (settings.modules, settings.layers, settings.dora) == (wanted.modules, wanted.layers, wanted.dora)
-    ours, theirs = (json.loads((folder / "adapter_config.json").read_text()) for folder in (again, adapters[name]))
-    assert ours["base_model_name_or_path"] == theirs["base_model_name_or_path"] == str(folders[name])
-    for key in ours.keys() - {"target_modules"}:
-        assert ours[key] == theirs[key], key
+def test_logits_equal_peft(outcome: Outcome, folders: Folders, adapters: Folders) -> None:
+    for name in SETTINGS[outcome.kind]:
+        base = hf_models.transformers_logits(folders[name]).numpy()
+        again, merged = (outcome.out / name / which for which in ("again", "merged"))
+        of_peft = peft_logits(folders[name], again)
+        if outcome.kind == "dense":
+            expected, least, most = peft_logits(folders[name], adapters[name]), 0.1, 1e-5
+            np.testing.assert_array_equal(of_peft, expected)
+        else:
+            whole = adapters[name].with_name(f"{name}-merged")
+            expected, least, most = hf_models.transformers_logits(whole).numpy(), 1, 3e-5
+        assert np.abs(expected - base).max() > least, "the adapters must change the logits"
+        tolerance = {"rtol": 0, "atol": most * np.abs(expected).max()}
+        for found in (of_peft, hf_models.transformers_logits(merged).numpy()):
+            np.testing.assert_allclose(found, expected, **tolerance, err_msg=name)
+        hf_models.assert_adapted_logits([result[name] for result in outcome.results], expected, base, **tolerance)
 
 
-@pytest.fixture(scope="module")
-def new_on_one_rank(ranks: Any, folders: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("new")
-    ranks.run(1, hf_jobs.new_adapters, folders, SETTINGS, out)
-    return out
+def test_adapter_files_round_trip(outcome: Outcome, folders: Folders, adapters: Folders) -> None:
+    """Files are written back bitwise, those of peft with equal configurations."""
+    for name, wanted in SETTINGS[outcome.kind].items():
+        again = outcome.out / name / "again"
+        before, after = load_file(adapters[name] / "adapter_model.safetensors"), outcome.tensors(name, "again")
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)
+        settings = read_adapter_settings(again)
+        assert (settings.rank, settings.modules, settings.layers) == (wanted.rank, wanted.modules, wanted.layers)
+        assert settings.scale == pytest.approx(wanted.scale)
+        if outcome.kind == "dense":
+            assert settings == read_adapter_settings(adapters[name])
+            assert (settings.alpha, settings.dropout, settings.dora) == (wanted.alpha, wanted.dropout, wanted.dora)
+            ours, theirs = (json.loads((each / "adapter_config.json").read_text()) for each in (again, adapters[name]))
+            assert ours["base_model_name_or_path"] == theirs["base_model_name_or_path"] == str(folders[name])
+            assert all(ours[key] == theirs[key] for key in ours.keys() - {"target_modules"})
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_initial_values_are_equal_at_every_layout(outcome: Any, new_on_one_rank: Path, folders: Any, name: str) -> None:
+def test_initial_values_are_equal_at_every_layout(outcome: Outcome, ranks: Any, folders: Folders, tmp_path: Path) -> None:
     """A is uniform within 1 / sqrt(in), drawn from the seed and the name of the weight; B is zero; a magnitude is a norm."""
-    first = load_file(outcome[1] / name / "first" / "adapter_model.safetensors")
-    weights = hf_models.weights(folders[name])
-    assert any("magnitude" in tensor for tensor in first) == SETTINGS[name].dora
-    for tensor, values in first.items():
-        if tensor.endswith("lora_magnitude_vector"):
-            weight = tensor.removeprefix("base_model.model.").replace("lora_magnitude_vector", "weight")
-            torch.testing.assert_close(values, weights[weight].norm(dim=1), rtol=1e-6, atol=0)
-            continue
-        if ".lora_B." in tensor or tensor.endswith("lora_embedding_A"):
-            assert not values.any()
-            continue
-        if tensor.endswith("lora_embedding_B"):
-            assert values.std().item() == pytest.approx(1, rel=0.15), "normally distributed, as in peft"
-            continue
-        bound = values.size(1) ** -0.5
-        assert 0.75 * bound < values.abs().max() <= bound
-        assert len(values.unique()) > 0.9 * values.numel()
-    a_of = {tensor: values for tensor, values in first.items() if ".lora_A." in tensor}
-    assert len({tuple(values.flatten()[:8].tolist()) for values in a_of.values()}) == len(a_of), "all layers differ"
-    of_one = load_file(new_on_one_rank / name / "adapter_model.safetensors")
-    assert of_one.keys() == first.keys()
-    assert all(torch.equal(values, of_one[tensor]) for tensor, values in a_of.items())
+    ranks.run(1, hf_jobs.new_adapters, kind_of(folders, outcome.kind), SETTINGS[outcome.kind], tmp_path)
+    for name, settings in SETTINGS[outcome.kind].items():
+        first, of_one = outcome.tensors(name, "first"), load_file(tmp_path / name / "adapter_model.safetensors")
+        weights = hf_models.weights(folders[name])
+        assert any("magnitude" in tensor for tensor in first) == settings.dora
+        for tensor, values in first.items():
+            bound = values.size(-1) ** -0.5
+            if tensor.endswith("lora_magnitude_vector"):
+                weight = tensor.removeprefix("base_model.model.").replace("lora_magnitude_vector", "weight")
+                torch.testing.assert_close(values, weights[weight].norm(dim=1), rtol=1e-6, atol=0)
+            elif ".lora_B." in tensor or tensor.endswith("lora_embedding_A"):
+                assert not values.any()
+            elif tensor.endswith("lora_embedding_B"):
+                assert values.std().item() == pytest.approx(1, rel=0.15), "normally distributed, as in peft"
+            else:
+                assert 0.7 * bound < values.abs().max() <= bound
+                assert len(values.unique()) > 0.9 * values.numel()
+        a_of = {tensor: values for tensor, values in first.items() if ".lora_A." in tensor}
+        assert sum(".experts." in tensor for tensor in a_of) == EXPERTS.get(name, 0)
+        assert len({tuple(values.flatten()[:8].tolist()) for values in a_of.values()}) == len(a_of), "all layers differ"
+        assert of_one.keys() == first.keys()
+        assert all(torch.equal(values, of_one[tensor]) for tensor, values in a_of.items())
 
 
 def edited(adapter: Path, out: Path, *, tensors: dict[str, torch.Tensor] | None = None, **changes: Any) -> Path:
@@ -257,7 +310,7 @@ def test_an_adapter_of_another_shape_is_refused(ranks: Any, folders: Any, adapte
 def export_only(folder: Path, out: Path) -> str:
     """On a rank: export new adapters; returns the error."""
     state.init_distributed(layout=Layout(), seed=3)
-    model, architecture = hf_jobs.adapted_model(folder, Layout(), SETTINGS["qwen3"])
+    model, architecture = hf_jobs.adapted_model(folder, Layout(), DENSE["qwen3"])
     return hf_jobs.message_of(lambda: export_adapter([model], architecture, out=out, base_model=folder))
 
 
@@ -289,3 +342,41 @@ def test_embedding_weights_written_by_peft_are_refused(folders: Any, tmp_path: P
     ]
     model.save_pretrained(str(tmp_path), save_embedding_layers=False)
     assert read_adapter_settings(tmp_path).modules == ("q_proj", "embed_tokens")
+
+
+def dora_logits(layout: Layout, folder: Path, adapter: Path) -> Any:
+    """On a rank."""
+    state.init_distributed(layout=layout, seed=3)
+    model, architecture = hf_jobs.adapted_model(folder, layout, read_adapter_settings(adapter))
+    load_adapter([model], architecture, adapter)
+    return hf_jobs.logits_of_tokens(model, architecture)
+
+
+def test_magnitudes_of_a_shared_expert_equal_peft(ranks: Any, folders: Any, tmp_path: Path) -> None:
+    """Files of peft for Llama 4, whose routed experts have no adapters, are read and written."""
+    config = LoraConfig(r=2, lora_alpha=4, use_dora=True, target_modules=["o_proj", "gate_proj", "up_proj", "down_proj"])
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folders["llama4"], dtype=torch.float32), config)
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in (each for each in model.parameters() if each.requires_grad):
+            random = torch.rand(parameter.shape, generator=draw)
+            parameter.copy_(parameter * (0.5 + random) if parameter.dim() == 1 else (random - 0.5) * 0.4)
+    model.save_pretrained(str(tmp_path))
+    expected = logits_of(model)
+    assert np.abs(expected - hf_models.transformers_logits(folders["llama4"]).numpy()).max() > 1
+    for found in ranks.run(2, dora_logits, Layout(tensor=2, sequence_parallel=True), folders["llama4"], tmp_path):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5 * np.abs(expected).max())
+
+
+def test_adapters_of_experts_in_one_tensor_are_refused(folders: Any, tmp_path: Path) -> None:
+    """Peft makes such adapters where transformers keeps all experts in one tensor: gate and up projection share an A."""
+    model = AutoModelForCausalLM.from_pretrained(folders["mixtral"], dtype=torch.float32)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["w1", "w2", "w3"])).save_pretrained(str(tmp_path))
+    with pytest.raises(UserError) as error:
+        read_adapter_settings(tmp_path)
+    lines = str(error.value).splitlines()
+    assert lines[0] == Message(f"{tmp_path}", "adapters", "LoRA", "DoRA", "otherwise")
+    assert lines[-1] == Message("train", "adapters", "peft")
+    tensor = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
+    modules = ", ".join(HUGGING_FACE_TARGETS)
+    assert Message(f"{modules}", "16", f"{tensor}", "experts") in lines

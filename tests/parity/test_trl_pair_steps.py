@@ -14,6 +14,7 @@ import pytest
 
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_pairs, write_rows
+from tests.helpers.training_jobs import train
 from tests.helpers.trl_jobs import BETA, STEPS, assert_same_steps, trl_steps
 
 pytestmark = pytest.mark.parity
@@ -51,40 +52,6 @@ def trl_dpo_steps(
     )
 
 
-def our_steps(policy: Path, reference: Path, rows: Path, folder: Path, overrides: list[str]) -> None:
-    """The same run in this project, on this rank."""
-    from nemo_kto.config import compose
-    from nemo_kto.config.resolved import ResolvedRun
-    from nemo_kto.run import build
-
-    settings = [
-        f"pretrained_checkpoint.restore_from_path={policy}",
-        f"model.reference.restore_from_path={reference}",
-        "model.reference.mode=swap",
-        f"model.data.data_prefix={rows}",
-        "model.data.splits_string=null",
-        f"model.data.cache_dir={folder}/cache",
-        f"exp_manager.explicit_log_dir={folder}",
-        "exp_manager.create_tensorboard_logger=false",
-        "export.report=false",
-        "export.enabled=false",
-        "trainer.accelerator=cpu",
-        "trainer.precision=32",
-        f"trainer.dpo.max_epochs={STEPS}",
-        f"trainer.dpo.gradient_clip_val={MAX_GRAD_NORM}",
-        f"model.global_batch_size={PAIRS}",
-        "model.micro_batch_size=2",
-        f"model.dpo.ref_policy_kl_penalty={BETA}",
-        "model.optim.betas=[0.9,0.999]",
-        "model.optim.weight_decay=0",
-        "model.optim.sched.name=constant",
-        "model.optim.sched.warmup_steps=0",
-    ]
-    cfg, problems = compose.to_config(compose.load([*settings, *overrides], source=compose.Source(config_name="gpt_dpo")))
-    assert cfg is not None, problems
-    build.train(ResolvedRun.of(cfg))
-
-
 def our_log(
     ranks: RankPool,
     world_size: int,
@@ -96,9 +63,15 @@ def our_log(
     overrides: list[str],
 ) -> list[dict[str, Any]]:
     """The logged training steps of our run on these ranks."""
+    settings = [
+        *(f"model.reference.restore_from_path={reference}", "model.data.seq_length=512", "trainer.dpo.limit_val_batches=0"),
+        *(f"model.global_batch_size={PAIRS}", "model.micro_batch_size=2", f"model.dpo.ref_policy_kl_penalty={BETA}"),
+        *(f"model.optim.{each}" for each in (f"lr={lr}", "betas=[0.9,0.999]", "weight_decay=0", "sched.warmup_steps=0")),
+        *(f"trainer.dpo.{each}" for each in (f"max_epochs={STEPS}", "max_steps=-1", f"gradient_clip_val={MAX_GRAD_NORM}")),
+        f"model.optim.sched.min_lr={lr}",
+    ]
     rows = write_rows(folder / "rows.jsonl", pairs)
-    rates = [f"model.optim.lr={lr}", f"model.optim.sched.min_lr={lr}", f"trainer.devices={world_size}"]
-    ranks.run(world_size, our_steps, policy, reference, rows, folder / "ours", [*rates, *overrides])
+    ranks.run(world_size, train, policy, rows, folder / "ours", world_size, [*settings, *overrides], "dpo")
     logged = [json.loads(line) for line in (folder / "ours" / "metrics.jsonl").read_text().splitlines()]
     return [row for row in logged if "train/loss" in row]
 

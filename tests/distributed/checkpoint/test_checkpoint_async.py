@@ -21,45 +21,36 @@ import torch
 from nemo_kto.checkpoint import writer
 from nemo_kto.distributed import state
 from tests.helpers import lora_jobs
+from tests.helpers.hf_jobs import message_of
 from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.saved_runs import SavedRun
 
 LAYOUT = state.Layout()
 SLOW_SECONDS = 0.2  # of a slow disk, for a file
 write_file = writer.write_file
 
 
-class Trained:
-    """A model, its optimizer, and the writer of its checkpoints."""
-
-    def __init__(self, model: Path, run: Path, *, async_save: bool, distributed: bool = True) -> None:
-        self.chunks, _ = lora_jobs.build(model, LAYOUT, None, distributed=distributed)
-        self.optimizer = lora_jobs.optimizer_of(self.chunks, distributed=distributed)
-        self.manager = lora_jobs.manager_of(self.chunks, self.optimizer, run, model)
-        self.manager.async_save = async_save
-
-    def step(self) -> None:
-        lora_jobs.backward(self.chunks)
-        self.manager.scheduler.step(1)
-        self.optimizer.step()
+def trained(model: Path, run: Path, *, async_save: bool = True, distributed: bool = True) -> SavedRun:
+    """A run of which nothing is saved yet."""
+    chunks, _ = lora_jobs.build(model, LAYOUT, None, distributed=distributed)
+    made = SavedRun(model, run, chunks, lora_jobs.optimizer_of(chunks, distributed=distributed))
+    made.manager.async_save = async_save
+    return made
 
 
 def message(action: Any) -> str:
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    return message_of(action) or "nothing"
 
 
 def two_steps_during_a_save(model: Path, folder: Path, distributed: bool) -> dict[str, Any]:
     """Save after each of two steps, with and without two more steps before the second save is written."""
     state.init_distributed(layout=LAYOUT, seed=3)
-    slow = Trained(model, folder / "slow", async_save=True, distributed=distributed)
-    slow.step()
+    slow = trained(model, folder / "slow", distributed=distributed)
+    slow.steps(1)
     slow.manager.save({"step": 1}, {})
     slow.manager.finish()
-    slow.step()
+    slow.steps(1)
     disk = threading.Event()
 
     def when_the_disk_is_ready(*arguments: Any, **options: Any) -> Any:
@@ -71,15 +62,14 @@ def two_steps_during_a_save(model: Path, folder: Path, distributed: bool) -> dic
         begun = slow.manager.save({"step": 2}, {})
         polled = []
         for _ in range(2):
-            slow.step()
+            slow.steps(1)
             polled.append(slow.manager.poll())
         names = sorted(os.listdir(folder / "slow"))
         disk.set()
         written = slow.manager.finish()
     again = slow.manager.poll(), slow.manager.finish()
-    at_once = Trained(model, folder / "at_once", async_save=False, distributed=distributed)
-    at_once.step()
-    at_once.step()
+    at_once = trained(model, folder / "at_once", async_save=False, distributed=distributed)
+    at_once.steps(2)
 
     def slowly(*arguments: Any, **options: Any) -> Any:
         time.sleep(SLOW_SECONDS)
@@ -123,11 +113,11 @@ Usage = namedtuple("Usage", "total used free")
 def saves_during_a_removal(model: Path, root: Path) -> dict[bool, tuple[list[Any], list[str]]]:
     """Whether there is room -> steps that three saves and the end give, and names before the oldest may be removed."""
     state.init_distributed(layout=LAYOUT, seed=3)
-    trained, remove, found = Trained(model, root, async_save=True), writer.remove_folder, {}
-    trained.step()
+    run, remove, found = trained(model, root), writer.remove_folder, {}
+    run.steps(1)
     for has_room in (True, False):
         folder = root / str(has_room)
-        manager = lora_jobs.manager_of(trained.chunks, trained.optimizer, folder, model)
+        manager = lora_jobs.manager_of(run.chunks, run.optimizer, folder, model)
         manager.async_save, manager.save_top_k = True, 0
         may_go, oldest = threading.Event(), folder / "step_000001"
 
@@ -164,17 +154,17 @@ def test_a_save_waits_for_a_removal_only_if_it_needs_the_space(ranks: RankPool, 
 def failures(model: Path, folder: Path) -> list[Any]:
     """The errors of saves for which there is no room, that one rank cannot write, and that fail on all."""
     state.init_distributed(layout=LAYOUT, seed=3)
-    trained = Trained(model, folder, async_save=True)
-    trained.step()
-    trained.manager.save({"step": 1}, {})
-    trained.manager.finish()
+    run = trained(model, folder)
+    run.steps(1)
+    run.manager.save({"step": 1}, {})
+    run.manager.finish()
     found: list[Any] = []
 
     def note(error: str) -> None:
         found.append((error, sorted(os.listdir(folder))))
 
     with mock.patch.object(shutil, "disk_usage", return_value=Usage(10, 9, 1000)):
-        note(message(lambda: trained.manager.save({"step": 2}, {})))
+        note(message(lambda: run.manager.save({"step": 2}, {})))
 
     def full(file: Path, *arguments: Any, **options: Any) -> Any:
         if file.suffix == ".distcp" and state.rank() == 1:
@@ -182,18 +172,18 @@ def failures(model: Path, folder: Path) -> list[Any]:
         return write_file(file, *arguments, **options)
 
     with mock.patch.object(writer, "write_file", full):
-        trained.manager.save({"step": 2}, {})
-        note(message(trained.manager.finish))
+        run.manager.save({"step": 2}, {})
+        note(message(run.manager.finish))
 
     def broken(file: Path, *arguments: Any, **options: Any) -> Any:
         raise ValueError("broken")
 
     with mock.patch.object(writer, "write_file", broken):
-        trained.manager.save({"step": 2}, {})
-        trained.manager._save.thread.join()  # type: ignore[union-attr]
-        note(message(trained.manager.poll))
-    trained.manager.save({"step": 3}, {})
-    note(str(trained.manager.finish().step))  # type: ignore[union-attr]
+        run.manager.save({"step": 2}, {})
+        run.manager._save.thread.join()  # type: ignore[union-attr]
+        note(message(run.manager.poll))
+    run.manager.save({"step": 3}, {})
+    note(str(run.manager.finish().step))  # type: ignore[union-attr]
     return found
 
 
@@ -214,13 +204,13 @@ def test_a_failure_is_one_error_on_every_rank_and_keeps_earlier_checkpoints(
 def on_a_small_disk(model: Path, folder: Path) -> list[str]:
     """Saves until the disk is full, which the estimate does not see coming."""
     state.init_distributed(layout=LAYOUT, seed=3)
-    trained = Trained(model, folder, async_save=True)
-    trained.step()
+    run = trained(model, folder)
+    run.steps(1)
     usage = shutil.disk_usage
     errors = []
     for step in range(1, 9):
         with mock.patch.object(shutil, "disk_usage", lambda path: Usage(10**9, 0, max(usage(path).free, 10**8))):
-            errors.append(message(lambda step=step: [trained.manager.save({"step": step}, {}), trained.manager.finish()]))
+            errors.append(message(lambda step=step: [run.manager.save({"step": step}, {}), run.manager.finish()]))
         if errors[-1] != "nothing":
             break
     return errors

@@ -7,6 +7,7 @@ import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from nemo_kto.artifacts.checkpoint_files import find_checkpoints
 from nemo_kto.checkpoint.manager import CheckpointManager
 from nemo_kto.distributed import state
 from tests.helpers import lora_jobs
+from tests.helpers.hf_jobs import message_of
 from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.saved_runs import SavedRun
@@ -93,13 +95,9 @@ def test_a_model_folder_that_changes_during_a_run_loses_no_checkpoint(
             assert copied.stat().st_mode & 0o777 == 0o666 & ~UMASK
 
 
-def what_stops(*arguments: object) -> str:
+def what_stops(*arguments: Any) -> str:
     """The error of a job, as text."""
-    try:
-        train(*arguments)  # type: ignore[arg-type]
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    return message_of(lambda: train(*arguments))
 
 
 def with_a_full_disk(model: Path, rows: Path, folder: Path) -> str:

@@ -12,6 +12,7 @@ from nemo_kto.checkpoint.discovery import newest_checkpoint
 from nemo_kto.checkpoint.manager import CheckpointManager
 from nemo_kto.distributed import state
 from nemo_kto.models.engine.optimizer import build_optimizer
+from tests.distributed.checkpoint.test_checkpoint_adams import FORMS
 from tests.helpers import lora_jobs
 from tests.helpers.rank_pool import RankPool
 
@@ -31,13 +32,6 @@ class Settings(NamedTuple):
 
 BEFORE = Settings(0.01, 0.005, 0.1, (0.9, 0.99), 1e-4, "constant", 0, 10)
 AFTER = Settings(0.02, 0.004, 0.3, (0.8, 0.95), 1e-2, "LinearAnnealing", 1, 5)
-# name: type of the weights, whether the optimizer is distributed
-FORMS = {
-    "fp32": (torch.float32, False),
-    "bf16_with_main_weights": (torch.bfloat16, False),
-    "fp32_distributed": (torch.float32, True),
-    "bf16_distributed": (torch.bfloat16, True),
-}
 
 
 def built(model: Path, folder: Path, settings: Settings, dtype: torch.dtype, distributed: bool) -> tuple[list[Any], Any]:

@@ -104,10 +104,7 @@ CASES: dict[str, tuple[Damage, tuple[str, ...]]] = {
     **{f"{file} is a pipe": (pipe(file), (file,)) for file in (COMMON, METADATA, BACKENDS, RNG)},
     **{f"{file} is a list": (saves_a_list(file), ()) for file in (COMMON, RNG)},
     "backends nest": (content(BACKENDS, b"[" * 99_999), (BACKENDS,)),
-    "another format": (
-        content(BACKENDS, b'{"sharded_backend": "zarr"}'),
-        (BACKENDS, "torch_dist"),
-    ),
+    "another format": (content(BACKENDS, b'{"sharded_backend": "zarr"}'), (BACKENDS, "torch_dist")),
     "a common state that runs code": (lambda checkpoint: torch.save([Evil()], checkpoint / COMMON), (COMMON, "posix.mkdir")),
     "shards elsewhere": (metadata(lead_out), (METADATA, "../state/")),
     "a schedule with NaN": (saved(COMMON, "scheduler", "max_lr", value=NAN), ("state", "max_lr", "nan")),

@@ -8,14 +8,20 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-from safetensors import safe_open
+import safetensors.torch
 
+from nemo_kto.artifacts.safetensors_files import is_our_model
+from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
+from nemo_kto.huggingface import folders
+from nemo_kto.huggingface.weights import export, load_weights
+from tests.helpers import hf_jobs
+from tests.helpers.hf_models import weights
 from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
@@ -24,37 +30,18 @@ from tests.helpers.training_jobs import train
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as handle:
-            found |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
-    return found
-
-
 class Exporter:
     """One rank with a model that can be exported."""
 
     def __init__(self, folder: Path) -> None:
-        from nemo_kto.architecture.architecture import read_architecture
-        from nemo_kto.distributed import state
-        from nemo_kto.huggingface.weights import load_weights
-        from nemo_kto.models.gpt import build_gpt
-
         state.init_distributed(layout=state.Layout(), seed=0)
-        self.folder, self.architecture = folder, read_architecture(folder, tensor_parallel=1)
-        self.gpt = build_gpt(self.architecture, params_dtype=torch.float32)
+        self.folder, (self.gpt, self.architecture) = folder, hf_jobs.build(folder, state.Layout())
         load_weights([self.gpt], self.architecture, folder)
 
     def __call__(self, out: Path) -> str:
-        """What goes wrong; nothing is an empty string."""
-        from nemo_kto.huggingface.weights import export
-
-        try:
-            export([self.gpt], self.architecture, source=self.folder, out=out, max_shard_bytes=20_000)
-        except (UserError, RuntimeError) as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
+        """The error; empty if there is none."""
+        job = partial(export, source=self.folder, out=out, max_shard_bytes=20_000)
+        return hf_jobs.message_of(lambda: job([self.gpt], self.architecture))
 
 
 class Stage(NamedTuple):
@@ -67,10 +54,6 @@ class Stage(NamedTuple):
 
 
 def stages() -> dict[str, Stage]:
-    import safetensors.torch
-
-    from nemo_kto.huggingface import folders
-
     return {
         "the lock": Stage(folders, "one_writer"),
         "the new folder": Stage(Path, "mkdir", ".out.export-"),
@@ -187,11 +170,8 @@ def odd_files(model: Path, out: Path) -> tuple[str, str, list[str]]:
 def test_special_files_in_the_model_folder(ranks: RankPool, tmp_path: Path) -> None:
     model, out = make_checkpoint(tmp_path / "model", "llama", **SMALL), tmp_path / "out"
     ((outside, error, warnings),) = ranks.run(1, odd_files, model, out)
-    assert outside == (
-        Message(
-            "UserError", "failed", f"{model}/merges.txt", "file", "folder", "link", f"{tmp_path}/secret", "nothing", f"{out}"
-        )
-    )
+    names = (f"{model}/merges.txt", "file", "folder", "link", f"{tmp_path}/secret", "nothing", f"{out}")
+    assert outside == Message("UserError", "failed", *names)
     assert error == ""
     left_out = {"generation_config.json": "No such file or directory", "vocab.json": "FIFO"}
     assert sorted(warnings) == [Message(f"{model / name}", why) for name, why in left_out.items()]
@@ -213,13 +193,12 @@ def killed(action: Callable[[], None]) -> None:
 
 def write(target: Path, text: str, *, kill_at: str = "") -> None:
     """Export with a kill at the given stage: "a": while it is written, ..."""
-    from nemo_kto.huggingface.folders import NewFolder
 
     def maybe(stage: str) -> None:
         if stage == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    folder = NewFolder(target=target)
+    folder = folders.NewFolder(target=target)
     renamed, removed = Path.rename, shutil.rmtree
 
     def rename(self: Path, to: Path) -> Path:
@@ -264,13 +243,8 @@ def test_a_kill_leaves_a_complete_folder_or_none_and_the_next_export_cleans_up(s
     assert {path.name for path in tmp_path.iterdir()} == {"out", ".writing-out", "out.partial", ".out.export-mine"}
 
 
-def run_with_targets(model: Path, rows: Path, folder: Path, *overrides: str) -> str:
-    """The error of a run whose export folder has other contents."""
-    try:
-        train(model, rows, folder, 1, ["export.enabled=true", *overrides])
-    except UserError as error:
-        return str(error)
-    return "it was trained"
+def refusal(*arguments: Any) -> str:
+    return hf_jobs.message_of(lambda: train(*arguments))
 
 
 @pytest.mark.parametrize("key", ["path", "adapter_path"])
@@ -280,10 +254,10 @@ def test_a_run_with_a_conflicting_export_folder_does_not_start(
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.tex").touch()
-    overrides = [f"export.{key}={mine}", "model.peft.peft_scheme=lora"]
+    overrides = ["export.enabled=true", f"export.{key}={mine}", "model.peft.peft_scheme=lora"]
     model = make_checkpoint(tmp_path / "model", "llama", **SMALL)
-    (expected,) = ranks.run(1, run_with_targets, model, kto_rows, tmp_path / "run", *overrides)
-    assert expected == Message(f"export.{key}", "used", f"{mine}", "folder", "export.enabled=false")
+    (found,) = ranks.run(1, refusal, model, kto_rows, tmp_path / "run", 1, overrides)
+    assert found == Message("UserError", f"export.{key}", "used", f"{mine}", "folder", "export.enabled=false")
     assert not (tmp_path / "run").exists()
 
 
@@ -298,17 +272,14 @@ def test_an_export_follows_a_link(tmp_path: Path) -> None:
 
 
 def test_targets_are_checked_before_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_kto.artifacts.safetensors_files import is_our_model
-    from nemo_kto.huggingface.folders import check_target
-
     def expected(target: Path, need: int = 0) -> str:
         with pytest.raises(UserError) as raised:
-            check_target(target, is_ours=is_our_model, need=need)
+            folders.check_target(target, is_ours=is_our_model, need=need)
         return str(raised.value)
 
     (tmp_path / "mine").mkdir()
-    check_target(tmp_path / "mine", is_ours=is_our_model)
-    check_target(tmp_path / "a" / "b", is_ours=is_our_model, need=1)
+    folders.check_target(tmp_path / "mine", is_ours=is_our_model)
+    folders.check_target(tmp_path / "a" / "b", is_ours=is_our_model, need=1)
     (tmp_path / "mine" / "thesis.tex").touch()
     assert expected(tmp_path / "mine") == Message(f"{tmp_path / 'mine'}", "folder")
     file = tmp_path / "mine" / "thesis.tex"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from nemo_kto.errors import UserError
+from tests.helpers.hf_jobs import message_of
 from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
 
 
-def fail_on_rank(culprit: int) -> list[str | None]:
+def fail_on_rank(culprit: int) -> list[str]:
     """Errors on this rank for each kind of joint failure, caused by rank ``culprit``."""
     from nemo_kto.distributed import state
 
@@ -32,13 +31,6 @@ def fail_on_rank(culprit: int) -> list[str | None]:
         with state.main_process_first(doing="at work"):
             refuse()
 
-    def message_of(action: Callable[[], None]) -> str | None:
-        try:
-            action()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return None
-
     return [
         message_of(action)
         for action in (
@@ -59,7 +51,7 @@ def test_every_rank_gets_the_error(ranks: RankPool) -> None:
     together = [
         "RuntimeError: not written: OSError: disk of rank 1 is full",
         "RuntimeError: no folder: OSError: disk of rank 0 is full",
-        None,
+        "",
         "UserError: no export: rows are broken; correct them",
         "UserError: rows are broken; correct them",
         "UserError: rows are broken; correct them",

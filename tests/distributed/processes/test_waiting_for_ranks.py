@@ -80,11 +80,7 @@ def _failing_rank() -> str:
     return "loaded"
 
 
-JOBS: dict[str, Callable[[], str]] = {
-    "long work": _long_work,
-    "killed": _killed,
-    "failing": _failing_rank,
-}
+JOBS: dict[str, Callable[[], str]] = {"long work": _long_work, "killed": _killed, "failing": _failing_rank}
 
 
 TwoRanks = Callable[..., list[tuple[str, int]]]  # of each rank: the result of its job, and its process

@@ -1,6 +1,6 @@
 """Attention temperature scaling: the formula, packed sequences, and context-parallel ranks.
 
-That they are transformers' is seen in the logits of Llama 4 (tests/parity/test_mixtures.py).
+That they are transformers' is seen in the logits of Llama 4 (tests/parity/test_huggingface.py).
 """
 
 from __future__ import annotations
