@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +307,26 @@ def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, 
     write_tokenizer(folder)
     if folder.name.endswith("own-output"):
         edit_config(folder, tie_word_embeddings=True)
+
+
+class LazyFolders(dict[str, Path]):
+    """Name -> a folder, which is written when it is first asked for."""
+
+    def __init__(self, write: Callable[[str], Path]) -> None:
+        super().__init__()
+        self._write = write
+
+    def __missing__(self, name: str) -> Path:
+        self[name] = self._write(name)
+        return self[name]
+
+    def of(self, names: Iterable[str]) -> dict[str, Path]:
+        return {name: self[name] for name in names}
+
+
+def lazy_models(root: Path) -> LazyFolders:
+    """The models above, in folders of their names."""
+    return LazyFolders(lambda name: write_models([name], root)[name])
 
 
 def write_models(names: Iterable[str], root: Path) -> dict[str, Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,34 +44,36 @@ MODELS = {"dense": hf_models.CONFIGS, "mixtures": hf_models.MIXTURES}
 TOLERANCE = {"dense": 2e-5, "mixtures": 5e-5}
 # Dense models whose exports transformers loads, and whether their embeddings are tied.
 TIED = {"llama": False, "llama-odd-heads": True, "llama-own-output": False}
-Folders = Callable[[str], dict[str, Path]]
+# One of each family; variants of its rope, biases and windows are in the full matrix.
+QUICK = {
+    "dense": (
+        *("gemma2", "gemma3", "llama-tied-llama3-rope", *TIED, "mistral-window", "olmo2-tied-odd-heads-bias", "olmo3"),
+        *("phi3-part-of-each-head-longrope", "smollm3-window-yarn-rope", "qwen2-tied-window", "qwen3"),
+    ),
+    "mixtures": ("gpt-oss", "llama4", "mixtral", "qwen2-moe", "qwen3-moe-dense-layers"),
+}
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Kind of models -> name of a model -> its folder."""
-    made: dict[str, dict[str, Path]] = {}
-
-    def get(kind: str) -> dict[str, Path]:
-        if kind not in made:
-            made[kind] = hf_models.write_models(MODELS[kind], tmp_path_factory.mktemp(kind))
-        return made[kind]
-
-    return get
+def folders(tmp_path_factory: pytest.TempPathFactory) -> hf_models.LazyFolders:
+    return hf_models.lazy_models(tmp_path_factory.mktemp("models"))
 
 
 def cases(**quick: str) -> pytest.MarkDecorator:
-    """Every layout of each kind of models, one of them in the quick matrix."""
-    every = [(kind, layout) for kind, layouts in LAYOUTS.items() for layout in layouts]
-    marked = [pytest.param(kind, name, marks=[pytest.mark.full] * (quick[kind] != name)) for kind, name in every]
-    return pytest.mark.parametrize(("kind", "layout"), marked)
+    """A model of each family at one layout, and in the full matrix all models at every layout."""
+    marked = [pytest.param(kind, name, QUICK[kind], id=f"{kind}-{name}-quick") for kind, name in quick.items()]
+    for kind, layouts in LAYOUTS.items():
+        marked += [pytest.param(kind, name, MODELS[kind], id=f"{kind}-{name}", marks=pytest.mark.full) for name in layouts]
+    return pytest.mark.parametrize(("kind", "layout", "names"), marked)
 
 
 @cases(dense="tp2", mixtures="tp2-ep2-whole-experts")
-def test_logits_weights_and_exports(kind: str, layout: str, ranks: Any, folders: Folders, tmp_path: Path) -> None:
+def test_logits_weights_and_exports(
+    kind: str, layout: str, names: Iterable[str], ranks: Any, folders: Any, tmp_path: Path
+) -> None:
     world_size, of_ranks = LAYOUTS[kind][layout]
-    results = ranks.run(world_size, hf_jobs.check_models, of_ranks, folders(kind), tmp_path)
-    for name, folder in folders(kind).items():
+    results = ranks.run(world_size, hf_jobs.check_models, of_ranks, folders.of(names), tmp_path)
+    for name, folder in folders.of(names).items():
         expected = hf_models.transformers_logits(folder)
         found = [result[name] for result in results if result[name] is not None]
         assert found
@@ -91,7 +93,7 @@ def test_logits_weights_and_exports(kind: str, layout: str, ranks: Any, folders:
             assert (model.dtype, model.config.vocab_size) == (torch.float32, 259)
             assert model.config.tie_word_embeddings is TIED.get(name, model.config.tie_word_embeddings)
     if kind == "dense":
-        source, copy = (AutoTokenizer.from_pretrained(path) for path in (folders(kind)["llama"], tmp_path / "llama"))
+        source, copy = (AutoTokenizer.from_pretrained(path) for path in (folders["llama"], tmp_path / "llama"))
         messages = [{"role": "user", "content": "Hi"}]
         assert copy.apply_chat_template(messages, tokenize=False) == source.apply_chat_template(messages, tokenize=False)
         assert copy("Hello").input_ids == source("Hello").input_ids
@@ -123,10 +125,12 @@ def expected_gradients(folder: Path, out: Path) -> dict[str, torch.Tensor]:
 
 
 @cases(dense="tp1", mixtures="one")
-def test_gradients_equal_transformers(kind: str, layout: str, ranks: Any, folders: Folders, tmp_path: Path) -> None:
+def test_gradients_equal_transformers(
+    kind: str, layout: str, names: Iterable[str], ranks: Any, folders: Any, tmp_path: Path
+) -> None:
     world_size, of_ranks = LAYOUTS[kind][layout]
-    paddings = ranks.run(world_size, hf_jobs.check_gradients, of_ranks, folders(kind), tmp_path)
-    for name, folder in folders(kind).items():
+    paddings = ranks.run(world_size, hf_jobs.check_gradients, of_ranks, folders.of(names), tmp_path)
+    for name, folder in folders.of(names).items():
         found, expected = weights(tmp_path / name), expected_gradients(folder, tmp_path / "expected")
         shutil.rmtree(tmp_path / "expected")
         assert expected.keys() == found.keys()

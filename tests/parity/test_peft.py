@@ -44,12 +44,6 @@ LAYOUTS = {
         "pp2-ep2": (4, Layout(pipeline=2, expert=2)),
     },
 }
-QUICK = (("dense", "tp2"), ("mixtures", "tp2-ep2-whole-experts"))
-CASES = [
-    pytest.param((kind, name), id=f"{kind}-{name}", marks=[pytest.mark.full] * ((kind, name) not in QUICK))
-    for kind, layouts in LAYOUTS.items()
-    for name in layouts
-]
 DENSE = {
     "gemma2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "gemma3": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "mlp"), layers=(2, 3)),
@@ -77,13 +71,24 @@ MIXTURES = {
 }
 SETTINGS = {"dense": DENSE, "mixtures": MIXTURES}
 EXPERTS = {"mixtral": 4 * 4 * 3, "qwen2-moe": 3 * 8 * 3, "qwen3-moe": 2 * 8 * 3, "qwen3-moe-dense-layers": 1 * 8 * 3}
-Folders = dict[str, Path]
+QUICK = {
+    ("dense", "tp2"): ("llama-odd-heads", "llama-all-biases-linear-rope", "mistral", "qwen2", "qwen3"),
+    ("mixtures", "tp2-ep2-whole-experts"): ("llama4", "mixtral", "qwen3-moe"),
+}
+CASES = [pytest.param((*case, names), id=f"{'-'.join(case)}-quick") for case, names in QUICK.items()]
+CASES += [
+    pytest.param((kind, name, tuple(SETTINGS[kind])), id=f"{kind}-{name}", marks=pytest.mark.full)
+    for kind, layouts in LAYOUTS.items()
+    for name in layouts
+]
+Folders = hf_models.LazyFolders
 
 
 class Outcome(NamedTuple):
-    """Kind of models, results of the ranks of one layout, and the folder of what they exported."""
+    """Of some models of a kind: results of the ranks of one layout, and the folder of what they exported."""
 
     kind: str
+    settings: dict[str, LoRASettings]
     results: list[dict[str, Any]]
     out: Path
 
@@ -93,35 +98,37 @@ class Outcome(NamedTuple):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return hf_models.write_models([*DENSE, *MIXTURES], tmp_path_factory.mktemp("models"))
+    return hf_models.lazy_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
 def adapters(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Random adapters: those of dense models as peft wrote them, and of mixtures beside the merged models."""
     root = tmp_path_factory.mktemp("adapters")
-    for name, settings in DENSE.items():
-        hf_models.peft_model(folders[name], settings).save_pretrained(root / name, save_embedding_layers=False)
-    for name, settings in MIXTURES.items():
-        merged = hf_models.write_adapters(folders[name], root / name, settings)
-        (root / f"{name}-merged").mkdir()
-        shutil.copy(folders[name] / "config.json", root / f"{name}-merged")
-        save_file(merged, root / f"{name}-merged" / "model.safetensors", metadata={"format": "pt"})
-    return {name: root / name for name in [*DENSE, *MIXTURES]}
 
+    def write(name: str) -> Path:
+        if name in DENSE:
+            model = hf_models.peft_model(folders[name], DENSE[name])
+            model.save_pretrained(root / name, save_embedding_layers=False)
+        else:
+            merged = hf_models.write_adapters(folders[name], root / name, MIXTURES[name])
+            (root / f"{name}-merged").mkdir()
+            shutil.copy(folders[name] / "config.json", root / f"{name}-merged")
+            save_file(merged, root / f"{name}-merged" / "model.safetensors", metadata={"format": "pt"})
+        return root / name
 
-def kind_of(folders: Folders, kind: str) -> Folders:
-    return {name: folders[name] for name in SETTINGS[kind]}
+    return Folders(write)
 
 
 @pytest.fixture(scope="module", params=CASES)
 def outcome(
     request: pytest.FixtureRequest, ranks: Any, folders: Folders, adapters: Folders, tmp_path_factory: pytest.TempPathFactory
 ) -> Outcome:
-    kind, name = request.param
-    (world_size, layout), out = LAYOUTS[kind][name], tmp_path_factory.mktemp(f"adapted-{name}")
-    both = kind_of(folders, kind), kind_of(adapters, kind)
-    return Outcome(kind, ranks.run(world_size, hf_jobs.check_adapters, layout, *both, SETTINGS[kind], out), out)
+    kind, layout, names = request.param
+    (world_size, of_ranks), out = LAYOUTS[kind][layout], tmp_path_factory.mktemp("adapted")
+    settings = {name: SETTINGS[kind][name] for name in names}
+    job = hf_jobs.check_adapters, of_ranks, folders.of(names), adapters.of(names), settings, out
+    return Outcome(kind, settings, ranks.run(world_size, *job), out)
 
 
 def logits_of(model: Any) -> np.ndarray:
@@ -137,7 +144,7 @@ def peft_logits(folder: Path, adapter: Path) -> np.ndarray:
 
 
 def test_logits_equal_peft(outcome: Outcome, folders: Folders, adapters: Folders) -> None:
-    for name in SETTINGS[outcome.kind]:
+    for name in outcome.settings:
         base = hf_models.transformers_logits(folders[name]).numpy()
         again, merged = (outcome.out / name / which for which in ("again", "merged"))
         of_peft = peft_logits(folders[name], again)
@@ -156,7 +163,7 @@ def test_logits_equal_peft(outcome: Outcome, folders: Folders, adapters: Folders
 
 def test_adapter_files_round_trip(outcome: Outcome, folders: Folders, adapters: Folders) -> None:
     """Files are written back bitwise, those of peft with equal configurations."""
-    for name, wanted in SETTINGS[outcome.kind].items():
+    for name, wanted in outcome.settings.items():
         again = outcome.out / name / "again"
         before, after = load_file(adapters[name] / "adapter_model.safetensors"), outcome.tensors(name, "again")
         assert before.keys() == after.keys()
@@ -174,8 +181,8 @@ def test_adapter_files_round_trip(outcome: Outcome, folders: Folders, adapters: 
 
 def test_initial_values_are_equal_at_every_layout(outcome: Outcome, ranks: Any, folders: Folders, tmp_path: Path) -> None:
     """A is uniform within 1 / sqrt(in), drawn from the seed and the name of the weight; B is zero; a magnitude is a norm."""
-    ranks.run(1, hf_jobs.new_adapters, kind_of(folders, outcome.kind), SETTINGS[outcome.kind], tmp_path)
-    for name, settings in SETTINGS[outcome.kind].items():
+    ranks.run(1, hf_jobs.new_adapters, folders.of(outcome.settings), outcome.settings, tmp_path)
+    for name, settings in outcome.settings.items():
         first, of_one = outcome.tensors(name, "first"), load_file(tmp_path / name / "adapter_model.safetensors")
         weights = hf_models.weights(folders[name])
         assert any("magnitude" in tensor for tensor in first) == settings.dora

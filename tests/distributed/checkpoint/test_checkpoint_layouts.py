@@ -15,7 +15,6 @@ QUICK = {
     "tensor 2": (2, Layout(tensor=2)),
     "pipeline 2 in 2 chunks": (2, Layout(pipeline=2, virtual=2)),
     "data 2 in 2 optimizer instances": (2, Layout(optimizer_instances=2)),
-    "data 2": (2, Layout()),
 }
 LAYOUTS = {
     "tensor 2 x pipeline 2": (4, Layout(tensor=2, pipeline=2)),

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
+from nemo_kto.utils import locks
 from nemo_kto.utils.locks import locked, owner_file, this_process
 from tests.helpers.messages import Message
 from tests.helpers.rank_pool import RankPool
@@ -15,7 +18,9 @@ def refusal(model: Path, rows: Path, folder: Path) -> str:
     from nemo_kto.errors import UserError
 
     try:
-        train(model, rows, folder, 2, [])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(locks, "_GRACE_SECONDS", 0.1)
+            train(model, rows, folder, 2, [])
     except UserError as error:
         return str(error)
     return "it was let in"

@@ -54,7 +54,7 @@ CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = 
         [EP2, "model.activations_checkpoint_granularity=selective", "model.recompute_modules=[mlp]"],
     ),
 }
-QUICK = ("tp2", "cp2", "pp2_vp2")
+QUICK = ("tp2", "cp2")
 # Collectives that the formula counts per axis; the rest are sums of metrics and similar.
 MESSAGES = {
     "tensor": ("allreduce_", "_allgather_base_", "_reduce_scatter_base_"),
