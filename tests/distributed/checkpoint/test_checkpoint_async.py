@@ -123,7 +123,7 @@ def saves_during_a_removal(model: Path, root: Path) -> dict[bool, tuple[list[Any
 
         def remove_later(path: Path, may_go: threading.Event = may_go) -> None:
             may_go.wait(10)  # a save that waits for this finds it removed
-            time.sleep(0.5)
+            time.sleep(0.3)
             remove(path)
 
         def usage(path: Path, may_go: threading.Event = may_go, oldest: Path = oldest) -> Usage:

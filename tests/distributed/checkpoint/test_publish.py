@@ -143,7 +143,7 @@ def test_push_of_adapters_to_a_branch(run: Path, hub: HubServer, tmp_path: Path)
     ("settings", "parts"),
     [
         ({}, ("--push", "token", "HF_TOKEN", "hf auth login")),
-        ({"HF_TOKEN": "hf_other"}, ("hf:me/x", "401", "write access")),
+        pytest.param({"HF_TOKEN": "hf_other"}, ("hf:me/x", "401", "write access"), marks=pytest.mark.full),
         pytest.param(
             {"HF_TOKEN": TOKEN, "HF_ENDPOINT": "http://127.0.0.1:9"}, ("hf:me/x", "network"), marks=pytest.mark.full
         ),
