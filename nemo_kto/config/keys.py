@@ -97,7 +97,7 @@ def resume_tables() -> str:
 
 
 def alias_table() -> str:
-    """Return the table of docs/reference/other-names.md with the names that other trainers use."""
+    """Return the table of docs/start/from-trl.md with the names that other trainers use."""
     aliases = itertools.chain(migration.aliases().items(), *(recipe.aliases.items() for recipe in RECIPES.values()))
     targets = ((alias, *target.partition(" ")[::2]) for alias, target in aliases)
     rows = [(f"`{alias}`", f"`{key}` {hint}".rstrip()) for alias, key, hint in targets]
