@@ -48,7 +48,7 @@ def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[s
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [*(("scale/plan", number) for number in range(3)), ("internals/scaling", 0), ("internals/scaling", 1)],
+    [*(("scale/parallelism", number) for number in range(3)), ("internals/scaling", 0), ("internals/scaling", 1)],
 )
 def test_examples_of_the_documentation(here: Path, capsys: pytest.CaptureFixture[str], name: str, number: int) -> None:
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
