@@ -54,14 +54,14 @@ def test_metrics_of_throughput() -> None:
 
 
 def test_exit_statuses() -> None:
-    rows = re.findall(r"^\| (\d+) \|", (REFERENCE / "exit-statuses.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \|", (REFERENCE / "commands.md").read_text(encoding="utf-8"), re.MULTILINE)
     known = {0, console.LOST, ranks.USAGE_ERROR, signals.ENDED_EARLY, ranks.INTERRUPTED}
     assert set(map(int, rows)) == known
 
 
 def test_commands_and_their_options() -> None:
     text = (REFERENCE / "commands.md").read_text(encoding="utf-8")
-    sections = {part.partition("\n")[0]: part for part in text.split("\n## ")[1:]}
+    sections = {f"nemo-kto {part.splitlines()[0]}": part for part in text.split("\n## nemo-kto ")[1:]}
     shown = {parser.prog: parser for parser in parsers()}
     assert set(sections) == {"nemo-kto kto, nemo-kto dpo", *shown}
     assert {name.split()[1] for name in shown} == {name.split()[0] for name in ("export", *main._PRINTING)}

@@ -21,8 +21,8 @@ SmolLM2-135M-Instruct, or a tiny mixture of experts, and short film reviews labe
 configuration works, not which algorithm is best: the runs are short and the learning rates high, because the data is small.
 
 MODEL, `rows.jsonl`, `validation.jsonl` and their counterparts for pairs are the files of the
-[quickstart](../start/quickstart.md). For your own data replace the first line of keys, and begin with a learning rate of
-1e-6 for all weights and 1e-5 for adapters. These two commands prepare the files:
+[quickstart](../start/README.md#quickstart). For your own data replace the first line of keys, and begin with the learning
+rates of [What to set](../guides/settings.md). These two commands prepare the files:
 
 ```bash needs=network
 python examples/quickstart/prepare.py           # prints the folders of the model and of the rows

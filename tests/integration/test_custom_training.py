@@ -91,7 +91,7 @@ def grad_norm_of_kto(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_the_loss_of_the_documentation(tiny_llama: Path, tmp_path: Path, grad_norm_of_kto: float) -> None:
-    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8").split("```python\n# my_losses.py\n")[1]
+    text = (REPOSITORY / "docs/tutorials/custom-loss.md").read_text(encoding="utf-8").split("```python\n# my_losses.py\n")[1]
     (tmp_path / "my_losses.py").write_text(text.partition("```")[0])
     loss = ("model.kto.preference_loss=my_losses.SQUARE", "+model.kto.tau=0.25")
     first, _ = train(tmp_path, tiny_llama, "kto", *loss)[0]
