@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+
+from nemo_kto.config import compose, saved_config
 
 # What must agree between two runs, as they log it: losses, reference point, rewards, log-probs, gradient norms, experts;
 # of a validation set too, where it has one of these names.
@@ -106,6 +110,12 @@ def length(algorithm: str, steps: int) -> list[str]:
     ]
 
 
+@functools.cache
+def source(*, config_name: str) -> compose.Source:
+    """The source of a file of the package, whose files are composed once."""
+    return compose.Source(config_name=config_name)
+
+
 def train(model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str], algorithm: str = "kto") -> None:
     """Five steps in fp32 and a validation of one batch after the fifth, logged to ``folder``/metrics.jsonl.
 
@@ -113,12 +123,12 @@ def train(model: Path, rows: Path, folder: Path, world_size: int, overrides: lis
     """
     from nemo_kto.run import build
 
-    build.train(resolved(model, rows, folder, world_size, overrides, algorithm))
+    with mock.patch.object(saved_config, "Source", source):
+        build.train(resolved(model, rows, folder, world_size, overrides, algorithm))
 
 
 def resolved(model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str], algorithm: str = "kto") -> Any:
     """The configuration of ``train`` with the same arguments."""
-    from nemo_kto.config import compose
     from nemo_kto.config.resolved import ResolvedRun
 
     defaults = [
@@ -145,7 +155,7 @@ def resolved(model: Path, rows: Path, folder: Path, world_size: int, overrides: 
         "export.report=false",
         "export.enabled=false",
     ]
-    source = compose.Source(config_name=f"gpt_{algorithm}")
-    cfg, problems = compose.to_config(compose.load([*defaults, *overrides], source=source))
+    given = compose.load([*defaults, *overrides], source=source(config_name=f"gpt_{algorithm}"))
+    cfg, problems = compose.to_config(given)
     assert cfg is not None, problems
     return ResolvedRun.of(cfg)
