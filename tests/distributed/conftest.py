@@ -7,6 +7,7 @@ import pytest
 
 from tests.helpers.job_cache import JobCache
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
 
 
 @pytest.fixture(scope="session")
@@ -29,4 +30,6 @@ def jobs(
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if hasattr(request.config, "workerinput") else base) / "jobs"
     shared.mkdir(exist_ok=True)
+    write_rows(kto_rows.with_name("others.jsonl"), make_rows(23, seed=2))
+    write_rows(dpo_rows.with_name("others.jsonl"), make_pairs(23, seed=3))
     return JobCache(ranks, shared, models=tiny_checkpoint, rows={"kto": kto_rows, "dpo": dpo_rows})

@@ -44,11 +44,25 @@ class JobCache:
         job = self._folder / hashlib.sha256(key.encode()).hexdigest()[:16]
         with _locked(job.with_suffix(".lock")):
             if not (job / FINISHED).exists():
-                job.mkdir(exist_ok=True)
-                arguments = (self._models(family), self._rows[algorithm], job / "run", world_size, [*overrides], algorithm)
-                self._ranks.run(world_size, run, *arguments)
+                self.start(job / "run", algorithm, overrides=overrides, world_size=world_size, family=family, run=run)
                 (job / FINISHED).touch()
         return job / "run"
+
+    def start(
+        self,
+        folder: Path,
+        algorithm: str = "kto",
+        *,
+        overrides: Sequence[str] = (),
+        world_size: int = 1,
+        family: str = "llama",
+        run: Callable[..., None] = train,
+    ) -> Path:
+        """Run a job into this folder, which may hold a part of a run."""
+        folder.mkdir(parents=True, exist_ok=True)
+        arguments = (self._models(family), self._rows[algorithm], folder, world_size, [*overrides], algorithm)
+        self._ranks.run(world_size, run, *arguments)
+        return folder
 
 
 @contextlib.contextmanager

@@ -83,6 +83,19 @@ def train_with_known_peak(*arguments: Any) -> None:
         train(*arguments)
 
 
+def tour(model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str], algorithm: str) -> None:
+    """``train_with_known_peak`` with two validation sets, a checkpoint of every second step, and an export."""
+    others = rows.with_name("others.jsonl")  # which the fixture ``jobs`` writes
+    given = [
+        f"model.data.data_prefix={{train: {rows}, validation: {{first: {rows}, second: {others}}}}}",
+        "exp_manager.checkpoint_callback_params.monitor=val_second_loss",
+        "exp_manager.checkpoint_callback_params.save_top_k=-1",
+        f"trainer.{algorithm}.save_interval=2",
+        "export.enabled=true",
+    ]
+    train_with_known_peak(model, rows, folder, world_size, [*given, *overrides], algorithm)
+
+
 def flops(folder: Path, world_size: int) -> list[float]:
     """FLOPs of each step of a run of ``train_with_known_peak``, computed from the utilisation that it logged.
 
