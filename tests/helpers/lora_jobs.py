@@ -44,25 +44,38 @@ def cotangent(row: int) -> torch.Tensor:
 def build(
     folder: Path,
     layout: state.Layout,
-    settings: LoRASettings | None,
+    settings: LoRASettings | None = None,
     *,
-    recompute: bool = False,
+    recompute: bool | str | None = False,
     distributed: bool = True,
     overlap: bool = False,
     dtype: torch.dtype = torch.float32,
     split: PipelineSplit | None = None,
+    **options: Any,
 ) -> tuple[list[Any], Architecture]:
-    """The model at ``folder`` in data-parallel wrappers, with adapters unless ``settings`` is None."""
-    architecture = read_architecture(folder, tensor_parallel=layout.tensor)
+    """The model at ``folder`` in data-parallel wrappers, with adapters unless ``settings`` is None.
+
+    Args:
+        recompute: the granularity; True for full.
+        **options: further arguments of ``build_chunks``.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        state.init_distributed(layout=layout, seed=3)
+    architecture = read_architecture(
+        folder, tensor_parallel=layout.tensor, expert_tensor_parallel=layout.expert_tensor or layout.tensor
+    )
+    granularity = "full" if recompute is True else recompute or None
     built = build_chunks(
         architecture,
         params_dtype=dtype,
         split=split or split_of(layout),
+        context_parallel=layout.context,
         expert_parallel=layout.expert,
         sequence_parallel=layout.sequence_parallel,
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
+        recompute_granularity=granularity,
+        recompute_method="uniform" if granularity == "full" else None,
+        recompute_num_layers=1 if granularity == "full" else None,
+        **options,
     )
     if settings is not None:
         for gpt in built:

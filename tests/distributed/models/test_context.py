@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers import lora_jobs
 from tests.helpers.engines import engine
 from tests.helpers.rank_pool import RankPool
 
@@ -52,7 +53,6 @@ def differences(
     from nemo_kto.models.layers.attention import PackedSequences
     from nemo_kto.models.layers.packing import local_token_indices
 
-    state.init_distributed(layout=state.Layout(context=size), seed=1)
     rank, tokens = state.rank(), sum(lengths)
     draw = torch.Generator().manual_seed(0)
     batch = () if packed else (2,)
@@ -69,22 +69,30 @@ def differences(
     return [float((mine - other[place_t]).abs().max()) for mine, other in pairs]
 
 
-@pytest.mark.parametrize(
-    ("size", "lengths", "packed", "window", "chunked"),
-    [
-        (2, (16,), False, None, False),
-        (2, (16,), False, (4, 0), False),
-        (2, (4, 12, 8), True, None, False),
-        (4, (8, 24), True, (4, 0), False),
-        (2, (16,), False, (4, 0), True),
-        (2, (4, 12, 8), True, (4, 0), True),
+CASES: dict[int, list[tuple[tuple[int, ...], bool, tuple[int, int] | None, bool]]] = {
+    2: [
+        ((16,), False, None, False),
+        ((16,), False, (4, 0), False),
+        ((4, 12, 8), True, None, False),
+        ((16,), False, (4, 0), True),
+        ((4, 12, 8), True, (4, 0), True),
     ],
-)
-def test_outputs_and_gradients_equal_one_rank(
-    ranks: RankPool, size: int, lengths: tuple[int, ...], packed: bool, window: tuple[int, int] | None, chunked: bool
-) -> None:
-    for of_rank in ranks.run(size, differences, size, lengths, packed, window, chunked):
-        assert max(of_rank) < 2e-6
+    4: [((8, 24), True, (4, 0), False)],
+}
+
+
+def every_difference(size: int) -> list[list[float]]:
+    from nemo_kto.distributed import state
+
+    state.init_distributed(layout=state.Layout(context=size), seed=1)
+    return [differences(size, *case) for case in CASES[size]]
+
+
+@pytest.mark.parametrize("size", CASES)
+def test_outputs_and_gradients_equal_one_rank(ranks: RankPool, size: int) -> None:
+    for of_rank in ranks.run(size, every_difference, size):
+        for case, found in zip(CASES[size], of_rank, strict=True):
+            assert max(found) < 2e-6, case
 
 
 def shares(size: int, length: int) -> tuple[list[int], list[int]]:
@@ -105,22 +113,6 @@ def test_shards_equal_megatron_core(ranks: RankPool) -> None:
         assert ours == theirs
 
 
-def engine_of(model: Path, context: int) -> Any:
-    """On a rank."""
-    from nemo_kto.architecture.architecture import read_architecture
-    from nemo_kto.distributed import state
-    from nemo_kto.huggingface.weights import load_weights
-    from nemo_kto.models.engine.optimizer import wrap_data_parallel
-    from nemo_kto.models.gpt import build_gpt
-
-    state.init_distributed(layout=state.Layout(context=context), seed=1)
-    architecture = read_architecture(model, tensor_parallel=1)
-    gpt = build_gpt(architecture, params_dtype=torch.float32, context_parallel=context)
-    chunks = wrap_data_parallel([gpt], use_distributed_optimizer=False)
-    load_weights(chunks, architecture, model)
-    return engine(chunks, architecture)
-
-
 def answers(lengths: tuple[int, ...], multiple: int) -> Any:
     """Sequences whose first token is the prompt, in rows of a width that is a multiple."""
     from nemo_kto.models.engine.sequences import SequenceBatch
@@ -132,16 +124,20 @@ def answers(lengths: tuple[int, ...], multiple: int) -> Any:
     return SequenceBatch.of(tokens, torch.where(is_response, tokens, -100), length_B, None, None)
 
 
-def sequence_logps(model: Path, context: int, lengths: tuple[int, ...], average: bool) -> list[float]:
-    """On a rank: log-probs of sequences, in rows as wide as the ranks need."""
+def sequence_logps(model: Path, context: int, lengths: tuple[int, ...]) -> list[list[float]]:
+    """On a rank: log-probs of sequences, their sums and their means, in rows as wide as the ranks need."""
     from dataclasses import replace
 
-    return replace(engine_of(model, context), average_log_probs=average).logprobs(answers(lengths, 2 * context)).tolist()
+    from nemo_kto.distributed import state
+
+    runs = engine(*lora_jobs.build(model, state.Layout(context=context), distributed=False))
+    both = [replace(runs, average_log_probs=average) for average in (False, True)]
+    return [each.logprobs(answers(lengths, 2 * context)).tolist() for each in both]
 
 
-@pytest.mark.parametrize("average", [False, True])
-def test_sequences_shorter_than_the_chunks(ranks: RankPool, tiny_llama: Path, average: bool) -> None:
+def test_sequences_shorter_than_the_chunks(ranks: RankPool, tiny_llama: Path) -> None:
     lengths = (2, 3, 7, 5)
-    (expected,) = ranks.run(1, sequence_logps, tiny_llama, 1, lengths, average)
-    for found in ranks.run(4, sequence_logps, tiny_llama, 4, lengths, average):
-        assert found == pytest.approx(expected, rel=1e-6)
+    (expected,) = ranks.run(1, sequence_logps, tiny_llama, 1, lengths)
+    for found in ranks.run(4, sequence_logps, tiny_llama, 4, lengths):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-6)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.distributed.models.test_load_balance import make_sequences
+from tests.helpers import lora_jobs
 from tests.helpers.engines import engine
+from tests.helpers.job_cache import JobCache
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.training_jobs import assert_same, length, train, trajectory
+from tests.helpers.training_jobs import assert_same, length, trajectory
 
 TP2 = ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"]
 EP2, WHOLE_EXPERTS = "model.expert_model_parallel_size=2", "model.expert_tensor_parallel_size=1"
@@ -59,7 +62,7 @@ RUNS: dict[str, tuple[str, str, list[str]]] = {
     "llama4_lora": ("dpo", "llama4_text", [*LORA, f"{TARGETS}=[all]", BALANCE]),
     "dpo_lora": ("dpo", "mixtral", [*LORA, f"{TARGETS}=[attention]"]),
 }
-QUICK = [("kto", "packed_ep2"), ("dpo", "pp2_ep2"), ("kto_lora", "tp2_ep2_whole_experts")]
+QUICK = [("kto", "packed_ep2", 3), ("kto_lora", "tp2_ep2_whole_experts", 2)]
 OF_OTHER_RUNS = ("ep2", "tp2_ep2_whole_experts", "pp2_ep2", "packed_ep2", "packed_cp2_ep2")
 EVERY_CASE = [
     *((run, layout) for run in RUNS for layout in (LAYOUTS if run == "kto" else OF_OTHER_RUNS) if layout != "one_rank"),
@@ -67,45 +70,22 @@ EVERY_CASE = [
     ("kto_sinks", "tp2_ep2"),
 ]
 CASES = [
-    *(pytest.param(*case, 3, id="-".join(case)) for case in QUICK),
+    *QUICK,
     *(pytest.param(*case, 10, id=f"{'-'.join(case)}-10", marks=pytest.mark.full) for case in EVERY_CASE),
 ]
-Start = Callable[[str, str, int, Path], list[dict[str, float]]]
 
 
-@pytest.fixture(scope="module")
-def start(ranks: RankPool, tiny_checkpoint: Callable[..., Path], kto_rows: Path, dpo_rows: Path) -> Start:
-    """Names of a run and a layout, steps, and a folder -> the logged steps of the finished run."""
-
-    def run(name: str, layout: str, steps: int, folder: Path) -> list[dict[str, float]]:
-        (world_size, of_layout), (algorithm, family, of_run) = LAYOUTS[layout], RUNS[name]
-        given = [*of_run, *of_layout, *length(algorithm, steps), f"trainer.{algorithm}.save_interval=2"]
-        given += ["exp_manager.checkpoint_callback_params.save_top_k=-1", "export.enabled=true"]
-        rows = kto_rows if algorithm == "kto" else dpo_rows
-        ranks.run(world_size, train, tiny_checkpoint(family), rows, folder, world_size, given, algorithm)
-        return trajectory(folder)
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def whole(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, int], Path]:
-    """The folder of a run that nothing stopped; each is made once."""
-    known: dict[tuple[str, str, int], Path] = {}
-
-    def get(name: str, layout: str, steps: int) -> Path:
-        if (name, layout, steps) not in known:
-            folder = tmp_path_factory.mktemp("whole")
-            assert len(start(name, layout, steps, folder)) == steps
-            known[name, layout, steps] = folder
-        return known[name, layout, steps]
-
-    return get
+def job(name: str, layout: str, steps: int) -> dict[str, Any]:
+    """Arguments of :class:`JobCache`: checkpoints of every second step, and an export."""
+    (world_size, of_layout), (algorithm, family, of_run) = LAYOUTS[layout], RUNS[name]
+    given = [*of_run, *of_layout, *length(algorithm, steps), f"trainer.{algorithm}.save_interval=2"]
+    given += ["exp_manager.checkpoint_callback_params.save_top_k=-1", "export.enabled=true"]
+    return {"algorithm": algorithm, "overrides": given, "world_size": world_size, "family": family}
 
 
 @pytest.mark.parametrize(("name", "layout", "steps"), CASES)
-def test_same_trajectory(name: str, layout: str, steps: int, whole: Callable[[str, str, int], Path]) -> None:
-    ours, expected = trajectory(whole(name, layout, steps)), trajectory(whole(name, "one_rank", steps))
+def test_same_trajectory(name: str, layout: str, steps: int, jobs: JobCache) -> None:
+    ours, expected = (trajectory(jobs(**job(name, each, steps))) for each in (layout, "one_rank"))
     assert expected[0]["train/moe_aux_loss"] > 1.05, "experts must be chosen unevenly, or their number proves nothing"
     assert expected[-1]["val/rewards_margin"] > 0.05, "the policy must move, or equality proves nothing"
     assert_same(ours, expected, steps=steps, later=NEAR_TIES)
@@ -124,19 +104,14 @@ MOVES = [("ep2", "one_rank"), ("one_rank", "tp2_ep2_whole_experts"), ("tp2_ep2",
         pytest.param("kto", "ep2_replicated_optimizer", "ep2_replicated_optimizer", 5, marks=pytest.mark.full),
     ],
 )
-def test_resumed(
-    name: str,
-    before: str,
-    after: str,
-    steps: int,
-    start: Start,
-    whole: Callable[[str, str, int], Path],
-    tmp_path: Path,
-) -> None:
-    uninterrupted, stop = whole(name, before, steps), 2
+def test_resumed(name: str, before: str, after: str, steps: int, jobs: JobCache, tmp_path: Path) -> None:
+    uninterrupted, last = jobs(**job(name, before, steps)), f"step_{steps:06d}"
+    given, expected = job(name, after, steps), trajectory(uninterrupted)
+    stop = 2
     shutil.copytree(uninterrupted / "checkpoints" / f"step_{stop:06d}", tmp_path / "checkpoints" / f"step_{stop:06d}")
     shutil.copy(uninterrupted / "metrics.jsonl", tmp_path)
-    ours, expected = start(name, after, steps, tmp_path), trajectory(uninterrupted)
+    ours = trajectory(jobs.start(tmp_path, **given))
+    assert (tmp_path / "checkpoints" / last).is_dir(), "the copied log has all lines without any training"
     if before == after:
         assert ours == expected, "bitwise"
         return
@@ -147,21 +122,12 @@ def test_resumed(
 
 def unevenly_shared(model: Path, counts: list[int], expert_parallel: int) -> tuple[list[float], int, int]:
     """On a rank: log-probs of its sequences, of which another rank may have more; tokens that it counts, and carries."""
-    import torch
     from megatron.core import parallel_state
 
-    from nemo_kto.architecture.architecture import read_architecture
     from nemo_kto.distributed import state
-    from nemo_kto.huggingface.weights import load_weights
-    from nemo_kto.models.engine.optimizer import wrap_data_parallel
     from nemo_kto.models.flops import Passes
-    from nemo_kto.models.gpt import build_gpt
 
-    state.init_distributed(layout=state.Layout(expert=expert_parallel), seed=1)
-    architecture = read_architecture(model, tensor_parallel=1)
-    gpt = build_gpt(architecture, params_dtype=torch.float32, expert_parallel=expert_parallel)
-    chunks = wrap_data_parallel([gpt], use_distributed_optimizer=False)
-    load_weights(chunks, architecture, model)
+    chunks, architecture = lora_jobs.build(model, state.Layout(expert=expert_parallel), distributed=False)
     first = sum(counts[: parallel_state.get_data_parallel_rank()])
     mine = slice(first, first + counts[parallel_state.get_data_parallel_rank()])
     runs, sequences = engine(chunks, architecture), make_sequences(1, mine)
@@ -181,7 +147,7 @@ def test_a_rank_without_sequences_participates(tiny_checkpoint: Callable[..., Pa
 
 
 def test_an_export_equals_the_checkpoint(
-    ranks: RankPool, tiny_checkpoint: Callable[..., Path], whole: Callable[[str, str, int], Path], tmp_path: Path
+    ranks: RankPool, tiny_checkpoint: Callable[..., Path], jobs: JobCache, tmp_path: Path
 ) -> None:
     """The model is written by ranks that share out the experts, and by one that has them all."""
     import torch
@@ -189,9 +155,9 @@ def test_an_export_equals_the_checkpoint(
     from nemo_kto.run.policy import export_checkpoint
     from tests.helpers.hf_models import weights
 
-    run = whole("dpo", "pp2_ep2", 3)
+    run = jobs(**job("kto", "packed_ep2", 3))
     ranks.run(1, export_checkpoint, run, tmp_path)
-    first, again, before = (weights(folder) for folder in (run / "hf", tmp_path, tiny_checkpoint("qwen3_moe")))
+    first, again, before = (weights(folder) for folder in (run / "hf", tmp_path, tiny_checkpoint("mixtral")))
     assert first.keys() == again.keys() == before.keys()
     assert all(torch.equal(values, again[name]) for name, values in first.items())
     assert not [name for name, values in first.items() if torch.equal(values, before[name])], "every expert is trained"

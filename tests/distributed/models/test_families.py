@@ -34,7 +34,7 @@ QUICK = "gemma3_text"
 
 
 @pytest.mark.parametrize(
-    ("family", "steps"), [(QUICK, 3), *(pytest.param(family, 10, marks=pytest.mark.full) for family in FAMILIES)]
+    ("family", "steps"), [(QUICK, 2), *(pytest.param(family, 10, marks=pytest.mark.full) for family in FAMILIES)]
 )
 def test_same_trajectory(
     family: str, steps: int, ranks: RankPool, tiny_checkpoint: Callable[..., Path], kto_rows: Path, tmp_path: Path

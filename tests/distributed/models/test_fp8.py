@@ -15,23 +15,16 @@ import torch
 from megatron.core.transformer import transformer_block
 from megatron.core.utils import unwrap_model
 
-from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.distributed import state
 from nemo_kto.models.engine import engine as engine_module
-from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.engine.sequences import SequenceBatch
-from nemo_kto.models.gpt import build_gpt
-from tests.helpers import engines
+from tests.helpers import engines, lora_jobs
 from tests.helpers.rank_pool import RankPool
 
 
 def entered(folder: Path, fp8: str | None) -> dict[str, Any]:
     """Layers that enter the context in two passes of two micro-batches, and the modules inside it."""
-    state.init_distributed(layout=state.Layout(), seed=3)
-    architecture = read_architecture(folder, tensor_parallel=1)
-    chunks = wrap_data_parallel(
-        [build_gpt(architecture, params_dtype=torch.float32, fp8=fp8)], use_distributed_optimizer=True
-    )
+    chunks, architecture = lora_jobs.build(folder, state.Layout(), fp8=fp8)
     layers: list[int] = []
     inside: set[str] = set()
     depth = [0]

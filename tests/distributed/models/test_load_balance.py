@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.models.test_gradients import ROWS, make_batch
+from tests.helpers import lora_jobs
 from tests.helpers.engines import engine
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
@@ -44,30 +45,11 @@ def balance_step(
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
-    from nemo_kto.architecture.architecture import read_architecture
-    from nemo_kto.architecture.stages import PipelineSplit
     from nemo_kto.distributed import state
-    from nemo_kto.huggingface.weights import export, load_weights
+    from nemo_kto.huggingface.weights import export
     from nemo_kto.models.engine.engine import MicroBatchLoss
-    from nemo_kto.models.engine.optimizer import wrap_data_parallel
-    from nemo_kto.models.gpt import build_gpt
 
-    there = state.Layout(**layout)
-    state.init_distributed(layout=there, seed=1)
-    architecture = read_architecture(policy, tensor_parallel=there.tensor, expert_tensor_parallel=there.expert_tensor)
-    gpt = build_gpt(
-        architecture,
-        params_dtype=torch.float32,
-        split=PipelineSplit(stages=there.pipeline),
-        context_parallel=there.context,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        sequence_parallel=there.sequence_parallel,
-        expert_parallel=there.expert,
-        recompute_granularity=recompute,
-    )
-    chunks = wrap_data_parallel([gpt], use_distributed_optimizer=False)
-    load_weights(chunks, architecture, policy)
+    chunks, architecture = lora_jobs.build(policy, state.Layout(**layout), recompute=recompute, distributed=False)
     runs = engine(chunks, architecture, micro_batch_size=micro_batch_size, packed=packed)
     runs.moe_aux_loss_coeff = COEFFICIENT
     mine = slice(parallel_state.get_data_parallel_rank(), None, parallel_state.get_data_parallel_world_size())
@@ -96,7 +78,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("balance") / "policy", "mixtral")
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["unpaired", "pairs"])
+@pytest.fixture(scope="module")
 def oracle(
     request: pytest.FixtureRequest, policy: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, dict[str, float], dict[str, torch.Tensor]]:
@@ -143,12 +125,18 @@ CASES: dict[str, tuple[int, dict[str, Any], int, str | None, bool]] = {
     "packed_cp2": (2, {"context": 2}, 3, None, True),
     "packed_tp2_pp2": (4, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, 2, None, True),
 }
-QUICK = ("one_rank", "tp2_ep2", "tp2_pp2", "packed_cp2")
+QUICK = ((1, "tp2_pp2"), (2, "tp2_ep2"), (2, "packed_cp2"))
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.full] * (case not in QUICK)) for case in CASES],
+    ("oracle", "case"),
+    [
+        pytest.param(answers, case, marks=[pytest.mark.full] * ((answers, case) not in QUICK))
+        for answers in (1, 2)
+        for case in CASES
+    ],
+    indirect=["oracle"],
+    scope="module",
 )
 def test_the_gradient_equals_autograd_of_the_formula(
     case: str,

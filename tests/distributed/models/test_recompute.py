@@ -10,15 +10,11 @@ import pytest
 import torch
 from megatron.core.utils import unwrap_model
 
-from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.distributed import state
-from nemo_kto.huggingface.weights import load_weights
 from nemo_kto.models.engine.engine import MicroBatchLoss
-from nemo_kto.models.engine.optimizer import wrap_data_parallel
 from nemo_kto.models.engine.sequences import SequenceBatch
-from nemo_kto.models.gpt import build_gpt
-from nemo_kto.models.lora.adapters import add_adapters
+from tests.helpers import lora_jobs
 from tests.helpers.engines import engine
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
@@ -28,22 +24,19 @@ LAYERS, FFN = 4, 128  # of the tiny llama
 CHOICES: dict[str, dict[str, Any]] = {
     "none": {},
     **{
-        name: {"recompute_granularity": "selective", "recompute_modules": name.split("+")}
+        name: {"recompute": "selective", "recompute_modules": name.split("+")}
         for name in ("mlp", "core_attn", "mlp+core_attn")
     },
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "full": {"recompute": "full"},
 }
 
 
 def pass_with(folder: Path, settings: dict[str, Any], overlap: bool) -> tuple[list[torch.Tensor], int]:
     """Gradients of a forward and backward pass, and the bytes saved between the two."""
-    architecture = read_architecture(folder, tensor_parallel=1)
-    gpt = build_gpt(architecture, params_dtype=torch.float32, **settings)
-    chunks = wrap_data_parallel([gpt], use_distributed_optimizer=True, overlap=overlap)
-    load_weights(chunks, architecture, folder)
+    chunks, architecture = lora_jobs.build(folder, state.Layout(), overlap=overlap, **settings)
     tokens_BS = torch.randint(0, 256, (ROWS, WIDTH), generator=torch.Generator().manual_seed(1))
     sequences = SequenceBatch.of(tokens_BS, tokens_BS.clone(), torch.full((ROWS,), WIDTH), None, None)
-    weights = {weight.untyped_storage().data_ptr() for weight in gpt.parameters()}
+    weights = {weight.untyped_storage().data_ptr() for weight in chunks[0].parameters()}
     kept: list[torch.Tensor] = []
     sizes: list[int] = []
 
@@ -91,19 +84,16 @@ def test_recomputation_saves_memory_and_changes_no_gradient(ranks: RankPool, tmp
 
 def adapters_learn(folder: Path) -> list[bool]:
     """On a rank: whether gradients of adapters only on MLPs equal those without recomputation, and none of A is zero."""
-    state.init_distributed(layout=state.Layout(), seed=3)
-    architecture = read_architecture(folder, tensor_parallel=1)
     tokens, found = torch.randint(0, 256, (ROWS, WIDTH), generator=torch.Generator().manual_seed(1)), []
     for choice in ("none", "mlp", "full"):
-        gpt = build_gpt(architecture, params_dtype=torch.float32, **CHOICES[choice])
-        add_adapters(gpt, LoRASettings(rank=2, alpha=2, target_modules=("mlp",)), architecture=architecture, seed=1)
-        load_weights([gpt], architecture, folder)
+        settings = LoRASettings(rank=2, alpha=2, target_modules=("mlp",))
+        gpt = unwrap_model(lora_jobs.build(folder, state.Layout(), settings, **CHOICES[choice])[0][0])
         trained = {name: weight for name, weight in gpt.named_parameters() if weight.requires_grad}
         for name, weight in trained.items():
             if name.endswith("lora_b"):
                 torch.nn.init.ones_(weight)
         (gpt(tokens, torch.arange(WIDTH).expand_as(tokens), None) ** 2).sum().backward()
-        found.append({name: weight.grad for name, weight in trained.items()})
+        found.append({name: weight.main_grad for name, weight in trained.items()})
     for each in found[1:]:
         for name, grad in each.items():
             torch.testing.assert_close(grad, found[0][name], rtol=1e-4, atol=1e-4)

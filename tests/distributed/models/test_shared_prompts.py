@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.engines import engine, split_of
+from tests.helpers import lora_jobs
+from tests.helpers.engines import engine
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint
 
@@ -50,37 +51,21 @@ def both_ways(
     from nemo_kto.architecture.architecture import read_architecture
     from nemo_kto.architecture.lora import LoRASettings
     from nemo_kto.distributed import state
-    from nemo_kto.huggingface.weights import load_weights
     from nemo_kto.models.engine.engine import MicroBatchLoss
-    from nemo_kto.models.engine.optimizer import wrap_data_parallel
-    from nemo_kto.models.gpt import build_chunks
-    from nemo_kto.models.lora.adapters import add_adapters
     from tests.helpers.engine_layers import engine_layers
 
-    recompute = layout.get("recompute")
-    there = state.Layout(**{name: value for name, value in layout.items() if name not in ("recompute", "engine")})
-    state.init_distributed(layout=there, seed=1)
-    architecture = read_architecture(policy, tensor_parallel=there.tensor, expert_tensor_parallel=there.expert_tensor)
-    with engine_layers(architecture) if layout.get("engine") else contextlib.nullcontext():
-        built = build_chunks(
-            architecture,
-            params_dtype=torch.float32,
-            split=split_of(there),
-            sequence_parallel=there.sequence_parallel,
-            expert_parallel=there.expert,
-            recompute_granularity=recompute,
-            recompute_method="uniform" if recompute == "full" else None,
-            recompute_num_layers=1 if recompute == "full" else None,
-            recompute_modules=("core_attn",) if recompute == "selective" else (),
-            share_prompts=True,
+    layout = dict(layout)
+    recompute, of_engine = layout.pop("recompute", None), layout.pop("engine", False)
+    there = state.Layout(**layout)
+    settings = LoRASettings(rank=2, alpha=4) if lora else None
+    modules = ("core_attn",) if recompute == "selective" else ()
+    with engine_layers(read_architecture(policy, tensor_parallel=there.tensor)) if of_engine else contextlib.nullcontext():
+        chunks, architecture = lora_jobs.build(
+            policy, there, settings, recompute=recompute, distributed=False, recompute_modules=modules, share_prompts=True
         )
-    for gpt in built if lora else ():
-        add_adapters(gpt, LoRASettings(rank=2, alpha=4), architecture=architecture, seed=3)
-        for name, parameter in gpt.named_parameters():  # B is zero, and so would be the gradient of A
-            if name.endswith("lora_b"):
-                torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
-    chunks = wrap_data_parallel(built, use_distributed_optimizer=False)
-    load_weights(chunks, architecture, policy)
+    for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
+        if name.endswith("lora_b"):  # it is zero, and so would be the gradient of A
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
     runs = engine(chunks, architecture, logprob_chunk_size=7)
     runs.moe_aux_loss_coeff = 0.3
     mine = slice(parallel_state.get_data_parallel_rank(), None, parallel_state.get_data_parallel_world_size())
@@ -149,8 +134,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any], int, dict[str, Any], bool, bool
     "engine_recompute_full": ("llama", 1, {"recompute": "full", **ENGINE}, 1, {}, False, False),
 }
 QUICK = (
-    "pairs_and_prompts tp2_sequence_parallel_pp2 dp2 recompute lora experts_tp2_ep2 "
-    "windows_and_sinks chunks_and_temperature engine_tp2_sequence_parallel_pp2"
+    "pairs_and_prompts tp2_sequence_parallel_pp2 recompute lora experts_ep2 windows_and_sinks chunks_and_temperature "
+    "engine_pairs"
 ).split()
 
 

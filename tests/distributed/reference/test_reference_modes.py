@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.training.test_layouts import job as layout_job
+from tests.helpers.job_cache import JobCache
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.tiny_models import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint, make_rows, write_rows
 from tests.helpers.training_jobs import assert_same, train, trajectory
 
 LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4", "model.optim.lr=5e-3"]
@@ -49,25 +51,15 @@ def job(ranks: RankPool, tiny_llama: Path, kto_rows: Path, dpo_rows: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "adapters", "steps"),
-    [
-        pytest.param("kto", LORA, 3, id="kto-lora"),
-        *(
-            pytest.param(algorithm, adapters, 10, id=f"{algorithm}-{name}-long", marks=pytest.mark.full)
-            for algorithm in ("kto", "dpo")
-            for name, adapters in (("full", []), ("lora", LORA))
-        ),
-    ],
+    ("name", "steps"),
+    [("lora", 3), *(pytest.param(name, 10, marks=pytest.mark.full) for name in ("kto", "dpo", "lora", "lora_dpo"))],
 )
-def test_every_mode_gives_the_same_trajectory(
-    algorithm: str, adapters: list[str], steps: int, job: Callable[[str], Job]
-) -> None:
-    run = job(algorithm)
-    overrides = [*adapters, f"trainer.{algorithm}.max_steps={steps}"]
-    swapped = run(*overrides)
-    assert_same(run(*overrides, CACHED), swapped, steps=steps)
-    if adapters:
-        assert_same(run(*overrides, "model.reference.mode=adapter"), swapped, steps=steps)
+def test_every_mode_gives_the_same_trajectory(name: str, steps: int, jobs: JobCache) -> None:
+    given = layout_job(name, "one_rank", steps)
+    expected = trajectory(jobs(**given))  # with the adapters disabled, or with swapped weights
+    for mode in ("cached", "swap") if "lora" in name else ("cached",):
+        other = given | {"overrides": [*given["overrides"], f"model.reference.mode={mode}"]}
+        assert_same(trajectory(jobs(**other)), expected, steps=steps)
 
 
 TWO_EPOCHS = ["trainer.kto.limit_train_batches=2", "trainer.kto.max_steps=4", "trainer.kto.val_check_interval=4"]
@@ -85,7 +77,8 @@ def kl_estimates(folder: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
     [
-        pytest.param(2, [], id="weights-dp2"),
+        pytest.param(1, [], id="weights"),
+        pytest.param(2, [], id="weights-dp2", marks=pytest.mark.full),
         pytest.param(1, [*LORA, "model.reference.restore_from_path={other}"], id="lora-other", marks=pytest.mark.full),
         pytest.param(1, LORA, id="lora", marks=pytest.mark.full),
         pytest.param(2, ["model.tensor_model_parallel_size=2"], id="tp2", marks=pytest.mark.full),
@@ -120,25 +113,25 @@ def test_a_run_resumed_without_its_cache_evaluates_the_rest(job: Callable[[str],
     assert run.parts()
 
 
-@pytest.mark.parametrize("steps", [3, pytest.param(10, marks=pytest.mark.full)])
-def test_a_cache_is_reused_by_other_runs_and_layouts(steps: int, job: Callable[[str], Job]) -> None:
+@pytest.mark.parametrize(("steps", "batches"), [(3, 3), pytest.param(10, 6, marks=pytest.mark.full)])
+def test_a_cache_is_reused_by_other_runs_and_layouts(steps: int, batches: int, job: Callable[[str], Job]) -> None:
     """Ten steps reach the second epoch with its new KL examples."""
-    length, run = f"trainer.kto.max_steps={steps}", job("kto")
-    swapped = run(length)
-    assert_same(run(CACHED, length, "model.pipeline_model_parallel_size=2", world_size=2), swapped, steps=steps)
+    length, run = [f"trainer.kto.max_steps={steps}", f"trainer.kto.limit_train_batches={batches}"], job("kto")
+    swapped = run(*length)
+    assert_same(run(CACHED, *length, "model.pipeline_model_parallel_size=2", world_size=2), swapped, steps=steps)
     written = [(part, part.stat().st_mtime_ns) for part in run.parts()]
     assert written
     # the values are those that another layout rounded, so that policy and reference are not one to the last bit
-    tp2 = run(CACHED, length, "model.tensor_model_parallel_size=2", world_size=2)
+    tp2 = run(CACHED, *length, "model.tensor_model_parallel_size=2", world_size=2)
     assert_same(tp2, swapped, steps=steps, first=1e-4)
     assert [(part, part.stat().st_mtime_ns) for part in run.parts()] == written, "all sequences were cached"
-    run(CACHED, length, "model.seed=99")  # other pairs for KL rows, the same samples
-    epochs = 1 + (steps > 6)  # of six steps; KL rows of an epoch are evaluated together, when it begins
+    run(CACHED, *length, "model.seed=99", f"trainer.kto.max_steps={steps - 2}")  # other pairs for KL rows
+    epochs = 1 + (steps > batches)  # KL rows of an epoch are evaluated together, when it begins
     assert len(run.parts()) == len(written) + epochs
 
 
 def forward_passes(model: Path, rows: Path, folder: Path, overrides: list[str]) -> list[int]:
-    """On a rank: sequences evaluated without gradient, before training and in a run of seven steps."""
+    """On a rank: sequences evaluated without gradient, before training and in four steps of two epochs."""
     from nemo_kto.models.engine.engine import LogProbEngine
     from nemo_kto.models.engine.optimizer import build_optimizer
 
@@ -156,22 +149,25 @@ def forward_passes(model: Path, rows: Path, folder: Path, overrides: list[str]) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LogProbEngine, "logprobs", counted)
         patch.setattr("nemo_kto.run.build.build_optimizer", recorded)
-        train(model, rows, folder, 1, ["trainer.kto.max_steps=7", "trainer.kto.limit_val_batches=0", *overrides])
+        length = ["trainer.kto.max_steps=4", "trainer.kto.limit_val_batches=0"]
+        train(model, rows, folder, 1, [*length, *overrides])
     return [before_training[0], evaluated[0] - before_training[0]]
 
 
 def test_the_first_epoch_is_evaluated_once_before_the_optimizer_exists(
-    ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
+    ranks: RankPool, tiny_llama: Path, tmp_path: Path
 ) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", make_rows(48))
+
     def passes(number: int, *overrides: str) -> list[int]:
         arguments = [f"model.data.cache_dir={tmp_path / 'cache'}", *overrides]
-        (counts,) = ranks.run(1, forward_passes, tiny_llama, kto_rows, tmp_path / str(number), arguments)
+        (counts,) = ranks.run(1, forward_passes, tiny_llama, rows, tmp_path / str(number), arguments)
         return list(counts)
 
-    samples = kl_rows = 7 * 16  # into a second epoch: 96 examples once, and 16 of them again, with new KL examples
+    samples = kl_rows = 4 * 16  # into a second epoch: 48 examples once, and 16 of them again, with new KL examples
     later = 16  # KL rows of the second epoch
     assert passes(1) == [0, samples + kl_rows + kl_rows], "reference of both, policy of the KL rows"
-    assert passes(2, CACHED) == [96 + 96, later + kl_rows], "KL rows of an epoch when it begins"
+    assert passes(2, CACHED) == [48 + 48, later + kl_rows], "KL rows of an epoch when it begins"
     assert passes(3, CACHED, "model.optim.lr=1e-4", "model.kto.ref_policy_kl_penalty=0.5") == [0, kl_rows]
 
 
@@ -194,14 +190,14 @@ def test_another_model_as_the_reference(mode: str, job: Callable[[str], Job], tm
 )
 def test_pretrained_adapters_are_the_reference(modes: tuple[str, ...], job: Callable[[str], Job], tmp_path: Path) -> None:
     run = job("dpo")
-    first = ("trainer.dpo.max_steps=3", "export.enabled=true", f"export.path={tmp_path / 'hf'}")
+    first = ("trainer.dpo.max_steps=2", "export.enabled=true", f"export.path={tmp_path / 'hf'}")
     run(*LORA, *first, folder=tmp_path / "first")
     (checkpoint,) = (tmp_path / "first" / "checkpoints").iterdir()
     sources = {
         "checkpoint": f"pretrained_checkpoint.restore_from_path={checkpoint}",
         "folder": f"model.peft.restore_from_path={tmp_path / 'first' / 'adapter'}",
     }
-    short = "trainer.dpo.max_steps=3"
+    short = "trainer.dpo.max_steps=2"
     runs = [run(*LORA, short, sources["checkpoint"], "model.reference.mode=adapter")]
     runs += [
         run(*LORA, short, source, f"model.reference.mode={mode}")
@@ -212,17 +208,7 @@ def test_pretrained_adapters_are_the_reference(modes: tuple[str, ...], job: Call
     assert len(runs) == (2 if len(modes) == 1 else 5)
     for steps in runs:
         assert steps[0]["train/preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
-        assert_same(steps, runs[0], steps=3)
-
-
-def test_synced_reference(job: Callable[[str], Job]) -> None:
-    run, short = job("dpo"), "trainer.dpo.max_steps=3"
-    stays = run(short)
-    replaced = run(short, "model.reference.sync_interval=2", "model.reference.sync_alpha=1.0")
-    for step in range(2):
-        assert replaced[step]["train/loss"] == stays[step]["train/loss"]
-    assert replaced[2]["train/rewards_all_mean"] == pytest.approx(0.0, abs=1e-6), "the reference is the policy again"
-    assert stays[2]["train/rewards_all_mean"] != pytest.approx(0.0, abs=1e-3)
+        assert_same(steps, runs[0], steps=2)
 
 
 @pytest.mark.full
@@ -236,22 +222,27 @@ def test_a_reference_that_moves_half_the_way_is_equal_at_two_ranks(job: Callable
     assert_same(run(*moving, world_size=2), moved, steps=3)
 
 
-@pytest.mark.parametrize("kind", ["model", pytest.param("adapters on another base", marks=pytest.mark.full)])
-def test_a_run_with_reference_sync_resumes_bitwise(kind: str, job: Callable[[str], Job], tmp_path: Path) -> None:
-    run = job("dpo")
-    moving: tuple[Any, ...] = ("model.reference.sync_interval=2", "model.reference.sync_alpha=0.5")
-    if kind != "model":  # frozen weights of the policy change in the reference
+@pytest.mark.parametrize(
+    ("name", "alpha"), [("dpo", 1.0), *(pytest.param(name, 0.5, marks=pytest.mark.full) for name in ("dpo", "lora_dpo"))]
+)
+def test_a_synced_reference_and_its_resumption(name: str, alpha: float, jobs: JobCache, tmp_path: Path) -> None:
+    """With adapters, frozen weights of the policy change in a reference on another base."""
+    fixed, moving = (layout_job(name, "one_rank", steps) for steps in (3, 4))
+    moving["overrides"] += ["model.reference.sync_interval=2", f"model.reference.sync_alpha={alpha}"]
+    moving["overrides"] += [f"trainer.dpo.{key}=1" for key in ("save_interval", "limit_val_batches")]
+    if name == "lora_dpo":
         other = make_checkpoint(tmp_path / "other", "llama", seed=3)
-        moving = (*moving, *LORA, f"model.reference.restore_from_path={other}")
-    kept = ["trainer.dpo.save_interval=1", "exp_manager.checkpoint_callback_params.save_top_k=-1", "trainer.dpo.max_steps=4"]
-    whole = run(*moving, *kept, folder=tmp_path / "whole")
-    for part in ("checkpoints/step_000001", "checkpoints/step_000002", "checkpoints/step_000003"):
-        shutil.copytree(tmp_path / "whole" / part, tmp_path / "halves" / part)
-    shutil.copy(tmp_path / "whole/metrics.jsonl", tmp_path / "halves")
-    last = "checkpoints/step_000004"
-    assert (tmp_path / "whole" / last).is_dir()
-    assert not (tmp_path / "halves" / last).exists()
-    both = run(*moving, *kept, folder=tmp_path / "halves")
-    assert (tmp_path / "halves" / last).is_dir(), "the copied log has four lines without any training"
-    assert len(both) == len(whole) == 4
-    assert both[3] == whole[3]
+        moving["overrides"] += [f"model.reference.restore_from_path={other}", "model.reference.mode=swap"]
+    whole = jobs.start(tmp_path / "whole", **moving)
+    expected, stays = trajectory(whole), trajectory(jobs(**fixed))
+    if name == "dpo":
+        assert [step["train/loss"] for step in expected[:2]] == [step["train/loss"] for step in stays[:2]]
+        assert stays[2]["train/rewards_all_mean"] != pytest.approx(0.0, abs=1e-3)
+    if alpha == 1.0:
+        assert expected[2]["train/rewards_all_mean"] == pytest.approx(0.0, abs=1e-6), "the reference is the policy again"
+    last = Path("checkpoints/step_000004")
+    halves = shutil.copytree(whole, tmp_path / "halves", ignore=shutil.ignore_patterns(last.name))
+    both = trajectory(jobs.start(halves, **moving))
+    assert (halves / last).is_dir(), "the copied log has four lines without any training"
+    assert len(both) == len(expected) == 4
+    assert both[3] == expected[3]

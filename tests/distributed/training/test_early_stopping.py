@@ -13,12 +13,15 @@ from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import train
 
 STOPPING = "exp_manager.create_early_stopping_callback"
+MONITOR = "monitor: val_auc, mode: max"
 SETTINGS = [
     f"{STOPPING}=true",
-    "exp_manager.early_stopping_callback_params={min_delta: 9, patience: 2}",  # no loss improves by so much
-    *("trainer.kto.val_check_interval=1", "trainer.kto.log_every_n_steps=2", "export.enabled=true"),
+    f"exp_manager.early_stopping_callback_params={{{MONITOR}, min_delta: 9, patience: 2}}",  # no AUC improves by so much
+    f"exp_manager.checkpoint_callback_params={{{MONITOR}, save_top_k: 1}}",
+    *(f"trainer.kto.{key}=1" for key in ("val_check_interval", "save_interval")),
+    *("trainer.kto.max_steps=4", "trainer.kto.log_every_n_steps=2", "export.enabled=true"),
 ]
-WHY = ("val_loss", "9", "2", "step 1")
+WHY = ("val_auc", "9", "2", "step 1")
 
 
 def printed(model: Path, rows: Path, folder: Path, overrides: list[str]) -> str:
@@ -30,43 +33,29 @@ def printed(model: Path, rows: Path, folder: Path, overrides: list[str]) -> str:
 
 
 def test_a_run_without_improvement_stops(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
+    """The AUC is that of the examples of both data-parallel ranks, a multiple of half a pair; the best one is kept."""
     folder = tmp_path / "run"
     first, second = ranks.run(2, printed, tiny_llama, kto_rows, folder, [])
     assert second == "", "only rank 0 prints"
     lines = first.splitlines()
     (title,) = [line for line in lines if line.startswith("nemo-kto kto stopped")]
-    assert title.startswith("nemo-kto kto stopped by early stopping after step 3 of 5 (")
+    assert title.startswith("nemo-kto kto stopped by early stopping after step 3 of 4 (")
     assert Message("early stopping", *WHY) in lines
     assert Message("train", f"{STOPPING}=false") in lines
-    assert [checkpoint.step for checkpoint in find_checkpoints(folder / "checkpoints")] == [3]
     assert list((folder / "hf").glob("*.safetensors"))
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in logged if "train/loss" in row] == [2, 3]
     assert [row["train/rows"] for row in logged if "train/rows" in row] == [32, 16]
-    again = ranks.run(2, printed, tiny_llama, kto_rows, folder, [])[0]
-    assert_names(again, "nemo-kto", "step 3 of 5", "early stopping", *WHY, f"{folder}", f"{STOPPING}=false")
-    longer = ranks.run(2, printed, tiny_llama, kto_rows, folder, [f"{STOPPING}=false"])[0]
-    assert "nemo-kto kto finished after step 5 of 5" in longer
-
-
-def test_the_auc_selects_the_best_checkpoint_and_stops_a_run(
-    ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
-) -> None:
-    """The AUC is that of the examples of both data-parallel ranks: a multiple of half a pair of them."""
-    folder = tmp_path / "run"
-    monitor = "monitor: val_auc, mode: max"
-    overrides = [f"exp_manager.early_stopping_callback_params={{{monitor}, min_delta: 9, patience: 3}}"]
-    overrides += [f"exp_manager.checkpoint_callback_params={{{monitor}, save_top_k: 1}}", "trainer.kto.save_interval=1"]
-    output = ranks.run(2, printed, tiny_llama, kto_rows, folder, overrides)[0]
-    assert "stopped by early stopping after step 4 of 5" in output
-    assert_names(output, "val_auc", "step 1")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    auc = {line["step"]: line["val/auc"] for line in lines if "val/auc" in line}
+    auc = {row["step"]: row["val/auc"] for row in logged if "val/auc" in row}
     assert len(set(auc.values())) > 1, "equal values prove nothing"
     best = max(auc, key=lambda step: (auc[step], step))
-    assert sorted(checkpoint.step for checkpoint in find_checkpoints(folder / "checkpoints")) == sorted({best, 4})
-    assert f"step_{best:06} (val_auc {auc[best]:.4f}, highest of" in output or best == 4
+    assert sorted(checkpoint.step for checkpoint in find_checkpoints(folder / "checkpoints")) == sorted({best, 3})
+    assert f"step_{best:06} (val_auc {auc[best]:.4f}, highest of" in first or best == 3
     counts = [json.loads(line) for line in (folder / "rewards.jsonl").read_text().splitlines()]
     pairs = {line["step"]: sum(line["desirable"]) * sum(line["undesirable"]) for line in counts}
     for step, value in auc.items():
         assert abs(2 * pairs[step] * value - round(2 * pairs[step] * value)) < 1e-9
+    again = ranks.run(2, printed, tiny_llama, kto_rows, folder, [])[0]
+    assert_names(again, "nemo-kto", "step 3 of 4", "early stopping", *WHY, f"{folder}", f"{STOPPING}=false")
+    longer = ranks.run(2, printed, tiny_llama, kto_rows, folder, [f"{STOPPING}=false"])[0]
+    assert "nemo-kto kto finished after step 4 of 4" in longer

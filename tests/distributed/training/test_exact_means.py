@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.engines import engine, kto_model, split_of
+from tests.helpers import lora_jobs
+from tests.helpers.engines import engine, kto_model
 from tests.helpers.rank_pool import RankPool
 
 W_PREFERENCE, W_SFT = 0.8, 0.1
@@ -20,17 +21,9 @@ ROWS, WIDTH, PROMPT = 8, 16, 4
 
 def model_of(folder: Path, loss: str) -> Any:
     """On a rank: a KTO model of one loss."""
-    from nemo_kto.architecture.architecture import read_architecture
     from nemo_kto.distributed import state
-    from nemo_kto.huggingface.weights import load_weights
-    from nemo_kto.models.engine.optimizer import wrap_data_parallel
-    from nemo_kto.models.gpt import build_chunks
 
-    state.init_distributed(layout=state.Layout(), seed=1)
-    architecture = read_architecture(folder, tensor_parallel=1)
-    built = build_chunks(architecture, params_dtype=torch.float32, split=split_of(state.Layout()))
-    chunks = wrap_data_parallel(built, use_distributed_optimizer=False)
-    load_weights(chunks, architecture, folder)
+    chunks, architecture = lora_jobs.build(folder, state.Layout(), distributed=False)
     weights = {"preference_loss_weight": W_PREFERENCE, "sft_loss_weight": W_SFT}
     return kto_model(engine(chunks, architecture), nullcontext, loss=loss, beta=0.3, weights=(1.0, 1.5), **weights)
 

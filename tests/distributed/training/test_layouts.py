@@ -207,7 +207,7 @@ def test_parallelism_page_lists_the_tested_layouts() -> None:
 
     page = (Path(__file__).parents[3] / "docs" / "scale" / "parallelism.md").read_text(encoding="utf-8")
     tested: dict[str, list[str]] = {}
-    for name, layout in [*EVERY_CASE, *((f"experts: {case.values[0]}", case.values[1]) for case in test_experts.CASES)]:
+    for name, layout in [*EVERY_CASE, *((f"experts: {name}", layout) for name, layout in test_experts.EVERY_CASE)]:
         tested.setdefault(name, []).append(f"`{layout}`")
     for name, layouts in tested.items():
         assert f"| {name} | {', '.join(sorted(set(layouts)))} |" in page.splitlines()
