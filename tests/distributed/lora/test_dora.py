@@ -45,7 +45,9 @@ def steps(layout: Layout, folder: Path, adapter: Path, out: Path) -> list[float]
         return lora_jobs.gradients_and_steps(layout, {"dropped": (folder, adapter, SETTINGS)}, out, {})["dropped"]
 
 
-@pytest.mark.parametrize("name", ["one_rank", pytest.param("tp2", marks=pytest.mark.full), "tp2_sequence_parallel"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name != "tp2_sequence_parallel")) for name in LAYOUTS]
+)
 def test_dropout_applies_to_the_same_values_as_in_peft(
     name: str, ranks: RankPool, model: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +61,21 @@ def adapter_tensors(model: Any, what: Any) -> Tensors:
     return {name: what(parameter) for name, parameter in named if parameter.requires_grad}
 
 
+Model = tuple[Path, Path, LoRASettings]
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path, LoRASettings]]:
-    """For each model its folder, an adapter written by peft, and its settings."""
-    root = tmp_path_factory.mktemp("lora")
-    found = {}
-    for name, settings in SETTINGS.items():
-        hf_models.write_model(name.removesuffix(", dora"), root / name)
-        peft_model(root / name, settings).save_pretrained(root / f"{name}-adapter", save_embedding_layers=False)
-        found[name] = (root / name, root / f"{name}-adapter", settings)
-    return found
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    """Name of a model -> its folder, an adapter written by peft, and its settings."""
+
+    @functools.cache
+    def get(name: str) -> Model:
+        root, settings = tmp_path_factory.mktemp("lora"), SETTINGS[name]
+        hf_models.write_model(name.removesuffix(", dora"), root / "model")
+        peft_model(root / "model", settings).save_pretrained(root / "adapter", save_embedding_layers=False)
+        return root / "model", root / "adapter", settings
+
+    return get
 
 
 Expected = tuple[Tensors, Tensors, list[float]]
@@ -96,21 +103,9 @@ def steps_of_peft(model: Any) -> Expected:
 
 
 @pytest.fixture(scope="module")
-def expected(models: dict[str, tuple[Path, Path, LoRASettings]]) -> dict[str, Expected]:
-    """The steps of peft for each model."""
-    return {name: steps_of_peft(peft_model(folder, settings)) for name, (folder, _, settings) in models.items()}
-
-
-@pytest.fixture(
-    scope="module", params=[pytest.param(case, marks=[pytest.mark.full] * (case not in ("tp2", "pp2"))) for case in CASES]
-)
-def outcome(
-    request: pytest.FixtureRequest, ranks: RankPool, models: Any, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[dict[str, list[float]]], Path]:
-    """Results of the ranks of one layout, and the folder of their files."""
-    world_size, layout, options = CASES[request.param]
-    out = tmp_path_factory.mktemp(request.param)
-    return ranks.run(world_size, lora_jobs.gradients_and_steps, layout, models, out, options), out
+def expected(models: Callable[[str], Model]) -> Callable[[str], Expected]:
+    """Name of a model -> the steps of peft."""
+    return functools.cache(lambda name: steps_of_peft(peft_model(models(name)[0], models(name)[2])))
 
 
 def check_steps(results: list[list[float]], written: Path, model: Path, expected: Expected) -> None:
@@ -140,19 +135,37 @@ def check_steps(results: list[list[float]], written: Path, model: Path, expected
     assert os.listdir(written / "trained") == os.listdir(written / "gradients")
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_gradients_and_steps_equal_peft(outcome: Any, expected: Any, models: Any, name: str) -> None:
-    results, out = outcome
-    check_steps([result[name] for result in results], out / name, models[name][0], expected[name])
+QUICK = {
+    ("tp2", "llama-odd-heads"),
+    ("tp2", "llama-odd-heads, dora"),
+    ("tp2", "mistral"),
+    ("pp2", "llama-one-kv-head"),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        pytest.param(case, name, marks=[pytest.mark.full] * ((case, name) not in QUICK))
+        for case in CASES
+        for name in SETTINGS
+    ],
+)
+def test_gradients_and_steps_equal_peft(
+    case: str, name: str, ranks: RankPool, models: Any, expected: Any, tmp_path: Path
+) -> None:
+    world_size, layout, options = CASES[case]
+    results = ranks.run(world_size, lora_jobs.gradients_and_steps, layout, {name: models(name)}, tmp_path, options)
+    check_steps([result[name] for result in results], tmp_path / name, models(name)[0], expected(name))
 
 
 DROPOUT = LoRASettings(rank=4, alpha=8, dropout=0.3, target_modules=("all",))
 SHARED: dict[str, Layout] = {"tp2": Layout(tensor=2), "tp2_sequence_parallel": Layout(tensor=2, sequence_parallel=True)}
 
 
-@pytest.mark.parametrize("layout", SHARED)
+@pytest.mark.parametrize("layout", [pytest.param("tp2", marks=pytest.mark.full), "tp2_sequence_parallel"])
 def test_replicated_parameters_stay_equal_under_dropout(layout: str, ranks: RankPool, models: Any) -> None:
-    folder, _, _ = models["llama-odd-heads"]
+    folder, _, _ = models("llama-odd-heads")
     first, second = ranks.run(2, lora_jobs.replicated_after_dropout, SHARED[layout], folder, DROPOUT)
     assert first[0] == second[0]
     assert first[1].keys() == second[1].keys()
@@ -165,7 +178,7 @@ def test_replicated_parameters_stay_equal_under_dropout(layout: str, ranks: Rank
 
 
 def test_dropout_masks_are_equal_on_ranks_with_the_same_activations(ranks: RankPool, models: Any) -> None:
-    folder, _, _ = models["qwen2"]
+    folder, _, _ = models("qwen2")
     scale = DROPOUT.scale
     for layout, same in {
         "tp2": {"column": True, "row": False},
@@ -181,29 +194,28 @@ def test_dropout_masks_are_equal_on_ranks_with_the_same_activations(ranks: RankP
 
 
 @pytest.mark.parametrize(
-    ("layout", "distributed"),
+    ("layout", "name", "distributed"),
     [
-        ("pp2", True),
+        ("pp2", "llama-one-kv-head", True),
         *(
-            pytest.param(layout, distributed, marks=pytest.mark.full)
-            for layout in ("one_rank", "tp2_sequence_parallel", "dp2")
+            pytest.param(layout, name, distributed, marks=pytest.mark.full)
+            for layout in ("one_rank", "tp2_sequence_parallel", "dp2", "pp2")
+            for name in ("qwen2", "llama-one-kv-head")
             for distributed in (True, False)
+            if (layout, name, distributed) != ("pp2", "llama-one-kv-head", True)
         ),
     ],
 )
-def test_half_precision(layout: str, distributed: bool, ranks: RankPool, models: Any, expected: Any) -> None:
+def test_half_precision(layout: str, name: str, distributed: bool, ranks: RankPool, models: Any, expected: Any) -> None:
     """A stage of the pipeline may have nothing to train."""
-    for name in ("qwen2", "llama-one-kv-head"):
-        folder, adapter, settings = models[name]
-        world_size, where, _ = CASES[layout]
-        arguments = (where, folder, adapter, settings, distributed)
-        for norms, dtypes in ranks.run(world_size, lora_jobs.half_precision, *arguments):
-            assert norms == pytest.approx(expected[name][2], rel=0.05)
-            assert dtypes == {"torch.bfloat16"}
+    (folder, adapter, settings), (world_size, where, _) = models(name), CASES[layout]
+    for norms, dtypes in ranks.run(world_size, lora_jobs.half_precision, where, folder, adapter, settings, distributed):
+        assert norms == pytest.approx(expected(name)[2], rel=0.05)
+        assert dtypes == {"torch.bfloat16"}
 
 
 def test_adapters_created_in_the_wrong_order(ranks: RankPool, models: Any) -> None:
-    (messages,) = ranks.run(1, lora_jobs.misuse, models["llama-odd-heads"][0])
+    (messages,) = ranks.run(1, lora_jobs.misuse, models("llama-odd-heads")[0])
     assert messages == [
         "",
         Message("RuntimeError", "adapters"),

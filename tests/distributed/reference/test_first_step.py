@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.job_cache import JobCache
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_checkpoint, write_rows
 from tests.helpers.training_jobs import train
@@ -25,7 +26,7 @@ PAIRS = "model.kto.preference_loss=apo_zero_unpaired"  # KTO's family, without K
 
 
 def first_step(model: Path, rows: Path, folder: Path, world_size: int, algorithm: str, overrides: list[str]) -> Any:
-    """On a rank: one step, by default in bf16; its metrics, and the log-ratios of the KL examples of this rank."""
+    """On a rank: one step, by default in bf16; its log, and the log-ratios of the KL examples of the step on this rank."""
     from nemo_kto.models.nlp.gpt import megatron_gpt_kto_model as kto
 
     seen: list[float] = []
@@ -49,7 +50,7 @@ def first_step(model: Path, rows: Path, folder: Path, world_size: int, algorithm
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kto, "kl_sums", recorded)
         train(model, rows, folder, world_size, settings, algorithm)
-    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[0]), seen
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], seen
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def test_log_ratios_are_exactly_zero(
 ) -> None:
     arguments = (folder / "model", folder / f"{algorithm}.jsonl", tmp_path, world_size, algorithm, list(overrides))
     results = ranks.run(world_size, first_step, *arguments)
-    for logged, kl_log_ratios in results:
+    for (logged, *_), kl_log_ratios in results:
         assert (logged["train/rewards_all_mean"], logged["train/rewards_all_std"]) == (0.0, 0.0)
         assert logged["train/logps_chosen_mean"] < -40, "the answers are long"
         assert ("perf/shared_fraction" in logged) == (SEPARATE not in overrides)
@@ -123,7 +124,7 @@ def test_log_ratios_of_a_joint_evaluation_are_rounding_errors(
 ) -> None:
     """KTO in fp32 with shared prompts: at most a millionth of the log-probs."""
     arguments = (folder / "model", folder / "kto.jsonl", tmp_path, 1, "kto", [*overrides, SHARED, FP32])
-    ((logged, kl_log_ratios),) = ranks.run(1, first_step, *arguments)
+    (((logged, *_), kl_log_ratios),) = ranks.run(1, first_step, *arguments)
     bound = 1e-6 * abs(logged["train/logps_chosen_mean"])
     assert "perf/shared_fraction" in logged
     assert len(kl_log_ratios) == 6
@@ -133,11 +134,10 @@ def test_log_ratios_of_a_joint_evaluation_are_rounding_errors(
     assert abs(logged["train/loss"] - 0.5) <= 0.1 * bound
 
 
-def test_the_auc_before_training_is_a_half(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
+def test_the_auc_before_training_is_a_half(jobs: JobCache) -> None:
     """The reference evaluates, in fp32, a sample together with its KL example, and rounding errors are no order."""
-    given = ["trainer.kto.val_before_training=true", "trainer.kto.max_steps=1", "trainer.kto.limit_val_batches=1.0"]
-    ranks.run(1, train, tiny_llama, kto_rows, tmp_path, 1, [*given, "model.reference.mode=swap"])
-    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    given = ["trainer.kto.val_before_training=true", "trainer.kto.max_steps=1", "trainer.kto.limit_val_batches=2"]
+    first = json.loads((jobs(overrides=given) / "metrics.jsonl").read_text().splitlines()[0])
     assert first["step"] == 0
     assert first["val/rewards_margin"] != 0, "there are rounding errors"
     assert first["val/auc"] == 0.5

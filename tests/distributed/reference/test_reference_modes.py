@@ -14,7 +14,7 @@ import pytest
 from tests.distributed.training.test_layouts import job as layout_job
 from tests.helpers.job_cache import JobCache
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.tiny_models import make_checkpoint, make_rows, write_rows
+from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.training_jobs import assert_same, train, trajectory
 
 LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4", "model.optim.lr=5e-3"]
@@ -131,7 +131,7 @@ def test_a_cache_is_reused_by_other_runs_and_layouts(steps: int, batches: int, j
 
 
 def forward_passes(model: Path, rows: Path, folder: Path, overrides: list[str]) -> list[int]:
-    """On a rank: sequences evaluated without gradient, before training and in four steps of two epochs."""
+    """On a rank: sequences evaluated without gradient, before training and in seven steps of two epochs."""
     from nemo_kto.models.engine.engine import LogProbEngine
     from nemo_kto.models.engine.optimizer import build_optimizer
 
@@ -149,25 +149,23 @@ def forward_passes(model: Path, rows: Path, folder: Path, overrides: list[str]) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LogProbEngine, "logprobs", counted)
         patch.setattr("nemo_kto.run.build.build_optimizer", recorded)
-        length = ["trainer.kto.max_steps=4", "trainer.kto.limit_val_batches=0"]
+        length = ["trainer.kto.max_steps=7", "trainer.kto.limit_val_batches=0", "model.micro_batch_size=16"]
         train(model, rows, folder, 1, [*length, *overrides])
     return [before_training[0], evaluated[0] - before_training[0]]
 
 
 def test_the_first_epoch_is_evaluated_once_before_the_optimizer_exists(
-    ranks: RankPool, tiny_llama: Path, tmp_path: Path
+    ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
 ) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", make_rows(48))
-
     def passes(number: int, *overrides: str) -> list[int]:
         arguments = [f"model.data.cache_dir={tmp_path / 'cache'}", *overrides]
-        (counts,) = ranks.run(1, forward_passes, tiny_llama, rows, tmp_path / str(number), arguments)
+        (counts,) = ranks.run(1, forward_passes, tiny_llama, kto_rows, tmp_path / str(number), arguments)
         return list(counts)
 
-    samples = kl_rows = 4 * 16  # into a second epoch: 48 examples once, and 16 of them again, with new KL examples
+    samples = kl_rows = 7 * 16  # into a second epoch: 96 examples once, and 16 of them again, with new KL examples
     later = 16  # KL rows of the second epoch
     assert passes(1) == [0, samples + kl_rows + kl_rows], "reference of both, policy of the KL rows"
-    assert passes(2, CACHED) == [48 + 48, later + kl_rows], "KL rows of an epoch when it begins"
+    assert passes(2, CACHED) == [96 + 96, later + kl_rows], "KL rows of an epoch when it begins"
     assert passes(3, CACHED, "model.optim.lr=1e-4", "model.kto.ref_policy_kl_penalty=0.5") == [0, kl_rows]
 
 

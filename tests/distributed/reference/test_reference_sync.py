@@ -59,7 +59,7 @@ def save_or_load(
 @pytest.mark.parametrize(
     ("settings", "layout", "ranks_of_layout"),
     [
-        pytest.param(None, Layout(tensor=2), 2, id="tp2"),
+        pytest.param(None, Layout(tensor=2), 2, id="tp2", marks=pytest.mark.full),
         pytest.param(None, Layout(pipeline=2), 2, id="pp2", marks=pytest.mark.full),
         pytest.param(ADAPTERS, Layout(tensor=2), 2, id="adapters and another base, tp2"),
     ],
