@@ -85,10 +85,8 @@ def test_a_run_equals_the_cpu(case: Case, place: Workplace, expected: Callable[[
     if OFFLOADED in case.overrides and not GPUS:
         pytest.skip("there is no GPU to offload")
     algorithm = "dpo" if case.expected == "dpo" else "kto"
-    shown, run = (
-        place.finish(place.command(case.name, *on(DEVICE), *case.overrides, algorithm=algorithm)),
-        place.folder / case.name,
-    )
+    shown = place.finish(place.command(case.name, *on(DEVICE), *case.overrides, algorithm=algorithm))
+    run = place.folder / case.name
     assert_close(run, expected(case.expected), tolerance=BF16 if case.in_bf16 else FP32, in_bf16=case.in_bf16)
     recorded = place.recorded(case.name)
     assert recorded["devices"] == ["cuda" if GPUS else "cpu"]

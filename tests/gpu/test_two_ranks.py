@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.jobs import EXPERTS, GPUS, Workplace, assert_close, on
-from tests.gpu.test_jobs import BF16, DEVICE, FP32, IN_BF16, PACKED, QUICK, REPEATING, Case, needs_two, repeats
+from tests.gpu.test_jobs import BF16, DEVICE, FP32, IN_BF16, PACKED, REPEATING, Case, needs_two, repeats
 
 
 @needs_two
@@ -45,7 +45,7 @@ ON_TWO_RANKS += [
         overrides=(*(LAYOUTS["tp2-sequence"] if case.overrides == EXPERTS else TENSOR), *case.overrides),
         expected=case.expected,
     )
-    for case in (*QUICK, *REPEATING)
+    for case in REPEATING
     if case.name in ("packed", "cached", "recompute", "lora", "dpo", "experts")
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -95,16 +96,12 @@ def on_a_rank_for_each(problems: list[Problem]) -> list[Any]:
 @pytest.fixture(scope="module")
 def answers(ranks: RankPool) -> Callable[[int], dict[Problem, Gathered]]:
     """Number of tensor-parallel ranks -> their results for each problem, from one job."""
-    known: dict[int, dict[Problem, Gathered]] = {}
 
+    @functools.cache
     def get(tensor_parallel: int) -> dict[Problem, Gathered]:
-        if tensor_parallel not in known:
-            of_ranks = ranks.run(tensor_parallel, on_a_rank_for_each, every_problem())
-            known[tensor_parallel] = {
-                arguments: gathered(list(results))
-                for arguments, results in zip(every_problem(), zip(*of_ranks, strict=True), strict=True)
-            }
-        return known[tensor_parallel]
+        of_ranks = ranks.run(tensor_parallel, on_a_rank_for_each, every_problem())
+        of_problems = zip(*of_ranks, strict=True)
+        return {given: gathered(list(results)) for given, results in zip(every_problem(), of_problems, strict=True)}
 
     return get
 
@@ -170,10 +167,18 @@ def test_a_soft_cap(ranks: RankPool, softcap: float) -> None:
         torch.testing.assert_close(found, true, rtol=1e-10, atol=1e-12)
 
 
-def test_a_soft_cap_must_be_positive() -> None:
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"chunk_size": 5, "softcap": 0.0}, Message("0.0", "positive")),
+        ({"chunk_size": 0}, Message("chunk_size", "1", "0")),
+    ],
+    ids=["softcap", "chunk_size"],
+)
+def test_refused_arguments(given: dict[str, Any], message: Message) -> None:
     hidden, weight, target, _ = problem(torch.float32)
-    with raises(ValueError, Message("0.0", "positive")):
-        vocab_parallel_logprobs(hidden, weight, target, vocab_size=VOCAB, group=None, chunk_size=5, softcap=0.0)
+    with raises(ValueError, message):
+        vocab_parallel_logprobs(hidden, weight, target, vocab_size=VOCAB, group=None, **given)
 
 
 def test_logits_far_from_zero() -> None:
@@ -216,12 +221,6 @@ def test_a_target_outside_the_vocabulary_is_refused(token: int) -> None:
     target[3] = token
     with raises(ValueError, Message("0", "vocab_size", "101", f"{token}")):
         check_targets(target, vocab_size=VOCAB)
-
-
-def test_the_chunk_size_must_be_positive() -> None:
-    hidden, weight, target, _ = problem(torch.float32)
-    with raises(ValueError, Message("chunk_size", "1", "0")):
-        vocab_parallel_logprobs(hidden, weight, target, vocab_size=VOCAB, group=None, chunk_size=0)
 
 
 class LargestTensor(TorchDispatchMode):

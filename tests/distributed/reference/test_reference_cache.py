@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 from nemo_kto.utils import locks
@@ -119,23 +118,17 @@ def on_other_weights(folder: Path) -> list[int]:
     from nemo_kto.utils import hashes
 
     state.init_distributed(layout=state.Layout(), seed=0)
-    smallest, hashes.MIN_KEPT_BYTES = hashes.MIN_KEPT_BYTES, 0  # hashes are cached, as those of large files are
-    try:
-        return rows_found(folder, make_model(folder / "model"))
-    finally:
-        hashes.MIN_KEPT_BYTES = smallest
-
-
-def rows_found(folder: Path, model: Path) -> list[int]:
-    found = [CacheUser(folder, model).fill(make_rows(5, 4)).reference.cache.size]
-    weights = model / "model.safetensors"
-    before = weights.stat()
-    for text in (b"weighty", b"weights"):
-        weights.write_bytes(text)
-        os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
-        assert weights.stat().st_size == before.st_size
-        found.append(CacheUser(folder, model).reference.cache.size)
-    return [*found, CacheUser(folder, model.rename(folder / "moved")).reference.cache.size]
+    model = make_model(folder / "model")
+    with mock.patch.object(hashes, "MIN_KEPT_BYTES", 0):  # hashes are cached, as those of large files are
+        found = [CacheUser(folder, model).fill(make_rows(5, 4)).reference.cache.size]
+        weights = model / "model.safetensors"
+        before = weights.stat()
+        for text in (b"weighty", b"weights"):
+            weights.write_bytes(text)
+            os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+            assert weights.stat().st_size == before.st_size
+            found.append(CacheUser(folder, model).reference.cache.size)
+        return [*found, CacheUser(folder, model.rename(folder / "moved")).reference.cache.size]
 
 
 def model_that_changes(folder: Path) -> list[str]:
@@ -251,18 +244,3 @@ def test_cache_keys_depend_on_labels_but_not_on_padding() -> None:
     wider.labels_BS[1, 0] = wider.tokens_BS[1, 0]
     same = (sequence_keys(rows) == sequence_keys(wider)).all(axis=1)
     assert same.tolist() == [True, False, True]
-
-
-@pytest.mark.parametrize("alpha", [1.0, 0.25])
-def test_a_reference_mixed_with_the_policy(alpha: float) -> None:
-    from nemo_kto.models.engine.reference import SwappedWeights
-
-    parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
-    swapped = SwappedWeights(parameters=[parameter])
-    parameter.data += 4.0
-    with swapped.active():
-        assert parameter.tolist() == [1.0, 2.0]
-    swapped.mix(alpha)
-    with swapped.active():
-        assert parameter.tolist() == [1.0 + 4 * alpha, 2.0 + 4 * alpha]
-    assert parameter.tolist() == [5.0, 6.0]

@@ -22,22 +22,15 @@ CACHED = "model.reference.mode=cached"
 
 
 class Job:
-    """Starts of one run with different overrides."""
+    """Starts of one run with different overrides and a common cache."""
 
-    def __init__(self, ranks: RankPool, model: Path, rows: Path, folder: Path, algorithm: str) -> None:
-        self.ranks = ranks
-        self.model = model
-        self.rows = rows
-        self.folder = folder
-        self.algorithm = algorithm
-        self.runs = 0
+    def __init__(self, jobs: JobCache, folder: Path, algorithm: str) -> None:
+        self.jobs, self.folder, self.algorithm, self.runs = jobs, folder, algorithm, 0
 
     def __call__(self, *overrides: str, world_size: int = 1, folder: Path | None = None) -> list[dict[str, float]]:
         self.runs += 1
-        out = folder or self.folder / str(self.runs)
-        arguments = [f"model.data.cache_dir={self.folder / 'cache'}", *overrides]
-        self.ranks.run(world_size, train, self.model, self.rows, out, world_size, arguments, self.algorithm)
-        return trajectory(out)
+        out, given = folder or self.folder / str(self.runs), [f"model.data.cache_dir={self.folder / 'cache'}", *overrides]
+        return trajectory(self.jobs.start(out, self.algorithm, overrides=given, world_size=world_size))
 
     def parts(self) -> list[Path]:
         """The files of reference log-probs."""
@@ -45,9 +38,8 @@ class Job:
 
 
 @pytest.fixture
-def job(ranks: RankPool, tiny_llama: Path, kto_rows: Path, dpo_rows: Path, tmp_path: Path) -> Callable[[str], Job]:
-    rows = {"kto": kto_rows, "dpo": dpo_rows}
-    return lambda algorithm: Job(ranks, tiny_llama, rows[algorithm], tmp_path, algorithm)
+def job(jobs: JobCache, tmp_path: Path) -> Callable[[str], Job]:
+    return lambda algorithm: Job(jobs, tmp_path, algorithm)
 
 
 @pytest.mark.parametrize(
@@ -171,10 +163,10 @@ def test_the_first_epoch_is_evaluated_once_before_the_optimizer_exists(
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["swap", "cached"])
-def test_another_model_as_the_reference(mode: str, job: Callable[[str], Job], tmp_path: Path) -> None:
+def test_another_model_as_the_reference(mode: str, job: Callable[[str], Job], tiny_llama: Path, tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other", "llama", seed=3)
     run, short = job("dpo"), "trainer.dpo.max_steps=3"
-    same = run(short, f"model.reference.mode={mode}", f"model.reference.restore_from_path={run.model}")
+    same = run(short, f"model.reference.mode={mode}", f"model.reference.restore_from_path={tiny_llama}")
     assert_same(same, run(short), steps=3)
     steps = run(short, f"model.reference.mode={mode}", f"model.reference.restore_from_path={other}")
     assert abs(steps[0]["train/rewards_all_mean"]) > 0.1

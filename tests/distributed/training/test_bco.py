@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from tests.distributed.checkpoint.test_checkpoint import losses
-from tests.helpers.rank_pool import RankPool
+from tests.helpers.job_cache import JobCache
 from tests.helpers.training_jobs import assert_same, train, trajectory
 
 BCO = ["model.kto.preference_loss=bco", "trainer.kto.max_steps=4"]
@@ -29,12 +30,10 @@ def saved_rewards(folder: Path, step: int) -> dict[str, float]:
 @pytest.mark.parametrize(
     "layout", [[], pytest.param(["model.tensor_model_parallel_size=2"], marks=pytest.mark.full)], ids=["same", "tp2"]
 )
-def test_delta_is_the_mean_of_all_rewards_and_is_resumed(
-    layout: list[str], ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
-) -> None:
+def test_delta_is_the_mean_of_all_rewards_and_is_resumed(layout: list[str], jobs: JobCache, tmp_path: Path) -> None:
     """Each step's rewards are of the weights before it, so that the passes before the step and in it see the same ones."""
-    whole, validated = tmp_path / "whole", ["trainer.kto.val_check_interval=2"]
-    ranks.run(2, train, tiny_llama, kto_rows, whole, 2, [*BCO, *validated])
+    given = [*BCO, "trainer.kto.val_check_interval=2"]
+    whole = jobs(overrides=given, world_size=2)
     steps = trajectory(whole)
     means = [step["train/rewards_all_mean"] for step in steps]  # of 16 rows each
     for number, step in enumerate(steps, start=1):
@@ -50,7 +49,7 @@ def test_delta_is_the_mean_of_all_rewards_and_is_resumed(
     resumed = tmp_path / "resumed"
     shutil.copytree(whole / "checkpoints/step_000002", resumed / "checkpoints/step_000002")
     shutil.copy(whole / "metrics.jsonl", resumed)
-    ranks.run(2, train, tiny_llama, kto_rows, resumed, 2, [*BCO, *validated, *layout])
+    jobs.start(resumed, overrides=[*given, *layout], world_size=2)
     assert (resumed / "checkpoints/step_000004").is_dir(), "the copied log has all lines without any training"
     if layout:
         assert losses(resumed)[2:] != losses(whole)[2:], "recomputed with other rounding"
@@ -81,12 +80,9 @@ def with_unknown_references(steps: set[int], *arguments: Any) -> None:
         train(*arguments)
 
 
-def test_rewards_of_a_skipped_step_are_not_in_the_mean(
-    ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
-) -> None:
-    ranks.run(
-        1, with_unknown_references, {2, 3}, tiny_llama, kto_rows, tmp_path, 1, [*BCO, "trainer.kto.limit_val_batches=0"]
-    )
+def test_rewards_of_a_skipped_step_are_not_in_the_mean(jobs: JobCache, tmp_path: Path) -> None:
+    run = functools.partial(with_unknown_references, {2, 3})
+    jobs.start(tmp_path, overrides=[*BCO, "trainer.kto.limit_val_batches=0"], run=run)
     rows = losses(tmp_path)
     assert [row["train/skipped_steps"] for row in rows] == [0, 1, 2, 2]
     assert [row["train/delta"] is None for row in rows] == [False, True, True, False]

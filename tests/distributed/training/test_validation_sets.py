@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from nemo_kto.artifacts.checkpoint_files import find_checkpoints
+from tests.helpers.job_cache import JobCache
 from tests.helpers.messages import assert_names
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import make_pairs, make_rows, write_rows
@@ -40,12 +41,11 @@ def prefix(files: dict[str, Path], validation: str) -> str:
 
 
 def both(files: dict[str, Path]) -> str:
-    return prefix(files, f"{{helpful: {files['helpful']}, harmless: {files['harmless']}}}")
+    return f"{{helpful: {files['helpful']}, harmless: {files['harmless']}}}"
 
 
 def validations(
-    ranks: RankPool,
-    model: Path,
+    jobs: JobCache,
     files: dict[str, Path],
     folder: Path,
     algorithm: str,
@@ -54,22 +54,22 @@ def validations(
     job: Callable[..., None] = train,
 ) -> list[dict[str, float]]:
     """The metrics of each validation of a job."""
-    given = [*(text.format(algorithm) for text in STEPS), *SETTINGS, *overrides]
-    ranks.run(size, job, model, files["train"], folder, size, given, algorithm)
+    given = [*(text.format(algorithm) for text in STEPS), *SETTINGS, prefix(files, both(files)), *overrides]
+    jobs.start(folder, algorithm, overrides=given, world_size=size, run=job)
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = [{name: value for name, value in line.items() if name.startswith("val/")} for line in logged]
     return [values for values in found if values]
 
 
 @pytest.mark.parametrize("algorithm", ["kto", pytest.param("dpo", marks=pytest.mark.full)])
-def test_the_metrics_are_those_of_separate_runs(algorithm: str, ranks: RankPool, tiny_llama: Path, tmp_path: Path) -> None:
+def test_the_metrics_are_those_of_separate_runs(algorithm: str, jobs: JobCache, tmp_path: Path) -> None:
     files = files_of(tmp_path, algorithm)
     once = f"trainer.{algorithm}.max_steps=1"
-    (found,) = validations(ranks, tiny_llama, files, tmp_path / "both", algorithm, both(files), once)
+    (found,) = validations(jobs, files, tmp_path / "both", algorithm, once)
     expected: dict[str, float] = {}
     for name in ("helpful", "harmless"):
         only = prefix(files, str(files[name]))
-        (alone,) = validations(ranks, tiny_llama, files, tmp_path / name, algorithm, only, once)
+        (alone,) = validations(jobs, files, tmp_path / name, algorithm, only, once)
         expected |= {key.replace("val/", f"val/{name}_"): value for key, value in alone.items()}
     assert found == expected
     assert [found[f"val/{name}_rows"] for name in ("helpful", "harmless")] == [22, 37]
@@ -88,15 +88,13 @@ def train_with_forked_workers(*arguments: Any) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("algorithm", "size"), [("kto", 2), ("dpo", 1)])
-def test_loader_workers_change_no_number(
-    algorithm: str, size: int, ranks: RankPool, tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_loader_workers_change_no_number(algorithm: str, size: int, jobs: JobCache, tmp_path: Path) -> None:
     """Each set has separate worker processes, kept from one validation to the next."""
     files = files_of(tmp_path, algorithm)
-    alone = validations(ranks, tiny_llama, files, tmp_path / "alone", algorithm, both(files), size=size)
+    alone = validations(jobs, files, tmp_path / "alone", algorithm, size=size)
     assert len(alone) == 2
-    given, job = [both(files), WORKERS], train_with_forked_workers
-    assert validations(ranks, tiny_llama, files, tmp_path / "workers", algorithm, *given, size=size, job=job) == alone
+    job = train_with_forked_workers
+    assert validations(jobs, files, tmp_path / "workers", algorithm, WORKERS, size=size, job=job) == alone
 
 
 def resumed(model: Path, rows: Path, folder: Path, overrides: list[str]) -> str:
