@@ -66,7 +66,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
     ),
     "a model of images": (
         config(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3", vision_config={}),
-        Message("gemma3", "save_pretrained"),
+        Message("gemma3", "choose", "text model"),
     ),
     "architectures are lists": (config(architectures=[["x"]]), Message("list", "strings", "[['x']]")),
     "model_type of another": (

@@ -153,9 +153,9 @@ def test_mistakes_are_raised_together(tmp_path: Path) -> None:
     good: dict[str, Any] = {"model": model, "data": rows, "hardware": "cpu"}
     assert lines_of("ppo", **good) == [Message("algorithm", "kto", "dpo", "'ppo'")]
     assert lines_of("kto", **good, devices=1, **{"trainer.devices": 2}) == [Message("trainer.devices", "once")]
-    assert lines_of("kto", **good, lr=1e-6, loss="ktoo", **{"model.optim.lr": "fast", "model.seed": -1})[1:] == [
+    assert lines_of("kto", **good, learning_rate=1e-6, loss="ktoo", **{"model.optim.lr": "fast", "model.seed": -1})[1:] == [
         Message("model.kto.preference_loss", "kto", "bco", "ktoo"),
-        Message("lr", "model.optim.lr"),
+        Message("learning_rate", "model.optim.lr"),
         Message("model.optim.lr", "fast"),
         Message("model.seed", "0", "-1"),
     ]

@@ -70,7 +70,7 @@ NAMES = "kto, apo_zero_unpaired or bco"
         ),
         (
             "nemo_kto.losses.kto.NONE",
-            Message("kto", "apo_zero_unpaired", "nemo_kto.losses.kto.NONE", "AttributeError", "nemo_kto.losses.kto", "NONE"),
+            Message("kto", "apo_zero_unpaired", "nemo_kto.losses.kto.NONE", "nemo_kto.losses.kto has", "bco_losses"),
         ),
         (
             "nemo_kto.losses.kto.kto_losses",
