@@ -13,16 +13,16 @@ from nemo_kto.cli.job import Job, refuse_mistakes
 from nemo_kto.config import compose
 from nemo_kto.config.check import read_positions
 from nemo_kto.config.mistakes import find_mistakes
-from nemo_kto.config.option_files import read_options
+from nemo_kto.config.option_files import ALGORITHM, read_options
 from nemo_kto.config.schema import config_type
 from nemo_kto.config.translation import Translation, table, translate
 from nemo_kto.utils.field_errors import names
 from nemo_kto.utils.text import shell_comment
 
 _DESCRIPTION = """\
-Print the command of this program for a configuration of TRL, ms-swift, LLaMA-Factory or axolotl: a YAML or JSON file, or a
-shell script with its command line. The command also sets the defaults of the other trainer. Options without a counterpart
-are listed with the reason, as comments.
+Print the command of this program for a configuration of TRL, ms-swift, LLaMA-Factory or axolotl: a YAML or JSON file, a
+shell script with its command line, or a Python program that uses TRL, which is not run. The command also sets the defaults
+of the other trainer. Options without a counterpart are listed with the reason, as comments.
 """
 
 
@@ -30,7 +30,8 @@ def main(argv: Sequence[str]) -> None:
     """Run the command; raise UserError if the file cannot be translated."""
     flags = _parser().parse_args(list(argv))
     options, folder = read_options(flags.file), flags.file.parent
-    recipe = None if flags.algorithm is None else RECIPES[flags.algorithm]
+    algorithm = options.pop(ALGORITHM, None) if flags.file.suffix == ".py" else None
+    recipe = RECIPES.get(str(flags.algorithm or algorithm))
     if flags.ranks is not None:
         options["nproc_per_node"] = flags.ranks
     found = translate(options, trainer=flags.trainer, recipe=recipe, folder=folder)
@@ -69,7 +70,7 @@ def refuse_options(job: Job, others: Sequence[str], words: Sequence[str]) -> NoR
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nemo-kto translate", description=_DESCRIPTION)
-    parser.add_argument("file", metavar="FILE", type=Path, help="YAML or JSON file, or shell script")
+    parser.add_argument("file", metavar="FILE", type=Path, help="YAML or JSON file, shell script, or Python program")
     parser.add_argument("--trainer", choices=list(table()["trainers"]), help="trainer of the file; found by its options")
     parser.add_argument("--algorithm", choices=list(RECIPES), help="algorithm, if the options do not name it")
     parser.add_argument("--ranks", type=integer_from(1), metavar="N", help="GPUs of the other trainer's run (1)")

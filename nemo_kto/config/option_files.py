@@ -1,7 +1,8 @@
-"""Files of other trainers with their options: YAML, JSON, and shell scripts with a command line."""
+"""Files of other trainers with their options: YAML, JSON, shell scripts with a command line, and programs with TRL."""
 
 from __future__ import annotations
 
+import ast
 import itertools
 import re
 import shlex
@@ -16,6 +17,18 @@ from nemo_kto.utils.files import load_yaml, read_bytes
 _QUOTIENT = re.compile(r"\$\((?:expr|\() *(\d+) */ *(\d+) *\)\)?")
 _RANKS = ("nproc_per_node", "num_processes")  # of torchrun, ms-swift and accelerate
 _MAX_BYTES = 2**20
+ALGORITHM = "algorithm"  # option of a program that uses TRL: the algorithm of its configuration
+_CONFIGS = {"KTOConfig": "kto", "DPOConfig": "dpo"}
+# Arguments of peft's LoraConfig: TRL's option, and peft's default.
+_LORA: dict[str, tuple[str, float | None]] = {
+    "r": ("lora_r", 8),
+    "lora_alpha": ("lora_alpha", 8),
+    "lora_dropout": ("lora_dropout", 0.0),
+    "target_modules": ("lora_target_modules", None),
+    "use_rslora": ("use_rslora", None),
+    "use_dora": ("use_dora", None),
+}
+_FILE_LOADERS = ("json", "csv", "parquet", "arrow", "text")  # of load_dataset, with data_files
 
 
 def read_options(file: Path) -> dict[str, Any]:
@@ -24,6 +37,8 @@ def read_options(file: Path) -> dict[str, Any]:
         text = read_bytes(file, limit=_MAX_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"FILE must be a text file that can be read, got {file}: {error}") from error
+    if file.suffix == ".py":
+        return _program_options(text, file)
     is_script = file.suffix not in (".yaml", ".yml", ".json")
     content: Any = dict(_script_options(text)) if is_script else None
     try:
@@ -35,6 +50,68 @@ def read_options(file: Path) -> dict[str, Any]:
         raise UserError(f"FILE must have options KEY: VALUE, or a command line with --KEY VALUE, got none in {file}")
     ranks = next((content.pop(name) for name in _RANKS if name in content), None)
     return {str(name): value for name, value in content.items()} | ({} if ranks is None else {"nproc_per_node": ranks})
+
+
+def _program_options(text: str, file: Path) -> dict[str, Any]:
+    """Return the options of a Python program that uses TRL, from the calls in it; the program is not run.
+
+    Read are KTOConfig or DPOConfig, LoraConfig, and the names in from_pretrained and load_dataset. Values must be literals,
+    or names of literals.
+    """
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UserError(f"FILE must be a Python program, got {file}: {error}") from error
+    values: dict[str, ast.expr] = {}
+    calls: dict[str, ast.Call] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            values[node.targets[0].id] = node.value
+        if isinstance(node, ast.Call):
+            calls.setdefault(_called(node.func), node)
+    config = next((name for name in _CONFIGS if name in calls), None)
+    if config is None:
+        raise UserError(f"FILE must call {' or '.join(_CONFIGS)} if it is a Python program, got no such call in {file}")
+    given = {**_keywords(calls[config]), **_data_of(calls.get("load_dataset"))}
+    if lora := calls.get("LoraConfig"):
+        arguments = _keywords(lora)
+        options = {name: arguments.get(theirs, ast.Constant(default)) for theirs, (name, default) in _LORA.items()}
+        given |= {"use_peft": ast.Constant(True), **options}
+    models = [call for name, call in calls.items() if name.startswith("AutoModel") and call.args]
+    given |= {"model_name_or_path": models[0].args[0]} if models else {}
+    wrong, found = [], dict[str, Any]()
+    for name, value in given.items():
+        try:
+            found[name] = ast.literal_eval(values.get(value.id, value) if isinstance(value, ast.Name) else value)
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            wrong.append(f"{name}={ast.unparse(value)[:60]} (line {value.lineno})")
+    if wrong:
+        raise UserError(f"FILE must have literal values, got {', '.join(wrong)}; write these values into a copy of {file}")
+    return {ALGORITHM: _CONFIGS[config], **{name: value for name, value in found.items() if value is not None}}
+
+
+def _called(function: ast.expr) -> str:
+    """Return the name of a called function, or of the class whose from_pretrained is called."""
+    if isinstance(function, ast.Attribute):
+        return _called(function.value) if function.attr == "from_pretrained" else function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def _keywords(call: ast.Call) -> dict[str, ast.expr]:
+    """Return the keyword arguments of a call; ** is an argument without a literal value."""
+    return {keyword.arg or "**": keyword.value for keyword in call.keywords}
+
+
+def _data_of(call: ast.Call | None) -> dict[str, ast.expr]:
+    """Return TRL's options for the data that load_dataset loads."""
+    if call is None or not call.args:
+        return {}
+    keywords, (name, *others) = _keywords(call), call.args
+    if isinstance(name, ast.Constant) and name.value in _FILE_LOADERS and "data_files" in keywords:
+        return {"dataset_name": keywords["data_files"]}
+    options = {"dataset_name": name, "dataset_train_split": keywords.get("split")}
+    options["dataset_config"] = keywords.get("name", next(iter(others), None))
+    return {option: value for option, value in options.items() if value is not None}
 
 
 def _script_options(text: str) -> Iterator[tuple[str, object]]:

@@ -21,7 +21,7 @@ from nemo_kto.config.translation import table, translate
 from nemo_kto.errors import UserError
 from nemo_kto.utils.field_errors import names
 from nemo_kto.utils.text import shell_word
-from tests.helpers.messages import Message
+from tests.helpers.messages import Message, raises
 
 TUNING, SCHEDULE = "model.peft.lora_tuning", "model.optim.sched"
 
@@ -295,3 +295,44 @@ def test_a_shell_reads_a_printed_word_as_it_was(text: str) -> None:
     assert shell_word(text).isprintable()
     script = f"export LC_ALL=C.UTF-8\nprintf %s {shell_word(text)}"
     assert subprocess.run(["bash", "-c", script], capture_output=True, check=True).stdout.decode() == text
+
+
+PROGRAM = """
+from trl import KTOConfig as Config, KTOConfig, KTOTrainer
+MODEL = "org/model"
+raise SystemExit("it must not run")
+model = transformers.AutoModelForCausalLM.from_pretrained(MODEL)
+rows = datasets.load_dataset("json", data_files="rows.jsonl")
+arguments = KTOConfig("out", learning_rate=5e-6, desirable_weight=1.5, output_dir="out")
+trainer = KTOTrainer(model=model, args=arguments, peft_config=LoraConfig(r=32, target_modules=["q_proj", "v_proj"]))
+"""
+
+
+def test_a_program_that_uses_trl_is_read_and_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command is the one of the same options in a YAML file; peft's defaults are those of LoraConfig."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    options: dict[str, Any] = {"learning_rate": 5e-6, "desirable_weight": 1.5, "output_dir": "out"}
+    options |= {"model_name_or_path": "org/model", "dataset_name": "rows.jsonl", "use_peft": True, "lora_r": 32}
+    options |= {"lora_alpha": 8, "lora_dropout": 0.0, "lora_target_modules": ["q_proj", "v_proj"]}
+    (tmp_path / "train.json").write_text(json.dumps(options))
+    said = []
+    for arguments in (["train.py"], ["train.json", "--trainer", "trl", "--algorithm", "kto"]):
+        command.main([str(tmp_path / arguments[0]), *arguments[1:]])
+        said.append(capsys.readouterr().out.partition("\n")[2])
+    assert said[0] == said[1]
+    assert "model.peft.lora_tuning.alpha=8.0" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("KTOConfig(learning_rate=2 * lr, beta=0.1)", ["learning_rate=2 * lr", "line 1", "literal"]),
+        ("DPOConfig(**settings)", ["**=settings", "literal"]),
+        ("SFTConfig(learning_rate=1e-5)", ["KTOConfig", "DPOConfig", "train.py"]),
+        ("KTOConfig(", ["Python program", "train.py"]),
+    ],
+)
+def test_programs_that_cannot_be_read(program: str, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(program)
+    with raises(UserError, *words):
+        command.main([str(tmp_path / "train.py")])
