@@ -167,7 +167,8 @@ def test_same_trajectory(name: str, layout: str, steps: int, jobs: JobCache) -> 
             [{name: value for name, value in first.items() if name != "train/acc"}, *rest]
             for first, *rest in (ours, expected)
         )
-    assert_same(ours, expected, steps=steps)
+    # DoRA scales each row by magnitude / norm, which is 1 at the first step only up to rounding
+    assert_same(ours, expected, steps=steps, first=5e-5 if name == "dora" else 1e-5)
     assert any(key.endswith("_auc") for step in ours for key in step) == (RUNS[name][0] == "kto")
     assert counted_rewards(folder) == counted_rewards(one_rank) > 0
     assert flops(folder, ranks_of(layout)) == pytest.approx(flops(one_rank, 1), rel=1e-9)
