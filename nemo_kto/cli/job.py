@@ -129,7 +129,7 @@ class Job:
         ranks.raise_open_files()
         stop_signals, requeues = run.cfg.trainer.stop_signals, run.cfg.trainer.requeue
         try:
-            signals.listen(stop_signals, ends_at_second_interrupt=not ranks.has_launcher())
+            signals.listen(stop_signals, has_launcher=ranks.has_launcher())
             # Imported objects are never freed. Collecting garbage during the imports would scan millions of them: 0.6 s.
             gc.disable()
             check_transformer_engine()

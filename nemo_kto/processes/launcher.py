@@ -202,6 +202,8 @@ def _forwarded(stop_signals: Sequence[str], started: Sequence[_Rank]) -> Iterato
     def act(number: int, frame: FrameType | None) -> None:
         if number not in stopping or (number == signal.SIGINT and number in arrived):
             raise _Ended(number)
+        if not arrived:
+            signals.confirm(number)
         arrived.add(number)
         _send(number, started)
 

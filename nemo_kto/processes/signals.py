@@ -32,7 +32,7 @@ class _Listener:
     first: int = 0  # number of the first signal
     deferred: bool = False
     raised: Stopped | None = None
-    ends_at_second_interrupt: bool = True
+    has_launcher: bool = False
 
 
 _listener = _Listener()
@@ -42,15 +42,15 @@ def numbers(names: Sequence[str]) -> list[signal.Signals]:
     return [signal.Signals[name] for name in names]
 
 
-def listen(names: Sequence[str], *, ends_at_second_interrupt: bool) -> None:
+def listen(names: Sequence[str], *, has_launcher: bool) -> None:
     """Make the named signals, also those that arrived while blocked, stop the run; no effect outside the main thread.
 
-    With ``ends_at_second_interrupt``, a second SIGINT raises KeyboardInterrupt at once.
+    Without a launcher, rank 0 confirms the signal, and a second SIGINT raises KeyboardInterrupt at once.
     """
     global _listener
     if threading.current_thread() is not threading.main_thread():
         return
-    _listener = _Listener(process=os.getpid(), ends_at_second_interrupt=ends_at_second_interrupt)
+    _listener = _Listener(process=os.getpid(), has_launcher=has_launcher)
     for number in numbers(names):
         signal.signal(number, _note)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers(NAMES))
@@ -83,6 +83,13 @@ def deferred() -> Iterator[None]:
         _listener.deferred = before
 
 
+def confirm(number: int) -> None:
+    """Print that a stop signal was received; for signal handlers, which may interrupt a print in the middle of a line."""
+    text = f"nemo-kto: {signal.Signals(number).name} received; the run stops after this step, and saves its state\n"
+    with contextlib.suppress(OSError):  # the terminal may be closed
+        os.write(2, text.encode())
+
+
 def received() -> int:
     """Return the number of the first signal that has arrived; 0 if none has."""
     return _listener.first
@@ -99,12 +106,12 @@ def _note(number: int, frame: FrameType | None) -> None:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         return
-    if number == signal.SIGINT and _listener.first == signal.SIGINT and _listener.ends_at_second_interrupt:
+    if number == signal.SIGINT and _listener.first == signal.SIGINT and not _listener.has_launcher:
         raise KeyboardInterrupt
-    if not _listener.first and _listener.deferred and os.environ.get("RANK", "0") == "0":
-        text = f"nemo-kto: {signal.Signals(number).name} received; the run stops after this step, and saves its state\n"
-        with contextlib.suppress(OSError):  # the terminal may be closed
-            os.write(2, text.encode())  # print may be interrupted in the middle of a line by this handler
+    # a launcher has confirmed the signal, or sends one itself to ranks that it no longer needs
+    confirms = not _listener.has_launcher and os.environ.get("RANK", "0") == "0"
+    if confirms and _listener.deferred and not _listener.first:
+        confirm(number)
     _listener.first = _listener.first or number
     if not _listener.deferred and _listener.raised is None:
         _listener.raised = Stopped(f"stopped by {signal.Signals(number).name} {_NOTHING_SAVED}")

@@ -96,7 +96,7 @@ ROWS: dict[str, tuple[bytes, Message | str]] = {
     "an image": (row(image="x.png"), Message("image")),
     # labels
     "a label that is a half": (label("0.5"), Message("label", "true", "false", "0.5")),
-    "a label that is no number": (label("NaN"), Message("label", "true", "false", "nan")),
+    "a label that is no number": (label("NaN"), Message("1 row without a label", "model.data.drop")),
     "a label of 100000 characters": (label(f'"{"x" * 100_000}"'), Message("label", "true", "false", "...")),
     "a preference that contradicts": (row(label=False), Message("preference")),
     # tools and variables of the template

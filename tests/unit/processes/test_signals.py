@@ -22,7 +22,7 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The handlers as they were afterwards."""
     monkeypatch.setattr(signals, "_listener", None)
     before = {number: signal.getsignal(number) for number in signals.numbers(signals.NAMES)}
-    signals.listen(LISTENED, ends_at_second_interrupt=True)
+    signals.listen(LISTENED, has_launcher=False)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -65,11 +65,11 @@ def test_a_second_interrupt_ends_the_process() -> None:
     with signals.deferred():
         send("SIGTERM")
         send("SIGINT")
-        signals.listen(LISTENED, ends_at_second_interrupt=False)
+        signals.listen(LISTENED, has_launcher=True)
         with signals.deferred():
             send("SIGINT")
             send("SIGINT")
-        signals.listen(LISTENED, ends_at_second_interrupt=True)
+        signals.listen(LISTENED, has_launcher=False)
         with signals.deferred():
             send("SIGINT")
             with pytest.raises(KeyboardInterrupt):
@@ -77,11 +77,11 @@ def test_a_second_interrupt_ends_the_process() -> None:
 
 
 def test_blocked_signals_arrive_when_handlers_are_installed() -> None:
-    signals.listen([], ends_at_second_interrupt=True)
+    signals.listen([], has_launcher=False)
     with signals.blocked():
         signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
         with signals.deferred(), pytest.raises(signals.Stopped):
-            signals.listen(LISTENED, ends_at_second_interrupt=True)  # replaces the earlier handlers
+            signals.listen(LISTENED, has_launcher=False)  # replaces the earlier handlers
     assert signals.received() == signal.SIGUSR1
 
 
