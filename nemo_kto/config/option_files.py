@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.errors import UserError
 from nemo_kto.utils.files import load_yaml, read_bytes
 
@@ -18,7 +19,7 @@ _QUOTIENT = re.compile(r"\$\((?:expr|\() *(\d+) */ *(\d+) *\)\)?")
 _RANKS = ("nproc_per_node", "num_processes")  # of torchrun, ms-swift and accelerate
 _MAX_BYTES = 2**20
 ALGORITHM = "algorithm"  # option of a program that uses TRL: the algorithm of its configuration
-_CONFIGS = {"KTOConfig": "kto", "DPOConfig": "dpo"}
+_CONFIGS = {f"{name.upper()}Config": name for name in RECIPES}  # TRL's class -> algorithm
 # Arguments of peft's LoraConfig: TRL's option, and peft's default.
 _LORA: dict[str, tuple[str, float | None]] = {
     "r": ("lora_r", 8),
@@ -55,7 +56,7 @@ def read_options(file: Path) -> dict[str, Any]:
 def _program_options(text: str, file: Path) -> dict[str, Any]:
     """Return the options of a Python program that uses TRL, from the calls in it; the program is not run.
 
-    Read are KTOConfig or DPOConfig, LoraConfig, and the names in from_pretrained and load_dataset. Values must be literals,
+    Read are the configuration of the algorithm, LoraConfig, and the names in from_pretrained and load_dataset. Values must be literals,
     or names of literals.
     """
     try:
