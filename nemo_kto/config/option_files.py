@@ -56,8 +56,8 @@ def read_options(file: Path) -> dict[str, Any]:
 def _program_options(text: str, file: Path) -> dict[str, Any]:
     """Return the options of a Python program that uses TRL, from the calls in it; the program is not run.
 
-    Read are the configuration of the algorithm, LoraConfig, and the names in from_pretrained and load_dataset. Values must be literals,
-    or names of literals.
+    The configuration of the algorithm, LoraConfig, and the names in from_pretrained and load_dataset are read. Values must
+    be literals, or names of literals.
     """
     try:
         tree = ast.parse(text)

@@ -41,7 +41,9 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
 
 
 def texts(tokenizer: PreTrainedTokenizerBase, record: KTORecord) -> tuple[str, str]:
-    (example,) = RecordEncoder(tokenizer=tokenizer).encode([record])
+    encoder = RecordEncoder(tokenizer=tokenizer)
+    encoder.stop_ids(trial=False)  # the trial of a template starts an interpreter
+    (example,) = encoder.encode([record])
     assert isinstance(example, EncodedExample), example
     return str(tokenizer.decode(example.prompt_ids)), str(tokenizer.decode(example.response_ids))
 
