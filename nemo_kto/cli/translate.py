@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
     flags = _parser().parse_args(list(argv))
     options, folder = read_options(flags.file), flags.file.parent
     algorithm = options.pop(ALGORITHM, None) if flags.file.suffix == ".py" else None
-    recipe = RECIPES.get(str(flags.algorithm or algorithm))
+    recipe = RECIPES.get(flags.algorithm or algorithm or "")
     if flags.ranks is not None:
         options["nproc_per_node"] = flags.ranks
     found = translate(options, trainer=flags.trainer, recipe=recipe, folder=folder)

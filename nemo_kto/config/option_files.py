@@ -6,7 +6,8 @@ import ast
 import itertools
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,38 +58,61 @@ def _program_options(text: str, file: Path) -> dict[str, Any]:
     """Return the options of a Python program that uses TRL, from the calls in it; the program is not run.
 
     The configuration of the algorithm, LoraConfig, and the names in from_pretrained and load_dataset are read. Values must
-    be literals, or names of literals.
+    be literals, or names that are assigned a literal once.
     """
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"FILE must be a Python program, got {file}: {error}") from error
-    values: dict[str, ast.expr] = {}
-    calls: dict[str, ast.Call] = {}
+    calls: dict[str, list[ast.Call]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            calls.setdefault(_called(node.func), []).append(node)
+    configs = [name for name in _CONFIGS if name in calls]
+    if len(configs) != 1:
+        got = " and ".join(configs) or "no such call"
+        raise UserError(f"FILE must call one of {', '.join(_CONFIGS)} if it is a Python program, got {got} in {file}")
+    model = next((name for name in calls if name.startswith("AutoModel")), "")
+    read = {name: calls[name] for name in (*configs, "LoraConfig", "load_dataset", model) if name in calls}
+    for name, found in read.items():
+        if len({ast.dump(call) for call in found}) > 1:
+            raise UserError(f"FILE must call {name} with one set of arguments, got several in {file}; leave the others out")
+    config, lora, data, of_model = (read.get(name, [None])[0] for name in (configs[0], "LoraConfig", "load_dataset", model))
+    assert config is not None
+    given = {f"argument {number}": value for number, value in enumerate(config.args)} | _keywords(config) | _data_of(data)
+    if config.args:
+        given["output_dir"] = given.pop("argument 0")
+    if lora is not None:
+        arguments = _keywords(lora) | ({"**": lora.args[0]} if lora.args else {})
+        given |= {name: arguments.pop(theirs, ast.Constant(default)) for theirs, (name, default) in _LORA.items()}
+        given |= {"use_peft": ast.Constant(True)} | {name: value for name, value in arguments.items() if name == "**"}
+    if of_model is not None and of_model.args:
+        given["model_name_or_path"] = of_model.args[0]
+    return {ALGORITHM: _CONFIGS[configs[0]], **_literals(given, tree, file)}
+
+
+def _literals(given: Mapping[str, ast.expr], tree: ast.Module, file: Path) -> dict[str, Any]:
+    """Return the values of literals, and of names that the program assigns a literal once; UserError lists all others."""
+    values, assigned = dict[str, ast.expr](), Counter[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             values[node.targets[0].id] = node.value
-        if isinstance(node, ast.Call):
-            calls.setdefault(_called(node.func), node)
-    config = next((name for name in _CONFIGS if name in calls), None)
-    if config is None:
-        raise UserError(f"FILE must call {' or '.join(_CONFIGS)} if it is a Python program, got no such call in {file}")
-    given = {**_keywords(calls[config]), **_data_of(calls.get("load_dataset"))}
-    if lora := calls.get("LoraConfig"):
-        arguments = _keywords(lora)
-        options = {name: arguments.get(theirs, ast.Constant(default)) for theirs, (name, default) in _LORA.items()}
-        given |= {"use_peft": ast.Constant(True), **options}
-    models = [call for name, call in calls.items() if name.startswith("AutoModel") and call.args]
-    given |= {"model_name_or_path": models[0].args[0]} if models else {}
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            assigned[node.id] += 1
+        elif isinstance(node, ast.arg):
+            assigned[node.arg] += 1
     wrong, found = [], dict[str, Any]()
     for name, value in given.items():
+        variable = value.id if isinstance(value, ast.Name) else ""
         try:
-            found[name] = ast.literal_eval(values.get(value.id, value) if isinstance(value, ast.Name) else value)
+            if name == "**":
+                raise ValueError("arguments without names")
+            found[name] = ast.literal_eval(values.get(variable, value) if assigned[variable] == 1 else value)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             wrong.append(f"{name}={ast.unparse(value)[:60]} (line {value.lineno})")
     if wrong:
         raise UserError(f"FILE must have literal values, got {', '.join(wrong)}; write these values into a copy of {file}")
-    return {ALGORITHM: _CONFIGS[config], **{name: value for name, value in found.items() if value is not None}}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _called(function: ast.expr) -> str:

@@ -74,7 +74,8 @@ def owner_file(file: Path) -> Path:
 def last_holder(file: Path) -> tuple[Owner, bool] | None:
     """Return the holder that has not released the lock ``file``, and whether it is alive; None if there is none.
 
-    On this machine it is alive if its process exists, elsewhere if it has had a heartbeat within GONE_SECONDS.
+    On this machine it is alive if the kernel still holds the lock, which does not depend on the container of either
+    process; elsewhere, and where that cannot be asked, if it has had a heartbeat within GONE_SECONDS.
     """
     text, beat = _read(owner_file(file))
     try:
@@ -82,9 +83,16 @@ def last_holder(file: Path) -> tuple[Owner, bool] | None:
         str(owner)
     except (ValueError, TypeError, RecursionError, OverflowError, OSError):  # absent, or damaged
         return None
-    if owner.machine == _machine():
-        return owner, Path(f"/proc/{owner.pid}").exists()
-    return owner, time.time() - beat / 1e9 < GONE_SECONDS
+    taken: bool | None = None
+    # closing the file would release a lock that this process holds itself
+    if owner.machine == _machine() and owner.pid != os.getpid():
+        with contextlib.suppress(OSError):
+            handle = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                taken = _lock(handle)
+            finally:
+                os.close(handle)
+    return owner, time.time() - beat / 1e9 < GONE_SECONDS if taken is None else not taken
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import train
@@ -30,21 +31,13 @@ class JobCache:
         self._ranks, self._folder = ranks, folder
         self._models, self._rows = models, rows  # family -> Hugging Face folder; algorithm -> rows
 
-    def __call__(
-        self,
-        algorithm: str = "kto",
-        *,
-        overrides: Sequence[str] = (),
-        world_size: int = 1,
-        family: str = "llama",
-        run: Callable[..., None] = train,
-    ) -> Path:
-        """Return the folder of the finished run; ``run`` is ``train`` or another function with its arguments."""
-        key = json.dumps([algorithm, list(overrides), world_size, family, run.__name__])
+    def __call__(self, algorithm: str = "kto", *, run: Callable[..., None] = train, **options: Any) -> Path:
+        """Return the folder of the finished run; ``options`` are those of :meth:`start`."""
+        key = json.dumps([algorithm, run.__name__, sorted(options.items())])
         job = self._folder / hashlib.sha256(key.encode()).hexdigest()[:16]
         with _locked(job.with_suffix(".lock")):
             if not (job / FINISHED).exists():
-                self.start(job / "run", algorithm, overrides=overrides, world_size=world_size, family=family, run=run)
+                self.start(job / "run", algorithm, run=run, **options)
                 (job / FINISHED).touch()
         return job / "run"
 
@@ -58,7 +51,7 @@ class JobCache:
         family: str = "llama",
         run: Callable[..., None] = train,
     ) -> Path:
-        """Run a job into this folder, which may hold a part of a run."""
+        """Run ``train``, or another function with its arguments, into this folder, which may hold a part of a run."""
         folder.mkdir(parents=True, exist_ok=True)
         arguments = (self._models(family), self._rows[algorithm], folder, world_size, [*overrides], algorithm)
         self._ranks.run(world_size, run, *arguments)

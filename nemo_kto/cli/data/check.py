@@ -102,7 +102,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--fields", default="", metavar="OURS:COLUMN,...", help="names of the columns: model.data.fields")
     parser.add_argument("--labels", default="", metavar="{CLASS:[VALUE,...]}", help="values of labels (model.data.labels)")
     parser.add_argument("--json-columns", metavar="COLUMN,...", help="columns of messages as text: model.data.json_columns")
-    parser.add_argument("--drop", metavar="KIND,...", help="rows that are left out (model.data.drop): unlabelled by default")
+    parser.add_argument(
+        "--drop", metavar="KIND,...", help="rows left out (model.data.drop): unlabelled, empty_answers; others are counted"
+    )
     parser.add_argument("--workers", type=integer_from(1), metavar="N", help="processes for large files (one for each core)")
     names = list(RECIPES)
     parser.add_argument("--algorithm", choices=names, default=names[0], help=f"algorithm of the rows ({names[0]})")

@@ -157,7 +157,7 @@ def _mixer_rules(run: ResolvedRun) -> Iterator[ConfigError]:
         "model.data.share_prompts": ("false or auto", model.data.share_prompts),
     }
     for key, (off, value) in chosen.items():
-        is_on = value is True if isinstance(value, bool) else isinstance(value, int) and value > 1
+        is_on = value is True or (isinstance(value, int) and value > 1)
         if is_on and (why := run.architecture.refused.get(key)):
             family = run.architecture.family.name
             yield ConfigError(key, f"must be {off} for {family}, got {str(value).lower()}: {why}; leave it out")

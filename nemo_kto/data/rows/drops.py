@@ -39,8 +39,8 @@ def drop_text(counts: Mapping[str, int]) -> str:
 def repeated(table: Table, kinds: Collection[str]) -> dict[str, np.ndarray]:
     """Return the positions [M] of duplicates and contradictions among the examples of a table, if ``kinds`` has them.
 
-    Examples are compared by their token ids, labels and rewards. The first of several equal examples is no duplicate; each
-    example of a contradiction is one.
+    Examples are compared by their token ids after truncation and their labels. The first of several equal examples is no
+    duplicate; all examples of a contradiction are returned.
     """
     if not {DUPLICATES, CONTRADICTIONS} & set(kinds):
         return {}

@@ -137,9 +137,9 @@ class FileColumns:
             return f"the file must have rows that can be used, got {left_out}, which model.data.drop leaves out"
         return "the file must have at least one row, got none; leave it out"
 
-    def drop(self, kind: str, *, rows: int = 1) -> None:
-        """Count rows that are left out."""
-        self.dropped[kind] = self.dropped.get(kind, 0) + rows
+    def drop(self, kind: str) -> None:
+        """Count a row that is left out."""
+        self.dropped[kind] = self.dropped.get(kind, 0) + 1
 
     def notes(self) -> Iterator[str]:
         """Yield what was not used as it is: unused columns, rows that were left out, and empty answers."""

@@ -52,8 +52,8 @@ def read_values(row: Row, json_columns: Collection[str] | None, *, has_cells: bo
     Null is missing, and so is an empty text, except in the columns of texts. A row whose only labels are missing has an
     empty label. RowError if a value that must be JSON is not, or if, without ``json_columns``, a text is one of messages.
     """
-    row = {name: None if name in LABEL_COLUMNS and value != value else value for name, value in row.items()}  # not a number
     empty = {name for name, value in row.items() if value is None or (isinstance(value, str) and not value.strip())}
+    empty |= {name for name in LABEL_COLUMNS if name in row and row[name] != row[name]}  # not a number
     missing = {name for name in empty if row[name] is None or name not in _EMPTY_IS_A_VALUE}
     missing |= {*chain(*(keys for keys in PAIR_KEYS if empty.issuperset(keys))), *empty.intersection(LABEL_COLUMNS)}
     values = {name: value for name, value in row.items() if name not in missing}

@@ -113,6 +113,7 @@ class RecordEncoder:
         self.has_chat_template = tokenizer.chat_template is not None
         self._template = str(tokenizer.chat_template)
         self._date = date or datetime.now()
+        self._dated: dict[str, str] = {}  # chat template -> the same with the date in it
         self._folder = Path(tokenizer.name_or_path)
         file = chat_template_file(self._folder) if tokenizer.name_or_path else None
         self._template_name = "the tokenizer's chat template" + (f" ({file})" if file else "")
@@ -255,7 +256,9 @@ class RecordEncoder:
     def _dated_template(self, variables: Mapping[str, Any]) -> str:
         """Return the chat template with the date in the place of the function that writes the current one."""
         template = self._tokenizer.get_chat_template(tools=variables.get("tools"))
-        return _NOW.sub(lambda match: json.dumps(self._date.strftime(match[2]), ensure_ascii=False), template)
+        if template not in self._dated:
+            self._dated[template] = _NOW.sub(lambda match: json.dumps(self._date.strftime(match[2])), template)
+        return self._dated[template]
 
     def _answer_after(self, prompt: str, whole: str, record: KTORecord) -> str | None:
         """Return the answer as it follows the prompt of inference, if the template renders the prompt otherwise before it.

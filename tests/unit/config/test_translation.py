@@ -303,7 +303,7 @@ MODEL = "org/model"
 raise SystemExit("it must not run")
 model = transformers.AutoModelForCausalLM.from_pretrained(MODEL)
 rows = datasets.load_dataset("json", data_files="rows.jsonl")
-arguments = KTOConfig("out", learning_rate=5e-6, desirable_weight=1.5, output_dir="out")
+arguments = KTOConfig("out", learning_rate=5e-6, desirable_weight=1.5)
 trainer = KTOTrainer(model=model, args=arguments, peft_config=LoraConfig(r=32, target_modules=["q_proj", "v_proj"]))
 """
 
@@ -327,6 +327,11 @@ def test_a_program_that_uses_trl_is_read_and_not_run(tmp_path: Path, capsys: pyt
     ("program", "words"),
     [
         ("KTOConfig(learning_rate=2 * lr, beta=0.1)", ["learning_rate=2 * lr", "line 1", "literal"]),
+        ("lr = 1e-5\nlr = 2e-5\nKTOConfig(learning_rate=lr)", ["learning_rate=lr", "line 3", "literal"]),
+        ("def f(lr):\n    KTOConfig(learning_rate=lr)\nlr = 1e-5", ["learning_rate=lr", "literal"]),
+        ("KTOConfig(beta=0.1)\nKTOConfig(beta=0.2)", ["KTOConfig", "several"]),
+        ("KTOConfig()\nDPOConfig()", ["KTOConfig and DPOConfig"]),
+        ("KTOConfig(); LoraConfig(16)", ["**=16", "literal"]),
         ("DPOConfig(**settings)", ["**=settings", "literal"]),
         ("SFTConfig(learning_rate=1e-5)", ["KTOConfig", "DPOConfig", "train.py"]),
         ("KTOConfig(", ["Python program", "train.py"]),

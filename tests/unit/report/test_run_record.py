@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -94,12 +95,16 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
 
     word, text = state_with()
     assert (word, "after step 10 of 20" in text) == (RUNNING, True)
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    word, text = state_with(pid=ended.pid)
+    lock = "import fcntl, sys; f = open('.lock', 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    holder = subprocess.Popen([sys.executable, "-c", lock], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    assert state_with(pid=1)[0] == RUNNING, "the number of the process may be that of another container"
+    holder.communicate()
+    word, text = state_with(pid=holder.pid)
     assert word == KILLED
     command = "nemo-kto kto 'models/a b' '[x.jsonl,y.jsonl]' model.optim.lr=1e-06"
-    assert_names(text, f"process {ended.pid} on {this['host']}", "was killed", f"{command} resumes it")
+    assert_names(text, f"process {holder.pid} on {this['host']}", "was killed", f"{command} resumes it")
     assert state_with(machine="another", pid=1)[0] == RUNNING, "it had a heartbeat"
     os.utime(owner, (time.time() - 100, time.time() - 100))
     assert read_run(folder).state.word == KILLED
