@@ -111,7 +111,13 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
 @pytest.fixture(scope="session")
 def tiny_llama(tiny_checkpoint: Callable[..., Path]) -> Path:
-    """Folder of a llama of random weights: untied embeddings, grouped heads, rope theta 1e5."""
+    """Folder of a llama of two layers of random weights: untied embeddings, grouped heads, rope theta 1e5."""
+    return tiny_checkpoint("llama", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="session")
+def deep_llama(tiny_checkpoint: Callable[..., Path]) -> Path:
+    """The same with four layers, which virtual pipeline stages need."""
     return tiny_checkpoint("llama")
 
 

@@ -1,7 +1,7 @@
 """Complete runs on a GPU equal those on the CPU: train, validate, save, resume, export.
 
 Where there is no GPU, the same tests run on the CPU: the expected trajectory, with other settings. So they work when there
-is one. A sample of them is in `make test`, all of them with --matrix=full.
+is one. All of them are run with --matrix=full only.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ REPEATING = [
 
 
 @pytest.mark.parametrize(
-    "case", [QUICK, *(pytest.param(case, marks=repeats) for case in REPEATING)], ids=lambda case: case.name
+    "case", [pytest.param(case, marks=repeats) for case in (QUICK, *REPEATING)], ids=lambda case: case.name
 )
 def test_a_run_equals_the_cpu(case: Case, place: Workplace, expected: Callable[[str], Path]) -> None:
     if OFFLOADED in case.overrides and not GPUS:

@@ -49,11 +49,13 @@ class JobCache:
         overrides: Sequence[str] = (),
         world_size: int = 1,
         family: str = "llama",
+        layers: int = 2,
         run: Callable[..., None] = train,
     ) -> Path:
         """Run ``train``, or another function with its arguments, into this folder, which may hold a part of a run."""
         folder.mkdir(parents=True, exist_ok=True)
-        arguments = (self._models(family), self._rows[algorithm], folder, world_size, [*overrides], algorithm)
+        model = self._models(family, num_hidden_layers=layers)
+        arguments = (model, self._rows[algorithm], folder, world_size, [*overrides], algorithm)
         self._ranks.run(world_size, run, *arguments)
         return folder
 

@@ -14,7 +14,7 @@ from tests.helpers.commands import CLI, TRAINING, environment, run
 from tests.helpers.messages import assert_names
 from tests.helpers.tiny_models import make_rows, write_rows
 
-DOWN = "model.layers.2.mlp.down_proj.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def stopped_and_resumed(tiny_llama: Path, tmp_path_factory: pytest.TempPathFacto
 def start_table(model: Path, steps: str) -> list[object]:
     return [
         "nemo-kto kto",
-        f"  model       {model} (llama), 181,184 parameters, all trained",
+        f"  model       {model} (llama), 107,200 parameters, all trained",
         "  adapters    none",
         "  train       51 rows (30 desirable, 21 undesirable), 2,529 tokens, 16 prompts truncated",
         "  validation  13 rows (5 desirable, 8 undesirable), 745 tokens, 6 prompts truncated",

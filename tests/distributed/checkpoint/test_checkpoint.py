@@ -41,16 +41,16 @@ def losses(folder: Path) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("layout", [pytest.param(each, marks=[pytest.mark.full] * (each != "one_rank")) for each in LAYOUTS])
 def test_resumes_bitwise(
-    layout: str, jobs: JobCache, ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path
+    layout: str, jobs: JobCache, ranks: RankPool, deep_llama: Path, kto_rows: Path, tmp_path: Path
 ) -> None:
     """A damaged checkpoint after the one that the run is resumed from is replaced."""
     world_size, overrides = LAYOUTS[layout]
     overrides = [*overrides, *CHECKPOINTS]
-    whole = jobs("kto", overrides=overrides, world_size=world_size, run=train_and_record)
+    whole = jobs("kto", layers=4, overrides=overrides, world_size=world_size, run=train_and_record)
     resumed = Path(shutil.copytree(whole, tmp_path / "resumed"))
     shutil.rmtree(resumed / "checkpoints/step_000003")
     flip(next((resumed / "checkpoints/step_000002/state").glob("*.distcp")))
-    ranks.run(world_size, train, tiny_llama, kto_rows, resumed, world_size, overrides)
+    ranks.run(world_size, train, deep_llama, kto_rows, resumed, world_size, overrides)
     assert losses(resumed) == losses(whole)
     assert [row["train/consumed_samples"] for row in losses(resumed)] == [16.0, 32.0, 48.0]
     assert [checkpoint.step for checkpoint in find_checkpoints(resumed / "checkpoints")] == [1, 2, 3]

@@ -112,7 +112,7 @@ def found(ranks: RankPool, tiny_llama: Path, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize("form", FORMS)
 def test_the_next_step_uses_the_new_settings(form: str, found: list[dict[str, Any]]) -> None:
     steps = [of_rank[form] for of_rank in found]
-    assert sum(step["tensors"] for step in steps) == (27 if "distributed" in form else 54), "each has its shard, or all"
+    assert sum(step["tensors"] for step in steps) == (15 if "distributed" in form else 30), "each has its shard, or all"
     for step in steps:
         # the third of five steps, the first of which warms up: half of the way from lr to min_lr
         assert step["lr"] == pytest.approx(0.004 + 0.016 / 2, rel=1e-12)

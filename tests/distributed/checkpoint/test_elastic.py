@@ -80,7 +80,7 @@ def test_resumes_at_another_layout(
     length: Length,
     jobs: JobCache,
     ranks: RankPool,
-    tiny_llama: Path,
+    deep_llama: Path,
     request: pytest.FixtureRequest,
     tmp_path: Path,
 ) -> None:
@@ -89,11 +89,11 @@ def test_resumes_at_another_layout(
     (world_before, layout_before), (world_after, layout_after) = LAYOUTS[before], LAYOUTS[after]
     common = [*of_run, *OPTIMIZERS[optimizer], *length.overrides(algorithm)]
     overrides = [*layout_before, *common]
-    uninterrupted = jobs(algorithm, overrides=overrides, world_size=world_before, run=train_and_record)
+    uninterrupted = jobs(algorithm, layers=4, overrides=overrides, world_size=world_before, run=train_and_record)
     shutil.copytree(uninterrupted / "checkpoints" / stopped_at, tmp_path / "checkpoints" / stopped_at)
     shutil.copy(uninterrupted / "metrics.jsonl", tmp_path)
     given_rows, overrides = request.getfixturevalue(f"{algorithm}_rows"), [*layout_after, *common]
-    ranks.run(world_after, train_and_record, tiny_llama, given_rows, tmp_path, world_after, overrides, algorithm)
+    ranks.run(world_after, train_and_record, deep_llama, given_rows, tmp_path, world_after, overrides, algorithm)
     ours, expected = trajectory(tmp_path), trajectory(uninterrupted)
     assert len(ours) == len(expected) == steps
     assert ours[:stop] == expected[:stop], "log lines before the stop are kept"

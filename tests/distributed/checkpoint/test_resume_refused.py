@@ -103,7 +103,7 @@ def test_changed_files_are_detected(first: Folders, ranks: RankPool, tmp_path: P
     rows[3].update(preference={"chosen": "rejected"}.get(rows[3]["preference"], "chosen"))
     of_rows = first._replace(rows=write_rows(tmp_path / "rows.jsonl", rows)).refusal()
     model, before = Path(shutil.copytree(first.model, tmp_path / "model")), snapshot(first.run)
-    change(model, "model.safetensors", "model.layers.2.mlp.up_proj.weight")
+    change(model, "model.safetensors", "model.layers.1.mlp.up_proj.weight")
     (template,) = model.glob("chat_template*")
     template.write_text(template.read_text() + "\n")
     ((printed, of_model, _),) = ranks.run(1, started, first._replace(model=model))

@@ -80,7 +80,8 @@ def job(name: str, layout: str, steps: int) -> dict[str, Any]:
     (world_size, of_layout), (algorithm, family, of_run) = LAYOUTS[layout], RUNS[name]
     given = [*of_run, *of_layout, *length(algorithm, steps), f"trainer.{algorithm}.save_interval=2"]
     given += ["exp_manager.checkpoint_callback_params.save_top_k=-1", "export.enabled=true"]
-    return {"algorithm": algorithm, "overrides": given, "world_size": world_size, "family": family}
+    layers = 4 if name == "kto" else 2  # virtual pipeline stages need four
+    return {"algorithm": algorithm, "overrides": given, "world_size": world_size, "family": family, "layers": layers}
 
 
 @pytest.mark.parametrize(("name", "layout", "steps"), CASES)
@@ -157,7 +158,9 @@ def test_an_export_equals_the_checkpoint(
 
     run = jobs(**job("kto", "packed_ep2", 3))
     ranks.run(1, export_checkpoint, run, tmp_path)
-    first, again, before = (weights(folder) for folder in (run / "hf", tmp_path, tiny_checkpoint("mixtral")))
+    first, again, before = (
+        weights(folder) for folder in (run / "hf", tmp_path, tiny_checkpoint("mixtral", num_hidden_layers=4))
+    )
     assert first.keys() == again.keys() == before.keys()
     assert all(torch.equal(values, again[name]) for name, values in first.items())
     assert not [name for name, values in first.items() if torch.equal(values, before[name])], "every expert is trained"

@@ -63,7 +63,7 @@ def entered(folder: Path, fp8: str | None) -> dict[str, Any]:
 
 def test_only_layers_are_in_fp8(ranks: RankPool, tiny_llama: Path) -> None:
     (found,) = ranks.run(1, entered, tiny_llama, "hybrid")
-    assert found["layers"] == [0, 1, 2, 3] * 2, "each layer of each micro-batch"
+    assert found["layers"] == [0, 1] * 2, "each layer of each micro-batch"
     assert found["inside"] == ["embedding: 0", "head: 0", "linear: 1"]
     assert found["again"], "swapped and updated weights are quantised again, before the first micro-batch of each pass"
     (in_bf16,) = ranks.run(1, entered, tiny_llama, None)

@@ -32,10 +32,10 @@ def printed(model: Path, rows: Path, folder: Path, overrides: list[str]) -> str:
     return output.getvalue()
 
 
-def test_a_run_without_improvement_stops(ranks: RankPool, tiny_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
+def test_a_run_without_improvement_stops(ranks: RankPool, deep_llama: Path, kto_rows: Path, tmp_path: Path) -> None:
     """The AUC is that of the examples of both data-parallel ranks, a multiple of half a pair; the best one is kept."""
     folder = tmp_path / "run"
-    first, second = ranks.run(2, printed, tiny_llama, kto_rows, folder, [])
+    first, second = ranks.run(2, printed, deep_llama, kto_rows, folder, [])
     assert second == "", "only rank 0 prints"
     lines = first.splitlines()
     (title,) = [line for line in lines if line.startswith("nemo-kto kto stopped")]
@@ -55,7 +55,7 @@ def test_a_run_without_improvement_stops(ranks: RankPool, tiny_llama: Path, kto_
     pairs = {line["step"]: sum(line["desirable"]) * sum(line["undesirable"]) for line in counts}
     for step, value in auc.items():
         assert abs(2 * pairs[step] * value - round(2 * pairs[step] * value)) < 1e-9
-    again = ranks.run(2, printed, tiny_llama, kto_rows, folder, [])[0]
+    again = ranks.run(2, printed, deep_llama, kto_rows, folder, [])[0]
     assert_names(again, "nemo-kto", "step 3 of 4", "early stopping", *WHY, f"{folder}", f"{STOPPING}=false")
-    longer = ranks.run(2, printed, tiny_llama, kto_rows, folder, [f"{STOPPING}=false"])[0]
+    longer = ranks.run(2, printed, deep_llama, kto_rows, folder, [f"{STOPPING}=false"])[0]
     assert "nemo-kto kto finished after step 4 of 4" in longer

@@ -125,7 +125,7 @@ def job(name: str, layout: str, steps: int) -> dict[str, Any]:
         for text in texts
     ]
     overrides = [*of_run, *of_layout, *length(algorithm, steps)]
-    return {"algorithm": algorithm, "overrides": overrides, "world_size": ranks_of(layout), "run": tour}
+    return {"algorithm": algorithm, "overrides": overrides, "world_size": ranks_of(layout), "layers": 4, "run": tour}
 
 
 @pytest.mark.parametrize(
