@@ -27,7 +27,7 @@ class JobCache:
     Tests of all files and workers share the folders: a test that changes one must copy it first.
     """
 
-    def __init__(self, ranks: RankPool, folder: Path, *, models: Callable[[str], Path], rows: Mapping[str, Path]) -> None:
+    def __init__(self, ranks: RankPool, folder: Path, *, models: Callable[..., Path], rows: Mapping[str, Path]) -> None:
         self._ranks, self._folder = ranks, folder
         self._models, self._rows = models, rows  # family -> Hugging Face folder; algorithm -> rows
 
