@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_kto.architecture.config_file import CONFIG, read_config_file
 from nemo_kto.architecture.families import Experts, Family, Temperature
-from nemo_kto.architecture.families.table import Windows
+from nemo_kto.architecture.family import Windows
 from nemo_kto.architecture.mixers import SequenceMixer
 from nemo_kto.architecture.param_mapping import Layers, ParamMapping
 from nemo_kto.architecture.rope import Rope, read_rope

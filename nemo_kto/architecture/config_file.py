@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_kto.architecture.config_fields import ModelFields
 from nemo_kto.architecture.families import FAMILIES, ExpertFields, Family
-from nemo_kto.architecture.families.fields import ModelFields
 from nemo_kto.architecture.rope import rope_type
 from nemo_kto.errors import UserError
 from nemo_kto.utils.field_errors import file_errors

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from annotated_types import Ge, Lt
 from pydantic import BaseModel, ConfigDict, Field
 
-from nemo_kto.architecture.families.fields import ABSENT
+from nemo_kto.architecture.config_fields import ABSENT
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.errors import UserError
 from nemo_kto.utils.field_errors import file_errors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from nemo_kto.architecture.families.table import ExpertFields, Experts, Family, Temperature
+from nemo_kto.architecture.family import ExpertFields, Experts, Family, Temperature
 
 __all__ = ["FAMILIES", "ExpertFields", "Experts", "Family", "Temperature"]
 

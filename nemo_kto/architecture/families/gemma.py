@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nemo_kto.architecture.families.fields import ABSENT, ModelFields, Positive
-from nemo_kto.architecture.families.mappings import DENSE, POST_NORMS, renamed
-from nemo_kto.architecture.families.table import SLIDING_LAYERS, Family
+from nemo_kto.architecture.config_fields import ABSENT, ModelFields, Positive
+from nemo_kto.architecture.family import SLIDING_LAYERS, Family
+from nemo_kto.architecture.mappings import DENSE, POST_NORMS, renamed
 from nemo_kto.architecture.mixers.softmax_attention import qk_norms
 
 

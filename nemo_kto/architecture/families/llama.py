@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nemo_kto.architecture.families.mappings import DENSE, renamed, separate_experts, with_experts
-from nemo_kto.architecture.families.table import SLIDING, SLIDING_LAYERS, ExpertFields, Family
+from nemo_kto.architecture.family import SLIDING, SLIDING_LAYERS, ExpertFields, Family
+from nemo_kto.architecture.mappings import DENSE, renamed, separate_experts, with_experts
 
 LLAMA = Family(
     name="llama",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nemo_kto.architecture.families.fields import ABSENT, Count, Indices, ModelFields, Positive
-from nemo_kto.architecture.families.mappings import DENSE, joined_experts, shared_expert, with_experts
-from nemo_kto.architecture.families.table import CHUNKED_LAYERS, ExpertFields, Family, Temperature
+from nemo_kto.architecture.config_fields import ABSENT, Count, Indices, ModelFields, Positive
+from nemo_kto.architecture.family import CHUNKED_LAYERS, ExpertFields, Family, Temperature
+from nemo_kto.architecture.mappings import DENSE, joined_experts, shared_expert, with_experts
 from nemo_kto.architecture.param_mapping import Split
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nemo_kto.architecture.families.fields import ABSENT, Count, Indices, ModelFields, PartCount
-from nemo_kto.architecture.families.mappings import DENSE, separate_experts, shared_expert, sparse, with_experts
-from nemo_kto.architecture.families.table import SLIDING, SLIDING_LAYERS, ExpertFields, Family
+from nemo_kto.architecture.config_fields import ABSENT, Count, Indices, ModelFields, PartCount
+from nemo_kto.architecture.family import SLIDING, SLIDING_LAYERS, ExpertFields, Family
+from nemo_kto.architecture.mappings import DENSE, separate_experts, shared_expert, sparse, with_experts
 from nemo_kto.architecture.mixers.softmax_attention import qk_norms
 from nemo_kto.architecture.param_mapping import Split
 

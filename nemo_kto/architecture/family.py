@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nemo_kto.architecture.families.fields import ModelFields
+from nemo_kto.architecture.config_fields import ModelFields
 from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION, SequenceMixer
 from nemo_kto.architecture.param_mapping import ParamMapping
 from nemo_kto.architecture.rope import rope_settings
