@@ -46,7 +46,7 @@ class Architecture:
     mixers: tuple[SequenceMixer, ...]  # sequence mixer of each layer
     tied: bool  # the output layer shares its weight with the embedding
     rotated_norm: bool = False  # in layers with a rotation, queries and keys are normalised after it, without weights
-    temperature: Temperature | None = None  # in layers without a rotation; None for no scaling
+    temperature: Temperature | None = None  # of attention; None for no scaling
     qkv_bias: bool = False
     output_bias: bool = False  # bias of the attention's output projection
     mlp_bias: bool = False
@@ -54,10 +54,17 @@ class Architecture:
     sinks: bool = False  # each head has an additional learned score in its softmax, to which no value belongs
     qk_norm: bool = False  # queries and keys are normalised, each head separately unless ``all_heads_norm`` is set
     all_heads_norm: bool = False  # the norm of ``qk_norm`` is taken over all heads of a token together
+    qk_norm_after_rope: bool = False  # the norm of ``qk_norm`` follows the rotation
     pre_norm: bool = True  # the inputs of attention and MLP are normalised
     post_norm: bool = False  # the outputs of attention and MLP are normalised
     zero_centered_norm: bool = False  # norms scale by 1 + weight
+    layer_norm: bool = False  # norms are layer norms without a bias, which subtract the mean, instead of RMS norms
+    parallel: bool = False  # attention and MLP of a layer have the same normalised input; both outputs are added to it
     scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden size)
+    embedding_multiplier: float = 1.0  # embeddings are multiplied by it
+    residual_multiplier: float = 1.0  # outputs of attention and MLP are multiplied by it before they are added
+    logit_multiplier: float = 1.0  # logits are multiplied by it
+    attention_multiplier: float | None = None  # factor on the scores; None for one that follows from the head size
     local_rope: Rope | None = None  # RoPE of the sliding-window layers; None if it is the same as that of the other layers
     query_pre_attn_scalar: float | None = None  # scores are divided by its square root; None means the head size
     attention_softcap: float | None = None  # scores become c tanh(score / c) with this c; None for no cap
@@ -72,7 +79,11 @@ class Architecture:
     @property
     def unsupported_by_te(self) -> tuple[str, ...]:
         """Features of the model that Transformer Engine's layers lack; with any of them, the torch layers are used."""
-        features = {"norms after attention and MLP": self.post_norm}
+        features = {
+            "norms after attention and MLP": self.post_norm,
+            "layer norms without a bias": self.layer_norm,
+            "attention and MLP in parallel": self.parallel,
+        }
         for mixer in set(self.mixers):
             features |= mixer.unsupported_by_te(self)
         features |= {"experts with biases": self.expert_bias, "a clamped activation": self.swiglu_limit is not None}
@@ -87,6 +98,11 @@ class Architecture:
     def attends_in_blocks(self) -> bool:
         """Whether its attention is that of models/layers/block_attention.py."""
         return self.attention_softcap is not None or self.sinks
+
+    @property
+    def norms(self) -> int:
+        """Number of norms of a hidden state in a layer."""
+        return 1 if self.parallel else 2 * (self.pre_norm + self.post_norm)
 
     @property
     def activation(self) -> str:
@@ -146,7 +162,7 @@ class Architecture:
     @property
     def softmax_scale(self) -> float | None:
         """Factor on the attention scores; None for 1 / sqrt(head size)."""
-        return self.rope.softmax_scale(self.head_dim, self.query_pre_attn_scalar)
+        return self.rope.softmax_scale(self.head_dim, self.query_pre_attn_scalar, self.attention_multiplier)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -212,14 +228,23 @@ def _architecture(
         flag: bool(getattr(config, source, False)) if isinstance(source, str) else source
         for flag, source in family.flags.items()
     }
-    numbers: dict[str, Any] = {name: getattr(config, field) for name, field in family.numbers.items()}
+    for bias in ("qkv_bias", "output_bias"):
+        if flags.get("mlp_bias") and not flags[bias]:
+            raise ValueError(
+                f"mlp_bias=true with {family.flags[bias]}=false is not supported: megatron-core adds the biases of the MLP "
+                "only together with those of attention; choose another model"
+            )
+    numbers: dict[str, Any] = {
+        name: getattr(config, source) if isinstance(source, str) else source(config)
+        for name, source in family.numbers.items()
+    }
     rotates, values = family.rotates(config), config.to_dict()
     ropes = [read_rope(family.rope(values, "full_attention"), partial=family.partial_rotary)]
     if family.local_rope:
         ropes.append(read_rope(family.rope(values, "sliding_attention")))
     # An attention factor can be part of the softmax scale only if all layers are alike, because the scale is the same in
     # all layers; otherwise it is applied to cosines and sines. A norm after the rotation would cancel it in the scale.
-    if family.local_rope or not all(rotates) or flags.get("rotated_norm"):
+    if family.local_rope or not all(rotates) or flags.get("rotated_norm") or flags.get("qk_norm_after_rope"):
         ropes = [replace(rope, factor_in_table=rope.attention_factor != 1.0) for rope in ropes]
     return Architecture(
         family=family,
@@ -232,7 +257,7 @@ def _architecture(
         ffn_hidden_size=width,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
-        norm_epsilon=config.rms_norm_eps,
+        norm_epsilon=getattr(config, family.norm_epsilon),
         rope=ropes[0],
         local_rope=ropes[1] if family.local_rope else None,
         windows=family.windows(config),

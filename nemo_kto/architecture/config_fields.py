@@ -27,6 +27,7 @@ class RopeFields(BaseModel):
 
     rope_theta: Positive | None = None
     factor: Positive | None = None
+    alpha: Positive | None = None
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
     partial_rotary_factor: Positive | None = None
@@ -39,6 +40,7 @@ class RopeFields(BaseModel):
     short_factor: list[Positive] | None = None
     long_factor: list[Positive] | None = None
     truncate: bool | None = None
+    llama_4_scaling_beta: Positive | None = None
 
 
 class LayerRopeFields(RopeFields):

@@ -91,11 +91,6 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     if config.get("use_bidirectional_attention"):
         message = "use_bidirectional_attention must be false, got true: only causal attention is supported"
         raise ValueError(f"{message}; choose another model")
-    if config.get("mlp_bias") and "mlp_bias" in family.flags.values() and not config.get("attention_bias"):
-        raise ValueError(
-            "mlp_bias=true with attention_bias=false is not supported: megatron-core adds the biases of the MLP only "
-            "together with those of query, key and value; choose another model"
-        )
 
 
 def _check_layers_and_heads(config: Mapping[str, Any], family: Family) -> None:

@@ -77,14 +77,16 @@ class ExpertFields:
 
 @dataclass(frozen=True, kw_only=True)
 class Temperature:
-    """Attention temperature scaling: queries in layers without RoPE grow with the position.
+    """Attention temperature scaling: queries grow with the position.
 
-    Queries at position p, from 0, are multiplied by 1 + scale * log(1 + floor((p + 1) / floor)), so that the softmax over
-    many keys stays sharp (Nakanishi 2025, arXiv 2501.19399).
+    Queries at position p are multiplied by 1 + scale * log(1 + floor(p / floor)), so that the softmax over many keys stays
+    sharp (Nakanishi 2025, arXiv 2501.19399).
     """
 
-    floor: int  # length of the position intervals with one scale; positions below it, counted from 1, are not scaled
+    floor: int  # length of the position intervals with one scale; queries of the first one are not scaled
     scale: float
+    first: int = 1  # position of a sequence's first token
+    with_rope: bool = False  # queries of layers with RoPE are scaled, after the rotation; otherwise those of the others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +99,9 @@ class Family:
     fields: type[ModelFields] = ModelFields  # fields of the configuration file with their types and constraints
     # Flag of ``Architecture`` (qkv_bias, qk_norm, post_norm, ...) -> field of the configuration that sets it, or a constant.
     flags: Mapping[str, str | bool] = field(default_factory=dict)
-    # numeric attribute of ``Architecture`` -> field of the configuration
-    numbers: Mapping[str, str] = field(default_factory=dict)
+    # numeric attribute of ``Architecture`` -> field of the configuration, or a function of it
+    numbers: Mapping[str, str | Callable[[PretrainedConfig], float]] = field(default_factory=dict)
+    norm_epsilon: str = "rms_norm_eps"  # field of the configuration
     # Linear layers that have other names than in Llama's files, with Llama's name for each, which LoRA's settings use.
     module_names: Mapping[str, str] = field(default_factory=dict)
     activation: tuple[str, str] = ("hidden_act", "silu")  # field that names the MLP's activation, and the required name
@@ -106,8 +109,9 @@ class Family:
     # layers to which it applies, empty for all layers.
     window: tuple[str, str] = ("", "")
     no_rope_layers: bool = False  # the configuration names layers without RoPE
+    rope_in_windows: bool = False  # if some layers have a window, the others have no RoPE
     interleaved_rotary: bool = False  # neighbouring channels of a head are rotated together, not channels half a head apart
-    # Attention temperature scaling of layers without rotary embeddings; None for no scaling.
+    # Attention temperature scaling; None for no scaling.
     temperature: Callable[[PretrainedConfig], Temperature | None] = lambda config: None
     yarn_is_longrope: bool = False  # transformers reads the RoPE type yarn as longrope
     partial_rotary: bool = False  # ``partial_rotary_factor`` may limit the rotation to the first channels of each head
@@ -146,6 +150,8 @@ class Family:
 
     def rotates(self, config: PretrainedConfig) -> tuple[bool, ...]:
         """Return whether each layer has RoPE; despite its name, ``no_rope_layers`` has a 1 for each that has it."""
+        if self.rope_in_windows and any(windows := self.windows(config)):
+            return tuple(window is not None for window in windows)
         marks = config.no_rope_layers if self.no_rope_layers else [1] * config.num_hidden_layers
         return tuple(map(bool, marks[: config.num_hidden_layers]))
 

@@ -41,6 +41,8 @@ DENSE: Mappings = (
     ),
     _embedding("output_layer.weight", "lm_head.weight", "untied"),
 )
+# of ``renamed``: gate and up projection in one tensor
+GATE_UP: dict[str, dict[str, Shape]] = {"mlp.linear_fc1.weight": {"mlp.gate_up_proj.weight": ("gate_and_up", "hidden")}}
 POST_NORMS: Mappings = (
     replicated("post_attention_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
     replicated("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight", "hidden"),

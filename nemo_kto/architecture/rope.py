@@ -42,13 +42,16 @@ class Rope:
         """Return the frequencies, fp32 [rotated channels / 2]."""
         return torch.tensor(self.frequencies, dtype=torch.float32)
 
-    def softmax_scale(self, head_dim: int, scalar: float | None = None) -> float | None:
+    def softmax_scale(self, head_dim: int, scalar: float | None = None, multiplier: float | None = None) -> float | None:
         """Return the factor on the scores, attention_factor^2 / sqrt(scalar); None for the usual 1 / sqrt(head size).
 
         If the attention factor is part of it, cosines and sines are unscaled, so that fused kernels, which do not scale
-        them, can be used. ``scalar`` is that of the configuration; None means the head size.
+        them, can be used. ``scalar`` is that of the configuration; None means the head size. A ``multiplier`` replaces
+        1 / sqrt(scalar).
         """
         factor = 1.0 if self.factor_in_table else self.attention_factor
+        if multiplier is not None:
+            return factor**2 * multiplier
         usual = factor == 1.0 and scalar in (None, head_dim)
         return None if usual else factor**2 / (scalar or head_dim) ** 0.5
 
@@ -103,6 +106,9 @@ def read_rope(config: Mapping[str, Any], *, partial: bool = False) -> Rope:
     if part > 1.0 or int(head_dim * part) < 2 or int(head_dim * part) % 2:
         message = f"partial_rotary_factor must be at most 1.0 and rotate an even number of the {head_dim} channels of a head"
         raise ValueError(f"{message}, got {part}; choose another model")
+    theta = given["rope_theta"]
+    if kind == "dynamic" and settings.get("alpha"):  # Hunyuan's: another base, whatever the length
+        kind, theta = "default", theta * settings["alpha"] ** (head_dim / (head_dim - 2))
     if kind == "default":  # transformers has no function for it
         kind, settings = "linear", {**settings, "factor": 1.0}
     described = PretrainedConfig()
@@ -111,7 +117,7 @@ def read_rope(config: Mapping[str, Any], *, partial: bool = False) -> Rope:
     for name in ("max_position_embeddings", "original_max_position_embeddings", "partial_rotary_factor"):
         if (value := config.get(name)) is not None:
             setattr(described, name, value)
-    described.rope_theta = given["rope_theta"]
+    described.rope_theta = theta
     described.rope_parameters = {**settings, "rope_type": kind, "rope_theta": described.rope_theta}
     frequencies, attention_factor = ROPE_INIT_FUNCTIONS[kind](described, torch.device("cpu"))
     return Rope(

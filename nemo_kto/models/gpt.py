@@ -29,12 +29,14 @@ from nemo_kto.models.transformer import block_spec, transformer_config
 
 
 class _HiddenStateOutput(ColumnParallelLinear):
-    """Output layer that holds the weight but returns its input unchanged."""
+    """Output layer that holds the weight but returns its input, multiplied by the factor on the logits."""
+
+    logit_multiplier = 1.0
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        return input_, None
+        return input_ if self.logit_multiplier == 1.0 else input_ * self.logit_multiplier, None
 
 
 class SparseGradEmbedding(VocabParallelEmbedding):
@@ -212,8 +214,11 @@ def build_gpt(
     model.padded_with_heads = (*of_layers, "embedding.word_embeddings.lora_b")
     model.logit_softcap = architecture.logit_softcap
     model.shares_prompts = share_prompts or not use_te
-    if pre_process and architecture.scaled_embedding:
-        model.embedding.word_embeddings.scale = scale_of(architecture.hidden_size, params_dtype)
+    if pre_process:
+        scale = scale_of(architecture.hidden_size, params_dtype) if architecture.scaled_embedding else 1.0
+        model.embedding.word_embeddings.scale = scale * architecture.embedding_multiplier
+    if post_process:
+        model.output_layer.logit_multiplier = architecture.logit_multiplier
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             # Gradients of experts use a separate group even if the experts are not sharded: the optimizer state then has

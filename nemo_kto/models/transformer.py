@@ -29,7 +29,8 @@ from nemo_kto.device.kernels import compiles, fused_rope
 from nemo_kto.models.layers.gated_activation import ClampedSwiGLU, GeGLU, SwiGLU
 from nemo_kto.models.layers.linear import with_bias
 from nemo_kto.models.layers.moe import BalancedRouter, BiasedExpertOutput, BiasedRouter
-from nemo_kto.models.layers.norm import PostNormLayer, TorchNorm
+from nemo_kto.models.layers.norm import TorchLayerNorm, TorchNorm
+from nemo_kto.models.layers.residual import ParallelLayer, PostNormLayer, ScaledResidualLayer
 from nemo_kto.models.mixers import MODULES
 
 
@@ -153,7 +154,7 @@ def block_spec(
         specs[mixer, sparse] = layer = _layer_spec(architecture, config, use_te=use_te, sparse=sparse)
         settings = {"use_te": use_te, "share_prompts": share_prompts, "attn_mask_type": attn_mask_type}
         MODULES[type(mixer)](layer, mixer, architecture, **settings)
-    norm: Any = TorchNorm
+    norm: Any = TorchLayerNorm if architecture.layer_norm else TorchNorm
     if use_te:
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -172,6 +173,9 @@ def _layer_spec(architecture: Architecture, config: TransformerConfig, *, use_te
     )
     if not use_te:
         _use_torch_modules(layer, architecture)
+    if architecture.residual_multiplier != 1.0:
+        layer.module = ScaledResidualLayer
+        layer.params = {**layer.params, "multiplier": architecture.residual_multiplier}
     if sparse:
         mixture = _submodules(layer.submodules.mlp)
         mixture.router = BiasedRouter if architecture.expert_bias else BalancedRouter
@@ -189,9 +193,12 @@ def _layer_spec(architecture: Architecture, config: TransformerConfig, *, use_te
 def _use_torch_modules(layer: ModuleSpec, architecture: Architecture) -> None:
     """Replace modules in the spec of a local layer of megatron-core by those of this package."""
     parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm if architecture.pre_norm else IdentityOp
+    normed = architecture.pre_norm and not architecture.parallel
+    parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm if normed else IdentityOp
     if architecture.post_norm:
         layer.module = PostNormLayer
+    if architecture.parallel:
+        layer.module = ParallelLayer
     activation: type | ModuleSpec = SwiGLU if architecture.activation == "silu" else GeGLU
     if architecture.swiglu_limit is not None:
         settings = {"alpha": architecture.swiglu_alpha, "limit": architecture.swiglu_limit}

@@ -92,8 +92,7 @@ class Activations(Saving):
         return self.norm(self.hidden, trained=self.adapters is None) + 3 * whole + 4 * self.architecture.hidden_size
 
     def _norms(self) -> float:
-        count = 2 * (self.architecture.pre_norm + self.architecture.post_norm)
-        return count * self.norm(self.hidden, trained=self.adapters is None)
+        return self.architecture.norms * self.norm(self.hidden, trained=self.adapters is None)
 
     def _mixers(self) -> Iterator[tuple[SequenceMixer, float]]:
         """Yield each sequence mixer of the model with the fraction of layers that have it."""
@@ -149,7 +148,8 @@ class Activations(Saving):
     def _dense_mlp(self) -> float:
         ffn = self._ffn()
         saved = 2 * ffn + ffn * self.keeps_input("down_proj")  # gate and up projection, and the down projection's input
-        return self.element_bytes * (saved + self.hidden * self.keeps_input("gate_proj", "up_proj"))
+        is_saved = self.architecture.parallel and self.keeps_input("q_proj", "k_proj", "v_proj")  # the same as attention's
+        return self.element_bytes * (saved + self.hidden * (self.keeps_input("gate_proj", "up_proj") and not is_saved))
 
     def _adapter_inputs(self, recomputed: Collection[str]) -> float:
         """Return the bytes per token that adapters save.

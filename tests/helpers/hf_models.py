@@ -12,11 +12,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
     GptOssConfig,
+    GraniteConfig,
+    HunYuanDenseV1Config,
     Llama4TextConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -27,6 +34,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
     SmolLM3Config,
     set_seed,
 )
@@ -64,6 +72,7 @@ def _yarn(theta: float, **more: Any) -> dict[str, Any]:
     return _rope(theta, rope_type="yarn", factor=4.0, original_max_position_embeddings=32, **more)
 
 
+_SHORT = {"original_max_position_embeddings": 9}  # shorter than the sequences
 CONFIGS = {
     # caps that the scores and logits of these weights reach, and a window in every second layer
     "gemma2": lambda: Gemma2Config(
@@ -181,6 +190,40 @@ CONFIGS = {
         sliding_window=7,
         tie_word_embeddings=True,
         **_NO_TOKENS,
+    ),
+    "seed-oss": lambda: SeedOssConfig(**_SIZES, rope_parameters=_rope(1e6), head_dim=16, **_NO_TOKENS),
+    "granite": lambda: GraniteConfig(
+        **_SIZES,
+        rope_parameters=_yarn(1e5),
+        attention_bias=True,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.3,
+        attention_multiplier=0.2,
+        logits_scaling=3.0,
+        tie_word_embeddings=True,
+        **_NO_TOKENS,
+    ),
+    "glm4": lambda: Glm4Config(**_SIZES, rope_parameters=_rope(1e5, partial_rotary_factor=0.5), head_dim=16, **_NO_TOKENS),
+    "ernie4-5": lambda: Ernie4_5Config(**_SIZES, rope_parameters=_rope(5e5), head_dim=16, use_bias=True, **_NO_TOKENS),
+    "exaone4": lambda: Exaone4Config(**_SIZES, rope_parameters=_rope(1e6), sliding_window=7, **_NO_TOKENS),
+    "exaone4-no-window": lambda: Exaone4Config(
+        **_SIZES, rope_parameters=_rope(1e6), sliding_window=None, layer_types=["full_attention"] * 4, **_NO_TOKENS
+    ),
+    "hunyuan": lambda: HunYuanDenseV1Config(
+        **_SIZES,
+        rope_parameters=_rope(1e4, rope_type="dynamic", factor=1.0, alpha=50.0),
+        head_dim=16,
+        eod_token_id=None,
+        **_NO_TOKENS,
+    ),
+    "ministral3": lambda: Ministral3Config(
+        **_SIZES,
+        rope_parameters=_yarn(1e6, llama_4_scaling_beta=0.5, mscale=1.0, mscale_all_dim=0.5) | _SHORT,
+        head_dim=16,
+        **_NO_TOKENS,
+    ),
+    "cohere2": lambda: Cohere2Config(
+        **_SIZES, rope_parameters=_rope(5e4), sliding_window=7, logit_scale=0.3, tie_word_embeddings=True, **_NO_TOKENS
     ),
     "qwen2": lambda: Qwen2Config(**_SIZES, rope_parameters=_rope(1e6)),
     "qwen2-tied-window": lambda: Qwen2Config(

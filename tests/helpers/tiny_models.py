@@ -41,11 +41,19 @@ _LLAMA4: dict[str, Any] = {
     "intermediate_size": 48, "intermediate_size_mlp": 96, "num_local_experts": 8, "moe_layers": [0, 2, 3],
     "no_rope_layers": [1, 1, 0, 1], "attention_chunk_size": 12, "floor_scale": 6, "attn_scale": 0.3,
 }  # fmt: skip
+_MINISTRAL3: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 1e5, "factor": 4.0, "original_max_position_embeddings": 10,
+    "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
 _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": 16, "sliding_window_pattern": 2},
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "swiglu_limit": 1.0},
+    "cohere2": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2, "logit_scale": 0.5},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+    "hunyuan_v1_dense": {"tie_word_embeddings": False, "head_dim": 16, "eod_token_id": None},
     "llama": {"tie_word_embeddings": False},
+    "ministral3": {"tie_word_embeddings": False, "head_dim": 16, "rope_parameters": _MINISTRAL3},
     "llama4_text": {"tie_word_embeddings": False, "head_dim": 8, **_LLAMA4},
     "mistral": {"tie_word_embeddings": False, "sliding_window": None},
     "olmo2": {"tie_word_embeddings": False},
@@ -80,8 +88,7 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = "f
 
     Args:
         folder: where to; made if absent.
-        family: one of gemma2, gemma3_text, gpt_oss, llama, llama4_text, mistral, mixtral, olmo2, phi3, qwen2,
-            qwen2_moe, qwen3, qwen3_moe, smollm3.
+        family: a ``model_type`` of the table above.
         seed: seed of the weights.
         dtype: torch's name of the type the weights are stored in.
         changes: values of the Hugging Face config other than the tiny default ones.

@@ -48,7 +48,15 @@ TIED = {"llama": False, "llama-odd-heads": True, "llama-own-output": False}
 QUICK = {
     "dense": (
         *("gemma2", "gemma3", "llama-tied-llama3-rope", *TIED, "mistral-window", "olmo2-tied-odd-heads-bias", "olmo3"),
-        *("phi3-part-of-each-head-longrope", "smollm3-window-yarn-rope", "qwen2-tied-window", "qwen3"),
+        *(
+            "phi3-part-of-each-head-longrope",
+            "smollm3-window-yarn-rope",
+            "qwen2-tied-window",
+            "qwen3",
+            "seed-oss",
+            "granite",
+        ),
+        *("glm4", "ernie4-5", "exaone4", "hunyuan", "ministral3", "cohere2"),
     ),
     "mixtures": ("gpt-oss", "llama4", "mixtral", "qwen2-moe", "qwen3-moe-dense-layers"),
 }

@@ -47,6 +47,9 @@ LAYOUTS = {
 DENSE = {
     "gemma2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "gemma3": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "mlp"), layers=(2, 3)),
+    "cohere2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
+    "glm4": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "o_proj", "down_proj")),
+    "granite": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "llama-odd-heads": LoRASettings(rank=4, alpha=8, target_modules=("all",)),
     "llama-one-kv-head": LoRASettings(
         rank=3, alpha=2, target_modules=("q_proj", "v_proj", "gate_proj"), layers=(1, 4), rslora=True

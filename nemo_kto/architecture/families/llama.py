@@ -1,12 +1,37 @@
-"""Llama 1 to 3.x and models of its architecture (SmolLM2, TinyLlama, Yi, ...), SmolLM 3, Mistral, Mixtral, Phi 3 to 4."""
+"""Llama 1 to 3.x and models like it: SmolLM 2 and 3, Seed-OSS, Granite, Mistral, Ministral 3, Mixtral, Phi 3 to 4."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from nemo_kto.architecture.family import SLIDING, SLIDING_LAYERS, ExpertFields, Family
-from nemo_kto.architecture.mappings import DENSE, renamed, separate_experts, with_experts
+from nemo_kto.architecture.config_fields import ABSENT, ModelFields, Positive
+from nemo_kto.architecture.family import SLIDING, SLIDING_LAYERS, ExpertFields, Family, Temperature
+from nemo_kto.architecture.mappings import DENSE, GATE_UP, renamed, separate_experts, with_experts
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class SeedOssFields(ModelFields):
+    attention_out_bias: bool = ABSENT
+
+
+class GraniteFields(ModelFields):
+    embedding_multiplier: Positive = ABSENT
+    residual_multiplier: Positive = ABSENT
+    attention_multiplier: Positive = ABSENT
+    logits_scaling: Positive = ABSENT
+
+
+def _ministral_temperature(config: PretrainedConfig) -> Temperature:
+    rope = config.rope_parameters
+    if missing := [name for name in (_BETA, _ORIGINAL) if rope.get(name) is None]:
+        raise ValueError(f"rope_parameters must have {' and '.join(missing)}; add what is missing")
+    return Temperature(floor=rope[_ORIGINAL], scale=rope[_BETA], first=0, with_rope=True)
+
+
+_BETA, _ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
 LLAMA = Family(
     name="llama",
     hf_architecture="LlamaForCausalLM",
@@ -21,8 +46,38 @@ SMOLLM3 = replace(
     window=SLIDING_LAYERS,
     no_rope_layers=True,
 )
+# the bias of the attention's output is set separately
+SEED_OSS = replace(
+    LLAMA,
+    name="seed_oss",
+    hf_architecture="SeedOssForCausalLM",
+    fields=SeedOssFields,
+    flags={**LLAMA.flags, "output_bias": "attention_out_bias"},
+    own_head_dim=True,
+)
+# Granite 3 and 4 without Mamba: embeddings, scores, outputs of attention and MLP, and logits have factors of their own
+GRANITE = replace(
+    LLAMA,
+    name="granite",
+    hf_architecture="GraniteForCausalLM",
+    fields=GraniteFields,
+    numbers={
+        "embedding_multiplier": "embedding_multiplier",
+        "residual_multiplier": "residual_multiplier",
+        "attention_multiplier": "attention_multiplier",
+        "logit_multiplier": lambda config: 1 / config.logits_scaling,
+    },
+)
 # a sliding window in every layer if ``sliding_window`` is set; Mixtral: the same with experts
 MISTRAL = Family(name="mistral", hf_architecture="MistralForCausalLM", mappings=DENSE, window=SLIDING)
+# YaRN, and queries that grow with the position
+MINISTRAL3 = replace(
+    MISTRAL,
+    name="ministral3",
+    hf_architecture="Ministral3ForCausalLM",
+    temperature=_ministral_temperature,
+    own_head_dim=True,
+)
 MIXTRAL = Family(
     name="mixtral",
     hf_architecture="MixtralForCausalLM",
@@ -39,7 +94,7 @@ PHI3 = Family(
         DENSE,
         {
             "self_attention.linear_qkv.weight": {"self_attn.qkv_proj.weight": ("query_key_value", "hidden")},
-            "mlp.linear_fc1.weight": {"mlp.gate_up_proj.weight": ("gate_and_up", "hidden")},
+            **GATE_UP,
         },
     ),
     window=SLIDING,

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms after attention and MLP instead of before them, and over all query heads and all key heads."""
+"""OLMo 2 and 3, EXAONE 4: norms after attention and MLP instead of before them, and norms of queries and keys."""
 
 from __future__ import annotations
 
@@ -20,6 +20,16 @@ OLMO2 = Family(
         "pre_norm": False,
         "post_norm": True,
     },
+)
+# norms of each head; in models with windows no RoPE in layers without one
+EXAONE4 = replace(
+    OLMO2,
+    name="exaone4",
+    hf_architecture="Exaone4ForCausalLM",
+    mappings=without(DENSE, "input_layernorm.", "pre_mlp_layernorm.") + POST_NORMS + qk_norms("head", "head"),
+    flags={"qk_norm": True, "pre_norm": False, "post_norm": True},
+    window=SLIDING_LAYERS,
+    rope_in_windows=True,
 )
 # a sliding window in three of four layers, whose RoPE is not scaled
 OLMO3 = replace(

@@ -39,6 +39,12 @@ def qk_norms(query: str, key: str) -> tuple[ParamMapping, ParamMapping]:
     )
 
 
+NORMS_AFTER_ROPE = (
+    replicated("self_attention.core_attention.q_layernorm.weight", "self_attn.query_layernorm.weight", "head"),
+    replicated("self_attention.core_attention.k_layernorm.weight", "self_attn.key_layernorm.weight", "head"),
+)
+
+
 @dataclass(frozen=True)
 class SoftmaxAttention(SequenceMixer):
     """softmax(scale * q k^T) v, with the windows, soft caps, sinks and norms of the architecture."""
@@ -69,7 +75,7 @@ class SoftmaxAttention(SequenceMixer):
             "sinks in the softmax": architecture.sinks,
             "attention in chunks": architecture.family.chunked and any(architecture.windows),
             "interleaved RoPE": architecture.family.interleaved_rotary,
-            "query and key norms after RoPE": architecture.rotated_norm,
+            "query and key norms after RoPE": architecture.rotated_norm or architecture.qk_norm_after_rope,
             "attention temperature scaling": architecture.temperature is not None,
         }
 
@@ -91,7 +97,9 @@ class SoftmaxAttention(SequenceMixer):
         output = query * (not architecture.attends_in_blocks or saving.keeps_input("o_proj"))
         # the fused queries, keys and values, of which the values are a view, and the output
         saved: float = saving.element_bytes * (query + 2 * key_value + output)
-        saved += saving.element_bytes * (query + (key_value if rotates_before else 0))
+        # rotated ones are tensors of their own
+        rotating = architecture.rotates.count(True) / architecture.num_layers
+        saved += saving.element_bytes * (query + (key_value if rotates_before else 0)) * rotating
         if saving.context_parallel > 1 and core and not saving.on_gpu:
             # queries, outputs, and the keys and values of all ranks; also the fused tensor if a norm saves views of it
             saved = saving.element_bytes * (query + output + 2 * saving.context_parallel * key_value)
@@ -105,12 +113,12 @@ class SoftmaxAttention(SequenceMixer):
                 * (joined and not architecture.attends_in_blocks and saving.keeps_input("o_proj"))
             )
         if core and architecture.rotated_norm:  # the input of the norm in fp32, and the root mean square of each head
-            rotating = architecture.rotates.count(True) / architecture.num_layers
             saved += rotating * FP32 * (query + key_value + heads)
         if architecture.all_heads_norm:  # queries, a view of the fused keys, and the root mean square of each
             saved += saving.element_bytes * query + 2 * FP32
         elif architecture.qk_norm:
-            keys = 0 if saving.norms_in_few_passes else key_value  # otherwise a view of the fused tensor suffices
+            is_view = saving.norms_in_few_passes and not architecture.qk_norm_after_rope  # of the fused tensor
+            keys = 0 if is_view else key_value
             saved += saving.norm(query + keys, trained=saving.adapters is None) + 4 * heads
         return saved + saving.element_bytes * saving.hidden * saving.keeps_input(*_QKV)
 

@@ -35,7 +35,7 @@ from nemo_kto.device import device
 from nemo_kto.device.kernels import varlen_attention
 from nemo_kto.distributed.collectives import gather_shares
 from nemo_kto.models.layers.block_attention import block_attention
-from nemo_kto.models.layers.norm import unit_norm
+from nemo_kto.models.layers.norm import TorchNorm, unit_norm
 from nemo_kto.models.layers.packing import Prompts, causal_spans, key_indices, shared_lengths, unshard_tokens
 from nemo_kto.models.layers.rope_tables import RopeTable, TemperatureTable
 
@@ -109,7 +109,8 @@ class TorchAttention(MegatronModule):
         rope: RopeTable | None = None,  # in all layers but those of ``config.no_rope_freq``; None: already rotated
         local_rope: RopeTable | None = None,  # RoPE for layers with a window; None to use ``rope``
         norm_after_rope: bool = False,  # normalise queries and keys after RoPE, each head by its root mean square
-        temperature: TemperatureTable | None = None,  # scaling of the queries in layers without RoPE
+        qk_norm_after_rope: bool = False,  # the same with trained weights
+        temperature: TemperatureTable | None = None,  # scaling of the queries
     ) -> None:
         super().__init__(config=config)
         required = {"apply_query_key_layer_scaling": False, "attention_dropout": 0.0, "softmax_type": "vanilla"}
@@ -134,18 +135,26 @@ class TorchAttention(MegatronModule):
             rope = local_rope or rope
         self.rope = None if config.no_rope_freq and config.no_rope_freq[layer_number - 1] else rope
         self.norm_epsilon = config.layernorm_epsilon if norm_after_rope else None
-        self.temperature = temperature
+        self.q_layernorm: torch.nn.Module | None = None
+        self.k_layernorm: torch.nn.Module | None = None
+        if qk_norm_after_rope:
+            self.q_layernorm, self.k_layernorm = (
+                TorchNorm(config, config.kv_channels, eps=config.layernorm_epsilon) for _ in range(2)
+            )
+        self.temperature = (
+            None if temperature is not None and temperature.with_rope != (self.rope is not None) else temperature
+        )
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Return the sinks, sharded by heads over the tensor-parallel ranks; empty without sinks."""
-        if self.softmax_offset is None:
+        """Return the sinks, sharded by heads over the tensor-parallel ranks, and norms; empty without both."""
+        if self.softmax_offset is None and self.q_layernorm is None:
             return {}
         state: ShardedStateDict = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
-            {"softmax_offset": 0},
+            {} if self.softmax_offset is None else {"softmax_offset": 0},
             sharded_offsets,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
@@ -238,12 +247,14 @@ class TorchAttention(MegatronModule):
     def _apply_positions(
         self, query: Tensor, key: Tensor, lengths: tuple[int, ...] | None, **pack: Any
     ) -> tuple[Tensor, Tensor]:
-        """Apply RoPE (and norm), or temperature scaling; other arguments as for :meth:`RopeTable.rotate`."""
+        """Apply RoPE, norms after it and temperature scaling; other arguments as for :meth:`RopeTable.rotate`."""
         if self.rope is not None:
             query, key = (self.rope.rotate(heads, lengths, **pack) for heads in (query, key))
             if self.norm_epsilon is not None:
                 query, key = (unit_norm(heads, self.norm_epsilon) for heads in (query, key))
-        elif self.temperature is not None:
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if self.temperature is not None:
             query = self.temperature.scale(query, lengths, **pack)
         return query, key
 

@@ -1,9 +1,7 @@
-"""RMS norms on torch with support for sequence parallelism, and the layer with norms after attention and MLP."""
+"""Norms on torch with support for sequence parallelism."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +9,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from nemo_kto.device import device
@@ -71,6 +68,16 @@ class _CPURMSNorm(torch.autograd.Function):
         grad_T = products_TH.mv(factor_H).mul_(inverse_rms_T.pow(3)).div_(x.size(-1))
         x_grad = (grads[0] * factor_H).mul_(inverse_rms).addcmul_(x, grad_T.view_as(inverse_rms), value=-1)
         return x_grad, weight_grad_H, None, None
+
+
+class TorchLayerNorm(torch.nn.LayerNorm):
+    """Layer norm without a bias, w (x - mean(x)) / sqrt(var(x) + eps), like :class:`TorchNorm` in all else."""
+
+    returns_residual = False  # megatron-core >= 0.18 reads it from every norm
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__(hidden_size, eps=eps, bias=False, dtype=config.params_dtype, device=device.current_device())
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def unit_norm(x: Tensor, eps: float) -> Tensor:
@@ -142,31 +149,3 @@ def _all_reduce(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None:
         dist.all_reduce(values, group=group)
     return values
-
-
-OutputAndBias = tuple[Tensor, Tensor | None]
-
-
-class PostNormLayer(TransformerLayer):
-    """Transformer layer that normalises the outputs of attention and MLP before adding them to the residual stream."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        sizes = {"hidden_size": self.config.hidden_size, "eps": self.config.layernorm_epsilon}
-        self.post_attention_layernorm = TorchNorm(config=self.config, **sizes)
-        self.post_mlp_layernorm = TorchNorm(config=self.config, **sizes)
-        self.self_attn_bda = _add_normed(self.post_attention_layernorm)
-        self.mlp_bda = _add_normed(self.post_mlp_layernorm)
-        # megatron-core's handler is enable_grad, with which the norms would save their inputs in evaluation, too
-        self.bias_dropout_add_exec_handler = contextlib.nullcontext
-
-
-def _add_normed(norm: torch.nn.Module) -> Callable[[bool, bool], Callable[[OutputAndBias, Tensor, float], Tensor]]:
-    """Return a replacement for megatron-core's bias_dropout_add, with the same arguments but no dropout."""
-
-    def add(output_and_bias: OutputAndBias, residual: Tensor, dropout: float) -> Tensor:
-        output, bias = output_and_bias
-        normed: Tensor = norm(output if bias is None else output + bias)
-        return residual + normed
-
-    return lambda training, fused: add

@@ -25,6 +25,7 @@ class TemperatureTable:
 
     def __init__(self, *, temperature: Temperature) -> None:
         self._temperature = temperature
+        self.with_rope = temperature.with_rope
         self._packed: tuple[object, Tensor] | None = None
 
     def scale(
@@ -36,14 +37,14 @@ class TemperatureTable:
         rank: int = 0,
         size: int = 1,
     ) -> Tensor:
-        """Multiply queries at position p by 1 + scale * log(1 + floor((p + 1) / floor)), computed in fp32."""
+        """Multiply queries at position p by 1 + scale * log(1 + floor(p / floor)), computed in fp32."""
         lengths = (len(query_sbhd),) if lengths is None else lengths
-        floor, scale = self._temperature.floor, self._temperature.scale
-        if _end(lengths, prompts) < floor:  # every factor is 1
+        floor, scale, first = self._temperature.floor, self._temperature.scale, self._temperature.first
+        if _end(lengths, prompts) + first <= floor:  # every factor is 1
             return query_sbhd
         if self._packed is None or self._packed[0] != (lengths, prompts):
             position_s = token_positions(lengths, prompts=prompts, rank=rank, size=size)
-            (factor_s,) = device.upload([1 + scale * torch.log1p(torch.floor((position_s.float() + 1) / floor))])
+            (factor_s,) = device.upload([1 + scale * torch.log1p(torch.floor((position_s.float() + first) / floor))])
             self._packed = (lengths, prompts), factor_s[:, None, None, None]
         return (query_sbhd * self._packed[1]).to(query_sbhd.dtype)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from nemo_kto.architecture.architecture import Architecture
@@ -46,6 +47,7 @@ def softmax_attention(
             "chunked": architecture.family.chunked,
             "rope": RopeTable(rope=architecture.rope, interleaved=architecture.family.interleaved_rotary),
             "norm_after_rope": architecture.rotated_norm,
+            "qk_norm_after_rope": architecture.qk_norm_after_rope,
             "temperature": None if temperature is None else TemperatureTable(temperature=temperature),
             "local_rope": None if local_rope is None else RopeTable(rope=local_rope),
         },
@@ -58,5 +60,7 @@ def softmax_attention(
                 (architecture.num_query_groups, architecture.padded_query_groups),
             )
         )
+    elif architecture.qk_norm_after_rope:
+        parts.q_layernorm = parts.k_layernorm = IdentityOp
     elif architecture.qk_norm:
         parts.q_layernorm = parts.k_layernorm = TorchNorm

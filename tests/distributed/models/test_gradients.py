@@ -16,8 +16,12 @@ from tests.helpers.tiny_models import make_checkpoint
 BETA, W_DESIRABLE, W_UNDESIRABLE, W_PREFERENCE, W_SFT = 0.3, 1.0, 1.5, 0.8, 0.1
 ROWS, WIDTH, PROMPT = 8, 24, 4  # a width that tensor- and context-parallel ranks can share out
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere2": ("cohere2", {}),
     "gemma2": ("gemma2", {}),
+    "granite": ("granite", {}),
+    "hunyuan": ("hunyuan_v1_dense", {}),
     "llama": ("llama", {}),
+    "ministral3": ("ministral3", {}),
     "olmo2": ("olmo2", {}),
     "qwen2": ("qwen2", {}),
     "window": ("mistral", {"sliding_window": 7}),
@@ -148,7 +152,11 @@ CASES: dict[str, tuple[int, dict[str, Any], int]] = {
 
 
 QUICK = {
+    ("cohere2", "cp2"),
     ("gemma2", "tp2"),
+    ("granite", "pp2"),
+    ("hunyuan", "cp2_tp2_sequence_parallel"),
+    ("ministral3", "cp2"),
     ("llama", "recompute"),
     ("llama", "pp2_uneven"),
     ("llama", "cp2_tp2_sequence_parallel"),

@@ -126,6 +126,10 @@ QUICK: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
 FULL: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
     ("llama", {"context": 2}, "float32", None),
     ("olmo2", {"tensor": 2}, "float32", None),
+    ("cohere2", {"tensor": 2}, "float32", None),
+    ("granite", {}, "float32", ALL),
+    ("hunyuan_v1_dense", {}, "float32", None),
+    ("ministral3", {}, "float32", None),
     ("qwen3", {}, "bfloat16", None),
     ("llama", {"tensor": 2}, "float32", replace(DROPPED, dora=True)),
     ("llama", {"recompute": "selective"}, "float32", replace(QUERIES, dora=True)),

@@ -25,9 +25,11 @@ BASE: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 MODEL_TYPES = {
+    "Cohere2ForCausalLM": "cohere2",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
     "GptOssForCausalLM": "gpt_oss",
+    "GraniteForCausalLM": "granite",
     "Llama4ForCausalLM": "llama4_text",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -37,6 +39,7 @@ MODEL_TYPES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
+    "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
 }
 
@@ -72,6 +75,8 @@ def test_defaults_of_the_family_are_filled_in(tmp_path: Path) -> None:
         ("Qwen2ForCausalLM", {}, (True, False, False, False)),
         ("Qwen3ForCausalLM", {}, (False, False, False, True)),
         ("Qwen3ForCausalLM", {"attention_bias": True}, (True, True, False, True)),
+        ("SeedOssForCausalLM", {}, (True, False, False, False)),
+        ("SeedOssForCausalLM", {"attention_out_bias": True, "mlp_bias": True}, (True, True, True, False)),
     ],
 )
 def test_biases_and_norms(tmp_path: Path, architecture: str, changes: dict[str, Any], flags: tuple[bool, ...]) -> None:
@@ -83,11 +88,13 @@ def test_features_that_transformer_engine_lacks(tmp_path: Path) -> None:
     found = {
         name: read_architecture(folder(tmp_path, **of(name)), tensor_parallel=1).unsupported_by_te
         for name in (
-            *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM"),
+            *("Cohere2ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "GraniteForCausalLM"),
             *("LlamaForCausalLM", "Olmo2ForCausalLM", "Qwen3ForCausalLM"),
         )
     }
     assert found == {
+        "Cohere2ForCausalLM": (Message("norms", "bias"), Message("parallel"), Message("RoPE", "interleaved")),
+        "GraniteForCausalLM": (),
         "Gemma2ForCausalLM": (Message("MLP", "attention"), Message("scores", "soft")),
         "Gemma3ForCausalLM": (Message("MLP", "attention"), Message("layers", "window")),
         "GptOssForCausalLM": (Message("softmax", "sinks"), Message("experts", "biases"), "a clamped activation"),
@@ -304,6 +311,7 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
     [
         ({"intermediate_size": 97}, Message("intermediate_size", "97", "2")),
         ({"mlp_bias": True}, Message("mlp_bias=true", "attention_bias=false")),
+        ({**of("SeedOssForCausalLM"), "mlp_bias": True}, Message("mlp_bias=true", "attention_out_bias=false")),
         (
             {**of("Llama4ForCausalLM"), "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
             Message("layer_types", "full_attention", "chunked_attention", "sliding_attention", "choose"),

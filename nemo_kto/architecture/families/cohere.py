@@ -1,0 +1,31 @@
+"""Command R7B and A: attention and MLP in parallel, layer norms, RoPE in layers with a sliding window only."""
+
+from __future__ import annotations
+
+from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, Positive
+from nemo_kto.architecture.family import SLIDING_LAYERS, Family
+from nemo_kto.architecture.mappings import DENSE, without
+from nemo_kto.architecture.param_mapping import replicated
+
+
+class CohereFields(ModelFields):
+    layer_norm_eps: Positive = ABSENT
+    logit_scale: Positive = ABSENT
+    sliding_window: Count = ABSENT  # type: ignore[assignment]  # without windows no layer would have RoPE
+
+
+COHERE2 = Family(
+    name="cohere2",
+    hf_architecture="Cohere2ForCausalLM",
+    mappings=(
+        *without(DENSE, "input_layernorm.", "pre_mlp_layernorm."),
+        replicated("shared_layernorm.weight", "input_layernorm.weight", "hidden"),
+    ),
+    fields=CohereFields,
+    flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias", "layer_norm": True, "parallel": True},
+    numbers={"logit_multiplier": "logit_scale"},
+    norm_epsilon="layer_norm_eps",
+    window=SLIDING_LAYERS,
+    rope_in_windows=True,
+    interleaved_rotary=True,
+)
