@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_kto.device import device
 from nemo_kto.utils import lazy_import
@@ -23,7 +25,8 @@ PRECISIONS = {
 FP8_MULTIPLE = 16  # tensor cores need fp8 matrices whose sizes are multiples of this number
 
 _ROWS, _WIDTH = 64, 512  # size of the timed matrix product: 34 MFLOP, 60 ms with the slowest emulation of bf16
-_SECONDS = 0.1  # duration of the measurement for each of the two dtypes
+_SECONDS, _PRODUCTS = 0.1, 5  # least duration of a measurement, and least number of products in it
+_BUSY = 1.5  # from this ratio of the mean and the shortest duration on, other programs use the CPU
 
 
 def dtype_of(precision: str) -> torch.dtype:
@@ -37,6 +40,13 @@ class Bf16Support:
 
     native: bool  # the device has bf16 instructions, and a CPU also computes faster in bf16 than in fp32
     why: str  # explanation in words, with the measured ratio on a CPU
+
+
+class CPUSpeed(NamedTuple):
+    """Result of the measurement of a CPU."""
+
+    flops: float  # FLOP/s of the fastest of several matrix products
+    busy: float  # how many times slower it is on average, because other programs use it; 1 if none do
 
 
 def bf16_support() -> Bf16Support:
@@ -65,20 +75,42 @@ def bf16_slowdown(*, rows: int = _ROWS) -> float:
     ``rows``: rows of the left matrix; 1 for a model that generates one token at a time.
     """
     # other ranks may be busy, so a second thread might have to wait for a core
-    return product_flops(torch.float32, threads=1, rows=rows) / product_flops(torch.bfloat16, threads=1, rows=rows)
+    times = [product_times(dtype, threads=1, rows=rows) for dtype in (torch.bfloat16, torch.float32)]
+    return min(times[0]) / min(times[1])
 
 
-def product_flops(dtype: torch.dtype, *, threads: int, rows: int = _ROWS) -> float:
-    """Measure the FLOP/s of a matrix product on ``threads`` threads of this CPU, by its shortest time."""
-    before = torch.get_num_threads()
+def product_times(dtype: torch.dtype, *, threads: int, rows: int = _ROWS) -> list[float]:
+    """Return the durations in seconds of several equal matrix products on ``threads`` threads of this CPU."""
+    before, times = torch.get_num_threads(), list[float]()
     torch.set_num_threads(threads)
     try:
         left, right = torch.ones(rows, _WIDTH, dtype=dtype), torch.ones(_WIDTH, _WIDTH, dtype=dtype)
         torch.mm(left, right)  # warm-up
-        shortest, began = float("inf"), time.perf_counter()
-        while (start := time.perf_counter()) < began + _SECONDS:
+        while len(times) < _PRODUCTS or sum(times) < _SECONDS:
+            start = time.perf_counter()
             torch.mm(left, right)
-            shortest = min(shortest, time.perf_counter() - start)
+            times.append(time.perf_counter() - start)
     finally:
         torch.set_num_threads(before)
-    return 2 * rows * _WIDTH * _WIDTH / shortest
+    return times
+
+
+def cpu_speed(dtype: torch.dtype, *, threads: int) -> CPUSpeed:
+    """Measure the speed of this CPU in matrix products on ``threads`` threads.
+
+    On a busy CPU the threads of a product wait for each other, so that one thread may be faster than ``threads``.
+    """
+    single = product_times(dtype, threads=1)
+    shortest = min(single if threads == 1 else [*single, *product_times(dtype, threads=threads)])
+    busy = busy_factor(single, load=os.getloadavg()[0], cpus=os.cpu_count() or 1)
+    return CPUSpeed(2 * _ROWS * _WIDTH * _WIDTH / shortest, busy)
+
+
+def busy_factor(times: Sequence[float], *, load: float, cpus: int) -> float:
+    """Return how many times slower a CPU is than in its fastest product, because other programs use it; 1 if none do.
+
+    ``times``: durations of equal products on one thread; ``load``: the load average of the machine with ``cpus`` CPUs, to
+    which a run adds as many threads as there are CPUs.
+    """
+    factor = max(sum(times) / len(times) / min(times), 1 + load / cpus if load > cpus else 1)
+    return factor if factor >= _BUSY else 1.0

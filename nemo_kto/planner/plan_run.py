@@ -15,7 +15,7 @@ from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.layout import expert_rules, pipeline_rules, rank_rules
 from nemo_kto.config.schema import GPTConfig
 from nemo_kto.device import device
-from nemo_kto.device.precision import PRECISIONS, bf16_support, dtype_of, product_flops
+from nemo_kto.device.precision import PRECISIONS, bf16_support, cpu_speed, dtype_of
 from nemo_kto.errors import UserError
 from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.planner.memory import RankMemory, Training, stages_memory
@@ -237,7 +237,7 @@ def these_machines(run: ResolvedRun, *, ranks: int | None = None, local: int | N
     """Return the machines of a run that is started on this machine; without GPUs its ranks share memory and processors.
 
     The precision of the run must not be auto. ``ranks``, and ``local`` on this machine, are those that already run; None to
-    use the configuration's. ``timed``: time a matrix product on a CPU, which an estimate of the speed needs.
+    use the configuration's. ``timed``: time matrix products on a CPU, which an estimate of the speed needs.
     """
     ranks, local = ranks or run.world_size(), local or run.local_ranks
     if run.gpus:
@@ -245,11 +245,13 @@ def these_machines(run: ResolvedRun, *, ranks: int | None = None, local: int | N
         known = known_gpu(name) or GPUS[DEFAULT_GPU]
         return Machines(ranks=ranks, hardware=replace(known, name=name, memory=memory), on_gpu=True)
     threads = max(1, len(os.sched_getaffinity(0)) // local)
+    speed = cpu_speed(run.dtype, threads=threads) if timed else None
     hardware = Hardware(
         name="this machine" if local == 1 else f"this machine, shared by {local} ranks",
         memory=device.host_memory_bytes() / local,
-        flops={run.dtype.itemsize: product_flops(run.dtype, threads=threads)} if timed else {},
+        flops={} if speed is None else {run.dtype.itemsize: speed.flops},
         measured=True,
+        busy=1.0 if speed is None else speed.busy,
     )
     return Machines(ranks=ranks, hardware=hardware, on_gpu=False)
 

@@ -12,7 +12,8 @@ from nemo_kto.telemetry.summary import layout_text, short, table
 from nemo_kto.telemetry.timers import duration_text
 
 _ESTIMATE = "an estimate from published figures, not measured"
-_MEASURED = "an estimate from a matrix product that was timed on this machine"
+_MEASURED = "an estimate from matrix products that were timed on this machine"
+_BUSY = "this machine is busy: the estimate may be"
 
 
 def plan_text(plan: Plan, *, checked: Mapping[str, str] | None = None) -> str:
@@ -61,6 +62,7 @@ def plan_text(plan: Plan, *, checked: Mapping[str, str] | None = None) -> str:
         "sent by a rank": ", ".join(f"{size(each)} {name}" for name, each in sent.items()) + f" parallel{between}, a step",
         "pipeline bubble": f"{speed.bubble:.0%}",
         "expected": f"{_rate(plan)}, {seconds} a step{whole} ({_MEASURED if device.measured else _ESTIMATE})",
+        **({"load": f"{_BUSY} {device.busy:.1f} times too high"} if device.busy > 1 else {}),
         "verdict": "fits" if plan.fits else f"does not fit: {remedy(plan)}",
     }
     command, done = ("plan", "nothing was loaded") if checked is None else ("check", "no mistakes")

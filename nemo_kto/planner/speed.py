@@ -250,6 +250,7 @@ class Hardware:
     link: float | None = None
     network: float | None = None
     measured: bool = False  # ``flops`` was measured on this machine just now, and is not a peak
+    busy: float = 1.0  # how many times slower it is while other programs use it; 1 if none do, or if it was not measured
 
     def reached(self, element_bytes: int) -> float:
         """Return the expected FLOP/s for values of ``element_bytes`` bytes."""

@@ -65,3 +65,28 @@ def test_the_measurement_restores_the_threads(monkeypatch: pytest.MonkeyPatch) -
     assert math.isfinite(slowdown)
     assert slowdown > 0
     assert torch.get_num_threads() == threads
+
+
+def test_the_fastest_of_several_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock jumps as for a process that waits for a CPU."""
+    durations = {1: [9.0, 1.0, 4.0, 3.0, 3.0], 2: [7.0, 0.5, 7.0, 7.0, 7.0]}
+    steps = iter(step for each in (*durations[1], *durations[2]) for step in (100.0, each))
+    now = [0.0]
+    monkeypatch.setattr(precision.time, "perf_counter", lambda: now.append(now[-1] + next(steps)) or now[-1])
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    flop = 2 * 64 * 512 * 512
+    assert precision.cpu_speed(torch.float32, threads=2) == (flop / 0.5, 4.0)
+    assert next(steps, None) is None
+
+
+@pytest.mark.parametrize(
+    ("times", "load", "factor"),
+    [
+        ([2.0, 2.0, 2.5], 2.0, 1.0),  # as many threads as CPUs are at work: these may be this command's own
+        ([2.0, 2.0, 8.0], 0.0, 2.0),  # products that waited for a CPU
+        ([2.0, 2.0, 2.0], 6.0, 4.0),  # 6 other threads and 2 of the run share 2 CPUs
+        ([1.0, 9.0], 3.0, 5.0),  # the larger of both
+    ],
+)
+def test_a_busy_cpu(times: list[float], load: float, factor: float) -> None:
+    assert precision.busy_factor(times, load=load, cpus=2) == factor

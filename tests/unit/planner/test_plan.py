@@ -12,6 +12,7 @@ from nemo_kto.algorithms.recipes import DPO, KTO, Recipe
 from nemo_kto.cli import plan
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
+from nemo_kto.device.precision import CPUSpeed
 from nemo_kto.errors import UserError
 from nemo_kto.planner import plan_run
 from nemo_kto.planner.speed import Hardware
@@ -139,13 +140,18 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("busy", "load"), [(1.0, None), (2.25, Message("this machine is busy", "estimate", "2.2"))])
+def test_on_this_machine(
+    busy: float, load: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(device, "host_memory_bytes", lambda: 64 * 10**9)
+    monkeypatch.setattr(plan_run, "cpu_speed", lambda dtype, *, threads: CPUSpeed(flops=1e12, busy=busy))
     status, table = planned(capsys, "kto", MODEL, "hardware=cpu", "trainer.devices=2", *ATTENTION)
     assert status == plan.DOES_NOT_FIT
     assert table["weights"] == "32.2 GB"
     assert "of 32.0 GB" in table["total"]
     assert_names(table["expected"], "estimate", "timed")
+    assert table.get("load") == load
 
 
 @pytest.mark.parametrize(
