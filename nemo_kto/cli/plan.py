@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from functools import partial
 
@@ -14,9 +15,20 @@ from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.gpu import OLDEST_ENGINE, Computes, computes_here, model_gpu_rules
 from nemo_kto.config.rules.training import run_errors
 from nemo_kto.errors import ConfigError, error_of
-from nemo_kto.planner.plan_run import best_layouts, gpus_elsewhere, make_plan, these_machines, with_precision
-from nemo_kto.planner.report import plan_text, search_text
-from nemo_kto.planner.speed import DEFAULT_GPU, GPUS
+from nemo_kto.planner.plan_run import (
+    LORA,
+    Plan,
+    best_layouts,
+    gpus_elsewhere,
+    make_plan,
+    overrides,
+    these_machines,
+    values_of,
+    with_precision,
+)
+from nemo_kto.planner.report import plan_text, search_text, shortage_text
+from nemo_kto.planner.shortage import find_shortage
+from nemo_kto.planner.speed import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE
 from nemo_kto.processes.ranks import World
 
 _MODEL, _DATA = POSITIONS.values()
@@ -24,8 +36,9 @@ _LAYOUT = tuple(f"model.{axis}_parallel_size" for axis in ("tensor_model", "pipe
 _SHOWN = 5
 _DESCRIPTION = """\
 Estimate the memory of each rank and the speed of a run; only config.json of the model is read.
-With --gpus and without a layout (model.{tensor_model,pipeline_model,context,expert_model}_parallel_size), list the five
-fastest layouts that fit. Without --gpus, plan for this machine. Exit status 1 if the run does not fit.
+With --gpus and without a layout (model.{tensor_model,pipeline_model,context,expert_model}_parallel_size), list five layouts
+that fit, the preferred one first, or how many GPUs are missing. Without --gpus, plan for this machine. Exit status 1 if the
+run does not fit.
 """
 DOES_NOT_FIT = 1  # exit status
 
@@ -56,9 +69,28 @@ def main(argv: Sequence[str]) -> int:
     if not searches:
         print(plan_text(plan))
         return 0 if plan.fits else DOES_NOT_FIT
-    found = best_layouts(plan, _SHOWN)
-    print(search_text(plan, found))
-    return 0 if found else DOES_NOT_FIT
+    if found := best_layouts(plan, _SHOWN):
+        print(search_text(plan, found))
+        return 0
+    shortage = find_shortage(plan)
+    print(shortage_text(plan, shortage, lora_command=_lora_command(flags, words, shortage.lora)))
+    return DOES_NOT_FIT
+
+
+def _lora_command(flags: argparse.Namespace, words: Sequence[str], lora: Plan | None) -> str:
+    """Return the command that trains with LoRA in the layout ``lora``; ``words`` are those of the run that does not fit."""
+    if lora is None:
+        return ""
+    devices = max(count for count in range(1, GPUS_PER_MACHINE + 1) if flags.gpus % count == 0)
+    machines = {"trainer.num_nodes": flags.gpus // devices} if flags.gpus > GPUS_PER_MACHINE else {}
+    machines["trainer.devices"] = devices
+    layout = values_of(lora)
+    replaced = {*machines, *(f"model.{name}" for name in (*layout, *LORA, "micro_batch_size"))}
+    kept = [word for word in words if word.lstrip("+").partition("=")[0] not in replaced]
+    files = {"--config-dir": flags.config_dir, "--config-name": flags.config_name}
+    source = [f"{flag}={value}" for flag, value in files.items() if value is not None]
+    settings = [f"{key}={value}" for key, value in machines.items()]
+    return shlex.join(["nemo-kto", flags.algorithm, *source, *kept, *settings, *overrides({**LORA, **layout}).split()])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -306,6 +306,8 @@ _FULL: Values = {
 _NONE: Values = dict.fromkeys(_FULL)
 _RECOMPUTE = (_NONE, {**_NONE, "activations_checkpoint_granularity": "selective"}, _FULL)
 _ROWS = (1, 2, 4)  # candidate numbers of rows of a micro-batch
+LORA: Values = {"peft.peft_scheme": "lora"}
+_CLOSE = 0.9  # fraction of the best speed from which on the layout with more free memory is preferred
 _CHUNK = 2048  # minimum tokens: with shorter chunks, context-parallel ranks would wait for keys and values
 _CHUNKS = (1, 2, 4)  # candidate numbers of model chunks of a pipeline stage
 
@@ -349,20 +351,41 @@ def _expert_degrees(architecture: Architecture, ranks: int) -> list[Values]:
     return [{"expert_model_parallel_size": size, "expert_tensor_parallel_size": 1} for size in sizes]
 
 
+def fitting_layouts(plan: Plan) -> Iterator[Plan]:
+    """Yield the plan of every layout that fits; larger micro-batches of one that does not are not tried."""
+    too_large: Values = {}
+    for values in layouts(plan):
+        without_size = {**values, "micro_batch_tokens": None}
+        if without_size == too_large:
+            continue
+        found = make_plan(plan.run.with_model(**values), plan.machines)
+        if found.fits:
+            yield found
+        else:
+            too_large = without_size
+
+
 def best_layouts(plan: Plan, count: int) -> list[Plan]:
-    """Return the ``count`` fastest layouts that fit, one per combination of sizes; on a tie the larger micro-batch wins."""
-    fitting = [found for values in layouts(plan) if (found := make_plan(plan.run.with_model(**values), plan.machines)).fits]
+    """Return ``count`` layouts that fit, one per combination of sizes: the preferred one, then the fastest others.
+
+    Of a combination the fastest is taken, on a tie the one with the larger micro-batch. The preferred layout is the one that
+    leaves the most memory (to a GB), on a tie with the fewest tensor-parallel ranks, of those that reach 90 % of the best
+    speed: the estimates of their speeds differ by less than their error, and free memory prevents failed allocations.
+    """
     best: dict[tuple[int, ...], Plan] = {}
-    for found in sorted(fitting, key=lambda each: (each.speed.seconds, -each.training.micro_batch_tokens)):
+    for found in sorted(fitting_layouts(plan), key=lambda each: (each.speed.seconds, -each.training.micro_batch_tokens)):
         best.setdefault((*degrees(found.run.cfg.model), found.run.cfg.model.expert_model_parallel_size), found)
-    return list(best.values())[:count]
+    fastest = list(best.values())
+    close = [each for each in fastest if fastest[0].speed.seconds >= _CLOSE * each.speed.seconds]
+    close.sort(key=lambda each: (round(each.largest.device / 1e9), each.training.tensor_parallel))
+    return [*close[:1], *(each for each in fastest if each is not close[0])][:count]
 
 
-def remedies(plan: Plan) -> list[str]:
+def remedies(plan: Plan, *, lora: bool = True) -> list[str]:
     """Return alternative overrides that each make the run fit on the same ranks.
 
     There is at most one of each kind, the first in the order of increasing effect. If no single kind suffices, a combination
-    of several is returned; if that does not suffice either, moments in bf16, or else LoRA.
+    of several is returned; if that does not suffice either, moments in bf16, or else, with ``lora``, LoRA.
     """
     model = plan.run.cfg.model
     one_row: Values = {"micro_batch_size": None, "micro_batch_tokens": plan.training.micro_batch_width}
@@ -373,7 +396,7 @@ def remedies(plan: Plan) -> list[str]:
     context: list[Values] = [{"context_parallel_size": model.context_parallel_size * by} for by in (2, 4, 8)]
 
     def fits(change: Values) -> bool:
-        run = _changed(plan.run, change)
+        run = changed(plan.run, change)
         return _is_possible(plan, run) and make_plan(run, plan.machines).fits
 
     of_stage = plan.machines.ranks // plan.training.split.stages
@@ -381,7 +404,6 @@ def remedies(plan: Plan) -> list[str]:
     experts = [each for each in _expert_degrees(plan.training.architecture, of_stage) if each]
     sharded: list[Values] = [{"optim.num_distributed_optimizer_instances": 1}] if instances > 1 else []
     together: list[Values] = [{**one, **other, **_FULL, **one_row} for one in ({}, *tensor) for other in ({}, *pipeline)]
-    lora: Values = {"peft.peft_scheme": "lora"}
     narrow: list[Values] = []
     if model.optim.use_distributed_optimizer and not model.optim.offload_fraction:
         moments: Values = {"optim.moments_dtype": "bf16"}
@@ -390,7 +412,7 @@ def remedies(plan: Plan) -> list[str]:
         [sharded, [one_row], [_FULL], tensor, pipeline, context, experts],
         [together],
         [narrow],
-        [[lora, {**_FULL, **one_row, **lora}]],
+        [[LORA, {**_FULL, **one_row, **LORA}] if lora else []],
     ):
         found = [next(filter(fits, changes), None) for changes in kinds]
         if any(found):
@@ -415,7 +437,7 @@ def overrides(values: Values) -> str:
     return " ".join(f"model.{name}={echo(value)}" for name, value in values.items() if value is not None)
 
 
-def _changed(run: ResolvedRun, values: Values) -> ResolvedRun:
+def changed(run: ResolvedRun, values: Values) -> ResolvedRun:
     """Return the run with other model settings; a name with a dot is one in a section."""
     changes: dict[str, Any] = {}
     for name, value in values.items():

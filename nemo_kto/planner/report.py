@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from nemo_kto.architecture.parameters import rank_parameters
 from nemo_kto.planner.memory import CONTEXT
-from nemo_kto.planner.plan_run import Plan, overrides, remedy, size, values_of
+from nemo_kto.planner.plan_run import Plan, overrides, remedies, remedy, size, values_of
+from nemo_kto.planner.shortage import Shortage
 from nemo_kto.telemetry.summary import layout_text, short, table
 from nemo_kto.telemetry.timers import duration_text
 
@@ -70,7 +71,7 @@ def plan_text(plan: Plan, *, checked: Mapping[str, str] | None = None) -> str:
 
 
 def search_text(plan: Plan, found: Sequence[Plan]) -> str:
-    """Return the report of the layout search, with the overrides that select the first layout."""
+    """Return the report of the layout search, with the overrides that select the first layout, the preferred one."""
     lines = _run_lines(plan)
     for number, each in enumerate(found, start=1):
         lines[str(number)] = (
@@ -78,9 +79,34 @@ def search_text(plan: Plan, found: Sequence[Plan]) -> str:
             f"{size(each.largest.device)} a rank, {_rate(each)}"
         )
     lines["rates"] = _ESTIMATE
-    lines["use"] = overrides(values_of(found[0])) if found else f"nothing fits; {remedy(plan)}"
-    machines = f"{plan.machines.ranks} x {plan.machines.hardware.name}, {size(plan.machines.hardware.memory)} each"
-    return table(f"nemo-kto plan {plan.run.cfg.recipe.name}: the fastest layouts that fit on {machines}", lines)
+    lines["use"] = overrides(values_of(found[0]))
+    title = f"layouts that fit on {_machines(plan)}, the preferred one first"
+    return table(f"nemo-kto plan {plan.run.cfg.recipe.name}: {title}", lines)
+
+
+def shortage_text(plan: Plan, shortage: Shortage, *, lora_command: str) -> str:
+    """Return the report of a layout search in which nothing fits; ``lora_command`` trains with LoRA on the GPUs given."""
+    whole, gpu = shortage.whole, plan.machines.hardware.name
+    parts = {"weights": whole.weights, "gradients": whole.gradients, "optimizer state": whole.optimizer}
+    of_parts = ", ".join(f"{size(count)} of {name}" for name, count in parts.items())
+    fitting = f"{shortage.gpus} x {gpu}, the smallest number that fits"
+    if shortage.gpus is None:
+        fitting = f"no number up to {shortage.most_tried} x {gpu} fits"
+    others = remedies(plan, lora=False)
+    lines = {
+        **_run_lines(plan),
+        "needs": f"{size(sum(parts.values()))} in total, without activations: {of_parts}",
+        "GPUs": fitting,
+        **({"or use": ", or ".join(others)} if others else {}),
+    }
+    if shortage.lora is not None:
+        lines["LoRA"] = f"{size(shortage.lora.largest.device)} a rank, {_rate(shortage.lora)} ({_ESTIMATE})"
+        lines["command"] = lora_command
+    return table(f"nemo-kto plan {plan.run.cfg.recipe.name}: no layout fits on {_machines(plan)}", lines)
+
+
+def _machines(plan: Plan) -> str:
+    return f"{plan.machines.ranks} x {plan.machines.hardware.name}, {size(plan.machines.hardware.memory)} each"
 
 
 def _run_lines(plan: Plan) -> dict[str, str]:

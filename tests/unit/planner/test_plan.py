@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from nemo_kto.device import device
 from nemo_kto.device.precision import CPUSpeed
 from nemo_kto.errors import UserError
 from nemo_kto.planner import plan_run
+from nemo_kto.planner.shortage import _counts
 from nemo_kto.planner.speed import Hardware
 from tests.helpers.messages import Message, assert_names
 from tests.unit.conftest import Load
@@ -120,7 +124,11 @@ def test_the_best_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     five = [table[str(number)] for number in range(1, 6)]
     assert len({text.split(",")[0] for text in five}) == 5, "all layouts differ"
     rates = [int(text.split()[-2].replace(",", "")) for text in five]
-    assert rates == sorted(rates, reverse=True)
+    memory = [float(text.split(" GB a rank")[0].split()[-1]) for text in five]
+    assert rates[1:] == sorted(rates[1:], reverse=True)
+    # the preferred layout leaves the most memory of those that reach 90 % of the best speed; here it is not the fastest
+    assert rates[0] < max(rates)
+    assert memory[0] == min(of_rank for rate, of_rank in zip(rates, memory, strict=True) if rate >= 0.9 * max(rates))
     # the printed layout is the one that was found
     words = table["use"].split()
     status, again = planned(capsys, "kto", MODEL, "--gpus", "16", "--gpu", "a100", *words)
@@ -129,15 +137,56 @@ def test_the_best_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     assert again["expected"].startswith(f"{rates[0]:,} tokens/s")
 
 
-def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    status, table = planned(capsys, "kto", MODEL, "--gpus", "2", "--memory", "10")
+@pytest.mark.parametrize(("seconds", "preferred"), [((10.0, 11.1), 1), ((10.0, 11.2), 0)])
+def test_a_layout_is_preferred_from_90_percent_of_the_best_speed_on(
+    seconds: tuple[float, float], preferred: int, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On equal memory the fewer tensor-parallel ranks."""
+    of_speed = iter(seconds)
+    run = ResolvedRun.of(load(MODEL, "trainer.precision=bf16"))
+    base = plan_run.make_plan(run.with_model(tensor_model_parallel_size=2), plan_run.gpus_elsewhere(8, "h100"))
+    other = plan_run.make_plan(run, base.machines)
+    other = replace(other, stages=base.stages)
+    for each in (base, other):
+        each.__dict__["speed"] = replace(base.speed, seconds=next(of_speed))
+    monkeypatch.setattr(plan_run, "fitting_layouts", lambda plan: iter((base, other)))
+    assert plan_run.best_layouts(base, 1) == [(base, other)[preferred]]
+
+
+MOMENTS = "model.micro_batch_tokens=2048 model.optim.moments_dtype=bf16"
+TWO_NODES = ["trainer.num_nodes=2", "trainer.devices=8"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "gpus", "others", "machines"),
+    [
+        # 8.03 billion parameters with 18 bytes each
+        (["--gpus", "1", "--memory", "24"], 8, None, ["trainer.devices=1"]),
+        (["--gpus", "1", "--memory", "146", "model.micro_batch_size=64"], 2, MOMENTS, ["trainer.devices=1"]),
+        (["--gpus", "16", "--memory", "10", "model.global_batch_size=2"], 32, None, TWO_NODES),
+        (["--gpus", "2", "--memory", "10"], 32, None, None),
+    ],
+)
+def test_nothing_fits(
+    argv: list[str], gpus: int, others: str | None, machines: list[str] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, table = planned(capsys, "kto", MODEL, "lr=1e-5", *argv)
     assert status == plan.DOES_NOT_FIT
-    assert table["use"] == Message("nothing", "use")
-    status, table = planned(capsys, "kto", MODEL, "--gpus", "1", "--memory", "24")
-    assert table["use"] == (
-        "nothing fits; use model.activations_checkpoint_granularity=full model.activations_checkpoint_method=uniform "
-        "model.activations_checkpoint_num_layers=1 model.micro_batch_tokens=2048 model.peft.peft_scheme=lora"
-    )
+    assert table["needs"] == Message("144.5 GB", "16.1 GB", "weights", "32.1 GB", "gradients", "96.4 GB", "optimizer")
+    assert table["GPUs"] == Message(f"{gpus} x H100 80GB", "smallest")
+    assert table.get("or use") == others
+    assert ("command" in table) is (machines is not None)
+    if machines is not None:  # the command, pasted, is one that the planner accepts
+        program, algorithm, *words = shlex.split(table["command"])
+        assert [program, algorithm, "lr=1e-5" in words, set(machines) <= {*words}] == ["nemo-kto", "kto", True, True]
+        status, again = planned(capsys, algorithm, *words, *argv[:4])
+        assert (status, again["verdict"]) == (0, "fits")
+        assert table["LoRA"].split()[:2] == again["total"].split()[:2]
+
+
+def test_numbers_of_gpus() -> None:
+    assert list(islice(_counts(6), 5)) == [6, 7, 8, 16, 24]
+    assert list(islice(_counts(17), 2)) == [24, 32]
 
 
 @pytest.mark.parametrize(("busy", "load"), [(1.0, None), (2.25, Message("this machine is busy", "estimate", "2.2"))])
