@@ -33,6 +33,10 @@ from nemo_kto.telemetry.console import set_up_logging, take_over
 from nemo_kto.utils.text import print_error, redact_file, redacted
 
 
+class _Stop(SystemExit):
+    """Exit after a stop signal, which ends a sweep too."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """The job of a command line, which runs once, or several times in a sweep."""
@@ -53,8 +57,12 @@ class Job:
         """Print why a command line does not compose, and exit."""
         refuse_mistakes(self.checker(sweep=sweep).errors(overrides) or [does_not_compose(error)], self.world)
 
-    def run_in_hydra(self, config: DictConfig) -> None:
-        """Run one job with the configuration from Hydra; each job of a sweep has a separate run folder."""
+    def run_in_hydra(self, config: DictConfig) -> int:
+        """Run one job with the configuration from Hydra; each job of a sweep has a separate run folder.
+
+        The next job of a sweep runs even if this one fails, unless it runs in this process, as a rank of a launcher: the
+        other ranks may not have failed. Return the exit status of this one.
+        """
         settings = HydraConfig.get()
         sweep = settings.mode == RunMode.MULTIRUN
         if sweep:
@@ -67,7 +75,14 @@ class Job:
                 job = replace(self, world=ranks.detect_world(), elsewhere=False)
             except UserError as error:
                 ranks.fail(error, world=None)
-        job.run(config, list(settings.overrides.task), sweep=sweep)
+        try:
+            job.run(config, list(settings.overrides.task), sweep=sweep)
+        except SystemExit as end:
+            if isinstance(end, _Stop) or not sweep or job.world is not None or self.elsewhere:
+                raise
+            print_error(f"nemo-kto: job {settings.job.num} of the sweep failed with status {end.code}, see above")
+            return int(end.code or 0)
+        return 0
 
     def run(self, config: DictConfig, overrides: Sequence[str], *, sweep: bool = False) -> None:
         """Check ``config``, composed with ``overrides``, then train in this process or in ranks started for it."""
@@ -82,7 +97,7 @@ class Job:
             print_error(f"nemo-kto: unused in this job: {mistake}")
         if run.cfg.trainer.accelerator == "cpu":
             device.force_cpu()
-        if self.world is None and run.local_ranks > 1:
+        if self.world is None and (run.local_ranks > 1 or sweep):
             own_folder = [f"exp_manager.explicit_log_dir='{run.folder}'"] if sweep else []
             from nemo_kto.processes.launcher import RanksEnded
 
@@ -98,7 +113,8 @@ class Job:
 
                     with contextlib.suppress(OSError):
                         record_failure(run.folder, redacted(end.message), since=ranks.started_at())
-                sys.exit(end.status)
+                was_stopped = end.received or end.status == signals.ENDED_EARLY
+                raise (_Stop if was_stopped else SystemExit)(end.status) from None
         else:
             for note in compose.notes(config) if is_first else ():
                 print_error(f"nemo-kto: {note}")

@@ -116,7 +116,7 @@ _TRAINING_USAGE = """\
   Several machines:                 torchrun --nproc-per-node 4 --no-python nemo-kto {recipe.name} ..., or srun
   No GPU:                           hardware=cpu
   Print the configuration:          --cfg job
-  Several runs, one for each value: --multirun model.optim.lr=1e-6,3e-6
+  Several runs, one for each value: --multirun lr=1e-6,3e-6
   Your own configuration file:      --config-dir FOLDER --config-name FILE
 
 Keys and their defaults:
@@ -242,11 +242,14 @@ def _run_hydra(job: Job, given: Sequence[str], *, sweep: bool) -> None:
     from nemo_kto.config import compose
 
     began = False
+    failures = list[int]()
 
-    def run(config: DictConfig) -> None:
+    def run(config: DictConfig) -> int:
         nonlocal began
         began = True
-        job.run_in_hydra(config)
+        if status := job.run_in_hydra(config):
+            failures.append(status)
+        return status
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
     try:
@@ -258,6 +261,8 @@ def _run_hydra(job: Job, given: Sequence[str], *, sweep: bool) -> None:
             raise
         # Hydra raises a ValueError for invalid flags, an OSError for its folders
         job.refuse(given, error, sweep=sweep)
+    if failures:
+        ranks.exit_rank(failures[0], world=job.world)
 
 
 def _flags(argv: Sequence[str]) -> argparse.Namespace:

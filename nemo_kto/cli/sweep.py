@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from nemo_kto.cli import aligned
 from nemo_kto.data.rows.sources import validation_names
-from nemo_kto.errors import plural
+from nemo_kto.errors import UserError, plural
 from nemo_kto.losses.metrics import metric_prefix
-from nemo_kto.telemetry.loggers import METRICS_FILE, read_metrics
+from nemo_kto.report.curves import Curve
+from nemo_kto.report.record import FAILED, RunRecord, read_run
 from nemo_kto.utils.text import redacted
 
 _METRICS = ("loss", "acc", "auc", "rewards_margin")
@@ -24,6 +27,9 @@ _METRICS = ("loss", "acc", "auc", "rewards_margin")
 class SweepReport(Callback):
     """Prints the jobs of a sweep with Hydra's own sweeper; other sweepers choose values while the sweep runs."""
 
+    def __init__(self) -> None:
+        self._failed = set[int]()  # numbers of jobs
+
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Print the number of each job and its values."""
         if jobs := _jobs(config):
@@ -31,21 +37,44 @@ class SweepReport(Callback):
             title = f"nemo-kto {config.algorithm}: a sweep of {plural(len(jobs), 'job')}"
             print(title, *aligned(rows, indent="  "), sep="\n", flush=True)
 
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        """Note a job that failed: its exit status is not 0."""
+        if job_return.status is not JobStatus.COMPLETED or job_return.return_value:
+            self._failed.add(config.hydra.job.num)
+
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """Print the values of each job, the results of its last validation, and its run folder."""
+        """Print values, state, validation results and run folder of each job, and the command that compares the runs.
+
+        The best job is the one with the best value of the metric that ranks checkpoints, at any validation after step 0.
+        """
         if not (jobs := _jobs(config)):
             return
-        results = [_last_validation(_folder(config, number) / METRICS_FILE) for number in range(len(jobs))]
+        folders = [_folder(config, number) for number in range(len(jobs))]
+        runs = [_read(folder) for folder in folders]
+        curves = [{} if run is None else run.curves for run in runs]
+        states = ["-" if run is None else run.state.word for run in runs]
+        states = [FAILED if number in self._failed else state for number, state in enumerate(states)]
+        ranking = config.exp_manager.checkpoint_callback_params
+        monitored, is_max = ranking.monitor.replace("_", "/", 1), ranking.mode == "max"
+        bests = [_best(each.get(monitored), is_max=is_max) for each in curves]
+        ranked = sorted((value, number) for number, value in enumerate(bests) if value is not None)
+        winner = ranked[-is_max][1] if ranked else None
         prefix = OmegaConf.to_container(OmegaConf.create({"value": config.model.data.get("data_prefix")}))
         sets = validation_names(prefix["value"] if isinstance(prefix, dict) else None)
-        names = [f"val/{metric_prefix(name)}{metric}" for name in sets for metric in _METRICS]
-        names = [name for name in names if any(name in result for result in results)]
-        rows = [["job", *jobs[0], *(name.replace("/", "_") for name in names), "run folder"]]
-        for number, (values, result) in enumerate(zip(jobs, results, strict=True)):
-            shown = [f"{result[name]:.4f}" if name in result else "-" for name in names]
-            rows.append([str(number), *values.values(), *shown, str(_folder(config, number))])
-        title = f"\nnemo-kto {config.algorithm}: results of {plural(len(jobs), 'job')}"
-        print(title, *aligned(rows, indent="  "), sep="\n", flush=True)
+        others = [f"val/{metric_prefix(name)}{metric}" for name in sets for metric in _METRICS]
+        others = [name for name in others if name != monitored and any(name in each for each in curves)]
+        columns = [ranking.monitor, f"best {ranking.monitor}", *(name.replace("/", "_") for name in others)]
+        rows = [["job", *jobs[0], "state", *columns, "run folder"]]
+        for number, values in enumerate(jobs):
+            last = [curves[number][name].last if name in curves[number] else None for name in (monitored, *others)]
+            figures = ["-" if value is None else f"{value:.4f}" for value in (last[0], bests[number], *last[1:])]
+            mark = " *" if number == winner else ""
+            rows.append([f"{number}{mark}", *values.values(), states[number], *figures, str(folders[number])])
+        lines = [f"\nnemo-kto {config.algorithm}: results of {plural(len(jobs), 'job')}", *aligned(rows, indent="  ")]
+        lines += [f"  * the best {ranking.monitor}"] if ranked else []
+        if begun := [str(folder) for folder, run in zip(folders, runs, strict=True) if run is not None]:
+            lines.append(f"compare them: {shlex.join(['nemo-kto', 'report', *begun])}")
+        print(*lines, sep="\n", flush=True)
 
 
 def _jobs(config: DictConfig) -> list[dict[str, str]]:
@@ -73,9 +102,14 @@ def _folder(config: DictConfig, number: int) -> Path:
     return Path(job.hydra.sweep.dir) / str(job.hydra.sweep.subdir)
 
 
-def _last_validation(metrics_file: Path) -> dict[str, float]:
-    """Return the last value of each metric in a metrics.jsonl; empty if there is none."""
-    last: dict[str, float] = {}
-    for logged in read_metrics(metrics_file):
-        last |= {name: value for name, value in logged.items() if value is not None}
-    return last
+def _read(folder: Path) -> RunRecord | None:
+    """Return the run of a folder; None if none has begun in it."""
+    try:
+        return read_run(folder)
+    except UserError:
+        return None
+
+
+def _best(curve: Curve | None, *, is_max: bool) -> float | None:
+    """Return the best value of a curve after step 0; None if there is none."""
+    return None if curve is None or curve.last_step == 0 else curve.at(curve.steps > 0).extremes[is_max]

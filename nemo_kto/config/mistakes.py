@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -28,10 +29,7 @@ def does_not_compose(error: BaseException) -> ConfigError:
 def find_mistakes(
     overrides: Sequence[str], *, source: Source, recipe: Recipe, rules: Rules, sweep: bool = False
 ) -> list[ConfigError]:
-    """Find all errors in a command line.
-
-    In a sweep, each value of a key is checked together with the first values of the other keys.
-    """
+    """Find all errors in a command line; in a sweep, those of all its jobs."""
     file = f"{source.config_name}.yaml"
     try:
         basis = load(source=source)
@@ -53,8 +51,7 @@ def find_mistakes(
             errors.append(values)
         else:
             good.append(values)
-    first = [values[0] for values in good]
-    for job in (first, *([*first[:i], value, *first[i + 1 :]] for i, values in enumerate(good) for value in values[1:])):
+    for job in itertools.product(*good):
         faults: dict[str, ConfigError] = {}
         try:
             try:

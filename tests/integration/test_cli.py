@@ -275,16 +275,6 @@ def test_a_sweep_ends_with_the_job_that_was_stopped(tmp_path: Path) -> None:
     assert done.stdout == "nemo-kto kto: a sweep of 2 jobs\n  job  model.seed\n  0    1\n  1    2\njob 1\n"
 
 
-def test_a_sweep_job_of_one_process_is_not_a_rank_of_the_previous_job(tmp_path: Path) -> None:
-    body = (
-        "from nemo_kto.data.rows.records import DataError\nif rank is None: raise DataError('1 broken row: rows.jsonl:1')\n"
-    )
-    env = stub_training(tmp_path, body + "print('NEMO_KTO_STORE_FILE' in os.environ)")
-    done = run([*CLI, "kto", *GOOD, "--multirun", "trainer.devices=2,1"], cwd=tmp_path, env=env)
-    assert (done.returncode, done.stderr) == (2, "nemo-kto: 1 broken row: rows.jsonl:1\n")
-    assert done.stdout.splitlines()[4:] == ["True", "True"]
-
-
 def assert_run_folder_of_a_job(folder: Path, name: str, number: int, seed: int) -> None:
     record = json.loads((folder / f"rank1-{seed}.json").read_text())
     own = str(folder / "results" / f"gpt_{name}" / str(number))

@@ -268,4 +268,4 @@ logging.getLogger("library").info("not told")
     first = ["warning: mine", "warning: old (FutureWarning)", "told in job 1"]
     assert lines[:3] == first
     assert lines[-1] == "told in job 2"
-    assert lines[3:-1] == ["warning: mine"], "the warnings module reports each warning once per process"
+    assert lines[3:-1] == first[:2]

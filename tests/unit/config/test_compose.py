@@ -253,3 +253,11 @@ def test_the_configuration_is_found_with_and_without_an_installation(monkeypatch
     assert (Path(compose.config_path()) / "gpt_kto.yaml").is_file()
     monkeypatch.setattr(compose.importlib.util, "find_spec", lambda name: object())
     assert compose.config_path() == "pkg://nemo_kto.conf"
+
+
+def test_every_job_of_a_sweep_is_checked(good: list[str]) -> None:
+    """The first values of each key are fine together, and so is each value with the first ones of the others."""
+    swept = ["model.micro_batch_size=1,4", "batch=4,2", "lr=1e-6,-1"]
+    wrong = Message("model.global_batch_size", "4", "2", "use")
+    assert mistakes([*good, *swept], sweep=True) == [wrong, Message("model.optim.lr", "0", "-1")]
+    assert mistakes([*good, "model.micro_batch_size=1,4", "batch=8,4", "lr=1e-6,3e-6"], sweep=True) == []
