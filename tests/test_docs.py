@@ -61,6 +61,16 @@ def test_linked_files_exist(document: Path) -> None:
     assert not [path for path in paths if not (document.parent / path).exists()]
 
 
+def test_the_site_has_four_cards_links_to_examples_and_units() -> None:
+    index, slurm = (pages.for_site(page, text_of(pages.DOCS / page), "") for page in ("index.md", "scale/slurm.md"))
+    cards, _, rest = index.partition("\n::::\n")
+    assert (cards.count("{grid-item-card}"), rest.count("{grid-item-card}")) == (4, 0)
+    assert "[Reference](reference/README.md)" in rest.partition("Which page for me?")[2]
+    assert "[train.sbatch](../../examples/slurm/train.sbatch)" in slurm, "a download"
+    figure = text_of(pages.DOCS / "figures/run-kto.svg")
+    assert (figure.count(">nats</text>"), figure.count(">optimizer step</text>")) == (3, 4)
+
+
 def test_generated_parts_are_up_to_date() -> None:
     old = [page for page in pages.reading_order() if generate.generated(page) != text_of(pages.DOCS / page)]
     assert not old, "python -m docs.site.generate"

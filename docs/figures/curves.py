@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from docs.figures.runs import DATA, RUNS
-from docs.figures.style import BAD, FAINT, GOOD, INK, THIRD, legend, panels, save
+from docs.figures.style import BAD, FAINT, GOOD, INK, NARROW, THIRD, legend, panels, save
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,13 +33,13 @@ def curve(axes: Axes, run: dict[str, Any], metric: str, *, colour: str, label: s
 def gallery(name: str) -> Path:
     """Loss and rewards of a run of the gallery."""
     run = read(name)
-    figure, axes = panels(2, height=1.9)
+    figure, axes = panels(2, height=1.9, width=NARROW)
     curve(axes[0], run, "loss", colour=INK, label="loss")
     curve(axes[1], run, "rewards_chosen_mean", colour=GOOD, label=of_class(name, good=True))
     curve(axes[1], run, "rewards_rejected_mean", colour=BAD, label=of_class(name, good=False))
     curve(axes[1], run, "rewards_margin", colour=THIRD, label="margin")
-    for panel, title in zip(axes, ("loss", "rewards"), strict=True):
-        panel.set(title=title, xlabel="step")
+    for panel, (title, unit) in zip(axes, (("loss", "per example"), ("rewards", "nats")), strict=True):
+        panel.set(title=title, xlabel="optimizer step", ylabel=unit)
     legend(figure, axes[1])
     return save(figure, f"run-{name}")
 
@@ -53,7 +53,7 @@ def of_class(name: str, *, good: bool) -> str:
 def lesson(name: str) -> Path:
     """Loss, rewards, KL and gradient norm of a run, for reading its curves."""
     run = read(name)
-    figure, axes = panels(4, height=2.1)
+    figure, axes = panels(2, 2, height=3.6, width=NARROW)
     curve(axes[0], run, "loss", colour=INK, label="loss")
     curve(axes[1], run, "rewards_chosen_mean", colour=GOOD, label="desirable")
     curve(axes[1], run, "rewards_rejected_mean", colour=BAD, label="undesirable")
@@ -61,8 +61,9 @@ def lesson(name: str) -> Path:
     curve(axes[3], run, "kl_unclamped", colour=INK, label="kl_unclamped")
     for panel in axes[1:]:
         panel.axhline(0, color=FAINT, linewidth=1, zorder=0)
-    for panel, title in zip(axes, ("loss", "rewards", "reward margin", "kl_unclamped"), strict=True):
-        panel.set(title=title, xlabel="step")
+    units = {"loss": "per example", "rewards": "nats", "reward margin": "nats", "kl_unclamped": "nats"}
+    for panel, (title, unit) in zip(axes, units.items(), strict=True):
+        panel.set(title=title, xlabel="optimizer step", ylabel=unit)
     legend(figure, axes[1])
     return save(figure, f"run-{name}")
 

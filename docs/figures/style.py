@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 # Each has a contrast of at least 3.4 to white and to a background of #131416.
 INK, GOOD, BAD, THIRD, FAINT = "#7a7d82", "#1a86d9", "#e0662b", "#8a70d6", "#7a7d8266"
-WIDTH = 7.2  # inches
+WIDTH, NARROW = 7.2, 5.0  # inches; the text of a narrow one can be read on a phone
 
 mpl.rcParams.update(
     {
@@ -47,9 +47,9 @@ mpl.rcParams.update(
 )
 
 
-def panels(columns: int, rows: int = 1, *, height: float = 2.5) -> tuple[Figure, list[Axes]]:
-    """A figure of the common width with a grid of axes, listed row by row."""
-    figure, grid = plt.subplots(rows, columns, figsize=(WIDTH, height), squeeze=False, layout="constrained")
+def panels(columns: int, rows: int = 1, *, height: float = 2.5, width: float = WIDTH) -> tuple[Figure, list[Axes]]:
+    """A figure with a grid of axes, listed row by row."""
+    figure, grid = plt.subplots(rows, columns, figsize=(width, height), squeeze=False, layout="constrained")
     return figure, [axes for line in grid for axes in line]
 
 

@@ -20,7 +20,8 @@ ROOT_PAGES = {
     "internals/security.md": "SECURITY.md",
 }
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<path>(?!\w+:|#)[^)#\s]*)(?P<anchor>#[^)\s]*)?\)")
-_CARD = re.compile(r"^- \[([^\]]*)\]\(([\w/-]+)\.md\): (.*)$", re.MULTILINE)
+_CARD = re.compile(r"^- \[([^\]]*)\]\(([\w/-]+)\.md\): (.*)\n", re.MULTILINE)
+_CARDS = re.compile(rf"(?:{_CARD.pattern})+", re.MULTILINE)
 _NEXT = re.compile(r"\n+Next: \[[^\]]*\]\([^)]*\)\.\n*$")
 
 
@@ -64,7 +65,8 @@ def for_site(page: str, text: str, repository: str) -> str:
     """Return a page's text for Sphinx.
 
     The theme links to the next page, so that the page's own line is dropped. Links to files outside of docs/ lead to
-    ``repository``, the address of the repository's files; without one they are text. The folders of the index are cards.
+    ``repository``, the address of the repository's files; without one, examples are downloads, and other links are text. The
+    first list of the index becomes cards.
     """
     source = page
     if page in ROOT_PAGES:
@@ -73,8 +75,8 @@ def for_site(page: str, text: str, repository: str) -> str:
     text = _NEXT.sub("\n", text)
     text = _LINK.sub(lambda match: _link_for_site(match, page, source, repository), text)
     if page == "index.md":
-        cards = _CARD.sub(r":::{grid-item-card} \1\n:link: \2\n:link-type: doc\n\3.\n:::\n", text)
-        text = cards.replace(":::{grid-item-card}", "::::{grid} 1 2 2 3\n:gutter: 3\n\n:::{grid-item-card}", 1) + "\n::::\n"
+        text = _CARDS.sub(lambda cards: f"::::{{grid}} 1 2 2 2\n:gutter: 3\n\n{cards[0]}::::\n", text)
+        text = _CARD.sub(r":::{grid-item-card} \1\n:link: \2\n:link-type: doc\n\3.\n:::\n\n", text)
     if pages := children(page):
         entries = "\n".join(os.path.relpath(child, Path(page).parent).removesuffix(".md") for child in pages)
         text += f"\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"
@@ -90,6 +92,8 @@ def _link_for_site(match: re.Match[str], page: str, source: str, repository: str
     if not target.startswith("..") and not (DOCS / target).is_dir():
         return f"{match['image']}[{match['text']}]({os.path.relpath(target, Path(page).parent)}{anchor})"
     file = os.path.normpath(f"docs/{target}")
+    if file.startswith("examples/") and not repository:
+        return f"[{match['text']}]({os.path.relpath(target, Path(page).parent)})"
     return f"[{match['text']}]({repository}/{file}{anchor})" if repository else match["text"]
 
 
