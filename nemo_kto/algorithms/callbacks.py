@@ -15,7 +15,8 @@ from typing import Any
 
 from nemo_kto.algorithms.protocols import CheckpointWriter, MetricsLogger, Trainer, WrittenCheckpoint
 from nemo_kto.losses.metrics import Metrics, metric_prefix
-from nemo_kto.telemetry.evaluations import RewardHistogram, Sample
+from nemo_kto.losses.rewards import Rewards
+from nemo_kto.telemetry.evaluations import ExtremeRow, RewardHistogram, Sample
 from nemo_kto.telemetry.throughput import throughput
 from nemo_kto.telemetry.watch import INTERVAL, LossSpikes, RankTimes, StragglerFinder, slowest
 
@@ -232,13 +233,16 @@ class StragglerCallback(Callback):
 
 @dataclass(kw_only=True, eq=False)
 class RewardCallback(Callback):
-    """Callback that records histograms of the rewards of each validation, and warns if their AUC is undefined."""
+    """Callback that records the rewards of each validation, and warns if their AUC is undefined."""
 
-    record: Callable[[Sequence[RewardHistogram], int], None]
+    record: Callable[[Sequence[RewardHistogram], int, Sequence[ExtremeRow]], None]
+    extremes: Callable[[str, Rewards, int], Sequence[ExtremeRow]]  # (name of the set, its rewards, step) -> rows
 
     def on_validation_end(self, trainer: Trainer, event: Event) -> None:
-        found = (RewardHistogram.of(name, rewards.by_class) for name, rewards in event.metrics.rewards.items())
-        self.record([histogram for histogram in found if histogram is not None], event.step)
+        of_sets = event.metrics.rewards.items()
+        found = (RewardHistogram.of(name, rewards.by_class) for name, rewards in of_sets)
+        extremes = [row for name, rewards in of_sets for row in self.extremes(name, rewards, event.step)]
+        self.record([histogram for histogram in found if histogram is not None], event.step, extremes)
         for name, rewards in event.metrics.rewards.items():
             counts = {one: len(values_N) for one, values_N in rewards.by_class.items() if len(values_N)}
             if not rewards.paired and len(counts) == 1:

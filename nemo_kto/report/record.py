@@ -23,11 +23,20 @@ from nemo_kto.config.check import POSITIONS, override_value
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.errors import UserError
 from nemo_kto.report.curves import Curve, read_curves
-from nemo_kto.telemetry.evaluations import REWARDS_FILE, SAMPLES_FILE, RewardHistogram, Sample, read_rewards, read_samples
+from nemo_kto.telemetry.evaluations import (
+    EXTREMES_FILE,
+    REWARDS_FILE,
+    SAMPLES_FILE,
+    ExtremeRow,
+    RewardHistogram,
+    Sample,
+    read_rewards,
+    read_samples,
+)
 from nemo_kto.telemetry.loggers import METRICS_FILE, WARNINGS_FILE, LoggedWarning, read_metrics, read_warnings
 from nemo_kto.utils.files import publish_file
 from nemo_kto.utils.locks import last_holder
-from nemo_kto.utils.saved_records import Count, Number, Record, read_object_as
+from nemo_kto.utils.saved_records import Count, Number, Record, read_lines_as, read_object_as
 from nemo_kto.utils.text import HIDDEN, terminal_text
 
 # Files of a run folder.
@@ -105,6 +114,7 @@ class RunRecord:
     data: Mapping[str, Any]  # content of data.json
     curves: Mapping[str, Curve]  # of each metric, by its name: train/loss, val/loss, ...
     rewards: Mapping[str, Mapping[int, RewardHistogram]]  # name of the validation set -> step -> histogram
+    extremes: list[ExtremeRow] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     warnings: list[LoggedWarning] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)  # what was left out of these, because it is not as a run writes it
@@ -215,6 +225,7 @@ def read_run(folder: Path) -> RunRecord:
         data=read_object_as(_DataFile, folder / DATA_FILE, damaged),
         curves=read_curves(read_metrics(folder / METRICS_FILE, damaged)),
         rewards=read_rewards(folder / REWARDS_FILE, damaged),
+        extremes=list(read_lines_as(ExtremeRow, folder / EXTREMES_FILE, damaged)),
         samples=read_samples(folder / SAMPLES_FILE, damaged),
         warnings=read_warnings(folder / WARNINGS_FILE, damaged),
         damaged=damaged,

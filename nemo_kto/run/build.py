@@ -61,7 +61,7 @@ from nemo_kto.run.policy import Policy, build_policy, check_sources
 from nemo_kto.run.reference import ReferenceSetup, build_reference
 from nemo_kto.run.resume import Resumption, build_early_stopping, check_validation_rows, look_for_run
 from nemo_kto.run.rows import model_tokenizer
-from nemo_kto.run.samples import build_sampler
+from nemo_kto.run.samples import Sampler, build_sampler, extreme_rows
 from nemo_kto.run.summary import start_lines
 from nemo_kto.telemetry.loggers import RunLogger, WarningsFile, check_loggers, collect_warnings
 from nemo_kto.telemetry.progress import Progress
@@ -205,8 +205,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
     )
     resumed = None if resumption.checkpoint is None else checkpoints.load(resumption.checkpoint)
     run_logger = build_logger(run, resumed_step=resumed_step)
-    callbacks: list[Callback] = [] if sampler is None else [sampler.callback(record=run_logger.log_samples)]
-    callbacks += [RewardCallback(record=run_logger.log_rewards)] if state.is_rank_zero() else []
+    callbacks = recording_callbacks(run, data, sampler, run_logger)
     callbacks += build_callbacks(run, engine, reference, max_steps=max_steps, resumed_step=resumed_step)
     trainer = cfg.recipe.trainer(data.collate_fn)(
         cfg=run.length,
@@ -265,6 +264,14 @@ def build_skipping(run: ResolvedRun, data: RunData, checkpoints: CheckpointManag
         last_checkpoint=last_checkpoint,
         logs=state.is_rank_zero(),
     )
+
+
+def recording_callbacks(run: ResolvedRun, data: RunData, sampler: Sampler | None, run_logger: RunLogger) -> list[Callback]:
+    """Build the callbacks that record the samples and the rewards of each validation."""
+    callbacks: list[Callback] = [] if sampler is None else [sampler.callback(record=run_logger.log_samples)]
+    if state.is_rank_zero():
+        callbacks.append(RewardCallback(record=run_logger.log_rewards, extremes=partial(extreme_rows, run, data)))
+    return callbacks
 
 
 def build_callbacks(

@@ -1,7 +1,8 @@
-"""Samples of a run: the answers of the model that is being trained."""
+"""Texts of a run: answers of the model that is being trained, and the held-out rows with the most extreme rewards."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,15 +13,19 @@ from nemo_kto.algorithms.callbacks import SampleCallback
 from nemo_kto.algorithms.duration import interval_steps
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.data.batches.dataset import SplitCounts, Splits
+from nemo_kto.data.batches.loader import gathered_order
 from nemo_kto.distributed import state
 from nemo_kto.errors import plural
+from nemo_kto.losses.rewards import Rewards
 from nemo_kto.models.engine.engine import LogProbEngine
 from nemo_kto.models.engine.generation import generate
 from nemo_kto.models.flops import ModelFlops, Passes
-from nemo_kto.run.data import SamplePrompts
+from nemo_kto.run.data import RunData, SamplePrompts
 from nemo_kto.run.rows import collate_settings
-from nemo_kto.telemetry.evaluations import SAMPLES_FILE, Model, Sample, read_samples
+from nemo_kto.telemetry.evaluations import SAMPLES_FILE, ExtremeRow, Model, Sample, read_samples
 from nemo_kto.telemetry.timers import RunTimer
+
+_EXTREMES = 3  # rows at each end of a validation set
 
 
 @dataclass(kw_only=True, eq=False)
@@ -94,6 +99,37 @@ def build_sampler(
         is_policy=run.reference_model is None,
         has_initial=state.from_rank_zero(has_initial, doing="reading the samples"),
     )
+
+
+def extreme_rows(run: ResolvedRun, data: RunData, set_name: str, rewards: Rewards, step: int) -> list[ExtremeRow]:
+    """Return the held-out rows whose rewards agree least and most with their labels, the most extreme first.
+
+    Empty with ``eod_mask_loss``, which may mask all tokens of an answer, so that its row has no reward.
+    """
+    if run.cfg.model.data.eod_mask_loss:
+        return []
+    dataset, of_class = data.splits.validation[set_name], {name: each.tolist() for name, each in rewards.by_class.items()}
+    better, worse = of_class
+    total = len(of_class[better]) if rewards.paired else len(of_class[better]) + len(of_class[worse])
+    order, following = gathered_order(data.validation[set_name], total), {name: iter(of_class[name]) for name in of_class}
+    examples = dataset.__getitems__(order)
+    agreement = [sum(next(following[name]) * (1 if name == better else -1) for name in each.answers) for each in examples]
+    ranked = sorted((k for k in range(total) if math.isfinite(agreement[k])), key=lambda k: (agreement[k], order[k]))
+    shown = min(_EXTREMES, len(ranked) // 2)
+
+    def record(k: int, *, best: bool) -> ExtremeRow:
+        answers = examples[k].answers
+        return ExtremeRow(
+            step=step,
+            set=set_name,
+            best=best,
+            row=dataset.names([order[k]])[0],
+            reward=agreement[k] if better in answers else -agreement[k],
+            prompt=data.tokenizer.decode(examples[k].prompt_ids),
+            answers={name: data.tokenizer.decode(tokens, skip_special_tokens=True) for name, tokens in answers.items()},
+        )
+
+    return [record(k, best=False) for k in ranked[:shown]] + [record(k, best=True) for k in ranked[::-1][:shown]]
 
 
 def samples_text(run: ResolvedRun, samples: SamplePrompts, splits: Splits[Any]) -> str:

@@ -1,4 +1,4 @@
-"""Results of a validation apart from its metrics: histograms of the rewards, and samples, answers to a few prompts."""
+"""Results of a validation apart from its metrics: rewards as histograms and of the most extreme rows; answers to prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le, Len, Lt
 
 from nemo_kto.errors import plural
 from nemo_kto.utils import lazy_import
-from nemo_kto.utils.saved_records import Count, Record, read_lines_as
+from nemo_kto.utils.saved_records import Count, Number, Record, read_lines_as
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,7 @@ else:
 
 SAMPLES_FILE = "samples.jsonl"
 REWARDS_FILE = "rewards.jsonl"  # a line for each validation of a set
+EXTREMES_FILE = "extremes.jsonl"
 MAX_BINS = 100
 Model = Literal["policy", "reference"]
 _MLFLOW_TABLE = "samples.json"  # artifact of the run
@@ -107,6 +108,19 @@ def read_rewards(file: Path, damaged: list[str] | None = None) -> dict[str, dict
             histogram = RewardHistogram(set_name=line.set, width=line.width, first=line.first, counts=counts)
             sets.setdefault(line.set, {})[line.step] = histogram
     return sets
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtremeRow:
+    """Held-out row whose reward agrees most or least with its label at a validation; a line of extremes.jsonl."""
+
+    step: Count
+    set: str  # name of the validation set; empty for a single set without a name
+    best: bool  # the reward agrees most, not least
+    row: str  # file and line
+    reward: Number  # for a pair: of the chosen answer minus that of the rejected one
+    prompt: str  # as the model gets it
+    answers: Mapping[str, str]  # class -> text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_kto.errors import UserError
-from nemo_kto.telemetry.evaluations import REWARDS_FILE, SAMPLES_FILE, RewardHistogram, Sample, log_to_mlflow, log_to_wandb
+from nemo_kto.telemetry.evaluations import (
+    EXTREMES_FILE,
+    REWARDS_FILE,
+    SAMPLES_FILE,
+    ExtremeRow,
+    RewardHistogram,
+    Sample,
+    log_to_mlflow,
+    log_to_wandb,
+)
 from nemo_kto.telemetry.tensorboard import TensorBoard
 from nemo_kto.utils.files import MAX_LINE_BYTES, open_file, publish_file, read_bytes, read_lines
 from nemo_kto.utils.saved_records import Count, Number, Record, read_lines_as
@@ -190,7 +199,7 @@ class RunLogger:
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the metrics after optimizer step ``step``; 0 is before the first step."""
         values = {name: float(value) for name, value in metrics.items()}
-        for name in [name for name in self._sinks if name not in (REWARDS_FILE, SAMPLES_FILE)]:
+        for name in [name for name in self._sinks if name not in (REWARDS_FILE, EXTREMES_FILE, SAMPLES_FILE)]:
             self._pass_on(name, lambda sink: sink.log_metrics(dict(values), step))
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
@@ -210,9 +219,10 @@ class RunLogger:
         self._pass_on("wandb", lambda wandb_logger: log_to_wandb(wandb_logger, samples, step))
         self._pass_on("mlflow", lambda mlflow_logger: log_to_mlflow(mlflow_logger, samples, step))
 
-    def log_rewards(self, histograms: Sequence[RewardHistogram], step: int) -> None:
+    def log_rewards(self, histograms: Sequence[RewardHistogram], step: int, extremes: Sequence[ExtremeRow] = ()) -> None:
         """Record the rewards of a validation after optimizer step ``step``; 0 is before the first step."""
         self._pass_on(REWARDS_FILE, lambda file: file.add_lines(each.line(step) for each in histograms))
+        self._pass_on(EXTREMES_FILE, lambda file: file.add_lines(map(asdict, extremes)))
         self._pass_on("tensorboard", lambda board: board.log_rewards(histograms, step))
 
     def _pass_on(self, name: str, action: Callable[[Any], object]) -> None:
@@ -269,7 +279,7 @@ def check_loggers(
 
 def _files(samples: bool) -> list[str]:
     """Return the names of the files of a run."""
-    return [METRICS_FILE, REWARDS_FILE, *([SAMPLES_FILE] if samples else [])]
+    return [METRICS_FILE, REWARDS_FILE, EXTREMES_FILE, *([SAMPLES_FILE] if samples else [])]
 
 
 def _check_path(path: Path, right_kind: Callable[[Path], bool]) -> None:

@@ -54,6 +54,11 @@ class KTOExample:
     desirable: bool
     weight: float = 1.0
 
+    @property
+    def answers(self) -> dict[str, TokenIds]:
+        """Token ids of the answer, by the name of its class."""
+        return {"desirable" if self.desirable else "undesirable": self.response_ids}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DPOExample:
@@ -65,6 +70,11 @@ class DPOExample:
     chosen_reward: float
     rejected_reward: float
     weight: float = 1.0
+
+    @property
+    def answers(self) -> dict[str, TokenIds]:
+        """Token ids of both answers, by the name of their class."""
+        return {"chosen": self.chosen_ids, "rejected": self.rejected_ids}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +236,7 @@ class _TokenDataset(torch.utils.data.Dataset[Example]):
         )
 
     def length_histograms(self) -> dict[str, LengthHistogram]:
-        """Return the lengths of the prompts and the answers in tokens, by part: "prompt", "response"."""
+        """Return the lengths of the prompts and of the answers of each class in tokens, such as "prompt", "chosen"."""
         parts = dict.fromkeys(self._sequences)
         return {name.removesuffix("_ids"): LengthHistogram.of(self._lengths(name)) for name in parts}
 
@@ -251,6 +261,14 @@ class KTODataset(_TokenDataset[KTOExample]):
         """Total weight of the desirable and of the undesirable examples: their numbers if all weights are 1."""
         desirable, weights = (self._table.data.column(name).to_numpy()[self._index] for name in ("desirable", "weight"))
         return float(weights[desirable].sum()), float(weights[~desirable].sum())
+
+    def length_histograms(self) -> dict[str, LengthHistogram]:
+        desirable_N, lengths_N = self._table.data.column("desirable").to_numpy()[self._index], self._lengths("response_ids")
+        lengths = {"desirable": lengths_N[desirable_N], "undesirable": lengths_N[~desirable_N]}
+        return {
+            "prompt": LengthHistogram.of(self._lengths("prompt_ids")),
+            **{name: LengthHistogram.of(of_class_N) for name, of_class_N in lengths.items()},
+        }
 
 
 class DPODataset(_TokenDataset[DPOExample]):

@@ -260,6 +260,17 @@ def _take_share(
     return take(batch, kept=shares(batch, ranks=size)[rank])
 
 
+def gathered_order(loader: Any, examples: int) -> list[int]:
+    """Return the indices of the first ``examples`` examples (whole global batches) as they are gathered from the ranks."""
+    of_ranks, order = loader.collate_fn.keywords, list[int]()
+    for batch in loader.batch_sampler:
+        if len(order) >= examples:
+            break
+        for kept in of_ranks["shares"](loader.dataset.__getitems__(batch), ranks=of_ranks["size"]):
+            order += [batch[number] for number in kept]
+    return order
+
+
 def every_example(loader: Any) -> DataLoader[Any]:
     """Build a loader of the first epoch of ``loader`` that includes the incomplete last batch, which training drops."""
     return DataLoader(

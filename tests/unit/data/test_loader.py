@@ -13,7 +13,7 @@ import torch
 
 from nemo_kto.data.batches.collate import kto_custom_collate
 from nemo_kto.data.batches.dataset import KTODataset, build_splits
-from nemo_kto.data.batches.loader import GlobalBatchSampler, build_dataloader, every_example
+from nemo_kto.data.batches.loader import GlobalBatchSampler, build_dataloader, every_example, gathered_order
 from nemo_kto.data.tokens.cache import KTO_EXAMPLES
 from tests.unit.data.tiny_data import chatml_tokenizer, numbered_rows, write_rows
 
@@ -32,8 +32,10 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> KTODataset:
     return splits.train
 
 
-def loader(dataset: KTODataset, *, rank: int = 0, size: int = 1, num_workers: int = 0, training: bool = True) -> Any:
-    order: dict[str, Any] = {"num_examples": len(dataset), "global_batch_size": 8, "seed": 1}
+def loader(
+    dataset: KTODataset, *, rank: int = 0, size: int = 1, num_workers: int = 0, training: bool = True, batch: int = 8
+) -> Any:
+    order: dict[str, Any] = {"num_examples": len(dataset), "global_batch_size": batch, "seed": 1}
     sampler = GlobalBatchSampler(**order, shuffle=training, drop_last=training)
     return build_dataloader(
         dataset=dataset,
@@ -61,6 +63,16 @@ def test_all_examples_are_the_first_epoch_and_its_remainder(dataset: KTODataset)
     assert same(batches[:3], list(loader(dataset)))
     texts = {tuple(tokens) for batch in batches for tokens in batch["samples"].tolist()}
     assert len(texts) == len(dataset) == 26
+
+
+def test_the_order_in_which_ranks_gather_their_examples(dataset: KTODataset) -> None:
+    ranks = [loader(dataset, rank=rank, size=3, training=False) for rank in range(3)]
+    gathered = [tokens for batch in zip(*ranks, strict=True) for share in batch for tokens in share["samples"].tolist()]
+    (whole,) = list(loader(dataset, training=False, batch=26))
+    order = gathered_order(ranks[0], 26)
+    assert order[:4] == [0, 3, 6, 1]
+    assert [whole["samples"][number].tolist() for number in order] == gathered
+    assert gathered_order(ranks[0], 16) == order[:16], "of two batches"
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -106,6 +106,10 @@ def test_truncations_are_counted_from_the_cache(tmp_path: Path, monkeypatch: pyt
         built = splits(path, tmp_path, None, seq_length=10)
         assert built.train is not None
         assert built.train.counts == SplitCounts(rows=4, desirable=2, tokens=40, longest=15, cut_prompts=2, cut_responses=2)
+        lengths = {name: each.counts for name, each in built.train.length_histograms().items()}
+        assert [*lengths] == ["prompt", "desirable", "undesirable"]
+        assert (sum(lengths["prompt"]), lengths["desirable"]) == (4, [0, 0, 0, 0, 2])
+        assert (sum(lengths["undesirable"]), len(lengths["undesirable"])) == (2, 10)
         assert list(built.train.counts.warnings("train", seq_length=10)) == [
             Message("train", "prompt", "2", "4", "model.data.seq_length=10"),
             Message("train", "answer", "2", "4", "model.data.seq_length=10"),
