@@ -108,7 +108,7 @@ PACKAGES = {
         never=names("hydra._internal"),
     ),
     "report": Package(
-        own=names("telemetry artifacts config utils"),
+        own=names("data telemetry artifacts config utils"),
         outside=names("numpy annotated_types"),
         only_in=(("matplotlib", names("drawing.py")), ("jinja2", names("page.py")), ("markupsafe", names("page.py"))),
     ),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from nemo_kto.report.curves import Curve
-from nemo_kto.report.facts import number_text
+from nemo_kto.report.facts import data_text, differing_rows, number_text
 from nemo_kto.report.record import FINISHED, RunRecord
 
 _MIN_POINTS = 10  # of a training curve; fewer show nothing
@@ -40,6 +40,19 @@ class Advice:
 
 
 Rule = Callable[[RunRecord], Advice | None]
+
+
+def different_data(runs: Mapping[str, RunRecord]) -> Advice | None:
+    """Runs that are compared, given by name, have different training or validation rows."""
+    if not (which := differing_rows(runs)):
+        return None
+    of_runs = "; ".join(f"{name}: {data_text(run)}" for name, run in runs.items())
+    remedy = "Differences between their figures may come from the rows instead of the settings."
+    if "validation" in which:
+        remedy = "Compare figures of validation only between runs with the same validation rows."
+    return Advice(
+        title="The runs used different data", reason=f"The {' and '.join(which)} rows differ. {of_runs}.", remedy=remedy
+    )
 
 
 def advice_for(run: RunRecord) -> list[Advice]:

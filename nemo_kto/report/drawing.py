@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_kto.report.facts import number_text
-from nemo_kto.report.plots import Histogram, Plot, Series, plots_of, quality_plot
+from nemo_kto.report.plots import Histogram, Plot, Series, plots_of, quality_plot, step_range
 from nemo_kto.report.record import RunRecord
 from nemo_kto.utils.text import html_text
 
@@ -42,24 +42,25 @@ def look(series: Series) -> tuple[int, int]:
     return series.colour % len(COLOURS), min(series.colour // len(COLOURS), len(_LINES) - 1)
 
 
-def draw(plot: Plot) -> str:
-    """Return a plot as an SVG element."""
+def draw(plot: Plot, steps: tuple[int, int]) -> str:
+    """Return a plot as an SVG element; its horizontal axis covers ``steps``, the first and the last."""
     figure, axes = _figure(_WIDTH, _HEIGHT, bottom=24)
-    _style(axes, grid=_GRID, ink=_MUTED)
-    _draw_plot(axes, plot, colours=_SERIES, grid=_MUTED)
+    _style(axes, grid=_GRID, ink=_MUTED, integers="xy" if plot.has_integers else "x")
+    _draw_plot(axes, plot, steps, colours=_SERIES, grid=_MUTED)
     return _svg(figure, plot.title)
 
 
 def draw_histogram(histogram: Histogram) -> str:
     """Return a histogram as an SVG element."""
-    figure, axes = _figure(_WIDTH, 174, bottom=38)
-    _style(axes, grid=_GRID, ink=_MUTED)
+    figure, axes = _figure(_WIDTH, 174, bottom=38, left=56)
+    _style(axes, grid=_GRID, ink=_MUTED, integers="y" if histogram.edges[-1] % 1 or histogram.edges[0] % 1 else "xy")
     for counts, colour in zip(histogram.counts.values(), _SERIES, strict=False):
         axes.stairs(counts, histogram.edges, fill=True, facecolor=colour, edgecolor="none", alpha=0.28)
         axes.stairs(counts, histogram.edges, color=colour, linewidth=1.3)
     axes.set_xlim(histogram.edges[0], histogram.edges[-1])
-    axes.set_ylim(0, 1.08 * max(1, *(counts.max(initial=0) for counts in histogram.counts.values())))
+    axes.set_ylim(0, 1.08 * max(1, histogram.top, *(counts.max(initial=0) for counts in histogram.counts.values())))
     axes.set_xlabel(histogram.unit, fontsize=_FONT, color=_MUTED, labelpad=2)
+    axes.set_ylabel(histogram.counted, fontsize=_FONT, color=_MUTED, labelpad=8)
     return _svg(figure, histogram.title)
 
 
@@ -85,8 +86,8 @@ def summary_picture(run: RunRecord, path: Path) -> None:
     FigureCanvasAgg(figure)
     for number, plot in enumerate(shown, start=1):
         axes = figure.add_subplot(rows, 2, number)
-        _style(axes, grid=GRID, ink=MUTED)
-        _draw_plot(axes, plot, colours=COLOURS, grid=MUTED)
+        _style(axes, grid=GRID, ink=MUTED, integers="x")
+        _draw_plot(axes, plot, step_range(shown), colours=COLOURS, grid=MUTED)
         axes.set_title(plot.title, fontsize=11, color=INK, loc="left")
         axes.set_xlabel("step", fontsize=_FONT, color=MUTED)
         if len(plot.series) > 1:
@@ -97,19 +98,20 @@ def summary_picture(run: RunRecord, path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def _figure(width: float, height: float, *, bottom: float) -> tuple[Any, Axes]:
+def _figure(width: float, height: float, *, bottom: float, left: float = 42) -> tuple[Any, Axes]:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     figure = Figure(figsize=(width / 72, height / 72), facecolor="none")
     FigureCanvasSVG(figure)
-    left, right, top, bottom = 42, 10, 8, bottom
+    right, top = 10, 8
     box = (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
     return figure, figure.add_axes(box)
 
 
-def _style(axes: Axes, *, grid: str, ink: str) -> None:
+def _style(axes: Axes, *, grid: str, ink: str, integers: str) -> None:
+    """Set up axes; those named in ``integers`` ("x", "y", "xy") get ticks at integers only."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_facecolor("none")
@@ -121,18 +123,20 @@ def _style(axes: Axes, *, grid: str, ink: str) -> None:
     axes.tick_params(axis="x", pad=8)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, place: number_text(value)))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, min_n_ticks=3, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
+    for axis, nbins, min_n_ticks in ((axes.xaxis, 6, 2), (axes.yaxis, 5, 3)):
+        integer = axis.axis_name in integers
+        steps = [1, 2, 5, 10] if integer else [1, 2, 2.5, 5, 10]
+        least = 1 if integer else min_n_ticks
+        axis.set_major_locator(MaxNLocator(nbins=nbins, integer=integer, min_n_ticks=least, steps=steps))
 
 
-def _draw_plot(axes: Axes, plot: Plot, *, colours: tuple[str, ...], grid: str) -> None:
+def _draw_plot(axes: Axes, plot: Plot, steps: tuple[int, int], *, colours: tuple[str, ...], grid: str) -> None:
     if plot.level is not None:
         axes.axhline(plot.level, color=grid, linewidth=0.8, dashes=(3, 3))
     for series in plot.series:
         colour, line = look(series)
         _draw_series(axes, series, colours[colour], _LINES[line])
-    first = min(int(series.curve.steps[0]) for series in plot.series)
-    last = max(series.curve.last_step for series in plot.series)
+    first, last = steps
     if first < last:
         axes.set_xlim(first - 0.01 * (last - first), last + 0.01 * (last - first))
     low, high = axes.get_ylim()

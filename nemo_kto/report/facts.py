@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import PurePath
 from typing import Any
 
 from nemo_kto.artifacts.checkpoint_files import size_text
+from nemo_kto.data.rows.forms import data_name
 from nemo_kto.errors import plural
 from nemo_kto.report.record import RUNNING, RunRecord
 from nemo_kto.telemetry.evaluations import Sample
 from nemo_kto.telemetry.timers import duration_text
 
-_MODEL, _DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"
+MODEL, DATA = "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"
+_ROWS = {"training": DATA, "validation": "validation rows"}  # key of their content hash in run.json
 MINUS = "\N{MINUS SIGN}"
 _UNITS = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))  # from this size on, the number divided by this, with this unit
 _TRAILING_ZEROS = re.compile(r"\.?0*e-0*")
@@ -45,18 +48,18 @@ class Figure:
 def subtitle(run: RunRecord) -> str:
     """Describe a run: its algorithm, loss, model and data."""
     loss = "" if run.loss == run.algorithm else f", loss {run.loss}"
-    model, data = (_short_name(run.config.get(key)) for key in (_MODEL, _DATA))
+    model, data = (short_name(run.config.get(key)) for key in (MODEL, DATA))
     return f"{run.algorithm.upper()}{loss}" + (f" of {model}" if model else "") + (f" on {data}" if data else "")
 
 
-def _short_name(value: object) -> str:
+def short_name(value: object) -> str:
     """Shorten the path of a model or of data to its last part; of several files, join those of all."""
     if isinstance(value, Mapping):
         value = [*value.values()]
     if isinstance(value, list):
-        names = [name for name in map(_short_name, value) if name and not name.replace(".", "").isdigit()]
+        names = [name for name in map(short_name, value) if name and not name.replace(".", "").isdigit()]
         return ", ".join(dict.fromkeys(names))
-    return "" if value is None else PurePath(str(value)).name or str(value)
+    return "" if value is None else PurePath(data_name(str(value))).name or str(value)
 
 
 def headline(run: RunRecord) -> list[Figure]:
@@ -77,13 +80,15 @@ def headline(run: RunRecord) -> list[Figure]:
 
 
 def _change(run: RunRecord, metric: str, label: str, where: str) -> Figure | None:
-    curve = run.curves.get(metric)
+    curve, rows = run.curves.get(metric), run.curves.get(metric.removesuffix("auc") + "rows")
     if curve is None:
         return None
     detail = where
+    if metric.endswith("auc") and rows is not None:
+        detail += f", {plural(int(rows.last), 'row')}"
     if len(curve) > 1:
-        detail = f"{where}, from {number_text(curve.first, 3)} at step {int(curve.steps[0]):,}"
-    return Figure(label=label, value=number_text(curve.last, 3), detail=detail)
+        detail += f", from {metric_text(metric, curve.first, 3)} at step {int(curve.steps[0]):,}"
+    return Figure(label=label, value=metric_text(metric, curve.last, 3), detail=detail)
 
 
 def state_text(run: RunRecord) -> str:
@@ -98,8 +103,19 @@ def state_text(run: RunRecord) -> str:
     return f"The run {verb} {progress}: {text}"
 
 
-def final_figures(runs: Mapping[str, RunRecord]) -> list[list[str]]:
-    """Return a table of several runs, which are given by name: a header, and a line for each run."""
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """Cell of a table with the best value of its column."""
+
+    text: str
+
+
+def final_figures(runs: Mapping[str, RunRecord]) -> list[list[str | Best]]:
+    """Return a table of several runs, which are given by name: a header, and a line for each run.
+
+    The best held-out value is marked if the runs have the same validation rows and, except for AUC and accuracy, the same
+    loss and beta.
+    """
     columns: dict[str, str] = {}
     for run in runs.values():
         for title, prefix in run.validations.items():
@@ -107,12 +123,24 @@ def final_figures(runs: Mapping[str, RunRecord]) -> list[list[str]]:
                 if f"{prefix}{name}" in run.curves:
                     columns[f"{prefix}{name}"] = f"{title} {label if label == 'AUC' else label.lower()}"
     columns |= {"train/loss": "train loss"}
-    rows = [["run", *columns.values(), "steps", "time", "state"]]
+    rows: list[list[str | Best]] = [["run", *columns.values(), "steps", "time", "state"]]
+    last = {
+        column: {name: run.curves[column].last for name, run in runs.items() if column in run.curves} for column in columns
+    }
+    same_rows = "validation" not in differing_rows(runs)
+    same_loss = len({(run.algorithm, run.loss, run.beta) for run in runs.values()}) == 1
+    best: dict[str, float] = {}
+    for column, values in last.items():
+        is_comparable = column.startswith("val/") and same_rows and (same_loss or column.endswith(("auc", "acc")))
+        if is_comparable and len({*values.values()}) > 1:
+            best[column] = (min if column.endswith("loss") else max)(values.values())
     for name, run in runs.items():
-        curves = [run.curves.get(column) for column in columns]
-        values = ["" if curve is None else number_text(curve.last) for curve in curves]
+        cells: list[str | Best] = []
+        for column, values in last.items():
+            text = metric_text(column, values[name]) if name in values else ""
+            cells.append(Best(text=text) if column in best and values.get(name) == best[column] else text)
         time = duration_text(run.seconds) if run.seconds else ""
-        rows.append([name, *values, f"{run.step:,}", time, run.state.word])
+        rows.append([name, *cells, f"{run.step:,}", time, run.state.word])
     return rows
 
 
@@ -132,8 +160,47 @@ def differing_settings(runs: Mapping[str, RunRecord]) -> list[list[str]]:
     for key in keys:
         values = [value_text(config[key]) if key in config else "" for config in configs]
         if len(set(values)) > 1:
+            if key == DATA and len(set(names := [short_name(config.get(key)) for config in configs])) > 1:
+                values = names
+            elif all("/" in value and value[0] not in "{[" for value in values):
+                values = without_common_start(values, "/")
             rows.append([key, *values])
     return rows
+
+
+def without_common_start(texts: Sequence[str], ends: str) -> list[str]:
+    """Return texts without what they all start with, up to one of the characters ``ends``.
+
+    Examples:
+        >>> without_common_start(["data/may/a.jsonl", "data/june/a.jsonl"], "/")
+        ['may/a.jsonl', 'june/a.jsonl']
+    """
+    common = commonprefix(list(texts))  # noqa: RUF071  # of characters, not of folders
+    start = 1 + max(common.rfind(end) for end in ends)
+    return [text[start:] for text in texts]
+
+
+def differing_rows(runs: Mapping[str, RunRecord]) -> list[str]:
+    """Return which rows differ between runs, by their hashes or else their files: "training", "validation"."""
+    found = []
+    for title, key in _ROWS.items():
+        hashes = [str(_fact(run, key).get("sha256", "")) for run in runs.values()]
+        if not all(hashes):
+            hashes = [value_text(run.config.get(DATA)) for run in runs.values()]
+        if len({*hashes}) > 1:
+            found.append(title)
+    return found
+
+
+def data_text(run: RunRecord) -> str:
+    """Return the names of the files of a run's rows, and the number of training and validation rows."""
+    rows = [f"{_fact(run, key)['from']} for {title}" for title, key in _ROWS.items() if "from" in _fact(run, key)]
+    return (short_name(run.config.get(DATA)) or "unknown files") + (f" ({', '.join(rows)})" if rows else "")
+
+
+def _fact(run: RunRecord, key: str) -> Mapping[str, Any]:
+    fact = run.run.get("facts", {}).get(key)
+    return fact if isinstance(fact, Mapping) else {}
 
 
 def value_text(value: object) -> str:
@@ -175,7 +242,7 @@ def checkpoint_table(run: RunRecord) -> list[list[str]]:
     for checkpoint in run.checkpoints:
         values = [checkpoint.info["metrics"].get(name) for name in names]
         size = size_text(sum(record.size for record in checkpoint.files.values()))
-        texts = ["" if value is None else number_text(value) for value in values]
+        texts = ["" if value is None else metric_text(name, value) for name, value in zip(names, values, strict=True)]
         rows.append([checkpoint.folder.name, f"{checkpoint.step:,}", size, *texts])
     return [["checkpoint", "step", "size", *names], *rows] if rows else []
 
@@ -203,6 +270,7 @@ class Answers:
 
     prompt: Sequence[tuple[str, str]]
     answers: Mapping[str, str]
+    title: str = ""
 
 
 def answers(run: RunRecord) -> Iterator[Answers]:
@@ -221,16 +289,32 @@ def answers(run: RunRecord) -> Iterator[Answers]:
             title + sample.cut_note: sample.answer.strip() + ("" if sample.ended else " \N{HORIZONTAL ELLIPSIS}")
             for title, sample in titled
         }
-        yield Answers(prompt=_prompt(samples[0]), answers=shown)
+        messages = samples[0].messages
+        prompt = _messages(samples[0].prompt)
+        if messages is not None:
+            prompt = [(str(message.get("role", "")), str(message.get("content", ""))) for message in messages]
+        yield Answers(prompt=prompt, answers=shown)
 
 
-def _prompt(sample: Sample) -> list[tuple[str, str]]:
-    """Return (role, text) of each message of a prompt; a rendered prompt is split if it has a common chat template."""
-    if sample.messages is not None:
-        return [(str(message.get("role", "")), str(message.get("content", ""))) for message in sample.messages]
-    turns = _TURN.findall(sample.prompt)
-    if not turns or not _BOS.fullmatch(_TURN.sub("", sample.prompt)):
-        return [("", sample.prompt)]
+def extreme_rows(run: RunRecord, *, best: bool) -> list[Answers]:
+    """Return the held-out rows whose rewards agree most or least with their labels, at the last validation of each set."""
+    last = {row.set: row.step for row in sorted(run.extremes, key=lambda row: row.step)}
+    return [
+        Answers(
+            title=f"{PurePath(row.row).name}: {'margin' if len(row.answers) > 1 else 'reward'} {number_text(row.reward, 3)}",
+            prompt=_messages(row.prompt),
+            answers=row.answers,
+        )
+        for row in run.extremes
+        if row.best == best and row.step == last[row.set]
+    ]
+
+
+def _messages(prompt: str) -> list[tuple[str, str]]:
+    """Return (role, text) of each message of a prompt that was rendered by a common chat template; else one text."""
+    turns = _TURN.findall(prompt)
+    if not turns or not _BOS.fullmatch(_TURN.sub("", prompt)):
+        return [("", prompt)]
     return [(role, text) for role, text in turns if text]  # the last one is the beginning of the answer
 
 
@@ -250,12 +334,22 @@ def warning_lines(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def unique_names(runs: Sequence[RunRecord]) -> dict[str, RunRecord]:
-    """Return the runs by name: the name of the folder, or as many last parts of its path as tell the runs apart."""
+    """Return the runs by name: the name of the folder, or as many last parts of its path as tell the runs apart.
+
+    What all names start with is left out, up to a separator, if words are left of each.
+    """
     for parts in range(1, max(len(run.folder.parts) for run in runs) + 1):
-        named = {"/".join(run.folder.parts[-parts:]): run for run in runs}
-        if len(named) == len(runs):
-            return named
-    return {str(run.folder): run for run in runs}
+        names = ["/".join(run.folder.parts[-parts:]) for run in runs]
+        if len({*names}) == len(runs):
+            break
+    shorter = without_common_start(names, "/_-") if len(runs) > 1 else names
+    are_words = all(re.search(r"[^\W\d_]", name) for name in shorter)
+    return dict(zip(shorter if are_words else names, runs, strict=True))
+
+
+def metric_text(name: str, value: float, digits: int = 4) -> str:
+    """Format the value of a metric: an AUC with three digits after the point, others by :func:`number_text`."""
+    return f"{value:.3f}" if name.endswith("auc") else number_text(value, digits)
 
 
 def number_text(value: float, digits: int = 4) -> str:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from typing import Any
 
 from nemo_kto import __version__
 from nemo_kto.report import facts
-from nemo_kto.report.advice import advice_for
+from nemo_kto.report.advice import advice_for, different_data
 from nemo_kto.report.drawing import draw, draw_histogram, look
 from nemo_kto.report.plots import (
+    METRICS,
     Histogram,
     Plot,
     compared_plots,
     length_histograms,
     plots_of,
     reward_histograms,
+    step_range,
 )
 from nemo_kto.report.record import RunRecord
 from nemo_kto.utils.files import publish_file
@@ -26,10 +29,6 @@ from nemo_kto.utils.locks import one_writer
 from nemo_kto.utils.text import html_text, markdown_text
 
 _MAX_ANSWERS = 50  # prompts that are shown
-_PARTS = {
-    "prompt": "Lengths of prompts", "response": "Lengths of answers", "chosen": "Lengths of chosen answers",
-    "rejected": "Lengths of rejected answers",
-}  # fmt: skip
 
 
 def write_report(runs: Sequence[RunRecord], out: Path, *, refresh: float | None = None) -> list[Path]:
@@ -69,6 +68,14 @@ def _single(run: RunRecord) -> dict[str, Any]:
         "plots": plots,
         "curves_note": _curves_note(plots),
         "rewards": [(_rewards_title(run, name), histograms) for name, histograms in reward_histograms(run).items()],
+        "extremes": [
+            {"title": title, "folded": best, "rows": rows}
+            for title, best in (
+                ("Rewards that contradict the label most: is it wrong?", False),
+                ("Rewards that agree most", True),
+            )
+            if (rows := facts.extreme_rows(run, best=best))
+        ],
         "answers": [answers for answers, _ in zip(facts.answers(run), range(_MAX_ANSWERS), strict=False)],
         "data": facts.data_table(run),
         "lengths": length_histograms(run, "train"),
@@ -96,7 +103,10 @@ def _comparison(runs: Mapping[str, RunRecord]) -> dict[str, Any]:
         "notice": "\n".join(states),
         "final_figures": facts.final_figures(runs),
         "different": rows if len(rows := facts.differing_settings(runs)) > 1 else [],
-        "advice_of": [(name, advice_for(run)) for name, run in runs.items()],
+        "advice_of": [
+            ("the comparison", [advice for advice in [different_data(runs)] if advice is not None]),
+            *((name, advice_for(run)) for name, run in runs.items()),
+        ],
         "plots": plots,
         "curves_note": _curves_note(plots),
         "damaged": [f"{name}: {text}" for name, run in runs.items() for text in run.damaged],
@@ -121,7 +131,7 @@ def _parts(run: RunRecord) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     own = {key: facts.value_text(value) for key, value in run.settings.items()}
     others = {key: facts.value_text(value) for key, value in run.config.items() if key not in own}
     settings = [
-        {"title": "", "folded": False, "lines": own},
+        {"title": f"The {len(own)} keys that were set", "folded": True, "lines": own},
         {"title": f"The other {len(others)} keys" if own else f"All {len(others)} keys", "folded": True, "lines": others},
     ]
     yield "Settings", [section for section in settings if section["lines"]]
@@ -148,23 +158,39 @@ def html(content: Mapping[str, Any]) -> str:
     """Return the content of a report as a page that loads nothing and runs no script."""
     from markupsafe import Markup
 
+    steps = step_range(content["plots"])
+
     def of_plot(plot: Plot) -> dict[str, Any]:
         legend = [(*look(series), series.label) for series in plot.series if series.label]
-        return {"title": plot.title, "legend": legend, "note": plot.note, "svg": Markup(draw(plot))}  # nosec B704  # our own
+        svg = Markup(draw(plot, steps))  # nosec B704  # our own
+        return {"title": plot.title, "legend": legend, "note": plot.note, "page": plot.page, "svg": svg}
 
-    def of_histogram(histogram: Histogram, title: str) -> dict[str, Any]:
+    def of_histogram(histogram: Histogram, page: str) -> dict[str, Any]:
         legend = [(colour, 0, name) for colour, name in enumerate(histogram.counts) if name]
         svg = Markup(draw_histogram(histogram))  # nosec B704
-        note = "the last bar counts everything longer" if histogram.last_is_open else ""
-        return {"title": title, "legend": legend, "note": note, "svg": svg}
+        note = "The last bar counts everything longer." if histogram.last_is_open else ""
+        return {"title": histogram.title, "legend": legend, "note": note, "page": page, "svg": svg}
 
     rewards = [
-        {"title": name, "drawn": [of_histogram(each, each.title.capitalize()) for each in histograms]}
+        {"title": name, "drawn": [of_histogram(each, METRICS) for each in histograms]}
         for name, histograms in content.get("rewards", ())
     ]
-    lengths = [of_histogram(each, _PARTS.get(each.title, each.title)) for each in content.get("lengths", ())]
-    drawings = {"drawn": [of_plot(plot) for plot in content["plots"]], "rewards": rewards, "lengths": lengths}
-    return _render("page.html", {**content, **drawings}, escape=html_text)
+    drawings = {
+        "drawn": [of_plot(plot) for plot in content["plots"] if not plot.technical],
+        "technical": [of_plot(plot) for plot in content["plots"] if plot.technical],
+        "rewards": rewards,
+        "lengths": [of_histogram(each, "guides/data.md") for each in content.get("lengths", ())],
+    }
+    return _render("page.html", {**content, **drawings, "docs": _docs_address()}, escape=html_text)
+
+
+def _docs_address() -> str:
+    """Return the address of the folder docs/ of the repository that the package was built from; empty if it has none."""
+    try:
+        urls = dict(url.split(", ", 1) for url in metadata("nemo-kto").get_all("Project-URL", []))
+    except PackageNotFoundError:
+        return ""
+    return f"{urls['Repository']}/blob/main/docs/" if "Repository" in urls else ""
 
 
 def _render(template: str, content: Mapping[str, Any], *, escape: Callable[[str], str]) -> str:
@@ -179,5 +205,7 @@ def _render(template: str, content: Mapping[str, Any], *, escape: Callable[[str]
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=finalize
     )
     text = resources.files(__package__).joinpath(template).read_text(encoding="utf-8")
-    absent = dict.fromkeys(("state", "figures", "final_figures", "different", "is_sound", "answers", "data", "warnings"))
+    absent = dict.fromkeys(
+        ("state", "figures", "final_figures", "different", "is_sound", "extremes", "answers", "data", "warnings")
+    )
     return environment.from_string(text).render({**absent, **content}) + "\n"

@@ -15,6 +15,8 @@ from nemo_kto.telemetry.evaluations import RewardHistogram
 BLUE, ORANGE = 0, 1  # indices in ``drawing.COLOURS``; those of further curves follow
 Kind = Literal["smoothed", "band", "mean", "exact", "dots"]
 _MAX_BINS = 40  # of a histogram that is drawn
+# Pages of the documentation, within docs/.
+METRICS, _CURVES = "reference/metrics.md", "tutorials/curves.md"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,10 +47,28 @@ class Plot:
     series: Sequence[Series]
     note: str = ""
     level: float | None = None  # value at which a horizontal line is drawn, such as that of no learning
+    page: str = ""  # of the documentation, within docs/, that explains the plot
+    technical: bool = False  # about the optimizer or the machine, not about what the model learns
 
     @property
     def has_bands(self) -> bool:
         return any(series.kind == "band" and series.window > 1 for series in self.series)
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """First and last step of the curves."""
+        return min(int(series.curve.steps[0]) for series in self.series), max(each.curve.last_step for each in self.series)
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether all values are integers."""
+        return all((series.curve.values % 1 == 0).all() for series in self.series)
+
+
+def step_range(plots: Sequence[Plot]) -> tuple[int, int]:
+    """Return the first and the last step of plots that get the same horizontal axis; (0, 0) without any."""
+    ranges = [plot.steps for plot in plots]
+    return min((first for first, _ in ranges), default=0), max((last for _, last in ranges), default=0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,6 +84,8 @@ class Histogram:
     edges: np.ndarray
     counts: Mapping[str, np.ndarray]
     unit: str  # of the horizontal axis
+    counted: str = "answers"  # label of the vertical axis
+    top: float = 0.0  # the vertical axis extends at least to this count
     last_is_open: bool = False  # the last bin also counts everything above it
 
 
@@ -76,9 +98,9 @@ def quality_plot(run: RunRecord) -> Plot | None:
     if run.has_pairs:
         series = [*_series(run, "train/acc", "train"), *series]
         note = "Fraction of pairs whose chosen answer has the higher reward; a tie, as before training, does not count."
-        return Plot(title="Accuracy", series=series, level=0.5, note=note) if series else None
+        return Plot(title="Accuracy", series=series, level=0.5, note=note, page=METRICS) if series else None
     note = "Probability that a desirable held-out answer has a higher reward than an undesirable one."
-    return Plot(title="AUC", series=series, level=0.5, note=note) if series else None
+    return Plot(title="AUC", series=series, level=0.5, note=note, page=METRICS) if series else None
 
 
 def plots_of(run: RunRecord) -> list[Plot]:
@@ -86,25 +108,28 @@ def plots_of(run: RunRecord) -> list[Plot]:
     better, worse = run.classes
     of_batch, margin = "Mean over the batch.", f"Mean reward of the {better} minus that of the {worse} answers."
     kl = "Mean log-ratio of the KL examples; the reference point z0 is 0 where it is negative."
-    balance = _series(run, "train/moe_aux_loss", "load-balancing loss")
+    in_training, balance = "Rewards in training", _series(run, "train/moe_aux_loss", "load-balancing loss")
+    logps = _of_classes(run, "train/logps", "smoothed")
+    speed = _series(run, "perf/tokens_per_sec", "all ranks")
+    memory = _series(run, "perf/peak_memory_gb", "rank 0", kind="exact")
     plots = [
-        Plot(title="Loss", series=_both(run, "loss")),
-        Plot(title="Rewards in training", series=_of_classes(run, "train/rewards", "band"), note=of_batch, level=0.0),
+        Plot(title="Loss", series=_both(run, "loss"), page="algorithms/README.md"),
+        Plot(title=in_training, series=_of_classes(run, "train/rewards", "band"), note=of_batch, level=0.0, page=METRICS),
         *(
-            Plot(title=f"Rewards in {title}", series=series, note="Mean over the set.", level=0.0)
+            Plot(title=f"Rewards in {title}", series=series, note="Mean over the set.", level=0.0, page=METRICS)
             for title, prefix in run.validations.items()
             for series in [_of_classes(run, f"{prefix}rewards", "dots")]
         ),
-        Plot(title="Margin", series=_both(run, "rewards_margin"), note=margin, level=0.0),
+        Plot(title="Margin", series=_both(run, "rewards_margin"), note=margin, level=0.0, page=_CURVES),
         quality_plot(run),
-        Plot(title="KL estimate, unclamped", series=_both(run, "kl_unclamped"), note=kl, level=0.0),
-        Plot(title="Delta", series=_series(run, "train/delta", "train"), note="Mean of all rewards so far."),
-        Plot(title="Log-probs of answers", series=_of_classes(run, "train/logps", "smoothed"), note=of_batch),
-        Plot(title="Gradient norm", series=_series(run, "train/grad_norm", "before clipping")),
-        Plot(title="Learning rate", series=_series(run, "train/lr", "", kind="exact")),
-        Plot(title="Tokens per second", series=_series(run, "perf/tokens_per_sec", "all ranks")),
-        Plot(title="Peak memory, GB", series=_series(run, "perf/peak_memory_gb", "rank 0", kind="exact")),
-        Plot(title="Expert load balance", series=balance, level=1.0),
+        Plot(title="KL estimate, unclamped", series=_both(run, "kl_unclamped"), note=kl, level=0.0, page=_CURVES),
+        Plot(title="Delta", series=_series(run, "train/delta", "train"), note="Mean of all rewards so far.", page=METRICS),
+        Plot(title="Log-probs of answers", series=logps, note=of_batch, page=_CURVES, technical=True),
+        Plot(title="Gradient norm", series=_series(run, "train/grad_norm", "before clipping"), page=_CURVES, technical=True),
+        Plot(title="Learning rate", series=_series(run, "train/lr", "", kind="exact"), page=METRICS, technical=True),
+        Plot(title="Tokens per second", series=speed, page=METRICS, technical=True),
+        Plot(title="Peak memory, GB", series=memory, page=METRICS, technical=True),
+        Plot(title="Expert load balance", series=balance, level=1.0, page="scale/experts.md", technical=True),
     ]
     return [plot for plot in plots if plot is not None and plot.series]
 
@@ -141,6 +166,7 @@ _COMPARED: Mapping[str, tuple[str, float | None]] = {
     "grad_norm": ("gradient norm", None),
     "lr": ("learning rate", None),
 }
+_TECHNICAL = ("train/grad_norm", "train/lr", "perf/tokens_per_sec")
 
 
 def compared_plots(runs: Mapping[str, RunRecord]) -> list[Plot]:
@@ -163,7 +189,7 @@ def compared_plots(runs: Mapping[str, RunRecord]) -> list[Plot]:
             for colour, (label, run) in enumerate(runs.items())
             for each in _series(run, name, label, colour=colour, kind=kind)
         ]
-        plots.append(Plot(title=title, series=series, level=level))
+        plots.append(Plot(title=title, series=series, level=level, page=METRICS, technical=name in _TECHNICAL))
     return [plot for plot in plots if plot.series]
 
 
@@ -173,8 +199,9 @@ def reward_histograms(run: RunRecord) -> dict[str, list[Histogram]]:
     for name, histograms in run.rewards.items():
         steps = sorted({min(histograms), max(histograms)})
         edges, counts = common_bins([histograms[step] for step in steps])
+        top = max(values.max(initial=0) for of_classes in counts for values in of_classes.values())
         found[name] = [
-            Histogram(title=f"step {step:,}", edges=edges, counts=of_classes, unit="reward")
+            Histogram(title=f"Step {step:,}", edges=edges, counts=of_classes, unit="reward", top=top)
             for step, of_classes in zip(steps, counts, strict=True)
         ]
     return found
@@ -204,16 +231,26 @@ def common_bins(histograms: Sequence[RewardHistogram]) -> tuple[np.ndarray, list
 
 
 def length_histograms(run: RunRecord, split: str) -> list[Histogram]:
-    """Return the lengths of the prompts and answers of a split, in tokens."""
-    lengths = run.data.get("sets", {}).get(split, {}).get("lengths", {})
-    return [
-        Histogram(
-            title=part,
-            edges=np.arange(len(of_part["counts"]) + 1) * of_part["width"],
-            counts={"": np.asarray(of_part["counts"])},
+    """Return the lengths of the prompts of a split, and those of its answers by class, in tokens."""
+    parts = run.data.get("sets", {}).get(split, {}).get("lengths", {})
+    parts = {part: lengths for part, lengths in parts.items() if lengths["counts"]}
+    prompts = {"": parts.pop("prompt")} if "prompt" in parts else {}
+    if list(parts) == ["response"]:  # of an earlier version
+        parts = {"": parts["response"]}
+    found = []
+    for counted, groups in {"prompts": prompts, "answers": parts}.items():
+        width = max((lengths["width"] for lengths in groups.values()), default=1)  # powers of two
+        places = {name: np.arange(len(each["counts"])) * each["width"] // width for name, each in groups.items()}
+        bins = 1 + max((int(of_group[-1]) for of_group in places.values()), default=-1)
+        histogram = Histogram(
+            title=f"Lengths of {counted}",
+            edges=np.arange(bins + 1) * width,
+            counts={
+                name: np.bincount(places[name], weights=each["counts"], minlength=bins) for name, each in groups.items()
+            },
             unit="tokens",
-            last_is_open=bool(of_part.get("last_is_open")),
+            counted=counted,
+            last_is_open=any(each.get("last_is_open") for each in groups.values()),
         )
-        for part, of_part in lengths.items()
-        if of_part["counts"]
-    ]
+        found += [histogram] if groups else []
+    return found

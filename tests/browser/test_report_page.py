@@ -13,7 +13,7 @@ from nemo_kto.report.record import read_run
 from tests.helpers.run_folders import RECORDED, data_of, healthy, write_extras, write_run
 
 pytestmark = pytest.mark.browser
-WIDTHS = (400, 1280)
+WIDTHS = (390, 1280)
 # Labels of a drawing that leave its card, or overlap another one.
 MISPLACED = """
 [...document.querySelectorAll('figure')].flatMap(figure => {

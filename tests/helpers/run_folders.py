@@ -39,7 +39,7 @@ def write_run(
     given = {key.replace("__", "."): value for key, value in settings.items()}
     given = {"model.global_batch_size": _BATCH, "pretrained_checkpoint.restore_from_path": "models/tiny", **given}
     config = _defaults(algorithm).copy()
-    for key, value in {**given, "model.data.data_prefix": "rows.jsonl"}.items():
+    for key, value in {"model.data.data_prefix": "rows.jsonl", **given}.items():
         OmegaConf.update(config, key, value)
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
     content = {"state": "finished", "algorithm": algorithm, "settings": given, "total_steps": 100, **(run or {})}
@@ -107,7 +107,9 @@ def data_of(
         "cut_prompts": 0,
         "cut_responses": cut,
     }
-    lengths = {name: {"width": 4, "counts": [3, 9, 5, 1], "last_is_open": False} for name in ("prompt", "response")}
+    lengths = {
+        name: {"width": 4, "counts": [3, 9, 5, 1], "last_is_open": False} for name in ("prompt", "desirable", "undesirable")
+    }
     return {
         "unit": "rows",
         "seq_length": 64,
@@ -143,7 +145,26 @@ def write_extras(folder: Path) -> Path:
         for index in range(2)
         for step, model in ((0, "reference"), (20, "policy"), (100, "policy"), (200, "policy"))
     ]
+    extremes: list[dict[str, object]] = [
+        {
+            "step": step,
+            "set": "",
+            "best": best,
+            "row": f"rows.jsonl:{step + best}",
+            "reward": reward,
+            "prompt": "<|im_start|>user\nWhy <i>?<|im_end|>\n<|im_start|>assistant\n",
+            "answers": {"undesirable": f"<u>answer</u> of step {step}"},
+        }
+        for step in (0, 200)
+        for best, reward in ((False, 1.234), (True, -2.0))
+    ]
     warnings = [{"step": 0, "time": 1e9, "level": "warning", "text": "<script>alert(1)</script> in the rows"}]
-    for name, lines in (("rewards", rewards), ("samples", samples), ("warnings", warnings)):
+    files: dict[str, list[dict[str, Any]]] = {
+        "rewards": rewards,
+        "extremes": extremes,
+        "samples": samples,
+        "warnings": warnings,
+    }
+    for name, lines in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder

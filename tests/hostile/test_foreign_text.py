@@ -69,9 +69,10 @@ def test_a_report_of_foreign_text(tmp_path: Path) -> None:
     metrics = [{"step": 1, f'val/{FOREIGN}"_loss': 1.0, f'val/{FOREIGN}"_rows': 1.0}, *healthy(2)]
     run = {"state": "failed", "text": FOREIGN, "summary": {FOREIGN: FOREIGN}, "versions": {FOREIGN: FOREIGN}}
     folder = write_extras(write_run(tmp_path / "run", metrics, run=run, pretrained_checkpoint__restore_from_path=FOREIGN))
-    for name in ("samples", "warnings"):
+    for name in ("samples", "warnings", "extremes"):
         lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-        foreign = [line | {key: FOREIGN for key in ("prompt", "answer", "text") if key in line} for line in lines]
+        foreign = [line | {key: FOREIGN for key in ("prompt", "answer", "text", "row") if key in line} for line in lines]
+        foreign = [line | ({"answers": {FOREIGN: FOREIGN}} if "answers" in line else {}) for line in foreign]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in foreign))
     report.main([str(folder)])
     html, text = ((folder / f"report.{kind}").read_text() for kind in ("html", "md"))

@@ -6,23 +6,25 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping
+from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from docs.site.pages import DOCS
 from nemo_kto.cli import report
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
-from nemo_kto.report.facts import answers
+from nemo_kto.report.facts import MINUS, answers
 from nemo_kto.report.page import write_report
 from nemo_kto.report.plots import common_bins
 from nemo_kto.report.record import FINISHED, RUN_FILE, RUNNING, begin_run, end_run, read_run
 from nemo_kto.run import lifecycle
 from nemo_kto.telemetry.evaluations import RewardHistogram
 from nemo_kto.utils.locks import this_process
-from tests.helpers.run_folders import data_of, healthy, write_extras, write_run
+from tests.helpers.run_folders import changed, data_of, healthy, write_extras, write_run
 
 
 @pytest.fixture(scope="module")
@@ -43,21 +45,78 @@ def test_a_page_shows_everything_and_loads_nothing(complete: Path, tmp_path: Pat
     titles = re.findall(r"<h3>([^<]+)</h3>", html)
     expected = ["Loss", "Rewards in training", "Rewards in validation", "Margin", "AUC", "KL estimate, unclamped"]
     assert titles[: len(expected)] == expected
-    for title in ("Advice", "Curves", "Rewards of validation, before and after", "Answers", "Data", "Warnings", "Settings"):
+    for title in ("Advice", "Curves", "Held-out rows", "Answers", "Data", "Warnings", "Settings"):
         assert f"{title}</h2>" in html, title
+    assert "Rewards of validation, before and after</h2>" in html
+    assert html.index("<h3>KL estimate") < html.index("<summary>Technical: Log-probs") < html.index("<h3>Gradient norm")
+    assert "<dl" not in re.sub(r"<details.*?</details>", "", html[html.index("Settings</h2>") :], flags=re.DOTALL)
+    assert "rows.jsonl:200: reward 1.23" in html
+    assert '<h3>undesirable</h3><p class="answer">&lt;u&gt;answer&lt;/u&gt; of step 200' in html
+    assert "of step 0" not in html, "only the last validation"
+    assert '<span class="role">user</span> Why &lt;i&gt;?' in html
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
     assert "&lt;b&gt;answer&lt;/b&gt; 1 of policy &amp; step 200 …" in html
     assert html.count("<h3>step 200</h3>") == html.count("<h3>step 200 (cut after 4 tokens)</h3>") == 1
     for fact in (
         "# complete",
         "| AUC |",
-        "0.5 at step 0",
+        "| 0.880 | held-out, 200 rows, from 0.500 at step 0 |",
         "Many rows are truncated",
         "step 200",
         r"\<script\>",
         "Prompt 1?",
     ):
         assert fact in text, fact
+
+
+def labels(html: str, title: str) -> list[list[str]]:
+    """The labels of each drawing whose title begins so: those of the horizontal axis, then those of the vertical one."""
+    drawings = re.findall(rf"<h3>{title}[^<]*</h3>(?:(?!</svg>).)*</svg>", html, re.DOTALL)
+    return [re.findall(r"<text[^>]*>([^<]*)</text>", drawing) for drawing in drawings]
+
+
+def test_axes(tmp_path: Path) -> None:
+    """Curves have one range of steps, histograms before and after one scale; counts have ticks at integers only."""
+    lines = [line for line in healthy() if "val/loss" not in line or line["step"] <= 40]
+    folder = write_extras(write_run(tmp_path / "short", lines, data=data_of()))
+    html = write_report([read_run(folder)], tmp_path / "page.html")[0].read_text()
+    steps = ["0", "50", "100", "150", "200"]
+    assert [each[:5] for title in ("Rewards in validation", "AUC", "Learning rate") for each in labels(html, title)] == [
+        steps
+    ] * 3
+    rewards = [
+        *(f"{MINUS}{size}" for size in (2, 1.5, 1, 0.5)),
+        "0",
+        "0.5",
+        "reward",
+        "0",
+        "20",
+        "40",
+        "60",
+        "80",
+        "answers",
+    ]
+    assert labels(html, "Step ") == [rewards, rewards]
+    lengths = ["0", "5", "10", "15", "tokens", "0", "2", "4", "6", "8"]
+    assert labels(html, "Lengths of ") == [[*lengths, "prompts"], [*lengths, "answers"]]
+    assert labels(html, "Peak memory, GB") == [[*steps, "3"]]
+    assert html.index("</span>undesirable</li>", html.index("Lengths of answers"))
+
+
+def test_captions_lead_to_pages_of_the_documentation(
+    complete: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = re.findall(
+        r'<span class="page">([^<]+)</span>', write_report([read_run(complete)], tmp_path / "a.html")[0].read_text()
+    )
+    assert len(shown) > 12
+    assert [page for page in {*shown} if not (DOCS.parent / page).is_file()] == []
+    described = Message()
+    described["Project-URL"] = "Repository, https://host/owner/nemo_kto"
+    monkeypatch.setattr("nemo_kto.report.page.metadata", {"nemo-kto": described}.__getitem__)
+    html = write_report([read_run(complete)], tmp_path / "b.html")[0].read_text()
+    link = "https://host/owner/nemo_kto/blob/main/docs/reference/metrics.md"
+    assert f'<a href="{link}">docs/reference/metrics.md</a>' in html
 
 
 CHATML = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nA <b>\n\n2?<|im_end|>\n<|im_start|>assistant\n"
@@ -114,6 +173,33 @@ def test_a_comparison_of_runs(complete: Path, tmp_path: Path) -> None:
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| complete", "| other"))]
     assert [(row[-3], row[-1]) for row in rows[:2]] == [("200", "finished |"), ("100", "failed |")]
     assert "up to 11 logged steps." in html
+
+
+def test_runs_are_compared_where_they_can_be(tmp_path: Path) -> None:
+    """The best value is marked, names are short, and different data are named by their files."""
+    rows = {"sha256": "a" * 64, "from": "96 rows"}
+    runs = []
+    for name, lr, seed in (("low", 1e-6, 0), ("high", 3e-6, 1)):
+        facts = {"facts": {"model.data.data_prefix": rows, "validation rows": rows}}
+        lines = changed(healthy(100), val_loss=lambda step, seed=seed: 0.3 + seed / 10)
+        data = f"data/{'b' * 8}/{name}.jsonl"
+        folder = write_run(
+            tmp_path / f"sweep_lr_{name}", lines, run=facts, model__optim__lr=lr, model__data__data_prefix=data
+        )
+        runs.append(read_run(folder))
+    text = write_report(runs, tmp_path / "page.html")[1].read_text()
+    assert "| low | 0.880 | 1.235 | **0.3** |" in text
+    assert "| high | 0.880 | 1.235 | 0.4 |" in text, "equal values are not marked"
+    assert "| model.data.data\\_prefix | low.jsonl | high.jsonl |" in text
+    assert "The runs used different data" not in text, "equal rows in other files"
+    other = dataclasses.replace(
+        runs[1], run={**runs[1].run, "facts": {"validation rows": {"sha256": "b" * 64, "from": "9 rows"}}}
+    )
+    html = write_report([runs[0], other], tmp_path / "page.html")[0].read_text()
+    for fact in ("Advice about the comparison", "The runs used different data", "low: low.jsonl (96 rows for training"):
+        assert fact in html
+    assert "high: high.jsonl (9 rows for validation)" in html
+    assert '<strong class="best">' not in html, "on other validation rows"
 
 
 def test_histograms_get_common_bins() -> None:
