@@ -29,11 +29,21 @@ class Experts:
     number: int  # per layer
     per_token: int  # experts chosen for each token
     ffn_hidden_size: int  # width of an expert's gate and up projection
-    normalized: bool  # the weights of a token's experts sum to 1; else they are probabilities over all experts
+    normalized: bool  # the weights of a token's experts sum to 1; else they are scores over all experts
     layers: tuple[bool, ...]  # whether each layer has experts; the others have one MLP
     # width of gate and up projection of a shared expert, which processes every token; 0: none
     shared_ffn_hidden_size: int = 0
     shared_gate: bool = True  # the output of the shared expert is weighted by a gate, the sigmoid of one value per token
+    # The score of an expert is the sigmoid of its logit, not a softmax over experts.
+    sigmoid: bool = False
+    # Shape of the correction bias of the router, which is added to the scores for the choice of experts, not to their
+    # weights, and never trained (Wang et al. 2024, arXiv 2408.15664); empty: there is none.
+    correction: tuple[int, ...] = ()
+    groups: int = 1  # a token chooses from the experts of the groups whose two best ones have the largest scores
+    groups_per_token: int = 1
+    scale: float = 1.0  # factor on the weights of a token's experts
+    least_sum: float = 1e-20  # of the scores by whose sum normalised weights are divided
+    router_in_fp32: bool = True  # logits are computed in fp32, else in the dtype of the model
     # The router probability is the sigmoid of the expert's logit, not a softmax over experts, and scales the expert's input
     # instead of its output. Only for one expert per token.
     weighs_input: bool = False
@@ -44,26 +54,46 @@ class ExpertFields:
     """Fields of a configuration that describe its mixture of experts; those with an empty name do not exist."""
 
     number: str = "num_local_experts"
+    per_token: str = "num_experts_per_tok"
     ffn_hidden_size: str = "intermediate_size"
     shared_ffn_hidden_size: str = ""
+    shared_experts: str = ""  # number of shared experts, which are as wide as the others, in the place of a width
     normalized: str | bool = True  # also a constant
+    groups: str = ""
+    groups_per_token: str = ""
+    scale: str = ""
+    least_sum: str = ""
     sparse_layers: str = ""  # numbers of the layers with experts, from 0; if absent, these follow from the next two
     sparse_step: str = ""  # s if every s-th layer has experts
     dense_layers: str = ""  # numbers of layers without experts, from 0
-    shared_gate: bool = True  # this and the next are as in :class:`Experts`
+    first_layer: str = ""  # number of the first layer with experts, from 0, and of the last one; -1: no limit
+    last_layer: str = ""
+    sigmoid: bool = False  # this and the next five are as in :class:`Experts`
+    correction: tuple[int, ...] = ()  # with -1 in the place of the number of experts
+    router_in_fp32: bool = True
+    shared_gate: bool = True
     weighs_input: bool = False
 
     def read(self, config: PretrainedConfig) -> Experts:
         """Return the mixture of experts in a configuration."""
         normalized, layers = self.normalized, self.layers(config.to_dict(), config.num_hidden_layers)
+        number, width = getattr(config, self.number), getattr(config, self.ffn_hidden_size)
+        shared_width = width * (getattr(config, self.shared_experts) or 0) if self.shared_experts else 0
         return Experts(
-            number=getattr(config, self.number),
-            per_token=config.num_experts_per_tok,
-            ffn_hidden_size=getattr(config, self.ffn_hidden_size),
+            number=number,
+            per_token=getattr(config, self.per_token),
+            ffn_hidden_size=width,
             normalized=bool(getattr(config, normalized)) if isinstance(normalized, str) else normalized,
             layers=tuple(layer in layers for layer in range(config.num_hidden_layers)),
-            shared_ffn_hidden_size=getattr(config, self.shared_ffn_hidden_size, 0),
+            shared_ffn_hidden_size=getattr(config, self.shared_ffn_hidden_size, shared_width),
             shared_gate=self.shared_gate,
+            sigmoid=self.sigmoid,
+            correction=tuple(number if size == -1 else size for size in self.correction),
+            groups=getattr(config, self.groups, 1) or 1,
+            groups_per_token=getattr(config, self.groups_per_token, 1) or 1,
+            scale=getattr(config, self.scale, 1.0),
+            least_sum=getattr(config, self.least_sum, 1e-20),
+            router_in_fp32=self.router_in_fp32,
             weighs_input=self.weighs_input,
         )
 
@@ -72,7 +102,9 @@ class ExpertFields:
         if (listed := config.get(self.sparse_layers)) is not None:
             return {layer for layer in listed if layer < num_layers}
         step, dense = config.get(self.sparse_step, 1), config.get(self.dense_layers) or ()
-        return {layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0}
+        first, last = config.get(self.first_layer) or 0, config.get(self.last_layer, -1)
+        layers = range(first, num_layers if last == -1 else min(last + 1, num_layers))
+        return {layer for layer in layers if layer not in dense and (layer + 1) % step == 0}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,6 +77,11 @@ def sparse(mcore_name: str, hf_names: dict[str, Shape], split: Split, *, transpo
     )
 
 
+def correction_bias(name: str, *sizes: str | int) -> ParamMapping:
+    """Return the mapping of the correction bias of a router, by its name below the layer."""
+    return replace(sparse("mlp.router.correction_bias", {name: sizes}, Split.REPLICATED), frozen=True)
+
+
 def separate_experts(block: str, *, gate: str, up: str, down: str) -> Mappings:
     """Return the mappings of a router and experts whose matrices are separate tensors of the file.
 
@@ -112,9 +117,9 @@ def joined_experts(block: str, split: Split, *, biases: bool = False) -> Mapping
     )
 
 
-def shared_expert(block: str) -> Mappings:
-    """Return the mappings of a layer's shared expert."""
-    shared, wide = block + ".shared_expert.", ("shared_ffn", "hidden")
+def shared_expert(block: str, name: str = "shared_expert") -> Mappings:
+    """Return the mappings of a layer's shared expert, or of several that are stored as one."""
+    shared, wide = f"{block}.{name}.", ("shared_ffn", "hidden")
     fc1, fc2 = "mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight"
     return (
         sparse(fc1, {f"{shared}{part}_proj.weight": wide for part in ("gate", "up")}, Split.GATED),

@@ -67,7 +67,7 @@ def rank_parameters(
         )
 
     for mapping in architecture.family.mappings:
-        name, trained = mapping.mcore_name, adapters is None
+        name, trained = mapping.mcore_name, adapters is None and not mapping.frozen
         places = [place for place in architecture.instances(mapping, layers) if place.get("expert", -1) < experts]
         if "{layer}" in name:
             add(mapping, (name.format(**place) for place in places), trained=trained)

@@ -28,7 +28,7 @@ from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.device.kernels import compiles, fused_rope
 from nemo_kto.models.layers.gated_activation import ClampedSwiGLU, GeGLU, SwiGLU
 from nemo_kto.models.layers.linear import with_bias
-from nemo_kto.models.layers.moe import BalancedRouter, BiasedExpertOutput, BiasedRouter
+from nemo_kto.models.layers.moe import BalancedRouter, BiasedExpertOutput, BiasedRouter, CorrectedRouter
 from nemo_kto.models.layers.norm import TorchLayerNorm, TorchNorm
 from nemo_kto.models.layers.residual import ParallelLayer, PostNormLayer, ScaledResidualLayer
 from nemo_kto.models.mixers import MODULES
@@ -127,7 +127,7 @@ def _expert_settings(architecture: Architecture, *, grouped: bool) -> dict[str, 
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
         "moe_router_topk": experts.per_token,
         "moe_router_pre_softmax": not experts.normalized,  # softmax over all experts, or over the chosen ones only
-        "moe_router_dtype": "fp32",
+        "moe_router_dtype": "fp32" if experts.router_in_fp32 else None,
         "moe_grouped_gemm": grouped,
         "expert_tensor_parallel_size": architecture.expert_tensor_parallel,
     }
@@ -179,6 +179,8 @@ def _layer_spec(architecture: Architecture, config: TransformerConfig, *, use_te
     if sparse:
         mixture = _submodules(layer.submodules.mlp)
         mixture.router = BiasedRouter if architecture.expert_bias else BalancedRouter
+        if architecture.experts is not None and architecture.experts.correction:
+            mixture.router = functools.partial(CorrectedRouter, experts=architecture.experts)
         if not config.moe_grouped_gemm:  # adapters on experts need these classes, with Transformer Engine, too
             for experts in (_submodules(mixture.experts), _submodules(mixture.shared_experts)):
                 experts.linear_fc1, experts.linear_fc2 = ColumnParallelLinear, RowParallelLinear

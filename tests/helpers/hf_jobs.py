@@ -160,7 +160,8 @@ def check_gradients(layout: Layout, folders: dict[str, Path], out: Path) -> dict
             chunk.zero_grad_buffer()
         _backward(wrapped, model, architecture)
         for weight in rank_weights(wrapped, architecture):
-            weight.parameter.data.copy_(weight.parameter.main_grad)  # type: ignore[attr-defined]
+            if not weight.mapping.frozen:  # one that is keeps its values
+                weight.parameter.data.copy_(weight.parameter.main_grad)  # type: ignore[attr-defined]
         largest[name] = max([0.0, *(padding.abs().max().item() for padding in _paddings(wrapped, architecture))])
         export(wrapped, architecture, source=folder, out=out / name, max_shard_bytes=10**9)
     return largest

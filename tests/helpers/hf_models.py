@@ -13,16 +13,20 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
+    Dots1Config,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
     HunYuanDenseV1Config,
     Llama4TextConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
@@ -245,6 +249,9 @@ _LLAMA4: dict[str, Any] = {
     "attn_temperature_tuning": True, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+_ROUTED: dict[str, Any] = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+}  # fmt: skip
 MIXTURES = {
     "gpt-oss": lambda: GptOssConfig(
         **_SIZES,
@@ -267,6 +274,47 @@ MIXTURES = {
         swiglu_alpha=1.1,
         attention_bias=False,
         tie_word_embeddings=True,
+    ),
+    "glm4-moe": lambda: Glm4MoeConfig(
+        **_SIZES,
+        **_ROUTED,
+        rope_parameters=_rope(1e5, partial_rotary_factor=0.5),
+        head_dim=16,
+        use_qk_norm=True,
+        attention_bias=True,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.7,
+        num_nextn_predict_layers=0,
+        **_NO_TOKENS,
+    ),
+    "dots1": lambda: Dots1Config(
+        **_SIZES,
+        **_ROUTED,
+        rope_parameters=_rope(1e5),
+        n_shared_experts=2,
+        sliding_window=7,
+        max_window_layers=2,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=False,
+        **_NO_TOKENS,
+    ),
+    "minimax-m2": lambda: MiniMaxM2Config(
+        **_SIZES,
+        rope_parameters=_rope(1e5, partial_rotary_factor=0.5),
+        head_dim=16,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        **_NO_TOKENS,
+    ),
+    "ernie4-5-moe": lambda: Ernie4_5_MoeConfig(
+        **_SIZES,
+        rope_parameters=_rope(1e5),
+        moe_num_experts=8,
+        moe_k=3,
+        moe_intermediate_size=16,
+        moe_layer_end_index=2,
+        **_NO_TOKENS,
     ),
     # chunks shorter than the sequences, and queries that grow within them
     "llama4": lambda: Llama4TextConfig(
@@ -346,6 +394,9 @@ def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, 
         for name, parameter in model.named_parameters():  # transformers starts biases at zero and norms at one
             if parameter.dim() == 1 or name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.3)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     write_tokenizer(folder)
     if folder.name.endswith("own-output"):

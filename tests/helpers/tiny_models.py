@@ -37,6 +37,10 @@ _COMMON: dict[str, Any] = {
 _EXPERTS: dict[str, Any] = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [1],
 }  # fmt: skip
+_ROUTED: dict[str, Any] = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0,
+}  # fmt: skip
 _LLAMA4: dict[str, Any] = {
     "intermediate_size": 48, "intermediate_size_mlp": 96, "num_local_experts": 8, "moe_layers": [0, 2, 3],
     "no_rope_layers": [1, 1, 0, 1], "attention_chunk_size": 12, "floor_scale": 6, "attn_scale": 0.3,
@@ -50,6 +54,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": 16, "sliding_window_pattern": 2},
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "swiglu_limit": 1.0},
     "cohere2": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2, "logit_scale": 0.5},
+    "glm4_moe": {"head_dim": 16, "use_qk_norm": True, **_ROUTED},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0},
     "hunyuan_v1_dense": {"tie_word_embeddings": False, "head_dim": 16, "eod_token_id": None},
     "llama": {"tie_word_embeddings": False},
@@ -117,6 +122,9 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, dtype: str = "f
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 or name.endswith("_bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.add_(0.1 * torch.randn_like(buffer))
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

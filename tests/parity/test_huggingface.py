@@ -58,7 +58,10 @@ QUICK = {
         ),
         *("glm4", "ernie4-5", "exaone4", "hunyuan", "ministral3", "cohere2"),
     ),
-    "mixtures": ("gpt-oss", "llama4", "mixtral", "qwen2-moe", "qwen3-moe-dense-layers"),
+    "mixtures": (
+        *("gpt-oss", "llama4", "mixtral", "qwen2-moe", "qwen3-moe-dense-layers"),
+        *("glm4-moe", "dots1", "minimax-m2", "ernie4-5-moe"),
+    ),
 }
 
 
@@ -126,7 +129,8 @@ def expected_gradients(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     """Those of transformers, under the names of the file: transformers puts experts together where it has loaded them."""
     model = hf_models.load(folder)
     (model(hf_models.tokens()).logits * hf_models.cotangent()).sum().backward()
-    for parameter in model.parameters():
+    trained = [parameter for name, parameter in model.named_parameters() if not name.endswith("correction_bias")]
+    for parameter in trained:
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     model.save_pretrained(out)
     return weights(out)

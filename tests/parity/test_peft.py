@@ -64,6 +64,7 @@ DENSE = {
     "qwen3": LoRASettings(rank=2, alpha=16, target_modules=("k_proj", "mlp"), layers=(2,)),
 }
 MIXTURES = {
+    "glm4-moe": LoRASettings(rank=2, alpha=4, target_modules=("attention",)),
     "gpt-oss": LoRASettings(rank=2, alpha=4, target_modules=("attention",)),
     # dense MLPs and shared experts; routed experts are one parameter in transformers, which peft does not adapt
     "llama4": LoRASettings(rank=2, alpha=4, target_modules=("all",)),

@@ -1,10 +1,38 @@
-"""GLM 4: norms before and after attention and MLP, fused gate and up projections, half of each head rotated."""
+"""GLM 4 (norms before and after attention and MLP), GLM 4.5 to 4.7 and dots.llm1 (experts chosen by sigmoid scores)."""
 
 from __future__ import annotations
 
-from nemo_kto.architecture.family import Family
-from nemo_kto.architecture.mappings import DENSE, GATE_UP, renamed
+from dataclasses import replace
+from typing import Annotated
+
+from annotated_types import Ge
+
+from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, PartCount, Positive
+from nemo_kto.architecture.family import SLIDING_LAYERS, ExpertFields, Family
+from nemo_kto.architecture.mappings import (
+    DENSE,
+    GATE_UP,
+    correction_bias,
+    renamed,
+    separate_experts,
+    shared_expert,
+    with_experts,
+)
+from nemo_kto.architecture.mixers.softmax_attention import qk_norms
 from nemo_kto.architecture.param_mapping import replicated
+
+
+class GlmMoeFields(ModelFields):
+    use_qk_norm: bool = ABSENT
+    n_routed_experts: PartCount = ABSENT
+    n_shared_experts: Annotated[int, Ge(0)] | None = None
+    n_group: Count | None = None
+    topk_group: Count | None = None
+    first_k_dense_replace: Annotated[int, Ge(0)] | None = None
+    moe_intermediate_size: Count = ABSENT
+    norm_topk_prob: bool | None = None
+    routed_scaling_factor: Positive = ABSENT
+
 
 GLM4 = Family(
     name="glm4",
@@ -18,4 +46,41 @@ GLM4 = Family(
     partial_rotary=True,
     interleaved_rotary=True,
     own_head_dim=True,
+)
+# the first layers have one MLP; a shared expert, and a correction bias for the choice of experts
+GLM4_MOE = Family(
+    name="glm4_moe",
+    hf_architecture="Glm4MoeForCausalLM",
+    mappings=with_experts(
+        DENSE + tuple(replace(norm, required_flag="qk_norm") for norm in qk_norms("head", "head")),
+        (
+            *separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+            *shared_expert("mlp", "shared_experts"),
+            correction_bias("mlp.gate.e_score_correction_bias", "experts"),
+        ),
+    ),
+    fields=GlmMoeFields,
+    flags={"qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"},
+    partial_rotary=True,
+    experts=ExpertFields(
+        number="n_routed_experts",
+        ffn_hidden_size="moe_intermediate_size",
+        shared_experts="n_shared_experts",
+        shared_gate=False,
+        normalized="norm_topk_prob",
+        first_layer="first_k_dense_replace",
+        sigmoid=True,
+        correction=(-1,),
+        groups="n_group",
+        groups_per_token="topk_group",
+        scale="routed_scaling_factor",
+    ),
+)
+DOTS1 = replace(
+    GLM4_MOE,
+    name="dots1",
+    hf_architecture="Dots1ForCausalLM",
+    flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias", "qk_norm": True},
+    partial_rotary=False,
+    window=SLIDING_LAYERS,
 )

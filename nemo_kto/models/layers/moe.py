@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from nemo_kto.architecture.families import Experts
 from nemo_kto.device import device
 
 
@@ -63,17 +64,12 @@ class BalancedRouter(TopKRouter):
     balance: Tensor | None = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Choose experts for the logits [s, b, E] as megatron-core does; in training, add the load-balancing loss.
+        """Choose experts for the logits [s, b, E]; in training, add the load-balancing loss.
 
         ``padding_mask`` is not a padding mask, but the owners of the tokens: [s, b, n], True if a token counts for a
         sequence. None for no loss.
         """
-        scored = logits
-        if self.score_function == "sigmoid":
-            # keeps only the largest logits: megatron-core would compare sigmoids, which in fp32 are 1 for all large ones
-            largest = logits.topk(self.topk, dim=-1)
-            scored = torch.full_like(logits, -torch.inf).scatter(-1, largest.indices, largest.values)
-        probs, chosen = super().routing(scored)
+        probs, chosen = self._choose(logits.flatten(0, 1))
         # not in the first forward pass of layers that are recomputed, which runs without gradient
         if padding_mask is not None and self.training and torch.is_grad_enabled():
             owners_Tn = padding_mask.flatten(0, 1).float()
@@ -82,9 +78,27 @@ class BalancedRouter(TopKRouter):
                 probs = MoEAuxLossAutoScaler.apply(probs, self.loss_weight * losses_n.sum())
         return probs, chosen
 
+    def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weight of each expert for each token, and whether it is chosen, [T, E], as megatron-core does."""
+        scored_TE = logits_TE
+        if self.score_function == "sigmoid":
+            # keeps only the largest logits: megatron-core would compare sigmoids, which in fp32 are 1 for all large ones
+            largest = logits_TE.topk(self.topk, dim=-1)
+            scored_TE = torch.full_like(logits_TE, -torch.inf).scatter(-1, largest.indices, largest.values)
+        weights_TE, chosen_TE = super().routing(scored_TE.unsqueeze(1))
+        return weights_TE, chosen_TE
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        """Return the scores of the experts, [T, E] in fp32; those of a token sum to 1 unless they are sigmoids."""
+        return torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+
+    def _shares(self, logits_TE: Tensor) -> Tensor:
+        """Return the scores divided by their sum."""
+        return self._scores(logits_TE)
+
     def _balance_losses(self, logits_TE: Tensor, chosen_TE: Tensor, owners_Tn: Tensor) -> Tensor:
         """Return the loss of each sequence, [n], or this rank's part of it, and record statistics in ``balance``."""
-        probs_nE = owners_Tn.T @ torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+        probs_nE = owners_Tn.T @ self._shares(logits_TE)
         chosen_nE = owners_Tn.T @ chosen_TE.float()
         whole = torch.stack([chosen_nE, probs_nE.detach()])
         if self.tp_cp_group.size() > 1:
@@ -95,6 +109,42 @@ class BalancedRouter(TopKRouter):
         statistics = torch.cat([torch.stack([value.double() for value in values]), whole[0].double().sum(dim=0)])
         self.balance = statistics if self.balance is None else self.balance + statistics
         return scale_n * (whole[0] * probs_nE).sum(dim=-1)
+
+
+class CorrectedRouter(BalancedRouter):
+    """Router that chooses experts by corrected scores, and weighs them by the scores themselves.
+
+    The correction bias balances the experts without a loss (Wang et al. 2024, arXiv 2408.15664). It is never trained: both
+    policy and reference have that of the model.
+    """
+
+    def __init__(self, *args: Any, experts: Experts, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.experts = experts
+        zeros = torch.zeros(experts.correction, dtype=torch.float32, device=device.current_device())
+        self.correction_bias = torch.nn.Parameter(zeros, requires_grad=False)
+
+    def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        scores_TE, experts = self._scores(logits_TE), self.experts
+        corrected_TE = scores_TE.detach() + self.correction_bias
+        if experts.groups > 1:
+            corrected_Tgn = corrected_TE.unflatten(-1, (experts.groups, -1))
+            best_Tg = corrected_Tgn.topk(2, dim=-1).values.sum(dim=-1).topk(experts.groups_per_token, dim=-1).indices
+            allowed_Tg1 = torch.zeros_like(corrected_Tgn[..., 0], dtype=torch.bool).scatter(-1, best_Tg, True).unsqueeze(-1)
+            corrected_TE = corrected_Tgn.masked_fill(~allowed_Tg1, -torch.inf).flatten(-2)
+        chosen_Tk = corrected_TE.topk(self.topk, dim=-1).indices
+        weights_Tk = scores_TE.gather(-1, chosen_Tk)
+        if experts.normalized:
+            weights_Tk = weights_Tk / weights_Tk.sum(dim=-1, keepdim=True).clamp(min=experts.least_sum)
+        weights_TE = torch.zeros_like(scores_TE).scatter(-1, chosen_Tk, weights_Tk * experts.scale)
+        return weights_TE, torch.zeros_like(scores_TE, dtype=torch.bool).scatter(-1, chosen_Tk, True)
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        return torch.sigmoid(logits_TE.float()) if self.experts.sigmoid else super()._scores(logits_TE)
+
+    def _shares(self, logits_TE: Tensor) -> Tensor:
+        scores_TE = self._scores(logits_TE)
+        return scores_TE / scores_TE.sum(dim=-1, keepdim=True)
 
 
 class BiasedRouter(BalancedRouter):

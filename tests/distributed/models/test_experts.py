@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.models.test_load_balance import make_sequences
 from tests.helpers import lora_jobs
 from tests.helpers.engines import engine
+from tests.helpers.hf_models import weights
 from tests.helpers.job_cache import JobCache
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import assert_same, length, trajectory
@@ -54,6 +56,7 @@ BALANCE = "model.moe_aux_loss_coeff=0.02"
 RUNS: dict[str, tuple[str, str, list[str]]] = {
     "kto": ("kto", "mixtral", [BALANCE]),
     "dpo": ("dpo", "qwen3_moe", [BALANCE]),
+    "kto_corrected": ("kto", "glm4_moe", [BALANCE]),  # experts in groups, chosen by corrected sigmoid scores
     "kto_sinks": ("kto", "gpt_oss", [BALANCE]),
     "kto_lora": ("kto", "qwen2_moe", [*LORA, f"{TARGETS}=[all]", BALANCE]),  # shared experts, and a layer without
     "kto_lora_experts": ("kto", "mixtral", [*LORA, f"{TARGETS}=[mlp]"]),  # nothing else is trained
@@ -62,7 +65,7 @@ RUNS: dict[str, tuple[str, str, list[str]]] = {
     "llama4_lora": ("dpo", "llama4_text", [*LORA, f"{TARGETS}=[all]", BALANCE]),
     "dpo_lora": ("dpo", "mixtral", [*LORA, f"{TARGETS}=[attention]"]),
 }
-QUICK = [("kto", "packed_ep2", 3), ("kto_lora", "tp2_ep2_whole_experts", 2)]
+QUICK = [("kto", "packed_ep2", 3), ("kto_lora", "tp2_ep2_whole_experts", 2), ("kto_corrected", "pp2_ep2", 2)]
 OF_OTHER_RUNS = ("ep2", "tp2_ep2_whole_experts", "pp2_ep2", "packed_ep2", "packed_cp2_ep2")
 EVERY_CASE = [
     *((run, layout) for run in RUNS for layout in (LAYOUTS if run == "kto" else OF_OTHER_RUNS) if layout != "one_rank"),
@@ -80,7 +83,8 @@ def job(name: str, layout: str, steps: int) -> dict[str, Any]:
     (world_size, of_layout), (algorithm, family, of_run) = LAYOUTS[layout], RUNS[name]
     given = [*of_run, *of_layout, *length(algorithm, steps), f"trainer.{algorithm}.save_interval=2"]
     given += ["exp_manager.checkpoint_callback_params.save_top_k=-1", "export.enabled=true"]
-    layers = 4 if name == "kto" else 2  # virtual pipeline stages need four
+    # four for two stages of two chunks, or for a first layer without experts
+    layers = 4 if name in ("kto", "kto_corrected") else 2
     return {"algorithm": algorithm, "overrides": given, "world_size": world_size, "family": family, "layers": layers}
 
 
@@ -121,6 +125,14 @@ def test_resumed(name: str, before: str, after: str, steps: int, jobs: JobCache,
     assert_same(ours[stop:], expected[stop:], steps=steps - stop, first=NEAR_TIES, later=NEAR_TIES)
 
 
+def test_the_correction_bias_is_not_trained(jobs: JobCache, tiny_checkpoint: Callable[..., Path]) -> None:
+    run, model = jobs(**job("kto_corrected", "pp2_ep2", 2)), tiny_checkpoint("glm4_moe", num_hidden_layers=4)
+    before, after = weights(model), weights(run / "hf")
+    assert before.keys() == after.keys()
+    same = {name for name, values in before.items() if torch.equal(values, after[name])}
+    assert same == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3)}
+
+
 def unevenly_shared(model: Path, counts: list[int], expert_parallel: int) -> tuple[list[float], int, int]:
     """On a rank: log-probs of its sequences, of which another rank may have more; tokens that it counts, and carries."""
     from megatron.core import parallel_state
@@ -151,10 +163,7 @@ def test_an_export_equals_the_checkpoint(
     ranks: RankPool, tiny_checkpoint: Callable[..., Path], jobs: JobCache, tmp_path: Path
 ) -> None:
     """The model is written by ranks that share out the experts, and by one that has them all."""
-    import torch
-
     from nemo_kto.run.policy import export_checkpoint
-    from tests.helpers.hf_models import weights
 
     run = jobs(**job("kto", "packed_ep2", 3))
     ranks.run(1, export_checkpoint, run, tmp_path)

@@ -103,6 +103,7 @@ CHANGES = {
     "mixtral": EXPERTS,
     "gpt_oss": EXPERTS,
     "qwen2_moe": {**QWEN, "mlp_only_layers": []},
+    "glm4_moe": {"n_routed_experts": 8, "moe_intermediate_size": 160, "first_k_dense_replace": 0},
     "llama4_text": {**LLAMA4, "intermediate_size_mlp": 512, "head_dim": 32},
 }
 
@@ -141,6 +142,8 @@ FULL: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
     ("qwen2_moe", {}, "bfloat16", DROPPED),
     ("llama4_text", {}, "bfloat16", replace(DROPPED, dora=True)),
     ("mixtral", {}, "float32", ALL),
+    ("glm4_moe", {}, "float32", None),
+    ("glm4_moe", {"tensor": 2, "sequence_parallel": True}, "bfloat16", None),
 ]
 
 

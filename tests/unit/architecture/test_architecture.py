@@ -28,6 +28,7 @@ MODEL_TYPES = {
     "Cohere2ForCausalLM": "cohere2",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
+    "Glm4MoeForCausalLM": "glm4_moe",
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
     "Llama4ForCausalLM": "llama4_text",
@@ -51,6 +52,23 @@ def folder(tmp_path: Path, **changes: Any) -> Path:
 
 def of(architecture: str) -> dict[str, Any]:
     return {"architectures": [architecture], "model_type": MODEL_TYPES[architecture]}
+
+
+ROUTED = {**of("Glm4MoeForCausalLM"), "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+
+
+def test_routers(tmp_path: Path) -> None:
+    """Two shared experts are one of double width; the layers without experts are the first, or outside of an interval."""
+    given = {**ROUTED, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+    glm = read_architecture(folder(tmp_path, **given), tensor_parallel=1).experts
+    assert glm is not None
+    assert (glm.sigmoid, glm.correction, glm.groups, glm.groups_per_token, glm.scale) == (True, (8,), 4, 2, 2.5)
+    assert (glm.number, glm.per_token, glm.normalized, glm.shared_ffn_hidden_size) == (8, 3, True, 32)
+    assert glm.layers == (False, True, True)
+    names = {"architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "moe_layer_end_index": 1}
+    ernie = read_architecture(folder(tmp_path, **names, moe_num_experts=4, moe_k=2), tensor_parallel=1).experts
+    assert ernie is not None
+    assert (ernie.sigmoid, ernie.correction, ernie.least_sum, ernie.layers) == (False, (1, 4), 1e-12, (False, True, False))
 
 
 def test_defaults_of_the_family_are_filled_in(tmp_path: Path) -> None:
@@ -311,6 +329,9 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
     [
         ({"intermediate_size": 97}, Message("intermediate_size", "97", "2")),
         ({"mlp_bias": True}, Message("mlp_bias=true", "attention_bias=false")),
+        ({**ROUTED, "n_group": 3}, Message("n_group", "8", "groups", "3")),
+        ({**ROUTED, "n_group": 2, "topk_group": 3}, Message("n_group", "topk_group", "2", "3")),
+        ({**ROUTED, "n_group": 4, "topk_group": 1}, Message("num_experts_per_tok", "2", "topk_group", "3")),
         ({**of("SeedOssForCausalLM"), "mlp_bias": True}, Message("mlp_bias=true", "attention_out_bias=false")),
         (
             {**of("Llama4ForCausalLM"), "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
