@@ -84,7 +84,7 @@ def test_a_cache_filled_per_epoch_gives_the_same_numbers_as_swap(
     Without shared prompts, KL examples are evaluated in the same micro-batches, so that their mean log-ratio is the same to
     the last bit where the policy is, which it is in the first step of the second epoch.
     """
-    run, other = job("kto"), str(make_checkpoint(tmp_path / "other", "llama", seed=3))
+    run, other = job("kto"), str(make_checkpoint(tmp_path / "other", "llama", seed=3, num_hidden_layers=2))
     given = [*TWO_EPOCHS, "model.data.share_prompts=false", *(text.format(other=other) for text in overrides)]
     swapped = run(*given, world_size=world_size)
     assert abs(swapped[3]["train/rewards_all_mean"] - swapped[0]["train/rewards_all_mean"]) > 1e-4, "the policy must move"
@@ -164,7 +164,7 @@ def test_the_first_epoch_is_evaluated_once_before_the_optimizer_exists(
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["swap", "cached"])
 def test_another_model_as_the_reference(mode: str, job: Callable[[str], Job], tiny_llama: Path, tmp_path: Path) -> None:
-    other = make_checkpoint(tmp_path / "other", "llama", seed=3)
+    other = make_checkpoint(tmp_path / "other", "llama", seed=3, num_hidden_layers=2)
     run, short = job("dpo"), "trainer.dpo.max_steps=3"
     same = run(short, f"model.reference.mode={mode}", f"model.reference.restore_from_path={tiny_llama}")
     assert_same(same, run(short), steps=3)

@@ -79,7 +79,7 @@ def test_samples_of_a_resumed_run_begin_with_those_of_the_reference(
 def test_another_reference_answers_with_its_own_weights(
     jobs: JobCache, tmp_path: Path, ranks: RankPool, kto_rows: Path, whole: list[Sample], mode: str
 ) -> None:
-    other = make_checkpoint(tmp_path / "other", "llama", seed=3)
+    other = make_checkpoint(tmp_path / "other", "llama", seed=3, num_hidden_layers=2)
     named = [f"model.reference.restore_from_path={other}", f"model.reference.mode={mode}"]
     jobs.start(tmp_path / "named", overrides=[*LENGTH, *SAMPLES, *named, "trainer.kto.val_before_training=true"])
     found = read_samples(tmp_path / "named" / SAMPLES_FILE)
