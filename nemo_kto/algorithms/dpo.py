@@ -14,7 +14,7 @@ import torch
 from nemo_kto.algorithms.callbacks import Callback, CheckpointCallback, Event, LoggerCallback, StepLog
 from nemo_kto.algorithms.duration import TrainerConfig, ValidationLoaders, interval_steps, validation_sets
 from nemo_kto.algorithms.protocols import CheckpointWriter, Loader, MetricsLogger, Optimizer, PolicyModel, Scheduler
-from nemo_kto.algorithms.stopping import EarlyStopping, SkippedSteps
+from nemo_kto.algorithms.stopping import BestValidation, EarlyStopping, SkippedSteps
 from nemo_kto.data.batches.collate import DPOBatch, dpo_custom_collate
 from nemo_kto.errors import UserError
 from nemo_kto.losses.metrics import Metrics, metrics_by_set
@@ -52,6 +52,7 @@ class DPOTrainer:
     callbacks: Sequence[Callback] = ()  # called before checkpoints and the logger
     skipped: SkippedSteps = field(default_factory=SkippedSteps)  # by default the first skipped step ends the run
     early_stopping: EarlyStopping | None = None
+    best_validation: BestValidation | None = None  # a checkpoint is saved whenever it improves; None for no such saves
 
     def __post_init__(self) -> None:
         checkpoints = CheckpointCallback(writer=self.ckpt_callback, logger=self.logger)
@@ -100,6 +101,11 @@ class DPOTrainer:
         return None if self.early_stopping is None else self.early_stopping.reason
 
     @property
+    def _is_best(self) -> bool:
+        """Whether the validation after the current step is the best so far."""
+        return self.best_validation is not None and self.best_validation.best_step == self.step > 0
+
+    @property
     def _finished(self) -> bool:
         return self.step >= self.max_steps or self.stopped_early is not None
 
@@ -111,7 +117,8 @@ class DPOTrainer:
     def fit(self) -> None:
         """Train until the run ends, with validations, checkpoints and log lines at their intervals.
 
-        After the last step the policy is validated and saved, whether this is the last step of the run, the last that
+        A checkpoint is also saved after a validation that is the best so far, if ``best_validation`` is set. After the last
+        step the policy is validated and saved, whether this is the last step of the run, the last that
         ``max_time`` allows, or one whose validation triggers early stopping. If the run must end early, such as on a
         signal, it only saves: a validation that is due or was interrupted is made by the resumed run.
 
@@ -124,7 +131,7 @@ class DPOTrainer:
             self._call_callbacks("on_fit_start")
             if self.validation_due or (self._cfg.val_before_training and self.step == 0):
                 self._validate()
-                if self.step and (self._finished or self._interrupted) and not self.validation_due:
+                if self._is_best or (self.step and (self._finished or self._interrupted) and not self.validation_due):
                     self._save()  # replaces the checkpoint that was saved with the validation still due
             for started, batch in self._remaining_batches():
                 self.optimizer.zero_grad()
@@ -140,7 +147,7 @@ class DPOTrainer:
                     is_last = is_last or self._interrupted or self._finished  # interrupted, or early stopping
                 if is_last and not self.ended_early:  # a resumed run continues the unfinished log line
                     self._log()
-                if is_last or self._is_due(self.save_interval):
+                if is_last or self._is_best or self._is_due(self.save_interval):
                     self._save()
                 if is_last:
                     break
@@ -171,7 +178,7 @@ class DPOTrainer:
             self._validate()
         if not self.ended_early:
             self._log()
-        if not self._interrupted or not self._is_due(self.save_interval):
+        if not self._interrupted or not (self._is_best or self._is_due(self.save_interval)):
             self._save()
 
     def _optimizer_step(self, loss: float, model_state: Mapping[str, Any]) -> dict[str, float]:
@@ -203,6 +210,7 @@ class DPOTrainer:
 
     def _report_step(self, metrics: Metrics, step_values: Mapping[str, float], *, started: float) -> None:
         values = {**metrics, **step_values}
+        self.monitored = {}  # a checkpoint is ranked by a validation of its own weights only
         self._monitor("train", values)
         report = {f"train/{name}": value for name, value in values.items()}
         epoch = (self.step - 1) // self.steps_per_epoch  # of this step, the last of an epoch too
@@ -236,8 +244,9 @@ class DPOTrainer:
         self.validation_due = False
         seconds = self.timers.report_and_reset()["validation"]  # phases inside a validation are not part of a step
         self._monitor("val", metrics)
-        if self.early_stopping is not None and self.step:  # the initial model is not a result of training
-            self.early_stopping.update(metrics, step=self.step)
+        for each in (self.best_validation, self.early_stopping):
+            if each is not None and self.step:  # the initial model is not a result of training
+                each.update(metrics, step=self.step)
         report = {f"val/{name}": value for name, value in metrics.items()} | {"timing/validation": seconds}
         event = Event(step=self.step, metrics=metrics, seconds=seconds, report=report)
         self._call_callbacks("on_validation_end", event)
@@ -291,7 +300,7 @@ class DPOTrainer:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress of the run as integers, and the state of log, loss and early stopping if they have any."""
+        """Return the progress of the run as integers, and the state of log, loss, best validation and early stopping."""
         unlogged, objective = self.step_log.state_dict(), self.model.state_dict()
         return {
             "step": self.step,
@@ -303,6 +312,7 @@ class DPOTrainer:
             "validation_due": int(self.validation_due),
             **({"unlogged": unlogged} if unlogged else {}),
             **({"objective": objective} if objective else {}),
+            **({} if self.best_validation is None else {"best_validation": self.best_validation.state_dict()}),
             **({} if self.early_stopping is None else {"early_stopping": self.early_stopping.state_dict()}),
         }
 
@@ -332,6 +342,8 @@ class DPOTrainer:
         self.step_log.load_state_dict(state.get("unlogged", {}))
         if "objective" in state:
             self.model.load_state_dict(state["objective"])
+        if self.best_validation is not None:
+            self.best_validation.load_state_dict(state.get("best_validation", {}))
         if self.early_stopping is not None:
             self.early_stopping.load_state_dict(state.get("early_stopping", {}))
 
@@ -349,7 +361,7 @@ class DPOTrainer:
         return self.stop is not None
 
     def _monitor(self, prefix: str, values: Mapping[str, float]) -> None:
-        """Update the metrics that rank checkpoints; non-finite values, as in a skipped step, are left out."""
+        """Update the metrics that rank a checkpoint of this step; non-finite values, as in a skipped step, are left out."""
         self.monitored |= {f"{prefix}_{name}": value for name, value in values.items() if math.isfinite(value)}
 
     def _call_callbacks(self, hook: str, *arguments: object) -> None:

@@ -104,7 +104,7 @@ class Trainer(Protocol):
     model: PolicyModel[Any]
     step: int  # optimizer steps done so far
     max_steps: int  # optimizer steps of the whole run
-    monitored: dict[str, float]  # newest metrics, as val_NAME and train_NAME
+    monitored: dict[str, float]  # metrics of the last step and of its validation, as train_NAME and val_NAME
     timers: PhaseTimers
 
     def state_dict(self) -> dict[str, Any]: ...

@@ -1,4 +1,4 @@
-"""When a run ends before its last step: early stopping, and too many steps with non-finite values."""
+"""The best validation so far, and when a run ends before its last step: early stopping, and too many skipped steps."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ _MAX_NAMED = 8  # maximum number of rows, and of ranks, in a message
 
 
 @dataclass(kw_only=True, eq=False)
-class EarlyStopping:
-    """Counter of validations without improvement, as in Lightning's EarlyStopping; a non-finite value also ends the run."""
+class BestValidation:
+    """The best value of a validation metric so far, on which all ranks agree."""
 
     monitor: str  # validation metric, as val_NAME
     mode: str  # "min" or "max": whether smaller or larger values are better
-    min_delta: float  # a change counts as an improvement only if it is larger than this
-    patience: int  # number of consecutive validations without improvement that ends the run
+    min_delta: float = 0.0  # a change counts as an improvement only if it is larger than this
     reduce_max: Callable[[int], int] | None = None  # maximum over all ranks, so that they agree; None for a single rank
 
     def __post_init__(self) -> None:
@@ -32,14 +31,10 @@ class EarlyStopping:
         self.is_finite = True
 
     def update(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Evaluate a validation after ``step``; UserError if the metric is missing. Collective if ``reduce_max`` is set."""
-        name = self.monitor.removeprefix("val_")
-        if name not in metrics:
-            raise UserError(
-                "exp_manager.early_stopping_callback_params.monitor must be a validation metric, got "
-                f"{self.monitor}; choose one of {', '.join(f'val_{name}' for name in metrics)}"
-            )
-        value = metrics[name]
+        """Evaluate a validation after ``step``, unless it lacks the metric. Collective if ``reduce_max`` is set."""
+        value = metrics.get(self.monitor.removeprefix("val_"))
+        if value is None:  # such as the AUC of a single class
+            return
         improved = True
         if self.best is not None:
             gain = self.best - value if self.mode == "min" else value - self.best
@@ -53,6 +48,32 @@ class EarlyStopping:
         else:
             self.waited += 1
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a resumed run."""
+        return {name: getattr(self, name) for name in ("monitor", "mode", "best", "best_step", "waited", "is_finite")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`; a state of another metric or mode is ignored."""
+        if (state.get("monitor"), state.get("mode")) == (self.monitor, self.mode):
+            self.best, self.best_step = state["best"], state["best_step"]
+            self.waited, self.is_finite = state["waited"], state["is_finite"]
+
+
+@dataclass(kw_only=True, eq=False)
+class EarlyStopping(BestValidation):
+    """Counter of validations without improvement, as in Lightning's EarlyStopping; a non-finite value also ends the run."""
+
+    patience: int  # number of consecutive validations without improvement that ends the run
+
+    def update(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Evaluate a validation after ``step``; UserError if it lacks the metric. Collective if ``reduce_max`` is set."""
+        if self.monitor.removeprefix("val_") not in metrics:
+            raise UserError(
+                "exp_manager.checkpoint_callback_params.monitor must be a validation metric for early stopping, got "
+                f"{self.monitor}; choose one of {', '.join(f'val_{name}' for name in metrics)}"
+            )
+        super().update(metrics, step=step)
+
     @property
     def reason(self) -> str | None:
         """Reason for ending the run, as text; None if it continues."""
@@ -64,16 +85,6 @@ class EarlyStopping:
         last = "validation" if self.waited == 1 else f"{self.waited} validations"
         best = f"it was {self.best:.4f} at step {self.best_step}"
         return f"{self.monitor} has not improved{more} in the last {last}; {best}"
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a resumed run."""
-        return {name: getattr(self, name) for name in ("monitor", "mode", "best", "best_step", "waited", "is_finite")}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`; a state of another metric or mode is ignored."""
-        if (state.get("monitor"), state.get("mode")) == (self.monitor, self.mode):
-            self.best, self.best_step = state["best"], state["best_step"]
-            self.waited, self.is_finite = state["waited"], state["is_finite"]
 
 
 @dataclass(kw_only=True, eq=False)

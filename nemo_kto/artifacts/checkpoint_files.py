@@ -283,7 +283,9 @@ class _Unlogged(BaseModel):
     newest: Numbers
 
 
-class _EarlyStopping(BaseModel):
+class _BestValidation(BaseModel):
+    """State of the best validation, and of early stopping."""
+
     model_config = _STRICT
     monitor: str
     mode: str
@@ -304,7 +306,8 @@ class _Trainer(BaseModel):
     validation_due: Count = 0
     unlogged: Annotated[_Unlogged, Field(description="an object")] = ABSENT
     objective: Annotated[dict[str, Any], Field(description="an object")] = {}
-    early_stopping: Annotated[_EarlyStopping, Field(description="an object")] = ABSENT
+    best_validation: Annotated[_BestValidation, Field(description="an object")] = ABSENT
+    early_stopping: Annotated[_BestValidation, Field(description="an object")] = ABSENT
 
 
 class _File(BaseModel):

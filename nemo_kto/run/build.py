@@ -25,7 +25,7 @@ from nemo_kto.algorithms.callbacks import (
 )
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import fraction_of
-from nemo_kto.algorithms.stopping import SkippedSteps
+from nemo_kto.algorithms.stopping import BestValidation, SkippedSteps
 from nemo_kto.artifacts.checkpoint_files import INFO, named_checkpoints
 from nemo_kto.checkpoint.manager import CheckpointManager
 from nemo_kto.checkpoint.safe_loading import read_errors
@@ -222,6 +222,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         callbacks=callbacks,
         skipped=build_skipping(run, data, checkpoints),
         early_stopping=build_early_stopping(cfg, agree=state.max_over_ranks),
+        best_validation=build_best_validation(cfg),
     )
     if resumed is not None and resumption.checkpoint is not None:
         with read_errors(resumption.checkpoint.folder / INFO):
@@ -251,6 +252,14 @@ def build_objective(cfg: RunConfig) -> Objective:
         sft_loss_weight=cfg.loss.sft_loss_weight,
         sft_average_log_probs=cfg.loss.sft_average_log_probs,
     )
+
+
+def build_best_validation(cfg: RunConfig) -> BestValidation | None:
+    """Build the best validation, whose checkpoints are saved; None if it would not be kept, or only the end is saved."""
+    kept = cfg.exp_manager.checkpoint_callback_params
+    if kept.save_top_k == 0 or cfg.loop.save_interval == 0 or not kept.monitor.startswith("val_"):
+        return None
+    return BestValidation(monitor=kept.monitor, mode=kept.mode, reduce_max=state.max_over_ranks)
 
 
 def build_skipping(run: ResolvedRun, data: RunData, checkpoints: CheckpointManager) -> SkippedSteps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -149,7 +150,8 @@ def end_table(
         overrides += [f"trainer.{name}.{limit}={larger[limit]}" for limit in limits]
     board = f"; tensorboard --logdir {run.folder / 'tensorboard'}" if cfg.exp_manager.create_tensorboard_logger else ""
     lines |= figures_of(metrics, validations=run.validation_titles)
-    lines |= {"best checkpoint": _best_text(run, best), **_export_lines(run, policy, trainer, best)}
+    kept = find_checkpoints(run.checkpoints)
+    lines |= {**_checkpoint_lines(run, kept, best), **_export_lines(run, policy, trainer, kept, best)}
     lines[next_step] = " ".join(["the same command", *(["with", *overrides] if overrides else [])])
     lines["metrics"] = f"{metrics}{board}"
     if cfg.exp_manager.samples.enabled:
@@ -159,22 +161,35 @@ def end_table(
     return table(f"nemo-kto {name} {state_text} after {done} in {duration_text(seconds)}", lines)
 
 
-def _best_text(run: ResolvedRun, best: Checkpoint | None) -> str:
-    ranking, kept = run.cfg.exp_manager.checkpoint_callback_params, find_checkpoints(run.checkpoints)
-    if best is None:
-        return f"{kept[-1].folder} (last; {ranking.monitor} was never logged)"
-    extreme = "lowest" if ranking.mode == "min" else "highest"
-    count = f"{extreme} of {len(kept)} kept checkpoints" if len(kept) > 1 else "the only one kept"
-    return f"{best.folder} ({ranking.monitor} {best.info['metrics'][ranking.monitor]:.4f}, {count})"
+def _compared(run: ResolvedRun, kept: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints that were validated, by the metric that ranks them; the best of one is no best."""
+    monitor = run.cfg.exp_manager.checkpoint_callback_params.monitor
+    return [each for each in kept if monitor.startswith("val_") and each.info["metrics"].get(monitor) is not None]
 
 
-def _export_lines(run: ResolvedRun, policy: Policy, trainer: DPOTrainer, best: Checkpoint | None) -> dict[str, str]:
+def _checkpoint_lines(run: ResolvedRun, kept: Sequence[Checkpoint], best: Checkpoint | None) -> dict[str, str]:
+    """Return the best checkpoint, if several were validated, and the last, with the command that exports it by default."""
+    ranking, compared, lines = run.cfg.exp_manager.checkpoint_callback_params, _compared(run, kept), dict[str, str]()
+    figures = {each.step: f"{ranking.monitor} {each.info['metrics'][ranking.monitor]:.4f}, " for each in compared}
+    if best is not None and len(compared) > 1:
+        extreme = "lowest" if ranking.mode == "min" else "highest"
+        lines["best checkpoint"] = f"{best.folder} ({figures[best.step]}{extreme} of {len(compared)} kept checkpoints)"
+    for last in kept[-1:]:
+        written = f"written by nemo-kto export {run.folder} FOLDER"
+        lines["last checkpoint"] = f"{last.folder} ({figures.get(last.step, '')}{written})"
+    return lines
+
+
+def _export_lines(
+    run: ResolvedRun, policy: Policy, trainer: DPOTrainer, kept: Sequence[Checkpoint], best: Checkpoint | None
+) -> dict[str, str]:
     export = run.cfg.export
     if not export.enabled:
-        return {"exported model": f"none (export.enabled=false); later: nemo-kto export {run.folder} FOLDER"}
+        return {"exported model": "none (export.enabled=false)"}
     weights = f"after the last step, {trainer.step}"
     if export.which == "best" and best is not None:
-        weights = f"the best checkpoint, step {best.step}"
+        which = "best checkpoint" if len(_compared(run, kept)) > 1 else "only validated checkpoint"
+        weights = f"the {which}, step {best.step}"
     if policy.adapters is None:
         return model_lines(Path(export.path), weights)
     return {**model_lines(Path(export.path), f"{weights}, adapters merged"), **adapter_lines(Path(export.adapter_path))}

@@ -133,12 +133,15 @@ def test_a_run_that_reaches_max_time(stopped_and_resumed: tuple[Path, list[list[
     assert end[3].endswith(" (steps 0 and 1)")
     assert end[-5:] == [
         end[-5],
-        Message("best", "1"),
+        Message("only", "1"),
         Message('transformers.AutoModelForCausalLM.from_pretrained("best")'),
         Message("command", "resume"),
         "  metrics            results/gpt_kto/metrics.jsonl; tensorboard --logdir results/gpt_kto/tensorboard",
     ]
-    assert re.fullmatch(r"  best checkpoint    .*/step_000001 \(val_loss 0\.\d{4}, the only one kept\)", end[-5])
+    assert re.fullmatch(
+        r"  last checkpoint    .*/step_000001 \(val_loss 0\.\d{4}, written by nemo-kto export results/gpt_kto FOLDER\)",
+        end[-5],
+    )
     assert [line for line in errors if not line.startswith(("warning:", "step "))] == errors[:2]
     assert errors[0] == "tokenising rows.jsonl into cache"
     assert errors[1] == "tokenised 64 rows of rows.jsonl"
@@ -149,6 +152,8 @@ def test_a_resumed_run_that_finishes(stopped_and_resumed: tuple[Path, list[list[
     results = folder / "results/gpt_kto"
     step, value = best_of(results, "val_loss")
     best = f"results/gpt_kto/checkpoints/step_{step:06} (val_loss {value:.4f}, lowest of 4 kept checkpoints)"
+    last = json.loads((results / "checkpoints/step_000006/trainer.json").read_text())["metrics"]["val_loss"]
+    written = f"(val_loss {last:.4f}, written by nemo-kto export results/gpt_kto FOLDER)"
     assert out == [
         *start_table(tiny_llama, "6 (1 epoch of 6 steps), resumed after step 1"),
         "",
@@ -159,6 +164,7 @@ def test_a_resumed_run_that_finishes(stopped_and_resumed: tuple[Path, list[list[
         f"  validation auc     {first_and_last(results, 'val/auc')}",
         f"  validation margin  {first_and_last(results, 'val/rewards_margin')}",
         f"  best checkpoint    {best}",
+        f"  last checkpoint    results/gpt_kto/checkpoints/step_000006 {written}",
         Message("best", f"{step}"),
         Message('transformers.AutoModelForCausalLM.from_pretrained("best")'),
         Message("train", "trainer.kto.max_epochs=2"),

@@ -25,20 +25,20 @@ _DATA = "model.data.data_prefix"
 _CHECKPOINTS, _STOPPING = "exp_manager.checkpoint_callback_params", "exp_manager.early_stopping_callback_params"
 
 
-def monitor_rules(run: ResolvedRun, section: str) -> Errors:
-    """Check that the monitor of checkpoints or of early stopping, whose keys are in ``section``, is a metric of the loss.
+def monitor_rules(run: ResolvedRun) -> Errors:
+    """Check that the monitor of checkpoints and of early stopping is a metric of the loss.
 
     With named validation sets, it must be that of one set, not a mean, because only the user knows which sets count.
     """
     recipe, sets, anchor = run.cfg.recipe, validation_names(run.cfg.model.data.data_prefix), run.cfg.loss.record.anchor
-    settings = getattr(run.cfg.exp_manager, section.split(".")[1])
+    settings = run.cfg.exp_manager.checkpoint_callback_params
     monitor = settings.monitor
     metrics = (*recipe.metrics, *(metric for name, metric in recipe.anchors.items() if name == anchor))
     of_validations = [f"val_{metric_prefix(name)}" for name in sets]
     prefixes = [*of_validations, "train_"]
     only_val = [f"{prefix}{metric}" for prefix in of_validations for metric in recipe.val_metrics]
     if monitor in {f"{prefix}{metric}" for prefix in prefixes for metric in metrics} | {*only_val}:
-        yield from _mode_rules(section, monitor=monitor, mode=settings.mode)
+        yield from _mode_rules(monitor=monitor, mode=settings.mode)
         return
     named = ", or ".join([", ".join(metrics), *only_val])
     text = f"must be {either(prefixes)} and one of {named}, got {monitor}; e.g. {prefixes[0]}loss"
@@ -47,11 +47,11 @@ def monitor_rules(run: ResolvedRun, section: str) -> Errors:
         reads.append(f"model.{recipe.name}.preference_loss")
     if sets == (UNNAMED,) and monitor.startswith("val_") and monitor.endswith(tuple(f"_{metric}" for metric in metrics)):
         reads.append(_DATA)  # data_prefix may be invalid itself, so that the names of its sets are not known
-    yield ConfigError(f"{section}.monitor", text, tuple(reads))
+    yield ConfigError(f"{_CHECKPOINTS}.monitor", text, tuple(reads))
 
 
-def _mode_rules(section: str, *, monitor: str, mode: str) -> Errors:
-    """Check that checkpoints or early stopping do not look for the worst value of a metric."""
+def _mode_rules(*, monitor: str, mode: str) -> Errors:
+    """Check that checkpoints and early stopping do not look for the worst value of a metric."""
     better = None
     if monitor.endswith(tuple(f"_{metric}" for metric in LARGER_IS_BETTER)):
         better = "max"
@@ -59,7 +59,7 @@ def _mode_rules(section: str, *, monitor: str, mode: str) -> Errors:
         better = "min"
     if better is not None and mode != better:
         reason = f"because {'larger' if better == 'max' else 'smaller'} values of {monitor} are better"
-        yield ConfigError(f"{section}.mode", f"must be {better}, {reason}, got {mode}", (f"{section}.monitor",))
+        yield ConfigError(f"{_CHECKPOINTS}.mode", f"must be {better}, {reason}, got {mode}", (f"{_CHECKPOINTS}.monitor",))
 
 
 def set_name_rules(run: ResolvedRun) -> Errors:
@@ -89,7 +89,7 @@ def best_rules(run: ResolvedRun) -> Errors:
 
 
 def early_stopping_rules(run: ResolvedRun) -> Errors:
-    """Check that the run will have validations and the metric that early stopping monitors."""
+    """Check that the run will have validations, and that early stopping monitors the metric that ranks the checkpoints."""
     cfg = run.cfg
     if not cfg.exp_manager.create_early_stopping_callback:
         return
@@ -98,11 +98,13 @@ def early_stopping_rules(run: ResolvedRun) -> Errors:
         cfg.exp_manager.checkpoint_callback_params,
         cfg.loop,
     )
-    if (stopping.monitor, stopping.mode) != (kept.monitor, kept.mode):  # otherwise the check of the checkpoints reports it
-        yield from monitor_rules(run, _STOPPING)
+    for name in ("monitor", "mode"):
+        if (own := getattr(stopping, name)) != (shared := getattr(kept, name)):
+            text = f"must be that of the checkpoints, {_CHECKPOINTS}.{name}={shared}, got {own}; leave it out"
+            yield ConfigError(f"{_STOPPING}.{name}", f"{text}, and set {_CHECKPOINTS}.{name}", (f"{_CHECKPOINTS}.{name}",))
     section = f"trainer.{cfg.recipe.name}"
     wanted: Wanted = {
-        f"{_STOPPING}.monitor": (stopping.monitor, stopping.monitor.startswith("val_"), "start with val_"),
+        f"{_CHECKPOINTS}.monitor": (kept.monitor, kept.monitor.startswith("val_"), "start with val_"),
         f"{section}.val_check_interval": (loop.val_check_interval, loop.val_check_interval > 0, "be above 0"),
         f"{section}.limit_val_batches": (loop.limit_val_batches, loop.limit_val_batches > 0, "be above 0"),
     }

@@ -1,4 +1,4 @@
-"""Early stopping: the rule of pytorch-lightning, in the training loop and after a resume."""
+"""The best validation and early stopping, by the rule of pytorch-lightning, in the training loop and after a resume."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.algorithms.stopping import EarlyStopping
+from nemo_kto.algorithms.stopping import BestValidation, EarlyStopping
 from tests.helpers.messages import Message
 from tests.unit.algorithms.trainer_doubles import Run
 
@@ -146,3 +146,45 @@ def test_the_validation_before_the_first_step_does_not_count() -> None:
     assert made.notes.steps_with("val/loss")[0] == 0
     assert made.trainer.early_stopping is not None
     assert made.trainer.early_stopping.best_step == 8
+
+
+def keeping_best(**settings: Any) -> Run:
+    """``run`` with checkpoints of its best validations, and without early stopping."""
+    made = run(best_validation=BestValidation(monitor="val_loss", mode="min"), **settings)
+    made.trainer.early_stopping = None
+    return made
+
+
+def test_a_checkpoint_is_saved_whenever_the_validation_improves() -> None:
+    made, plain = keeping_best().fit(), run(stopping(patience=99)).fit()
+    assert made.notes.saved_steps == [2, 4, 6, 8, 12, 18, 20], "6, 12 and 18 by the interval, 20 at the end"
+    assert plain.notes.saved_steps == [6, 12, 18, 20]
+    assert [metrics.get("val_loss") for _, metrics in made.notes.saved] == [8.0, 6.0, 4.0, 2.0, 2.0, 2.0, 2.0]
+    for name in ("train/loss", "val/loss", "train/grad_norm"):
+        assert made.notes.series(name) == plain.notes.series(name), "a checkpoint changes no figure"
+
+
+def test_ranks_save_together() -> None:
+    """If one rank sees no improvement, none saves; a validation without the metric is none."""
+    made = keeping_best(val_before_training=True)
+    best = made.trainer.best_validation
+    assert best is not None
+    best.reduce_max = lambda answer: max(answer, int(made.trainer.step == 4))
+    assert made.fit().notes.saved_steps == [2, 6, 8, 12, 18, 20]
+    lacking = keeping_best()
+    lacking.trainer.best_validation = BestValidation(monitor="val_auc", mode="max")
+    assert lacking.fit().notes.saved_steps == [6, 12, 18, 20]
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 8, 10])
+def test_a_resumed_run_saves_the_same_best(step: int) -> None:
+    """The signal arrives before the validation of the step, which the resumed run makes and saves if it is the best."""
+    first, second = keeping_best(), keeping_best()
+    first.trainer.run_timer.received = lambda: int(signal.SIGTERM) if len(first.model.trained_on) == step else 0
+    first.fit()
+    second.trainer.load_state_dict(json.loads(json.dumps(first.notes.saved[-1][0])))
+    second.fit()
+    assert first.notes.saved_steps == [each for each in (2, 4, 6, 8) if each < step] + [step]
+    assert second.notes.saved_steps == [each for each in (2, 4, 6, 8, 12, 18, 20) if each >= step], "with its validation"
+    last: Any = second.notes.saved[-1][0]
+    assert last["best_validation"]["best_step"] == 8

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nemo_kto.algorithms.callbacks import Callback
+from nemo_kto.algorithms.stopping import BestValidation
 from nemo_kto.telemetry.timers import StopReason
 from tests.unit.algorithms.trainer_doubles import Run
 
@@ -153,6 +154,13 @@ def test_a_signal_while_an_epoch_is_prepared(interval: int) -> None:
     assert (run.trainer.ended_early, run.notes.ended) == (True, ["success"])
     again = resumed(run, **settings)
     assert losses(run, again) == losses(Run(**settings).fit())
+
+
+def test_a_signal_while_an_epoch_is_prepared_after_the_best_validation() -> None:
+    preparation, best = Preparation(stops_at=10), BestValidation(monitor="val_loss", mode="min")
+    settings: dict[str, Any] = {"max_epochs": 3, "val_check_interval": 10}
+    run = stopped(lambda run: preparation.stops, callbacks=[preparation], best_validation=best, **settings)
+    assert (run.notes.saved_steps, best.best_step) == ([10], 10), "once"
 
 
 @pytest.mark.parametrize(("interval", "validated"), [(0, [10]), (5, [5, 10])])

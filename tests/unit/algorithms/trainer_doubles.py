@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.dpo import DPOTrainer, TrainerConfig
 from nemo_kto.algorithms.duration import ValidationLoaders
-from nemo_kto.algorithms.stopping import EarlyStopping, SkippedSteps
+from nemo_kto.algorithms.stopping import BestValidation, EarlyStopping, SkippedSteps
 from nemo_kto.data.batches.loader import GlobalBatchSampler
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer
@@ -194,6 +194,7 @@ class Run:
         callbacks: Sequence[Callback] = (),
         max_skipped_steps: int = 3,
         early_stopping: EarlyStopping | None = None,
+        best_validation: BestValidation | None = None,
         **settings: Any,
     ) -> None:
         self.model = Mean()
@@ -223,6 +224,7 @@ class Run:
             timers=PhaseTimers(),
             callbacks=callbacks,
             early_stopping=early_stopping,
+            best_validation=best_validation,
             skipped=SkippedSteps(
                 max_in_a_row=max_skipped_steps,
                 name_rows=lambda places: [f"rows.jsonl:{place + 1}" for place in places],

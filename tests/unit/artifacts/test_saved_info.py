@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.algorithms.stopping import EarlyStopping
+from nemo_kto.algorithms.stopping import BestValidation, EarlyStopping
 from nemo_kto.artifacts.checkpoint_files import (
     Checkpoint,
     DamagedCheckpoint,
@@ -44,7 +44,7 @@ INFO: dict[str, Any] = {
     "trainer": {
         "step": STEP, "epoch": 0, "consumed_samples": STEP * BATCH, "steps_per_epoch": 10, "skipped_steps": 0,
         "skipped_in_a_row": 0, "validation_due": 0, "unlogged": UNLOGGED, "objective": {"steps": 1.0},
-        "early_stopping": STOPPING,
+        "early_stopping": STOPPING, "best_validation": STOPPING,
     },
     "metrics": {"val_loss": 0.5, "train_loss": 0.4},
     "dtype": "float32",
@@ -95,8 +95,10 @@ def use(found: Checkpoint) -> None:
     stopping = EarlyStopping(monitor="val_loss", mode="min", min_delta=0.0, patience=3)
     stopping.load_state_dict(found.info["trainer"].get("early_stopping", {}))
     str(stopping.reason)
+    best = BestValidation(monitor="val_loss", mode="min")
     with read_errors(found.folder / "trainer.json"):
-        Run(rows=20, batch=BATCH, early_stopping=stopping).trainer.load_state_dict(found.info["trainer"])
+        run = Run(rows=20, batch=BATCH, early_stopping=stopping, best_validation=best)
+        run.trainer.load_state_dict(found.info["trainer"])
     main(["ls", str(found.folder.parent.parent)])
     main(["verify", str(found.folder)])
 
