@@ -27,6 +27,7 @@ from nemo_kto.data.rows.arguments import data_prefix_of
 from nemo_kto.errors import UserError, either, show
 from nemo_kto.losses.loss import Loss
 from nemo_kto.processes import ranks, signals
+from nemo_kto.report.record import check_not_in_use
 from nemo_kto.telemetry.loggers import METRICS_FILE, read_metrics
 from nemo_kto.telemetry.summary import figures_of, model_lines, table
 from nemo_kto.utils.field_errors import echo, names
@@ -147,6 +148,7 @@ def train(
     with _CHECKING:
         ranks.register_objects(shared)
         run = job.checker(sweep=False).resolve(overrides)
+    check_not_in_use(run.folder)
     return _run(job, run, overrides)
 
 

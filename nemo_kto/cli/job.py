@@ -97,6 +97,13 @@ class Job:
             print_error(f"nemo-kto: unused in this job: {mistake}")
         if run.cfg.trainer.accelerator == "cpu":
             device.force_cpu()
+        if self.world is None:
+            from nemo_kto.report.record import check_not_in_use, record_failure
+
+            try:
+                check_not_in_use(run.folder)  # before the seconds that the imports of the ranks take
+            except UserError as error:
+                ranks.fail(error, world=None)
         if self.world is None and (run.local_ranks > 1 or sweep):
             own_folder = [f"exp_manager.explicit_log_dir='{run.folder}'"] if sweep else []
             from nemo_kto.processes.launcher import RanksEnded
@@ -109,8 +116,6 @@ class Job:
                 if end.message:
                     print_error(f"nemo-kto: {redacted(end.message)}")
                 if end.status != signals.ENDED_EARLY:
-                    from nemo_kto.report.record import record_failure
-
                     with contextlib.suppress(OSError):
                         record_failure(run.folder, redacted(end.message), since=ranks.started_at())
                 was_stopped = end.received or end.status == signals.ENDED_EARLY

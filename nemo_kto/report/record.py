@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import numpy as np
 from annotated_types import Gt, Len, Lt
@@ -35,7 +35,7 @@ from nemo_kto.telemetry.evaluations import (
 )
 from nemo_kto.telemetry.loggers import METRICS_FILE, WARNINGS_FILE, LoggedWarning, read_metrics, read_warnings
 from nemo_kto.utils.files import publish_file
-from nemo_kto.utils.locks import last_holder
+from nemo_kto.utils.locks import certain_holder, last_holder
 from nemo_kto.utils.saved_records import Count, Number, Record, read_lines_as, read_object_as
 from nemo_kto.utils.text import HIDDEN, terminal_text
 
@@ -48,6 +48,7 @@ RUN_LOCK = ".lock"  # held by a run while it uses its folder
 RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
 UNKNOWN = "ended"  # the run ended without a record of how
 DATE = "%Y-%m-%d"
+ANOTHER_FOLDER = "choose another folder with exp_manager.name or exp_manager.explicit_log_dir"
 _MAX_TEXT = 10_000  # characters of an error
 
 
@@ -255,6 +256,18 @@ def _resuming(run: Mapping[str, Any]) -> str:
     words = [given[key] if isinstance(given[key], str) else settings[key] for key in POSITIONS.values() if key in given]
     settings = {key: value for key, value in settings.items() if key not in POSITIONS.values()}
     return shlex.join(["nemo-kto", str(run["algorithm"]), *words, *(f"{key}={value}" for key, value in settings.items())])
+
+
+def refuse_second_run(folder: Path, who: object) -> NoReturn:
+    """Raise UserError, because ``who`` uses the folder of the run."""
+    text = f"{folder} must be used by one run at a time, but {who} uses it"
+    raise UserError(f"{text}; wait until it has ended, or {ANOTHER_FOLDER}")
+
+
+def check_not_in_use(folder: Path) -> None:
+    """Raise UserError if a run of this machine certainly uses the folder; in other cases the lock decides, later."""
+    if (owner := certain_holder(folder / RUN_LOCK)) is not None:
+        refuse_second_run(folder, owner)
 
 
 def begin_run(folder: Path, *, run: Mapping[str, Any], data: Mapping[str, Any]) -> None:

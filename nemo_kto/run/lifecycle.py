@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +32,7 @@ from nemo_kto.huggingface.weights import export_bytes
 from nemo_kto.processes.ranks import requeue
 from nemo_kto.processes.signals import Stopped
 from nemo_kto.report.record import (
+    ANOTHER_FOLDER,
     DATE,
     FAILED,
     FINISHED,
@@ -43,6 +45,7 @@ from nemo_kto.report.record import (
     begin_run,
     end_run,
     read_run,
+    refuse_second_run,
 )
 from nemo_kto.run.data import RunData
 from nemo_kto.run.policy import Policy, export_policy
@@ -54,8 +57,6 @@ from nemo_kto.utils.saved_records import read_object_as
 from nemo_kto.utils.text import print_error, redacted
 
 logger = logging.getLogger(__name__)
-
-_ANOTHER = "choose another folder with exp_manager.name or exp_manager.explicit_log_dir"
 
 
 @contextlib.contextmanager
@@ -74,17 +75,13 @@ def hold_run_folder(folder: Path) -> Iterator[None]:
 def _locked(folder: Path) -> Iterator[None]:
     absent = [each for each in (folder, *folder.parents) if not each.exists()]
 
-    def refuse(who: str) -> NoReturn:
-        message = f"{folder} must be used by one run at a time, but {who} uses it"
-        raise UserError(f"{message}; wait until it has ended, or {_ANOTHER}")
-
     with contextlib.ExitStack() as lock:
         try:
             make_folder(folder, private=False)
-            lock.enter_context(locked(folder / RUN_LOCK, when_held=refuse))
+            lock.enter_context(locked(folder / RUN_LOCK, when_held=partial(refuse_second_run, folder)))
             remove_unpublished(folder)
         except OSError as error:
-            raise UserError(f"{folder} must be a folder that can be written: {error.strerror}; {_ANOTHER}") from error
+            raise UserError(f"{folder} must be a folder that can be written: {error.strerror}; {ANOTHER_FOLDER}") from error
         try:
             yield
         finally:

@@ -48,6 +48,16 @@ class Owner:
     job: str | None  # description of the job of the batch system; None outside of one
     since: float  # when the lock was taken, in seconds since 1970
 
+    @classmethod
+    def of(cls, text: str) -> Owner | None:
+        """Return the owner that an owner file describes; None if it is absent, damaged or not written yet."""
+        try:
+            owner = cls(**json.loads(text))
+            str(owner)
+        except (ValueError, TypeError, RecursionError, OverflowError, OSError):  # the last two: an invalid time
+            return None
+        return owner
+
     def __str__(self) -> str:
         began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
         return f"process {self.pid} on {self.host}{f' ({self.job})' if self.job else ''} since {began}"
@@ -78,21 +88,35 @@ def last_holder(file: Path) -> tuple[Owner, bool] | None:
     process; elsewhere, and where that cannot be asked, if it has had a heartbeat within GONE_SECONDS.
     """
     text, beat = _read(owner_file(file))
-    try:
-        owner = Owner(**json.loads(text))
-        str(owner)
-    except (ValueError, TypeError, RecursionError, OverflowError, OSError):  # absent, or damaged
+    if (owner := Owner.of(text)) is None:
         return None
-    taken: bool | None = None
+    is_free = _is_free(file, owner)
+    return owner, time.time() - beat / 1e9 < GONE_SECONDS if is_free is None else not is_free
+
+
+def certain_holder(file: Path) -> Owner | None:
+    """Return the process that holds the lock ``file``, if the kernel of this machine says so at once; else None.
+
+    A process that exits, as after a kill, has no command line and keeps its locks for a moment; it does not count.
+    """
+    owner = Owner.of(_read(owner_file(file))[0])
+    if owner is not None and _is_free(file, owner) is False:
+        with contextlib.suppress(OSError, ValueError, TypeError):  # the process of another container
+            return owner if Path(f"/proc/{int(owner.pid)}/cmdline").read_bytes() else None
+    return None
+
+
+def _is_free(file: Path, owner: Owner) -> bool | None:
+    """Ask the kernel whether the owner has released the lock; None if the kernel of this machine cannot tell."""
     # closing the file would release a lock that this process holds itself
     if owner.machine == _machine() and owner.pid != os.getpid():
         with contextlib.suppress(OSError):
             handle = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
             try:
-                taken = _lock(handle)
+                return _lock(handle)
             finally:
                 os.close(handle)
-    return owner, time.time() - beat / 1e9 < GONE_SECONDS if taken is None else not taken
+    return None
 
 
 @contextlib.contextmanager
@@ -199,11 +223,9 @@ class _OwnerWatch:
     def check(self, taken: bool | None) -> tuple[bool, str | None]:
         """Return whether the lock may be taken, and its holder if known; ``taken``: whether the kernel granted it."""
         seen, now = _read(owner_file(self._file)), time.monotonic()
-        try:
-            owner = Owner(**json.loads(seen[0]))
-            description = str(owner)
-        except (ValueError, TypeError, RecursionError, OverflowError, OSError):  # the last two: an invalid time
-            return taken is not False, "another process"  # the file is missing, damaged, or not written yet
+        if (owner := Owner.of(seen[0])) is None:
+            return taken is not False, "another process"
+        description = str(owner)
         same_machine = owner.machine == _machine()
         has_heartbeat = self._seen is not None and seen != self._seen
         if self._seen is None and not same_machine:

@@ -17,7 +17,7 @@ import pytest
 
 from nemo_kto.utils import files, locks
 from nemo_kto.utils.files import publish_file
-from nemo_kto.utils.locks import locked, one_writer, owner_file, this_process
+from nemo_kto.utils.locks import certain_holder, locked, one_writer, owner_file, this_process
 from tests.helpers.messages import Message
 
 
@@ -84,6 +84,23 @@ def test_a_second_process_is_refused_with_the_owner_of_the_lock(tmp_path: Path, 
     assert owners == f"process {pid} on {this_process().host} (SLURM job 99) since 2023-11-14 22:13:20 UTC"
     assert taken(tmp_path / "lock") is None, "the kernel frees the lock of a killed process"
     assert list(tmp_path.iterdir()) == [], "a normal end leaves no files"
+
+
+def test_the_holder_of_a_lock_is_certain_only_while_the_kernel_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "lock"
+    assert certain_holder(file) is None
+    with other_process(holder(file)) as pid:
+        owner = certain_holder(file)
+        assert owner is not None
+        assert owner.pid == pid
+        for other in ({"machine": "another"}, {"pid": 2**22 + 1}, {"pid": "../self"}):  # a container has its own numbers
+            owner_file(file).write_text(json.dumps({**vars(owner), **other}))
+            assert certain_holder(file) is None
+        owner_file(file).write_text(json.dumps(vars(owner)))
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert certain_holder(file) is None, "nobody has to wait for a killed process"
+    assert taken(file) is None
 
 
 def test_a_waiting_process_gets_the_released_lock(tmp_path: Path) -> None:
