@@ -32,9 +32,10 @@ python examples/quickstart/prepare.py --pairs
 {table}
 
 Loss, margin (mean reward of the better class minus that of the other) and accuracy (of pairs only) are those of 64
-validation rows or pairs, before training and after the last step. Machine: AMD EPYC with AVX-512 and bf16, two cores that
-other programs used as well, and one thread for each rank. The CPU time includes the start, the reference's log-probs and
-five validations. `python -m docs.figures.runs FOLDER` repeats all runs, and `python -m docs.figures.draw` draws the figures.
+validation rows or pairs, before training and after the last step. Machine: AMD EPYC with AVX-512 and bf16, which `auto`
+selects, two cores that other programs used as well, and one thread for each rank. The CPU time includes the start, the
+reference's log-probs and five validations. `python -m docs.figures.runs FOLDER` repeats all runs, and `python -m
+docs.figures.draw` draws the figures.
 """
 SECTION = """\
 ## {title}

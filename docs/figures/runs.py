@@ -79,7 +79,7 @@ class Configuration:
         loop = f"trainer.{self.algorithm}"
         return {
             "model.data.data_prefix": f"{{train: {train}, validation: {validation}}}",
-            "trainer.precision": "bf16",
+            "trainer.precision": "auto",
             f"{loop}.max_steps": str(self.steps),
             f"{loop}.val_check_interval": str(self.steps // 4),
             f"{loop}.limit_val_batches": str(64 // self.batch),

@@ -16,17 +16,20 @@ if TYPE_CHECKING:
 else:
     torch = lazy_import("torch")
 
+FORCED = "bf16-forced"  # also on a CPU where bf16 is too slow
 # Accepted values of trainer.precision -> our value: ours first, then those of Lightning and NeMo-Aligner. With any spelling
 # of bf16 the optimizer keeps fp32 main weights.
 PRECISIONS = {
-    "auto": "auto", "bf16": "bf16", "32": "32",
+    "auto": "auto", "bf16": "bf16", "32": "32", FORCED: "bf16",
     "bf16-mixed": "bf16", "bf16-true": "bf16", "32-true": "32", "fp32": "32",
 }  # fmt: skip
 FP8_MULTIPLE = 16  # tensor cores need fp8 matrices whose sizes are multiples of this number
 
 _ROWS, _WIDTH = 64, 512  # size of the timed matrix product: 34 MFLOP, 60 ms with the slowest emulation of bf16
 _SECONDS, _PRODUCTS = 0.1, 5  # least duration of a measurement, and least number of products in it
+_TURNS = 4  # of the measurement of each dtype, if two are compared
 _BUSY = 1.5  # from this ratio of the mean and the shortest duration on, other programs use the CPU
+MAX_SLOWDOWN = 10  # of bf16 relative to fp32; with instructions for bf16 it is about 1 or less, without them up to 75
 
 
 def dtype_of(precision: str) -> torch.dtype:
@@ -40,6 +43,7 @@ class Bf16Support:
 
     native: bool  # the device has bf16 instructions, and a CPU also computes faster in bf16 than in fp32
     why: str  # explanation in words, with the measured ratio on a CPU
+    too_slow: bool = False  # bf16 takes more than MAX_SLOWDOWN times as long as fp32
 
 
 class CPUSpeed(NamedTuple):
@@ -55,11 +59,11 @@ def bf16_support() -> Bf16Support:
         native = device.gpu_has_bf16()
         return Bf16Support(native=native, why=f"this GPU has {'bf16' if native else 'no bf16'} instructions")
     slowdown = bf16_slowdown()
-    digits = 0 if slowdown >= 10 else 1
+    digits, too_slow = 0 if slowdown >= 10 else 1, slowdown > MAX_SLOWDOWN
     measured = f"a matrix product takes {slowdown:.{digits}f} times as long in bf16 as in fp32"
     if cpu_has_bf16() is False:
-        return Bf16Support(native=False, why=f"this CPU has no bf16 instructions: {measured}")
-    return Bf16Support(native=slowdown < 1.0, why=f"on this CPU {measured}")
+        return Bf16Support(native=False, why=f"this CPU has no bf16 instructions: {measured}", too_slow=too_slow)
+    return Bf16Support(native=slowdown < 1.0, why=f"on this CPU {measured}", too_slow=too_slow)
 
 
 def cpu_has_bf16() -> bool | None:
@@ -75,18 +79,26 @@ def bf16_slowdown(*, rows: int = _ROWS) -> float:
     ``rows``: rows of the left matrix; 1 for a model that generates one token at a time.
     """
     # other ranks may be busy, so a second thread might have to wait for a core
-    times = [product_times(dtype, threads=1, rows=rows) for dtype in (torch.bfloat16, torch.float32)]
-    return min(times[0]) / min(times[1])
+    times: dict[torch.dtype, list[float]] = {torch.bfloat16: [], torch.float32: []}
+    for _ in range(_TURNS):  # in turns, so that other work slows both
+        for dtype, of_dtype in times.items():
+            of_dtype += product_times(dtype, threads=1, rows=rows, seconds=_SECONDS / _TURNS, products=1)
+    return min(times[torch.bfloat16]) / min(times[torch.float32])
 
 
-def product_times(dtype: torch.dtype, *, threads: int, rows: int = _ROWS) -> list[float]:
-    """Return the durations in seconds of several equal matrix products on ``threads`` threads of this CPU."""
+def product_times(
+    dtype: torch.dtype, *, threads: int, rows: int = _ROWS, seconds: float = _SECONDS, products: int = _PRODUCTS
+) -> list[float]:
+    """Return the durations in seconds of equal matrix products on ``threads`` threads of this CPU.
+
+    There are at least ``products`` of them, and they take at least ``seconds``.
+    """
     before, times = torch.get_num_threads(), list[float]()
     torch.set_num_threads(threads)
     try:
         left, right = torch.ones(rows, _WIDTH, dtype=dtype), torch.ones(_WIDTH, _WIDTH, dtype=dtype)
         torch.mm(left, right)  # warm-up
-        while len(times) < _PRODUCTS or sum(times) < _SECONDS:
+        while len(times) < products or sum(times) < seconds:
             start = time.perf_counter()
             torch.mm(left, right)
             times.append(time.perf_counter() - start)

@@ -24,7 +24,7 @@ from nemo_kto.artifacts.safetensors_files import is_our_model
 from nemo_kto.checkpoint.manager import checkpoint_dtype, load_weights_only
 from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of, with_value
 from nemo_kto.config.saved_config import settings_of_user
-from nemo_kto.device.precision import PRECISIONS, bf16_support, dtype_of
+from nemo_kto.device.precision import FORCED, MAX_SLOWDOWN, PRECISIONS, bf16_support, dtype_of
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.folders import check_target
@@ -115,7 +115,7 @@ def resolve_precision(run: ResolvedRun) -> ResolvedRun:
     """Replace trainer.precision=auto by bf16 or 32; collective.
 
     Rank 0 decides for all ranks: a resumed run keeps the precision of its newest checkpoint; a new run uses bf16 if the
-    machine computes faster with it.
+    machine computes faster with it. All raise UserError for bf16 on a CPU that is too slow with it, unless it is forced.
     """
     return run.with_precision(*state.from_rank_zero(lambda: _choose_precision(run), doing="choosing the precision"))
 
@@ -134,6 +134,11 @@ def _choose_precision(run: ResolvedRun) -> tuple[str, str]:
         return "bf16" if support.native else "32", support.why
     if not support.native:
         remedy = "start a new run with trainer.precision=32 in another folder" if resumed else "use auto or 32"
+        if support.too_slow and run.cfg.trainer.precision != FORCED:
+            text = (
+                f"trainer.precision must not be bf16 where it is more than {MAX_SLOWDOWN} times slower than fp32, got bf16"
+            )
+            raise UserError(f"{text}, and {support.why}; {remedy}, or force it with trainer.precision={FORCED}")
         logger.warning(f"trainer.precision is bf16, but {support.why}; {remedy}")
     return precision, reason
 

@@ -45,7 +45,7 @@ class Case:
         return IN_BF16 in self.overrides
 
 
-ADAPTER, CACHED, IN_BF16 = "model.reference.mode=adapter", "model.reference.mode=cached", "trainer.precision=bf16"
+ADAPTER, CACHED, IN_BF16 = "model.reference.mode=adapter", "model.reference.mode=cached", "trainer.precision=bf16-forced"
 PACKED = ("model.data.packing=true", "model.micro_batch_size=null", "model.micro_batch_tokens=256")
 RECOMPUTE = tuple(f"model.activations_checkpoint_{key}" for key in ("granularity=full", "method=uniform", "num_layers=1"))
 OFFLOADED = "model.optim.offload_fraction=0.5"
@@ -135,10 +135,12 @@ def test_samples_equal_the_cpu(place: Workplace) -> None:
     ("precision", "ranks", "optimizer"),
     [
         pytest.param("32", 1, "", marks=repeats),
-        pytest.param("bf16", 1, "", marks=repeats),
+        pytest.param("bf16-forced", 1, "", marks=repeats),
         pytest.param("32", 2, "", marks=[repeats, needs_two]),
-        pytest.param("bf16", 1, "moments_dtype=bf16", marks=repeats),
-        pytest.param("bf16", 1, "offload_fraction=0.5", marks=[repeats, pytest.mark.skipif(not GPUS, reason="needs a GPU")]),
+        pytest.param("bf16-forced", 1, "moments_dtype=bf16", marks=repeats),
+        pytest.param(
+            "bf16-forced", 1, "offload_fraction=0.5", marks=[repeats, pytest.mark.skipif(not GPUS, reason="needs a GPU")]
+        ),
     ],
 )
 def test_a_resumed_run_is_the_same_run(
@@ -166,7 +168,7 @@ def test_a_resumed_run_is_the_same_run(
 
 
 @repeats
-@pytest.mark.parametrize("precision", ["32", "bf16"])
+@pytest.mark.parametrize("precision", ["32", "bf16-forced"])
 def test_a_resumed_run_with_the_default_kernels(precision: str, place: Workplace) -> None:
     """All that was saved, and the figures of the first forward passes, to the last bit; later steps within rounding."""
     name, again = f"bits-{precision}", f"bits-{precision}-again"
@@ -195,7 +197,7 @@ def test_a_resumed_run_with_the_default_kernels(precision: str, place: Workplace
     assert [ours[2][figure] for figure in forward] == [theirs[2][figure] for figure in forward]
     whole = place.run(f"bits-{precision}-whole", *settings)
     for other in (place.folder / again, whole):
-        assert_close(stopped, other, tolerance=BF16 if precision == "bf16" else FP32, in_bf16=precision == "bf16")
+        assert_close(stopped, other, tolerance=FP32 if precision == "32" else BF16, in_bf16=precision != "32")
 
 
 def assert_same_files(ours: Path, theirs: Path) -> None:

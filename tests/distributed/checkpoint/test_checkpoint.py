@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     ),
     "dp2": (2, []),
     "dp2_replicated_optimizer": (2, ["model.optim.use_distributed_optimizer=false"]),
-    "dp2_bf16": (2, ["trainer.precision=bf16"]),
+    "dp2_bf16": (2, ["trainer.precision=bf16-forced"]),
     "cp2_dp2": (4, ["model.context_parallel_size=2"]),
 }
 

@@ -90,15 +90,15 @@ def steps_of(folder: Path) -> list[dict[str, float]]:
 
 
 LAYOUTS = {
-    "dp2, bf16, distributed optimizer": (2, ["trainer.precision=bf16"]),
+    "dp2, bf16, distributed optimizer": (2, ["trainer.precision=bf16-forced"]),
     "dp2, fp32": (2, ["model.optim.use_distributed_optimizer=false"]),
-    "dp2, bf16": (2, ["trainer.precision=bf16", "model.optim.use_distributed_optimizer=false"]),
+    "dp2, bf16": (2, ["trainer.precision=bf16-forced", "model.optim.use_distributed_optimizer=false"]),
     "tp2, fp32, adapters": (2, ["model.tensor_model_parallel_size=2", "model.peft.peft_scheme=lora"]),
     "tp2, sequence parallel": (2, ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"]),
     "pp2, fp32": (2, ["model.pipeline_model_parallel_size=2", "model.optim.use_distributed_optimizer=false"]),
     "tp2, pp2, bf16": (
         4,
-        ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2", "trainer.precision=bf16"],
+        ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2", "trainer.precision=bf16-forced"],
     ),
 }
 QUICK = (("dp2, fp32", "norm"),)

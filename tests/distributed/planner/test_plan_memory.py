@@ -79,7 +79,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (1, LORA),
         (2, [TENSOR, "model.sequence_parallel=true", "model.reference.mode=swap"]),
         (1, [CACHED, *FULL]),
-        (1, [CACHED, "trainer.precision=bf16"]),
+        (1, [CACHED, "trainer.precision=bf16-forced"]),
         (2, [CACHED, "model.optim.use_distributed_optimizer=false"]),
         (2, [CACHED, PIPELINE, "model.virtual_pipeline_model_parallel_size=2"]),
         # with one row the libraries would take a sixth of the memory of a rank with half a frozen model

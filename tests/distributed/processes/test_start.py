@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import yaml
 from nemo_kto.artifacts.checkpoint_files import info_text
 from nemo_kto.device.precision import Bf16Support
 from nemo_kto.distributed import state
+from nemo_kto.errors import UserError
 from nemo_kto.run import lifecycle
-from tests.helpers.messages import Message
+from tests.helpers.messages import Message, raises
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.training_jobs import resolved, train
 from tests.unit.artifacts.test_checkpoint_files import make_checkpoint
@@ -68,3 +70,23 @@ def test_a_resumed_run_keeps_its_precision(
     assert run.cfg.trainer.precision == precision
     warning = Message("trainer.precision", "bf16", SLOW, "trainer.precision=32", "folder")
     assert caplog.messages == [warning] * ((precision, native) == ("bf16", False))
+
+
+@pytest.mark.parametrize(("given", "saved"), [("bf16", None), ("bf16-mixed", None), ("auto", "bfloat16")])
+def test_bf16_on_a_cpu_that_is_too_slow(
+    given: str, saved: str | None, tiny_llama: Path, kto_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a run that is resumed from another machine, unless it is forced."""
+    if saved is not None:
+        file = make_checkpoint(tmp_path / "checkpoints", 1) / "trainer.json"
+        file.write_text(info_text({**json.loads(file.read_text()), "dtype": saved}))
+    monkeypatch.setattr(lifecycle, "bf16_support", lambda: replace(support(False), too_slow=True))
+
+    def resolve(precision: str) -> str:
+        run = resolved(tiny_llama, kto_rows, tmp_path, 1, [f"trainer.precision={precision}"])
+        return str(lifecycle.resolve_precision(run).cfg.trainer.precision)
+
+    remedy = "trainer.precision=32" if saved else "auto or 32"
+    with raises(UserError, "trainer.precision", "10 times", "bf16", SLOW, remedy, "trainer.precision=bf16-forced"):
+        resolve(given)
+    assert (resolve("bf16-forced"), resolve("32")) == ("bf16", "32")

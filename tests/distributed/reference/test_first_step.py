@@ -37,7 +37,7 @@ def first_step(model: Path, rows: Path, folder: Path, world_size: int, algorithm
         return original(log_ratios_B, valid_B)
 
     settings = [
-        "trainer.precision=bf16",
+        "trainer.precision=bf16-forced",
         f"trainer.{algorithm}.max_steps=1",
         f"trainer.{algorithm}.limit_val_batches=0",
         "model.global_batch_size=6",
