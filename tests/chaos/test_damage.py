@@ -16,7 +16,7 @@ from tests.chaos.job import Crash, Job, assert_resumes, files, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 ALL = ("launcher", "rank0", "rank1")
-NEWEST, OLDER = "step_000004", "step_000002"
+NEWEST, OLDER = "step_000004", "step_000003"  # the last one, and that of the validation at step 3
 
 
 def cut(file: Path) -> None:

@@ -47,9 +47,9 @@ def checkpoints(folder: Path) -> list[str]:
 # Name: the point, how often it has been reached, the bytes left, and the checkpoints that there are then.
 FULL = {
     "before_a_save": ("checkpoint", 2, 65536, ["step_000002"]),
-    "within_a_save": ("save_write_4", 1, 0, ["step_000002"]),
+    "within_a_save": ("save_write_4", 1, 0, ["step_000002", "step_000003"]),
     "within_the_first_save": ("save_write_2", 1, 0, []),
-    "within_the_export": ("export_write", 1, 0, ["step_000004", "step_000006"]),
+    "within_the_export": ("export_write", 1, 0, ["step_000003", "step_000006"]),
 }
 
 
