@@ -64,7 +64,9 @@ DENSE = {
     "qwen3": LoRASettings(rank=2, alpha=16, target_modules=("k_proj", "mlp"), layers=(2,)),
 }
 MIXTURES = {
-    "glm4-moe": LoRASettings(rank=2, alpha=4, target_modules=("attention",)),
+    "ernie4-5-moe": LoRASettings(rank=2, alpha=4, target_modules=("mlp",)),
+    "glm4-moe": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
+    "minimax-m2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "gpt-oss": LoRASettings(rank=2, alpha=4, target_modules=("attention",)),
     # dense MLPs and shared experts; routed experts are one parameter in transformers, which peft does not adapt
     "llama4": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
@@ -74,7 +76,10 @@ MIXTURES = {
     "qwen3-moe-dense-layers": LoRASettings(rank=2, alpha=4, dropout=0.25, target_modules=("q_proj", "mlp")),
 }
 SETTINGS = {"dense": DENSE, "mixtures": MIXTURES}
-EXPERTS = {"mixtral": 4 * 4 * 3, "qwen2-moe": 3 * 8 * 3, "qwen3-moe": 2 * 8 * 3, "qwen3-moe-dense-layers": 1 * 8 * 3}
+EXPERTS = {
+    **{"ernie4-5-moe": 2 * 8 * 3, "glm4-moe": 3 * 8 * 3, "minimax-m2": 4 * 8 * 3, "mixtral": 4 * 4 * 3},
+    **{"qwen2-moe": 3 * 8 * 3, "qwen3-moe": 2 * 8 * 3, "qwen3-moe-dense-layers": 1 * 8 * 3},
+}
 QUICK = {
     ("dense", "tp2"): ("llama-odd-heads", "llama-all-biases-linear-rope", "mistral", "qwen2", "qwen3"),
     ("mixtures", "tp2-ep2-whole-experts"): ("llama4", "mixtral", "qwen3-moe"),
