@@ -120,4 +120,11 @@ def test_a_callback(tiny_llama: Path, tmp_path: Path) -> None:
     steps, _ = train(tmp_path, tiny_llama, "kto", callbacks)
     assert [step["mine/loss"] for step in steps] == [2 * step["train/loss"] for step in steps]
     notes = (tmp_path / "notes.txt").read_text().splitlines()
-    assert notes == ["start 0 of 2", "step 1", "validation after 1", "step 2", "validation after 2", "save 2", "end"]
+    validated = [
+        "validation after 1",
+        "save 1",
+        "step 2",
+        "validation after 2",
+        "save 2",
+    ]  # the first one is the best so far
+    assert notes == ["start 0 of 2", "step 1", *validated, "end"]
