@@ -77,9 +77,9 @@ MIXTURES = {
 }
 SETTINGS = {"dense": DENSE, "mixtures": MIXTURES}
 EXPERTS = {
-    **{"ernie4-5-moe": 2 * 8 * 3, "glm4-moe": 3 * 8 * 3, "minimax-m2": 4 * 8 * 3, "mixtral": 4 * 4 * 3},
-    **{"qwen2-moe": 3 * 8 * 3, "qwen3-moe": 2 * 8 * 3, "qwen3-moe-dense-layers": 1 * 8 * 3},
-}
+    "ernie4-5-moe": 2 * 8 * 3, "glm4-moe": 3 * 8 * 3, "minimax-m2": 4 * 8 * 3, "mixtral": 4 * 4 * 3,
+    "qwen2-moe": 3 * 8 * 3, "qwen3-moe": 2 * 8 * 3, "qwen3-moe-dense-layers": 1 * 8 * 3,
+}  # fmt: skip
 QUICK = {
     ("dense", "tp2"): ("llama-odd-heads", "llama-all-biases-linear-rope", "mistral", "qwen2", "qwen3"),
     ("mixtures", "tp2-ep2-whole-experts"): ("llama4", "mixtral", "qwen3-moe"),
