@@ -203,10 +203,12 @@ def read_architecture(
         raise UserError(
             f"{folder / CONFIG} is refused by transformers: {error}; correct it or choose another model"
         ) from error
+    text = config.get_text_config()
     try:
         return _architecture(
-            config,
+            text,
             family,
+            tied=bool((text if family.ties_in_text else config).tie_word_embeddings),
             tensor_parallel=tensor_parallel,
             expert_tensor_parallel=tensor_parallel if expert_tensor_parallel is None else expert_tensor_parallel,
         )
@@ -215,7 +217,7 @@ def read_architecture(
 
 
 def _architecture(
-    config: PretrainedConfig, family: Family, *, tensor_parallel: int, expert_tensor_parallel: int
+    config: PretrainedConfig, family: Family, *, tied: bool, tensor_parallel: int, expert_tensor_parallel: int
 ) -> Architecture:
     heads, experts = config.num_attention_heads, None if family.experts is None else family.experts.read(config)
     width: int = getattr(config, family.dense_width)
@@ -264,7 +266,7 @@ def _architecture(
         rotates=rotates,
         mixers=family.mixers(config),
         temperature=family.temperature(config),
-        tied=bool(config.tie_word_embeddings),
+        tied=tied,
         experts=experts,
         expert_tensor_parallel=expert_tensor_parallel,
         **flags,

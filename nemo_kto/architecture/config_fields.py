@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
@@ -89,3 +91,68 @@ class ModelFields(BaseModel):
     no_rope_layer_interval: Count = ABSENT
     num_experts_per_tok: Count = ABSENT
     num_local_experts: PartCount = ABSENT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """How the files of a model store quantized weights."""
+
+    method: str  # mxfp4, fp8 or int4
+    # rows and columns of a weight that have one scale; None for one scale per weight in fp8, per row in int4
+    block: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        if self.method == "int4":
+            return "int4" + ("" if self.block is None else f" in groups of {self.block[1]}")
+        return self.method + ("" if self.block is None else f" in blocks of {self.block[0]} x {self.block[1]}")
+
+
+def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
+    """Return how the weights of a configuration are quantized; None if they are not.
+
+    Raises ValueError for a scheme that is not supported; the message names it.
+    """
+    settings = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    if settings is None:
+        return None
+    method, got = str(settings.get("quant_method", "unknown")), ""
+    if method == "mxfp4":
+        return Quantization(method=method)
+    if method == "fp8":
+        size, fmt = settings.get("weight_block_size"), settings.get("fmt", "e4m3")
+        is_block = isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)
+        if fmt == "e4m3" and (size is None or is_block):
+            return Quantization(method=method, block=None if size is None else (size[0], size[1]))
+        got = f" with weight_block_size {size!r} and fmt {fmt!r}"
+    elif method == "compressed-tensors":
+        try:
+            return _int4(settings)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            shown = [group.get("weights") for group in _groups(settings) if isinstance(group, dict)]
+            got = f" with format {settings.get('format')!r}" + (f" and weights {shown[0]}" if shown else "")
+    raise ValueError(
+        "quantization_config must be mxfp4, fp8 (e4m3, one scale per weight or block), or compressed-tensors in the format "
+        f"pack-quantized with symmetric int4 weights, got quant_method {method!r}{got}; start from the unquantized model"
+    )
+
+
+def _groups(settings: Mapping[str, Any]) -> list[Any]:
+    groups = settings.get("config_groups")
+    return [*groups.values()] if isinstance(groups, dict) else []
+
+
+def _int4(settings: Mapping[str, Any]) -> Quantization:
+    """Return the scheme of a configuration of compressed-tensors; any exception means that it is another one."""
+    sizes = set()
+    for group in _groups(settings):
+        weights = group["weights"]
+        kind = (weights["num_bits"], weights["type"], weights["symmetric"], group.get("input_activations"))
+        if kind != (4, "int", True, None) or weights.get("actorder") not in (None, "weight", "static"):
+            raise ValueError
+        sizes.add({"group": weights.get("group_size"), "channel": None}[weights["strategy"]])
+    if settings["format"] != "pack-quantized" or len(sizes) != 1:
+        raise ValueError
+    (size,) = sizes
+    if size is not None and (type(size) is not int or size < 1):
+        raise ValueError
+    return Quantization(method="int4", block=None if size is None else (1, size))

@@ -6,25 +6,37 @@ Neither transformers nor megatron-core is imported, so that a command line can b
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from nemo_kto.architecture.config_fields import ModelFields
-from nemo_kto.architecture.families import FAMILIES, ExpertFields, Family
+from nemo_kto.architecture.config_fields import ModelFields, read_quantization
+from nemo_kto.architecture.families import FAMILIES, MULTIMODAL, ExpertFields, Family
 from nemo_kto.architecture.rope import rope_type
-from nemo_kto.errors import UserError
+from nemo_kto.errors import UserError, either, printable, show
 from nemo_kto.utils.field_errors import file_errors
 from nemo_kto.utils.files import read_json, refuse_code
 
 CONFIG = "config.json"
+PAGE = "docs/reference/supported.md"
 _REMEDY = "download the model again, or write it with save_pretrained"
-# Missing features of well-known unsupported models, by model_type.
-_LACKING = dict.fromkeys(("deepseek_v2", "deepseek_v3"), "attention whose keys and values are compressed")
+# Parts that this program lacks, by the beginning of the fields of config.json that describe them.
+_LACKING = {
+    "index_topk": "attention to keys that an indexer chooses",
+    "kv_lora_rank": "attention whose keys and values are compressed (MLA)",
+    "linear_": "layers with a gated delta rule",
+    "mamba_": "Mamba layers",
+    "ssm_": "Mamba layers",
+    "conv_L_cache": "short convolutions",
+    "hidden_size_per_layer_input": "embeddings for each layer",
+    "n_embd": "learned absolute positions",
+}
+_OUTER = ("architectures", "model_type", "is_encoder_decoder", "tie_word_embeddings", "quantization_config")
 
 
 def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
-    """Return the content of a folder's config.json and the model family it names.
+    """Return the fields of the text model in a folder's config.json, and the model family that it names.
 
     Raises UserError if there is no config.json, or it does not describe a supported model; lists every problem.
     """
@@ -37,49 +49,73 @@ def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
     refuse_code(path, config)
     names = config.get("architectures")
     hf_architecture = str(names[0]) if isinstance(names, list) and names else ""
-    family = FAMILIES.get(hf_architecture)
-    fields = ModelFields if family is None else family.fields
-    given = {name: value for name, value in config.items() if name in fields.model_fields}
-    if given.get("use_sliding_window") is False and given.get("sliding_window") == 0:
-        del given["sliding_window"]  # transformers writes 0 for Qwen2-MoE models without a window
-    if wrong := file_errors(fields, given):
-        raise UserError(f"{path}: {'; '.join(wrong)}; {_REMEDY}")
     try:
-        _refuse_other_kinds(config)
+        family, text = FAMILIES.get(hf_architecture), config
+        outer = {name: value for name, value in config.items() if name in _OUTER}
+        of_images = [row for row in MULTIMODAL if row.hf_architecture == hf_architecture]
+        wrong = file_errors(ModelFields, outer) if of_images else []
+        if of_images and not wrong:
+            family, text = _text_model(config, of_images)
+        fields = ModelFields if family is None else family.fields
+        given = {name: value for name, value in text.items() if name in fields.model_fields}
+        if given.get("use_sliding_window") is False and given.get("sliding_window") == 0:
+            del given["sliding_window"]  # transformers writes 0 for Qwen2-MoE models without a window
+        wrong = wrong or file_errors(fields, given)
+        if wrong:
+            raise ValueError(f"{'; '.join(wrong)}; {_REMEDY}")
         if family is None:
-            raise ValueError(
-                f"the architecture must be one of {', '.join(FAMILIES)}, got {hf_architecture!r}; choose another model"
-            )
-        _refuse_unsupported(given, family)
+            raise ValueError(_why_unknown(config, hf_architecture))
+        _refuse_unsupported(config, given, family)
         _check_layers_and_heads(given, family)
         if family.experts is not None:
             _check_experts(given, family.experts, family.name)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
-    return config, family
+    ties = text if family.ties_in_text else config
+    return {**text, **({name: ties[name] for name in ("tie_word_embeddings",) if name in ties})}, family
 
 
-def _refuse_other_kinds(config: Mapping[str, Any]) -> None:
-    """Raise a ValueError for kinds of models that cannot be trained, with a clearer message than the family lookup's."""
-    kind = config.get("model_type")
+def _text_model(config: Mapping[str, Any], rows: Sequence[Family]) -> tuple[Family, dict[str, Any]]:
+    """Return the family of a model with image input, one of ``rows``, and the fields of its text model."""
+    text = config.get("text_config")
+    if text is None and rows[0].flat_config:
+        text = {**config, "model_type": rows[0].text_type}
+    if not isinstance(text, dict):
+        got = "none" if text is None else show(text)
+        raise ValueError(f"text_config must be an object with the text model of {rows[0].name}, got {got}; {_REMEDY}")
+    types = {row.text_type: row for row in rows}
+    if (kind := text.get("model_type")) not in types:
+        wanted = f"{either([*types])} for {rows[0].hf_architecture}"
+        raise ValueError(f"model_type in text_config must be {wanted}, got {show(kind)}; {_REMEDY}")
+    return types[kind], text
+
+
+def _why_unknown(config: Mapping[str, Any], hf_architecture: str) -> str:
+    """Return why a model of no known family cannot be trained: a part that this program lacks, and the nearest family."""
+    kind, text = str(config.get("model_type")), config.get("text_config")
     if config.get("is_encoder_decoder"):
         message = f"an encoder-decoder model ({kind}) cannot be trained: a response must be the continuation of its prompt"
-        raise ValueError(f"{message}; choose a decoder-only model")
-    if lacking := _LACKING.get(str(kind)):
-        raise ValueError(f"a {kind} model cannot be trained: this program lacks {lacking}; choose another model")
-    if "vision_config" in config or "audio_config" in config:
-        message = f"a model of images or sounds ({kind}) cannot be trained, only text models"
-        raise ValueError(f"{message}; choose a checkpoint of a text model")
+        return f"{message}; choose a decoder-only model"
+    fields = {**(text if isinstance(text, dict) else {}), **config}
+    lacking = [why for start, why in _LACKING.items() if any(name.startswith(start) and fields[name] for name in fields)]
+    if "audio_config" in config or ("vision_config" in config and not lacking):
+        lacking.append("a table of its weights, of which those of images or sounds are not trained")
+    lacks = ", ".join(dict.fromkeys(lacking)) or "a table of its weights"
+    known = {family.name: family.hf_architecture for family in (*FAMILIES.values(), *MULTIMODAL)}
+    near = [f"the nearest is {known[name]}" for name in get_close_matches(kind, known, n=1, cutoff=0.5)]
+    got = f"{printable(hf_architecture, 100)!r} (model_type {printable(kind, 100)!r}), for which this program lacks {lacks}"
+    return f"the architecture must be one of the families in {', '.join([PAGE, *near])}; got {got}; choose another model"
 
 
-def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
+def _refuse_unsupported(config: Mapping[str, Any], text: Mapping[str, Any], family: Family) -> None:
+    """Raise a ValueError for features that are not supported, of a whole configuration or the fields of its text model."""
     if (kind := config.get("model_type")) != family.name:
         raise ValueError(f"model_type must be {family.name!r} for {family.hf_architecture}, got {kind!r}; {_REMEDY}")
-    if (quantization := config.get("quantization_config")) is not None:
-        method = quantization.get("quant_method", "unknown")
-        if method != "mxfp4" or not family.mxfp4:
-            message = f"the weights must not be quantized, got quant_method {method!r}"
-            raise ValueError(f"{message}; start from the unquantized model")
+    quantization = read_quantization(config)
+    if quantization is not None and quantization.method == "mxfp4" and not family.mxfp4:
+        message = f"quantization_config must not be mxfp4 for {family.name}, got quant_method 'mxfp4'"
+        raise ValueError(f"{message}; start from the unquantized model")
+    config = text
     for layer_type in ("sliding_attention", "full_attention"):
         rope_type(family.rope(config, layer_type))
     name, activation = family.activation

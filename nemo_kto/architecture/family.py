@@ -151,6 +151,17 @@ class Family:
     own_head_dim: bool = False  # the default head size is not the hidden size divided by the number of heads
     mxfp4: bool = False  # files may have the matrices of experts in MXFP4, which are dequantized when they are read
     dense_width: str = "intermediate_size"  # field with the MLP width of layers without experts
+    # ``model_type`` of the text model in the configuration of a model with image input, of which only this is trained.
+    text_type: str = ""
+    flat_config: bool = False  # older files have the fields of the text model outside of ``text_config``
+    ties_in_text: bool = False  # the text model, not the whole one, determines whether embeddings are tied
+    # Beginning of names in the tables -> what files have in its place; the first is the usual one.
+    prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    module_prefix: str = "model."  # the same for ``model.`` in the names of transformers' modules, which PEFT uses
+    # Kind of weights that are not trained, but copied to exports -> pattern of the beginning of their names, in which
+    # ``{model}`` stands for the beginning of the text model's names, and ``{layers}`` for its number of layers.
+    untrained: Mapping[str, str] = field(default_factory=dict)
+    either_order: bool = False  # files may have the matrices of joined experts transposed
     experts: ExpertFields | None = None  # None for a dense family
     # Sequence mixer of each layer.
     mixers: Callable[[PretrainedConfig], tuple[SequenceMixer, ...]] = lambda config: (
@@ -193,6 +204,9 @@ class Family:
         Older configurations have ``rope_local_base_freq`` instead of one entry per layer type in ``rope_parameters``.
         """
         settings, parameters = rope_settings(config), config.get("rope_parameters") or {}
+        if self.text_type and settings.get("rope_type", settings.get("type")) == "mrope":
+            # the positions of a text token are the same in time, height and width
+            return {**config, "rope_scaling": None, "rope_parameters": {**settings, "rope_type": "default"}}
         if self.yarn_is_longrope and settings.get("rope_type", settings.get("type")) == "yarn":
             return {**config, "rope_scaling": None, "rope_parameters": {**settings, "rope_type": "longrope"}}
         if self.local_rope and layer_type in parameters:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from nemo_kto.architecture.mixers import SoftmaxAttention
 from nemo_kto.architecture.param_mapping import HF, MCORE, Layers, ParamMapping, Shape, Split, replicated
@@ -47,6 +48,22 @@ POST_NORMS: Mappings = (
     replicated("post_attention_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
     replicated("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight", "hidden"),
 )
+# Fields of ``Family`` for models with image input: where names of their text models begin, and weights to copy.
+LLAVA: Mapping[str, Any] = {
+    "prefixes": {
+        "model.": ("language_model.model.", "model.language_model."),
+        "lm_head.": ("language_model.lm_head.", "lm_head."),
+    },
+    "module_prefix": "model.language_model.",
+    "untrained": {"vision tower": r"(model\.)?vision_(tower|model)\.", "projector": r"(model\.)?multi_modal_projector\."},
+}
+QWEN_VL: Mapping[str, Any] = {
+    "prefixes": {"model.": ("model.language_model.", "model.")},
+    "module_prefix": "model.language_model.",
+    "untrained": {"vision tower": r"(model\.)?visual\."},
+}
+# of ``Family.untrained``: layers for the prediction of several tokens, numbered after the others or with names of their own
+MTP_LAYERS = {"MTP layers": r"{model}layers\.{layers}\.|mtp\."}
 
 
 def renamed(mappings: Iterable[ParamMapping], hf_names: Mapping[str, Mapping[str, Shape]]) -> Mappings:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, Field
 
-from nemo_kto.architecture.families import FAMILIES
+from nemo_kto.architecture.families import FAMILIES, MULTIMODAL
 from nemo_kto.architecture.lora import (
     EMBEDDING,
     EMBEDDING_A,
@@ -45,11 +45,13 @@ def _tensor_pattern() -> re.Pattern[str]:
         if name.startswith(prefix) and hf_module(name) in HUGGING_FACE_TARGETS
     }
     ends = rf"(?:lora_[AB]\.weight|{MAGNITUDE})"
-    return re.compile(rf"base_model\.model\.model\.layers\.(?P<layer>\d+)\.(?:{'|'.join(sorted(modules))})\.{ends}")
+    return re.compile(rf"{_START}layers\.(?P<layer>\d+)\.(?:{'|'.join(sorted(modules))})\.{ends}")
 
 
+_PREFIXES = sorted({re.escape(family.module_prefix) for family in (*FAMILIES.values(), *MULTIMODAL)})
+_START = rf"base_model\.model\.(?:{'|'.join(_PREFIXES)})"
 _TENSOR = _tensor_pattern()
-_EMBEDDING = re.compile(rf"base_model\.model\.model\.{EMBEDDING}\.({EMBEDDING_A}|{EMBEDDING_B})")
+_EMBEDDING = re.compile(rf"{_START}{EMBEDDING}\.({EMBEDDING_A}|{EMBEDDING_B})")
 # transformers' name for the joined gate and up projections of experts, and peft's pattern for that name.
 JOINED = "gate_up_proj"
 JOINED_PATTERN = rf".*\.{JOINED}"

@@ -327,6 +327,7 @@ class Info(BaseModel):
     files: Annotated[dict[str, _File], Field(description="an object of sizes and hashes of files")]
     distributed_optimizer: bool = False
     moving_reference: bool = False
+    original: str | None = None
     adapters: Annotated[
         dict[str, Any] | None,
         check(_are_adapters, ""),

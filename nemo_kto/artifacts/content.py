@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nemo_kto.architecture.config_fields import read_quantization
 from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from nemo_kto.artifacts.checkpoint_files import INFO, config_folder, is_checkpoint
@@ -67,6 +69,7 @@ _MAX_BYTES = 2**28  # the largest tokenizers have a tenth of this size
 _EXPECTED = (
     CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 
 
@@ -102,12 +105,23 @@ def read_companions(folder: Path, *, into: str) -> dict[str, bytes]:
 def model_config(source: Path, *, tied: bool) -> dict[str, Any]:
     """Return the content of config.json; ``tied``: the output layer has the weight of the embedding, as the weights show."""
     config = read_json(file_inside(source, CONFIG))
+    if not tied and isinstance(text := config.get("text_config"), dict) and text.get("tie_word_embeddings"):
+        config["text_config"] = {**text, "tie_word_embeddings": False}  # which transformers obeys in some models
     return config if tied else {**config, "tie_word_embeddings": False}
+
+
+def is_quantized(folder: Path) -> bool:
+    """Return whether the config.json of a folder says that its weights are quantized; False if it cannot be read."""
+    with contextlib.suppress(UserError, ValueError, AttributeError):
+        return read_quantization(read_json(folder / CONFIG)) is not None
+    return False
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Return the configuration for unquantized weights of this dtype, which keeps its name for the dtype."""
     kept = {name: value for name, value in config.items() if name != "quantization_config"}
+    if isinstance(text := kept.get("text_config"), dict):
+        kept["text_config"] = {name: value for name, value in text.items() if name != "quantization_config"}
     names = [name for name in ("dtype", "torch_dtype") if name in config]
     return kept | dict.fromkeys(names or ["torch_dtype"], dtype)  # all versions of transformers read the older name
 

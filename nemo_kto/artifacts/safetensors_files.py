@@ -7,10 +7,11 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from nemo_kto.architecture.param_mapping import name_in_file, prefixes_of
 from nemo_kto.errors import UserError, either, printable
 from nemo_kto.utils.files import file_inside, irregular, open_file, other_format, read_json
 
@@ -21,9 +22,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"  # the only file of a model without an index
 WRITTEN_BY = "nemo_kto"  # marks files of this program in their metadata
 _REMEDY = "download or write it again"
-_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes per value
-BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the names of MXFP4 weights (huggingface/weights.py), stored as _PACKED
-_PACKED = "U8"
+FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes per value
+FP8, INT32 = "F8_E4M3", "I32"
+_OTHERS = {FP8: 1, "U8": 1, INT32: 4, "I64": 8}  # of quantized weights (huggingface/stored.py)
 _FORMAT_BYTES = 64  # enough to recognise a file of another format
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 EMBEDDING_WEIGHT, OUTPUT_WEIGHT = "model.embed_tokens.weight", "lm_head.weight"
@@ -31,6 +32,14 @@ _COMPARED_BYTES = 2**24  # at a time
 
 Shapes = dict[str, tuple[int, ...]]
 """Names of weights in a file -> their shapes."""
+
+
+class FileTensor(NamedTuple):
+    """A tensor in a safetensors file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str  # as the header names it
 
 
 class _InvalidHeader(ValueError):
@@ -42,11 +51,14 @@ def tensor_shapes(file: Path) -> Shapes:
 
     Raises UserError if it is not a safetensors file, is truncated, or holds other types than floats.
     """
-    return read_header(file)[0]
+    return {name: tensor.shape for name, tensor in read_header(file)[0].items()}
 
 
-def read_header(file: Path) -> tuple[Shapes, dict[str, str]]:
-    """Return the shape of every tensor in a safetensors file, and its metadata; raises like :func:`tensor_shapes`."""
+def read_header(file: Path, *, quantized: bool = False) -> tuple[dict[str, FileTensor], dict[str, str]]:
+    """Return every tensor in a safetensors file, and its metadata; raises like :func:`tensor_shapes`.
+
+    Tensors of ``quantized`` weights may have the types in which these are stored.
+    """
     try:
         with open_file(file) as handle:
             size = handle.seek(0, os.SEEK_END)
@@ -62,7 +74,7 @@ def read_header(file: Path) -> tuple[Shapes, dict[str, str]]:
             if size < 8 + length:
                 raise _InvalidHeader(f"it has {size} bytes and its header {length}")
             header = json.loads(handle.read(length))
-        return _parse_header(header, size - 8 - length)
+        return _parse_header(file, header, size - 8 - length, sizes=FLOATS | _OTHERS if quantized else FLOATS)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}; {_REMEDY}") from error
     except _InvalidHeader as error:
@@ -73,33 +85,33 @@ def read_header(file: Path) -> tuple[Shapes, dict[str, str]]:
         ) from error
 
 
-def _parse_header(header: object, data_bytes: int) -> tuple[Shapes, dict[str, str]]:
+def _parse_header(
+    file: Path, header: object, data_bytes: int, *, sizes: Mapping[str, int]
+) -> tuple[dict[str, FileTensor], dict[str, str]]:
     if not isinstance(header, dict):
         raise _InvalidHeader("its header is not a JSON object")
     metadata = header.pop("__metadata__", {})
-    shapes, end = {}, 0
+    tensors, end = {}, 0
     for name, entry in header.items():
         match entry:
             case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(first), int(last)]}:
                 pass
             case _:
                 raise _InvalidHeader(f"its header has no valid entry for {printable(name, 100)}")
-        is_packed = dtype == _PACKED and name.endswith((BLOCKS, SCALES))
-        if dtype not in _FLOATS and not is_packed:
-            floats = either([*_FLOATS])
+        if dtype not in sizes:
+            floats = either([*sizes])
             got = f"{printable(name, 100)} is {printable(dtype, 20)}"
             raise _InvalidHeader(f"{got} instead of {floats}, perhaps quantized; start from the unquantized model")
-        size = 1 if is_packed else _FLOATS[dtype]
-        if not all(type(part) is int and part >= 0 for part in shape) or last - first != math.prod(shape) * size:
+        if not all(type(part) is int and part >= 0 for part in shape) or last - first != math.prod(shape) * sizes[dtype]:
             raise _InvalidHeader(f"its header contradicts itself about {printable(name, 100)}")
-        shapes[name], end = tuple(shape), max(end, last)
+        tensors[name], end = FileTensor(file, tuple(shape), dtype), max(end, last)
     if end != data_bytes:
         raise _InvalidHeader(f"it has {data_bytes} bytes of weights, and its header {end}: cut short or changed")
-    return shapes, metadata if isinstance(metadata, dict) else {}
+    return tensors, metadata if isinstance(metadata, dict) else {}
 
 
-def find_weights(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """Return file and shape of every weight in a folder; reads only the headers of the files.
+def find_weights(folder: Path, *, quantized: bool = False) -> dict[str, FileTensor]:
+    """Return every tensor in the files of a folder; reads only their headers. ``quantized`` is as for :func:`read_header`.
 
     If there is an index, only the files that it names are read, and each weight must be in the one file that the index gives
     for it. Weights in these files that the index omits are weights too, as in transformers.
@@ -117,20 +129,20 @@ def find_weights(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     if folder / SINGLE not in files and (folder / SINGLE).is_file():  # transformers would read it instead of the index
         message = f"{folder} must hold one model, got {SINGLE} beside {INDEX}, which does not name it"
         raise UserError(f"{message}; remove the one that is not the model")
-    found: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    found: dict[str, FileTensor] = {}
     wrong, repeated = [], []
     for file in files:
         try:
-            shapes = tensor_shapes(file)
+            tensors, _ = read_header(file, quantized=quantized)
         except UserError as error:
             wrong.append(str(error))
             continue
-        repeated += [f"{name} in {found[name][0].name} and in {file.name}" for name in shapes if name in found]
-        found |= {name: (file, shape) for name, shape in shapes.items()}
+        repeated += [f"{name} in {found[name].file.name} and in {file.name}" for name in tensors if name in found]
+        found |= tensors
     if repeated:
         wrong.append(f"{folder} must hold each weight in one file, got {_first_of(repeated)}; {_REMEDY}")
     mapped = {} if wrong or weight_map is None else weight_map
-    lost = [f"{file.name} for {name}" for name, file in mapped.items() if name not in found or found[name][0] != file]
+    lost = [f"{file.name} for {name}" for name, file in mapped.items() if name not in found or found[name].file != file]
     if lost:
         message = f"{folder / INDEX} must name the file of each weight, got {_first_of(lost)}, which it does not hold"
         wrong.append(f"{message}; {_REMEDY}")
@@ -139,15 +151,18 @@ def find_weights(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     return found
 
 
-def has_own_output(folder: Path) -> bool:
+def has_own_output(folder: Path, options: Mapping[str, tuple[str, ...]] = {}) -> bool:
     """Return whether a folder has an output weight whose values are not those of the embedding.
 
     transformers then uses it, even if config.json ties the two. False if there are no weights, or they cannot be read.
+    ``options`` are the family's ``prefixes``.
     """
     with contextlib.suppress(UserError):
-        found = find_weights(folder)
-        if EMBEDDING_WEIGHT in found and OUTPUT_WEIGHT in found:
-            first, second = (_values(found[name][0], name) for name in (EMBEDDING_WEIGHT, OUTPUT_WEIGHT))
+        found = find_weights(folder, quantized=True)
+        prefixes = prefixes_of(found, options)
+        embedding, output = (name_in_file(name, prefixes) for name in (EMBEDDING_WEIGHT, OUTPUT_WEIGHT))
+        if embedding in found and output in found:
+            first, second = (_values(found[name].file, name) for name in (embedding, output))
             starts = range(0, len(first[1]), _COMPARED_BYTES)
             parts = (slice(start, start + _COMPARED_BYTES) for start in starts)
             return first[0] != second[0] or any(bytes(first[1][part]) != bytes(second[1][part]) for part in parts)

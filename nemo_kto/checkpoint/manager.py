@@ -143,6 +143,7 @@ class CheckpointManager:
     async_save: bool  # whether training continues while a checkpoint is written
     hugging_face_source: Path  # folder with the configuration and the tokenizer of the model
     base_model: Path | None = None  # for a model with adapters, the source of its base weights; None: hugging_face_source
+    original: Path | None = None  # folder with the weights of the model that are not trained; None if it has none
     reference_weights: SwappedWeights | None = None  # of a reference that is synced; None if it never changes
     run: Mapping[str, Any] = field(default_factory=dict)  # values that a resumed run must share with this one
 
@@ -244,6 +245,8 @@ class CheckpointManager:
         if self._adapters is not None:
             base_model = self.base_model or self.hugging_face_source
             info["adapters"] = {"base_model": str(base_model.absolute()), "settings": asdict(self._adapters)}
+        if self.original is not None:
+            info["original"] = str(self.original.absolute())
         info["moving_reference"] = self.reference_weights is not None
         info["run"] = dict(self.run)
         info["versions"] = {"torch": torch.__version__, "megatron-core": megatron.core.__version__}

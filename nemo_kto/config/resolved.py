@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
@@ -15,12 +16,12 @@ from pydantic import BaseModel
 
 from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.duration import TrainerConfig
-from nemo_kto.architecture.config_file import read_config_file
+from nemo_kto.architecture.config_file import CONFIG, read_config_file
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.rope import longest_sequence
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.artifacts.adapter_files import read_adapter_settings
-from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, is_checkpoint
+from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, INFO, is_checkpoint
 from nemo_kto.artifacts.hub import is_hub_name, local_folder
 from nemo_kto.artifacts.safetensors_files import OUTPUT_WEIGHT, has_own_output
 from nemo_kto.artifacts.sources import ModelSource, find_source
@@ -30,6 +31,7 @@ from nemo_kto.device import device
 from nemo_kto.errors import UserError, import_object
 from nemo_kto.losses.metrics import metric_prefix
 from nemo_kto.processes.ranks import World
+from nemo_kto.utils.files import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +94,9 @@ class ModelFiles:
     @cached_property
     def has_own_output(self) -> bool:
         """Whether the files have an output weight other than the embedding, even if config.json ties the two."""
-        return self.has_weights and not self.is_checkpoint and has_own_output(self.source)
+        if not self.has_weights or self.is_checkpoint:
+            return False
+        return has_own_output(self.source, self.config[1].prefixes)
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -126,6 +130,21 @@ class ModelFiles:
     def own(self) -> ModelSource:
         """Base model and adapters in the source itself."""
         return find_source(self.source)
+
+    @cached_property
+    def original(self) -> Path | None:
+        """Folder with the weights that are not trained; None if the family has none.
+
+        Raises UserError if it is the one that a checkpoint names, and does not exist.
+        """
+        base = self.own.base
+        if not self.config[1].untrained or not is_checkpoint(base):
+            return base if self.config[1].untrained else None
+        name = read_json(base / INFO).get("original")
+        if not os.path.isfile(Path(str(name)) / CONFIG):
+            text = f"{base} must have its original model on this machine, whose other weights are copied to exports"
+            raise UserError(f"{text}, but {INFO} names {name}; copy it there, or correct original in {INFO}")
+        return Path(str(name))
 
     @cached_property
     def initial(self) -> ModelSource:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nemo_kto.architecture.architecture import Architecture
+from nemo_kto.architecture.families import Family
 from nemo_kto.architecture.lora import NEMO_TARGETS, LoRASettings, adapted_mappings, has_adaptable_experts, hf_module
+from nemo_kto.architecture.param_mapping import name_in_file
 from nemo_kto.artifacts.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -24,14 +27,17 @@ from nemo_kto.artifacts.adapter_files import (
     is_our_adapter,
     read_adapter_settings,
 )
-from nemo_kto.artifacts.safetensors_files import WRITTEN_BY, tensor_shapes
+from nemo_kto.artifacts.safetensors_files import WRITTEN_BY, read_header
 from nemo_kto.checkpoint.model_state import adapters_of
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.folders import write_together
 from nemo_kto.huggingface.mapping import differences, rank_adapters, wanted_adapters
+from nemo_kto.huggingface.stored import StoredWeight
 from nemo_kto.huggingface.stream import gather_weights
 from nemo_kto.huggingface.weights import read_weights
 from nemo_kto.models.lora.adapters import magnitudes, set_magnitudes
+
+_MODULES = "base_model.model."  # of PEFT, before the names of transformers' modules
 
 
 def export_adapter(
@@ -47,11 +53,12 @@ def export_adapter(
     ``base_model`` (folder or name) is recorded in the configuration. Raises like ``export``, and ValueError for a model
     without adapters.
     """
-    settings, instead = _settings(chunks), magnitudes(chunks)
+    settings, instead, prefixes = _settings(chunks), magnitudes(chunks), _prefixes(architecture)
 
     def write(folder: Path, stream: Iterator[tuple[str, Tensor]]) -> None:
         # the parts of a fused layer that are not adapted are zero here and do not exist in PEFT
-        tensors = {name: tensor.contiguous() for name, tensor in stream if hf_module(name) in settings.modules}
+        kept = ((name, tensor) for name, tensor in stream if hf_module(name) in settings.modules)
+        tensors = {name_in_file(name, prefixes): tensor.contiguous() for name, tensor in kept}
         save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt", "written_by": WRITTEN_BY})
         text = json.dumps(_config(settings, architecture, base_model), indent=2) + "\n"
         (folder / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
@@ -67,14 +74,21 @@ def export_adapter(
     )
 
 
-def check_adapter(architecture: Architecture, settings: LoRASettings, folder: str | Path) -> dict[str, Path]:
-    """Compare an adapter in PEFT's format with the model, by the header of its file, and return the file of each tensor.
+def _prefixes(architecture: Architecture) -> dict[str, str]:
+    """Return the beginning of names in PEFT's files that replaces that of adapters of a text model."""
+    return {_MODULES + "model.": _MODULES + architecture.family.module_prefix}
+
+
+def check_adapter(architecture: Architecture, settings: LoRASettings, folder: str | Path) -> dict[str, StoredWeight]:
+    """Compare an adapter in PEFT's format with the model, by the header of its file, and return each tensor by its name.
 
     Raises UserError if it is not an adapter, or one with other tensors than ``settings`` need; lists all differences.
     """
     saved, file = read_adapter_settings(folder), Path(folder) / ADAPTER_WEIGHTS
-    wanted = wanted_adapters(architecture, settings)
-    count, problems = differences(wanted, tensor_shapes(file))
+    prefixes, (found, _) = _prefixes(architecture), read_header(file)
+    names = {name: name_in_file(name, prefixes) for name in wanted_adapters(architecture, settings)}
+    wanted = {names[name]: shape for name, shape in wanted_adapters(architecture, settings).items()}
+    count, problems = differences(wanted, {name: tensor.shape for name, tensor in found.items()})
     if not math.isclose(settings.scale, saved.scale):
         divisor = f"sqrt({saved.rank})" if saved.rslora else saved.rank
         problems.insert(0, f"scale of the adapters: expected {settings.scale:g}, got {saved.alpha:g} / {divisor}")
@@ -85,7 +99,9 @@ def check_adapter(architecture: Architecture, settings: LoRASettings, folder: st
             f"{', '.join(settings.modules)}), got {count} differences:"
         )
         raise UserError("\n  ".join([message, *problems]))
-    return dict.fromkeys(wanted, file)
+    return {
+        ours: StoredWeight(name=name, tensors={"": found[name]}, shape=found[name].shape) for ours, name in names.items()
+    }
 
 
 def load_adapter(chunks: Sequence[nn.Module], architecture: Architecture, folder: str | Path) -> None:
@@ -121,8 +137,14 @@ def _config(settings: LoRASettings, architecture: Architecture, base_model: str 
         "layers_to_transform": None if settings.layers is None else [layer - 1 for layer in settings.layers],
         "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "modules_to_save": None,
         "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": settings.rslora, "use_dora": settings.dora,
+        **({"exclude_modules": _outside(architecture.family)} if architecture.family.text_type else {}),
         **mixture,
     }  # fmt: skip
+
+
+def _outside(family: Family) -> str:
+    """Return a pattern of the modules outside of the text model, some of which have the names of adapted ones."""
+    return f"(?!{re.escape(family.module_prefix)}).*"
 
 
 def _of_mixture(settings: LoRASettings, architecture: Architecture) -> dict[str, object]:

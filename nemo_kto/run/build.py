@@ -199,6 +199,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         scheduler=scheduler,
         hugging_face_source=policy.files.hf_folder,
         base_model=policy.base_model,
+        original=policy.files.original,
         reference_weights=reference.synced_weights,
         run=resumption.facts,
         **cfg.exp_manager.checkpoint_callback_params.model_dump(),

@@ -177,7 +177,8 @@ def check_export(run: ResolvedRun) -> None:
         return
 
     def check() -> None:
-        targets = [("export.path", export.path, is_our_model, export_bytes(run.architecture, run.dtype))]
+        need = export_bytes(run.architecture, run.dtype, run.files.original)
+        targets = [("export.path", export.path, is_our_model, need)]
         if run.has_adapters:
             targets.append(("export.adapter_path", export.adapter_path, is_our_adapter, 0))  # adapters are small
         for key, path, is_ours, need in targets:

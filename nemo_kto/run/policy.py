@@ -177,10 +177,10 @@ def export_policy(
     ``max_shard_size_gb`` is the maximum size of a weight file in 10^9 bytes. ``info`` is the trainer.json of the exported
     checkpoint, and ``run_folder`` the folder of its run, for the model cards.
     """
-    chunks, architecture, original = policy.chunks, policy.architecture, policy.files.hf_folder
+    chunks, architecture, source = policy.chunks, policy.architecture, policy.files.hf_folder
 
     def describe(folder: Path) -> None:
-        write_card(folder, CardSources(info=info, run=run_folder, original=original, adapters=is_peft_folder(folder)))
+        write_card(folder, CardSources(info=info, run=run_folder, original=source, adapters=is_peft_folder(folder)))
 
     if policy.adapters is not None and adapter_out is not None:
         export_adapter(chunks, architecture, out=adapter_out, base_model=policy.base_model, describe=describe)
@@ -188,7 +188,16 @@ def export_policy(
         if policy.adapters is not None:
             merge_adapters(chunks)
         size = int(max_shard_size_gb * 1e9)
-        export(chunks, architecture, source=original, out=out, max_shard_bytes=size, describe=describe)
+        copied_from = policy.files.original
+        export(
+            chunks,
+            architecture,
+            source=source,
+            out=out,
+            max_shard_bytes=size,
+            original=copied_from,
+            describe=describe,
+        )
 
 
 def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> None:
@@ -209,7 +218,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> 
         raise UserError(f"{checkpoint} must contain adapters for --adapter, but it is a whole model; omit --adapter")
     files, dtype = ModelFiles(source=checkpoint), checkpoint_dtype(checkpoint)
     architecture = files.architecture
-    need = 0 if adapter else export_bytes(architecture, dtype)
+    need = 0 if adapter else export_bytes(architecture, dtype, files.original)
     check_target(out, is_ours=is_our_adapter if adapter else is_our_model, need=need)  # before the model is loaded
     state.init_distributed(layout=state.Layout(), seed=0)
     adapters = None if saved is None else saved.settings

@@ -102,13 +102,15 @@ def logits_of_tokens(model: HiddenStateGPT, architecture: Architecture) -> Any:
     return None if result is None else result.numpy()
 
 
-def check_models(layout: Layout, folders: dict[str, Path], out: Path) -> dict[str, Any]:
-    """Load, run and export each model; returns the logits (on the last stage)."""
+def check_models(layout: Layout, folders: dict[str, Path], out: Path, factor: float = 1.0) -> dict[str, Any]:
+    """Load, run and export each model, times a factor; returns the logits (on the last stage)."""
     state.init_distributed(layout=layout, seed=3)
     results: dict[str, Any] = {}
     for name, folder in folders.items():
         model, architecture = adapted_model(folder, layout, None)
         results[name] = logits_of_tokens(model, architecture)
+        for parameter in model.parameters():
+            parameter.data.mul_(factor)
         export([model], architecture, source=folder, out=out / name, max_shard_bytes=40_000)
     return results
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Cohere2Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
@@ -374,6 +376,57 @@ MIXTURES = {
         tie_word_embeddings=True,
     ),
 }
+# with image input: two layers of the text model, whose only embeddings are tied in some, and a vision tower of one layer
+_TEXT: dict[str, Any] = {**_SIZES, **_NO_TOKENS, "num_hidden_layers": 2, "head_dim": 8}
+_VISION: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32,
+}  # fmt: skip
+_QWEN3_VISION = {**_QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+
+
+def _wrapped(kind: str, text: Mapping[str, Any], vision: Mapping[str, Any], **more: Any) -> Callable[[], Any]:
+    return lambda: AutoConfig.for_model(kind, text_config={**_TEXT, **text}, vision_config=dict(vision), **more)
+
+
+def _mrope(*sections: int, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": _rope(1e5, mrope_section=[*sections]), **more}
+
+
+MULTIMODAL = {
+    "gemma3-vision": _wrapped(
+        "gemma3",
+        {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 24},
+        _VISION,
+        mm_tokens_per_image=4,
+        image_token_index=258,
+    ),
+    "mistral3": _wrapped(
+        "mistral3",
+        {"model_type": "mistral", "sliding_window": None},
+        {**_VISION, "model_type": "pixtral", "head_dim": 16},
+        tie_word_embeddings=False,
+    ),
+    "mistral3-ministral": _wrapped(
+        "mistral3",
+        {
+            "model_type": "ministral3",
+            "rope_parameters": {**_yarn(1e5, llama_4_scaling_beta=0.3), **_SHORT},
+        },
+        {**_VISION, "model_type": "pixtral", "head_dim": 16},
+    ),
+    "llama4-vision": _wrapped(
+        "llama4",
+        {**_LLAMA4, "intermediate_size_mlp": 40, "interleave_moe_layer_step": 1, "no_rope_layers": [1, 0]},
+        {**_VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+    ),
+    "qwen2.5-vl": _wrapped("qwen2_5_vl", _mrope(1, 1, 2), {**_QWEN_VISION, "fullatt_block_indexes": [0]}),
+    "qwen3-vl": _wrapped("qwen3_vl", _mrope(2, 1, 1), _QWEN3_VISION, tie_word_embeddings=True),
+    "qwen3-vl-moe": _wrapped("qwen3_vl_moe", _mrope(2, 1, 1, **_EXPERTS), _QWEN3_VISION),
+}
 # as published but for its weights (tests/parity/test_mxfp4.py): sizes of blocks of 32 values
 QUANTIZED = {
     "gpt-oss-mxfp4": lambda: GptOssConfig(
@@ -389,7 +442,8 @@ QUANTIZED = {
 def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "40KB") -> None:
     """Write a model of those above with random weights, biases and norms included, in several files, with a tokenizer."""
     set_seed(len(name))
-    model = AutoModelForCausalLM.from_config((CONFIGS | MIXTURES | QUANTIZED)[name](), dtype=torch.float32)
+    config = (CONFIGS | MIXTURES | QUANTIZED | MULTIMODAL)[name]()
+    model = auto_class(config.to_dict()).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # transformers starts biases at zero and norms at one
             if parameter.dim() == 1 or name.endswith("_bias"):
@@ -516,11 +570,15 @@ def cotangent() -> torch.Tensor:
     return torch.randn(2, SEQUENCE, _SIZES["vocab_size"], generator=torch.Generator().manual_seed(6))
 
 
+def auto_class(config: Mapping[str, Any]) -> Any:
+    return AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+
+
 def load(folder: Path) -> Any:
     """The model of transformers in fp32. Its sdpa has no soft cap, and transformers 5.17 takes it for gemma2 anyway."""
-    has_cap = json.loads((folder / "config.json").read_text()).get("attn_logit_softcapping") is not None
-    kernel = "eager" if has_cap else None
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=kernel)
+    config = json.loads((folder / "config.json").read_text())
+    kernel = "eager" if config.get("attn_logit_softcapping") is not None else None
+    return auto_class(config).from_pretrained(folder, dtype=torch.float32, attn_implementation=kernel)
 
 
 def transformers_logits(folder: Path) -> torch.Tensor:

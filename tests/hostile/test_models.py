@@ -243,7 +243,7 @@ def test_files_that_the_index_does_not_name_are_not_read(here: Path) -> None:
     model = here / "model"
     both(shard("b.safetensors", NORM), indexed({"weight_map": {EMBEDDING: WEIGHTS}}))(model)
     (model / "c.safetensors").write_bytes(b"no header")
-    assert {file.name for file, _ in find_weights(model).values()} == {WEIGHTS}
+    assert {found.file.name for found in find_weights(model).values()} == {WEIGHTS}
     assert launcher_says(model, here / "rows.jsonl") == []
 
 

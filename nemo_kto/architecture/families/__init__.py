@@ -7,8 +7,10 @@ import pkgutil
 
 from nemo_kto.architecture.family import ExpertFields, Experts, Family, Temperature
 
-__all__ = ["FAMILIES", "ExpertFields", "Experts", "Family", "Temperature"]
+__all__ = ["FAMILIES", "MULTIMODAL", "ExpertFields", "Experts", "Family", "Temperature"]
 
 _MODULES = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
-_FOUND = [value for module in _MODULES for value in vars(module).values() if isinstance(value, Family)]
-FAMILIES = {family.hf_architecture: family for family in sorted(_FOUND, key=lambda family: family.name)}
+_ROWS = [value for module in _MODULES for value in vars(module).values() if isinstance(value, Family)]
+_FOUND = sorted({family.hf_architecture + family.text_type: family for family in _ROWS}.values(), key=lambda row: row.name)
+FAMILIES = {family.hf_architecture: family for family in _FOUND if not family.text_type}
+MULTIMODAL = [family for family in _FOUND if family.text_type]  # with image input; an architecture may have several

@@ -1,4 +1,4 @@
-"""Gemma 2 and the text models of Gemma 3."""
+"""Gemma 2 and 3."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from nemo_kto.architecture.config_fields import ABSENT, ModelFields, Positive
 from nemo_kto.architecture.family import SLIDING_LAYERS, Family
-from nemo_kto.architecture.mappings import DENSE, POST_NORMS, renamed
+from nemo_kto.architecture.mappings import DENSE, LLAVA, POST_NORMS, renamed
 from nemo_kto.architecture.mixers.softmax_attention import qk_norms
 
 
@@ -46,4 +46,7 @@ GEMMA3 = replace(
     flags={**GEMMA2.flags, "qk_norm": True},
     numbers={name: theirs for name, theirs in GEMMA2.numbers.items() if name != "attention_softcap"},
     local_rope=True,
+)
+GEMMA3_VISION = replace(
+    GEMMA3, name="gemma3", hf_architecture="Gemma3ForConditionalGeneration", text_type=GEMMA3.name, **LLAVA
 )

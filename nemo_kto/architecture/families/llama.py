@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from nemo_kto.architecture.config_fields import ABSENT, ModelFields, Positive
 from nemo_kto.architecture.family import SLIDING, SLIDING_LAYERS, ExpertFields, Family, Temperature
-from nemo_kto.architecture.mappings import DENSE, GATE_UP, renamed, separate_experts, with_experts
+from nemo_kto.architecture.mappings import DENSE, GATE_UP, LLAVA, renamed, separate_experts, with_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -77,6 +77,11 @@ MINISTRAL3 = replace(
     hf_architecture="Ministral3ForCausalLM",
     temperature=_ministral_temperature,
     own_head_dim=True,
+)
+# Mistral Small 3.1 and later, and Ministral 3 as published
+MISTRAL_VISION, MINISTRAL3_VISION = (
+    replace(text, name="mistral3", hf_architecture="Mistral3ForConditionalGeneration", text_type=text.name, **LLAVA)
+    for text in (MISTRAL, MINISTRAL3)
 )
 MIXTRAL = Family(
     name="mixtral",

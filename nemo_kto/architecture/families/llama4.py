@@ -1,4 +1,4 @@
-"""Llama 4 text models: chunked attention in layers with RoPE, temperature scaling in others, routed and shared experts."""
+"""Llama 4: chunked attention in layers with RoPE, temperature scaling in others, routed and shared experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from nemo_kto.architecture.config_fields import ABSENT, Count, Indices, ModelFields, Positive
 from nemo_kto.architecture.family import CHUNKED_LAYERS, ExpertFields, Family, Temperature
-from nemo_kto.architecture.mappings import DENSE, joined_experts, shared_expert, with_experts
+from nemo_kto.architecture.mappings import DENSE, LLAVA, joined_experts, shared_expert, with_experts
 from nemo_kto.architecture.param_mapping import Split
 
 if TYPE_CHECKING:
@@ -55,4 +55,12 @@ LLAMA4 = Family(
         shared_gate=False,
         weighs_input=True,
     ),
+)
+LLAMA4_VISION = replace(
+    LLAMA4,
+    name="llama4",
+    hf_architecture="Llama4ForConditionalGeneration",
+    text_type=LLAMA4.name,
+    ties_in_text=True,
+    **{**LLAVA, "module_prefix": "language_model.model."},
 )

@@ -1,4 +1,4 @@
-"""Qwen 1.5, 2, 2.5 and 3, dense and with experts."""
+"""Qwen 1.5, 2, 2.5 and 3, dense and with experts, and with image input."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from dataclasses import replace
 
 from nemo_kto.architecture.config_fields import ABSENT, Count, Indices, ModelFields, PartCount
 from nemo_kto.architecture.family import SLIDING, SLIDING_LAYERS, ExpertFields, Family
-from nemo_kto.architecture.mappings import DENSE, separate_experts, shared_expert, sparse, with_experts
+from nemo_kto.architecture.mappings import (
+    DENSE,
+    QWEN_VL,
+    joined_experts,
+    separate_experts,
+    shared_expert,
+    sparse,
+    with_experts,
+)
 from nemo_kto.architecture.mixers.softmax_attention import qk_norms
 from nemo_kto.architecture.param_mapping import Split
 
@@ -68,4 +76,33 @@ QWEN3_MOE = Family(
     flags=QWEN3.flags,
     window=SLIDING,
     experts=_EXPERT_FIELDS,
+)
+QWEN2_5_VL = replace(
+    QWEN2,
+    name="qwen2_5_vl",
+    hf_architecture="Qwen2_5_VLForConditionalGeneration",
+    text_type="qwen2_5_vl_text",
+    flat_config=True,
+    **QWEN_VL,
+)
+QWEN3_VL = replace(
+    QWEN3,
+    name="qwen3_vl",
+    hf_architecture="Qwen3VLForConditionalGeneration",
+    text_type="qwen3_vl_text",
+    window=("", ""),
+    **QWEN_VL,
+)
+# the experts of a layer are joined, in published files transposed; the weights of a token's experts always sum to 1
+_JOINED = tuple(replace(each, transposed=False) for each in joined_experts("mlp", Split.GATED)[1:])
+QWEN3_VL_MOE = replace(
+    QWEN3_MOE,
+    name="qwen3_vl_moe",
+    hf_architecture="Qwen3VLMoeForConditionalGeneration",
+    mappings=with_experts(QWEN3.mappings, (_EXPERTS[0], *_JOINED)),
+    text_type="qwen3_vl_moe_text",
+    window=("", ""),
+    experts=replace(_EXPERT_FIELDS, normalized=True),
+    either_order=True,
+    **QWEN_VL,
 )

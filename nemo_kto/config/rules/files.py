@@ -26,6 +26,7 @@ from nemo_kto.architecture.lora import (
 )
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, is_our_adapter, read_adapter_settings
 from nemo_kto.artifacts.checkpoint_files import INFO, check_checkpoint
+from nemo_kto.artifacts.content import is_quantized
 from nemo_kto.artifacts.safetensors_files import find_weights, is_our_model
 from nemo_kto.artifacts.sources import (
     check_same_shape,
@@ -141,7 +142,7 @@ def _source_rules(key: str, files: ModelFiles) -> Errors:
     elif os.path.isfile(source / CONFIG):
         yield from _raised(key, lambda: files.config)
         if files.has_weights:
-            yield from _raised(key, lambda: find_weights(source))
+            yield from _raised(key, lambda: find_weights(source, quantized=is_quantized(source)))
     elif is_peft_folder(source):
         yield from _raised(key, lambda: read_adapter_settings(source))
 

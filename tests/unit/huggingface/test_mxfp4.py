@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from nemo_kto.huggingface.weights import dequantize, dequantized_shapes
+from nemo_kto.architecture.config_fields import Quantization
+from nemo_kto.artifacts.safetensors_files import FileTensor, Shapes
+from nemo_kto.huggingface.stored import dequantize, stored_weights
 
 
 def test_every_code_and_scale_of_mxfp4() -> None:
@@ -37,6 +41,11 @@ def test_shapes_of_dequantized_tensors() -> None:
         "d_scales": (2,),
     }
     packed = {"x_blocks": (5, 12, 2, 16), "x_scales": (5, 12, 2)}
-    assert dequantized_shapes({**packed, **others}) == {"x": (5, 64, 12), **others}
+    assert shapes({**packed, **others}) == {"x": (5, 64, 12), **others}
     both = {**packed, "x": (5, 64, 12)}  # neither hides the other, which would then be neither used nor refused
-    assert dequantized_shapes(both) == both
+    assert shapes(both) == both
+
+
+def shapes(found: Shapes) -> Shapes:
+    tensors = {name: FileTensor(Path("file"), shape, "U8") for name, shape in found.items()}
+    return {name: weight.shape for name, weight in stored_weights(tensors, Quantization(method="mxfp4"))[0].items()}

@@ -1,0 +1,176 @@
+"""Weights as files store them: in one tensor, or quantized in MXFP4, fp8 or int4 with scales in further tensors.
+
+Only the part of a weight that is needed is read, with the scales of that part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_kto.architecture.config_fields import Quantization
+from nemo_kto.artifacts.safetensors_files import FP8, INT32, FileTensor
+
+Where = tuple[slice | int, ...]
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))  # the highest of the four bits is the sign
+_BIAS, _NO_NUMBER = 127, 255
+# Ends of the names of tensors: those of MXFP4, and of compressed-tensors' int4.
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_PACKED, _SCALE, _SHAPE = "_packed", "_scale", "_shape"
+_FP8_SCALES = ("_scale_inv", "_scale")  # both are factors on the stored values
+_OF_ACTIVATIONS = ("activation_scale", "input_scale")  # in the place of "weight", beside fp8 weights; not needed
+_PER_WORD = 8  # int4 values in an int32, the first in the lowest bits
+_OFFSET = 8  # stored values are unsigned
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredWeight:
+    """A weight in files."""
+
+    name: str
+    tensors: Mapping[str, FileTensor]  # by the ends of their names; the first one has the values
+    shape: tuple[int, ...]
+    quantization: Quantization | None = None  # None for one tensor of the weight's values
+    swapped: bool = False  # the file has the transpose, in the last two dimensions, of the weight with this shape
+
+    @property
+    def file(self) -> Path:
+        """File with the values."""
+        return next(iter(self.tensors.values())).file
+
+    def read(self, opened: Callable[[Path], Any], where: Where = ()) -> Tensor:
+        """Return the values of a slice, in fp32 if they are quantized; ``opened`` opens a safetensors file."""
+        where = (*where, *[slice(None)] * (len(self.shape) - len(where)))
+        if self.swapped:
+            where = (*where[:-2], where[-1], where[-2])
+
+        def part(end: str) -> Any:
+            return opened(self.tensors[end].file).get_slice(self.name + end)
+
+        values = part("")[where] if self.quantization is None else self._dequantized(part, where)
+        return values.mT if self.swapped else values
+
+    def _dequantized(self, part: Callable[[str], Any], where: Where) -> Tensor:
+        """Return the values of a slice of a quantized weight, given in the order of the file."""
+        assert self.quantization is not None
+        block, (*first, rows, columns) = self.quantization.block, where
+        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.swapped else self.shape
+        assert isinstance(columns, slice)
+        if self.quantization.method == "mxfp4":
+            # the file has [..., out, in]
+            packed = [part(end)[(*first, columns)] for end in (_BLOCKS, _SCALES)]
+            return dequantize(*packed).mT[..., rows, :]
+        if self.quantization.method == "int4":
+            start, stop, step = columns.indices(shape[-1])
+            words = part(_PACKED)[(*first, rows, slice(start // _PER_WORD, -(-stop // _PER_WORD)))]
+            values = unpack(words)[..., start % _PER_WORD :][..., : stop - start : step].float()
+            return values * _scales(part(_SCALE), where, shape, (1, shape[-1] if block is None else block[1]))
+        end = next(end for end in _FP8_SCALES if end in self.tensors)
+        values = part("")[where].float()
+        if block is None:
+            return values * part(end)[...].float().squeeze()
+        return values * _scales(part(end), where, shape, block)
+
+
+def _scales(part: Any, where: Where, shape: tuple[int, ...], block: tuple[int, int]) -> Tensor:
+    """Return the scale of each value in a slice of a weight of this shape, of whose blocks each has one scale."""
+    *first, rows, columns = where
+    needed, positions = zip(*map(_blocks_of, (rows, columns), shape[-2:], block), strict=True)
+    return part[(*first, *needed)].float().index_select(-2, positions[0]).index_select(-1, positions[1])
+
+
+def _blocks_of(where: slice | int, size: int, block: int) -> tuple[slice, Tensor]:
+    """Return the slice of the blocks that a slice of a dimension touches, and the number of each value's block in it."""
+    assert isinstance(where, slice)
+    blocks = torch.arange(*where.indices(size)) // block
+    return slice(int(blocks[0]), int(blocks[-1]) + 1), blocks - blocks[0]
+
+
+def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Dequantize MXFP4 blocks [..., out, in / 32, 16] and scales [..., out, in / 32] to fp32 [..., out, in]."""
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+    values = torch.tensor(_VALUES)[codes.long()]
+    exponents = scales.to(torch.int32)
+    factors = torch.ldexp(torch.ones(scales.shape), exponents - _BIAS).masked_fill_(exponents == _NO_NUMBER, torch.nan)
+    return (values * factors.unsqueeze(-1)).flatten(-2)
+
+
+def unpack(words: Tensor) -> Tensor:
+    """Return the int4 values in int32 words [..., words]: int32 [..., 8 * words]."""
+    shifts = torch.arange(0, 32, 32 // _PER_WORD, dtype=torch.int32)
+    return ((words.unsqueeze(-1) >> shifts) & 15).flatten(-2) - _OFFSET
+
+
+def stored_weights(
+    found: Mapping[str, FileTensor], quantization: Quantization | None
+) -> tuple[dict[str, StoredWeight], list[str]]:
+    """Return the weights that the tensors of a folder store, by name, and a message for each that is incomplete.
+
+    Tensors that belong to no quantized weight are weights themselves.
+    """
+    weights, problems, used = dict[str, StoredWeight](), list[str](), set[str]()
+    if quantization is not None:
+        for name in found:
+            if (joined := _JOINED[quantization.method](name, found, quantization)) is not None:
+                weights[joined.name] = joined
+                problems += _problems(joined)
+                used |= {joined.name + end for end in joined.tensors}
+                used |= {joined.name.removesuffix("weight") + end for end in _OF_ACTIVATIONS}
+    for name in found.keys() - used:
+        weights[name] = StoredWeight(name=name, tensors={"": found[name]}, shape=found[name].shape)
+    return {name: weights[name] for name in sorted(weights)}, problems
+
+
+def _mxfp4(name: str, found: Mapping[str, FileTensor], quantization: Quantization) -> StoredWeight | None:
+    base = name.removesuffix(_BLOCKS)
+    match found[name].shape, found.get(base + _SCALES):
+        case (experts, rows, groups, 16), FileTensor(shape=of_scales) as scales if base != name and base not in found:
+            if of_scales == (experts, rows, groups):
+                tensors, shape = {_BLOCKS: found[name], _SCALES: scales}, (experts, 32 * groups, rows)
+                return StoredWeight(name=base, tensors=tensors, shape=shape, quantization=quantization)
+    return None
+
+
+def _fp8(name: str, found: Mapping[str, FileTensor], quantization: Quantization) -> StoredWeight | None:
+    if found[name].dtype != FP8:
+        return None
+    tensors = {"": found[name]} | {end: found[name + end] for end in _FP8_SCALES if name + end in found}
+    return StoredWeight(name=name, tensors=tensors, shape=found[name].shape, quantization=quantization)
+
+
+def _int4(name: str, found: Mapping[str, FileTensor], quantization: Quantization) -> StoredWeight | None:
+    base = name.removesuffix(_PACKED)
+    if base == name or found[name].dtype != INT32 or base in found:
+        return None
+    *first, words = found[name].shape
+    tensors = {end: found[base + end] for end in (_PACKED, _SCALE, _SHAPE) if base + end in found}
+    return StoredWeight(name=base, tensors=tensors, shape=(*first, words * _PER_WORD), quantization=quantization)
+
+
+_JOINED = {"mxfp4": _mxfp4, "fp8": _fp8, "int4": _int4}
+
+
+def _problems(weight: StoredWeight) -> Iterator[str]:
+    """Yield a message if the scales of a quantized weight are missing, or have another shape than its blocks need."""
+    assert weight.quantization is not None
+    (*first, rows, columns), block, method = (1, 1, *weight.shape), weight.quantization.block, weight.quantization.method
+    if method == "mxfp4":
+        return
+    end = next((end for end in (_FP8_SCALES if method == "fp8" else (_SCALE,)) if end in weight.tensors), None)
+    if end is None:
+        yield f"missing: {weight.name}{_FP8_SCALES[0] if method == 'fp8' else _SCALE}"
+        return
+    found = weight.tensors[end].shape
+    if method == "fp8" and block is None:
+        wanted = found if all(size == 1 for size in found) else ()
+    else:
+        height, width = (1, columns) if block is None else block
+        wanted = (*first[2:], -(-rows // height), -(-columns // width))
+    if found != wanted:
+        yield f"{weight.name}{end}: expected shape {list(wanted)}, got {list(found)}"

@@ -1,0 +1,164 @@
+"""Models with image input: their text is trained, and all other weights are copied, at layouts spread over the models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import save_file
+
+from nemo_kto.architecture.lora import LoRASettings
+from nemo_kto.config.resolved import ModelFiles
+from nemo_kto.distributed.state import Layout
+from nemo_kto.errors import UserError
+from nemo_kto.huggingface.weights import check_weights
+from tests.helpers import hf_jobs, hf_models
+from tests.helpers.hf_models import weights
+from tests.helpers.messages import raises
+
+TP2 = Layout(tensor=2, sequence_parallel=True)
+LAYOUTS = {
+    "tp2": (TP2, ("mistral3", "qwen2.5-vl", "qwen3-vl-moe", "older/gemma3-vision")),
+    "pp2": (Layout(pipeline=2), ("gemma3-vision", "mistral3-ministral", "qwen3-vl", "older/mistral3", "flat/qwen2.5-vl")),
+    "ep2": (Layout(expert=2), ("llama4-vision", "older/qwen3-vl-moe")),
+}
+UNTRAINED = ("vision", "multi_modal", "visual")  # of the names that transformers writes, after "model."
+FACTOR = 0.5  # exact in any dtype
+
+
+def of_text(name: str) -> bool:
+    return not name.removeprefix("model.").startswith(UNTRAINED)
+
+
+def rewritten(folder: Path, name_of: Callable[[str], str], **turned: Any) -> None:
+    """Other names of the tensors, in a single file; ``turned``: ends of the names of matrices to transpose."""
+    tensors = {name_of(name): each for name, each in weights(folder).items()}
+    tensors = {name: each.mT.contiguous() if name.endswith(tuple(turned)) else each for name, each in tensors.items()}
+    for file in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):
+        file.unlink(missing_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def older(name: str) -> str:
+    """Names of the other form of files."""
+    if name.startswith(("language_model.model.", "language_model.lm_head.")):
+        return name.removeprefix("language_model.").replace("model.", "model.language_model.", 1)
+    return name if name.startswith(("lm_head.", "model.")) else f"model.{name}"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> hf_models.LazyFolders:
+    root = tmp_path_factory.mktemp("models")
+
+    def write(name: str) -> Path:
+        kind, _, plain = name.rpartition("/")
+        if not kind:
+            hf_models.write_model(plain, root / plain)
+            return root / plain
+        folder = root / f"{kind}-{plain}"
+        shutil.copytree(folders[plain], folder)
+        if kind == "older":
+            rewritten(folder, older, gate_up_proj=True, **{"experts.down_proj": True})
+        else:  # as published
+            config = json.loads((folder / "config.json").read_text())
+            rope = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "rope_theta": 1e5}
+            text = {key: value for key, value in config.pop("text_config").items() if key != "rope_parameters"}
+            (folder / "config.json").write_text(json.dumps({**text, **rope, **config}))
+        return folder
+
+    folders = hf_models.LazyFolders(write)
+    return folders
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_text_is_trained_and_the_rest_copied(case: str, ranks: Any, folders: Any, tmp_path: Path) -> None:
+    layout, names = LAYOUTS[case]
+    results = ranks.run(2, hf_jobs.check_models, layout, folders.of(names), tmp_path, FACTOR)
+    for name, folder in folders.of(names).items():
+        source = hf_models.load(folder).eval()
+        expected = source(hf_models.tokens()).logits.detach()
+        for logits in (result[name] for result in results if result[name] is not None):
+            np.testing.assert_allclose(
+                logits, expected.numpy(), rtol=0, atol=1e-5 * expected.abs().max().item(), err_msg=name
+            )
+        before, after = weights(folder), weights(tmp_path / name)
+        assert before.keys() == after.keys()
+        for weight, tensor in before.items():
+            wanted = tensor * FACTOR if of_text(weight) else tensor
+            assert torch.equal(after[weight], wanted), f"{name} {weight}"
+        config = json.loads((folder / "config.json").read_text())
+        if "text_config" in config and not config["tie_word_embeddings"]:
+            config["text_config"] |= {key: False for key in config["text_config"] if key == "tie_word_embeddings"}
+        assert json.loads((tmp_path / name / "config.json").read_text()) == config
+        model, report = hf_models.auto_class(config).from_pretrained(tmp_path / name, output_loading_info=True)
+        assert type(model).__name__ == config["architectures"][0]
+        assert not report["missing_keys"]
+        assert not report["unexpected_keys"]
+        found = model.state_dict()
+        for weight, tensor in source.state_dict().items():
+            assert torch.equal(found[weight], tensor * FACTOR if of_text(weight) else tensor), f"{name} {weight}"
+
+
+def test_processor_files_are_exported(ranks: Any, folders: Any, tmp_path: Path) -> None:
+    shutil.copytree(folders["mistral3"], tmp_path / "model")
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (tmp_path / "model" / name).write_text('{"image_size": 28}')
+    assert ranks.run(1, hf_jobs.export_only, Layout(), tmp_path / "model", tmp_path / "out") == [""]
+    for name in ("preprocessor_config.json", "processor_config.json", "chat_template.jinja", "tokenizer.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
+
+
+ADAPTED = {
+    "mistral3": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
+    "llama4-vision": LoRASettings(rank=2, alpha=4, target_modules=("attention",), layers=(2,)),
+}
+
+
+def test_adapters_fit_the_whole_model_in_peft(ranks: Any, folders: Any, tmp_path: Path) -> None:
+    """They have names of modules of the text model; layers of the vision tower with the same names are left alone."""
+    names = [*ADAPTED]
+    ranks.run(1, hf_jobs.new_adapters, folders.of(names), ADAPTED, tmp_path / "new")
+    for name in names:
+        file = tmp_path / "new" / name / "adapter_model.safetensors"
+        draw = torch.Generator().manual_seed(3)
+        tensors = {key: torch.randn(each.shape, generator=draw) * 0.2 for key, each in weights(file.parent).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    adapters = {name: tmp_path / "new" / name for name in names}
+    results = ranks.run(2, hf_jobs.check_adapters, TP2, folders.of(names), adapters, ADAPTED, tmp_path / "out")
+    for name in names:
+        base = hf_models.load(folders[name])
+        with torch.no_grad():
+            plain = base.eval()(hf_models.tokens()).logits.numpy()
+            model = PeftModel.from_pretrained(base, str(tmp_path / "out" / name / "again")).eval()
+            expected = model(hf_models.tokens()).logits.numpy()
+        adapted = {key.split(".lora_")[0] for key in model.state_dict() if ".lora_" in key}
+        assert len(adapted) == {"mistral3": 14, "llama4-vision": 4}[name]
+        assert not any("vision" in key for key in adapted)
+        atol = 1e-5 * np.abs(expected).max()
+        hf_models.assert_adapted_logits([result[name] for result in results], expected, plain, rtol=0, atol=atol)
+        merged = hf_models.load(tmp_path / "out" / name / "merged").eval()
+        np.testing.assert_allclose(merged(hf_models.tokens()).logits.detach().numpy(), expected, rtol=0, atol=atol)
+
+
+def test_every_weight_is_trained_copied_or_refused(folders: Any, tmp_path: Path) -> None:
+    shutil.copytree(folders["gemma3-vision"], model := tmp_path / "model")
+    architecture = ModelFiles(source=model).architecture
+    assert str(check_weights(architecture, model)) == "28 trained, 34 copied (32 vision tower, 2 projector)"
+    tensors = weights(model)
+    rewritten(model, lambda name: "audio_tower.x" if name.startswith("multi_modal_projector.mm_soft") else name)
+    with raises(UserError, f"{model}", "Gemma3ForConditionalGeneration", "1 differences", "unexpected: audio_tower.x"):
+        check_weights(architecture, model)
+    rewritten(model, lambda name: name.replace("audio_tower.x", "language_model.model.layers.0.x"))
+    with raises(UserError, f"{model}", "1 differences", "unexpected: language_model.model.layers.0.x"):
+        check_weights(architecture, model)
+    text = {name: each for name, each in tensors.items() if of_text(name)}
+    save_file(text, model / "model.safetensors", metadata={"format": "pt"})
+    with raises(UserError, f"{model}", "1 differences", "missing: every weight of the vision tower"):
+        check_weights(architecture, model)
