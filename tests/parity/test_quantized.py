@@ -1,0 +1,161 @@
+"""Files in fp8 and int4: the values that ranks read, logits of transformers with the same values, and exports in floats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nemo_kto.architecture.config_fields import read_quantization
+from nemo_kto.artifacts.safetensors_files import read_header
+from nemo_kto.config.resolved import ModelFiles
+from nemo_kto.distributed.state import Layout
+from nemo_kto.huggingface.stored import stored_weights
+from nemo_kto.huggingface.weights import check_weights
+from tests.helpers import hf_jobs, hf_models
+
+BLOCK, GROUP = (20, 12), 16  # which divide neither the shards of two ranks nor all weights
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP, "actorder": None}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "fp8-block": {"quant_method": "fp8", "weight_block_size": [*BLOCK], "fmt": "e4m3", "activation_scheme": "dynamic"},
+    "fp8-tensor": {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},
+    "int4": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4, "input_activations": None}},
+    },
+}
+Parts = dict[str, Tensor]
+
+
+def fp8_block(values: Tensor, draw: torch.Generator) -> tuple[Parts, Tensor]:
+    """Values in fp8 with a random scale of each block, and what they stand for; the blocks at the edges may be smaller."""
+    rows, columns = (-(-size // block) for size, block in zip(values.shape[-2:], BLOCK, strict=True))
+    scale = torch.rand(*values.shape[:-2], rows, columns, generator=draw) + 0.5
+    stored = values.to(torch.float8_e4m3fn)
+    of_each = scale.repeat_interleave(BLOCK[0], -2).repeat_interleave(BLOCK[1], -1)
+    of_each = of_each[..., : values.shape[-2], : values.shape[-1]]
+    return {"": stored, "_scale_inv": scale}, stored.float() * of_each
+
+
+def fp8_tensor(values: Tensor, draw: torch.Generator) -> tuple[Parts, Tensor]:
+    """As in Ministral's files, whose scales of activations are not needed."""
+    stored, scale = values.to(torch.float8_e4m3fn), torch.rand((), generator=draw).to(torch.bfloat16)
+    return {"": stored, "_scale_inv": scale, "activation": torch.ones(())}, stored.float() * scale.float()
+
+
+def int4(values: Tensor, draw: torch.Generator) -> tuple[Parts, Tensor]:
+    """Eight values in an int32, those of the first columns in the lowest bits, each above its value by 8."""
+    *first, columns = values.shape
+    numbers = torch.randint(-8, 8, values.shape, generator=draw)
+    scale = (torch.rand(*first, -(-columns // GROUP), generator=draw) * 0.1).to(torch.bfloat16)
+    words = (numbers + 8).view(*first, columns // 8, 8) * 16 ** torch.arange(8)
+    packed = words.sum(-1).to(torch.uint32).view(torch.int32)
+    of_each = scale.float().repeat_interleave(GROUP, -1)[..., :columns]
+    return {"_packed": packed, "_scale": scale, "_shape": torch.tensor(values.shape)}, numbers * of_each
+
+
+FORMS: dict[str, Callable[[Tensor, torch.Generator], tuple[Parts, Tensor]]] = {
+    "fp8-block": fp8_block,
+    "fp8-tensor": fp8_tensor,
+    "int4": int4,
+}
+WHERE = [
+    (slice(None), slice(None)),
+    (slice(7, 31), slice(None)),
+    (slice(None), slice(9, 22)),
+    (slice(3, 40, 2), slice(5, 40, 3)),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("experts", [(), (3,)])
+def test_slices_have_the_scales_of_their_values(form: str, experts: tuple[int, ...], tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(2)
+    parts, expected = FORMS[form](torch.randn(*experts, 41, 40, generator=draw), draw)
+    save_file({f"x.weight{end}": part for end, part in parts.items() if end != "activation"}, tmp_path / "x.safetensors")
+    quantization = read_quantization({"quantization_config": CONFIGS[form]})
+    weights, problems = stored_weights(read_header(tmp_path / "x.safetensors", quantized=True)[0], quantization)
+    assert (set(weights), problems) == ({"x.weight"}, [])
+    assert weights["x.weight"].shape == expected.shape
+    with safe_open(tmp_path / "x.safetensors", framework="pt") as opened:
+        for where in WHERE:
+            of_expert = (*(2 for _ in experts), *where)
+            assert torch.equal(weights["x.weight"].read(lambda _: opened, of_expert), expected[of_expert]), where
+        assert torch.equal(weights["x.weight"].read(lambda _: opened), expected)
+
+
+# A model in each form, the tensors that are quantized, and how the start of a run describes it.
+MODELS = {
+    "fp8-block": ("qwen3", ("_proj.weight",), "dequantized from fp8 in blocks of 20 x 12"),
+    "fp8-tensor": ("gemma3-vision", ("_proj.weight", "fc1.weight"), "dequantized from fp8"),
+    "int4": ("mixtral", ("w1.weight", "w2.weight", "w3.weight"), "dequantized from int4 in groups of 16"),
+}
+
+
+def quantize(form: str, folder: Path, plain: Path) -> None:
+    """Quantize the model in ``folder``, with scales in another file than the values, and write its values to ``plain``."""
+    name, ends, _ = MODELS[form]
+    hf_models.write_model(name, folder, dtype=torch.bfloat16, max_shard_size="1GB")
+    hf_models.write_model(name, plain, max_shard_size="1GB")
+    draw, files, values = torch.Generator().manual_seed(4), (dict[str, Tensor](), dict[str, Tensor]()), dict[str, Tensor]()
+    for weight, tensor in load_file(folder / "model.safetensors").items():
+        values[weight] = tensor.float()
+        if not weight.endswith(ends):
+            files[0][weight] = tensor
+            continue
+        parts, values[weight] = FORMS[form](tensor.float(), draw)
+        for end, part in parts.items():
+            stored = weight + end if end != "activation" else weight.removesuffix("weight") + "activation_scale"
+            files[end not in ("", "_packed")][stored] = part
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    (folder / "model.safetensors").unlink()
+    for file, tensors in zip(names, files, strict=True):
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    weight_map = {weight: file for file, tensors in zip(names, files, strict=True) for weight in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    hf_models.edit_config(folder, quantization_config=CONFIGS[form])
+    save_file(values, plain / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("quantized")
+    for form in MODELS:
+        quantize(form, root / form, root / f"{form}-plain")
+    return root
+
+
+def test_logits_and_exports_are_those_of_the_dequantized_model(ranks: Any, folders: Path, tmp_path: Path) -> None:
+    layout = Layout(tensor=2, sequence_parallel=True)
+    results = ranks.run(2, hf_jobs.check_models, layout, {form: folders / form for form in MODELS}, tmp_path)
+    for form in MODELS:
+        expected = hf_models.transformers_logits(folders / f"{form}-plain")
+        near: dict[str, Any] = {"rtol": 0, "atol": 1e-5 * expected.abs().max().item(), "err_msg": form}
+        for result in results:
+            np.testing.assert_allclose(result[form], expected.numpy(), **near)
+        wanted, found = hf_models.weights(folders / f"{form}-plain"), hf_models.weights(tmp_path / form)
+        assert wanted.keys() == found.keys()
+        for weight, values in wanted.items():
+            assert torch.equal(found[weight].float(), values), f"{form} {weight}"
+        assert "quantization_config" not in json.loads((tmp_path / form / "config.json").read_text())
+        model, report = hf_models.auto_class(
+            config := json.loads((tmp_path / form / "config.json").read_text())
+        ).from_pretrained(tmp_path / form, output_loading_info=True)
+        assert type(model).__name__ == config["architectures"][0]
+        assert not report["missing_keys"]
+        assert not report["unexpected_keys"]
+
+
+@pytest.mark.parametrize("form", MODELS)
+def test_the_start_says_how_weights_are_read(form: str, folders: Path) -> None:
+    architecture = ModelFiles(source=folders / form).architecture
+    assert str(check_weights(architecture, folders / form)).endswith(f", {MODELS[form][2]}")
