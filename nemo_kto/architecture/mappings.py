@@ -63,7 +63,7 @@ QWEN_VL: Mapping[str, Any] = {
     "untrained": {"vision tower": r"(model\.)?visual\."},
 }
 # of ``Family.untrained``: layers for the prediction of several tokens, numbered after the others or with names of their own
-MTP_LAYERS = {"MTP layers": r"{model}layers\.{layers}\.|mtp\."}
+MTP_LAYERS = {"MTP layers": r"{model}(layers\.{layers}|mtp_\w+)\.|mtp\."}
 
 
 def renamed(mappings: Iterable[ParamMapping], hf_names: Mapping[str, Mapping[str, Shape]]) -> Mappings:

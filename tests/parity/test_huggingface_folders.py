@@ -76,6 +76,27 @@ def test_extra_tensors_of_old_files_are_ignored(ranks: Any, model: Path) -> None
     assert ranks.run(1, hf_jobs.load_only, Layout(), model) == [""]
 
 
+MTP = {
+    "glm4-moe": ("model.layers.4.eh_proj.weight", "model.layers.4.mlp.gate.e_score_correction_bias"),
+    "ernie4-5-moe": ("model.mtp_block.0.mlp.up_proj.weight", "model.mtp_emb_norm.0.weight"),
+}
+
+
+def test_layers_for_further_tokens_are_copied_and_others_refused(ranks: Any, tmp_path: Path) -> None:
+    for name, layers in MTP.items():
+        hf_models.write_model(name, folder := tmp_path / name, max_shard_size="1GB")
+        extra = {layer: torch.randn(5, dtype=torch.float64) for layer in layers}
+        rewrite(folder, **extra)
+        architecture = ModelFiles(source=folder).architecture
+        assert str(check_weights(architecture, folder)).endswith(" trained, 2 copied (2 MTP layers)")
+        assert ranks.run(1, hf_jobs.export_only, Layout(), folder, tmp_path / f"{name}-out") == [""]
+        found = weights(tmp_path / f"{name}-out")
+        assert all(torch.equal(found[layer], values) for layer, values in extra.items())
+        rewrite(folder, **{"model.layers.5.eh_proj.weight": torch.zeros(1)})
+        with raises(UserError, str(folder), "1 differences", "unexpected: model.layers.5.eh_proj.weight"):
+            check_weights(architecture, folder)
+
+
 def test_a_tied_model_does_not_ignore_an_output_weight_with_other_values(model: Path) -> None:
     rewrite(model, **{"lm_head.weight": torch.zeros(259, 36)})
     with raises(UserError, str(model), "1", "unexpected", "lm_head.weight"):

@@ -63,7 +63,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> hf_models.LazyFolders:
             hf_models.write_model(plain, root / plain)
             return root / plain
         folder = root / f"{kind}-{plain}"
-        shutil.copytree(folders[plain], folder)
+        shutil.copytree(of_models[plain], folder)
         if kind == "older":
             rewritten(folder, older, gate_up_proj=True, **{"experts.down_proj": True})
         else:  # as published
@@ -73,8 +73,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> hf_models.LazyFolders:
             (folder / "config.json").write_text(json.dumps({**text, **rope, **config}))
         return folder
 
-    folders = hf_models.LazyFolders(write)
-    return folders
+    of_models = hf_models.LazyFolders(write)
+    return of_models
 
 
 @pytest.mark.parametrize("case", LAYOUTS)

@@ -88,7 +88,7 @@ def test_slices_have_the_scales_of_their_values(form: str, experts: tuple[int, .
     assert weights["x.weight"].shape == expected.shape
     with safe_open(tmp_path / "x.safetensors", framework="pt") as opened:
         for where in WHERE:
-            of_expert = (*(2 for _ in experts), *where)
+            of_expert: tuple[slice | int, ...] = (*(2 for _ in experts), *where)
             assert torch.equal(weights["x.weight"].read(lambda _: opened, of_expert), expected[of_expert]), where
         assert torch.equal(weights["x.weight"].read(lambda _: opened), expected)
 

@@ -9,7 +9,7 @@ from annotated_types import Ge
 
 from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, PartCount, Positive
 from nemo_kto.architecture.family import ExpertFields, Family
-from nemo_kto.architecture.mappings import DENSE, correction_bias, separate_experts, shared_expert, with_experts
+from nemo_kto.architecture.mappings import DENSE, MTP_LAYERS, correction_bias, separate_experts, shared_expert, with_experts
 
 
 class ErnieFields(ModelFields):
@@ -57,4 +57,5 @@ ERNIE4_5_MOE = replace(
         correction=(1, -1),
         least_sum="moe_norm_min",
     ),
+    untrained=MTP_LAYERS,
 )

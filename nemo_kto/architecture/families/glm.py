@@ -12,6 +12,7 @@ from nemo_kto.architecture.family import SLIDING_LAYERS, ExpertFields, Family
 from nemo_kto.architecture.mappings import (
     DENSE,
     GATE_UP,
+    MTP_LAYERS,
     correction_bias,
     renamed,
     separate_experts,
@@ -75,6 +76,7 @@ GLM4_MOE = Family(
         groups_per_token="topk_group",
         scale="routed_scaling_factor",
     ),
+    untrained=MTP_LAYERS,
 )
 DOTS1 = replace(
     GLM4_MOE,
@@ -82,5 +84,6 @@ DOTS1 = replace(
     hf_architecture="Dots1ForCausalLM",
     flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias", "qk_norm": True},
     partial_rotary=False,
+    untrained={},
     window=SLIDING_LAYERS,
 )
