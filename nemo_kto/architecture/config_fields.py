@@ -107,13 +107,19 @@ class Quantization:
         return self.method + ("" if self.block is None else f" in blocks of {self.block[0]} x {self.block[1]}")
 
 
+def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return ``quantization_config``, which may be that of the text model; None if the weights are not quantized."""
+    text = config.get("text_config")
+    settings = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+    return settings if isinstance(settings, dict) else None
+
+
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     """Return how the weights of a configuration are quantized; None if they are not.
 
     Raises ValueError for a scheme that is not supported; the message names it.
     """
-    settings = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    if settings is None:
+    if (settings := quantization_settings(config)) is None:
         return None
     method, got = str(settings.get("quant_method", "unknown")), ""
     if method == "mxfp4":

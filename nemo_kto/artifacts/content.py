@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nemo_kto.architecture.config_fields import read_quantization
+from nemo_kto.architecture.config_fields import quantization_settings
 from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from nemo_kto.artifacts.checkpoint_files import INFO, config_folder, is_checkpoint
@@ -112,9 +112,19 @@ def model_config(source: Path, *, tied: bool) -> dict[str, Any]:
 
 def is_quantized(folder: Path) -> bool:
     """Return whether the config.json of a folder says that its weights are quantized; False if it cannot be read."""
-    with contextlib.suppress(UserError, ValueError, AttributeError):
-        return read_quantization(read_json(folder / CONFIG)) is not None
+    with contextlib.suppress(UserError):
+        return quantization_settings(read_json(folder / CONFIG)) is not None
     return False
+
+
+def auto_class(folder: Path) -> str:
+    """Return the class of transformers that loads the model in a folder, or the base model of the adapters in it."""
+    with contextlib.suppress(UserError):
+        if (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file():
+            folder = Path(str(read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")))
+        if "vision_config" in read_json(folder / CONFIG):
+            return "AutoModelForImageTextToText"
+    return "AutoModelForCausalLM"
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from nemo_kto.utils.files import irregular, open_file, other_format, read_json, 
 _REMEDY = "download the tokenizer's files again, or write them with save_pretrained"
 _TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 _STOPS = ("generation_config.json", "config.json")  # transformers reads eos_token_id in the first that exists
+_IMAGES = ("image_token_id", "image_token_index", "video_token_id")
 _FORMAT_BYTES = 64  # enough to recognise a file of another format
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _VOCABULARIES = (_TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
@@ -75,6 +76,12 @@ def declared_stop_ids(folder: Path) -> set[int]:
     file = next((folder / name for name in _STOPS if (folder / name).is_file()), None)
     value = None if file is None else read_json(file).get("eos_token_id")
     return {number for number in (value if isinstance(value, list) else [value]) if type(number) is int}
+
+
+def image_ids(folder: Path) -> set[int]:
+    """Return the tokens that stand for an image or a part of a video according to config.json, if it exists."""
+    config = read_json(folder / _STOPS[1]) if (folder / _STOPS[1]).is_file() else {}
+    return {number for name in _IMAGES if type(number := config.get(name)) is int}
 
 
 def has_chat_template(folder: Path) -> bool:

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
+import transformers
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
+from nemo_kto.artifacts.content import auto_class
 from nemo_kto.data.tokens.chat import RecordEncoder, load_tokenizer
 from nemo_kto.device import device
 from nemo_kto.device.precision import bf16_slowdown, bf16_support
@@ -321,7 +323,7 @@ def _load(folder: Path, *, adapters: Path | None, dtype: torch.dtype) -> Any:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = getattr(transformers, auto_class(folder)).from_pretrained(
             folder, dtype=dtype, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # for invalid files transformers may raise any exception

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, find_checkpoints
+from nemo_kto.artifacts.content import auto_class
 from nemo_kto.cli.job import Job
 from nemo_kto.config import compose
 from nemo_kto.config.check import POSITIONS, quoted
@@ -69,10 +70,16 @@ class Run:
         if not self.model_path.is_dir():
             text = f"the run must have exported its model to {self.model_path}, got no such folder"
             raise UserError(f"{text}; train to the end with export.enabled=true, or: nemo-kto export {self.folder} FOLDER")
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        import transformers
 
-        model = AutoModelForCausalLM.from_pretrained(self.model_path, local_files_only=True, **options)
-        return model, AutoTokenizer.from_pretrained(self.model_path, local_files_only=True)
+        loader = getattr(transformers, auto_class(self.model_path))
+        model = loader.from_pretrained(self.model_path, local_files_only=True, **options)
+        return model, transformers.AutoTokenizer.from_pretrained(self.model_path, local_files_only=True)
+
+    def _model_lines(self) -> dict[str, str]:
+        if not self.model_path.is_dir():
+            return {"exported model": "none"}
+        return model_lines(self.model_path, auto_class=auto_class(self.model_path))
 
     def report(self) -> str:
         """Return a summary: first and last value of the main metrics, checkpoints, and how to load the model."""
@@ -80,7 +87,7 @@ class Run:
         lines = {
             **figures_of(self.folder / METRICS_FILE, validations=self.validations),
             "checkpoints": ", ".join(f"step {checkpoint.step}" for checkpoint in kept) or "none",
-            **(model_lines(self.model_path) if self.model_path.is_dir() else {"exported model": "none"}),
+            **self._model_lines(),
         }
         return table(f"run in {self.folder}", lines)
 

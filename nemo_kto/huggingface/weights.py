@@ -54,10 +54,13 @@ class SourceWeights:
     prefixes: Mapping[str, str]  # beginnings of names in the table -> in the files
     quantization: Quantization | None
 
-    def __str__(self) -> str:
+    def describe(self, trained: str = "trained") -> str:
+        """Return the numbers of weights of each kind, the first one as ``trained``; empty if all are stored as floats."""
+        if self.quantization is None and not any(self.copied.values()):
+            return ""
         kinds = [f"{len(weights):,} {kind}" for kind, weights in self.copied.items() if weights]
         count = sum(map(len, self.copied.values()))
-        texts = [f"{len(self.trained):,} trained", *([f"{count:,} copied ({', '.join(kinds)})"] if kinds else [])]
+        texts = [f"{len(self.trained):,} {trained}", *([f"{count:,} copied ({', '.join(kinds)})"] if kinds else [])]
         texts += [f"{number:,} left out ({kind})" for kind, number in self.left_out.items() if number]
         return ", ".join([*texts, *([] if self.quantization is None else [f"dequantized from {self.quantization}"])])
 

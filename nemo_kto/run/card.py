@@ -23,7 +23,7 @@ import yaml
 from nemo_kto import __version__
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
-from nemo_kto.artifacts.content import CARD
+from nemo_kto.artifacts.content import CARD, auto_class
 from nemo_kto.artifacts.hub import HUB, hub_name
 from nemo_kto.artifacts.tokenizer_files import has_chat_template
 from nemo_kto.config.keys import table
@@ -302,8 +302,8 @@ def _data_names(prefix: object) -> Iterator[str]:
 
 
 def _use(sources: CardSources) -> str:
-    kind, tokenizer = "AutoModelForCausalLM", THIS_MODEL
-    imports = "from transformers import AutoModelForCausalLM, AutoTokenizer"
+    kind, tokenizer = auto_class(sources.original), THIS_MODEL
+    imports = f"from transformers import {kind}, AutoTokenizer"
     if sources.adapters:
         kind, tokenizer = "AutoPeftModelForCausalLM", sources.base[0] or BASE_MODEL
         imports = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"

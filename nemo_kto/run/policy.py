@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from nemo_kto.architecture.lora import LoRASettings, adapts_experts
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.artifacts.adapter_files import is_our_adapter, read_adapter_settings
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, INFO, check_checkpoint, is_checkpoint
+from nemo_kto.artifacts.content import auto_class
 from nemo_kto.artifacts.safetensors_files import is_our_model
 from nemo_kto.artifacts.sources import is_peft_folder, named_base, refuse_other_shape
 from nemo_kto.checkpoint.discovery import newest_checkpoint
@@ -54,6 +55,16 @@ class Policy:
     def architecture(self) -> Architecture:
         """Architecture with the padding of the layout."""
         return self.files.architecture
+
+    @cached_property
+    def weights_line(self) -> dict[str, str]:
+        """Line of a report about the weights of its files, by its label; empty if each is trained as it is stored."""
+        folder = self.files.original or self.files.own.base
+        if is_checkpoint(folder):
+            return {}
+        weights = check_weights(self.architecture, folder)
+        text = weights.describe("trained" if self.adapters is None else "of the base model")
+        return {"weights": text} if text else {}
 
     @property
     def base_model(self) -> Path:
@@ -236,4 +247,6 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> 
         run_folder=run_folder if (run_folder / CONFIG_FILE).is_file() else None,
     )
     state.destroy()
-    print(table(f"nemo-kto export: {checkpoint}", adapter_lines(out) if adapter else model_lines(out)), flush=True)
+    loader = auto_class(out)
+    lines = adapter_lines(out, auto_class=loader) if adapter else model_lines(out, auto_class=loader) | policy.weights_line
+    print(table(f"nemo-kto export: {checkpoint}", lines), flush=True)

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.architecture.lora import EMBEDDING, linear_modules
 from nemo_kto.artifacts.checkpoint_files import Checkpoint, find_checkpoints
+from nemo_kto.artifacts.content import auto_class
 from nemo_kto.config.compose import DEFAULT_LR
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
@@ -52,6 +53,7 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
     omitted = f"; each epoch omits {rest:,} {unit}, different ones each time" if rest else ""
     lines = {
         "model": f"{source} ({architecture.family.name}), {short(parameters)} parameters, {trained}",
+        **policy.weights_line,
         **run.files.output_line,
         "adapters": adapters,
         **{name: split_text(unit, examples.counts) for name, examples in data.splits.in_use.items()},
@@ -190,6 +192,8 @@ def _export_lines(
     if export.which == "best" and best is not None:
         which = "best checkpoint" if len(_compared(run, kept)) > 1 else "only validated checkpoint"
         weights = f"the {which}, step {best.step}"
+    path, loader = Path(export.path), auto_class(Path(export.path))
     if policy.adapters is None:
-        return model_lines(Path(export.path), weights)
-    return {**model_lines(Path(export.path), f"{weights}, adapters merged"), **adapter_lines(Path(export.adapter_path))}
+        return model_lines(path, weights, auto_class=loader) | policy.weights_line
+    merged = model_lines(path, f"{weights}, adapters merged", auto_class=loader) | policy.weights_line
+    return {**merged, **adapter_lines(Path(export.adapter_path), auto_class=loader)}

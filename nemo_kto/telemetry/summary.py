@@ -14,6 +14,8 @@ from nemo_kto.telemetry.loggers import read_metrics
 from nemo_kto.telemetry.progress import ONE_VALIDATION_SET, SHOWN
 from nemo_kto.utils.text import terminal_line
 
+_CAUSAL = "AutoModelForCausalLM"  # class of transformers that loads text models
+
 
 def layout_text(
     *,
@@ -51,15 +53,17 @@ def table(title: str, lines: Mapping[str, str]) -> str:
     )
 
 
-def model_lines(folder: Path, what: str = "") -> dict[str, str]:
+def model_lines(folder: Path, what: str = "", *, auto_class: str = _CAUSAL) -> dict[str, str]:
     """Return lines with the folder of a model in Hugging Face format, its description ``what``, and how to load it."""
-    load = f'transformers.AutoModelForCausalLM.from_pretrained("{folder}")'
+    load = f'transformers.{auto_class}.from_pretrained("{folder}")'
     return {"exported model": f"{folder} ({what})" if what else str(folder), "load it with": load}
 
 
-def adapter_lines(folder: Path) -> dict[str, str]:
+def adapter_lines(folder: Path, *, auto_class: str = _CAUSAL) -> dict[str, str]:
     """Return lines with the folder of adapters in PEFT format, and how to load them."""
     load = f'peft.AutoPeftModelForCausalLM.from_pretrained("{folder}")'
+    if auto_class != _CAUSAL:
+        load = f'peft.PeftModel.from_pretrained(transformers.{auto_class}.from_pretrained(MODEL), "{folder}")'
     return {"exported adapters": str(folder), "load them with": load}
 
 

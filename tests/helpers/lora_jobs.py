@@ -17,6 +17,7 @@ from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.checkpoint.discovery import newest_checkpoint
 from nemo_kto.checkpoint.manager import CheckpointManager
+from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.huggingface.peft import export_adapter, load_adapter
@@ -295,6 +296,7 @@ def manager_of(chunks: list[Any], optimizer: Any, folder: Path, source: Path, **
         save_top_k=-1,
         async_save=False,
         hugging_face_source=source,
+        original=ModelFiles(source=source).original,
     )
 
 

@@ -88,7 +88,7 @@ def test_layers_for_further_tokens_are_copied_and_others_refused(ranks: Any, tmp
         extra = {layer: torch.randn(5, dtype=torch.float64) for layer in layers}
         rewrite(folder, **extra)
         architecture = ModelFiles(source=folder).architecture
-        assert str(check_weights(architecture, folder)).endswith(" trained, 2 copied (2 MTP layers)")
+        assert check_weights(architecture, folder).describe().endswith(" trained, 2 copied (2 MTP layers)")
         assert ranks.run(1, hf_jobs.export_only, Layout(), folder, tmp_path / f"{name}-out") == [""]
         found = weights(tmp_path / f"{name}-out")
         assert all(torch.equal(found[layer], values) for layer, values in extra.items())

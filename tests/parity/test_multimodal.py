@@ -15,13 +15,17 @@ from peft import PeftModel
 from safetensors.torch import save_file
 
 from nemo_kto.architecture.lora import LoRASettings
+from nemo_kto.artifacts.content import auto_class
 from nemo_kto.config.resolved import ModelFiles
+from nemo_kto.data.rows.records import KTORecord, RowError
+from nemo_kto.data.tokens.chat import RecordEncoder, load_tokenizer
 from nemo_kto.distributed.state import Layout
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.weights import check_weights
-from tests.helpers import hf_jobs, hf_models
+from nemo_kto.run.policy import Policy, export_checkpoint
+from tests.helpers import hf_jobs, hf_models, lora_jobs
 from tests.helpers.hf_models import weights
-from tests.helpers.messages import raises
+from tests.helpers.messages import assert_names, raises
 
 TP2 = Layout(tensor=2, sequence_parallel=True)
 LAYOUTS = {
@@ -115,6 +119,31 @@ def test_processor_files_are_exported(ranks: Any, folders: Any, tmp_path: Path) 
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
 
 
+def test_a_checkpoint_is_exported_with_the_weights_of_its_original_model(ranks: Any, folders: Any, tmp_path: Path) -> None:
+    shutil.copytree(folders["qwen3-vl"], tmp_path / "model")
+    ranks.run(1, lora_jobs.train_and_save, Layout(), tmp_path / "model", None, tmp_path / "run", 1)
+    (checkpoint,) = (tmp_path / "run").iterdir()
+    ranks.run(1, export_checkpoint, checkpoint, tmp_path / "out")
+    before, after = weights(tmp_path / "model"), weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for name, values in before.items():
+        assert torch.equal(after[name], values) is not of_text(name), name
+    assert auto_class(tmp_path / "out") == "AutoModelForImageTextToText"
+    policy = Policy(files=ModelFiles(source=checkpoint), chunks=[], adapters=None)
+    assert policy.weights_line == {"weights": "24 trained, 27 copied (27 vision tower)"}
+    (tmp_path / "model").rename(tmp_path / "elsewhere")
+    with raises(UserError, f"{checkpoint}", "original", f"{tmp_path / 'model'}", "copy it", "trainer.json"):
+        export_checkpoint(checkpoint, tmp_path / "again")
+
+
+def test_rows_with_tokens_of_images_are_refused(folders: Any) -> None:
+    encoder = RecordEncoder(tokenizer=load_tokenizer(folders["gemma3-vision"]))
+    row = KTORecord(prompt="a <pad> b", response="c", desirable=True, line=1)
+    (refused,) = encoder.encode([row])
+    assert isinstance(refused, RowError)
+    assert_names(str(refused), "'<pad>'", "image", "leave")
+
+
 ADAPTED = {
     "mistral3": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "llama4-vision": LoRASettings(rank=2, alpha=4, target_modules=("attention",), layers=(2,)),
@@ -150,7 +179,7 @@ def test_adapters_fit_the_whole_model_in_peft(ranks: Any, folders: Any, tmp_path
 def test_every_weight_is_trained_copied_or_refused(folders: Any, tmp_path: Path) -> None:
     shutil.copytree(folders["gemma3-vision"], model := tmp_path / "model")
     architecture = ModelFiles(source=model).architecture
-    assert str(check_weights(architecture, model)) == "28 trained, 34 copied (32 vision tower, 2 projector)"
+    assert check_weights(architecture, model).describe() == "28 trained, 34 copied (32 vision tower, 2 projector)"
     tensors = weights(model)
     rewritten(model, lambda name: "audio_tower.x" if name.startswith("multi_modal_projector.mm_soft") else name)
     with raises(UserError, f"{model}", "Gemma3ForConditionalGeneration", "1 differences", "unexpected: audio_tower.x"):

@@ -158,4 +158,4 @@ def test_logits_and_exports_are_those_of_the_dequantized_model(ranks: Any, folde
 @pytest.mark.parametrize("form", MODELS)
 def test_the_start_says_how_weights_are_read(form: str, folders: Path) -> None:
     architecture = ModelFiles(source=folders / form).architecture
-    assert str(check_weights(architecture, folders / form)).endswith(f", {MODELS[form][2]}")
+    assert check_weights(architecture, folders / form).describe().endswith(f", {MODELS[form][2]}")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from nemo_kto.artifacts.tokenizer_files import chat_template_file, check_ids, check_tokenizer, declared_stop_ids
+from nemo_kto.artifacts.tokenizer_files import chat_template_file, check_ids, check_tokenizer, declared_stop_ids, image_ids
 from nemo_kto.data.rows.records import KTORecord, LastRowError, Message, PromptRecord, RowError, TextOrMessages
 from nemo_kto.data.tokens.template_trial import REMEDY, Conversation, out_of_memory, try_template
 from nemo_kto.errors import UserError, printable, show
@@ -108,6 +108,7 @@ class RecordEncoder:
         self._tokenizer = tokenizer
         beyond = {} if vocab_size is None else tokenizer.get_vocab()
         self._beyond = {number: token for token, number in beyond.items() if number >= (vocab_size or 0)}
+        self._image_ids = image_ids(Path(tokenizer.name_or_path)) if tokenizer.name_or_path else set()
         self._eos_id: int = tokenizer.eos_token_id
         self.apply_chat_template = apply_chat_template
         self.has_chat_template = tokenizer.chat_template is not None
@@ -328,6 +329,9 @@ class RecordEncoder:
                 f"each token must be in the model's vocabulary, got {token} beyond its vocab_size; remove it from the row, "
                 "or use the model's own tokenizer"
             )
+        if images := self._image_ids & {*prompt, *answer}:
+            token = show(self._tokenizer.convert_ids_to_tokens(min(images)))
+            return RowError(f"each token must be of text, got {token}, which stands for an image; leave such rows out")
         return EncodedExample(prompt, answer if ended else [*answer, self._eos_id])
 
 

@@ -1,0 +1,186 @@
+"""Damaged models with image input, and damaged files in fp8 and int4: each is refused with one clear error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.huggingface.mapping import wanted_weights
+from tests.helpers.messages import Message
+from tests.hostile.folders import (
+    CONFIG,
+    GONE,
+    Break,
+    assert_harmless,
+    config,
+    cut,
+    fields,
+    indexed,
+    launcher_says,
+    ranks_say,
+    shapes,
+    write,
+)
+
+WEIGHTS = "model.safetensors"
+TEXT = {name: value for name, value in CONFIG.items() if name != "architectures"} | {"model_type": "mistral", "head_dim": 4}
+IMAGES: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "model_type": "mistral3",
+    "tie_word_embeddings": True,
+    "text_config": TEXT,
+    "vision_config": {"model_type": "pixtral", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
+}
+FP8: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [8, 4], "fmt": "e4m3"}
+OF_WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 8, "actorder": None}
+INT4: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": OF_WEIGHTS, "input_activations": None}},
+}
+UP, SCALE = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight_scale"  # [12, 8]
+VISION, PROJECTOR = "vision_tower.ln_pre.weight", "multi_modal_projector.norm.weight"
+REFUSED = Message("quantization_config", "mxfp4", "fp8", "compressed-tensors", "pack-quantized", "unquantized")
+
+
+def tensors(**changes: Tensor | None) -> Break:
+    """Other tensors, with two underscores in the place of a dot; None removes one."""
+
+    def apply(folder: Path) -> None:
+        named = {name.replace("__", "."): tensor for name, tensor in changes.items()}
+        kept = {**load_file(folder / WEIGHTS), **named}
+        save_file({name: each for name, each in kept.items() if each is not None}, folder / WEIGHTS)
+
+    return apply
+
+
+def named(**changes: Tensor | None) -> Break:
+    """The same for tensors of the matrix that is quantized: the ends of their names."""
+    return tensors(**{UP.replace(".", "__") + end: tensor for end, tensor in changes.items()})
+
+
+def int4(**changes: object) -> Break:
+    """Another scheme of compressed-tensors; GONE removes an entry."""
+    weights = {**OF_WEIGHTS, **changes}
+    group = {"targets": ["Linear"], "weights": {name: value for name, value in weights.items() if value is not GONE}}
+    return config(quantization_config={**INT4, "config_groups": {"group_0": group}})
+
+
+def text(**changes: object) -> Break:
+    return config(text_config={**TEXT, **changes})
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(shape)
+
+
+CASES: dict[str, dict[str, tuple[Break, Message]]] = {
+    "images": {
+        "no text_config": (config(text_config=GONE), Message("text_config", "mistral3", "none", "download")),
+        "text_config is a list": (config(text_config=[1]), Message("text_config", "object", "[1]", "download")),
+        "another text model": (
+            text(model_type="mistral4"),
+            Message("model_type", "text_config", "mistral or ministral3", "'mistral4'"),
+        ),
+        "a text model without size": (text(hidden_size=0), Message("hidden_size", "1", "0", "save_pretrained")),
+        "heads of the text model": (text(num_key_value_heads=3), Message("num_attention_heads", "2", "3")),
+        "model_type of a text model": (config(model_type="mistral"), Message("model_type", "'mistral3'", "'mistral'")),
+        "ties are a string": (config(tie_word_embeddings="yes"), Message("tie_word_embeddings", "yes")),
+        "no vision tower": (tensors(**{VISION.replace(".", "__"): None}), Message("missing", "vision tower")),
+        "no projector": (tensors(**{PROJECTOR.replace(".", "__"): None}), Message("missing", "projector")),
+        "a vision tensor that only the index names": (
+            indexed({"weight_map": {VISION: WEIGHTS, "vision_tower.patch_conv.weight": WEIGHTS}}),
+            Message("index.json", "vision_tower.patch_conv.weight", WEIGHTS),
+        ),
+        "weights are cut": (cut(WEIGHTS, 0.9), Message(WEIGHTS, "cut short", "download")),
+        "sounds": (tensors(audio_tower__x=ones(2)), Message("1 differences", "unexpected: audio_tower.x")),
+        "integers": (shapes({}, "I32"), Message("I32", "F64, F32, F16 or BF16", "unquantized")),
+    },
+    "fp8": {
+        "no scale": (named(_scale_inv=None), Message("1 differences", f"missing: {UP}_scale_inv")),
+        "a scale of another shape": (named(_scale_inv=ones(3, 2)), Message(f"{UP}_scale_inv", "[2, 2]", "[3, 2]")),
+        "one scale in the place of those of blocks": (named(_scale_inv=ones()), Message(f"{UP}_scale_inv", "[2, 2]", "[]")),
+        "a scale of nothing": (named(_scale_inv_scale_inv=ones()), Message(f"unexpected: {UP}_scale_inv_scale_inv")),
+        "scales of keys": (
+            tensors(model__layers__0__self_attn__k_scale=ones()),
+            Message("unexpected: model.layers.0.self_attn.k_scale"),
+        ),
+        "blocks without a size": (config(quantization_config={**FP8, "weight_block_size": [0, 8]}), REFUSED),
+        "another format of fp8": (config(quantization_config={**FP8, "fmt": "e5m2"}), Message("fp8", "e5m2", "unquantized")),
+        "no quantization_config": (config(quantization_config=GONE), Message("F8_E4M3", "F64", "unquantized")),
+        "weights of another size": (
+            named(**{"": torch.zeros(13, 8).to(torch.float8_e4m3fn)}),
+            Message(UP, "[12, 8]", "[13, 8]"),
+        ),
+    },
+    "int4": {
+        "no scale": (named(_scale=None), Message("1 differences", f"missing: {SCALE}")),
+        "a scale of another shape": (named(_scale=ones(12, 2)), Message(SCALE, "[12, 1]", "[12, 2]")),
+        "zero points": (named(_zero_point=torch.zeros(2, 1, dtype=torch.int32)), Message(f"unexpected: {UP}_zero_point")),
+        "eight bits": (int4(num_bits=8), Message("pack-quantized", "'num_bits': 8", "unquantized")),
+        "an asymmetric scheme": (int4(symmetric=False), Message("compressed-tensors", "'symmetric': False")),
+        "no strategy": (int4(strategy=GONE), Message("compressed-tensors", "unquantized")),
+        "reordered columns": (int4(actorder="group"), Message("'actorder': 'group'")),
+        "another format": (
+            config(quantization_config={**INT4, "format": "nvfp4-pack-quantized"}),
+            Message("'nvfp4-pack-quantized'", "unquantized"),
+        ),
+        "another method": (config(quantization_config={"quant_method": "awq"}), Message("quant_method 'awq'")),
+        "groups are a list": (config(quantization_config={**INT4, "config_groups": [1]}), REFUSED),
+        "integers without a scale": (
+            named(_packed=None, **{"": torch.zeros(12, 8, dtype=torch.int32)}),
+            Message(f"{UP}: expected floats, got I32"),
+        ),
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(here: Path, request: pytest.FixtureRequest) -> Path:
+    """A valid folder of the kind of the case."""
+    kind, folder = request.param, here / "model"
+    if kind == "images":
+        write(folder / "config.json", IMAGES)
+    weights = {
+        name: torch.zeros(shape) for name, shape in wanted_weights(read_architecture(folder, tensor_parallel=1)).items()
+    }
+    if kind == "images":
+        weights = {f"language_model.{name}": each for name, each in weights.items()} | {VISION: ones(8), PROJECTOR: ones(8)}
+    elif kind == "fp8":
+        weights |= {UP: weights[UP].to(torch.float8_e4m3fn), f"{UP}_scale_inv": ones(2, 2)}
+        fields("config.json", quantization_config=FP8)(folder)
+    else:
+        packed = torch.zeros(weights.pop(UP).shape[0], 1, dtype=torch.int32)
+        weights |= {f"{UP}_packed": packed, SCALE: ones(12, 1), f"{UP}_shape": torch.tensor([12, 8])}
+        fields("config.json", quantization_config=INT4)(folder)
+    save_file(weights, folder / WEIGHTS)
+    return folder
+
+
+@pytest.mark.parametrize("model", CASES, indirect=True)
+def test_valid_folders_give_no_error(model: Path, here: Path) -> None:
+    assert launcher_says(model, here / "rows.jsonl") == []
+    assert ranks_say(model) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "case"), [(kind, case) for kind, cases in CASES.items() for case in cases], indirect=["model"]
+)
+def test_damage_ends_with_one_error(model: Path, here: Path, case: str, request: pytest.FixtureRequest) -> None:
+    kind = request.node.callspec.params["model"]
+    breaks, expected = CASES[kind][case]
+    breaks(model)
+    found = ranks_say(model)
+    assert found is not None
+    assert found == expected
+    assert ";" in found or "\n  download" in found, "a remedy is missing"
+    assert_harmless(found)
+    for line in launcher_says(model, here / "rows.jsonl"):
+        assert line.startswith("pretrained_checkpoint.restore_from_path ")
+        assert line == expected
