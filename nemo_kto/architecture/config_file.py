@@ -19,7 +19,7 @@ from nemo_kto.utils.field_errors import file_errors
 from nemo_kto.utils.files import read_json, refuse_code
 
 CONFIG = "config.json"
-PAGE = "docs/reference/supported.md"
+PAGE = "docs/reference/README.md#supported"
 _REMEDY = "download the model again, or write it with save_pretrained"
 # Parts that this program lacks, by the beginning of the fields of config.json that describe them.
 _LACKING = {

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
+from nemo_kto.architecture.families import FAMILIES, MULTIMODAL
 from nemo_kto.config import migration, translation
 from nemo_kto.config.compose import DEFAULT_LR, config_folder
 from nemo_kto.config.schema import config_type
@@ -149,6 +150,17 @@ def default_table() -> str:
     return table(("", "ours", *(trainer["title"] for trainer in trainers)), rows)
 
 
+def family_table() -> str:
+    """Return the table of docs/reference/README.md with the model families, by their ``model_type``."""
+    rows = []
+    for family in (*FAMILIES.values(), *MULTIMODAL):
+        notes = ["experts"] if family.experts is not None else []
+        notes += [f"image input; text model `{family.text_type}`"] if family.text_type else []
+        notes += [f"{kind} are copied" for kind in family.untrained if not family.text_type]
+        rows.append((f"`{family.name}`", f"`{family.hf_architecture}`", ", ".join(notes)))
+    return table(("family", "class", ""), sorted(rows))
+
+
 def metric_table() -> str:
     """Return the table of docs/start/from-trl.md with the names of metrics."""
     metrics = translation.table()["metrics"].items()
@@ -167,6 +179,7 @@ TABLES = {
     "other names": alias_table,
     "defaults": default_table,
     "metrics": metric_table,
+    "families": family_table,
 }
 _TABLE = re.compile(r"(<!-- generated: ([\w -]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 

@@ -14,6 +14,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import save_file
 
+from nemo_kto.architecture.families import MULTIMODAL
 from nemo_kto.architecture.lora import LoRASettings
 from nemo_kto.artifacts.content import auto_class
 from nemo_kto.config.resolved import ModelFiles
@@ -79,6 +80,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> hf_models.LazyFolders:
 
     of_models = hf_models.LazyFolders(write)
     return of_models
+
+
+def test_there_is_a_model_of_each_kind() -> None:
+    configs = [make() for make in hf_models.MULTIMODAL.values()]
+    found = {(config.model_type, config.text_config.model_type) for config in configs}
+    assert found == {(family.name, family.text_type) for family in MULTIMODAL}
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
