@@ -55,7 +55,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
     ),
     "a newer model of a known family": (
         config(architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", linear_num_value_heads=32),
-        Message("Qwen3NextForCausalLM", "nearest is Qwen3MoeForCausalLM", "gated delta rule", "docs/reference/README.md#supported"),
+        Message("Qwen3NextForCausalLM", "nearest is Qwen3MoeForCausalLM", "gated delta rule", "README.md#supported"),
     ),
     "latent attention": (
         config(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", kv_lora_rank=512),
