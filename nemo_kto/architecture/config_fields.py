@@ -127,7 +127,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     if method == "fp8":
         size, fmt = settings.get("weight_block_size"), settings.get("fmt", "e4m3")
         is_block = isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)
-        if fmt == "e4m3" and (size is None or is_block):
+        if fmt in ("e4m3", "float8_e4m3fn") and (size is None or is_block):
             return Quantization(method=method, block=None if size is None else (size[0], size[1]))
         got = f" with weight_block_size {size!r} and fmt {fmt!r}"
     elif method == "compressed-tensors":

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 
 from nemo_kto.architecture.config_fields import read_quantization
 from nemo_kto.artifacts.safetensors_files import read_header
@@ -25,7 +26,7 @@ from tests.helpers import hf_jobs, hf_models
 BLOCK, GROUP = (20, 12), 16  # which divide neither the shards of two ranks nor all weights
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP, "actorder": None}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "fp8-block": {"quant_method": "fp8", "weight_block_size": [*BLOCK], "fmt": "e4m3", "activation_scheme": "dynamic"},
+    "fp8-block": {"quant_method": "fp8", "weight_block_size": [*BLOCK], "fmt": "float8_e4m3fn"},
     "fp8-tensor": {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},
     "int4": {
         "quant_method": "compressed-tensors",
@@ -74,6 +75,14 @@ WHERE = [
     (slice(None), slice(9, 22)),
     (slice(3, 40, 2), slice(5, 40, 3)),
 ]
+
+
+def test_values_of_fp8_equal_transformers() -> None:
+    draw = torch.Generator().manual_seed(2)
+    parts, expected = fp8_block(torch.randn(3, 41, 40, generator=draw), draw)
+    assert torch.equal(_dequantize_fp8_weight(parts[""], parts["_scale_inv"], [*BLOCK], torch.float32), expected)
+    parts, expected = fp8_tensor(torch.randn(41, 40, generator=draw), draw)
+    assert torch.equal(_dequantize_fp8_weight(parts[""], parts["_scale_inv"], None, torch.float32), expected)
 
 
 @pytest.mark.parametrize("form", FORMS)
