@@ -60,6 +60,8 @@ def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
         given = {name: value for name, value in text.items() if name in fields.model_fields}
         if given.get("use_sliding_window") is False and given.get("sliding_window") == 0:
             del given["sliding_window"]  # transformers writes 0 for Qwen2-MoE models without a window
+        if family is not None and family.chunked and given.get("no_rope_layers") == []:
+            del given["no_rope_layers"]  # published Llama 4, for the default
         wrong = wrong or file_errors(fields, given)
         if wrong:
             raise ValueError(f"{'; '.join(wrong)}; {_REMEDY}")

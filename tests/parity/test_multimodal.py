@@ -117,6 +117,16 @@ def test_text_is_trained_and_the_rest_copied(case: str, ranks: Any, folders: Any
             assert torch.equal(found[weight], tensor * FACTOR if of_text(weight) else tensor), f"{name} {weight}"
 
 
+def test_an_output_weight_with_other_values_is_found_by_its_prefix(folders: Any, tmp_path: Path) -> None:
+    """Published files of Mistral Small do not say that they are not tied, as transformers assumes."""
+    shutil.copytree(folders["mistral3"], model := tmp_path / "model")
+    hf_models.edit_config(model, tie_word_embeddings=None)
+    files = ModelFiles(source=model)
+    assert files.architecture.untied
+    assert list(files.output_line) == ["output layer"]
+    check_weights(files.architecture, model)
+
+
 def test_processor_files_are_exported(ranks: Any, folders: Any, tmp_path: Path) -> None:
     shutil.copytree(folders["mistral3"], tmp_path / "model")
     for name in ("preprocessor_config.json", "processor_config.json"):

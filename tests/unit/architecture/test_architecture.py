@@ -237,6 +237,12 @@ def test_gemma3_has_two_ropes(
         ("Qwen2ForCausalLM", {"sliding_window": 16}, (None, None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, (None, 16, 16)),
         ("Llama4ForCausalLM", {"attention_chunk_size": 16, "no_rope_layers": [1, 0, 1]}, (16, None, 16)),
+        # as published: every fourth layer
+        (
+            "Llama4ForCausalLM",
+            {"attention_chunk_size": 16, "no_rope_layers": [], "num_hidden_layers": 4},
+            (16, 16, 16, None),
+        ),
         (
             "Llama4ForCausalLM",
             {"attention_chunk_size": 16, "layer_types": ["full_attention", "full_attention", "chunked_attention"]},
