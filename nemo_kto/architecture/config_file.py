@@ -152,18 +152,18 @@ def _check_layers_and_heads(config: Mapping[str, Any], family: Family) -> None:
 
 
 def _check_experts(config: Mapping[str, Any], fields: ExpertFields, family: str) -> None:
-    number, chosen = config.get(fields.number), config.get(fields.per_token)
+    number, chosen = config.get(fields.number), config.get(fields.chosen)
     if number is not None and chosen is not None and chosen > number:
-        raise ValueError(f"{fields.per_token} must be at most the number of experts, {number}, got {chosen}; {_REMEDY}")
-    groups, allowed = config.get(fields.groups) or 1, config.get(fields.groups_per_token) or 1
+        raise ValueError(f"{fields.chosen} must be at most the number of experts, {number}, got {chosen}; {_REMEDY}")
+    groups, allowed = config.get(fields.groups) or 1, config.get(fields.chosen_groups) or 1
     if number is not None and (number % groups or (groups > 1 and number < 2 * groups) or allowed > groups):
         raise ValueError(
-            f"{fields.groups} must divide the {number} experts into groups of at least 2, and {fields.groups_per_token} "
+            f"{fields.groups} must divide the {number} experts into groups of at least 2, and {fields.chosen_groups} "
             f"of them are chosen, got {groups} and {allowed}; {_REMEDY}"
         )
     if number is not None and chosen is not None and chosen > number // groups * allowed:
         raise ValueError(
-            f"{fields.per_token} must be at most the {number // groups * allowed} experts of {fields.groups_per_token} "
+            f"{fields.chosen} must be at most the {number // groups * allowed} experts of {fields.chosen_groups} "
             f"groups, got {chosen}; {_REMEDY}"
         )
     if fields.weighs_input and (chosen or 1) > 1:

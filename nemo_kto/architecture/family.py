@@ -40,7 +40,7 @@ class Experts:
     # weights, and never trained (Wang et al. 2024, arXiv 2408.15664); empty: there is none.
     correction: tuple[int, ...] = ()
     groups: int = 1  # a token chooses from the experts of the groups whose two best ones have the largest scores
-    groups_per_token: int = 1
+    chosen_groups: int = 1
     scale: float = 1.0  # factor on the weights of a token's experts
     least_sum: float = 1e-20  # of the scores by whose sum normalised weights are divided
     router_in_fp32: bool = True  # logits are computed in fp32, else in the dtype of the model
@@ -54,13 +54,13 @@ class ExpertFields:
     """Fields of a configuration that describe its mixture of experts; those with an empty name do not exist."""
 
     number: str = "num_local_experts"
-    per_token: str = "num_experts_per_tok"
+    chosen: str = "num_experts_per_tok"  # number of experts for each token
     ffn_hidden_size: str = "intermediate_size"
     shared_ffn_hidden_size: str = ""
     shared_experts: str = ""  # number of shared experts, which are as wide as the others, in the place of a width
     normalized: str | bool = True  # also a constant
     groups: str = ""
-    groups_per_token: str = ""
+    chosen_groups: str = ""
     scale: str = ""
     least_sum: str = ""
     sparse_layers: str = ""  # numbers of the layers with experts, from 0; if absent, these follow from the next two
@@ -81,7 +81,7 @@ class ExpertFields:
         shared_width = width * (getattr(config, self.shared_experts) or 0) if self.shared_experts else 0
         return Experts(
             number=number,
-            per_token=getattr(config, self.per_token),
+            per_token=getattr(config, self.chosen),
             ffn_hidden_size=width,
             normalized=bool(getattr(config, normalized)) if isinstance(normalized, str) else normalized,
             layers=tuple(layer in layers for layer in range(config.num_hidden_layers)),
@@ -90,7 +90,7 @@ class ExpertFields:
             sigmoid=self.sigmoid,
             correction=tuple(number if size == -1 else size for size in self.correction),
             groups=getattr(config, self.groups, 1) or 1,
-            groups_per_token=getattr(config, self.groups_per_token, 1) or 1,
+            chosen_groups=getattr(config, self.chosen_groups, 1) or 1,
             scale=getattr(config, self.scale, 1.0),
             least_sum=getattr(config, self.least_sum, 1e-20),
             router_in_fp32=self.router_in_fp32,

@@ -47,7 +47,7 @@ ERNIE4_5_MOE = replace(
     ),
     experts=ExpertFields(
         number="moe_num_experts",
-        per_token="moe_k",
+        chosen="moe_k",
         ffn_hidden_size="moe_intermediate_size",
         shared_experts="moe_num_shared_experts",
         shared_gate=False,

@@ -73,7 +73,7 @@ GLM4_MOE = Family(
         sigmoid=True,
         correction=(-1,),
         groups="n_group",
-        groups_per_token="topk_group",
+        chosen_groups="topk_group",
         scale="routed_scaling_factor",
     ),
     untrained=MTP_LAYERS,

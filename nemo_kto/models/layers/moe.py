@@ -129,7 +129,7 @@ class CorrectedRouter(BalancedRouter):
         corrected_TE = scores_TE.detach() + self.correction_bias
         if experts.groups > 1:
             corrected_Tgn = corrected_TE.unflatten(-1, (experts.groups, -1))
-            best_Tg = corrected_Tgn.topk(2, dim=-1).values.sum(dim=-1).topk(experts.groups_per_token, dim=-1).indices
+            best_Tg = corrected_Tgn.topk(2, dim=-1).values.sum(dim=-1).topk(experts.chosen_groups, dim=-1).indices
             allowed_Tg1 = torch.zeros_like(corrected_Tgn[..., 0], dtype=torch.bool).scatter(-1, best_Tg, True).unsqueeze(-1)
             corrected_TE = corrected_Tgn.masked_fill(~allowed_Tg1, -torch.inf).flatten(-2)
         chosen_Tk = corrected_TE.topk(self.topk, dim=-1).indices

@@ -62,7 +62,7 @@ def test_routers(tmp_path: Path) -> None:
     given = {**ROUTED, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
     glm = read_architecture(folder(tmp_path, **given), tensor_parallel=1).experts
     assert glm is not None
-    assert (glm.sigmoid, glm.correction, glm.groups, glm.groups_per_token, glm.scale) == (True, (8,), 4, 2, 2.5)
+    assert (glm.sigmoid, glm.correction, glm.groups, glm.chosen_groups, glm.scale) == (True, (8,), 4, 2, 2.5)
     assert (glm.number, glm.per_token, glm.normalized, glm.shared_ffn_hidden_size) == (8, 3, True, 32)
     assert glm.layers == (False, True, True)
     names = {"architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "moe_layer_end_index": 1}
