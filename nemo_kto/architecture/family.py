@@ -68,8 +68,9 @@ class ExpertFields:
     dense_layers: str = ""  # numbers of layers without experts, from 0
     first_layer: str = ""  # number of the first layer with experts, from 0, and of the last one; -1: no limit
     last_layer: str = ""
-    sigmoid: bool = False  # this and the next five are as in :class:`Experts`
-    correction: tuple[int, ...] = ()  # with -1 in the place of the number of experts
+    # These are as in :class:`Experts`; ``correction`` has -1 in the place of the number of experts.
+    sigmoid: bool = False
+    correction: tuple[int, ...] = ()
     router_in_fp32: bool = True
     shared_gate: bool = True
     weighs_input: bool = False

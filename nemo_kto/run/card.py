@@ -58,7 +58,7 @@ _SETTINGS = (
 _EXAMPLE = """\
 {imports}
 
-model = {kind}.from_pretrained("{model}")
+model = {model}
 tokenizer = AutoTokenizer.from_pretrained("{tokenizer}")
 {inputs}
 output = model.generate(**inputs, max_new_tokens=256)
@@ -303,15 +303,20 @@ def _data_names(prefix: object) -> Iterator[str]:
 
 def _use(sources: CardSources) -> str:
     kind, tokenizer = auto_class(sources.original), THIS_MODEL
-    imports = f"from transformers import {kind}, AutoTokenizer"
+    imports, model = f"from transformers import {kind}, AutoTokenizer", f'{kind}.from_pretrained("{THIS_MODEL}")'
     if sources.adapters:
-        kind, tokenizer = "AutoPeftModelForCausalLM", sources.base[0] or BASE_MODEL
-        imports = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
+        tokenizer = sources.base[0] or BASE_MODEL
+        if kind == "AutoModelForCausalLM":
+            imports = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
+            model = f'AutoPeftModelForCausalLM.from_pretrained("{THIS_MODEL}")'
+        else:  # which has no class of peft's own
+            imports = f"from peft import PeftModel\n{imports}"
+            model = f'PeftModel.from_pretrained({kind}.from_pretrained("{tokenizer}"), "{THIS_MODEL}")'
     inputs, note = _TEXT_INPUTS, "The tokenizer has no chat template: prompts are completed as they are."
     if has_chat_template(sources.original):
         inputs = _CHAT_INPUTS
         note = "Prompts must be rendered with the tokenizer's chat template, as the conversations were in training."
-    code = _EXAMPLE.format(imports=imports, kind=kind, model=THIS_MODEL, tokenizer=tokenizer, inputs=inputs)
+    code = _EXAMPLE.format(imports=imports, model=model, tokenizer=tokenizer, inputs=inputs)
     return f"## Use\n\n```python\n{code}```\n\n```sh\n{_CHAT}{THIS_MODEL}\n```\n\n{note}"
 
 

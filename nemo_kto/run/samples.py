@@ -13,7 +13,7 @@ from nemo_kto.algorithms.callbacks import SampleCallback
 from nemo_kto.algorithms.duration import interval_steps
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.data.batches.dataset import SplitCounts, Splits
-from nemo_kto.data.batches.loader import gathered_order
+from nemo_kto.data.batches.loader import gathered_examples
 from nemo_kto.distributed import state
 from nemo_kto.errors import plural
 from nemo_kto.losses.rewards import Rewards
@@ -111,8 +111,11 @@ def extreme_rows(run: ResolvedRun, data: RunData, set_name: str, rewards: Reward
     dataset, of_class = data.splits.validation[set_name], {name: each.tolist() for name, each in rewards.by_class.items()}
     better, worse = of_class
     total = len(of_class[better]) if rewards.paired else len(of_class[better]) + len(of_class[worse])
-    order, following = gathered_order(data.validation[set_name], total), {name: iter(of_class[name]) for name in of_class}
-    examples = dataset.__getitems__(order)
+    gathered, following = (
+        gathered_examples(data.validation[set_name], total),
+        {name: iter(of_class[name]) for name in of_class},
+    )
+    order, examples = [*gathered], [*gathered.values()]
     agreement = [sum(next(following[name]) * (1 if name == better else -1) for name in each.answers) for each in examples]
     ranked = sorted((k for k in range(total) if math.isfinite(agreement[k])), key=lambda k: (agreement[k], order[k]))
     shown = min(_EXTREMES, len(ranked) // 2)

@@ -260,15 +260,16 @@ def _take_share(
     return take(batch, kept=shares(batch, ranks=size)[rank])
 
 
-def gathered_order(loader: Any, examples: int) -> list[int]:
-    """Return the indices of the first ``examples`` examples (whole global batches) as they are gathered from the ranks."""
-    of_ranks, order = loader.collate_fn.keywords, list[int]()
+def gathered_examples(loader: Any, count: int) -> dict[int, KTOExample | DPOExample]:
+    """Return the first ``count`` examples (whole global batches) by their indices, as they are gathered from the ranks."""
+    of_ranks, gathered = loader.collate_fn.keywords, dict[int, KTOExample | DPOExample]()
     for batch in loader.batch_sampler:
-        if len(order) >= examples:
+        if len(gathered) >= count:
             break
-        for kept in of_ranks["shares"](loader.dataset.__getitems__(batch), ranks=of_ranks["size"]):
-            order += [batch[number] for number in kept]
-    return order
+        examples = loader.dataset.__getitems__(batch)
+        for kept in of_ranks["shares"](examples, ranks=of_ranks["size"]):
+            gathered |= {batch[number]: examples[number] for number in kept}
+    return gathered
 
 
 def every_example(loader: Any) -> DataLoader[Any]:

@@ -13,7 +13,7 @@ import torch
 
 from nemo_kto.data.batches.collate import kto_custom_collate
 from nemo_kto.data.batches.dataset import KTODataset, build_splits
-from nemo_kto.data.batches.loader import GlobalBatchSampler, build_dataloader, every_example, gathered_order
+from nemo_kto.data.batches.loader import GlobalBatchSampler, build_dataloader, every_example, gathered_examples
 from nemo_kto.data.tokens.cache import KTO_EXAMPLES
 from tests.unit.data.tiny_data import chatml_tokenizer, numbered_rows, write_rows
 
@@ -69,10 +69,13 @@ def test_the_order_in_which_ranks_gather_their_examples(dataset: KTODataset) -> 
     ranks = [loader(dataset, rank=rank, size=3, training=False) for rank in range(3)]
     gathered = [tokens for batch in zip(*ranks, strict=True) for share in batch for tokens in share["samples"].tolist()]
     (whole,) = list(loader(dataset, training=False, batch=26))
-    order = gathered_order(ranks[0], 26)
+    examples = gathered_examples(ranks[0], 26)
+    order = [*examples]
     assert order[:4] == [0, 3, 6, 1]
     assert [whole["samples"][number].tolist() for number in order] == gathered
-    assert gathered_order(ranks[0], 16) == order[:16], "of two batches"
+    answers = [[*map(list, each.answers.values())] for each in examples.values()]
+    assert answers == [[*map(list, dataset[number].answers.values())] for number in order]
+    assert [*gathered_examples(ranks[0], 16)] == order[:16], "of two batches"
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

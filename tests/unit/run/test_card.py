@@ -45,6 +45,20 @@ def test_a_checkpoint_that_records_nothing(tokenizer_folder: Path) -> None:
     assert "## Results" not in text
 
 
+def test_adapters_of_a_model_with_image_input_are_loaded_into_its_own_class(tmp_path: Path) -> None:
+    for vision, loader in (
+        (True, "PeftModel.from_pretrained(AutoModelForImageTextToText"),
+        (False, "AutoPeftModelForCausalLM"),
+    ):
+        (tmp_path / "config.json").write_text('{"vision_config": {}}' if vision else "{}")
+        text = card_text(CardSources(info={}, run=None, original=tmp_path, adapters=True), has_picture=False)
+        assert f"model = {loader}.from_pretrained(" in text
+        assert ("AutoPeftModelForCausalLM" in text) != vision
+        code = text.split("```python\n")[1].split("```")[0]
+        compile(code, "card", "exec")
+        assert not vision or 'from_pretrained("path/to/the/base/model"), "path/to/this/folder")' in code
+
+
 FOREIGN = "a\x1b[31m\n\n# Heading\n<script>x</script>|`b`\u202e\x9b"
 
 
