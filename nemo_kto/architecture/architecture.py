@@ -48,6 +48,7 @@ class Architecture:
     rotated_norm: bool = False  # in layers with a rotation, queries and keys are normalised after it, without weights
     temperature: Temperature | None = None  # of attention; None for no scaling
     qkv_bias: bool = False
+    output_gate: bool = False  # outputs of attention are multiplied by sigmoids of gates, which are projected with queries
     output_bias: bool = False  # bias of the attention's output projection
     mlp_bias: bool = False
     expert_bias: bool = False  # the projections of the experts have biases, and so has the router
@@ -125,7 +126,9 @@ class Architecture:
             yield {}
             return
         wanted = {Layers.ALL: (False, True), Layers.DENSE: (False,), Layers.SPARSE: (True,)}[mapping.layers]
-        for layer in (layer for layer in layers if self.sparse_layers[layer] in wanted):
+        for layer in layers:
+            if self.sparse_layers[layer] not in wanted or mapping.mixer not in ("", self.mixers[layer].kind):
+                continue
             if mapping.of_expert:
                 yield from ({"layer": layer, "expert": expert} for expert in range(self.sizes["experts"]))
             else:
@@ -168,10 +171,12 @@ class Architecture:
     def sizes(self) -> dict[str, int]:
         """Sizes of weights, by the names that the family tables use."""
         query, key_value = self.num_attention_heads * self.head_dim, self.num_query_groups * self.head_dim
-        return {
+        of_mixers = {name: size for mixer in set(self.mixers) for name, size in mixer.sizes.items()}
+        return of_mixers | {
             "vocabulary": self.vocab_size,
             "hidden": self.hidden_size,
             "query": query,
+            "query_and_gate": 2 * query,
             "key_value": key_value,
             "query_key_value": query + 2 * key_value,
             "ffn": self.ffn_hidden_size,

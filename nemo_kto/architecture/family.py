@@ -19,6 +19,7 @@ Windows = tuple[int | None, ...]
 # Values of ``Family.window``.
 SLIDING = ("sliding_window", "")
 SLIDING_LAYERS = ("sliding_window", "sliding_attention")
+LINEAR_LAYERS = ("", "linear_attention")  # these have no window
 CHUNKED_LAYERS = ("attention_chunk_size", "chunked_attention")
 
 

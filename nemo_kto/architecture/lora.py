@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.families import FAMILIES, Family
-from nemo_kto.architecture.mixers import SoftmaxAttention
+from nemo_kto.architecture.mixers import GatedDeltaNet, SoftmaxAttention
 from nemo_kto.architecture.param_mapping import ParamMapping, Split
 from nemo_kto.architecture.segments import split_dimension
 
 # Names of linear layers in Hugging Face models, which PEFT uses; NEMO_TARGETS has NeMo's names for groups of them.
-HUGGING_FACE_TARGETS = (*SoftmaxAttention.lora_targets, "gate_proj", "up_proj", "down_proj")
+_ATTENTION, _MLP = (*SoftmaxAttention.lora_inputs, *SoftmaxAttention.lora_outputs), ("gate_proj", "up_proj", "down_proj")
+OTHER_MIXERS = (*GatedDeltaNet.lora_inputs, *GatedDeltaNet.lora_outputs)  # sequence mixers other than attention
+HUGGING_FACE_TARGETS = (*_ATTENTION, *_MLP, *OTHER_MIXERS)
 EMBEDDING = "embed_tokens"
 MAX_ALPHA = 1_000_000  # far above usual values, and far below the fp32 maximum
 NEMO_TARGETS: dict[str, tuple[str, ...]] = {
-    "attention_qkv": ("q_proj", "k_proj", "v_proj"),
-    "attention_dense": ("o_proj",),
+    "attention_qkv": SoftmaxAttention.lora_inputs,
+    "attention_dense": SoftmaxAttention.lora_outputs,
     "mlp_fc1": ("gate_proj", "up_proj"),
     "mlp_fc2": ("down_proj",),
-    "attention": SoftmaxAttention.lora_targets,
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-    "all": HUGGING_FACE_TARGETS,
-    "all-linear": HUGGING_FACE_TARGETS,  # PEFT's name
+    "attention": _ATTENTION,
+    "mlp": _MLP,
+    "all": (*_ATTENTION, *_MLP),
+    "all-linear": (*_ATTENTION, *_MLP),  # PEFT's name
 }
 ALL_LINEAR = ("all", "all-linear")  # without the layers that a family fuses
 TARGET_MODULES = (*NEMO_TARGETS, *HUGGING_FACE_TARGETS, EMBEDDING)
@@ -103,6 +106,16 @@ def linear_modules(family: Family) -> tuple[str, ...]:
     """Return the linear layers that a family has as separate modules, by their usual names."""
     separate = {hf_module(name) for mapping in adaptable(family) for name in mapping.hf_names}
     return tuple(module for module in HUGGING_FACE_TARGETS if module in separate)
+
+
+def with_other_mixers(targets: Sequence[str], family: Family) -> tuple[str, ...]:
+    """Return the target modules with the layers of other sequence mixers, if the family has any.
+
+    A group of NeMo's that contains the input or output projections of attention also stands for those of such mixers.
+    """
+    modules = {module for target in targets for module in NEMO_TARGETS.get(target, ())}
+    others = (*GatedDeltaNet.lora_inputs * ("q_proj" in modules), *GatedDeltaNet.lora_outputs * ("o_proj" in modules))
+    return (*targets, *(module for module in others if module in linear_modules(family) and module not in targets))
 
 
 def has_adaptable_experts(family: Family) -> bool:

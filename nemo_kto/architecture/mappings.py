@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nemo_kto.architecture.mixers import SoftmaxAttention
+from nemo_kto.architecture.mixers.softmax_attention import WEIGHTS
 from nemo_kto.architecture.param_mapping import HF, MCORE, Layers, ParamMapping, Shape, Split, replicated
 
 Mappings = tuple[ParamMapping, ...]
@@ -31,7 +31,7 @@ def _mlp(name: str, hf_names: dict[str, Shape], split: Split, flag: str = "") ->
 DENSE: Mappings = (
     _embedding("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
     replicated("input_layernorm.weight", "input_layernorm.weight", "hidden"),
-    *SoftmaxAttention.weights,
+    *WEIGHTS,
     replicated("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
     _mlp("linear_fc1.weight", _gate_and_up("weight", "hidden"), Split.GATED),
     _mlp("linear_fc1.bias", _gate_and_up("bias"), Split.GATED, "mlp_bias"),

@@ -26,6 +26,8 @@ class Split(Enum):
     VOCABULARY = "rows are tokens; cut by rows, padded with zero rows"
     QKV = "for each key-value head: its query heads, its key, its value; cut by rows, padded with zero heads"
     HEADS = "columns are the query heads, padded with zero heads; cut by columns"
+    GROUPS = "for each group of heads: its parts, see ``ParamMapping.parts``; cut by rows, padded with zero groups"
+    GROUP_COLUMNS = "the same with columns in the place of rows"
     HEAD_NUMBERS = "a number for each query head, padded with zeros; cut by heads"
     GATED = "on each rank: its rows of the gate, then its rows of the up projection"
     INTERLEAVED = "as gated; in the file each row of the gate stands before the row of the up projection it belongs to"
@@ -48,6 +50,11 @@ class ParamMapping:
     required_flag: str = ""  # flag of ``Architecture`` without which the parameter does not exist; empty if it always exists
     layers: Layers = Layers.ALL  # layers that have the parameter
     transposed: bool = False  # the file stores the transpose of the weight with this shape
+    mixer: str = ""  # kind of the sequence mixer of the layers that have the parameter; empty: any
+    # With groups of heads: the size that is their number; and the parts of a group, each with the number of its weight and
+    # the size that is its length. A weight of the file has its first part of all groups, then its second, and so on.
+    groups: str = ""
+    parts: tuple[tuple[int, str], ...] = ()
     frozen: bool = False  # the parameter is never trained, and is in fp32 whatever the dtype of the model
 
     @property

@@ -47,7 +47,7 @@ def split_dimension(mapping: ParamMapping) -> int | None:
     """Return the dimension that segments divide; None if the parameter is a single weight that every rank holds."""
     if mapping.split is Split.REPLICATED:
         return None
-    return 1 if mapping.split in (Split.HEADS, Split.ROW_PARALLEL) else 0
+    return 1 if mapping.split in (Split.HEADS, Split.GROUP_COLUMNS, Split.ROW_PARALLEL) else 0
 
 
 def is_cut(mapping: ParamMapping) -> bool:
@@ -86,7 +86,8 @@ def segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment]
         return parts
     # one tensor of the file holds all these weights, concatenated along the rows
     sizes, rows = architecture.sizes, source_shapes(mapping, architecture)[0][0]
-    per_item = (sizes["query"], sizes["key_value"], sizes["key_value"]) if mapping.split is Split.QKV else (rows // 2,)
+    queries = sizes["query"] * (1 + architecture.output_gate)
+    per_item = (queries, sizes["key_value"], sizes["key_value"]) if mapping.split is Split.QKV else (rows // 2,)
     starts = [0, *itertools.accumulate(per_item)]
     return [
         part if part.source is None else Segment(source=0, start=starts[part.source] + part.start, length=part.length)
@@ -102,6 +103,8 @@ def _segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment
         return _padded(sizes["query"], architecture.padded_attention_heads * head)
     if mapping.split is Split.HEAD_NUMBERS:
         return _padded(sizes["heads"], architecture.padded_attention_heads)
+    if mapping.split in (Split.GROUPS, Split.GROUP_COLUMNS):
+        return _grouped([(source, sizes[length]) for source, length in mapping.parts], sizes[mapping.groups], architecture)
     if mapping.split is Split.ROW_PARALLEL:
         width = source_shapes(mapping, architecture)[0][1]
         return _padded(width, width)
@@ -115,18 +118,35 @@ def _segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment
         starts = (2 * rank * part + which for rank in ranks for which in (0, 1))
         return [Segment(source=0, start=start, length=part, step=2) for start in starts]
     if mapping.split is Split.QKV:
-        query = architecture.num_attention_heads // architecture.num_query_groups * head  # the query heads of one group
-        parts = [
-            Segment(source=source, start=group * width, length=width)
-            for group in range(architecture.num_query_groups)
-            for source, width in enumerate((query, head, head))
-        ]
-        padding = (architecture.padded_query_groups - architecture.num_query_groups) * (query + 2 * head)
+        heads, groups = architecture.num_attention_heads // architecture.num_query_groups, architecture.num_query_groups
+        query, kinds = heads * head, 1 + architecture.output_gate
+        parts = list[Segment]()
+        for group in range(groups):
+            if architecture.output_gate:  # the file has each query before its gate, the parameter all gates of a group last
+                starts = ((2 * (group * heads + number) + kind) * head for kind in range(2) for number in range(heads))
+                parts += [Segment(source=0, start=start, length=head) for start in starts]
+            else:
+                parts.append(Segment(source=0, start=group * query, length=query))
+            parts += [Segment(source=source, start=group * head, length=head) for source in (1, 2)]
+        padding = (architecture.padded_query_groups - groups) * (kinds * query + 2 * head)
         return [*parts, Segment(source=None, start=0, length=padding)] if padding else parts
     if mapping.split is Split.STACKED:
         shapes = source_shapes(mapping, architecture)
         return [Segment(source=source, start=0, length=shape[0]) for source, shape in enumerate(shapes)]
     raise ValueError(f"a mapping must be split to have segments, got {mapping.mcore_name}, of which every rank holds all")
+
+
+def _grouped(lengths: list[tuple[int, int]], groups: int, architecture: Architecture) -> list[Segment]:
+    """Return the segments of groups of heads whose parts have these sources and lengths, with padding."""
+    sources = [source for source, _ in lengths]
+    before = [sum(size for other, size in lengths[:number] if other == source) for number, source in enumerate(sources)]
+    parts = [
+        Segment(source=source, start=begin * groups + group * length, length=length)
+        for group in range(groups)
+        for begin, (source, length) in zip(before, lengths, strict=True)
+    ]
+    padding = -groups % architecture.tensor_parallel * sum(length for _, length in lengths)
+    return [*parts, Segment(source=None, start=0, length=padding)] if padding else parts
 
 
 def cut(parts: Iterable[Segment], *, start: int, length: int) -> Iterator[tuple[int, Segment]]:

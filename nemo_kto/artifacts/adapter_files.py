@@ -20,6 +20,7 @@ from nemo_kto.architecture.lora import (
     EMBEDDING_A,
     EMBEDDING_B,
     HUGGING_FACE_TARGETS,
+    OTHER_MIXERS,
     MAGNITUDE,
     MAX_ALPHA,
     LoRASettings,
@@ -113,7 +114,7 @@ def read_adapter_settings(folder: str | Path) -> LoRASettings:
             "\n  ".join([message, *problems, "train such adapters, or merge these into their base model with peft"])
         )
     layers = sorted(modules_of_layer)
-    modules = set(modules_of_layer[layers[0]] if layers else ())
+    modules = set[str]().union(*modules_of_layer.values())
     modules |= {EMBEDDING} if any(map(_EMBEDDING.fullmatch, shapes)) else set()
     limited = config.get("layers_to_transform") is not None or isinstance(config.get("target_modules"), str)
     return LoRASettings(
@@ -169,5 +170,6 @@ def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set
             yield f"layers_to_transform must not be set, and target_modules a list, beside adapters of {EMBEDDING}"
     elif not adapted:
         yield "at least one layer must be adapted, got no tensors of adapters"
-    if len(set(map(frozenset, adapted))) > 1:
-        yield f"every adapted layer must have the same modules adapted, got {len(adapted)} layers that differ"
+    kinds = {modules.isdisjoint(OTHER_MIXERS) for modules in adapted}
+    if len(set(map(frozenset, adapted))) > len(kinds):
+        yield f"every adapted layer with the same sequence mixer must have the same modules adapted, got {len(adapted)} layers that differ"

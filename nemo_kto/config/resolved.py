@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.architecture.config_file import CONFIG, read_config_file
-from nemo_kto.architecture.lora import LoRASettings
+from nemo_kto.architecture.lora import LoRASettings, with_other_mixers
 from nemo_kto.architecture.rope import longest_sequence
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.artifacts.adapter_files import read_adapter_settings
@@ -303,7 +303,7 @@ class ResolvedRun:
             rslora=tuning.rslora,
             dora=tuning.dora,
             dropout=tuning.adapter_dropout,
-            target_modules=tuple(tuning.target_modules),
+            target_modules=with_other_mixers(tuning.target_modules, self.files.config[1]),
             layers=None if tuning.layer_selection is None else tuple(tuning.layer_selection),
         )
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.config_fields import Quantization, read_quantization
 from nemo_kto.architecture.config_file import CONFIG
+from nemo_kto.architecture.mappings import MTP_LAYERS
 from nemo_kto.architecture.param_mapping import name_in_file, prefixes_of
 from nemo_kto.architecture.segments import Piece, pieces, place_in_file
 from nemo_kto.artifacts.content import copy_companions, model_config, with_dtype
@@ -102,8 +103,8 @@ def check_weights(architecture: Architecture, folder: str | Path) -> SourceWeigh
         for name in wanted.keys() & stored.keys()
         if stored[name].quantization is None and (dtype := stored[name].tensors[""].dtype) not in FLOATS
     ]
-    if family.text_type and not all(copied.values()):
-        problems.append(f"missing: every weight of the {next(kind for kind, weights in copied.items() if not weights)}")
+    if family.text_type and (empty := [kind for kind in copied if kind not in MTP_LAYERS and not copied[kind]]):
+        problems.append(f"missing: every weight of the {empty[0]}")
     if count + len(problems):
         message = (
             f"{folder}: the weights must be those of config.json ({family.hf_architecture}), "

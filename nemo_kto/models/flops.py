@@ -40,14 +40,16 @@ def blocks_of(
         # decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight belongs to mlp.experts
         path = mapping.mcore_name.removeprefix("decoder.layers.{layer}.").replace(".local_experts.{expert}", "")
         block = path.rpartition(".linear_")[0]
-        if block in adapted and any(architecture.instances(mapping, range(architecture.num_layers))):
+        if block in adapted:
             adapted[block] += (mapping,)
     shared = architecture.experts is not None and architecture.experts.shared_ffn_hidden_size > 0
     mixture = (EXPERTS, SHARED_EXPERTS) if shared else (EXPERTS,)
     for layer in layers:
         selected = adapters is not None and (adapters.layers is None or layer + 1 in adapters.layers)
         for names in ((MIXER,), mixture if architecture.sparse_layers[layer] else (MLP,)):
-            found = [adapted[name] if selected else () for name in names]
+            found = [
+                tuple(each for each in adapted[name] if selected and any(architecture.instances(each, [layer]))) for name in names
+            ]
             for name, mappings in zip(names, found, strict=True):
                 columns = any(split_dimension(mapping) == 0 for mapping in mappings)
                 yield Block(layer, name, mappings, enters, enters or columns, enters or bool(mappings))

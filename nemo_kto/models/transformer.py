@@ -60,6 +60,7 @@ def transformer_config(
         layernorm_epsilon=architecture.norm_epsilon,
         layernorm_zero_centered_gamma=architecture.zero_centered_norm,
         qk_layernorm=architecture.qk_norm,
+        attention_output_gate=architecture.output_gate,
         add_bias_linear=architecture.mlp_bias,
         add_qkv_bias=architecture.qkv_bias,
         gated_linear_unit=True,

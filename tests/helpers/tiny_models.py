@@ -49,6 +49,10 @@ _MINISTRAL3: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 1e5, "factor": 4.0, "original_max_position_embeddings": 10,
     "llama_4_scaling_beta": 0.5,
 }  # fmt: skip
+_DELTA_NET: dict[str, Any] = {  # three value heads for each of two key heads
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2,
+}  # fmt: skip
 _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": 16, "sliding_window_pattern": 2},
@@ -65,6 +69,10 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"tie_word_embeddings": False, "partial_rotary_factor": 0.5},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": True, "head_dim": 16},
+    "qwen3_5_text": {"tie_word_embeddings": True, **_DELTA_NET},
+    "qwen3_next": {
+        "tie_word_embeddings": False, **_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [],
+    },
     "smollm3": {"tie_word_embeddings": True},
     "mixtral": {"tie_word_embeddings": False, "num_local_experts": 4},
     "qwen2_moe": {"tie_word_embeddings": False, "shared_expert_intermediate_size": 48, **_EXPERTS},

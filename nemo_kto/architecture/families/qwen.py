@@ -1,22 +1,45 @@
-"""Qwen 1.5, 2, 2.5 and 3, dense and with experts, and with image input."""
+"""Qwen 1.5, 2, 2.5, 3, 3 Next and 3.5 to 3.8, dense and with experts, and with image input."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
-from nemo_kto.architecture.config_fields import ABSENT, Count, Indices, ModelFields, PartCount
-from nemo_kto.architecture.family import SLIDING, SLIDING_LAYERS, ExpertFields, Family
+from annotated_types import Ge
+
+from nemo_kto.architecture.config_fields import ABSENT, Count, Indices, ModelFields, PartCount, Positive
+from nemo_kto.architecture.family import LINEAR_LAYERS, SLIDING, SLIDING_LAYERS, ExpertFields, Family
 from nemo_kto.architecture.mappings import (
     DENSE,
     QWEN_VL,
+    MTP_LAYERS,
     joined_experts,
+    renamed,
     separate_experts,
     shared_expert,
     sparse,
     with_experts,
 )
-from nemo_kto.architecture.mixers.softmax_attention import qk_norms
+from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION, GatedDeltaNet, SequenceMixer
+from nemo_kto.architecture.mixers.gated_delta_net import BY_HEAD, BY_KIND
+from nemo_kto.architecture.mixers.softmax_attention import QUERY_AND_GATE, qk_norms
 from nemo_kto.architecture.param_mapping import Split
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class DeltaNetFields(ModelFields):
+    """Fields of config.json with the sizes of gated delta nets."""
+
+    linear_num_key_heads: Count = ABSENT
+    linear_num_value_heads: Count = ABSENT
+    linear_key_head_dim: Count = ABSENT
+    linear_value_head_dim: Count = ABSENT
+    linear_conv_kernel_dim: Annotated[Count, Ge(2)] = ABSENT
+    full_attention_interval: Count = ABSENT
+    partial_rotary_factor: Positive = ABSENT
+    attn_output_gate: bool = ABSENT
 
 
 class QwenMoeFields(ModelFields):
@@ -29,6 +52,10 @@ class QwenMoeFields(ModelFields):
     mlp_only_layers: Indices | None = None
     norm_topk_prob: bool = ABSENT
     qkv_bias: bool = ABSENT
+
+
+class DeltaNetMoeFields(DeltaNetFields, QwenMoeFields):
+    """Fields of both."""
 
 
 _EXPERT_FIELDS = ExpertFields(
@@ -105,4 +132,52 @@ QWEN3_VL_MOE = replace(
     experts=replace(_EXPERT_FIELDS, normalized=True),
     either_order=True,
     **QWEN_VL,
+)
+
+
+def _mixers(config: PretrainedConfig) -> tuple[SequenceMixer, ...]:
+    """Return attention, or a gated delta net where ``layer_types`` has linear attention."""
+    delta_net = GatedDeltaNet(
+        key_heads=config.linear_num_key_heads,
+        value_heads=config.linear_num_value_heads,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+        kernel=config.linear_conv_kernel_dim,
+    )
+    return tuple(delta_net if kind == "linear_attention" else SOFTMAX_ATTENTION for kind in config.layer_types)
+
+
+# Qwen 3.5 to 3.8: three gated delta nets, then attention with a gate on its output
+_DELTA_NET: dict[str, Any] = {
+    "fields": DeltaNetFields,
+    "flags": {**QWEN3.flags, "output_gate": True, "zero_centered_norm": True},
+    "window": LINEAR_LAYERS,
+    "own_head_dim": True,
+    "partial_rotary": True,
+    "mixers": _mixers,
+    "untrained": MTP_LAYERS,
+}
+_GATED = renamed(QWEN3.mappings, QUERY_AND_GATE)
+QWEN3_5_TEXT = Family(
+    name="qwen3_5_text", hf_architecture="Qwen3_5ForCausalLM", mappings=_GATED + BY_KIND, **_DELTA_NET
+)
+QWEN3_5 = replace(
+    QWEN3_5_TEXT,
+    name="qwen3_5",
+    hf_architecture="Qwen3_5ForConditionalGeneration",
+    text_type="qwen3_5_text",
+    **{**QWEN_VL, "untrained": {**QWEN_VL["untrained"], **MTP_LAYERS}},
+)
+# the same with experts; the order of rows in the projections differs
+_SPARSE_DELTA_NET: dict[str, Any] = {
+    **_DELTA_NET,
+    "fields": DeltaNetMoeFields,
+    "experts": replace(_EXPERT_FIELDS, shared_ffn_hidden_size="shared_expert_intermediate_size"),
+}
+_SHARED = (*shared_expert("mlp"), _SHARED_GATE)
+QWEN3_NEXT = Family(
+    name="qwen3_next",
+    hf_architecture="Qwen3NextForCausalLM",
+    mappings=with_experts(_GATED + BY_HEAD, (*_EXPERTS, *_SHARED)),
+    **_SPARSE_DELTA_NET,
 )

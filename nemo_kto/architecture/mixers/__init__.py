@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from nemo_kto.architecture.mixers.gated_delta_net import GatedDeltaNet
 from nemo_kto.architecture.mixers.mixer import AttentionWindow, LinearLayer, SequenceMixer
 from nemo_kto.architecture.mixers.saving import Saving
 from nemo_kto.architecture.mixers.softmax_attention import SOFTMAX_ATTENTION, SoftmaxAttention
 
-__all__ = ["SOFTMAX_ATTENTION", "AttentionWindow", "LinearLayer", "Saving", "SequenceMixer", "SoftmaxAttention"]
+__all__ = ["SOFTMAX_ATTENTION", "AttentionWindow", "GatedDeltaNet", "LinearLayer", "Saving", "SequenceMixer", "SoftmaxAttention"]

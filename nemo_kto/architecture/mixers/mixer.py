@@ -6,8 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from nemo_kto.architecture.param_mapping import ParamMapping
-
 if TYPE_CHECKING:
     from nemo_kto.architecture.architecture import Architecture
     from nemo_kto.architecture.mixers.saving import Saving
@@ -52,13 +50,20 @@ class SequenceMixer(ABC):
     An object has the settings of one kind of mixer that the :class:`Architecture` lacks; equal objects compute the same.
     """
 
-    lora_targets: ClassVar[tuple[str, ...]]  # matrices that adapters can change, by their names in LoRA's settings
-    # Weights and how each is sharded; names of the layers' parameters that are padded with zero heads.
-    weights: ClassVar[tuple[ParamMapping, ...]]
+    kind: ClassVar[str]  # name, for ``ParamMapping.mixer``
+    # Matrices that adapters can change, by their names in LoRA's settings: those before the mixing, and after it.
+    lora_inputs: ClassVar[tuple[str, ...]]
+    lora_outputs: ClassVar[tuple[str, ...]]
+    # Names of the layers' parameters that are padded with zero heads.
     padded_with_heads: ClassVar[tuple[str, ...]] = ()
     # Keys of the configuration that must be off with this mixer, of model.context_parallel_size, model.data.packing and
     # model.data.share_prompts, each with the reason.
     refused: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Sizes of its weights that the architecture lacks, by their names in the table."""
+        return {}
 
     @abstractmethod
     def unsupported_by_te(self, architecture: Architecture) -> Mapping[str, bool]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from nemo_kto.architecture.mixers.mixer import AttentionWindow, LinearLayer, SequenceMixer
 from nemo_kto.architecture.mixers.saving import FP32, Saving
-from nemo_kto.architecture.param_mapping import HF, MCORE, ParamMapping, Shape, Split, replicated
+from nemo_kto.architecture.param_mapping import HF, MCORE, ParamMapping, Shape, Split
 
 if TYPE_CHECKING:
     from nemo_kto.architecture.architecture import Architecture
@@ -24,8 +24,12 @@ def _qkv(kind: str, *sizes: str) -> dict[str, Shape]:
     }
 
 
+_KIND = "softmax attention"
+
+
 def _weight(name: str, hf_names: dict[str, Shape], split: Split, flag: str = "") -> ParamMapping:
-    return ParamMapping(mcore_name=f"{MCORE}self_attention.{name}", hf_names=hf_names, split=split, required_flag=flag)
+    mcore = f"{MCORE}self_attention.{name}"
+    return ParamMapping(mcore_name=mcore, hf_names=hf_names, split=split, required_flag=flag, mixer=_KIND)
 
 
 SINKS = _weight("core_attention.softmax_offset", {_HF + "sinks": ("heads",)}, Split.HEAD_NUMBERS)
@@ -34,28 +38,40 @@ SINKS = _weight("core_attention.softmax_offset", {_HF + "sinks": ("heads",)}, Sp
 def qk_norms(query: str, key: str) -> tuple[ParamMapping, ParamMapping]:
     """Return the norms of queries and keys with these widths: ``head``, or all heads together."""
     return (
-        replicated("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", query),
-        replicated("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", key),
+        _weight("q_layernorm.weight", {_HF + "q_norm.weight": (query,)}, Split.REPLICATED),
+        _weight("k_layernorm.weight", {_HF + "k_norm.weight": (key,)}, Split.REPLICATED),
     )
 
 
 NORMS_AFTER_ROPE = (
-    replicated("self_attention.core_attention.q_layernorm.weight", "self_attn.query_layernorm.weight", "head"),
-    replicated("self_attention.core_attention.k_layernorm.weight", "self_attn.key_layernorm.weight", "head"),
+    _weight("core_attention.q_layernorm.weight", {_HF + "query_layernorm.weight": ("head",)}, Split.REPLICATED),
+    _weight("core_attention.k_layernorm.weight", {_HF + "key_layernorm.weight": ("head",)}, Split.REPLICATED),
+)
+# of ``renamed``: the query projection has each query head followed by its gate
+QUERY_AND_GATE: dict[str, dict[str, Shape]] = {
+    f"self_attention.linear_qkv.{kind}": {
+        f"self_attn.{name}.{kind}": (width, *sizes)
+        for name, width in zip(_QKV, ("query_and_gate", "key_value", "key_value"), strict=True)
+    }
+    for kind, sizes in {"weight": ("hidden",), "bias": ()}.items()
+}
+
+
+WEIGHTS = (
+    _weight("linear_qkv.weight", _qkv("weight", "hidden"), Split.QKV),
+    _weight("linear_qkv.bias", _qkv("bias"), Split.QKV, "qkv_bias"),
+    _weight("linear_proj.weight", {_HF + "o_proj.weight": ("hidden", "query")}, Split.HEADS),
+    _weight("linear_proj.bias", {_HF + "o_proj.bias": ("hidden",)}, Split.REPLICATED, "output_bias"),
 )
 
 
 @dataclass(frozen=True)
 class SoftmaxAttention(SequenceMixer):
-    """softmax(scale * q k^T) v, with the windows, soft caps, sinks and norms of the architecture."""
+    """softmax(scale * q k^T) v, with the windows, soft caps, sinks, norms and gates of the architecture."""
 
-    lora_targets: ClassVar[tuple[str, ...]] = (*_QKV, "o_proj")
-    weights: ClassVar[tuple[ParamMapping, ...]] = (
-        _weight("linear_qkv.weight", _qkv("weight", "hidden"), Split.QKV),
-        _weight("linear_qkv.bias", _qkv("bias"), Split.QKV, "qkv_bias"),
-        _weight("linear_proj.weight", {_HF + "o_proj.weight": ("hidden", "query")}, Split.HEADS),
-        _weight("linear_proj.bias", {_HF + "o_proj.bias": ("hidden",)}, Split.REPLICATED, "output_bias"),
-    )
+    kind: ClassVar[str] = _KIND
+    lora_inputs: ClassVar[tuple[str, ...]] = _QKV
+    lora_outputs: ClassVar[tuple[str, ...]] = ("o_proj",)
     padded_with_heads: ClassVar[tuple[str, ...]] = (
         "self_attention.linear_qkv.weight",
         "self_attention.linear_qkv.bias",
@@ -77,11 +93,12 @@ class SoftmaxAttention(SequenceMixer):
             "interleaved RoPE": architecture.family.interleaved_rotary,
             "query and key norms after RoPE": architecture.rotated_norm or architecture.qk_norm_after_rope,
             "attention temperature scaling": architecture.temperature is not None,
+            "gated attention": architecture.output_gate,
         }
 
     def products(self, architecture: Architecture) -> tuple[int, int]:
         heads, head = architecture.num_attention_heads, architecture.hidden_size * architecture.head_dim
-        return head * (heads + 2 * architecture.num_query_groups), head * heads
+        return head * (heads * (1 + architecture.output_gate) + 2 * architecture.num_query_groups), head * heads
 
     def pair_flops(self, architecture: Architecture, layer: int) -> tuple[AttentionWindow, int]:
         size = architecture.windows[layer]
@@ -134,7 +151,8 @@ class SoftmaxAttention(SequenceMixer):
         return 4 * FP32 * heads * QUERY_BLOCK * saving.architecture.attends_in_blocks
 
     def linear_layers(self, saving: Saving) -> tuple[LinearLayer, ...]:
-        query, fused = _query(saving), _query(saving) + 2 * _key_value(saving)
+        query = _query(saving)
+        fused = query * (1 + saving.architecture.output_gate) + 2 * _key_value(saving)
         return (
             LinearLayer(_QKV, saving.hidden, fused, fused),
             LinearLayer(("o_proj",), query, saving.architecture.hidden_size, saving.hidden),

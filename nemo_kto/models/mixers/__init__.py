@@ -9,7 +9,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.mixers import SequenceMixer, SoftmaxAttention
+from nemo_kto.architecture.mixers import GatedDeltaNet, SequenceMixer, SoftmaxAttention
+from nemo_kto.models.mixers.gated_delta_net import gated_delta_net
 from nemo_kto.models.mixers.softmax_attention import softmax_attention
 
 
@@ -28,4 +29,7 @@ class Specify(Protocol):
     ) -> None: ...
 
 
-MODULES: Mapping[type[SequenceMixer], Specify] = {SoftmaxAttention: softmax_attention}
+MODULES: Mapping[type[SequenceMixer], Specify] = {
+    GatedDeltaNet: gated_delta_net,
+    SoftmaxAttention: softmax_attention,
+}

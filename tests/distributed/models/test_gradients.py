@@ -24,6 +24,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("ministral3", {}),
     "olmo2": ("olmo2", {}),
     "qwen2": ("qwen2", {}),
+    "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_next": ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3]}),  # without experts, whose gradients other tests compare
     "window": ("mistral", {"sliding_window": 7}),
 }
 
@@ -163,6 +165,8 @@ QUICK = {
     ("olmo2", "tp2"),
     ("qwen2", "dp2"),
     ("qwen2", "pp2_vp2"),
+    ("qwen3_5", "tp2_pp2_sequence_parallel"),
+    ("qwen3_next", "micro_batch_4"),
 }
 
 
@@ -173,6 +177,7 @@ QUICK = {
         for family in FAMILIES
         for case in CASES
         if family != "window" or case in ("one_rank", "cp2", "cp2_tp2_sequence_parallel")
+        if not (family.startswith("qwen3") and "cp2" in case)  # refused
     ],
     indirect=["oracle"],
     scope="module",
@@ -191,7 +196,7 @@ def test_every_gradient_equals_autograd(
         assert metrics["sft_loss"] == pytest.approx(expected["sft_loss"], rel=1e-5)
         assert metrics["preference_loss"] == pytest.approx(expected["preference_loss"], rel=1e-5)
         assert metrics["kl"] == pytest.approx(expected["kl"], rel=1e-5, abs=2e-5)  # a small mean of large log-ratios
-        assert metrics["rewards_chosen_mean"] == pytest.approx(expected["chosen"], rel=1e-5, abs=1e-6)
+        assert metrics["rewards_chosen_mean"] == pytest.approx(expected["chosen"], rel=1e-5, abs=BETA * 2e-5)
         assert metrics["rows"] == ROWS - 1
         assert metrics["invalid_rows"] == 1
     ours: dict[str, torch.Tensor] = {}
