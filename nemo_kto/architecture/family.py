@@ -163,6 +163,8 @@ class Family:
     # Kind of weights that are not trained, but copied to exports -> pattern of the beginning of their names, in which
     # ``{model}`` stands for the beginning of the text model's names, and ``{layers}`` for its number of layers.
     untrained: Mapping[str, str] = field(default_factory=dict)
+    # mappings of experts for files that have those of a layer in one tensor, instead of the mappings of the same parameters
+    joined: tuple[ParamMapping, ...] = ()
     either_order: bool = False  # files may have the matrices of joined experts transposed
     experts: ExpertFields | None = None  # None for a dense family
     # Sequence mixer of each layer.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ def sends_weights() -> bool:
 def gather_weights(weights: Iterable[Weight], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of the model under its name in the file on rank 0; other ranks send theirs and yield nothing.
 
+    On rank 0 the names are those of the mappings of ``architecture``, which may join experts that the weights' own do not.
     To be called on the ranks where :func:`sends_weights` is True, all of which must consume the whole iterator. If the file
     has the experts of a layer in one tensor, rank 0 keeps them until all have arrived.
     """
@@ -108,8 +110,13 @@ class FileWeights:
     architecture: Architecture
     _joined: dict[str, tuple[Tensor, int]] = field(default_factory=dict, init=False)  # tensor and number of missing experts
 
+    @cached_property
+    def _mappings(self) -> Mapping[str, ParamMapping]:
+        return {mapping.mcore_name: mapping for mapping in self.architecture.family.mappings}
+
     def of(self, mapping: ParamMapping, place: Mapping[str, int], whole: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that are complete with this parameter, by their names in the file."""
+        mapping = self._mappings.get(mapping.mcore_name, mapping)
         for hf_name, values in zip(mapping.hf_names, self._parts(mapping, whole), strict=True):
             name, values = hf_name.format(**place), values.T if mapping.transposed else values
             if not mapping.joins_experts:

@@ -49,6 +49,7 @@ _UNUSED = re.compile(r"\.rotary_emb\.inv_freq$")  # a table in old files, which 
 class SourceWeights:
     """Weights of a Hugging Face folder: each of them is trained, copied to exports, or left out of them."""
 
+    architecture: Architecture  # with the mappings to these files
     trained: Mapping[str, StoredWeight]  # by their names in the table of the family
     copied: Mapping[str, Sequence[StoredWeight]]  # by their kind
     left_out: Mapping[str, int]  # number by kind
@@ -71,7 +72,8 @@ def load_weights(chunks: Sequence[nn.Module], architecture: Architecture, folder
 
     Adapters are unchanged. Raises UserError as :func:`check_weights`, or if a value is not finite.
     """
-    read_weights(rank_weights(chunks, architecture), architecture, check_weights(architecture, folder).trained)
+    weights = check_weights(architecture, folder)
+    read_weights(rank_weights(chunks, weights.architecture), weights.architecture, weights.trained)
 
 
 def check_weights(architecture: Architecture, folder: str | Path) -> SourceWeights:
@@ -84,6 +86,7 @@ def check_weights(architecture: Architecture, folder: str | Path) -> SourceWeigh
     found = find_weights(folder, quantized=quantization is not None)
     stored, problems = stored_weights(found, quantization)
     prefixes = prefixes_of(found, family.prefixes)
+    architecture = _with_joined_experts(architecture, found)
     left_out = {"rotary tables": {name for name in stored if _UNUSED.search(name)}, "copy of the embedding": set[str]()}
     output = name_in_file(OUTPUT_WEIGHT, prefixes)
     if architecture.tied and output in stored and not has_own_output(folder, family.prefixes):
@@ -113,12 +116,23 @@ def check_weights(architecture: Architecture, folder: str | Path) -> SourceWeigh
         remedy = f"download the model again, or write it with save_pretrained of {family.hf_architecture}"
         raise UserError("\n  ".join([message, *problems, *differing, remedy]))
     return SourceWeights(
+        architecture=architecture,
         trained={name: stored[name_in_file(name, prefixes)] for name in wanted_weights(architecture)},
         copied=copied,
         left_out={kind: len(names) for kind, names in left_out.items()},
         prefixes=prefixes,
         quantization=quantization,
     )
+
+
+def _with_joined_experts(architecture: Architecture, names: Iterable[str]) -> Architecture:
+    """Return the architecture with the mappings of joined experts if a folder with weights of these names has such."""
+    joined = {mapping.mcore_name: mapping for mapping in architecture.family.joined}
+    ends = tuple(name.split("{layer}")[1] for mapping in joined.values() for name in mapping.hf_names)
+    if not any(name.endswith(ends) for name in names if joined):
+        return architecture
+    mappings = tuple(joined.get(mapping.mcore_name, mapping) for mapping in architecture.family.mappings)
+    return replace(architecture, family=replace(architecture.family, mappings=mappings))
 
 
 def _turned(stored: Mapping[str, StoredWeight], wanted: Shapes) -> dict[str, StoredWeight]:
@@ -199,7 +213,7 @@ def export(
         if not (source / CONFIG).is_file():
             text = f"the source of an export must be a Hugging Face folder, but {source} has no config.json"
             raise UserError(f"{text}; put it back there")
-        if architecture.family.untrained:
+        if architecture.family.untrained or architecture.family.joined:
             weights = check_weights(architecture, source if original is None else original)
 
     def write(folder: Path, stream: Iterator[tuple[str, Tensor]]) -> None:
@@ -215,7 +229,9 @@ def export(
         target=target,
         is_ours=is_our_model,
         prepare=check_source,
-        stream=lambda: gather_weights(rank_weights(chunks, architecture), architecture),
+        stream=lambda: gather_weights(
+            rank_weights(chunks, architecture), architecture if weights is None else weights.architecture
+        ),
         write=write,
     )
 

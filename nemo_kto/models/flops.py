@@ -48,7 +48,8 @@ def blocks_of(
         selected = adapters is not None and (adapters.layers is None or layer + 1 in adapters.layers)
         for names in ((MIXER,), mixture if architecture.sparse_layers[layer] else (MLP,)):
             found = [
-                tuple(each for each in adapted[name] if selected and any(architecture.instances(each, [layer]))) for name in names
+                tuple(each for each in adapted[name] if selected and any(architecture.instances(each, [layer])))
+                for name in names
             ]
             for name, mappings in zip(names, found, strict=True):
                 columns = any(split_dimension(mapping) == 0 for mapping in mappings)

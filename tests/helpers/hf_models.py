@@ -38,8 +38,11 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
     set_seed,
@@ -79,6 +82,11 @@ def _yarn(theta: float, **more: Any) -> dict[str, Any]:
 
 
 _SHORT = {"original_max_position_embeddings": 9}  # shorter than the sequences
+# three value heads for each of three key heads, which is padded at TP2; the last layer has attention
+_DELTA_NET: dict[str, Any] = {
+    "head_dim": 16, "linear_num_key_heads": 3, "linear_num_value_heads": 9, "linear_key_head_dim": 6,
+    "linear_value_head_dim": 4, "full_attention_interval": 2,
+}  # fmt: skip
 CONFIGS = {
     # caps that the scores and logits of these weights reach, and a window in every second layer
     "gemma2": lambda: Gemma2Config(
@@ -240,6 +248,9 @@ CONFIGS = {
         sliding_window=5,
         max_window_layers=2,
     ),
+    "qwen3.5-text": lambda: Qwen3_5TextConfig(
+        **_SIZES, **_DELTA_NET, rope_parameters=_rope(1e6, partial_rotary_factor=0.5), tie_word_embeddings=True, **_NO_TOKENS
+    ),
     "qwen3": lambda: Qwen3Config(**_SIZES, rope_parameters=_rope(1e6), head_dim=16),
     "qwen3-tied-bias": lambda: Qwen3Config(
         **_SIZES, rope_parameters=_rope(1e5), head_dim=16, tie_word_embeddings=True, attention_bias=True
@@ -364,6 +375,24 @@ MIXTURES = {
         max_window_layers=3,
         tie_word_embeddings=True,
     ),
+    "qwen3-next": lambda: Qwen3NextConfig(
+        **_SIZES,
+        **_EXPERTS,
+        **_DELTA_NET,
+        rope_parameters=_rope(1e6, partial_rotary_factor=0.25),
+        shared_expert_intermediate_size=24,
+        mlp_only_layers=[1],
+        attention_bias=True,
+        **_NO_TOKENS,
+    ),
+    "qwen3.5-moe-text": lambda: Qwen3_5MoeTextConfig(
+        **{name: size for name, size in _SIZES.items() if name != "intermediate_size"},
+        **_EXPERTS,
+        **_DELTA_NET,
+        rope_parameters=_rope(1e6, partial_rotary_factor=0.5),
+        shared_expert_intermediate_size=24,
+        **_NO_TOKENS,
+    ),
     "qwen3-moe": lambda: Qwen3MoeConfig(**_SIZES, **_EXPERTS, rope_parameters=_rope(1e6), norm_topk_prob=True),
     "qwen3-moe-dense-layers": lambda: Qwen3MoeConfig(
         **_SIZES,
@@ -386,6 +415,8 @@ _QWEN_VISION: dict[str, Any] = {
     "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32,
 }  # fmt: skip
 _QWEN3_VISION = {**_QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+
+_QWEN3_5_VISION = {**_QWEN_VISION, "num_position_embeddings": 16}
 
 
 def _wrapped(kind: str, text: Mapping[str, Any], vision: Mapping[str, Any], **more: Any) -> Callable[[], Any]:
@@ -425,6 +456,10 @@ MULTIMODAL = {
     ),
     "qwen2.5-vl": _wrapped("qwen2_5_vl", _mrope(1, 1, 2), {**_QWEN_VISION, "fullatt_block_indexes": [0]}),
     "qwen3-vl": _wrapped("qwen3_vl", _mrope(2, 1, 1), _QWEN3_VISION, tie_word_embeddings=True),
+    "qwen3.5": _wrapped("qwen3_5", _mrope(1, 1, 0, **_DELTA_NET), _QWEN3_5_VISION),
+    "qwen3.5-moe": _wrapped(
+        "qwen3_5_moe", _mrope(1, 1, 0, **_DELTA_NET, **_EXPERTS, shared_expert_intermediate_size=24), _QWEN3_5_VISION
+    ),
     "qwen3-vl-moe": _wrapped("qwen3_vl_moe", _mrope(2, 1, 1, **_EXPERTS), _QWEN3_VISION),
 }
 # as published but for its weights (tests/parity/test_mxfp4.py): sizes of blocks of 32 values

@@ -71,7 +71,11 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True, "head_dim": 16},
     "qwen3_5_text": {"tie_word_embeddings": True, **_DELTA_NET},
     "qwen3_next": {
-        "tie_word_embeddings": False, **_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+        **_DELTA_NET,
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 48,
+        "mlp_only_layers": [],
     },
     "smollm3": {"tie_word_embeddings": True},
     "mixtral": {"tie_word_embeddings": False, "num_local_experts": 4},

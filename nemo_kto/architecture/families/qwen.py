@@ -11,8 +11,8 @@ from nemo_kto.architecture.config_fields import ABSENT, Count, Indices, ModelFie
 from nemo_kto.architecture.family import LINEAR_LAYERS, SLIDING, SLIDING_LAYERS, ExpertFields, Family
 from nemo_kto.architecture.mappings import (
     DENSE,
-    QWEN_VL,
     MTP_LAYERS,
+    QWEN_VL,
     joined_experts,
     renamed,
     separate_experts,
@@ -158,15 +158,14 @@ _DELTA_NET: dict[str, Any] = {
     "untrained": MTP_LAYERS,
 }
 _GATED = renamed(QWEN3.mappings, QUERY_AND_GATE)
-QWEN3_5_TEXT = Family(
-    name="qwen3_5_text", hf_architecture="Qwen3_5ForCausalLM", mappings=_GATED + BY_KIND, **_DELTA_NET
-)
+QWEN3_5_TEXT = Family(name="qwen3_5_text", hf_architecture="Qwen3_5ForCausalLM", mappings=_GATED + BY_KIND, **_DELTA_NET)
+_WRAPPED: dict[str, Any] = {**QWEN_VL, "untrained": {**QWEN_VL["untrained"], **MTP_LAYERS}}
 QWEN3_5 = replace(
     QWEN3_5_TEXT,
     name="qwen3_5",
     hf_architecture="Qwen3_5ForConditionalGeneration",
     text_type="qwen3_5_text",
-    **{**QWEN_VL, "untrained": {**QWEN_VL["untrained"], **MTP_LAYERS}},
+    **_WRAPPED,
 )
 # the same with experts; the order of rows in the projections differs
 _SPARSE_DELTA_NET: dict[str, Any] = {
@@ -180,4 +179,20 @@ QWEN3_NEXT = Family(
     hf_architecture="Qwen3NextForCausalLM",
     mappings=with_experts(_GATED + BY_HEAD, (*_EXPERTS, *_SHARED)),
     **_SPARSE_DELTA_NET,
+)
+_SPARSE_3_5 = {**_SPARSE_DELTA_NET, "experts": replace(_SPARSE_DELTA_NET["experts"], normalized=True)}
+QWEN3_5_MOE_TEXT = Family(
+    name="qwen3_5_moe_text",
+    hf_architecture="Qwen3_5MoeForCausalLM",
+    mappings=with_experts(_GATED + BY_KIND, (*_EXPERTS, *_SHARED)),
+    joined=_JOINED,
+    dense_width="moe_intermediate_size",
+    **_SPARSE_3_5,
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5_MOE_TEXT,
+    name="qwen3_5_moe",
+    hf_architecture="Qwen3_5MoeForConditionalGeneration",
+    text_type="qwen3_5_moe_text",
+    **_WRAPPED,
 )

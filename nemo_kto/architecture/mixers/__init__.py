@@ -7,4 +7,12 @@ from nemo_kto.architecture.mixers.mixer import AttentionWindow, LinearLayer, Seq
 from nemo_kto.architecture.mixers.saving import Saving
 from nemo_kto.architecture.mixers.softmax_attention import SOFTMAX_ATTENTION, SoftmaxAttention
 
-__all__ = ["SOFTMAX_ATTENTION", "AttentionWindow", "GatedDeltaNet", "LinearLayer", "Saving", "SequenceMixer", "SoftmaxAttention"]
+__all__ = [
+    "SOFTMAX_ATTENTION",
+    "AttentionWindow",
+    "GatedDeltaNet",
+    "LinearLayer",
+    "Saving",
+    "SequenceMixer",
+    "SoftmaxAttention",
+]

@@ -22,7 +22,9 @@ def _weight(name: str, hf_names: dict[str, Shape], split: Split, *parts: tuple[i
     """Return the mapping of a weight; ``parts`` are those of a key head."""
     names = {_HF + each: shape for each, shape in hf_names.items()}
     mcore = f"{MCORE}self_attention.{name}"
-    return ParamMapping(mcore_name=mcore, hf_names=names, split=split, mixer=GatedDeltaNet.kind, groups="delta_keys", parts=parts)
+    return ParamMapping(
+        mcore_name=mcore, hf_names=names, split=split, mixer=GatedDeltaNet.kind, groups="delta_keys", parts=parts
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,9 +64,7 @@ class DeltaNet(MegatronModule):
         )
 
         def parameter(*shape: int, value: float = 0.0) -> torch.nn.Parameter:
-            return torch.nn.Parameter(
-                torch.full(shape, value, dtype=config.params_dtype, device=device.current_device())
-            )
+            return torch.nn.Parameter(torch.full(shape, value, dtype=config.params_dtype, device=device.current_device()))
 
         self.convolution = parameter(self.key_heads * sizes["delta_qkv_group"], 1, mixer.kernel)
         self.decay_log, self.step_bias = (parameter(self.key_heads * mixer.values_per_key) for _ in range(2))
@@ -91,7 +89,13 @@ class DeltaNet(MegatronModule):
             lengths, prompts = packed_seq_params.lengths, packed_seq_params.prompts
         projected_tX = projected_sbX.transpose(0, 1).flatten(0, 1)
         mixed_tX = checkpoint(
-            self._mix, projected_tX, lengths, prompts, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
+            self._mix,
+            projected_tX,
+            lengths,
+            prompts,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            determinism_check="none",
         )
         return self.linear_out(mixed_tX.unflatten(0, (batch, sequence)).transpose(0, 1))[0], None
 
@@ -107,7 +111,9 @@ class DeltaNet(MegatronModule):
             .unflatten(-1, (self.key_heads, -1))
             .split([mixer.key_dim, mixer.key_dim, sizes["delta_z_group"]], -1)
         )
-        rate_gr, bias_gr = (each.float().view(self.key_heads, heads) for each in (self.decay_log.float().exp(), self.step_bias))
+        rate_gr, bias_gr = (
+            each.float().view(self.key_heads, heads) for each in (self.decay_log.float().exp(), self.step_bias)
+        )
         output_tgrV = gated_delta_rule(
             query_tgK,
             key_tgK,
