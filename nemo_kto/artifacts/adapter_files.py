@@ -172,4 +172,5 @@ def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set
         yield "at least one layer must be adapted, got no tensors of adapters"
     kinds = {modules.isdisjoint(OTHER_MIXERS) for modules in adapted}
     if len(set(map(frozenset, adapted))) > len(kinds):
-        yield f"every adapted layer with the same sequence mixer must have the same modules adapted, got {len(adapted)} layers that differ"
+        layers = "every adapted layer with the same sequence mixer"
+        yield f"{layers} must have the same modules adapted, got {len(adapted)} layers that differ"

@@ -84,8 +84,9 @@ def _yarn(theta: float, **more: Any) -> dict[str, Any]:
 _SHORT = {"original_max_position_embeddings": 9}  # shorter than the sequences
 # three value heads for each of three key heads, which is padded at TP2; the last layer has attention
 _DELTA_NET: dict[str, Any] = {
-    "head_dim": 16, "linear_num_key_heads": 3, "linear_num_value_heads": 9, "linear_key_head_dim": 6,
-    "linear_value_head_dim": 4, "full_attention_interval": 2,
+    **_SIZES, "initializer_range": 0.15,  # at 0.3 gated norms enlarge the rounding of transformers beyond the tolerance
+    "head_dim": 16, "linear_num_key_heads": 3, "linear_num_value_heads": 9, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "full_attention_interval": 2,
 }  # fmt: skip
 CONFIGS = {
     # caps that the scores and logits of these weights reach, and a window in every second layer
@@ -249,7 +250,7 @@ CONFIGS = {
         max_window_layers=2,
     ),
     "qwen3.5-text": lambda: Qwen3_5TextConfig(
-        **_SIZES, **_DELTA_NET, rope_parameters=_rope(1e6, partial_rotary_factor=0.5), tie_word_embeddings=True, **_NO_TOKENS
+        **_DELTA_NET, rope_parameters=_rope(1e6, partial_rotary_factor=0.5), tie_word_embeddings=True, **_NO_TOKENS
     ),
     "qwen3": lambda: Qwen3Config(**_SIZES, rope_parameters=_rope(1e6), head_dim=16),
     "qwen3-tied-bias": lambda: Qwen3Config(
@@ -376,9 +377,8 @@ MIXTURES = {
         tie_word_embeddings=True,
     ),
     "qwen3-next": lambda: Qwen3NextConfig(
-        **_SIZES,
-        **_EXPERTS,
         **_DELTA_NET,
+        **_EXPERTS,
         rope_parameters=_rope(1e6, partial_rotary_factor=0.25),
         shared_expert_intermediate_size=24,
         mlp_only_layers=[1],
@@ -386,9 +386,8 @@ MIXTURES = {
         **_NO_TOKENS,
     ),
     "qwen3.5-moe-text": lambda: Qwen3_5MoeTextConfig(
-        **{name: size for name, size in _SIZES.items() if name != "intermediate_size"},
+        **{name: size for name, size in _DELTA_NET.items() if name != "intermediate_size"},
         **_EXPERTS,
-        **_DELTA_NET,
         rope_parameters=_rope(1e6, partial_rotary_factor=0.5),
         shared_expert_intermediate_size=24,
         **_NO_TOKENS,
@@ -416,6 +415,7 @@ _QWEN_VISION: dict[str, Any] = {
 }  # fmt: skip
 _QWEN3_VISION = {**_QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
 
+_TWO_LAYERS = {**_DELTA_NET, "num_hidden_layers": 2}
 _QWEN3_5_VISION = {**_QWEN_VISION, "num_position_embeddings": 16}
 
 
@@ -456,9 +456,9 @@ MULTIMODAL = {
     ),
     "qwen2.5-vl": _wrapped("qwen2_5_vl", _mrope(1, 1, 2), {**_QWEN_VISION, "fullatt_block_indexes": [0]}),
     "qwen3-vl": _wrapped("qwen3_vl", _mrope(2, 1, 1), _QWEN3_VISION, tie_word_embeddings=True),
-    "qwen3.5": _wrapped("qwen3_5", _mrope(1, 1, 0, **_DELTA_NET), _QWEN3_5_VISION),
+    "qwen3.5": _wrapped("qwen3_5", _mrope(1, 1, 0, **_TWO_LAYERS), _QWEN3_5_VISION),
     "qwen3.5-moe": _wrapped(
-        "qwen3_5_moe", _mrope(1, 1, 0, **_DELTA_NET, **_EXPERTS, shared_expert_intermediate_size=24), _QWEN3_5_VISION
+        "qwen3_5_moe", _mrope(1, 1, 0, **_TWO_LAYERS, **_EXPERTS, shared_expert_intermediate_size=24), _QWEN3_5_VISION
     ),
     "qwen3-vl-moe": _wrapped("qwen3_vl_moe", _mrope(2, 1, 1, **_EXPERTS), _QWEN3_VISION),
 }

@@ -38,7 +38,7 @@ class Wave:
     """Segments of a pack whose states are computed together; the segments that they continue are in an earlier wave."""
 
     segments: tuple[int, ...]  # from that with the most chunks to that with the fewest
-    starts: Tensor | None  # place of the prompt of each segment among the segments of the earlier wave; None: no prompts
+    before: Tensor | None  # place of the prompt of each segment among the segments of the earlier wave; None: no prompts
     steps: tuple[int, ...]  # number of segments that have a first, a second, ... chunk
 
 
@@ -66,10 +66,10 @@ def divide(lengths: tuple[int, ...], prompts: Prompts) -> Chunks:
         for rank, number in enumerate(order):
             starts = torch.tensor(begins[: counts[number]]) + CHUNK * rank
             places[number] = (starts[:, None] + torch.arange(CHUNK)).flatten()[: lengths[number]]
-        starts = None
+        before = None
         if waves and prompts is not None:
-            starts = device.upload([torch.tensor([waves[0].segments.index(prompts[number] or 0) for number in order])])[0]
-        waves.append(Wave(segments=order, starts=starts, steps=steps))
+            before = device.upload([torch.tensor([waves[0].segments.index(prompts[number] or 0) for number in order])])[0]
+        waves.append(Wave(segments=order, before=before, steps=steps))
         first += CHUNK * sum(steps)
     (place_t,) = device.upload([torch.cat([places[number] for number in range(len(lengths))])])
     return Chunks(waves=tuple(waves), place_t=place_t, tokens=first)
@@ -116,9 +116,11 @@ def gated_delta_rule(
     solved_cgrCX = torch.linalg.solve_triangular(system_cgrCC, right_cgrCX, upper=False, unitriangular=True)
     sizes = [value_tgrV.size(-1), key_tgK.size(-1)]
     scores_cgrCC = query_cg1CK @ key_cg1CK.mT * between_cgrCC
+    solved_cgrCV, seen_cgrCK = solved_cgrCX.split(sizes, -1)
     outputs = _scan(
         chunks,
-        *solved_cgrCX.split(sizes, -1),
+        solved_cgrCV,
+        seen_cgrCK,
         query_cg1CK * from_start_cgrC1,
         (key_cg1CK * to_end_cgrC1).mT,
         scores_cgrCC,
@@ -140,8 +142,8 @@ def _scan(
     outputs, first = list[Tensor](), 0
     finals_ngrKV: Tensor | None = None
     for wave in chunks.waves:
-        if finals_ngrKV is not None and wave.starts is not None:
-            state_ngrKV = finals_ngrKV.index_select(0, wave.starts)
+        if finals_ngrKV is not None and wave.before is not None:
+            state_ngrKV = finals_ngrKV.index_select(0, wave.before)
         else:
             state_ngrKV = key_cgrKC.new_zeros(len(wave.segments), *key_cgrKC.shape[1:4], value_cgrCV.size(-1))
         finished = list[Tensor]()  # states of segments without a further chunk, from the shortest on

@@ -80,7 +80,7 @@ class DeltaNet(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
         **_: object,  # those of attention
     ) -> tuple[Tensor, None]:
-        """Mix [sequence, batch, hidden]; packed sequences have batch 1. The mask is causal, so padding must follow tokens."""
+        """Mix [sequence, batch, hidden], of packed sequences with batch 1. No token takes in values of later ones."""
         projected_sbX, _bias = self.linear_in(hidden_states)
         sequence, batch = projected_sbX.shape[:2]
         if packed_seq_params is None:
