@@ -170,6 +170,11 @@ class Family:
     )
 
     @property
+    def needs_original(self) -> bool:
+        """Whether exports take weights that are not trained, or their dtypes, from the files of the original model."""
+        return bool(self.untrained) or any(mapping.frozen for mapping in self.mappings)
+
+    @property
     def chunked(self) -> bool:
         """Whether a window does not slide, but is the chunk of the sequence that contains the token."""
         return self.window == CHUNKED_LAYERS

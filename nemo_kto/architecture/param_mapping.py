@@ -48,7 +48,8 @@ class ParamMapping:
     required_flag: str = ""  # flag of ``Architecture`` without which the parameter does not exist; empty if it always exists
     layers: Layers = Layers.ALL  # layers that have the parameter
     transposed: bool = False  # the file stores the transpose of the weight with this shape
-    frozen: bool = False  # the parameter is never trained, and is in fp32 whatever the dtype of the model
+    # The parameter is never trained, is in fp32 whatever the dtype of the model, and is exported in the dtype of its file.
+    frozen: bool = False
 
     @property
     def of_expert(self) -> bool:
