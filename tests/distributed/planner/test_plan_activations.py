@@ -143,6 +143,7 @@ FULL: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
     ("llama4_text", {}, "bfloat16", replace(DROPPED, dora=True)),
     ("mixtral", {}, "float32", ALL),
     ("glm4_moe", {}, "float32", None),
+    ("hunyuan_v1_moe", {}, "float32", ALL),
     ("glm4_moe", {"tensor": 2, "sequence_parallel": True}, "bfloat16", None),
 ]
 
