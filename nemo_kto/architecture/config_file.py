@@ -152,7 +152,7 @@ def _check_layers_and_heads(config: Mapping[str, Any], family: Family) -> None:
 
 
 def _check_experts(config: Mapping[str, Any], fields: ExpertFields, family: str) -> None:
-    number, chosen = config.get(fields.number), config.get(fields.chosen)
+    number, chosen = config.get(fields.number), fields.per_token(config)
     if number is not None and chosen is not None and chosen > number:
         raise ValueError(f"{fields.chosen} must be at most the number of experts, {number}, got {chosen}; {_REMEDY}")
     groups, allowed = config.get(fields.groups) or 1, config.get(fields.chosen_groups) or 1
@@ -174,6 +174,6 @@ def _check_experts(config: Mapping[str, Any], fields: ExpertFields, family: str)
     normalized = fields.normalized
     if chosen == 1 and (config.get(normalized) if isinstance(normalized, str) else normalized):
         raise ValueError(
-            "num_experts_per_tok must be at least 2 if the router probabilities of a token's experts are normalized, got 1, "
+            f"{fields.chosen} must be at least 2 if the router probabilities of a token's experts are normalized, got 1, "
             "for which they would always be 1; choose another model"
         )

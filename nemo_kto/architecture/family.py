@@ -55,7 +55,7 @@ class ExpertFields:
     """Fields of a configuration that describe its mixture of experts; those with an empty name do not exist."""
 
     number: str = "num_local_experts"
-    chosen: str = "num_experts_per_tok"  # number of experts for each token
+    chosen: str = "num_experts_per_tok"  # number of experts for each token, in some families one for each layer
     ffn_hidden_size: str = "intermediate_size"
     shared_ffn_hidden_size: str = ""
     shared_experts: str = ""  # number of shared experts, which are as wide as the others, in the place of a width
@@ -83,7 +83,7 @@ class ExpertFields:
         shared_width = width * (getattr(config, self.shared_experts) or 0) if self.shared_experts else 0
         return Experts(
             number=number,
-            per_token=getattr(config, self.chosen),
+            per_token=self.per_token(config.to_dict()),
             ffn_hidden_size=width,
             normalized=bool(getattr(config, normalized)) if isinstance(normalized, str) else normalized,
             layers=tuple(layer in layers for layer in range(config.num_hidden_layers)),
@@ -98,6 +98,15 @@ class ExpertFields:
             router_in_fp32=self.router_in_fp32,
             weighs_input=self.weighs_input,
         )
+
+    def per_token(self, config: Mapping[str, Any]) -> Any:
+        """Return the number of experts for each token, None if it is absent; ValueError if it differs between layers."""
+        given = config.get(self.chosen)
+        if not isinstance(given, list):
+            return given
+        if len(set(given)) != 1:
+            raise ValueError(f"{self.chosen} must be the same in all layers, got {given}; choose another model")
+        return given[0]
 
     def layers(self, config: Mapping[str, Any], num_layers: int) -> set[int]:
         """Return the numbers, from 0, of the layers with experts, from the fields of a configuration."""
@@ -171,6 +180,11 @@ class Family:
     mixers: Callable[[PretrainedConfig], tuple[SequenceMixer, ...]] = lambda config: (
         (SOFTMAX_ATTENTION,) * config.num_hidden_layers
     )
+
+    @property
+    def needs_original(self) -> bool:
+        """Whether exports depend on files of the original model: weights that are not trained, dtypes, forms of experts."""
+        return bool(self.untrained or self.joined) or any(mapping.frozen for mapping in self.mappings)
 
     @property
     def chunked(self) -> bool:

@@ -26,6 +26,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
@@ -328,6 +329,16 @@ MIXTURES = {
         moe_k=3,
         moe_intermediate_size=16,
         moe_layer_end_index=2,
+        **_NO_TOKENS,
+    ),
+    # the number of experts for a token is given for each layer
+    "hunyuan-moe": lambda: HunYuanMoEV1Config(
+        **_SIZES,
+        rope_parameters=_rope(1e4, rope_type="dynamic", factor=1.0, alpha=50.0),
+        head_dim=16,
+        num_experts=8,
+        moe_topk=[3] * 4,
+        eod_token_id=None,
         **_NO_TOKENS,
     ),
     # chunks shorter than the sequences, and queries that grow within them

@@ -61,6 +61,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 16, "use_qk_norm": True, **_ROUTED},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0},
     "hunyuan_v1_dense": {"tie_word_embeddings": False, "head_dim": 16, "eod_token_id": None},
+    "hunyuan_v1_moe": {"head_dim": 16, "eod_token_id": None, "num_experts": 8, "moe_topk": 3},
     "llama": {"tie_word_embeddings": False},
     "ministral3": {"tie_word_embeddings": False, "head_dim": 16, "rope_parameters": _MINISTRAL3},
     "llama4_text": {"tie_word_embeddings": False, "head_dim": 8, **_LLAMA4},

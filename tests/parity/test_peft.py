@@ -69,6 +69,7 @@ DENSE = {
 MIXTURES = {
     "ernie4-5-moe": LoRASettings(rank=2, alpha=4, target_modules=("mlp",)),
     "glm4-moe": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
+    "hunyuan-moe": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "minimax-m2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "gpt-oss": LoRASettings(rank=2, alpha=4, target_modules=("attention",)),
     # dense MLPs and shared experts; routed experts are one parameter in transformers, which peft does not adapt
@@ -82,7 +83,7 @@ MIXTURES = {
 }
 SETTINGS = {"dense": DENSE, "mixtures": MIXTURES}
 EXPERTS = {
-    "ernie4-5-moe": 2 * 8 * 3, "glm4-moe": 3 * 8 * 3, "minimax-m2": 4 * 8 * 3, "mixtral": 4 * 4 * 3,
+    "ernie4-5-moe": 2 * 8 * 3, "glm4-moe": 3 * 8 * 3, "hunyuan-moe": 4 * 8 * 3, "minimax-m2": 4 * 8 * 3, "mixtral": 4 * 4 * 3,
     "qwen2-moe": 3 * 8 * 3, "qwen3-next": 3 * 8 * 3, "qwen3.5-moe-text": 4 * 8 * 3,
     "qwen3-moe": 2 * 8 * 3, "qwen3-moe-dense-layers": 1 * 8 * 3,
 }  # fmt: skip
