@@ -297,13 +297,16 @@ class ResolvedRun:
         tuning = self.cfg.model.peft.lora_tuning
         if self.files.adapter_folder is not None:
             return replace(read_adapter_settings(self.files.adapter_folder), dropout=tuning.adapter_dropout)
+        targets = tuple(tuning.target_modules)
+        if (self.files.hf_folder / CONFIG).is_file():  # else another check reports it
+            targets = with_other_mixers(targets, self.files.config[1])
         return LoRASettings(
             rank=tuning.adapter_dim,
             alpha=tuning.alpha,
             rslora=tuning.rslora,
             dora=tuning.dora,
             dropout=tuning.adapter_dropout,
-            target_modules=with_other_mixers(tuning.target_modules, self.files.config[1]),
+            target_modules=targets,
             layers=None if tuning.layer_selection is None else tuple(tuning.layer_selection),
         )
 

@@ -51,7 +51,7 @@ _MINISTRAL3: dict[str, Any] = {
 }  # fmt: skip
 _DELTA_NET: dict[str, Any] = {  # three value heads for each of two key heads
     "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 12,
-    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_value_head_dim": 8, "full_attention_interval": 2,
 }  # fmt: skip
 _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},

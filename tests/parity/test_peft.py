@@ -83,8 +83,8 @@ MIXTURES = {
 }
 SETTINGS = {"dense": DENSE, "mixtures": MIXTURES}
 EXPERTS = {
-    "ernie4-5-moe": 2 * 8 * 3, "glm4-moe": 3 * 8 * 3, "hunyuan-moe": 4 * 8 * 3, "minimax-m2": 4 * 8 * 3, "mixtral": 4 * 4 * 3,
-    "qwen2-moe": 3 * 8 * 3, "qwen3-next": 3 * 8 * 3, "qwen3.5-moe-text": 4 * 8 * 3,
+    "ernie4-5-moe": 2 * 8 * 3, "glm4-moe": 3 * 8 * 3, "hunyuan-moe": 4 * 8 * 3, "minimax-m2": 4 * 8 * 3,
+    "mixtral": 4 * 4 * 3, "qwen2-moe": 3 * 8 * 3, "qwen3-next": 3 * 8 * 3, "qwen3.5-moe-text": 4 * 8 * 3,
     "qwen3-moe": 2 * 8 * 3, "qwen3-moe-dense-layers": 1 * 8 * 3,
 }  # fmt: skip
 QUICK = {

@@ -39,7 +39,6 @@ class DeltaNetFields(ModelFields):
     linear_conv_kernel_dim: Annotated[Count, Ge(2)] = ABSENT
     full_attention_interval: Count = ABSENT
     partial_rotary_factor: Positive = ABSENT
-    attn_output_gate: bool = ABSENT
 
 
 class QwenMoeFields(ModelFields):
