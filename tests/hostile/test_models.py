@@ -319,6 +319,17 @@ def test_adapters_of_layers_that_phi3_fuses(here: Path) -> None:
     assert launcher_says(here / "model", here / "rows.jsonl", *lora) == []
 
 
+def test_adapters_of_layers_that_a_model_lacks(here: Path) -> None:
+    """Without layers of one MLP, this family has only experts that it joins."""
+    kind, key = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe"}, "mlp_only_layers"
+    lora = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[attention,mlp_fc1]"]
+    for dense, wrong in (([0], []), ([], [Message("qwen3_vl_moe", "mlp_fc1", "q_proj, k_proj, v_proj, o_proj,", "none")])):
+        text = {"model_type": "qwen3_vl_moe_text", "num_hidden_layers": 2, "num_experts": 4, key: dense}
+        config(**kind, text_config=text)(here / "model")
+        found = launcher_says(here / "model", here / "rows.jsonl", *lora)
+        assert [line for line in found if "target_modules" in line] == wrong
+
+
 def test_unsupported_tensor_parallel_sizes(here: Path) -> None:
     overrides = ["model.tensor_model_parallel_size=8", "trainer.devices=8"]
     assert launcher_says(here / "model", here / "rows.jsonl", *overrides) == [
