@@ -93,6 +93,14 @@ class ModelFields(BaseModel):
     num_local_experts: PartCount = ABSENT
 
 
+# Quantized weights that are read: ``quant_method`` of quantization_config -> which of its formats.
+QUANTIZED = {
+    "mxfp4": "the experts of gpt-oss",
+    "fp8": "e4m3, one scale per weight or block",
+    "compressed-tensors": "pack-quantized, symmetric int4 weights",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
     """How the files of a model store quantized weights."""
@@ -136,10 +144,9 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
         except (AttributeError, LookupError, TypeError, ValueError):
             shown = [group.get("weights") for group in _groups(settings) if isinstance(group, dict)]
             got = f" with format {settings.get('format')!r}" + (f" and weights {shown[0]}" if shown else "")
-    raise ValueError(
-        "quantization_config must be mxfp4, fp8 (e4m3, one scale per weight or block), or compressed-tensors in the format "
-        f"pack-quantized with symmetric int4 weights, got quant_method {method!r}{got}; start from the unquantized model"
-    )
+    known = ", ".join(f"{name} ({formats})" for name, formats in QUANTIZED.items())
+    text = f"quantization_config must be one of {known}, got quant_method {method!r}{got}"
+    raise ValueError(f"{text}; start from the unquantized model")
 
 
 def _groups(settings: Mapping[str, Any]) -> list[Any]:

@@ -51,15 +51,15 @@ AT_START: dict[str, tuple[Break, Message]] = {
     # which model
     "another family": (
         config(architectures=["GPT2LMHeadModel"]),
-        Message("architecture must be one of", "docs/reference/README.md#supported", "GPT2LMHeadModel", "choose"),
+        Message("architecture must be one of", "docs/reference/supported.md", "GPT2LMHeadModel", "choose"),
     ),
     "a newer model of a known family": (
         config(architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", linear_num_value_heads=32),
-        Message("Qwen3NextForCausalLM", "nearest is Qwen3MoeForCausalLM", "gated delta rule", "README.md#supported"),
+        Message("Qwen3NextForCausalLM", "nearest is Qwen3MoeForCausalLM", "gated delta rule", "supported.md"),
     ),
     "latent attention": (
         config(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", kv_lora_rank=512),
-        Message("deepseek_v3", "compressed", "docs/reference/README.md#supported"),
+        Message("deepseek_v3", "compressed", "docs/reference/supported.md"),
     ),
     "an encoder-decoder model": (
         config(architectures=["T5ForConditionalGeneration"], model_type="t5", is_encoder_decoder=True),
@@ -71,7 +71,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
     ),
     "a model of images of no known family": (
         config(architectures=["LlavaForConditionalGeneration"], model_type="llava", vision_config={}),
-        Message("llava", "images", "choose", "docs/reference/README.md#supported"),
+        Message("llava", "images", "choose", "docs/reference/supported.md"),
     ),
     "architectures are lists": (config(architectures=[["x"]]), Message("list", "strings", "[['x']]")),
     "model_type of another": (

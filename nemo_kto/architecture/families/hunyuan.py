@@ -9,6 +9,7 @@ from nemo_kto.architecture.mixers.softmax_attention import NORMS_AFTER_ROPE
 HUNYUAN_DENSE = Family(
     name="hunyuan_v1_dense",
     hf_architecture="HunYuanDenseV1ForCausalLM",
+    published="Hunyuan 0.5B to 7B",
     mappings=DENSE + NORMS_AFTER_ROPE,
     flags={
         "qkv_bias": "attention_bias",
