@@ -143,7 +143,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
             return _int4(settings)
         except (AttributeError, LookupError, TypeError, ValueError):
             shown = [group.get("weights") for group in _groups(settings) if isinstance(group, dict)]
-            got = f" with format {settings.get('format')!r}" + (f" and weights {shown[0]}" if shown else "")
+            got = f" with format {settings.get('format')!r}" + "".join(f" and weights {weights}" for weights in shown[:2])
     known = ", ".join(f"{name} ({formats})" for name, formats in QUANTIZED.items())
     text = f"quantization_config must be one of {known}, got quant_method {method!r}{got}"
     raise ValueError(f"{text}; start from the unquantized model")
@@ -162,10 +162,11 @@ def _int4(settings: Mapping[str, Any]) -> Quantization:
         kind = (weights["num_bits"], weights["type"], weights["symmetric"], group.get("input_activations"))
         if kind != (4, "int", True, None) or weights.get("actorder") not in (None, "weight", "static"):
             raise ValueError
-        sizes.add({"group": weights.get("group_size"), "channel": None}[weights["strategy"]])
+        size = {"group": weights.get("group_size"), "channel": None}[weights["strategy"]]
+        if weights["strategy"] == "group" and (type(size) is not int or size < 1):
+            raise ValueError
+        sizes.add(size)
     if settings["format"] != "pack-quantized" or len(sizes) != 1:
         raise ValueError
     (size,) = sizes
-    if size is not None and (type(size) is not int or size < 1):
-        raise ValueError
     return Quantization(method="int4", block=None if size is None else (1, size))

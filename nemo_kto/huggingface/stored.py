@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nemo_kto.architecture.config_fields import Quantization
-from nemo_kto.artifacts.safetensors_files import FP8, INT32, FileTensor
+from nemo_kto.artifacts.safetensors_files import FLOATS, FP8, FP8_SCALE, INT32, UINT8, FileTensor
 
 Where = tuple[slice | int, ...]
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -22,6 +22,7 @@ _VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))  # the highest of the f
 _BIAS, _NO_NUMBER = 127, 255
 # Ends of the names of tensors: those of MXFP4, and of compressed-tensors' int4.
 _BLOCKS, _SCALES = "_blocks", "_scales"
+_MXFP4_VALUES = 32  # that share a scale, two in a byte
 _PACKED, _SCALE, _SHAPE = "_packed", "_scale", "_shape"
 _FP8_SCALES = ("_scale_inv", "_scale")  # both are factors on the stored values
 _OF_ACTIVATIONS = ("activation_scale", "input_scale")  # in the place of "weight", beside fp8 weights; not needed
@@ -129,11 +130,11 @@ def stored_weights(
 
 def _mxfp4(name: str, found: Mapping[str, FileTensor], quantization: Quantization) -> StoredWeight | None:
     base = name.removesuffix(_BLOCKS)
-    match found[name].shape, found.get(base + _SCALES):
-        case (experts, rows, groups, 16), FileTensor(shape=of_scales) as scales if base != name and base not in found:
-            if of_scales == (experts, rows, groups):
-                tensors, shape = {_BLOCKS: found[name], _SCALES: scales}, (experts, 32 * groups, rows)
-                return StoredWeight(name=base, tensors=tensors, shape=shape, quantization=quantization)
+    match found[name].shape:
+        case (experts, rows, groups, _) if base != name and base not in found:
+            tensors = {end: found[base + end] for end in (_BLOCKS, _SCALES) if base + end in found}
+            shape = (experts, _MXFP4_VALUES * groups, rows)
+            return StoredWeight(name=base, tensors=tensors, shape=shape, quantization=quantization)
     return None
 
 
@@ -157,20 +158,28 @@ _JOINED = {"mxfp4": _mxfp4, "fp8": _fp8, "int4": _int4}
 
 
 def _problems(weight: StoredWeight) -> Iterator[str]:
-    """Yield a message if the scales of a quantized weight are missing, or have another shape than its blocks need."""
+    """Yield a message for each tensor of a quantized weight that is missing, or of another type or shape than it needs."""
     assert weight.quantization is not None
-    (*first, rows, columns), block, method = (1, 1, *weight.shape), weight.quantization.block, weight.quantization.method
+    block, method = weight.quantization.block, weight.quantization.method
+    wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}  # end of a name -> shape and types of the tensor
+    *first, rows, columns = (1, 1, *weight.shape)
     if method == "mxfp4":
-        return
-    end = next((end for end in (_FP8_SCALES if method == "fp8" else (_SCALE,)) if end in weight.tensors), None)
-    if end is None:
-        yield f"missing: {weight.name}{_FP8_SCALES[0] if method == 'fp8' else _SCALE}"
-        return
-    found = weight.tensors[end].shape
-    if method == "fp8" and block is None:
-        wanted = found if all(size == 1 for size in found) else ()
+        blocks = (*weight.shape[:-2], columns, rows // _MXFP4_VALUES)
+        wanted = {_BLOCKS: ((*blocks, _MXFP4_VALUES // 2), (UINT8,)), _SCALES: (blocks, (UINT8,))}
     else:
+        ends = _FP8_SCALES if method == "fp8" else (_SCALE,)
+        end = next((end for end in ends if end in weight.tensors), ends[0])
         height, width = (1, columns) if block is None else block
-        wanted = (*first[2:], -(-rows // height), -(-columns // width))
-    if found != wanted:
-        yield f"{weight.name}{end}: expected shape {list(wanted)}, got {list(found)}"
+        shape: tuple[int, ...] = (*first[2:], -(-rows // height), -(-columns // width))
+        if method == "fp8" and block is None:
+            found = weight.tensors[end].shape if end in weight.tensors else ()
+            shape = found if all(size == 1 for size in found) else ()
+        wanted = {end: (shape, (*FLOATS, FP8_SCALE))}
+    for end, (shape, types) in wanted.items():
+        tensor = weight.tensors.get(end)
+        if tensor is None:
+            yield f"missing: {weight.name}{end}"
+        elif tensor.dtype not in types:
+            yield f"{weight.name}{end}: expected {'floats' if len(types) > 1 else types[0]}, got {tensor.dtype}"
+        elif tensor.shape != shape:
+            yield f"{weight.name}{end}: expected shape {list(shape)}, got {list(tensor.shape)}"
