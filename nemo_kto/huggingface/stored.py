@@ -5,6 +5,7 @@ Only the part of a weight that is needed is read, with the scales of that part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,11 @@ Where = tuple[slice | int, ...]
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))  # the highest of the four bits is the sign
 _BIAS, _NO_NUMBER = 127, 255
-# Ends of the names of tensors: those of MXFP4, and of compressed-tensors' int4.
+# Ends of the names of tensors: those of MXFP4, and of compressed-tensors.
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _MXFP4_VALUES = 32  # that share a scale, two in a byte
 _PACKED, _SCALE, _SHAPE = "_packed", "_scale", "_shape"
-_FP8_SCALES = ("_scale_inv", "_scale")  # both are factors on the stored values
+_SCALE_ENDS = ("_scale_inv", _SCALE)  # both are factors on the stored values
 _OF_ACTIVATIONS = ("activation_scale", "input_scale")  # in the place of "weight", beside fp8 weights; not needed
 _PER_WORD = 8  # int4 values in an int32, the first in the lowest bits
 _OFFSET = 8  # stored values are unsigned
@@ -60,7 +61,7 @@ class StoredWeight:
     def _dequantized(self, part: Callable[[str], Any], where: Where) -> Tensor:
         """Return the values of a slice of a quantized weight, given in the order of the file."""
         assert self.quantization is not None
-        block, (*first, rows, columns) = self.quantization.block, where
+        *first, rows, columns = where
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.swapped else self.shape
         assert isinstance(columns, slice)
         if self.quantization.method == "mxfp4":
@@ -70,26 +71,26 @@ class StoredWeight:
         if self.quantization.method == "int4":
             start, stop, step = columns.indices(shape[-1])
             words = part(_PACKED)[(*first, rows, slice(start // _PER_WORD, -(-stop // _PER_WORD)))]
-            values = unpack(words)[..., start % _PER_WORD :][..., : stop - start : step].float()
-            return values * _scales(part(_SCALE), where, shape, (1, shape[-1] if block is None else block[1]))
-        end = next(end for end in _FP8_SCALES if end in self.tensors)
-        values = part("")[where].float()
-        if block is None:
-            return values * part(end)[...].float().squeeze()
-        return values * _scales(part(end), where, shape, block)
+            values = unpack(words)[..., start % _PER_WORD :][..., : stop - start : step]
+        else:
+            values = part("")[where]
+        end = next(end for end in _SCALE_ENDS if end in self.tensors)
+        is_single = math.prod(self.tensors[end].shape) == 1
+        scales = part(end)[...].float().squeeze() if is_single else _scales(part(end), where, shape, self.quantization)
+        return values.float() * scales
 
 
-def _scales(part: Any, where: Where, shape: tuple[int, ...], block: tuple[int, int]) -> Tensor:
+def _scales(part: Any, where: Where, shape: tuple[int, ...], quantization: Quantization) -> Tensor:
     """Return the scale of each value in a slice of a weight of this shape, of whose blocks each has one scale."""
     *first, rows, columns = where
-    needed, positions = zip(*map(_blocks_of, (rows, columns), shape[-2:], block), strict=True)
+    needed, positions = zip(*map(_blocks_of, (rows, columns), shape[-2:], quantization.block), strict=True)
     return part[(*first, *needed)].float().index_select(-2, positions[0]).index_select(-1, positions[1])
 
 
-def _blocks_of(where: slice | int, size: int, block: int) -> tuple[slice, Tensor]:
+def _blocks_of(where: slice | int, size: int, block: int | None) -> tuple[slice, Tensor]:
     """Return the slice of the blocks that a slice of a dimension touches, and the number of each value's block in it."""
     assert isinstance(where, slice)
-    blocks = torch.arange(*where.indices(size)) // block
+    blocks = torch.arange(*where.indices(size)) // (block or size)
     return slice(int(blocks[0]), int(blocks[-1]) + 1), blocks - blocks[0]
 
 
@@ -141,7 +142,7 @@ def _mxfp4(name: str, found: Mapping[str, FileTensor], quantization: Quantizatio
 def _fp8(name: str, found: Mapping[str, FileTensor], quantization: Quantization) -> StoredWeight | None:
     if found[name].dtype != FP8:
         return None
-    tensors = {"": found[name]} | {end: found[name + end] for end in _FP8_SCALES if name + end in found}
+    tensors = {"": found[name]} | {end: found[name + end] for end in _SCALE_ENDS if name + end in found}
     return StoredWeight(name=name, tensors=tensors, shape=found[name].shape, quantization=quantization)
 
 
@@ -167,18 +168,17 @@ def _problems(weight: StoredWeight) -> Iterator[str]:
         blocks = (*weight.shape[:-2], columns, rows // _MXFP4_VALUES)
         wanted = {_BLOCKS: ((*blocks, _MXFP4_VALUES // 2), (UINT8,)), _SCALES: (blocks, (UINT8,))}
     else:
-        ends = _FP8_SCALES if method == "fp8" else (_SCALE,)
+        ends = _SCALE_ENDS if method == "fp8" else (_SCALE,)
         end = next((end for end in ends if end in weight.tensors), ends[0])
-        height, width = (1, columns) if block is None else block
+        height, width = block[0] or max(1, rows), block[1] or max(1, columns)
         shape: tuple[int, ...] = (*first[2:], -(-rows // height), -(-columns // width))
-        if method == "fp8" and block is None:
-            found = weight.tensors[end].shape if end in weight.tensors else ()
-            shape = found if all(size == 1 for size in found) else ()
+        if block == (None, None) and end in weight.tensors and math.prod(weight.tensors[end].shape) == 1:
+            shape = weight.tensors[end].shape
         wanted = {end: (shape, (*FLOATS, FP8_SCALE))}
     for end, (shape, types) in wanted.items():
         tensor = weight.tensors.get(end)
         if tensor is None:
-            yield f"missing: {weight.name}{end}"
+            yield f"missing: {weight.name}{end}" + f" or {weight.name}{_SCALE}" * (end == _SCALE_ENDS[0])
         elif tensor.dtype not in types:
             yield f"{weight.name}{end}: expected {'floats' if len(types) > 1 else types[0]}, got {tensor.dtype}"
         elif tensor.shape != shape:

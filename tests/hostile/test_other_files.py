@@ -38,6 +38,12 @@ IMAGES: dict[str, Any] = {
     "text_config": TEXT,
     "vision_config": {"model_type": "pixtral", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
 }
+OF_ROWS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+FLOAT: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": {"weights": OF_ROWS}},
+}
 FP8: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [8, 4], "fmt": "e4m3"}
 OF_WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 8, "actorder": None}
 INT4: dict[str, Any] = {
@@ -162,6 +168,26 @@ CASES: dict[str, dict[str, tuple[Break, Message]]] = {
             Message(UP, "[12, 8]", "[13, 8]"),
         ),
     },
+    "float": {
+        "no scale": (named(_scale=None), Message("1 differences", f"missing: {UP}_scale_inv or {SCALE}", "download")),
+        "a scale of another shape": (
+            named(_scale=ones(11, 1)),
+            Message("1 differences", f"{SCALE}: expected shape [12, 1], got [11, 1]", "download"),
+        ),
+        "one scale in the place of those of rows": (named(_scale=ones(1)), Message(SCALE, "[12, 1]", "[1]")),
+        "a weight without values": (
+            named(**{"": number(torch.float8_e4m3fn, 0, 8)}),
+            Message("2 differences", f"{SCALE}: expected shape [0, 1], got [12, 1]", "[12, 8]", "[0, 8]"),
+        ),
+        "integers of eight bits": (
+            config(quantization_config={**FLOAT, "format": "int-quantized"}),
+            Message("'int-quantized'", "float-quantized", "unquantized"),
+        ),
+        "blocks without a size": (
+            config(quantization_config={**FLOAT, "config_groups": {"a": {"weights": {**OF_ROWS, "strategy": "block"}}}}),
+            Message("'strategy': 'block'", "unquantized"),
+        ),
+    },
     "int4": {
         "no scale": (named(_scale=None), Message("1 differences", f"missing: {SCALE}")),
         "a scale of another shape": (named(_scale=ones(12, 2)), Message(SCALE, "[12, 1]", "[12, 2]")),
@@ -242,6 +268,9 @@ def model(here: Path, request: pytest.FixtureRequest) -> Path:
     }
     if kind == "images":
         weights = {f"language_model.{name}": each for name, each in weights.items()} | {VISION: ones(8), PROJECTOR: ones(8)}
+    elif kind == "float":
+        weights |= {UP: weights[UP].to(torch.float8_e4m3fn), SCALE: ones(12, 1)}
+        fields("config.json", quantization_config=FLOAT)(folder)
     elif kind == "fp8":
         weights |= {UP: weights[UP].to(torch.float8_e4m3fn), f"{UP}_scale_inv": ones(2, 2)}
         fields("config.json", quantization_config=FP8)(folder)
