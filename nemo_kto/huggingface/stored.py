@@ -6,7 +6,7 @@ Only the part of a weight that is needed is read, with the scales of that part.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ _MXFP4_VALUES = 32  # that share a scale, two in a byte
 _PACKED, _SCALE, _SHAPE = "_packed", "_scale", "_shape"
 _SCALE_ENDS = ("_scale_inv", _SCALE)  # both are factors on the stored values
 _OF_ACTIVATIONS = ("activation_scale", "input_scale")  # in the place of "weight", beside fp8 weights; not needed
+# Matrices of an expert that the tensor of joined experts with this name has side by side.
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _PER_WORD = 8  # int4 values in an int32, the first in the lowest bits
 _OFFSET = 8  # stored values are unsigned
 
@@ -78,6 +80,58 @@ class StoredWeight:
         is_single = math.prod(self.tensors[end].shape) == 1
         scales = part(end)[...].float().squeeze() if is_single else _scales(part(end), where, shape, self.quantization)
         return values.float() * scales
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeparateExperts(StoredWeight):
+    """Experts of a layer whose matrices files have one by one, read as the tensor that joins them."""
+
+    parts: Sequence[Sequence[StoredWeight]]  # of each expert: gate and up, or down, which the tensor has side by side
+    transposed: bool  # the tensor is [experts, in, out], not [experts, out, in]
+
+    def read(self, opened: Callable[[Path], Any], where: Where = ()) -> Tensor:
+        where = (*where, *[slice(None)] * (len(self.shape) - len(where)))
+        if isinstance(expert := where[0], slice):
+            return torch.stack([self.read(opened, (each, *where[1:])) for each in range(*expert.indices(self.shape[0]))])
+        rows, columns = where[:0:-1] if self.transposed else where[1:]
+        assert isinstance(rows, slice)
+        first, last, step = rows.indices(sum(part.shape[0] for part in self.parts[expert]))
+        assert step == 1
+        values, start = [], 0
+        for part in self.parts[expert]:
+            held = slice(max(first - start, 0), min(last - start, part.shape[0]))
+            if held.start < held.stop:
+                values.append(part.read(opened, (held, columns)))
+            start += part.shape[0]
+        stacked = torch.cat(values)
+        return stacked.mT if self.transposed else stacked
+
+
+def separate_experts(
+    stored: Mapping[str, StoredWeight], wanted: Mapping[str, tuple[int, ...]], *, transposed: bool
+) -> dict[str, SeparateExperts]:
+    """Return the tensors of joined experts, of the ``wanted`` weights, for which files have a matrix of each expert."""
+    found = {}
+    for name, shape in wanted.items():
+        block, _, module = name.rpartition(".")
+        if module not in _PARTS or name in stored:
+            continue
+        names = [[f"{block}.{expert}.{part}.weight" for part in _PARTS[module]] for expert in range(shape[0])]
+        if not all(each in stored for row in names for each in row):
+            continue
+        parts = [[stored[each] for each in row] for row in names]
+        matrices, *others = {tuple(part.shape for part in row) for row in parts}
+        if not others and all(len(matrix) == 2 for matrix in matrices):
+            size = (sum(matrix[0] for matrix in matrices), matrices[0][1])
+            found[name] = SeparateExperts(
+                name=name,
+                tensors=parts[0][0].tensors,
+                shape=(len(parts), *(size[::-1] if transposed else size)),
+                quantization=parts[0][0].quantization,
+                parts=parts,
+                transposed=transposed,
+            )
+    return found
 
 
 def _scales(part: Any, where: Where, shape: tuple[int, ...], quantization: Quantization) -> Tensor:

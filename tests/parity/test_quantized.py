@@ -139,8 +139,24 @@ MODELS = {
     # only the MLPs of the text model; attention and vision tower stay in bf16
     "float-tensor": ("mistral3", (".mlp.gate_proj.weight", ".mlp.down_proj.weight"), "dequantized from fp8"),
     "float-channel": ("glm4-moe", ("_proj.weight",), "dequantized from fp8 by rows"),
+    # as llm-compressor writes experts that transformers joins: one by one
+    "float-block": (
+        "llama4-vision",
+        ("gate_proj.weight", "up_proj.weight", "down_proj.weight"),
+        "dequantized from fp8 in blocks of 20 x 12",
+    ),
     "int4": ("mixtral", ("w1.weight", "w2.weight", "w3.weight"), "dequantized from int4 in groups of 16"),
 }
+
+
+def separate(name: str, tensor: Tensor) -> Parts:
+    """The matrices [out, in] of each of Llama 4's experts, which one tensor [experts, in, out] joins."""
+    block, _, module = name.rpartition(".")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(module)
+    if parts is None:
+        return {name: tensor}
+    matrices = [zip(parts, expert.mT.chunk(len(parts)), strict=True) for expert in tensor]
+    return {f"{block}.{number}.{part}.weight": matrix for number, pairs in enumerate(matrices) for part, matrix in pairs}
 
 
 def quantize(form: str, folder: Path, plain: Path) -> None:
@@ -149,15 +165,19 @@ def quantize(form: str, folder: Path, plain: Path) -> None:
     hf_models.write_model(name, folder, dtype=torch.bfloat16, max_shard_size="1GB")
     hf_models.write_model(name, plain, max_shard_size="1GB")
     draw, files, values = torch.Generator().manual_seed(4), (dict[str, Tensor](), dict[str, Tensor]()), dict[str, Tensor]()
-    for weight, tensor in load_file(folder / "model.safetensors").items():
-        values[weight] = tensor.float()
-        if not weight.endswith(ends):
-            files[0][weight] = tensor
-            continue
-        parts, values[weight] = FORMS[form](tensor.float(), draw)
-        for end, part in parts.items():
-            stored = weight + end if end in ENDS else f"{weight.removesuffix('weight')}{end}_scale"
-            files[end not in ("", "_packed")][stored] = part
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        read = dict[str, Tensor]()
+        for weight, matrix in separate(name, tensor).items():
+            read[weight] = matrix.float()
+            if not weight.endswith(ends):
+                files[0][weight] = matrix
+                continue
+            parts, read[weight] = FORMS[form](matrix.float(), draw)
+            for end, part in parts.items():
+                stored = weight + end if end in ENDS else f"{weight.removesuffix('weight')}{end}_scale"
+                files[end not in ("", "_packed")][stored] = part.contiguous()
+        joined = torch.cat([*read.values()])
+        values[name] = joined if name in read else joined.view(len(tensor), -1, tensor.size(1)).mT.contiguous()
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     (folder / "model.safetensors").unlink()
     for file, tensors in zip(names, files, strict=True):
