@@ -93,13 +93,13 @@ def check_weights(architecture: Architecture, folder: str | Path) -> SourceWeigh
         names = re.compile(pattern.replace("{model}", model).replace("{layers}", str(architecture.num_layers)))
         copied[kind] = [weight for name, weight in stored.items() if names.match(name)]
     wanted = {name_in_file(name, prefixes): shape for name, shape in wanted_weights(architecture).items()}
+    if family.either_order:
+        stored |= _turned(stored, wanted)
     joined = {mapping.split: mapping for mapping in family.mappings if mapping.joins_experts}
     if joined and Split.INTERLEAVED not in joined:
         whole = separate_experts(stored, wanted, transposed=joined[Split.GATED].transposed)
         used = {part.name for experts in whole.values() for row in experts.parts for part in row}
         stored = {name: weight for name, weight in stored.items() if name not in used} | whole
-    if family.either_order:
-        stored |= _turned(stored, wanted)
     known = {weight.name for weights in copied.values() for weight in weights}.union(*left_out.values())
     count, differing = differences(wanted, {name: weight.shape for name, weight in stored.items()}, known)
     problems += [
