@@ -44,6 +44,7 @@ _SHARED_GATE = sparse("mlp.shared_experts.gate_weight", {"mlp.shared_expert_gate
 QWEN2 = Family(
     name="qwen2",
     hf_architecture="Qwen2ForCausalLM",
+    published="Qwen2, Qwen2.5, QwQ, DeepSeek-R1-Distill-Qwen",
     mappings=DENSE,
     flags={"qkv_bias": True},
     window=SLIDING_LAYERS,
@@ -52,6 +53,7 @@ QWEN2 = Family(
 QWEN2_MOE = Family(
     name="qwen2_moe",
     hf_architecture="Qwen2MoeForCausalLM",
+    published="Qwen1.5-MoE, Qwen2-57B-A14B",
     mappings=with_experts(DENSE, (*_EXPERTS, *shared_expert("mlp"), _SHARED_GATE)),
     fields=QwenMoeFields,
     flags={"qkv_bias": "qkv_bias"},
@@ -62,6 +64,7 @@ QWEN2_MOE = Family(
 QWEN3 = Family(
     name="qwen3",
     hf_architecture="Qwen3ForCausalLM",
+    published="Qwen3 0.6B to 32B",
     mappings=DENSE + qk_norms("head", "head"),
     flags={"qk_norm": True, "qkv_bias": "attention_bias", "output_bias": "attention_bias"},
     window=SLIDING_LAYERS,
@@ -71,6 +74,7 @@ QWEN3 = Family(
 QWEN3_MOE = Family(
     name="qwen3_moe",
     hf_architecture="Qwen3MoeForCausalLM",
+    published="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
     mappings=with_experts(QWEN3.mappings, _EXPERTS),
     fields=QwenMoeFields,
     flags=QWEN3.flags,
@@ -81,6 +85,7 @@ QWEN2_5_VL = replace(
     QWEN2,
     name="qwen2_5_vl",
     hf_architecture="Qwen2_5_VLForConditionalGeneration",
+    published="Qwen2.5-VL",
     text_type="qwen2_5_vl_text",
     flat_config=True,
     **QWEN_VL,
@@ -89,6 +94,7 @@ QWEN3_VL = replace(
     QWEN3,
     name="qwen3_vl",
     hf_architecture="Qwen3VLForConditionalGeneration",
+    published="Qwen3-VL 2B to 32B",
     text_type="qwen3_vl_text",
     window=("", ""),
     **QWEN_VL,
@@ -99,6 +105,7 @@ QWEN3_VL_MOE = replace(
     QWEN3_MOE,
     name="qwen3_vl_moe",
     hf_architecture="Qwen3VLMoeForConditionalGeneration",
+    published="Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",
     mappings=with_experts(QWEN3.mappings, (_EXPERTS[0], *_JOINED)),
     text_type="qwen3_vl_moe_text",
     window=("", ""),
