@@ -19,10 +19,10 @@ from nemo_kto.utils.field_errors import file_errors
 from nemo_kto.utils.files import read_json, refuse_code
 
 CONFIG = "config.json"
-PAGE = "docs/reference/README.md#supported"
+PAGE = "docs/reference/supported.md"
 _REMEDY = "download the model again, or write it with save_pretrained"
 # Parts that this program lacks, by the beginning of the fields of config.json that describe them.
-_LACKING = {
+LACKING = {
     "index_topk": "attention to keys that an indexer chooses",
     "kv_lora_rank": "attention whose keys and values are compressed (MLA)",
     "linear_": "layers with a gated delta rule",
@@ -99,7 +99,7 @@ def _why_unknown(config: Mapping[str, Any], hf_architecture: str) -> str:
         message = f"an encoder-decoder model ({kind}) cannot be trained: a response must be the continuation of its prompt"
         return f"{message}; choose a decoder-only model"
     fields = {**(text if isinstance(text, dict) else {}), **config}
-    lacking = [why for start, why in _LACKING.items() if any(name.startswith(start) and fields[name] for name in fields)]
+    lacking = [why for start, why in LACKING.items() if any(name.startswith(start) and fields[name] for name in fields)]
     if "audio_config" in config or ("vision_config" in config and not lacking):
         lacking.append("a table of its weights, of which those of images or sounds are not trained")
     lacks = ", ".join(dict.fromkeys(lacking)) or "a table of its weights"

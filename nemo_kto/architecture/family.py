@@ -138,6 +138,7 @@ class Family:
 
     name: str  # ``model_type`` in the configuration file
     hf_architecture: str  # entry of ``architectures`` in the configuration file
+    published: str  # names of published models
     mappings: tuple[ParamMapping, ...]
     fields: type[ModelFields] = ModelFields  # fields of the configuration file with their types and constraints
     # Flag of ``Architecture`` (qkv_bias, qk_norm, post_norm, ...) -> field of the configuration that sets it, or a constant.

@@ -21,7 +21,7 @@ from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.config_fields import Quantization, read_quantization
 from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.architecture.mappings import MTP_LAYERS
-from nemo_kto.architecture.param_mapping import name_in_file, prefixes_of
+from nemo_kto.architecture.param_mapping import Split, name_in_file, prefixes_of
 from nemo_kto.architecture.segments import Piece, pieces, place_in_file
 from nemo_kto.artifacts.content import copy_companions, model_config, with_dtype
 from nemo_kto.artifacts.safetensors_files import (
@@ -38,7 +38,7 @@ from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.folders import write_together
 from nemo_kto.huggingface.mapping import Weight, differences, frozen_weights, rank_weights, wanted_weights
-from nemo_kto.huggingface.stored import StoredWeight, stored_weights
+from nemo_kto.huggingface.stored import StoredWeight, separate_experts, stored_weights
 from nemo_kto.huggingface.stream import gather_weights
 from nemo_kto.utils.files import read_json
 
@@ -99,6 +99,11 @@ def check_weights(architecture: Architecture, folder: str | Path) -> SourceWeigh
     wanted = {name_in_file(name, prefixes): shape for name, shape in wanted_weights(architecture).items()}
     if family.either_order:
         stored |= _turned(stored, wanted)
+    joined = {mapping.split: mapping for mapping in family.mappings if mapping.joins_experts}
+    if joined and Split.INTERLEAVED not in joined:
+        whole = separate_experts(stored, wanted, transposed=joined[Split.GATED].transposed)
+        used = {part.name for experts in whole.values() for row in experts.parts for part in row}
+        stored = {name: weight for name, weight in stored.items() if name not in used} | whole
     known = {weight.name for weights in copied.values() for weight in weights}.union(*left_out.values())
     count, differing = differences(wanted, {name: weight.shape for name, weight in stored.items()}, known)
     problems += [

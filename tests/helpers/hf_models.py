@@ -421,6 +421,7 @@ _VISION: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
 }  # fmt: skip
+_LLAMA4_WIDTHS = ("vision_output_dim", "projector_input_dim", "projector_output_dim")
 _QWEN_VISION: dict[str, Any] = {
     "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32,
 }  # fmt: skip
@@ -463,7 +464,8 @@ MULTIMODAL = {
     "llama4-vision": _wrapped(
         "llama4",
         {**_LLAMA4, "intermediate_size_mlp": 40, "interleave_moe_layer_step": 1, "no_rope_layers": [1, 0]},
-        {**_VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+        # four patches with 32 values each are joined
+        {**_VISION, "intermediate_size": 128, **dict.fromkeys(_LLAMA4_WIDTHS, 32)},
     ),
     "qwen2.5-vl": _wrapped("qwen2_5_vl", _mrope(1, 1, 2), {**_QWEN_VISION, "fullatt_block_indexes": [0]}),
     "qwen3-vl": _wrapped("qwen3_vl", _mrope(2, 1, 1), _QWEN3_VISION, tie_word_embeddings=True),
@@ -491,8 +493,8 @@ def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, 
     config = (CONFIGS | MIXTURES | QUANTIZED | MULTIMODAL)[name]()
     model = auto_class(config.to_dict()).from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():  # transformers starts biases at zero and norms at one
-            if parameter.dim() == 1 or name.endswith("_bias"):
+        for name, parameter in model.named_parameters():  # transformers starts norms at one, biases and some weights at zero
+            if parameter.dim() == 1 or name.endswith("_bias") or not parameter.any():
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
@@ -631,6 +633,17 @@ def transformers_logits(folder: Path) -> torch.Tensor:
     model = load(folder).eval()
     with torch.no_grad():
         return model(tokens()).logits
+
+
+def gradients(folder: Path, out: Path) -> dict[str, torch.Tensor]:
+    """Those of transformers, under the names of the file: transformers puts experts together where it has loaded them."""
+    model = load(folder)
+    (model(tokens()).logits * cotangent()).sum().backward()
+    trained = [parameter for name, parameter in model.named_parameters() if not name.endswith("correction_bias")]
+    for parameter in trained:
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    model.save_pretrained(out)
+    return weights(out)
 
 
 def assert_adapted_logits(results: list[dict[str, Any]], expected: Any, base: Any, **tolerance: Any) -> None:

@@ -38,6 +38,7 @@ class GlmMoeFields(ModelFields):
 GLM4 = Family(
     name="glm4",
     hf_architecture="Glm4ForCausalLM",
+    published="GLM-4-0414, GLM-Z1",
     mappings=(
         *renamed(DENSE, GATE_UP),
         replicated("post_attention_layernorm.weight", "post_self_attn_layernorm.weight", "hidden"),
@@ -52,6 +53,7 @@ GLM4 = Family(
 GLM4_MOE = Family(
     name="glm4_moe",
     hf_architecture="Glm4MoeForCausalLM",
+    published="GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7",
     mappings=with_experts(
         DENSE + tuple(replace(norm, required_flag="qk_norm") for norm in qk_norms("head", "head")),
         (
@@ -82,6 +84,7 @@ DOTS1 = replace(
     GLM4_MOE,
     name="dots1",
     hf_architecture="Dots1ForCausalLM",
+    published="dots.llm1",
     flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias", "qk_norm": True},
     partial_rotary=False,
     untrained={},

@@ -19,6 +19,7 @@ class HunyuanMoeFields(ModelFields):
 HUNYUAN_DENSE = Family(
     name="hunyuan_v1_dense",
     hf_architecture="HunYuanDenseV1ForCausalLM",
+    published="Hunyuan 0.5B to 7B",
     mappings=DENSE + NORMS_AFTER_ROPE,
     flags={
         "qkv_bias": "attention_bias",
@@ -32,6 +33,7 @@ HUNYUAN_MOE = replace(
     HUNYUAN_DENSE,
     name="hunyuan_v1_moe",
     hf_architecture="HunYuanMoEV1ForCausalLM",
+    published="Hunyuan-A13B",
     mappings=with_experts(
         HUNYUAN_DENSE.mappings,
         (

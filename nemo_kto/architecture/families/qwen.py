@@ -70,6 +70,7 @@ _SHARED_GATE = sparse("mlp.shared_experts.gate_weight", {"mlp.shared_expert_gate
 QWEN2 = Family(
     name="qwen2",
     hf_architecture="Qwen2ForCausalLM",
+    published="Qwen2, Qwen2.5, QwQ, DeepSeek-R1-Distill-Qwen",
     mappings=DENSE,
     flags={"qkv_bias": True},
     window=SLIDING_LAYERS,
@@ -78,6 +79,7 @@ QWEN2 = Family(
 QWEN2_MOE = Family(
     name="qwen2_moe",
     hf_architecture="Qwen2MoeForCausalLM",
+    published="Qwen1.5-MoE, Qwen2-57B-A14B",
     mappings=with_experts(DENSE, (*_EXPERTS, *shared_expert("mlp"), _SHARED_GATE)),
     fields=QwenMoeFields,
     flags={"qkv_bias": "qkv_bias"},
@@ -88,6 +90,7 @@ QWEN2_MOE = Family(
 QWEN3 = Family(
     name="qwen3",
     hf_architecture="Qwen3ForCausalLM",
+    published="Qwen3 0.6B to 32B",
     mappings=DENSE + qk_norms("head", "head"),
     flags={"qk_norm": True, "qkv_bias": "attention_bias", "output_bias": "attention_bias"},
     window=SLIDING_LAYERS,
@@ -97,6 +100,7 @@ QWEN3 = Family(
 QWEN3_MOE = Family(
     name="qwen3_moe",
     hf_architecture="Qwen3MoeForCausalLM",
+    published="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
     mappings=with_experts(QWEN3.mappings, _EXPERTS),
     fields=QwenMoeFields,
     flags=QWEN3.flags,
@@ -107,6 +111,7 @@ QWEN2_5_VL = replace(
     QWEN2,
     name="qwen2_5_vl",
     hf_architecture="Qwen2_5_VLForConditionalGeneration",
+    published="Qwen2.5-VL",
     text_type="qwen2_5_vl_text",
     flat_config=True,
     **QWEN_VL,
@@ -115,6 +120,7 @@ QWEN3_VL = replace(
     QWEN3,
     name="qwen3_vl",
     hf_architecture="Qwen3VLForConditionalGeneration",
+    published="Qwen3-VL 2B to 32B",
     text_type="qwen3_vl_text",
     window=("", ""),
     **QWEN_VL,
@@ -125,6 +131,7 @@ QWEN3_VL_MOE = replace(
     QWEN3_MOE,
     name="qwen3_vl_moe",
     hf_architecture="Qwen3VLMoeForConditionalGeneration",
+    published="Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",
     mappings=with_experts(QWEN3.mappings, (_EXPERTS[0], *_JOINED)),
     text_type="qwen3_vl_moe_text",
     window=("", ""),
@@ -157,41 +164,46 @@ _DELTA_NET: dict[str, Any] = {
     "untrained": MTP_LAYERS,
 }
 _GATED = renamed(QWEN3.mappings, QUERY_AND_GATE)
-QWEN3_5_TEXT = Family(name="qwen3_5_text", hf_architecture="Qwen3_5ForCausalLM", mappings=_GATED + BY_KIND, **_DELTA_NET)
+QWEN3_5_TEXT = Family(
+    name="qwen3_5_text",
+    hf_architecture="Qwen3_5ForCausalLM",
+    published="Qwen3.5 to Qwen3.8, dense, without image input",
+    mappings=_GATED + BY_KIND,
+    **_DELTA_NET,
+)
 _WRAPPED: dict[str, Any] = {**QWEN_VL, "untrained": {**QWEN_VL["untrained"], **MTP_LAYERS}}
 QWEN3_5 = replace(
     QWEN3_5_TEXT,
     name="qwen3_5",
     hf_architecture="Qwen3_5ForConditionalGeneration",
+    published="Qwen3.5 to Qwen3.8, dense",
     text_type="qwen3_5_text",
     **_WRAPPED,
 )
-# the same with experts; the order of rows in the projections differs
-_SPARSE_DELTA_NET: dict[str, Any] = {
-    **_DELTA_NET,
-    "fields": DeltaNetMoeFields,
-    "experts": replace(_EXPERT_FIELDS, shared_ffn_hidden_size="shared_expert_intermediate_size"),
-}
 _SHARED = (*shared_expert("mlp"), _SHARED_GATE)
 QWEN3_NEXT = Family(
     name="qwen3_next",
     hf_architecture="Qwen3NextForCausalLM",
+    published="Qwen3-Next-80B-A3B, Qwen3-Coder-Next",
     mappings=with_experts(_GATED + BY_HEAD, (*_EXPERTS, *_SHARED)),
-    **_SPARSE_DELTA_NET,
+    experts=replace(_EXPERT_FIELDS, shared_ffn_hidden_size="shared_expert_intermediate_size"),
+    **{**_DELTA_NET, "fields": DeltaNetMoeFields},
 )
-_SPARSE_3_5 = {**_SPARSE_DELTA_NET, "experts": replace(_SPARSE_DELTA_NET["experts"], normalized=True)}
-QWEN3_5_MOE_TEXT = Family(
+QWEN3_5_MOE_TEXT = replace(
+    QWEN3_NEXT,
     name="qwen3_5_moe_text",
     hf_architecture="Qwen3_5MoeForCausalLM",
+    published="Qwen3.5 to Qwen3.8 with experts, without image input",
     mappings=with_experts(_GATED + BY_KIND, (*_EXPERTS, *_SHARED)),
     joined=_JOINED,
     dense_width="moe_intermediate_size",
-    **_SPARSE_3_5,
+    experts=replace(_EXPERT_FIELDS, shared_ffn_hidden_size="shared_expert_intermediate_size", normalized=True),
 )
 QWEN3_5_MOE = replace(
     QWEN3_5_MOE_TEXT,
     name="qwen3_5_moe",
     hf_architecture="Qwen3_5MoeForConditionalGeneration",
+    published="Qwen3.5 to Qwen3.8 with experts: 35B-A3B, 122B-A10B, 397B-A17B",
     text_type="qwen3_5_moe_text",
     **_WRAPPED,
 )

@@ -114,9 +114,10 @@ class SoftmaxAttention(SequenceMixer):
         output = query * (not architecture.attends_in_blocks or saving.keeps_input("o_proj"))
         # the fused queries, keys and values, of which the values are a view, and the output
         saved: float = saving.element_bytes * (query + 2 * key_value + output)
-        # rotated ones are tensors of their own
+        # rotated ones are tensors of their own, and so are normalised ones
         rotating = architecture.rotates.count(True) / architecture.num_layers
-        saved += saving.element_bytes * (query + (key_value if rotates_before else 0)) * rotating
+        changed = 1.0 if architecture.qk_norm else rotating
+        saved += saving.element_bytes * (query + (key_value if rotates_before else 0)) * changed
         if saving.context_parallel > 1 and core and not saving.on_gpu:
             # queries, outputs, and the keys and values of all ranks; also the fused tensor if a norm saves views of it
             saved = saving.element_bytes * (query + output + 2 * saving.context_parallel * key_value)

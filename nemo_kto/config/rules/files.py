@@ -202,15 +202,17 @@ def _adapter_layers(run: ResolvedRun, layers: int | None) -> Errors:
         yield ConfigError(key, text, tuple({_SCHEME, _ADAPTER, _MODEL} - {key}))
 
 
-def _target_rules(run: ResolvedRun, config: Mapping[str, object], family: Family) -> Errors:
+def _target_rules(run: ResolvedRun, config: Mapping[str, Any], family: Family) -> Errors:
     """Check that the target modules are linear layers that the model has as separate modules, and that DoRA fits them."""
-    tuning = run.cfg.model.peft.lora_tuning
-    separate = {*linear_modules(family), EMBEDDING}
+    tuning, layers = run.cfg.model.peft.lora_tuning, config.get("num_hidden_layers")
+    has_dense_layers = family.experts is None or layers is None or len(family.experts.layers(config, layers)) < layers
+    modules = linear_modules(family, has_dense_layers=has_dense_layers)
+    separate = {*modules, EMBEDDING}
     targets = [target for target in tuning.target_modules if target in TARGET_MODULES]
     named = [target for target in targets if target not in ALL_LINEAR]
     if wrong := [target for target in named if not separate.issuperset(NEMO_TARGETS.get(target, (target,)))]:
         text = f"must be separate layers of {family.name}, got {', '.join(wrong)}, some of which it fuses"
-        remedy = f"use of {', '.join(linear_modules(family))}, or {_SCHEME}=none"
+        remedy = f"use of {', '.join(modules)}, or {_SCHEME}=none"
         yield ConfigError(_TARGETS, f"{text}; {remedy}", (_MODEL, _SCHEME))
     of_experts = {hf_module(name) for mapping in adaptable(family) if mapping.of_expert for name in mapping.hf_names}
     chosen = {module for target in targets for module in NEMO_TARGETS.get(target, (target,))}

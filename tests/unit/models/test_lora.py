@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.architecture.families import FAMILIES, Experts
+from nemo_kto.architecture.families import FAMILIES, MULTIMODAL, Experts
 from nemo_kto.architecture.lora import (
     HUGGING_FACE_TARGETS,
     TARGET_MODULES,
@@ -17,12 +17,14 @@ from nemo_kto.architecture.lora import (
     adapter_mappings,
     adapts_experts,
     embedding_problem,
+    few_adapted,
+    linear_modules,
 )
 from nemo_kto.architecture.param_mapping import Layers, Split
 from nemo_kto.architecture.segments import Segment, held, pieces, segments, source_shapes
 from nemo_kto.models.lora.adapters import is_adapter
 from nemo_kto.models.lora.layers import adapt_linear
-from tests.helpers.messages import Message
+from tests.helpers.messages import Message, assert_names
 from tests.helpers.tiny_models import tiny_architecture
 
 # Three key-value heads that two ranks share as four; head size 2.
@@ -172,6 +174,45 @@ def test_an_embedding_is_transposed_for_peft() -> None:
     assert (mapping_a.split, mapping_b.split) == (Split.STACKED, Split.VOCABULARY)
     assert mapping_a.transposed
     assert mapping_b.transposed
+
+
+EXPERTS = Experts(number=4, per_token=2, ffn_hidden_size=6, normalized=True, layers=(True, True), shared_ffn_hidden_size=6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_linear_layer_that_can_be_adapted_is_enough(family: str) -> None:
+    is_mixture = FAMILIES[family].experts is not None
+    architecture = tiny_architecture(family, experts=EXPERTS if is_mixture else None)
+    assert few_adapted(architecture, settings("all-linear")) is None
+    if "q_proj" in linear_modules(FAMILIES[family]):
+        assert few_adapted(architecture, settings("attention")) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "targets", "layers", "expected"),
+    [
+        ("LlamaForCausalLM", {}, ("q_proj", "v_proj"), None, None),
+        ("LlamaForCausalLM", {}, ("o_proj",), None, ("2 of 14", "11.11%", "q_proj, k_proj, v_proj, gate_proj")),
+        ("LlamaForCausalLM", {}, ("all",), (1,), None),
+        ("LlamaForCausalLM", {}, ("o_proj",), (1,), ("1 of 7", "11.11%")),
+        ("LlamaForCausalLM", {}, ("embed_tokens",), None, ("0 of 14", "0.00%")),
+        # experts count as one: 96 of 288 + 3 * 8 * 48 values of attention and experts
+        ("Qwen3MoeForCausalLM", {"number": 8}, ("o_proj",), None, ("2 of 14", "6.67%", "gate_proj")),
+        # only the MLP of the first layer, whose experts are joined in the other two
+        ("Qwen3VLMoeForConditionalGeneration", {"layers": (False, True, True)}, ("mlp",), None, ("3 of 19", "q_proj")),
+    ],
+)  # fmt: skip
+def test_adapters_on_few_linear_layers(
+    family: str, changes: dict[str, Any], targets: tuple[str, ...], layers: tuple[int, ...] | None, expected: Any
+) -> None:
+    found = {each.hf_architecture: each for each in (*FAMILIES.values(), *MULTIMODAL)}[family]
+    mixture = replace(EXPERTS, **changes, shared_ffn_hidden_size=0) if changes else None
+    architecture = replace(ARCHITECTURE, family=found, experts=mixture, num_layers=len(mixture.layers) if mixture else 2)
+    warning = few_adapted(architecture, replace(settings(*targets), layers=layers))
+    if expected is None:
+        assert warning is None
+    else:
+        assert_names(str(warning), *expected, "model.peft.lora_tuning.target_modules=[all-linear]")
 
 
 @pytest.mark.parametrize(
