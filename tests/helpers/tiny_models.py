@@ -151,9 +151,11 @@ def tiny_architecture(family: str, **changes: Any) -> Any:
     """An Architecture of two layers with six heads of size 2 in three groups; ``changes``: its other fields."""
     from nemo_kto.architecture.architecture import Architecture
     from nemo_kto.architecture.families import FAMILIES
-    from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION
+    from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION, GatedDeltaNet
     from nemo_kto.architecture.rope import Rope
 
+    delta_net = GatedDeltaNet(key_heads=2, value_heads=4, key_dim=3, value_dim=2, kernel=4)
+    has_delta_nets = any(mapping.mixer == delta_net.kind for mapping in FAMILIES[family].mappings)
     sizes: dict[str, Any] = {
         "tensor_parallel": 1,
         "num_layers": 2,
@@ -168,7 +170,7 @@ def tiny_architecture(family: str, **changes: Any) -> Any:
         "rope": Rope(frequencies=(1.0,)),
         "windows": (None, None),
         "rotates": (True, True),
-        "mixers": (SOFTMAX_ATTENTION, SOFTMAX_ATTENTION),
+        "mixers": (delta_net if has_delta_nets else SOFTMAX_ATTENTION, SOFTMAX_ATTENTION),
         "tied": False,
     }
     return Architecture(family=FAMILIES[family], **(sizes | changes))

@@ -29,19 +29,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-class DeltaNetFields(ModelFields):
-    """Fields of config.json with the sizes of gated delta nets."""
-
-    linear_num_key_heads: Count = ABSENT
-    linear_num_value_heads: Count = ABSENT
-    linear_key_head_dim: Count = ABSENT
-    linear_value_head_dim: Count = ABSENT
-    linear_conv_kernel_dim: Annotated[Count, Ge(2)] = ABSENT
-    full_attention_interval: Count = ABSENT
-    partial_rotary_factor: Positive = ABSENT
-
-
-class QwenMoeFields(ModelFields):
+class QwenFields(ModelFields):
     """Fields of config.json; layers have experts except ``mlp_only_layers``, or every ``decoder_sparse_step``-th has."""
 
     num_experts: PartCount = ABSENT
@@ -51,10 +39,14 @@ class QwenMoeFields(ModelFields):
     mlp_only_layers: Indices | None = None
     norm_topk_prob: bool = ABSENT
     qkv_bias: bool = ABSENT
-
-
-class DeltaNetMoeFields(DeltaNetFields, QwenMoeFields):
-    """Fields of both."""
+    # gated delta nets
+    linear_num_key_heads: Count = ABSENT
+    linear_num_value_heads: Count = ABSENT
+    linear_key_head_dim: Count = ABSENT
+    linear_value_head_dim: Count = ABSENT
+    linear_conv_kernel_dim: Annotated[Count, Ge(2)] = ABSENT
+    full_attention_interval: Count = ABSENT
+    partial_rotary_factor: Positive = ABSENT
 
 
 _EXPERT_FIELDS = ExpertFields(
@@ -81,7 +73,7 @@ QWEN2_MOE = Family(
     hf_architecture="Qwen2MoeForCausalLM",
     published="Qwen1.5-MoE, Qwen2-57B-A14B",
     mappings=with_experts(DENSE, (*_EXPERTS, *shared_expert("mlp"), _SHARED_GATE)),
-    fields=QwenMoeFields,
+    fields=QwenFields,
     flags={"qkv_bias": "qkv_bias"},
     window=SLIDING_LAYERS,
     experts=replace(_EXPERT_FIELDS, shared_ffn_hidden_size="shared_expert_intermediate_size"),
@@ -102,7 +94,7 @@ QWEN3_MOE = Family(
     hf_architecture="Qwen3MoeForCausalLM",
     published="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
     mappings=with_experts(QWEN3.mappings, _EXPERTS),
-    fields=QwenMoeFields,
+    fields=QwenFields,
     flags=QWEN3.flags,
     window=SLIDING,
     experts=_EXPERT_FIELDS,
@@ -155,7 +147,7 @@ def _mixers(config: PretrainedConfig) -> tuple[SequenceMixer, ...]:
 
 # Qwen 3.5 to 3.8: three gated delta nets, then attention with a gate on its output
 _DELTA_NET: dict[str, Any] = {
-    "fields": DeltaNetFields,
+    "fields": QwenFields,
     "flags": {**QWEN3.flags, "output_gate": True, "zero_centered_norm": True},
     "window": LINEAR_LAYERS,
     "own_head_dim": True,
@@ -187,7 +179,7 @@ QWEN3_NEXT = Family(
     published="Qwen3-Next-80B-A3B, Qwen3-Coder-Next",
     mappings=with_experts(_GATED + BY_HEAD, (*_EXPERTS, *_SHARED)),
     experts=replace(_EXPERT_FIELDS, shared_ffn_hidden_size="shared_expert_intermediate_size"),
-    **{**_DELTA_NET, "fields": DeltaNetMoeFields},
+    **_DELTA_NET,
 )
 QWEN3_5_MOE_TEXT = replace(
     QWEN3_NEXT,

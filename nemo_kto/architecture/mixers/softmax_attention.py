@@ -65,7 +65,7 @@ WEIGHTS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SoftmaxAttention(SequenceMixer):
     """softmax(scale * q k^T) v, with the windows, soft caps, sinks, norms and gates of the architecture."""
 

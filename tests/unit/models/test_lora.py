@@ -11,6 +11,7 @@ import torch
 from nemo_kto.architecture.families import FAMILIES, MULTIMODAL, Experts
 from nemo_kto.architecture.lora import (
     HUGGING_FACE_TARGETS,
+    OTHER_MIXERS,
     TARGET_MODULES,
     LoRASettings,
     adapted_mappings,
@@ -19,7 +20,9 @@ from nemo_kto.architecture.lora import (
     embedding_problem,
     few_adapted,
     linear_modules,
+    with_other_mixers,
 )
+from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION
 from nemo_kto.architecture.param_mapping import Layers, Split
 from nemo_kto.architecture.segments import Segment, held, pieces, segments, source_shapes
 from nemo_kto.models.lora.adapters import is_adapter
@@ -36,9 +39,12 @@ def settings(*target_modules: str) -> LoRASettings:
     return LoRASettings(rank=3, alpha=6, target_modules=target_modules)
 
 
+LLAMA_TARGETS = tuple(name for name in HUGGING_FACE_TARGETS if name not in OTHER_MIXERS)
+
+
 def test_names_of_modules() -> None:
     assert settings("attention_qkv").modules == ("q_proj", "k_proj", "v_proj")
-    assert settings("mlp", "attention").modules == settings("all").modules == HUGGING_FACE_TARGETS
+    assert settings("mlp", "attention").modules == settings("all").modules == LLAMA_TARGETS
     assert settings("v_proj", "mlp_fc2", "q_proj").modules == ("q_proj", "v_proj", "down_proj")
     assert settings("attention_dense", "mlp_fc1").modules == ("o_proj", "gate_proj", "up_proj")
 
@@ -183,9 +189,8 @@ EXPERTS = Experts(number=4, per_token=2, ffn_hidden_size=6, normalized=True, lay
 def test_every_linear_layer_that_can_be_adapted_is_enough(family: str) -> None:
     is_mixture = FAMILIES[family].experts is not None
     architecture = tiny_architecture(family, experts=EXPERTS if is_mixture else None)
-    assert few_adapted(architecture, settings("all-linear")) is None
-    if "q_proj" in linear_modules(FAMILIES[family]):
-        assert few_adapted(architecture, settings("attention")) is None
+    for target in ("all-linear", "attention")[: 1 + ("q_proj" in linear_modules(FAMILIES[family]))]:
+        assert few_adapted(architecture, settings(*with_other_mixers([target], FAMILIES[family]))) is None
 
 
 @pytest.mark.parametrize(
@@ -207,7 +212,9 @@ def test_adapters_on_few_linear_layers(
 ) -> None:
     found = {each.hf_architecture: each for each in (*FAMILIES.values(), *MULTIMODAL)}[family]
     mixture = replace(EXPERTS, **changes, shared_ffn_hidden_size=0) if changes else None
-    architecture = replace(ARCHITECTURE, family=found, experts=mixture, num_layers=len(mixture.layers) if mixture else 2)
+    layers_of_model = len(mixture.layers) if mixture else 2
+    mixers = (SOFTMAX_ATTENTION,) * layers_of_model
+    architecture = replace(ARCHITECTURE, family=found, experts=mixture, num_layers=layers_of_model, mixers=mixers)
     warning = few_adapted(architecture, replace(settings(*targets), layers=layers))
     if expected is None:
         assert warning is None
