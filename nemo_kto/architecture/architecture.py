@@ -241,7 +241,8 @@ def _architecture(
                 f"mlp_bias=true with {family.flags[bias]}=false is not supported: megatron-core adds the biases of the MLP "
                 "only together with those of attention; choose another model"
             )
-    numbers: dict[str, Any] = {
+    numbers: dict[str, Any] = {"head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads}
+    numbers |= {
         name: getattr(config, source) if isinstance(source, str) else source(config)
         for name, source in family.numbers.items()
     }
@@ -260,7 +261,6 @@ def _architecture(
         hidden_size=config.hidden_size,
         num_attention_heads=heads,
         num_query_groups=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         ffn_hidden_size=width,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Cohere2Config,
+    DeepseekV3Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
@@ -266,6 +267,11 @@ _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_int
 _ROUTED: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
 }  # fmt: skip
+_DEEPSEEK: dict[str, Any] = {
+    **_SIZES, **_ROUTED, **_NO_TOKENS, "num_attention_heads": 5, "num_key_value_heads": 5, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_group": 4, "topk_group": 2,
+    "rope_parameters": _yarn(1e5, mscale=0.7, mscale_all_dim=1.3) | _SHORT,
+}  # fmt: skip
 MIXTURES = {
     "gpt-oss": lambda: GptOssConfig(
         **_SIZES,
@@ -301,6 +307,14 @@ MIXTURES = {
         routed_scaling_factor=1.7,
         num_nextn_predict_layers=0,
         **_NO_TOKENS,
+    ),
+    # five heads, which are padded at TP2; YaRN with both scales; values narrower than keys
+    "deepseek-v3": lambda: DeepseekV3Config(**_DEEPSEEK, q_lora_rank=24, num_nextn_predict_layers=0),
+    "deepseek-v3-direct-queries": lambda: DeepseekV3Config(
+        **{**_DEEPSEEK, "v_head_dim": 20, "rope_parameters": _yarn(1e5) | _SHORT},
+        q_lora_rank=None,
+        rope_interleave=False,
+        num_nextn_predict_layers=0,
     ),
     "dots1": lambda: Dots1Config(
         **_SIZES,

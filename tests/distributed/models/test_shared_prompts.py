@@ -131,6 +131,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any], int, dict[str, Any], bool, bool
     "norms_after_rope": ("hunyuan_v1_dense", 1, {}, 1, {}, False, False),
     "rope_and_temperature": ("ministral3", 1, {}, 1, {}, False, False),
     "parallel": ("cohere2", 1, {}, 1, {"prompts": None, "tokens": 90, "packed": True}, False, False),
+    "latents_tp2": ("deepseek_v3", 2, {**TP2, "recompute": "selective"}, 2, {}, True, False),
+    "latents_packed": ("deepseek_v3", 1, {}, 1, BY_TOKENS, False, False),
     "engine_pairs": ("llama", 1, ENGINE, 2, {}, True, False),
     "engine_tp2_sequence_parallel_pp2": ("llama", 4, {"pipeline": 2, **TP2, **ENGINE}, 1, {}, False, False),
     "engine_recompute_lora": ("llama", 1, {"recompute": "selective", **ENGINE}, 2, BY_TOKENS, False, True),
@@ -138,7 +140,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], int, dict[str, Any], bool, bool
 }
 QUICK = (
     "pairs_and_prompts tp2_sequence_parallel_pp2 recompute lora experts_ep2 windows_and_sinks chunks_and_temperature "
-    "norms_after_rope rope_and_temperature parallel engine_pairs"
+    "norms_after_rope rope_and_temperature parallel latents_tp2 engine_pairs"
 ).split()
 
 
