@@ -199,11 +199,14 @@ def read_architecture(
     there is no config.json, or it does not describe a supported model; names the problem.
     """
     folder = Path(folder)
-    _, family = read_config_file(folder)  # before transformers, whose error would not list the supported models
+    fields, family = read_config_file(folder)  # before transformers, whose error would not list the supported models
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if fields.get("model_type") in family.aliases:
+            config = AutoConfig.for_model(family.name, **{**fields, "model_type": family.name})
+        else:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # for an invalid field transformers may raise any exception
         raise UserError(
             f"{folder / CONFIG} is refused by transformers: {error}; correct it or choose another model"

@@ -111,7 +111,7 @@ def _why_unknown(config: Mapping[str, Any], hf_architecture: str) -> str:
 
 def _refuse_unsupported(config: Mapping[str, Any], text: Mapping[str, Any], family: Family) -> None:
     """Raise a ValueError for features that are not supported, of a whole configuration or the fields of its text model."""
-    if (kind := config.get("model_type")) != family.name:
+    if (kind := config.get("model_type")) not in (family.name, *family.aliases):
         raise ValueError(f"model_type must be {family.name!r} for {family.hf_architecture}, got {kind!r}; {_REMEDY}")
     quantization = read_quantization(config)
     if quantization is not None and quantization.method == "mxfp4" and not family.mxfp4:

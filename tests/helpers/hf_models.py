@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Cohere2Config,
+    DeepseekV2Config,
     DeepseekV3Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
@@ -24,6 +25,7 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
     HunYuanDenseV1Config,
@@ -272,6 +274,7 @@ _DEEPSEEK: dict[str, Any] = {
     "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_group": 4, "topk_group": 2,
     "rope_parameters": _yarn(1e5, mscale=0.7, mscale_all_dim=1.3) | _SHORT,
 }  # fmt: skip
+_V2 = {"num_attention_heads": 4, "num_key_value_heads": 4}
 MIXTURES = {
     "gpt-oss": lambda: GptOssConfig(
         **_SIZES,
@@ -315,6 +318,16 @@ MIXTURES = {
         q_lora_rank=None,
         rope_interleave=False,
         num_nextn_predict_layers=0,
+    ),
+    "deepseek-v2": lambda: DeepseekV2Config(
+        **{**_DEEPSEEK, **_V2}, q_lora_rank=24, topk_method="group_limited_greedy", routed_scaling_factor=3.0
+    ),
+    "deepseek-v2-lite": lambda: DeepseekV2Config(**{**_DEEPSEEK, **_V2, "n_group": 1, "topk_group": 1}, q_lora_rank=None),
+    "glm4-moe-lite": lambda: Glm4MoeLiteConfig(
+        **{**_DEEPSEEK, "rope_parameters": _rope(1e5), "n_group": 1, "topk_group": 1},
+        q_lora_rank=24,
+        rms_norm_eps=1e-3,
+        mlp_layer_types=["dense", "sparse", "dense", "sparse"],
     ),
     "dots1": lambda: Dots1Config(
         **_SIZES,
@@ -460,6 +473,17 @@ MULTIMODAL = {
         {
             "model_type": "ministral3",
             "rope_parameters": {**_yarn(1e5, llama_4_scaling_beta=0.3), **_SHORT},
+        },
+        {**_VISION, "model_type": "pixtral", "head_dim": 16},
+    ),
+    "mistral3-latents": _wrapped(
+        "mistral3",
+        {
+            **{name: value for name, value in _DEEPSEEK.items() if name not in ("num_hidden_layers", *_NO_TOKENS)},
+            "model_type": "mistral4",
+            "head_dim": 12,
+            "q_lora_rank": 24,
+            "rope_parameters": _yarn(1e5, llama_4_scaling_beta=0.3, mscale=1.0, mscale_all_dim=1.0) | _SHORT,
         },
         {**_VISION, "model_type": "pixtral", "head_dim": 16},
     ),

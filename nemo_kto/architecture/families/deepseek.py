@@ -1,16 +1,18 @@
-"""DeepSeek V3, R1, Moonlight and Kimi K2: latent attention, experts chosen by sigmoid scores in groups."""
+"""Latent attention: DeepSeek V2, V3 and R1, Moonlight, Kimi K2, GLM 4.7 Flash, Mistral Small 4."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from annotated_types import MultipleOf
 
 from nemo_kto.architecture.config_fields import ABSENT, Count
 from nemo_kto.architecture.families.glm import GLM4_MOE, GlmMoeFields
-from nemo_kto.architecture.mappings import without
+from nemo_kto.architecture.families.llama import MINISTRAL3
+from nemo_kto.architecture.family import ExpertFields
+from nemo_kto.architecture.mappings import JOINED, LLAVA, without
 from nemo_kto.architecture.mixers import LatentAttention
 from nemo_kto.architecture.mixers.latent_attention import WEIGHTS
 
@@ -27,6 +29,8 @@ class LatentAttentionFields(GlmMoeFields):
     qk_rope_head_dim: Annotated[Count, MultipleOf(2)] = ABSENT
     v_head_dim: Count = ABSENT
     rope_interleave: bool = ABSENT
+    mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
+    topk_method: str | None = None
 
 
 def _mixers(config: PretrainedConfig) -> tuple[LatentAttention, ...]:
@@ -56,10 +60,19 @@ def _scale(config: PretrainedConfig) -> float:
     return float(mscale**2 / config.qk_head_dim**0.5)
 
 
+def _v2_mixers(config: PretrainedConfig) -> tuple[LatentAttention, ...]:
+    method, groups = config.topk_method, config.n_group or 1
+    if method not in ("greedy", "group_limited_greedy") or (method == "greedy" and groups > 1):
+        text = "topk_method must be group_limited_greedy, or greedy with n_group 1"
+        raise ValueError(f"{text}, got {method!r} with {groups}; choose another model")
+    return _mixers(config)
+
+
 DEEPSEEK_V3 = replace(
     GLM4_MOE,
     name="deepseek_v3",
     hf_architecture="DeepseekV3ForCausalLM",
+    aliases=("kimi_k2",),
     mappings=(*without(GLM4_MOE.mappings, "self_attention."), *WEIGHTS),
     fields=LatentAttentionFields,
     flags={},
@@ -70,4 +83,35 @@ DEEPSEEK_V3 = replace(
     own_head_dim=True,
     partial_rotary=False,
     mixers=_mixers,
+)
+_EXPERTS = cast(ExpertFields, DEEPSEEK_V3.experts)
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    name="glm4_moe_lite",
+    hf_architecture="Glm4MoeLiteForCausalLM",
+    aliases=(),
+    experts=replace(_EXPERTS, layer_kinds="mlp_layer_types"),
+)
+# scores of experts are a softmax and never normalized, and there is no correction bias; a group counts by its best expert
+DEEPSEEK_V2 = replace(
+    DEEPSEEK_V3,
+    name="deepseek_v2",
+    hf_architecture="DeepseekV2ForCausalLM",
+    aliases=(),
+    mappings=without(DEEPSEEK_V3.mappings, "mlp.router.correction_bias"),
+    experts=replace(_EXPERTS, normalized=False, sigmoid=False, correction=(), best_of_group=1),
+    untrained={},
+    mixers=_v2_mixers,
+)
+# experts are joined; queries grow with the position; published in the place of Mistral 3's text model
+MISTRAL4 = replace(
+    DEEPSEEK_V3,
+    name="mistral3",
+    hf_architecture="Mistral3ForConditionalGeneration",
+    text_type="mistral4",
+    aliases=(),
+    mappings=(*without(DEEPSEEK_V2.mappings, "mlp.experts."), *JOINED),
+    experts=replace(_EXPERTS, sigmoid=False, correction=(), router_in_fp32=False),
+    temperature=MINISTRAL3.temperature,
+    **LLAVA,
 )
