@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,22 +116,26 @@ class Architecture:
         """Whether each layer has experts."""
         return (False,) * self.num_layers if self.experts is None else self.experts.layers
 
-    def instances(self, mapping: ParamMapping, layers: Iterable[int]) -> Iterator[dict[str, int]]:
+    def instances(
+        self, mapping: ParamMapping, layers: Iterable[int], *, experts: int | None = None
+    ) -> Iterator[dict[str, int]]:
         """Yield the layer number, and the expert number for experts, of each instance of a parameter of the table.
 
-        Only these layers, counted from 0, are considered; parameters outside of the layers do not depend on them.
+        Only these layers, counted from 0, are considered, and only the first ``experts`` of a layer; None for all.
+        Parameters outside of the layers do not depend on them.
         """
         if mapping.required_flag and not getattr(self, mapping.required_flag):
             return
         if "{layer}" not in mapping.mcore_name:
             yield {}
             return
+        number = self.sizes["experts"] if experts is None else experts
         wanted = {Layers.ALL: (False, True), Layers.DENSE: (False,), Layers.SPARSE: (True,)}[mapping.layers]
         for layer in layers:
             if self.sparse_layers[layer] not in wanted or mapping.mixer not in ("", self.mixers[layer].kind):
                 continue
             if mapping.of_expert:
-                yield from ({"layer": layer, "expert": expert} for expert in range(self.sizes["experts"]))
+                yield from ({"layer": layer, "expert": expert} for expert in range(number))
             else:
                 yield {"layer": layer}
 
@@ -167,7 +172,7 @@ class Architecture:
         """Factor on the attention scores; None for 1 / sqrt(head size)."""
         return self.rope.softmax_scale(self.head_dim, self.query_pre_attn_scalar, self.attention_multiplier)
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """Sizes of weights, by the names that the family tables use."""
         query, key_value = self.num_attention_heads * self.head_dim, self.num_query_groups * self.head_dim
