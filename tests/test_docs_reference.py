@@ -8,6 +8,8 @@ from pathlib import Path
 from docs.site.commands import parsers
 from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.algorithms.recipes.recipe import OTHER_METRICS
+from nemo_kto.architecture.config_fields import QUANTIZED
+from nemo_kto.architecture.families import FAMILIES, MULTIMODAL
 from nemo_kto.cli import main
 from nemo_kto.processes import ranks, signals
 from nemo_kto.telemetry import console
@@ -38,6 +40,16 @@ def test_metrics_of_steps_and_validations() -> None:
     }
     of_steps = {"lr", "epoch", *in_code(r'step_values\["(\w+)"\]'), *in_code(r'"train/(\w+)": self'), "skipped_steps"}
     assert first_cells("metrics.md", below="`train/` and `val/`") == names | set(OTHER_METRICS) | of_steps
+
+
+def test_supported_models() -> None:
+    """By names that people know; each family, and each text model of those with image input."""
+    families = [*FAMILIES.values(), *MULTIMODAL]
+    assert len({family.published for family in families if family.published}) == len(families)
+    text = (REFERENCE / "supported.md").read_text(encoding="utf-8")
+    for parts in (("GLM-4.6", "`glm4_moe`", "MTP layers"), ("Gemma 3 4B, 12B, 27B", "`gemma3_text`", "vision tower")):
+        assert len([line for line in text.splitlines() if all(part in line for part in parts)]) == 1, parts
+    assert {*QUANTIZED, "kv_lora_rank", "mamba_*"} <= set(re.findall(r"`([\w*-]+)`", text))
 
 
 def test_metrics_of_times() -> None:

@@ -93,18 +93,33 @@ class ModelFields(BaseModel):
     num_local_experts: PartCount = ABSENT
 
 
+# Quantized weights that are read: ``quant_method`` of quantization_config -> which of its formats.
+QUANTIZED = {
+    "mxfp4": "the experts of gpt-oss",
+    "fp8": "e4m3, one scale per weight or block",
+    "compressed-tensors": "pack-quantized: symmetric int4, one scale per row or group; float-quantized: e4m3, one scale per "
+    "weight, row or block",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
     """How the files of a model store quantized weights."""
 
     method: str  # mxfp4, fp8 or int4
-    # rows and columns of a weight that have one scale; None for one scale per weight in fp8, per row in int4
-    block: tuple[int, int] | None = None
+    # rows and columns of a weight that have one scale; None for all
+    block: tuple[int | None, int | None] = (None, None)
 
     def __str__(self) -> str:
-        if self.method == "int4":
-            return "int4" + ("" if self.block is None else f" in groups of {self.block[1]}")
-        return self.method + ("" if self.block is None else f" in blocks of {self.block[0]} x {self.block[1]}")
+        match self.block:
+            case (None, _):
+                return self.method
+            case (1, None):
+                return f"{self.method} by rows"
+            case (1, columns):
+                return f"{self.method} in groups of {columns}"
+            case (rows, columns):
+                return f"{self.method} in blocks of {rows} x {columns}"
 
 
 def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -126,20 +141,18 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
         return Quantization(method=method)
     if method == "fp8":
         size, fmt = settings.get("weight_block_size"), settings.get("fmt", "e4m3")
-        is_block = isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)
-        if fmt in ("e4m3", "float8_e4m3fn") and (size is None or is_block):
-            return Quantization(method=method, block=None if size is None else (size[0], size[1]))
+        if fmt in ("e4m3", "float8_e4m3fn") and (size is None or _is_block(size)):
+            return Quantization(method=method, block=(None, None) if size is None else tuple(size))
         got = f" with weight_block_size {size!r} and fmt {fmt!r}"
     elif method == "compressed-tensors":
         try:
-            return _int4(settings)
+            return _compressed(settings)
         except (AttributeError, LookupError, TypeError, ValueError):
             shown = [group.get("weights") for group in _groups(settings) if isinstance(group, dict)]
-            got = f" with format {settings.get('format')!r}" + (f" and weights {shown[0]}" if shown else "")
-    raise ValueError(
-        "quantization_config must be mxfp4, fp8 (e4m3, one scale per weight or block), or compressed-tensors in the format "
-        f"pack-quantized with symmetric int4 weights, got quant_method {method!r}{got}; start from the unquantized model"
-    )
+            got = f" with format {settings.get('format')!r}" + "".join(f" and weights {weights}" for weights in shown[:2])
+    known = ", ".join(f"{name} ({formats})" for name, formats in QUANTIZED.items())
+    text = f"quantization_config must be one of {known}, got quant_method {method!r}{got}"
+    raise ValueError(f"{text}; start from the unquantized model")
 
 
 def _groups(settings: Mapping[str, Any]) -> list[Any]:
@@ -147,18 +160,28 @@ def _groups(settings: Mapping[str, Any]) -> list[Any]:
     return [*groups.values()] if isinstance(groups, dict) else []
 
 
-def _int4(settings: Mapping[str, Any]) -> Quantization:
+def _is_block(size: object) -> bool:
+    return isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)
+
+
+def _compressed(settings: Mapping[str, Any]) -> Quantization:
     """Return the scheme of a configuration of compressed-tensors; any exception means that it is another one."""
-    sizes = set()
+    name, found = settings["format"], set[Quantization]()
+    method, *kind = {"pack-quantized": ("int4", 4, "int", True), "float-quantized": ("fp8", 8, "float", True)}[name]
     for group in _groups(settings):
         weights = group["weights"]
-        kind = (weights["num_bits"], weights["type"], weights["symmetric"], group.get("input_activations"))
-        if kind != (4, "int", True, None) or weights.get("actorder") not in (None, "weight", "static"):
+        if [weights["num_bits"], weights["type"], weights["symmetric"]] != kind or (group.get("format") or name) != name:
             raise ValueError
-        sizes.add({"group": weights.get("group_size"), "channel": None}[weights["strategy"]])
-    if settings["format"] != "pack-quantized" or len(sizes) != 1:
-        raise ValueError
-    (size,) = sizes
-    if size is not None and (type(size) is not int or size < 1):
-        raise ValueError
-    return Quantization(method="int4", block=None if size is None else (1, size))
+        if weights.get("actorder") not in (None, "weight", "static"):
+            raise ValueError
+        size = {
+            "tensor": [None, None],
+            "channel": [1, None],
+            "group": [1, weights.get("group_size")],
+            "block": weights.get("block_structure"),
+        }[weights["strategy"]]
+        if weights["strategy"] in ("group", "block") and not _is_block(size):
+            raise ValueError
+        found.add(Quantization(method=method, block=tuple(size)))
+    (quantization,) = found
+    return quantization

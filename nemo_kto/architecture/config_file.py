@@ -19,12 +19,12 @@ from nemo_kto.utils.field_errors import file_errors
 from nemo_kto.utils.files import read_json, refuse_code
 
 CONFIG = "config.json"
-PAGE = "docs/reference/README.md#supported"
+PAGE = "docs/reference/supported.md"
 _REMEDY = "download the model again, or write it with save_pretrained"
 # Parts that this program lacks, by the beginning of the fields of config.json that describe them.
-_LACKING = {
-    "index_topk": "attention to keys that an indexer chooses",
-    "kv_lora_rank": "attention whose keys and values are compressed (MLA)",
+LACKING = {
+    "index_topk": "attention to keys that an indexer chooses, which is trained by a loss of its own",
+    "hc_": "hyper-connections, several residual streams that each layer mixes",
     "linear_": "layers with a gated delta rule",
     "mamba_": "Mamba layers",
     "ssm_": "Mamba layers",
@@ -99,7 +99,7 @@ def _why_unknown(config: Mapping[str, Any], hf_architecture: str) -> str:
         message = f"an encoder-decoder model ({kind}) cannot be trained: a response must be the continuation of its prompt"
         return f"{message}; choose a decoder-only model"
     fields = {**(text if isinstance(text, dict) else {}), **config}
-    lacking = [why for start, why in _LACKING.items() if any(name.startswith(start) and fields[name] for name in fields)]
+    lacking = [why for start, why in LACKING.items() if any(name.startswith(start) and fields[name] for name in fields)]
     if "audio_config" in config or ("vision_config" in config and not lacking):
         lacking.append("a table of its weights, of which those of images or sounds are not trained")
     lacks = ", ".join(dict.fromkeys(lacking)) or "a table of its weights"
@@ -152,7 +152,7 @@ def _check_layers_and_heads(config: Mapping[str, Any], family: Family) -> None:
 
 
 def _check_experts(config: Mapping[str, Any], fields: ExpertFields, family: str) -> None:
-    number, chosen = config.get(fields.number), config.get(fields.chosen)
+    number, chosen = config.get(fields.number), fields.per_token(config)
     if number is not None and chosen is not None and chosen > number:
         raise ValueError(f"{fields.chosen} must be at most the number of experts, {number}, got {chosen}; {_REMEDY}")
     groups, allowed = config.get(fields.groups) or 1, config.get(fields.chosen_groups) or 1
@@ -174,6 +174,6 @@ def _check_experts(config: Mapping[str, Any], fields: ExpertFields, family: str)
     normalized = fields.normalized
     if chosen == 1 and (config.get(normalized) if isinstance(normalized, str) else normalized):
         raise ValueError(
-            "num_experts_per_tok must be at least 2 if the router probabilities of a token's experts are normalized, got 1, "
+            f"{fields.chosen} must be at least 2 if the router probabilities of a token's experts are normalized, got 1, "
             "for which they would always be 1; choose another model"
         )

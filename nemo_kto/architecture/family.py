@@ -62,7 +62,7 @@ class ExpertFields:
     """Fields of a configuration that describe its mixture of experts; those with an empty name do not exist."""
 
     number: str = "num_local_experts"
-    chosen: str = "num_experts_per_tok"  # number of experts for each token
+    chosen: str = "num_experts_per_tok"  # number of experts for each token, in some families one for each layer
     ffn_hidden_size: str = "intermediate_size"
     shared_ffn_hidden_size: str = ""
     shared_experts: str = ""  # number of shared experts, which are as wide as the others, in the place of a width
@@ -92,7 +92,7 @@ class ExpertFields:
         shared_width = width * (getattr(config, self.shared_experts) or 0) if self.shared_experts else 0
         return Experts(
             number=number,
-            per_token=getattr(config, self.chosen),
+            per_token=self.per_token(config.to_dict()),
             ffn_hidden_size=width,
             normalized=bool(getattr(config, normalized)) if isinstance(normalized, str) else normalized,
             layers=tuple(layer in layers for layer in range(config.num_hidden_layers)),
@@ -108,6 +108,15 @@ class ExpertFields:
             weighs_input=self.weighs_input,
             best_of_group=self.best_of_group,
         )
+
+    def per_token(self, config: Mapping[str, Any]) -> Any:
+        """Return the number of experts for each token, None if it is absent; ValueError if it differs between layers."""
+        given = config.get(self.chosen)
+        if not isinstance(given, list):
+            return given
+        if len(set(given)) != 1:
+            raise ValueError(f"{self.chosen} must be the same in all layers, got {given}; choose another model")
+        return given[0]
 
     def layers(self, config: Mapping[str, Any], num_layers: int) -> set[int]:
         """Return the numbers, from 0, of the layers with experts, from the fields of a configuration."""
@@ -141,6 +150,7 @@ class Family:
 
     name: str  # ``model_type`` in the configuration file
     hf_architecture: str  # entry of ``architectures`` in the configuration file
+    published: str  # names of published models
     aliases: tuple[str, ...] = ()  # other values of ``model_type`` for the same models, unknown to transformers
     mappings: tuple[ParamMapping, ...]
     fields: type[ModelFields] = ModelFields  # fields of the configuration file with their types and constraints
@@ -184,6 +194,11 @@ class Family:
     mixers: Callable[[PretrainedConfig], tuple[SequenceMixer, ...]] = lambda config: (
         (SOFTMAX_ATTENTION,) * config.num_hidden_layers
     )
+
+    @property
+    def needs_original(self) -> bool:
+        """Whether exports depend on files of the original model: weights that are not trained, dtypes, forms of experts."""
+        return bool(self.untrained or self.joined) or any(mapping.frozen for mapping in self.mappings)
 
     @property
     def chunked(self) -> bool:

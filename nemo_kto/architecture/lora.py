@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.families import FAMILIES, Family
 from nemo_kto.architecture.mixers import GatedDeltaNet, LatentAttention, SoftmaxAttention
-from nemo_kto.architecture.param_mapping import ParamMapping, Split
-from nemo_kto.architecture.segments import split_dimension
+from nemo_kto.architecture.param_mapping import Layers, ParamMapping, Split
+from nemo_kto.architecture.segments import source_shapes, split_dimension
 
 # Names of linear layers in Hugging Face models, which PEFT uses; NEMO_TARGETS has NeMo's names for groups of them.
 _ATTENTION, _MLP = (*SoftmaxAttention.lora_inputs, *SoftmaxAttention.lora_outputs), ("gate_proj", "up_proj", "down_proj")
@@ -110,9 +110,10 @@ def adaptable(family: Family) -> list[ParamMapping]:
     ]
 
 
-def linear_modules(family: Family) -> tuple[str, ...]:
-    """Return the linear layers that a family has as separate modules, by their usual names."""
-    separate = {hf_module(name) for mapping in adaptable(family) for name in mapping.hf_names}
+def linear_modules(family: Family, *, has_dense_layers: bool = True) -> tuple[str, ...]:
+    """Return the linear layers that a model has as separate modules, by their usual names."""
+    mappings = [mapping for mapping in adaptable(family) if has_dense_layers or mapping.layers is not Layers.DENSE]
+    separate = {hf_module(name) for mapping in mappings for name in mapping.hf_names}
     return tuple(module for module in HUGGING_FACE_TARGETS if module in separate)
 
 
@@ -131,6 +132,30 @@ def with_other_mixers(targets: Sequence[str], family: Family) -> tuple[str, ...]
     modules = {module for target in targets for module in NEMO_TARGETS.get(target, ())}
     others = (*_OTHER_INPUTS * ("q_proj" in modules), *_OTHER_OUTPUTS * ("o_proj" in modules))
     return (*targets, *(module for module in others if module in linear_modules(family) and module not in targets))
+
+
+def few_adapted(architecture: Architecture, settings: LoRASettings) -> str | None:
+    """Return a warning if adapters are on less than a quarter of the linear layers of the selected layers, else None.
+
+    The experts of a layer count as one. Two of the seven linear layers of a Llama are more than a quarter.
+    """
+    layers = range(architecture.num_layers) if settings.layers is None else [number - 1 for number in settings.layers]
+    targets, others = adaptable(architecture.family), set[str]()
+    counts, values = {True: 0, False: 0}, {True: 0, False: 0}  # linear layers, and their parameters: with adapters, without
+    for mapping in architecture.family.mappings:
+        places = [*architecture.instances(mapping, layers)] if ".linear_" in mapping.mcore_name else []
+        for name, shape in zip(mapping.hf_names, source_shapes(mapping, architecture), strict=True):
+            if not places or len(shape) < 2:
+                continue
+            module = hf_module(name) if mapping in targets else ""
+            counts[is_adapted := module in settings.modules] += len({place["layer"] for place in places})
+            values[is_adapted] += len(places) * math.prod(shape)
+            others |= {module} - {"", *settings.modules}
+    if not others or 4 * counts[True] >= sum(counts.values()):
+        return None
+    few = f"{counts[True]:,} of {sum(counts.values()):,} linear layers, with {values[True] / sum(values.values()):.2%}"
+    remedy = f"{', '.join(module for module in HUGGING_FACE_TARGETS if module in others)} can be adapted too"
+    return f"adapters are on {few} of their parameters; {remedy}: model.peft.lora_tuning.target_modules=[all-linear]"
 
 
 def has_adaptable_experts(family: Family) -> bool:

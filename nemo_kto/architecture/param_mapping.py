@@ -55,7 +55,8 @@ class ParamMapping:
     # the size that is its length. A weight of the file has its first part of all groups, then its second, and so on.
     groups: str = ""
     parts: tuple[tuple[int, str], ...] = ()
-    frozen: bool = False  # the parameter is never trained, and is in fp32 whatever the dtype of the model
+    # The parameter is never trained, is in fp32 whatever the dtype of the model, and is exported in the dtype of its file.
+    frozen: bool = False
 
     @property
     def of_expert(self) -> bool:

@@ -82,7 +82,7 @@ def rank_parameters(
     layers = [layer for layer in layers if adapters.layers is None or layer + 1 in adapters.layers]
     for mapping in adapted_mappings(architecture, adapters):
         for part in adapter_mappings(mapping, adapters):
-            places = architecture.instances(part, layers, experts=experts)
+            places = [*architecture.instances(part, layers, experts=experts)]
             names = [part.mcore_name.format(**place) for place in places if is_first or "layer" in place]
             add(part, names, trained=True)
     return parameters

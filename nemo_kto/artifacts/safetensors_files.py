@@ -23,9 +23,9 @@ SINGLE = "model.safetensors"  # the only file of a model without an index
 WRITTEN_BY = "nemo_kto"  # marks files of this program in their metadata
 _REMEDY = "download or write it again"
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes per value
-FP8, INT32 = "F8_E4M3", "I32"
+FP8, FP8_SCALE, INT32, UINT8 = "F8_E4M3", "F8_E8M0", "I32", "U8"
 # The same for tensors of quantized weights (huggingface/stored.py).
-_OTHERS = {FP8: 1, "F8_E5M2": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "I16": 2, INT32: 4, "I64": 8}
+_OTHERS = {FP8: 1, "F8_E5M2": 1, FP8_SCALE: 1, "I8": 1, UINT8: 1, "I16": 2, INT32: 4, "I64": 8}
 _FORMAT_BYTES = 64  # enough to recognise a file of another format
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 EMBEDDING_WEIGHT, OUTPUT_WEIGHT = "model.embed_tokens.weight", "lm_head.weight"

@@ -143,7 +143,7 @@ class CheckpointManager:
     async_save: bool  # whether training continues while a checkpoint is written
     hugging_face_source: Path  # folder with the configuration and the tokenizer of the model
     base_model: Path | None = None  # for a model with adapters, the source of its base weights; None: hugging_face_source
-    original: Path | None = None  # folder with the weights of the model that are not trained; None if it has none
+    original: Path | None = None  # folder with the weights of the model that are not trained; None if none is needed
     reference_weights: SwappedWeights | None = None  # of a reference that is synced; None if it never changes
     run: Mapping[str, Any] = field(default_factory=dict)  # values that a resumed run must share with this one
 

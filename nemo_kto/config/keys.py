@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
+from nemo_kto.architecture.config_fields import QUANTIZED
+from nemo_kto.architecture.config_file import LACKING
 from nemo_kto.architecture.families import FAMILIES, MULTIMODAL
+from nemo_kto.architecture.lora import HUGGING_FACE_TARGETS, has_adaptable_experts, linear_modules
 from nemo_kto.config import migration, translation
 from nemo_kto.config.compose import DEFAULT_LR, config_folder
 from nemo_kto.config.schema import config_type
@@ -151,14 +154,26 @@ def default_table() -> str:
 
 
 def family_table() -> str:
-    """Return the table of docs/reference/README.md with the model families, by their ``model_type``."""
+    """Return the table of docs/reference/supported.md with the model families, by the names of published models."""
     rows = []
     for family in (*FAMILIES.values(), *MULTIMODAL):
-        notes = ["experts"] if family.experts is not None else []
-        notes += [f"image input; text model `{family.text_type}`"] if family.text_type else []
-        notes += [f"{kind} are copied" for kind in family.untrained if not family.text_type]
-        rows.append((f"`{family.name}`", f"`{family.hf_architecture}`", ", ".join(notes)))
-    return table(("family", "class", ""), sorted(rows))
+        notes, modules = ["experts"] if family.experts is not None else [], linear_modules(family)
+        notes += [f"trained: text model `{family.text_type}`"] if family.text_type else []
+        notes += [f"copied: {', '.join(family.untrained)}"] if family.untrained else []
+        if len(modules) < len(HUGGING_FACE_TARGETS):
+            notes.append(f"adapters: {', '.join(f'`{module}`' for module in modules)}")
+        elif family.experts is not None and not has_adaptable_experts(family):
+            notes.append("no adapters on experts")
+        kind = f"`{family.name}`, `{family.hf_architecture}`"
+        rows.append((family.published, kind, "; ".join(notes)))
+    return table(("models", "`model_type`, class", ""), sorted(rows, key=lambda row: row[0].casefold()))
+
+
+def lacking_table() -> str:
+    """Return the table of docs/reference/supported.md with the parts of models that this program lacks."""
+    fields = {why: [field for field in LACKING if LACKING[field] == why] for why in LACKING.values()}
+    shown = ((why, ", ".join(f"`{field}{'*' * field.endswith('_')}`" for field in names)) for why, names in fields.items())
+    return table(("a model with", "by fields of `config.json`"), shown)
 
 
 def metric_table() -> str:
@@ -180,6 +195,8 @@ TABLES = {
     "defaults": default_table,
     "metrics": metric_table,
     "families": family_table,
+    "quantized": lambda: table(("`quant_method`", "read"), [(f"`{name}`", formats) for name, formats in QUANTIZED.items()]),
+    "lacking": lacking_table,
 }
 _TABLE = re.compile(r"(<!-- generated: ([\w -]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 

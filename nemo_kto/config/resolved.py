@@ -133,16 +133,16 @@ class ModelFiles:
 
     @cached_property
     def original(self) -> Path | None:
-        """Folder with the weights that are not trained; None if the family has none.
+        """Folder with the weights that are not trained, or whose dtype is kept; None if the family has none.
 
         Raises UserError if it is the one that a checkpoint names, and does not exist.
         """
-        base = self.own.base
-        if not self.config[1].untrained or not is_checkpoint(base):
-            return base if self.config[1].untrained else None
+        base, needed = self.own.base, self.config[1].needs_original
+        if not needed or not is_checkpoint(base):
+            return base if needed else None
         name = read_json(base / INFO).get("original")
         if not os.path.isfile(Path(str(name)) / CONFIG):
-            text = f"{base} must have its original model on this machine, whose other weights are copied to exports"
+            text = f"{base} must have its original model on this machine, whose untrained weights exports keep"
             raise UserError(f"{text}, but {INFO} names {name}; copy it there, or correct original in {INFO}")
         return Path(str(name))
 
@@ -297,13 +297,16 @@ class ResolvedRun:
         tuning = self.cfg.model.peft.lora_tuning
         if self.files.adapter_folder is not None:
             return replace(read_adapter_settings(self.files.adapter_folder), dropout=tuning.adapter_dropout)
+        targets = tuple(tuning.target_modules)
+        if (self.files.hf_folder / CONFIG).is_file():  # else another check reports it
+            targets = with_other_mixers(targets, self.files.config[1])
         return LoRASettings(
             rank=tuning.adapter_dim,
             alpha=tuning.alpha,
             rslora=tuning.rslora,
             dora=tuning.dora,
             dropout=tuning.adapter_dropout,
-            target_modules=with_other_mixers(tuning.target_modules, self.files.config[1]),
+            target_modules=targets,
             layers=None if tuning.layer_selection is None else tuple(tuning.layer_selection),
         )
 

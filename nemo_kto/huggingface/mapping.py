@@ -46,6 +46,12 @@ def wanted_weights(architecture: Architecture) -> Shapes:
     return _shapes(architecture.family.mappings, architecture, range(architecture.num_layers))
 
 
+def frozen_weights(architecture: Architecture) -> Shapes:
+    """Return name and shape of those weights that are never trained."""
+    mappings = [mapping for mapping in architecture.family.mappings if mapping.frozen]
+    return _shapes(mappings, architecture, range(architecture.num_layers))
+
+
 def wanted_adapters(architecture: Architecture, settings: LoRASettings) -> Shapes:
     """Return name and shape of every tensor that an adapter of this model must hold."""
     layers = [layer - 1 for layer in settings.layers or range(1, architecture.num_layers + 1)]

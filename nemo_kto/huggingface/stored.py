@@ -5,7 +5,8 @@ Only the part of a weight that is needed is read, with the scales of that part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,20 @@ import torch
 from torch import Tensor
 
 from nemo_kto.architecture.config_fields import Quantization
-from nemo_kto.artifacts.safetensors_files import FP8, INT32, FileTensor
+from nemo_kto.artifacts.safetensors_files import FLOATS, FP8, FP8_SCALE, INT32, UINT8, FileTensor
 
 Where = tuple[slice | int, ...]
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))  # the highest of the four bits is the sign
 _BIAS, _NO_NUMBER = 127, 255
-# Ends of the names of tensors: those of MXFP4, and of compressed-tensors' int4.
+# Ends of the names of tensors: those of MXFP4, and of compressed-tensors.
 _BLOCKS, _SCALES = "_blocks", "_scales"
+_MXFP4_VALUES = 32  # that share a scale, two in a byte
 _PACKED, _SCALE, _SHAPE = "_packed", "_scale", "_shape"
-_FP8_SCALES = ("_scale_inv", "_scale")  # both are factors on the stored values
+_SCALE_ENDS = ("_scale_inv", _SCALE)  # both are factors on the stored values
 _OF_ACTIVATIONS = ("activation_scale", "input_scale")  # in the place of "weight", beside fp8 weights; not needed
+# Matrices of an expert that the tensor of joined experts with this name has side by side.
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _PER_WORD = 8  # int4 values in an int32, the first in the lowest bits
 _OFFSET = 8  # stored values are unsigned
 
@@ -59,7 +63,7 @@ class StoredWeight:
     def _dequantized(self, part: Callable[[str], Any], where: Where) -> Tensor:
         """Return the values of a slice of a quantized weight, given in the order of the file."""
         assert self.quantization is not None
-        block, (*first, rows, columns) = self.quantization.block, where
+        *first, rows, columns = where
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.swapped else self.shape
         assert isinstance(columns, slice)
         if self.quantization.method == "mxfp4":
@@ -69,26 +73,78 @@ class StoredWeight:
         if self.quantization.method == "int4":
             start, stop, step = columns.indices(shape[-1])
             words = part(_PACKED)[(*first, rows, slice(start // _PER_WORD, -(-stop // _PER_WORD)))]
-            values = unpack(words)[..., start % _PER_WORD :][..., : stop - start : step].float()
-            return values * _scales(part(_SCALE), where, shape, (1, shape[-1] if block is None else block[1]))
-        end = next(end for end in _FP8_SCALES if end in self.tensors)
-        values = part("")[where].float()
-        if block is None:
-            return values * part(end)[...].float().squeeze()
-        return values * _scales(part(end), where, shape, block)
+            values = unpack(words)[..., start % _PER_WORD :][..., : stop - start : step]
+        else:
+            values = part("")[where]
+        end = next(end for end in _SCALE_ENDS if end in self.tensors)
+        is_single = math.prod(self.tensors[end].shape) == 1
+        scales = part(end)[...].float().squeeze() if is_single else _scales(part(end), where, shape, self.quantization)
+        return values.float() * scales
 
 
-def _scales(part: Any, where: Where, shape: tuple[int, ...], block: tuple[int, int]) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class SeparateExperts(StoredWeight):
+    """Experts of a layer whose matrices files have one by one, read as the tensor that joins them."""
+
+    parts: Sequence[Sequence[StoredWeight]]  # of each expert: gate and up, or down, which the tensor has side by side
+    transposed: bool  # the tensor is [experts, in, out], not [experts, out, in]
+
+    def read(self, opened: Callable[[Path], Any], where: Where = ()) -> Tensor:
+        where = (*where, *[slice(None)] * (len(self.shape) - len(where)))
+        if isinstance(expert := where[0], slice):
+            return torch.stack([self.read(opened, (each, *where[1:])) for each in range(*expert.indices(self.shape[0]))])
+        rows, columns = where[:0:-1] if self.transposed else where[1:]
+        assert isinstance(rows, slice)
+        first, last, step = rows.indices(sum(part.shape[0] for part in self.parts[expert]))
+        assert step == 1
+        values, start = [], 0
+        for part in self.parts[expert]:
+            held = slice(max(first - start, 0), min(last - start, part.shape[0]))
+            if held.start < held.stop:
+                values.append(part.read(opened, (held, columns)))
+            start += part.shape[0]
+        stacked = torch.cat(values)
+        return stacked.mT if self.transposed else stacked
+
+
+def separate_experts(
+    stored: Mapping[str, StoredWeight], wanted: Mapping[str, tuple[int, ...]], *, transposed: bool
+) -> dict[str, SeparateExperts]:
+    """Return the tensors of joined experts, of the ``wanted`` weights, for which files have a matrix of each expert."""
+    found = {}
+    for name, shape in wanted.items():
+        block, _, module = name.rpartition(".")
+        if module not in _PARTS or name in stored:
+            continue
+        names = [[f"{block}.{expert}.{part}.weight" for part in _PARTS[module]] for expert in range(shape[0])]
+        if not all(each in stored for row in names for each in row):
+            continue
+        parts = [[stored[each] for each in row] for row in names]
+        matrices, *others = {tuple(part.shape for part in row) for row in parts}
+        if not others and all(len(matrix) == 2 for matrix in matrices):
+            size = (sum(matrix[0] for matrix in matrices), matrices[0][1])
+            found[name] = SeparateExperts(
+                name=name,
+                tensors=parts[0][0].tensors,
+                shape=(len(parts), *(size[::-1] if transposed else size)),
+                quantization=parts[0][0].quantization,
+                parts=parts,
+                transposed=transposed,
+            )
+    return found
+
+
+def _scales(part: Any, where: Where, shape: tuple[int, ...], quantization: Quantization) -> Tensor:
     """Return the scale of each value in a slice of a weight of this shape, of whose blocks each has one scale."""
     *first, rows, columns = where
-    needed, positions = zip(*map(_blocks_of, (rows, columns), shape[-2:], block), strict=True)
+    needed, positions = zip(*map(_blocks_of, (rows, columns), shape[-2:], quantization.block), strict=True)
     return part[(*first, *needed)].float().index_select(-2, positions[0]).index_select(-1, positions[1])
 
 
-def _blocks_of(where: slice | int, size: int, block: int) -> tuple[slice, Tensor]:
+def _blocks_of(where: slice | int, size: int, block: int | None) -> tuple[slice, Tensor]:
     """Return the slice of the blocks that a slice of a dimension touches, and the number of each value's block in it."""
     assert isinstance(where, slice)
-    blocks = torch.arange(*where.indices(size)) // block
+    blocks = torch.arange(*where.indices(size)) // (block or size)
     return slice(int(blocks[0]), int(blocks[-1]) + 1), blocks - blocks[0]
 
 
@@ -129,18 +185,18 @@ def stored_weights(
 
 def _mxfp4(name: str, found: Mapping[str, FileTensor], quantization: Quantization) -> StoredWeight | None:
     base = name.removesuffix(_BLOCKS)
-    match found[name].shape, found.get(base + _SCALES):
-        case (experts, rows, groups, 16), FileTensor(shape=of_scales) as scales if base != name and base not in found:
-            if of_scales == (experts, rows, groups):
-                tensors, shape = {_BLOCKS: found[name], _SCALES: scales}, (experts, 32 * groups, rows)
-                return StoredWeight(name=base, tensors=tensors, shape=shape, quantization=quantization)
+    match found[name].shape:
+        case (experts, rows, groups, _) if base != name and base not in found:
+            tensors = {end: found[base + end] for end in (_BLOCKS, _SCALES) if base + end in found}
+            shape = (experts, _MXFP4_VALUES * groups, rows)
+            return StoredWeight(name=base, tensors=tensors, shape=shape, quantization=quantization)
     return None
 
 
 def _fp8(name: str, found: Mapping[str, FileTensor], quantization: Quantization) -> StoredWeight | None:
     if found[name].dtype != FP8:
         return None
-    tensors = {"": found[name]} | {end: found[name + end] for end in _FP8_SCALES if name + end in found}
+    tensors = {"": found[name]} | {end: found[name + end] for end in _SCALE_ENDS if name + end in found}
     return StoredWeight(name=name, tensors=tensors, shape=found[name].shape, quantization=quantization)
 
 
@@ -157,20 +213,27 @@ _JOINED = {"mxfp4": _mxfp4, "fp8": _fp8, "int4": _int4}
 
 
 def _problems(weight: StoredWeight) -> Iterator[str]:
-    """Yield a message if the scales of a quantized weight are missing, or have another shape than its blocks need."""
+    """Yield a message for each tensor of a quantized weight that is missing, or of another type or shape than it needs."""
     assert weight.quantization is not None
-    (*first, rows, columns), block, method = (1, 1, *weight.shape), weight.quantization.block, weight.quantization.method
+    block, method = weight.quantization.block, weight.quantization.method
+    wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}  # end of a name -> shape and types of the tensor
+    *first, rows, columns = (1, 1, *weight.shape)
     if method == "mxfp4":
-        return
-    end = next((end for end in (_FP8_SCALES if method == "fp8" else (_SCALE,)) if end in weight.tensors), None)
-    if end is None:
-        yield f"missing: {weight.name}{_FP8_SCALES[0] if method == 'fp8' else _SCALE}"
-        return
-    found = weight.tensors[end].shape
-    if method == "fp8" and block is None:
-        wanted = found if all(size == 1 for size in found) else ()
+        blocks = (*weight.shape[:-2], columns, rows // _MXFP4_VALUES)
+        wanted = {_BLOCKS: ((*blocks, _MXFP4_VALUES // 2), (UINT8,)), _SCALES: (blocks, (UINT8,))}
     else:
-        height, width = (1, columns) if block is None else block
-        wanted = (*first[2:], -(-rows // height), -(-columns // width))
-    if found != wanted:
-        yield f"{weight.name}{end}: expected shape {list(wanted)}, got {list(found)}"
+        ends = _SCALE_ENDS if method == "fp8" else (_SCALE,)
+        end = next((end for end in ends if end in weight.tensors), ends[0])
+        height, width = block[0] or max(1, rows), block[1] or max(1, columns)
+        shape: tuple[int, ...] = (*first[2:], -(-rows // height), -(-columns // width))
+        if block == (None, None) and end in weight.tensors and math.prod(weight.tensors[end].shape) == 1:
+            shape = weight.tensors[end].shape
+        wanted = {end: (shape, (*FLOATS, FP8_SCALE))}
+    for end, (shape, types) in wanted.items():
+        tensor = weight.tensors.get(end)
+        if tensor is None:
+            yield f"missing: {weight.name}{end}" + f" or {weight.name}{_SCALE}" * (end == _SCALE_ENDS[0])
+        elif tensor.dtype not in types:
+            yield f"{weight.name}{end}: expected {'floats' if len(types) > 1 else types[0]}, got {tensor.dtype}"
+        elif tensor.shape != shape:
+            yield f"{weight.name}{end}: expected shape {list(shape)}, got {list(tensor.shape)}"

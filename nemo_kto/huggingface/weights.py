@@ -21,7 +21,7 @@ from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.config_fields import Quantization, read_quantization
 from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.architecture.mappings import MTP_LAYERS
-from nemo_kto.architecture.param_mapping import name_in_file, prefixes_of
+from nemo_kto.architecture.param_mapping import Split, name_in_file, prefixes_of
 from nemo_kto.architecture.segments import Piece, pieces, place_in_file
 from nemo_kto.artifacts.content import copy_companions, model_config, with_dtype
 from nemo_kto.artifacts.safetensors_files import (
@@ -37,8 +37,8 @@ from nemo_kto.checkpoint.model_state import dtype_name
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.folders import write_together
-from nemo_kto.huggingface.mapping import Weight, differences, rank_weights, wanted_weights
-from nemo_kto.huggingface.stored import StoredWeight, stored_weights
+from nemo_kto.huggingface.mapping import Weight, differences, frozen_weights, rank_weights, wanted_weights
+from nemo_kto.huggingface.stored import StoredWeight, separate_experts, stored_weights
 from nemo_kto.huggingface.stream import gather_weights
 from nemo_kto.utils.files import read_json
 
@@ -99,6 +99,11 @@ def check_weights(architecture: Architecture, folder: str | Path) -> SourceWeigh
     wanted = {name_in_file(name, prefixes): shape for name, shape in wanted_weights(architecture).items()}
     if family.either_order:
         stored |= _turned(stored, wanted)
+    joined = {mapping.split: mapping for mapping in family.mappings if mapping.joins_experts}
+    if joined and Split.INTERLEAVED not in joined:
+        whole = separate_experts(stored, wanted, transposed=joined[Split.GATED].transposed)
+        used = {part.name for experts in whole.values() for row in experts.parts for part in row}
+        stored = {name: weight for name, weight in stored.items() if name not in used} | whole
     known = {weight.name for weights in copied.values() for weight in weights}.union(*left_out.values())
     count, differing = differences(wanted, {name: weight.shape for name, weight in stored.items()}, known)
     problems += [
@@ -199,7 +204,8 @@ def export(
     there is an error. Adapters are left out; call ``models.lora.merge_adapters`` first to merge them into the weights.
     Configuration, tokenizer, chat template and license are copied from ``source``, the folder of the original model, and
     weights that are not trained from ``original``, by default the same folder, one at a time and unchanged unless they are
-    quantized. ``describe`` is called on rank 0 with the folder when all else is in it; it adds the model card.
+    quantized; frozen parameters get their dtype in it. ``describe`` is called on rank 0 with the folder when all else is in
+    it; it adds the model card.
 
     Raises, on every rank:
         UserError: something else is in the way at ``out``, or a weight is not finite.
@@ -213,11 +219,13 @@ def export(
         if not (source / CONFIG).is_file():
             text = f"the source of an export must be a Hugging Face folder, but {source} has no config.json"
             raise UserError(f"{text}; put it back there")
-        if architecture.family.untrained or architecture.family.joined:
+        if architecture.family.needs_original:
             weights = check_weights(architecture, source if original is None else original)
 
     def write(folder: Path, stream: Iterator[tuple[str, Tensor]]) -> None:
-        whole = stream if weights is None else _with_copied(stream, weights, getattr(torch, dtype))
+        whole = stream
+        if weights is not None:
+            whole = _with_copied(_as_stored(stream, weights, architecture), weights, getattr(torch, dtype))
         write_shards(whole, folder, max_shard_bytes=max_shard_bytes)
         config = with_dtype(model_config(source, tied=architecture.tied), dtype)
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -236,13 +244,24 @@ def export(
     )
 
 
+def _as_stored(
+    stream: Iterator[tuple[str, Tensor]], weights: SourceWeights, architecture: Architecture
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights under the names and in the order of the source, and those that are never trained in its dtype."""
+    frozen = frozen_weights(architecture)
+    for name, tensor in stream:
+        stored = weights.trained[name]
+        if name in frozen:
+            with _Files() as opened:
+                tensor = tensor.to(stored.read(opened).dtype)
+        yield stored.name, tensor.mT if stored.swapped else tensor
+
+
 def _with_copied(
     stream: Iterator[tuple[str, Tensor]], weights: SourceWeights, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield trained weights under the names and in the order of the source, then those that are copied from it."""
-    for name, tensor in stream:
-        stored = weights.trained[name]
-        yield stored.name, tensor.mT if stored.swapped else tensor
+    """Yield the weights of a stream, then those that are copied from the source."""
+    yield from stream
     for stored in (each for group in weights.copied.values() for each in group):
         with _Files() as opened:
             values = opened(stored.file).get_tensor(stored.name) if stored.quantization is None else stored.read(opened)
@@ -252,7 +271,7 @@ def _with_copied(
 def export_bytes(architecture: Architecture, dtype: torch.dtype, original: Path | None) -> int:
     """Return the size of the weights of an export, with those that are copied from the ``original`` folder."""
     shapes = [*wanted_weights(architecture).values()]
-    if architecture.family.untrained and original is not None:
+    if original is not None:
         copied = check_weights(architecture, original).copied
         shapes += [weight.shape for weights in copied.values() for weight in weights]
     return sum(map(math.prod, shapes)) * dtype.itemsize

@@ -125,15 +125,13 @@ class RunningMean:
 def balance_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Compute the expert load balance of a mixture-of-experts model from sums over global batches; empty for a dense model.
 
-    moe_aux_loss is the mean load-balancing loss over sequences and layers (1 if all experts are chosen equally often), left
-    out for packed sequences. moe_largest_share and moe_smallest_share are the fractions of the choices in a layer that
-    selected its most and its least frequently chosen expert, for the most extreme layer, averaged over batches.
+    moe_aux_loss is the mean load-balancing loss over sequences and layers (1 if all experts are chosen equally often).
+    moe_largest_share and moe_smallest_share are the fractions of the choices in a layer that selected its most and its least
+    frequently chosen expert, for the most extreme layer, averaged over batches.
     """
     if not sums.get("moe_batches"):
         return {}
     shares = {name: sums[f"{name}_sum"] / sums["moe_batches"] for name in ("moe_largest_share", "moe_smallest_share")}
-    if "moe_aux_losses" not in sums:
-        return shares
     return {"moe_aux_loss": sums["moe_aux_loss_sum"] / sums["moe_aux_losses"], **shares}
 
 

@@ -64,6 +64,7 @@ def transformer_config(
         add_bias_linear=architecture.mlp_bias,
         add_qkv_bias=architecture.qkv_bias,
         gated_linear_unit=True,
+        hetereogenous_dist_checkpoint=len(set(architecture.mixers)) > 1,  # a parameter is then not in every layer
         activation_func=F.silu,
         window_size=(windows[0] - 1, 0) if windows else None,
         window_attn_skip_freq=[int(window is not None) for window in architecture.windows] if windows else None,

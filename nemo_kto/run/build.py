@@ -26,6 +26,7 @@ from nemo_kto.algorithms.callbacks import (
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import fraction_of
 from nemo_kto.algorithms.stopping import BestValidation, SkippedSteps
+from nemo_kto.architecture.lora import few_adapted
 from nemo_kto.artifacts.checkpoint_files import INFO, named_checkpoints
 from nemo_kto.checkpoint.manager import CheckpointManager
 from nemo_kto.checkpoint.safe_loading import read_errors
@@ -121,6 +122,9 @@ def _train(run: ResolvedRun, warnings: WarningsFile) -> None:
         place = partial(place_reference, run, machines, longest=longest)
         run = run.with_reference_memory(*state.from_rank_zero(place, doing="placing the reference"))
     if state.is_rank_zero() and (warning := check_memory(run, machines, longest=longest)):
+        logger.warning(warning)
+    new_adapters = run.adapters if run.files.adapter_folder is None else None
+    if state.is_rank_zero() and new_adapters is not None and (warning := few_adapted(run.architecture, new_adapters)):
         logger.warning(warning)
     with watchdog.phase("loading the model"):
         policy = build_policy(run)

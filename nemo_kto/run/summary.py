@@ -40,9 +40,8 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         trained = f"{short(_count(wanted_adapters(architecture, settings)))} in adapters trained"
         layers = "" if settings.layers is None else f" of layers {', '.join(map(str, settings.layers))}"
         origin = "" if run.files.adapter_folder is None else f", from {run.files.adapter_folder}"
-        modules = ", ".join(
-            module for module in settings.modules if module in (*linear_modules(architecture.family), EMBEDDING)
-        )
+        present = linear_modules(architecture.family, has_dense_layers=not all(architecture.sparse_layers))
+        modules = ", ".join(module for module in settings.modules if module in (*present, EMBEDDING))
         adapters = f"{settings.kind} of rank {settings.rank}, {settings.scale_text}, on {modules}{layers}{origin}"
     device_text = f"{device.device_name()}, {MAX_CONNECTIONS}={os.environ.get(MAX_CONNECTIONS)}"
     if not device.on_gpu():

@@ -29,6 +29,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
@@ -87,9 +88,9 @@ def _yarn(theta: float, **more: Any) -> dict[str, Any]:
 _SHORT = {"original_max_position_embeddings": 9}  # shorter than the sequences
 # three value heads for each of three key heads, which is padded at TP2; the last layer has attention
 _DELTA_NET: dict[str, Any] = {
-    **_SIZES, "initializer_range": 0.15,  # at 0.3 gated norms enlarge the rounding of transformers beyond the tolerance
-    "head_dim": 16, "linear_num_key_heads": 3, "linear_num_value_heads": 9, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "full_attention_interval": 2,
+    **_SIZES, "initializer_range": 0.12,  # at 0.3 gated norms enlarge the rounding of transformers beyond the tolerance
+    "head_dim": 16, "linear_num_key_heads": 3, "linear_num_value_heads": 9, "linear_key_head_dim": 12,
+    "linear_value_head_dim": 16, "full_attention_interval": 2,
 }  # fmt: skip
 CONFIGS = {
     # caps that the scores and logits of these weights reach, and a window in every second layer
@@ -357,6 +358,16 @@ MIXTURES = {
         moe_layer_end_index=2,
         **_NO_TOKENS,
     ),
+    # the number of experts for a token is given for each layer
+    "hunyuan-moe": lambda: HunYuanMoEV1Config(
+        **_SIZES,
+        rope_parameters=_rope(1e4, rope_type="dynamic", factor=1.0, alpha=50.0),
+        head_dim=16,
+        num_experts=8,
+        moe_topk=[3] * 4,
+        eod_token_id=None,
+        **_NO_TOKENS,
+    ),
     # chunks shorter than the sequences, and queries that grow within them
     "llama4": lambda: Llama4TextConfig(
         **_SIZES,
@@ -437,6 +448,7 @@ _VISION: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
 }  # fmt: skip
+_LLAMA4_WIDTHS = ("vision_output_dim", "projector_input_dim", "projector_output_dim")
 _QWEN_VISION: dict[str, Any] = {
     "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32,
 }  # fmt: skip
@@ -490,7 +502,8 @@ MULTIMODAL = {
     "llama4-vision": _wrapped(
         "llama4",
         {**_LLAMA4, "intermediate_size_mlp": 40, "interleave_moe_layer_step": 1, "no_rope_layers": [1, 0]},
-        {**_VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+        # four patches with 32 values each are joined
+        {**_VISION, "intermediate_size": 128, **dict.fromkeys(_LLAMA4_WIDTHS, 32)},
     ),
     "qwen2.5-vl": _wrapped("qwen2_5_vl", _mrope(1, 1, 2), {**_QWEN_VISION, "fullatt_block_indexes": [0]}),
     "qwen3-vl": _wrapped("qwen3_vl", _mrope(2, 1, 1), _QWEN3_VISION, tie_word_embeddings=True),
@@ -518,8 +531,8 @@ def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, 
     config = (CONFIGS | MIXTURES | QUANTIZED | MULTIMODAL)[name]()
     model = auto_class(config.to_dict()).from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():  # transformers starts biases at zero and norms at one
-            if parameter.dim() == 1 or name.endswith("_bias"):
+        for name, parameter in model.named_parameters():  # transformers starts norms at one, biases and some weights at zero
+            if parameter.dim() == 1 or name.endswith("_bias") or not parameter.any():
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
@@ -658,6 +671,17 @@ def transformers_logits(folder: Path) -> torch.Tensor:
     model = load(folder).eval()
     with torch.no_grad():
         return model(tokens()).logits
+
+
+def gradients(folder: Path, out: Path) -> dict[str, torch.Tensor]:
+    """Those of transformers, under the names of the file: transformers puts experts together where it has loaded them."""
+    model = load(folder)
+    (model(tokens()).logits * cotangent()).sum().backward()
+    trained = [parameter for name, parameter in model.named_parameters() if not name.endswith("correction_bias")]
+    for parameter in trained:
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    model.save_pretrained(out)
+    return weights(out)
 
 
 def assert_adapted_logits(results: list[dict[str, Any]], expected: Any, base: Any, **tolerance: Any) -> None:

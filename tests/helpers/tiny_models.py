@@ -55,7 +55,7 @@ _MINISTRAL3: dict[str, Any] = {
 }  # fmt: skip
 _DELTA_NET: dict[str, Any] = {  # three value heads for each of two key heads
     "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 12,
-    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_value_head_dim": 8, "full_attention_interval": 2,
 }  # fmt: skip
 _FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"tie_word_embeddings": False, **_ROUTED, **_LATENT},
@@ -63,9 +63,13 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": 16, "sliding_window_pattern": 2},
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "swiglu_limit": 1.0},
     "cohere2": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2, "logit_scale": 0.5},
+    "ernie4_5": {"tie_word_embeddings": False, "head_dim": 16, "use_bias": True},
+    "exaone4": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "glm4": {"tie_word_embeddings": False, "head_dim": 16, "attention_bias": True},
     "glm4_moe": {"head_dim": 16, "use_qk_norm": True, **_ROUTED},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0},
     "hunyuan_v1_dense": {"tie_word_embeddings": False, "head_dim": 16, "eod_token_id": None},
+    "hunyuan_v1_moe": {"head_dim": 16, "eod_token_id": None, "num_experts": 8, "moe_topk": 3},
     "llama": {"tie_word_embeddings": False},
     "ministral3": {"tie_word_embeddings": False, "head_dim": 16, "rope_parameters": _MINISTRAL3},
     "llama4_text": {"tie_word_embeddings": False, "head_dim": 8, **_LLAMA4},
@@ -82,6 +86,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 48,
         "mlp_only_layers": [],
     },
+    "seed_oss": {"tie_word_embeddings": False, "head_dim": 16},
     "smollm3": {"tie_word_embeddings": True},
     "mixtral": {"tie_word_embeddings": False, "num_local_experts": 4},
     "qwen2_moe": {"tie_word_embeddings": False, "shared_expert_intermediate_size": 48, **_EXPERTS},
@@ -151,9 +156,11 @@ def tiny_architecture(family: str, **changes: Any) -> Any:
     """An Architecture of two layers with six heads of size 2 in three groups; ``changes``: its other fields."""
     from nemo_kto.architecture.architecture import Architecture
     from nemo_kto.architecture.families import FAMILIES
-    from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION
+    from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION, GatedDeltaNet
     from nemo_kto.architecture.rope import Rope
 
+    delta_net = GatedDeltaNet(key_heads=2, value_heads=4, key_dim=3, value_dim=2, kernel=4)
+    has_delta_nets = any(mapping.mixer == delta_net.kind for mapping in FAMILIES[family].mappings)
     sizes: dict[str, Any] = {
         "tensor_parallel": 1,
         "num_layers": 2,
@@ -168,7 +175,7 @@ def tiny_architecture(family: str, **changes: Any) -> Any:
         "rope": Rope(frequencies=(1.0,)),
         "windows": (None, None),
         "rotates": (True, True),
-        "mixers": (SOFTMAX_ATTENTION, SOFTMAX_ATTENTION),
+        "mixers": (delta_net if has_delta_nets else SOFTMAX_ATTENTION, SOFTMAX_ATTENTION),
         "tied": False,
     }
     return Architecture(family=FAMILIES[family], **(sizes | changes))

@@ -51,15 +51,27 @@ AT_START: dict[str, tuple[Break, Message]] = {
     # which model
     "another family": (
         config(architectures=["GPT2LMHeadModel"]),
-        Message("architecture must be one of", "docs/reference/README.md#supported", "GPT2LMHeadModel", "choose"),
+        Message("architecture must be one of", "docs/reference/supported.md", "GPT2LMHeadModel", "choose"),
     ),
     "a newer model of a known family": (
         config(architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", linear_num_value_heads=32),
-        Message("Qwen3NextForCausalLM", "nearest is Qwen3MoeForCausalLM", "gated delta rule", "README.md#supported"),
+        Message("Qwen3NextForCausalLM", "nearest is Qwen3MoeForCausalLM", "gated delta rule", "supported.md"),
     ),
-    "latent attention": (
-        config(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", kv_lora_rank=512),
-        Message("deepseek_v3", "compressed", "docs/reference/README.md#supported"),
+    "keys that an indexer chooses": (
+        config(architectures=["DeepseekV32ForCausalLM"], model_type="deepseek_v32", index_topk=2048, kv_lora_rank=512),
+        Message("deepseek_v32", "indexer", "loss of its own", "nearest is DeepseekV3ForCausalLM", "supported.md"),
+    ),
+    "GLM 5": (
+        config(architectures=["GlmMoeDsaForCausalLM"], model_type="glm_moe_dsa", index_topk=2048),
+        Message("glm_moe_dsa", "indexer", "loss of its own", "supported.md"),
+    ),
+    "hyper-connections": (
+        config(architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v4", hc_mult=4, index_topk=512),
+        Message("deepseek_v4", "hyper-connections", "indexer", "supported.md"),
+    ),
+    "a part of odd size that rotates": (
+        config(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", qk_rope_head_dim=5),
+        Message("qk_rope_head_dim", "2", "5", "save_pretrained"),
     ),
     "an encoder-decoder model": (
         config(architectures=["T5ForConditionalGeneration"], model_type="t5", is_encoder_decoder=True),
@@ -71,7 +83,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
     ),
     "a model of images of no known family": (
         config(architectures=["LlavaForConditionalGeneration"], model_type="llava", vision_config={}),
-        Message("llava", "images", "choose", "docs/reference/README.md#supported"),
+        Message("llava", "images", "choose", "docs/reference/supported.md"),
     ),
     "architectures are lists": (config(architectures=[["x"]]), Message("list", "strings", "[['x']]")),
     "model_type of another": (
@@ -317,6 +329,17 @@ def test_adapters_of_layers_that_phi3_fuses(here: Path) -> None:
     ]
     lora[1] = "model.peft.lora_tuning.target_modules=[attention_dense,down_proj]"
     assert launcher_says(here / "model", here / "rows.jsonl", *lora) == []
+
+
+def test_adapters_of_layers_that_a_model_lacks(here: Path) -> None:
+    """Without layers of one MLP, this family has only experts that it joins."""
+    kind, key = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe"}, "mlp_only_layers"
+    lora = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[attention,mlp_fc1]"]
+    for dense, wrong in (([0], []), ([], [Message("qwen3_vl_moe", "mlp_fc1", "q_proj, k_proj, v_proj, o_proj,", "none")])):
+        text = {"model_type": "qwen3_vl_moe_text", "num_hidden_layers": 2, "num_experts": 4, key: dense}
+        config(**kind, text_config=text)(here / "model")
+        found = launcher_says(here / "model", here / "rows.jsonl", *lora)
+        assert [line for line in found if "target_modules" in line] == wrong
 
 
 def test_unsupported_tensor_parallel_sizes(here: Path) -> None:

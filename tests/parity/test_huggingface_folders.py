@@ -18,7 +18,8 @@ from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.distributed.state import Layout
 from nemo_kto.errors import UserError
 from nemo_kto.huggingface.weights import check_weights
-from tests.helpers import hf_jobs, hf_models
+from nemo_kto.run.policy import export_checkpoint
+from tests.helpers import hf_jobs, hf_models, lora_jobs
 from tests.helpers.hf_models import weights
 from tests.helpers.messages import Message, assert_names, raises
 
@@ -95,6 +96,35 @@ def test_layers_for_further_tokens_are_copied_and_others_refused(ranks: Any, tmp
         rewrite(folder, **{"model.layers.5.eh_proj.weight": torch.zeros(1)})
         with raises(UserError, str(folder), "1 differences", "unexpected: model.layers.5.eh_proj.weight"):
             check_weights(architecture, folder)
+
+
+DTYPES = torch.bfloat16, torch.float32
+CORRECTED = {
+    "glm4-moe": "mlp.gate",
+    "dots1": "mlp.gate",
+    "minimax-m2": "block_sparse_moe",
+    "ernie4-5-moe": "mlp.moe_statics",
+}
+
+
+def test_a_correction_bias_is_exported_as_it_is_stored(ranks: Any, tmp_path: Path) -> None:
+    """In the dtype of its file, whatever that of the model: by two ranks, and from a checkpoint."""
+    expected, layout = {}, Layout(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1)
+    for name, block in CORRECTED.items():
+        hf_models.write_model(name, folder := tmp_path / name, max_shard_size="1GB")
+        biases = [f"model.layers.{layer}.{block}.e_score_correction_bias" for layer in (1, 2)]
+        stored = {bias: weights(folder)[bias].to(dtype) for bias, dtype in zip(biases, DTYPES, strict=True)}
+        rewrite(folder, **stored)
+        expected[name] = {bias: values.view(torch.uint8) for bias, values in stored.items()}
+        ranks.run(2, hf_jobs.convert_type, layout, folder, tmp_path / f"{name}-out")
+    ranks.run(1, lora_jobs.train_and_save, Layout(), tmp_path / "dots1", None, tmp_path / "run", 1)
+    (checkpoint,) = (tmp_path / "run").iterdir()
+    ranks.run(1, export_checkpoint, checkpoint, tmp_path / "dots1-again")
+    for name, out in [*((name, f"{name}-out") for name in CORRECTED), ("dots1", "dots1-again")]:
+        found = weights(tmp_path / out)
+        for bias, dtype in zip(expected[name], DTYPES, strict=True):
+            assert found[bias].dtype == dtype, f"{out} {bias}"
+            assert torch.equal(found[bias].view(torch.uint8), expected[name][bias]), f"{out} {bias}"
 
 
 def test_a_tied_model_does_not_ignore_an_output_weight_with_other_values(model: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ LAYOUTS = {
 }
 UNTRAINED = ("vision", "multi_modal", "visual")  # of the names that transformers writes, after "model."
 FACTOR = 0.5  # exact in any dtype
+IMAGE = 256  # a token that stands for a part of an image
 
 
 def of_text(name: str) -> bool:
@@ -56,6 +58,30 @@ def older(name: str) -> str:
     if name.startswith(("language_model.model.", "language_model.lm_head.")):
         return name.removeprefix("language_model.").replace("model.", "model.language_model.", 1)
     return name if name.startswith(("lm_head.", "model.")) else f"model.{name}"
+
+
+def with_images(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs of the vision tower of transformers for two images, and logits of a text with these images."""
+    draw, config, tokens = torch.Generator().manual_seed(8), model.config, hf_models.tokens(1) % IMAGE
+    config.update({"image_token_id": IMAGE, "image_token_index": IMAGE})
+    towers = ("vision_tower", "vision_model", "visual")
+    tower = next(module for name, module in model.named_modules() if name.endswith(towers))
+    if hasattr(config.vision_config, "temporal_patch_size"):  # Qwen: 16 patches of two frames give four tokens
+        patches = torch.randn(32, 6 * config.vision_config.patch_size**2, generator=draw)
+        images: dict[str, Any] = {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
+        tokens[:, 2:6] = tokens[:, 9:13] = IMAGE
+        if "mm_token_type_ids" in signature(model.forward).parameters:
+            images["mm_token_type_ids"] = (tokens == IMAGE).long()
+    else:
+        images = {"pixel_values": torch.randn(2, 3, 28, 28, generator=draw)}
+        images |= {"image_sizes": torch.tensor([[28, 28]] * 2)} if config.model_type == "mistral3" else {}
+        tokens[:, 2 : 2 + 2 * getattr(config, "mm_tokens_per_image", 1)] = IMAGE
+    seen: list[torch.Tensor] = []
+    hook = tower.register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
+    with torch.no_grad():
+        logits = model(tokens, **images).logits
+    hook.remove()
+    return seen[0], logits
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +141,35 @@ def test_text_is_trained_and_the_rest_copied(case: str, ranks: Any, folders: Any
         found = model.state_dict()
         for weight, tensor in source.state_dict().items():
             assert torch.equal(found[weight], tensor * FACTOR if of_text(weight) else tensor), f"{name} {weight}"
+        (seen, logits), (expected_seen, expected) = with_images(model.eval()), with_images(source)
+        assert torch.equal(seen, expected_seen), f"{name}: the vision tower"
+        assert not torch.equal(logits, expected), name
+
+
+def test_images_give_the_same_logits_until_the_text_is_trained(ranks: Any, folders: Any, tmp_path: Path) -> None:
+    names = [*hf_models.MULTIMODAL]
+    ranks.run(1, hf_jobs.check_models, Layout(), folders.of(names), tmp_path)
+    for name in names:
+        logits = [with_images(hf_models.load(folder))[1] for folder in (folders[name], tmp_path / name)]
+        assert torch.equal(*logits), name
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_gradients_of_the_text_equal_transformers(case: str, ranks: Any, folders: Any, tmp_path: Path) -> None:
+    """Those of the whole class for a text without images; other weights are exported as they are."""
+    layout, names = LAYOUTS[case]
+    plain = folders.of(name for name in names if "/" not in name)
+    ranks.run(2, hf_jobs.check_gradients, layout, plain, tmp_path)
+    for name, folder in plain.items():
+        before, found, expected = (
+            weights(folder),
+            weights(tmp_path / name),
+            hf_models.gradients(folder, tmp_path / f"{name}-all"),
+        )
+        assert before.keys() == found.keys() == expected.keys()
+        for weight, gradient in expected.items():
+            wanted, atol = (gradient, 2e-5 * gradient.abs().max().item()) if of_text(weight) else (before[weight], 0)
+            np.testing.assert_allclose(found[weight].numpy(), wanted.numpy(), rtol=0, atol=atol, err_msg=f"{name} {weight}")
 
 
 def test_an_output_weight_with_other_values_is_found_by_its_prefix(folders: Any, tmp_path: Path) -> None:

@@ -61,6 +61,9 @@ DENSE = {
     "qwen2": LoRASettings(
         rank=2, alpha=4, target_modules=("q_proj", "o_proj", "up_proj"), layers=(2, 3), rslora=True, dora=True
     ),
+    "qwen3.5-text": LoRASettings(
+        rank=2, alpha=0.5, target_modules=("all", "in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj")
+    ),
     "qwen3": LoRASettings(rank=2, alpha=16, target_modules=("k_proj", "mlp"), layers=(2,)),
 }
 _LATENT = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "mlp")
@@ -69,22 +72,27 @@ MIXTURES = {
     "glm4-moe": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "deepseek-v3": LoRASettings(rank=2, alpha=4, target_modules=("q_a_proj", "q_b_proj", *_LATENT)),
     "deepseek-v3-direct-queries": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", *_LATENT), layers=(1, 3)),
+    "hunyuan-moe": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "minimax-m2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "gpt-oss": LoRASettings(rank=2, alpha=4, target_modules=("attention",)),
     # dense MLPs and shared experts; routed experts are one parameter in transformers, which peft does not adapt
     "llama4": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "mixtral": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "qwen2-moe": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "mlp")),
+    "qwen3-next": LoRASettings(rank=2, alpha=4, target_modules=("all", "in_proj_qkvz", "in_proj_ba", "out_proj")),
+    "qwen3.5-moe-text": LoRASettings(rank=2, alpha=4, target_modules=("in_proj_b", "q_proj", "mlp")),
     "qwen3-moe": LoRASettings(rank=3, alpha=2, target_modules=("mlp",), layers=(2, 3), rslora=True),
     "qwen3-moe-dense-layers": LoRASettings(rank=2, alpha=4, dropout=0.25, target_modules=("q_proj", "mlp")),
 }
 SETTINGS = {"dense": DENSE, "mixtures": MIXTURES}
 EXPERTS = {
-    "deepseek-v3": 3 * 8 * 3, "deepseek-v3-direct-queries": 8 * 3, "ernie4-5-moe": 2 * 8 * 3, "glm4-moe": 3 * 8 * 3, "minimax-m2": 4 * 8 * 3, "mixtral": 4 * 4 * 3,
-    "qwen2-moe": 3 * 8 * 3, "qwen3-moe": 2 * 8 * 3, "qwen3-moe-dense-layers": 1 * 8 * 3,
+    "deepseek-v3": 3 * 8 * 3, "deepseek-v3-direct-queries": 8 * 3,
+    "ernie4-5-moe": 2 * 8 * 3, "glm4-moe": 3 * 8 * 3, "hunyuan-moe": 4 * 8 * 3, "minimax-m2": 4 * 8 * 3,
+    "mixtral": 4 * 4 * 3, "qwen2-moe": 3 * 8 * 3, "qwen3-next": 3 * 8 * 3, "qwen3.5-moe-text": 4 * 8 * 3,
+    "qwen3-moe": 2 * 8 * 3, "qwen3-moe-dense-layers": 1 * 8 * 3,
 }  # fmt: skip
 QUICK = {
-    ("dense", "tp2"): ("llama-odd-heads", "llama-all-biases-linear-rope", "mistral", "qwen2", "qwen3"),
+    ("dense", "tp2"): ("llama-odd-heads", "llama-all-biases-linear-rope", "mistral", "qwen2", "qwen3.5-text"),
     ("mixtures", "tp2-ep2-whole-experts"): ("llama4", "mixtral", "qwen3-moe", "deepseek-v3"),
 }
 CASES = [pytest.param((*case, names), id=f"{'-'.join(case)}-quick") for case, names in QUICK.items()]

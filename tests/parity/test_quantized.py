@@ -1,4 +1,4 @@
-"""Files in fp8 and int4: the values that ranks read, logits of transformers with the same values, and exports in floats."""
+"""Files in fp8 and int4: the values that ranks read, logits of transformers with the same values, exports in floats."""
 
 from __future__ import annotations
 
@@ -25,9 +25,19 @@ from tests.helpers import hf_jobs, hf_models
 
 BLOCK, GROUP = (20, 12), 16  # which divide neither the shards of two ranks nor all weights
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP, "actorder": None}
+FLOAT = {"num_bits": 8, "type": "float", "symmetric": True, "block_structure": [*BLOCK], "group_size": None}
 CONFIGS: dict[str, dict[str, Any]] = {
     "fp8-block": {"quant_method": "fp8", "weight_block_size": [*BLOCK], "fmt": "float8_e4m3fn"},
     "fp8-tensor": {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},
+    **{
+        f"float-{strategy}": {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"group_0": {"weights": {**FLOAT, "strategy": strategy}, "input_activations": {"num_bits": 8}}},
+            "ignore": ["lm_head", "re:.*vision.*"],
+        }
+        for strategy in ("tensor", "channel", "block")
+    },
     "int4": {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -53,6 +63,22 @@ def fp8_tensor(values: Tensor, draw: torch.Generator) -> tuple[Parts, Tensor]:
     return {"": stored, "_scale_inv": scale, "activation": torch.ones(())}, stored.float() * scale.float()
 
 
+def float_tensor(values: Tensor, draw: torch.Generator) -> tuple[Parts, Tensor]:
+    """As llm-compressor writes it; the scale is a vector of one value."""
+    stored, scale = values.to(torch.float8_e4m3fn), torch.rand(1, generator=draw)
+    return {"": stored, "_scale": scale, "input": torch.ones(1)}, stored.float() * scale
+
+
+def float_channel(values: Tensor, draw: torch.Generator) -> tuple[Parts, Tensor]:
+    stored, scale = values.to(torch.float8_e4m3fn), torch.rand(*values.shape[:-1], 1, generator=draw).to(torch.bfloat16)
+    return {"": stored, "_scale": scale}, stored.float() * scale.float()
+
+
+def float_block(values: Tensor, draw: torch.Generator) -> tuple[Parts, Tensor]:
+    parts, expected = fp8_block(values, draw)
+    return {"": parts[""], "_scale": parts["_scale_inv"]}, expected
+
+
 def int4(values: Tensor, draw: torch.Generator) -> tuple[Parts, Tensor]:
     """Eight values in an int32, those of the first columns in the lowest bits, each above its value by 8."""
     *first, columns = values.shape
@@ -67,8 +93,12 @@ def int4(values: Tensor, draw: torch.Generator) -> tuple[Parts, Tensor]:
 FORMS: dict[str, Callable[[Tensor, torch.Generator], tuple[Parts, Tensor]]] = {
     "fp8-block": fp8_block,
     "fp8-tensor": fp8_tensor,
+    "float-tensor": float_tensor,
+    "float-channel": float_channel,
+    "float-block": float_block,
     "int4": int4,
 }
+ENDS = ("", "_packed", "_scale", "_scale_inv", "_shape")  # of names; other parts have names of their own
 WHERE = [
     (slice(None), slice(None)),
     (slice(7, 31), slice(None)),
@@ -90,7 +120,7 @@ def test_values_of_fp8_equal_transformers() -> None:
 def test_slices_have_the_scales_of_their_values(form: str, experts: tuple[int, ...], tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(2)
     parts, expected = FORMS[form](torch.randn(*experts, 41, 40, generator=draw), draw)
-    save_file({f"x.weight{end}": part for end, part in parts.items() if end != "activation"}, tmp_path / "x.safetensors")
+    save_file({f"x.weight{end}": part for end, part in parts.items() if end in ENDS}, tmp_path / "x.safetensors")
     quantization = read_quantization({"quantization_config": CONFIGS[form]})
     weights, problems = stored_weights(read_header(tmp_path / "x.safetensors", quantized=True)[0], quantization)
     assert (set(weights), problems) == ({"x.weight"}, [])
@@ -106,8 +136,27 @@ def test_slices_have_the_scales_of_their_values(form: str, experts: tuple[int, .
 MODELS = {
     "fp8-block": ("qwen3", ("_proj.weight",), "dequantized from fp8 in blocks of 20 x 12"),
     "fp8-tensor": ("gemma3-vision", ("_proj.weight", "fc1.weight"), "dequantized from fp8"),
+    # only the MLPs of the text model; attention and vision tower stay in bf16
+    "float-tensor": ("mistral3", (".mlp.gate_proj.weight", ".mlp.down_proj.weight"), "dequantized from fp8"),
+    "float-channel": ("glm4-moe", ("_proj.weight",), "dequantized from fp8 by rows"),
+    # as llm-compressor writes experts that transformers joins: one by one
+    "float-block": (
+        "llama4-vision",
+        ("gate_proj.weight", "up_proj.weight", "down_proj.weight"),
+        "dequantized from fp8 in blocks of 20 x 12",
+    ),
     "int4": ("mixtral", ("w1.weight", "w2.weight", "w3.weight"), "dequantized from int4 in groups of 16"),
 }
+
+
+def separate(name: str, tensor: Tensor) -> Parts:
+    """The matrices [out, in] of each of Llama 4's experts, which one tensor [experts, in, out] joins."""
+    block, _, module = name.rpartition(".")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(module)
+    if parts is None:
+        return {name: tensor}
+    matrices = [zip(parts, expert.mT.chunk(len(parts)), strict=True) for expert in tensor]
+    return {f"{block}.{number}.{part}.weight": matrix for number, pairs in enumerate(matrices) for part, matrix in pairs}
 
 
 def quantize(form: str, folder: Path, plain: Path) -> None:
@@ -116,15 +165,19 @@ def quantize(form: str, folder: Path, plain: Path) -> None:
     hf_models.write_model(name, folder, dtype=torch.bfloat16, max_shard_size="1GB")
     hf_models.write_model(name, plain, max_shard_size="1GB")
     draw, files, values = torch.Generator().manual_seed(4), (dict[str, Tensor](), dict[str, Tensor]()), dict[str, Tensor]()
-    for weight, tensor in load_file(folder / "model.safetensors").items():
-        values[weight] = tensor.float()
-        if not weight.endswith(ends):
-            files[0][weight] = tensor
-            continue
-        parts, values[weight] = FORMS[form](tensor.float(), draw)
-        for end, part in parts.items():
-            stored = weight + end if end != "activation" else weight.removesuffix("weight") + "activation_scale"
-            files[end not in ("", "_packed")][stored] = part
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        read = dict[str, Tensor]()
+        for weight, matrix in separate(name, tensor).items():
+            read[weight] = matrix.float()
+            if not weight.endswith(ends):
+                files[0][weight] = matrix
+                continue
+            parts, read[weight] = FORMS[form](matrix.float(), draw)
+            for end, part in parts.items():
+                stored = weight + end if end in ENDS else f"{weight.removesuffix('weight')}{end}_scale"
+                files[end not in ("", "_packed")][stored] = part.contiguous()
+        joined = torch.cat([*read.values()])
+        values[name] = joined if name in read else joined.view(len(tensor), -1, tensor.size(1)).mT.contiguous()
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     (folder / "model.safetensors").unlink()
     for file, tensors in zip(names, files, strict=True):

@@ -17,6 +17,7 @@ class CohereFields(ModelFields):
 COHERE2 = Family(
     name="cohere2",
     hf_architecture="Cohere2ForCausalLM",
+    published="Command R7B, Command A",
     mappings=(
         *without(DENSE, "input_layernorm.", "pre_mlp_layernorm."),
         replicated("shared_layernorm.weight", "input_layernorm.weight", "hidden"),

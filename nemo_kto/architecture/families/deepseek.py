@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, cast
 
-from annotated_types import MultipleOf
-
-from nemo_kto.architecture.config_fields import ABSENT, Count
-from nemo_kto.architecture.families.glm import GLM4_MOE, GlmMoeFields
+from nemo_kto.architecture.families.glm import GLM4_MOE
 from nemo_kto.architecture.families.llama import MINISTRAL3
 from nemo_kto.architecture.family import ExpertFields
 from nemo_kto.architecture.mappings import JOINED, LLAVA, without
@@ -18,19 +15,6 @@ from nemo_kto.architecture.mixers.latent_attention import WEIGHTS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-
-class LatentAttentionFields(GlmMoeFields):
-    """Fields of config.json with the sizes of latent attention."""
-
-    kv_lora_rank: Count = ABSENT
-    q_lora_rank: Count | None = None
-    qk_nope_head_dim: Count = ABSENT
-    qk_rope_head_dim: Annotated[Count, MultipleOf(2)] = ABSENT
-    v_head_dim: Count = ABSENT
-    rope_interleave: bool = ABSENT
-    mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
-    topk_method: str | None = None
 
 
 def _mixers(config: PretrainedConfig) -> tuple[LatentAttention, ...]:
@@ -72,9 +56,9 @@ DEEPSEEK_V3 = replace(
     GLM4_MOE,
     name="deepseek_v3",
     hf_architecture="DeepseekV3ForCausalLM",
+    published="DeepSeek V3, V3.1, R1, Moonlight, Kimi K2",
     aliases=("kimi_k2",),
     mappings=(*without(GLM4_MOE.mappings, "self_attention."), *WEIGHTS),
-    fields=LatentAttentionFields,
     flags={},
     numbers={
         "head_dim": lambda config: max(config.qk_head_dim, config.v_head_dim),
@@ -89,6 +73,7 @@ GLM4_MOE_LITE = replace(
     DEEPSEEK_V3,
     name="glm4_moe_lite",
     hf_architecture="Glm4MoeLiteForCausalLM",
+    published="GLM 4.7 Flash",
     aliases=(),
     experts=replace(_EXPERTS, layer_kinds="mlp_layer_types"),
 )
@@ -97,6 +82,7 @@ DEEPSEEK_V2 = replace(
     DEEPSEEK_V3,
     name="deepseek_v2",
     hf_architecture="DeepseekV2ForCausalLM",
+    published="DeepSeek V2, V2.5, V2 Lite, Coder V2",
     aliases=(),
     mappings=without(DEEPSEEK_V3.mappings, "mlp.router.correction_bias"),
     experts=replace(_EXPERTS, normalized=False, sigmoid=False, correction=(), best_of_group=1),
@@ -108,6 +94,7 @@ MISTRAL4 = replace(
     DEEPSEEK_V3,
     name="mistral3",
     hf_architecture="Mistral3ForConditionalGeneration",
+    published="Mistral Small 4",
     text_type="mistral4",
     aliases=(),
     mappings=(*without(DEEPSEEK_V2.mappings, "mlp.experts."), *JOINED),

@@ -27,6 +27,7 @@ class ErnieFields(ModelFields):
 ERNIE4_5 = Family(
     name="ernie4_5",
     hf_architecture="Ernie4_5ForCausalLM",
+    published="ERNIE 4.5 0.3B",
     mappings=DENSE,
     fields=ErnieFields,
     flags=dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), "use_bias"),
@@ -37,6 +38,7 @@ ERNIE4_5_MOE = replace(
     ERNIE4_5,
     name="ernie4_5_moe",
     hf_architecture="Ernie4_5_MoeForCausalLM",
+    published="ERNIE 4.5 21B-A3B, 300B-A47B",
     mappings=with_experts(
         DENSE,
         (

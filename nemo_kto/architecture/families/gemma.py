@@ -19,6 +19,7 @@ _NORMS = {"pre_mlp_layernorm.weight": {"pre_feedforward_layernorm.weight": ("hid
 GEMMA2 = Family(
     name="gemma2",
     hf_architecture="Gemma2ForCausalLM",
+    published="Gemma 2",
     mappings=POST_NORMS + renamed(DENSE, _NORMS),
     fields=GemmaFields,
     flags={
@@ -42,11 +43,17 @@ GEMMA3 = replace(
     GEMMA2,
     name="gemma3_text",
     hf_architecture="Gemma3ForCausalLM",
+    published="Gemma 3 270M, 1B",
     mappings=GEMMA2.mappings + qk_norms("head", "head"),
     flags={**GEMMA2.flags, "qk_norm": True},
     numbers={name: theirs for name, theirs in GEMMA2.numbers.items() if name != "attention_softcap"},
     local_rope=True,
 )
 GEMMA3_VISION = replace(
-    GEMMA3, name="gemma3", hf_architecture="Gemma3ForConditionalGeneration", text_type=GEMMA3.name, **LLAVA
+    GEMMA3,
+    name="gemma3",
+    hf_architecture="Gemma3ForConditionalGeneration",
+    published="Gemma 3 4B, 12B, 27B",
+    text_type=GEMMA3.name,
+    **LLAVA,
 )

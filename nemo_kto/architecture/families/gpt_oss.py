@@ -17,6 +17,7 @@ class GptOssFields(ModelFields):
 GPT_OSS = Family(
     name="gpt_oss",
     hf_architecture="GptOssForCausalLM",
+    published="gpt-oss 20B, 120B",
     mappings=(*without(DENSE, "mlp."), SINKS, *joined_experts("mlp", Split.INTERLEAVED, biases=True)),
     fields=GptOssFields,
     flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias", "sinks": True, "expert_bias": True},

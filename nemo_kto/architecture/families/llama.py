@@ -35,6 +35,7 @@ _BETA, _ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
 LLAMA = Family(
     name="llama",
     hf_architecture="LlamaForCausalLM",
+    published="Llama 1 to 3.3, SmolLM2, DeepSeek-R1-Distill-Llama",
     mappings=DENSE,
     flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias", "mlp_bias": "mlp_bias"},
 )
@@ -43,6 +44,7 @@ SMOLLM3 = replace(
     LLAMA,
     name="smollm3",
     hf_architecture="SmolLM3ForCausalLM",
+    published="SmolLM3",
     window=SLIDING_LAYERS,
     no_rope_layers=True,
 )
@@ -51,6 +53,7 @@ SEED_OSS = replace(
     LLAMA,
     name="seed_oss",
     hf_architecture="SeedOssForCausalLM",
+    published="Seed-OSS-36B",
     fields=SeedOssFields,
     flags={**LLAMA.flags, "output_bias": "attention_out_bias"},
     own_head_dim=True,
@@ -60,6 +63,7 @@ GRANITE = replace(
     LLAMA,
     name="granite",
     hf_architecture="GraniteForCausalLM",
+    published="Granite 3",
     fields=GraniteFields,
     numbers={
         "embedding_multiplier": "embedding_multiplier",
@@ -69,23 +73,42 @@ GRANITE = replace(
     },
 )
 # a sliding window in every layer if ``sliding_window`` is set; Mixtral: the same with experts
-MISTRAL = Family(name="mistral", hf_architecture="MistralForCausalLM", mappings=DENSE, window=SLIDING)
+MISTRAL = Family(
+    name="mistral",
+    hf_architecture="MistralForCausalLM",
+    published="Mistral 7B, Nemo, Large 2, Small 3",
+    mappings=DENSE,
+    window=SLIDING,
+)
 # YaRN, and queries that grow with the position
 MINISTRAL3 = replace(
     MISTRAL,
     name="ministral3",
     hf_architecture="Ministral3ForCausalLM",
+    published="Ministral 3, text model",
     temperature=_ministral_temperature,
     own_head_dim=True,
 )
-# Mistral Small 3.1 and later, and Ministral 3 as published
-MISTRAL_VISION, MINISTRAL3_VISION = (
-    replace(text, name="mistral3", hf_architecture="Mistral3ForConditionalGeneration", text_type=text.name, **LLAVA)
-    for text in (MISTRAL, MINISTRAL3)
+MISTRAL_VISION = replace(
+    MISTRAL,
+    name="mistral3",
+    hf_architecture="Mistral3ForConditionalGeneration",
+    published="Mistral Small 3.1, 3.2",
+    text_type=MISTRAL.name,
+    **LLAVA,
+)
+MINISTRAL3_VISION = replace(
+    MINISTRAL3,
+    name=MISTRAL_VISION.name,
+    hf_architecture=MISTRAL_VISION.hf_architecture,
+    published="Ministral 3 3B, 8B, 14B",
+    text_type=MINISTRAL3.name,
+    **LLAVA,
 )
 MIXTRAL = Family(
     name="mixtral",
     hf_architecture="MixtralForCausalLM",
+    published="Mixtral 8x7B, 8x22B",
     mappings=with_experts(DENSE, separate_experts("block_sparse_moe", gate="w1", up="w3", down="w2")),
     module_names={"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
     window=SLIDING,
@@ -95,6 +118,7 @@ MIXTRAL = Family(
 PHI3 = Family(
     name="phi3",
     hf_architecture="Phi3ForCausalLM",
+    published="Phi-3 mini, medium, Phi-3.5 mini, Phi-4, Phi-4-mini",
     mappings=renamed(
         DENSE,
         {

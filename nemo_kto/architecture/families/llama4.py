@@ -38,6 +38,7 @@ _MLPS = tuple(
 LLAMA4 = Family(
     name="llama4_text",
     hf_architecture="Llama4ForCausalLM",
+    published="Llama 4, text model",
     mappings=with_experts(_MLPS, (*joined_experts(_BLOCK, Split.GATED), *shared_expert(_BLOCK))),
     fields=Llama4Fields,
     flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias", "rotated_norm": "use_qk_norm"},
@@ -60,6 +61,7 @@ LLAMA4_VISION = replace(
     LLAMA4,
     name="llama4",
     hf_architecture="Llama4ForConditionalGeneration",
+    published="Llama 4 Scout, Maverick",
     text_type=LLAMA4.name,
     ties_in_text=True,
     **{**LLAVA, "module_prefix": "language_model.model."},

@@ -16,6 +16,7 @@ class MiniMaxFields(ModelFields):
 MINIMAX_M2 = Family(
     name="minimax_m2",
     hf_architecture="MiniMaxM2ForCausalLM",
+    published="MiniMax-M2, M2.1, M2.5",
     mappings=(
         *MIXTRAL.mappings,
         *qk_norms("query", "key_value"),

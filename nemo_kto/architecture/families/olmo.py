@@ -11,6 +11,7 @@ from nemo_kto.architecture.mixers.softmax_attention import qk_norms
 OLMO2 = Family(
     name="olmo2",
     hf_architecture="Olmo2ForCausalLM",
+    published="OLMo 2",
     mappings=without(DENSE, "input_layernorm.", "pre_mlp_layernorm.") + POST_NORMS + qk_norms("query", "key_value"),
     flags={
         "qkv_bias": "attention_bias",
@@ -26,6 +27,7 @@ EXAONE4 = replace(
     OLMO2,
     name="exaone4",
     hf_architecture="Exaone4ForCausalLM",
+    published="EXAONE 4.0",
     mappings=without(DENSE, "input_layernorm.", "pre_mlp_layernorm.") + POST_NORMS + qk_norms("head", "head"),
     flags={"qk_norm": True, "pre_norm": False, "post_norm": True},
     window=SLIDING_LAYERS,
@@ -36,6 +38,7 @@ OLMO3 = replace(
     OLMO2,
     name="olmo3",
     hf_architecture="Olmo3ForCausalLM",
+    published="OLMo 3",
     window=SLIDING_LAYERS,
     local_rope=True,
 )

@@ -29,20 +29,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-class DeltaNetFields(ModelFields):
-    """Fields of config.json with the sizes of gated delta nets."""
-
-    linear_num_key_heads: Count = ABSENT
-    linear_num_value_heads: Count = ABSENT
-    linear_key_head_dim: Count = ABSENT
-    linear_value_head_dim: Count = ABSENT
-    linear_conv_kernel_dim: Annotated[Count, Ge(2)] = ABSENT
-    full_attention_interval: Count = ABSENT
-    partial_rotary_factor: Positive = ABSENT
-    attn_output_gate: bool = ABSENT
-
-
-class QwenMoeFields(ModelFields):
+class QwenFields(ModelFields):
     """Fields of config.json; layers have experts except ``mlp_only_layers``, or every ``decoder_sparse_step``-th has."""
 
     num_experts: PartCount = ABSENT
@@ -52,10 +39,14 @@ class QwenMoeFields(ModelFields):
     mlp_only_layers: Indices | None = None
     norm_topk_prob: bool = ABSENT
     qkv_bias: bool = ABSENT
-
-
-class DeltaNetMoeFields(DeltaNetFields, QwenMoeFields):
-    """Fields of both."""
+    # gated delta nets
+    linear_num_key_heads: Count = ABSENT
+    linear_num_value_heads: Count = ABSENT
+    linear_key_head_dim: Count = ABSENT
+    linear_value_head_dim: Count = ABSENT
+    linear_conv_kernel_dim: Annotated[Count, Ge(2)] = ABSENT
+    full_attention_interval: Count = ABSENT
+    partial_rotary_factor: Positive = ABSENT
 
 
 _EXPERT_FIELDS = ExpertFields(
@@ -71,6 +62,7 @@ _SHARED_GATE = sparse("mlp.shared_experts.gate_weight", {"mlp.shared_expert_gate
 QWEN2 = Family(
     name="qwen2",
     hf_architecture="Qwen2ForCausalLM",
+    published="Qwen2, Qwen2.5, QwQ, DeepSeek-R1-Distill-Qwen",
     mappings=DENSE,
     flags={"qkv_bias": True},
     window=SLIDING_LAYERS,
@@ -79,8 +71,9 @@ QWEN2 = Family(
 QWEN2_MOE = Family(
     name="qwen2_moe",
     hf_architecture="Qwen2MoeForCausalLM",
+    published="Qwen1.5-MoE, Qwen2-57B-A14B",
     mappings=with_experts(DENSE, (*_EXPERTS, *shared_expert("mlp"), _SHARED_GATE)),
-    fields=QwenMoeFields,
+    fields=QwenFields,
     flags={"qkv_bias": "qkv_bias"},
     window=SLIDING_LAYERS,
     experts=replace(_EXPERT_FIELDS, shared_ffn_hidden_size="shared_expert_intermediate_size"),
@@ -89,6 +82,7 @@ QWEN2_MOE = Family(
 QWEN3 = Family(
     name="qwen3",
     hf_architecture="Qwen3ForCausalLM",
+    published="Qwen3 0.6B to 32B",
     mappings=DENSE + qk_norms("head", "head"),
     flags={"qk_norm": True, "qkv_bias": "attention_bias", "output_bias": "attention_bias"},
     window=SLIDING_LAYERS,
@@ -98,8 +92,9 @@ QWEN3 = Family(
 QWEN3_MOE = Family(
     name="qwen3_moe",
     hf_architecture="Qwen3MoeForCausalLM",
+    published="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
     mappings=with_experts(QWEN3.mappings, _EXPERTS),
-    fields=QwenMoeFields,
+    fields=QwenFields,
     flags=QWEN3.flags,
     window=SLIDING,
     experts=_EXPERT_FIELDS,
@@ -108,6 +103,7 @@ QWEN2_5_VL = replace(
     QWEN2,
     name="qwen2_5_vl",
     hf_architecture="Qwen2_5_VLForConditionalGeneration",
+    published="Qwen2.5-VL",
     text_type="qwen2_5_vl_text",
     flat_config=True,
     **QWEN_VL,
@@ -116,6 +112,7 @@ QWEN3_VL = replace(
     QWEN3,
     name="qwen3_vl",
     hf_architecture="Qwen3VLForConditionalGeneration",
+    published="Qwen3-VL 2B to 32B",
     text_type="qwen3_vl_text",
     window=("", ""),
     **QWEN_VL,
@@ -125,6 +122,7 @@ QWEN3_VL_MOE = replace(
     QWEN3_MOE,
     name="qwen3_vl_moe",
     hf_architecture="Qwen3VLMoeForConditionalGeneration",
+    published="Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",
     mappings=with_experts(QWEN3.mappings, (_EXPERTS[0], *JOINED)),
     text_type="qwen3_vl_moe_text",
     window=("", ""),
@@ -148,7 +146,7 @@ def _mixers(config: PretrainedConfig) -> tuple[SequenceMixer, ...]:
 
 # Qwen 3.5 to 3.8: three gated delta nets, then attention with a gate on its output
 _DELTA_NET: dict[str, Any] = {
-    "fields": DeltaNetFields,
+    "fields": QwenFields,
     "flags": {**QWEN3.flags, "output_gate": True, "zero_centered_norm": True},
     "window": LINEAR_LAYERS,
     "own_head_dim": True,
@@ -157,41 +155,46 @@ _DELTA_NET: dict[str, Any] = {
     "untrained": MTP_LAYERS,
 }
 _GATED = renamed(QWEN3.mappings, QUERY_AND_GATE)
-QWEN3_5_TEXT = Family(name="qwen3_5_text", hf_architecture="Qwen3_5ForCausalLM", mappings=_GATED + BY_KIND, **_DELTA_NET)
+QWEN3_5_TEXT = Family(
+    name="qwen3_5_text",
+    hf_architecture="Qwen3_5ForCausalLM",
+    published="Qwen3.5 to Qwen3.8, dense, without image input",
+    mappings=_GATED + BY_KIND,
+    **_DELTA_NET,
+)
 _WRAPPED: dict[str, Any] = {**QWEN_VL, "untrained": {**QWEN_VL["untrained"], **MTP_LAYERS}}
 QWEN3_5 = replace(
     QWEN3_5_TEXT,
     name="qwen3_5",
     hf_architecture="Qwen3_5ForConditionalGeneration",
+    published="Qwen3.5 to Qwen3.8, dense",
     text_type="qwen3_5_text",
     **_WRAPPED,
 )
-# the same with experts; the order of rows in the projections differs
-_SPARSE_DELTA_NET: dict[str, Any] = {
-    **_DELTA_NET,
-    "fields": DeltaNetMoeFields,
-    "experts": replace(_EXPERT_FIELDS, shared_ffn_hidden_size="shared_expert_intermediate_size"),
-}
 _SHARED = (*shared_expert("mlp"), _SHARED_GATE)
 QWEN3_NEXT = Family(
     name="qwen3_next",
     hf_architecture="Qwen3NextForCausalLM",
+    published="Qwen3-Next-80B-A3B, Qwen3-Coder-Next",
     mappings=with_experts(_GATED + BY_HEAD, (*_EXPERTS, *_SHARED)),
-    **_SPARSE_DELTA_NET,
+    experts=replace(_EXPERT_FIELDS, shared_ffn_hidden_size="shared_expert_intermediate_size"),
+    **_DELTA_NET,
 )
-_SPARSE_3_5 = {**_SPARSE_DELTA_NET, "experts": replace(_SPARSE_DELTA_NET["experts"], normalized=True)}
-QWEN3_5_MOE_TEXT = Family(
+QWEN3_5_MOE_TEXT = replace(
+    QWEN3_NEXT,
     name="qwen3_5_moe_text",
     hf_architecture="Qwen3_5MoeForCausalLM",
+    published="Qwen3.5 to Qwen3.8 with experts, without image input",
     mappings=with_experts(_GATED + BY_KIND, (*_EXPERTS, *_SHARED)),
     joined=JOINED,
     dense_width="moe_intermediate_size",
-    **_SPARSE_3_5,
+    experts=replace(_EXPERT_FIELDS, shared_ffn_hidden_size="shared_expert_intermediate_size", normalized=True),
 )
 QWEN3_5_MOE = replace(
     QWEN3_5_MOE_TEXT,
     name="qwen3_5_moe",
     hf_architecture="Qwen3_5MoeForConditionalGeneration",
+    published="Qwen3.5 to Qwen3.8 with experts: 35B-A3B, 122B-A10B, 397B-A17B",
     text_type="qwen3_5_moe_text",
     **_WRAPPED,
 )

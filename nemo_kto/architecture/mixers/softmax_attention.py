@@ -65,7 +65,7 @@ WEIGHTS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SoftmaxAttention(SequenceMixer):
     """softmax(scale * q k^T) v, with the windows, soft caps, sinks, norms and gates of the architecture."""
 
@@ -114,9 +114,10 @@ class SoftmaxAttention(SequenceMixer):
         output = query * (not architecture.attends_in_blocks or saving.keeps_input("o_proj"))
         # the fused queries, keys and values, of which the values are a view, and the output
         saved: float = saving.element_bytes * (query + 2 * key_value + output)
-        # rotated ones are tensors of their own
+        # rotated ones are tensors of their own, and so are normalised ones
         rotating = architecture.rotates.count(True) / architecture.num_layers
-        saved += saving.element_bytes * (query + (key_value if rotates_before else 0)) * rotating
+        changed = 1.0 if architecture.qk_norm else rotating
+        saved += saving.element_bytes * (query + (key_value if rotates_before else 0)) * changed
         if saving.context_parallel > 1 and core and not saving.on_gpu:
             # queries, outputs, and the keys and values of all ranks; also the fused tensor if a norm saves views of it
             saved = saving.element_bytes * (query + output + 2 * saving.context_parallel * key_value)
@@ -129,6 +130,8 @@ class SoftmaxAttention(SequenceMixer):
                 * query
                 * (joined and not architecture.attends_in_blocks and saving.keeps_input("o_proj"))
             )
+        if architecture.output_gate:  # the gates, a part of the fused tensor, their sigmoids in fp32, and the products
+            saved += (saving.element_bytes * (1 + saving.keeps_input("o_proj")) + FP32) * query
         if core and architecture.rotated_norm:  # the input of the norm in fp32, and the root mean square of each head
             saved += rotating * FP32 * (query + key_value + heads)
         if architecture.all_heads_norm:  # queries, a view of the fused keys, and the root mean square of each
@@ -140,10 +143,10 @@ class SoftmaxAttention(SequenceMixer):
         return saved + saving.element_bytes * saving.hidden * saving.keeps_input(*_QKV)
 
     def table_bytes(self, saving: Saving) -> int:
-        """Return the bytes per position of the RoPE tables: cosines, and sines for half a head."""
+        """Return the bytes per position of the RoPE tables: cosines, and half as many sines."""
         tables = 1 if saving.architecture.local_rope is None else 2
         element_bytes = FP32 if saving.architecture.family.interleaved_rotary else saving.element_bytes
-        return tables * 3 * element_bytes * saving.architecture.head_dim // 2
+        return tables * 3 * element_bytes * len(saving.architecture.rope.frequencies)
 
     def backward_bytes(self, saving: Saving) -> float:
         """Return the bytes per token of the scores of a block of queries in fp32, their gradients and two more tensors."""

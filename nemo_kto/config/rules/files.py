@@ -203,12 +203,14 @@ def _adapter_layers(run: ResolvedRun, layers: int | None) -> Errors:
         yield ConfigError(key, text, tuple({_SCHEME, _ADAPTER, _MODEL} - {key}))
 
 
-def _target_rules(run: ResolvedRun, config: Mapping[str, object], family: Family) -> Errors:
+def _target_rules(run: ResolvedRun, config: Mapping[str, Any], family: Family) -> Errors:
     """Check that the target modules are linear layers that the model has as separate modules, and that DoRA fits them."""
-    tuning = run.cfg.model.peft.lora_tuning
+    tuning, layers = run.cfg.model.peft.lora_tuning, config.get("num_hidden_layers")
+    has_dense_layers = family.experts is None or layers is None or len(family.experts.layers(config, layers)) < layers
     # latent attention projects queries from latents, or with q_lora_rank null from hidden states
     absent = {"q_proj"} if config.get("q_lora_rank", 1) else {"q_a_proj", "q_b_proj"}
-    separate = [each for each in linear_modules(family) if "q_lora_rank" not in config or each not in absent]
+    modules = linear_modules(family, has_dense_layers=has_dense_layers)
+    separate = [each for each in modules if "q_lora_rank" not in config or each not in absent]
     targets = [target for target in tuning.target_modules if target in TARGET_MODULES]
     named = [target for target in targets if target not in ALL_LINEAR]
     if wrong := [target for target in named if not modules_of(target, family).issubset([*separate, EMBEDDING])]:

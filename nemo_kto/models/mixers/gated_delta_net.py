@@ -97,7 +97,9 @@ class DeltaNet(MegatronModule):
             preserve_rng_state=False,
             determinism_check="none",
         )
-        return self.linear_out(mixed_tX.unflatten(0, (batch, sequence)).transpose(0, 1))[0], None
+        # a copy, because matrix products of views round in other ways
+        mixed_sbX = mixed_tX.unflatten(0, (batch, sequence)).transpose(0, 1).contiguous()
+        return self.linear_out(mixed_sbX)[0], None
 
     def _mix(self, projected_tX: Tensor, lengths: tuple[int, ...], prompts: Prompts) -> Tensor:
         """Return the gated and normalised outputs of all tokens, [t, heads of this rank * size of a value]."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from megatron.core import parallel_state
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.mixers import SoftmaxAttention
@@ -13,6 +16,17 @@ from nemo_kto.models.layers.engine_attention import with_shared_prompts
 from nemo_kto.models.layers.linear import with_bias
 from nemo_kto.models.layers.norm import AllHeadsNorm, TorchNorm
 from nemo_kto.models.layers.rope_tables import RopeTable, TemperatureTable
+
+
+class GatedAttention(SelfAttention):  # type: ignore[misc]
+    """megatron-core's attention with gates on its output, also where several ranks share a key-value head."""
+
+    def get_query_key_value_tensors(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return megatron-core's tensors, with the gates of this rank's heads instead of all heads of the group."""
+        query, key, value, gate_sbhd = super().get_query_key_value_tensors(*args, **kwargs)
+        heads, of_group = query.size(2), gate_sbhd.size(2)
+        first = parallel_state.get_tensor_model_parallel_rank() % (of_group // heads) * heads if of_group > heads else 0
+        return query, key, value, gate_sbhd[:, :, first : first + heads]
 
 
 def softmax_attention(
@@ -38,6 +52,8 @@ def softmax_attention(
         if share_prompts:
             parts.core_attention = with_shared_prompts(parts.core_attention)
         return
+    if architecture.output_gate:
+        attention.module = GatedAttention
     local_rope, temperature = architecture.local_rope, architecture.temperature
     parts.core_attention = ModuleSpec(
         module=TorchAttention,

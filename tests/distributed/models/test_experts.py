@@ -57,6 +57,8 @@ RUNS: dict[str, tuple[str, str, list[str]]] = {
     "kto": ("kto", "mixtral", [BALANCE]),
     "dpo": ("dpo", "qwen3_moe", [BALANCE]),
     "kto_corrected": ("kto", "glm4_moe", [BALANCE]),  # experts in groups, chosen by corrected sigmoid scores
+    "kto_states": ("kto", "qwen3_next", [BALANCE]),  # gated delta nets in half of the layers
+    "dpo_states_lora": ("dpo", "qwen3_next", [*LORA, f"{TARGETS}=[attention]"]),
     "kto_sinks": ("kto", "gpt_oss", [BALANCE]),
     "kto_lora": ("kto", "qwen2_moe", [*LORA, f"{TARGETS}=[all]", BALANCE]),  # shared experts, and a layer without
     "kto_lora_experts": ("kto", "mixtral", [*LORA, f"{TARGETS}=[mlp]"]),  # nothing else is trained

@@ -18,7 +18,10 @@ ROWS, WIDTH, PROMPT = 8, 24, 4  # a width that tensor- and context-parallel rank
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("cohere2", {}),
     "deepseek_v3": ("deepseek_v3", {"first_k_dense_replace": 4}),  # without experts, as below
+    "ernie4_5": ("ernie4_5", {}),
+    "exaone4": ("exaone4", {"sliding_window": 7}),
     "gemma2": ("gemma2", {}),
+    "glm4": ("glm4", {}),
     "granite": ("granite", {}),
     "hunyuan": ("hunyuan_v1_dense", {}),
     "llama": ("llama", {}),
@@ -27,6 +30,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3_5": ("qwen3_5_text", {}),
     "qwen3_next": ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3]}),  # without experts, whose gradients other tests compare
+    "seed_oss": ("seed_oss", {}),
     "window": ("mistral", {"sliding_window": 7}),
 }
 
@@ -58,14 +62,14 @@ def kto_step(
     from nemo_kto.models.engine.reference import SwappedWeights
 
     layout = dict(layout)
-    recompute, last = layout.pop("recompute_granularity", None), layout.pop("last", None)
+    recompute, last, packed = (layout.pop(name, None) for name in ("recompute_granularity", "last", "packed"))
     there = state.Layout(**layout)
     chunks, architecture = lora_jobs.build(
         reference, there, recompute=recompute, distributed=False, split=split_of(there, last=last)
     )
     swapped = SwappedWeights(parameters=[each for chunk in chunks for each in chunk.parameters()])
     load_weights(chunks, architecture, policy)
-    runs = engine(chunks, architecture, micro_batch_size=micro_batch_size, logprob_chunk_size=7)
+    runs = engine(chunks, architecture, micro_batch_size=micro_batch_size, logprob_chunk_size=7, packed=bool(packed))
     model = kto_model(
         runs,
         swapped.active,
@@ -141,6 +145,7 @@ def oracle(
 CASES: dict[str, tuple[int, dict[str, Any], int]] = {
     "one_rank": (1, {}, 1),
     "micro_batch_4": (1, {}, 4),
+    "packed": (1, {"packed": True}, 3),
     "recompute": (1, {"recompute_granularity": "full"}, 2),
     "tp2": (2, {"tensor": 2}, 2),
     "pp2": (2, {"pipeline": 2}, 1),
@@ -148,6 +153,7 @@ CASES: dict[str, tuple[int, dict[str, Any], int]] = {
     "pp2_uneven": (2, {"pipeline": 2, "last": 1}, 2),
     "dp2": (2, {}, 2),
     "cp2": (2, {"context": 2}, 2),
+    "packed_cp2": (2, {"context": 2, "packed": True}, 3),
     "cp2_dp2": (4, {"context": 2}, 1),
     "cp2_tp2_sequence_parallel": (4, {"context": 2, "tensor": 2, "sequence_parallel": True}, 2),
     "tp2_pp2_sequence_parallel": (4, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, 2),
@@ -158,7 +164,10 @@ QUICK = {
     ("cohere2", "cp2"),
     ("deepseek_v3", "cp2_tp2_sequence_parallel"),
     ("deepseek_v3", "tp2_pp2_sequence_parallel"),
+    ("ernie4_5", "cp2"),
+    ("exaone4", "packed_cp2"),
     ("gemma2", "tp2"),
+    ("glm4", "packed_cp2"),
     ("granite", "pp2"),
     ("hunyuan", "cp2_tp2_sequence_parallel"),
     ("ministral3", "cp2"),
@@ -170,6 +179,7 @@ QUICK = {
     ("qwen2", "pp2_vp2"),
     ("qwen3_5", "tp2_pp2_sequence_parallel"),
     ("qwen3_next", "micro_batch_4"),
+    ("seed_oss", "cp2"),
 }
 
 

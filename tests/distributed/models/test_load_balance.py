@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -67,48 +69,61 @@ def balance_step(
     runs.logprobs(sequences)
     assert runs.balance_sums() == recorded, "the reference and KL examples do not count"
     for parameter in unwrap_model(chunks[0]).parameters():
-        parameter.data.copy_(parameter.main_grad)
+        parameter.data.copy_(parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter))
     export(chunks, architecture, source=policy, out=out, max_shard_bytes=10**9)
     runs.forward_backward(sequences, nothing_else, forward_only=True)
     return recorded, runs.balance_sums()
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("balance") / "policy", "mixtral")
+class Oracle(NamedTuple):
+    """The formula over the router logits of transformers."""
+
+    policy: Path
+    answers: int  # to a prompt
+    metrics: dict[str, float]
+    gradients: dict[str, torch.Tensor]  # by the names in a file; zero for weights that are not trained
+
+
+# Family -> the probabilities of the experts from their logits.
+PROBABILITIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mixtral": lambda logits: logits.softmax(-1),
+    "glm4_moe": lambda logits: logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True),
+}
 
 
 @pytest.fixture(scope="module")
-def oracle(
-    request: pytest.FixtureRequest, policy: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[int, dict[str, float], dict[str, torch.Tensor]]:
-    """Answers to a prompt; the formula over transformers' router logits; its gradients, by the names in a file."""
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     from transformers import AutoModelForCausalLM
 
     from tests.helpers.hf_models import weights
 
-    answers: int = request.param
+    family, answers = request.param
+    policy = make_checkpoint(tmp_path_factory.mktemp("balance") / "policy", family)
     sequences = make_sequences(answers)
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     experts, chosen = model.config.num_local_experts, model.config.num_experts_per_tok
-    layers = model(sequences.tokens_BS, output_router_logits=True).router_logits
+    layers: list[tuple[torch.Tensor, ...]] = []  # of those with experts: logits, weights and numbers of the chosen ones
+    for module in model.modules():
+        if type(module).__name__.lower().endswith("topkrouter"):
+            module.register_forward_hook(lambda module, given, outputs: layers.append(outputs))
+    model(sequences.tokens_BS)
     losses, choices = [], torch.zeros(len(layers), experts)
     valid_P = (sequences.labels_BS != -100).any(1).view(answers, -1).all(0)
     for row in valid_P.repeat(answers).nonzero().flatten().tolist():
         length = int(sequences.lengths_B[row])
-        for layer, logits in enumerate(layers):
-            probs = logits.view(*sequences.tokens_BS.shape, experts)[row, :length].softmax(-1)
-            counts = torch.bincount(probs.topk(chosen).indices.flatten(), minlength=experts)
+        for layer, (logits, _, indices) in enumerate(layers):
+            of_row = [values.view(*sequences.tokens_BS.shape, -1)[row, :length] for values in (logits, indices)]
+            probs, counts = PROBABILITIES[family](of_row[0]), torch.bincount(of_row[1].flatten(), minlength=experts)
             losses.append(experts * (counts / (length * chosen) * probs.mean(0)).sum())
             choices[layer] += counts
     mean = torch.stack(losses).mean()
     (COEFFICIENT * len(layers) * mean).backward()
-    for parameter in model.parameters():
-        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    for values in (*model.parameters(), *model.buffers()):
+        values.data = torch.zeros_like(values) if values.grad is None else values.grad
     model.save_pretrained(out := tmp_path_factory.mktemp("expected"))
     shares = choices / choices.sum(1, keepdim=True)
-    expected = {"moe_aux_loss": mean.item(), "largest": shares.max().item(), "smallest": shares.min().item()}
-    return answers, expected, weights(out)
+    metrics = {"moe_aux_loss": mean.item(), "largest": shares.max().item(), "smallest": shares.min().item()}
+    return Oracle(policy, answers, metrics, weights(out))
 
 
 # Ranks, layout, prompts per micro-batch, recomputation, packing.
@@ -125,32 +140,31 @@ CASES: dict[str, tuple[int, dict[str, Any], int, str | None, bool]] = {
     "packed_cp2": (2, {"context": 2}, 3, None, True),
     "packed_tp2_pp2": (4, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, 2, None, True),
 }
-QUICK = ((1, "tp2_pp2"), (2, "tp2_ep2"), (2, "packed_cp2"))
+QUICK = (
+    *((("mixtral", 1), "tp2_pp2"), (("mixtral", 2), "tp2_ep2"), (("mixtral", 2), "packed_cp2")),
+    (("glm4_moe", 1), "packed_tp2_pp2"),
+)
 
 
 @pytest.mark.parametrize(
     ("oracle", "case"),
     [
-        pytest.param(answers, case, marks=[pytest.mark.full] * ((answers, case) not in QUICK))
-        for answers in (1, 2)
+        pytest.param(
+            model, case, id="{}-{}-{}".format(*model, case), marks=[pytest.mark.full] * ((model, case) not in QUICK)
+        )
+        for model in itertools.product(PROBABILITIES, (1, 2))
         for case in CASES
     ],
     indirect=["oracle"],
     scope="module",
 )
-def test_the_gradient_equals_autograd_of_the_formula(
-    case: str,
-    policy: Path,
-    oracle: tuple[int, dict[str, float], dict[str, torch.Tensor]],
-    ranks: RankPool,
-    tmp_path: Path,
-) -> None:
+def test_the_gradient_equals_autograd_of_the_formula(case: str, oracle: Oracle, ranks: RankPool, tmp_path: Path) -> None:
     from nemo_kto.losses.metrics import balance_metrics
     from tests.helpers.hf_models import weights
 
-    answers, expected, gradients = oracle
+    _, _, expected, gradients = oracle
     world_size, *rest = CASES[case]
-    arguments = (policy, tmp_path, answers, *rest)
+    arguments = (oracle.policy, tmp_path, oracle.answers, *rest)
     for recorded, without_gradient in ranks.run(world_size, balance_step, *arguments):
         assert without_gradient == {}
         metrics = balance_metrics(recorded)

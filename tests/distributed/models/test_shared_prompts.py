@@ -133,6 +133,15 @@ CASES: dict[str, tuple[str, int, dict[str, Any], int, dict[str, Any], bool, bool
     "parallel": ("cohere2", 1, {}, 1, {"prompts": None, "tokens": 90, "packed": True}, False, False),
     "latents_tp2": ("deepseek_v3", 2, {**TP2, "recompute": "selective"}, 2, {}, True, False),
     "latents_packed": ("deepseek_v3", 1, {}, 1, BY_TOKENS, False, False),
+    "states": ("qwen3_5_text", 1, {}, 2, {}, True, False),
+    "states_packed": ("qwen3_5_text", 1, {}, 2, {"prompts": None, "tokens": 90, "packed": True}, False, False),
+    "states_tp2_pp2": ("qwen3_5_text", 4, {"pipeline": 2, **TP2}, 1, {}, False, False),
+    "states_recompute_lora": ("qwen3_5_text", 1, {"recompute": "full"}, 2, {}, False, True),
+    "states_and_experts": ("qwen3_next", 2, {**TP2, "expert": 2, "expert_tensor": 1}, 2, {}, False, False),
+    "norms_after_attention": ("exaone4", 1, {}, 1, {"prompts": None, "tokens": 90, "packed": True}, False, False),
+    "part_of_each_head": ("glm4", 1, {}, 1, {}, False, False),
+    "neighbouring_channels": ("ernie4_5", 1, {}, 1, {}, False, False),
+    "bias_of_the_output": ("seed_oss", 1, {}, 1, {}, False, False),
     "engine_pairs": ("llama", 1, ENGINE, 2, {}, True, False),
     "engine_tp2_sequence_parallel_pp2": ("llama", 4, {"pipeline": 2, **TP2, **ENGINE}, 1, {}, False, False),
     "engine_recompute_lora": ("llama", 1, {"recompute": "selective", **ENGINE}, 2, BY_TOKENS, False, True),
@@ -140,7 +149,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any], int, dict[str, Any], bool, bool
 }
 QUICK = (
     "pairs_and_prompts tp2_sequence_parallel_pp2 recompute lora experts_ep2 windows_and_sinks chunks_and_temperature "
-    "norms_after_rope rope_and_temperature parallel latents_tp2 engine_pairs"
+    "norms_after_rope rope_and_temperature parallel norms_after_attention part_of_each_head states states_and_experts "
+    "latents_tp2 engine_pairs"
 ).split()
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from nemo_kto.architecture.lora import LoRASettings
+from nemo_kto.architecture.families import FAMILIES
+from nemo_kto.architecture.lora import LoRASettings, with_other_mixers
 from tests.helpers.rank_pool import RankPool
 
-SEQUENCES, LENGTH, LAYER = 2, 64, 1  # not the first layer, whose input needs no gradient where only adapters are trained
+SEQUENCES, LENGTH = 2, 64
 
 
 def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASettings | None) -> float:
@@ -45,15 +46,17 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
     chunk = wrap_data_parallel([gpt], use_distributed_optimizer=False)[0]
     of_weights = {each.untyped_storage().data_ptr() for each in [*gpt.parameters(), *gpt.buffers()]}
     # Only the input of a recomputed layer is saved, before its forward pass.
-    inside, kept = [False], dict[int, Any]()
-    layers = gpt.decoder.layers
-    layers[LAYER].register_forward_pre_hook(lambda *_: inside.__setitem__(0, True))
-    layers[LAYER].register_forward_hook(lambda *_: inside.__setitem__(0, False))
+    measured = layers_of(model)
+    kept: dict[int, dict[int, Any]] = {layer: {} for layer in measured}
+    inside: list[int | None] = [None]
+    for layer in measured:
+        gpt.decoder.layers[layer].register_forward_pre_hook(lambda *_, layer=layer: inside.__setitem__(0, layer))
+        gpt.decoder.layers[layer].register_forward_hook(lambda *_: inside.__setitem__(0, None))
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if inside[0] and storage.data_ptr() not in of_weights:
-            kept[storage.data_ptr()] = storage
+        if inside[0] is not None and storage.data_ptr() not in of_weights:
+            kept[inside[0]][storage.data_ptr()] = storage
         return tensor
 
     length = LENGTH // context
@@ -64,7 +67,12 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
     tokens = torch.randint(0, 200, shape)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         chunk(tokens, torch.arange(shape[1]).expand_as(tokens), None, packed_seq_params=row)
-    return float(sum(storage.nbytes() for storage in kept.values()))
+    return sum(storage.nbytes() for storages in kept.values() for storage in storages.values()) / len(measured)
+
+
+def layers_of(model: Path) -> tuple[int, ...]:
+    """One layer with each mixer; not the first layer, whose input needs no gradient where only adapters are trained."""
+    return (1, 2) if "linear_attention" in (model / "config.json").read_text() else (1,)
 
 
 def expected(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASettings | None) -> float:
@@ -95,10 +103,12 @@ ALL, QUERIES = LoRASettings(rank=4, alpha=4, target_modules=("all",)), LoRASetti
 DROPPED = LoRASettings(rank=4, alpha=4, dropout=0.1, target_modules=("all",))
 LATENT = replace(ALL, target_modules=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
 DORA = replace(ALL, dora=True)
+DELTA_NET = LoRASettings(rank=4, alpha=4, target_modules=with_other_mixers(["all"], FAMILIES["Qwen3_5ForCausalLM"]))
 
 
 EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3}
 QWEN: dict[str, Any] = {"num_experts": 8, "moe_intermediate_size": 160, "shared_expert_intermediate_size": 320}
+DELTA_NETS = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 64}
 LLAMA4: dict[str, Any] = {"moe_layers": [0, 1, 2, 3], "no_rope_layers": [1, 1, 1, 1], "attention_chunk_size": 64}
 LATENTS: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 80, "qk_nope_head_dim": 48,
@@ -110,6 +120,8 @@ CHANGES = {
     "qwen2_moe": {**QWEN, "mlp_only_layers": []},
     "glm4_moe": {"n_routed_experts": 8, "moe_intermediate_size": 160, "first_k_dense_replace": 0},
     "deepseek_v3": LATENTS,
+    "qwen3_next": {**QWEN, **DELTA_NETS},
+    "qwen3_5_text": DELTA_NETS,
     "llama4_text": {**LLAMA4, "intermediate_size_mlp": 512, "head_dim": 32},
 }
 
@@ -130,14 +142,19 @@ QUICK: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
     ("qwen2_moe", {}, "float32", ALL),
     ("llama4_text", {}, "float32", None),
     ("deepseek_v3", SHARDED, "float32", LATENT),
+    ("qwen3_5_text", {}, "float32", None),
 ]
 FULL: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
     ("llama", {"context": 2}, "float32", None),
     ("olmo2", {"tensor": 2}, "float32", None),
     ("cohere2", {"tensor": 2}, "float32", None),
+    ("ernie4_5", {"context": 2}, "float32", None),
+    ("exaone4", {"packed": True}, "float32", None),
+    ("glm4", {"packed": True, "context": 2}, "float32", None),
     ("granite", {}, "float32", ALL),
     ("hunyuan_v1_dense", {}, "float32", None),
     ("ministral3", {}, "float32", None),
+    ("seed_oss", {"context": 2}, "float32", ALL),
     ("qwen3", {}, "bfloat16", None),
     ("llama", {"tensor": 2}, "float32", replace(DROPPED, dora=True)),
     ("llama", {"recompute": "selective"}, "float32", replace(QUERIES, dora=True)),
@@ -150,6 +167,10 @@ FULL: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
     ("llama4_text", {}, "bfloat16", replace(DROPPED, dora=True)),
     ("mixtral", {}, "float32", ALL),
     ("glm4_moe", {}, "float32", None),
+    ("qwen3_5_text", SHARDED, "float32", DELTA_NET),
+    ("qwen3_5_text", {"packed": True, "tensor": 2}, "bfloat16", replace(DELTA_NET, dora=True)),
+    ("qwen3_next", {}, "float32", None),
+    ("hunyuan_v1_moe", {}, "float32", ALL),
     ("glm4_moe", {"tensor": 2, "sequence_parallel": True}, "bfloat16", None),
     ("deepseek_v3", {"packed": True}, "float32", None),
     ("deepseek_v3", {"packed": True, "context": 2, "tensor": 2}, "float32", None),

@@ -30,6 +30,7 @@ MODEL_TYPES = {
     "Gemma3ForCausalLM": "gemma3_text",
     "Glm4MoeForCausalLM": "glm4_moe",
     "GptOssForCausalLM": "gpt_oss",
+    "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "GraniteForCausalLM": "granite",
     "Llama4ForCausalLM": "llama4_text",
     "LlamaForCausalLM": "llama",
@@ -57,6 +58,9 @@ def of(architecture: str) -> dict[str, Any]:
 ROUTED = {**of("Glm4MoeForCausalLM"), "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 
 
+HUNYUAN = {**of("HunYuanMoEV1ForCausalLM"), "num_experts": 4, "moe_topk": 2}
+
+
 def test_routers(tmp_path: Path) -> None:
     """Two shared experts are one of double width; the layers without experts are the first, or outside of an interval."""
     given = {**ROUTED, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
@@ -69,6 +73,9 @@ def test_routers(tmp_path: Path) -> None:
     ernie = read_architecture(folder(tmp_path, **names, moe_num_experts=4, moe_k=2), tensor_parallel=1).experts
     assert ernie is not None
     assert (ernie.sigmoid, ernie.correction, ernie.least_sum, ernie.layers) == (False, (1, 4), 1e-12, (False, True, False))
+    hunyuan = read_architecture(folder(tmp_path, **HUNYUAN, num_shared_expert=[1] * 3), tensor_parallel=1).experts
+    assert hunyuan is not None
+    assert (hunyuan.per_token, hunyuan.shared_ffn_hidden_size, hunyuan.shared_gate) == (2, 96, False)
 
 
 def test_defaults_of_the_family_are_filled_in(tmp_path: Path) -> None:
@@ -338,6 +345,9 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
         ({**ROUTED, "n_group": 3}, Message("n_group", "8", "groups", "3")),
         ({**ROUTED, "n_group": 2, "topk_group": 3}, Message("n_group", "topk_group", "2", "3")),
         ({**ROUTED, "n_group": 4, "topk_group": 1}, Message("num_experts_per_tok", "2", "topk_group", "3")),
+        ({**HUNYUAN, "moe_topk": [2, 2, 3]}, Message("moe_topk", "same", "[2, 2, 3]", "choose")),
+        ({**HUNYUAN, "moe_topk": [5, 5, 5]}, Message("moe_topk", "4", "5")),
+        ({**HUNYUAN, "moe_topk": 1}, Message("moe_topk", "2", "normalized", "1")),
         ({**of("SeedOssForCausalLM"), "mlp_bias": True}, Message("mlp_bias=true", "attention_out_bias=false")),
         (
             {**of("Llama4ForCausalLM"), "layer_types": ["full_attention", "sliding_attention", "full_attention"]},

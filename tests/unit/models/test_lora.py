@@ -8,21 +8,26 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_kto.architecture.families import FAMILIES, Experts
+from nemo_kto.architecture.families import FAMILIES, MULTIMODAL, Experts
 from nemo_kto.architecture.lora import (
     HUGGING_FACE_TARGETS,
+    OTHER_MIXERS,
     TARGET_MODULES,
     LoRASettings,
     adapted_mappings,
     adapter_mappings,
     adapts_experts,
     embedding_problem,
+    few_adapted,
+    linear_modules,
+    with_other_mixers,
 )
+from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION
 from nemo_kto.architecture.param_mapping import Layers, Split
 from nemo_kto.architecture.segments import Segment, held, pieces, segments, source_shapes
 from nemo_kto.models.lora.adapters import is_adapter
 from nemo_kto.models.lora.layers import adapt_linear
-from tests.helpers.messages import Message
+from tests.helpers.messages import Message, assert_names
 from tests.helpers.tiny_models import tiny_architecture
 
 # Three key-value heads that two ranks share as four; head size 2.
@@ -34,9 +39,12 @@ def settings(*target_modules: str) -> LoRASettings:
     return LoRASettings(rank=3, alpha=6, target_modules=target_modules)
 
 
+LLAMA_TARGETS = tuple(name for name in HUGGING_FACE_TARGETS if name not in OTHER_MIXERS)
+
+
 def test_names_of_modules() -> None:
     assert settings("attention_qkv").modules == ("q_proj", "k_proj", "v_proj")
-    assert settings("mlp", "attention").modules == settings("all").modules == HUGGING_FACE_TARGETS
+    assert settings("mlp", "attention").modules == settings("all").modules == LLAMA_TARGETS
     assert settings("v_proj", "mlp_fc2", "q_proj").modules == ("q_proj", "v_proj", "down_proj")
     assert settings("attention_dense", "mlp_fc1").modules == ("o_proj", "gate_proj", "up_proj")
 
@@ -172,6 +180,46 @@ def test_an_embedding_is_transposed_for_peft() -> None:
     assert (mapping_a.split, mapping_b.split) == (Split.STACKED, Split.VOCABULARY)
     assert mapping_a.transposed
     assert mapping_b.transposed
+
+
+EXPERTS = Experts(number=4, per_token=2, ffn_hidden_size=6, normalized=True, layers=(True, True), shared_ffn_hidden_size=6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_linear_layer_that_can_be_adapted_is_enough(family: str) -> None:
+    is_mixture = FAMILIES[family].experts is not None
+    architecture = tiny_architecture(family, experts=EXPERTS if is_mixture else None)
+    for target in ("all-linear", "attention")[: 1 + ("q_proj" in linear_modules(FAMILIES[family]))]:
+        assert few_adapted(architecture, settings(*with_other_mixers([target], FAMILIES[family]))) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "targets", "layers", "expected"),
+    [
+        ("LlamaForCausalLM", {}, ("q_proj", "v_proj"), None, None),
+        ("LlamaForCausalLM", {}, ("o_proj",), None, ("2 of 14", "11.11%", "q_proj, k_proj, v_proj, gate_proj")),
+        ("LlamaForCausalLM", {}, ("all",), (1,), None),
+        ("LlamaForCausalLM", {}, ("o_proj",), (1,), ("1 of 7", "11.11%")),
+        ("LlamaForCausalLM", {}, ("embed_tokens",), None, ("0 of 14", "0.00%")),
+        # experts count as one: 96 of 288 + 3 * 8 * 48 values of attention and experts
+        ("Qwen3MoeForCausalLM", {"number": 8}, ("o_proj",), None, ("2 of 14", "6.67%", "gate_proj")),
+        # only the MLP of the first layer, whose experts are joined in the other two
+        ("Qwen3VLMoeForConditionalGeneration", {"layers": (False, True, True)}, ("mlp",), None, ("3 of 19", "q_proj")),
+    ],
+)  # fmt: skip
+def test_adapters_on_few_linear_layers(
+    family: str, changes: dict[str, Any], targets: tuple[str, ...], layers: tuple[int, ...] | None, expected: Any
+) -> None:
+    found = {each.hf_architecture: each for each in (*FAMILIES.values(), *MULTIMODAL)}[family]
+    mixture = replace(EXPERTS, **changes, shared_ffn_hidden_size=0) if changes else None
+    layers_of_model = len(mixture.layers) if mixture else 2
+    mixers = (SOFTMAX_ATTENTION,) * layers_of_model
+    architecture = replace(ARCHITECTURE, family=found, experts=mixture, num_layers=layers_of_model, mixers=mixers)
+    warning = few_adapted(architecture, replace(settings(*targets), layers=layers))
+    if expected is None:
+        assert warning is None
+    else:
+        assert_names(str(warning), *expected, "model.peft.lora_tuning.target_modules=[all-linear]")
 
 
 @pytest.mark.parametrize(

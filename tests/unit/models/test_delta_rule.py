@@ -1,0 +1,112 @@
+"""The gated delta rule in chunks against the recurrence token by token, for random packs of sequences and shared prompts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_kto.models.layers.delta_rule import CHUNK, causal_convolution, gated_delta_rule
+from nemo_kto.models.layers.packing import Prompts
+
+GROUPS, HEADS, KEY, VALUE = 2, 3, 5, 4
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def draw_inputs(tokens: int, seed: int, dtype: torch.dtype = torch.float64) -> Inputs:
+    """Queries, keys, values, decays of up to exp(-2) and strengths; some keys repeat, so that their values are corrected."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(tokens, GROUPS, *shape, generator=draw, dtype=torch.float64).to(dtype)
+
+    key = normal(KEY)
+    key[1::3] = key[: len(key[1::3])]
+    return normal(KEY), key, normal(HEADS, VALUE), -2 * normal(HEADS).sigmoid(), normal(HEADS).sigmoid()
+
+
+def recurrence(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor) -> Tensor:
+    """Outputs [t, groups, heads, value] of one sequence, from the equations of the module's docstring."""
+    query, key = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (query, key))
+    state, outputs = torch.zeros(*value.shape[1:3], key.size(-1), value.size(-1), dtype=value.dtype), []
+    for q, k, v, g, b in zip(query, key, value, decay, strength, strict=True):
+        state = g.exp()[..., None, None] * state
+        correction = b[..., None] * (v - torch.einsum("grkv,gk->grv", state, k))
+        state = state + torch.einsum("gk,grv->grkv", k, correction)
+        outputs.append(torch.einsum("grkv,gk->grv", state, q) / key.size(-1) ** 0.5)
+    return torch.stack(outputs)
+
+
+def random_pack(seed: int) -> tuple[tuple[int, ...], Prompts]:
+    """Segments around the size of a chunk, of which some continue an earlier one that begins a sequence."""
+    draw = torch.Generator().manual_seed(seed)
+    count = int(torch.randint(1, 7, (), generator=draw))
+    lengths = torch.tensor([1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 150])[
+        torch.randint(0, 7, (count,), generator=draw)
+    ]
+    prompts: list[int | None] = []
+    for _ in range(count):
+        roots = [number for number, prompt in enumerate(prompts) if prompt is None]
+        choice = int(torch.randint(0, 2 * len(roots) + 1, (), generator=draw))
+        prompts.append(roots[choice] if choice < len(roots) else None)
+    return tuple(lengths.tolist()), None if set(prompts) == {None} else tuple(prompts)
+
+
+def sequences(inputs: tuple[Tensor, ...], lengths: tuple[int, ...], prompts: Prompts) -> list[tuple[Tensor, ...]]:
+    """The inputs of each segment, after those of its prompt."""
+    parts = [*zip(*(each.split(lengths) for each in inputs), strict=True)]
+    before = [None] * len(lengths) if prompts is None else prompts
+    return [
+        part if prompt is None else tuple(map(torch.cat, zip(parts[prompt], part, strict=True)))
+        for part, prompt in zip(parts, before, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_packs_equal_the_recurrence_of_each_sequence(seed: int) -> None:
+    lengths, prompts = random_pack(seed)
+    inputs = draw_inputs(sum(lengths), seed)
+    leaves = [each.requires_grad_() for each in inputs]
+    output = gated_delta_rule(*inputs, lengths=lengths, prompts=prompts)
+    wanted = torch.cat(
+        [
+            recurrence(*sequence)[-length:]  # type: ignore[arg-type]
+            for sequence, length in zip(sequences(inputs, lengths, prompts), lengths, strict=True)
+        ]
+    )
+    torch.testing.assert_close(output, wanted, rtol=0, atol=1e-12)
+    weights = torch.sin(torch.arange(output.numel(), dtype=output.dtype)).view_as(output)
+    found, expected = (torch.autograd.grad((each * weights).sum(), leaves) for each in (output, wanted))
+    for gradient, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=0, atol=1e-11)
+
+
+def test_bf16_is_computed_in_fp32() -> None:
+    inputs = draw_inputs(100, 0, torch.bfloat16)
+    output = gated_delta_rule(*inputs, lengths=(100,))
+    assert output.dtype == torch.float32
+    torch.testing.assert_close(output, gated_delta_rule(*(each.float() for each in inputs), lengths=(100,)), rtol=0, atol=0)
+    torch.testing.assert_close(output.double(), recurrence(*(each.double() for each in inputs)), rtol=0, atol=1e-5)
+
+
+def test_strong_decay_does_not_overflow() -> None:
+    query, key, value, decay, strength = draw_inputs(CHUNK, 0)
+    inputs = [each.requires_grad_() for each in (query, key, value, 200 * decay, strength)]
+    output = gated_delta_rule(*inputs, lengths=(CHUNK,))
+    torch.testing.assert_close(output, recurrence(*inputs), rtol=0, atol=1e-12)
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(output.sum(), inputs))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_convolution_of_packs(seed: int) -> None:
+    lengths, prompts = random_pack(seed)
+    draw = torch.Generator().manual_seed(seed)
+    values = torch.randn(sum(lengths), 3, generator=draw, dtype=torch.float64)
+    weight = torch.randn(3, 4, generator=draw, dtype=torch.float64)
+    wanted = [
+        F.conv1d(sequence.t()[None], weight[:, None], padding=3, groups=3)[0, :, : len(sequence)].t()[-length:]
+        for (sequence,), length in zip(sequences((values,), lengths, prompts), lengths, strict=True)
+    ]
+    found = causal_convolution(values, weight, lengths=lengths, prompts=prompts)
+    torch.testing.assert_close(found, torch.cat(wanted), rtol=0, atol=1e-12)
