@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,22 +116,26 @@ class Architecture:
         """Whether each layer has experts."""
         return (False,) * self.num_layers if self.experts is None else self.experts.layers
 
-    def instances(self, mapping: ParamMapping, layers: Iterable[int]) -> Iterator[dict[str, int]]:
+    def instances(
+        self, mapping: ParamMapping, layers: Iterable[int], *, experts: int | None = None
+    ) -> Iterator[dict[str, int]]:
         """Yield the layer number, and the expert number for experts, of each instance of a parameter of the table.
 
-        Only these layers, counted from 0, are considered; parameters outside of the layers do not depend on them.
+        Only these layers, counted from 0, are considered, and only the first ``experts`` of a layer; None for all.
+        Parameters outside of the layers do not depend on them.
         """
         if mapping.required_flag and not getattr(self, mapping.required_flag):
             return
         if "{layer}" not in mapping.mcore_name:
             yield {}
             return
+        number = self.sizes["experts"] if experts is None else experts
         wanted = {Layers.ALL: (False, True), Layers.DENSE: (False,), Layers.SPARSE: (True,)}[mapping.layers]
         for layer in layers:
             if self.sparse_layers[layer] not in wanted or mapping.mixer not in ("", self.mixers[layer].kind):
                 continue
             if mapping.of_expert:
-                yield from ({"layer": layer, "expert": expert} for expert in range(self.sizes["experts"]))
+                yield from ({"layer": layer, "expert": expert} for expert in range(number))
             else:
                 yield {"layer": layer}
 
@@ -167,7 +172,7 @@ class Architecture:
         """Factor on the attention scores; None for 1 / sqrt(head size)."""
         return self.rope.softmax_scale(self.head_dim, self.query_pre_attn_scalar, self.attention_multiplier)
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """Sizes of weights, by the names that the family tables use."""
         query, key_value = self.num_attention_heads * self.head_dim, self.num_query_groups * self.head_dim
@@ -199,11 +204,14 @@ def read_architecture(
     there is no config.json, or it does not describe a supported model; names the problem.
     """
     folder = Path(folder)
-    _, family = read_config_file(folder)  # before transformers, whose error would not list the supported models
+    fields, family = read_config_file(folder)  # before transformers, whose error would not list the supported models
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if fields.get("model_type") in family.aliases:
+            config = AutoConfig.for_model(family.name, **{**fields, "model_type": family.name})
+        else:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # for an invalid field transformers may raise any exception
         raise UserError(
             f"{folder / CONFIG} is refused by transformers: {error}; correct it or choose another model"
@@ -241,7 +249,8 @@ def _architecture(
                 f"mlp_bias=true with {family.flags[bias]}=false is not supported: megatron-core adds the biases of the MLP "
                 "only together with those of attention; choose another model"
             )
-    numbers: dict[str, Any] = {
+    numbers: dict[str, Any] = {"head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads}
+    numbers |= {
         name: getattr(config, source) if isinstance(source, str) else source(config)
         for name, source in family.numbers.items()
     }
@@ -260,7 +269,6 @@ def _architecture(
         hidden_size=config.hidden_size,
         num_attention_heads=heads,
         num_query_groups=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         ffn_hidden_size=width,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,

@@ -23,8 +23,8 @@ PAGE = "docs/reference/supported.md"
 _REMEDY = "download the model again, or write it with save_pretrained"
 # Parts that this program lacks, by the beginning of the fields of config.json that describe them.
 LACKING = {
-    "index_topk": "attention to keys that an indexer chooses",
-    "kv_lora_rank": "attention whose keys and values are compressed (MLA)",
+    "index_topk": "attention to keys that an indexer chooses, which is trained by a loss of its own",
+    "hc_": "hyper-connections, several residual streams that each layer mixes",
     "linear_": "linear attention other than that of Qwen3-Next",
     "mamba_": "Mamba layers",
     "ssm_": "Mamba layers",
@@ -111,7 +111,7 @@ def _why_unknown(config: Mapping[str, Any], hf_architecture: str) -> str:
 
 def _refuse_unsupported(config: Mapping[str, Any], text: Mapping[str, Any], family: Family) -> None:
     """Raise a ValueError for features that are not supported, of a whole configuration or the fields of its text model."""
-    if (kind := config.get("model_type")) != family.name:
+    if (kind := config.get("model_type")) not in (family.name, *family.aliases):
         raise ValueError(f"model_type must be {family.name!r} for {family.hf_architecture}, got {kind!r}; {_REMEDY}")
     quantization = read_quantization(config)
     if quantization is not None and quantization.method == "mxfp4" and not family.mxfp4:

@@ -40,7 +40,9 @@ class Experts:
     # Shape of the correction bias of the router, which is added to the scores for the choice of experts, not to their
     # weights, and never trained (Wang et al. 2024, arXiv 2408.15664); empty: there is none.
     correction: tuple[int, ...] = ()
-    groups: int = 1  # a token chooses from the experts of the groups whose two best ones have the largest scores
+    # a token chooses from the experts of the groups whose best ones, so many of each, have the largest scores
+    groups: int = 1
+    best_of_group: int = 2
     chosen_groups: int = 1
     scale: float = 1.0  # factor on the weights of a token's experts
     least_sum: float = 1e-20  # of the scores by whose sum normalised weights are divided
@@ -48,6 +50,11 @@ class Experts:
     # The router probability is the sigmoid of the expert's logit, not a softmax over experts, and scales the expert's input
     # instead of its output. Only for one expert per token.
     weighs_input: bool = False
+
+    @property
+    def has_own_router(self) -> bool:
+        """Whether the router has a feature that megatron-core's lacks."""
+        return bool(self.correction) or self.groups > 1 or self.scale != 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +72,7 @@ class ExpertFields:
     scale: str = ""
     least_sum: str = ""
     sparse_layers: str = ""  # numbers of the layers with experts, from 0; if absent, these follow from the next two
+    layer_kinds: str = ""  # ``sparse`` or ``dense`` for each layer; if absent, the same
     sparse_step: str = ""  # s if every s-th layer has experts
     dense_layers: str = ""  # numbers of layers without experts, from 0
     first_layer: str = ""  # number of the first layer with experts, from 0, and of the last one; -1: no limit
@@ -75,6 +83,7 @@ class ExpertFields:
     router_in_fp32: bool = True
     shared_gate: bool = True
     weighs_input: bool = False
+    best_of_group: int = 2
 
     def read(self, config: PretrainedConfig) -> Experts:
         """Return the mixture of experts in a configuration."""
@@ -97,6 +106,7 @@ class ExpertFields:
             least_sum=getattr(config, self.least_sum, 1e-20),
             router_in_fp32=self.router_in_fp32,
             weighs_input=self.weighs_input,
+            best_of_group=self.best_of_group,
         )
 
     def per_token(self, config: Mapping[str, Any]) -> Any:
@@ -112,6 +122,8 @@ class ExpertFields:
         """Return the numbers, from 0, of the layers with experts, from the fields of a configuration."""
         if (listed := config.get(self.sparse_layers)) is not None:
             return {layer for layer in listed if layer < num_layers}
+        if (kinds := config.get(self.layer_kinds)) is not None:
+            return {layer for layer, kind in enumerate(kinds[:num_layers]) if kind == "sparse"}
         step, dense = config.get(self.sparse_step, 1), config.get(self.dense_layers) or ()
         first, last = config.get(self.first_layer) or 0, config.get(self.last_layer, -1)
         layers = range(first, num_layers if last == -1 else min(last + 1, num_layers))
@@ -139,6 +151,7 @@ class Family:
     name: str  # ``model_type`` in the configuration file
     hf_architecture: str  # entry of ``architectures`` in the configuration file
     published: str  # names of published models
+    aliases: tuple[str, ...] = ()  # other values of ``model_type`` for the same models, unknown to transformers
     mappings: tuple[ParamMapping, ...]
     fields: type[ModelFields] = ModelFields  # fields of the configuration file with their types and constraints
     # Flag of ``Architecture`` (qkv_bias, qk_norm, post_norm, ...) -> field of the configuration that sets it, or a constant.

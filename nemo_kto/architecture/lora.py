@@ -8,13 +8,21 @@ from dataclasses import dataclass, replace
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.families import FAMILIES, Family
-from nemo_kto.architecture.mixers import GatedDeltaNet, SoftmaxAttention
+from nemo_kto.architecture.mixers import GatedDeltaNet, LatentAttention, SoftmaxAttention
 from nemo_kto.architecture.param_mapping import Layers, ParamMapping, Split
 from nemo_kto.architecture.segments import source_shapes, split_dimension
 
 # Names of linear layers in Hugging Face models, which PEFT uses; NEMO_TARGETS has NeMo's names for groups of them.
 _ATTENTION, _MLP = (*SoftmaxAttention.lora_inputs, *SoftmaxAttention.lora_outputs), ("gate_proj", "up_proj", "down_proj")
-OTHER_MIXERS = (*GatedDeltaNet.lora_inputs, *GatedDeltaNet.lora_outputs)  # sequence mixers other than attention
+# layers of sequence mixers before and after the mixing, except those that have the names of softmax attention
+_OTHER_INPUTS, _OTHER_OUTPUTS = (
+    tuple(name for name in names if name not in _ATTENTION)
+    for names in (
+        (*GatedDeltaNet.lora_inputs, *LatentAttention.lora_inputs),
+        (*GatedDeltaNet.lora_outputs, *LatentAttention.lora_outputs),
+    )
+)
+OTHER_MIXERS = (*_OTHER_INPUTS, *_OTHER_OUTPUTS)
 HUGGING_FACE_TARGETS = (*_ATTENTION, *_MLP, *OTHER_MIXERS)
 EMBEDDING = "embed_tokens"
 MAX_ALPHA = 1_000_000  # far above usual values, and far below the fp32 maximum
@@ -109,13 +117,20 @@ def linear_modules(family: Family, *, has_dense_layers: bool = True) -> tuple[st
     return tuple(module for module in HUGGING_FACE_TARGETS if module in separate)
 
 
+def modules_of(target: str, family: Family) -> set[str]:
+    """Return the linear layers that a family must have for a target module; a group of NeMo's spans sequence mixers."""
+    modules = set(NEMO_TARGETS.get(target, (target,)))
+    is_latent = "kv_b_proj" in linear_modules(family)
+    return modules - {*SoftmaxAttention.lora_inputs} if is_latent and target in NEMO_TARGETS else modules
+
+
 def with_other_mixers(targets: Sequence[str], family: Family) -> tuple[str, ...]:
     """Return the target modules with the layers of other sequence mixers, if the family has any.
 
     A group of NeMo's that contains the input or output projections of attention also stands for those of such mixers.
     """
     modules = {module for target in targets for module in NEMO_TARGETS.get(target, ())}
-    others = (*GatedDeltaNet.lora_inputs * ("q_proj" in modules), *GatedDeltaNet.lora_outputs * ("o_proj" in modules))
+    others = (*_OTHER_INPUTS * ("q_proj" in modules), *_OTHER_OUTPUTS * ("o_proj" in modules))
     return (*targets, *(module for module in others if module in linear_modules(family) and module not in targets))
 
 

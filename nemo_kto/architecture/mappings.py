@@ -134,6 +134,10 @@ def joined_experts(block: str, split: Split, *, biases: bool = False) -> Mapping
     )
 
 
+# experts that are joined as [experts, out, in], with the router of separate ones
+JOINED: Mappings = tuple(replace(each, transposed=False) for each in joined_experts("mlp", Split.GATED)[1:])
+
+
 def shared_expert(block: str, name: str = "shared_expert") -> Mappings:
     """Return the mappings of a layer's shared expert, or of several that are stored as one."""
     shared, wide = f"{block}.{name}.", ("shared_ffn", "hidden")

@@ -68,7 +68,7 @@ def rank_parameters(
 
     for mapping in architecture.family.mappings:
         name, trained = mapping.mcore_name, adapters is None and not mapping.frozen
-        places = [place for place in architecture.instances(mapping, layers) if place.get("expert", -1) < experts]
+        places = [*architecture.instances(mapping, layers, experts=experts)]
         if "{layer}" in name:
             add(mapping, (name.format(**place) for place in places), trained=trained)
         elif not places:
@@ -82,7 +82,7 @@ def rank_parameters(
     layers = [layer for layer in layers if adapters.layers is None or layer + 1 in adapters.layers]
     for mapping in adapted_mappings(architecture, adapters):
         for part in adapter_mappings(mapping, adapters):
-            places = [place for place in architecture.instances(part, layers) if place.get("expert", -1) < experts]
+            places = [*architecture.instances(part, layers, experts=experts)]
             names = [part.mcore_name.format(**place) for place in places if is_first or "layer" in place]
             add(part, names, trained=True)
     return parameters

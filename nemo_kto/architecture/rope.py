@@ -99,8 +99,9 @@ def read_rope(config: Mapping[str, Any], *, partial: bool = False) -> Rope:
     if missing := [name for name in (*_NEEDED[kind], "rope_theta") if given.get(name) is None]:
         message = f"rope type {kind!r} needs {', '.join(missing)}, missing in rope_parameters (or rope_scaling)"
         raise ValueError(f"{message}; add what is missing")
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    part = given.get("partial_rotary_factor") or 1.0
+    rotated = config.get("qk_rope_head_dim")  # latent attention rotates this part of a head as if it were a head
+    head_dim = rotated or config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    part = 1.0 if rotated else given.get("partial_rotary_factor") or 1.0
     if part != 1.0 and not partial:
         raise ValueError(f"partial_rotary_factor must be 1.0, got {part}; choose another model")
     if part > 1.0 or int(head_dim * part) < 2 or int(head_dim * part) % 2:
@@ -118,12 +119,12 @@ def read_rope(config: Mapping[str, Any], *, partial: bool = False) -> Rope:
         if (value := config.get(name)) is not None:
             setattr(described, name, value)
     described.rope_theta = theta
-    described.rope_parameters = {**settings, "rope_type": kind, "rope_theta": described.rope_theta}
+    described.rope_parameters = {**settings, "rope_type": kind, "rope_theta": theta, "partial_rotary_factor": part}
     frequencies, attention_factor = ROPE_INIT_FUNCTIONS[kind](described, torch.device("cpu"))
     return Rope(
         frequencies=tuple(frequencies.tolist()),
         attention_factor=float(attention_factor),
-        factor_in_table=attention_factor != 1.0 and int(head_dim * part) < head_dim,
+        factor_in_table=attention_factor != 1.0 and (rotated is not None or int(head_dim * part) < head_dim),
     )
 
 

@@ -181,7 +181,7 @@ def _layer_spec(architecture: Architecture, config: TransformerConfig, *, use_te
     if sparse:
         mixture = _submodules(layer.submodules.mlp)
         mixture.router = BiasedRouter if architecture.expert_bias else BalancedRouter
-        if architecture.experts is not None and architecture.experts.correction:
+        if architecture.experts is not None and architecture.experts.has_own_router:
             mixture.router = functools.partial(CorrectedRouter, experts=architecture.experts)
         if not config.moe_grouped_gemm:  # adapters on experts need these classes, with Transformer Engine, too
             for experts in (_submodules(mixture.experts), _submodules(mixture.shared_experts)):

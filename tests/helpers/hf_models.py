@@ -15,6 +15,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Cohere2Config,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
@@ -23,6 +25,7 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
     HunYuanDenseV1Config,
@@ -267,6 +270,12 @@ _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_int
 _ROUTED: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
 }  # fmt: skip
+_DEEPSEEK: dict[str, Any] = {
+    **_SIZES, **_ROUTED, **_NO_TOKENS, "num_attention_heads": 5, "num_key_value_heads": 5, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_group": 4, "topk_group": 2,
+    "rope_parameters": _yarn(1e5, mscale=0.7, mscale_all_dim=1.3) | _SHORT,
+}  # fmt: skip
+_V2 = {"num_attention_heads": 4, "num_key_value_heads": 4}
 MIXTURES = {
     "gpt-oss": lambda: GptOssConfig(
         **_SIZES,
@@ -302,6 +311,24 @@ MIXTURES = {
         routed_scaling_factor=1.7,
         num_nextn_predict_layers=0,
         **_NO_TOKENS,
+    ),
+    # five heads, which are padded at TP2; YaRN with both scales; values narrower than keys
+    "deepseek-v3": lambda: DeepseekV3Config(**_DEEPSEEK, q_lora_rank=24, num_nextn_predict_layers=0),
+    "deepseek-v3-direct-queries": lambda: DeepseekV3Config(
+        **{**_DEEPSEEK, "v_head_dim": 20, "rope_parameters": _yarn(1e5) | _SHORT},
+        q_lora_rank=None,
+        rope_interleave=False,
+        num_nextn_predict_layers=0,
+    ),
+    "deepseek-v2": lambda: DeepseekV2Config(
+        **{**_DEEPSEEK, **_V2}, q_lora_rank=24, topk_method="group_limited_greedy", routed_scaling_factor=3.0
+    ),
+    "deepseek-v2-lite": lambda: DeepseekV2Config(**{**_DEEPSEEK, **_V2, "n_group": 1, "topk_group": 1}, q_lora_rank=None),
+    "glm4-moe-lite": lambda: Glm4MoeLiteConfig(
+        **{**_DEEPSEEK, "rope_parameters": _rope(1e5), "n_group": 1, "topk_group": 1},
+        q_lora_rank=24,
+        rms_norm_eps=1e-3,
+        mlp_layer_types=["dense", "sparse", "dense", "sparse"],
     ),
     "dots1": lambda: Dots1Config(
         **_SIZES,
@@ -458,6 +485,17 @@ MULTIMODAL = {
         {
             "model_type": "ministral3",
             "rope_parameters": {**_yarn(1e5, llama_4_scaling_beta=0.3), **_SHORT},
+        },
+        {**_VISION, "model_type": "pixtral", "head_dim": 16},
+    ),
+    "mistral3-latents": _wrapped(
+        "mistral3",
+        {
+            **{name: value for name, value in _DEEPSEEK.items() if name not in ("num_hidden_layers", *_NO_TOKENS)},
+            "model_type": "mistral4",
+            "head_dim": 12,
+            "q_lora_rank": 24,
+            "rope_parameters": _yarn(1e5, llama_4_scaling_beta=0.3, mscale=1.0, mscale_all_dim=1.0) | _SHORT,
         },
         {**_VISION, "model_type": "pixtral", "head_dim": 16},
     ),

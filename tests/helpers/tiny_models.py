@@ -41,6 +41,10 @@ _ROUTED: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
     "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0,
 }  # fmt: skip
+_LATENT: dict[str, Any] = {  # values narrower than keys
+    "num_key_value_heads": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}  # fmt: skip
 _LLAMA4: dict[str, Any] = {
     "intermediate_size": 48, "intermediate_size_mlp": 96, "num_local_experts": 8, "moe_layers": [0, 2, 3],
     "no_rope_layers": [1, 1, 0, 1], "attention_chunk_size": 12, "floor_scale": 6, "attn_scale": 0.3,
@@ -54,6 +58,7 @@ _DELTA_NET: dict[str, Any] = {  # three value heads for each of two key heads
     "linear_value_head_dim": 8, "full_attention_interval": 2,
 }  # fmt: skip
 _FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"tie_word_embeddings": False, **_ROUTED, **_LATENT},
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": 16, "sliding_window_pattern": 2},
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "swiglu_limit": 1.0},

@@ -57,9 +57,21 @@ AT_START: dict[str, tuple[Break, Message]] = {
         config(architectures=["OlmoHybridForCausalLM"], model_type="olmo_hybrid", linear_num_value_heads=32),
         Message("OlmoHybridForCausalLM", "nearest is Olmo", "linear attention", "supported.md"),
     ),
-    "latent attention": (
-        config(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", kv_lora_rank=512),
-        Message("deepseek_v3", "compressed", "docs/reference/supported.md"),
+    "keys that an indexer chooses": (
+        config(architectures=["DeepseekV32ForCausalLM"], model_type="deepseek_v32", index_topk=2048, kv_lora_rank=512),
+        Message("deepseek_v32", "indexer", "loss of its own", "nearest is DeepseekV3ForCausalLM", "supported.md"),
+    ),
+    "GLM 5": (
+        config(architectures=["GlmMoeDsaForCausalLM"], model_type="glm_moe_dsa", index_topk=2048),
+        Message("glm_moe_dsa", "indexer", "loss of its own", "supported.md"),
+    ),
+    "hyper-connections": (
+        config(architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v4", hc_mult=4, index_topk=512),
+        Message("deepseek_v4", "hyper-connections", "indexer", "supported.md"),
+    ),
+    "a part of odd size that rotates": (
+        config(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", qk_rope_head_dim=5),
+        Message("qk_rope_head_dim", "2", "5", "save_pretrained"),
     ),
     "an encoder-decoder model": (
         config(architectures=["T5ForConditionalGeneration"], model_type="t5", is_encoder_decoder=True),

@@ -61,6 +61,7 @@ QUICK = {
     "mixtures": (
         *("gpt-oss", "llama4", "mixtral", "qwen2-moe", "qwen3-moe-dense-layers"),
         *("glm4-moe", "dots1", "minimax-m2", "ernie4-5-moe", "hunyuan-moe", "qwen3-next", "qwen3.5-moe-text"),
+        *("deepseek-v3", "deepseek-v2"),
     ),
 }
 

@@ -33,7 +33,10 @@ TP2 = Layout(tensor=2, sequence_parallel=True)
 LAYOUTS = {
     "tp2": (TP2, ("mistral3", "qwen2.5-vl", "qwen3-vl-moe", "qwen3.5", "older/gemma3-vision")),
     "pp2": (Layout(pipeline=2), ("gemma3-vision", "mistral3-ministral", "qwen3-vl", "older/mistral3", "flat/qwen2.5-vl")),
-    "ep2": (Layout(expert=2), ("llama4-vision", "qwen3.5-moe", "older/qwen3-vl-moe", "joined/qwen3.5-moe")),
+    "ep2": (
+        Layout(expert=2),
+        ("llama4-vision", "qwen3.5-moe", "older/qwen3-vl-moe", "joined/qwen3.5-moe", "mistral3-latents"),
+    ),
 }
 UNTRAINED = ("vision", "multi_modal", "visual")  # of the names that transformers writes, after "model."
 FACTOR = 0.5  # exact in any dtype

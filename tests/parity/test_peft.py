@@ -66,9 +66,12 @@ DENSE = {
     ),
     "qwen3": LoRASettings(rank=2, alpha=16, target_modules=("k_proj", "mlp"), layers=(2,)),
 }
+_LATENT = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "mlp")
 MIXTURES = {
     "ernie4-5-moe": LoRASettings(rank=2, alpha=4, target_modules=("mlp",)),
     "glm4-moe": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
+    "deepseek-v3": LoRASettings(rank=2, alpha=4, target_modules=("q_a_proj", "q_b_proj", *_LATENT)),
+    "deepseek-v3-direct-queries": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", *_LATENT), layers=(1, 3)),
     "hunyuan-moe": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "minimax-m2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "gpt-oss": LoRASettings(rank=2, alpha=4, target_modules=("attention",)),
@@ -83,13 +86,14 @@ MIXTURES = {
 }
 SETTINGS = {"dense": DENSE, "mixtures": MIXTURES}
 EXPERTS = {
+    "deepseek-v3": 3 * 8 * 3, "deepseek-v3-direct-queries": 8 * 3,
     "ernie4-5-moe": 2 * 8 * 3, "glm4-moe": 3 * 8 * 3, "hunyuan-moe": 4 * 8 * 3, "minimax-m2": 4 * 8 * 3,
     "mixtral": 4 * 4 * 3, "qwen2-moe": 3 * 8 * 3, "qwen3-next": 3 * 8 * 3, "qwen3.5-moe-text": 4 * 8 * 3,
     "qwen3-moe": 2 * 8 * 3, "qwen3-moe-dense-layers": 1 * 8 * 3,
 }  # fmt: skip
 QUICK = {
     ("dense", "tp2"): ("llama-odd-heads", "llama-all-biases-linear-rope", "mistral", "qwen2", "qwen3.5-text"),
-    ("mixtures", "tp2-ep2-whole-experts"): ("llama4", "mixtral", "qwen3-moe"),
+    ("mixtures", "tp2-ep2-whole-experts"): ("llama4", "mixtral", "qwen3-moe", "deepseek-v3"),
 }
 CASES = [pytest.param((*case, names), id=f"{'-'.join(case)}-quick") for case, names in QUICK.items()]
 CASES += [

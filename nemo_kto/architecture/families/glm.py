@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, MultipleOf
 
 from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, PartCount, Positive
 from nemo_kto.architecture.family import SLIDING_LAYERS, ExpertFields, Family
@@ -24,6 +24,8 @@ from nemo_kto.architecture.param_mapping import replicated
 
 
 class GlmMoeFields(ModelFields):
+    """Fields of config.json with experts and latent attention."""
+
     use_qk_norm: bool = ABSENT
     n_routed_experts: PartCount = ABSENT
     n_shared_experts: Annotated[int, Ge(0)] | None = None
@@ -33,6 +35,14 @@ class GlmMoeFields(ModelFields):
     moe_intermediate_size: Count = ABSENT
     norm_topk_prob: bool | None = None
     routed_scaling_factor: Positive = ABSENT
+    mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
+    topk_method: str | None = None
+    kv_lora_rank: Count = ABSENT
+    q_lora_rank: Count | None = None
+    qk_nope_head_dim: Count = ABSENT
+    qk_rope_head_dim: Annotated[Count, MultipleOf(2)] = ABSENT
+    v_head_dim: Count = ABSENT
+    rope_interleave: bool = ABSENT
 
 
 GLM4 = Family(

@@ -11,9 +11,9 @@ from nemo_kto.architecture.config_fields import ABSENT, Count, Indices, ModelFie
 from nemo_kto.architecture.family import LINEAR_LAYERS, SLIDING, SLIDING_LAYERS, ExpertFields, Family
 from nemo_kto.architecture.mappings import (
     DENSE,
+    JOINED,
     MTP_LAYERS,
     QWEN_VL,
-    joined_experts,
     renamed,
     separate_experts,
     shared_expert,
@@ -118,13 +118,12 @@ QWEN3_VL = replace(
     **QWEN_VL,
 )
 # the experts of a layer are joined, in published files transposed; the weights of a token's experts always sum to 1
-_JOINED = tuple(replace(each, transposed=False) for each in joined_experts("mlp", Split.GATED)[1:])
 QWEN3_VL_MOE = replace(
     QWEN3_MOE,
     name="qwen3_vl_moe",
     hf_architecture="Qwen3VLMoeForConditionalGeneration",
     published="Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",
-    mappings=with_experts(QWEN3.mappings, (_EXPERTS[0], *_JOINED)),
+    mappings=with_experts(QWEN3.mappings, (_EXPERTS[0], *JOINED)),
     text_type="qwen3_vl_moe_text",
     window=("", ""),
     experts=replace(_EXPERT_FIELDS, normalized=True),
@@ -187,7 +186,7 @@ QWEN3_5_MOE_TEXT = replace(
     hf_architecture="Qwen3_5MoeForCausalLM",
     published="Qwen3.5 to Qwen3.8 with experts, without image input",
     mappings=with_experts(_GATED + BY_KIND, (*_EXPERTS, *_SHARED)),
-    joined=_JOINED,
+    joined=JOINED,
     dense_width="moe_intermediate_size",
     experts=replace(_EXPERT_FIELDS, shared_ffn_hidden_size="shared_expert_intermediate_size", normalized=True),
 )

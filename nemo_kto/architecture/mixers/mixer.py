@@ -50,7 +50,6 @@ class SequenceMixer(ABC):
     An object has the settings of one kind of mixer that the :class:`Architecture` lacks; equal objects compute the same.
     """
 
-    kind: ClassVar[str]  # name, for ``ParamMapping.mixer``
     # Matrices that adapters can change, by their names in LoRA's settings: those before the mixing, and after it.
     lora_inputs: ClassVar[tuple[str, ...]]
     lora_outputs: ClassVar[tuple[str, ...]]
@@ -59,6 +58,11 @@ class SequenceMixer(ABC):
     # Keys of the configuration that must be off with this mixer, of model.context_parallel_size, model.data.packing and
     # model.data.share_prompts, each with the reason.
     refused: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """Name, for ``ParamMapping.mixer``."""
 
     @property
     def sizes(self) -> Mapping[str, int]:

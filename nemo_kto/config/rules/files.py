@@ -23,6 +23,7 @@ from nemo_kto.architecture.lora import (
     embedding_problem,
     hf_module,
     linear_modules,
+    modules_of,
 )
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, is_our_adapter, read_adapter_settings
 from nemo_kto.artifacts.checkpoint_files import INFO, check_checkpoint
@@ -206,13 +207,15 @@ def _target_rules(run: ResolvedRun, config: Mapping[str, Any], family: Family) -
     """Check that the target modules are linear layers that the model has as separate modules, and that DoRA fits them."""
     tuning, layers = run.cfg.model.peft.lora_tuning, config.get("num_hidden_layers")
     has_dense_layers = family.experts is None or layers is None or len(family.experts.layers(config, layers)) < layers
+    # latent attention projects queries from latents, or with q_lora_rank null from hidden states
+    absent = {"q_proj"} if config.get("q_lora_rank", 1) else {"q_a_proj", "q_b_proj"}
     modules = linear_modules(family, has_dense_layers=has_dense_layers)
-    separate = {*modules, EMBEDDING}
+    separate = [each for each in modules if "q_lora_rank" not in config or each not in absent]
     targets = [target for target in tuning.target_modules if target in TARGET_MODULES]
     named = [target for target in targets if target not in ALL_LINEAR]
-    if wrong := [target for target in named if not separate.issuperset(NEMO_TARGETS.get(target, (target,)))]:
+    if wrong := [target for target in named if not modules_of(target, family).issubset([*separate, EMBEDDING])]:
         text = f"must be separate layers of {family.name}, got {', '.join(wrong)}, some of which it fuses"
-        remedy = f"use of {', '.join(modules)}, or {_SCHEME}=none"
+        remedy = f"use of {', '.join(separate)}, or {_SCHEME}=none"
         yield ConfigError(_TARGETS, f"{text}; {remedy}", (_MODEL, _SCHEME))
     of_experts = {hf_module(name) for mapping in adaptable(family) if mapping.of_expert for name in mapping.hf_names}
     chosen = {module for target in targets for module in NEMO_TARGETS.get(target, (target,))}

@@ -199,13 +199,12 @@ class TorchAttention(MegatronModule):
             raise ValueError("prompts must be None with context parallelism, got packed sequences that share prompts")
         if kind == AttnMaskType.arbitrary:
             raise ValueError("attn_mask_type must be causal for packed sequences, got arbitrary")
-        lengths, prompts = packed_seq_params.lengths, packed_seq_params.prompts
         query, key = query.unsqueeze(1), key.unsqueeze(1)
         in_one_kernel = self.context is None and not self.in_blocks
         in_one_kernel &= self.chunk is None or packed_seq_params.max_seqlen_kv <= self.chunk
         if not in_one_kernel or (kernel := varlen_attention(query.dtype)) is None:
             return self._attend(query, key, value.unsqueeze(1), packed_seq_params, None).squeeze(1)
-        query, key = self._apply_positions(query, key, lengths, prompts=prompts)
+        query, key = self._apply_positions(query, key, packed_seq_params)
         key, value = _keys_of_segments(key.squeeze(1), value, packed_seq_params)
         context: Tensor = kernel(
             query.squeeze(1),
@@ -226,12 +225,11 @@ class TorchAttention(MegatronModule):
     ) -> Tensor:
         """Attend span by span, [sequence, batch, ...] in and out; ``packed`` is None unless sequences are packed."""
         lengths, prompts = (None, None) if packed is None else (packed.lengths, packed.prompts)
-        rank, size = (0, 1) if self.context is None else (self.context.rank(), self.context.size())
+        rank, size = self._context_rank()
         if size > 1 and masked is not None:
             raise ValueError("attention_mask must be None with context parallelism, got a mask")
         whole = lengths or (query.size(0) * size,)
-        table_lengths = None if lengths is None and size == 1 else whole
-        query, key = self._apply_positions(query, key, table_lengths, prompts=prompts, rank=rank, size=size)
+        query, key = self._apply_positions(query, key, packed)
         key, value = _keys_of_segments(key, value, packed)
         if self.context is not None:
             gathered = gather_shares(torch.cat((key, value), dim=2), group=self.context)
@@ -244,18 +242,30 @@ class TorchAttention(MegatronModule):
         contexts = [self._attend_span(*part, mask, known) for part, mask in zip(parts, masks, strict=True)]
         return torch.cat(contexts) if len(contexts) > 1 else contexts[0]
 
-    def _apply_positions(
-        self, query: Tensor, key: Tensor, lengths: tuple[int, ...] | None, **pack: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Apply RoPE, norms after it and temperature scaling; other arguments as for :meth:`RopeTable.rotate`."""
+    def rotate(self, rope: RopeTable, heads_sbhd: Tensor, packed: PackedSequences | None) -> Tensor:
+        """Rotate queries or keys of this rank, [sequence, batch, heads, head size], by their positions."""
+        return rope.rotate(heads_sbhd, **self._positions(heads_sbhd, packed))
+
+    def _context_rank(self) -> tuple[int, int]:
+        """Return the rank in the context-parallel group, and its size."""
+        return (0, 1) if self.context is None else (self.context.rank(), self.context.size())
+
+    def _positions(self, heads_sbhd: Tensor, packed: PackedSequences | None) -> dict[str, Any]:
+        """Return the arguments of :meth:`RopeTable.rotate` that determine the positions."""
+        (rank, size), prompts = self._context_rank(), None if packed is None else packed.prompts
+        lengths = packed.lengths if packed is not None else (len(heads_sbhd) * size,) if size > 1 else None
+        return {"lengths": lengths, "prompts": prompts, "rank": rank, "size": size}
+
+    def _apply_positions(self, query: Tensor, key: Tensor, packed: PackedSequences | None) -> tuple[Tensor, Tensor]:
+        """Apply RoPE, norms after it and temperature scaling."""
         if self.rope is not None:
-            query, key = (self.rope.rotate(heads, lengths, **pack) for heads in (query, key))
+            query, key = (self.rotate(self.rope, heads, packed) for heads in (query, key))
             if self.norm_epsilon is not None:
                 query, key = (unit_norm(heads, self.norm_epsilon) for heads in (query, key))
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.temperature is not None:
-            query = self.temperature.scale(query, lengths, **pack)
+            query = self.temperature.scale(query, **self._positions(query, packed))
         return query, key
 
     def _attend_span(

@@ -112,24 +112,29 @@ class BalancedRouter(TopKRouter):
 
 
 class CorrectedRouter(BalancedRouter):
-    """Router that chooses experts by corrected scores, and weighs them by the scores themselves.
+    """Router that chooses experts by corrected scores, also in groups, and weighs them by the scores themselves.
 
-    The correction bias balances the experts without a loss (Wang et al. 2024, arXiv 2408.15664). It is never trained: both
-    policy and reference have that of the model.
+    The correction bias, if there is one, balances the experts without a loss (Wang et al. 2024, arXiv 2408.15664). It is
+    never trained: both policy and reference have that of the model.
     """
 
     def __init__(self, *args: Any, experts: Experts, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.experts = experts
-        zeros = torch.zeros(experts.correction, dtype=torch.float32, device=device.current_device())
-        self.correction_bias = torch.nn.Parameter(zeros, requires_grad=False)
+        self.correction_bias: torch.nn.Parameter | None = None
+        if experts.correction:
+            zeros = torch.zeros(experts.correction, dtype=torch.float32, device=device.current_device())
+            self.correction_bias = torch.nn.Parameter(zeros, requires_grad=False)
 
     def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         scores_TE, experts = self._scores(logits_TE), self.experts
-        corrected_TE = scores_TE.detach() + self.correction_bias
+        corrected_TE = scores_TE.detach()
+        if self.correction_bias is not None:
+            corrected_TE = corrected_TE + self.correction_bias
         if experts.groups > 1:
             corrected_Tgn = corrected_TE.unflatten(-1, (experts.groups, -1))
-            best_Tg = corrected_Tgn.topk(2, dim=-1).values.sum(dim=-1).topk(experts.chosen_groups, dim=-1).indices
+            best_Tg = corrected_Tgn.topk(experts.best_of_group, dim=-1).values.sum(dim=-1)
+            best_Tg = best_Tg.topk(experts.chosen_groups, dim=-1).indices
             allowed_Tg1 = torch.zeros_like(corrected_Tgn[..., 0], dtype=torch.bool).scatter(-1, best_Tg, True).unsqueeze(-1)
             corrected_TE = corrected_Tgn.masked_fill(~allowed_Tg1, -torch.inf).flatten(-2)
         chosen_Tk = corrected_TE.topk(self.topk, dim=-1).indices

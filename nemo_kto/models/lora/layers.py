@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from nemo_kto.architecture.lora import LORA_A, LORA_B, LORA_MAGNITUDE
 from nemo_kto.device import device
 from nemo_kto.models.gpt import SparseGradEmbedding
+from nemo_kto.models.layers.linear import ReplicatedLinear
 
 Metadata = dict[str, torch.distributed.ProcessGroup]  # process groups that megatron-core passes to every layer
 Offsets = tuple[tuple[int, int, int], ...]  # (dimension, index of the shard, number of shards) of a sharded module
@@ -120,6 +121,7 @@ class Adapter:
     adapter_group: torch.distributed.ProcessGroup  # tensor-parallel group
     adapter_is_expert: bool
     is_column: bool  # False: row-parallel
+    is_replicated = False  # every tensor-parallel rank has the whole layer, with the tokens that it processes
     return_layernorm_output: bool  # only layers fused with a norm have it
     adapter_scale: float
     adapter_dropout: float
@@ -188,7 +190,8 @@ class Adapter:
 
     def _exchange(self, hidden: Tensor) -> Tensor:
         """Communicate the input of a column-parallel product, or the output of a row-parallel one, over the ranks."""
-        if self.adapter_is_expert:  # adapted experts are not sharded, and this rank already has their tokens
+        # adapted experts are not sharded, and this rank already has their tokens
+        if self.adapter_is_expert or self.is_replicated:
             return hidden
         if self.is_column:  # the backward pass sums the gradient over the ranks, each of which has the part from its rows
             exchange = copy_to_tensor_model_parallel_region
@@ -247,6 +250,8 @@ class Adapter:
         """Return the sharded state; the adapter is divided like the weight, in a gated layer gate and up separately."""
         state: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         dimensions = dict.fromkeys((LORA_B, LORA_MAGNITUDE), 0) if self.is_column else {LORA_A: 1}
+        if self.is_replicated:
+            return state
         sharded = self._sharded_tensors(prefix, dimensions, sharded_offsets, metadata)
         if self.is_column and self.weight.partition_stride == 2:  # type: ignore[attr-defined]  # identifies a gated layer
             sharded = {name: apply_swiglu_sharded_factory(tensor, sharded_offsets) for name, tensor in sharded.items()}
@@ -285,6 +290,15 @@ class LoRARowParallelLinear(Adapter, RowParallelLinear):
         return self.add_adapter(super().forward(input_), input_)
 
 
+class LoRAReplicatedLinear(Adapter, ReplicatedLinear):
+    """Frozen layer that every rank has as a whole, with an adapter of the same kind."""
+
+    is_column = is_replicated = True
+
+    def forward(self, input_: Tensor) -> Output:
+        return self.add_adapter(super().forward(input_), input_)
+
+
 class LoRAEmbedding(Adapter, SparseGradEmbedding):
     """Frozen embedding with an adapter, W + s B A; B, [vocabulary, rank], is sharded by rows like W, A is replicated."""
 
@@ -311,6 +325,7 @@ class LoRAEmbedding(Adapter, SparseGradEmbedding):
 ADAPTED_CLASSES: dict[type, type[Adapter]] = {
     ColumnParallelLinear: LoRAColumnParallelLinear,
     RowParallelLinear: LoRARowParallelLinear,
+    ReplicatedLinear: LoRAReplicatedLinear,
     SparseGradEmbedding: LoRAEmbedding,
 }
 
@@ -388,7 +403,7 @@ def adapt_linear(
     for name, shape in shapes.items():
         parameter: Any = nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=device.current_device()))
         parameter.allreduce = getattr(weight, "allreduce", True)  # False: gradients of experts use a separate group
-        if linear.adapter_is_expert or (name != LORA_A) == linear.is_column:
+        if linear.adapter_is_expert or ((name != LORA_A) == linear.is_column and not linear.is_replicated):
             # Sharded: counts in the gradient norm on every rank. Replicated parameters count on the first rank only.
             parameter.tensor_model_parallel = True
             parameter.partition_dim, parameter.partition_stride = weight.partition_dim, weight.partition_stride

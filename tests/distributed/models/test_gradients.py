@@ -17,6 +17,7 @@ BETA, W_DESIRABLE, W_UNDESIRABLE, W_PREFERENCE, W_SFT = 0.3, 1.0, 1.5, 0.8, 0.1
 ROWS, WIDTH, PROMPT = 8, 24, 4  # a width that tensor- and context-parallel ranks can share out
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("cohere2", {}),
+    "deepseek_v3": ("deepseek_v3", {"first_k_dense_replace": 4}),  # without experts, as below
     "ernie4_5": ("ernie4_5", {}),
     "exaone4": ("exaone4", {"sliding_window": 7}),
     "gemma2": ("gemma2", {}),
@@ -161,6 +162,8 @@ CASES: dict[str, tuple[int, dict[str, Any], int]] = {
 
 QUICK = {
     ("cohere2", "cp2"),
+    ("deepseek_v3", "cp2_tp2_sequence_parallel"),
+    ("deepseek_v3", "tp2_pp2_sequence_parallel"),
     ("ernie4_5", "cp2"),
     ("exaone4", "packed_cp2"),
     ("gemma2", "tp2"),

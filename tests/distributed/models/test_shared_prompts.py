@@ -131,6 +131,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any], int, dict[str, Any], bool, bool
     "norms_after_rope": ("hunyuan_v1_dense", 1, {}, 1, {}, False, False),
     "rope_and_temperature": ("ministral3", 1, {}, 1, {}, False, False),
     "parallel": ("cohere2", 1, {}, 1, {"prompts": None, "tokens": 90, "packed": True}, False, False),
+    "latents_tp2": ("deepseek_v3", 2, {**TP2, "recompute": "selective"}, 2, {}, True, False),
+    "latents_packed": ("deepseek_v3", 1, {}, 1, BY_TOKENS, False, False),
     "states": ("qwen3_5_text", 1, {}, 2, {}, True, False),
     "states_packed": ("qwen3_5_text", 1, {}, 2, {"prompts": None, "tokens": 90, "packed": True}, False, False),
     "states_tp2_pp2": ("qwen3_5_text", 4, {"pipeline": 2, **TP2}, 1, {}, False, False),
@@ -148,7 +150,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], int, dict[str, Any], bool, bool
 QUICK = (
     "pairs_and_prompts tp2_sequence_parallel_pp2 recompute lora experts_ep2 windows_and_sinks chunks_and_temperature "
     "norms_after_rope rope_and_temperature parallel norms_after_attention part_of_each_head states states_and_experts "
-    "engine_pairs"
+    "latents_tp2 engine_pairs"
 ).split()
 
 

@@ -101,6 +101,7 @@ def expected(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASet
 
 ALL, QUERIES = LoRASettings(rank=4, alpha=4, target_modules=("all",)), LoRASettings(rank=8, alpha=8)
 DROPPED = LoRASettings(rank=4, alpha=4, dropout=0.1, target_modules=("all",))
+LATENT = replace(ALL, target_modules=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
 DORA = replace(ALL, dora=True)
 DELTA_NET = LoRASettings(rank=4, alpha=4, target_modules=with_other_mixers(["all"], FAMILIES["Qwen3_5ForCausalLM"]))
 
@@ -109,11 +110,16 @@ EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3}
 QWEN: dict[str, Any] = {"num_experts": 8, "moe_intermediate_size": 160, "shared_expert_intermediate_size": 320}
 DELTA_NETS = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 64}
 LLAMA4: dict[str, Any] = {"moe_layers": [0, 1, 2, 3], "no_rope_layers": [1, 1, 1, 1], "attention_chunk_size": 64}
+LATENTS: dict[str, Any] = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 80, "qk_nope_head_dim": 48,
+    "qk_rope_head_dim": 16, "v_head_dim": 40, "first_k_dense_replace": 4,
+}  # fmt: skip
 CHANGES = {
     "mixtral": EXPERTS,
     "gpt_oss": EXPERTS,
     "qwen2_moe": {**QWEN, "mlp_only_layers": []},
     "glm4_moe": {"n_routed_experts": 8, "moe_intermediate_size": 160, "first_k_dense_replace": 0},
+    "deepseek_v3": LATENTS,
     "qwen3_next": {**QWEN, **DELTA_NETS},
     "qwen3_5_text": DELTA_NETS,
     "llama4_text": {**LLAMA4, "intermediate_size_mlp": 512, "head_dim": 32},
@@ -135,6 +141,7 @@ QUICK: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
     ("gpt_oss", {}, "float32", None),
     ("qwen2_moe", {}, "float32", ALL),
     ("llama4_text", {}, "float32", None),
+    ("deepseek_v3", SHARDED, "float32", LATENT),
     ("qwen3_5_text", {}, "float32", None),
 ]
 FULL: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
@@ -165,6 +172,10 @@ FULL: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
     ("qwen3_next", {}, "float32", None),
     ("hunyuan_v1_moe", {}, "float32", ALL),
     ("glm4_moe", {"tensor": 2, "sequence_parallel": True}, "bfloat16", None),
+    ("deepseek_v3", {"packed": True}, "float32", None),
+    ("deepseek_v3", {"packed": True, "context": 2, "tensor": 2}, "float32", None),
+    ("deepseek_v3", {"recompute": "selective", "modules": ["core_attn"]}, "float32", None),
+    ("deepseek_v3", SHARDED, "bfloat16", None),
 ]
 
 

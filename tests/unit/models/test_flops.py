@@ -90,7 +90,7 @@ def test_flops_of_llama4_against_manual_values(tmp_path: Path) -> None:
     assert flops.per_token_pair == {AttentionWindow(12, chunked=True): 3 * 4 * 8 * 8, AttentionWindow(None): 4 * 8 * 8}
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "llama", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "llama", "qwen2_moe", "qwen3_moe"])
 def test_flops_equal_the_count_of_torch(tmp_path: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM
 
