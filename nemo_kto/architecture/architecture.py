@@ -86,7 +86,7 @@ class Architecture:
             "layer norms without a bias": self.layer_norm,
             "attention and MLP in parallel": self.parallel,
         }
-        for mixer in set(self.mixers):
+        for mixer in dict.fromkeys(self.mixers):
             features |= mixer.unsupported_by_te(self)
         features |= {"experts with biases": self.expert_bias, "a clamped activation": self.swiglu_limit is not None}
         return tuple(feature for feature, has in features.items() if has)
@@ -94,7 +94,7 @@ class Architecture:
     @property
     def refused(self) -> Mapping[str, str]:
         """Keys of the configuration that its sequence mixers do not support, each with the reason."""
-        return {key: why for mixer in set(self.mixers) for key, why in mixer.refused.items()}
+        return {key: why for mixer in dict.fromkeys(self.mixers) for key, why in mixer.refused.items()}
 
     @property
     def attends_in_blocks(self) -> bool:
@@ -176,7 +176,7 @@ class Architecture:
     def sizes(self) -> dict[str, int]:
         """Sizes of weights, by the names that the family tables use."""
         query, key_value = self.num_attention_heads * self.head_dim, self.num_query_groups * self.head_dim
-        of_mixers = {name: size for mixer in set(self.mixers) for name, size in mixer.sizes.items()}
+        of_mixers = {name: size for mixer in dict.fromkeys(self.mixers) for name, size in mixer.sizes.items()}
         return of_mixers | {
             "vocabulary": self.vocab_size,
             "hidden": self.hidden_size,

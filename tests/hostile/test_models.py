@@ -54,8 +54,8 @@ AT_START: dict[str, tuple[Break, Message]] = {
         Message("architecture must be one of", "docs/reference/supported.md", "GPT2LMHeadModel", "choose"),
     ),
     "a newer model of a known family": (
-        config(architectures=["OlmoHybridForCausalLM"], model_type="olmo_hybrid", linear_num_value_heads=32),
-        Message("OlmoHybridForCausalLM", "nearest is Olmo", "linear attention", "supported.md"),
+        config(architectures=["Qwen4NextForCausalLM"], model_type="qwen4_next", linear_num_value_heads=32),
+        Message("Qwen4NextForCausalLM", "nearest is Qwen3NextForCausalLM", "linear attention", "supported.md"),
     ),
     "keys that an indexer chooses": (
         config(architectures=["DeepseekV32ForCausalLM"], model_type="deepseek_v32", index_topk=2048, kv_lora_rank=512),

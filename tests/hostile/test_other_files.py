@@ -111,8 +111,8 @@ CASES: dict[str, dict[str, tuple[Break, Message]]] = {
         "no text_config": (config(text_config=GONE), Message("text_config", "mistral3", "none", "download")),
         "text_config is a list": (config(text_config=[1]), Message("text_config", "object", "[1]", "download")),
         "another text model": (
-            text(model_type="mistral4"),
-            Message("model_type", "text_config", "mistral or ministral3", "'mistral4'"),
+            text(model_type="mixtral"),
+            Message("model_type", "text_config", "ministral3", "mistral4", "'mixtral'"),
         ),
         "a text model without size": (text(hidden_size=0), Message("hidden_size", "1", "0", "save_pretrained")),
         "heads of the text model": (text(num_key_value_heads=3), Message("num_attention_heads", "2", "3")),

@@ -10,6 +10,7 @@ from transformers import BartConfig, PretrainedConfig, T5Config
 
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.families import FAMILIES, Experts, Temperature
+from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION, GatedDeltaNet
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, raises
 
@@ -180,6 +181,33 @@ def test_llama4_as_published(tmp_path: Path) -> None:
         Message("RoPE", "norms"),
         "attention temperature scaling",
     )
+
+
+QWEN3_NEXT = {
+    "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "rope_theta": 1e7,
+    "partial_rotary_factor": 0.25, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "num_experts": 512,
+    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "mlp_only_layers": [],
+    "decoder_sparse_step": 1, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def test_qwen3_next_as_published(tmp_path: Path) -> None:
+    """Every fourth layer has attention, which rotates a quarter of each head."""
+    given = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", **QWEN3_NEXT}
+    read = read_architecture(folder(tmp_path, **given), tensor_parallel=8)
+    net = GatedDeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4)
+    assert read.mixers == (net, net, net, SOFTMAX_ATTENTION)
+    assert (read.output_gate, read.qk_norm, read.zero_centered_norm, read.windows) == (True, True, True, (None,) * 4)
+    assert read.rope.frequencies == pytest.approx([1e7 ** -(pair / 32) for pair in range(32)], rel=1e-6)
+    assert read.experts is not None
+    assert (read.experts.number, read.experts.shared_ffn_hidden_size, read.experts.shared_gate) == (512, 512, True)
+    assert (read.unsupported_by_te, [*read.refused]) == (
+        (Message("attention", "gated"), "gated delta nets"),
+        ["model.context_parallel_size"],
+    )
+    with raises(UserError, "config.json", "linear_num_value_heads", "linear_num_key_heads", "31", "16", "correct"):
+        read_architecture(folder(tmp_path, **{**given, "linear_num_value_heads": 31}), tensor_parallel=1)
 
 
 @pytest.mark.parametrize(
