@@ -10,6 +10,8 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+# Every process of the tests would compile all modules again, and each worker rewrite the assertions of all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The newest Python tested with the pinned versions comes first. Override: make PYTHON=/path/to/python VENV=.venv-mine
 first_that_runs = $(shell for python in $(1); do "$$python" --version >/dev/null 2>&1 && { command -v "$$python"; break; }; done; true)

@@ -25,7 +25,7 @@ _REMEDY = "download the model again, or write it with save_pretrained"
 LACKING = {
     "index_topk": "attention to keys that an indexer chooses, which is trained by a loss of its own",
     "hc_": "hyper-connections, several residual streams that each layer mixes",
-    "linear_": "layers with a gated delta rule",
+    "linear_": "linear attention other than that of Qwen3-Next",
     "mamba_": "Mamba layers",
     "ssm_": "Mamba layers",
     "conv_L_cache": "short convolutions",

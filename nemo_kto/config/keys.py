@@ -16,7 +16,7 @@ from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.architecture.config_fields import QUANTIZED
 from nemo_kto.architecture.config_file import LACKING
 from nemo_kto.architecture.families import FAMILIES, MULTIMODAL
-from nemo_kto.architecture.lora import HUGGING_FACE_TARGETS, has_adaptable_experts, linear_modules
+from nemo_kto.architecture.lora import NEMO_TARGETS, has_adaptable_experts, linear_modules
 from nemo_kto.config import migration, translation
 from nemo_kto.config.compose import DEFAULT_LR, config_folder
 from nemo_kto.config.schema import config_type
@@ -160,8 +160,11 @@ def family_table() -> str:
         notes, modules = ["experts"] if family.experts is not None else [], linear_modules(family)
         notes += [f"trained: text model `{family.text_type}`"] if family.text_type else []
         notes += [f"copied: {', '.join(family.untrained)}"] if family.untrained else []
-        if len(modules) < len(HUGGING_FACE_TARGETS):
+        usual = NEMO_TARGETS["all"]
+        if not set(usual).issubset(modules):
             notes.append(f"adapters: {', '.join(f'`{module}`' for module in modules)}")
+        elif others := [f"`{module}`" for module in modules if module not in usual]:
+            notes.append(f"adapters also on {', '.join(others)}")
         elif family.experts is not None and not has_adaptable_experts(family):
             notes.append("no adapters on experts")
         kind = f"`{family.name}`, `{family.hf_architecture}`"

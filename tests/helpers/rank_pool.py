@@ -15,10 +15,13 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as mp
+
+from tests.helpers import fork_server
 
 TIMEOUT_SECONDS = 500
 # Found from the repository's root, where pytest is started; from elsewhere each rank imports it, which is only slow.
@@ -119,6 +122,8 @@ class RankPool:
         return [results[number] for number in range(world_size)]
 
     def _grow(self, world_size: int) -> None:
+        with fork_server.forked_interpreters():
+            forkserver.ensure_running()
         while len(self._workers) < world_size:
             inbox = self._context.Queue()
             process = self._context.Process(target=_worker, args=(len(self._workers), inbox, self._outbox))

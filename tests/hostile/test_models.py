@@ -54,8 +54,8 @@ AT_START: dict[str, tuple[Break, Message]] = {
         Message("architecture must be one of", "docs/reference/supported.md", "GPT2LMHeadModel", "choose"),
     ),
     "a newer model of a known family": (
-        config(architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", linear_num_value_heads=32),
-        Message("Qwen3NextForCausalLM", "nearest is Qwen3MoeForCausalLM", "gated delta rule", "supported.md"),
+        config(architectures=["OlmoHybridForCausalLM"], model_type="olmo_hybrid", linear_num_value_heads=32),
+        Message("OlmoHybridForCausalLM", "nearest is Olmo3ForCausalLM", "linear attention", "supported.md"),
     ),
     "keys that an indexer chooses": (
         config(architectures=["DeepseekV32ForCausalLM"], model_type="deepseek_v32", index_topk=2048, kv_lora_rank=512),

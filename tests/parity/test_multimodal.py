@@ -31,9 +31,12 @@ from tests.helpers.messages import assert_names, raises
 
 TP2 = Layout(tensor=2, sequence_parallel=True)
 LAYOUTS = {
-    "tp2": (TP2, ("mistral3", "qwen2.5-vl", "qwen3-vl-moe", "older/gemma3-vision")),
+    "tp2": (TP2, ("mistral3", "qwen2.5-vl", "qwen3-vl-moe", "qwen3.5", "older/gemma3-vision")),
     "pp2": (Layout(pipeline=2), ("gemma3-vision", "mistral3-ministral", "qwen3-vl", "older/mistral3", "flat/qwen2.5-vl")),
-    "ep2": (Layout(expert=2), ("llama4-vision", "older/qwen3-vl-moe", "mistral3-latents")),
+    "ep2": (
+        Layout(expert=2),
+        ("llama4-vision", "qwen3.5-moe", "older/qwen3-vl-moe", "joined/qwen3.5-moe", "mistral3-latents"),
+    ),
 }
 UNTRAINED = ("vision", "multi_modal", "visual")  # of the names that transformers writes, after "model."
 FACTOR = 0.5  # exact in any dtype
@@ -48,9 +51,27 @@ def rewritten(folder: Path, name_of: Callable[[str], str], **turned: Any) -> Non
     """Other names of the tensors, in a single file; ``turned``: ends of the names of matrices to transpose."""
     tensors = {name_of(name): each for name, each in weights(folder).items()}
     tensors = {name: each.mT.contiguous() if name.endswith(tuple(turned)) else each for name, each in tensors.items()}
+    store(folder, tensors)
+
+
+def store(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """In the place of the folder's tensors, in a single file."""
     for file in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):
         file.unlink(missing_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The experts of a layer in one tensor, gate above up projection, as Qwen3.5 is published."""
+    blocks = {name.partition(".0.gate_proj")[0] for name in tensors if name.endswith(".experts.0.gate_proj.weight")}
+    for block in blocks:
+        count = sum(name.startswith(block) for name in tensors) // 3
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{block}.{expert}.{part}_proj.weight") for expert in range(count)])
+            for part in ("gate", "up", "down")
+        )
+        tensors |= {f"{block}.gate_up_proj": torch.cat((gate, up), 1), f"{block}.down_proj": down}
+    return tensors
 
 
 def older(name: str) -> str:
@@ -97,6 +118,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> hf_models.LazyFolders:
         shutil.copytree(of_models[plain], folder)
         if kind == "older":
             rewritten(folder, older, gate_up_proj=True, **{"experts.down_proj": True})
+        elif kind == "joined":
+            store(folder, joined(weights(folder)))
         else:  # as published
             config = json.loads((folder / "config.json").read_text())
             rope = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "rope_theta": 1e5}
