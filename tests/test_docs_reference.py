@@ -49,7 +49,7 @@ def test_supported_models() -> None:
     text = (REFERENCE / "supported.md").read_text(encoding="utf-8")
     for parts in (("GLM-4.6", "`glm4_moe`", "MTP layers"), ("Gemma 3 4B, 12B, 27B", "`gemma3_text`", "vision tower")):
         assert len([line for line in text.splitlines() if all(part in line for part in parts)]) == 1, parts
-    assert {*QUANTIZED, "kv_lora_rank", "mamba_*"} <= set(re.findall(r"`([\w*-]+)`", text))
+    assert {*QUANTIZED, "index_topk", "mamba_*"} <= set(re.findall(r"`([\w*-]+)`", text))
 
 
 def test_metrics_of_times() -> None:

@@ -209,7 +209,7 @@ def read_architecture(
 
     try:
         if fields.get("model_type") in family.aliases:
-            config = AutoConfig.for_model(family.name, **{**fields, "model_type": family.name})
+            config = AutoConfig.for_model(family.name, **{name: fields[name] for name in fields if name != "model_type"})
         else:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # for an invalid field transformers may raise any exception

@@ -147,8 +147,9 @@ def _check_layers_and_heads(config: Mapping[str, Any], family: Family) -> None:
         if hidden % heads:
             raise ValueError(f"hidden_size must be divisible by num_attention_heads, got {hidden} and {heads}; {_REMEDY}")
         width = hidden // heads
-    if width and width % 2:
-        raise ValueError(f"head_dim must be even, because RoPE rotates pairs of channels, got {width}; {_REMEDY}")
+    for name, size in (("head_dim", width), ("qk_rope_head_dim", config.get("qk_rope_head_dim"))):
+        if size and size % 2:
+            raise ValueError(f"{name} must be even, because RoPE rotates pairs of channels, got {size}; {_REMEDY}")
 
 
 def _check_experts(config: Mapping[str, Any], fields: ExpertFields, family: str) -> None:

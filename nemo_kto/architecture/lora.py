@@ -172,6 +172,18 @@ def adapted_mappings(architecture: Architecture, settings: LoRASettings) -> list
     ]
 
 
+def adapted_modules(architecture: Architecture, settings: LoRASettings) -> tuple[str, ...]:
+    """Return the modules in the settings that the model has."""
+    layers = range(architecture.num_layers)
+    found = {
+        hf_module(name)
+        for mapping in adapted_mappings(architecture, settings)
+        for name in mapping.hf_names
+        if [*architecture.instances(mapping, layers, experts=1)]
+    }
+    return tuple(module for module in settings.modules if module in found)
+
+
 def embedding_problem(settings: LoRASettings, *, tied: bool) -> str | None:
     """Return why the embedding cannot be adapted; None if it can be, or is not in the settings."""
     if EMBEDDING not in settings.modules:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from nemo_kto.architecture.lora import adapted_modules
 from nemo_kto.architecture.parameters import rank_parameters
 from nemo_kto.planner.memory import CONTEXT
 from nemo_kto.planner.plan_run import Plan, overrides, remedies, remedy, size, values_of
@@ -112,7 +113,9 @@ def _machines(plan: Plan) -> str:
 def _run_lines(plan: Plan) -> dict[str, str]:
     architecture, adapters, cfg = plan.training.architecture, plan.training.adapters, plan.run.cfg
     whole = sum(each.numel for each in rank_parameters(replace(architecture, tensor_parallel=1, expert_tensor_parallel=1)))
-    how = "all trained" if adapters is None else f"{adapters.kind} of rank {adapters.rank} on {', '.join(adapters.modules)}"
+    how = "all trained"
+    if adapters is not None:
+        how = f"{adapters.kind} of rank {adapters.rank} on {', '.join(adapted_modules(architecture, adapters))}"
     rows = f"{cfg.model.global_batch_size:,} {cfg.recipe.unit}"
     model = f"{cfg.pretrained_checkpoint.restore_from_path} ({architecture.family.name})"
     return {

@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 
 from nemo_kto.algorithms.dpo import DPOTrainer
-from nemo_kto.architecture.lora import EMBEDDING, linear_modules
+from nemo_kto.architecture.lora import adapted_modules
 from nemo_kto.artifacts.checkpoint_files import Checkpoint, find_checkpoints
 from nemo_kto.artifacts.content import auto_class
 from nemo_kto.config.compose import DEFAULT_LR
@@ -40,8 +40,7 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         trained = f"{short(_count(wanted_adapters(architecture, settings)))} in adapters trained"
         layers = "" if settings.layers is None else f" of layers {', '.join(map(str, settings.layers))}"
         origin = "" if run.files.adapter_folder is None else f", from {run.files.adapter_folder}"
-        present = linear_modules(architecture.family, has_dense_layers=not all(architecture.sparse_layers))
-        modules = ", ".join(module for module in settings.modules if module in (*present, EMBEDDING))
+        modules = ", ".join(adapted_modules(architecture, settings))
         adapters = f"{settings.kind} of rank {settings.rank}, {settings.scale_text}, on {modules}{layers}{origin}"
     device_text = f"{device.device_name()}, {MAX_CONNECTIONS}={os.environ.get(MAX_CONNECTIONS)}"
     if not device.on_gpu():

@@ -93,6 +93,7 @@ _DELTA_NET: dict[str, Any] = {
     "linear_value_head_dim": 16, "full_attention_interval": 2,
 }  # fmt: skip
 CONFIGS = {
+    "deepseek-v3-dense": lambda: DeepseekV3Config(**{**_DEEPSEEK, "first_k_dense_replace": 4}, q_lora_rank=24),
     # caps that the scores and logits of these weights reach, and a window in every second layer
     "gemma2": lambda: Gemma2Config(
         **_SIZES,

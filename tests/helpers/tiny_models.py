@@ -156,11 +156,15 @@ def tiny_architecture(family: str, **changes: Any) -> Any:
     """An Architecture of two layers with six heads of size 2 in three groups; ``changes``: its other fields."""
     from nemo_kto.architecture.architecture import Architecture
     from nemo_kto.architecture.families import FAMILIES
-    from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION, GatedDeltaNet
+    from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION, GatedDeltaNet, LatentAttention, SequenceMixer
     from nemo_kto.architecture.rope import Rope
 
     delta_net = GatedDeltaNet(key_heads=2, value_heads=4, key_dim=3, value_dim=2, kernel=4)
-    has_delta_nets = any(mapping.mixer == delta_net.kind for mapping in FAMILIES[family].mappings)
+    latents = LatentAttention(
+        heads=6, query_rank=5, key_value_rank=4, plain_dim=2, rotated_dim=2, value_dim=3, interleaved=True
+    )
+    kinds = {mapping.mixer for mapping in FAMILIES[family].mappings}
+    mixer: SequenceMixer = next((each for each in (delta_net, latents) if each.kind in kinds), SOFTMAX_ATTENTION)
     sizes: dict[str, Any] = {
         "tensor_parallel": 1,
         "num_layers": 2,
@@ -175,7 +179,7 @@ def tiny_architecture(family: str, **changes: Any) -> Any:
         "rope": Rope(frequencies=(1.0,)),
         "windows": (None, None),
         "rotates": (True, True),
-        "mixers": (delta_net if has_delta_nets else SOFTMAX_ATTENTION, SOFTMAX_ATTENTION),
+        "mixers": (mixer, latents if mixer is latents else SOFTMAX_ATTENTION),
         "tied": False,
     }
     return Architecture(family=FAMILIES[family], **(sizes | changes))

@@ -71,7 +71,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
     ),
     "a part of odd size that rotates": (
         config(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", qk_rope_head_dim=5),
-        Message("qk_rope_head_dim", "2", "5", "save_pretrained"),
+        Message("qk_rope_head_dim", "even", "5", "save_pretrained"),
     ),
     "an encoder-decoder model": (
         config(architectures=["T5ForConditionalGeneration"], model_type="t5", is_encoder_decoder=True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from annotated_types import Ge, MultipleOf
+from annotated_types import Ge
 
 from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, PartCount, Positive
 from nemo_kto.architecture.family import SLIDING_LAYERS, ExpertFields, Family
@@ -40,7 +40,7 @@ class GlmMoeFields(ModelFields):
     kv_lora_rank: Count = ABSENT
     q_lora_rank: Count | None = None
     qk_nope_head_dim: Count = ABSENT
-    qk_rope_head_dim: Annotated[Count, MultipleOf(2)] = ABSENT
+    qk_rope_head_dim: Count = ABSENT
     v_head_dim: Count = ABSENT
     rope_interleave: bool = ABSENT
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_kto.architecture.lora import LoRASettings
+from nemo_kto.architecture.mixers import LatentAttention
 from nemo_kto.distributed.state import Layout
 from tests.helpers import hf_models, lora_jobs
 from tests.helpers.hf_models import peft_model
@@ -28,6 +29,8 @@ SETTINGS = {
     ),
     "llama-one-kv-head": LoRASettings(rank=2, alpha=1, target_modules=("attention",), layers=(4,)),
     "llama-all-biases-linear-rope": LoRASettings(rank=2, alpha=2, target_modules=("mlp", "k_proj"), layers=(1,)),
+    # projections to latents, which every rank has as a whole
+    "deepseek-v3-dense": LoRASettings(rank=2, alpha=4, target_modules=(*LatentAttention.lora_inputs, "o_proj"), layers=(2,)),
     "mistral": LoRASettings(rank=3, alpha=5, target_modules=("embed_tokens", "o_proj")),
     "llama-odd-heads, dora": LoRASettings(rank=4, alpha=8, target_modules=("all",), dora=True),
     "llama-all-biases-linear-rope, dora": LoRASettings(
@@ -140,6 +143,7 @@ QUICK = {
     ("tp2", "llama-odd-heads, dora"),
     ("tp2", "mistral"),
     ("pp2", "llama-one-kv-head"),
+    ("tp2_sequence_parallel", "deepseek-v3-dense"),
 }
 
 

@@ -10,7 +10,7 @@ from transformers import BartConfig, PretrainedConfig, T5Config
 
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.families import FAMILIES, Experts, Temperature
-from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION, GatedDeltaNet
+from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION, GatedDeltaNet, LatentAttention
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, raises
 
@@ -77,6 +77,37 @@ def test_routers(tmp_path: Path) -> None:
     hunyuan = read_architecture(folder(tmp_path, **HUNYUAN, num_shared_expert=[1] * 3), tensor_parallel=1).experts
     assert hunyuan is not None
     assert (hunyuan.per_token, hunyuan.shared_ffn_hidden_size, hunyuan.shared_gate) == (2, 96, False)
+
+
+LATENT: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 8,
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "moe_intermediate_size": 12, "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.5},
+}  # fmt: skip
+
+
+V2 = {**LATENT, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_experts_per_tok": 6}
+
+
+def test_latent_attention(tmp_path: Path) -> None:
+    """The attention factor of YaRN is in the tables of the part that rotates, and mscale_all_dim in the softmax scale."""
+    read = read_architecture(folder(tmp_path, **LATENT), tensor_parallel=3)
+    (mixer,) = {*read.mixers}
+    assert isinstance(mixer, LatentAttention)
+    assert (mixer.query_rank, mixer.key_value_rank, mixer.query_dim, mixer.value_dim) == (24, 16, 16, 8)
+    assert (mixer.kind, mixer.padded_heads(3), read.head_dim, len(read.rope.frequencies)) == ("latent attention", 9, 16, 2)
+    scale = 0.05 * math.log(40) + 1
+    assert read.rope.factor_in_table
+    assert read.rope.attention_factor == pytest.approx((0.1 * math.log(40) + 1) / scale)
+    assert read.softmax_scale == pytest.approx(scale**2 / 4)
+    assert read.unsupported_by_te == ("latent attention",)
+    # published under another name, which transformers does not know
+    assert read_architecture(folder(tmp_path, **{**LATENT, "model_type": "kimi_k2"}), tensor_parallel=3) == read
+    (mixer,) = {*read_architecture(folder(tmp_path, **{**LATENT, "q_lora_rank": None}), tensor_parallel=1).mixers}
+    assert mixer.kind == "latent attention with direct queries"
+    lite = {**LATENT, "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"}
+    kinds = read_architecture(folder(tmp_path, **lite, mlp_layer_types=["sparse", "dense", "sparse"]), tensor_parallel=1)
+    assert kinds.sparse_layers == (True, False, True)
 
 
 def test_defaults_of_the_family_are_filled_in(tmp_path: Path) -> None:
@@ -376,6 +407,10 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
         ({**HUNYUAN, "moe_topk": [2, 2, 3]}, Message("moe_topk", "same", "[2, 2, 3]", "choose")),
         ({**HUNYUAN, "moe_topk": [5, 5, 5]}, Message("moe_topk", "4", "5")),
         ({**HUNYUAN, "moe_topk": 1}, Message("moe_topk", "2", "normalized", "1")),
+        ({**LATENT, "num_key_value_heads": 4}, Message("num_key_value_heads", "num_attention_heads", "8", "4", "correct")),
+        ({**LATENT, "attention_bias": True}, Message("attention_bias", "false", "true", "choose")),
+        ({**V2, "topk_method": "noaux_tc"}, Message("topk_method", "group_limited_greedy", "noaux_tc", "choose")),
+        ({**V2, "topk_method": "greedy", "n_group": 4, "topk_group": 4}, Message("topk_method", "n_group", "4", "choose")),
         ({**of("SeedOssForCausalLM"), "mlp_bias": True}, Message("mlp_bias=true", "attention_out_bias=false")),
         (
             {**of("Llama4ForCausalLM"), "layer_types": ["full_attention", "sliding_attention", "full_attention"]},

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.messages import raises
+from tests.helpers.messages import Message, raises
 from tests.helpers.tiny_models import write_stub_model
 from tests.unit.conftest import FindErrors
 
@@ -35,6 +35,7 @@ FAMILIES["llama4_last_two"] = (
     "Llama4ForCausalLM",
     {**FAMILIES["llama4_text"][1], "model_type": "llama4_text", "moe_layers": [2, 3]},
 )
+FAMILIES["deepseek_v3"] = ("DeepseekV3ForCausalLM", {"n_routed_experts": 6, "q_lora_rank": 4, "num_hidden_layers": 4})
 KEY, SHARDS = "model.expert_model_parallel_size", "model.expert_tensor_parallel_size"
 INSTANCES = "model.optim.num_distributed_optimizer_instances"
 TENSOR, SEQUENCE = "model.tensor_model_parallel_size", "model.sequence_parallel"
@@ -68,6 +69,8 @@ def model(folder: Path, name: str, **changes: object) -> Path:
         ("llama4_text", [LORA, f"{TARGETS}=[gate_proj]", f"{DORA}=true"], 1),
         ("llama4_text", [LORA, f"{TARGETS}=[all]", "model.pipeline_model_parallel_size=2"], 2),
         ("qwen3_moe", [LORA, f"{TARGETS}=[attention]", f"{DORA}=true"], 1),
+        ("deepseek_v3", [LORA, f"{TARGETS}=[attention_qkv,attention_dense]"], 1),
+        ("deepseek_v3", [LORA, f"{TARGETS}=[q_a_proj,kv_b_proj]"], 1),
         ("half_dense", [LORA, f"{TARGETS}=[attention]", "model.pipeline_model_parallel_size=2"], 2),
         ("every_other", [LORA, f"{TARGETS}=[mlp]", "model.pipeline_model_parallel_size=2"], 2),
         ("half_dense", ["model.pipeline_model_parallel_size=2", "model.num_layers_in_first_pipeline_stage=3"], 2),
@@ -80,6 +83,17 @@ def test_valid_gpu_settings_give_no_error(
     folder = model(tmp_path / "mixture", family)
     given = [f"pretrained_checkpoint.restore_from_path={folder}", BATCH, ONE_BY_ONE, *overrides]
     assert find_errors(*given, ranks=ranks) == []
+
+
+def test_queries_of_latent_attention_have_other_projections(find_errors: FindErrors, tmp_path: Path) -> None:
+    """They are projected from latents, or with q_lora_rank null from hidden states."""
+    for rank, lacks, has in ((4, "q_proj", "q_a_proj, q_b_proj"), (None, "q_b_proj", "q_proj")):
+        folder = model(tmp_path / lacks, "deepseek_v3", q_lora_rank=rank)
+        given = [f"pretrained_checkpoint.restore_from_path={folder}", BATCH, ONE_BY_ONE, LORA, f"{TARGETS}=[{lacks}]"]
+        (error,) = find_errors(*given, ranks=1)
+        assert error == Message(TARGETS, "deepseek_v3", f"got {lacks}", has, "kv_b_proj", "none")
+    (error,) = find_errors(*given[:-1], f"{TARGETS}=[k_proj]", ranks=1)
+    assert error == Message(TARGETS, "deepseek_v3", "got k_proj", "none")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.algorithms.recipes import DPO, KTO, Recipe
+from nemo_kto.architecture.architecture import read_architecture
+from nemo_kto.architecture.parameters import rank_parameters
 from nemo_kto.cli import plan
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
@@ -109,6 +111,36 @@ def test_a_mixture_of_experts(here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "tensor_model_parallel_size" not in table["verdict"]
     _, best = planned(capsys, "kto", MODEL, "--gpus", "8", "--memory", "400")
     assert "model.expert_tensor_parallel_size=1" in best["use"].split()
+
+
+# The shape of DeepSeek V3.
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "vocab_size": 129280, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000, "n_group": 8,
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "topk_group": 4,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "tie_word_embeddings": False, "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn",
+        "original_max_position_embeddings": 4096,
+    },
+}  # fmt: skip
+
+
+def test_latent_attention(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSeek V3 with LoRA on 64 GPUs."""
+    (here / "llama" / "config.json").write_text(json.dumps(DEEPSEEK))
+    whole = sum(each.numel for each in rank_parameters(read_architecture(here / "llama", tensor_parallel=1)))
+    assert whole == pytest.approx(671.026e9, rel=1e-5)
+    layout = [TENSOR.format(8), "model.sequence_parallel=true", "model.expert_model_parallel_size=64"]
+    layout += ["model.expert_tensor_parallel_size=1", *ATTENTION]
+    status, table = planned(capsys, "kto", MODEL, "--gpus", "64", "--gpu", "h100", *layout)
+    assert (status, table["verdict"]) == (0, "fits")
+    adapted = "LoRA of rank 32 on q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj"
+    assert table["model"] == f"llama (deepseek_v3), 671 B parameters, {adapted}"
+    # 10.22 B in experts, 4 of 256 in 58 layers; 1.03 B whole projections to latents and routers; 1 / 8 of 16.1 B; adapters
+    assert table["parameters"] == "13.3 B a rank, 50.1 M of them trained"
+    assert table["weights"] == "26.6 GB"
 
 
 def test_a_layout_that_does_not_fit_and_remedies(capsys: pytest.CaptureFixture[str]) -> None:
