@@ -46,7 +46,6 @@ def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
             f"{folder} must be a Hugging Face model folder, but it has no {CONFIG}; download it or correct the path"
         )
     config = read_json(path, remedy=_REMEDY)
-    refuse_code(path, config)
     names = config.get("architectures")
     hf_architecture = str(names[0]) if isinstance(names, list) and names else ""
     try:
@@ -66,6 +65,7 @@ def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
         if wrong:
             raise ValueError(f"{'; '.join(wrong)}; {_REMEDY}")
         if family is None:
+            refuse_code(path, config)  # transformers has the classes of known families, and their code is not used
             raise ValueError(_why_unknown(config, hf_architecture))
         _refuse_unsupported(config, given, family)
         _check_layers_and_heads(given, family)

@@ -103,8 +103,12 @@ def read_companions(folder: Path, *, into: str) -> dict[str, bytes]:
 
 
 def model_config(source: Path, *, tied: bool) -> dict[str, Any]:
-    """Return the content of config.json; ``tied``: the output layer has the weight of the embedding, as the weights show."""
+    """Return the content of config.json, without names of code, which is not copied.
+
+    ``tied``: the output layer has the weight of the embedding, as the weights show.
+    """
     config = read_json(file_inside(source, CONFIG))
+    config.pop("auto_map", None)
     if not tied and isinstance(text := config.get("text_config"), dict) and text.get("tie_word_embeddings"):
         config["text_config"] = {**text, "tie_word_embeddings": False}  # which transformers obeys in some models
     return config if tied else {**config, "tie_word_embeddings": False}

@@ -155,7 +155,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
         Message("all", "files", "/proc/self/mem", "copy"),
     ),
     "the model has code of its own": (
-        config(auto_map={"AutoConfig": "mine.Mine"}),
+        config(architectures=["Mine"], model_type="mine", auto_map={"AutoConfig": "mine.Mine"}),
         Message("config.json", "auto_map", "AutoConfig", "mine.Mine", "remove"),
     ),
     "the tokenizer has code of its own": (
@@ -393,13 +393,16 @@ def test_code_of_a_model_is_never_run(here: Path, monkeypatch: pytest.MonkeyPatc
     )
     content("mine.py", code.encode())(here / "model")
     names = {"AutoConfig": "mine.Config", "AutoTokenizer": [None, "mine.Tokenizer"]}
-    for breaks in (config(auto_map=names), fields("tokenizer_config.json", tokenizer_class="Tokenizer", auto_map=names)):
-        breaks(here / "model")
-        found = launcher_says(here / "model", here / "rows.jsonl")
-        for line in found:
-            assert_names(line, "auto_map")
-        assert_names(ranks_say(here / "model"), "config.json", "auto_map")
-    assert len(found) == 2
+    config(auto_map=names)(here / "model")  # transformers has the class itself
+    assert launcher_says(here / "model", here / "rows.jsonl") == []
+    assert ranks_say(here / "model") is None
+    fields("tokenizer_config.json", tokenizer_class="Tokenizer", auto_map=names)(here / "model")
+    (line,) = launcher_says(here / "model", here / "rows.jsonl")
+    assert_names(line, "tokenizer_config.json", "auto_map")
+    assert_names(ranks_say(here / "model"), "tokenizer_config.json", "auto_map")
+    config(architectures=["Mine"], model_type="mine")(here / "model")
+    assert_names(ranks_say(here / "model"), "config.json", "auto_map", "mine.Config")
+    config(architectures=["LlamaForCausalLM"], model_type="llama")(here / "model")
     with raises(UserError, "tokenizer_config.json", "auto_map"):
         load_tokenizer(here / "model")
     assert not (here / "marker").exists()

@@ -219,3 +219,17 @@ def test_padded_layouts_in_a_distributed_checkpoint(
     before, after = weights(model), weights(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_code_beside_a_model_is_not_used(ranks: Any, tmp_path: Path) -> None:
+    """Kimi K2 is published as a model type with code of its own, and computes as DeepSeek V3, as which it is exported."""
+    hf_models.write_model("deepseek-v3-dense", folder := tmp_path / "model")
+    expected = hf_models.transformers_logits(folder)
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": "modeling_deepseek.Model"}
+    hf_models.edit_config(folder, model_type="kimi_k2", auto_map=code)
+    (result,) = ranks.run(1, hf_jobs.check_models, Layout(), {"kimi": folder}, tmp_path / "out")
+    torch.testing.assert_close(torch.from_numpy(result["kimi"]), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    exported = json.loads((tmp_path / "out" / "kimi" / "config.json").read_text())
+    assert (exported["model_type"], exported["architectures"]) == ("deepseek_v3", ["DeepseekV3ForCausalLM"])
+    assert "auto_map" not in exported
+    assert torch.equal(hf_models.transformers_logits(tmp_path / "out" / "kimi"), expected)
