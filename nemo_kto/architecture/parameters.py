@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import LoRASettings, adapted_mappings, adapter_mappings
@@ -22,7 +23,7 @@ class RankParameter:
     trained: bool  # False if adapters are trained instead
     is_replicated: bool  # every tensor-parallel rank holds all of it; always False for a parameter of an expert
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of values in the rank's shard."""
         return math.prod(self.shape)
