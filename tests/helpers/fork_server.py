@@ -25,7 +25,6 @@ import tempfile
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker, util
 from pathlib import Path
@@ -172,13 +171,12 @@ def _serve(address: str, alive: IO[bytes]) -> tuple[dict[str, Any], list[int]]:
         if alive in readable:
             os.unlink(address)
             os.rmdir(os.path.dirname(address))
-            atexit._run_exitfuncs()
             os._exit(0)
         connection, _ = listener.accept()
         message, files, _, _ = socket.recv_fds(connection, _SIZE, _MAX_FILES)
         request = json.loads(message)
         # Nothing is shown, and the filters that the modules set on being imported stay.
-        with mock.patch.object(warnings, "showwarning"), mock.patch.object(atexit, "register", _register):
+        with mock.patch.object(warnings, "showwarning"):
             for name in request["preload"]:
                 with contextlib.suppress(ImportError):  # which the process itself raises
                     importlib.import_module(name)
@@ -187,8 +185,6 @@ def _serve(address: str, alive: IO[bytes]) -> tuple[dict[str, Any], list[int]]:
         if not waiter and not (process := os.fork()):
             listener.close()
             connection.close()
-            for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-                finalizer.atexit = False  # temporary folders of imported modules, such as wandb's, are the server's
             return request, files
         for file in files:
             os.close(file)
@@ -203,12 +199,6 @@ def _serve(address: str, alive: IO[bytes]) -> tuple[dict[str, Any], list[int]]:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-
-
-def _register(function: Callable[..., Any], *arguments: Any, _register: Any = atexit.register, **options: Any) -> Any:
-    """Register what a module does at the exit, but not in forked processes the removal of the server's folders."""
-    is_removal = isinstance(getattr(function, "__self__", None), tempfile.TemporaryDirectory)
-    return function if is_removal else _register(function, *arguments, **options)
 
 
 def _become(request: dict[str, Any], files: list[int]) -> None:
