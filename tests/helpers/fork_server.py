@@ -25,8 +25,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import resource_tracker, util
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NoReturn
@@ -140,20 +139,6 @@ def address() -> str:
         _KEPT.append(server)
         os.environ[SHARED] = path
     return os.environ[SHARED]
-
-
-@contextlib.contextmanager
-def forked_interpreters() -> Iterator[None]:
-    """Fork the interpreters that multiprocessing starts in the block."""
-
-    def forked(path: bytes, arguments: Sequence[Any], files: Sequence[int]) -> int:
-        return int(start(path, [arguments[0], __file__, *arguments[1:]], files))
-
-    address()
-    start = util.spawnv_passfds
-    resource_tracker.ensure_running()
-    with mock.patch.object(util, "spawnv_passfds", forked):
-        yield
 
 
 _KEPT: list[Any] = []  # the server, which closing its input ends; the module of this file where another is __main__

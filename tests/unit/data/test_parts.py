@@ -101,8 +101,7 @@ def test_examples_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> No
 
     for workers in (1, 2):
         folder = tmp_path / f"of {workers}"
-        with fork_server.forked_interpreters():
-            table, found, _ = opened(path, folder, part_bytes=2000, workers=workers, progress=progress)
+        table, found, _ = opened(path, folder, part_bytes=2000, workers=workers, progress=progress)
         assert table.to_dict() == whole.to_dict()
         assert found == columns
         assert sorted(file.suffix for file in folder.iterdir()) == [".arrow", ".json"]
