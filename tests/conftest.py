@@ -12,11 +12,10 @@ import argparse
 import gc
 import importlib.util
 import logging
-import shlex
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,15 +23,10 @@ from typing import Any
 import pytest
 
 from nemo_kto.device import device
-from tests.helpers import fork_server, messages
+from tests.helpers import messages
 from tests.helpers.tiny_models import make_checkpoint, make_pairs, make_rows, make_tokenizer, write_rows
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# What most workers and ranks import of other packages. Importing nemo_kto.device before adapts megatron-core to the CPU.
-PACKAGES = (
-    *("nemo_kto.device", "megatron.core.models.gpt", "transformers.trainer", "peft", "datasets"),
-    *("pytorch_lightning.loggers", "trl.experimental.kto", "trl.trainer.dpo_trainer"),
-)
 # Its tests need the interpreter of `make test-emulated`.
 collect_ignore = [] if "tests.emulated_cuda.start" in sys.modules else ["emulated_cuda"]
 
@@ -71,15 +65,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if not all(any(path.resolve().is_relative_to(folder) for folder in on_gpu) for path in named):
         device.force_cpu()
     gc.disable()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(specs: Sequence[Any]) -> None:
-    """Fork the workers from one process that has imported what all of them need; never where it might be a GPU's."""
-    if os.environ.get("NEMO_KTO_FORCE_CPU") == "1" and "tests.emulated_cuda.start" not in sys.modules:
-        fork_server.run(["-c", ""], cwd=REPOSITORY, env=dict(os.environ), preload=PACKAGES)
-        for spec in specs:
-            spec.python = shlex.join([sys.executable, fork_server.__file__])
 
 
 def pytest_collection_finish() -> None:

@@ -26,14 +26,12 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import IO, Any, NoReturn
 from unittest import mock
 
 _SIZE = 1 << 20
-_MAX_FILES = 64
-SHARED = "NEMO_KTO_FORK_SERVER"  # in the environment: the address of the server that all processes of a session share
 
 
 class Process:
@@ -49,17 +47,15 @@ class Process:
         stderr: int,
         preload: Sequence[str] = (),
         ranks: bool = False,
-        pass_fds: Sequence[int] = (),
     ) -> None:
         self._answers = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._answers.connect(address())
+        self._answers.connect(_server())
         request = {"arguments": list(arguments), "cwd": str(cwd), "env": env, "preload": list(preload), "ranks": ranks}
-        request |= {"pass_fds": list(pass_fds)}
-        socket.send_fds(self._answers, [json.dumps(request).encode()], [stdout, stderr, *pass_fds])
+        socket.send_fds(self._answers, [json.dumps(request).encode()], [stdout, stderr])
         self.pid = int(self._answers.recv(_SIZE))
         self.returncode: int | None = None
 
-    def wait(self, timeout: float | None) -> int:
+    def wait(self, timeout: float) -> int:
         """How it ended, as subprocess gives it."""
         if self.returncode is None:
             self._answers.settimeout(timeout)
@@ -126,22 +122,21 @@ def search_path(*before: Path) -> str:
     return os.pathsep.join([*map(str, before), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def address() -> str:
-    """Address of the server, which is started on first use and ends with the process that uses it first."""
-    if SHARED not in os.environ:
-        path = os.path.join(tempfile.mkdtemp(prefix="forked_"), "socket")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        server: subprocess.Popen[bytes] = subprocess.Popen(
-            [sys.executable, __file__, path], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert server.stdout is not None
-        assert server.stdout.readline() == b"ready\n"
-        _KEPT.append(server)
-        os.environ[SHARED] = path
-    return os.environ[SHARED]
+@cache
+def _server() -> str:
+    """Address of the server, which is started on first use and ends with this process."""
+    address = os.path.join(tempfile.mkdtemp(prefix="forked_"), "socket")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    server: subprocess.Popen[bytes] = subprocess.Popen(
+        [sys.executable, __file__, address], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"ready\n"
+    _KEPT.append(server)
+    return address
 
 
-_KEPT: list[Any] = []  # the server, which closing its input ends; the module of this file where another is __main__
+_KEPT: list[subprocess.Popen[bytes]] = []  # closing its input ends the server
 
 
 def _serve(address: str, alive: IO[bytes]) -> tuple[dict[str, Any], list[int]]:
@@ -158,13 +153,12 @@ def _serve(address: str, alive: IO[bytes]) -> tuple[dict[str, Any], list[int]]:
             os.rmdir(os.path.dirname(address))
             os._exit(0)
         connection, _ = listener.accept()
-        message, files, _, _ = socket.recv_fds(connection, _SIZE, _MAX_FILES)
+        message, files, _, _ = socket.recv_fds(connection, _SIZE, 2)
         request = json.loads(message)
         # Nothing is shown, and the filters that the modules set on being imported stay.
         with mock.patch.object(warnings, "showwarning"):
             for name in request["preload"]:
-                with contextlib.suppress(ImportError):  # which the process itself raises
-                    importlib.import_module(name)
+                importlib.import_module(name)
         gc.freeze()  # a garbage collection over torch would copy its pages
         waiter = os.fork()  # waits for the process, so that the server can serve others
         if not waiter and not (process := os.fork()):
@@ -216,9 +210,7 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
         runpy.run_module(others[0], run_name="__main__", alter_sys=True)
     elif first == "-c":
         del sys.argv[1]
-        _KEPT.append(sys.modules["__main__"])
-        sys.modules["__main__"] = ModuleType("__main__")
-        exec(compile(others[0], "<string>", "exec"), sys.modules["__main__"].__dict__)
+        exec(compile(others[0], "<string>", "exec"), {"__name__": "__main__"})
     else:
         runpy.run_path(first, run_name="__main__")
 
@@ -282,7 +274,7 @@ def _fork_ranks() -> tuple[dict[str, Any], list[int]]:
         return {}, []
     ours.close()
     while True:
-        message, files, _, _ = socket.recv_fds(theirs, _SIZE, _MAX_FILES)
+        message, files, _, _ = socket.recv_fds(theirs, _SIZE, 16)
         if not message:
             os._exit(0)
         if not (child := os.fork()):
@@ -324,22 +316,7 @@ def _end(status: int) -> NoReturn:
     os._exit(status & 0xFF)
 
 
-def _stand_in(words: Sequence[str]) -> int:
-    """Fork an interpreter with these words and all open files of this process, and wait for it.
-
-    It takes the place of an interpreter where the parent demands a child of its own.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which sends it to the interpreter, too
-    files = [number for number in map(int, os.listdir("/proc/self/fd")) if number == 0 or number > 2]
-    files = [number for number in files if os.path.exists(f"/proc/self/fd/{number}")]  # not that of the listing
-    arguments = words[next(index for index, word in enumerate(words) if word in ("-c", "-m")) :]  # -u and -B change nothing
-    process = Process(arguments, cwd=Path.cwd(), env=dict(os.environ), stdout=1, stderr=2, pass_fds=files)
-    return process.wait(None)
-
-
 def _main() -> None:
-    if len(sys.argv) > 2:
-        sys.exit(_stand_in(sys.argv[1:]))
     sys.path[0] = str(Path(__file__).resolve().parents[2])
     given = {os.path.abspath(folder) for folder in search_path().split(os.pathsep)}
     _INSTALLED[:] = [folder for folder in sys.path[1:] if folder not in given]

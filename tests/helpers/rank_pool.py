@@ -13,16 +13,12 @@ import queue
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch.multiprocessing as mp
-
-from tests.helpers import fork_server
 
 TIMEOUT_SECONDS = 500
 # Found from the repository's root, where pytest is started; from elsewhere each rank imports it, which is only slow.
@@ -123,7 +119,6 @@ class RankPool:
         return [results[number] for number in range(world_size)]
 
     def _grow(self, world_size: int) -> None:
-        _start_forker()
         while len(self._workers) < world_size:
             inbox = self._context.Queue()
             process = self._context.Process(target=_worker, args=(len(self._workers), inbox, self._outbox))
@@ -140,19 +135,6 @@ class RankPool:
             process.join()
         self._workers = []
         self._outbox = self._context.Queue()
-
-
-def _start_forker() -> None:
-    """Start the process that forks the ranks, itself forked from the one that has imported torch."""
-
-    def spawn(path: bytes, arguments: Sequence[Any], files: Sequence[int]) -> int:
-        return int(util_spawn(path, [arguments[0], fork_server.__file__, *arguments[1:]], files))
-
-    fork_server.address()
-    util_spawn = util.spawnv_passfds
-    resource_tracker.ensure_running()
-    with mock.patch.object(util, "spawnv_passfds", spawn):
-        forkserver.ensure_running()
 
 
 def _threads(process: int) -> int:
