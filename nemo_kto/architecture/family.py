@@ -40,7 +40,7 @@ class Experts:
     # Shape of the correction bias of the router, which is added to the scores for the choice of experts, not to their
     # weights, and never trained (Wang et al. 2024, arXiv 2408.15664); empty: there is none.
     correction: tuple[int, ...] = ()
-    # a token chooses from the experts of the groups whose best ones, so many of each, have the largest scores
+    # a token chooses from the ``chosen_groups`` groups with the largest sums of their ``best_of_group`` best scores
     groups: int = 1
     best_of_group: int = 2
     chosen_groups: int = 1
@@ -72,7 +72,7 @@ class ExpertFields:
     scale: str = ""
     least_sum: str = ""
     sparse_layers: str = ""  # numbers of the layers with experts, from 0; if absent, these follow from the next two
-    layer_kinds: str = ""  # ``sparse`` or ``dense`` for each layer; if absent, the same
+    layer_kinds: str = ""  # ``sparse`` or ``dense`` for each layer; if absent, these follow from the others
     sparse_step: str = ""  # s if every s-th layer has experts
     dense_layers: str = ""  # numbers of layers without experts, from 0
     first_layer: str = ""  # number of the first layer with experts, from 0, and of the last one; -1: no limit

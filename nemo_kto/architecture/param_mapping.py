@@ -55,7 +55,7 @@ class ParamMapping:
     # the size that is its length. A weight of the file has its first part of all groups, then its second, and so on.
     groups: str = ""
     parts: tuple[tuple[int, str], ...] = ()
-    # The parameter is never trained, is in fp32 whatever the dtype of the model, and is exported in the dtype of its file.
+    # The parameter is never trained, is always in fp32, and is exported in the dtype of its file.
     frozen: bool = False
 
     @property

@@ -22,6 +22,7 @@ from nemo_kto.architecture.lora import (
     HUGGING_FACE_TARGETS,
     MAGNITUDE,
     MAX_ALPHA,
+    NEMO_TARGETS,
     OTHER_MIXERS,
     LoRASettings,
     adaptable,
@@ -170,7 +171,9 @@ def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set
             yield f"layers_to_transform must not be set, and target_modules a list, beside adapters of {EMBEDDING}"
     elif not adapted:
         yield "at least one layer must be adapted, got no tensors of adapters"
-    kinds = {modules.isdisjoint(OTHER_MIXERS) for modules in adapted}
-    if len(set(map(frozenset, adapted))) > len(kinds):
+    mixing = {*NEMO_TARGETS["attention"], *OTHER_MIXERS}
+    mixers = {frozenset(modules & mixing) for modules in adapted}
+    is_hybrid = len(mixers) == 2 and not frozenset.intersection(*mixers)
+    if len({frozenset(modules - mixing) for modules in adapted}) > 1 or (len(mixers) > 1 and not is_hybrid):
         layers = "every adapted layer with the same sequence mixer"
         yield f"{layers} must have the same modules adapted, got {len(adapted)} layers that differ"

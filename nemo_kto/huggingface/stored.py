@@ -121,7 +121,8 @@ def separate_experts(
             continue
         parts = [[stored[each] for each in row] for row in names]
         matrices, *others = {tuple(part.shape for part in row) for row in parts}
-        if not others and all(len(matrix) == 2 for matrix in matrices):
+        kinds = {part.quantization or part.tensors[""].dtype for row in parts for part in row}
+        if not others and len(kinds) == 1 and all(len(matrix) == 2 for matrix in matrices):
             size = (sum(matrix[0] for matrix in matrices), matrices[0][1])
             found[name] = SeparateExperts(
                 name=name,
@@ -177,7 +178,8 @@ def stored_weights(
                 weights[joined.name] = joined
                 problems += _problems(joined)
                 used |= {joined.name + end for end in joined.tensors}
-                used |= {joined.name.removesuffix("weight") + end for end in _OF_ACTIVATIONS}
+                base = joined.name.removesuffix("weight")
+                used |= {base + "_" * (not base.endswith(".")) + end for end in _OF_ACTIVATIONS}
     for name in found.keys() - used:
         weights[name] = StoredWeight(name=name, tensors={"": found[name]}, shape=found[name].shape)
     return {name: weights[name] for name in sorted(weights)}, problems

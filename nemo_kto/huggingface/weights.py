@@ -86,7 +86,6 @@ def check_weights(architecture: Architecture, folder: str | Path) -> SourceWeigh
     found = find_weights(folder, quantized=quantization is not None)
     stored, problems = stored_weights(found, quantization)
     prefixes = prefixes_of(found, family.prefixes)
-    architecture = _with_joined_experts(architecture, found)
     left_out = {"rotary tables": {name for name in stored if _UNUSED.search(name)}, "copy of the embedding": set[str]()}
     output = name_in_file(OUTPUT_WEIGHT, prefixes)
     if architecture.tied and output in stored and not has_own_output(folder, family.prefixes):
@@ -96,6 +95,9 @@ def check_weights(architecture: Architecture, folder: str | Path) -> SourceWeigh
     for kind, pattern in family.untrained.items():
         names = re.compile(pattern.replace("{model}", model).replace("{layers}", str(architecture.num_layers)))
         copied[kind] = [weight for name, weight in stored.items() if names.match(name)]
+    architecture = _with_joined_experts(
+        architecture, found.keys() - {each.name for group in copied.values() for each in group}
+    )
     wanted = {name_in_file(name, prefixes): shape for name, shape in wanted_weights(architecture).items()}
     if family.either_order:
         stored |= _turned(stored, wanted)

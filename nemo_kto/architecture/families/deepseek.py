@@ -49,6 +49,8 @@ def _v2_mixers(config: PretrainedConfig) -> tuple[LatentAttention, ...]:
     if method not in ("greedy", "group_limited_greedy") or (method == "greedy" and groups > 1):
         text = "topk_method must be group_limited_greedy, or greedy with n_group 1"
         raise ValueError(f"{text}, got {method!r} with {groups}; choose another model")
+    if config.norm_topk_prob:
+        raise ValueError("norm_topk_prob must be false for deepseek_v2, got true; choose another model")
     return _mixers(config)
 
 

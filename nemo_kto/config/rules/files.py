@@ -210,7 +210,7 @@ def _target_rules(run: ResolvedRun, config: Mapping[str, Any], family: Family) -
     # latent attention projects queries from latents, or with q_lora_rank null from hidden states
     absent = {"q_proj"} if config.get("q_lora_rank", 1) else {"q_a_proj", "q_b_proj"}
     modules = linear_modules(family, has_dense_layers=has_dense_layers)
-    separate = [each for each in modules if "q_lora_rank" not in config or each not in absent]
+    separate = [each for each in modules if "kv_b_proj" not in modules or each not in absent]
     targets = [target for target in tuning.target_modules if target in TARGET_MODULES]
     named = [target for target in targets if target not in ALL_LINEAR]
     if wrong := [target for target in named if not modules_of(target, family).issubset([*separate, EMBEDDING])]:

@@ -166,7 +166,7 @@ def _unit(vectors: Tensor) -> Tensor:
 
 
 def causal_convolution(values_tc: Tensor, weight_cw: Tensor, *, lengths: Sequence[int], prompts: Prompts = None) -> Tensor:
-    """Return sum_j weight[:, w - 1 - j] * values[t - j], [t, channels]; each token sees its own sequence only.
+    """Return sum_j weight[:, w - 1 - j] * values[t - j], [t, channels], rounded once; each token sees its own sequence only.
 
     Shape suffixes of this function: c channels, w width of the kernel. Other arguments are as for :func:`gated_delta_rule`.
     """
@@ -177,7 +177,8 @@ def causal_convolution(values_tc: Tensor, weight_cw: Tensor, *, lengths: Sequenc
         prompt = None if prompts is None else prompts[number]
         parts += [before if prompt is None else torch.cat((before, segments[prompt]))[-tail:], segment]
     joined, tokens = torch.cat(parts), values_tc.size(0) + tail * (len(segments) - 1)
-    mixed = sum(joined[shift : shift + tokens] * weight_cw[:, shift] for shift in range(tail + 1))
+    dtype = torch.promote_types(values_tc.dtype, torch.float32)
+    mixed = sum(joined[shift : shift + tokens].to(dtype) * weight_cw[:, shift].to(dtype) for shift in range(tail + 1))
     assert isinstance(mixed, Tensor)
     sizes = [size for length in lengths for size in (length, tail)][:-1]
-    return torch.cat(mixed.split(sizes)[::2])
+    return torch.cat(mixed.to(values_tc.dtype).split(sizes)[::2])

@@ -26,7 +26,7 @@ from nemo_kto.models.layers.rope_tables import RopeTable, TemperatureTable
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-_NORM_EPSILON = 1e-6  # of the latents, whatever that of the other norms is
+_NORM_EPSILON = 1e-6  # of the norms of latents, to which rms_norm_eps does not apply
 
 
 def latent_attention(

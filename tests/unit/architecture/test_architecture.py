@@ -410,6 +410,7 @@ def test_vocabulary_is_padded_to_equal_shards(tmp_path: Path, tensor_parallel: i
         ({**LATENT, "num_key_value_heads": 4}, Message("num_key_value_heads", "num_attention_heads", "8", "4", "correct")),
         ({**LATENT, "attention_bias": True}, Message("attention_bias", "false", "true", "choose")),
         ({**V2, "topk_method": "noaux_tc"}, Message("topk_method", "group_limited_greedy", "noaux_tc", "choose")),
+        ({**V2, "norm_topk_prob": True}, Message("norm_topk_prob", "false", "deepseek_v2", "true", "choose")),
         ({**V2, "topk_method": "greedy", "n_group": 4, "topk_group": 4}, Message("topk_method", "n_group", "4", "choose")),
         ({**of("SeedOssForCausalLM"), "mlp_bias": True}, Message("mlp_bias=true", "attention_out_bias=false")),
         (

@@ -98,6 +98,13 @@ def test_strong_decay_does_not_overflow() -> None:
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(output.sum(), inputs))
 
 
+def test_convolution_in_bf16_is_rounded_once() -> None:
+    draw = torch.Generator().manual_seed(0)
+    values, weight = (torch.randn(shape, generator=draw).bfloat16() for shape in ((200, 8), (8, 4)))
+    exact = causal_convolution(values.double(), weight.double(), lengths=(120, 80))
+    assert torch.equal(causal_convolution(values, weight, lengths=(120, 80)), exact.float().bfloat16())
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_convolution_of_packs(seed: int) -> None:
     lengths, prompts = random_pack(seed)
