@@ -136,7 +136,7 @@ def _with_joined_experts(architecture: Architecture, names: Iterable[str]) -> Ar
     """Return the architecture with the mappings of joined experts if a folder with weights of these names has such."""
     joined = {mapping.mcore_name: mapping for mapping in architecture.family.joined}
     ends = tuple(name.split("{layer}")[1] for mapping in joined.values() for name in mapping.hf_names)
-    if not any(name.endswith(ends) for name in names if joined):
+    if not any(name.endswith(ends) for name in names):
         return architecture
     mappings = tuple(joined.get(mapping.mcore_name, mapping) for mapping in architecture.family.mappings)
     return replace(architecture, family=replace(architecture.family, mappings=mappings))

@@ -111,11 +111,9 @@ def extreme_rows(run: ResolvedRun, data: RunData, set_name: str, rewards: Reward
     dataset, of_class = data.splits.validation[set_name], {name: each.tolist() for name, each in rewards.by_class.items()}
     better, worse = of_class
     total = len(of_class[better]) if rewards.paired else len(of_class[better]) + len(of_class[worse])
-    gathered, following = (
-        gathered_examples(data.validation[set_name], total),
-        {name: iter(of_class[name]) for name in of_class},
-    )
+    gathered = gathered_examples(data.validation[set_name], total)
     order, examples = [*gathered], [*gathered.values()]
+    following = {name: iter(rewards_of) for name, rewards_of in of_class.items()}
     agreement = [sum(next(following[name]) * (1 if name == better else -1) for name in each.answers) for each in examples]
     ranked = sorted((k for k in range(total) if math.isfinite(agreement[k])), key=lambda k: (agreement[k], order[k]))
     shown = min(_EXTREMES, len(ranked) // 2)

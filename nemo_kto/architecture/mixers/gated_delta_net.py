@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _HF = HF + "linear_attn."
 _INPUTS = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-_CHUNK = 64  # tokens of a chunk in models/layers/delta_rule.py
+CHUNK = 64  # tokens of a chunk in models/layers/delta_rule.py
 
 
 def _weight(name: str, hf_names: dict[str, Shape], split: Split, *parts: tuple[int, str]) -> ParamMapping:
@@ -108,13 +108,13 @@ class GatedDeltaNet(SequenceMixer):
         These are two passes of convolved values and gates, and for each value head six matrices of a chunk's tokens by its
         tokens, six of vectors, and the state at the end of each chunk.
         """
-        groups = _groups(saving, self)
-        of_head = 6 * _CHUNK + 6 * (self.key_dim + self.value_dim) + self.key_dim * self.value_dim / _CHUNK
-        return 2 * FP32 * groups * (2 * self.sizes["delta_qkvz_group"] + self.values_per_key * of_head)
+        heads = self._heads(saving)
+        of_head = 6 * CHUNK + 6 * (self.key_dim + self.value_dim) + self.key_dim * self.value_dim / CHUNK
+        return 2 * FP32 * heads * (2 * self.sizes["delta_qkvz_group"] + self.values_per_key * of_head)
 
     def linear_layers(self, saving: Saving) -> tuple[LinearLayer, ...]:
-        groups, sizes = _groups(saving, self), self.sizes
-        fused, value = groups * (sizes["delta_qkvz_group"] + sizes["delta_ba_group"]), groups * sizes["delta_z_group"]
+        heads, sizes = self._heads(saving), self.sizes
+        fused, value = heads * (sizes["delta_qkvz_group"] + sizes["delta_ba_group"]), heads * sizes["delta_z_group"]
         names = [hf_name for each in saving.architecture.family.mappings for hf_name in each.hf_names]
         inputs = tuple(name for name in _INPUTS if f"{_HF}{name}.weight" in names)
         return (
@@ -122,15 +122,14 @@ class GatedDeltaNet(SequenceMixer):
             LinearLayer(("out_proj",), value, saving.architecture.hidden_size, saving.hidden),
         )
 
+    def padded_heads(self, tensor_parallel: int) -> int:
+        """Return the number of key heads with padding: the next multiple of the tensor-parallel ranks."""
+        return -(-self.key_heads // tensor_parallel) * tensor_parallel
 
-def padded_key_heads(mixer: GatedDeltaNet, tensor_parallel: int) -> int:
-    """Return the number of key heads with padding: the next multiple of the tensor-parallel ranks."""
-    return -(-mixer.key_heads // tensor_parallel) * tensor_parallel
-
-
-def _groups(saving: Saving, mixer: GatedDeltaNet) -> int:
-    ranks = saving.architecture.tensor_parallel
-    return padded_key_heads(mixer, ranks) // ranks
+    def _heads(self, saving: Saving) -> int:
+        """Return the number of key heads on a rank."""
+        ranks = saving.architecture.tensor_parallel
+        return self.padded_heads(ranks) // ranks
 
 
 _OTHERS = (

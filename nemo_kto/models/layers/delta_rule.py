@@ -26,10 +26,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nemo_kto.architecture.mixers.gated_delta_net import CHUNK
 from nemo_kto.device import device
 from nemo_kto.models.layers.packing import Prompts
 
-CHUNK = 64  # tokens
 _EPSILON = 1e-6  # added to the squared lengths of queries and keys
 
 

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.mixers import GatedDeltaNet
-from nemo_kto.architecture.mixers.gated_delta_net import padded_key_heads
 from nemo_kto.device import device
 from nemo_kto.models.layers.attention import PackedSequences
 from nemo_kto.models.layers.delta_rule import causal_convolution, gated_delta_rule
@@ -50,7 +49,7 @@ class DeltaNet(MegatronModule):
         super().__init__(config=config)
         self.layer_number, self.mixer = layer_number, mixer
         ranks = config.tensor_model_parallel_size
-        key_heads = padded_key_heads(mixer, ranks)
+        key_heads = mixer.padded_heads(ranks)
         sizes, self.key_heads = mixer.sizes, key_heads // ranks
         width = sizes["delta_qkvz_group"] + sizes["delta_ba_group"]
         linear: dict[str, Any] = {"config": config, "init_method": config.init_method, "bias": False}

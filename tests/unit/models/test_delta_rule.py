@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_kto.models.layers.delta_rule import CHUNK, causal_convolution, gated_delta_rule
+from nemo_kto.architecture.mixers.gated_delta_net import CHUNK
+from nemo_kto.models.layers.delta_rule import causal_convolution, gated_delta_rule
 from nemo_kto.models.layers.packing import Prompts
 
 GROUPS, HEADS, KEY, VALUE = 2, 3, 5, 4
