@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.config.rules.layout import expert_rules, pipeline_rules, rank_rules
+from nemo_kto.config.rules.layout import expert_rules, mixer_rules, pipeline_rules, rank_rules
 from nemo_kto.config.schema import GPTConfig
 from nemo_kto.device import device
 from nemo_kto.device.precision import PRECISIONS, bf16_support, cpu_speed, dtype_of
@@ -456,6 +456,7 @@ def _is_possible(plan: Plan, run: ResolvedRun) -> bool:
         rank_rules(run, plan.machines.ranks),
         pipeline_rules(run, architecture.num_layers),
         expert_rules(run, *run.files.config),
+        mixer_rules(run) if context > 1 else (),
     )
     is_long = context in (1, plan.training.context_parallel) or plan.training.micro_batch_width // (2 * context) >= _CHUNK
     divides_mlps = all(architecture.sparse_layers) or architecture.ffn_hidden_size % tensor == 0

@@ -167,21 +167,23 @@ def _pipeline(training: Training, step: Step, stage: int) -> float:
 def _context(training: Training, step: Step, stage: int) -> float:
     """Return the bytes sent in the context-parallel group.
 
-    Each rank sends the keys and values of its tokens to the others, which send back their gradients. Transformer Engine
-    sends keys and values around a ring, and again in the backward pass; without it they are gathered once and kept.
+    Each rank sends keys and values of its tokens, or what takes their place, to the others, which send back their gradients.
+    Transformer Engine sends keys and values around a ring, and again in the backward pass; without it they are gathered
+    once and kept.
     """
     architecture, others = training.architecture, training.context_parallel - 1
-    groups = max(1, architecture.padded_query_groups // training.tensor_parallel)
-    tokens = step.computed / training.replicas
-    each = 2 * groups * architecture.head_dim * training.element_bytes * tokens * others
     again = 1 if training.recompute == "full" or "core_attn" in training.recomputed else 0
-    attentions = [block for block in training.blocks[stage] if block.name == MIXER]
-    passes = (1 + step.forward_only + again) * len(attentions)
-    passes += sum(block.inside for block in attentions) * (2 if training.on_gpu else 1)
+    back = 2 if training.on_gpu and not architecture.unsupported_by_te else 1
+    values = sum(
+        architecture.mixers[block.layer].context_values(architecture, training.context_parallel)
+        * (1 + step.forward_only + again + back * block.inside)
+        for block in training.blocks[stage]
+        if block.name == MIXER
+    )
     sums = 0.0
     if stage == training.split.stages - 1:  # of the sequence log-probs, of which each rank has a part
         sums = (1 + step.forward_only) * 2 * others / (others + 1) * step.rows / training.data_parallel * _FP64
-    return passes * each + sums
+    return values * training.element_bytes * step.computed / training.replicas + sums
 
 
 def _data(training: Training, stage: int) -> float:

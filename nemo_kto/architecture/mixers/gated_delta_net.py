@@ -44,9 +44,6 @@ class GatedDeltaNet(SequenceMixer):
             *("linear_out.weight", "linear_out.lora_a", "convolution", "decay_log", "step_bias"),
         )
     )
-    refused: ClassVar[Mapping[str, str]] = {
-        "model.context_parallel_size": "the state of a gated delta net passes through all tokens of a sequence"
-    }
 
     key_heads: int
     value_heads: int
@@ -93,6 +90,14 @@ class GatedDeltaNet(SequenceMixer):
     def pair_flops(self, architecture: Architecture, layer: int) -> tuple[AttentionWindow, int]:
         return AttentionWindow(None), 0
 
+    def context_values(self, architecture: Architecture, ranks: int) -> float:
+        """Return the values of the heads of other ranks: the inputs of the convolution and the gates, and the outputs."""
+        of_head = self.sizes["delta_qkvz_group"] + self.sizes["delta_ba_group"] + self.sizes["delta_z_group"]
+        return self.divided_heads(architecture) * of_head * (ranks - 1) / ranks
+
+    def divided_heads(self, architecture: Architecture) -> int:
+        return self.padded_heads(architecture.tensor_parallel) // architecture.tensor_parallel
+
     def saved_bytes(self, saving: Saving, *, core: bool) -> float:
         """Return the bytes of the projections, from which the backward pass computes all else, and of both inputs."""
         inputs, outputs = self.linear_layers(saving)
@@ -108,12 +113,12 @@ class GatedDeltaNet(SequenceMixer):
         These are two passes of convolved values and gates, and for each value head six matrices of a chunk's tokens by its
         tokens, six of vectors, and the state at the end of each chunk.
         """
-        heads = self._heads(saving)
+        heads = self.divided_heads(saving.architecture)
         of_head = 6 * CHUNK + 6 * (self.key_dim + self.value_dim) + self.key_dim * self.value_dim / CHUNK
         return 2 * FP32 * heads * (2 * self.sizes["delta_qkvz_group"] + self.values_per_key * of_head)
 
     def linear_layers(self, saving: Saving) -> tuple[LinearLayer, ...]:
-        heads, sizes = self._heads(saving), self.sizes
+        heads, sizes = self.divided_heads(saving.architecture), self.sizes
         fused, value = heads * (sizes["delta_qkvz_group"] + sizes["delta_ba_group"]), heads * sizes["delta_z_group"]
         names = [hf_name for each in saving.architecture.family.mappings for hf_name in each.hf_names]
         inputs = tuple(name for name in _INPUTS if f"{_HF}{name}.weight" in names)
@@ -125,11 +130,6 @@ class GatedDeltaNet(SequenceMixer):
     def padded_heads(self, tensor_parallel: int) -> int:
         """Return the number of key heads with padding: the next multiple of the tensor-parallel ranks."""
         return -(-self.key_heads // tensor_parallel) * tensor_parallel
-
-    def _heads(self, saving: Saving) -> int:
-        """Return the number of key heads on a rank."""
-        ranks = saving.architecture.tensor_parallel
-        return self.padded_heads(ranks) // ranks
 
 
 _OTHERS = (

@@ -125,8 +125,11 @@ class LatentAttention(SequenceMixer):
     def pair_flops(self, architecture: Architecture, layer: int) -> tuple[AttentionWindow, int]:
         return AttentionWindow(None), 2 * self.heads * (self.query_dim + self.value_dim)
 
+    def context_values(self, architecture: Architecture, ranks: int) -> float:
+        return 2 * self._heads(architecture) * self.head_dim * (ranks - 1)
+
     def saved_bytes(self, saving: Saving, *, core: bool) -> float:
-        heads, is_padded = self._heads(saving), self.head_dim > self.value_dim
+        heads, is_padded = self._heads(saving.architecture), self.head_dim > self.value_dim
         share = saving.hidden / saving.architecture.hidden_size  # of a token's latents
         ranks = (self.query_rank or 0) + self.key_value_rank
         # latents, their norms, and the hidden state
@@ -155,10 +158,10 @@ class LatentAttention(SequenceMixer):
 
     def backward_bytes(self, saving: Saving) -> float:
         """Return the bytes per token of the gradients of queries, keys, values and outputs."""
-        return saving.element_bytes * 4 * self._heads(saving) * self.head_dim
+        return saving.element_bytes * 4 * self._heads(saving.architecture) * self.head_dim
 
     def linear_layers(self, saving: Saving) -> tuple[LinearLayer, ...]:
-        heads, hidden = self._heads(saving), saving.architecture.hidden_size
+        heads, hidden = self._heads(saving.architecture), saving.architecture.hidden_size
         share = saving.hidden / hidden
         queries, latent = heads * self.query_dim, self.sizes["key_value_latent_and_rope"]
         keys_values, values = heads * self.sizes["latent_key_value"], heads * self.value_dim
@@ -179,7 +182,6 @@ class LatentAttention(SequenceMixer):
         """Return the number of heads with padding: the next multiple of the tensor-parallel ranks."""
         return -(-self.heads // tensor_parallel) * tensor_parallel
 
-    def _heads(self, saving: Saving) -> int:
+    def _heads(self, architecture: Architecture) -> int:
         """Return the number of heads on a rank."""
-        ranks = saving.architecture.tensor_parallel
-        return self.padded_heads(ranks) // ranks
+        return self.padded_heads(architecture.tensor_parallel) // architecture.tensor_parallel

@@ -82,6 +82,14 @@ class SequenceMixer(ABC):
         """Return the forward FLOPs for a pair of a token and a token it attends to, in a layer counted from 0."""
 
     @abstractmethod
+    def context_values(self, architecture: Architecture, ranks: int) -> float:
+        """Return the values per token that a rank sends to the others of its context-parallel group in a forward pass."""
+
+    def divided_heads(self, architecture: Architecture) -> int:
+        """Return the heads of a rank that context-parallel ranks divide among them; 0 if they divide tokens only."""
+        return 0
+
+    @abstractmethod
     def saved_bytes(self, saving: Saving, *, core: bool) -> float:
         """Return the bytes per token that it saves; without ``core``, except inside the module that may be recomputed."""
 

@@ -105,6 +105,10 @@ class SoftmaxAttention(SequenceMixer):
         window = AttentionWindow(size, chunked=architecture.family.chunked and size is not None)
         return window, 4 * architecture.num_attention_heads * architecture.head_dim
 
+    def context_values(self, architecture: Architecture, ranks: int) -> float:
+        groups = max(1, architecture.padded_query_groups // architecture.tensor_parallel)
+        return 2 * groups * architecture.head_dim * (ranks - 1)
+
     def saved_bytes(self, saving: Saving, *, core: bool) -> float:
         architecture, query, key_value = saving.architecture, _query(saving), _key_value(saving)
         heads = (architecture.padded_attention_heads + architecture.padded_query_groups) / architecture.tensor_parallel

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.config.rules.layout import mixer_rules
 from nemo_kto.device import device
 from nemo_kto.device.precision import FP8_MULTIPLE, PRECISIONS
 from nemo_kto.errors import ConfigError, UserError
@@ -135,7 +136,7 @@ def model_gpu_rules(run: ResolvedRun, computes: Computes) -> Iterator[ConfigErro
     """
     yield from gpu_rules(run, computes)
     yield from _fp8_rules(run)
-    yield from _mixer_rules(run)
+    yield from mixer_rules(run)
     model = run.cfg.model
     uses_engine = computes.engine is not None and PRECISIONS[run.cfg.trainer.precision] != "32"
     if model.context_parallel_size > 1 and model.data.packing is True and uses_engine:
@@ -146,21 +147,6 @@ def model_gpu_rules(run: ResolvedRun, computes: Computes) -> Iterator[ConfigErro
             )
             remedy = "Transformer Engine cannot combine the three; leave one out"
             yield ConfigError("model.data.packing", f"{text}; {remedy}", ("model.context_parallel_size",))
-
-
-def _mixer_rules(run: ResolvedRun) -> Iterator[ConfigError]:
-    """Check that the sequence mixers of the model support the layout of its sequences."""
-    model = run.cfg.model
-    chosen = {
-        "model.context_parallel_size": ("1", model.context_parallel_size),
-        "model.data.packing": ("false or auto", model.data.packing),
-        "model.data.share_prompts": ("false or auto", model.data.share_prompts),
-    }
-    for key, (off, value) in chosen.items():
-        is_on = value is True or (isinstance(value, int) and value > 1)
-        if is_on and (why := run.architecture.refused.get(key)):
-            family = run.architecture.family.name
-            yield ConfigError(key, f"must be {off} for {family}, got {str(value).lower()}: {why}; leave it out")
 
 
 def _fp8_rules(run: ResolvedRun) -> Iterator[ConfigError]:

@@ -129,10 +129,31 @@ def unshard_tokens(shares_t: Tensor, lengths: Sequence[int], *, size: int) -> Te
         >>> unshard_tokens(torch.tensor([0, 1, 6, 7, 2, 3, 4, 5]), (8,), size=2).tolist()
         [0, 1, 2, 3, 4, 5, 6, 7]
     """
-    widths = [_chunk(length, size) for length in lengths]
-    places = [(number, chunk) for rank in range(size) for number in range(len(widths)) for chunk in _chunks_of(rank, size)]
-    parts = dict(zip(places, shares_t.split([widths[number] for number, _ in places]), strict=True))
+    places = _places(lengths, size)
+    parts = dict(zip(places, shares_t.split([*places.values()]), strict=True))
     return torch.cat([parts[place] for place in sorted(parts)])
+
+
+def shard_tokens(whole_t: Tensor, lengths: Sequence[int], *, size: int) -> Tensor:
+    """Reorder a whole pack, [tokens, ...], into the shares of all ranks, concatenated in the order of the ranks.
+
+    Examples:
+        >>> shard_tokens(torch.arange(8), (8,), size=2).tolist()
+        [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    places = _places(lengths, size)
+    parts = dict(zip(sorted(places), whole_t.split([places[place] for place in sorted(places)]), strict=True))
+    return torch.cat([parts[place] for place in places])
+
+
+def _places(lengths: Sequence[int], size: int) -> dict[tuple[int, int], int]:
+    """Return sequence and number of each chunk, in the order of the ranks, and its number of tokens."""
+    return {
+        (number, chunk): _chunk(length, size)
+        for rank in range(size)
+        for number, length in enumerate(lengths)
+        for chunk in _chunks_of(rank, size)
+    }
 
 
 def _chunk(length: int, size: int) -> int:

@@ -23,6 +23,7 @@ from nemo_kto.device import device
 from nemo_kto.models.layers.attention import PackedSequences
 from nemo_kto.models.layers.delta_rule import causal_convolution, gated_delta_rule
 from nemo_kto.models.layers.packing import Prompts
+from nemo_kto.models.mixers.heads import all_heads, all_tokens, own_heads
 
 
 def gated_delta_net(layer: ModuleSpec, mixer: GatedDeltaNet, architecture: Architecture, **_: object) -> None:
@@ -83,13 +84,13 @@ class DeltaNet(MegatronModule):
         projected_sbX, _bias = self.linear_in(hidden_states)
         sequence, batch = projected_sbX.shape[:2]
         if packed_seq_params is None:
-            lengths, prompts = (sequence,) * batch, None
+            lengths, prompts = (sequence * self.config.context_parallel_size,) * batch, None
         else:
             lengths, prompts = packed_seq_params.lengths, packed_seq_params.prompts
         projected_tX = projected_sbX.transpose(0, 1).flatten(0, 1)
         mixed_tX = checkpoint(
             self._mix,
-            projected_tX,
+            all_tokens(projected_tX, lengths),
             lengths,
             prompts,
             use_reentrant=False,
@@ -97,24 +98,27 @@ class DeltaNet(MegatronModule):
             determinism_check="none",
         )
         # a copy, because matrix products of views round in other ways
-        mixed_sbX = mixed_tX.unflatten(0, (batch, sequence)).transpose(0, 1).contiguous()
+        mixed_sbX = all_heads(mixed_tX, lengths).unflatten(0, (batch, sequence)).transpose(0, 1).contiguous()
         return self.linear_out(mixed_sbX)[0], None
 
     def _mix(self, projected_tX: Tensor, lengths: tuple[int, ...], prompts: Prompts) -> Tensor:
-        """Return the gated and normalised outputs of all tokens, [t, heads of this rank * size of a value]."""
+        """Return the gated and normalised outputs of all tokens, [t, heads of this rank * size of a value].
+
+        Of the heads that these ranks share, a context-parallel rank has a part.
+        """
         mixer, sizes, dtype = self.mixer, self.mixer.sizes, projected_tX.dtype
         heads = sizes["delta_heads_group"]
         parts = [sizes["delta_qkv_group"], sizes["delta_z_group"], heads, heads]
-        qkv, gate, strength_tgr, step_tgr = projected_tX.unflatten(-1, (self.key_heads, -1)).split(parts, -1)
-        convolved_tc = causal_convolution(qkv.flatten(1), self.convolution.squeeze(1), lengths=lengths, prompts=prompts)
+        convolution, decay_log, step_bias = map(own_heads, (self.convolution, self.decay_log, self.step_bias))
+        key_heads = self.key_heads // self.config.context_parallel_size
+        qkv, gate, strength_tgr, step_tgr = projected_tX.unflatten(-1, (key_heads, -1)).split(parts, -1)
+        convolved_tc = causal_convolution(qkv.flatten(1), convolution.squeeze(1), lengths=lengths, prompts=prompts)
         query_tgK, key_tgK, value = (
             F.silu(convolved_tc)
-            .unflatten(-1, (self.key_heads, -1))
+            .unflatten(-1, (key_heads, -1))
             .split([mixer.key_dim, mixer.key_dim, sizes["delta_z_group"]], -1)
         )
-        rate_gr, bias_gr = (
-            each.float().view(self.key_heads, heads) for each in (self.decay_log.float().exp(), self.step_bias)
-        )
+        rate_gr, bias_gr = (each.float().view(key_heads, heads) for each in (decay_log.float().exp(), step_bias))
         output_tgrV = gated_delta_rule(
             query_tgK,
             key_tgK,

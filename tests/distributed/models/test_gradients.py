@@ -15,6 +15,7 @@ from tests.helpers.tiny_models import make_checkpoint
 
 BETA, W_DESIRABLE, W_UNDESIRABLE, W_PREFERENCE, W_SFT = 0.3, 1.0, 1.5, 0.8, 0.1
 ROWS, WIDTH, PROMPT = 8, 24, 4  # a width that tensor- and context-parallel ranks can share out
+FOUR_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 12}  # for two times two ranks
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("cohere2", {}),
     "deepseek_v3": ("deepseek_v3", {"first_k_dense_replace": 4}),  # without experts, as below
@@ -28,8 +29,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("ministral3", {}),
     "olmo2": ("olmo2", {}),
     "qwen2": ("qwen2", {}),
-    "qwen3_5": ("qwen3_5_text", {}),
-    "qwen3_next": ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3]}),  # without experts, whose gradients other tests compare
+    "qwen3_5": ("qwen3_5_text", {**FOUR_HEADS, "linear_num_value_heads": 8}),
+    # without experts, whose gradients other tests compare
+    "qwen3_next": ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3], **FOUR_HEADS}),
     "seed_oss": ("seed_oss", {}),
     "window": ("mistral", {"sliding_window": 7}),
 }
@@ -177,8 +179,10 @@ QUICK = {
     ("olmo2", "tp2"),
     ("qwen2", "dp2"),
     ("qwen2", "pp2_vp2"),
+    ("qwen3_5", "cp2_tp2_sequence_parallel"),
     ("qwen3_5", "tp2_pp2_sequence_parallel"),
     ("qwen3_next", "micro_batch_4"),
+    ("qwen3_next", "packed_cp2"),
     ("seed_oss", "cp2"),
 }
 
@@ -190,7 +194,6 @@ QUICK = {
         for family in FAMILIES
         for case in CASES
         if family != "window" or case in ("one_rank", "cp2", "cp2_tp2_sequence_parallel")
-        if not (family.startswith("qwen3") and "cp2" in case)  # refused
     ],
     indirect=["oracle"],
     scope="module",

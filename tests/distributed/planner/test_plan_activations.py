@@ -170,6 +170,8 @@ FULL: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
     ("qwen3_5_text", SHARDED, "float32", DELTA_NET),
     ("qwen3_5_text", {"packed": True, "tensor": 2}, "bfloat16", replace(DELTA_NET, dora=True)),
     ("qwen3_next", {}, "float32", None),
+    ("qwen3_5_text", {"context": 2}, "float32", None),
+    ("qwen3_next", {"packed": True, "context": 2}, "float32", ALL),
     ("hunyuan_v1_moe", {}, "float32", ALL),
     ("glm4_moe", {"tensor": 2, "sequence_parallel": True}, "bfloat16", None),
     ("deepseek_v3", {"packed": True}, "float32", None),

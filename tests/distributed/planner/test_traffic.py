@@ -31,6 +31,7 @@ INSTANCES = "model.optim.num_distributed_optimizer_instances=2"
 CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = {
     "tp2": (2, (2, 1, 1), {}, []),
     "cp2": (2, (1, 1, 2), {}, []),
+    "cp2_delta_nets": (2, (1, 1, 2), {}, []),
     "pp2_dp2": (4, (1, 2, 1), {}, []),
     "tp2_cp2": (4, (2, 1, 2), {}, []),
     "dp4_of_2_instances": (4, (1, 1, 1), {"optimizer_instances": 2}, [INSTANCES]),
@@ -54,14 +55,14 @@ CASES: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], list[str]]] = 
         [EP2, "model.activations_checkpoint_granularity=selective", "model.recompute_modules=[mlp]"],
     ),
 }
-QUICK = ("tp2", "cp2")
+QUICK = ("tp2", "cp2", "cp2_delta_nets")
 # Collectives that the formula counts per axis; the rest are sums of metrics and similar.
 MESSAGES = {
     "tensor": ("allreduce_", "_allgather_base_", "_reduce_scatter_base_"),
     "pipeline": ("send",),
     "embedding": ("allreduce_",),
     "others": ("send",),  # between two stages with several chunks, so that one direction does not wait for the other
-    "context": ("allreduce_", "_allgather_base_", "_reduce_scatter_base_"),
+    "context": ("allreduce_", "_allgather_base_", "_reduce_scatter_base_", "alltoall_base_"),
     "data": ("reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_", "allreduce_coalesced_"),
     "instances": ("allreduce_coalesced_",),
     "expert": ("alltoall_base_",),
@@ -86,6 +87,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     experts["shared_expert_intermediate_size"] = 96
     return {
         "tied": make_checkpoint(folder / "tied", "llama", **sizes),
+        "delta nets": make_checkpoint(folder / "qwen3_5", "qwen3_5_text", **sizes),
         "experts": make_checkpoint(folder / "qwen2_moe", "qwen2_moe", **sizes, **experts),
     }
 
@@ -106,7 +108,7 @@ def test_communication_equals_the_formula(
 ) -> None:
     count, (tensor, pipeline, context), options, overrides = CASES[name]
     options = dict(options)
-    model = models["experts" if "expert_parallel" in options else "tied"]
+    model = models["experts" if "expert_parallel" in options else "delta nets" if "delta" in name else "tied"]
     expert_tensor, disabled = options.pop("expert_tensor_parallel", 1), options.pop("disabled", 0)
     degrees = {"tensor_model": tensor, "pipeline_model": pipeline, "context": context}
     overrides = [

@@ -235,7 +235,7 @@ def test_qwen3_next_as_published(tmp_path: Path) -> None:
     assert (read.experts.number, read.experts.shared_ffn_hidden_size, read.experts.shared_gate) == (512, 512, True)
     assert (read.unsupported_by_te, [*read.refused]) == (
         ("gated delta nets", Message("attention", "gated")),
-        ["model.context_parallel_size"],
+        [],
     )
     with raises(UserError, "config.json", "linear_num_value_heads", "linear_num_key_heads", "31", "16", "correct"):
         read_architecture(folder(tmp_path, **{**given, "linear_num_value_heads": 31}), tensor_parallel=1)

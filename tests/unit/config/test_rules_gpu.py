@@ -181,3 +181,13 @@ def test_settings_that_a_sequence_mixer_refuses(load: Load, tmp_path: Path, monk
     assert list(model_gpu_rules(run, CPU)) == []
     assert packing_of(run, on_gpu=True) == (False, why)
     assert not micro_batch_limits(run, on_gpu=False).share_prompts
+
+
+def test_context_parallel_ranks_divide_the_heads_of_delta_nets(load: Load, tmp_path: Path) -> None:
+    given = f"pretrained_checkpoint.restore_from_path={make_checkpoint(tmp_path / 'model', 'qwen3_5_text')}"
+    layouts = {(1, 2): "", (1, 4): "2 heads", (2, 2): "1 heads"}  # tensor- and context-parallel size: heads of a rank
+    for (tensor, context), heads in layouts.items():
+        sizes = (f"model.tensor_model_parallel_size={tensor}", f"model.context_parallel_size={context}")
+        found = list(model_gpu_rules(ResolvedRun.of(load(given, *sizes, f"trainer.devices={tensor * context}")), CPU))
+        expected = Message("model.context_parallel_size", "must divide", f"the {heads}", "qwen3_5_text", f"got {context}", "use")
+        assert [str(error) for error in found] == [expected] * bool(heads)
