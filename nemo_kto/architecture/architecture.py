@@ -208,7 +208,7 @@ def read_architecture(
     from transformers import AutoConfig
 
     try:
-        if fields.get("model_type") in family.aliases:
+        if not family.text_type and fields.get("model_type") in family.aliases:
             config = AutoConfig.for_model(family.name, **{name: fields[name] for name in fields if name != "model_type"})
         else:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -85,7 +85,7 @@ def _text_model(config: Mapping[str, Any], rows: Sequence[Family]) -> tuple[Fami
     if not isinstance(text, dict):
         got = "none" if text is None else show(text)
         raise ValueError(f"text_config must be an object with the text model of {rows[0].name}, got {got}; {_REMEDY}")
-    types = {row.text_type: row for row in rows}
+    types = {kind: row for row in rows for kind in (row.text_type, *row.aliases)}
     if (kind := text.get("model_type")) not in types:
         wanted = f"{either([*types])} for {rows[0].hf_architecture}"
         raise ValueError(f"model_type in text_config must be {wanted}, got {show(kind)}; {_REMEDY}")
@@ -111,7 +111,8 @@ def _why_unknown(config: Mapping[str, Any], hf_architecture: str) -> str:
 
 def _refuse_unsupported(config: Mapping[str, Any], text: Mapping[str, Any], family: Family) -> None:
     """Raise a ValueError for features that are not supported, of a whole configuration or the fields of its text model."""
-    if (kind := config.get("model_type")) not in (family.name, *family.aliases):
+    aliases = () if family.text_type else family.aliases
+    if (kind := config.get("model_type")) not in (family.name, *aliases):
         raise ValueError(f"model_type must be {family.name!r} for {family.hf_architecture}, got {kind!r}; {_REMEDY}")
     quantization = read_quantization(config)
     if quantization is not None and quantization.method == "mxfp4" and not family.mxfp4:

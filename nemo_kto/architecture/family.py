@@ -151,7 +151,8 @@ class Family:
     name: str  # ``model_type`` in the configuration file
     hf_architecture: str  # entry of ``architectures`` in the configuration file
     published: str  # names of published models
-    aliases: tuple[str, ...] = ()  # other values of ``model_type`` for the same models, unknown to transformers
+    # other values of ``model_type``, or of that of the text model, for the same models, unknown to transformers
+    aliases: tuple[str, ...] = ()
     mappings: tuple[ParamMapping, ...]
     fields: type[ModelFields] = ModelFields  # fields of the configuration file with their types and constraints
     # Flag of ``Architecture`` (qkv_bias, qk_norm, post_norm, ...) -> field of the configuration that sets it, or a constant.

@@ -500,6 +500,19 @@ MULTIMODAL = {
         },
         {**_VISION, "model_type": "pixtral", "head_dim": 16},
     ),
+    "kimi-k2.5": _wrapped(
+        "kimi_k25",
+        {
+            **{name: value for name, value in _DEEPSEEK.items() if name not in ("num_hidden_layers", *_NO_TOKENS)},
+            "model_type": "deepseek_v3",
+            "head_dim": 4,
+            "q_lora_rank": 24,
+        },
+        {**_VISION, "hidden_size": 32, "pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 1},
+        projection_hidden_size=32,
+        tie_word_embeddings=False,
+        image_token_id=256,
+    ),
     "llama4-vision": _wrapped(
         "llama4",
         {**_LLAMA4, "intermediate_size_mlp": 40, "interleave_moe_layer_step": 1, "no_rope_layers": [1, 0]},
@@ -573,8 +586,12 @@ def write_models(names: Iterable[str], root: Path) -> dict[str, Path]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder's safetensors files."""
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    """All tensors of a folder's safetensors files.
+
+    transformers names the text layers of Kimi K2.5 as if they were blocks of its vision tower; published files do not.
+    """
+    found = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {name.replace("language_model.model.blocks.", "language_model.model.layers."): found[name] for name in found}
 
 
 def peft_model(folder: Path, settings: LoRASettings) -> Any:

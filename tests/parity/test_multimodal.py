@@ -35,10 +35,10 @@ LAYOUTS = {
     "pp2": (Layout(pipeline=2), ("gemma3-vision", "mistral3-ministral", "qwen3-vl", "older/mistral3", "flat/qwen2.5-vl")),
     "ep2": (
         Layout(expert=2),
-        ("llama4-vision", "qwen3.5-moe", "older/qwen3-vl-moe", "joined/qwen3.5-moe", "mistral3-latents"),
+        ("llama4-vision", "qwen3.5-moe", "older/qwen3-vl-moe", "joined/qwen3.5-moe", "mistral3-latents", "kimi-k2.5"),
     ),
 }
-UNTRAINED = ("vision", "multi_modal", "visual")  # of the names that transformers writes, after "model."
+UNTRAINED = ("vision", "multi_modal", "mm_projector", "visual")  # of the names that transformers writes, after "model."
 FACTOR = 0.5  # exact in any dtype
 IMAGE = 256  # a token that stands for a part of an image
 
@@ -87,8 +87,10 @@ def with_images(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     config.update({"image_token_id": IMAGE, "image_token_index": IMAGE})
     towers = ("vision_tower", "vision_model", "visual")
     tower = next(module for name, module in model.named_modules() if name.endswith(towers))
-    if hasattr(config.vision_config, "temporal_patch_size"):  # Qwen: 16 patches of two frames give four tokens
-        patches = torch.randn(32, 6 * config.vision_config.patch_size**2, generator=draw)
+    if config.model_type.startswith(("qwen", "kimi")):  # 16 patches, of Qwen with two frames, give four tokens
+        size = config.vision_config.patch_size
+        of_patch = (3, size, size) if config.model_type == "kimi_k25" else (6 * size**2,)
+        patches = torch.randn(32, *of_patch, generator=draw)
         images: dict[str, Any] = {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
         tokens[:, 2:6] = tokens[:, 9:13] = IMAGE
         if "mm_token_type_ids" in signature(model.forward).parameters:
@@ -113,6 +115,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> hf_models.LazyFolders:
         kind, _, plain = name.rpartition("/")
         if not kind:
             hf_models.write_model(plain, root / plain)
+            if plain == "kimi-k2.5":
+                store(root / plain, weights(root / plain))  # with the published names of the layers
             return root / plain
         folder = root / f"{kind}-{plain}"
         shutil.copytree(of_models[plain], folder)

@@ -91,6 +91,18 @@ DEEPSEEK_V2 = replace(
     untrained={},
     mixers=_v2_mixers,
 )
+# its text model may be called kimi_k2, and transformers has another name of the class
+KIMI_K25 = replace(
+    DEEPSEEK_V3,
+    name="kimi_k25",
+    hf_architecture="KimiK25ForConditionalGeneration",
+    published="Kimi K2.5, K2.6, K2.7",
+    text_type=DEEPSEEK_V3.name,
+    **{**LLAVA, "untrained": {"vision tower": r"(model\.)?vision_tower\.", "projector": r"(model\.)?mm_projector\."}},
+)
+KIMI_K25_OF_TRANSFORMERS = replace(
+    KIMI_K25, hf_architecture="Kimi_K25ForConditionalGeneration", published="Kimi K2.5, as transformers writes it"
+)
 # experts are joined; queries grow with the position; published in the place of Mistral 3's text model
 MISTRAL4 = replace(
     DEEPSEEK_V3,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,12 @@ def test_latent_attention(tmp_path: Path) -> None:
     assert read.unsupported_by_te == ("latent attention",)
     # published under another name, which transformers does not know
     assert read_architecture(folder(tmp_path, **{**LATENT, "model_type": "kimi_k2"}), tensor_parallel=3) == read
+    text = {key: value for key, value in {**BASE, **LATENT}.items() if key != "architectures"}
+    for name, kind in (("KimiK25ForConditionalGeneration", "kimi_k2"), ("Kimi_K25ForConditionalGeneration", "deepseek_v3")):
+        given = {"architectures": [name], "model_type": "kimi_k25", "text_config": {**text, "model_type": kind}}
+        of_images = read_architecture(folder(tmp_path, **given, tie_word_embeddings=False), tensor_parallel=3)
+        assert of_images.family.text_type
+        assert replace(of_images, family=read.family) == read
     (mixer,) = {*read_architecture(folder(tmp_path, **{**LATENT, "q_lora_rank": None}), tensor_parallel=1).mixers}
     assert mixer.kind == "latent attention with direct queries"
     lite = {**LATENT, "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"}
