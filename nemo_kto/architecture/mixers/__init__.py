@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nemo_kto.architecture.mixers.gated_delta_net import GatedDeltaNet
 from nemo_kto.architecture.mixers.latent_attention import LatentAttention
+from nemo_kto.architecture.mixers.mamba2 import Mamba2
 from nemo_kto.architecture.mixers.mixer import AttentionWindow, LinearLayer, SequenceMixer
 from nemo_kto.architecture.mixers.saving import Saving
 from nemo_kto.architecture.mixers.softmax_attention import SOFTMAX_ATTENTION, SoftmaxAttention
@@ -14,6 +15,7 @@ __all__ = [
     "GatedDeltaNet",
     "LatentAttention",
     "LinearLayer",
+    "Mamba2",
     "Saving",
     "SequenceMixer",
     "SoftmaxAttention",
