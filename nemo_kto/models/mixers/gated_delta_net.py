@@ -34,15 +34,15 @@ class DeltaNet(RecurrentMixer):
 
     def __init__(
         self,
+        *,
         config: TransformerConfig,
         layer_number: int,
-        *,
         mixer: GatedDeltaNet,
         **_: object,  # those of attention
     ) -> None:
         sizes, heads = mixer.sizes, mixer.padded_heads(config.tensor_model_parallel_size)
         rows, columns = sizes["delta_qkvz_group"] + sizes["delta_ba_group"], sizes["delta_z_group"]
-        super().__init__(config, layer_number, groups=heads, rows=rows, columns=columns)
+        super().__init__(config=config, layer_number=layer_number, groups=heads, rows=rows, columns=columns)
         self.mixer = mixer
         self.add_parameter("convolution", self.groups * sizes["delta_qkv_group"], 1, mixer.kernel)
         for name in ("decay_log", "step_bias"):

@@ -36,15 +36,17 @@ class Mamba2Mixer(RecurrentMixer):
 
     def __init__(
         self,
+        *,
         config: TransformerConfig,
         layer_number: int,
-        *,
         mixer: Mamba2,
         **_: object,  # those of attention
     ) -> None:
         sizes, groups = mixer.sizes, mixer.padded_groups(config.tensor_model_parallel_size)
         inner, convolved = sizes["mamba_inner_group"], sizes["mamba_convolved_group"]
-        super().__init__(config, layer_number, groups=groups, rows=sizes["mamba_in_group"], columns=inner)
+        super().__init__(
+            config=config, layer_number=layer_number, groups=groups, rows=sizes["mamba_in_group"], columns=inner
+        )
         self.mixer = mixer
         self.add_parameter("convolution", self.groups * convolved, 1, mixer.kernel)
         self.add_parameter("convolution_bias", self.groups * convolved)

@@ -27,7 +27,7 @@ class RecurrentMixer(MegatronModule):
     two projections is computed again in the backward pass, so that only the projections are kept.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, *, groups: int, rows: int, columns: int) -> None:
+    def __init__(self, *, config: TransformerConfig, layer_number: int, groups: int, rows: int, columns: int) -> None:
         """Build the projections.
 
         Args:
