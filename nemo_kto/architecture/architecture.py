@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_kto.architecture.config_file import CONFIG, read_config_file
 from nemo_kto.architecture.families import Experts, Family, Temperature
 from nemo_kto.architecture.family import Windows
-from nemo_kto.architecture.mixers import SequenceMixer
+from nemo_kto.architecture.mixers import NO_MIXER, SequenceMixer
 from nemo_kto.architecture.param_mapping import Layers, ParamMapping
 from nemo_kto.architecture.rope import Rope, read_rope
 from nemo_kto.errors import UserError
@@ -104,7 +104,7 @@ class Architecture:
     @property
     def norms(self) -> int:
         """Number of norms of a hidden state in a layer."""
-        return 1 if self.parallel else 2 * (self.pre_norm + self.post_norm)
+        return 1 if self.parallel or self.family.one_part else 2 * (self.pre_norm + self.post_norm)
 
     @property
     def activation(self) -> str:
@@ -115,6 +115,19 @@ class Architecture:
     def sparse_layers(self) -> tuple[bool, ...]:
         """Whether each layer has experts."""
         return (False,) * self.num_layers if self.experts is None else self.experts.layers
+
+    @cached_property
+    def layers_with(self) -> dict[Layers, tuple[bool, ...]]:
+        """Whether each layer is of one of these kinds."""
+        mixing = tuple(mixer != NO_MIXER for mixer in self.mixers)
+        feed_forward = tuple(not (self.family.one_part and mixes) for mixes in mixing)
+        return {
+            Layers.ALL: (True,) * self.num_layers,
+            Layers.DENSE: tuple(has and not sparse for has, sparse in zip(feed_forward, self.sparse_layers, strict=True)),
+            Layers.SPARSE: self.sparse_layers,
+            Layers.MIXING: mixing,
+            Layers.FEED_FORWARD: feed_forward,
+        }
 
     def instances(
         self, mapping: ParamMapping, layers: Iterable[int], *, experts: int | None = None
@@ -130,9 +143,9 @@ class Architecture:
             yield {}
             return
         number = self.sizes["experts"] if experts is None else experts
-        wanted = {Layers.ALL: (False, True), Layers.DENSE: (False,), Layers.SPARSE: (True,)}[mapping.layers]
+        has = self.layers_with[mapping.layers]
         for layer in layers:
-            if self.sparse_layers[layer] not in wanted or mapping.mixer not in ("", self.mixers[layer].kind):
+            if not has[layer] or mapping.mixer not in ("", self.mixers[layer].kind):
                 continue
             if mapping.of_expert:
                 yield from ({"layer": layer, "expert": expert} for expert in range(number))
@@ -233,12 +246,8 @@ def _architecture(
     config: PretrainedConfig, family: Family, *, tied: bool, tensor_parallel: int, expert_tensor_parallel: int
 ) -> Architecture:
     heads, experts = config.num_attention_heads, None if family.experts is None else family.experts.read(config)
-    width: int = getattr(config, family.dense_width)
-    if experts is None or not all(experts.layers):
-        _check_width(family.dense_width, width, "tensor-parallel", tensor_parallel)
-    if experts is not None:
-        _check_width("the width of an expert", experts.ffn_hidden_size, "expert-tensor-parallel", expert_tensor_parallel)
-        _check_width("the width of the shared expert", experts.shared_ffn_hidden_size, "tensor-parallel", tensor_parallel)
+    if experts is not None and not any(experts.layers):
+        experts = None
     flags = {
         flag: bool(getattr(config, source, False)) if isinstance(source, str) else source
         for flag, source in family.flags.items()
@@ -255,21 +264,23 @@ def _architecture(
         for name, source in family.numbers.items()
     }
     rotates, values = family.rotates(config), config.to_dict()
-    ropes = [read_rope(family.rope(values, "full_attention"), partial=family.partial_rotary)]
+    ropes = [Rope(frequencies=())]
+    if not family.no_rope:
+        ropes = [read_rope(family.rope(values, "full_attention"), partial=family.partial_rotary)]
     if family.local_rope:
         ropes.append(read_rope(family.rope(values, "sliding_attention")))
     # An attention factor can be part of the softmax scale only if all layers are alike, because the scale is the same in
     # all layers; otherwise it is applied to cosines and sines. A norm after the rotation would cancel it in the scale.
     if family.local_rope or not all(rotates) or flags.get("rotated_norm") or flags.get("qk_norm_after_rope"):
         ropes = [replace(rope, factor_in_table=rope.attention_factor != 1.0) for rope in ropes]
-    return Architecture(
+    architecture = Architecture(
         family=family,
         tensor_parallel=tensor_parallel,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         num_attention_heads=heads,
         num_query_groups=getattr(config, "num_key_value_heads", None) or heads,
-        ffn_hidden_size=width,
+        ffn_hidden_size=getattr(config, family.dense_width),
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         norm_epsilon=getattr(config, family.norm_epsilon),
@@ -285,6 +296,18 @@ def _architecture(
         **flags,
         **numbers,
     )
+    _check_widths(architecture)
+    return architecture
+
+
+def _check_widths(architecture: Architecture) -> None:
+    experts, ranks = architecture.experts, architecture.tensor_parallel
+    if any(architecture.layers_with[Layers.DENSE]):
+        _check_width(architecture.family.dense_width, architecture.ffn_hidden_size, "tensor-parallel", ranks)
+    if experts is not None:
+        of_experts = architecture.expert_tensor_parallel
+        _check_width("the width of an expert", experts.ffn_hidden_size, "expert-tensor-parallel", of_experts)
+        _check_width("the width of the shared expert", experts.shared_ffn_hidden_size, "tensor-parallel", ranks)
 
 
 def _check_width(name: str, width: int, kind: str, ranks: int) -> None:

@@ -72,7 +72,7 @@ class ExpertFields:
     scale: str = ""
     least_sum: str = ""
     sparse_layers: str = ""  # numbers of the layers with experts, from 0; if absent, these follow from the next two
-    layer_kinds: str = ""  # ``sparse`` or ``dense`` for each layer; if absent, these follow from the others
+    layer_kinds: str = ""  # of each layer, ``sparse`` or ``moe`` if it has experts; if absent, this follows from the others
     sparse_step: str = ""  # s if every s-th layer has experts
     dense_layers: str = ""  # numbers of layers without experts, from 0
     first_layer: str = ""  # number of the first layer with experts, from 0, and of the last one; -1: no limit
@@ -123,7 +123,7 @@ class ExpertFields:
         if (listed := config.get(self.sparse_layers)) is not None:
             return {layer for layer in listed if layer < num_layers}
         if (kinds := config.get(self.layer_kinds)) is not None:
-            return {layer for layer, kind in enumerate(kinds[:num_layers]) if kind == "sparse"}
+            return {layer for layer, kind in enumerate(kinds[:num_layers]) if kind in ("sparse", "moe")}
         step, dense = config.get(self.sparse_step, 1), config.get(self.dense_layers) or ()
         first, last = config.get(self.first_layer) or 0, config.get(self.last_layer, -1)
         layers = range(first, num_layers if last == -1 else min(last + 1, num_layers))
@@ -166,6 +166,9 @@ class Family:
     # Field with the number of tokens that a layer attends to, with the current one, and the type in ``layer_types`` of the
     # layers to which it applies, empty for all layers.
     window: tuple[str, str] = ("", "")
+    one_part: bool = False  # a layer has either a sequence mixer or an MLP (or experts), with one norm
+    gated_mlp: bool = True  # MLPs are down(activation(gate) * up), else down(activation(up))
+    no_rope: bool = False  # no layer has RoPE
     no_rope_layers: bool = False  # the configuration names layers without RoPE
     rope_in_windows: bool = False  # if some layers have a window, the others have no RoPE
     interleaved_rotary: bool = False  # neighbouring channels of a head are rotated together, not channels half a head apart
@@ -191,6 +194,8 @@ class Family:
     joined: tuple[ParamMapping, ...] = ()
     either_order: bool = False  # files may have the matrices of joined experts transposed
     experts: ExpertFields | None = None  # None for a dense family
+    # Fields of config.json with their current names, also for older files; ValueError if they contradict each other.
+    renewed: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     # Sequence mixer of each layer.
     mixers: Callable[[PretrainedConfig], tuple[SequenceMixer, ...]] = lambda config: (
         (SOFTMAX_ATTENTION,) * config.num_hidden_layers
@@ -205,6 +210,11 @@ class Family:
     def chunked(self) -> bool:
         """Whether a window does not slide, but is the chunk of the sequence that contains the token."""
         return self.window == CHUNKED_LAYERS
+
+    def experts_of(self, config: Mapping[str, Any]) -> ExpertFields | None:
+        """Return the fields of experts for the fields of a config.json; None if no layer has experts."""
+        fields, layers = self.experts, config.get("num_hidden_layers")
+        return fields if fields is None or layers is None or fields.layers(config, layers) else None
 
     def windows(self, config: PretrainedConfig) -> Windows:
         """Return the number of tokens that each layer attends to, with the current one; None for all previous tokens.
@@ -228,6 +238,8 @@ class Family:
         """Return whether each layer has RoPE; despite its name, ``no_rope_layers`` has a 1 for each that has it."""
         if self.rope_in_windows and any(windows := self.windows(config)):
             return tuple(window is not None for window in windows)
+        if self.no_rope:
+            return (False,) * config.num_hidden_layers
         marks = config.no_rope_layers if self.no_rope_layers else [1] * config.num_hidden_layers
         return tuple(map(bool, marks[: config.num_hidden_layers]))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.families import FAMILIES, Family
-from nemo_kto.architecture.mixers import GatedDeltaNet, LatentAttention, SoftmaxAttention
+from nemo_kto.architecture.mixers import GatedDeltaNet, LatentAttention, Mamba2, SoftmaxAttention
 from nemo_kto.architecture.param_mapping import Layers, ParamMapping, Split
 from nemo_kto.architecture.segments import source_shapes, split_dimension
 
@@ -16,10 +16,10 @@ from nemo_kto.architecture.segments import source_shapes, split_dimension
 _ATTENTION, _MLP = (*SoftmaxAttention.lora_inputs, *SoftmaxAttention.lora_outputs), ("gate_proj", "up_proj", "down_proj")
 # layers of sequence mixers before and after the mixing, except those that have the names of softmax attention
 _OTHER_INPUTS, _OTHER_OUTPUTS = (
-    tuple(name for name in names if name not in _ATTENTION)
+    tuple(dict.fromkeys(name for name in names if name not in _ATTENTION))
     for names in (
-        (*GatedDeltaNet.lora_inputs, *LatentAttention.lora_inputs),
-        (*GatedDeltaNet.lora_outputs, *LatentAttention.lora_outputs),
+        (*GatedDeltaNet.lora_inputs, *LatentAttention.lora_inputs, *Mamba2.lora_inputs),
+        (*GatedDeltaNet.lora_outputs, *LatentAttention.lora_outputs, *Mamba2.lora_outputs),
     )
 )
 OTHER_MIXERS = (*_OTHER_INPUTS, *_OTHER_OUTPUTS)
@@ -119,9 +119,10 @@ def linear_modules(family: Family, *, has_dense_layers: bool = True) -> tuple[st
 
 def modules_of(target: str, family: Family) -> set[str]:
     """Return the linear layers that a family must have for a target module; a group of NeMo's spans sequence mixers."""
-    modules = set(NEMO_TARGETS.get(target, (target,)))
-    is_latent = "kv_b_proj" in linear_modules(family)
-    return modules - {*SoftmaxAttention.lora_inputs} if is_latent and target in NEMO_TARGETS else modules
+    if target not in NEMO_TARGETS:
+        return {target}
+    absent = {*SoftmaxAttention.lora_inputs} if "kv_b_proj" in linear_modules(family) else set[str]()
+    return {*NEMO_TARGETS[target]} - absent - ({"gate_proj"} if not family.gated_mlp else set())
 
 
 def with_other_mixers(targets: Sequence[str], family: Family) -> tuple[str, ...]:

@@ -17,6 +17,8 @@ class Layers(Enum):
     ALL = "every layer, or it lies outside of the layers"
     DENSE = "layers with one MLP"
     SPARSE = "layers with experts"
+    MIXING = "layers with a sequence mixer"
+    FEED_FORWARD = "layers with an MLP or experts"
 
 
 class Split(Enum):
@@ -31,6 +33,7 @@ class Split(Enum):
     HEAD_NUMBERS = "a number for each query head, padded with zeros; cut by heads"
     GATED = "on each rank: its rows of the gate, then its rows of the up projection"
     INTERLEAVED = "as gated; in the file each row of the gate stands before the row of the up projection it belongs to"
+    COLUMN_PARALLEL = "the weight of a column-parallel layer: cut along its output, by rows"
     ROW_PARALLEL = "the weight of a row-parallel layer: cut along its input, by columns"
     STACKED = "one weight under the other; every rank holds all of it"
 

@@ -105,8 +105,8 @@ def _segments(mapping: ParamMapping, architecture: Architecture) -> list[Segment
         return _padded(sizes["heads"], architecture.padded_attention_heads)
     if mapping.split in (Split.GROUPS, Split.GROUP_COLUMNS):
         return _grouped([(source, sizes[length]) for source, length in mapping.parts], sizes[mapping.groups], architecture)
-    if mapping.split is Split.ROW_PARALLEL:
-        width = source_shapes(mapping, architecture)[0][1]
+    if mapping.split in (Split.COLUMN_PARALLEL, Split.ROW_PARALLEL):
+        width = source_shapes(mapping, architecture)[0][mapping.split is Split.ROW_PARALLEL]
         return _padded(width, width)
     if mapping.split in (Split.GATED, Split.INTERLEAVED):
         ranks = range(shards(mapping, architecture))

@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import EMBEDDING, LoRASettings, adapted_mappings, hf_module
 from nemo_kto.architecture.mixers import AttentionWindow
-from nemo_kto.architecture.param_mapping import ParamMapping, Split
+from nemo_kto.architecture.param_mapping import Layers, ParamMapping, Split
 from nemo_kto.architecture.segments import source_shapes, split_dimension
 from nemo_kto.models.engine.sequences import SequenceBatch
 
@@ -46,7 +46,8 @@ def blocks_of(
     mixture = (EXPERTS, SHARED_EXPERTS) if shared else (EXPERTS,)
     for layer in layers:
         selected = adapters is not None and (adapters.layers is None or layer + 1 in adapters.layers)
-        for names in ((MIXER,), mixture if architecture.sparse_layers[layer] else (MLP,)):
+        mlp = (MLP,) if architecture.layers_with[Layers.DENSE][layer] else ()
+        for names in ((MIXER,), mixture if architecture.sparse_layers[layer] else mlp):
             found = [
                 tuple(each for each in adapted[name] if selected and any(architecture.instances(each, [layer])))
                 for name in names
@@ -167,17 +168,18 @@ def _attention(architecture: Architecture, blocks: Sequence[Block], *, backward:
 
 def _base_products(architecture: Architecture, block: Block) -> Iterator[_Product]:
     """Yield the products with a block's weights: query, key, value (gate, up, router), then attention output (down)."""
-    hidden, experts = architecture.hidden_size, architecture.experts
+    hidden, experts, inputs = architecture.hidden_size, architecture.experts, 1 + architecture.family.gated_mlp
     if block.name == MIXER:
         first, last = architecture.mixers[block.layer].products(architecture)
     elif block.name == MLP or experts is None:
-        first, last = 2 * hidden * architecture.ffn_hidden_size, hidden * architecture.ffn_hidden_size
+        last = hidden * architecture.ffn_hidden_size
+        first = inputs * last
     elif block.name == SHARED_EXPERTS:
         last = hidden * experts.shared_ffn_hidden_size
-        first = 2 * last + hidden * experts.shared_gate
+        first = inputs * last + hidden * experts.shared_gate
     else:
         last = experts.per_token * hidden * experts.ffn_hidden_size
-        first = 2 * last + hidden * experts.number
+        first = inputs * last + hidden * experts.number
     yield _Product(2 * first, block.name != MIXER, block.enters)
     yield _Product(2 * last, block.name != MIXER, block.inside)
 

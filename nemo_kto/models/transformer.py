@@ -17,16 +17,17 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from nemo_kto.architecture.architecture import Architecture
+from nemo_kto.architecture.param_mapping import Layers
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.device.kernels import compiles, fused_rope
-from nemo_kto.models.layers.gated_activation import ClampedSwiGLU, GeGLU, SwiGLU
+from nemo_kto.models.layers.gated_activation import ClampedSwiGLU, GeGLU, SquaredReLU, SwiGLU
 from nemo_kto.models.layers.linear import with_bias
 from nemo_kto.models.layers.moe import BalancedRouter, BiasedExpertOutput, BiasedRouter, CorrectedRouter
 from nemo_kto.models.layers.norm import TorchLayerNorm, TorchNorm
@@ -63,7 +64,7 @@ def transformer_config(
         attention_output_gate=architecture.output_gate,
         add_bias_linear=architecture.mlp_bias,
         add_qkv_bias=architecture.qkv_bias,
-        gated_linear_unit=True,
+        gated_linear_unit=architecture.family.gated_mlp,
         hetereogenous_dist_checkpoint=len(set(architecture.mixers)) > 1,  # a parameter is then not in every layer
         activation_func=F.silu,
         window_size=(windows[0] - 1, 0) if windows else None,
@@ -150,12 +151,16 @@ def block_spec(
     """
     first = get_transformer_layer_offset(config, vp_stage)
     layers = slice(first, first + get_num_layers_to_build(config, vp_stage))
-    kinds = list(zip(architecture.mixers[layers], architecture.sparse_layers[layers], strict=True))
+    with_mlp = architecture.layers_with[Layers.FEED_FORWARD]
+    kinds = list(zip(architecture.mixers[layers], architecture.sparse_layers[layers], with_mlp[layers], strict=True))
     specs = {}
-    for mixer, sparse in set(kinds):
-        specs[mixer, sparse] = layer = _layer_spec(architecture, config, use_te=use_te, sparse=sparse)
+    for mixer, sparse, has_mlp in set(kinds):
+        specs[mixer, sparse, has_mlp] = layer = _layer_spec(architecture, config, use_te=use_te, sparse=sparse)
         settings = {"use_te": use_te, "share_prompts": share_prompts, "attn_mask_type": attn_mask_type}
         MODULES[type(mixer)](layer, mixer, architecture, **settings)
+        if not has_mlp:
+            layer.submodules.pre_mlp_layernorm = layer.submodules.mlp = IdentityOp
+            layer.submodules.mlp_bda = IdentityFuncOp
     norm: Any = TorchLayerNorm if architecture.layer_norm else TorchNorm
     if use_te:
         from megatron.core.extensions.transformer_engine import TENorm
@@ -203,7 +208,7 @@ def _use_torch_modules(layer: ModuleSpec, architecture: Architecture) -> None:
         layer.module = PostNormLayer
     if architecture.parallel:
         layer.module = ParallelLayer
-    activation: type | ModuleSpec = SwiGLU if architecture.activation == "silu" else GeGLU
+    activation: type | ModuleSpec = {"silu": SwiGLU, "relu2": SquaredReLU}.get(architecture.activation, GeGLU)
     if architecture.swiglu_limit is not None:
         settings = {"alpha": architecture.swiglu_alpha, "limit": architecture.swiglu_limit}
         activation = ModuleSpec(module=ClampedSwiGLU, params=settings)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from nemo_kto.architecture.lora import EMBEDDING, has_adaptable_experts
 from nemo_kto.architecture.mixers import LinearLayer, Saving, SequenceMixer
 from nemo_kto.architecture.mixers.saving import FP32
+from nemo_kto.architecture.param_mapping import Layers
 
 # Bytes per token that a router saves. For each expert: its probability in fp32 and whether it was chosen, both again to send
 # tokens back. For each choice: its weight, the index of the token, and the token's position among those of the expert.
@@ -41,7 +42,7 @@ class Activations(Saving):
         saved = sum(share * mixer.saved_bytes(self, core=core) for mixer, share in self._mixers())
         saved += self._norms() + self._adapter_inputs(recomputed)
         if "mlp" in recomputed:  # its input is saved, whether or not the gradient of a weight needs it
-            return saved + self.layer_input()
+            return saved + self._share(Layers.FEED_FORWARD) * self.layer_input()
         return saved + self._mean(self._dense_mlp(), self._experts())
 
     def layer_input(self) -> float:
@@ -71,9 +72,10 @@ class Activations(Saving):
         """Return the bytes per token of temporaries that exist at the same time in the backward pass of a layer.
 
         For an MLP: the gradients of the product of activated gate and up projection and of both projections, and the
-        activated gate. Those of a sequence mixer, if that is more.
+        activated gate; two of them without a gate. Those of a sequence mixer, if that is more.
         """
-        mlp = self.element_bytes * 4 * max(self._ffn() if self._dense() else 0, self._chosen_ffn(), self._shared_ffn())
+        values, dense = 2 * self._inputs(), self._share(Layers.DENSE)
+        mlp = self.element_bytes * values * max(self._ffn() if dense else 0, self._chosen_ffn(), self._shared_ffn())
         return max(mlp, *(mixer.backward_bytes(self) for mixer in set(self.architecture.mixers)))
 
     def embedding(self) -> int:
@@ -99,13 +101,17 @@ class Activations(Saving):
         mixers = self.architecture.mixers
         yield from ((mixer, count / len(mixers)) for mixer, count in Counter(mixers).items())
 
-    def _dense(self) -> float:
-        """Return the fraction of layers with one dense MLP."""
-        return self.architecture.sparse_layers.count(False) / self.architecture.num_layers
+    def _share(self, kind: Layers) -> float:
+        """Return the fraction of layers of a kind."""
+        return self.architecture.layers_with[kind].count(True) / self.architecture.num_layers
 
     def _mean(self, dense: float, sparse: float) -> float:
         """Return the mean over all layers of a value for layers with a dense MLP and a value for layers with experts."""
-        return self._dense() * dense + (1 - self._dense()) * sparse
+        return self._share(Layers.DENSE) * dense + self._share(Layers.SPARSE) * sparse
+
+    def _inputs(self) -> int:
+        """Return the number of an MLP's projections of its input: gate and up projection, or only the latter."""
+        return 1 + self.architecture.family.gated_mlp
 
     def _ffn(self) -> float:
         return self.architecture.ffn_hidden_size / self.architecture.tensor_parallel
@@ -137,17 +143,17 @@ class Activations(Saving):
             return 0.0
         hidden, keeps_product = self.hidden, self.keeps_input("down_proj")
         trained = self.adapters is None or has_adaptable_experts(self.architecture.family)
-        saved = (2 + (not experts.weighs_input) + (trained and keeps_product)) * self._chosen_ffn() + hidden
+        saved = (self._inputs() + (not experts.weighs_input) + (trained and keeps_product)) * self._chosen_ffn() + hidden
         copies = experts.weighs_input + (trained and self.keeps_input("gate_proj", "up_proj"))
         saved += self._copies() * self.architecture.hidden_size * copies
         of_router = _EXPERT_BYTES * experts.number + _CHOICE_BYTES * experts.per_token
         if shared := self._shared_ffn():
-            saved += (2 + keeps_product) * shared + hidden * experts.shared_gate
+            saved += (self._inputs() + keeps_product) * shared + hidden * experts.shared_gate
         return self.element_bytes * saved + of_router * hidden / self.architecture.hidden_size
 
     def _dense_mlp(self) -> float:
         ffn = self._ffn()
-        saved = 2 * ffn + ffn * self.keeps_input("down_proj")  # gate and up projection, and the down projection's input
+        saved = (self._inputs() + self.keeps_input("down_proj")) * ffn  # projections, and the down projection's input
         is_saved = self.architecture.parallel and self.keeps_input("q_proj", "k_proj", "v_proj")  # the same as attention's
         return self.element_bytes * (saved + self.hidden * (self.keeps_input("gate_proj", "up_proj") and not is_saved))
 
@@ -185,8 +191,9 @@ class Activations(Saving):
         products = self._mean(1, copies + (shared > 0))
         # a product for each copy of a token, a matrix for each expert of this rank, and DoRA only on the shared expert
         experts = adaptable * sizes["expert_ffn"] * sizes["experts"] / self.expert_parallel + shared
-        gated = 2 * self._mean(self._ffn(), shared)
+        names, inner = ("gate_proj", "up_proj")[-self._inputs() :], self._inputs() * self._mean(self._ffn(), shared)
         inputs = self._mean(hidden, copies * width + hidden * (shared > 0))
-        first = LinearLayer(("gate_proj", "up_proj"), inputs, gated, gated)
+        first = LinearLayer(names, inputs, inner, inner)
         last = LinearLayer(("down_proj",), self._mean(self._ffn(), chosen + shared), width, hidden)
-        return _Adapted(first, 2 * products, 2 * self._mean(self._ffn(), experts)), _Adapted(last, products, width)
+        rows = self._inputs() * self._mean(self._ffn(), experts)
+        return _Adapted(first, self._inputs() * products, rows), _Adapted(last, products, width)

@@ -11,6 +11,7 @@ from itertools import chain, product
 from typing import Any
 
 from nemo_kto.architecture.architecture import Architecture
+from nemo_kto.architecture.param_mapping import Layers
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.layout import expert_rules, mixer_rules, pipeline_rules, rank_rules
 from nemo_kto.config.schema import GPTConfig
@@ -459,7 +460,7 @@ def _is_possible(plan: Plan, run: ResolvedRun) -> bool:
         mixer_rules(run) if context > 1 else (),
     )
     is_long = context in (1, plan.training.context_parallel) or plan.training.micro_batch_width // (2 * context) >= _CHUNK
-    divides_mlps = all(architecture.sparse_layers) or architecture.ffn_hidden_size % tensor == 0
+    divides_mlps = not any(architecture.layers_with[Layers.DENSE]) or architecture.ffn_hidden_size % tensor == 0
     return is_long and tensor <= GPUS_PER_MACHINE and divides_mlps and not any(broken_rules)
 
 

@@ -36,6 +36,7 @@ from transformers import (
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
@@ -91,6 +92,11 @@ _DELTA_NET: dict[str, Any] = {
     **_SIZES, "initializer_range": 0.12,  # at 0.3 gated norms enlarge the rounding of transformers beyond the tolerance
     "head_dim": 16, "linear_num_key_heads": 3, "linear_num_value_heads": 9, "linear_key_head_dim": 12,
     "linear_value_head_dim": 16, "full_attention_interval": 2,
+}  # fmt: skip
+# two heads in each of three groups, which are padded at TP2; time steps of 0.3 and more, which no limit changes
+_MAMBA: dict[str, Any] = {
+    **_SIZES, **_NO_TOKENS, "initializer_range": 0.12, "head_dim": 16, "mamba_num_heads": 6, "n_groups": 3,
+    "mamba_head_dim": 8, "ssm_state_size": 12, "time_step_min": 1e-30, "time_step_max": 1.0, "time_step_floor": 0.3,
 }  # fmt: skip
 CONFIGS = {
     "deepseek-v3-dense": lambda: DeepseekV3Config(**{**_DEEPSEEK, "first_k_dense_replace": 4}, q_lora_rank=24),
@@ -154,6 +160,9 @@ CONFIGS = {
     ),
     "mistral-window": lambda: MistralConfig(**_SIZES, rope_parameters=_rope(1e5), sliding_window=7, head_dim=16),
     "mistral": lambda: MistralConfig(**_SIZES, rope_parameters=_rope(1e5), sliding_window=None),
+    "nemotron-h": lambda: NemotronHConfig(
+        **_MAMBA, layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"]
+    ),
     "olmo2": lambda: Olmo2Config(**_SIZES, rope_parameters=_rope(5e5), **_NO_TOKENS),
     "olmo2-tied-odd-heads-bias": lambda: Olmo2Config(
         **{**_SIZES, **_NINE_HEADS, "hidden_size": 36},
@@ -399,6 +408,17 @@ MIXTURES = {
     "mixtral": lambda: MixtralConfig(**_SIZES, rope_parameters=_rope(1e5), num_local_experts=4),
     "mixtral-window": lambda: MixtralConfig(
         **_SIZES, rope_parameters=_rope(1e5), num_local_experts=4, num_experts_per_tok=3, head_dim=16, sliding_window=7
+    ),
+    "nemotron-h-moe": lambda: NemotronHConfig(
+        **_MAMBA,
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=24,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.7,
     ),
     "qwen2-moe": lambda: Qwen2MoeConfig(
         **_SIZES, **_EXPERTS, rope_parameters=_rope(1e5), shared_expert_intermediate_size=24, mlp_only_layers=[1]

@@ -57,6 +57,11 @@ _DELTA_NET: dict[str, Any] = {  # three value heads for each of two key heads
     "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 12,
     "linear_value_head_dim": 8, "full_attention_interval": 2,
 }  # fmt: skip
+_MAMBA: dict[str, Any] = {  # three heads in each of two groups; time steps of 0.3 and more, which no limit changes
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "head_dim": 16,
+    "moe_shared_expert_intermediate_size": 48, "mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2,
+    "ssm_state_size": 12, "time_step_min": 1e-30, "time_step_max": 1.0, "time_step_floor": 0.3,
+}  # fmt: skip
 _FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"tie_word_embeddings": False, **_ROUTED, **_LATENT},
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
@@ -74,6 +79,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "ministral3": {"tie_word_embeddings": False, "head_dim": 16, "rope_parameters": _MINISTRAL3},
     "llama4_text": {"tie_word_embeddings": False, "head_dim": 8, **_LLAMA4},
     "mistral": {"tie_word_embeddings": False, "sliding_window": None},
+    "nemotron_h": {"tie_word_embeddings": False, **_ROUTED, **_MAMBA},
     "olmo2": {"tie_word_embeddings": False},
     "phi3": {"tie_word_embeddings": False, "partial_rotary_factor": 0.5},
     "qwen2": {"tie_word_embeddings": True},
@@ -156,15 +162,16 @@ def tiny_architecture(family: str, **changes: Any) -> Any:
     """An Architecture of two layers with six heads of size 2 in three groups; ``changes``: its other fields."""
     from nemo_kto.architecture.architecture import Architecture
     from nemo_kto.architecture.families import FAMILIES
-    from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION, GatedDeltaNet, LatentAttention, SequenceMixer
+    from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION, GatedDeltaNet, LatentAttention, Mamba2, SequenceMixer
     from nemo_kto.architecture.rope import Rope
 
     delta_net = GatedDeltaNet(key_heads=2, value_heads=4, key_dim=3, value_dim=2, kernel=4)
+    mamba = Mamba2(heads=4, groups=2, head_dim=3, state_dim=2, kernel=4, step_limits=(0.0, math.inf))
     latents = LatentAttention(
         heads=6, query_rank=5, key_value_rank=4, plain_dim=2, rotated_dim=2, value_dim=3, interleaved=True
     )
     kinds = {mapping.mixer for mapping in FAMILIES[family].mappings}
-    mixer: SequenceMixer = next((each for each in (delta_net, latents) if each.kind in kinds), SOFTMAX_ATTENTION)
+    mixer: SequenceMixer = next((each for each in (delta_net, latents, mamba) if each.kind in kinds), SOFTMAX_ATTENTION)
     sizes: dict[str, Any] = {
         "tensor_parallel": 1,
         "num_layers": 2,

@@ -1,13 +1,22 @@
-"""Llama 1 to 3.x and models like it: SmolLM 2 and 3, Seed-OSS, Granite, Mistral, Ministral 3, Mixtral, Phi 3 to 4."""
+"""Llama 1 to 3.x and models like it: SmolLM, Seed-OSS, Granite, Mistral, Ministral 3, Mixtral, MiniMax M2, Phi 3 to 4."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nemo_kto.architecture.config_fields import ABSENT, ModelFields, Positive
+from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, Positive
 from nemo_kto.architecture.family import SLIDING, SLIDING_LAYERS, ExpertFields, Family, Temperature
-from nemo_kto.architecture.mappings import DENSE, GATE_UP, LLAVA, renamed, separate_experts, with_experts
+from nemo_kto.architecture.mappings import (
+    DENSE,
+    GATE_UP,
+    LLAVA,
+    correction_bias,
+    renamed,
+    separate_experts,
+    with_experts,
+)
+from nemo_kto.architecture.mixers.softmax_attention import qk_norms
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -15,6 +24,10 @@ if TYPE_CHECKING:
 
 class SeedOssFields(ModelFields):
     attention_out_bias: bool = ABSENT
+
+
+class MiniMaxFields(ModelFields):
+    rotary_dim: Count = ABSENT
 
 
 class GraniteFields(ModelFields):
@@ -113,6 +126,23 @@ MIXTRAL = Family(
     module_names={"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
     window=SLIDING,
     experts=ExpertFields(),
+)
+# experts in every layer chosen by sigmoid scores, norms over all heads, a part of each head rotated
+MINIMAX_M2 = Family(
+    name="minimax_m2",
+    hf_architecture="MiniMaxM2ForCausalLM",
+    published="MiniMax-M2, M2.1, M2.5",
+    mappings=(
+        *MIXTRAL.mappings,
+        *qk_norms("query", "key_value"),
+        correction_bias("block_sparse_moe.e_score_correction_bias", "experts"),
+    ),
+    fields=MiniMaxFields,
+    module_names=MIXTRAL.module_names,
+    flags={"qk_norm": True, "all_heads_norm": True},
+    partial_rotary=True,
+    own_head_dim=True,
+    experts=ExpertFields(sigmoid=True, correction=(-1,), router_in_fp32=False),
 )
 # fused tensors, Mistral's window, and in some models a rotation of a part of each head
 PHI3 = Family(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from nemo_kto.architecture.mixers.gated_delta_net import GatedDeltaNet
 from nemo_kto.architecture.mixers.latent_attention import LatentAttention
-from nemo_kto.architecture.mixers.mixer import AttentionWindow, LinearLayer, SequenceMixer
+from nemo_kto.architecture.mixers.mamba2 import Mamba2
+from nemo_kto.architecture.mixers.mixer import NO_MIXER, AttentionWindow, LinearLayer, NoMixer, SequenceMixer
 from nemo_kto.architecture.mixers.saving import Saving
 from nemo_kto.architecture.mixers.softmax_attention import SOFTMAX_ATTENTION, SoftmaxAttention
 
 __all__ = [
+    "NO_MIXER",
     "SOFTMAX_ATTENTION",
     "AttentionWindow",
     "GatedDeltaNet",
     "LatentAttention",
     "LinearLayer",
+    "Mamba2",
+    "NoMixer",
     "Saving",
     "SequenceMixer",
     "SoftmaxAttention",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
@@ -104,3 +105,39 @@ class SequenceMixer(ABC):
     @abstractmethod
     def linear_layers(self, saving: Saving) -> tuple[LinearLayer, ...]:
         """Return its linear layers that adapters can change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoMixer(SequenceMixer):
+    """Absence of a sequence mixer in a layer that consists of an MLP or experts."""
+
+    kind: ClassVar[str] = "no mixer"
+    lora_inputs: ClassVar[tuple[str, ...]] = ()
+    lora_outputs: ClassVar[tuple[str, ...]] = ()
+
+    def unsupported_by_te(self, architecture: Architecture) -> Mapping[str, bool]:
+        return {}
+
+    def products(self, architecture: Architecture) -> tuple[int, int]:
+        return 0, 0
+
+    def pair_flops(self, architecture: Architecture, layer: int) -> tuple[AttentionWindow, int]:
+        return AttentionWindow(None), 0
+
+    def context_values(self, architecture: Architecture, ranks: int) -> float:
+        return 0
+
+    def saved_bytes(self, saving: Saving, *, core: bool) -> float:
+        return 0
+
+    def table_bytes(self, saving: Saving) -> int:
+        return 0
+
+    def backward_bytes(self, saving: Saving) -> float:
+        return 0
+
+    def linear_layers(self, saving: Saving) -> tuple[LinearLayer, ...]:
+        return ()
+
+
+NO_MIXER = NoMixer()

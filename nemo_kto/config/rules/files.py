@@ -177,7 +177,7 @@ def _model_rules(run: ResolvedRun, config: dict[str, Any], family: Family | None
     yield from pipeline_rules(run, config.get("num_hidden_layers"))
     width, shards = config.get("intermediate_size"), model.tensor_model_parallel_size
     # In a model with experts, intermediate_size may be the width of the experts, or of no layer.
-    is_dense = family is None or family.experts is None
+    is_dense = family is None or family.experts_of(config) is None
     if is_dense and width is not None and width % shards:
         text = f"must divide intermediate_size = {width} of {source}, got {shards}; use {divisor_below(width, shards)}"
         yield ConfigError("model.tensor_model_parallel_size", text, (_MODEL,))

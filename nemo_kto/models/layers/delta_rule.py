@@ -20,7 +20,7 @@ query and key, r heads of a group, K and V sizes of a key and a value.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +49,15 @@ class Chunks:
     waves: tuple[Wave, ...]
     place_t: Tensor  # of each token among those of all chunks
     tokens: int  # number of tokens of all chunks, with padding
+
+    def lay_out(self, values_tgx: Tensor, dtype: torch.dtype) -> Tensor:
+        """Lay out [t, g, ...] as [c, g, C, ...], with zeros after the last token of a segment."""
+        padded = values_tgx.new_zeros(self.tokens, *values_tgx.shape[1:], dtype=dtype)
+        return padded.index_copy(0, self.place_t, values_tgx.to(dtype)).unflatten(0, (-1, CHUNK)).transpose(1, 2)
+
+    def collect(self, values_cgCx: Tensor) -> Tensor:
+        """Return [t, g, ...] from the layout of :meth:`lay_out`."""
+        return values_cgCx.transpose(1, 2).flatten(0, 1).index_select(0, self.place_t)
 
 
 @functools.lru_cache(maxsize=32)  # the layers of a model use the same
@@ -95,19 +104,13 @@ def gated_delta_rule(
     dtype = torch.promote_types(query_tgK.dtype, torch.float32)
     chunks = divide(tuple(lengths), prompts)
 
-    def in_chunks(values: Tensor) -> Tensor:
-        """Lay out [t, g, ...] as [c, g, C, ...], with zeros after the last token of a segment."""
-        padded = values.new_zeros(chunks.tokens, *values.shape[1:], dtype=dtype)
-        return padded.index_copy(0, chunks.place_t, values.to(dtype)).unflatten(0, (-1, CHUNK)).transpose(1, 2)
-
-    query_cg1CK, key_cg1CK = (in_chunks(_unit(x.to(dtype))).unsqueeze(2) for x in (query_tgK, key_tgK))
-    value_cgrCV = in_chunks(value_tgrV).transpose(2, 3)
-    strength_cgrC1 = in_chunks(strength_tgr).transpose(2, 3).unsqueeze(-1)
-    decay_cgrC = in_chunks(decay_tgr).transpose(2, 3).cumsum(-1)
+    query_cg1CK, key_cg1CK = (chunks.lay_out(_unit(x.to(dtype)), dtype).unsqueeze(2) for x in (query_tgK, key_tgK))
+    value_cgrCV = chunks.lay_out(value_tgrV, dtype).transpose(2, 3)
+    strength_cgrC1 = chunks.lay_out(strength_tgr, dtype).transpose(2, 3).unsqueeze(-1)
+    decay_cgrC = chunks.lay_out(decay_tgr, dtype).transpose(2, 3).cumsum(-1)
     query_cg1CK = query_cg1CK * query_tgK.size(-1) ** -0.5
 
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decay_cgrC.device).triu(1)
-    between_cgrCC = (decay_cgrC.unsqueeze(-1) - decay_cgrC.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
+    between_cgrCC = decay_between(decay_cgrC)
     from_start_cgrC1 = decay_cgrC.exp().unsqueeze(-1)
     to_end_cgrC1 = (decay_cgrC[..., -1:] - decay_cgrC).exp().unsqueeze(-1)
     # solve_triangular takes the diagonal for 1 and ignores what is above it
@@ -126,7 +129,13 @@ def gated_delta_rule(
         scores_cgrCC,
         from_start_cgrC1[..., -1:, :],
     )
-    return outputs.transpose(2, 3).transpose(1, 2).flatten(0, 1).index_select(0, chunks.place_t)
+    return chunks.collect(outputs.transpose(2, 3))
+
+
+def decay_between(decay_cgrC: Tensor) -> Tensor:
+    """Return exp(G_i - G_j) for tokens i and j of a chunk, 0 where j is later than i: [c, g, r, C, C] with i before j."""
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decay_cgrC.device).triu(1)
+    return (decay_cgrC.unsqueeze(-1) - decay_cgrC.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
 
 
 def _scan(
@@ -139,24 +148,37 @@ def _scan(
     decay_cgr11: Tensor,
 ) -> Tensor:
     """Return the outputs of all chunks, [c, g, r, C, V], from the states before them, chunk after chunk."""
+
+    def step(now: slice, state_ngrKV: Tensor) -> tuple[Tensor, Tensor]:
+        correction = value_cgrCV[now] - seen_cgrCK[now] @ state_ngrKV
+        output = query_cgrCK[now] @ state_ngrKV + scores_cgrCC[now] @ correction
+        return output, state_ngrKV * decay_cgr11[now] + key_cgrKC[now] @ correction
+
+    return scan(chunks, key_cgrKC.new_zeros(*key_cgrKC.shape[1:4], value_cgrCV.size(-1)), step)
+
+
+def scan(chunks: Chunks, start: Tensor, step: Callable[[slice, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the outputs of all chunks, [c, ...].
+
+    ``start`` is the state at the start of a sequence. ``step`` is called with a slice of chunks that are evaluated together
+    and the states before them, [n, ...], and returns their outputs and the states after them.
+    """
     outputs, first = list[Tensor](), 0
-    finals_ngrKV: Tensor | None = None
+    finals: Tensor | None = None
     for wave in chunks.waves:
-        if finals_ngrKV is not None and wave.before is not None:
-            state_ngrKV = finals_ngrKV.index_select(0, wave.before)
+        if finals is not None and wave.before is not None:
+            state = finals.index_select(0, wave.before)
         else:
-            state_ngrKV = key_cgrKC.new_zeros(len(wave.segments), *key_cgrKC.shape[1:4], value_cgrCV.size(-1))
+            state = start.expand(len(wave.segments), *start.shape)
         finished = list[Tensor]()  # states of segments without a further chunk, from the shortest on
         for count in wave.steps:
-            if count < len(state_ngrKV):
-                finished.append(state_ngrKV[count:])
-                state_ngrKV = state_ngrKV[:count]
-            now = slice(first, first + count)
-            correction = value_cgrCV[now] - seen_cgrCK[now] @ state_ngrKV
-            outputs.append(query_cgrCK[now] @ state_ngrKV + scores_cgrCC[now] @ correction)
-            state_ngrKV = state_ngrKV * decay_cgr11[now] + key_cgrKC[now] @ correction
+            if count < len(state):
+                finished.append(state[count:])
+                state = state[:count]
+            output, state = step(slice(first, first + count), state)
+            outputs.append(output)
             first += count
-        finals_ngrKV = torch.cat((state_ngrKV, *reversed(finished)))
+        finals = torch.cat((state, *reversed(finished)))
     return torch.cat(outputs)
 
 
@@ -165,10 +187,18 @@ def _unit(vectors: Tensor) -> Tensor:
     return vectors * (vectors.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
 
 
-def causal_convolution(values_tc: Tensor, weight_cw: Tensor, *, lengths: Sequence[int], prompts: Prompts = None) -> Tensor:
-    """Return sum_j weight[:, w - 1 - j] * values[t - j], [t, channels], rounded once; each token sees its own sequence only.
+def causal_convolution(
+    values_tc: Tensor,
+    weight_cw: Tensor,
+    bias_c: Tensor | None = None,
+    *,
+    lengths: Sequence[int],
+    prompts: Prompts = None,
+) -> Tensor:
+    """Return sum_j weight[:, w - 1 - j] * values[t - j] + bias, [t, channels], rounded once.
 
-    Shape suffixes of this function: c channels, w width of the kernel. Other arguments are as for :func:`gated_delta_rule`.
+    Each token sees its own sequence only. Shape suffixes of this function: c channels, w width of the kernel. The other
+    arguments are as for :func:`gated_delta_rule`.
     """
     tail = weight_cw.size(1) - 1
     segments, parts = values_tc.split([*lengths]), list[Tensor]()
@@ -180,5 +210,7 @@ def causal_convolution(values_tc: Tensor, weight_cw: Tensor, *, lengths: Sequenc
     dtype = torch.promote_types(values_tc.dtype, torch.float32)
     mixed = sum(joined[shift : shift + tokens].to(dtype) * weight_cw[:, shift].to(dtype) for shift in range(tail + 1))
     assert isinstance(mixed, Tensor)
+    if bias_c is not None:
+        mixed = mixed + bias_c.to(dtype)
     sizes = [size for length in lengths for size in (length, tail)][:-1]
     return torch.cat(mixed.to(values_tc.dtype).split(sizes)[::2])

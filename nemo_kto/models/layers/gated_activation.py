@@ -1,4 +1,4 @@
-"""Gated activations for megatron-core's layers without Transformer Engine."""
+"""Activations of MLPs for megatron-core's layers without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -54,6 +54,13 @@ class _Gated(torch.autograd.Function):
 
 def _activate(gate: Tensor, is_gelu: bool) -> Tensor:
     return F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)
+
+
+class SquaredReLU(MegatronModule):
+    """relu(x)^2, without a gate (So et al. 2021, arXiv 2109.08668)."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return F.relu(values).square()
 
 
 class ClampedSwiGLU(MegatronModule):

@@ -9,9 +9,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.mixers import GatedDeltaNet, LatentAttention, SequenceMixer, SoftmaxAttention
+from nemo_kto.architecture.mixers import GatedDeltaNet, LatentAttention, Mamba2, NoMixer, SequenceMixer, SoftmaxAttention
 from nemo_kto.models.mixers.gated_delta_net import gated_delta_net
 from nemo_kto.models.mixers.latent_attention import latent_attention
+from nemo_kto.models.mixers.mamba2 import mamba2
+from nemo_kto.models.mixers.no_mixer import no_mixer
 from nemo_kto.models.mixers.softmax_attention import softmax_attention
 
 
@@ -33,5 +35,7 @@ class Specify(Protocol):
 MODULES: Mapping[type[SequenceMixer], Specify] = {
     GatedDeltaNet: gated_delta_net,
     LatentAttention: latent_attention,
+    Mamba2: mamba2,
+    NoMixer: no_mixer,
     SoftmaxAttention: softmax_attention,
 }

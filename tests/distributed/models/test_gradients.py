@@ -27,6 +27,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan": ("hunyuan_v1_dense", {}),
     "llama": ("llama", {}),
     "ministral3": ("ministral3", {}),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+            "mamba_num_heads": 12,
+            "n_groups": 4,
+        },
+    ),
     "olmo2": ("olmo2", {}),
     "qwen2": ("qwen2", {}),
     "qwen3_5": ("qwen3_5_text", {**FOUR_HEADS, "linear_num_value_heads": 8}),
@@ -176,6 +184,9 @@ QUICK = {
     ("llama", "recompute"),
     ("llama", "pp2_uneven"),
     ("llama", "cp2_tp2_sequence_parallel"),
+    ("nemotron_h", "packed_cp2"),
+    ("nemotron_h", "pp2_uneven"),
+    ("nemotron_h", "tp2_pp2_sequence_parallel"),
     ("olmo2", "tp2"),
     ("qwen2", "dp2"),
     ("qwen2", "pp2_vp2"),
@@ -217,7 +228,7 @@ def test_every_gradient_equals_autograd(
         assert metrics["invalid_rows"] == 1
     ours: dict[str, torch.Tensor] = {}
     for shard in (tmp_path / "gradients").glob("*.safetensors"):
-        ours |= load_file(shard)
+        ours |= {name.replace("backbone.", "model."): gradient for name, gradient in load_file(shard).items()}
     scale = max(gradient.abs().max() for gradient in gradients.values())
     assert ours.keys() == gradients.keys()
     for name, gradient in gradients.items():

@@ -138,6 +138,11 @@ CASES: dict[str, tuple[str, int, dict[str, Any], int, dict[str, Any], bool, bool
     "states_tp2_pp2": ("qwen3_5_text", 4, {"pipeline": 2, **TP2}, 1, {}, False, False),
     "states_recompute_lora": ("qwen3_5_text", 1, {"recompute": "full"}, 2, {}, False, True),
     "states_and_experts": ("qwen3_next", 2, {**TP2, "expert": 2, "expert_tensor": 1}, 2, {}, False, False),
+    "mamba": ("nemotron_h", 1, {}, 2, {}, True, False),
+    "mamba_packed": ("nemotron_h", 1, {}, 2, {"prompts": None, "tokens": 90, "packed": True}, False, False),
+    "mamba_tp2_ep2": ("nemotron_h", 2, {**TP2, "expert": 2, "expert_tensor": 1}, 2, {}, False, False),
+    "mamba_pp2": ("nemotron_h", 2, {"pipeline": 2}, 2, {}, False, False),
+    "mamba_recompute_lora": ("nemotron_h", 1, {"recompute": "full"}, 2, {}, False, True),
     "norms_after_attention": ("exaone4", 1, {}, 1, {"prompts": None, "tokens": 90, "packed": True}, False, False),
     "part_of_each_head": ("glm4", 1, {}, 1, {}, False, False),
     "neighbouring_channels": ("ernie4_5", 1, {}, 1, {}, False, False),
@@ -149,7 +154,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], int, dict[str, Any], bool, bool
 }
 QUICK = (
     "pairs_and_prompts tp2_sequence_parallel_pp2 recompute lora experts_ep2 windows_and_sinks chunks_and_temperature "
-    "norms_after_rope rope_and_temperature parallel norms_after_attention part_of_each_head states states_and_experts "
+    "norms_after_rope rope_and_temperature parallel norms_after_attention part_of_each_head states states_and_experts mamba "
     "latents_tp2 engine_pairs"
 ).split()
 

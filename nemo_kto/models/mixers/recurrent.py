@@ -1,0 +1,109 @@
+"""Base of sequence mixers that keep a state of fixed size instead of the keys and values of all tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from nemo_kto.device import device
+from nemo_kto.models.layers.attention import PackedSequences
+from nemo_kto.models.layers.packing import Prompts
+from nemo_kto.models.mixers.heads import all_heads, all_tokens, own_heads
+
+
+class RecurrentMixer(MegatronModule):
+    """An input projection, a recurrence over the tokens, and an output projection; called like megatron-core's attention.
+
+    A tensor-parallel rank has some of the groups of heads; the rows of its input projection stand together group by group.
+    All between the two projections is computed again in the backward pass, so that only the projections are kept.
+    """
+
+    def __init__(self, *, config: TransformerConfig, layer_number: int, groups: int, rows: int, columns: int) -> None:
+        """Build the projections.
+
+        Args:
+            groups: number of groups of heads on all ranks, with padding.
+            rows, columns: rows of the input projection and columns of the output projection for one group.
+        """
+        super().__init__(config=config)
+        self.layer_number, self.groups = layer_number, groups // config.tensor_model_parallel_size
+        linear: dict[str, Any] = {"config": config, "init_method": config.init_method, "bias": False}
+        self.linear_in = ColumnParallelLinear(config.hidden_size, groups * rows, gather_output=False, **linear)
+        self.linear_out = RowParallelLinear(
+            groups * columns, config.hidden_size, input_is_parallel=True, skip_bias_add=True, **linear
+        )
+
+    def add_parameter(self, name: str, *shape: int, value: float = 0.0, sharded: bool = True) -> None:
+        """Add a parameter with this shape on a rank; the groups are along its first dimension if it is ``sharded``."""
+        values = torch.full(shape, value, dtype=self.config.params_dtype, device=device.current_device())
+        parameter = torch.nn.Parameter(values)
+        if sharded:
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        self.register_parameter(name, parameter)
+
+    def own(self, *names: str) -> list[Tensor]:
+        """Return parameters that :meth:`add_parameter` added, those of the groups that :meth:`mix` has."""
+        return [own_heads(getattr(self, name)) for name in names]
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSequences | None = None,
+        **_: object,  # those of attention
+    ) -> tuple[Tensor, None]:
+        """Mix [sequence, batch, hidden], of packed sequences with batch 1. No token takes in values of later ones."""
+        projected_sbX, _bias = self.linear_in(hidden_states)
+        sequence, batch = projected_sbX.shape[:2]
+        if packed_seq_params is None:
+            lengths, prompts = (sequence * self.config.context_parallel_size,) * batch, None
+        else:
+            lengths, prompts = packed_seq_params.lengths, packed_seq_params.prompts
+        projected_tX = projected_sbX.transpose(0, 1).flatten(0, 1)
+        mixed_tX = checkpoint(
+            self.mix,
+            all_tokens(projected_tX, lengths),
+            lengths,
+            prompts,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            determinism_check="none",
+        )
+        # a copy, because matrix products of views round in other ways
+        mixed_sbX = all_heads(mixed_tX, lengths).unflatten(0, (batch, sequence)).transpose(0, 1).contiguous()
+        return self.linear_out(mixed_sbX)[0], None
+
+    def mix(self, projected_tX: Tensor, lengths: tuple[int, ...], prompts: Prompts) -> Tensor:
+        """Return the inputs of the output projection for all tokens, [t, columns of this rank].
+
+        Context-parallel ranks divide among them the groups of the tensor-parallel rank.
+        """
+        raise NotImplementedError
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Return the sharded state of the projections and of the other parameters."""
+        state: ShardedStateDict = {}
+        for name, module in (("linear_in", self.linear_in), ("linear_out", self.linear_out)):
+            state |= module.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
+        own: dict[str, Any] = dict(self.named_parameters(recurse=False))
+        return state | make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            {name: 0 for name, parameter in own.items() if getattr(parameter, "tensor_model_parallel", False)},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
