@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.distributed import state
-from tests.gpu.jobs import EXPERTS, LORA, Workplace
+from tests.gpu.jobs import FAMILIES, LORA, OF_FAMILY, Workplace
 from tests.helpers.tiny_models import make_checkpoint, make_pairs, make_rows, write_rows
 
 EXPECTED = {"kto": ("kto", ()), "lora": ("kto", (*LORA, "model.reference.mode=adapter")), "dpo": ("dpo", ())}
-EXPECTED["experts"] = ("kto", EXPERTS)
+EXPECTED |= {name: ("kto", model) for name, model in OF_FAMILY.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,8 @@ def one_rank() -> None:
 @pytest.fixture(scope="package")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     folder = tmp_path_factory.mktemp("gpu")
-    make_checkpoint(folder / "experts", "qwen3_moe")
+    for name, family in FAMILIES.items():
+        make_checkpoint(folder / name, family)
     return Workplace(
         model=make_checkpoint(folder / "model", "llama"),
         rows=write_rows(folder / "kto.jsonl", make_rows(48)),

@@ -24,7 +24,10 @@ LORA = (
     "model.peft.lora_tuning.adapter_dim=4",
     "model.peft.lora_tuning.target_modules=[all]",
 )
-EXPERTS = ("pretrained_checkpoint.restore_from_path=experts",)  # relative to the folder of the runs
+# Models other than Llama: the family, by the name of its folder, which is in that of the runs.
+FAMILIES = {"experts": "qwen3_moe", "delta-nets": "qwen3_5_text", "latents": "deepseek_v3", "mamba": "nemotron_h"}
+OF_FAMILY = {name: (f"pretrained_checkpoint.restore_from_path={name}",) for name in FAMILIES}
+EXPERTS = OF_FAMILY["experts"]
 # The same bits from the same inputs, also where the libraries know faster kernels that sum in any order.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from nemo_kto.telemetry.evaluations import SAMPLES_FILE, read_samples
-from tests.gpu.jobs import DETERMINISTIC, EXPERTS, GPUS, IS_EMULATED, LORA, STEPS, Workplace, assert_close, on
+from tests.gpu.jobs import DETERMINISTIC, GPUS, IS_EMULATED, LORA, OF_FAMILY, STEPS, Workplace, assert_close, on
 from tests.helpers.commands import CLI, environment
 from tests.helpers.hf_models import weights
 from tests.helpers.training_jobs import trajectory
@@ -71,7 +71,8 @@ REPEATING = [
     Case(name="bf16-shared-dpo", overrides=(IN_BF16, SHARED), expected="dpo"),
     Case(name="lora", overrides=(*LORA, ADAPTER), expected="lora"),
     Case(name="dpo", overrides=("model.micro_batch_size=2",), expected="dpo"),
-    Case(name="experts", overrides=EXPERTS, expected="experts"),
+    *(Case(name=name, overrides=model, expected=name) for name, model in OF_FAMILY.items()),
+    *(Case(name=f"packed-{name}", overrides=(*OF_FAMILY[name], *PACKED), expected=name) for name in ("delta-nets", "mamba")),
     Case(name="bf16-lora", overrides=(*LORA, IN_BF16, ADAPTER), expected="lora"),
     Case(name="bf16-moments", overrides=(IN_BF16, "model.optim.moments_dtype=bf16")),
     Case(name="bf16-offload", overrides=(IN_BF16, OFFLOADED)),
