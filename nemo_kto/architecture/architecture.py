@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -90,11 +90,6 @@ class Architecture:
             features |= mixer.unsupported_by_te(self)
         features |= {"experts with biases": self.expert_bias, "a clamped activation": self.swiglu_limit is not None}
         return tuple(feature for feature, has in features.items() if has)
-
-    @property
-    def refused(self) -> Mapping[str, str]:
-        """Keys of the configuration that its sequence mixers do not support, each with the reason."""
-        return {key: why for mixer in dict.fromkeys(self.mixers) for key, why in mixer.refused.items()}
 
     @property
     def attends_in_blocks(self) -> bool:

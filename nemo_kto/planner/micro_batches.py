@@ -88,7 +88,6 @@ def micro_batch_limits(run: ResolvedRun, *, on_gpu: bool | None = None) -> Micro
     prompts, tokens, shares = model.micro_batch_size, model.micro_batch_tokens, model.data.share_prompts
     if shares == "auto":  # where shared prompts are supported and tested
         shares = not (on_gpu or model.context_parallel_size > 1 or model.data.reset_attention_mask)
-        shares = shares and "model.data.share_prompts" not in run.architecture.refused
     if prompts is None and tokens is None:
         tokens = run.micro_batch_tokens or (_GPU_TOKENS if on_gpu else _CPU_TOKENS) * model.context_parallel_size
     return MicroBatchLimits(
@@ -126,8 +125,6 @@ def packing_of(run: ResolvedRun, *, on_gpu: bool | None = None) -> Packing:
         return Packing(False, "model.data.reset_attention_mask is set")
     if PRECISIONS[run.cfg.trainer.precision] == "32":
         return Packing(False, "fp32")
-    if why := run.architecture.refused.get("model.data.packing"):
-        return Packing(False, why)
     if run.architecture.attends_in_blocks:
         return Packing(False, "a soft cap or sinks in the attention")
     windows = any(window is not None for window in run.architecture.windows)

@@ -457,7 +457,7 @@ def _is_possible(plan: Plan, run: ResolvedRun) -> bool:
         rank_rules(run, plan.machines.ranks),
         pipeline_rules(run, architecture.num_layers),
         expert_rules(run, *run.files.config),
-        mixer_rules(run) if context > 1 else (),
+        mixer_rules(run),
     )
     is_long = context in (1, plan.training.context_parallel) or plan.training.micro_batch_width // (2 * context) >= _CHUNK
     divides_mlps = not any(architecture.layers_with[Layers.DENSE]) or architecture.ffn_hidden_size % tensor == 0

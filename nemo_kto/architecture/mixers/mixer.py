@@ -56,9 +56,6 @@ class SequenceMixer(ABC):
     lora_outputs: ClassVar[tuple[str, ...]]
     # Names of the layers' parameters that are padded with zero heads.
     padded_with_heads: ClassVar[tuple[str, ...]] = ()
-    # Keys of the configuration that must be off with this mixer, of model.context_parallel_size, model.data.packing and
-    # model.data.share_prompts, each with the reason.
-    refused: ClassVar[Mapping[str, str]] = {}
 
     @property
     @abstractmethod

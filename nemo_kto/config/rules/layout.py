@@ -107,27 +107,17 @@ def _instance_rules(model: GPTConfig, ranks: int, expert_ranks: int) -> Errors:
 
 
 def mixer_rules(run: ResolvedRun) -> Errors:
-    """Check that the sequence mixers of the model support the layout of its sequences.
+    """Check that context-parallel ranks can divide the heads of sequence mixers.
 
     Raises UserError if the architecture is needed and cannot be read.
     """
-    model = run.cfg.model
-    chosen = {
-        _CONTEXT: ("1", model.context_parallel_size),
-        "model.data.packing": ("false or auto", model.data.packing),
-        "model.data.share_prompts": ("false or auto", model.data.share_prompts),
-    }
-    for key, (off, value) in chosen.items():
-        is_on = value is True or (isinstance(value, int) and value > 1)
-        if is_on and (why := run.architecture.refused.get(key)):
-            family = run.architecture.family.name
-            yield ConfigError(key, f"must be {off} for {family}, got {str(value).lower()}: {why}; leave it out")
-    size = model.context_parallel_size
-    for heads in {mixer.divided_heads(run.architecture) for mixer in run.architecture.mixers} if size > 1 else ():
+    if (size := run.cfg.model.context_parallel_size) == 1:
+        return
+    architecture = run.architecture
+    for heads in {mixer.divided_heads(architecture) for mixer in architecture.mixers}:
         if heads % size:
-            text = f"must divide the {heads} heads of a tensor-parallel rank's {run.architecture.family.name} layers"
-            remedy = f"use {divisor_below(heads, size)}"
-            yield ConfigError(_CONTEXT, f"{text}, got {size}; {remedy}", (_TENSOR,))
+            text = f"must divide the {heads} heads of a tensor-parallel rank's {architecture.family.name} layers"
+            yield ConfigError(_CONTEXT, f"{text}, got {size}; use {divisor_below(heads, size)}", (_TENSOR,))
 
 
 def pipeline_rules(run: ResolvedRun, layers: int | None) -> Errors:

@@ -8,13 +8,11 @@ from typing import NamedTuple
 
 import pytest
 
-from nemo_kto.architecture.mixers import SoftmaxAttention
 from nemo_kto.cli import plan
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.gpu import Computes, check_gpu, gpu_rules, model_gpu_rules
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
-from nemo_kto.planner.micro_batches import micro_batch_limits, packing_of
 from tests.helpers.messages import Message, raises
 from tests.helpers.tiny_models import make_checkpoint
 from tests.unit.conftest import FindErrors, Load
@@ -161,26 +159,6 @@ def test_errors_on_the_command_line_on_a_rank_and_in_a_plan(
     monkeypatch.setattr(device, "device_count", lambda: 1)
     without = [] if setting.sharded else [setting.refused("2.3", "none", *INSTALL)]
     assert find_errors("trainer.accelerator=gpu", setting.override) == without
-
-
-def test_settings_that_a_sequence_mixer_refuses(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set ones are errors with the reason; packing and shared prompts that are chosen automatically are off."""
-    why = "its state is that of one sequence"
-    keys = {
-        "model.context_parallel_size": ("1", "2"),
-        "model.data.packing": ("false", "true"),
-        "model.data.share_prompts": ("false", "true"),
-    }
-    monkeypatch.setattr(SoftmaxAttention, "refused", dict.fromkeys(keys, why))
-    given = f"pretrained_checkpoint.restore_from_path={make_checkpoint(tmp_path / 'model', 'llama')}"
-    for key, (off, value) in keys.items():
-        (error,) = model_gpu_rules(ResolvedRun.of(load(given, f"{key}={value}", "trainer.devices=2")), CPU)
-        assert str(error).startswith(f"{key} must be {off}")
-        assert f"for llama, got {value}: {why}" in str(error)
-    run = ResolvedRun.of(load(given, "trainer.precision=bf16"))
-    assert list(model_gpu_rules(run, CPU)) == []
-    assert packing_of(run, on_gpu=True) == (False, why)
-    assert not micro_batch_limits(run, on_gpu=False).share_prompts
 
 
 def test_context_parallel_ranks_divide_the_heads_of_delta_nets(load: Load, tmp_path: Path) -> None:
