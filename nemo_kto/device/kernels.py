@@ -95,11 +95,24 @@ def varlen_attention(dtype: torch.dtype) -> Callable[..., Any] | None:
     return with_repeated_heads
 
 
+@functools.cache
+def delta_rule_kernel(dtype: torch.dtype) -> Callable[..., Any] | None:
+    """Return fla's kernel of the gated delta rule, in bf16 on GPUs; None if unavailable."""
+    if not device.on_gpu() or dtype != torch.bfloat16:
+        return None
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except Exception:  # Triton raises errors of several types where it does not fit torch or the driver
+        return None
+    return chunk_gated_delta_rule  # type: ignore[no-any-return]
+
+
 def slow_paths(
     dtype: torch.dtype,
     *,
     tensor_parallel: int,
     unsupported_by_te: Sequence[str] = (),  # features of the model that Transformer Engine's layers do not support
+    delta_nets: bool = False,  # the model has some
     share_prompts: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> list[str]:
@@ -117,6 +130,8 @@ def slow_paths(
         found.append(
             "no fused accumulation of the gradients of linear layers; install torch 2.11, or apex with its extensions"
         )
+    if delta_nets and dtype != torch.float32 and delta_rule_kernel(dtype) is None:
+        found.append("gated delta nets without fla's kernel; install flash-linear-attention")
     if share_prompts and dtype != torch.float32 and varlen_attention(dtype) is None:
         found.append("shared prompts: attention is computed answer by answer; install torch 2.11")
     if not compiles():

@@ -13,13 +13,15 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.mixers.softmax_attention import QUERY_BLOCK
 from nemo_kto.device import device
-from nemo_kto.device.kernels import uses_transformer_engine
+from nemo_kto.device.kernels import delta_rule_kernel, uses_transformer_engine
 from nemo_kto.distributed import state
 from nemo_kto.huggingface.weights import load_weights
 from nemo_kto.models.gpt import build_gpt
 from nemo_kto.models.layers.attention import PackedSequences
 from nemo_kto.models.layers.block_attention import block_attention
+from nemo_kto.models.layers.delta_rule import gated_delta_rule
 from nemo_kto.models.layers.packing import Prompts, token_positions
+from nemo_kto.models.mixers.delta_kernel import fastest_delta_rule
 from tests.helpers import hf_jobs, hf_models
 from tests.helpers.engine_layers import engine_layers
 from tests.helpers.tiny_models import make_checkpoint
@@ -65,6 +67,11 @@ def relative_error_of_logits(name: str, folder: Path, *, linear: type[torch.nn.M
 @pytest.mark.parametrize("name", TORCH_MODELS)
 def test_logits_with_torch_layers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert relative_error_of_logits(name, tmp_path, linear=ColumnParallelLinear) < TORCH_MODELS[name]
+
+
+@pytest.mark.skipif(delta_rule_kernel(torch.bfloat16) is None, reason="needs flash-linear-attention")
+def test_the_kernel_of_fla_agrees_with_torch() -> None:
+    assert fastest_delta_rule(torch.bfloat16, key_dim=128, value_dim=128, values_per_key=2) is not gated_delta_rule
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.mixers import GatedDeltaNet
-from nemo_kto.models.layers.delta_rule import causal_convolution, gated_delta_rule
+from nemo_kto.models.layers.delta_rule import causal_convolution
 from nemo_kto.models.layers.packing import Prompts
+from nemo_kto.models.mixers.delta_kernel import fastest_delta_rule
 from nemo_kto.models.mixers.recurrent import RecurrentMixer
 
 
@@ -41,6 +42,8 @@ class DeltaNet(RecurrentMixer):
         rows, columns = sizes["delta_qkvz_group"] + sizes["delta_ba_group"], sizes["delta_z_group"]
         super().__init__(config=config, layer_number=layer_number, groups=heads, rows=rows, columns=columns)
         self.mixer = mixer
+        sizes_of_heads = {"key_dim": mixer.key_dim, "value_dim": mixer.value_dim, "values_per_key": mixer.values_per_key}
+        self.delta_rule = fastest_delta_rule(config.params_dtype, **sizes_of_heads)
         self.add_parameter("convolution", self.groups * sizes["delta_qkv_group"], 1, mixer.kernel)
         for name in ("decay_log", "step_bias"):
             self.add_parameter(name, self.groups * mixer.values_per_key)
@@ -60,7 +63,7 @@ class DeltaNet(RecurrentMixer):
             .split([mixer.key_dim, mixer.key_dim, sizes["delta_z_group"]], -1)
         )
         rate_gr, bias_gr = (each.float().view(-1, heads) for each in (decay_log.float().exp(), step_bias))
-        output_tgrV = gated_delta_rule(
+        output_tgrV = self.delta_rule(
             query_tgK,
             key_tgK,
             value.unflatten(-1, (heads, -1)),

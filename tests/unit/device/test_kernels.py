@@ -108,6 +108,14 @@ def test_a_model_without_transformer_engine_layers_names_the_reason(monkeypatch:
     assert kernels.slow_paths(FP32, tensor_parallel=1, unsupported_by_te=parts, environment={})[0] == SLOW_TYPE
 
 
+def test_delta_nets_without_the_kernel_of_fla(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, **RICH)
+    found = kernels.slow_paths(BF16, tensor_parallel=1, delta_nets=True, environment={})
+    assert found == [Message("gated delta nets", "install flash-linear-attention")]
+    monkeypatch.setattr(kernels, "delta_rule_kernel", lambda dtype: print)
+    assert kernels.slow_paths(BF16, tensor_parallel=1, delta_nets=True, environment={}) == []
+
+
 @pytest.mark.parametrize(("apex", "wide"), [(False, False), (True, False), (False, True)])
 def test_gradient_accumulation_is_fused_if_a_kernel_exists(apex: bool, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, **{**RICH, "apex": apex, "wide": wide})

@@ -1,6 +1,9 @@
-"""The gated delta rule in chunks against the recurrence token by token, for random packs of sequences and shared prompts."""
+"""The gated delta rule against the recurrence token by token, for random packs of sequences and shared prompts."""
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,9 @@ from torch import Tensor
 from nemo_kto.architecture.mixers.gated_delta_net import CHUNK
 from nemo_kto.models.layers.delta_rule import causal_convolution, gated_delta_rule
 from nemo_kto.models.layers.packing import Prompts
+from nemo_kto.models.mixers import delta_kernel
+from nemo_kto.models.mixers.delta_kernel import DeltaRule, delta_rule_with, fastest_delta_rule
+from tests.helpers.messages import Message
 
 GROUPS, HEADS, KEY, VALUE = 2, 3, 5, 4
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -27,16 +33,36 @@ def draw_inputs(tokens: int, seed: int, dtype: torch.dtype = torch.float64) -> I
     return normal(KEY), key, normal(HEADS, VALUE), -2 * normal(HEADS).sigmoid(), normal(HEADS).sigmoid()
 
 
-def recurrence(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor) -> Tensor:
-    """Outputs [t, groups, heads, value] of one sequence, from the equations of the module's docstring."""
+def recurrence(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, before: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Outputs [t, groups, heads, value] of one sequence and its last state, from the equations of the module's docstring."""
     query, key = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (query, key))
-    state, outputs = torch.zeros(*value.shape[1:3], key.size(-1), value.size(-1), dtype=value.dtype), []
+    state = torch.zeros(*value.shape[1:3], key.size(-1), value.size(-1), dtype=value.dtype) if before is None else before
+    outputs = []
     for q, k, v, g, b in zip(query, key, value, decay, strength, strict=True):
         state = g.exp()[..., None, None] * state
         correction = b[..., None] * (v - torch.einsum("grkv,gk->grv", state, k))
         state = state + torch.einsum("gk,grv->grkv", k, correction)
         outputs.append(torch.einsum("grkv,gk->grv", state, q) / key.size(-1) ** 0.5)
-    return torch.stack(outputs)
+    return torch.stack(outputs), state
+
+
+def kernel(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, *, initial_state: Tensor | None, **more: Any
+) -> tuple[Tensor, Tensor]:
+    """The recurrence with the signature of fla's kernel, in which heads of values stand side by side."""
+    assert (more["use_qk_l2norm_in_kernel"], more["output_final_state"], decay.dtype) == (True, True, torch.float32)
+    lengths = more["cu_seqlens"].diff().tolist()
+    of_groups = (each[0].unflatten(1, (GROUPS, -1)) for each in (value, decay.to(value.dtype), strength))
+    parts = zip(*(each.split(lengths) for each in (query[0], key[0], *of_groups)), strict=True)
+    states = [None] * len(lengths) if initial_state is None else initial_state.unflatten(1, (GROUPS, -1))
+    found = [recurrence(q, k, v, g, b, before) for (q, k, v, g, b), before in zip(parts, states, strict=True)]
+    outputs, finals = zip(*found, strict=True)
+    return torch.cat(outputs).flatten(1, 2).unsqueeze(0), torch.stack(finals).flatten(1, 2)
+
+
+FORMS: dict[str, DeltaRule] = {"chunks": gated_delta_rule, "kernel": functools.partial(delta_rule_with, kernel)}
 
 
 def random_pack(seed: int) -> tuple[tuple[int, ...], Prompts]:
@@ -64,23 +90,45 @@ def sequences(inputs: tuple[Tensor, ...], lengths: tuple[int, ...], prompts: Pro
     ]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_packs_equal_the_recurrence_of_each_sequence(seed: int) -> None:
+@pytest.mark.parametrize(("form", "seed"), [*(("chunks", seed) for seed in range(4)), ("kernel", 1), ("kernel", 2)])
+def test_packs_equal_the_recurrence_of_each_sequence(form: str, seed: int) -> None:
     lengths, prompts = random_pack(seed)
     inputs = draw_inputs(sum(lengths), seed)
+    atol = 1e-12 if form == "chunks" else 1e-6  # decays are passed to the kernel in fp32
     leaves = [each.requires_grad_() for each in inputs]
-    output = gated_delta_rule(*inputs, lengths=lengths, prompts=prompts)
+    output = FORMS[form](*inputs, lengths=lengths, prompts=prompts)
     wanted = torch.cat(
         [
-            recurrence(*sequence)[-length:]  # type: ignore[arg-type]
+            recurrence(*sequence)[0][-length:]  # type: ignore[arg-type]
             for sequence, length in zip(sequences(inputs, lengths, prompts), lengths, strict=True)
         ]
     )
-    torch.testing.assert_close(output, wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(output, wanted, rtol=0, atol=atol)
     weights = torch.sin(torch.arange(output.numel(), dtype=output.dtype)).view_as(output)
     found, expected = (torch.autograd.grad((each * weights).sum(), leaves) for each in (output, wanted))
     for gradient, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(gradient, other, rtol=0, atol=1e-11)
+        torch.testing.assert_close(gradient, other, rtol=0, atol=10 * atol)
+
+
+def test_a_kernel_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def half_as_strong(query: Any, key: Any, value: Any, decay: Any, strength: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        return kernel(query, key, value, decay, strength / 2, **more)
+
+    def fails(*inputs: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        raise RuntimeError("no PTX for this device\nmore")
+
+    sizes = {"key_dim": KEY, "value_dim": VALUE, "values_per_key": HEADS}
+    cases = {kernel: (), half_as_strong: ("differ", "torch"), fails: ("RuntimeError: no PTX for this device", "torch")}
+    for each, names in cases.items():
+        caplog.clear()
+        fastest_delta_rule.cache_clear()
+        monkeypatch.setattr(delta_kernel, "delta_rule_kernel", lambda dtype, each=each: each)
+        rule = fastest_delta_rule(torch.float32, **sizes)
+        assert (rule is gated_delta_rule) is bool(names)
+        assert [record.getMessage() for record in caplog.records] == [Message("fla", *names)] * bool(names)
+    fastest_delta_rule.cache_clear()
+    monkeypatch.undo()
+    assert fastest_delta_rule(torch.bfloat16, **sizes) is gated_delta_rule  # on the CPU
 
 
 def test_bf16_is_computed_in_fp32() -> None:
@@ -88,14 +136,14 @@ def test_bf16_is_computed_in_fp32() -> None:
     output = gated_delta_rule(*inputs, lengths=(100,))
     assert output.dtype == torch.float32
     torch.testing.assert_close(output, gated_delta_rule(*(each.float() for each in inputs), lengths=(100,)), rtol=0, atol=0)
-    torch.testing.assert_close(output.double(), recurrence(*(each.double() for each in inputs)), rtol=0, atol=1e-5)
+    torch.testing.assert_close(output.double(), recurrence(*(each.double() for each in inputs))[0], rtol=0, atol=1e-5)
 
 
 def test_strong_decay_does_not_overflow() -> None:
     query, key, value, decay, strength = draw_inputs(CHUNK, 0)
     inputs = [each.requires_grad_() for each in (query, key, value, 200 * decay, strength)]
     output = gated_delta_rule(*inputs, lengths=(CHUNK,))
-    torch.testing.assert_close(output, recurrence(*inputs), rtol=0, atol=1e-12)
+    torch.testing.assert_close(output, recurrence(*inputs)[0], rtol=0, atol=1e-12)
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(output.sum(), inputs))
 
 
