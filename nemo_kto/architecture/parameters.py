@@ -16,17 +16,36 @@ from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 
 @dataclass(frozen=True, kw_only=True)
 class RankParameter:
-    """A parameter of a rank."""
+    """A parameter of a rank, which may occur in several layers and in each expert of these."""
 
-    name: str
+    name: str  # with {layer} and {expert} in the place of numbers
+    layers: tuple[int, ...]  # from 0; empty for a parameter outside of the layers
+    experts: int  # number of a layer's experts on the rank; 1 for a parameter that is of none
     shape: tuple[int, ...]  # of the rank's shard
     trained: bool  # False if adapters are trained instead
     is_replicated: bool  # every tensor-parallel rank holds all of it; always False for a parameter of an expert
 
+    @property
+    def names(self) -> list[str]:
+        """Name of each of its occurrences."""
+        if not self.layers:
+            return [self.name]
+        return [self.name.format(layer=layer, expert=expert) for layer in self.layers for expert in range(self.experts)]
+
+    @property
+    def count(self) -> int:
+        """Number of its occurrences."""
+        return max(1, len(self.layers)) * self.experts
+
     @cached_property
     def numel(self) -> int:
-        """Number of values in the rank's shard."""
+        """Number of values in the rank's shard of one of them."""
         return math.prod(self.shape)
+
+    @cached_property
+    def total(self) -> int:
+        """Number of values of all of them."""
+        return self.count * self.numel
 
     @property
     def of_expert(self) -> bool:
@@ -57,33 +76,39 @@ def rank_parameters(
     experts = architecture.sizes["experts"] // expert_parallel
     parameters: list[RankParameter] = []
 
-    def add(mapping: ParamMapping, names: Iterable[str], *, trained: bool) -> None:
+    def add(mapping: ParamMapping, name: str, layers: Iterable[int] = (), *, trained: bool) -> None:
         is_replicated = not is_cut(mapping) and not mapping.of_expert
         shape, dimension = [*source_shapes(mapping, architecture)[0]], split_dimension(mapping)
         if dimension is not None:
             whole = sum(segment.length for segment in segments(mapping, architecture))
             shape[dimension] = whole // shards(mapping, architecture) if is_cut(mapping) else whole
-        parameters.extend(
-            RankParameter(name=name, shape=tuple(shape), trained=trained, is_replicated=is_replicated) for name in names
+        parameter = RankParameter(
+            name=name,
+            layers=tuple(layers),
+            experts=experts if mapping.of_expert else 1,
+            shape=tuple(shape),
+            trained=trained,
+            is_replicated=is_replicated,
         )
+        parameters.append(parameter)
 
     for mapping in architecture.family.mappings:
         name, trained = mapping.mcore_name, adapters is None and not mapping.frozen
-        places = [*architecture.instances(mapping, layers, experts=experts)]
-        if "{layer}" in name:
-            add(mapping, (name.format(**place) for place in places), trained=trained)
-        elif not places:
+        places = [*architecture.instances(mapping, layers, experts=1)]
+        if not places:
             continue
+        if "{layer}" in name:
+            add(mapping, name, (place["layer"] for place in places), trained=trained)
         elif is_first if mapping.split is Split.VOCABULARY and name.startswith("embedding.") else is_last:
-            add(mapping, [name], trained=trained)
+            add(mapping, name, trained=trained)
         elif is_last and architecture.tied:  # the last stage holds a copy of the embedding
-            add(mapping, ["output_layer.weight"], trained=trained)
+            add(mapping, "output_layer.weight", trained=trained)
     if adapters is None:
         return parameters
     layers = [layer for layer in layers if adapters.layers is None or layer + 1 in adapters.layers]
     for mapping in adapted_mappings(architecture, adapters):
         for part in adapter_mappings(mapping, adapters):
-            places = [*architecture.instances(part, layers, experts=experts)]
-            names = [part.mcore_name.format(**place) for place in places if is_first or "layer" in place]
-            add(part, names, trained=True)
+            places = [*architecture.instances(part, layers, experts=1)]
+            if places and (is_first or "layer" in places[0]):
+                add(part, part.mcore_name, (place["layer"] for place in places if place), trained=True)
     return parameters

@@ -133,7 +133,7 @@ class Training:
 
     def share(self, parameters: Iterable[RankParameter]) -> float:
         """Return how many trained values each rank is assigned if those of an optimizer instance partition them."""
-        return sum(each.numel * self.optimizer_instances / self.copies(each) for each in parameters if each.trained)
+        return sum(each.total * self.optimizer_instances / self.copies(each) for each in parameters if each.trained)
 
     def state_bytes(self) -> float:
         """Return the bytes of optimizer state on the device per trained value: two moments, and in bf16 the fp32 value."""
@@ -149,9 +149,9 @@ class Training:
         trained = [each for each in parameters if each.trained]
         if not self.offload or not trained:
             return 0.0
-        shards = [(each.numel, self.copies(each) // self.optimizer_instances) for each in trained]
-        gradients = sum(power_of_two(count * _FP32) / ranks for count, ranks in shards)
-        copied = sum({power_of_two(count * self.element_bytes // ranks) for count, ranks in shards})
+        shards = [(each, self.copies(each) // self.optimizer_instances) for each in trained]
+        gradients = sum(each.count * power_of_two(each.numel * _FP32) / ranks for each, ranks in shards)
+        copied = sum({power_of_two(each.numel * self.element_bytes // ranks) for each, ranks in shards})
         return self.offload * (3 * _FP32 * self.share(trained) + gradients) + copied
 
 
@@ -207,14 +207,14 @@ class RankMemory:
 def rank_memory(training: Training, *, stage: int) -> RankMemory:
     """Return the memory of a rank of a pipeline stage."""
     parameters = training.parameters[stage]
-    count, trained = (sum(each.numel for each in parameters if each.trained >= wanted) for wanted in (False, True))
+    count, trained = (sum(each.total for each in parameters if each.trained >= wanted) for wanted in (False, True))
     share = training.share(parameters)
     # The distributed optimizer also stores the fp32 values of fp32 weights, so that any layout and precision can read them.
     saved_bytes = training.element_bytes + 2 * training.moment_bytes
     saved_bytes += _FP32 if training.distributed_optimizer or training.element_bytes < _FP32 else 0
     with_state = share if training.distributed_optimizer else trained  # values with optimizer state on this rank
     # fp8 matrices are kept for all micro-batches of a step: as stored, and transposed for the backward pass
-    quantised = 2 * sum(each.numel for each in parameters if each.is_multiplied) if training.fp8 else 0
+    quantised = 2 * sum(each.total for each in parameters if each.is_multiplied) if training.fp8 else 0
     swapped = {None: 0, "all": count, "trained": trained}[training.swapped]
     moving = _FP32 if training.reference_moves and training.element_bytes < _FP32 else 0
     activations = _activations(training, stage, parameters)
@@ -262,7 +262,7 @@ def _activations(training: Training, stage: int, parameters: list[RankParameter]
     rotations = saved.tables() * rotated * len(chunks)
     once = rotations + saved.gradients_of_layer() * tokens + _recomputation(training, max(map(len, chunks)))
     # a layer's largest weight gradient before it is accumulated; in fp32 on the CPU it is added directly
-    in_layers = [each.numel for each in parameters if each.trained and ".layers." in each.name]
+    in_layers = [each.numel for each in parameters if each.trained and each.layers]
     added_at_once = training.element_bytes == _FP32 and not training.on_gpu
     return most + once + (0 if added_at_once else max(in_layers, default=0) * training.element_bytes)
 
@@ -316,13 +316,13 @@ def _working(training: Training, parameters: list[RankParameter]) -> float:
     exist there in fp32. gloo copies the tensors that it scatters and gathers, here the distributed optimizer's gradients and
     weights, even in a group of one rank.
     """
-    trained = [each.numel for each in parameters if each.trained]
-    share = training.share(parameters) if training.distributed_optimizer else sum(trained)
-    updated = min(max(trained, default=0), share)  # values at a time
+    trained = sum(each.total for each in parameters if each.trained)
+    share = training.share(parameters) if training.distributed_optimizer else trained
+    updated = min(max((each.numel for each in parameters if each.trained), default=0), share)  # values at a time
     widened = 0.0
     if training.moment_bytes < _FP32:
         updated = min(updated, _UPDATED_VALUES)
         widened = 2 * _FP32 * updated
     if training.on_gpu:
-        return max(widened, (1 - training.offload) * sum(trained) * _FP32 if training.offload else 0.0)
-    return max(2 * _FP32 * updated + widened, sum(trained) * _FP32 * training.distributed_optimizer)
+        return max(widened, (1 - training.offload) * trained * _FP32 if training.offload else 0.0)
+    return max(2 * _FP32 * updated + widened, trained * _FP32 * training.distributed_optimizer)

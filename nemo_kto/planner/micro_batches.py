@@ -47,9 +47,7 @@ def sufficient_tokens(training: Training, *, rank_tokens: float) -> tuple[int, s
     """
     flops, stages = training.flops, training.split.stages
     forward = flops.forward.per_token / training.tensor_parallel  # of all layers
-    trained = max(
-        sum(each.numel for each in stage if each.trained and ".layers." in each.name) for stage in training.parameters
-    )
+    trained = max(sum(each.total for each in stage if each.trained and each.layers) for stage in training.parameters)
     accumulation = _SUM_BYTES * trained * stages / _BANDWIDTH  # seconds
     of_training = (flops.forward.per_token + flops.backward.per_token) / training.tensor_parallel
     needs = {

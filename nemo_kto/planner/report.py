@@ -112,7 +112,7 @@ def _machines(plan: Plan) -> str:
 
 def _run_lines(plan: Plan) -> dict[str, str]:
     architecture, adapters, cfg = plan.training.architecture, plan.training.adapters, plan.run.cfg
-    whole = sum(each.numel for each in rank_parameters(replace(architecture, tensor_parallel=1, expert_tensor_parallel=1)))
+    whole = sum(each.total for each in rank_parameters(replace(architecture, tensor_parallel=1, expert_tensor_parallel=1)))
     how = "all trained"
     if adapters is not None:
         how = f"{adapters.kind} of rank {adapters.rank} on {', '.join(adapted_modules(architecture, adapters))}"

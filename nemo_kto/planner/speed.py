@@ -113,7 +113,7 @@ def _tensor(training: Training, step: Step, stage: int) -> float:
         else:
             others += 2 * answers * width * _FP32
     if shards:  # gradients of replicated weights: each rank has those of its part of the sequence
-        others += 2 * _FP32 * sum(each.numel for each in training.parameters[stage] if each.trained and each.is_replicated)
+        others += 2 * _FP32 * sum(each.total for each in training.parameters[stage] if each.trained and each.is_replicated)
     others += _adapters(training, step, stage)
     return (halves * hidden + others) * (training.tensor_parallel - 1) / training.tensor_parallel
 
@@ -198,7 +198,7 @@ def _data(training: Training, stage: int) -> float:
     gathers = 1 if training.on_gpu else len({each.of_expert for each in trained})
     back = training.element_bytes * gathers if training.distributed_optimizer else _FP32
     instances = training.optimizer_instances
-    return sum(each.numel * (1 - instances / training.copies(each)) for each in trained) * (_FP32 + back)
+    return sum(each.total * (1 - instances / training.copies(each)) for each in trained) * (_FP32 + back)
 
 
 def _instances(training: Training, stage: int) -> float:

@@ -164,7 +164,7 @@ def _fp8_rules(run: ResolvedRun) -> Iterator[ConfigError]:
     matrices = [each for each in rank_parameters(architecture) if each.is_multiplied]
     odd = [each for each in matrices if any(size % FP8_MULTIPLE for size in each.shape)]
     if odd:
-        shape = f"{odd[0].name} is {' x '.join(map(str, odd[0].shape))}"
+        shape = f"{odd[0].names[0]} is {' x '.join(map(str, odd[0].shape))}"
         text = f"must be null if a size of a rank's matrices is not a multiple of {FP8_MULTIPLE}, {got} and {shape}"
         remedy = f"leave it out, or use another model.tensor_model_parallel_size than {architecture.tensor_parallel}"
         yield ConfigError(_FP8, f"{text}; {remedy}", ("model.tensor_model_parallel_size",))

@@ -51,7 +51,7 @@ def planned(
 
     architecture = read_architecture(model, tensor_parallel=tensor, expert_tensor_parallel=1)
     found = rank_parameters(architecture, split=split, expert_parallel=expert, stage=stage, adapters=adapters)
-    return {each.name: (each.shape, each.trained) for each in found}
+    return {name: (each.shape, each.trained) for each in found for name in each.names}
 
 
 @pytest.fixture(scope="module")

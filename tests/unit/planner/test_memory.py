@@ -63,7 +63,7 @@ def first(architecture: Architecture, **changes: Any) -> RankMemory:
 def test_bytes_per_parameter(
     architecture: Architecture, changes: dict[str, Any], weights: float, optimizer: float, checkpoint: float
 ) -> None:
-    memory, number = first(architecture, **changes), sum(each.numel for each in rank_parameters(architecture))
+    memory, number = first(architecture, **changes), sum(each.total for each in rank_parameters(architecture))
     assert (memory.parameters, memory.trained) == (number, number)
     each = (memory.weights, memory.gradients, memory.optimizer, memory.checkpoint)
     assert each == (number * weights, number * 4, number * optimizer, number * checkpoint)
@@ -75,7 +75,7 @@ def test_replicas_of_experts_shard_their_state(tmp_path: Path) -> None:
     mixture = read_architecture(make_checkpoint(tmp_path, "qwen3_moe"), tensor_parallel=1)
     memory = first(mixture, data_parallel=8, expert_parallel=2)
     of_experts = 3 * 4 * 3 * 32 * HIDDEN
-    others = sum(each.numel for each in rank_parameters(mixture) if ".experts." not in each.name)
+    others = sum(each.total for each in rank_parameters(mixture) if ".experts." not in each.name)
     assert memory.parameters == of_experts + others
     assert memory.optimizer == 8 * (of_experts / 4 + others / 8)
     assert memory.checkpoint == 16 * (of_experts / 4 + others / 8)
@@ -131,7 +131,7 @@ def test_the_offloaded_part_of_the_optimizer(architecture: Architecture) -> None
     main weights of the GPU's part."""
     memory = first(architecture, element_bytes=2, data_parallel=4, offload=0.75, on_gpu=True)
     assert memory.optimizer == memory.trained * 12 / 4 / 4
-    numels = [each.numel for each in rank_parameters(architecture) if each.trained]
+    numels = [each.numel for each in rank_parameters(architecture) if each.trained for _ in each.names]
     rounded = [2 ** math.ceil(math.log2(4 * numel)) for numel in numels]
     copied = {2 ** math.ceil(math.log2(2 * numel / 4)) for numel in numels}
     assert sum(rounded) > 4 * memory.trained, "some are not a power of two"
@@ -177,7 +177,7 @@ def test_uneven_stages(architecture: Architecture) -> None:
         stages[0].activations - stages[1].activations
         == (2 * 3 - 1) * saved.layer() * TOKENS + 2 * saved.embedding() * TOKENS
     )
-    of_layer = sum(each.numel for each in rank_parameters(architecture) if ".layers.0." in each.name)
+    of_layer = sum(each.numel for each in rank_parameters(architecture) if 0 in each.layers)
     ends = architecture.padded_vocab_size * HIDDEN
     assert [stage.parameters for stage in stages] == [3 * of_layer + ends, of_layer + ends + HIDDEN]
 

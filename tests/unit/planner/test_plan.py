@@ -130,7 +130,7 @@ DEEPSEEK = {
 def test_latent_attention(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """DeepSeek V3 with LoRA on 64 GPUs."""
     (here / "llama" / "config.json").write_text(json.dumps(DEEPSEEK))
-    whole = sum(each.numel for each in rank_parameters(read_architecture(here / "llama", tensor_parallel=1)))
+    whole = sum(each.total for each in rank_parameters(read_architecture(here / "llama", tensor_parallel=1)))
     assert whole == pytest.approx(671.026e9, rel=1e-5)
     layout = [TENSOR.format(8), "model.sequence_parallel=true", "model.expert_model_parallel_size=64"]
     layout += ["model.expert_tensor_parallel_size=1", *ATTENTION]
