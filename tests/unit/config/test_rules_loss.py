@@ -38,6 +38,9 @@ def test_losses_of_pairs_accept_only_their_options(find_errors: FindErrors, name
         "gt_reward_scale": 2.0,
         "simpo_gamma": 1.0,
         "orpo_sft_weight": 0.5,
+        "f_divergence_type": "js_divergence",
+        "cpo_alpha": 0.5,
+        "alphapo_alpha": 0.5,
     }
     assert find_errors(f"model.dpo.preference_loss={name}", recipe=DPO) == []
     for option, value in values.items():
