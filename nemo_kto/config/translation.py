@@ -26,7 +26,7 @@ _NUMBERS = frozenset(
     "num_train_epochs per_device_train_batch_size gradient_accumulation_steps global_batch_size micro_batch_size max_length "
     "lora_r lora_alpha lora_dropout validation_fraction eval_steps save_steps evals_per_epoch saves_per_epoch logging_steps "
     "save_total_limit early_stopping_patience ddp_timeout nproc_per_node nnodes rpo_alpha sft_weight cosine_min_lr_ratio "
-    "min_lr cpo_alpha label_smoothing "
+    "min_lr cpo_alpha alpha ld_alpha f_alpha_divergence_coef label_smoothing "
     "tensor_parallel_size tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size".split()
 )
 
@@ -139,7 +139,12 @@ def translate(
     if recipe is None or table()["trainers"][trainer]["method"] in given:
         named, loss = find_recipe(given, trainer)
         recipe = recipe or named
-    if loss is not None:
+    if loss == "cpo" and options.has("loss_type"):  # CPOTrainer gives the names of DPOTrainer to losses without a reference
+        kind = str(options.given["loss_type"])
+        if kind in ("hinge", "ipo"):
+            options.set("model.dpo.reference_free", True, "loss_type")
+        options.given["loss_type"] = "cpo" if kind == "sigmoid" else kind
+    elif loss is not None:
         options.given.setdefault("loss_type", loss)
     if loss == "simpo" and trainer == "ms-swift":
         options.defaults["beta"] = 2.0
@@ -319,17 +324,21 @@ def _loss(options: Options, recipe: Recipe, ranks: int) -> None:
     section, losses = f"model.{recipe.name}", [str(loss) for loss in _list(options.get("loss_type"))]
     weights = [read_value(weight) for weight in _list(options.get("loss_weights"))] or [1.0] * len(losses)
     terms = [(loss, weight) for loss, weight in zip(losses, weights, strict=False) if loss != "sft"]
-    known = table()["values"]["loss_type"]
-    overrides = [text for loss, _ in terms for text in known.get(loss, []) if text.startswith(section)]
-    if losses and (len(terms) != 1 or len(weights) != len(losses) or not overrides):
+    if losses and (wrong := _wrong_losses(section, losses, weights)) is not None:
+        name, reason = wrong
         options.set(f"{section}.preference_loss", "???", "loss_type")  # the command has no loss until the user names one
-        one = f"a run has one preference loss and, optionally, an SFT loss; set {section}.preference_loss"
-        options.reject("loss_type", one if len(terms) != 1 else f"`nemo-kto {recipe.name}` has no such loss")
-        options.reject("loss_weights", "it must have a number for each loss" if len(weights) != len(losses) else one)
+        options.reject(name, reason)
     elif losses:
-        _set_texts(options, overrides, "loss_type")
-        if terms[0][1] != 1:
-            options.set(f"{section}.preference_loss_weight", terms[0][1], "loss_weights")
+        named = [_overrides_of(loss, section) for loss, _ in terms]
+        _set_texts(options, list(dict.fromkeys(text for texts in named for text in texts[1:])), "loss_type")
+        names_of = [texts[0].partition("=")[2] for texts in named]
+        if len(terms) > 1:
+            mixed = {name: weight for name, (_, weight) in zip(names_of, terms, strict=True)}
+            options.set(f"{section}.preference_losses", mixed, "loss_type")
+        else:
+            options.set(f"{section}.preference_loss", names_of[0], "loss_type")
+            if terms[0][1] != 1:
+                options.set(f"{section}.preference_loss_weight", terms[0][1], "loss_weights")
     for loss, weight in zip(losses, weights, strict=False):
         if loss == "sft":
             _sft_term(options, section, weight, token_mean=True, name="loss_type")
@@ -337,20 +346,74 @@ def _loss(options: Options, recipe: Recipe, ranks: int) -> None:
         if options.get(name):
             _sft_term(options, section, options.get(name), token_mean=name == "rpo_alpha", name=name)
     _own_terms(options, losses)
+    if section == "model.dpo":
+        _divergence(options, losses)
     if options.get("sync_ref_model"):
         options.set("model.reference.sync_interval", options.get("ref_model_sync_steps", 512), "sync_ref_model")
         options.set("model.reference.sync_alpha", options.get("ref_model_mixup_alpha", 0.6), "sync_ref_model")
 
 
+def _overrides_of(loss: str, section: str) -> list[str]:
+    return [text for text in table()["values"]["loss_type"].get(loss, []) if text.startswith(section)]
+
+
+def _wrong_losses(section: str, losses: Sequence[str], weights: Sequence[object]) -> tuple[str, str] | None:
+    """Return the option that names losses that a run cannot have, and the reason; None if it can have them."""
+    named = [loss for loss in losses if loss != "sft"]
+    means = [any("average_log_probs" in text for text in _overrides_of(loss, section)) for loss in named]
+    if len(weights) != len(losses):
+        return "loss_weights", "it must have a number for each loss"
+    if not named:
+        return "loss_type", f"a run has a preference loss besides the SFT loss; set {section}.preference_loss"
+    if not all(_overrides_of(loss, section) for loss in named):
+        return "loss_type", f"`nemo-kto {section.removeprefix('model.')}` has no such loss"
+    if len(named) > 1 and (section != "model.dpo" or len({*means}) > 1 or len({*named}) < len(named)):
+        return (
+            "loss_type",
+            "these losses cannot be mixed: they are not for pairs, occur twice, or take sums and means of tokens",
+        )
+    return None
+
+
+def _divergence(options: Options, losses: Sequence[str]) -> None:
+    """Translate the options of f-DPO, LD-DPO and WPO where they mean something else in the other trainer."""
+    swift = options.title.startswith("ms-swift")
+    divergence, alpha = options.get("f_divergence_type"), options.get("f_alpha_divergence_coef")
+    if divergence not in (None, "reverse_kl") and {"ipo", "sigmoid_norm"} & {*losses}:
+        options.reject(
+            "f_divergence_type", "it divides the score of the sum by the number of tokens; here it is that of the mean"
+        )
+        options.given.pop("f_divergence_type", None)
+    if alpha is not None and divergence == "alpha_divergence":
+        value = 1 - alpha if swift else alpha  # ms-swift has the alpha of the paper
+        options.set("model.dpo.f_alpha_divergence_coef", value, "f_alpha_divergence_coef")
+    elif alpha is not None:
+        options.reject("f_alpha_divergence_coef", "only f_divergence_type=alpha_divergence uses it")
+    if swift and options.has("ld_alpha"):
+        options.notes.append("model.dpo.ld_alpha: the reference is weighted as well, and not in ms-swift")
+    if options.get("use_weighting") and "sft" in losses:
+        options.notes.append("model.dpo.use_weighting: the SFT loss is not weighted, and is in TRL")
+
+
 def _own_terms(options: Options, losses: Sequence[str]) -> None:
-    """Set the options that belong to single losses, and the SFT terms that TRL has in SimPO and ORPO."""
-    if "simpo" in losses and options.get("cpo_alpha"):
+    """Set the options that belong to single losses, and the SFT terms that TRL has in CPO, SimPO and ORPO."""
+    if {"cpo", "simpo"} & {*losses} and options.get("cpo_alpha"):
         _sft_term(options, "model.dpo", options.get("cpo_alpha"), token_mean=True, name="cpo_alpha")
-    elif "simpo" not in losses:
-        for name in ("simpo_gamma", "cpo_alpha"):
-            options.reject(name, "only SimPO has it")
+    if "cpo" in losses:  # its own SFT term is a sum over tokens
+        options.set("model.dpo.cpo_alpha", 0, "loss_type")
+    for name, users, title in (
+        ("simpo_gamma", {"simpo", "alphapo"}, "SimPO has"),
+        ("cpo_alpha", {"cpo", "simpo"}, "CPO and SimPO have"),
+        ("alpha", {"alphapo"}, "AlphaPO has"),
+    ):
+        if not users & {*losses}:
+            options.reject(name, f"only {title} it")
             options.defaults.pop(name, None)
             options.given.pop(name, None)
+    unsmoothed = options.title in ("TRL", "axolotl") and (not losses or {"sigmoid", "sigmoid_norm"} & {*losses})
+    if unsmoothed and options.get("label_smoothing", 0):
+        options.reject("label_smoothing", "TRL ignores it with this loss; set model.dpo.label_smoothing to smooth it")
+        options.given.pop("label_smoothing", None)
     if "orpo" in losses and options.title != "LLaMA-Factory":  # TRL's first term covers the prompt and is a mean over tokens
         _sft_term(options, "model.dpo", 1.0, token_mean=True, name="loss_type")
         options.set("model.dpo.orpo_sft_weight", 0, "loss_type")

@@ -171,4 +171,5 @@ DPO = DPORecipe(
     unit="pairs",
     data_defaults={"default_chosen_reward": 1.0, "default_rejected_reward": 0.0},
     metrics=(*SHARED_METRICS, "acc", "rewards_margin_std"),
+    aliases={"loss_weights": "model.dpo.preference_losses"},
 )
