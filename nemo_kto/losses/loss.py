@@ -50,7 +50,7 @@ class Loss:
     needs_reference: bool = True  # takes log-ratios; otherwise log-probs under the policy in their place
     average_log_probs: bool = False  # always takes means over the tokens of a response
     sorts: Literal["answers", "margins"] | None = None
-    parts: Mapping[str, tuple[Loss, float]] = field(default_factory=dict)
+    parts: Mapping[str, tuple[Loss, float]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.needs_z0 and self.needs_delta:

@@ -17,7 +17,8 @@ from nemo_kto.cli import translate as command
 from nemo_kto.config.option_files import read_options
 from nemo_kto.config.saved_config import read_saved
 from nemo_kto.config.schema import config_type
-from nemo_kto.config.translation import table, translate
+from nemo_kto.config.trainer_options import table
+from nemo_kto.config.translation import translate
 from nemo_kto.errors import UserError
 from nemo_kto.utils.field_errors import names
 from nemo_kto.utils.text import shell_word
