@@ -352,7 +352,7 @@ def cpo_simpo_losses(
     cpo_alpha: SFTWeight = 1.0,
     label_smoothing: LabelSmoothing = 0.0,
 ) -> Tensor:
-    """Return the CPO-SimPO loss: that of :func:`simpo_losses` plus the SFT term of CPO on mean log-probs (arXiv 2401.08417).
+    """Return the CPO-SimPO loss, that of SimPO (arXiv 2405.14734) plus the SFT term of CPO (arXiv 2401.08417).
 
         - log sigmoid(beta h - gamma) - w m_chosen
 

@@ -115,6 +115,10 @@ def compare_dpo(
     names = {"loss": "loss", "grad_norm": "grad_norm"}
     if loss == "mpo":  # TRL logs the weighted log-probs of LD-DPO
         names = {name: ours for name, ours in COMPARED.items() if not name.startswith("logps")}
+    for step in ours if loss == "mpo" else ():
+        parts = 0.8 * step["train/dpo_loss"] + 0.2 * step["train/bco_pair_loss"]
+        assert step["train/preference_loss"] == pytest.approx(parts, rel=1e-6)
+    assert all(("train/wpo_weight_mean" in step) == (loss == "wpo") for step in ours)
     assert_same_steps(ours, theirs, names if loss in ("ipo", "mpo") else COMPARED)
 
 

@@ -70,7 +70,7 @@ class DPOLossConfig(LossConfig):
         yield from self._mixture_errors(section)
         reads = (f"{section}.preference_loss", f"{section}.preference_losses")
         sorting = [name for name, loss in self.parts.items() if loss.sorts]
-        without = [name for name, loss in self.parts.items() if not loss.needs_reference]
+        without = [] if any(loss.needs_reference for loss in self.parts.values()) else [*self.parts]
         for key, names, reason in (
             ("use_weighting", sorting, "compares values of different pairs"),
             ("reference_free", sorting, "sorts log-ratios"),
@@ -94,10 +94,11 @@ class DPOLossConfig(LossConfig):
             text = f"must be left out with {key}, got {self.preference_loss}; name it there with its weight"
             yield ConfigError(f"{section}.preference_loss", text, (key,))
         losses = self.parts.items()
-        needs: list[tuple[str, str, dict[str, object]]] = [
-            ("all take a reference or none", "reference", {name: loss.needs_reference for name, loss in losses}),
-            ("sort only one kind of values", "sorting", {name: loss.sorts for name, loss in losses if loss.sorts}),
-        ]
+        sorts: dict[str, object] = {name: loss.sorts for name, loss in losses if loss.sorts}
+        needs = [("sort only one kind of values", "sorting", sorts)]
+        if not self.reference_free:
+            constraint = f"all take a reference or none without {section}.reference_free=true"
+            needs.append((constraint, "reference", {name: loss.needs_reference for name, loss in losses}))
         if not self.preference_average_log_probs:
             constraint = f"all take means over tokens or none without {section}.preference_average_log_probs=true"
             needs.append((constraint, "means", {name: loss.average_log_probs for name, loss in losses}))
