@@ -15,7 +15,8 @@ from nemo_kto.config.check import read_positions
 from nemo_kto.config.mistakes import find_mistakes
 from nemo_kto.config.option_files import ALGORITHM, read_options
 from nemo_kto.config.schema import config_type
-from nemo_kto.config.translation import Translation, table, translate
+from nemo_kto.config.trainer_options import table
+from nemo_kto.config.translation import Translation, translate
 from nemo_kto.utils.field_errors import names
 from nemo_kto.utils.text import shell_comment
 

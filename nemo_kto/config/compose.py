@@ -38,7 +38,9 @@ from nemo_kto.utils.files import load_yaml
 PACKAGE = "nemo_kto.conf"
 # Raised by Hydra if files or overrides do not compose; the last three for a file that is not text or includes itself.
 WRONG = (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError)
-FREE_FORM = ("model.data.data_prefix", "model.data.fields", "model.data.labels")  # may be mappings with arbitrary keys
+FREE_FORM = (  # may be mappings with arbitrary keys
+    "model.data.data_prefix", "model.data.fields", "model.data.labels", "model.dpo.preference_losses",
+)  # fmt: skip
 # Default of model.optim.lr by model.peft.peft_scheme. For all weights 5e-7 to 5e-6 is advised; adapters need larger steps.
 DEFAULT_LR = {"none": 1e-6, "lora": 1e-5}
 # For expressions in the YAML files.

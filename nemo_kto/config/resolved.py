@@ -327,7 +327,7 @@ class ResolvedRun:
     def reference(self) -> ReferenceMode:
         settings = self.cfg.model.reference
         if not self.cfg.loss.record.needs_reference:
-            return ReferenceMode("none", f"{self.cfg.loss.preference_loss} needs no reference")
+            return ReferenceMode("none", f"{self.cfg.loss.loss_name} needs no reference")
         later = "KL examples of later epochs when their epoch begins" if self.has_new_kl_examples else ""
         if settings.mode != "auto":
             note = f"; {later}" if settings.mode == "cached" and later else ""

@@ -6,29 +6,21 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from nemo_kto.algorithms.recipes import RECIPES, Recipe
 from nemo_kto.config import migration
 from nemo_kto.config.check import override_value
 from nemo_kto.config.schema import config_type
+from nemo_kto.config.trainer_options import Options, as_list, is_finite, read_value, set_texts, table, trains_adapters
 from nemo_kto.errors import UserError, either
 from nemo_kto.utils.field_errors import names
-from nemo_kto.utils.files import load_yaml, read_json
+from nemo_kto.utils.files import read_json
 from nemo_kto.utils.text import shell_word
 
 EPOCHS = 1_000_000  # other trainers repeat the data until max_steps
 _DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
-_NUMBERS = frozenset(
-    "learning_rate beta weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm warmup_steps warmup_ratio max_steps "
-    "num_train_epochs per_device_train_batch_size gradient_accumulation_steps global_batch_size micro_batch_size max_length "
-    "lora_r lora_alpha lora_dropout validation_fraction eval_steps save_steps evals_per_epoch saves_per_epoch logging_steps "
-    "save_total_limit early_stopping_patience ddp_timeout nproc_per_node nnodes rpo_alpha sft_weight cosine_min_lr_ratio "
-    "min_lr cpo_alpha label_smoothing "
-    "tensor_parallel_size tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size".split()
-)
 
 
 class Translation(NamedTuple):
@@ -60,41 +52,6 @@ def _shell(word: str) -> str:
     return f'"{word}"' if is_simple else shell_word(word)
 
 
-def _is_finite(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _list(value: object) -> list[Any]:
-    """Return the entries of a list, or of a text in which spaces or commas separate them."""
-    if isinstance(value, str):
-        return value.replace(",", " ").split()
-    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
-
-
-def table() -> dict[str, Any]:
-    """Return the content of translation.yaml."""
-    return migration.read_table("translation")
-
-
-def read_value(value: object) -> object:
-    """Return an option's value with numbers, truth values and lists read from text, as YAML 1.1 does not read 1e-5."""
-    if not isinstance(value, str):
-        return value
-    if value.strip()[:1] in ("[", "{"):
-        try:
-            return load_yaml(value)
-        except ValueError:
-            return value.strip()
-    if (word := value.strip().lower()) in ("true", "yes", "on", "false", "off", "null", ""):
-        return {"false": False, "off": False, "null": None, "": None}.get(word, True)
-    for number in (int, float):
-        try:
-            return number(value)
-        except ValueError:
-            continue
-    return value.strip()
-
-
 def find_trainer(options: Mapping[str, object]) -> str:
     """Return the trainer of the options: its option for the method is given, or most of its own names are."""
     given, trainers = {name.replace("-", "_") for name in options}, table()["trainers"]
@@ -112,7 +69,7 @@ def find_recipe(options: Mapping[str, object], trainer: str) -> tuple[Recipe, st
         algorithm, *loss = table()["methods"][named]
         return RECIPES[algorithm], next(iter(loss), None)
     known = table()["values"]["loss_type"]
-    overrides = [text for loss in _list(read_value(options.get("loss_type"))) for text in known.get(str(loss), [])]
+    overrides = [text for loss in as_list(read_value(options.get("loss_type"))) for text in known.get(str(loss), [])]
     for recipe in RECIPES.values():
         own = {f"model.{recipe.name}."} if any(recipe.aliases.keys() & options.keys()) else set()
         if own or any(text.startswith(f"model.{recipe.name}.") for text in overrides):
@@ -139,7 +96,12 @@ def translate(
     if recipe is None or table()["trainers"][trainer]["method"] in given:
         named, loss = find_recipe(given, trainer)
         recipe = recipe or named
-    if loss is not None:
+    if loss == "cpo" and options.has("loss_type"):  # CPOTrainer gives the names of DPOTrainer to losses without a reference
+        kind = str(options.given["loss_type"])
+        if kind in ("hinge", "ipo"):
+            options.set("model.dpo.reference_free", True, "loss_type")
+        options.given["loss_type"] = "cpo" if kind == "sigmoid" else kind
+    elif loss is not None:
         options.given.setdefault("loss_type", loss)
     if loss == "simpo" and trainer == "ms-swift":
         options.defaults["beta"] = 2.0
@@ -154,67 +116,6 @@ def translate(
             options.reject(name, reasons.get(name) or f"it is no option of {options.title} that this program knows")
     chosen = {key: value for key, (value, by) in options.overrides.items() if by or with_defaults}
     return Translation(options.title, recipe, chosen, options.without, list(dict.fromkeys(options.notes)))
-
-
-@dataclass(kw_only=True)
-class Options:
-    """Options of a trainer in TRL's names, and what they were translated to."""
-
-    title: str
-    given: dict[str, object]
-    defaults: dict[str, object]
-    original: dict[str, str]  # TRL's name -> the trainer's name
-    folder: Path
-    used: set[str] = field(default_factory=set)
-    overrides: dict[str, tuple[object, str]] = field(default_factory=dict)  # key -> value, and the option that set it
-    without: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, given: Mapping[str, object], *, trainer: str, folder: Path) -> Options:
-        entry = table()["trainers"][trainer]
-        found = cls(title=entry["title"], given={}, defaults={}, original={}, folder=folder)
-        values, original = found.given, found.original
-        for theirs, value in given.items():
-            name = entry["names"].get(theirs, theirs)
-            if value is not None and values.get(name) is not None:
-                found.without[f"{theirs}={override_value(value)}"] = (
-                    f"{original[name]} is the same option and is used instead"
-                )
-            else:
-                values[name], original[name] = read_value(value), theirs
-        kind = "lora" if _trains_adapters(entry["defaults"] | values) else "full"
-        found.defaults |= entry["defaults"] | entry.get(kind, {})
-        for name, value in list(values.items()):
-            if name in _NUMBERS and value is not None and not _is_finite(value):
-                found.reject(name, "it must be a number")
-                del values[name]
-        return found
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of an option or its default, and note that it was used."""
-        self.used.add(name)
-        value = self.given.get(name)
-        return self.defaults.get(name, default) if value is None else value
-
-    def has(self, *names: str) -> bool:
-        return any(self.given.get(name) is not None for name in names)
-
-    def set(self, key: str, value: object, *names: str) -> None:
-        """Set one of our keys to a value that follows from the options ``names``, or from a default if none is given."""
-        by = next((name for name in names if self.has(name)), "")
-        earlier, earlier_by = self.overrides.get(key, (value, ""))
-        if earlier_by and by and earlier != value:
-            self.reject(earlier_by, f"{key} has one value, and {self.shown(by)} is used")
-        if by or not earlier_by:
-            self.overrides[key] = value, by
-
-    def shown(self, name: str) -> str:
-        return f"{self.original.get(name, name)}={override_value(self.given[name])}"
-
-    def reject(self, name: str, reason: str) -> None:
-        if self.has(name):
-            self.without.setdefault(self.shown(name), reason)
 
 
 def _place(options: Options, name: object, *, config: object = None, split: object = None) -> str:
@@ -266,7 +167,7 @@ def _rows(options: Options, *names: str, split: object = None) -> list[str]:
         options.reject(each, f"{name} is used")
     value = options.get(name) if name else None
     texts = isinstance(value, str) and not options.title.startswith("ms-swift")
-    entries = str(value).split(",") if texts else _list(value)
+    entries = str(value).split(",") if texts else as_list(value)
     config, folder = options.get("dataset_config"), options.folder / str(options.get("dataset_dir", "data"))
     info = read_json(file) if (file := folder / "dataset_info.json").is_file() else {}
     rows: list[str] = []
@@ -316,20 +217,24 @@ def _entry_rows(options: Options, name: str, entry: Mapping[Any, Any], *, folder
 
 
 def _loss(options: Options, recipe: Recipe, ranks: int) -> None:
-    section, losses = f"model.{recipe.name}", [str(loss) for loss in _list(options.get("loss_type"))]
-    weights = [read_value(weight) for weight in _list(options.get("loss_weights"))] or [1.0] * len(losses)
+    section, losses = f"model.{recipe.name}", [str(loss) for loss in as_list(options.get("loss_type"))]
+    weights = [read_value(weight) for weight in as_list(options.get("loss_weights"))] or [1.0] * len(losses)
     terms = [(loss, weight) for loss, weight in zip(losses, weights, strict=False) if loss != "sft"]
-    known = table()["values"]["loss_type"]
-    overrides = [text for loss, _ in terms for text in known.get(loss, []) if text.startswith(section)]
-    if losses and (len(terms) != 1 or len(weights) != len(losses) or not overrides):
+    if losses and (wrong := _wrong_losses(section, losses, weights)) is not None:
+        name, reason = wrong
         options.set(f"{section}.preference_loss", "???", "loss_type")  # the command has no loss until the user names one
-        one = f"a run has one preference loss and, optionally, an SFT loss; set {section}.preference_loss"
-        options.reject("loss_type", one if len(terms) != 1 else f"`nemo-kto {recipe.name}` has no such loss")
-        options.reject("loss_weights", "it must have a number for each loss" if len(weights) != len(losses) else one)
+        options.reject(name, reason)
     elif losses:
-        _set_texts(options, overrides, "loss_type")
-        if terms[0][1] != 1:
-            options.set(f"{section}.preference_loss_weight", terms[0][1], "loss_weights")
+        named = [_overrides_of(loss, section) for loss, _ in terms]
+        set_texts(options, list(dict.fromkeys(text for texts in named for text in texts[1:])), "loss_type")
+        names_of = [texts[0].partition("=")[2] for texts in named]
+        if len(terms) > 1:
+            mixed = {name: weight for name, (_, weight) in zip(names_of, terms, strict=True)}
+            options.set(f"{section}.preference_losses", mixed, "loss_type")
+        else:
+            options.set(f"{section}.preference_loss", names_of[0], "loss_type")
+            if terms[0][1] != 1:
+                options.set(f"{section}.preference_loss_weight", terms[0][1], "loss_weights")
     for loss, weight in zip(losses, weights, strict=False):
         if loss == "sft":
             _sft_term(options, section, weight, token_mean=True, name="loss_type")
@@ -337,20 +242,74 @@ def _loss(options: Options, recipe: Recipe, ranks: int) -> None:
         if options.get(name):
             _sft_term(options, section, options.get(name), token_mean=name == "rpo_alpha", name=name)
     _own_terms(options, losses)
+    if section == "model.dpo":
+        _divergence(options, losses)
     if options.get("sync_ref_model"):
         options.set("model.reference.sync_interval", options.get("ref_model_sync_steps", 512), "sync_ref_model")
         options.set("model.reference.sync_alpha", options.get("ref_model_mixup_alpha", 0.6), "sync_ref_model")
 
 
+def _overrides_of(loss: str, section: str) -> list[str]:
+    return [text for text in table()["values"]["loss_type"].get(loss, []) if text.startswith(section)]
+
+
+def _wrong_losses(section: str, losses: Sequence[str], weights: Sequence[object]) -> tuple[str, str] | None:
+    """Return the option that names losses that a run cannot have, and the reason; None if it can have them."""
+    named = [loss for loss in losses if loss != "sft"]
+    means = [any("average_log_probs" in text for text in _overrides_of(loss, section)) for loss in named]
+    if len(weights) != len(losses):
+        return "loss_weights", "it must have a number for each loss"
+    if not named:
+        return "loss_type", f"a run has a preference loss besides the SFT loss; set {section}.preference_loss"
+    if not all(_overrides_of(loss, section) for loss in named):
+        return "loss_type", f"`nemo-kto {section.removeprefix('model.')}` has no such loss"
+    if len(named) > 1 and (section != "model.dpo" or len({*means}) > 1 or len({*named}) < len(named)):
+        return (
+            "loss_type",
+            "these losses cannot be mixed: they are not for pairs, occur twice, or take sums and means of tokens",
+        )
+    return None
+
+
+def _divergence(options: Options, losses: Sequence[str]) -> None:
+    """Translate the options of f-DPO, LD-DPO and WPO where they mean something else in the other trainer."""
+    swift = options.title.startswith("ms-swift")
+    divergence, alpha = options.get("f_divergence_type"), options.get("f_alpha_divergence_coef")
+    if divergence not in (None, "reverse_kl") and {"ipo", "sigmoid_norm"} & {*losses}:
+        options.reject(
+            "f_divergence_type", "it divides the score of the sum by the number of tokens; here it is that of the mean"
+        )
+        options.given.pop("f_divergence_type", None)
+    if alpha is not None and divergence == "alpha_divergence":
+        value = 1 - alpha if swift else alpha  # ms-swift has the alpha of the paper
+        options.set("model.dpo.f_alpha_divergence_coef", value, "f_alpha_divergence_coef")
+    elif alpha is not None:
+        options.reject("f_alpha_divergence_coef", "only f_divergence_type=alpha_divergence uses it")
+    if swift and options.has("ld_alpha"):
+        options.notes.append("model.dpo.ld_alpha: the reference is weighted as well, and not in ms-swift")
+    if options.get("use_weighting") and "sft" in losses:
+        options.notes.append("model.dpo.use_weighting: the SFT loss is not weighted, and is in TRL")
+
+
 def _own_terms(options: Options, losses: Sequence[str]) -> None:
-    """Set the options that belong to single losses, and the SFT terms that TRL has in SimPO and ORPO."""
-    if "simpo" in losses and options.get("cpo_alpha"):
+    """Set the options that belong to single losses, and the SFT terms that TRL has in CPO, SimPO and ORPO."""
+    if {"cpo", "simpo"} & {*losses} and options.get("cpo_alpha"):
         _sft_term(options, "model.dpo", options.get("cpo_alpha"), token_mean=True, name="cpo_alpha")
-    elif "simpo" not in losses:
-        for name in ("simpo_gamma", "cpo_alpha"):
-            options.reject(name, "only SimPO has it")
+    if "cpo" in losses:  # its own SFT term is a sum over tokens
+        options.set("model.dpo.cpo_alpha", 0, "loss_type")
+    for name, users, title in (
+        ("simpo_gamma", {"simpo", "alphapo"}, "SimPO has"),
+        ("cpo_alpha", {"cpo", "simpo"}, "CPO and SimPO have"),
+        ("alpha", {"alphapo"}, "AlphaPO has"),
+    ):
+        if not users & {*losses}:
+            options.reject(name, f"only {title} it")
             options.defaults.pop(name, None)
             options.given.pop(name, None)
+    unsmoothed = options.title in ("TRL", "axolotl") and (not losses or {"sigmoid", "sigmoid_norm"} & {*losses})
+    if unsmoothed and options.get("label_smoothing", 0):
+        options.reject("label_smoothing", "TRL ignores it with this loss; set model.dpo.label_smoothing to smooth it")
+        options.given.pop("label_smoothing", None)
     if "orpo" in losses and options.title != "LLaMA-Factory":  # TRL's first term covers the prompt and is a mean over tokens
         _sft_term(options, "model.dpo", 1.0, token_mean=True, name="loss_type")
         options.set("model.dpo.orpo_sft_weight", 0, "loss_type")
@@ -420,8 +379,8 @@ def _schedule(options: Options, recipe: Recipe, ranks: int) -> None:
     share = read_value(further.pop("min_lr_rate", options.get("cosine_min_lr_ratio")))
     if further:
         options.reject("lr_scheduler_kwargs", "of these settings only min_lr and min_lr_rate are translated")
-    if not _is_finite(lowest):
-        lowest = float(f"{(options.get('learning_rate') or 0.0) * share:.12g}") if _is_finite(share) else 0.0
+    if not is_finite(lowest):
+        lowest = float(f"{(options.get('learning_rate') or 0.0) * share:.12g}") if is_finite(share) else 0.0
     if not str(name).startswith("constant"):
         by = ("min_lr", "lr_scheduler_kwargs", "cosine_min_lr_ratio", "lr_scheduler_type")
         options.set(f"{prefix}.min_lr", lowest, *by)
@@ -440,10 +399,6 @@ def _schedule(options: Options, recipe: Recipe, ranks: int) -> None:
         _by_table(options, "optim", str(options.get("optim")), "AdamW with fp32 state is used")
 
 
-def _trains_adapters(options: Mapping[str, object]) -> bool:
-    return options.get("tuner") in ("lora", "qlora") or options.get("use_peft") is True
-
-
 def _adapters(options: Options, recipe: Recipe, ranks: int) -> None:
     tuning, names = "model.peft.lora_tuning", ("tuner", "use_peft")
     settings = options.defaults | options.given
@@ -453,7 +408,7 @@ def _adapters(options: Options, recipe: Recipe, ranks: int) -> None:
     if options.get("tuner") == "qlora":
         options.notes.append("qlora: weights are not quantised; LoRA on weights in bf16 is used")
     keys = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear", "layers_to_transform")
-    if not _trains_adapters(settings):
+    if not trains_adapters(settings):
         for name in keys:
             options.reject(name, "all weights are trained, because no option selects LoRA")
         options.used.update(keys)
@@ -464,13 +419,13 @@ def _adapters(options: Options, recipe: Recipe, ranks: int) -> None:
     alpha = options.get("lora_alpha")
     options.set(f"{tuning}.alpha", float(2 * rank if alpha is None else alpha), "lora_alpha", "lora_r")
     options.set(f"{tuning}.adapter_dropout", float(options.get("lora_dropout", 0.0)), "lora_dropout")
-    targets = _list(options.get("lora_target_modules"))
+    targets = as_list(options.get("lora_target_modules"))
     if options.get("lora_target_linear") or "all" in targets:
         targets = ["all-linear"]
     elif not targets:  # PEFT's for most families
         targets = ["q_proj", "v_proj"] if options.title in ("TRL", "axolotl") else ["all-linear"]
     options.set(f"{tuning}.target_modules", targets, "lora_target_linear", "lora_target_modules")
-    layers = _list(options.get("layers_to_transform"))
+    layers = as_list(options.get("layers_to_transform"))
     if not all(str(layer).isdecimal() for layer in layers):
         options.reject("layers_to_transform", "its entries must be numbers")
     elif layers:
@@ -527,7 +482,7 @@ def _intervals(options: Options, recipe: Recipe, ranks: int) -> None:
 
 def _logging(options: Options, recipe: Recipe, ranks: int) -> None:
     named = options.get("report_to")
-    for logger in _list(named):
+    for logger in as_list(named):
         _by_table(options, "report_to", str(logger), "TensorBoard, Weights & Biases and MLflow are available")
     if options.has("wandb_project", "wandb_entity") and options.title == "axolotl":
         options.set("exp_manager.create_wandb_logger", True, "wandb_project", "wandb_entity")
@@ -542,15 +497,9 @@ def _logging(options: Options, recipe: Recipe, ranks: int) -> None:
 def _by_table(options: Options, name: str, value: str, reason: str = "this value is not supported") -> None:
     """Set the keys that translation.yaml has for a value."""
     if (overrides := table()["values"][name].get(value)) is not None:
-        _set_texts(options, overrides, name)
+        set_texts(options, overrides, name)
     else:
         options.reject(name, reason)
-
-
-def _set_texts(options: Options, overrides: Sequence[str], name: str) -> None:
-    for text in overrides:
-        key, _, value = text.partition("=")
-        options.set(key, value if key == "hardware" else read_value(value), name)
 
 
 def _same_values(options: Options, recipe: Recipe) -> None:
@@ -569,7 +518,7 @@ def _same_values(options: Options, recipe: Recipe) -> None:
             continue
         value = options.get(name)
         if isinstance(value, str | bool) and (overrides := values.get(value)) is not None:
-            _set_texts(options, overrides, name)
+            set_texts(options, overrides, name)
         else:
             options.reject(name, "this value is not supported")
     if options.get("truncation_mode") in ("delete", "drop", "raise"):

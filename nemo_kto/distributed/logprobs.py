@@ -53,6 +53,7 @@ def vocab_parallel_logprobs(
     chunk_size: int,
     softcap: float | None = None,
     reduce_hidden_grad: bool = True,
+    square_sums: bool = False,
 ) -> torch.Tensor:
     """Compute the log-softmax over the full vocabulary at the target tokens. Differentiable in hidden states and weight.
 
@@ -71,6 +72,8 @@ def vocab_parallel_logprobs(
         softcap: replace logits by softcap * tanh(logit / softcap), in fp32.
         reduce_hidden_grad: sum the gradient of the hidden states over ``group``. False if the backward pass of the preceding
             operation does so (the gather of sequence parallelism).
+        square_sums: return [2, T]: the log-probs, then the log of the sum of all squared probabilities, which has no
+            gradient. Needs another collective, and memory for another chunk of logits.
 
     Raises:
         ValueError: ``chunk_size`` or ``softcap`` is not positive.
@@ -83,10 +86,11 @@ def vocab_parallel_logprobs(
     columns = min(max(vocab_size - first, 0), weight_VH.shape[0])
     is_local_T = (target_T >= first) & (target_T < first + columns)
     column_T = torch.where(is_local_T, target_T - first, 0)
-    logps_T: torch.Tensor = _Logprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_TH, weight_VH, column_T, is_local_T, columns, group, chunk_size, softcap, reduce_hidden_grad
+    logps_T, square_sums_T = _Logprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_TH, weight_VH, column_T, is_local_T, columns, group, chunk_size, softcap, reduce_hidden_grad, square_sums
     )
-    return logps_T
+    result: torch.Tensor = logps_T if square_sums_T is None else torch.stack((logps_T, square_sums_T))
+    return result
 
 
 @torch.no_grad()
@@ -135,17 +139,21 @@ class _Logprobs(torch.autograd.Function):
         chunk_size: int,
         softcap: float | None,
         reduce_hidden_grad: bool,
-    ) -> torch.Tensor:
+        square_sums: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         num_tokens, wide = len(hidden_TH), _wide(hidden_TH.dtype)
         maximum_T = hidden_TH.new_full((num_tokens,), float("-inf"), dtype=wide)
         exp_sum_and_target_2T = hidden_TH.new_zeros((2, num_tokens), dtype=wide)
         exp_sum_T, target_logit_T = exp_sum_and_target_2T
+        square_sum_T = exp_sum_T.clone() if square_sums else None
         logits_cv, chunk = None, slice(0)
         for chunk in _chunks(num_tokens if columns else 0, chunk_size):
             logits_cv = None  # frees it before the next chunk is computed
             logits_cv = _logits(hidden_TH[chunk], weight_VH[:columns])
             target_c = logits_cv.gather(1, column_T[chunk].unsqueeze(1)).squeeze(1)
             target_logit_T[chunk] = cap_logits(target_c, softcap) * is_local_T[chunk]
+            if square_sum_T is not None:  # before the logits are overwritten; their maximum is doubled as well
+                _, square_sum_T[chunk] = softmax_sums(2 * cap_logits(logits_cv, softcap), None)
             maximum_T[chunk], exp_sum_T[chunk] = softmax_sums(logits_cv, softcap)
         own_maximum_T = maximum_T
         if group is not None:
@@ -153,13 +161,20 @@ class _Logprobs(torch.autograd.Function):
             dist.all_reduce(maximum_T, dist.ReduceOp.MAX, group=group)
             exp_sum_T *= (own_maximum_T - maximum_T).exp_()
             dist.all_reduce(exp_sum_and_target_2T, group=group)
+            if square_sum_T is not None:  # on its own, because the rounding of a sum depends on the size of the message
+                square_sum_T *= (2 * (own_maximum_T - maximum_T)).exp_()
+                dist.all_reduce(square_sum_T, group=group)
         normaliser_T = exp_sum_T.log().add_(maximum_T)
         ctx.save_for_backward(hidden_TH, weight_VH, column_T, is_local_T, normaliser_T)
         ctx.columns, ctx.chunk_size, ctx.softcap, ctx.main_grad_VH = columns, chunk_size, softcap, main_grad_of(weight_VH)
         ctx.reduce_group = group if reduce_hidden_grad else None
         keeps = logits_cv is not None and _leaves_exponentials(hidden_TH, softcap)
         ctx.kept = (logits_cv, (own_maximum_T - normaliser_T)[chunk].exp_()) if keeps else None
-        return target_logit_T - normaliser_T
+        if square_sum_T is None:
+            return target_logit_T - normaliser_T, None
+        log_squares_T = square_sum_T.log().add_(2 * (maximum_T - normaliser_T))
+        ctx.mark_non_differentiable(log_squares_T)
+        return target_logit_T - normaliser_T, log_squares_T
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -193,7 +208,7 @@ class _Logprobs(torch.autograd.Function):
             hidden_grad_TH = hidden_grad_TH.to(dtype)
         if weight_grad_VH is not None:
             weight_grad_VH = added_to_main_grad(weight_VH) if is_summed else weight_grad_VH.to(weight_VH.dtype)
-        return hidden_grad_TH, weight_grad_VH, None, None, None, None, None, None, None
+        return hidden_grad_TH, weight_grad_VH, *[None] * 8
 
 
 def _chunks(num_tokens: int, chunk_size: int) -> list[slice]:

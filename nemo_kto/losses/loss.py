@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_type_hints
 
 from nemo_kto.errors import UserError, either, import_object
 
@@ -40,6 +40,8 @@ class Loss:
     under the policy and under the reference. The function then takes first_P and second_P, the two values of a pair, and for
     each the value of equal rank of the other kind, first_partners_P and second_partners_P.
 
+    ``parts`` are the losses of a :func:`mixture`, by name, each with its weight.
+
     Raises:
         ValueError: the requirements contradict each other.
     """
@@ -48,6 +50,7 @@ class Loss:
     needs_reference: bool = True  # takes log-ratios; otherwise log-probs under the policy in their place
     average_log_probs: bool = False  # always takes means over the tokens of a response
     sorts: Literal["answers", "margins"] | None = None
+    parts: Mapping[str, tuple[Loss, float]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.needs_z0 and self.needs_delta:
@@ -72,6 +75,20 @@ class Loss:
     def inputs(self) -> frozenset[str]:
         """Names of the required keyword-only parameters of ``function``."""
         return frozenset(name for name, parameter in self._keywords.items() if parameter.default is parameter.empty)
+
+    @property
+    def part_metrics(self) -> tuple[str, ...]:
+        """Names of the metrics that report the losses of a mixture."""
+        return tuple(f"{name}_loss" for name in self.parts)
+
+    def taken(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of the keyword arguments that the function takes."""
+        return {name: value for name, value in arguments.items() if name in self._keywords}
+
+    @property
+    def terms(self) -> Mapping[str, tuple[Loss, float]]:
+        """The losses to evaluate, by name, each with its weight: the parts of a mixture, or this loss, without a name."""
+        return self.parts or {"": (self, 1.0)}
 
     @property
     def needs_z0(self) -> bool:
@@ -108,6 +125,33 @@ class Loss:
         known = getattr(inspect.unwrap(self.function), "__globals__", {})
         hints = get_type_hints(SimpleNamespace(__annotations__=annotated), known, include_extras=True)
         return {name: Option(hints.get(name, type(each.default)), each.default) for name, each in given.items()}
+
+
+def mixture(parts: Mapping[str, tuple[Loss, float]]) -> Loss:
+    """Return the weighted sum of losses for pairs, with the options and the requirements of all of them.
+
+    Whether the requirements agree is not checked. The function is for parts that compare the same two values: with a part
+    that sorts margins, the caller evaluates the :attr:`Loss.terms` one by one.
+    """
+    losses = [loss for loss, _ in parts.values()]
+    parameters = {name: parameter for loss in losses for name, parameter in loss._keywords.items()}
+    options = {name: option for loss in losses for name, option in loss.options.items()}
+
+    def weighted_sum(first_P: Tensor, second_P: Tensor, **arguments: Any) -> Tensor:
+        terms = [weight * loss.function(first_P, second_P, **loss.taken(arguments)) for loss, weight in parts.values()]
+        return sum(terms[1:], start=terms[0])
+
+    weighted_sum.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        # evaluated annotations, because the modules of the functions define their names
+        [each.replace(annotation=options[name].annotation) if name in options else each for name, each in parameters.items()]
+    )
+    return Loss(
+        function=weighted_sum,
+        needs_reference=any(loss.needs_reference for loss in losses),
+        average_log_probs=all(loss.average_log_probs for loss in losses),
+        sorts=next((loss.sorts for loss in losses if loss.sorts), None),
+        parts=parts,
+    )
 
 
 def find_loss(name: str, known: Mapping[str, Loss]) -> Loss:

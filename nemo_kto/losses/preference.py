@@ -11,7 +11,7 @@ keeps the policy close to the reference), and returns one loss per pair, [P].
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
@@ -30,10 +30,48 @@ LabelSmoothing = Annotated[float, Ge(0), Lt(0.5)]
 SmallProbability = Annotated[float, Gt(0), Lt(0.5)]
 Temperature = Annotated[float, Gt(0)]
 RewardScale = Annotated[float, Gt(0)]
+Margin = Annotated[float, Ge(0)]
+SFTWeight = Annotated[float, Ge(0)]
+Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+_MAX_EXPONENT = 80.0  # of fp32: exp(89) is infinite, and the difference of two such values would not be a number
+
+
+def divergence_margins(
+    chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, divergence: Divergence, alpha: float
+) -> Tensor:
+    """Return the difference h of the scores of both answers in f-DPO (Wang et al. 2023, arXiv 2309.16240).
+
+    Theorem 1 of the paper: the reward is beta f'(u) plus a constant that cancels, with u = pi / pi_ref = exp(r). From its
+    table 1, the score f'(u) is
+
+        reverse_kl        log u = r, the difference of log-ratios
+        forward_kl        1 - 1/u
+        js_divergence     log(2 u / (1 + u))
+        alpha_divergence  (u^(alpha - 1) - 1) / (alpha - 1)
+
+    ``alpha`` is that of TRL, 1 minus that of the paper: 1 is the reverse KL divergence, 0 the forward one.
+
+    Examples:
+        >>> chosen, rejected = torch.tensor([0.6931472]), torch.tensor([0.0])  # u = 2 and u = 1
+        >>> [round(divergence_margins(chosen, rejected, name, 0.5).item(), 4) for name in ("forward_kl", "js_divergence")]
+        [0.5, 0.2877]
+    """
+    if divergence == "reverse_kl":
+        return chosen_logratios_P - rejected_logratios_P
+    if divergence == "js_divergence":
+        return F.logsigmoid(chosen_logratios_P) - F.logsigmoid(rejected_logratios_P)
+    exponent = -1.0 if divergence == "forward_kl" else alpha - 1
+    return _power_score(chosen_logratios_P, exponent) - _power_score(rejected_logratios_P, exponent)
 
 
 def dpo_losses(
-    chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float, label_smoothing: LabelSmoothing = 0.0
+    chosen_logratios_P: Tensor,
+    rejected_logratios_P: Tensor,
+    *,
+    beta: float,
+    label_smoothing: LabelSmoothing = 0.0,
+    f_divergence_type: Divergence = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
 ) -> Tensor:
     """Return the DPO loss (Rafailov et al. 2023, arXiv 2305.18290, equation 7).
 
@@ -45,10 +83,18 @@ def dpo_losses(
         >>> round(dpo_losses(torch.zeros(1), torch.zeros(1), beta=0.1).item(), 6)
         0.693147
     """
-    return _smoothed_logistic(beta * (chosen_logratios_P - rejected_logratios_P), label_smoothing)
+    margins_P = divergence_margins(chosen_logratios_P, rejected_logratios_P, f_divergence_type, f_alpha_divergence_coef)
+    return _smoothed_logistic(beta * margins_P, label_smoothing)
 
 
-def ipo_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float) -> Tensor:
+def ipo_losses(
+    chosen_logratios_P: Tensor,
+    rejected_logratios_P: Tensor,
+    *,
+    beta: float,
+    f_divergence_type: Divergence = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
+) -> Tensor:
     """Return the IPO loss (Azar et al. 2023, arXiv 2310.12036, equation 17): (h - 1 / (2 beta))^2.
 
     beta is tau in the paper. If r is a mean over tokens, as in TRL, the target for h does not depend on the length of the
@@ -58,10 +104,18 @@ def ipo_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta
         >>> ipo_losses(torch.tensor([2.0]), torch.tensor([1.0]), beta=0.5).item()
         0.0
     """
-    return (chosen_logratios_P - rejected_logratios_P - 1 / (2 * beta)).square()
+    margins_P = divergence_margins(chosen_logratios_P, rejected_logratios_P, f_divergence_type, f_alpha_divergence_coef)
+    return (margins_P - 1 / (2 * beta)).square()
 
 
-def hinge_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float) -> Tensor:
+def hinge_losses(
+    chosen_logratios_P: Tensor,
+    rejected_logratios_P: Tensor,
+    *,
+    beta: float,
+    f_divergence_type: Divergence = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
+) -> Tensor:
     """Return the hinge loss on the normalised likelihood (SLiC, Zhao et al. 2023, arXiv 2305.10425): max(0, 1 - beta h).
 
     beta is the reciprocal of the margin.
@@ -70,11 +124,18 @@ def hinge_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, be
         >>> hinge_losses(torch.tensor([0.0, 9.0]), torch.tensor([0.0, 1.0]), beta=0.25).tolist()
         [1.0, 0.0]
     """
-    return torch.relu(1 - beta * (chosen_logratios_P - rejected_logratios_P))
+    margins_P = divergence_margins(chosen_logratios_P, rejected_logratios_P, f_divergence_type, f_alpha_divergence_coef)
+    return torch.relu(1 - beta * margins_P)
 
 
 def robust_losses(
-    chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float, label_smoothing: LabelSmoothing = 0.0
+    chosen_logratios_P: Tensor,
+    rejected_logratios_P: Tensor,
+    *,
+    beta: float,
+    label_smoothing: LabelSmoothing = 0.0,
+    f_divergence_type: Divergence = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
 ) -> Tensor:
     """Return the robust DPO loss (Chowdhury et al. 2024, arXiv 2403.00409).
 
@@ -83,13 +144,20 @@ def robust_losses(
     It is unbiased if the order of a fraction e of the pairs is wrong: its expectation over random flips of the pairs is the
     DPO loss of the pairs in their correct order. The loss of a single pair may be negative.
     """
-    logits_P = beta * (chosen_logratios_P - rejected_logratios_P)
+    margins_P = divergence_margins(chosen_logratios_P, rejected_logratios_P, f_divergence_type, f_alpha_divergence_coef)
+    logits_P = beta * margins_P
     unbiased_P = label_smoothing * F.logsigmoid(-logits_P) - (1 - label_smoothing) * F.logsigmoid(logits_P)
     return unbiased_P / (1 - 2 * label_smoothing)
 
 
 def exo_pair_losses(
-    chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float, exo_label_smoothing: SmallProbability = 1e-3
+    chosen_logratios_P: Tensor,
+    rejected_logratios_P: Tensor,
+    *,
+    beta: float,
+    exo_label_smoothing: SmallProbability = 1e-3,
+    f_divergence_type: Divergence = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
 ) -> Tensor:
     """Return the EXO loss for pairs (Ji et al. 2024, arXiv 2402.00856, equation 16).
 
@@ -98,17 +166,25 @@ def exo_pair_losses(
     p is exo_label_smoothing, the probability that the rejected answer is the better one.
     """
     preference = torch.logit(torch.tensor(1 - exo_label_smoothing, dtype=torch.float64)).to(chosen_logratios_P)
-    return _bernoulli_kl(beta * (chosen_logratios_P - rejected_logratios_P), preference)
+    margins_P = divergence_margins(chosen_logratios_P, rejected_logratios_P, f_divergence_type, f_alpha_divergence_coef)
+    return _bernoulli_kl(beta * margins_P, preference)
 
 
 def discopop_losses(
-    chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *, beta: float, discopop_tau: Temperature = 0.05
+    chosen_logratios_P: Tensor,
+    rejected_logratios_P: Tensor,
+    *,
+    beta: float,
+    discopop_tau: Temperature = 0.05,
+    f_divergence_type: Divergence = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
 ) -> Tensor:
     """Return the DiscoPOP loss, the log-ratio modulated loss (Lu et al. 2024, arXiv 2406.08414, equation 5).
 
     (1 - m) (- log sigmoid(beta h)) + m exp(-beta h),    m = sigmoid(beta h / discopop_tau)
     """
-    logits_P = beta * (chosen_logratios_P - rejected_logratios_P)
+    margins_P = divergence_margins(chosen_logratios_P, rejected_logratios_P, f_divergence_type, f_alpha_divergence_coef)
+    logits_P = beta * margins_P
     modulation_P = logits_P / discopop_tau
     logistic_P = -F.logsigmoid(logits_P) * torch.sigmoid(-modulation_P)
     # a single exponential, because for large negative logits the two factors would be infinity and 0
@@ -221,7 +297,7 @@ def apo_down_losses(chosen_logratios_P: Tensor, rejected_logratios_P: Tensor, *,
     return torch.sigmoid(beta * chosen_logratios_P) + torch.sigmoid(-beta * difference_P)
 
 
-# Losses without a reference, which take the mean log-prob of the tokens of an answer in place of r
+# Losses without a reference, which take the mean log-prob of the tokens of an answer in place of r; CPO the sum
 
 
 def simpo_losses(
@@ -229,7 +305,7 @@ def simpo_losses(
     rejected_logratios_P: Tensor,
     *,
     beta: float,
-    simpo_gamma: Annotated[float, Ge(0)] = 0.5,
+    simpo_gamma: Margin = 0.5,
     label_smoothing: LabelSmoothing = 0.0,
 ) -> Tensor:
     """Return the SimPO loss (Meng et al. 2024, arXiv 2405.14734, equation 6).
@@ -242,12 +318,80 @@ def simpo_losses(
     return _smoothed_logistic(beta * (chosen_logratios_P - rejected_logratios_P) - simpo_gamma, label_smoothing)
 
 
+def cpo_losses(
+    chosen_logratios_P: Tensor,
+    rejected_logratios_P: Tensor,
+    *,
+    beta: float,
+    cpo_alpha: SFTWeight = 1.0,
+    label_smoothing: LabelSmoothing = 0.0,
+) -> Tensor:
+    """Return the CPO loss, DPO with a uniform reference plus SFT on the chosen answer (Xu et al. 2024, arXiv 2401.08417).
+
+    The first term is equation 3 of the paper, whose w is 1:
+
+        - log sigmoid(beta h) - w log pi(chosen)
+
+    w is cpo_alpha, 0 if another SFT term replaces this one. With e above 0 the first term is smoothed as in
+    :func:`dpo_losses`.
+
+    Examples:
+        >>> round(cpo_losses(torch.tensor([-2.0]), torch.tensor([-2.0]), beta=0.1).item(), 6)
+        2.693147
+    """
+    margins_P = chosen_logratios_P - rejected_logratios_P
+    return _smoothed_logistic(beta * margins_P, label_smoothing) - cpo_alpha * chosen_logratios_P
+
+
+def cpo_simpo_losses(
+    chosen_logratios_P: Tensor,
+    rejected_logratios_P: Tensor,
+    *,
+    beta: float,
+    simpo_gamma: Margin = 0.5,
+    cpo_alpha: SFTWeight = 1.0,
+    label_smoothing: LabelSmoothing = 0.0,
+) -> Tensor:
+    """Return the CPO-SimPO loss, that of SimPO (arXiv 2405.14734) plus the SFT term of CPO (arXiv 2401.08417).
+
+        - log sigmoid(beta h - gamma) - w m_chosen
+
+    m is the mean log-prob of the tokens of an answer, w is cpo_alpha.
+    """
+    margins_P = chosen_logratios_P - rejected_logratios_P
+    return _smoothed_logistic(beta * margins_P - simpo_gamma, label_smoothing) - cpo_alpha * chosen_logratios_P
+
+
+def alphapo_losses(
+    chosen_logratios_P: Tensor,
+    rejected_logratios_P: Tensor,
+    *,
+    beta: float,
+    alphapo_alpha: float = 0.25,
+    simpo_gamma: Margin = 0.5,
+    label_smoothing: LabelSmoothing = 0.0,
+) -> Tensor:
+    """Return the AlphaPO loss, SimPO with another shape of the reward (Gupta et al. 2025, arXiv 2501.03884).
+
+        - log sigmoid(s_chosen - s_rejected - gamma),    s = beta (1 - p^(-alpha)) / alpha
+
+    p is the mean likelihood of a token, exp of the mean log-prob; alpha is alphapo_alpha. SimPO is the limit alpha = 0.
+
+    Examples:
+        >>> chosen, rejected = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()  # s is 1 - 2 and 1 - 4
+        >>> round(alphapo_losses(chosen, rejected, beta=1.0, alphapo_alpha=1.0, simpo_gamma=2.0).item(), 4)
+        0.6931
+    """
+    scores_P, other_P = (_power_score(logs_P, -alphapo_alpha) for logs_P in (chosen_logratios_P, rejected_logratios_P))
+    return _smoothed_logistic(beta * (scores_P - other_P) - simpo_gamma, label_smoothing)
+
+
 def orpo_losses(
     chosen_logratios_P: Tensor,
     rejected_logratios_P: Tensor,
     *,
     beta: float,
-    orpo_sft_weight: Annotated[float, Ge(0)] = 1.0,
+    orpo_sft_weight: SFTWeight = 1.0,
 ) -> Tensor:
     """Return the ORPO loss, SFT on the chosen answer plus an odds ratio term (Hong et al. 2024, arXiv 2403.07691).
 
@@ -320,6 +464,11 @@ def aot_losses(
     return own_P + other_P - other_P.detach()
 
 
+def _power_score(logs_P: Tensor, exponent: float) -> Tensor:
+    """Return (u^exponent - 1) / exponent of u = exp(logs), with its limit, the logs, for an exponent of 0."""
+    return logs_P if exponent == 0 else torch.expm1((exponent * logs_P).clamp(max=_MAX_EXPONENT)) / exponent
+
+
 def _smoothed_logistic(logits_P: Tensor, label_smoothing: float) -> Tensor:
     return -(1 - label_smoothing) * F.logsigmoid(logits_P) - label_smoothing * F.logsigmoid(-logits_P)
 
@@ -361,6 +510,10 @@ LOSSES = {
     "rpo_fwd_kl": Loss(function=rpo_fwd_kl_losses),
     "simpo": Loss(function=simpo_losses, needs_reference=False, average_log_probs=True),
     "orpo": Loss(function=orpo_losses, needs_reference=False, average_log_probs=True),
+    "sigmoid_norm": Loss(function=dpo_losses, average_log_probs=True),
+    "cpo": Loss(function=cpo_losses, needs_reference=False),
+    "cpo_simpo": Loss(function=cpo_simpo_losses, needs_reference=False, average_log_probs=True),
+    "alphapo": Loss(function=alphapo_losses, needs_reference=False, average_log_probs=True),
 }
 """Built-in losses, by their name in ``preference_loss``."""
 
@@ -379,6 +532,7 @@ def preference_metric_sums(
     rejected_logps_P: Tensor,
     valid_P: Tensor,
     beta: float,
+    means_P: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Return the loss and metric sums of a micro-batch, which add exactly over micro-batches and ranks: 0-d tensors.
 
@@ -386,7 +540,7 @@ def preference_metric_sums(
     of each pair to the denominator of the SFT term: 1, or its number of tokens. ``sft_scale`` is the number of valid pairs
     of the global batch divided by the sum of their ``sft_counts_P``, because the gradient is divided by the number of pairs,
     while the SFT term is divided by that sum. ``valid_P`` is True if both answers have a token; other pairs are counted only
-    in ``invalid_rows``.
+    in ``invalid_rows``. ``means_P`` are the values whose means over pairs are further metrics, by name.
 
     ``loss_sum`` is differentiable, has the dtype of the losses and is meaningful only within this global batch, because of
     ``sft_scale``. Other sums are float64 without gradient, counts are int64.
@@ -410,7 +564,11 @@ def preference_metric_sums(
         "margin_square_sum": masked_sum(margins_P.square(), valid_P),
         "logps_chosen_sum": masked_sum(chosen_logps_P, valid_P),
         "logps_rejected_sum": masked_sum(rejected_logps_P, valid_P),
+        **{f"{_MEAN}{name}": masked_sum(values_P, valid_P) for name, values_P in (means_P or {}).items()},
     }
+
+
+_MEAN = "mean/"  # begins the name of a sum that is reported as a mean over pairs
 
 
 def preference_metrics(sums: Mapping[str, float]) -> dict[str, float]:
@@ -425,6 +583,7 @@ def preference_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         metrics["preference_loss"] = sums["preference_loss_sum"] / rows
         metrics["sft_loss"] = sums["sft_loss_sum"] / sft_count
         metrics["acc"] = sums["correct"] / rows
+        metrics |= {name.removeprefix(_MEAN): total / rows for name, total in sums.items() if name.startswith(_MEAN)}
         for name in ("chosen", "rejected"):
             metrics[f"rewards_{name}_mean"] = sums[f"rewards_{name}_sum"] / rows
             metrics[f"logps_{name}_mean"] = sums[f"logps_{name}_sum"] / rows

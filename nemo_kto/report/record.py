@@ -37,7 +37,7 @@ from nemo_kto.telemetry.loggers import METRICS_FILE, WARNINGS_FILE, LoggedWarnin
 from nemo_kto.utils.files import publish_file
 from nemo_kto.utils.locks import certain_holder, last_holder
 from nemo_kto.utils.saved_records import Count, Number, Record, read_lines_as, read_object_as
-from nemo_kto.utils.text import HIDDEN, terminal_text
+from nemo_kto.utils.text import HIDDEN, mixture_name, terminal_text
 
 # Files of a run folder.
 RUN_FILE = "run.json"  # state, settings and versions of the run
@@ -131,7 +131,13 @@ class RunRecord:
     @property
     def loss(self) -> str:
         """Name of the loss; that of the algorithm if the configuration was not saved."""
-        return str(self.config.get(f"model.{self.algorithm}.preference_loss", self.algorithm))
+        section = f"model.{self.algorithm}"
+        mixed = self.config.get(f"{section}.preference_losses")
+        return (
+            mixture_name(mixed)
+            if isinstance(mixed, Mapping)
+            else str(self.config.get(f"{section}.preference_loss", self.algorithm))
+        )
 
     @property
     def beta(self) -> float | None:

@@ -35,7 +35,7 @@ from nemo_kto.losses.metrics import metric_prefix
 from nemo_kto.report.facts import value_text
 from nemo_kto.telemetry.loggers import METRICS_FILE
 from nemo_kto.utils.files import load_yaml, read_bytes, read_json
-from nemo_kto.utils.text import markdown_code, markdown_text
+from nemo_kto.utils.text import markdown_code, markdown_text, mixture_name
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +109,8 @@ class CardSources:
     def loss(self) -> str | None:
         """Name of the loss, None if it is unknown; it may be the user's, or any text in a checkpoint of someone else."""
         key = f"model.{self.algorithm}.preference_loss"
-        name = self.facts.get(key, self.config.get(key))
-        return None if name is None else str(name)
+        mixed, name = (self.facts.get(each, self.config.get(each)) for each in (f"{key}es", key))
+        return mixture_name(mixed) if isinstance(mixed, Mapping) else None if name is None else str(name)
 
     @property
     def record(self) -> Loss | None:

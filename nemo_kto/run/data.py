@@ -79,7 +79,8 @@ def build_data(
         logger.warning(warning)
     limits = micro_batch_limits(run)
     take, collate_fn = cfg.recipe.collation(
-        collate_settings(cfg, tokenizer, multiple=limits.multiple), with_kl=cfg.loss.record.needs_z0
+        collate_settings(cfg, tokenizer, multiple=limits.multiple) | cfg.loss.collate_options(),
+        with_kl=cfg.loss.record.needs_z0,
     )
 
     def loader(examples: Any, *, training: bool) -> Any:  # torch's type of batch_sampler lacks set_position

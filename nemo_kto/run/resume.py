@@ -135,7 +135,7 @@ def differences(before: Facts, now: Facts) -> list[str]:
     """Describe each changed fact in one sentence; facts that only one side has are not compared."""
 
     def compared(value: object) -> object:
-        return value["sha256"] if isinstance(value, Mapping) else value
+        return value.get("sha256", value) if isinstance(value, Mapping) else value
 
     changed = {key for key in now if key in before and compared(before[key]) != compared(now[key])}
     lines = []

@@ -122,3 +122,13 @@ def shell_word(word: str) -> str:
 def _escape(char: str) -> str:
     r"""Return an escape that means the same character in Python and in $'...', where \x80 would be a byte."""
     return f"\\u{ord(char):04x}" if 128 <= ord(char) < 256 else char.encode("unicode_escape").decode("ascii")
+
+
+def mixture_name(weights: Mapping[str, object]) -> str:
+    """Return how messages and reports name a mixture.
+
+    Examples:
+        >>> mixture_name({"dpo": 0.8, "bco_pair": 0.2})
+        '0.8 dpo + 0.2 bco_pair'
+    """
+    return " + ".join(f"{weight} {name}" for name, weight in weights.items())

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_kto.losses.loss import mixture
 from nemo_kto.losses.preference import LOSSES, preference_metric_sums, preference_metrics, rank_partners
 from nemo_kto.losses.sequence import IGNORED, response_positions, sequence_sums
 
@@ -24,7 +25,7 @@ orpo_trainer = pytest.importorskip("trl.experimental.orpo.orpo_trainer", reason=
 pytestmark = pytest.mark.parity
 
 ACCELERATOR = SimpleNamespace(device=torch.device("cpu"), gather=lambda value: value, gather_for_metrics=lambda value: value)
-TRL_NAMES = {"dpo": "sigmoid", "ipo": "ipo", "hinge": "hinge", "simpo": "simpo"}
+TRL_NAMES = {"dpo": "sigmoid", "cpo": "sigmoid", "cpo_simpo": "simpo", "alphapo": "simpo"}
 OPTIONS = {  # of TRL's trainer, and ours
     "robust": ({"label_smoothing": 0.2}, {"label_smoothing": 0.2}),
     "exo_pair": ({"label_smoothing": 0.1}, {"exo_label_smoothing": 0.1}),
@@ -75,6 +76,10 @@ def assert_same(ours: torch.Tensor, theirs: torch.Tensor, *values: torch.Tensor)
     [
         ("dpo", {"label_smoothing": 0.0}),
         ("dpo", {"label_smoothing": 0.3}),
+        ("cpo", {"label_smoothing": 0.3, "cpo_alpha": 0.0}),  # its SFT term is another one: see test_trl_pair_steps.py
+        ("cpo_simpo", {"simpo_gamma": 1.4, "label_smoothing": 0.1, "cpo_alpha": 0.0}),
+        ("alphapo", {"simpo_gamma": 1.4, "label_smoothing": 0.1, "alphapo_alpha": 0.25}),
+        ("alphapo", {"simpo_gamma": 0.5, "label_smoothing": 0.0, "alphapo_alpha": -0.1}),
         ("ipo", {}),
         ("hinge", {}),
         ("simpo", {"simpo_gamma": 0.5, "label_smoothing": 0.0}),
@@ -84,11 +89,14 @@ def assert_same(ours: torch.Tensor, theirs: torch.Tensor, *values: torch.Tensor)
 def test_a_function_of_two_log_probs(name: str, options: dict[str, float], beta: float) -> None:
     chosen, rejected = answers(spread=12.0)
     named = {"label_smoothing": 0.0, "simpo_gamma": 0.0, **options}
-    trainer = SimpleNamespace(alpha=0.0, loss_type=TRL_NAMES[name], beta=beta, accelerator=ACCELERATOR, **named)
+    alpha = named.pop("alphapo_alpha", 0.0)
+    trainer = SimpleNamespace(alpha=alpha, loss_type=TRL_NAMES.get(name, name), beta=beta, accelerator=ACCELERATOR, **named)
     theirs, chosen_rewards, rejected_rewards = cpo_trainer.CPOTrainer.cpo_loss(trainer, chosen, rejected)
     ours = LOSSES[name].function(chosen, rejected, beta=beta, **options)
     assert_same(ours, theirs, chosen, rejected)
-    assert set(LOSSES[name].options) == set(options)
+    assert {each for each in LOSSES[name].options if not each.startswith("f_")} == set(options)
+    if alpha:  # TRL logs the transformed rewards
+        return
 
     metrics = metrics_of(ours, chosen, rejected, beta=beta)
     assert metrics["rewards_chosen_mean"] == pytest.approx(chosen_rewards.mean().item(), rel=1e-6)
@@ -115,8 +123,18 @@ class KnownLogits(torch.nn.Module):
         super().__init__()
         self.logits = logits
 
-    def forward(self, **_: Any) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.logits)
+    def forward(self, *, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> SimpleNamespace:
+        """Logits, and from 1.16 on what its fused head computes of them for the tokens with labels."""
+        logps = self.logits[:, :-1].log_softmax(dim=-1)
+        answers = torch.ones_like(input_ids[:, 1:]) if labels is None else (labels[:, 1:] != IGNORED).long()
+        return SimpleNamespace(
+            logits=self.logits,
+            log_probs=logps.gather(2, input_ids[:, 1:, None])[..., 0] * answers,
+            log_sum_sq_probs=torch.logsumexp(2 * logps, dim=-1),
+            entropy=torch.zeros_like(logps[..., 0]),
+            mean_logits=logps.mean(dim=-1),
+            is_top1=logps[..., 0] > 0,
+        )
 
 
 def logits_and_tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -136,7 +154,39 @@ def answer_logps(logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor,
     return sequence_sums(token_logps_T, sequence_T, len(tokens), average=average)
 
 
-NOT_IN_DPO_TRAINER = ("rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl", "simpo", "orpo")
+NOT_IN_DPO_TRAINER = ("rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl", "simpo", "orpo", "cpo", "cpo_simpo", "alphapo")
+
+
+def trl_loss(
+    policy: torch.Tensor,
+    reference: torch.Tensor,
+    tokens: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    discopop_tau: float = 0.05,
+    **settings: Any,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The loss of TRL's DPOTrainer, and its metrics."""
+    trainer = SimpleNamespace(
+        model=KnownLogits(policy).eval(),
+        ref_model=KnownLogits(reference).eval(),
+        accelerator=ACCELERATOR,
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None, gradient_checkpointing=False, discopop_tau=discopop_tau),
+        beta=beta,
+        label_smoothing=label_smoothing,
+        precompute_ref_logps=False,
+        aux_loss_enabled=False,
+        _metrics={"eval": defaultdict(list)},
+        _total_train_tokens=0,
+        **{"f_divergence_type": "reverse_kl", "f_alpha_divergence_coef": 0.5, "ld_alpha": None, "use_weighting": False}
+        | {"loss_types": ["sigmoid"], "loss_weights": [1.0]}
+        | settings,
+    )
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "completion_mask": mask}
+    loss = dpo_trainer.DPOTrainer._compute_loss(trainer, trainer.model, inputs, return_outputs=False)
+    return loss, {key: values[0] for key, values in trainer._metrics["eval"].items()}
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5])
@@ -144,27 +194,10 @@ NOT_IN_DPO_TRAINER = ("rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl", "simpo", "orpo")
 def test_from_logits_to_loss_gradient_and_metrics(name: str, beta: float) -> None:
     policy, reference, tokens, mask = logits_and_tokens()
     trl_options, options = OPTIONS.get(name, ({}, {}))
-    trainer = SimpleNamespace(
-        model=KnownLogits(policy).eval(),
-        ref_model=KnownLogits(reference).eval(),
-        accelerator=ACCELERATOR,
-        args=SimpleNamespace(gradient_checkpointing_kwargs=None, gradient_checkpointing=False, **trl_options),
-        beta=beta,
-        label_smoothing=trl_options.get("label_smoothing", 0.0),
-        f_divergence_type="reverse_kl",
-        ld_alpha=None,
-        loss_types=[TRL_NAMES.get(name, name)],
-        loss_weights=[1.0],
-        precompute_ref_logps=False,
-        use_weighting=False,
-        _metrics={"eval": defaultdict(list)},
-        _total_train_tokens=0,
-    )
-    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "completion_mask": mask}
-    theirs = dpo_trainer.DPOTrainer._compute_loss(trainer, trainer.model, inputs, return_outputs=False)
-    logged = {key: values[0] for key, values in trainer._metrics["eval"].items()}
+    settings: dict[str, Any] = {"loss_types": [TRL_NAMES.get(name, name)], **trl_options}
+    theirs, logged = trl_loss(policy, reference, tokens, mask, beta=beta, **settings)
 
-    average = name == "ipo"  # TRL always takes means for it
+    average = name in ("ipo", "sigmoid_norm")  # TRL always takes means for them
     logps, reference_logps = (answer_logps(logits, tokens, mask, average=average) for logits in (policy, reference))
     chosen, rejected = (logps - reference_logps).chunk(2)
     compared, partners = (chosen, rejected), {}
@@ -191,3 +224,33 @@ def test_from_logits_to_loss_gradient_and_metrics(name: str, beta: float) -> Non
     }.items():
         assert metrics[key] == pytest.approx(logged[trl_key], rel=1e-5, abs=1e-6), key
     assert 0 < metrics["acc"] < 1
+
+
+@pytest.mark.parametrize("name", ["dpo", "hinge", "robust", "exo_pair", "discopop"])
+@pytest.mark.parametrize("divergence", ["forward_kl", "js_divergence", "alpha_divergence"])
+def test_divergences(name: str, divergence: str) -> None:
+    policy, reference, tokens, mask = logits_and_tokens()
+    policy, reference = (
+        (0.1 * policy).detach().requires_grad_(),
+        0.1 * reference,
+    )  # TRL does not bound the forward divergence
+    trl_options, options = OPTIONS.get(name, ({}, {}))
+    settings: dict[str, Any] = {"f_divergence_type": divergence, "f_alpha_divergence_coef": 0.3}
+    of_trl = {"loss_types": [TRL_NAMES.get(name, name)], **trl_options, **settings}
+    theirs, _ = trl_loss(policy, reference, tokens, mask, beta=0.5, **of_trl)
+    chosen, rejected = (
+        answer_logps(policy, tokens, mask, average=False) - answer_logps(reference, tokens, mask, average=False)
+    ).chunk(2)
+    assert_same(LOSSES[name].function(chosen, rejected, beta=0.5, **settings, **options).mean(), theirs, policy)
+
+
+def test_a_mixture() -> None:
+    """MPO without its SFT loss; steps with it, with LD-DPO, and with the weights of WPO: test_trl_pair_steps.py."""
+    policy, reference, tokens, mask = logits_and_tokens()
+    of_trl: dict[str, Any] = {"loss_types": ["sigmoid", "bco_pair"], "loss_weights": [0.8, 0.2]}
+    theirs, _ = trl_loss(policy, reference, tokens, mask, beta=0.1, **of_trl)
+    mixed = mixture({"dpo": (LOSSES["dpo"], 0.8), "bco_pair": (LOSSES["bco_pair"], 0.2)})
+    chosen, rejected = (
+        answer_logps(policy, tokens, mask, average=False) - answer_logps(reference, tokens, mask, average=False)
+    ).chunk(2)
+    assert_same(mixed.function(chosen, rejected, beta=0.1).mean(), theirs, policy)

@@ -34,6 +34,20 @@ COMPARED = {
 }
 
 
+OUR_NAMES = {"sigmoid": "dpo"}
+# Name: fields of TRL's configuration, and our keys. TRL's WPO also weighs its SFT loss, and no f-divergence fits bco_pair.
+COMBINED: dict[str, tuple[dict[str, Any], dict[str, object]]] = {
+    "mpo": (
+        {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0], "ld_alpha": 0.5},
+        {"preference_losses": "{dpo: 0.8, bco_pair: 0.2}", "sft_loss_weight": 1, "sft_token_mean": "true", "ld_alpha": 0.5},
+    ),
+    "wpo": (
+        {"loss_type": ["sigmoid"], "use_weighting": True, "f_divergence_type": "js_divergence"},
+        {"use_weighting": "true", "f_divergence_type": "js_divergence"},
+    ),
+}
+
+
 def trl_dpo_steps(
     policy: Path, reference: Path, pairs: list[dict[str, str]], folder: Path, *, lr: float, **settings: Any
 ) -> list[dict[str, Any]]:
@@ -83,23 +97,37 @@ def compare_dpo(
         {"prompt": f"{pair['prompt']}:", "chosen": f" {pair['chosen']}", "rejected": f" {pair['rejected']}"}
         for pair in make_pairs(PAIRS)
     ]
-    our_names = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo"}
-    overrides = [f"model.dpo.preference_loss={our_names[loss]}", f"model.tensor_model_parallel_size={tensor_parallel}"]
+    their_settings, our_settings = COMBINED.get(
+        loss, ({"loss_type": [loss]}, {"preference_loss": OUR_NAMES.get(loss, loss)})
+    )
+    if loss in ("sigmoid", *COMBINED):  # answers of different lengths
+        pairs = [pair | {"chosen": pair["chosen"] * (number % 3 + 1)} for number, pair in enumerate(pairs)]
+    overrides = [f"model.dpo.{name}={value}" for name, value in our_settings.items()]
+    overrides.append(f"model.tensor_model_parallel_size={tensor_parallel}")
     if loss == "ipo":  # TRL takes means over tokens there, and logs sums
         overrides.append("model.dpo.preference_average_log_probs=true")
-    theirs = trl_dpo_steps(policy, reference, pairs, folder, lr=lr, loss_type=[loss])
+    theirs = trl_dpo_steps(policy, reference, pairs, folder, lr=lr, **their_settings)
     ours = our_log(ranks, tensor_parallel, policy, reference, pairs, folder, lr, overrides)
 
-    assert min(step["grad_norm"] for step in theirs) > MAX_GRAD_NORM
+    clipped = max if loss == "wpo" else min  # the weights of pairs make its gradients smaller
+    assert clipped(step["grad_norm"] for step in theirs) > MAX_GRAD_NORM
     assert abs(theirs[0]["rewards/margins"]) > 1e-3, "the reference is another model from the first step on"
     names = {"loss": "loss", "grad_norm": "grad_norm"}
-    assert_same_steps(ours, theirs, names if loss == "ipo" else COMPARED)
+    if loss == "mpo":  # TRL logs the weighted log-probs of LD-DPO
+        names = {name: ours for name, ours in COMPARED.items() if not name.startswith("logps")}
+    for step in ours if loss == "mpo" else ():
+        parts = 0.8 * step["train/dpo_loss"] + 0.2 * step["train/bco_pair_loss"]
+        assert step["train/preference_loss"] == pytest.approx(parts, rel=1e-6)
+    assert all(("train/wpo_weight_mean" in step) == (loss == "wpo") for step in ours)
+    assert_same_steps(ours, theirs, names if loss in ("ipo", "mpo") else COMPARED)
 
 
 @pytest.mark.parametrize(
     ("loss", "tensor_parallel"),
     [
         ("sigmoid", 2),
+        ("mpo", 2),
+        ("wpo", 2),
         *(pytest.param(loss, tensor, marks=pytest.mark.full) for loss in ("ipo", "hinge") for tensor in (1, 2)),
         pytest.param("sigmoid", 1, marks=pytest.mark.full),
     ],

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge, Gt, Le
 
 from nemo_kto.algorithms.recipes.recipe import SHARED_METRICS, LossConfig, Recipe
-from nemo_kto.losses.loss import Loss
+from nemo_kto.errors import ConfigError
+from nemo_kto.losses.loss import Loss, mixture
 from nemo_kto.losses.preference import INPUTS, LOSSES, OPTIONAL_INPUTS
+from nemo_kto.utils.field_errors import echo
+from nemo_kto.utils.fields import Remedy, check, one_of
+from nemo_kto.utils.text import mixture_name
 
 if TYPE_CHECKING:
     from nemo_kto.algorithms.dpo import DPOTrainer
@@ -22,8 +29,83 @@ if TYPE_CHECKING:
 class DPOLossConfig(LossConfig):
     """Configuration section model.dpo."""
 
+    preference_losses: (
+        Annotated[
+            dict[Annotated[str, one_of(tuple(LOSSES))], Annotated[float, Gt(0)]],
+            check(bool, "name losses, each with a finite weight"),
+            Remedy("e.g. {key}={{dpo: 0.8, bco_pair: 0.2}}"),
+        ]
+        | None
+    )
+    reference_free: bool
+    ld_alpha: Annotated[Annotated[float, Ge(0), Le(1)] | None, Remedy("e.g. {key}=0.5")]
+    use_weighting: bool
     sft_token_mean: bool
     sft_completion_only: bool
+
+    @property
+    def parts(self) -> Mapping[str, Loss]:
+        """The losses of the run by name, of which there are several in a mixture."""
+        if self.preference_losses is None:
+            return {self.preference_loss: super().record}
+        return {name: LOSSES[name] for name in self.preference_losses}
+
+    @property
+    def record(self) -> Loss:
+        """The loss or the mixture, which takes no reference with ``reference_free``."""
+        parts, weights = self.parts, self.preference_losses
+        loss = mixture({name: (parts[name], weights[name]) for name in weights}) if weights else next(iter(parts.values()))
+        return replace(loss, needs_reference=False) if self.reference_free and loss.sorts is None else loss
+
+    @property
+    def loss_name(self) -> str:
+        return mixture_name(self.preference_losses) if self.preference_losses else self.preference_loss
+
+    def collate_options(self) -> dict[str, Any]:
+        return {"ld_alpha": self.ld_alpha}
+
+    def rules(self, section: str) -> Iterator[ConfigError]:
+        """See :meth:`LossConfig.rules`."""
+        yield from super().rules(section)
+        yield from self._mixture_errors(section)
+        reads = (f"{section}.preference_loss", f"{section}.preference_losses")
+        sorting = [name for name, loss in self.parts.items() if loss.sorts]
+        without = [] if any(loss.needs_reference for loss in self.parts.values()) else [*self.parts]
+        for key, names, reason in (
+            ("use_weighting", sorting, "compares values of different pairs"),
+            ("reference_free", sorting, "sorts log-ratios"),
+            ("reference_free", without, "has no reference"),
+        ):
+            if getattr(self, key) and names:
+                text = f"must be false with {names[0]}, which {reason}, got true; set it to false, or leave out {names[0]}"
+                yield ConfigError(f"{section}.{key}", text, reads)
+        options = self.loss_options()
+        alpha = options.get("f_alpha_divergence_coef")
+        if alpha is not None and options.get("f_divergence_type") != "alpha_divergence":
+            text = f"must be null unless {section}.f_divergence_type=alpha_divergence, got {alpha}; set one or the other"
+            yield ConfigError(f"{section}.f_alpha_divergence_coef", text, (f"{section}.f_divergence_type", *reads))
+
+    def _mixture_errors(self, section: str) -> Iterator[ConfigError]:
+        """Yield the requirements that contradict each other in a mixture, which evaluates its losses on the same values."""
+        if self.preference_losses is None:
+            return
+        key = f"{section}.preference_losses"
+        if self.preference_loss != next(iter(LOSSES)):  # the default
+            text = f"must be left out with {key}, got {self.preference_loss}; name it there with its weight"
+            yield ConfigError(f"{section}.preference_loss", text, (key,))
+        losses = self.parts.items()
+        sorts: dict[str, object] = {name: loss.sorts for name, loss in losses if loss.sorts}
+        needs = [("sort only one kind of values", "sorting", sorts)]
+        if not self.reference_free:
+            constraint = f"all take a reference or none without {section}.reference_free=true"
+            needs.append((constraint, "reference", {name: loss.needs_reference for name, loss in losses}))
+        if not self.preference_average_log_probs:
+            constraint = f"all take means over tokens or none without {section}.preference_average_log_probs=true"
+            needs.append((constraint, "means", {name: loss.average_log_probs for name, loss in losses}))
+        for constraint, what, values in needs:
+            if len(set(values.values())) > 1:
+                told = ", ".join(f"{name} ({what}: {echo(value)})" for name, value in values.items())
+                yield ConfigError(key, f"must name losses that {constraint}, got {told}; leave some out")
 
 
 class DPORecipe(Recipe):
@@ -69,7 +151,8 @@ class DPORecipe(Recipe):
         return MegatronGPTDPOModel
 
     def model_options(self, section: DPOLossConfig, examples: DPODataset) -> dict[str, bool]:
-        return {"sft_token_mean": section.sft_token_mean, "sft_completion_only": section.sft_completion_only}
+        names = "sft_token_mean", "sft_completion_only", "use_weighting"
+        return {name: getattr(section, name) for name in names}
 
     def trainer(self, collate_fn: Callable[[Any], Any]) -> Callable[..., DPOTrainer]:
         from nemo_kto.algorithms.dpo import DPOTrainer
@@ -89,4 +172,5 @@ DPO = DPORecipe(
     unit="pairs",
     data_defaults={"default_chosen_reward": 1.0, "default_rejected_reward": 0.0},
     metrics=(*SHARED_METRICS, "acc", "rewards_margin_std"),
+    aliases={"loss_weights": "model.dpo.preference_losses"},
 )

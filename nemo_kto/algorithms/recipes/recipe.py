@@ -48,7 +48,16 @@ class LossConfig(BaseModel):
         """The loss that ``preference_loss`` names."""
         return find_loss(self.preference_loss, self.losses)
 
-    def loss_options(self) -> dict[str, float]:
+    @property
+    def loss_name(self) -> str:
+        """Name of the loss in messages."""
+        return self.preference_loss
+
+    def collate_options(self) -> dict[str, Any]:
+        """Return the arguments of the collate function that belong to the loss."""
+        return {}
+
+    def loss_options(self) -> dict[str, Any]:
         """Return the configured loss options; the others keep the defaults of the loss function."""
         given = {name: getattr(self, name) for name in self.record.options}
         return {name: value for name, value in given.items() if value is not None}
@@ -181,7 +190,8 @@ SHARED_METRICS = (
     "rewards_all_mean", "rewards_all_std", "logps_chosen_mean", "logps_rejected_mean",
 )  # fmt: skip
 LARGER_IS_BETTER = ("acc", "auc", "rewards_margin")
-# Metrics that cannot rank checkpoints: the KL estimate before clamping, counts, and the load balance of experts.
+# Metrics that cannot rank checkpoints: the KL estimate before clamping, counts, the load balance of experts, weights.
 OTHER_METRICS = (
     "kl_unclamped", "rows", "invalid_rows", "same_prompt_pairs", "moe_aux_loss", "moe_largest_share", "moe_smallest_share",
+    "wpo_weight_mean",
 )  # fmt: skip

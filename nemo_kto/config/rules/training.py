@@ -131,14 +131,14 @@ def _schedule_rules(run: ResolvedRun) -> Errors:
 def _loss_rules(run: ResolvedRun) -> Errors:
     cfg, section, loss = run.cfg, f"model.{run.cfg.recipe.name}", run.cfg.loss.record
     yield from cfg.loss.rules(section)
-    reads = (f"{section}.preference_loss",)
+    reads = (f"{section}.preference_loss", f"{section}.preference_losses")
     if loss.needs_z0 and cfg.model.global_batch_size == 1:
-        text = f"must be at least 2 with {cfg.loss.preference_loss}, whose KL examples pair the rows of a batch, got 1"
+        text = f"must be at least 2 with {cfg.loss.loss_name}, whose KL examples pair the rows of a batch, got 1"
         yield ConfigError("model.global_batch_size", f"{text}; use a larger batch", reads)
     reference = cfg.model.reference
     for name, default in {"mode": "auto", "restore_from_path": None, "sync_interval": 0}.items():
         if not loss.needs_reference and (value := getattr(reference, name)) != default:
-            text = f"must be left out with {cfg.loss.preference_loss}, which has no reference, got {value}"
+            text = f"must be left out with {cfg.loss.loss_name}, which has no reference, got {value}"
             yield ConfigError(f"model.reference.{name}", text, reads)
 
 
@@ -148,17 +148,18 @@ def unused_keys(run: ResolvedRun) -> Errors:
     Values equal to the defaults of those options are accepted, because NeMo-Aligner's file contains them.
     """
     cfg, recipe, chosen = run.cfg, run.cfg.recipe, run.cfg.loss.record
-    section, reads = f"model.{recipe.name}", (f"model.{recipe.name}.preference_loss",)
+    section = f"model.{recipe.name}"
+    reads = (f"{section}.preference_loss", f"{section}.preference_losses")
     for name in type(cfg.loss).model_fields.keys() - recipe.loss_section.model_fields.keys() - chosen.options.keys():
         users = [other for other, loss in recipe.losses.items() if name in loss.options]
         defaults = [loss.options[name].default for loss in recipe.losses.values() if name in loss.options]
         if (value := getattr(cfg.loss, name)) is not None and value not in defaults:
-            text = f"must be left out with {cfg.loss.preference_loss}, which does not take it, got {value}"
+            text = f"must be left out with {cfg.loss.loss_name}, which does not take it, got {value}"
             yield ConfigError(f"{section}.{name}", f"{text}; it is for {either(users)}", reads)
     for name, default in {} if chosen.needs_rewards else recipe.data_defaults.items():
         if (value := getattr(cfg.model.data, name)) not in (None, default):
             users = [other for other, loss in recipe.losses.items() if loss.needs_rewards]
-            text = f"must be left out with {cfg.loss.preference_loss}, which takes no rewards, got {value}"
+            text = f"must be left out with {cfg.loss.loss_name}, which takes no rewards, got {value}"
             yield ConfigError(f"model.data.{name}", f"{text}; it is for {either(users)}", reads)
 
 

@@ -30,10 +30,11 @@ def monitor_rules(run: ResolvedRun) -> Errors:
 
     With named validation sets, it must be that of one set, not a mean, because only the user knows which sets count.
     """
-    recipe, sets, anchor = run.cfg.recipe, validation_names(run.cfg.model.data.data_prefix), run.cfg.loss.record.anchor
+    recipe, sets, loss = run.cfg.recipe, validation_names(run.cfg.model.data.data_prefix), run.cfg.loss.record
     settings = run.cfg.exp_manager.checkpoint_callback_params
     monitor = settings.monitor
-    metrics = (*recipe.metrics, *(metric for name, metric in recipe.anchors.items() if name == anchor))
+    metrics = (*recipe.metrics, *(metric for name, metric in recipe.anchors.items() if name == loss.anchor))
+    metrics += loss.part_metrics
     of_validations = [f"val_{metric_prefix(name)}" for name in sets]
     prefixes = [*of_validations, "train_"]
     only_val = [f"{prefix}{metric}" for prefix in of_validations for metric in recipe.val_metrics]
@@ -64,7 +65,8 @@ def _mode_rules(*, monitor: str, mode: str) -> Errors:
 
 def set_name_rules(run: ResolvedRun) -> Errors:
     """Check that the metrics of each validation set have names that no other set and no other metric uses."""
-    reported = (*run.cfg.recipe.metrics, *run.cfg.recipe.val_metrics, *run.cfg.recipe.anchors.values(), *OTHER_METRICS)
+    recipe, parts = run.cfg.recipe, run.cfg.loss.record.part_metrics
+    reported = (*recipe.metrics, *parts, *recipe.val_metrics, *recipe.anchors.values(), *OTHER_METRICS)
     taken = dict.fromkeys(reported, UNNAMED)  # name of a metric or a set -> the set that uses it
     for name in validation_names(run.cfg.model.data.data_prefix):
         own = [name, *(f"{metric_prefix(name)}{metric}" for metric in reported)] if name else []

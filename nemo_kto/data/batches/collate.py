@@ -56,6 +56,7 @@ class DPOBatch(TypedDict):
     rejected_attention_mask: NotRequired[Tensor]
     rejected_rewards: Tensor
     weights: NotRequired[Tensor]  # [B] float32, loss weight of each pair; 1 if absent
+    ld_alpha: NotRequired[Tensor]  # [B] float32, weight of the tokens beyond the length of the shorter answer; 1 if absent
     ref_policy_log_probs_chosen: NotRequired[Tensor]  # [B] fp32
     ref_policy_log_probs_rejected: NotRequired[Tensor]  # [B] fp32
 
@@ -176,8 +177,11 @@ def dpo_custom_collate(
     *,
     seq_length: int | None = None,
     pad_to_multiple: int = 1,
+    ld_alpha: float | None = None,
 ) -> DPOBatch:
-    """Collate pairs into tensors, with one length S for both answers; the options are those of :func:`kto_custom_collate`.
+    """Collate pairs into tensors, with one length S for both answers; other options are those of :func:`kto_custom_collate`.
+
+    ``ld_alpha`` is the weight of the response tokens beyond the length of the shorter answer; None for 1.
 
     Pairs may be mappings in the format of NeMo-Aligner, with ``chosen``, ``chosen_length``, ``chosen_labels`` and
     ``chosen_reward``, the same for ``rejected``, and optionally ``weight``. Raises ValueError if a sequence is longer than
@@ -193,6 +197,8 @@ def dpo_custom_collate(
     tensors |= rejected.named("rejected", tokens="rejected", shared="rejected_")
     tensors["rejected_rewards"] = torch.tensor([pair.rejected_reward for pair in pairs], dtype=torch.float32)
     tensors["weights"] = torch.tensor([pair.weight for pair in pairs], dtype=torch.float32)
+    if ld_alpha is not None:
+        tensors["ld_alpha"] = torch.full((len(pairs),), ld_alpha)
     return cast(DPOBatch, tensors)
 
 

@@ -55,7 +55,8 @@ class MicroBatchLoss(NamedTuple):
 SequenceLoss = Callable[[Tensor, Tensor], MicroBatchLoss]
 """(indices of the sequences in the batch [b], their log-probs [b]) -> loss, on the last pipeline stage.
 
-If sequences have a second log-prob, the second log-probs follow the first ones: [2b]. Both tensors are on the device.
+The second argument is followed, [b] each, by the unweighted log-probs of sequences with weights, by their second log-probs
+if they have any, and by the log-weights if :meth:`LogProbEngine.forward_backward` computes them. All are on the device.
 Reading one of their values on the host, or copying host data to the device, would make the host wait at each micro-batch.
 """
 
@@ -131,9 +132,12 @@ class LogProbEngine:
         return self.limits.forward_only(self.forward_micro_batch_size, answers=sequences.answers)
 
     def forward_backward(
-        self, sequences: SequenceBatch, loss: SequenceLoss, *, forward_only: bool
+        self, sequences: SequenceBatch, loss: SequenceLoss, *, forward_only: bool, log_weights: bool = False
     ) -> list[Mapping[str, Tensor]]:
         """Run the forward passes and, unless ``forward_only``, the backward passes of ``sequences``.
+
+        With ``log_weights`` the loss also gets the log of the weight of each response in WPO, without gradient: the mean
+        over its tokens of log p(token) - log of the sum of p^2 over the vocabulary.
 
         Gradients are those of the sum of the loss over the GLOBAL batch divided by its number of examples, at every layout.
         Returns the sums of each micro-batch on the last pipeline stage, an empty list on the others.
@@ -145,7 +149,9 @@ class LogProbEngine:
             return []
         if not forward_only:
             self._local_norms = []
-        schedule = self._schedule(micro_batches, loss, forward_only=forward_only, head=self._sequence_logps)
+        schedule = self._schedule(
+            micro_batches, loss, forward_only=forward_only, head=partial(self._loss_values, log_weights)
+        )
         with self._mode(forward_only=forward_only):
             return schedule()
 
@@ -286,8 +292,27 @@ class LogProbEngine:
         return {"padding_mask": micro_batch.owners_nb[segment_bs]}
 
     def _sequence_logps(self, micro_batch: MicroBatch, hidden_bsh: Tensor) -> Tensor:
-        """Return the log-probs, [b] or [2b] fp32; only hidden states that predict a counted token get logits."""
-        logps_T = vocab_parallel_logprobs(
+        """Return the log-probs of the sequences, [b] or [2b] fp32."""
+        logps_T = self._token_logps(micro_batch, hidden_bsh)
+        weighted_T = logps_T if micro_batch.weight_T is None else logps_T * micro_batch.weight_T
+        return self._over_tokens(micro_batch, weighted_T, average=self.average_log_probs)
+
+    def _loss_values(self, log_weights: bool, micro_batch: MicroBatch, hidden_bsh: Tensor) -> Tensor:
+        """Return the values of each sequence that a :data:`SequenceLoss` gets, one kind after the other, fp32."""
+        tokens, size = self._token_logps(micro_batch, hidden_bsh, square_sums=log_weights), len(micro_batch.sequence_index_b)
+        logps_T, *square_sums = tokens if log_weights else [tokens]
+        values = [self._over_tokens(micro_batch, logps_T, average=self.average_log_probs)]
+        if micro_batch.weight_T is not None:
+            weighted_T = logps_T * micro_batch.weight_T
+            values = [self._over_tokens(micro_batch, weighted_T, average=self.average_log_probs)[:size], *values]
+        for square_sums_T in square_sums:
+            log_ratios_T = (logps_T - square_sums_T).detach()
+            values.append(self._over_tokens(micro_batch, log_ratios_T, average=True)[:size])
+        return torch.cat(values)
+
+    def _token_logps(self, micro_batch: MicroBatch, hidden_bsh: Tensor, *, square_sums: bool = False) -> Tensor:
+        """Return the log-probs of counted tokens, [T] fp32; only hidden states that predict one get logits."""
+        return vocab_parallel_logprobs(
             self._response_states(micro_batch, hidden_bsh),
             self._last_gpt.output_weight(),
             micro_batch.target_T,
@@ -296,12 +321,16 @@ class LogProbEngine:
             chunk_size=self.logprob_chunk_size,
             softcap=self._last_gpt.logit_softcap,
             reduce_hidden_grad=not self._config.sequence_parallel,  # otherwise the backward pass of the gather sums it
+            square_sums=square_sums,
         )
+
+    def _over_tokens(self, micro_batch: MicroBatch, values_T: Tensor, *, average: bool) -> Tensor:
+        """Return sum or mean of token values for each log-prob, [b] or [2b] fp32."""
         return sequence_sums(
-            logps_T,
+            values_T,
             micro_batch.logprob_T,
             micro_batch.num_logprobs,
-            average=self.average_log_probs,
+            average=average,
             over_ranks=sum_over_context_parallel,
         )
 

@@ -244,11 +244,12 @@ class ReferenceCache:
 
 
 def sequence_keys(sequences: SequenceBatch) -> np.ndarray:
-    """Return a hash of the tokens and labels of each sequence without its padding, [B, 2] int64."""
+    """Return a hash of the tokens, labels and weights of each sequence without its padding, [B, 2] int64."""
     keys_B2 = np.empty((len(sequences), 2), dtype=np.int64)
     tokens_BS, labels_BS = sequences.tokens_BS.numpy(), sequences.labels_BS.numpy()
     for number, length in enumerate(sequences.lengths_B.tolist()):
         content = tokens_BS[number, :length].tobytes() + labels_BS[number, :length].tobytes()
+        content += b"" if sequences.weights_BS is None else sequences.weights_BS[number, :length].numpy().tobytes()
         keys_B2[number] = np.frombuffer(hashlib.blake2b(content, digest_size=16).digest(), dtype=np.int64)
     return keys_B2
 

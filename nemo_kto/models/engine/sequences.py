@@ -124,6 +124,7 @@ class SequenceBatch:
     # same micro-batch.
     answers: int = 1
     prompt_labels_BS: Tensor | None = None  # labels of a second log-prob of each sequence, over tokens outside its response
+    weights_BS: Tensor | None = None  # factor of each token's log-prob in that of its response; None for 1
 
     @classmethod
     def of(
@@ -160,6 +161,18 @@ class SequenceBatch:
         """Return the batch with a second log-prob: of all tokens outside the response if in ``wanted_B``, else of none."""
         is_prompt_BS = (self.labels_BS == IGNORED) & (torch.arange(self.tokens_BS.shape[1]) < self.lengths_B[:, None])
         return replace(self, prompt_labels_BS=torch.where(is_prompt_BS & wanted_B[:, None], self.tokens_BS, IGNORED))
+
+    def desensitized(self, alpha_P: Tensor) -> SequenceBatch:
+        """Return the batch with weights ``alpha_P`` of response tokens beyond the length of the prompt's shortest response.
+
+        LD-DPO, Liu et al. 2024, arXiv 2409.06411: the log-prob of a response is the sum over the length
+        that all responses to the prompt have, plus alpha times the sum over the rest.
+        """
+        shared_B = self.response_counts_B.view(self.answers, -1).amin(dim=0).repeat(self.answers)
+        is_response_BS = self.labels_BS != IGNORED
+        is_response_BS[:, 0] = False  # no hidden state predicts the first token
+        is_beyond_BS = is_response_BS.cumsum(dim=1) > shared_B[:, None]
+        return replace(self, weights_BS=torch.where(is_beyond_BS, alpha_P.repeat(self.answers)[:, None], 1.0))
 
     @property
     def label_sets(self) -> list[Tensor]:
@@ -240,6 +253,7 @@ class SequenceBatch:
             lengths_B=self.lengths_B[sequence_index_b],
             positions_BS=self.positions_BS[sequence_index_b],
             mask_B1SS=None if mask is None else mask[sequence_index_b],
+            weights_BS=None if self.weights_BS is None else self.weights_BS[sequence_index_b],
         )
 
     def micro_batches(
@@ -368,6 +382,9 @@ class SequenceBatch:
             for k, ((_, start, stop, _), n) in enumerate(zip(segments, lengths, strict=True))
         ]
         mask = None if limits.packed or self.mask_B1SS is None else self.mask_B1SS[sequence_index_b, :, :width, :width]
+        weight_T = None
+        if self.weights_BS is not None:  # of the tokens that the hidden states predict
+            weight_T = self.weights_BS[sequence_index_b[sequence_T], position_T + 1]
         return MicroBatch(
             sequence_index_b=sequence_index_b,
             tokens_bs=tokens_bs,
@@ -378,6 +395,7 @@ class SequenceBatch:
             hidden_index_T=hidden_index_T,
             target_T=target_T,
             logprob_T=torch.cat([own_T + k * size for k, (own_T, _, _) in enumerate(found)]),
+            weight_T=weight_T,
             num_logprobs=len(found) * size,
             lengths=tuple(lengths) if limits.packed else None,
             prompts=tuple(segment.prompt for segment in segments) if limits.share_prompts else None,
@@ -396,6 +414,7 @@ class SequenceBatch:
             hidden_index_T=nothing,
             target_T=nothing,
             logprob_T=nothing,
+            weight_T=None if self.weights_BS is None else torch.zeros(0),
             num_logprobs=0,
         )
 
@@ -461,6 +480,7 @@ class MicroBatch:
     hidden_index_T: Tensor  # hidden state that predicts each response token: an index into [s * b] (megatron-core's order)
     target_T: Tensor  # response token that the hidden state predicts
     logprob_T: Tensor  # log-prob it contributes to: an index into ``sequence_index_b``, plus b for a second log-prob
+    weight_T: Tensor | None  # factor of each token's log-prob in that of its response; None for 1
     num_logprobs: int  # b, or 2 b if sequences have a second log-prob
     lengths: tuple[int, ...] | None = None  # of the whole segments of a pack, each with its padding; None if not packed
     prompts: Prompts = None  # segment that each segment continues; None if no tokens are shared
@@ -486,6 +506,7 @@ class MicroBatch:
             hidden_index_T=(local_index_T * batch + sequence_T)[is_local_T],
             target_T=self.target_T[is_local_T],
             logprob_T=self.logprob_T[is_local_T],
+            weight_T=None if self.weight_T is None else self.weight_T[is_local_T],
         )
 
     @classmethod

@@ -57,6 +57,8 @@ def on_a_rank(
     logps = vocab_parallel_logprobs(hidden, mine, target, **options)
     logps.backward(arriving)
     with torch.no_grad():
+        with_squares = vocab_parallel_logprobs(hidden, mine, target, **options, square_sums=True)
+        assert torch.equal(with_squares[0], logps)
         again = vocab_parallel_logprobs(hidden, mine, target, **options)
     assert torch.equal(again, logps)
     assert not again.requires_grad
@@ -65,12 +67,12 @@ def on_a_rank(
     assert mine.grad is not None
     assert hidden.grad.dtype == mine.grad.dtype == dtype
     # lists: results cross a process boundary
-    return [value.detach().double().tolist() for value in (logps, hidden.grad, mine.grad)]
+    return [value.detach().double().tolist() for value in (logps, hidden.grad, mine.grad, with_squares[1])]
 
 
 def gathered(results: list[Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probs and hidden gradient, which must agree on all ranks, and the whole weight gradient."""
-    for logps, hidden_grad, _ in results[1:]:
+    for logps, hidden_grad, *_ in results[1:]:
         assert logps == results[0][0]
         assert hidden_grad == results[0][1]
     logps, hidden_grad = (torch.tensor(values, dtype=torch.float64) for values in results[0][:2])
@@ -119,6 +121,19 @@ def test_values_and_gradients(answers: Any, dtype: torch.dtype, vocabulary: str,
     torch.testing.assert_close(hidden_grad, true_hidden_grad, rtol=tolerance + rounding, atol=tolerance)
     torch.testing.assert_close(weight_grad, true_weight_grad, rtol=tolerance + rounding, atol=tolerance)
     assert (weight_grad[vocab:] == 0).all()
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
+def test_sums_of_squared_probabilities(ranks: RankPool, tensor_parallel: int, softcap: float | None) -> None:
+    """Also with a rank that has only padding."""
+    results = ranks.run(tensor_parallel, on_a_rank, torch.float64, 136, VOCAB, 7, True, softcap)
+    hidden, weight, *_ = problem(torch.float64, rows=136)
+    logits = hidden @ weight[:VOCAB].t()
+    capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    expected_sums = capped.softmax(dim=1).square().sum(dim=1).log()
+    for *_, square_sums in results:
+        torch.testing.assert_close(torch.tensor(square_sums, dtype=torch.float64), expected_sums, rtol=1e-10, atol=1e-10)
 
 
 def test_a_hidden_gradient_that_the_caller_reduces(ranks: RankPool) -> None:
@@ -197,6 +212,16 @@ def test_gradient_in_float64() -> None:
     def logprobs(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return vocab_parallel_logprobs(hidden, weight, target, vocab_size=11, group=None, chunk_size=2)
 
+    def weighted(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        options: dict[str, Any] = {"vocab_size": 11, "group": None, "chunk_size": 2, "square_sums": True}
+        logps, square_sums = vocab_parallel_logprobs(hidden, weight, target, **options)
+        return logps * square_sums
+
+    leaf = hidden[:5].clone().requires_grad_()
+    (found,) = torch.autograd.grad(weighted(leaf, weight).sum(), leaf)
+    square_sums = (leaf @ weight[:11].t()).softmax(dim=1).square().sum(dim=1).log().detach()
+    (constant,) = torch.autograd.grad((logprobs(leaf, weight) * square_sums).sum(), leaf)
+    torch.testing.assert_close(found, constant, rtol=1e-10, atol=1e-10)  # the sums have no gradient
     assert torch.autograd.gradcheck(logprobs, (hidden[:5].clone().requires_grad_(), weight.requires_grad_()))
 
 

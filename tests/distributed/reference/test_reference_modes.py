@@ -44,7 +44,10 @@ def job(jobs: JobCache, tmp_path: Path) -> Callable[[str], Job]:
 
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [("lora", 3), *(pytest.param(name, 10, marks=pytest.mark.full) for name in ("kto", "dpo", "lora", "lora_dpo"))],
+    [
+        ("lora", 3),
+        *(pytest.param(name, 10, marks=pytest.mark.full) for name in ("kto", "dpo", "mixture", "lora", "lora_dpo")),
+    ],
 )
 def test_every_mode_gives_the_same_trajectory(name: str, steps: int, jobs: JobCache) -> None:
     given = layout_job(name, "one_rank", steps)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +37,7 @@ def partners_here() -> dict[str, torch.Tensor]:
         engine=SimpleNamespace(logprobs=lambda _: torch.cat([first, second])),
         phase=lambda _: contextlib.nullcontext(),
     )
-    model._compared = partial(MegatronGPTDPOModel._compared, model)
+    model._compared = MegatronGPTDPOModel._compared
     partners = MegatronGPTDPOModel._rank_partners(model, answers, torch.zeros(2 * len(first)))
     state.destroy()
     return partners

@@ -72,6 +72,14 @@ ORPO = [  # as TRL has it: the SFT term is one mean over the tokens of prompts a
     "model.dpo.sft_token_mean=true",
     "model.dpo.sft_completion_only=false",
 ]
+MIXTURE = [  # all that changes log-probs or weights of pairs
+    "model.dpo.preference_losses={dpo: 0.8, bco_pair: 0.2}",
+    "model.dpo.f_divergence_type=alpha_divergence",
+    "model.dpo.ld_alpha=0.5",
+    "model.dpo.use_weighting=true",
+    "model.dpo.sft_loss_weight=0.01",
+    "model.dpo.sft_completion_only=false",
+]
 # Name of a run: the algorithm, the overrides, and the first loss if it follows from policy and reference being equal.
 RUNS: dict[str, tuple[str, list[str], float | None]] = {
     "kto": ("kto", [], 0.5),
@@ -81,6 +89,12 @@ RUNS: dict[str, tuple[str, list[str], float | None]] = {
     "aot_unpaired": ("dpo", ["model.dpo.preference_loss=aot_unpaired"], math.log(2)),
     "simpo": ("dpo", ["model.dpo.preference_loss=simpo", "model.reference.mode=auto"], None),
     "orpo": ("dpo", ORPO, None),
+    "cpo": (
+        "dpo",
+        ["model.dpo.preference_losses={cpo: 1.0, hinge: 0.5}", "model.dpo.reference_free=true", "model.reference.mode=auto"],
+        None,
+    ),
+    "mixture": ("dpo", MIXTURE, None),
     "rpo": ("dpo", ["model.dpo.preference_loss=rpo_bwd_kl", "model.dpo.gt_reward_scale=2.0"], None),
     "lora": ("kto", LORA, 0.5),
     "lora_dpo": ("dpo", LORA, math.log(2)),
@@ -98,6 +112,8 @@ EVERY_CASE = [
         "aot_unpaired": "tp2 dp2 pp2_dp2 cp2_dp2 micro_batch_1 micro_batch_2 packed_dp2",
         "simpo": "tp2_pp2 cp2_pp2",
         "orpo": "tp2_pp2 dp2 packed_cp2_dp2 micro_batch_1",
+        "cpo": "tp2 pp2 dp2 packed_dp2",
+        "mixture": "tp2 pp2 dp2 cp2 packed packed_tp2_dp2_sequence_parallel micro_batch_1 tp2_pp2_90_tokens",
         "rpo": "pp2_dp2 cp2_dp2",
         "lora": "tp2 tp4 pp2 dp2 tp2_pp2 tp2_pp2_sequence_parallel recompute_full cp2 cp2_tp2_sequence_parallel packed_dp2 "
         "cp2_tp2_pp2_sequence_parallel packed_tp2_pp2 pp2_vp2 pp2_vp2_dp2_90_tokens pp2_vp2_recompute_full pp2_uneven",
@@ -132,7 +148,9 @@ def job(name: str, layout: str, steps: int) -> dict[str, Any]:
     ("name", "number"),
     [
         *((name, 3) for name in dict.fromkeys(name for name, _ in QUICK)),
-        *(pytest.param(name, 10, marks=pytest.mark.full) for name in RUNS if name != "orpo"),  # no margin of 0.05 by then
+        *(
+            pytest.param(name, 10, marks=pytest.mark.full) for name in RUNS if name not in ("orpo", "cpo")
+        ),  # no margin by then
     ],
 )
 def test_training_starts_at_the_reference_and_learns(name: str, number: int, jobs: JobCache) -> None:

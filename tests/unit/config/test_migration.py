@@ -165,7 +165,7 @@ MEANT = {
 
 def test_names_of_other_trainers_suggest_our_keys() -> None:
     expected = [Message(name, f"{name}=1", *ours) for name, ours in (NAMES | MEANT).items()]
-    without = {"ld_alpha": ("position",), "moe_router_load_balancing_type": ("seq_aux_loss", "docs/scale/experts.md")}
+    without = {"moe_router_load_balancing_type": ("seq_aux_loss", "docs/scale/experts.md")}
     expected += [Message(name, f"{name}=1", *reason) for name, reason in without.items()]
     expected += [Message("learning_rat", "learning_rate", "model.optim.lr", "learning_rat=1")]
     assert len(expected) >= 40

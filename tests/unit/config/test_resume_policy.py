@@ -112,6 +112,14 @@ def test_every_difference_is_reported(change: dict[str, Any], expected: list[str
     assert differences(FACTS, {**FACTS, **change}) == expected
 
 
+def test_mixtures_are_compared() -> None:
+    key = "model.dpo.preference_losses"
+    before = {key: {"dpo": 0.8, "bco_pair": 0.2}}
+    assert differences(before, {key: {"bco_pair": 0.2, "dpo": 0.8}}) == []
+    assert differences(before, {key: {"dpo": 1.0}}) == [Message(key, "0.8", "1.0")]
+    assert differences(before, {key: None}) == [Message(key, "0.8", "null")]
+
+
 def test_options_of_only_one_of_two_losses_are_not_compared() -> None:
     before, now = ({"model.dpo.preference_loss": loss} for loss in ("dpo", "simpo"))
     expected = differences({**before, "model.dpo.label_smoothing": 0.0}, {**now, "model.dpo.simpo_gamma": 0.5})

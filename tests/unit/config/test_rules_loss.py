@@ -38,6 +38,9 @@ def test_losses_of_pairs_accept_only_their_options(find_errors: FindErrors, name
         "gt_reward_scale": 2.0,
         "simpo_gamma": 1.0,
         "orpo_sft_weight": 0.5,
+        "f_divergence_type": "js_divergence",
+        "cpo_alpha": 0.5,
+        "alphapo_alpha": 0.5,
     }
     assert find_errors(f"model.dpo.preference_loss={name}", recipe=DPO) == []
     for option, value in values.items():
@@ -56,6 +59,16 @@ def test_unset_options_have_the_defaults_of_the_loss(load: Load) -> None:
     assert load(*given, recipe=DPO).data_options() == {"default_chosen_reward": 1.0, "default_rejected_reward": -1.0}
 
 
+def test_the_record_of_a_mixture_and_without_a_reference(load: Load) -> None:
+    given = ["model.dpo.preference_losses={dpo: 0.8, bco_pair: 0.2}", "model.dpo.label_smoothing=0.1"]
+    loss = load(*given, recipe=DPO).loss
+    assert (loss.loss_name, loss.loss_options()) == ("0.8 dpo + 0.2 bco_pair", {"label_smoothing": 0.1})
+    assert loss.record.parts == {"dpo": (LOSSES["dpo"], 0.8), "bco_pair": (LOSSES["bco_pair"], 0.2)}
+    assert loss.record.needs_reference
+    for overrides in (given, []):
+        assert not load(*overrides, "model.dpo.reference_free=true", recipe=DPO).loss.record.needs_reference
+
+
 def test_a_sweep_may_set_options_of_another_of_its_losses(find_errors: FindErrors) -> None:
     given = ["model.dpo.simpo_gamma=1.0", "model.data.default_chosen_reward=5"]
     assert find_errors(*given, recipe=DPO, sweep=True) == []
@@ -69,6 +82,22 @@ def test_a_sweep_may_set_options_of_another_of_its_losses(find_errors: FindError
         (KTO, ["model.global_batch_size=2"]),
         (KTO, ["model.kto.auto_balance=true", "model.kto.desirable_loss_weight=1.3"]),
         (KTO, ["model.kto.desirable_loss_weight=0"]),
+        (
+            DPO,
+            [
+                "model.dpo.preference_losses={simpo: 1.0, sigmoid_norm: 2}",
+                "model.dpo.reference_free=true",
+                "exp_manager.checkpoint_callback_params.monitor=val_simpo_loss",
+            ],
+        ),
+        (
+            DPO,
+            ["model.dpo.preference_losses={aot: 1.0, dpo: 0.5, exo_pair: 0.1}", "model.dpo.exo_label_smoothing=0.1"],
+        ),
+        (
+            DPO,
+            ["model.dpo.preference_losses={ipo: 1, sigmoid_norm: 1}", "model.dpo.preference_average_log_probs=true"],
+        ),
         (DPO, ["model.global_batch_size=1"]),  # a pair has nothing to do with another pair
         (
             DPO,

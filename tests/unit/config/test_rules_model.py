@@ -165,6 +165,7 @@ def test_choices_of_the_schema_equal_the_implemented_names() -> None:
         "rpo_fwd_kl",
         "simpo",
         "orpo",
+        "sigmoid_norm",
     }
-    anchored = {"nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down"}
+    anchored = {"nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "cpo", "cpo_simpo", "alphapo"}
     assert set(pair_losses.LOSSES) == difference | anchored | {"aot", "aot_unpaired"}

@@ -17,7 +17,8 @@ from nemo_kto.cli import translate as command
 from nemo_kto.config.option_files import read_options
 from nemo_kto.config.saved_config import read_saved
 from nemo_kto.config.schema import config_type
-from nemo_kto.config.translation import table, translate
+from nemo_kto.config.trainer_options import table
+from nemo_kto.config.translation import translate
 from nemo_kto.errors import UserError
 from nemo_kto.utils.field_errors import names
 from nemo_kto.utils.text import shell_word
@@ -142,11 +143,11 @@ def test_data_sets_of_axolotl(entry: dict[str, object], keys: dict[str, object],
 @pytest.mark.parametrize(
     ("losses", "weights", "reason"),
     [
-        (["sigmoid", "bco_pair", "sft"], [0.8, 0.2, 1.0], "one preference loss"),
-        ("sigmoid bco_pair", None, "one preference loss"),
-        (["sft"], None, "one preference loss"),
+        (["sft"], None, "a preference loss"),
         (["sigmoid", "sft"], [1.0], "a number for each loss"),
-        ("cpo", None, "no such loss"),
+        (["sigmoid", "kto"], None, "no such loss"),
+        (["sigmoid", "ipo"], None, "sums and means"),
+        (["sigmoid", "sigmoid"], None, "twice"),
     ],
 )
 def test_losses_that_a_run_cannot_have_leave_a_command_that_asks_for_one(losses: Any, weights: Any, reason: str) -> None:
@@ -163,6 +164,30 @@ CONVERTED: list[tuple[dict[str, object], dict[str, object]]] = [
     ({"warmup_steps": 20}, {f"{SCHEDULE}.warmup_ratio": None, f"{SCHEDULE}.warmup_steps": 20}),
     ({"evals_per_epoch": 4}, {"trainer.dpo.val_check_interval": 0.25}),
     ({"rpo_alpha": 2}, {"model.dpo.sft_loss_weight": 2, "model.dpo.sft_token_mean": True}),
+    (
+        {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},  # MPO
+        {
+            "model.dpo.preference_losses": {"dpo": 0.8, "bco_pair": 0.2},
+            "model.dpo.preference_loss": None,
+            "model.dpo.sft_loss_weight": 1.0,
+            "model.dpo.sft_token_mean": True,
+        },
+    ),
+    ({"loss_type": "sigmoid bco_pair"}, {"model.dpo.preference_losses": {"dpo": 1.0, "bco_pair": 1.0}}),
+    ({"loss_type": "sigmoid_norm"}, {"model.dpo.preference_loss": "sigmoid_norm"}),
+    (
+        {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3, "ld_alpha": 0.5, "use_weighting": True},
+        {
+            "model.dpo.f_divergence_type": "alpha_divergence",
+            "model.dpo.f_alpha_divergence_coef": 0.3,
+            "model.dpo.ld_alpha": 0.5,
+            "model.dpo.use_weighting": True,
+        },
+    ),
+    (
+        {"loss_type": "alphapo", "alpha": 0.2, "simpo_gamma": 1},
+        {"model.dpo.preference_loss": "alphapo", "model.dpo.alphapo_alpha": 0.2, "model.dpo.simpo_gamma": 1},
+    ),
     ({"fp16": True}, {"trainer.precision": "bf16"}),
     ({"dtype": "float32", "bf16": False}, {"trainer.precision": "32"}),
     ({"eval_strategy": "epoch"}, {"trainer.dpo.val_check_interval": 1.0}),
@@ -211,7 +236,10 @@ def test_values_are_converted(options: dict[str, object], expected: dict[str, ob
         ({"lora_r": 8}, Message("lora_r=8", "LoRA")),
         ({"optim": "adamw_8bit"}, Message("optim=adamw_8bit", "fp32")),
         ({"load_in_4bit": True}, Message("load_in_4bit", "quantised")),
-        ({"ld_alpha": 0.5}, Message("ld_alpha=0.5", "position")),
+        ({"label_smoothing": 0.1}, Message("label_smoothing=0.1", "ignores", "model.dpo.label_smoothing")),
+        ({"f_alpha_divergence_coef": 0.3}, Message("f_alpha_divergence_coef=0.3", "alpha_divergence")),
+        ({"loss_type": "ipo", "f_divergence_type": "forward_kl"}, Message("f_divergence_type=forward_kl", "mean")),
+        ({"alpha": 0.3}, Message("alpha=0.3", "AlphaPO")),
         ({"frobnicate": 1}, Message("frobnicate=1", "no option of TRL")),
         ({"deepspeed": "zero3.json"}, Message("deepspeed=zero3.json", "ZeRO-1")),
     ],
@@ -219,6 +247,29 @@ def test_values_are_converted(options: dict[str, object], expected: dict[str, ob
 def test_options_without_a_counterpart_have_a_reason(options: dict[str, object], reason: Message) -> None:
     found = translate({**TRL, **options}, trainer="trl", recipe=DPO)
     assert [line for line in found.remarks() if "no counterpart" in line] == [reason]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {},
+            {"preference_loss": "cpo", "cpo_alpha": 0, "sft_loss_weight": 1.0, "sft_token_mean": True, "simpo_gamma": None},
+        ),
+        ({"loss_type": "sigmoid", "cpo_alpha": 0}, {"preference_loss": "cpo", "cpo_alpha": 0, "sft_loss_weight": None}),
+        ({"loss_type": "simpo"}, {"preference_loss": "simpo", "sft_loss_weight": 1.0, "simpo_gamma": 1.0}),
+        ({"loss_type": "hinge"}, {"preference_loss": "hinge", "reference_free": True}),
+        ({"rlhf_type": "dpo", "reference_free": True, "ld_alpha": 0.3}, {"reference_free": True, "ld_alpha": 0.3}),
+        (
+            {"rlhf_type": "dpo", "f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3},
+            {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.7},  # the paper's alpha
+        ),
+    ],
+)
+def test_losses_of_ms_swift(options: dict[str, object], expected: dict[str, object]) -> None:
+    found = translate({"rlhf_type": "cpo", "model": "m", "dataset": "d.jsonl", **options}, trainer="ms-swift")
+    assert {key: found.overrides.get(f"model.dpo.{key}") for key in expected} == expected
+    assert command.remaining_errors(found) == []
 
 
 def test_the_algorithm_is_found_or_asked_for() -> None:

@@ -14,6 +14,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.losses.kto import LOSSES, bco_losses, kto_losses
 from nemo_kto.losses.loss import Loss, find_loss
 from nemo_kto.losses.preference import aot_losses
+from nemo_kto.utils.text import mixture_name
 from tests.helpers.messages import Message
 
 
@@ -42,6 +43,11 @@ def test_a_loss_needs_a_reference_and_what_its_function_takes() -> None:
     assert (loss.needs_reference, loss.average_log_probs, loss.needs_rewards) == (True, False, False)
     assert (loss.needs_z0, loss.needs_delta, loss.anchor) == (False, False, None)
     assert (LOSSES["kto"].needs_z0, LOSSES["bco"].needs_delta, LOSSES["bco"].anchor) == (True, True, "delta")
+
+
+def test_losses_are_keys_of_caches_and_mixtures_have_names() -> None:
+    assert len({Loss(function=tempered), Loss(function=tempered), LOSSES["kto"]}) == 2
+    assert mixture_name({"dpo": 0.8, "bco_pair": 0.2}) == "0.8 dpo + 0.2 bco_pair"
 
 
 def test_a_loss_by_name_and_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

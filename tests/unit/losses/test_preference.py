@@ -14,6 +14,7 @@ import torch
 from annotated_types import Ge, Gt, Lt
 
 from nemo_kto.losses import preference
+from nemo_kto.losses.loss import mixture
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.losses.preference import LOSSES as ALL_LOSSES
 from nemo_kto.losses.preference import preference_metric_sums, preference_metrics
@@ -26,6 +27,8 @@ OPTIONS = {
     "gt_reward_scale": 1.5,
     "exo_label_smoothing": 0.1,
     "discopop_tau": 0.5,
+    "cpo_alpha": 0.6,
+    "alphapo_alpha": 0.5,
 }
 CHOSEN = [-0.4, -2.0, -0.1, -3.0, -1.0]  # log-probs, so that every loss can take them; log-ratios may be such too
 REJECTED = [-1.9, -0.3, -4.0, -3.0, -0.9]
@@ -52,6 +55,10 @@ def odds(logp: float) -> float:
     return math.exp(logp) / (1 - math.exp(logp))
 
 
+def alpha_reward(logp: float, alpha: float) -> float:
+    return (1 - math.exp(logp) ** -alpha) / alpha
+
+
 # name -> (chosen, rejected, reward delta) -> loss, each written as its paper has it
 FORMULAS: dict[str, Callable[[float, float, float], float]] = {
     "dpo": lambda c, r, d: logistic(BETA * (c - r), 0.2),
@@ -70,16 +77,27 @@ FORMULAS: dict[str, Callable[[float, float, float], float]] = {
     "rpo_fwd_kl": lambda c, r, d: bernoulli_kl(sigmoid(BETA * (c - r)), sigmoid(1.5 * d)),
     "simpo": lambda c, r, d: logistic(BETA * (c - r) - 0.7, 0.2),
     "orpo": lambda c, r, d: -0.6 * c + BETA * logistic(math.log(odds(c) / odds(r))),
+    "sigmoid_norm": lambda c, r, d: logistic(BETA * (c - r), 0.2),
+    "cpo": lambda c, r, d: logistic(BETA * (c - r), 0.2) - 0.6 * c,
+    "cpo_simpo": lambda c, r, d: logistic(BETA * (c - r) - 0.7, 0.2) - 0.6 * c,
+    "alphapo": lambda c, r, d: logistic(BETA * (alpha_reward(c, 0.5) - alpha_reward(r, 0.5)) - 0.7, 0.2),
+}
+# divergence -> f'(u) of u = pi / pi_ref, as in table 1 of the paper, whose alpha is 1 minus ours
+DIVERGENCES: dict[str, Callable[[float], float]] = {
+    "reverse_kl": lambda u: math.log(u) + 1,
+    "forward_kl": lambda u: -1 / u,
+    "js_divergence": lambda u: math.log(2 * u / (1 + u)),
+    "alpha_divergence": lambda u: (1 - u**-0.7) / 0.7,
 }
 SORTED = {name for name, loss in ALL_LOSSES.items() if loss.sorts}  # a loss of theirs is none of one pair: test_aot.py
 LOSSES = {name: loss for name, loss in ALL_LOSSES.items() if name not in SORTED}
 WITH_REWARDS = [name for name in LOSSES if LOSSES[name].needs_rewards]
 
 
-def loss_of(name: str, deltas: torch.Tensor | None = None, **options: float) -> Callable[..., torch.Tensor]:
+def loss_of(name: str, deltas: torch.Tensor | None = None, **options: float | str) -> Callable[..., torch.Tensor]:
     """The loss with all that it takes besides the two answers; one reward delta for all pairs where none are given."""
     loss = LOSSES[name]
-    arguments: dict[str, Any] = {"beta": BETA, **{key: OPTIONS[key] for key in loss.options}, **options}
+    arguments: dict[str, Any] = {"beta": BETA, **{key: OPTIONS[key] for key in loss.options if key in OPTIONS}, **options}
     if loss.needs_rewards:
         arguments["reward_delta_P"] = torch.tensor(2.0) if deltas is None else deltas
     return partial(loss.function, **arguments)
@@ -94,24 +112,34 @@ def test_docstring_examples() -> None:
 def test_the_name_table() -> None:
     assert LOSSES.keys() == FORMULAS.keys()
     smoothing, scale = ("label_smoothing", 0.0, (Ge(0), Lt(0.5))), ("gt_reward_scale", 1.0, (Gt(0),))
+    gamma, sft = ("simpo_gamma", 0.5, (Ge(0),)), ("cpo_alpha", 1.0, (Ge(0),))
+    divergence = [("f_divergence_type", "reverse_kl", tuple(DIVERGENCES)[1:]), ("f_alpha_divergence_coef", 0.5, ())]
     options = {
         name: [(key, option.default, get_args(option.annotation)[1:]) for key, option in loss.options.items()]
         for name, loss in LOSSES.items()
         if loss.options
     }
     assert options == {
-        "dpo": [smoothing],
-        "robust": [smoothing],
-        "exo_pair": [("exo_label_smoothing", 1e-3, (Gt(0), Lt(0.5)))],
-        "discopop": [("discopop_tau", 0.05, (Gt(0),))],
+        "dpo": [smoothing, *divergence],
+        "ipo": divergence,
+        "hinge": divergence,
+        "robust": [smoothing, *divergence],
+        "exo_pair": [("exo_label_smoothing", 1e-3, (Gt(0), Lt(0.5))), *divergence],
+        "discopop": [("discopop_tau", 0.05, (Gt(0),)), *divergence],
         "rpo_sq": [scale],
         "rpo_bwd_kl": [scale],
         "rpo_fwd_kl": [scale],
-        "simpo": [("simpo_gamma", 0.5, (Ge(0),)), smoothing],
+        "simpo": [gamma, smoothing],
         "orpo": [("orpo_sft_weight", 1.0, (Ge(0),))],
+        "sigmoid_norm": [smoothing, *divergence],
+        "cpo": [sft, smoothing],
+        "cpo_simpo": [gamma, sft, smoothing],
+        "alphapo": [("alphapo_alpha", 0.25, ()), gamma, smoothing],
     }
-    assert [name for name, loss in LOSSES.items() if not loss.needs_reference] == ["simpo", "orpo"]
-    assert [name for name, loss in LOSSES.items() if loss.average_log_probs] == ["simpo", "orpo"]
+    without_reference = [name for name, loss in LOSSES.items() if not loss.needs_reference]
+    assert without_reference == ["simpo", "orpo", "cpo", "cpo_simpo", "alphapo"]
+    means = [name for name, loss in LOSSES.items() if loss.average_log_probs]
+    assert means == ["simpo", "orpo", "sigmoid_norm", "cpo_simpo", "alphapo"]
     assert not any(loss.needs_z0 for loss in LOSSES.values())
     assert WITH_REWARDS == ["rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl"]
 
@@ -121,6 +149,57 @@ def test_each_loss_equals_its_closed_form(name: str) -> None:
     expected = [FORMULAS[name](*pair) for pair in zip(CHOSEN, REJECTED, DELTAS, strict=True)]
     losses = loss_of(name, torch.tensor(DELTAS))(torch.tensor(CHOSEN), torch.tensor(REJECTED))
     torch.testing.assert_close(losses, torch.tensor(expected), rtol=2e-6, atol=1e-7)
+
+
+DIVERGING = [name for name, loss in LOSSES.items() if "f_divergence_type" in loss.options]
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("name", DIVERGING)
+def test_a_divergence_replaces_the_log_ratios_by_its_scores(name: str, divergence: str) -> None:
+    score = DIVERGENCES[divergence]
+    scores = [[score(math.exp(r)) for r in side] for side in (CHOSEN, REJECTED)]
+    expected = [FORMULAS[name](*pair) for pair in zip(*scores, DELTAS, strict=True)]
+    loss = loss_of(name, f_divergence_type=divergence, f_alpha_divergence_coef=0.3)
+    torch.testing.assert_close(
+        loss(torch.tensor(CHOSEN), torch.tensor(REJECTED)), torch.tensor(expected), rtol=2e-5, atol=1e-6
+    )
+    chosen, rejected = (torch.tensor(side, dtype=torch.float64, requires_grad=True) for side in (CHOSEN, REJECTED))
+    assert torch.autograd.gradcheck(loss, (chosen, rejected))
+
+
+def test_limits_of_divergences_and_of_alphapo() -> None:
+    """An alpha of 1 is the reverse divergence, 0 the forward one; AlphaPO with 0 is SimPO. None overflows."""
+    pair = torch.tensor(CHOSEN), torch.tensor(REJECTED)
+    for alpha, other in ((1.0, "reverse_kl"), (0.0, "forward_kl")):
+        found = loss_of("dpo", f_divergence_type="alpha_divergence", f_alpha_divergence_coef=alpha)(*pair)
+        assert torch.equal(found, loss_of("dpo", f_divergence_type=other)(*pair))
+    assert torch.equal(loss_of("alphapo", alphapo_alpha=0.0)(*pair), loss_of("simpo")(*pair))
+    far = torch.full((1,), -1e3, requires_grad=True)
+    for divergence in DIVERGENCES:
+        losses = loss_of("dpo", f_divergence_type=divergence)(far, 2 * far)
+        assert losses.isfinite().all()
+        assert torch.autograd.grad(losses.sum(), far)[0].isfinite().all()
+
+
+def test_a_mixture_is_the_weighted_sum_with_the_needs_of_its_parts() -> None:
+    weights = {"dpo": 0.8, "bco_pair": 0.2, "exo_pair": 0.5}
+    mixed = mixture({name: (ALL_LOSSES[name], weight) for name, weight in weights.items()})
+    assert mixed.inputs == {"beta"}
+    assert mixed.options == {**ALL_LOSSES["dpo"].options, **ALL_LOSSES["exo_pair"].options}
+    assert mixed.part_metrics == ("dpo_loss", "bco_pair_loss", "exo_pair_loss")
+    assert list(mixed.terms) == list(weights)
+    loss = partial(mixed.function, beta=BETA, label_smoothing=0.2, exo_label_smoothing=0.1)
+    expected = [
+        sum(w * FORMULAS[name](c, r, 0.0) for name, w in weights.items()) for c, r in zip(CHOSEN, REJECTED, strict=True)
+    ]
+    torch.testing.assert_close(loss(torch.tensor(CHOSEN), torch.tensor(REJECTED)), torch.tensor(expected))
+    chosen, rejected = (torch.tensor(side, dtype=torch.float64, requires_grad=True) for side in (CHOSEN, REJECTED))
+    assert torch.autograd.gradcheck(loss, (chosen, rejected))
+    parts = {name: (ALL_LOSSES[name], 1.0) for name in ("aot", "rpo_sq")}
+    assert (mixture(parts).sorts, mixture(parts).needs_rewards, mixture(parts).looks_ahead) == ("margins", True, True)
+    parts = {name: (ALL_LOSSES[name], 1.0) for name in ("simpo", "orpo")}
+    assert (mixture(parts).needs_reference, mixture(parts).average_log_probs) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +245,7 @@ def test_gradient_in_float64(name: str) -> None:
 
 
 # with separate targets for chosen and rejected answers
-ANCHORED = ["nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "orpo"]
+ANCHORED = ["nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "orpo", "cpo", "cpo_simpo", "alphapo"]
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name not in ANCHORED])
@@ -278,7 +357,7 @@ def test_extreme_log_ratios_stay_finite(name: str, size: float) -> None:
 @pytest.mark.parametrize("name", ["dpo", "simpo"])
 def test_a_small_loss_is_accurate(name: str) -> None:
     """log(sigmoid(x)) in fp32 is 0 from x = 17 on."""
-    options: dict[str, Any] = {"beta": 1.0, **dict.fromkeys(LOSSES[name].options, 0.0)}
+    options: dict[str, Any] = {"beta": 1.0, **dict.fromkeys(LOSSES[name].options.keys() & OPTIONS.keys(), 0.0)}
     losses = loss_of(name, **options)(torch.tensor([20.0, 40.0]), torch.zeros(2))
     torch.testing.assert_close(losses, torch.tensor([math.exp(-20.0), math.exp(-40.0)]), rtol=1e-6, atol=0)
 
@@ -375,7 +454,7 @@ def test_one_mean_over_the_tokens_of_several_batches() -> None:
 
     def batch_metrics(sft: list[float], tokens: list[int]) -> Metrics:
         sft_losses, counts = torch.tensor(sft), torch.tensor(tokens)
-        values = dict.fromkeys(
+        values: dict[str, Any] = dict.fromkeys(
             ("chosen_logratios_P", "rejected_logratios_P", "chosen_logps_P", "rejected_logps_P"), sft_losses
         )
         sums = preference_metric_sums(

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_kto.models.engine import sequences
+from nemo_kto.models.engine.reference import sequence_keys
 from nemo_kto.models.engine.sequences import MicroBatchLimits, SequenceBatch, width_multiple
 
 
@@ -76,6 +77,35 @@ def test_both_answers_to_a_prompt_stay_together() -> None:
     pairs = batch_of([5, 4, 1, 2, 4, 3], answers=2)
     assert cut(pairs, tokens=16) == [([0, 3], 5), ([1, 2, 4, 5], 4)]
     assert cut(pairs, tokens=9) == [([0, 3], 5), ([1, 4], 4), ([2, 5], 3)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_tokens_beyond_the_shorter_answer_have_another_weight(packed: bool, share_prompts: bool) -> None:
+    """Pairs with answers of 1 and 4, 3 and 2, 2 and 2 tokens, to prompts of two tokens; the weight of each target."""
+    counts, width = [1, 3, 2, 4, 2, 2], 7
+    lengths = torch.tensor(counts) + 2
+    tokens = torch.tensor([[9, k % 3] for k in range(6)])
+    tokens = torch.cat([tokens, torch.arange(10, 40).view(6, 5)], dim=1)
+    places = torch.arange(width)
+    labels = torch.where((places >= 2) & (places < lengths[:, None]), tokens, -100)
+    plain = SequenceBatch(
+        tokens_BS=tokens, labels_BS=labels, lengths_B=lengths, positions_BS=places.expand_as(tokens), answers=2
+    )
+    batch = plain.desensitized(torch.tensor([0.5, 0.25, 0.0]))
+    limits = MicroBatchLimits(prompts=2, tokens=None, multiple=1, packed=packed, share_prompts=share_prompts)
+    weight_of: dict[int, float] = {}
+    for each in batch.with_prompts(torch.arange(6) < 0).micro_batches(limits):
+        assert each.weight_T is not None
+        weight_of |= dict(zip(each.target_T.tolist(), each.weight_T.tolist(), strict=True))
+    expected = [1.0, 1, 1, 0.25, 1, 1, 1, 0.5, 0.5, 0.5, 1, 1, 1, 1]
+    targets = [int(token) for row, count in zip(tokens, counts, strict=True) for token in row[2 : 2 + count]]
+    assert [weight_of[target] for target in targets] == expected
+    taken = batch.take(torch.tensor([3]))
+    assert taken.weights_BS is not None
+    assert taken.weights_BS[0, 2:6].tolist() == [1.0, 0.5, 0.5, 0.5]
+    assert (sequence_keys(batch) == sequence_keys(plain)).all(axis=1).tolist() == [False] * 6
+    assert (sequence_keys(batch)[3] == sequence_keys(taken)[0]).all()
 
 
 @given(

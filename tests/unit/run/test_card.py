@@ -35,6 +35,13 @@ def test_each_loss_has_its_formula_and_paper(algorithm: str, loss: str, tokenize
     assert ":func:" not in section or loss == "rpo_fwd_kl"
 
 
+def test_a_mixture_has_the_names_of_its_losses(tokenizer_folder: Path) -> None:
+    facts = {"algorithm": "dpo", "model.dpo.preference_loss": "dpo", "model.dpo.preference_losses": {"ipo": 0.5, "dpo": 1}}
+    text = card_text(facts_of(tokenizer_folder, run=facts), has_picture=False)
+    assert "with the loss `0.5 ipo + 1 dpo` of" in text
+    assert "The loss is `0.5 ipo + 1 dpo`." in text
+
+
 def test_a_checkpoint_that_records_nothing(tokenizer_folder: Path) -> None:
     text = card_text(facts_of(tokenizer_folder), has_picture=False)
     loaded = ModelCard(text)

@@ -13,6 +13,7 @@ from torch import Tensor
 from nemo_kto.data.batches.collate import DPOBatch
 from nemo_kto.device import device
 from nemo_kto.distributed.collectives import gather_over_data_parallel, sum_over_data_parallel
+from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import Metrics
 from nemo_kto.losses.preference import preference_metric_sums, preference_metrics, rank_partners
 from nemo_kto.models.engine.engine import MicroBatchLoss
@@ -27,6 +28,9 @@ class MegatronGPTDPOModel(MegatronGPTModel):
 
     sft_token_mean: bool = False  # average the SFT loss over the tokens of the global batch instead of over its pairs
     sft_completion_only: bool = True  # restrict the SFT loss to the chosen answer; if False, it also covers the prompt
+    # WPO (Zhou et al. 2024, arXiv 2406.11827, equation 2): multiply the loss of a pair by the weights of its two answers,
+    # exponentials of the log-weights of the engine's forward_backward
+    use_weighting: bool = False
 
     @staticmethod
     def sequences(batch: Mapping[str, Any]) -> tuple[SequenceBatch, ...]:
@@ -34,7 +38,8 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         tensor: Callable[[str], Any] = batch.get
         keys = "{}", "{}_labels", "{}_lengths", "{}_position_ids", "{}_attention_mask"
         answers = [SequenceBatch.of(*(tensor(key.format(name)) for key in keys)) for name in ("chosen", "rejected")]
-        return (SequenceBatch.answers_to_one_prompt(*answers),)
+        pairs, alpha_P = SequenceBatch.answers_to_one_prompt(*answers), tensor("ld_alpha")
+        return (pairs if alpha_P is None else pairs.desensitized(alpha_P),)
 
     def get_loss_and_metrics(self, batch: DPOBatch, forward_only: bool) -> tuple[float, Metrics]:
         """Compute loss and :func:`preference_metrics` of one step over the global batch, identical on every rank.
@@ -75,9 +80,11 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         values |= self._rank_partners(answers, reference_logps_B)
         if forward_only:
             values["log_ratios_B"] = torch.zeros(len(answers), device=device.current_device())  # filled by the forward pass
-        micro_batch_loss = partial(self._micro_batch_loss, values, sft_scale)
+        micro_batch_loss = partial(self._micro_batch_loss, values, sft_scale, weighted=trained.weights_BS is not None)
         with self.phase("forward_backward"):
-            parts = self.engine.forward_backward(trained, micro_batch_loss, forward_only=forward_only)
+            parts = self.engine.forward_backward(
+                trained, micro_batch_loss, forward_only=forward_only, log_weights=self.use_weighting
+            )
             evaluated = None
             if forward_only:
                 is_chosen_B = torch.arange(2 * pairs, device=values["log_ratios_B"].device) < pairs
@@ -97,7 +104,7 @@ class MegatronGPTDPOModel(MegatronGPTModel):
             return {}
         with self.phase("sort"):
             logps_B = self.engine.logprobs(answers)
-        compared_P2 = torch.stack(self._compared(logps_B, reference_logps_B), dim=1)
+        compared_P2 = torch.stack(self._compared(self.objective.loss, logps_B, reference_logps_B), dim=1)
         chosen_valid_P, rejected_valid_P = answers.valid_B.tensor_split(2)
         valid_P1 = (chosen_valid_P & rejected_valid_P).float()[:, None]
         gathered_N3, own = gather_over_data_parallel(torch.cat([compared_P2, valid_P1], dim=1))
@@ -107,13 +114,14 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         first_P, second_P = partners_2N[:, own]
         return {"first_partners_P": first_P, "second_partners_P": second_P}
 
-    def _compared(self, logps_b: Tensor, reference_logps_b: Tensor | None) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def _compared(loss: Loss, logps_b: Tensor, reference_logps_b: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the two values of each pair that the loss compares, from log-probs of chosen, then rejected answers.
 
         These are the log-ratios (log-probs without a reference) of both answers; for a loss that sorts margins, the margin
         of the policy and that of the reference.
         """
-        if self.objective.loss.sorts == "margins":
+        if loss.sorts == "margins":
             assert reference_logps_b is not None, "a loss that compares margins has a reference"
             (chosen_p, rejected_p), (ref_chosen_p, ref_rejected_p) = (
                 each_b.tensor_split(2) for each_b in (logps_b, reference_logps_b)
@@ -136,18 +144,18 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         return sums_p / (counts_p + prompt_counts_p).clamp(min=1) if average else sums_p
 
     def _micro_batch_loss(
-        self, values: Mapping[str, Tensor], sft_scale: Tensor, sequence_index_b: Tensor, logps: Tensor
+        self, values: Mapping[str, Tensor], sft_scale: Tensor, sequence_index_b: Tensor, logps: Tensor, *, weighted: bool
     ) -> MicroBatchLoss:
         """Return the loss of a micro-batch; ``values`` are those of all pairs.
 
-        ``logps`` are the log-probs [b] of chosen, then rejected answers; unless ``sft_completion_only``, followed by those
-        of their prompts, [b].
+        ``logps`` are the log-probs [b] of chosen, then rejected answers; if they are ``weighted``, followed by those without
+        weights, unless ``sft_completion_only`` by those of their prompts, and with ``use_weighting`` by the log-weights.
         """
         objective = self.objective
-        logps_b, prompt_p = logps, None
-        if not self.sft_completion_only:
-            logps_b, prompt_logps_b = logps.tensor_split(2)
-            prompt_p = prompt_logps_b.tensor_split(2)[0]
+        rest = iter(logps.tensor_split(1 + weighted + (not self.sft_completion_only) + self.use_weighting))
+        logps_b = next(rest)
+        unweighted_b = next(rest) if weighted else logps_b
+        prompt_p = None if self.sft_completion_only else next(rest).tensor_split(2)[0]
         pair_index_p = sequence_index_b.tensor_split(2)[0]  # the index of a pair is that of its chosen answer
         reference_b = values["reference_logps_B"][sequence_index_b] if self.uses_reference else None
         # log-probs in place of log-ratios for a loss without a reference
@@ -155,10 +163,21 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         if "log_ratios_B" in values:
             values["log_ratios_B"][sequence_index_b] = log_ratios_b
         chosen_p, rejected_p = log_ratios_b.tensor_split(2)
-        chosen_logps_p, rejected_logps_p = logps_b.tensor_split(2)
+        chosen_logps_p, rejected_logps_p = unweighted_b.tensor_split(2)
         inputs = {name: values[name][pair_index_p] for name in objective.loss.inputs & values.keys()}
-        compared = self._compared(logps_b, reference_b)
-        preference_p = objective.loss.function(*compared, beta=objective.beta, **inputs, **objective.options)
+        arguments: dict[str, Any] = {"beta": objective.beta, **inputs, **objective.options}
+        losses_p = {
+            name: loss.function(*self._compared(loss, logps_b, reference_b), **loss.taken(arguments))
+            for name, (loss, _) in objective.loss.terms.items()
+        }
+        means_p: dict[str, Tensor] = {}
+        if self.use_weighting:
+            pair_weights_p = next(rest).view(2, -1).sum(dim=0).exp()
+            losses_p = {name: pair_weights_p * each_p for name, each_p in losses_p.items()}
+            means_p["wpo_weight_mean"] = pair_weights_p
+        first_p, *others_p = (weight * losses_p[name] for name, (_, weight) in objective.loss.terms.items())
+        preference_p = sum(others_p, start=first_p)
+        means_p |= dict(zip(objective.loss.part_metrics, losses_p.values(), strict=False))
         sft_p = self._sft_losses(chosen_logps_p, prompt_p, values, pair_index_p)
         weights_p = values["weights_P"][pair_index_p]
         chosen_valid_p, rejected_valid_p = values["valid_B"][sequence_index_b].tensor_split(2)
@@ -176,5 +195,6 @@ class MegatronGPTDPOModel(MegatronGPTModel):
                 rejected_logps_P=rejected_logps_p,
                 valid_P=chosen_valid_p & rejected_valid_p,
                 beta=objective.beta,
+                means_P=means_p,
             )
         )

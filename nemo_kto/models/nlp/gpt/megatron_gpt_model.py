@@ -29,7 +29,7 @@ class Objective:
     """
 
     loss: Loss
-    options: Mapping[str, float] = field(default_factory=dict)  # optional keyword arguments of the loss
+    options: Mapping[str, object] = field(default_factory=dict)  # optional keyword arguments of the loss
     beta: float  # strength of the regularisation towards the reference
     preference_loss_weight: float = 1.0
     sft_loss_weight: float = 0.0
