@@ -101,12 +101,13 @@ def adaptable(family: Family) -> list[ParamMapping]:
     """Return the adaptable parameters: the matrices of layers, including experts but not routers, and the embedding.
 
     Joined experts are excluded: transformers has them in one parameter with its own name, so peft does not adapt them under
-    the names used here.
+    the names used here. So are experts without a gate, for which peft has no such names.
     """
     return [
         mapping
         for mapping in family.mappings
-        if (".linear_" in mapping.mcore_name and not mapping.joins_experts) or mapping.mcore_name.startswith("embedding.")
+        if (".linear_" in mapping.mcore_name and not mapping.joins_experts and (family.gated_mlp or not mapping.of_expert))
+        or mapping.mcore_name.startswith("embedding.")
     ]
 
 
@@ -128,11 +129,13 @@ def modules_of(target: str, family: Family) -> set[str]:
 def with_other_mixers(targets: Sequence[str], family: Family) -> tuple[str, ...]:
     """Return the target modules with the layers of other sequence mixers, if the family has any.
 
-    A group of NeMo's that contains the input or output projections of attention also stands for those of such mixers.
+    A group of NeMo's that contains the input or output projections of attention also stands for those of such mixers, except
+    those that peft refuses.
     """
     modules = {module for target in targets for module in NEMO_TARGETS.get(target, ())}
     others = (*_OTHER_INPUTS * ("q_proj" in modules), *_OTHER_OUTPUTS * ("o_proj" in modules))
-    return (*targets, *(module for module in others if module in linear_modules(family) and module not in targets))
+    usable = {*linear_modules(family)} - {*family.refused_by_peft}
+    return (*targets, *(module for module in others if module in usable and module not in targets))
 
 
 def few_adapted(architecture: Architecture, settings: LoRASettings) -> str | None:

@@ -53,7 +53,7 @@ def _tensor_pattern() -> re.Pattern[str]:
 _PREFIXES = sorted({re.escape(family.module_prefix) for family in (*FAMILIES.values(), *MULTIMODAL)})
 _START = rf"base_model\.model\.(?:{'|'.join(_PREFIXES)})"
 _TENSOR = _tensor_pattern()
-_EMBEDDING = re.compile(rf"{_START}{EMBEDDING}\.({EMBEDDING_A}|{EMBEDDING_B})")
+_EMBEDDING = re.compile(rf"{_START}(?:{EMBEDDING}|embeddings)\.({EMBEDDING_A}|{EMBEDDING_B})")
 # transformers' name for the joined gate and up projections of experts, and peft's pattern for that name.
 JOINED = "gate_up_proj"
 JOINED_PATTERN = rf".*\.{JOINED}"
@@ -172,8 +172,8 @@ def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set
     elif not adapted:
         yield "at least one layer must be adapted, got no tensors of adapters"
     mixing = {*NEMO_TARGETS["attention"], *OTHER_MIXERS}
-    mixers = {frozenset(modules & mixing) for modules in adapted}
-    is_hybrid = len(mixers) == 2 and not frozenset.intersection(*mixers)
-    if len({frozenset(modules - mixing) for modules in adapted}) > 1 or (len(mixers) > 1 and not is_hybrid):
+    mixers, mlps = {frozenset(each & mixing) for each in adapted}, {frozenset(each - mixing) for each in adapted}
+    one_part = not any(modules & mixing and modules - mixing for modules in adapted)
+    if len(mlps - {frozenset()} if one_part else mlps) > 1 or sum(map(len, mixers)) > len(frozenset().union(*mixers)):
         layers = "every adapted layer with the same sequence mixer"
         yield f"{layers} must have the same modules adapted, got {len(adapted)} layers that differ"

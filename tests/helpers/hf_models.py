@@ -649,12 +649,12 @@ def write_adapters(base: Path, folder: Path, settings: LoRASettings) -> dict[str
     tensors: dict[str, torch.Tensor] = {}
     merged = weights(base)
     for weight, values in merged.items():
-        if values.dim() < 2 or hf_module(weight) not in settings.modules:
+        if values.dim() < 2 or hf_module(weight) not in settings.modules or "mixer.experts." in weight:
             continue
         if settings.layers is None or int(weight.split(".")[2]) + 1 in settings.layers:
             shapes = (settings.rank, values.size(1)), (values.size(0), settings.rank)
             lora_a, lora_b = (torch.randn(shape, generator=draw) * 0.2 for shape in shapes)
-            prefix = f"base_model.model.{weight.removesuffix('.weight')}"
+            prefix = f"base_model.model.{weight.removesuffix('.weight').replace('backbone.', 'model.')}"
             tensors |= {f"{prefix}.lora_A.weight": lora_a, f"{prefix}.lora_B.weight": lora_b}
             merged[weight] = values + settings.scale * lora_b @ lora_a
     folder.mkdir()

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import peft.tuners.tuners_utils
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -57,6 +59,9 @@ DENSE = {
     "mistral": LoRASettings(rank=3, alpha=5, target_modules=("embed_tokens", "o_proj")),
     "llama-all-biases-linear-rope": LoRASettings(rank=2, alpha=4, target_modules=("all",), dora=True),
     "llama-attention-bias": LoRASettings(rank=1, alpha=0.5, dropout=0.25, target_modules=("mlp_fc2", "attention_dense")),
+    "nemotron-h": LoRASettings(
+        rank=2, alpha=0.5, target_modules=("in_proj", "out_proj", "q_proj", "o_proj", "up_proj", "down_proj")
+    ),
     "olmo2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "qwen2": LoRASettings(
         rank=2, alpha=4, target_modules=("q_proj", "o_proj", "up_proj"), layers=(2, 3), rslora=True, dora=True
@@ -78,6 +83,8 @@ MIXTURES = {
     # dense MLPs and shared experts; routed experts are one parameter in transformers, which peft does not adapt
     "llama4": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "mixtral": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
+    # routed experts are parameters without names for peft
+    "nemotron-h-moe": LoRASettings(rank=2, alpha=4, target_modules=("in_proj", "v_proj", "up_proj", "down_proj")),
     "qwen2-moe": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "mlp")),
     "qwen3-next": LoRASettings(rank=2, alpha=4, target_modules=("all", "in_proj_qkvz", "in_proj_ba", "out_proj")),
     "qwen3.5-moe-text": LoRASettings(rank=2, alpha=4, target_modules=("in_proj_b", "q_proj", "mlp")),
@@ -88,12 +95,12 @@ SETTINGS = {"dense": DENSE, "mixtures": MIXTURES}
 EXPERTS = {
     "deepseek-v3": 3 * 8 * 3, "deepseek-v3-direct-queries": 8 * 3,
     "ernie4-5-moe": 2 * 8 * 3, "glm4-moe": 3 * 8 * 3, "hunyuan-moe": 4 * 8 * 3, "minimax-m2": 4 * 8 * 3,
-    "mixtral": 4 * 4 * 3, "qwen2-moe": 3 * 8 * 3, "qwen3-next": 3 * 8 * 3, "qwen3.5-moe-text": 4 * 8 * 3,
-    "qwen3-moe": 2 * 8 * 3, "qwen3-moe-dense-layers": 1 * 8 * 3,
+    "mixtral": 4 * 4 * 3, "qwen2-moe": 3 * 8 * 3, "qwen3-next": 3 * 8 * 3,
+    "qwen3.5-moe-text": 4 * 8 * 3, "qwen3-moe": 2 * 8 * 3, "qwen3-moe-dense-layers": 1 * 8 * 3,
 }  # fmt: skip
 QUICK = {
-    ("dense", "tp2"): ("llama-odd-heads", "llama-all-biases-linear-rope", "mistral", "qwen2", "qwen3.5-text"),
-    ("mixtures", "tp2-ep2-whole-experts"): ("llama4", "mixtral", "qwen3-moe", "deepseek-v3"),
+    ("dense", "tp2"): ("llama-odd-heads", "llama-all-biases-linear-rope", "mistral", "qwen2", "qwen3.5-text", "nemotron-h"),
+    ("mixtures", "tp2-ep2-whole-experts"): ("llama4", "mixtral", "qwen3-moe", "deepseek-v3", "nemotron-h-moe"),
 }
 CASES = [pytest.param((*case, names), id=f"{'-'.join(case)}-quick") for case, names in QUICK.items()]
 CASES += [
@@ -114,6 +121,14 @@ class Outcome(NamedTuple):
 
     def tensors(self, name: str, which: str) -> dict[str, torch.Tensor]:
         return load_file(self.out / name / which / "adapter_model.safetensors")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def peft_for_mamba() -> Iterator[None]:
+    """Let peft adapt the output projection of Mamba-2, which it refuses because fused kernels would ignore the adapter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peft.tuners.tuners_utils, "_check_lora_target_modules_mamba", lambda *arguments: None)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -126,6 +126,7 @@ NEMOTRON_H = Family(
     norm_epsilon="layer_norm_epsilon",
     activation=("mlp_hidden_act", "relu2"),
     module_names={"embeddings": "embed_tokens"},
+    refused_by_peft=Mamba2.lora_outputs,  # whose weight fused kernels read
     one_part=True,
     gated_mlp=False,
     no_rope=True,

@@ -220,18 +220,17 @@ def expert_rules(run: ResolvedRun, config: Mapping[str, Any], family: Family) ->
     modules = [] if adapters is None else [name for name in adapters.modules if name in NEMO_TARGETS["mlp"]]
     has_adapted_experts = bool(modules) and has_adaptable_experts(family)
     if has_adapted_experts:
-        yield from _adapted_expert_rules(run, family, modules, shards)
+        yield from _adapted_expert_rules(run, modules, shards)
     if adapters is None or has_adapted_experts:
         yield from _trained_expert_rules(run, config, fields, adapters)
 
 
-def _adapted_expert_rules(run: ResolvedRun, family: Family, modules: list[str], shards: int) -> Errors:
+def _adapted_expert_rules(run: ResolvedRun, modules: list[str], shards: int) -> Errors:
     if shards > 1:
         text = f"must be 1 with adapters on experts ({', '.join(modules)}), which cannot be sharded, got {shards}; set it"
         remedy = f"or adapt only the attention: {_TARGETS}=[attention]"
         yield ConfigError(_EXPERT_TENSOR, f"{text}, {remedy}", (_SCHEME, _TARGETS, _ADAPTER, _TENSOR, _MODEL))
-    joins = family.gated_mlp and run.files.adapter_folder is None
-    if joins and len({"gate_proj", "up_proj"}.intersection(modules)) == 1:
+    if run.files.adapter_folder is None and len({"gate_proj", "up_proj"}.intersection(modules)) == 1:
         got = ", ".join(run.cfg.model.peft.lora_tuning.target_modules)
         text = "must include both gate_proj and up_proj for a mixture-of-experts model, because peft has both in one tensor"
         yield ConfigError(_TARGETS, f"{text}, got {got}; use mlp_fc1 for both", (_SCHEME, _MODEL))
