@@ -39,6 +39,7 @@ TORCH_MODELS = {
     "gemma3": 0.04,
     "gpt-oss": 0.15,
     "llama4": 0.15,
+    "nemotron-h": 0.08,
     "olmo2": 0.06,
     "phi3-part-of-each-head-longrope": 0.1,
     "qwen3.5-text": 0.08,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -614,6 +615,19 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name.replace("language_model.model.blocks.", "language_model.model.layers."): found[name] for name in found}
 
 
+@contextmanager
+def adaptable_mamba() -> Iterator[None]:
+    """Let peft adapt the output projection of Mamba-2, which it refuses because fused kernels would ignore the adapter."""
+    from peft.tuners import tuners_utils
+
+    refuse, name = tuners_utils._check_lora_target_modules_mamba, "_check_lora_target_modules_mamba"
+    setattr(tuners_utils, name, lambda *arguments: None)
+    try:
+        yield
+    finally:
+        setattr(tuners_utils, name, refuse)
+
+
 def peft_model(folder: Path, settings: LoRASettings) -> Any:
     """The model at ``folder`` under peft, with random A and B; magnitudes are scaled by random factors of 0.5 to 1.5."""
     from peft import LoraConfig, get_peft_model
@@ -628,7 +642,8 @@ def peft_model(folder: Path, settings: LoRASettings) -> Any:
         layers_to_transform=None if settings.layers is None else [layer - 1 for layer in settings.layers],
         task_type="CAUSAL_LM",
     )
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config)
+    with adaptable_mamba():
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config)
     draw = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in (each for each in model.parameters() if each.requires_grad):

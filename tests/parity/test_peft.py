@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import peft.tuners.tuners_utils
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -125,9 +124,7 @@ class Outcome(NamedTuple):
 
 @pytest.fixture(scope="module", autouse=True)
 def peft_for_mamba() -> Iterator[None]:
-    """Let peft adapt the output projection of Mamba-2, which it refuses because fused kernels would ignore the adapter."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peft.tuners.tuners_utils, "_check_lora_target_modules_mamba", lambda *arguments: None)
+    with hf_models.adaptable_mamba():
         yield
 
 

@@ -121,7 +121,9 @@ class SoftmaxAttention(SequenceMixer):
         # rotated ones are tensors of their own, and so are normalised ones
         rotating = architecture.rotates.count(True) / architecture.num_layers
         changed = 1.0 if architecture.qk_norm else rotating
-        saved += saving.element_bytes * (query + (key_value if rotates_before else 0)) * changed
+        # without RoPE anywhere, queries of several groups are copied to be no view
+        copied = changed if rotating or key_value == architecture.head_dim else 1.0
+        saved += saving.element_bytes * (query * copied + (key_value if rotates_before else 0) * changed)
         if saving.context_parallel > 1 and core and not saving.on_gpu:
             # queries, outputs, and the keys and values of all ranks; also the fused tensor if a norm saves views of it
             saved = saving.element_bytes * (query + output + 2 * saving.context_parallel * key_value)

@@ -31,6 +31,8 @@ SETTINGS = {
     "llama-all-biases-linear-rope": LoRASettings(rank=2, alpha=2, target_modules=("mlp", "k_proj"), layers=(1,)),
     # projections to latents, which every rank has as a whole
     "deepseek-v3-dense": LoRASettings(rank=2, alpha=4, target_modules=(*LatentAttention.lora_inputs, "o_proj"), layers=(2,)),
+    # stages without attention, and an output projection that peft refuses
+    "nemotron-h": LoRASettings(rank=2, alpha=1, target_modules=("in_proj", "out_proj", "q_proj", "up_proj", "down_proj")),
     "mistral": LoRASettings(rank=3, alpha=5, target_modules=("embed_tokens", "o_proj")),
     "llama-odd-heads, dora": LoRASettings(rank=4, alpha=8, target_modules=("all",), dora=True),
     "llama-all-biases-linear-rope, dora": LoRASettings(

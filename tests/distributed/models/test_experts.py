@@ -59,6 +59,7 @@ RUNS: dict[str, tuple[str, str, list[str]]] = {
     "kto_corrected": ("kto", "glm4_moe", [BALANCE]),  # experts in groups, chosen by corrected sigmoid scores
     "kto_states": ("kto", "qwen3_next", [BALANCE]),  # gated delta nets in half of the layers
     "dpo_states_lora": ("dpo", "qwen3_next", [*LORA, f"{TARGETS}=[attention]"]),
+    "kto_mamba": ("kto", "nemotron_h", [BALANCE]),  # layers of one part
     "kto_sinks": ("kto", "gpt_oss", [BALANCE]),
     "kto_lora": ("kto", "qwen2_moe", [*LORA, f"{TARGETS}=[all]", BALANCE]),  # shared experts, and a layer without
     "kto_lora_experts": ("kto", "mixtral", [*LORA, f"{TARGETS}=[mlp]"]),  # nothing else is trained
@@ -86,7 +87,7 @@ def job(name: str, layout: str, steps: int) -> dict[str, Any]:
     given = [*of_run, *of_layout, *length(algorithm, steps), f"trainer.{algorithm}.save_interval=2"]
     given += ["exp_manager.checkpoint_callback_params.save_top_k=-1", "export.enabled=true"]
     # four for two stages of two chunks, or for a first layer without experts
-    layers = 4 if name in ("kto", "kto_corrected") else 2
+    layers = 4 if name in ("kto", "kto_corrected", "kto_mamba") else 2
     return {"algorithm": algorithm, "overrides": given, "world_size": world_size, "family": family, "layers": layers}
 
 

@@ -47,7 +47,7 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
     of_weights = {each.untyped_storage().data_ptr() for each in [*gpt.parameters(), *gpt.buffers()]}
     # Only the input of a recomputed layer is saved, before its forward pass.
     measured = layers_of(model)
-    kept: dict[int, dict[int, Any]] = {layer: {} for layer in measured}
+    kept: dict[int, Any] = {}
     inside: list[int | None] = [None]
     for layer in measured:
         gpt.decoder.layers[layer].register_forward_pre_hook(lambda *_, layer=layer: inside.__setitem__(0, layer))
@@ -56,7 +56,7 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if inside[0] is not None and storage.data_ptr() not in of_weights:
-            kept[inside[0]][storage.data_ptr()] = storage
+            kept[storage.data_ptr()] = storage
         return tensor
 
     length = LENGTH // context
@@ -67,12 +67,15 @@ def saved_by_layer(model: Path, options: dict[str, Any], dtype: str, adapters: L
     tokens = torch.randint(0, 200, shape)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         chunk(tokens, torch.arange(shape[1]).expand_as(tokens), None, packed_seq_params=row)
-    return sum(storage.nbytes() for storages in kept.values() for storage in storages.values()) / len(measured)
+    return sum(storage.nbytes() for storage in kept.values()) / len(measured)
 
 
 def layers_of(model: Path) -> tuple[int, ...]:
     """One layer with each mixer; not the first layer, whose input needs no gradient where only adapters are trained."""
-    return (1, 2) if "linear_attention" in (model / "config.json").read_text() else (1,)
+    text = (model / "config.json").read_text()
+    if "mamba" in text:
+        return (4, 5, 6, 7)
+    return (1, 2) if "linear_attention" in text else (1,)
 
 
 def expected(model: Path, options: dict[str, Any], dtype: str, adapters: LoRASettings | None) -> float:
@@ -103,12 +106,17 @@ ALL, QUERIES = LoRASettings(rank=4, alpha=4, target_modules=("all",)), LoRASetti
 DROPPED = LoRASettings(rank=4, alpha=4, dropout=0.1, target_modules=("all",))
 LATENT = replace(ALL, target_modules=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
 DORA = replace(ALL, dora=True)
+MAMBA_AND_ALL = replace(ALL, target_modules=("all", "in_proj", "out_proj"))
 DELTA_NET = LoRASettings(rank=4, alpha=4, target_modules=with_other_mixers(["all"], FAMILIES["Qwen3_5ForCausalLM"]))
 
 
 EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3}
 QWEN: dict[str, Any] = {"num_experts": 8, "moe_intermediate_size": 160, "shared_expert_intermediate_size": 320}
 DELTA_NETS = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 64}
+MAMBA: dict[str, Any] = {
+    "num_hidden_layers": 8, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2, "head_dim": 32,
+    "mamba_head_dim": 40, "ssm_state_size": 48, "moe_intermediate_size": 160, "moe_shared_expert_intermediate_size": 320,
+}  # fmt: skip
 LLAMA4: dict[str, Any] = {"moe_layers": [0, 1, 2, 3], "no_rope_layers": [1, 1, 1, 1], "attention_chunk_size": 64}
 LATENTS: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 80, "qk_nope_head_dim": 48,
@@ -120,6 +128,7 @@ CHANGES = {
     "qwen2_moe": {**QWEN, "mlp_only_layers": []},
     "glm4_moe": {"n_routed_experts": 8, "moe_intermediate_size": 160, "first_k_dense_replace": 0},
     "deepseek_v3": LATENTS,
+    "nemotron_h": MAMBA,
     "qwen3_next": {**QWEN, **DELTA_NETS},
     "qwen3_5_text": DELTA_NETS,
     "llama4_text": {**LLAMA4, "intermediate_size_mlp": 512, "head_dim": 32},
@@ -143,6 +152,7 @@ QUICK: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
     ("llama4_text", {}, "float32", None),
     ("deepseek_v3", SHARDED, "float32", LATENT),
     ("qwen3_5_text", {}, "float32", None),
+    ("nemotron_h", {}, "float32", None),
 ]
 FULL: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
     ("llama", {"context": 2}, "float32", None),
@@ -172,6 +182,9 @@ FULL: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
     ("qwen3_next", {}, "float32", None),
     ("qwen3_5_text", {"context": 2}, "float32", None),
     ("qwen3_next", {"packed": True, "context": 2}, "float32", ALL),
+    ("nemotron_h", SHARDED, "float32", MAMBA_AND_ALL),
+    ("nemotron_h", {"recompute": "selective"}, "float32", None),
+    ("nemotron_h", {"packed": True}, "bfloat16", replace(MAMBA_AND_ALL, dora=True)),
     ("hunyuan_v1_moe", {}, "float32", ALL),
     ("glm4_moe", {"tensor": 2, "sequence_parallel": True}, "bfloat16", None),
     ("deepseek_v3", {"packed": True}, "float32", None),
