@@ -49,6 +49,7 @@ _PRINTING = {
     "data preview": "data.preview",
     "data check": "data.check",
     "data tokenise": "data.preview:tokenise",
+    "sample": "rounds.sample",
 }
 
 _USAGE = """\
@@ -63,6 +64,9 @@ nemo-kto: alignment training of large language models on human feedback, on one 
 
   nemo-kto chat RUN|MODEL [--against BASE] [-p PROMPT ...]
       Talk with a trained model, and compare it with the one that the run started from.
+
+  nemo-kto sample RUN|MODEL PROMPTS --out ANSWERS [-n N] [--endpoint URL]
+      Write answers of a model to the prompts of a file.
 
   nemo-kto import FILE OUT [--tokenizer FOLDER|hf:NAME]
       Write a .nemo archive, or a torch_dist checkpoint of Megatron-LM or Megatron-Bridge, in Hugging Face format.

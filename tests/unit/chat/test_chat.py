@@ -14,7 +14,7 @@ import torch
 
 from nemo_kto.artifacts.safetensors_files import INDEX, WRITTEN_BY
 from nemo_kto.chat.session import ChatModel
-from nemo_kto.cli.chat import _find, main
+from nemo_kto.cli.chat import find_model, main
 from nemo_kto.errors import UserError
 from nemo_kto.processes.ranks import INTERRUPTED
 from tests.helpers.messages import Message, raises
@@ -190,10 +190,10 @@ def test_a_copied_run_does_not_answer_with_the_export_of_the_original(folders: t
     shutil.copytree(folders[0], out)
     (out / INDEX).write_text(json.dumps({"metadata": {"written_by": WRITTEN_BY}}))
     write_run(run, [], exp_manager__explicit_log_dir=str(run), export__path=str(out))
-    assert _find("MODEL", str(run)) == out
+    assert find_model("MODEL", str(run)) == out
     shutil.copytree(run, tmp_path / "copy")
     with raises(UserError, "MODEL", "checkpoint or an export", str(tmp_path / "copy"), "saved a checkpoint"):
-        _find("MODEL", str(tmp_path / "copy"))
+        find_model("MODEL", str(tmp_path / "copy"))
 
 
 @pytest.mark.parametrize(
