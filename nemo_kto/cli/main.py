@@ -50,6 +50,7 @@ _PRINTING = {
     "data check": "data.check",
     "data tokenise": "data.preview:tokenise",
     "sample": "rounds.sample",
+    "label": "rounds.label",
 }
 
 _USAGE = """\
@@ -67,6 +68,9 @@ nemo-kto: alignment training of large language models on human feedback, on one 
 
   nemo-kto sample RUN|MODEL PROMPTS --out ANSWERS [-n N] [--endpoint URL]
       Write answers of a model to the prompts of a file.
+
+  nemo-kto label ANSWERS --out ROWS [--pairs] [--page | --score MODULE.FUNCTION | --judge URL --rubric FILE]
+      Label answers, by hand, by a function or by a model; the labels are rows for training.
 
   nemo-kto import FILE OUT [--tokenizer FOLDER|hf:NAME]
       Write a .nemo archive, or a torch_dist checkpoint of Megatron-LM or Megatron-Bridge, in Hugging Face format.
