@@ -220,10 +220,20 @@ class _Stream:
 class Session:
     """A conversation, whose answers are printed to stdout: as text while they are generated, or as lines of JSON.
 
-    Each model has a history of its own, with its own answers.
+    Each model has a history of its own, with its own answers. ``collect`` gets each complete answer after it is printed: the
+    name of its model, the prompt that the model has seen (a text, if it has no chat template), and the answer.
     """
 
-    def __init__(self, *, models: Sequence[ChatModel], sampling: Sampling, system: str | None = None, as_json: bool) -> None:
+    def __init__(
+        self,
+        *,
+        models: Sequence[ChatModel],
+        sampling: Sampling,
+        system: str | None = None,
+        as_json: bool,
+        collect: Callable[[str, Any, str], None] | None = None,
+    ) -> None:
+        self._collect = collect
         self._models, self._sampling, self._as_json = models, sampling, as_json
         self._coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         _refuse_broken("--system", system or "")
@@ -266,6 +276,9 @@ class Session:
             added.append([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer.text}])
             if answer.finish == "interrupted":
                 break
+            if self._collect is not None:
+                seen = [*history, {"role": "user", "content": prompt}] if model.has_template else prompt
+                self._collect(model.label, seen, answer.text)
         for history, messages in zip(self._histories, added, strict=False):
             history += messages
         return answer.finish != "interrupted"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import io
 import subprocess
@@ -22,6 +23,8 @@ from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.processes import ranks
+from nemo_kto.rounds.rows import open_rows
+from nemo_kto.rounds.terminal import Collector, require_terminal
 from nemo_kto.telemetry.console import set_up_logging, take_over
 from nemo_kto.utils.files import read_json
 from nemo_kto.utils.text import print_error, terminal_line, terminal_text
@@ -41,6 +44,12 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit status; raise UserError if a model cannot be used or a prompt be answered."""
     flags = _parser().parse_args(list(argv))
     check_sampling(flags)
+    if flags.collect is not None:
+        require_terminal("--collect", remedy="leave it out, or use nemo-kto sample and nemo-kto label")
+        if flags.json:
+            raise UserError(
+                "--collect must be used without --json, whose answers are for a program, got both; leave one out"
+            )
     set_up_logging(rank=0)
     named = {flags.model: find_model("MODEL", flags.model)}
     if flags.against is not None:
@@ -52,13 +61,20 @@ def main(argv: Sequence[str]) -> int:
         sys.stdin.reconfigure(encoding=None if sys.stdin.isatty() else "utf-8-sig", errors="surrogateescape")
     prompts = [sys.stdin.read().strip() if prompt == _STDIN else prompt for prompt in flags.prompt]
 
-    models = load_models(named)
+    with contextlib.ExitStack() as opened:
+        collect = None
+        if flags.collect is not None:
+            collect = Collector(file=opened.enter_context(open_rows(Path(flags.collect), option="--collect")))
+        return _talk(flags, load_models(named), prompts, collect)
+
+
+def _talk(flags: argparse.Namespace, models: Sequence[ChatModel], prompts: Sequence[str], collect: Collector | None) -> int:
     from nemo_kto.chat.session import Sampling, Session
 
     sampling = Sampling(
         max_new_tokens=flags.max_new_tokens, temperature=flags.temperature, top_p=flags.top_p, seed=flags.seed
     )
-    session = Session(models=models, sampling=sampling, system=flags.system, as_json=flags.json)
+    session = Session(models=models, sampling=sampling, system=flags.system, as_json=flags.json, collect=collect)
     for prompt in prompts:
         if len(prompts) > 1 and not flags.json:
             print(f"> {terminal_text(prompt)}", flush=True)
@@ -86,6 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-p", "--prompt", action="append", default=[], metavar="PROMPT", help=prompt)
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each answer")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
+    collect = "ask for a thumb after each answer, and append it to this file, as a row for training"
+    parser.add_argument("--collect", metavar="FILE", help=collect)
     length = "maximum length of an answer; by default that of the model's generation_config.json, or 512"
     add_sampling(
         parser, length=length, temperature="0 takes the most probable token", seed="draw every answer with this seed"

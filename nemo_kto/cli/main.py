@@ -63,7 +63,7 @@ nemo-kto: alignment training of large language models on human feedback, on one 
   nemo-kto export CHECKPOINT [OUT] --push hf:USER/NAME
       Publish it on the Hugging Face hub, with its model card.
 
-  nemo-kto chat RUN|MODEL [--against BASE] [-p PROMPT ...]
+  nemo-kto chat RUN|MODEL [--against BASE] [-p PROMPT ...] [--collect FILE]
       Talk with a trained model, and compare it with the one that the run started from.
 
   nemo-kto sample RUN|MODEL PROMPTS --out ANSWERS [-n N] [--endpoint URL]

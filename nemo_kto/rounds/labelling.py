@@ -13,6 +13,8 @@ from nemo_kto.errors import UserError, show
 from nemo_kto.rounds.answers import VARIABLES, Sampled
 from nemo_kto.rounds.rows import RowFile
 
+PERSON = "person"  # the labeller of rows by keys or on the page
+
 
 def thumb_row(prompt: TextOrMessages, answer: str, *, good: bool, source: Mapping[str, object]) -> dict[str, object]:
     """Return the row of a labelled answer; ``source``: model, labeller and more, which the training ignores."""

@@ -11,7 +11,8 @@ from collections.abc import Collection
 from nemo_kto.data.rows.records import TextOrMessages
 from nemo_kto.errors import UserError
 from nemo_kto.rounds.answers import messages_of
-from nemo_kto.rounds.labelling import Labelling
+from nemo_kto.rounds.labelling import PERSON, Labelling, thumb_row
+from nemo_kto.rounds.rows import RowFile
 from nemo_kto.utils.text import terminal_line, terminal_text
 
 THUMBS = {"g": True, "b": False}
@@ -20,11 +21,10 @@ SKIP, UNDO, QUIT = "s", "u", "q"
 _RULE = "\u2500" * 60
 
 
-def require_terminal(option: str) -> None:
+def require_terminal(option: str, *, remedy: str) -> None:
     """Raise UserError unless keys can be read and questions be shown."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        text = f"{option} must be used in a terminal, whose keys are read, got a pipe or a file"
-        raise UserError(f"{text}; label with --page, --score or --judge instead")
+        raise UserError(f"{option} must be used in a terminal, whose keys are read, got a pipe or a file; {remedy}")
 
 
 def read_key(keys: Collection[str]) -> str:
@@ -42,12 +42,19 @@ def read_key(keys: Collection[str]) -> str:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
-def ask_thumb() -> bool | None:
-    """Ask whether the answer above is good; None if it is skipped."""
-    _write(f"  [g]ood  [b]ad  [{SKIP}]kip ")
-    key = read_key([*THUMBS, SKIP])
-    _write(f"{key}\n")
-    return THUMBS.get(key)
+class Collector:
+    """Question for a thumb after an answer of a chat, whose row is appended to a file."""
+
+    def __init__(self, *, file: RowFile) -> None:
+        self._file = file
+
+    def __call__(self, model: str, prompt: TextOrMessages, answer: str) -> None:
+        """Ask whether the answer above is good, and append its row unless it is skipped."""
+        _write(f"  [g]ood  [b]ad  [{SKIP}]kip ")
+        key = read_key([*THUMBS, SKIP])
+        _write(f"{key}\n")
+        if key != SKIP:
+            self._file.append(thumb_row(prompt, answer, good=THUMBS[key], source={"model": model, "labeller": PERSON}))
 
 
 def label_in_terminal(labelling: Labelling) -> None:

@@ -11,7 +11,7 @@ from nemo_kto.cli import integer_from, number
 from nemo_kto.cli.rounds.sample import CONCURRENCY
 from nemo_kto.errors import UserError, plural
 from nemo_kto.rounds.answers import read_answers
-from nemo_kto.rounds.labelling import Labelling, best_and_worst, pair_questions, single_questions
+from nemo_kto.rounds.labelling import PERSON, Labelling, best_and_worst, pair_questions, single_questions
 from nemo_kto.rounds.rows import open_rows
 from nemo_kto.rounds.scoring import Judge, Scorer, Scores
 from nemo_kto.rounds.terminal import label_in_terminal, require_terminal
@@ -101,7 +101,7 @@ def _label_on_page(labelling: Labelling) -> None:
 
 def _labeller(flags: argparse.Namespace) -> str:
     given = next((name for name in ("score", "judge") if getattr(flags, name) is not None), None)
-    return "person" if given is None else f"{given} {flags.model or getattr(flags, given)}"
+    return PERSON if given is None else f"{given} {flags.model or getattr(flags, given)}"
 
 
 def _check(flags: argparse.Namespace) -> None:
@@ -121,7 +121,7 @@ def _check(flags: argparse.Namespace) -> None:
     if mistakes:
         raise UserError("\n  ".join(mistakes))
     if not ways:
-        require_terminal("nemo-kto label")
+        require_terminal("nemo-kto label", remedy="label with --page, --score or --judge instead")
 
 
 def _parser() -> argparse.ArgumentParser:
