@@ -124,10 +124,14 @@ PACKAGES = {
         never=names("torch.distributed torch.cuda"),
         only_in=(("peft", names("session.py")),),
     ),
+    "rounds": Package(
+        own=names("data utils"),
+        only_in=(("httpx", names("endpoint.py")), ("httpx2", names("endpoint.py"))),
+    ),
     "planner": Package(own=names("device telemetry architecture artifacts models config utils")),
     "cli": Package(
         own=names("losses data device processes telemetry architecture artifacts algorithms huggingface config")
-        | names("report run planner chat utils"),
+        | names("report run planner chat rounds utils"),
         outside=names("hydra omegaconf"),
         never=names("hydra._internal"),
         only_in=(("pandas", names("api.py")), ("transformers", names("api.py"))),

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -89,20 +90,14 @@ class ChatModel:
 
         Raises UserError if the chat template rejects the messages, or they leave no room for an answer.
         """
-        prompt_ids = self._prompt_ids(messages)
-        room = None if self._limit is None else self._limit - prompt_ids.shape[1]
-        if room is not None and room < 1:
-            text = f"the conversation must have fewer than the {self._limit:,} tokens of the context of {self.label}"
-            raise UserError(f"{text}, got {prompt_ids.shape[1]:,}; start again with /reset, or write less")
-        if sampling.seed is not None:
-            torch.manual_seed(sampling.seed)
+        prompt_ids, settings = self._prepare(messages, sampling)
         stream, start = _Stream(self._tokenizer, show), time.perf_counter()
         try:
             with torch.inference_mode():
                 self._model.generate(
                     prompt_ids,
                     attention_mask=torch.ones_like(prompt_ids),
-                    generation_config=self._settings(sampling, room),
+                    generation_config=settings,
                     streamer=stream,
                 )
         except KeyboardInterrupt:
@@ -112,6 +107,25 @@ class ChatModel:
         seconds = time.perf_counter() - start
         return Answer(text=stream.finish(), tokens=len(stream.ids), seconds=seconds, finish=finish)
 
+    def draw(
+        self, messages: Sequence[Message], sampling: Sampling, *, count: int, variables: Mapping[str, object]
+    ) -> list[Answer]:
+        """Draw several answers to a conversation as one batch; ``variables`` are arguments of the chat template.
+
+        Raises UserError as :meth:`answer` does.
+        """
+        prompt_ids, settings = self._prepare(messages, sampling, variables)
+        prompt_ids, start = prompt_ids.repeat(count, 1), time.perf_counter()
+        with torch.inference_mode():
+            ids = self._model.generate(prompt_ids, attention_mask=torch.ones_like(prompt_ids), generation_config=settings)
+        seconds, answers = time.perf_counter() - start, []
+        for row in ids[:, prompt_ids.shape[1] :].tolist():
+            end = next((number for number, token in enumerate(row, start=1) if token in self.stop_ids), None)
+            text = str(self._tokenizer.decode(row[:end], skip_special_tokens=True))
+            finish = "length" if end is None else "stop"
+            answers.append(Answer(text=text, tokens=end or len(row), seconds=seconds, finish=finish))
+        return answers
+
     def describe(self) -> str:
         """Return family, size, dtype and device of the model."""
         parameters = sum(parameter.numel() for parameter in self._model.parameters())
@@ -119,12 +133,27 @@ class ChatModel:
         size = f"{parameters / 1e6:,.0f} M" if parameters >= 1e6 else f"{parameters:,}"
         return f"{self._model.config.model_type}, {size} parameters, {dtype}, {device.device_name()}"
 
-    def _prompt_ids(self, messages: Sequence[Message]) -> torch.Tensor:
+    def _prepare(
+        self, messages: Sequence[Message], sampling: Sampling, variables: Mapping[str, object] = MappingProxyType({})
+    ) -> tuple[torch.Tensor, GenerationConfig]:
+        """Return the token ids of a conversation and the settings for its answer, and set the seed."""
+        prompt_ids = self._prompt_ids(messages, variables)
+        room = None if self._limit is None else self._limit - prompt_ids.shape[1]
+        if room is not None and room < 1:
+            text = f"the conversation must have fewer than the {self._limit:,} tokens of the context of {self.label}"
+            raise UserError(f"{text}, got {prompt_ids.shape[1]:,}; write less, or start again (in a chat with /reset)")
+        if sampling.seed is not None:
+            torch.manual_seed(sampling.seed)
+        return prompt_ids, self._settings(sampling, room)
+
+    def _prompt_ids(self, messages: Sequence[Message], variables: Mapping[str, object]) -> torch.Tensor:
         if not self.has_template:
             ids = self._tokenizer(messages[-1]["content"])["input_ids"] or [self._tokenizer.eos_token_id]
             return torch.tensor([ids], device=self._model.device)
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **variables
+            )
         except Exception as error:  # a template is a program and may raise any exception
             remedy = "leave out the system message, or correct the template"
             raise UserError(
@@ -191,10 +220,20 @@ class _Stream:
 class Session:
     """A conversation, whose answers are printed to stdout: as text while they are generated, or as lines of JSON.
 
-    Each model has a history of its own, with its own answers.
+    Each model has a history of its own, with its own answers. ``collect`` gets each complete answer after it is printed: the
+    name of its model, the prompt that the model has seen (a text, if it has no chat template), and the answer.
     """
 
-    def __init__(self, *, models: Sequence[ChatModel], sampling: Sampling, system: str | None = None, as_json: bool) -> None:
+    def __init__(
+        self,
+        *,
+        models: Sequence[ChatModel],
+        sampling: Sampling,
+        system: str | None = None,
+        as_json: bool,
+        collect: Callable[[str, Any, str], None] | None = None,
+    ) -> None:
+        self._collect = collect
         self._models, self._sampling, self._as_json = models, sampling, as_json
         self._coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         _refuse_broken("--system", system or "")
@@ -237,6 +276,9 @@ class Session:
             added.append([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer.text}])
             if answer.finish == "interrupted":
                 break
+            if self._collect is not None:
+                seen = [*history, {"role": "user", "content": prompt}] if model.has_template else prompt
+                self._collect(model.label, seen, answer.text)
         for history, messages in zip(self._histories, added, strict=False):
             history += messages
         return answer.finish != "interrupted"

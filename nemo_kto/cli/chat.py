@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import io
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
@@ -21,9 +23,14 @@ from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.processes import ranks
+from nemo_kto.rounds.rows import open_rows
+from nemo_kto.rounds.terminal import Collector, require_terminal
 from nemo_kto.telemetry.console import set_up_logging, take_over
 from nemo_kto.utils.files import read_json
 from nemo_kto.utils.text import print_error, terminal_line, terminal_text
+
+if TYPE_CHECKING:
+    from nemo_kto.chat.session import ChatModel
 
 _BASE = "base"
 _STDIN = "-"
@@ -36,34 +43,38 @@ model's folder. Commands: /reset, /system TEXT, /help, /quit; Ctrl-C stops an an
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit status; raise UserError if a model cannot be used or a prompt be answered."""
     flags = _parser().parse_args(list(argv))
-    if flags.temperature == 0 and flags.top_p is not None:
-        raise UserError("--top-p must be used with a temperature above 0, got --temperature 0; leave one out")
-    if flags.device == "cpu":
-        device.force_cpu()
-    elif flags.device == "gpu" and not device.device_count():
-        raise UserError("--device must be cpu or auto on a machine without a GPU, got gpu; leave it out")
+    check_sampling(flags)
+    if flags.collect is not None:
+        require_terminal("--collect", remedy="leave it out, or use nemo-kto sample and nemo-kto label")
+        if flags.json:
+            raise UserError(
+                "--collect must be used without --json, whose answers are for a program, got both; leave one out"
+            )
     set_up_logging(rank=0)
-    named = {flags.model: _find("MODEL", flags.model)}
+    named = {flags.model: find_model("MODEL", flags.model)}
     if flags.against is not None:
         against = _starting_model(named[flags.model]) if flags.against == _BASE else flags.against
         if against in named:
             raise UserError(f"--against must be another model than MODEL, got {against} for both; correct one")
-        named[against] = _find("--against", against)
-    bases = {label: _base_of_adapters(folder) for label, folder in named.items()}
+        named[against] = find_model("--against", against)
     if isinstance(sys.stdin, io.TextIOWrapper):  # broken text is refused with its place, as in files of rows
         sys.stdin.reconfigure(encoding=None if sys.stdin.isatty() else "utf-8-sig", errors="surrogateescape")
     prompts = [sys.stdin.read().strip() if prompt == _STDIN else prompt for prompt in flags.prompt]
 
-    gc.enable()  # `nemo-kto` disables it for commands that end soon
-    from nemo_kto.chat.session import ChatModel, Sampling, Session, faster_dtype
+    with contextlib.ExitStack() as opened:
+        collect = None
+        if flags.collect is not None:
+            collect = Collector(file=opened.enter_context(open_rows(Path(flags.collect), option="--collect")))
+        return _talk(flags, load_models(named), prompts, collect)
 
-    take_over()
-    dtype = faster_dtype()
-    models = [ChatModel(label=label, folder=folder, base=bases[label], dtype=dtype) for label, folder in named.items()]
+
+def _talk(flags: argparse.Namespace, models: Sequence[ChatModel], prompts: Sequence[str], collect: Collector | None) -> int:
+    from nemo_kto.chat.session import Sampling, Session
+
     sampling = Sampling(
         max_new_tokens=flags.max_new_tokens, temperature=flags.temperature, top_p=flags.top_p, seed=flags.seed
     )
-    session = Session(models=models, sampling=sampling, system=flags.system, as_json=flags.json)
+    session = Session(models=models, sampling=sampling, system=flags.system, as_json=flags.json, collect=collect)
     for prompt in prompts:
         if len(prompts) > 1 and not flags.json:
             print(f"> {terminal_text(prompt)}", flush=True)
@@ -91,19 +102,49 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-p", "--prompt", action="append", default=[], metavar="PROMPT", help=prompt)
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each answer")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
+    collect = "ask for a thumb after each answer, and append it to this file, as a row for training"
+    parser.add_argument("--collect", metavar="FILE", help=collect)
     length = "maximum length of an answer; by default that of the model's generation_config.json, or 512"
-    parser.add_argument("--max-new-tokens", type=integer_from(1), metavar="N", help=length)
-    from_zero = number("of at least 0", lambda value: value >= 0)
-    parser.add_argument("--temperature", type=from_zero, metavar="T", help="0 takes the most probable token")
-    top_p = "draw from the most probable tokens whose probabilities sum to P"
-    probability = number("above 0 and at most 1", lambda value: 0 < value <= 1)
-    parser.add_argument("--top-p", type=probability, metavar="P", help=top_p)
-    parser.add_argument("--seed", type=integer_from(0), metavar="N", help="draw every answer with this seed")
-    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: a GPU if there is one")
+    add_sampling(
+        parser, length=length, temperature="0 takes the most probable token", seed="draw every answer with this seed"
+    )
     return parser
 
 
-def _find(argument: str, name: str) -> Path:
+def add_sampling(parser: argparse.ArgumentParser, *, length: str, temperature: str, seed: str) -> None:
+    """Add the options of generation with their descriptions."""
+    parser.add_argument("--max-new-tokens", type=integer_from(1), metavar="N", help=length)
+    from_zero = number("of at least 0", lambda value: value >= 0)
+    parser.add_argument("--temperature", type=from_zero, metavar="T", help=temperature)
+    top_p = "draw from the most probable tokens whose probabilities sum to P"
+    probability = number("above 0 and at most 1", lambda value: 0 < value <= 1)
+    parser.add_argument("--top-p", type=probability, metavar="P", help=top_p)
+    parser.add_argument("--seed", type=integer_from(0), metavar="N", help=seed)
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: a GPU if there is one")
+
+
+def check_sampling(flags: argparse.Namespace) -> None:
+    """Select the device of the options; UserError if they contradict each other or the machine."""
+    if flags.temperature == 0 and flags.top_p is not None:
+        raise UserError("--top-p must be used with a temperature above 0, got --temperature 0; leave one out")
+    if flags.device == "cpu":
+        device.force_cpu()
+    elif flags.device == "gpu" and not device.device_count():
+        raise UserError("--device must be cpu or auto on a machine without a GPU, got gpu; leave it out")
+
+
+def load_models(named: Mapping[str, Path]) -> list[ChatModel]:
+    """Load the models in the folders that :func:`find_model` has found, by their names in the output."""
+    bases = {label: base_of_adapters(folder) for label, folder in named.items()}
+    gc.enable()  # `nemo-kto` disables it for commands that end soon
+    from nemo_kto.chat.session import ChatModel, faster_dtype
+
+    take_over()
+    dtype = faster_dtype()
+    return [ChatModel(label=label, folder=folder, base=bases[label], dtype=dtype) for label, folder in named.items()]
+
+
+def find_model(argument: str, name: str) -> Path:
     """Return the Hugging Face or PEFT folder of a model; a checkpoint, or a run without an export, is exported first."""
     if is_hub_name(name):
         try:
@@ -139,7 +180,7 @@ def _export(checkpoint: Path, out: Path) -> Path:
     """Export a checkpoint, in a process of its own, because an export uses the CPU."""
     if is_our_model(out):
         return out
-    print_error(f"nemo-kto chat: {checkpoint} is exported to {out} first")
+    print_error(f"nemo-kto: {checkpoint} is exported to {out} first")
     command = [sys.executable, "-P", "-m", "nemo_kto.cli.main", "export", str(checkpoint), str(out)]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
     if done.returncode:
@@ -152,15 +193,15 @@ def _starting_model(folder: Path) -> str:
     for run in (folder, *folder.absolute().parents[:2]):
         if base := read_saved(run / CONFIG_FILE).get("pretrained_checkpoint.restore_from_path"):
             return str(base)
-    if (base := _base_of_adapters(folder)) is not None:
+    if (base := base_of_adapters(folder)) is not None:
         return str(base)
     text = "must name a model if the folder of MODEL belongs to no run, whose configuration names it"
     raise UserError(f"--against {text}, got {_BASE}; e.g. --against {HUB}ORGANISATION/NAME")
 
 
-def _base_of_adapters(folder: Path) -> Path | None:
+def base_of_adapters(folder: Path) -> Path | None:
     """Return the folder of the base model of adapters in PEFT format; None for a whole model."""
     if not is_peft_folder(folder):
         return None
     name = str(read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path"))
-    return _find("the base model of the adapters", name if Path(name).is_dir() else f"{HUB}{name}")
+    return find_model("the base model of the adapters", name if Path(name).is_dir() else f"{HUB}{name}")

@@ -49,6 +49,8 @@ _PRINTING = {
     "data preview": "data.preview",
     "data check": "data.check",
     "data tokenise": "data.preview:tokenise",
+    "sample": "rounds.sample",
+    "label": "rounds.label",
 }
 
 _USAGE = """\
@@ -61,8 +63,14 @@ nemo-kto: alignment training of large language models on human feedback, on one 
   nemo-kto export CHECKPOINT [OUT] --push hf:USER/NAME
       Publish it on the Hugging Face hub, with its model card.
 
-  nemo-kto chat RUN|MODEL [--against BASE] [-p PROMPT ...]
+  nemo-kto chat RUN|MODEL [--against BASE] [-p PROMPT ...] [--collect FILE]
       Talk with a trained model, and compare it with the one that the run started from.
+
+  nemo-kto sample RUN|MODEL PROMPTS --out ANSWERS [-n N] [--endpoint URL]
+      Write answers of a model to the prompts of a file.
+
+  nemo-kto label ANSWERS --out ROWS [--pairs] [--page | --score MODULE.FUNCTION | --judge URL --rubric FILE]
+      Label answers, by hand, by a function or by a model; the labels are rows for training.
 
   nemo-kto import FILE OUT [--tokenizer FOLDER|hf:NAME]
       Write a .nemo archive, or a torch_dist checkpoint of Megatron-LM or Megatron-Bridge, in Hugging Face format.

@@ -15,17 +15,20 @@ from nemo_kto.utils.files import open_file, read_lines
 MAX_PROMPTS = 1000
 
 
-def read_prompts(path: str | Path, json_columns: Collection[str] | None = None) -> list[PromptRecord]:
+def read_prompts(
+    path: str | Path, json_columns: Collection[str] | None = None, *, limit: int | None = MAX_PROMPTS
+) -> list[PromptRecord]:
     """Read the prompts of a file: a text (.txt) with one prompt per line, or a data file in any form.
 
     A row has a "prompt", a string or messages, or "messages"; if its last message is one of the assistant, this is an answer
-    and left out, as are all other columns. DataError if the file cannot be read, has broken rows, no prompt or too many.
+    and left out, as are all other columns. DataError if the file cannot be read, has broken rows, no prompt or more than
+    ``limit``.
     """
     broken, prompts = RowErrors(), list[PromptRecord]()
     for record in _lines(Path(path)) if str(path).endswith(".txt") else _rows(path, json_columns, broken):
         prompts.append(record)
-        if len(prompts) > MAX_PROMPTS:
-            raise DataError(f"{path} must have at most {MAX_PROMPTS:,} prompts, got more; leave some out")
+        if limit is not None and len(prompts) > limit:
+            raise DataError(f"{path} must have at most {limit:,} prompts, got more; leave some out")
     broken.raise_if_any()
     if not prompts:
         raise DataError(f"{path} must have at least one prompt, got an empty file; write one prompt per line")

@@ -14,7 +14,7 @@ import torch
 
 from nemo_kto.artifacts.safetensors_files import INDEX, WRITTEN_BY
 from nemo_kto.chat.session import ChatModel
-from nemo_kto.cli.chat import _find, main
+from nemo_kto.cli.chat import find_model, main
 from nemo_kto.errors import UserError
 from nemo_kto.processes.ranks import INTERRUPTED
 from tests.helpers.messages import Message, raises
@@ -190,10 +190,28 @@ def test_a_copied_run_does_not_answer_with_the_export_of_the_original(folders: t
     shutil.copytree(folders[0], out)
     (out / INDEX).write_text(json.dumps({"metadata": {"written_by": WRITTEN_BY}}))
     write_run(run, [], exp_manager__explicit_log_dir=str(run), export__path=str(out))
-    assert _find("MODEL", str(run)) == out
+    assert find_model("MODEL", str(run)) == out
     shutil.copytree(run, tmp_path / "copy")
     with raises(UserError, "MODEL", "checkpoint or an export", str(tmp_path / "copy"), "saved a checkpoint"):
-        _find("MODEL", str(tmp_path / "copy"))
+        find_model("MODEL", str(tmp_path / "copy"))
+
+
+def test_thumbs_of_a_chat_are_rows_with_the_conversation_so_far(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, keys = tmp_path / "thumbs.jsonl", iter("gsbg")
+    monkeypatch.setattr("nemo_kto.rounds.terminal.read_key", lambda known: next(keys))  # test_label.py has a terminal
+    monkeypatch.setattr("nemo_kto.cli.chat.require_terminal", lambda *_, **__: None)
+    out.write_text('{"prompt": "p", "response": "r", "label": true}\n{"pro')  # of an earlier chat, which was killed
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nAnd then?\nWhy?\n"))
+    assert main([str(folders[0]), "--collect", str(out), "--system", "Be brief.", *LENGTH]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["label"] for row in rows] == [True, True, False]
+    system = {"role": "system", "content": "Be brief."}
+    assert rows[1]["prompt"] == [system, user("Hello")]
+    assert rows[1]["response"] == generated(folders[0], rows[1]["prompt"])
+    assert [turn["content"] for turn in rows[2]["prompt"][1::2]] == ["Hello", "And then?", "Why?"]
+    assert rows[2]["source"] == {"model": str(folders[0]), "labeller": "person"}
 
 
 @pytest.mark.parametrize(
@@ -203,6 +221,7 @@ def test_a_copied_run_does_not_answer_with_the_export_of_the_original(folders: t
         (["{model}", "--against"], ("--against", "belongs to no run", "hf:ORGANISATION/NAME")),
         (["{model}", "--against", "{model}"], ("--against", "another model")),
         (["{model}", "--temperature", "0", "--top-p", "0.5"], ("--top-p", "--temperature 0")),
+        (["{model}", "--collect", "thumbs.jsonl"], ("--collect", "terminal", "nemo-kto label")),
         (["hf:org/absent", "-p", "x"], ("MODEL", "hf:org/absent", "HF_HUB_OFFLINE=1")),
     ],
 )

@@ -1,0 +1,144 @@
+"""Command `nemo-kto label`: labels for answers, by a person, a function or a model that judges, as rows for training."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_kto.cli import integer_from, number
+from nemo_kto.cli.rounds.sample import CONCURRENCY
+from nemo_kto.errors import UserError, plural
+from nemo_kto.rounds.answers import read_answers
+from nemo_kto.rounds.labelling import PERSON, Labelling, best_and_worst, pair_questions, single_questions
+from nemo_kto.rounds.rows import open_rows
+from nemo_kto.rounds.scoring import Judge, Scorer, Scores
+from nemo_kto.rounds.terminal import label_in_terminal, require_terminal
+from nemo_kto.telemetry.progress import progress_bar
+from nemo_kto.utils.text import print_error, terminal_line
+
+_DESCRIPTION = """\
+Label answers that nemo-kto sample has written: by keys in this terminal, on a local page (--page), by a function (--score),
+or by a model (--judge). Each label is a row for training, and is on disk before the next question; the same command
+continues. Skipped questions come again at the next start.
+"""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command; raise UserError for mistakes."""
+    flags = _parser().parse_args(list(argv))
+    _check(flags)
+    answers = read_answers(Path(flags.answers))
+    scores = None if flags.score is None else Scorer(path=flags.score).scores(answers)
+    if scores is not None and flags.pairs:
+        questions = best_and_worst(answers, scores)
+    else:
+        questions = pair_questions(answers) if flags.pairs else single_questions(answers)
+    about = {"labeller": _labeller(flags)} | ({} if flags.round is None else {"round": flags.round})
+    with open_rows(Path(flags.out), option="--out") as file:
+        labelling = Labelling(
+            questions=questions, file=file, about={name: it for name, it in about.items() if it is not None}
+        )
+        if scores is not None:
+            _label_by_scores(labelling, scores, flags.threshold)
+        elif flags.judge is not None:
+            _label_by_judge(labelling, flags)
+        elif flags.page:
+            _label_on_page(labelling)
+        else:
+            label_in_terminal(labelling)
+        good = sum(row.get("label") is True for row in file.rows)
+        kinds = "" if flags.pairs else f": {good:,} good, {len(file.rows) - good:,} bad"
+        left = labelling.total - len(file.rows)
+        rest = f"; {plural(left, 'question')} left, for which the same command asks again" if left else ""
+        print(terminal_line(f"{flags.out}: {plural(len(file.rows), 'row')}{kinds}{rest}"))
+
+
+def _label_by_scores(labelling: Labelling, scores: Scores, threshold: float | None) -> None:
+    numbers = [score for score in scores.values() if not isinstance(score, bool)]
+    is_pair = any(len(question.answers) == 2 for question in labelling.left)
+    if numbers and threshold is None and not is_pair:
+        text = f"--threshold must be given if the function returns numbers, got none and {numbers[0]:g} as a score"
+        raise UserError(f"{text}; e.g. --threshold {numbers[0]:g}, from which on an answer is good")
+    for question in labelling.left:
+        score = scores[question.answers[0].key]
+        # the first answer of a pair is the best one
+        labelling.record(question, is_pair or (score if isinstance(score, bool) else score >= (threshold or 0.0)))
+
+
+def _label_by_judge(labelling: Labelling, flags: argparse.Namespace) -> None:
+    from nemo_kto.rounds.endpoint import Endpoint
+
+    try:
+        rubric = Path(flags.rubric).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--rubric must be a file of text in UTF-8, got {flags.rubric}: {error}; correct the path"
+        ) from error
+    endpoint = Endpoint(url=flags.judge, option="--judge", model=flags.model, concurrency=flags.concurrency)
+    undecided = list[str]()
+    left = labelling.left
+    verdicts = Judge(endpoint=endpoint, rubric=rubric).verdicts(left)
+    for question, verdict in progress_bar(verdicts, total=len(left), title="judging", shown=True):
+        if isinstance(verdict, bool):
+            labelling.record(question, verdict)
+        else:
+            undecided.append(f"{question.answers[0].place}: {verdict}")
+    if undecided:
+        count = f"{plural(len(undecided), 'question')} without a verdict, the first at"
+        print_error(f"nemo-kto label: {count} {undecided[0]}; they are left out")
+
+
+def _label_on_page(labelling: Labelling) -> None:
+    from nemo_kto.rounds.page import PageServer
+
+    with PageServer(labelling=labelling) as server:
+        print(f"open {server.address}\nCtrl-C ends; every label is in the file at once.", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
+def _labeller(flags: argparse.Namespace) -> str:
+    given = next((name for name in ("score", "judge") if getattr(flags, name) is not None), None)
+    return PERSON if given is None else f"{given} {flags.model or getattr(flags, given)}"
+
+
+def _check(flags: argparse.Namespace) -> None:
+    """Raise UserError with all options that do not fit each other."""
+    names = ("page", "score", "judge", "threshold", "rubric", "model")
+    given, mistakes = [name for name in names if getattr(flags, name) not in (None, False)], []
+    if len(ways := [f"--{name}" for name in given if name in ("page", "score", "judge")]) > 1:
+        mistakes.append(f"at most one of --page, --score and --judge must be given, got {' and '.join(ways)}; choose one")
+    for name, only in (("threshold", "score"), ("rubric", "judge"), ("model", "judge")):
+        if name in given and only not in given:
+            mistakes.append(f"--{name} must be used with --{only}, got {getattr(flags, name)} without it; leave it out")
+    if "judge" in given and "rubric" not in given:
+        mistakes.append("--rubric must be given with --judge, got none; write a file that says what a good answer is")
+    if "threshold" in given and flags.pairs:
+        text = "--threshold must be used without --pairs, which are the best and the worst answer"
+        mistakes.append(f"{text}, got {flags.threshold:g}; leave it out")
+    if mistakes:
+        raise UserError("\n  ".join(mistakes))
+    if not ways:
+        require_terminal("nemo-kto label", remedy="label with --page, --score or --judge instead")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nemo-kto label", description=_DESCRIPTION)
+    parser.add_argument("answers", metavar="ANSWERS", help="a file of nemo-kto sample")
+    parser.add_argument("--out", required=True, metavar="FILE", help="file of the rows, as JSON lines")
+    pairs = "which of two answers is better, shown in random order; with --score, the best against the worst"
+    parser.add_argument("--pairs", action="store_true", help=pairs)
+    parser.add_argument("--page", action="store_true", help="label on a page of this machine, whose address is printed")
+    score = "a function of the prompt (a text or messages) and the answer, which returns a number or a bool"
+    parser.add_argument("--score", metavar="MODULE.FUNCTION", help=score)
+    threshold = number("that is finite", lambda value: True)
+    parser.add_argument("--threshold", type=threshold, metavar="X", help="an answer with a score of at least X is good")
+    parser.add_argument("--judge", metavar="URL", help="a server with OpenAI's interface, whose model judges")
+    parser.add_argument("--rubric", metavar="FILE", help="what the model must look for, as text")
+    parser.add_argument("--model", metavar="NAME", help="name of the model for the server; not needed if it has only one")
+    concurrency = f"requests to the server at the same time ({CONCURRENCY})"
+    parser.add_argument("--concurrency", type=integer_from(1), default=CONCURRENCY, metavar="N", help=concurrency)
+    parser.add_argument("--round", type=integer_from(0), metavar="N", help="a number that is written into each row")
+    return parser

@@ -1,0 +1,130 @@
+"""Command `nemo-kto sample`: answers of a model to the prompts of a file, drawn on this machine or by a server."""
+
+from __future__ import annotations
+
+import argparse
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_kto.cli import integer_from
+from nemo_kto.cli.chat import add_sampling, check_sampling, find_model, load_models
+from nemo_kto.data.rows.reader import RowErrors
+from nemo_kto.errors import UserError, plural
+from nemo_kto.rounds.answers import Task, find_tasks
+from nemo_kto.rounds.rows import open_rows
+from nemo_kto.telemetry.console import set_up_logging
+from nemo_kto.telemetry.progress import progress_bar
+from nemo_kto.utils.text import terminal_line
+
+if TYPE_CHECKING:
+    from nemo_kto.rounds.endpoint import Endpoint
+
+_COUNT, _LENGTH, _TEMPERATURE, _SEED, CONCURRENCY = 4, 512, 1.0, 0, 8
+_DESCRIPTION = """\
+Write answers of a model to the prompts of a file, a line for each answer. The same command continues after it was killed,
+with the answers that it would have drawn. With --endpoint a server with OpenAI's interface answers (vLLM, SGLang), which
+gets the key in OPENAI_API_KEY; RUN|MODEL is then left out.
+"""
+Drawn = tuple[Task, list[tuple[str, str]] | UserError]  # texts and reasons of their ends, or why there is none
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command; raise UserError for mistakes, or, after all other answers, for prompts that have none."""
+    flags = _parser().parse_intermixed_args(list(argv))
+    check_sampling(flags)
+    if (flags.folder is None) == (flags.endpoint is None):
+        got = "neither" if flags.folder is None else f"{flags.folder} and {flags.endpoint}"
+        raise UserError(f"one of RUN|MODEL and --endpoint must be given, got {got}; --model names a model of the server")
+    if flags.temperature == 0 and flags.count > 1:
+        raise UserError(f"-n must be 1 with --temperature 0, whose answers are equal, got {flags.count}; change one")
+    set_up_logging(rank=0)
+    settings = {name: getattr(flags, name) for name in ("count", "max_new_tokens", "temperature", "top_p", "seed", "system")}
+    model, prompts, out, endpoint = flags.folder, Path(flags.prompts), Path(flags.out), None
+    if flags.endpoint is not None:
+        from nemo_kto.rounds.endpoint import Endpoint
+
+        endpoint = Endpoint(url=flags.endpoint, option="--endpoint", model=flags.model, concurrency=flags.concurrency)
+        model = endpoint.model
+    with open_rows(out, option="--out") as file:
+        tasks, refused = find_tasks(file, prompts=prompts, model=model, settings=settings), RowErrors()
+        missing, total = sum(len(task.missing) for task in tasks), len(tasks)
+        drawn: Iterator[Drawn] = iter(())
+        if endpoint is not None:
+            drawn, total = _from_server(endpoint, tasks, settings), missing
+        elif tasks:
+            drawn = _on_this_machine(find_model("MODEL", model), model, tasks, settings)
+        for task, answers in progress_bar(drawn, total=total, title="sampling", shown=True):
+            if isinstance(answers, UserError):
+                refused.add(prompts, task.line, str(answers))
+            else:
+                numbered = zip(task.missing, answers, strict=True)
+                file.append(*(task.row(index, *answer, model=model, settings=settings) for index, answer in numbered))
+        refused.raise_if_any()
+        cut = sum(row.get("finish") == "length" for row in file.rows)
+    added = "" if missing == len(file.rows) else f" ({missing:,} new)"
+    print(terminal_line(f"{out}: {plural(len(file.rows), 'answer')}{added}, {cut:,} cut at {flags.max_new_tokens:,} tokens"))
+
+
+def _on_this_machine(folder: Path, label: str, tasks: Sequence[Task], settings: Mapping[str, Any]) -> Iterator[Drawn]:
+    """Yield the answers to each prompt, which are drawn as one batch with a seed of the prompt."""
+    (model,) = load_models({label: folder})
+    from nemo_kto.chat.session import Sampling
+
+    if not model.has_template and any(not isinstance(task.prompt, str) for task in tasks):
+        text = "prompts must be texts for a model without a chat template, which continues them, got messages"
+        raise UserError(f"{text}; use a model with a template, or texts without --system")
+    for given in tasks:
+        task = replace(given, prompt=given.messages) if model.has_template else given
+        sampling = Sampling(
+            max_new_tokens=settings["max_new_tokens"],
+            temperature=settings["temperature"],
+            top_p=settings["top_p"],
+            seed=_seed(settings["seed"], task.line),
+        )
+        try:
+            drawn = model.draw(task.messages, sampling, count=settings["count"], variables=task.variables)
+        except UserError as error:  # such as a prompt above the context length
+            yield task, error
+        else:
+            yield task, [(drawn[index].text, drawn[index].finish) for index in task.missing]
+
+
+def _from_server(endpoint: Endpoint, tasks: Sequence[Task], settings: Mapping[str, Any]) -> Iterator[Drawn]:
+    """Yield each answer of a server as it comes."""
+    single = [replace(task, prompt=task.messages, missing=[index]) for task in tasks for index in task.missing]
+    given = {name: settings[name] for name in ("temperature", "top_p")}
+
+    def ask(task: Task) -> Any:
+        variables = {"chat_template_kwargs": task.variables} if task.variables else {}
+        seed = _seed(settings["seed"], task.line, task.missing[0])
+        return endpoint.complete(task.messages, max_tokens=settings["max_new_tokens"], seed=seed, **given, **variables)
+
+    for task, reply in endpoint.map(ask, single):
+        yield task, reply if isinstance(reply, UserError) else [reply]
+
+
+def _seed(*parts: int) -> int:
+    return zlib.crc32(repr(parts).encode())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nemo-kto sample", description=_DESCRIPTION)
+    parser.add_argument("folder", nargs="?", metavar="RUN|MODEL", help="a run or a model, as in nemo-kto chat")
+    prompts = 'a text (.txt) with a prompt in each line, or a data file with "prompt" or "messages"'
+    parser.add_argument("prompts", metavar="PROMPTS", help=prompts)
+    parser.add_argument("--out", required=True, metavar="FILE", help="file of the answers, as JSON lines")
+    count = f"answers to each prompt ({_COUNT})"
+    parser.add_argument("-n", dest="count", type=integer_from(1), default=_COUNT, metavar="N", help=count)
+    parser.add_argument("--system", metavar="TEXT", help="a system message before each prompt")
+    temperature = f"0 takes the most probable token ({_TEMPERATURE:g})"
+    length, seed = f"maximum length of an answer ({_LENGTH})", f"answers with another seed differ ({_SEED})"
+    add_sampling(parser, length=length, temperature=temperature, seed=seed)
+    parser.set_defaults(max_new_tokens=_LENGTH, temperature=_TEMPERATURE, seed=_SEED)
+    parser.add_argument("--endpoint", metavar="URL", help="ask this server, such as http://localhost:8000")
+    parser.add_argument("--model", metavar="NAME", help="name of the model for the server; not needed if it has only one")
+    concurrency = f"requests to the server at the same time ({CONCURRENCY})"
+    parser.add_argument("--concurrency", type=integer_from(1), default=CONCURRENCY, metavar="N", help=concurrency)
+    return parser

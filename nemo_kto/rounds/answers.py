@@ -1,0 +1,144 @@
+"""Files of answers: a line for each answer of a model to a prompt; a killed command continues where its file ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nemo_kto.data.rows.files import read_rows
+from nemo_kto.data.rows.forms import row_place
+from nemo_kto.data.rows.prompts import read_prompts
+from nemo_kto.data.rows.reader import RowErrors
+from nemo_kto.data.rows.records import PromptRecord, Row, RowError, TextOrMessages
+from nemo_kto.errors import UserError, show
+from nemo_kto.rounds.rows import RowFile
+
+VARIABLES = "chat_template_kwargs"
+_COLUMNS: Mapping[str, Any] = {"prompt": (str, list), "answer": str, "model": str, "line": int, "index": int}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A prompt, some of whose answers are missing in the file.
+
+    Attributes:
+        place: file and line of the prompt.
+        prompt: text or messages, with the system message of the command.
+        missing: numbers of the missing answers, from 0.
+        variables: arguments of the chat template.
+    """
+
+    place: str
+    line: int
+    prompt: TextOrMessages
+    missing: Sequence[int]
+    variables: Mapping[str, object]
+
+    @property
+    def messages(self) -> list[Any]:
+        """The prompt as messages."""
+        return messages_of(self.prompt)
+
+    def row(self, index: int, text: str, finish: str, *, model: str, settings: Mapping[str, object]) -> dict[str, object]:
+        """Return the line of an answer in the file."""
+        variables = {VARIABLES: self.variables} if self.variables else {}
+        source = {"model": model, "line": self.line, "index": index, "finish": finish, "settings": settings}
+        return {"prompt": self.prompt, **variables, "answer": text, **source}
+
+
+def messages_of(prompt: TextOrMessages) -> list[Any]:
+    """Return a prompt as messages; a text is a message of the user."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+def find_tasks(file: RowFile, *, prompts: Path, model: str, settings: Mapping[str, Any]) -> list[Task]:
+    """Return the prompts that lack answers in a file; ``settings`` have the ``count`` of answers and the ``system`` message.
+
+    Raises UserError for all prompts that cannot be answered, or if the file has answers of another command.
+    """
+    broken, tasks = RowErrors(), dict[int, Task]()
+    for record in read_prompts(prompts, limit=None):
+        if (fault := _fault(record, settings["system"])) is not None:
+            broken.add(prompts, record.line, fault)
+        prompt = record.prompt
+        if settings["system"] is not None:
+            prompt = [{"role": "system", "content": settings["system"]}, *messages_of(prompt)]
+        variables = dict(record.template)
+        place = row_place(prompts, record.line)
+        missing = range(settings["count"])
+        tasks[record.line] = Task(place=place, line=record.line, prompt=prompt, missing=missing, variables=variables)
+    broken.raise_if_any()
+    differences, found = dict[str, None](), set[tuple[int, int]]()
+    for row in file.rows:
+        task = tasks.get(row["line"]) if isinstance(row.get("line"), int) else None
+        differences |= dict.fromkeys(_differences(row, task, model, settings))
+        if task is not None and isinstance(row.get("index"), int):
+            found.add((task.line, row["index"]))
+    if differences:
+        text = f"--out must have answers of this command, got {file.path} with {'; '.join(differences)}"
+        raise UserError(f"{text}; repeat the command of that file, or name another --out")
+    missing_of = {line: [each for each in task.missing if (line, each) not in found] for line, task in tasks.items()}
+    return [replace(task, missing=missing_of[line]) for line, task in tasks.items() if missing_of[line]]
+
+
+def _fault(record: PromptRecord, system: str | None) -> str | None:
+    """Return why a prompt cannot be answered; None if it can."""
+    if "tools" in record.template:
+        return '"tools" are not supported, because an answer may be a call; leave them out'
+    if system is not None and messages_of(record.prompt)[0]["role"] == "system":
+        return "a prompt must have no system message beside --system; leave one out"
+    return None
+
+
+def _differences(row: Row, task: Task | None, model: str, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what differs between a line of the file and the command: prompt, model, settings."""
+    if task is None or row.get("prompt") not in (task.prompt, messages_of(task.prompt)):
+        yield "prompts of another file" if task is None else f"another prompt than {task.place}"
+    given = row.get("settings")
+    found = {**given, "model": row.get("model")} if isinstance(given, dict) else {}
+    for name, value in {"model": model, **settings}.items():
+        if found.get(name) != value:
+            yield f"{name} {show(found.get(name))} instead of {show(value)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """An answer of a file, with the place of its line."""
+
+    place: str
+    prompt: TextOrMessages
+    variables: Mapping[str, object]
+    text: str
+    source: Mapping[str, Any]  # model, line of the prompt, index
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Line of the prompt and number of the answer, which are unique in a file."""
+        return self.source["line"], self.source["index"]
+
+
+def read_answers(path: Path) -> list[Sampled]:
+    """Read the answers of a file, in the order of prompts and numbers; UserError with all lines that are no answers."""
+    broken, answers = RowErrors(), list[Sampled]()
+    for line, row in read_rows(path):
+        if isinstance(row, RowError):
+            broken.add(path, line, str(row))
+            continue
+        wrong = [name for name, kind in _COLUMNS.items() if not isinstance(row.get(name), kind)]
+        if wrong:
+            got = f"got {show(row.get(wrong[0]))} as {wrong[0]}"
+            broken.add(path, line, f"must be an answer with {', '.join(_COLUMNS)}, {got}; write it with nemo-kto sample")
+            continue
+        value: Any = row
+        source = {name: value[name] for name in ("model", "line", "index")}
+        variables = value.get(VARIABLES) or {}
+        place = row_place(path, line)
+        answers.append(
+            Sampled(place=place, prompt=value["prompt"], variables=variables, text=value["answer"], source=source)
+        )
+    broken.raise_if_any()
+    if not answers:
+        raise UserError(f"{path} must have at least one answer, got an empty file; write it with nemo-kto sample")
+    return sorted(answers, key=lambda answer: answer.key)

@@ -1,0 +1,82 @@
+"""Labels by a function of the user, or by a model that judges with a rubric."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from nemo_kto.data.rows.records import TextOrMessages
+from nemo_kto.errors import UserError, import_object, plural, printable, show
+from nemo_kto.rounds.answers import Sampled, messages_of
+from nemo_kto.rounds.endpoint import Endpoint, RefusedError, Reply
+from nemo_kto.rounds.labelling import Question
+
+Scores = Mapping[tuple[int, int], bool | float]
+_MAX_FAULTS = 10
+_JUDGE_TOKENS = 2048  # with the thoughts of a model that reasons
+_THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL)
+_WORDS = {1: ("good", "bad"), 2: ("A", "B")}  # the verdict that is true first
+_ASK = {
+    1: "Is the answer good or bad by the rubric? Reply with one word: good or bad.",
+    2: "Which answer is better by the rubric? Reply with one letter: A or B.",
+}
+
+
+class Scorer:
+    """A function of prompt and answer, which returns a number or whether the answer is good."""
+
+    def __init__(self, *, path: str) -> None:
+        """Import the function package.module.NAME; UserError if it cannot be."""
+        self._path = path
+        try:
+            self._function = cast(Callable[[TextOrMessages, str], object], import_object(path))
+        except UserError as error:
+            raise UserError(f"--score {error}") from error
+        if not callable(self._function):
+            raise UserError(f"--score must be the path of a function, got {path}, which is {show(self._function)}")
+
+    def scores(self, answers: Sequence[Sampled]) -> Scores:
+        """Return the score of each answer by its key; UserError with all answers for which the function has none."""
+        scores, faults = dict[tuple[int, int], bool | float](), []
+        for answer in answers:
+            try:
+                value: Any = self._function(answer.prompt, answer.text)
+                scores[answer.key] = value = value.item() if hasattr(value, "item") else value  # of numpy or torch
+            except Exception as error:  # user code may raise anything
+                faults.append(f"{answer.place}: {self._path} raised {type(error).__name__}: {printable(str(error))}")
+                continue
+            if not isinstance(value, bool | int | float) or not math.isfinite(value):
+                faults.append(f"{answer.place}: {self._path} must return a finite number or a bool, got {show(value)}")
+        if faults:
+            title = f"{plural(len(faults), 'answer')} without a score; correct the function:"
+            raise UserError("\n  ".join([title, *faults[:_MAX_FAULTS]]))
+        return scores
+
+
+class Judge:
+    """A model that gives one verdict on a question, by the rules of a rubric."""
+
+    def __init__(self, *, endpoint: Endpoint, rubric: str) -> None:
+        self._endpoint, self._rubric = endpoint, rubric
+
+    def verdicts(self, questions: Sequence[Question]) -> Iterator[tuple[Question, bool | str]]:
+        """Yield each question with its verdict, or, if the reply is none, a text with the reason."""
+        for question, reply in self._endpoint.map(self._ask, questions):
+            if isinstance(reply, RefusedError):
+                yield question, str(reply)
+                continue
+            words = [word.lower() for word in _WORDS[len(question.answers)]]
+            said = _THOUGHTS.sub("", reply.text).strip(" \t\r\n.*\"'`").lower()
+            yield question, words.index(said) == 0 if said in words else f"the verdict is {show(reply.text)}"
+
+    def _ask(self, question: Question) -> Reply:
+        names = ("",) if len(question.answers) == 1 else (" A", " B")
+        turns = [f"<{each['role']}>\n{each.get('content')}\n</{each['role']}>" for each in messages_of(question.prompt)]
+        shown = [
+            f"Answer{name}:\n<answer>\n{each.text}\n</answer>" for name, each in zip(names, question.answers, strict=True)
+        ]
+        content = "\n\n".join(["Conversation:", *turns, *shown, _ASK[len(question.answers)]])
+        messages = [{"role": "system", "content": self._rubric}, {"role": "user", "content": content}]
+        return self._endpoint.complete(messages, temperature=0, max_tokens=_JUDGE_TOKENS)

@@ -1,0 +1,255 @@
+"""`nemo-kto label`: rows of a person, a function and a model that judges; undo, and files that a killed command left."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pty
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_kto.cli.rounds import label
+from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
+from nemo_kto.errors import UserError
+from nemo_kto.rounds.answers import read_answers
+from nemo_kto.rounds.labelling import Labelling, pair_questions, single_questions
+from nemo_kto.rounds.page import PageServer
+from nemo_kto.rounds.rows import open_rows
+from tests.helpers.messages import Message, raises
+from tests.helpers.openai_server import serving
+from tests.unit.rounds.conftest import ANSWERS, read
+
+AnswersFile = Callable[..., Path]
+SCORES = """
+def length(prompt, answer):
+    return len(answer)
+
+def short(prompt, answer):
+    return len(answer) < 8
+
+def broken(prompt, answer):
+    return None if answer == "Why?" else 1 / (len(answer) - 6)
+"""
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"scores_{os.getpid()}_{time.monotonic_ns()}"
+    (tmp_path / f"{name}.py").write_text(SCORES)
+    monkeypatch.setenv("SCORES", name)
+
+
+def run(*words: object) -> None:
+    label.main([os.path.expandvars(str(word)) for word in words])
+
+
+def records(file: Path, *, as_pairs: bool) -> list[Any]:
+    """What training reads of the file."""
+    reader, broken = FileReader(fields=Fields(), broken=(errors := RowErrors())), errors
+    found = list((reader.dpo_records if as_pairs else reader.kto_records)(file, FileColumns()))
+    broken.raise_if_any()
+    return found
+
+
+def in_terminal(keys: Sequence[str], words: list[object]) -> str:
+    """What the command shows on a terminal in which the keys are pressed, one after each question; killed without one."""
+    shown = ""
+    process, terminal = pty.fork()
+    if process == 0:
+        try:
+            sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+            run(*words)
+        finally:
+            os._exit(0)
+    waiting = list(keys)
+    while True:
+        try:
+            chunk = os.read(terminal, 4096).decode()
+        except OSError:
+            break
+        shown += chunk
+        if shown.endswith("[q]uit "):
+            if not waiting:
+                os.kill(process, 9)
+                break
+            os.write(terminal, waiting.pop(0).encode())
+    os.waitpid(process, 0)
+    os.close(terminal)
+    return shown
+
+
+def test_thumbs_in_a_terminal_are_rows_for_training(answers_file: AnswersFile, tmp_path: Path) -> None:
+    out = tmp_path / "thumbs.jsonl"
+    words: list[object] = [answers_file("Water.", "Mud \x1b[2J.", "Ice."), "--out", out, "--round", "2"]
+    shown = in_terminal(["xg", *"bugs"], words)  # x is no key; the last question is not answered: the process is killed
+    assert "\x1b[2J" not in shown
+    assert "user: And a\r\nriver?" in shown
+    assert "4 of 6" in shown
+    rows = read(out)
+    assert [(row["source"]["line"], row["source"]["index"], row["label"]) for row in rows] == [(1, 0, True), (1, 1, True)]
+    assert rows[0]["source"] == {"model": "m", "line": 1, "index": 0, "labeller": "person", "round": 2}
+    with out.open("a") as file:
+        file.write('{"prompt": [{"ro')  # as of a process that was killed while it wrote
+    assert "3 of 6" in in_terminal("bggbu", words), "the skipped one comes again; the last verdict is taken back"
+    assert [row["label"] for row in read(out)] == [True, True, False, True, True]
+    assert "no question is left" in in_terminal("bq", words)
+    found = records(out, as_pairs=False)
+    assert [record.desirable for record in found] == [True, True, False, True, True, False]
+    assert found[1].response == [{"role": "assistant", "content": "Mud \x1b[2J."}]
+
+
+def test_pairs_are_shown_in_a_random_order_that_is_always_the_same(answers_file: AnswersFile, tmp_path: Path) -> None:
+    answers = read_answers(answers_file(*ANSWERS, *map(str, range(60)), "same", "same"))
+    questions = pair_questions(answers)
+    assert [question.key for question in questions] == [question.key for question in pair_questions(answers)]
+    assert len(questions) == 64, "equal answers are no pair"
+    swapped = sum(question.answers[0].key > question.answers[1].key for question in questions)
+    assert 20 < swapped < 44
+    out = tmp_path / "pairs.jsonl"
+    assert "answer 2:" in in_terminal("12q", [answers_file(), "--out", out, "--pairs"])
+    found, shown = records(out, as_pairs=True), pair_questions(read_answers(answers_file()))
+    assert [record.chosen[0]["content"] for record in found] == [shown[0].answers[0].text, shown[1].answers[1].text]
+    assert sorted(read(out)[0]["source"]["index"]) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--score", "$SCORES.short"], [True, False, True, False] * 2),
+        (["--score", "$SCORES.length", "--threshold", "8"], [False, True, False, True] * 2),
+        (["--score", "$SCORES.length", "--pairs"], [(ANSWERS[1], ANSWERS[2])] * 2),
+    ],
+)
+def test_scores(words: list[str], expected: list[Any], answers_file: AnswersFile, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    run(answers_file(), "--out", out, *words)
+    rows = read(out)
+    assert [row.get("label", (row.get("chosen"), row.get("rejected"))) for row in rows] == expected
+    assert rows[0]["source"]["labeller"] == os.path.expandvars(f"score {words[1]}")
+    whole = out.read_bytes()
+    out.write_bytes(whole[:-20])
+    run(answers_file(), "--out", out, *words)
+    assert out.read_bytes() == whole
+    assert len(records(out, as_pairs="--pairs" in words)) == len(expected)
+
+
+def test_a_killed_command_continues(answers_file: AnswersFile, tmp_path: Path) -> None:
+    answers = answers_file(*(f"answer {number}" for number in range(300)))
+    words, whole, killed = ["--score", "$SCORES.short"], tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+    run(answers, "--out", whole, *words)
+    process = multiprocessing.get_context("fork").Process(target=run, args=(answers, "--out", killed, *words))
+    process.start()
+    while not killed.exists() or killed.stat().st_size < 2000:
+        time.sleep(0.0005)
+    process.kill()
+    process.join()
+    assert killed.stat().st_size < whole.stat().st_size
+    run(answers, "--out", killed, *words)
+    assert killed.read_bytes() == whole.read_bytes()
+
+
+def test_a_judge(answers_file: AnswersFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rubric.txt").write_text("Good answers are short.")
+    out = tmp_path / "thumbs.jsonl"
+    replies = {"Water.": "<think>good or bad?</think>**Good**.", "Why?": "bad", "No idea.": "It is good, or bad."}
+
+    def answer(body: dict[str, Any]) -> str:
+        return next(
+            (reply for text, reply in replies.items() if f"<answer>\n{text}\n" in body["messages"][1]["content"]), "good"
+        )
+
+    with serving(answer) as server:
+        words = [answers_file(), "--out", out, "--judge", server.url, "--rubric", "rubric.txt"]
+        run(*words)
+        assert server.requests[0]["messages"][0] == {"role": "system", "content": "Good answers are short."}
+        assert server.requests[0]["temperature"] == 0
+        assert len(server.requests) == 8
+        captured = capsys.readouterr()
+        assert Message("2 questions", "answers.jsonl:4", "It is good, or bad.") == captured.err
+        assert "2 questions left" in captured.out
+        verdicts = {(row["response"], row["label"]) for row in read(out)}
+        assert verdicts == {("Water.", True), ("Why?", False), (ANSWERS[1], True)}
+        replies["No idea."] = "bad"
+        run(*words)
+        assert len(server.requests) == 10, "only the questions without a verdict"
+        assert len(read(out)) == 8
+        assert read(out)[0]["source"]["labeller"] == f"judge {server.url}"
+        server.answer = lambda body: "B"
+        run(answers_file(), "--out", tmp_path / "pairs.jsonl", *words[3:], "--pairs")
+        shown = pair_questions(read_answers(answers_file()))
+        assert {row["chosen"] for row in read(tmp_path / "pairs.jsonl")} == {question.answers[1].text for question in shown}
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--page", "--score", "a.b", "--judge", "x", "--threshold", "1"], ["--page and --score and --judge", "--rubric"]),
+        (["--threshold", "1", "--model", "m"], ["--threshold", "--score", "--model", "--judge"]),
+        (["--score", "a.b", "--pairs", "--threshold", "1"], ["--threshold", "--pairs", "leave it out"]),
+        ([], ["terminal", "--page", "--score"]),
+        (["--score", "nowhere.f"], ["--score", "nowhere.f", "ModuleNotFoundError"]),
+        (["--score", "os.name"], ["--score", "a function", "os.name"]),
+        (["--score", "$SCORES.length"], ["--threshold", "numbers", "6"]),
+        (["--score", "$SCORES.broken"], ["4 answers", "answers.jsonl:1", "ZeroDivisionError", "answers.jsonl:3", "None"]),
+        (["--judge", "http://x", "--rubric", "gone"], ["--rubric", "gone", "correct the path"]),
+        (["--score", "$SCORES.short", "--out", "answers.jsonl"], ["--out", "labels of these answers", "answers.jsonl:1"]),
+    ],
+)
+def test_mistakes(words: list[str], parts: list[str], answers_file: AnswersFile, tmp_path: Path) -> None:
+    with raises(UserError, *parts):
+        run(answers_file(), "--out", tmp_path / "rows.jsonl", *words)
+
+
+def test_lines_that_are_no_answers(tmp_path: Path) -> None:
+    (tmp_path / "answers.jsonl").write_text(
+        '{"prompt": "p", "answer": 3, "model": "m", "line": 1, "index": 0}\n{"a": 1}\nx\n'
+    )
+    with raises(UserError, "answers.jsonl:1", "3 as answer", "answers.jsonl:2", "None as prompt", "answers.jsonl:3", "JSON"):
+        read_answers(tmp_path / "answers.jsonl")
+
+
+def fetch(address: str, path: str, body: object = None) -> dict[str, Any]:
+    url = address.replace("/?", f"/{path}?")
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, data=data)) as reply:
+        found: dict[str, Any] = json.loads(reply.read())
+        return found
+
+
+def test_the_page_over_http(answers_file: AnswersFile, tmp_path: Path) -> None:
+    questions, out = single_questions(read_answers(answers_file())), tmp_path / "thumbs.jsonl"
+    with (
+        open_rows(out, option="--out") as file,
+        PageServer(labelling=Labelling(questions=questions, file=file, about={})) as server,
+    ):
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        for path in ("", "state", "verdict"):
+            for address in (server.address.replace("token=", "token=x"), server.address.split("?")[0] + "?"):
+                with pytest.raises(urllib.error.HTTPError, match="403"):
+                    fetch(address, path, {"key": questions[0].key, "action": "first"} if path == "verdict" else None)
+        assert read(out) == []
+        state = fetch(server.address, "state")
+        assert (state["position"], state["total"], state["answers"]) == (0, 8, ["Water."])
+        for _ in range(2):  # the second click is about a question that has its label
+            state = fetch(server.address, "verdict", {"key": questions[0].key, "action": "first"})
+        assert (state["position"], state["key"], len(read(out))) == (1, questions[1].key, 1)
+        fetch(server.address, "verdict", {"key": questions[1].key, "action": "second"})
+        assert fetch(server.address, "verdict", {"key": questions[2].key, "action": "undo"})["position"] == 1
+        assert [row["label"] for row in read(out)] == [True]
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            fetch(server.address, "verdict", [])
+        assert fetch(server.address, "verdict", {"action": "quit"}) == {"ended": True}
+        thread.join(10)
+        assert not thread.is_alive()

@@ -1,0 +1,196 @@
+"""`nemo-kto sample`: answers of this machine and of a server, and files that a killed command left."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_kto.cli.rounds import sample
+from nemo_kto.errors import UserError
+from nemo_kto.rounds import endpoint
+from nemo_kto.rounds.rows import open_rows
+from tests.helpers.commands import environment
+from tests.helpers.messages import Message, raises
+from tests.helpers.openai_server import DROP, serving
+from tests.helpers.tiny_models import write_rows
+from tests.unit.rounds.conftest import read
+
+SHORT = ["-n", "3", "--max-new-tokens", "8", "--seed", "5"]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_kto.chat.session.bf16_slowdown", lambda **_: 2.0)
+    monkeypatch.setattr(endpoint, "_FIRST_DELAY", 0.01)
+
+
+def run(*words: object) -> None:
+    sample.main([*map(str, words)])
+
+
+def test_answers_are_draws_of_transformers_and_a_cut_file_is_continued(
+    small_model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = tmp_path / "answers.jsonl"
+    run(small_model, prompts, "--out", out, *SHORT)
+    assert f"{out}: 6 answers, 6 cut at 8 tokens" in capsys.readouterr().out
+    rows = read(out)
+    assert [(row["line"], row["index"]) for row in rows] == [(line, index) for line in (1, 2) for index in range(3)]
+    assert rows[0]["prompt"] == [{"role": "user", "content": "What is a lake?"}]
+    assert rows[3]["model"] == str(small_model)
+    assert len({row["answer"] for row in rows}) == 6
+    tokenizer, model = AutoTokenizer.from_pretrained(small_model), AutoModelForCausalLM.from_pretrained(small_model)
+    inputs = tokenizer.apply_chat_template(
+        rows[3]["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    torch.manual_seed(sample._seed(5, 2))
+    ids = model.generate(**inputs, do_sample=True, num_return_sequences=3, max_new_tokens=8, min_new_tokens=8)
+    texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert [row["answer"] for row in rows[3:]] == texts
+
+    whole = out.read_bytes()
+    ends = [place for place, byte in enumerate(whole, start=1) if byte == ord("\n")]
+    for size in (ends[4] + 7, ends[1], ends[5] - 1):  # within a line, between two answers, without the last line break
+        out.write_bytes(whole[:size])
+        run(small_model, prompts, "--out", out, *SHORT)
+        assert out.read_bytes() == whole
+    run(small_model, prompts, "--out", out, *SHORT)
+    assert "(0 new)" in capsys.readouterr().out
+    assert out.read_bytes() == whole
+
+
+def test_a_killed_command_continues(small_model: Path, tmp_path: Path) -> None:
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"Question {number}"} for number in range(40)])
+    words = [small_model, prompts, "-n", "2", "--max-new-tokens", "24", "--device", "cpu"]
+    whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+    run(*words, "--out", whole)
+    process = multiprocessing.get_context("fork").Process(target=run, args=(*words, "--out", killed))
+    process.start()
+    while not killed.exists() or killed.stat().st_size < 1000:
+        assert process.is_alive()
+        time.sleep(0.001)
+    process.kill()
+    process.join()
+    assert 0 < killed.read_bytes().count(b"\n") < 80
+    run(*words, "--out", killed)
+    assert killed.read_bytes() == whole.read_bytes()
+
+
+def test_a_server_that_fails_at_first(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "key-of-a-test")
+    out = tmp_path / "answers.jsonl"
+    with serving(lambda body: f"{body['messages'][-1]['content']} {body['seed']}", [500, DROP, 429]) as server:
+        run(prompts, "--endpoint", f"{server.url}/v1", "--out", out, *SHORT, "--system", "Be brief.", "--concurrency", "2")
+        assert len(server.requests) == 6
+        assert set(server.keys) == {"Bearer key-of-a-test"}
+        assert {key: server.requests[0][key] for key in ("model", "max_tokens", "temperature")} == {
+            "model": "served",
+            "max_tokens": 8,
+            "temperature": 1.0,
+        }
+        rows = read(out)
+        assert len({row["answer"] for row in rows}) == 6, "each has a seed of its own"
+        assert all(row["prompt"][0] == {"role": "system", "content": "Be brief."} for row in rows)
+        lines = out.read_text().splitlines(keepends=True)
+        out.write_text("".join(lines[:4]))
+        run(prompts, "--endpoint", server.url, "--out", out, *SHORT, "--system", "Be brief.")
+        assert len(server.requests) == 8
+        assert sorted(out.read_text().splitlines(keepends=True)) == sorted(lines)
+
+
+def test_a_refused_prompt_is_reported_after_the_others(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    with (
+        serving(lambda body: "REFUSED" if "river" in body["messages"][-1]["content"] else "Water.") as server,
+        raises(UserError, f"{prompts}:2", "--endpoint", "400", "maximum context length", "shorten the prompt"),
+    ):
+        run(prompts, "--endpoint", server.url, "--out", out, "-n", "2")
+    assert [(row["line"], row["answer"]) for row in read(out)] == [(1, "Water.")] * 2
+
+
+def test_a_prompt_above_the_context_is_reported_after_the_others(small_model: Path, tmp_path: Path) -> None:
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "x" * 300}, {"prompt": "Hello"}])
+    with raises(UserError, f"{prompts}:1", "256", "write less"):
+        run(small_model, prompts, "--out", tmp_path / "answers.jsonl", *SHORT)
+    assert [row["line"] for row in read(tmp_path / "answers.jsonl")] == [2] * 3
+
+
+def test_a_file_of_another_command_is_refused_with_all_differences(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    with serving(lambda body: "Water.") as server:
+        run(prompts, "--endpoint", server.url, "--out", out, *SHORT)
+        write_rows(prompts, [{"prompt": "What is a pond?"}])
+        server.models = ["other"]
+        parts = (str(out), "temperature 1.0 instead of 0.5", "seed 5 instead of 6", "model 'served' instead of 'other'")
+        others = (f"another prompt than {prompts}:1", "prompts of another file", "another --out")
+        with raises(UserError, "--out", *parts, *others):
+            run(prompts, "--endpoint", server.url, "--out", out, *SHORT, "--seed", "6", "--temperature", "0.5")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{model}", "{prompts}", "--temperature", "0"], Message("-n", "--temperature 0", "4")),
+        (["{prompts}"], Message("RUN|MODEL", "--endpoint", "neither")),
+        (["{prompts}", "--endpoint", "localhost"], Message("--endpoint", "a URL", "localhost", "http://localhost:8000")),
+        (["{prompts}", "--endpoint", "http://127.0.0.1:9"], Message("--endpoint", "127.0.0.1:9", "6 attempts", "start")),
+        (["{model}", "{prompts}", "--out", "{prompts}"], Message("--out", "prompts of another file", "another --out")),
+        (["{model}", "{tools}"], Message("tools.jsonl:1", "tools", "leave them out")),
+        (["{model}", "{tools}", "--system", "x"], Message("tools.jsonl:2", "--system", "leave one out", "tools.jsonl:1")),
+    ],
+)  # fmt: skip
+def test_mistakes(words: list[str], message: Message, small_model: Path, prompts: Path, tmp_path: Path) -> None:
+    turns: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
+    rows: list[dict[str, Any]] = [
+        {"messages": turns, "tools": [{}]},
+        {"messages": [{"role": "system", "content": "s"}, *turns]},
+    ]
+    tools = write_rows(tmp_path / "tools.jsonl", rows)
+    given = [word.format(model=small_model, prompts=prompts, tools=tools) for word in words]
+    with raises(UserError, message):
+        run(*given, *([] if "--out" in words else ["--out", tmp_path / "answers.jsonl"]))
+
+
+def test_a_server_that_is_none(prompts: Path, tmp_path: Path) -> None:
+    words = [prompts, "--out", tmp_path / "answers.jsonl", "--endpoint"]
+    with serving(lambda body: "Water.", [401]) as server:
+        with raises(UserError, "--endpoint", server.url, "401", "OPENAI_API_KEY"):
+            run(*words, server.url, "--concurrency", "1")
+        server.models = ["a", "b"]
+        with raises(UserError, "--model", "a, b"):
+            run(*words, server.url)
+        run(*words, server.url, "--model", "b", "-n", "1")
+        assert {body["model"] for body in server.requests[-2:]} == {"b"}
+
+
+def test_a_file_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_kto.utils.locks._GRACE_SECONDS", 0.0)
+    holder = "with open_rows(Path('a'), option='x'): print(flush=True); sys.stdin.read()"
+    program = f"import sys\nfrom pathlib import Path\nfrom nemo_kto.rounds.rows import open_rows\n{holder}"
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdin is not None
+        other.stdout.read(1)
+        with (
+            raises(UserError, "--out", str(tmp_path / "a"), str(other.pid), "wait"),
+            open_rows(tmp_path / "a", option="--out"),
+        ):
+            pass
+        other.stdin.close()
+
+
+def test_a_line_that_is_no_object(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text(json.dumps({"a": 1}) + "\nno\n")
+    with raises(UserError, f"{tmp_path / 'a'}:2", "JSON object", "remove"), open_rows(tmp_path / "a", option="--out"):
+        pass
