@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_kto.cli import integer_from, number
-from nemo_kto.cli.rounds.sample import CONCURRENCY
+from nemo_kto.cli.rounds import CONCURRENCY
 from nemo_kto.errors import UserError, plural
 from nemo_kto.rounds.answers import read_answers
 from nemo_kto.rounds.labelling import PERSON, Labelling, best_and_worst, pair_questions, single_questions

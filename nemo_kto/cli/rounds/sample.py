@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_kto.cli import integer_from
 from nemo_kto.cli.chat import add_sampling, check_sampling, find_model, load_models
+from nemo_kto.cli.rounds import CONCURRENCY
 from nemo_kto.data.rows.reader import RowErrors
 from nemo_kto.errors import UserError, plural
 from nemo_kto.rounds.answers import Task, find_tasks
@@ -22,7 +23,7 @@ from nemo_kto.utils.text import terminal_line
 if TYPE_CHECKING:
     from nemo_kto.rounds.endpoint import Endpoint
 
-_COUNT, _LENGTH, _TEMPERATURE, _SEED, CONCURRENCY = 4, 512, 1.0, 0, 8
+_COUNT, _LENGTH, _TEMPERATURE, _SEED = 4, 512, 1.0, 0
 _DESCRIPTION = """\
 Write answers of a model to the prompts of a file, a line for each answer. The same command continues after it was killed,
 with the answers that it would have drawn. With --endpoint a server with OpenAI's interface answers (vLLM, SGLang), which

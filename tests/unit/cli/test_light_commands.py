@@ -20,6 +20,7 @@ COMMANDS = [
     ["trian"],
     ["data", "check", "rows.jsonl"],
     ["import", "missing.nemo", "out"],
+    ["label", "answers.jsonl", "--out", "thumbs.jsonl", "--score", "os.path.samefile"],
     ["check", "--help"],
     ["translate", "lf.yaml"],
     ["data", "tokenise", "--help"],
@@ -53,6 +54,7 @@ MAX_MODULES = 800  # 388 before anything is composed and 620 after it; with torc
 def test_commands_without_a_model_import_no_torch(tmp_path: Path, tiny_llama: Path) -> None:
     rows = [{"prompt": f"p{number}", "response": "r", "preference": "chosen"} for number in range(3)]
     (tmp_path / "lf.yaml").write_text("stage: kto\ndataset: rows.jsonl\nmodel_name_or_path: m\n")
+    (tmp_path / "answers.jsonl").write_text('{"prompt": "p", "answer": "a", "model": "m", "line": 1, "index": 0}')
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     environment = {**os.environ, "PYTHONPATH": fork_server.search_path(REPOSITORY), "NEMO_KTO_FORCE_CPU": "1"}
     run = [sys.executable, "-c", PROGRAM, json.dumps(COMMANDS).replace("MODEL", str(tiny_llama))]
@@ -60,7 +62,7 @@ def test_commands_without_a_model_import_no_torch(tmp_path: Path, tiny_llama: Pa
     with locked(tmp_path / "run/.lock", when_held=lambda who: None):
         done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True)
     report = json.loads(done.stdout)
-    assert [status or 0 for status, *_ in report] == [0, 0, 2, 0, 2, 0, 0, 0, 2, 2, 2, 2, 2]
+    assert [status or 0 for status, *_ in report] == [0, 0, 2, 0, 2, 2, 0, 0, 0, 2, 2, 2, 2, 2]
     said = [text for _, text, *_ in report]
     expected = [
         "nemo-kto 0.",
@@ -68,6 +70,7 @@ def test_commands_without_a_model_import_no_torch(tmp_path: Path, tiny_llama: Pa
         "got trian",
         "3 desirable",
         "got missing.nemo",
+        "FileNotFoundError",
         "--nodes N",
         "model.data.data_prefix=rows.jsonl",
         "KEY=VALUE",
@@ -79,5 +82,5 @@ def test_commands_without_a_model_import_no_torch(tmp_path: Path, tiny_llama: Pa
     in_use = Message("nemo-kto", "run must", "one run at a time", str(os.getpid()), "wait", "exp_manager.name")
     assert [text.strip() for text in said[len(expected) :]] == [in_use, in_use]
     assert [heavy for _, _, heavy, *_ in report] == [[]] * len(COMMANDS)
-    assert [hydra for *_, hydra, _ in report] == [False] * 5 + [True] * 8
+    assert [hydra for *_, hydra, _ in report] == [False] * 6 + [True] * 8
     assert max(count for *_, count in report) < MAX_MODULES
