@@ -121,7 +121,7 @@ class SoftmaxAttention(SequenceMixer):
         # rotated ones are tensors of their own, and so are normalised ones
         rotating = architecture.rotates.count(True) / architecture.num_layers
         changed = 1.0 if architecture.qk_norm else rotating
-        # without RoPE anywhere, queries of several groups are copied to be no view
+        # without RoPE the core attention saves a copy of the queries, if there are several groups
         copied = changed if rotating or key_value == architecture.head_dim else 1.0
         saved += saving.element_bytes * (query * copied + (key_value if rotates_before else 0) * changed)
         if saving.context_parallel > 1 and core and not saving.on_gpu:

@@ -59,7 +59,8 @@ RUNS: dict[str, tuple[str, str, list[str]]] = {
     "kto_corrected": ("kto", "glm4_moe", [BALANCE]),  # experts in groups, chosen by corrected sigmoid scores
     "kto_states": ("kto", "qwen3_next", [BALANCE]),  # gated delta nets in half of the layers
     "dpo_states_lora": ("dpo", "qwen3_next", [*LORA, f"{TARGETS}=[attention]"]),
-    "kto_mamba": ("kto", "nemotron_h", [BALANCE]),  # layers of one part
+    # layers of one part; chunks that begin at the end of a shared prompt round differently from those of whole sequences
+    "kto_mamba": ("kto", "nemotron_h", [BALANCE, "model.data.share_prompts=false"]),
     "kto_sinks": ("kto", "gpt_oss", [BALANCE]),
     "kto_lora": ("kto", "qwen2_moe", [*LORA, f"{TARGETS}=[all]", BALANCE]),  # shared experts, and a layer without
     "kto_lora_experts": ("kto", "mixtral", [*LORA, f"{TARGETS}=[mlp]"]),  # nothing else is trained

@@ -11,7 +11,8 @@ from transformers import BartConfig, PretrainedConfig, T5Config
 
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.families import FAMILIES, Experts, Temperature
-from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION, GatedDeltaNet, LatentAttention
+from nemo_kto.architecture.mixers import NO_MIXER, SOFTMAX_ATTENTION, GatedDeltaNet, LatentAttention, Mamba2
+from nemo_kto.architecture.param_mapping import Layers
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, raises
 
@@ -243,6 +244,40 @@ def test_qwen3_next_as_published(tmp_path: Path) -> None:
     assert read.unsupported_by_te == ("gated delta nets", Message("attention", "gated"))
     with raises(UserError, "config.json", "linear_num_value_heads", "linear_num_key_heads", "31", "16", "correct"):
         read_architecture(folder(tmp_path, **{**given, "linear_num_value_heads": 31}), tensor_parallel=1)
+
+
+NEMOTRON_3_NANO = {
+    "num_hidden_layers": 7, "hybrid_override_pattern": "MEM*-ME", "num_attention_heads": 32, "num_key_value_heads": 2,
+    "head_dim": 128, "intermediate_size": 1856, "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128,
+    "n_groups": 8, "conv_kernel": 4, "mlp_hidden_act": "relu2", "n_routed_experts": 128, "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "layer_norm_epsilon": 1e-5, "time_step_limit": [0.0, 100.0],
+}  # fmt: skip
+
+
+def test_nemotron_as_published(tmp_path: Path) -> None:
+    """Each layer has a mixer, or an MLP or experts; steps have the limits of time_step_limit, not time_step_min."""
+    given = {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", **NEMOTRON_3_NANO}
+    read = read_architecture(folder(tmp_path, **given), tensor_parallel=4)
+    mamba = Mamba2(heads=64, groups=8, head_dim=64, state_dim=128, kernel=4, step_limits=(0.0, 100.0))
+    assert read.mixers == (mamba, NO_MIXER, mamba, SOFTMAX_ATTENTION, NO_MIXER, mamba, NO_MIXER)
+    assert (read.num_layers, read.rotates, read.norms, read.norm_epsilon) == (7, (False,) * 7, 1, 1e-5)
+    assert (read.sizes["mamba_in"], read.sizes["mamba_convolved"]) == (10304, 6144)
+    assert read.layers_with[Layers.DENSE] == (False, False, False, False, True, False, False)
+    assert read.experts is not None
+    assert read.experts.layers == (False, True, False, False, False, False, True)
+    assert (read.experts.shared_ffn_hidden_size, read.experts.scale, read.experts.correction) == (3712, 2.5, (128,))
+    dense = {**given, "hybrid_override_pattern": "M-M*-M-"}  # as Nemotron Nano 2, whose configuration has no experts
+    assert read_architecture(folder(tmp_path, **dense), tensor_parallel=4).experts is None
+    for changes, error in {
+        ("hybrid_override_pattern", "MEM*-MX"): ("hybrid_override_pattern", "M, *, -, E", "X", "choose"),
+        ("num_hidden_layers", 8): ("hybrid_override_pattern", "8 layers", "7", "correct"),
+        ("moe_latent_size", 64): ("moe_latent_size", "null", "64", "choose"),
+        ("use_bias", True): ("use_bias", "false", "true", "choose"),
+        ("n_groups", 7): ("Mamba-2 heads", "groups", "64", "7", "correct"),
+    }.items():
+        with raises(UserError, "config.json", *error):
+            read_architecture(folder(tmp_path, **{**given, changes[0]: changes[1]}), tensor_parallel=1)
 
 
 @pytest.mark.parametrize(
