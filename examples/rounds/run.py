@@ -30,7 +30,7 @@ def nemo_kto(*words: object) -> None:
 
 def good_share(thumbs: Path) -> float:
     """The share of good answers."""
-    labels = [json.loads(line)["label"] for line in thumbs.read_text(encoding="utf-8").splitlines()]
+    labels = [json.loads(line)["label"] for line in thumbs.read_text(encoding="utf-8").split("\n") if line]
     return sum(labels) / len(labels)
 
 

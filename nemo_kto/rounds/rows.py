@@ -14,6 +14,8 @@ from nemo_kto.errors import UserError
 from nemo_kto.utils.files import make_folder, read_lines
 from nemo_kto.utils.locks import locked
 
+_START = b'{"prompt": '  # of every row
+
 
 class RowFile:
     """The rows of a file, to whose end rows are appended, or from which they are removed; threads may share it."""
@@ -36,7 +38,7 @@ class RowFile:
                 if not isinstance(row, dict):
                     raise ValueError("it is no object")
             except ValueError as error:
-                if not is_whole:
+                if not is_whole and line[: len(_START)] == _START[: len(line)]:  # written when the command was killed
                     file.truncate(self._ends[-1])
                     break
                 text = f"{path}:{number}: must be a JSON object, but {error}"

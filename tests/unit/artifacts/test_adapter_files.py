@@ -33,7 +33,7 @@ def test_layers_may_differ_by_their_mixers(tmp_path: Path, mixers: tuple[tuple[s
     assert {*settings.modules} == {name.split(".")[1] for name in (*MLP, *mixers[0], *mixers[1])}
 
 
-@pytest.mark.parametrize("layers", [(MLP, MLP[:2]), ((*MLP, *ATTENTION), (*MLP, ATTENTION[0])), (DELTA_NET, ATTENTION, MLP)])
+@pytest.mark.parametrize("layers", [(MLP, MLP[:2]), ((*MLP, *ATTENTION), (*MLP, ATTENTION[0]))])
 def test_other_differences_are_refused(tmp_path: Path, layers: tuple[tuple[str, ...], ...]) -> None:
     with raises(UserError, f"{tmp_path}", "same modules", f"{len(layers)} layers"):
         read_adapter_settings(write(tmp_path, *layers))
