@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 import termios
 import tty
@@ -19,6 +20,7 @@ THUMBS = {"g": True, "b": False}
 PAIRS = {"1": True, "2": False}
 SKIP, UNDO, QUIT = "s", "u", "q"
 _RULE = "\u2500" * 60
+_PAUSE = 0.05  # seconds after the last character of a key's code
 
 
 def require_terminal(option: str, *, remedy: str) -> None:
@@ -35,6 +37,10 @@ def read_key(keys: Collection[str]) -> str:
         tty.setcbreak(terminal, termios.TCSADRAIN)  # keeps keys that were pressed before
         while True:
             key = os.read(terminal, 1).decode(errors="replace").lower()
+            if key == "\x1b":  # the codes of arrows and other keys end with letters or digits
+                while select.select([terminal], [], [], _PAUSE)[0]:
+                    os.read(terminal, 1)
+                continue
             key = QUIT if key in ("", "\x04") else key
             if key in keys:
                 return key

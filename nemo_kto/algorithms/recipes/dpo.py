@@ -80,6 +80,12 @@ class DPOLossConfig(LossConfig):
                 text = f"must be false with {names[0]}, which {reason}, got true; set it to false, or leave out {names[0]}"
                 yield ConfigError(f"{section}.{key}", text, reads)
         options = self.loss_options()
+        divergence = options.get("f_divergence_type")
+        if self.reference_free and divergence in ("forward_kl", "alpha_divergence"):
+            text = f"must be false with f_divergence_type={divergence}, whose powers of probabilities vanish, got true; leave one out"
+            yield ConfigError(
+                f"{section}.reference_free", f"{text}; leave one out", (f"{section}.f_divergence_type", *reads)
+            )
         alpha = options.get("f_alpha_divergence_coef")
         if alpha is not None and options.get("f_divergence_type") != "alpha_divergence":
             text = f"must be null unless {section}.f_divergence_type=alpha_divergence, got {alpha}; set one or the other"

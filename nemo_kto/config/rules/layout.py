@@ -111,7 +111,12 @@ def mixer_rules(run: ResolvedRun) -> Errors:
 
     Raises UserError if the architecture is needed and cannot be read.
     """
-    if (size := run.cfg.model.context_parallel_size) == 1:
+    model = run.cfg.model
+    if model.data.reset_attention_mask and any(mixer.divided_heads(run.architecture) for mixer in run.architecture.mixers):
+        family, key = run.architecture.family.name, "model.data.reset_attention_mask"
+        text = f"must be false for {family}, whose states pass across end-of-text tokens, got true; leave it out"
+        yield ConfigError(key, text)
+    if (size := model.context_parallel_size) == 1:
         return
     architecture = run.architecture
     for heads in {mixer.divided_heads(architecture) for mixer in architecture.mixers}:
