@@ -82,10 +82,9 @@ class DPOLossConfig(LossConfig):
         options = self.loss_options()
         divergence = options.get("f_divergence_type")
         if self.reference_free and divergence in ("forward_kl", "alpha_divergence"):
-            text = f"must be false with f_divergence_type={divergence}, whose powers of probabilities vanish, got true; leave one out"
-            yield ConfigError(
-                f"{section}.reference_free", f"{text}; leave one out", (f"{section}.f_divergence_type", *reads)
-            )
+            text = f"must be false with f_divergence_type={divergence}, whose powers of probabilities vanish, got true"
+            reads_all = (f"{section}.f_divergence_type", *reads)
+            yield ConfigError(f"{section}.reference_free", f"{text}; leave one out", reads_all)
         alpha = options.get("f_alpha_divergence_coef")
         if alpha is not None and options.get("f_divergence_type") != "alpha_divergence":
             text = f"must be null unless {section}.f_divergence_type=alpha_divergence, got {alpha}; set one or the other"
