@@ -95,3 +95,11 @@ def import_object(path: str) -> object:
         raise
     except Exception as error:  # user code may raise anything
         raise UserError(f"must be a path that can be imported, got {path}; {type(error).__name__}: {error}") from error
+
+
+def refuse_broken(name: str, text: str) -> None:
+    """Raise a UserError for a byte that is not UTF-8, or a lone surrogate, which no tokenizer accepts."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name} must be text in UTF-8, got {show(text[error.start :])}; save it as UTF-8") from None

@@ -23,7 +23,7 @@ from nemo_kto.artifacts.content import auto_class
 from nemo_kto.data.tokens.chat import RecordEncoder, load_tokenizer
 from nemo_kto.device import device
 from nemo_kto.device.precision import bf16_slowdown, bf16_support
-from nemo_kto.errors import UserError, either, plural, printable, show
+from nemo_kto.errors import UserError, either, plural, printable, refuse_broken, show
 from nemo_kto.utils.text import terminal_line, terminal_text
 
 DEFAULT_NEW_TOKENS = 512  # if neither the command nor generation_config.json limits an answer
@@ -236,7 +236,7 @@ class Session:
         self._collect = collect
         self._models, self._sampling, self._as_json = models, sampling, as_json
         self._coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        _refuse_broken("--system", system or "")
+        refuse_broken("--system", system or "")
         self._system = system
         self._histories: list[list[Message]] = []
         self.reset()
@@ -258,7 +258,7 @@ class Session:
         Raises UserError if the prompt does not fit into the context, or the chat template rejects the messages; the
         histories then remain unchanged.
         """
-        _refuse_broken("a prompt", prompt)
+        refuse_broken("a prompt", prompt)
         added = []
         for number, (model, history) in enumerate(zip(self._models, self._histories, strict=True)):
             if len(self._models) > 1 and not self._as_json:
@@ -313,7 +313,7 @@ class Session:
     def _set_system(self, text: str) -> None:
         if not all(model.has_template for model in self._models):
             raise UserError("/system must be used with a chat template, which the model lacks; write it into the prompt")
-        _refuse_broken("/system", text)
+        refuse_broken("/system", text)
         self._system = text or None
         self.reset()
 
@@ -323,14 +323,6 @@ class Session:
     def _write(self, text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
-
-
-def _refuse_broken(name: str, text: str) -> None:
-    """Raise a UserError for a byte that is not UTF-8, or a lone surrogate, which no tokenizer accepts."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{name} must be text in UTF-8, got {show(text[error.start :])}; save it as UTF-8") from None
 
 
 def _report(text: str) -> None:

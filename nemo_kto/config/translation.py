@@ -100,6 +100,9 @@ def translate(
         kind = str(options.given["loss_type"])
         if kind in ("hinge", "ipo"):
             options.set("model.dpo.reference_free", True, "loss_type")
+            if weight := options.get("cpo_alpha"):
+                _sft_term(options, "model.dpo", weight, token_mean=True, name="cpo_alpha")
+            options.given.pop("cpo_alpha", None)
         options.given["loss_type"] = "cpo" if kind == "sigmoid" else kind
     elif loss is not None:
         options.given.setdefault("loss_type", loss)

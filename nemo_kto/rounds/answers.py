@@ -16,6 +16,7 @@ from nemo_kto.errors import UserError, show
 from nemo_kto.rounds.rows import RowFile
 
 VARIABLES = "chat_template_kwargs"
+_MAX_DIFFERENCES = 5  # of a message
 _COLUMNS: Mapping[str, Any] = {"prompt": (str, list), "answer": str, "model": str, "line": int, "index": int}
 
 
@@ -77,7 +78,9 @@ def find_tasks(file: RowFile, *, prompts: Path, model: str, settings: Mapping[st
         if task is not None and isinstance(row.get("index"), int):
             found.add((task.line, row["index"]))
     if differences:
-        text = f"--out must have answers of this command, got {file.path} with {'; '.join(differences)}"
+        shown, more = [*differences][:_MAX_DIFFERENCES], len(differences) - _MAX_DIFFERENCES
+        shown += [f"and {more:,} more"] * (more > 0)
+        text = f"--out must have answers of this command, got {file.path} with {'; '.join(shown)}"
         raise UserError(f"{text}; repeat the command of that file, or name another --out")
     missing_of = {line: [each for each in task.missing if (line, each) not in found] for line, task in tasks.items()}
     return [replace(task, missing=missing_of[line]) for line, task in tasks.items() if missing_of[line]]
@@ -94,8 +97,12 @@ def _fault(record: PromptRecord, system: str | None) -> str | None:
 
 def _differences(row: Row, task: Task | None, model: str, settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield what differs between a line of the file and the command: prompt, model, settings."""
-    if task is None or row.get("prompt") not in (task.prompt, messages_of(task.prompt)):
-        yield "prompts of another file" if task is None else f"another prompt than {task.place}"
+    if task is None:
+        yield "prompts of another file"
+    elif (row.get("prompt"), row.get(VARIABLES, {})) not in [
+        (prompt, task.variables) for prompt in (task.prompt, task.messages)
+    ]:
+        yield f"another prompt than {task.place}"
     given = row.get("settings")
     found = {**given, "model": row.get("model")} if isinstance(given, dict) else {}
     for name, value in {"model": model, **settings}.items():
@@ -121,7 +128,7 @@ class Sampled:
 
 def read_answers(path: Path) -> list[Sampled]:
     """Read the answers of a file, in the order of prompts and numbers; UserError with all lines that are no answers."""
-    broken, answers = RowErrors(), list[Sampled]()
+    broken, answers = RowErrors(), dict[tuple[int, int], Sampled]()
     for line, row in read_rows(path):
         if isinstance(row, RowError):
             broken.add(path, line, str(row))
@@ -134,11 +141,14 @@ def read_answers(path: Path) -> list[Sampled]:
         value: Any = row
         source = {name: value[name] for name in ("model", "line", "index")}
         variables = value.get(VARIABLES) or {}
-        place = row_place(path, line)
-        answers.append(
-            Sampled(place=place, prompt=value["prompt"], variables=variables, text=value["answer"], source=source)
+        answer = Sampled(
+            place=row_place(path, line), prompt=value["prompt"], variables=variables, text=value["answer"], source=source
         )
+        if (earlier := answers.setdefault(answer.key, answer)) is not answer:
+            key = f"line {source['line']} and index {source['index']}"
+            text = f"must be the only answer with its line and index, got {key}, as in {earlier.place}"
+            broken.add(path, line, f"{text}; label files of different commands one after the other")
     broken.raise_if_any()
     if not answers:
         raise UserError(f"{path} must have at least one answer, got an empty file; write it with nemo-kto sample")
-    return sorted(answers, key=lambda answer: answer.key)
+    return [answers[key] for key in sorted(answers)]

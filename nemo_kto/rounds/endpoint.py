@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple, TypeVar
 
 try:
@@ -77,15 +77,29 @@ class Endpoint:
     def map(self, ask: Callable[[T], Reply], tasks: Sequence[T]) -> Iterator[tuple[T, Reply | RefusedError]]:
         """Yield each task with its reply, or the server's refusal, in the order in which they come."""
         self._stopped.clear()
-        with ThreadPoolExecutor(self._concurrency) as threads:
-            futures = {threads.submit(ask, task): task for task in tasks}
-            try:
-                for future in as_completed(futures):
-                    error = future.exception()
-                    yield futures[future], error if isinstance(error, RefusedError) else future.result()
-            finally:
-                self._stopped.set()  # ends the delays before further attempts
-                threads.shutdown(wait=False, cancel_futures=True)
+        waiting, done = iter(tasks), queue.SimpleQueue[tuple[T, Reply | BaseException]]()
+        lock = threading.Lock()
+
+        def work() -> None:
+            while not self._stopped.is_set():
+                with lock:
+                    if (task := next(waiting, None)) is None:
+                        return
+                try:
+                    done.put((task, ask(task)))
+                except BaseException as error:  # raised below
+                    done.put((task, error))
+
+        try:
+            for _ in range(min(self._concurrency, len(tasks))):
+                threading.Thread(target=work, daemon=True).start()  # the command ends without the replies to come
+            for _ in tasks:
+                task, reply = done.get()
+                if not isinstance(reply, Reply | RefusedError):
+                    raise reply
+                yield task, reply
+        finally:
+            self._stopped.set()  # ends the delays before further attempts
 
     def _only_model(self) -> str:
         content = self._request("GET", "/v1/models")
@@ -113,7 +127,8 @@ class Endpoint:
                         raise self._no_server(f"a reply that is not JSON: {show(response.text, 200)}") from None
                 problem = f"status {response.status_code}: {printable(response.text.strip())}"
                 if response.status_code in _ABOUT_THE_PROMPT:
-                    raise RefusedError(f"{self._option} refuses the request, {problem}; shorten the prompt, or leave it out")
+                    text = f"{self._option} refuses the request, {problem}"
+                    raise RefusedError(f"{text}; correct it as the server says, or leave the prompt out")
                 if response.status_code not in _BUSY:
                     raise self._no_server(problem)
                 wait = response.headers.get("retry-after", "")

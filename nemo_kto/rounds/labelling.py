@@ -13,6 +13,7 @@ from nemo_kto.errors import UserError, show
 from nemo_kto.rounds.answers import VARIABLES, Sampled
 from nemo_kto.rounds.rows import RowFile
 
+_SETTINGS = ("round", "threshold", "rubric")  # in the source of a row, beside the labeller
 PERSON = "person"  # the labeller of rows by keys or on the page
 
 
@@ -86,7 +87,10 @@ class Labelling:
     """
 
     def __init__(self, *, questions: Sequence[Question], file: RowFile, about: Mapping[str, object]) -> None:
-        """Find the questions that have a verdict in the file; UserError if the file has rows of others."""
+        """Find the questions that have a verdict in the file; UserError if the file has rows of others.
+
+        ``about`` are the labeller, the round and the settings of the labels, of which one labeller has the same in all rows.
+        """
         self._file, self._about = file, about
         known = {question.key: question for question in questions}
         labelled = [known.pop(_key_of_row(row), None) for row in file.rows]
@@ -95,6 +99,12 @@ class Labelling:
             if not any({**row, "source": None} == {**verdict, "source": None} for verdict in verdicts):
                 text = f"--out must have labels of these answers, each once, got {show(row, 200)} in {file.path}:{number}"
                 raise UserError(f"{text}; name another --out, or the answers that these labels are of")
+            source: Any = row["source"]
+            differing = [name for name in _SETTINGS if source.get(name) != about.get(name)]
+            if differing and source.get("labeller") == about.get("labeller"):
+                got = " and ".join(f"{name} {source.get(name)} instead of {about.get(name)}" for name in differing)
+                text = f"--out must have labels of this command, got {got} in {file.path}:{number}"
+                raise UserError(f"{text}; repeat the command of that file, or name another --out")
         self._questions = [*filter(None, labelled), *known.values()]
         self._has_row = [True] * len(labelled)
         self.total = len(self._questions)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ from nemo_kto.rounds.labelling import Question
 Scores = Mapping[tuple[int, int], bool | float]
 _MAX_FAULTS = 10
 _JUDGE_TOKENS = 2048  # with the thoughts of a model that reasons
-_THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL)
+_END_OF_THOUGHTS = "</think>"  # the template of some models begins them
 _WORDS = {1: ("good", "bad"), 2: ("A", "B")}  # the verdict that is true first
 _ASK = {
     1: "Is the answer good or bad by the rubric? Reply with one word: good or bad.",
@@ -68,7 +67,7 @@ class Judge:
                 yield question, str(reply)
                 continue
             words = [word.lower() for word in _WORDS[len(question.answers)]]
-            said = _THOUGHTS.sub("", reply.text).strip(" \t\r\n.*\"'`").lower()
+            said = reply.text.rpartition(_END_OF_THOUGHTS)[2].strip(" \t\r\n.*\"'`").lower()
             yield question, words.index(said) == 0 if said in words else f"the verdict is {show(reply.text)}"
 
     def _ask(self, question: Question) -> Reply:

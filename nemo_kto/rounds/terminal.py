@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import sys
 import termios
 import tty
@@ -20,7 +19,6 @@ THUMBS = {"g": True, "b": False}
 PAIRS = {"1": True, "2": False}
 SKIP, UNDO, QUIT = "s", "u", "q"
 _RULE = "\u2500" * 60
-_PAUSE = 0.05  # seconds after the last character of a key's code
 
 
 def require_terminal(option: str, *, remedy: str) -> None:
@@ -29,23 +27,33 @@ def require_terminal(option: str, *, remedy: str) -> None:
         raise UserError(f"{option} must be used in a terminal, whose keys are read, got a pipe or a file; {remedy}")
 
 
-def read_key(keys: Collection[str]) -> str:
-    """Wait for one of the keys on the terminal, and return it; Ctrl-D is the key q, if it is one of them."""
+def read_key(keys: Collection[str], *, forgets_earlier: bool = False) -> str:
+    """Wait for one of the keys on the terminal, and return it; Ctrl-D is the key q, if it is one of them.
+
+    Keys that were pressed before count, unless ``forgets_earlier``.
+    """
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
     try:
-        tty.setcbreak(terminal, termios.TCSADRAIN)  # keeps keys that were pressed before
+        tty.setcbreak(terminal, termios.TCSAFLUSH if forgets_earlier else termios.TCSADRAIN)
         while True:
             key = os.read(terminal, 1).decode(errors="replace").lower()
-            if key == "\x1b":  # the codes of arrows and other keys end with letters or digits
-                while select.select([terminal], [], [], _PAUSE)[0]:
-                    os.read(terminal, 1)
+            if key == "\x1b":
+                _skip_code(terminal)
                 continue
             key = QUIT if key in ("", "\x04") else key
             if key in keys:
                 return key
     finally:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def _skip_code(terminal: int) -> None:
+    """Read the rest of the code of an arrow or another key: a character, or after [ or O one from @ to ~ that ends it."""
+    byte = os.read(terminal, 1)
+    if byte in (b"[", b"O"):
+        while (byte := os.read(terminal, 1)) and not b"@" <= byte <= b"~":
+            pass
 
 
 class Collector:
@@ -57,9 +65,9 @@ class Collector:
     def __call__(self, model: str, prompt: TextOrMessages, answer: str) -> None:
         """Ask whether the answer above is good, and append its row unless it is skipped."""
         _write(f"  [g]ood  [b]ad  [{SKIP}]kip ")
-        key = read_key([*THUMBS, SKIP])
+        key = read_key([*THUMBS, SKIP, QUIT], forgets_earlier=True)  # keys pressed during the answer are no thumbs
         _write(f"{key}\n")
-        if key != SKIP:
+        if key in THUMBS:
             self._file.append(thumb_row(prompt, answer, good=THUMBS[key], source={"model": model, "labeller": PERSON}))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,15 +36,20 @@ def main(argv: Sequence[str]) -> None:
         questions = best_and_worst(answers, scores)
     else:
         questions = pair_questions(answers) if flags.pairs else single_questions(answers)
-    about = {"labeller": _labeller(flags)} | ({} if flags.round is None else {"round": flags.round})
+    rubric = None if flags.rubric is None else _read_rubric(flags.rubric)
+    given = {
+        "labeller": _labeller(flags),
+        "round": flags.round,
+        "threshold": flags.threshold,
+        "rubric": None if rubric is None else f"{zlib.crc32(rubric.encode()):08x}",
+    }
+    about = {name: value for name, value in given.items() if value is not None}
     with open_rows(Path(flags.out), option="--out") as file:
-        labelling = Labelling(
-            questions=questions, file=file, about={name: it for name, it in about.items() if it is not None}
-        )
+        labelling = Labelling(questions=questions, file=file, about=about)
         if scores is not None:
-            _label_by_scores(labelling, scores, flags.threshold)
-        elif flags.judge is not None:
-            _label_by_judge(labelling, flags)
+            _label_by_scores(labelling, scores, flags.threshold, pairs=flags.pairs)
+        elif rubric is not None:
+            _label_by_judge(labelling, flags, rubric)
         elif flags.page:
             _label_on_page(labelling)
         else:
@@ -55,27 +61,27 @@ def main(argv: Sequence[str]) -> None:
         print(terminal_line(f"{flags.out}: {plural(len(file.rows), 'row')}{kinds}{rest}"))
 
 
-def _label_by_scores(labelling: Labelling, scores: Scores, threshold: float | None) -> None:
+def _read_rubric(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"--rubric must be a file of text in UTF-8, got {path}: {error}; correct the path") from error
+
+
+def _label_by_scores(labelling: Labelling, scores: Scores, threshold: float | None, *, pairs: bool) -> None:
     numbers = [score for score in scores.values() if not isinstance(score, bool)]
-    is_pair = any(len(question.answers) == 2 for question in labelling.left)
-    if numbers and threshold is None and not is_pair:
+    if numbers and threshold is None and not pairs:
         text = f"--threshold must be given if the function returns numbers, got none and {numbers[0]:g} as a score"
         raise UserError(f"{text}; e.g. --threshold {numbers[0]:g}, from which on an answer is good")
     for question in labelling.left:
         score = scores[question.answers[0].key]
         # the first answer of a pair is the best one
-        labelling.record(question, is_pair or (score if isinstance(score, bool) else score >= (threshold or 0.0)))
+        labelling.record(question, pairs or (score if isinstance(score, bool) else score >= (threshold or 0.0)))
 
 
-def _label_by_judge(labelling: Labelling, flags: argparse.Namespace) -> None:
+def _label_by_judge(labelling: Labelling, flags: argparse.Namespace, rubric: str) -> None:
     from nemo_kto.rounds.endpoint import Endpoint
 
-    try:
-        rubric = Path(flags.rubric).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"--rubric must be a file of text in UTF-8, got {flags.rubric}: {error}; correct the path"
-        ) from error
     endpoint = Endpoint(url=flags.judge, option="--judge", model=flags.model, concurrency=flags.concurrency)
     undecided = list[str]()
     left = labelling.left

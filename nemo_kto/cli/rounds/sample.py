@@ -13,7 +13,7 @@ from nemo_kto.cli import integer_from
 from nemo_kto.cli.chat import add_sampling, check_sampling, find_model, load_models
 from nemo_kto.cli.rounds import CONCURRENCY
 from nemo_kto.data.rows.reader import RowErrors
-from nemo_kto.errors import UserError, plural
+from nemo_kto.errors import UserError, plural, refuse_broken
 from nemo_kto.rounds.answers import Task, find_tasks
 from nemo_kto.rounds.rows import open_rows
 from nemo_kto.telemetry.console import set_up_logging
@@ -39,6 +39,9 @@ def main(argv: Sequence[str]) -> None:
     if (flags.folder is None) == (flags.endpoint is None):
         got = "neither" if flags.folder is None else f"{flags.folder} and {flags.endpoint}"
         raise UserError(f"one of RUN|MODEL and --endpoint must be given, got {got}; --model names a model of the server")
+    if flags.model is not None and flags.endpoint is None:
+        raise UserError(f"--model must be used with --endpoint, got {flags.model} without it; leave it out")
+    refuse_broken("--system", flags.system or "")
     if flags.temperature == 0 and flags.count > 1:
         raise UserError(f"-n must be 1 with --temperature 0, whose answers are equal, got {flags.count}; change one")
     set_up_logging(rank=0)

@@ -9,7 +9,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,20 +23,8 @@ logger = logging.getLogger(__name__)
 _CLOSE = 0.03  # relative to the norm of the values or of a gradient; bf16 has 8 bits
 
 
-class DeltaRule(Protocol):
-    """A form of :func:`gated_delta_rule`, whose outputs may be in the dtype of the values."""
-
-    def __call__(
-        self,
-        query_tgK: Tensor,
-        key_tgK: Tensor,
-        value_tgrV: Tensor,
-        decay_tgr: Tensor,
-        strength_tgr: Tensor,
-        *,
-        lengths: Sequence[int],
-        prompts: Prompts = None,
-    ) -> Tensor: ...
+DeltaRule = Callable[..., Tensor]
+"""A form of :func:`gated_delta_rule` with the same arguments, whose outputs may be in the dtype of the values."""
 
 
 @functools.cache

@@ -200,7 +200,7 @@ def test_thumbs_of_a_chat_are_rows_with_the_conversation_so_far(
     folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, keys = tmp_path / "thumbs.jsonl", iter("gsbg")
-    monkeypatch.setattr("nemo_kto.rounds.terminal.read_key", lambda known: next(keys))  # test_label.py has a terminal
+    monkeypatch.setattr("nemo_kto.rounds.terminal.read_key", lambda known, **_: next(keys))  # test_label.py has a terminal
     monkeypatch.setattr("nemo_kto.cli.chat.require_terminal", lambda *_, **__: None)
     out.write_text('{"prompt": "p", "response": "r", "label": true}\n{"pro')  # of an earlier chat, which was killed
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nAnd then?\nWhy?\n"))

@@ -161,6 +161,14 @@ def test_errors_on_the_command_line_on_a_rank_and_in_a_plan(
     assert find_errors("trainer.accelerator=gpu", setting.override) == without
 
 
+@pytest.mark.parametrize(("family", "refused"), [("qwen3_5_text", True), ("nemotron_h", True), ("llama", False)])
+def test_states_pass_across_documents(family: str, refused: bool, load: Load, tmp_path: Path) -> None:
+    given = f"pretrained_checkpoint.restore_from_path={make_checkpoint(tmp_path / 'model', family)}"
+    found = list(model_gpu_rules(ResolvedRun.of(load(given, "model.data.reset_attention_mask=true")), CPU))
+    expected = Message("model.data.reset_attention_mask", "false", family, "end-of-text", "true", "leave it out")
+    assert [str(error) for error in found] == [expected] * refused
+
+
 def test_context_parallel_ranks_divide_the_heads_of_delta_nets(load: Load, tmp_path: Path) -> None:
     given = f"pretrained_checkpoint.restore_from_path={make_checkpoint(tmp_path / 'model', 'qwen3_5_text')}"
     layouts = {(1, 2): "", (1, 4): "2 heads", (2, 2): "1 heads"}  # tensor- and context-parallel size: heads of a rank

@@ -258,7 +258,10 @@ def test_options_without_a_counterpart_have_a_reason(options: dict[str, object],
         ),
         ({"loss_type": "sigmoid", "cpo_alpha": 0}, {"preference_loss": "cpo", "cpo_alpha": 0, "sft_loss_weight": None}),
         ({"loss_type": "simpo"}, {"preference_loss": "simpo", "sft_loss_weight": 1.0, "simpo_gamma": 1.0}),
-        ({"loss_type": "hinge"}, {"preference_loss": "hinge", "reference_free": True}),
+        (
+            {"loss_type": "hinge", "cpo_alpha": 0.5},
+            {"preference_loss": "hinge", "reference_free": True, "sft_loss_weight": 0.5, "sft_token_mean": True},
+        ),
         ({"rlhf_type": "dpo", "reference_free": True, "ld_alpha": 0.3}, {"reference_free": True, "ld_alpha": 0.3}),
         (
             {"rlhf_type": "dpo", "f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3},

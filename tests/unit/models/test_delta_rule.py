@@ -118,7 +118,16 @@ def test_a_kernel_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("no PTX for this device\nmore")
 
     sizes = {"key_dim": KEY, "value_dim": VALUE, "values_per_key": HEADS}
-    cases = {kernel: (), half_as_strong: ("differ", "torch"), fails: ("RuntimeError: no PTX for this device", "torch")}
+
+    def without_gradient(query: Any, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        return kernel(query + (0 * query).abs().sqrt(), *others, **more)  # the gradient of sqrt at 0 is not a number
+
+    cases = {
+        kernel: (),
+        without_gradient: ("nan", "differ", "torch"),
+        half_as_strong: ("differ", "torch"),
+        fails: ("RuntimeError: no PTX for this device", "torch"),
+    }
     for each, names in cases.items():
         caplog.clear()
         fastest_delta_rule.cache_clear()

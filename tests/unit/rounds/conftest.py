@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,26 @@ ANSWERS = ("Water.", "A lake is a large body of water.", "Why?", "No idea.")
 
 def read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def run_and_kill(run: Callable[..., None], *words: object, writes: int) -> None:
+    """Run in another process, which is killed after so many writes to its file."""
+
+    def counted() -> None:
+        write, numbers = os.fsync, itertools.count(1)
+
+        def fsync(fd: Any) -> None:
+            write(fd)
+            if next(numbers) == writes:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        os.fsync = fsync  # in this process only
+        run(*words)
+
+    process = multiprocessing.get_context("fork").Process(target=counted)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 @pytest.fixture(scope="session")

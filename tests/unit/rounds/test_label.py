@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import pty
 import sys
@@ -26,7 +25,7 @@ from nemo_kto.rounds.page import PageServer
 from nemo_kto.rounds.rows import open_rows
 from tests.helpers.messages import Message, raises
 from tests.helpers.openai_server import serving
-from tests.unit.rounds.conftest import ANSWERS, read
+from tests.unit.rounds.conftest import ANSWERS, read, run_and_kill
 
 AnswersFile = Callable[..., Path]
 SCORES = """
@@ -92,7 +91,8 @@ def in_terminal(keys: Sequence[str], words: list[object]) -> str:
 def test_thumbs_in_a_terminal_are_rows_for_training(answers_file: AnswersFile, tmp_path: Path) -> None:
     out = tmp_path / "thumbs.jsonl"
     words: list[object] = [answers_file("Water.", "Mud \x1b[2J.", "Ice."), "--out", out, "--round", "2"]
-    shown = in_terminal(["xg", *"bugs"], words)  # x is no key; the last question is not answered: the process is killed
+    # x, Down, Insert and Alt+B are no keys; the last question is not answered: the process is killed
+    shown = in_terminal(["x\x1b[B\x1b[2~\x1bOB\x1bbg", *"bugs"], words)
     assert "\x1b[2J" not in shown
     assert "user: And a\r\nriver?" in shown
     assert "4 of 6" in shown
@@ -145,16 +145,11 @@ def test_scores(words: list[str], expected: list[Any], answers_file: AnswersFile
 
 
 def test_a_killed_command_continues(answers_file: AnswersFile, tmp_path: Path) -> None:
-    answers = answers_file(*(f"answer {number}" for number in range(300)))
+    answers = answers_file(*(f"answer {number}" for number in range(10)))
     words, whole, killed = ["--score", "$SCORES.short"], tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
     run(answers, "--out", whole, *words)
-    process = multiprocessing.get_context("fork").Process(target=run, args=(answers, "--out", killed, *words))
-    process.start()
-    while not killed.exists() or killed.stat().st_size < 2000:
-        time.sleep(0.0005)
-    process.kill()
-    process.join()
-    assert killed.stat().st_size < whole.stat().st_size
+    run_and_kill(run, answers, "--out", killed, *words, writes=9)
+    assert 0 < len(read(killed)) < 20
     run(answers, "--out", killed, *words)
     assert killed.read_bytes() == whole.read_bytes()
 
@@ -162,7 +157,12 @@ def test_a_killed_command_continues(answers_file: AnswersFile, tmp_path: Path) -
 def test_a_judge(answers_file: AnswersFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rubric.txt").write_text("Good answers are short.")
     out = tmp_path / "thumbs.jsonl"
-    replies = {"Water.": "<think>good or bad?</think>**Good**.", "Why?": "bad", "No idea.": "It is good, or bad."}
+    # the template of some models opens the thoughts
+    replies = {
+        "Water.": "good or bad?</think>**Good**.",
+        "Why?": "<think>good</think>bad",
+        "No idea.": "It is good, or bad.",
+    }
 
     def answer(body: dict[str, Any]) -> str:
         return next(
@@ -209,6 +209,36 @@ def test_a_judge(answers_file: AnswersFile, tmp_path: Path, capsys: pytest.Captu
 def test_mistakes(words: list[str], parts: list[str], answers_file: AnswersFile, tmp_path: Path) -> None:
     with raises(UserError, *parts):
         run(answers_file(), "--out", tmp_path / "rows.jsonl", *words)
+
+
+def test_a_second_command_continues_or_names_what_differs(answers_file: AnswersFile, tmp_path: Path) -> None:
+    out, scores = tmp_path / "rows.jsonl", ["--score", "$SCORES.length"]
+    run(answers_file(), "--out", out, *scores, "--threshold", "8")
+    whole = out.read_bytes()
+    run(answers_file(), "--out", out, *scores, "--threshold", "8")
+    with raises(UserError, "--out", "threshold 8.0 instead of 100.0", "rows.jsonl:1", "another --out"):
+        run(answers_file(), "--out", out, *scores, "--threshold", "100")
+    assert out.read_bytes() == whole
+    pairs = tmp_path / "pairs.jsonl"
+    for _ in range(2):
+        run(answers_file(), "--out", pairs, *scores, "--pairs")
+    assert len(read(pairs)) == 2
+
+
+@pytest.mark.parametrize("content", ["my only note", '[{"chosen": "a"}]', '{"a": '])
+def test_another_file_is_not_touched(content: str, answers_file: AnswersFile, tmp_path: Path) -> None:
+    out = tmp_path / "notes.txt"
+    out.write_text(content)
+    with raises(UserError, "notes.txt:1", "object", "another file"):
+        run(answers_file(), "--out", out, "--score", "$SCORES.short")
+    assert out.read_text() == content
+
+
+def test_answers_of_two_files_in_one_are_refused(answers_file: AnswersFile, tmp_path: Path) -> None:
+    file = answers_file("a", "b")
+    file.write_text(file.read_text() * 2)
+    with raises(UserError, "answers.jsonl:5", "answers.jsonl:1", "line 1 and index 0", "one after the other"):
+        read_answers(file)
 
 
 def test_lines_that_are_no_answers(tmp_path: Path) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from tests.helpers.commands import environment
 from tests.helpers.messages import Message, raises
 from tests.helpers.openai_server import DROP, serving
 from tests.helpers.tiny_models import write_rows
-from tests.unit.rounds.conftest import read
+from tests.unit.rounds.conftest import read, run_and_kill
 
 SHORT = ["-n", "3", "--max-new-tokens", "8", "--seed", "5"]
 
@@ -70,18 +69,12 @@ def test_answers_are_draws_of_transformers_and_a_cut_file_is_continued(
 
 
 def test_a_killed_command_continues(small_model: Path, tmp_path: Path) -> None:
-    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"Question {number}"} for number in range(40)])
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"Question {number}"} for number in range(8)])
     words = [small_model, prompts, "-n", "2", "--max-new-tokens", "24", "--device", "cpu"]
     whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
     run(*words, "--out", whole)
-    process = multiprocessing.get_context("fork").Process(target=run, args=(*words, "--out", killed))
-    process.start()
-    while not killed.exists() or killed.stat().st_size < 1000:
-        assert process.is_alive()
-        time.sleep(0.001)
-    process.kill()
-    process.join()
-    assert 0 < killed.read_bytes().count(b"\n") < 80
+    run_and_kill(run, *words, "--out", killed, writes=5)
+    assert 0 < len(read(killed)) < 16
     run(*words, "--out", killed)
     assert killed.read_bytes() == whole.read_bytes()
 
@@ -108,11 +101,25 @@ def test_a_server_that_fails_at_first(prompts: Path, tmp_path: Path, monkeypatch
         assert sorted(out.read_text().splitlines(keepends=True)) == sorted(lines)
 
 
+def test_an_error_does_not_wait_for_other_replies(prompts: Path, tmp_path: Path) -> None:
+    given, waited = threading.Event(), list[bool]()
+
+    def answer(body: dict[str, Any]) -> str:
+        waited.append(given.wait(60))
+        return "late"
+
+    with serving(answer, [401]) as server:
+        with raises(UserError, "--endpoint", "401", "OPENAI_API_KEY"):
+            run(prompts, "--endpoint", server.url, "--model", "m", "--out", tmp_path / "answers.jsonl", "--concurrency", "2")
+        assert waited == []
+        given.set()
+
+
 def test_a_refused_prompt_is_reported_after_the_others(prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
     with (
         serving(lambda body: "REFUSED" if "river" in body["messages"][-1]["content"] else "Water.") as server,
-        raises(UserError, f"{prompts}:2", "--endpoint", "400", "maximum context length", "shorten the prompt"),
+        raises(UserError, f"{prompts}:2", "--endpoint", "400", "maximum context length", "as the server says"),
     ):
         run(prompts, "--endpoint", server.url, "--out", out, "-n", "2")
     assert [(row["line"], row["answer"]) for row in read(out)] == [(1, "Water.")] * 2
@@ -137,11 +144,27 @@ def test_a_file_of_another_command_is_refused_with_all_differences(prompts: Path
             run(prompts, "--endpoint", server.url, "--out", out, *SHORT, "--seed", "6", "--temperature", "0.5")
 
 
+def test_other_arguments_of_the_template_are_another_command(tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    with serving(lambda body: "Water.") as server:
+        for thinks in (True, False):
+            turns = [[{"role": "user", "content": f"{number}?"}] for number in range(9)]
+            write_rows(prompts, [{"messages": each, "chat_template_kwargs": {"thinks": thinks}} for each in turns])
+            words = (prompts, "--endpoint", server.url, "--out", out, *SHORT)
+            if thinks:
+                run(*words)
+        with raises(UserError, "--out", "another prompt than", f"{prompts}:1", "and 4 more") as error:
+            run(*words)
+        assert f"{prompts}:9" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["{model}", "{prompts}", "--temperature", "0"], Message("-n", "--temperature 0", "4")),
         (["{prompts}"], Message("RUN|MODEL", "--endpoint", "neither")),
+        (["{model}", "{prompts}", "--model", "x"], Message("--model", "--endpoint", "x", "leave it out")),
+        (["{model}", "{prompts}", "--system", "\udcff"], Message("--system", "UTF-8")),
         (["{prompts}", "--endpoint", "localhost"], Message("--endpoint", "a URL", "localhost", "http://localhost:8000")),
         (["{prompts}", "--endpoint", "http://127.0.0.1:9"], Message("--endpoint", "127.0.0.1:9", "6 attempts", "start")),
         (["{model}", "{prompts}", "--out", "{prompts}"], Message("--out", "prompts of another file", "another --out")),
