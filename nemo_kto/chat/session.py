@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
 from nemo_kto.artifacts.content import auto_class
 from nemo_kto.data.tokens.chat import RecordEncoder, load_tokenizer
+from nemo_kto.data.tokens.content import in_form_of
 from nemo_kto.device import device
 from nemo_kto.device.precision import bf16_slowdown, bf16_support
 from nemo_kto.errors import UserError, either, plural, printable, refuse_broken, show
@@ -151,8 +152,9 @@ class ChatModel:
             ids = self._tokenizer(messages[-1]["content"])["input_ids"] or [self._tokenizer.eos_token_id]
             return torch.tensor([ids], device=self._model.device)
         try:
+            template = self._tokenizer.get_chat_template(tools=None)
             text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **variables
+                in_form_of(template, messages), tokenize=False, add_generation_prompt=True, **variables
             )
         except Exception as error:  # a template is a program and may raise any exception
             remedy = "leave out the system message, or correct the template"

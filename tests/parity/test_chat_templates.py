@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from nemo_kto.data.rows.records import KTORecord, RowError, pair_of_row, records_of_row
+from nemo_kto.data.rows.records import KTORecord, PromptRecord, RowError, pair_of_row, records_of_row
 from nemo_kto.data.rows.values import read_values
 from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
+from nemo_kto.data.tokens.content import as_parts
 from tests.helpers.messages import Message
 from tests.helpers.tiny_models import make_tokenizer
 
@@ -29,12 +30,13 @@ CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"c
 USER = {"role": "user", "content": "Is it warm in Paris?"}
 ANSWERED = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "31 degrees"}]
 GOOD, BAD = {"role": "assistant", "content": "Yes, it is."}, {"role": "assistant", "content": "No."}
+OF_PARTS = ("idefics3", "llava_next", "smolvlm")  # write nothing, or fail, if the content of a message is a text
 
 
 @pytest.fixture(params=["qwen2_5", "qwen3"])
 def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
     """The byte-level tokenizer with the chat template of a real model, as TRL ships it."""
-    trl = pytest.importorskip("trl", reason="TRL 1.5.1 ships the templates")
+    trl = pytest.importorskip("trl", reason="TRL ships the templates")
     made: PreTrainedTokenizerBase = make_tokenizer()
     made.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{request.param}.jinja").read_text()
     return made
@@ -140,14 +142,35 @@ def test_an_answer_whose_beginning_is_ambiguous_is_refused() -> None:
 
 
 def test_prompts_are_those_of_inference_with_every_template_of_trl() -> None:
-    trl = pytest.importorskip("trl", reason="TRL 1.5.1 ships the templates")
+    trl = pytest.importorskip("trl", reason="TRL ships the templates")
     files = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
-    assert len(files) > 30
+    assert len(files) > 60
     made = make_tokenizer()
     for file in files:
         made.chat_template = file.read_text()
         for prompt in ([USER], [USER, GOOD, AGAIN]):
             (record,) = records_of_row({"prompt": prompt, "response": "No.", "label": True}, 1)
             shown, answer = texts(made, record)
-            assert shown == made.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True), file.name
+            mode = {"enable_thinking": False} if file.stem.startswith("nemotron_3") else {}  # the answer has no thoughts
+            read = as_parts(prompt) if file.stem.removesuffix("_training") in OF_PARTS else prompt
+            assert shown == made.apply_chat_template(read, tokenize=False, add_generation_prompt=True, **mode), file.name
+            assert all(str(turn["content"]) in shown for turn in prompt), file.name
             assert answer.count("No.") == 1, file.name
+            (ids,) = RecordEncoder(tokenizer=made).encode_prompts([PromptRecord(prompt=[*prompt], line=1)])
+            assert made.decode(ids) == made.apply_chat_template(read, tokenize=False, add_generation_prompt=True), file.name
+
+
+def test_an_answer_with_thoughts_follows_the_prompt_that_begins_them() -> None:
+    """Nemotron 3 writes an answer without thoughts as one to another prompt."""
+    trl = pytest.importorskip("trl", reason="TRL ships the templates")
+    made = make_tokenizer()
+    made.chat_template = (Path(trl.__file__).parent / "chat_templates" / "nemotron_3_nano.jinja").read_text()
+    thoughtful = {"role": "assistant", "content": "<think>\nIn June.\n</think>\n\nNo."}
+    for prompt, answer, expected in (
+        ([USER], "No.", ("<|im_start|>assistant\n<think></think>", "No.<|im_end|>")),
+        ([USER], thoughtful["content"], ("<|im_start|>assistant\n<think>\n", "In June.\n</think>\n\nNo.<|im_end|>")),
+    ):
+        (record,) = records_of_row({"prompt": prompt, "response": answer, "label": True}, 1)
+        shown, rest = texts(made, record)
+        assert shown.endswith(expected[0])
+        assert rest == expected[1]

@@ -83,17 +83,18 @@ def _label_by_judge(labelling: Labelling, flags: argparse.Namespace, rubric: str
     from nemo_kto.rounds.endpoint import Endpoint
 
     endpoint = Endpoint(url=flags.judge, option="--judge", model=flags.model, concurrency=flags.concurrency)
-    undecided = list[str]()
+    undecided = dict[str, str]()
     left = labelling.left
     verdicts = Judge(endpoint=endpoint, rubric=rubric).verdicts(left)
     for question, verdict in progress_bar(verdicts, total=len(left), title="judging", shown=True):
         if isinstance(verdict, bool):
             labelling.record(question, verdict)
         else:
-            undecided.append(f"{question.answers[0].place}: {verdict}")
+            undecided[question.key] = f"{question.answers[0].place}: {verdict}"
     if undecided:
+        first = next(undecided[question.key] for question in left if question.key in undecided)
         count = f"{plural(len(undecided), 'question')} without a verdict, the first at"
-        print_error(f"nemo-kto label: {count} {undecided[0]}; they are left out")
+        print_error(f"nemo-kto label: {count} {first}; they are left out")
 
 
 def _label_on_page(labelling: Labelling) -> None:

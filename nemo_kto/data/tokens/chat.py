@@ -17,13 +17,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_kto.artifacts.tokenizer_files import chat_template_file, check_ids, check_tokenizer, declared_stop_ids, image_ids
 from nemo_kto.data.rows.records import KTORecord, LastRowError, Message, PromptRecord, RowError, TextOrMessages
+from nemo_kto.data.tokens.content import MARK, in_form_of
 from nemo_kto.data.tokens.template_trial import REMEDY, Conversation, out_of_memory, try_template
 from nemo_kto.errors import UserError, printable, show
 
 _TRIAL_ROWS = 100  # number of rows on which a chat template is tried
 _MAX_CHARACTERS = 10**7  # of a rendered row
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # a call in a chat template
-_MARK = "8f14e45fceea167a"  # stands for an answer in a rendering that shows where the template puts it
+_THINKING = "enable_thinking"  # variable of many templates
 _tried_templates: set[str] = set()  # by this process, without reaching a limit
 _AGAIN = "download the tokenizer's files again, or write them with save_pretrained"
 
@@ -87,8 +88,10 @@ class RecordEncoder:
     A row of strings gets a BOS (``bos_id``) if the tokenizer adds one itself, and an EOS after the answer. If
     ``apply_chat_template`` is set, it is treated as a user message and the assistant message that answers it. A row of
     messages is rendered by the chat template; white space after the end-of-turn token is removed, and an EOS is added only
-    if the template ends a turn without any special token. The answer is tokenised as the continuation of the prompt. If this
-    would change the tokens of the prompt (which the model is given unchanged), the answer is tokenised separately.
+    if the template ends a turn without any special token. Where a template has other prompts for answers with and without
+    thoughts, an answer without thoughts follows the prompt of ``enable_thinking=false``. The answer is tokenised as the
+    continuation of the prompt. If this would change the tokens of the prompt (which the model is given unchanged), the
+    answer is tokenised separately.
     """
 
     def __init__(
@@ -143,8 +146,8 @@ class RecordEncoder:
         return [text if isinstance(text, RowError) else next(examples) for text in texts]
 
     def encode_prompts(self, records: Sequence[PromptRecord]) -> list[list[int] | RowError]:
-        """Return the token ids of each prompt, the same as before an answer, or the error that makes it unusable."""
-        examples = self.encode([_with_answer(record) for record in records])
+        """Return the token ids of each prompt as inference renders it, or the error that makes it unusable."""
+        examples = self.encode([_with_answer(record, messages=[]) for record in records])
         return [example if isinstance(example, RowError) else example.prompt_ids for example in examples]
 
     def stop_ids(self, *, trial: bool = True) -> frozenset[int]:
@@ -154,10 +157,11 @@ class RecordEncoder:
         takes seconds.
         """
         turn = PromptRecord(prompt=[{"role": "user", "content": "?"}], line=1)
+        answered = _with_answer(turn, messages=[{"role": "assistant", "content": "!"}])
         ids = {self._eos_id, *(declared_stop_ids(self._folder) if self._tokenizer.name_or_path else ())}
         if not trial:
             _tried_templates.add(self._template)
-        for example in self.encode([_with_answer(turn)] if self.has_chat_template else []):
+        for example in self.encode([answered] if self.has_chat_template else []):
             for number in reversed(example.response_ids if isinstance(example, EncodedExample) else []):
                 if number in self._special_ids:
                     ids.add(number)
@@ -237,6 +241,8 @@ class RecordEncoder:
             return RowError('"tools" is not used by the tokenizer\'s chat template; change the template or remove the key')
         try:
             prompt = self._render(record.prompt, record.template, add_generation_prompt=True)
+            if not record.response:
+                return _Text(prompt, "", templated=True)
             whole = self._render([*record.prompt, *record.response], record.template, add_generation_prompt=False)
         except RowError as error:
             return error
@@ -245,6 +251,9 @@ class RecordEncoder:
             return LastRowError(f"{message}, got {len(whole):,}; {REMEDY}")
         answer: str | None = whole[len(prompt) :]
         if not whole.startswith(prompt) and (answer := self._answer_after(prompt, whole, record)) is None:
+            if _THINKING in self._template and _THINKING not in record.template:
+                # Nemotron 3 begins thoughts in the prompt, but writes an answer that has none as one to another prompt
+                return self._render_row(replace(record, template={**record.template, _THINKING: False}))
             return RowError(
                 f"the chat template must render the prompt the same with and without the answer after it, got "
                 f"{prompt[-60:]!r} without and {whole[: len(prompt)][-60:]!r} with it; {REMEDY}"
@@ -274,9 +283,9 @@ class RecordEncoder:
         content = message.get("content")
         if not isinstance(content, str) or message.keys() - {"role", "content"}:
             return None
-        marked: list[Message] = [{"role": "assistant", "content": _MARK}]
+        marked: list[Message] = [{"role": "assistant", "content": MARK}]
         try:
-            head, *tails = self._render([*record.prompt, *marked], record.template, add_generation_prompt=False).split(_MARK)
+            head, *tails = self._render([*record.prompt, *marked], record.template, add_generation_prompt=False).split(MARK)
         except RowError:
             return None
         if len(tails) != 1:
@@ -295,11 +304,12 @@ class RecordEncoder:
 
     def _render(self, messages: list[Message], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
         try:
+            template = self._dated_template(variables)
             rendered = self._tokenizer.apply_chat_template(
-                messages,
+                in_form_of(template, messages),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                chat_template=self._dated_template(variables),
+                chat_template=template,
                 **variables,
             )
         except MemoryError as error:
@@ -335,9 +345,9 @@ class RecordEncoder:
         return EncodedExample(prompt, answer if ended else [*answer, self._eos_id])
 
 
-def _with_answer(record: PromptRecord) -> KTORecord:
-    """Return a prompt with an answer, which does not change the tokens of the prompt."""
-    response: TextOrMessages = "!" if isinstance(record.prompt, str) else [{"role": "assistant", "content": "!"}]
+def _with_answer(record: PromptRecord, *, messages: list[Message]) -> KTORecord:
+    """Return a prompt with an answer, which does not change the tokens of the prompt: ``messages``, or a text for a text."""
+    response: TextOrMessages = "!" if isinstance(record.prompt, str) else messages
     return KTORecord(prompt=record.prompt, response=response, desirable=True, line=record.line, template=record.template)
 
 

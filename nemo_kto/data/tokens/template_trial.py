@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nemo_kto.data.rows.records import LastRowError, TextOrMessages
+from nemo_kto.data.tokens.content import in_form_of
 from nemo_kto.data.tokens.parts import JOB_SIGNALS, isolated_starts
 
 MAX_SECONDS: float = 2  # of CPU time per row; a typical row takes a ten-thousandth of it
@@ -92,9 +93,12 @@ def _render(rows: Sequence[Conversation], max_seconds: float, writer: Connection
         whole = [*row.prompt, *row.response]
         with contextlib.suppress(Exception):  # refused by the template: the rendering in the run names the reason
             try:
-                for messages, is_prompt in ((row.prompt, True), (whole, False)):
+                for messages, is_prompt in (([*row.prompt], True), (whole, False)):
                     render_jinja_template(
-                        [messages], chat_template=row.template, add_generation_prompt=is_prompt, **dict(row.variables)
+                        [in_form_of(row.template, messages)],
+                        chat_template=row.template,
+                        add_generation_prompt=is_prompt,
+                        **dict(row.variables),
                     )
             except MemoryError:
                 os._exit(_OUT_OF_MEMORY)

@@ -144,6 +144,18 @@ def test_an_answer_ends_at_a_token_of_the_template_before_the_eos(folders: tuple
     assert model.stop_ids == sorted(ids), "that of config.json is TURN_END"
 
 
+def test_a_template_of_models_with_images_gets_parts(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without them the prompt would lack the text of the message."""
+    model = changed(folders[0], tmp_path / "parts")
+    turn = "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+    (model / "chat_template.jinja").write_text("{% for message in messages %}" + turn + TURN_END + "{% endfor %}")
+    (answer,) = answers(capsys, [model, "-p", "hello", "--temperature", "0", *LENGTH])
+    message: Any = {"role": "user", "content": [{"type": "text", "text": "hello"}]}
+    assert answer["answer"] == generated(model, [message], do_sample=False)
+
+
 def test_an_interrupt_ends_the_answer_and_keeps_its_text(
     folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
