@@ -12,7 +12,7 @@ modes; with adapters it trains fewer weights, so its losses differ.
 
 TRL is the one that is installed here. PYTHON is that of an environment with another version, which takes turns with it:
 
-    python3 -m venv OTHER && OTHER/bin/pip install torch==2.13.0 transformers==5.23.0 datasets trl==1.16.0
+    python3 -m venv OTHER && OTHER/bin/pip install torch==2.13.0 transformers==5.23.0 datasets trl==1.5.1
     python benchmarks/kto_vs_trl.py MODEL --other-trl OTHER/bin/python
 
 Speeds are compared by CPU seconds, which other work on the machine changes less.

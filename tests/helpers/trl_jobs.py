@@ -1,4 +1,4 @@
-"""Optimizer steps of TRL 1.5.1's trainers, and the comparison of a run's steps with them."""
+"""Optimizer steps of TRL 1.16's trainers, and the comparison of a run's steps with them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def trl_steps(
         reference: folder of the reference model; None for a loss without one.
         **settings: further fields of the configuration.
     """
-    trl = pytest.importorskip(module, reason="TRL 1.5.1 is the reference implementation")
+    trl = pytest.importorskip(module, reason="TRL is the reference implementation")
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(policy)
-    tokenizer.bos_token = None  # the trainers of BCO and ORPO would put it before each prompt
+    tokenizer.bos_token = None  # the trainer of ORPO would put it before each prompt
     folders = {"model": policy} if reference is None else {"model": policy, "ref_model": reference}
     trainer = getattr(trl, f"{algorithm}Trainer")(
         **{name: AutoModelForCausalLM.from_pretrained(folder, dtype="float32") for name, folder in folders.items()},

@@ -1,4 +1,4 @@
-"""numerics.md, point 4: whole optimizer steps of TRL 1.5.1's trainers of KTO and BCO, from the same checkpoints and pairs.
+"""numerics.md, point 4: optimizer steps of trainers of TRL from the same checkpoints and pairs: KTO of 1.16, BCO of 1.5.1.
 
 The reference is another model than the policy, so that loss and KL are not trivial at the first step.
 """
@@ -29,6 +29,12 @@ COMPARED = {
     "logps/chosen": "logps_chosen_mean",
     "logps/rejected": "logps_rejected_mean",
 }
+# Steps of the BCOTrainer of TRL 1.5.1, which 1.16 no longer has: COMPARED and delta.
+BCO_STEPS = (
+    (1.012299, 7.32676, -0.3456691, 0.7360054, -1.081674, -203.1088, -162.6928, 0.08700074),
+    (0.7362505, 3.89917, 0.2604614, 0.4289692, -0.1685078, -170.9726, -111.4388, 0.2074326),
+    (0.610119, 3.582202, 0.9615406, 1.151765, -0.1902249, -151.0601, -241.253, 0.4714836),
+)
 ANCHORS = {"kto": {"kl": "kl"}, "apo_zero_unpaired": {}, "bco": {"delta": "delta"}}  # of APO-zero TRL logs a kl of 0
 
 
@@ -159,21 +165,22 @@ def test_optimizer_steps(
         {"prompt": f"{number}: {row['prompt']}", "completion": f" {row['response']}", "label": number % 3 > 0}
         for number, row in enumerate(make_rows(STEPS * BATCH))
     ]
-    settings: dict[str, Any] = {}
+    theirs = [dict(zip((*COMPARED, "delta"), step, strict=True)) for step in BCO_STEPS]
     if loss != "bco":
-        settings = {"loss_type": loss, "desirable_weight": WEIGHTS[0], "undesirable_weight": WEIGHTS[1]}
-    theirs = trl_steps(
-        "trl.experimental.bco" if loss == "bco" else "trl.experimental.kto",
-        "BCO" if loss == "bco" else "KTO",
-        policy=policy,
-        reference=reference,
-        rows=rows,
-        batch=BATCH,
-        lr=LEARNING_RATE,
-        max_grad_norm=MAX_GRAD_NORM,
-        out=tmp_path / "trl",
-        **settings,
-    )
+        theirs = trl_steps(
+            "trl",
+            "KTO",
+            policy=policy,
+            reference=reference,
+            rows=rows,
+            batch=BATCH,
+            lr=LEARNING_RATE,
+            max_grad_norm=MAX_GRAD_NORM,
+            out=tmp_path / "trl",
+            loss_type=loss,
+            desirable_weight=WEIGHTS[0],
+            undesirable_weight=WEIGHTS[1],
+        )
     rows_file = write_rows(tmp_path / "rows.jsonl", rows)
     ours = ranks.run(tensor_parallel, our_steps, policy, reference, rows_file, loss, tensor_parallel)
 

@@ -1,6 +1,6 @@
 """numerics.md, point 4, for pairs: TRL's own loss functions on random log-probs.
 
-TRL 1.5.1 is called without a trainer. It has DPO, IPO and the hinge inside its DPO trainer's step, from logits on; the same
+TRL 1.16 is called without a trainer. It has DPO, IPO and the hinge inside its DPO trainer's step, from logits on; the same
 three, SimPO and label smoothing as a function of log-probs in its CPO trainer; the odds ratio in its ORPO trainer. It has no
 RPO with the rewards of the rows: see tests/unit/losses/test_preference.py.
 """
@@ -16,15 +16,13 @@ import torch
 
 from nemo_kto.losses.loss import mixture
 from nemo_kto.losses.preference import LOSSES, preference_metric_sums, preference_metrics, rank_partners
-from nemo_kto.losses.sequence import IGNORED, response_positions, sequence_sums
+from tests.helpers.trl_losses import ACCELERATOR, VOCABULARY, WIDTH, KnownLogits, answer_logps, random_tokens
 
-pytest.importorskip("trl", reason="TRL 1.5.1 is the reference implementation")
-dpo_trainer = pytest.importorskip("trl.trainer.dpo_trainer", reason="TRL 1.5.1 is the reference implementation")
-cpo_trainer = pytest.importorskip("trl.experimental.cpo.cpo_trainer", reason="TRL 1.5.1 is the reference implementation")
-orpo_trainer = pytest.importorskip("trl.experimental.orpo.orpo_trainer", reason="TRL 1.5.1 is the reference implementation")
+dpo_trainer = pytest.importorskip("trl.trainer.dpo_trainer", reason="TRL is the reference implementation")
+cpo_trainer = pytest.importorskip("trl.experimental.cpo.cpo_trainer", reason="TRL is the reference implementation")
+orpo_trainer = pytest.importorskip("trl.experimental.orpo.orpo_trainer", reason="TRL is the reference implementation")
 pytestmark = pytest.mark.parity
 
-ACCELERATOR = SimpleNamespace(device=torch.device("cpu"), gather=lambda value: value, gather_for_metrics=lambda value: value)
 TRL_NAMES = {"dpo": "sigmoid", "cpo": "sigmoid", "cpo_simpo": "simpo", "alphapo": "simpo"}
 OPTIONS = {  # of TRL's trainer, and ours
     "robust": ({"label_smoothing": 0.2}, {"label_smoothing": 0.2}),
@@ -32,7 +30,7 @@ OPTIONS = {  # of TRL's trainer, and ours
     "discopop": ({"discopop_tau": 0.5}, {"discopop_tau": 0.5}),
     "aot": ({"label_smoothing": 0.2}, {"label_smoothing": 0.2}),
 }
-PAIRS, WIDTH, VOCABULARY = 6, 12, 17
+PAIRS = 6
 
 
 def answers(*, spread: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,44 +112,11 @@ def test_the_odds_ratio(beta: float, spread: float) -> None:
     assert_same(LOSSES["orpo"].function(chosen, rejected, beta=beta), -chosen - ratio_terms, chosen, rejected)
 
 
-class KnownLogits(torch.nn.Module):
-    """A language model with constant logits."""
-
-    is_gradient_checkpointing = False
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        super().__init__()
-        self.logits = logits
-
-    def forward(self, *, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> SimpleNamespace:
-        """Logits, and from 1.16 on what its fused head computes of them for the tokens with labels."""
-        logps = self.logits[:, :-1].log_softmax(dim=-1)
-        answers = torch.ones_like(input_ids[:, 1:]) if labels is None else (labels[:, 1:] != IGNORED).long()
-        return SimpleNamespace(
-            logits=self.logits,
-            log_probs=logps.gather(2, input_ids[:, 1:, None])[..., 0] * answers,
-            log_sum_sq_probs=torch.logsumexp(2 * logps, dim=-1),
-            entropy=torch.zeros_like(logps[..., 0]),
-            mean_logits=logps.mean(dim=-1),
-            is_top1=logps[..., 0] > 0,
-        )
-
-
 def logits_and_tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(policy [2P, S, V], reference [2P, S, V], tokens [2P, S], mask [2P, S]); answers of different lengths, padded."""
     torch.manual_seed(1)
     policy, reference = (2 * torch.randn(2 * PAIRS, WIDTH, VOCABULARY) for _ in range(2))
-    starts, ends = torch.randint(1, 5, (2 * PAIRS, 1)), torch.randint(6, WIDTH + 1, (2 * PAIRS, 1))
-    places = torch.arange(WIDTH)
-    mask = ((places >= starts) & (places < ends)).long()
-    return policy.requires_grad_(), reference, torch.randint(VOCABULARY, (2 * PAIRS, WIDTH)), mask
-
-
-def answer_logps(logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, *, average: bool) -> torch.Tensor:
-    """[2P], by the parts that a training step is made of."""
-    sequence_T, position_T, target_T = response_positions(torch.where(mask.bool(), tokens, IGNORED))
-    token_logps_T = logits.log_softmax(-1)[sequence_T, position_T, target_T]
-    return sequence_sums(token_logps_T, sequence_T, len(tokens), average=average)
+    return policy.requires_grad_(), reference, *random_tokens(2 * PAIRS)
 
 
 NOT_IN_DPO_TRAINER = ("rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl", "simpo", "orpo", "cpo", "cpo_simpo", "alphapo")
@@ -209,9 +174,9 @@ def test_from_logits_to_loss_gradient_and_metrics(name: str, beta: float) -> Non
     ours = LOSSES[name].function(*compared, beta=beta, **partners, **options)
     assert_same(ours.mean(), theirs, policy)
 
-    summed = answer_logps(policy, tokens, mask, average=False)
+    summed = answer_logps(policy, tokens, mask)
     chosen_logps, rejected_logps = summed.chunk(2)
-    chosen, rejected = (summed - answer_logps(reference, tokens, mask, average=False)).chunk(2)
+    chosen, rejected = (summed - answer_logps(reference, tokens, mask)).chunk(2)
     metrics = metrics_of(ours, chosen, rejected, beta=beta, chosen_logps=chosen_logps, rejected_logps=rejected_logps)
     assert metrics["loss"] == pytest.approx(theirs.item(), rel=1e-6)
     for key, trl_key in {
@@ -238,9 +203,7 @@ def test_divergences(name: str, divergence: str) -> None:
     settings: dict[str, Any] = {"f_divergence_type": divergence, "f_alpha_divergence_coef": 0.3}
     of_trl = {"loss_types": [TRL_NAMES.get(name, name)], **trl_options, **settings}
     theirs, _ = trl_loss(policy, reference, tokens, mask, beta=0.5, **of_trl)
-    chosen, rejected = (
-        answer_logps(policy, tokens, mask, average=False) - answer_logps(reference, tokens, mask, average=False)
-    ).chunk(2)
+    chosen, rejected = (answer_logps(policy, tokens, mask) - answer_logps(reference, tokens, mask)).chunk(2)
     assert_same(LOSSES[name].function(chosen, rejected, beta=0.5, **settings, **options).mean(), theirs, policy)
 
 
@@ -250,7 +213,5 @@ def test_a_mixture() -> None:
     of_trl: dict[str, Any] = {"loss_types": ["sigmoid", "bco_pair"], "loss_weights": [0.8, 0.2]}
     theirs, _ = trl_loss(policy, reference, tokens, mask, beta=0.1, **of_trl)
     mixed = mixture({"dpo": (LOSSES["dpo"], 0.8), "bco_pair": (LOSSES["bco_pair"], 0.2)})
-    chosen, rejected = (
-        answer_logps(policy, tokens, mask, average=False) - answer_logps(reference, tokens, mask, average=False)
-    ).chunk(2)
+    chosen, rejected = (answer_logps(policy, tokens, mask) - answer_logps(reference, tokens, mask)).chunk(2)
     assert_same(mixed.function(chosen, rejected, beta=0.1).mean(), theirs, policy)

@@ -1,4 +1,4 @@
-"""numerics.md, point 4: optimizer steps of TRL 1.5.1's DPOTrainer and ORPOTrainer, from the same checkpoints and pairs.
+"""numerics.md, point 4: optimizer steps of TRL 1.16's DPOTrainer and ORPOTrainer, from the same checkpoints and pairs.
 
 Our steps are a complete run: data file, configuration, reference and optimizer as the command line builds them.
 """
