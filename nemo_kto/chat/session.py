@@ -355,16 +355,30 @@ def faster_dtype() -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-def _load(folder: Path, *, adapters: Path | None, dtype: torch.dtype) -> Any:
+def load_model(folder: Path, *, class_name: str, dtype: torch.dtype) -> Any:
+    """Load the weights of a folder with a class of transformers, without network access and without code from the folder.
+
+    Raises UserError if they cannot be loaded.
+    """
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     try:
-        model: Any = getattr(transformers, auto_class(folder)).from_pretrained(
+        return getattr(transformers, class_name).from_pretrained(
             folder, dtype=dtype, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # for invalid files transformers may raise any exception
         text = f"{folder}: the model cannot be loaded: {type(error).__name__}: {printable(str(error))}"
         raise UserError(f"{text}; download it again, or export it again with nemo-kto export") from error
+
+
+def to_device(model: Any) -> Any:
+    """Return a model for inference on this machine's GPU, or on its CPU."""
+    device.select()
+    return model.to(device.current_device()).eval()
+
+
+def _load(folder: Path, *, adapters: Path | None, dtype: torch.dtype) -> Any:
+    model = load_model(folder, class_name=auto_class(folder), dtype=dtype)
     if adapters is not None:
         try:
             from peft import PeftConfig, PeftModel
@@ -374,5 +388,4 @@ def _load(folder: Path, *, adapters: Path | None, dtype: torch.dtype) -> Any:
         config = PeftConfig.from_pretrained(str(adapters), local_files_only=True)
         config.megatron_config = None  # PEFT would import the module that megatron_core names
         model = PeftModel.from_pretrained(model, str(adapters), config=config, local_files_only=True).merge_and_unload()
-    device.select()
-    return model.to(device.current_device()).eval()
+    return to_device(model)

@@ -51,6 +51,7 @@ _PRINTING = {
     "data tokenise": "data.preview:tokenise",
     "sample": "rounds.sample",
     "label": "rounds.label",
+    "compare": "rounds.compare",
 }
 
 _USAGE = """\
@@ -71,6 +72,9 @@ nemo-kto: alignment training of large language models on human feedback, on one 
 
   nemo-kto label ANSWERS --out ROWS [--pairs] [--page | --score MODULE.FUNCTION | --judge URL --rubric FILE]
       Label answers, by hand, by a function or by a model; the labels are rows for training.
+
+  nemo-kto compare MODEL BASE PROMPTS --out FILE (--score MODULE.FUNCTION | --judge URL --rubric FILE | --reward-model MODEL)
+      Win rate of a model against another one, with its interval, and at equal lengths of their answers.
 
   nemo-kto import FILE OUT [--tokenizer FOLDER|hf:NAME]
       Write a .nemo archive, or a torch_dist checkpoint of Megatron-LM or Megatron-Bridge, in Hugging Face format.

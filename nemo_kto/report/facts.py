@@ -62,10 +62,24 @@ def short_name(value: object) -> str:
     return "" if value is None else PurePath(data_name(str(value))).name or str(value)
 
 
+def _model_name(path: str) -> str:
+    """Shorten the path of a model to its last two parts, because the last one may be that of any run, such as hf."""
+    return "/".join(PurePath(path).parts[-2:])
+
+
 def headline(run: RunRecord) -> list[Figure]:
-    """Return the figures that tell how the run ended: quality, margin, loss, KL, steps and time."""
-    sets = {title.replace("validation", "held-out"): prefix for title, prefix in run.validations.items()}
+    """Return the figures that tell how the run ended: win rates, quality, margin, loss, KL, steps and time."""
     figures = [
+        Figure(
+            label="Win rate",
+            value=percent_text(each.rate),
+            detail=f"{interval_text(each.interval)} against {_model_name(each.base)} by {each.by}, "
+            f"{percent_text(each.length_controlled)} at equal lengths",
+        )
+        for each in run.comparisons
+    ]
+    sets = {title.replace("validation", "held-out"): prefix for title, prefix in run.validations.items()}
+    figures += [
         figure
         for of_set, prefix in (sets or {"training batches": "train/"}).items()
         for metric, label in _QUALITY.items()
@@ -123,7 +137,9 @@ def final_figures(runs: Mapping[str, RunRecord]) -> list[list[str | Best]]:
                 if f"{prefix}{name}" in run.curves:
                     columns[f"{prefix}{name}"] = f"{title} {label if label == 'AUC' else label.lower()}"
     columns |= {"train/loss": "train loss"}
-    rows: list[list[str | Best]] = [["run", *columns.values(), "steps", "time", "state"]]
+    compared = dict.fromkeys((each.base, each.by) for run in runs.values() for each in run.comparisons)
+    win_rates = [f"win rate against {_model_name(base)} by {by}" for base, by in compared]
+    rows: list[list[str | Best]] = [["run", *win_rates, *columns.values(), "steps", "time", "state"]]
     last = {
         column: {name: run.curves[column].last for name, run in runs.items() if column in run.curves} for column in columns
     }
@@ -135,7 +151,11 @@ def final_figures(runs: Mapping[str, RunRecord]) -> list[list[str | Best]]:
         if is_comparable and len({*values.values()}) > 1:
             best[column] = (min if column.endswith("loss") else max)(values.values())
     for name, run in runs.items():
-        cells: list[str | Best] = []
+        found = {(each.base, each.by): each for each in run.comparisons}
+        cells: list[str | Best] = [
+            f"{percent_text(found[each].rate)} {interval_text(found[each].interval)}" if each in found else ""
+            for each in compared
+        ]
         for column, values in last.items():
             text = metric_text(column, values[name]) if name in values else ""
             cells.append(Best(text=text) if column in best and values.get(name) == best[column] else text)
@@ -350,6 +370,16 @@ def unique_names(runs: Sequence[RunRecord]) -> dict[str, RunRecord]:
 def metric_text(name: str, value: float, digits: int = 4) -> str:
     """Format the value of a metric: an AUC with three digits after the point, others by :func:`number_text`."""
     return f"{value:.3f}" if name.endswith("auc") else number_text(value, digits)
+
+
+def percent_text(share: float) -> str:
+    """Format a share: "62.5 %"."""
+    return f"{share:.1%}".replace("%", " %")
+
+
+def interval_text(interval: tuple[float, float]) -> str:
+    """Format an interval of shares, in percent: "[54.0, 70.1]"."""
+    return f"[{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
 
 
 def number_text(value: float, digits: int = 4) -> str:

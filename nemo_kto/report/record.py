@@ -9,19 +9,19 @@ import json
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import numpy as np
-from annotated_types import Gt, Len, Lt
+from annotated_types import Ge, Gt, Le, Len, Lt
 
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, Checkpoint, find_checkpoints
 from nemo_kto.config.check import POSITIONS, override_value
 from nemo_kto.config.saved_config import CONFIG_FILE, read_saved
-from nemo_kto.errors import UserError
+from nemo_kto.errors import UserError, either
 from nemo_kto.report.curves import Curve, read_curves
 from nemo_kto.telemetry.evaluations import (
     EXTREMES_FILE,
@@ -42,14 +42,17 @@ from nemo_kto.utils.text import HIDDEN, mixture_name, terminal_text
 # Files of a run folder.
 RUN_FILE = "run.json"  # state, settings and versions of the run
 DATA_FILE = "data.json"  # statistics of its data
+COMPARISONS_FILE = "comparisons.jsonl"  # results of nemo-kto compare
 REPORT_FILE = "report.html"  # written beside report.md
 RUN_LOCK = ".lock"  # held by a run while it uses its folder
+_OF_EVERY_RUN = (RUN_FILE, METRICS_FILE, CONFIG_FILE)  # at least one of them
 
 RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
 UNKNOWN = "ended"  # the run ended without a record of how
 DATE = "%Y-%m-%d"
 ANOTHER_FOLDER = "choose another folder with exp_manager.name or exp_manager.explicit_log_dir"
 _MAX_TEXT = 10_000  # characters of an error
+_Share = Annotated[float, Ge(0), Le(1)]
 
 
 class RunFile(Record):
@@ -97,6 +100,21 @@ class _DataFile(Record):
     sets: Mapping[str, _Set] = {}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ComparisonResult:
+    """Result of a comparison of the run's model with another one; a line of comparisons.jsonl."""
+
+    base: str  # the other model
+    by: str  # what decided
+    wins: Count
+    ties: Count
+    losses: Count
+    rate: _Share  # with half of the ties
+    interval: tuple[_Share, _Share]  # of 95 %
+    length_controlled: _Share  # the rate that answers of equal length would have
+    mean_lengths: tuple[Number, Number]  # characters of the answers of the model, and of the other one
+
+
 class State(NamedTuple):
     """State of a run: one of the words above, and a text with the reason, which may be empty."""
 
@@ -117,6 +135,7 @@ class RunRecord:
     rewards: Mapping[str, Mapping[int, RewardHistogram]]  # name of the validation set -> step -> histogram
     extremes: list[ExtremeRow] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    comparisons: list[ComparisonResult] = field(default_factory=list)
     warnings: list[LoggedWarning] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)  # what was left out of these, because it is not as a run writes it
 
@@ -207,19 +226,22 @@ class RunRecord:
             return []
 
 
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is that of a run."""
+    return any((folder / name).is_file() for name in _OF_EVERY_RUN)
+
+
 def read_run(folder: Path) -> RunRecord:
     """Read the folder of a run, whether it has finished, is running or was killed.
 
     Raises UserError if there is no such folder, or none of the files of a run in it.
     """
-    looked_for = (RUN_FILE, METRICS_FILE, CONFIG_FILE)
     if not folder.is_dir():
         raise UserError(f"RUN must be the folder of a run, got {folder}, which is not a folder; check the path")
-    if not any((folder / name).is_file() for name in looked_for):
+    if not is_run(folder):
         inner = sorted(child.parent.name for child in folder.glob(f"*/{METRICS_FILE}"))
         remedy = f"perhaps one of the folders in it: {', '.join(inner[:5])}" if inner else "check the path"
-        missing = ", ".join(looked_for[:-1]) + f" or {looked_for[-1]}"
-        raise UserError(f"RUN must be the folder of a run, got {folder}, which has no {missing}; {remedy}")
+        raise UserError(f"RUN must be the folder of a run, got {folder}, which has no {either(_OF_EVERY_RUN)}; {remedy}")
     damaged: list[str] = []
     run, config = read_object_as(RunFile, folder / RUN_FILE, damaged), read_saved(folder / CONFIG_FILE)
     if not config and (folder / CONFIG_FILE).exists():
@@ -234,6 +256,7 @@ def read_run(folder: Path) -> RunRecord:
         rewards=read_rewards(folder / REWARDS_FILE, damaged),
         extremes=list(read_lines_as(ExtremeRow, folder / EXTREMES_FILE, damaged)),
         samples=read_samples(folder / SAMPLES_FILE, damaged),
+        comparisons=list(read_lines_as(ComparisonResult, folder / COMPARISONS_FILE, damaged)),
         warnings=read_warnings(folder / WARNINGS_FILE, damaged),
         damaged=damaged,
     )
@@ -287,6 +310,14 @@ def end_run(folder: Path, state: str, text: str = "") -> None:
     if run := read_object_as(RunFile, folder / RUN_FILE):
         text = terminal_text(text[-_MAX_TEXT:])  # without lone surrogates, which no reader of JSON accepts
         _write(folder / RUN_FILE, {**run, "state": state, "text": text, "ended": time.time()})
+
+
+def record_comparison(folder: Path, compared: ComparisonResult) -> None:
+    """Record the result of a comparison, instead of an earlier one with the same model by the same means."""
+    file, key = folder / COMPARISONS_FILE, (compared.base, compared.by)
+    kept = [each for each in read_lines_as(ComparisonResult, file) if (each.base, each.by) != key]
+    with publish_file(file) as writing:
+        writing.write_text("".join(json.dumps(asdict(each)) + "\n" for each in [*kept, compared]), encoding="utf-8")
 
 
 def first_date(folder: Path) -> datetime:

@@ -93,7 +93,7 @@ class Labelling:
         """
         self._file, self._about = file, about
         known = {question.key: question for question in questions}
-        labelled = [known.pop(_key_of_row(row), None) for row in file.rows]
+        labelled = [known.pop(key_of_row(row), None) for row in file.rows]
         for number, (row, question) in enumerate(zip(file.rows, labelled, strict=True), start=1):
             verdicts = () if question is None else [question.row(verdict) for verdict in (True, False)]
             if not any({**row, "source": None} == {**verdict, "source": None} for verdict in verdicts):
@@ -138,7 +138,8 @@ def _key(line: object, indices: Iterable[object]) -> str:
     return f"{line}:{'-'.join(sorted(map(str, indices)))}"
 
 
-def _key_of_row(row: Row) -> str:
+def key_of_row(row: Row) -> str:
+    """Return the key of the question that a row of a file answers; empty if it has none."""
     source: Any = row.get("source")
     if not isinstance(source, dict):
         return ""

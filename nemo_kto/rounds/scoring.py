@@ -70,6 +70,21 @@ class Judge:
             said = reply.text.rpartition(_END_OF_THOUGHTS)[2].strip(" \t\r\n.*\"'`").lower()
             yield question, words.index(said) == 0 if said in words else f"the verdict is {show(reply.text)}"
 
+    def votes(self, pairs: Sequence[Question]) -> Iterator[tuple[Question, tuple[float, float] | str]]:
+        """Yield each pair of answers with the number of orders in which each of them is better, or why there is no verdict.
+
+        The model is asked about a pair in both orders, so that a preference for the first answer shown favours neither.
+        """
+        orders = [order for pair in pairs for order in (pair, Question(answers=pair.answers[::-1]))]
+        known, found = {pair.key: pair for pair in pairs}, dict[str, list[bool | str]]()
+        for order, verdict in self.verdicts(orders):
+            pair = known[order.key]
+            verdicts = found.setdefault(pair.key, [])
+            verdicts.append(verdict if isinstance(verdict, str) else verdict == (order is pair))
+            if len(verdicts) == 2:
+                fault = next((each for each in verdicts if isinstance(each, str)), None)
+                yield pair, fault or (verdicts.count(True), verdicts.count(False))
+
     def _ask(self, question: Question) -> Reply:
         names = ("",) if len(question.answers) == 1 else (" A", " B")
         turns = [f"<{each['role']}>\n{each.get('content')}\n</{each['role']}>" for each in messages_of(question.prompt)]

@@ -75,7 +75,7 @@ def _interval(decisions: Sequence[Decision]) -> tuple[float, float]:
     for decision in decisions:
         by_prompt.setdefault(decision.prompt, []).append(decision.outcome)
     size = len(decisions) / len(by_prompt)
-    sums = [(len(each), math.fsum(each)) for each in by_prompt.values()]
+    sums = [(float(len(each)), math.fsum(each)) for each in by_prompt.values()]
     sums += _PSEUDO_PROMPTS * [(size, size), (size, 0.0)]
     total = math.fsum(count for count, _ in sums)
     centre = math.fsum(outcome for _, outcome in sums) / total

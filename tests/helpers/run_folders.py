@@ -1,4 +1,4 @@
-"""Run folders as a run leaves them, with made-up metrics, settings, data, rewards, samples and warnings."""
+"""Run folders as a run leaves them, with made-up metrics, settings, data, rewards, samples, comparisons and warnings."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def data_of(
 
 
 def write_extras(folder: Path) -> Path:
-    """Add rewards, samples and warnings to a run folder."""
+    """Add rewards, samples, comparisons and warnings to a run folder."""
     rewards = [
         {"step": 0, "set": "", "width": 0.125, "first": -1, "desirable": [40, 60], "undesirable": [50, 50]},
         {
@@ -159,7 +159,22 @@ def write_extras(folder: Path) -> Path:
         for best, reward in ((False, 1.234), (True, -2.0))
     ]
     warnings = [{"step": 0, "time": 1e9, "level": "warning", "text": "<script>alert(1)</script> in the rows"}]
+    comparisons: list[dict[str, object]] = [
+        {
+            "base": f"models/{base}",
+            "by": "judge <b>large</b>",
+            "wins": 120,
+            "ties": 10,
+            "losses": 70,
+            "rate": rate,
+            "interval": [rate - 0.07, rate + 0.065],
+            "length_controlled": 0.58,
+            "mean_lengths": [310.5, 280.0],
+        }
+        for base, rate in (("start", 0.625), ("last", 0.51))
+    ]
     files: dict[str, list[dict[str, Any]]] = {
+        "comparisons": comparisons,
         "rewards": rewards,
         "extremes": extremes,
         "samples": samples,

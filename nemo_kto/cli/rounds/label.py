@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_kto.cli import integer_from, number
-from nemo_kto.cli.rounds import CONCURRENCY
+from nemo_kto.cli.rounds import (
+    add_deciders,
+    decider_name,
+    judge_mistakes,
+    make_judge,
+    read_rubric,
+    report_undecided,
+    rubric_hash,
+)
 from nemo_kto.errors import UserError, plural
 from nemo_kto.rounds.answers import read_answers
 from nemo_kto.rounds.labelling import PERSON, Labelling, best_and_worst, pair_questions, single_questions
 from nemo_kto.rounds.rows import open_rows
-from nemo_kto.rounds.scoring import Judge, Scorer, Scores
+from nemo_kto.rounds.scoring import Scorer, Scores
 from nemo_kto.rounds.terminal import label_in_terminal, require_terminal
 from nemo_kto.telemetry.progress import progress_bar
-from nemo_kto.utils.text import print_error, terminal_line
+from nemo_kto.utils.text import terminal_line
 
 _DESCRIPTION = """\
 Label answers that nemo-kto sample has written: by keys in this terminal, on a local page (--page), by a function (--score),
@@ -36,12 +43,12 @@ def main(argv: Sequence[str]) -> None:
         questions = best_and_worst(answers, scores)
     else:
         questions = pair_questions(answers) if flags.pairs else single_questions(answers)
-    rubric = None if flags.rubric is None else _read_rubric(flags.rubric)
+    rubric = read_rubric(flags.rubric)
     given = {
-        "labeller": _labeller(flags),
+        "labeller": decider_name(flags) or PERSON,
         "round": flags.round,
         "threshold": flags.threshold,
-        "rubric": None if rubric is None else f"{zlib.crc32(rubric.encode()):08x}",
+        "rubric": rubric_hash(rubric),
     }
     about = {name: value for name, value in given.items() if value is not None}
     with open_rows(Path(flags.out), option="--out") as file:
@@ -61,13 +68,6 @@ def main(argv: Sequence[str]) -> None:
         print(terminal_line(f"{flags.out}: {plural(len(file.rows), 'row')}{kinds}{rest}"))
 
 
-def _read_rubric(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"--rubric must be a file of text in UTF-8, got {path}: {error}; correct the path") from error
-
-
 def _label_by_scores(labelling: Labelling, scores: Scores, threshold: float | None, *, pairs: bool) -> None:
     numbers = [score for score in scores.values() if not isinstance(score, bool)]
     if numbers and threshold is None and not pairs:
@@ -80,21 +80,15 @@ def _label_by_scores(labelling: Labelling, scores: Scores, threshold: float | No
 
 
 def _label_by_judge(labelling: Labelling, flags: argparse.Namespace, rubric: str) -> None:
-    from nemo_kto.rounds.endpoint import Endpoint
-
-    endpoint = Endpoint(url=flags.judge, option="--judge", model=flags.model, concurrency=flags.concurrency)
     undecided = dict[str, str]()
     left = labelling.left
-    verdicts = Judge(endpoint=endpoint, rubric=rubric).verdicts(left)
+    verdicts = make_judge(flags, rubric).verdicts(left)
     for question, verdict in progress_bar(verdicts, total=len(left), title="judging", shown=True):
         if isinstance(verdict, bool):
             labelling.record(question, verdict)
         else:
-            undecided[question.key] = f"{question.answers[0].place}: {verdict}"
-    if undecided:
-        first = next(undecided[question.key] for question in left if question.key in undecided)
-        count = f"{plural(len(undecided), 'question')} without a verdict, the first at"
-        print_error(f"nemo-kto label: {count} {first}; they are left out")
+            undecided[question.key] = verdict
+    report_undecided("label", left, undecided)
 
 
 def _label_on_page(labelling: Labelling) -> None:
@@ -106,23 +100,15 @@ def _label_on_page(labelling: Labelling) -> None:
             server.serve_forever()
 
 
-def _labeller(flags: argparse.Namespace) -> str:
-    given = next((name for name in ("score", "judge") if getattr(flags, name) is not None), None)
-    return PERSON if given is None else f"{given} {flags.model or getattr(flags, given)}"
-
-
 def _check(flags: argparse.Namespace) -> None:
     """Raise UserError with all options that do not fit each other."""
-    names = ("page", "score", "judge", "threshold", "rubric", "model")
-    given, mistakes = [name for name in names if getattr(flags, name) not in (None, False)], []
-    if len(ways := [f"--{name}" for name in given if name in ("page", "score", "judge")]) > 1:
+    ways = [f"--{name}" for name in ("page", "score", "judge") if getattr(flags, name) not in (None, False)]
+    mistakes = [*judge_mistakes(flags)]
+    if len(ways) > 1:
         mistakes.append(f"at most one of --page, --score and --judge must be given, got {' and '.join(ways)}; choose one")
-    for name, only in (("threshold", "score"), ("rubric", "judge"), ("model", "judge")):
-        if name in given and only not in given:
-            mistakes.append(f"--{name} must be used with --{only}, got {getattr(flags, name)} without it; leave it out")
-    if "judge" in given and "rubric" not in given:
-        mistakes.append("--rubric must be given with --judge, got none; write a file that says what a good answer is")
-    if "threshold" in given and flags.pairs:
+    if flags.threshold is not None and flags.score is None:
+        mistakes.append(f"--threshold must be used with --score, got {flags.threshold:g} without it; leave it out")
+    if flags.threshold is not None and flags.pairs:
         text = "--threshold must be used without --pairs, which are the best and the worst answer"
         mistakes.append(f"{text}, got {flags.threshold:g}; leave it out")
     if mistakes:
@@ -138,14 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     pairs = "which of two answers is better, shown in random order; with --score, the best against the worst"
     parser.add_argument("--pairs", action="store_true", help=pairs)
     parser.add_argument("--page", action="store_true", help="label on a page of this machine, whose address is printed")
-    score = "a function of the prompt (a text or messages) and the answer, which returns a number or a bool"
-    parser.add_argument("--score", metavar="MODULE.FUNCTION", help=score)
+    add_deciders(parser)
     threshold = number("that is finite", lambda value: True)
     parser.add_argument("--threshold", type=threshold, metavar="X", help="an answer with a score of at least X is good")
-    parser.add_argument("--judge", metavar="URL", help="a server with OpenAI's interface, whose model judges")
-    parser.add_argument("--rubric", metavar="FILE", help="what the model must look for, as text")
-    parser.add_argument("--model", metavar="NAME", help="name of the model for the server; not needed if it has only one")
-    concurrency = f"requests to the server at the same time ({CONCURRENCY})"
-    parser.add_argument("--concurrency", type=integer_from(1), default=CONCURRENCY, metavar="N", help=concurrency)
     parser.add_argument("--round", type=integer_from(0), metavar="N", help="a number that is written into each row")
     return parser

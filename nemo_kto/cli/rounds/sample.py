@@ -41,17 +41,24 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"one of RUN|MODEL and --endpoint must be given, got {got}; --model names a model of the server")
     if flags.model is not None and flags.endpoint is None:
         raise UserError(f"--model must be used with --endpoint, got {flags.model} without it; leave it out")
-    refuse_broken("--system", flags.system or "")
-    if flags.temperature == 0 and flags.count > 1:
-        raise UserError(f"-n must be 1 with --temperature 0, whose answers are equal, got {flags.count}; change one")
+    check_drawing(flags)
     set_up_logging(rank=0)
-    settings = {name: getattr(flags, name) for name in ("count", "max_new_tokens", "temperature", "top_p", "seed", "system")}
-    model, prompts, out, endpoint = flags.folder, Path(flags.prompts), Path(flags.out), None
+    endpoint = None
     if flags.endpoint is not None:
         from nemo_kto.rounds.endpoint import Endpoint
 
         endpoint = Endpoint(url=flags.endpoint, option="--endpoint", model=flags.model, concurrency=flags.concurrency)
-        model = endpoint.model
+    model = flags.folder if endpoint is None else endpoint.model
+    write_answers(Path(flags.out), model, Path(flags.prompts), drawing_settings(flags), endpoint=endpoint)
+
+
+def write_answers(
+    out: Path, model: str, prompts: Path, settings: Mapping[str, Any], *, endpoint: Endpoint | None = None
+) -> None:
+    """Write the missing answers of a model to a file; those of an endpoint if there is one.
+
+    Raises UserError for a file of another command and, after all other answers, for prompts that have none.
+    """
     with open_rows(out, option="--out") as file:
         tasks, refused = find_tasks(file, prompts=prompts, model=model, settings=settings), RowErrors()
         missing, total = sum(len(task.missing) for task in tasks), len(tasks)
@@ -69,7 +76,8 @@ def main(argv: Sequence[str]) -> None:
         refused.raise_if_any()
         cut = sum(row.get("finish") == "length" for row in file.rows)
     added = "" if missing == len(file.rows) else f" ({missing:,} new)"
-    print(terminal_line(f"{out}: {plural(len(file.rows), 'answer')}{added}, {cut:,} cut at {flags.max_new_tokens:,} tokens"))
+    limit = settings["max_new_tokens"]
+    print(terminal_line(f"{out}: {plural(len(file.rows), 'answer')}{added}, {cut:,} cut at {limit:,} tokens"))
 
 
 def _on_this_machine(folder: Path, label: str, tasks: Sequence[Task], settings: Mapping[str, Any]) -> Iterator[Drawn]:
@@ -120,15 +128,32 @@ def _parser() -> argparse.ArgumentParser:
     prompts = 'a text (.txt) with a prompt in each line, or a data file with "prompt" or "messages"'
     parser.add_argument("prompts", metavar="PROMPTS", help=prompts)
     parser.add_argument("--out", required=True, metavar="FILE", help="file of the answers, as JSON lines")
-    count = f"answers to each prompt ({_COUNT})"
-    parser.add_argument("-n", dest="count", type=integer_from(1), default=_COUNT, metavar="N", help=count)
-    parser.add_argument("--system", metavar="TEXT", help="a system message before each prompt")
-    temperature = f"0 takes the most probable token ({_TEMPERATURE:g})"
-    length, seed = f"maximum length of an answer ({_LENGTH})", f"answers with another seed differ ({_SEED})"
-    add_sampling(parser, length=length, temperature=temperature, seed=seed)
-    parser.set_defaults(max_new_tokens=_LENGTH, temperature=_TEMPERATURE, seed=_SEED)
+    add_drawing(parser, count=_COUNT)
     parser.add_argument("--endpoint", metavar="URL", help="ask this server, such as http://localhost:8000")
     parser.add_argument("--model", metavar="NAME", help="name of the model for the server; not needed if it has only one")
     concurrency = f"requests to the server at the same time ({CONCURRENCY})"
     parser.add_argument("--concurrency", type=integer_from(1), default=CONCURRENCY, metavar="N", help=concurrency)
     return parser
+
+
+def add_drawing(parser: argparse.ArgumentParser, *, count: int) -> None:
+    """Add the options with which answers are drawn; ``count``: the default of their number."""
+    answers = f"answers to each prompt ({count})"
+    parser.add_argument("-n", dest="count", type=integer_from(1), default=count, metavar="N", help=answers)
+    parser.add_argument("--system", metavar="TEXT", help="a system message before each prompt")
+    temperature = f"0 takes the most probable token ({_TEMPERATURE:g})"
+    length, seed = f"maximum length of an answer ({_LENGTH})", f"answers with another seed differ ({_SEED})"
+    add_sampling(parser, length=length, temperature=temperature, seed=seed)
+    parser.set_defaults(max_new_tokens=_LENGTH, temperature=_TEMPERATURE, seed=_SEED)
+
+
+def drawing_settings(flags: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of these options, which each answer of a file records."""
+    return {name: getattr(flags, name) for name in ("count", "max_new_tokens", "temperature", "top_p", "seed", "system")}
+
+
+def check_drawing(flags: argparse.Namespace) -> None:
+    """Raise UserError if these options contradict each other."""
+    refuse_broken("--system", flags.system or "")
+    if flags.temperature == 0 and flags.count > 1:
+        raise UserError(f"-n must be 1 with --temperature 0, whose answers are equal, got {flags.count}; change one")

@@ -59,6 +59,7 @@ def test_a_page_shows_everything_and_loads_nothing(complete: Path, tmp_path: Pat
     assert html.count("<h3>step 200</h3>") == html.count("<h3>step 200 (cut after 4 tokens)</h3>") == 1
     for fact in (
         "# complete",
+        "| Win rate | 62.5 % | \\[55.5, 69.0\\] against models/start by judge \\<b\\>large\\</b\\>, 58.0 % at",
         "| AUC |",
         "| 0.880 | held-out, 200 rows, from 0.500 at step 0 |",
         "Many rows are truncated",

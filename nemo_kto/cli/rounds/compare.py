@@ -1,0 +1,190 @@
+"""Command `nemo-kto compare`: the win rate of a model against another one."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_kto.cli import aligned
+from nemo_kto.cli.chat import check_sampling, find_model
+from nemo_kto.cli.rounds import (
+    add_deciders,
+    decider_name,
+    judge_mistakes,
+    make_judge,
+    read_rubric,
+    report_undecided,
+    rubric_hash,
+)
+from nemo_kto.cli.rounds.sample import add_drawing, check_drawing, drawing_settings, write_answers
+from nemo_kto.errors import UserError, error_of, plural
+from nemo_kto.report.facts import interval_text, percent_text
+from nemo_kto.report.record import ComparisonResult, is_run, record_comparison
+from nemo_kto.rounds.answers import Sampled, messages_of, read_answers
+from nemo_kto.rounds.comparing import Comparison, pair_answers
+from nemo_kto.rounds.labelling import Question
+from nemo_kto.rounds.rows import open_rows
+from nemo_kto.rounds.scoring import Scorer
+from nemo_kto.rounds.win_rate import WinRate, win_rate
+from nemo_kto.telemetry.console import set_up_logging, take_over
+from nemo_kto.telemetry.progress import progress_bar
+from nemo_kto.utils.text import terminal_line
+
+if TYPE_CHECKING:
+    from nemo_kto.chat.reward import RewardModel
+
+_BATCH = 8  # pairs that a reward model scores at once
+_DESCRIPTION = """\
+Compare the answers of two models to the same prompts: the share of prompts for which a function (--score), a model that
+judges (--judge, asked in both orders) or a reward model (--reward-model) finds the answer of MODEL better than that of BASE;
+its 95 % interval; and the share that answers of equal length would have. MODEL and BASE are models, whose answers are drawn
+as by nemo-kto sample, or its files of answers. The same command continues after it was killed. If MODEL is a run folder, its
+report shows the result.
+"""
+_DESCRIBED = "a run or a model, as in nemo-kto chat, or a file of nemo-kto sample"
+Decided = Iterator[tuple[Question, tuple[float, float] | str]]  # scores of both answers, or why there are none
+Decider = Callable[[Sequence[Question]], Decided]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command; raise UserError for mistakes."""
+    parser = _parser()
+    flags = parser.parse_intermixed_args(list(argv))
+    if mistakes := [*_mistakes(flags, parser)]:
+        raise UserError("\n  ".join(mistakes))
+    set_up_logging(rank=0)
+    check_sampling(flags)
+    models = {name: given for name, given in (("MODEL", flags.folder), ("BASE", flags.base)) if not _is_file(given)}
+    deciders = list[Decider]()
+    checks: list[Callable[[], object]] = [lambda: deciders.append(_decider(flags))]
+    checks += [partial(find_model, *each) for each in models.items()]
+    if errors := [*filter(None, map(error_of, checks))]:
+        raise UserError("\n  ".join(errors))
+    model, base = _answers("MODEL", flags.folder, flags), _answers("BASE", flags.base, flags)
+    (decide,) = deciders
+    rubric = rubric_hash(read_rubric(flags.rubric))
+    by = str(decider_name(flags))
+    about = {"by": by, **({} if rubric is None else {"rubric": rubric})}
+    undecided = dict[str, str]()
+    with open_rows(Path(flags.out), option="--out") as file:
+        comparison = Comparison(pairs=pair_answers(model, base), file=file, about=about)
+        decided = decide(comparison.left)
+        for pair, scores in progress_bar(decided, total=len(comparison.left), title="comparing", shown=True):
+            if isinstance(scores, str):
+                undecided[pair.key] = scores
+            else:
+                comparison.record(pair, scores)
+        decisions = comparison.decisions()
+    report_undecided("compare", comparison.left, undecided)
+    if not decisions:
+        raise UserError(f"there must be a verdict on at least one pair, got none of {plural(len(undecided), 'pair')}")
+    result = win_rate(decisions)
+    names = str(model[0].source["model"]), str(base[0].source["model"])
+    _print(result, names, by)
+    if is_run(Path(flags.folder)):
+        compared = ComparisonResult(base=names[1], by=by, **asdict(result))
+        record_comparison(Path(flags.folder), compared)
+
+
+def _is_file(given: str) -> bool:
+    return Path(given).expanduser().is_file()
+
+
+def _mistakes(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield the mistakes in options that do not fit each other."""
+    ways = [f"--{name.replace('_', '-')}" for name in ("score", "judge", "reward_model") if getattr(flags, name) is not None]
+    if len(ways) != 1:
+        got = " and ".join(ways) or "none"
+        yield f"one of --score, --judge and --reward-model must be given, got {got}; choose one"
+    yield from judge_mistakes(flags)
+    if not (_is_file(flags.folder) and _is_file(flags.base)):
+        if flags.prompts is None:
+            yield "PROMPTS must be given unless MODEL and BASE are both files of answers, got none; name a file of prompts"
+        if error := error_of(lambda: check_drawing(flags)):
+            yield error
+        return
+    for name, value in {"prompts": flags.prompts, **drawing_settings(flags)}.items():
+        if value != parser.get_default(name):
+            option = {"prompts": "PROMPTS", "count": "-n"}.get(name, f"--{name.replace('_', '-')}")
+            yield f"{option} must be left out if MODEL and BASE are both files of answers, got {value}"
+
+
+def _decider(flags: argparse.Namespace) -> Decider:
+    """Return the function that decides; UserError if its function, server or model cannot be used."""
+    if flags.score is not None:
+        return partial(_by_scores, Scorer(path=flags.score))
+    if flags.judge is not None:
+        return make_judge(flags, read_rubric(flags.rubric) or "").votes
+    folder = find_model("--reward-model", flags.reward_model)
+    gc.enable()  # `nemo-kto` disables it for commands that end soon
+    from nemo_kto.chat.reward import RewardModel
+
+    take_over()
+    try:
+        return partial(_by_reward_model, RewardModel(folder=folder))
+    except UserError as error:
+        raise UserError(f"--reward-model {error}") from None
+
+
+def _answers(name: str, given: str, flags: argparse.Namespace) -> list[Sampled]:
+    """Return the answers of a file, or those of a model, which are drawn into a file beside --out."""
+    file, out = Path(given).expanduser(), Path(flags.out)
+    if not file.is_file():
+        file = out.with_name(f"{out.stem}-{name.lower()}.jsonl")
+        write_answers(file, given, Path(flags.prompts), drawing_settings(flags))
+    return read_answers(file)
+
+
+def _by_scores(scorer: Scorer, pairs: Sequence[Question]) -> Decided:
+    own, other = (scorer.scores([pair.answers[side] for pair in pairs]) for side in (0, 1))
+    for pair in pairs:
+        yield pair, (own[pair.answers[0].key], other[pair.answers[1].key])
+
+
+def _by_reward_model(model: RewardModel, pairs: Sequence[Question]) -> Decided:
+    encoded = list[tuple[Question, list[list[int]]]]()
+    for pair in pairs:
+        try:
+            encoded.append((pair, [model.encode(messages_of(each.prompt), each.text) for each in pair.answers]))
+        except UserError as error:
+            yield pair, str(error)
+    encoded.sort(key=lambda each: -max(map(len, each[1])))  # little padding, and the batch that needs most memory first
+    for start in range(0, len(encoded), _BATCH):
+        batch = encoded[start : start + _BATCH]
+        scores = model.scores([ids for _, both in batch for ids in both])
+        for (pair, _), own, other in zip(batch, scores[::2], scores[1::2], strict=True):
+            finite = math.isfinite(own) and math.isfinite(other)
+            yield pair, (own, other) if finite else f"the scores of the reward model are {own} and {other}"
+
+
+def _print(result: WinRate, names: Sequence[str], by: str) -> None:
+    counts = (
+        f"{plural(result.wins, 'win')}, {plural(result.ties, 'tie')}, {result.losses:,} loss{'es' * (result.losses != 1)}"
+    )
+    own, other = result.mean_lengths
+    rows = [
+        ["win rate", f"{percent_text(result.rate)} {interval_text(result.interval)} (95 % interval): {counts}"],
+        ["at equal lengths", percent_text(result.length_controlled)],
+        ["mean length", f"{own:,.0f} characters, {other:,.0f} of BASE"],
+    ]
+    print(terminal_line(f"{names[0]} against {names[1]}, by {by}"), *aligned(rows, indent="  "), sep="\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nemo-kto compare", description=_DESCRIPTION)
+    parser.add_argument("folder", metavar="MODEL", help=_DESCRIBED)
+    parser.add_argument("base", metavar="BASE", help=f"the other one: {_DESCRIBED}")
+    prompts = "a file of prompts, as in nemo-kto sample; left out if MODEL and BASE are both files of answers"
+    parser.add_argument("prompts", nargs="?", metavar="PROMPTS", help=prompts)
+    parser.add_argument("--out", required=True, metavar="FILE", help="file of the decisions, as JSON lines")
+    add_deciders(parser)
+    reward = "a reward model in Hugging Face format (sequence classification with one output) with a chat template"
+    parser.add_argument("--reward-model", metavar="MODEL", help=reward)
+    add_drawing(parser, count=1)
+    return parser
