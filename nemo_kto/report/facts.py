@@ -73,8 +73,7 @@ def headline(run: RunRecord) -> list[Figure]:
         Figure(
             label="Win rate",
             value=percent_text(each.rate),
-            detail=f"{interval_text(each.interval)} against {_model_name(each.base)} by {each.by}, "
-            f"{percent_text(each.length_controlled)} at equal lengths",
+            detail=f"{interval_text(each.interval)} against {_model_name(each.base)} by {each.by}",
         )
         for each in run.comparisons
     ]
@@ -138,7 +137,8 @@ def final_figures(runs: Mapping[str, RunRecord]) -> list[list[str | Best]]:
                     columns[f"{prefix}{name}"] = f"{title} {label if label == 'AUC' else label.lower()}"
     columns |= {"train/loss": "train loss"}
     compared = dict.fromkeys((each.base, each.by) for run in runs.values() for each in run.comparisons)
-    win_rates = [f"win rate against {_model_name(base)} by {by}" for base, by in compared]
+    several = len({by for _, by in compared}) > 1
+    win_rates = [f"win rate against {_model_name(base)}" + (f" by {by}" if several else "") for base, by in compared]
     rows: list[list[str | Best]] = [["run", *win_rates, *columns.values(), "steps", "time", "state"]]
     last = {
         column: {name: run.curves[column].last for name, run in runs.items() if column in run.curves} for column in columns
@@ -252,6 +252,23 @@ def data_table(run: RunRecord) -> list[list[str]]:
     labels = ["desirable", "undesirable"] if has_labels else []
     unit = str(run.data.get("unit", "rows"))
     return [["set", unit, *labels, "tokens", "longest", "prompts / answers truncated"], *rows]
+
+
+def comparison_table(run: RunRecord) -> list[list[str]]:
+    """Return the results of `nemo-kto compare`, in a table with a header; empty if there are none."""
+    rows = [
+        [
+            each.base,
+            each.by,
+            f"{percent_text(each.rate)} {interval_text(each.interval)}",
+            percent_text(each.length_controlled),
+            f"{each.wins:,} / {each.ties:,} / {each.losses:,}",
+            " / ".join(f"{length:,.0f}" for length in each.mean_lengths),
+        ]
+        for each in run.comparisons
+    ]
+    header = ["against", "by", "win rate", "at equal lengths", "wins / ties / losses", "characters, model / base"]
+    return [header, *rows] if rows else []
 
 
 def checkpoint_table(run: RunRecord) -> list[list[str]]:

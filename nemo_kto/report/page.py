@@ -134,10 +134,14 @@ def _parts(run: RunRecord) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         {"title": f"The {len(own)} keys that were set", "folded": True, "lines": own},
         {"title": f"The other {len(others)} keys" if own else f"All {len(others)} keys", "folded": True, "lines": others},
     ]
+    win_rates, checkpoints = (
+        [{"title": "", "folded": False, "lines": None, "rows": table}] if table else []
+        for table in (facts.comparison_table(run), facts.checkpoint_table(run))
+    )
+    yield "Win rates", win_rates
     yield "Settings", [section for section in settings if section["lines"]]
     yield "Run", [{"title": "", "folded": False, "lines": summary}] if (summary := run.run.get("summary")) else []
-    table = facts.checkpoint_table(run)
-    yield "Checkpoints", [{"title": "", "folded": False, "lines": None, "rows": table}] if table else []
+    yield "Checkpoints", checkpoints
     if origin := facts.provenance(run):
         yield "Versions and hashes", [{"title": "Packages, and content hashes", "folded": True, "lines": origin}]
 

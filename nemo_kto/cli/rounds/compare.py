@@ -59,7 +59,6 @@ def main(argv: Sequence[str]) -> None:
     if mistakes := [*_mistakes(flags, parser)]:
         raise UserError("\n  ".join(mistakes))
     set_up_logging(rank=0)
-    check_sampling(flags)
     models = {name: given for name, given in (("MODEL", flags.folder), ("BASE", flags.base)) if not _is_file(given)}
     deciders = list[Decider]()
     checks: list[Callable[[], object]] = [lambda: deciders.append(_decider(flags))]
@@ -103,6 +102,8 @@ def _mistakes(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> Ite
         got = " and ".join(ways) or "none"
         yield f"one of --score, --judge and --reward-model must be given, got {got}; choose one"
     yield from judge_mistakes(flags)
+    if error := error_of(lambda: check_sampling(flags)):
+        yield error
     if not (_is_file(flags.folder) and _is_file(flags.base)):
         if flags.prompts is None:
             yield "PROMPTS must be given unless MODEL and BASE are both files of answers, got none; name a file of prompts"

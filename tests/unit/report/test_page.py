@@ -45,7 +45,7 @@ def test_a_page_shows_everything_and_loads_nothing(complete: Path, tmp_path: Pat
     titles = re.findall(r"<h3>([^<]+)</h3>", html)
     expected = ["Loss", "Rewards in training", "Rewards in validation", "Margin", "AUC", "KL estimate, unclamped"]
     assert titles[: len(expected)] == expected
-    for title in ("Advice", "Curves", "Held-out rows", "Answers", "Data", "Warnings", "Settings"):
+    for title in ("Advice", "Curves", "Held-out rows", "Answers", "Data", "Warnings", "Win rates", "Settings"):
         assert f"{title}</h2>" in html, title
     assert "Rewards of validation, before and after</h2>" in html
     assert html.index("<h3>KL estimate") < html.index("<summary>Technical: Log-probs") < html.index("<h3>Gradient norm")
@@ -59,7 +59,8 @@ def test_a_page_shows_everything_and_loads_nothing(complete: Path, tmp_path: Pat
     assert html.count("<h3>step 200</h3>") == html.count("<h3>step 200 (cut after 4 tokens)</h3>") == 1
     for fact in (
         "# complete",
-        "| Win rate | 62.5 % | \\[55.5, 69.0\\] against models/start by judge \\<b\\>large\\</b\\>, 58.0 % at",
+        "| Win rate | 62.5 % | \\[55.5, 69.0\\] against models/start by judge \\<b\\>large\\</b\\> |",
+        "| models/last | judge \\<b\\>large\\</b\\> | 51.0 % \\[44.0, 57.5\\] | 58.0 % | 120 / 10 / 70 | 310 / 280 |",
         "| AUC |",
         "| 0.880 | held-out, 200 rows, from 0.500 at step 0 |",
         "Many rows are truncated",

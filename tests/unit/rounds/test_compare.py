@@ -16,7 +16,8 @@ from nemo_kto.artifacts.safetensors_files import INDEX, WRITTEN_BY
 from nemo_kto.chat.reward import RewardModel
 from nemo_kto.cli.rounds import compare, sample
 from nemo_kto.errors import UserError
-from nemo_kto.report.page import content_of, markdown
+from nemo_kto.report.facts import interval_text, percent_text
+from nemo_kto.report.page import content_of
 from nemo_kto.report.record import read_run
 from tests.helpers.messages import Message, raises
 from tests.helpers.openai_server import OpenAIServer, serving
@@ -213,16 +214,16 @@ def test_models_are_sampled_and_the_report_of_a_run_shows_the_result(
         assert Path(f"{name}.jsonl").read_bytes() == Path(f"out-{name}.jsonl").read_bytes()
     verdicts = [row["verdict"] for row in read(tmp_path / "out.jsonl")]
     assert len(verdicts) == 4
-    rate = f"{(verdicts.count('win') + verdicts.count('tie') / 2) / 4:.1%}".replace("%", " %")
     (found,) = read_run(runs[1]).comparisons
+    assert (found.base, found.by) == (str(small_model), os.path.expandvars("score $SCORES.length"))
     assert (found.wins, found.ties, found.losses) == tuple(map(verdicts.count, ("win", "tie", "loss")))
-    low, high = (f"{100 * share:.1f}" for share in found.interval)
-    against = f"against {small_model.parent.name}/{small_model.name} by score "
-    figure = f"| Win rate | {rate} | \\[{low}, {high}\\] {against}".replace("_", r"\_")
-    assert figure in markdown(content_of([read_run(runs[1])])).replace(r"\/", "/")
+    rate, interval = percent_text(found.rate), interval_text(found.interval)
+    figure = content_of([read_run(runs[1])])["figures"][0]
+    assert (figure.label, figure.value) == ("Win rate", rate)
+    assert figure.detail == f"{interval} against {small_model.parent.name}/small by {found.by}"
     header, first, second = content_of([*map(read_run, runs)])["final_figures"]
-    assert header[1].startswith(f"win rate {against}")
-    assert (first[1], second[1]) == ("", f"{rate} [{low}, {high}]")
+    assert header[1] == f"win rate against {small_model.parent.name}/small"
+    assert (first[1], second[1]) == ("", f"{rate} {interval}")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,10 @@ def test_models_are_sampled_and_the_report_of_a_run_shows_the_result(
             Message("PROMPTS must be left out", "p.txt", "-n must be left out", "2", "--max-new-tokens", "7"),
         ),
         ("gone lost p.txt --score os.name", Message("--score", "os.name", "MODEL must be", "gone", "BASE must be", "lost")),
-        ("own.jsonl gone p.txt --score a.b --temperature 0 -n 2", Message("-n", "--temperature 0")),
+        (
+            "own.jsonl gone p.txt --score a.b --temperature 0 -n 2 --top-p 0.5",
+            Message("-n must be 1", "with --temperature 0", "--top-p", "got --temperature 0"),
+        ),
         ("own.jsonl few.jsonl --score $SCORES.length", Message("own.jsonl:4", "BASE has no answer", "line 2 and index 1")),
         ("few.jsonl own.jsonl --score $SCORES.length", Message("own.jsonl:4", "MODEL has no answer", "same options")),
         ("own.jsonl asked.jsonl --score $SCORES.length", Message("4 answers", "asked.jsonl:1", "own.jsonl:4")),
