@@ -45,17 +45,17 @@ def judge_mistakes(flags: argparse.Namespace) -> Iterator[str]:
         yield "--rubric must be given with --judge, got none; write a file that says what a good answer is"
 
 
-def read_rubric(path: str | None) -> str | None:
-    """Return the text of the rubric, None without one; UserError if it cannot be read."""
+def read_rubric(path: str) -> str:
+    """Return the text of a rubric; UserError if it cannot be read."""
     try:
-        return None if path is None else Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(f"--rubric must be a file of text in UTF-8, got {path}: {error}; correct the path") from error
 
 
-def rubric_hash(rubric: str | None) -> str | None:
-    """Return the hash of a rubric for the rows of a file; None without one."""
-    return None if rubric is None else f"{zlib.crc32(rubric.encode()):08x}"
+def rubric_hash(rubric: str) -> str:
+    """Return the hash of a rubric, for the rows of a file."""
+    return f"{zlib.crc32(rubric.encode()):08x}"
 
 
 def make_judge(flags: argparse.Namespace, rubric: str) -> Judge:

@@ -66,14 +66,12 @@ def main(argv: Sequence[str]) -> None:
     if errors := [*filter(None, map(error_of, checks))]:
         raise UserError("\n  ".join(errors))
     model, base = _answers("MODEL", flags.folder, flags), _answers("BASE", flags.base, flags)
-    (decide,) = deciders
-    rubric = rubric_hash(read_rubric(flags.rubric))
-    by = str(decider_name(flags))
-    about = {"by": by, **({} if rubric is None else {"rubric": rubric})}
-    undecided = dict[str, str]()
+    about, undecided = {"by": str(decider_name(flags))}, dict[str, str]()
+    if flags.rubric is not None:
+        about["rubric"] = rubric_hash(read_rubric(flags.rubric))
     with open_rows(Path(flags.out), option="--out") as file:
         comparison = Comparison(pairs=pair_answers(model, base), file=file, about=about)
-        decided = decide(comparison.left)
+        decided = deciders[0](comparison.left)
         for pair, scores in progress_bar(decided, total=len(comparison.left), title="comparing", shown=True):
             if isinstance(scores, str):
                 undecided[pair.key] = scores
@@ -84,11 +82,14 @@ def main(argv: Sequence[str]) -> None:
     if not decisions:
         raise UserError(f"there must be a verdict on at least one pair, got none of {plural(len(undecided), 'pair')}")
     result = win_rate(decisions)
-    names = str(model[0].source["model"]), str(base[0].source["model"])
-    _print(result, names, by)
-    if is_run(Path(flags.folder)):
-        compared = ComparisonResult(base=names[1], by=by, **asdict(result))
-        record_comparison(Path(flags.folder), compared)
+    names, folder = [str(answers[0].source["model"]) for answers in (model, base)], Path(flags.folder).expanduser()
+    _print(result, names, about["by"])
+    if is_run(folder):
+        try:
+            record_comparison(folder, ComparisonResult(base=names[1], by=about["by"], **asdict(result)))
+        except OSError as error:
+            text = f"MODEL must be a folder that can be written, got {folder}: {error.strerror}"
+            raise UserError(f"{text}; its report lacks the result above, until the same command can write it") from error
 
 
 def _is_file(given: str) -> bool:
@@ -121,7 +122,7 @@ def _decider(flags: argparse.Namespace) -> Decider:
     if flags.score is not None:
         return partial(_by_scores, Scorer(path=flags.score))
     if flags.judge is not None:
-        return make_judge(flags, read_rubric(flags.rubric) or "").votes
+        return make_judge(flags, read_rubric(flags.rubric)).votes
     folder = find_model("--reward-model", flags.reward_model)
     gc.enable()  # `nemo-kto` disables it for commands that end soon
     from nemo_kto.chat.reward import RewardModel
@@ -137,7 +138,7 @@ def _answers(name: str, given: str, flags: argparse.Namespace) -> list[Sampled]:
     """Return the answers of a file, or those of a model, which are drawn into a file beside --out."""
     file, out = Path(given).expanduser(), Path(flags.out)
     if not file.is_file():
-        file = out.with_name(f"{out.stem}-{name.lower()}.jsonl")
+        file = out.with_name(f"{out.stem}_{name.lower()}.jsonl")
         write_answers(file, given, Path(flags.prompts), drawing_settings(flags))
     return read_answers(file)
 

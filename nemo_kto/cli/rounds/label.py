@@ -43,12 +43,12 @@ def main(argv: Sequence[str]) -> None:
         questions = best_and_worst(answers, scores)
     else:
         questions = pair_questions(answers) if flags.pairs else single_questions(answers)
-    rubric = read_rubric(flags.rubric)
+    rubric = None if flags.rubric is None else read_rubric(flags.rubric)
     given = {
         "labeller": decider_name(flags) or PERSON,
         "round": flags.round,
         "threshold": flags.threshold,
-        "rubric": rubric_hash(rubric),
+        "rubric": None if rubric is None else rubric_hash(rubric),
     }
     about = {name: value for name, value in given.items() if value is not None}
     with open_rows(Path(flags.out), option="--out") as file:

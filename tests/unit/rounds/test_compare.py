@@ -211,7 +211,7 @@ def test_models_are_sampled_and_the_report_of_a_run_shows_the_result(
         run(runs[1], small_model, prompts, "--score", "$SCORES.length", *drawing)
     for name, model in (("model", runs[1]), ("base", small_model)):
         sample.main([str(word) for word in (model, prompts, "--out", f"{name}.jsonl", *drawing)])
-        assert Path(f"{name}.jsonl").read_bytes() == Path(f"out-{name}.jsonl").read_bytes()
+        assert Path(f"{name}.jsonl").read_bytes() == Path(f"out_{name}.jsonl").read_bytes()
     verdicts = [row["verdict"] for row in read(tmp_path / "out.jsonl")]
     assert len(verdicts) == 4
     (found,) = read_run(runs[1]).comparisons
