@@ -67,10 +67,10 @@ def make_judge(flags: argparse.Namespace, rubric: str) -> Judge:
     return Judge(endpoint=endpoint, rubric=rubric)
 
 
-def report_undecided(command: str, questions: Sequence[Question], undecided: Mapping[str, str]) -> None:
+def report_undecided(command: str, questions: Sequence[Question], undecided: Mapping[str, str], noun: str) -> None:
     """Print the number of questions without a verdict, and the reason of the first; ``undecided``: key -> reason."""
     if undecided:
         first = next(question for question in questions if question.key in undecided)
-        count = f"{plural(len(undecided), 'question')} without a verdict"
+        count = f"{plural(len(undecided), noun)} without a verdict"
         place = f"the first at {first.answers[0].place}: {undecided[first.key]}"
         print_error(f"nemo-kto {command}: {count}, {place}; they are left out")

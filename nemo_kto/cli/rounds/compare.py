@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> None:
             else:
                 comparison.record(pair, scores)
         decisions = comparison.decisions()
-    report_undecided("compare", comparison.left, undecided)
+    report_undecided("compare", comparison.left, undecided, "pair")
     if not decisions:
         raise UserError(f"there must be a verdict on at least one pair, got none of {plural(len(undecided), 'pair')}")
     result = win_rate(decisions)

@@ -88,7 +88,7 @@ def _label_by_judge(labelling: Labelling, flags: argparse.Namespace, rubric: str
             labelling.record(question, verdict)
         else:
             undecided[question.key] = verdict
-    report_undecided("label", left, undecided)
+    report_undecided("label", left, undecided, "question")
 
 
 def _label_on_page(labelling: Labelling) -> None:
