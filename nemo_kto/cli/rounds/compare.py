@@ -90,6 +90,7 @@ def main(argv: Sequence[str]) -> None:
         except OSError as error:
             text = f"MODEL must be a folder that can be written, got {folder}: {error.strerror}"
             raise UserError(f"{text}; its report lacks the result above, until the same command can write it") from error
+        print(terminal_line(f"  nemo-kto report {folder} shows it"))
 
 
 def _is_file(given: str) -> bool:

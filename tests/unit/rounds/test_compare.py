@@ -201,7 +201,7 @@ def test_answers_that_a_reward_model_cannot_score(reward_model: Path, capsys: py
 
 
 def test_models_are_sampled_and_the_report_of_a_run_shows_the_result(
-    small_model: Path, prompts: Path, tmp_path: Path
+    small_model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [write_run(tmp_path / "runs" / name, healthy(10)) for name in ("first", "second")]
     export = make_checkpoint(runs[1] / "hf", "llama", seed=1, num_hidden_layers=1, max_position_embeddings=256)
@@ -209,6 +209,7 @@ def test_models_are_sampled_and_the_report_of_a_run_shows_the_result(
     drawing = ["-n", "2", "--max-new-tokens", "6", "--seed", "3"]
     for _ in range(2):
         run(runs[1], small_model, prompts, "--score", "$SCORES.length", *drawing)
+    assert f"nemo-kto report {runs[1]}" in capsys.readouterr().out
     for name, model in (("model", runs[1]), ("base", small_model)):
         sample.main([str(word) for word in (model, prompts, "--out", f"{name}.jsonl", *drawing)])
         assert Path(f"{name}.jsonl").read_bytes() == Path(f"out_{name}.jsonl").read_bytes()
