@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from nemo_kto.chat.session import Message, load_model, to_device
 from nemo_kto.data.tokens.chat import load_tokenizer
+from nemo_kto.data.tokens.content import in_form_of
 from nemo_kto.device import device
 from nemo_kto.errors import UserError, printable
 
@@ -45,7 +46,8 @@ class RewardModel:
         """
         try:
             turns = [*messages, {"role": "assistant", "content": answer}]
-            text = self._tokenizer.apply_chat_template(turns, tokenize=False)
+            template = self._tokenizer.get_chat_template(tools=None)
+            text = self._tokenizer.apply_chat_template(in_form_of(template, turns), tokenize=False)
         except Exception as error:  # a template is a program and may raise any exception
             raise UserError(f"the chat template of {self._folder} rejects the messages: {printable(str(error))}") from error
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]

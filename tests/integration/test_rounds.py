@@ -30,7 +30,7 @@ def test_rounds_continue_where_they_were_killed(tiny_llama: Path, tmp_path: Path
     given = [str(tiny_llama), "prompts.txt", "--score", "mine.even", "--rounds", "2", "--reference", "first"]
     command = [sys.executable, str(SCRIPT), *given, "--sample", SAMPLE, *TRAINING]
     env = environment(tmp_path)
-    folders = [tmp_path / "runs" / "rounds" / str(number) for number in (1, 2)]
+    folders = [tmp_path / "runs" / "rounds" / str(number) for number in (1, 2, 3)]
     with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, start_new_session=True) as started:
         while not (folders[0] / "run" / "metrics.jsonl").is_file():
             assert started.poll() is None
@@ -44,12 +44,15 @@ def test_rounds_continue_where_they_were_killed(tiny_llama: Path, tmp_path: Path
         keys = {(row["line"], row["index"]) for row in sampled}
         assert len(sampled) == len(thumbs) == len(keys) == 24
         assert {row["label"] for row in thumbs} == {True, False}
+    for folder in folders[:2]:
         assert len(rows(folder / "run" / "metrics.jsonl")) >= 2
         assert (folder / "run" / "hf" / "config.json").is_file()
+        (comparison,) = rows(folder / "run" / "comparisons.jsonl")
+        assert comparison["base"] == str(tiny_llama)
     assert {row["model"] for row in rows(folders[1] / "answers.jsonl")} == {"runs/rounds/1/run/hf"}
     shares = [sum(row["label"] is True for row in rows(folder / "thumbs.jsonl")) / 24 for folder in folders]
-    for number, share in enumerate(shares, start=1):
-        assert f"{number:5}  {share:.1%}" in done.stdout
+    for number, share in enumerate(shares):
+        assert f"{number:11}  {share:.1%}" in done.stdout
     config = (folders[1] / "run" / "config.yaml").read_text(encoding="utf-8")
     assert f"restore_from_path: {tiny_llama}" in config, "the reference of the second round"
     again = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)

@@ -44,8 +44,8 @@ _DESCRIPTION = """\
 Compare the answers of two models to the same prompts: the share of prompts for which a function (--score), a model that
 judges (--judge, asked in both orders) or a reward model (--reward-model) finds the answer of MODEL better than that of BASE;
 its 95 % interval; and the share that answers of equal length would have. MODEL and BASE are models, whose answers are drawn
-as by nemo-kto sample, or its files of answers. The same command continues after it was killed. If MODEL is a run folder, its
-report shows the result.
+as by nemo-kto sample, or its files of answers. The same command continues after it was killed. The report of a run shows the
+result if MODEL is the run folder, or a file with answers of its model.
 """
 _DESCRIBED = "a run or a model, as in nemo-kto chat, or a file of nemo-kto sample"
 Decided = Iterator[tuple[Question, tuple[float, float] | str]]  # scores of both answers, or why there are none
@@ -82,9 +82,10 @@ def main(argv: Sequence[str]) -> None:
     if not decisions:
         raise UserError(f"there must be a verdict on at least one pair, got none of {plural(len(undecided), 'pair')}")
     result = win_rate(decisions)
-    names, folder = [str(answers[0].source["model"]) for answers in (model, base)], Path(flags.folder).expanduser()
+    names = [str(answers[0].source["model"]) for answers in (model, base)]
     _print(result, names, about["by"])
-    if is_run(folder):
+    named = Path(names[0]).expanduser()
+    if (folder := next(filter(is_run, (named, named.parent)), None)) is not None:  # a run, or the export in its folder
         try:
             record_comparison(folder, ComparisonResult(base=names[1], by=about["by"], **asdict(result)))
         except OSError as error:

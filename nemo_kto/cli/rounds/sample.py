@@ -18,7 +18,7 @@ from nemo_kto.rounds.answers import Task, find_tasks
 from nemo_kto.rounds.rows import open_rows
 from nemo_kto.telemetry.console import set_up_logging
 from nemo_kto.telemetry.progress import progress_bar
-from nemo_kto.utils.text import terminal_line
+from nemo_kto.utils.text import print_error, terminal_line
 
 if TYPE_CHECKING:
     from nemo_kto.rounds.endpoint import Endpoint
@@ -75,9 +75,13 @@ def write_answers(
                 file.append(*(task.row(index, *answer, model=model, settings=settings) for index, answer in numbered))
         refused.raise_if_any()
         cut = sum(row.get("finish") == "length" for row in file.rows)
+        different = len({(row["line"], row["answer"]) for row in file.rows})
     added = "" if missing == len(file.rows) else f" ({missing:,} new)"
     limit = settings["max_new_tokens"]
     print(terminal_line(f"{out}: {plural(len(file.rows), 'answer')}{added}, {cut:,} cut at {limit:,} tokens"))
+    if settings["count"] > 1 and file.rows and different == len({row["line"] for row in file.rows}):
+        reason = "perhaps the server takes the most probable token, whatever it is asked for"
+        print_error(f"nemo-kto sample: warning: all answers to each prompt are equal; {reason}")
 
 
 def _on_this_machine(folder: Path, label: str, tasks: Sequence[Task], settings: Mapping[str, Any]) -> Iterator[Drawn]:

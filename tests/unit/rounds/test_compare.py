@@ -18,7 +18,7 @@ from nemo_kto.cli.rounds import compare, sample
 from nemo_kto.errors import UserError
 from nemo_kto.report.facts import interval_text, percent_text
 from nemo_kto.report.page import content_of
-from nemo_kto.report.record import read_run
+from nemo_kto.report.record import COMPARISONS_FILE, read_run
 from tests.helpers.messages import Message, raises
 from tests.helpers.openai_server import OpenAIServer, serving
 from tests.helpers.run_folders import healthy, write_run
@@ -222,6 +222,11 @@ def test_models_are_sampled_and_the_report_of_a_run_shows_the_result(
     figure = content_of([read_run(runs[1])])["figures"][0]
     assert (figure.label, figure.value) == ("Win rate", rate)
     assert figure.detail == f"{interval} against {small_model.parent.name}/small by {found.by}"
+    (runs[1] / COMPARISONS_FILE).unlink()
+    again = tmp_path / "again"
+    rows = [{**row, "model": str(export)} for row in read(tmp_path / "out_model.jsonl")]  # as a server names the export
+    run(write_rows(tmp_path / "answers.jsonl", rows), "out_base.jsonl", "--score", "$SCORES.length", "--out", again)
+    assert read_run(runs[1]).comparisons == [found]
     header, first, second = content_of([*map(read_run, runs)])["final_figures"]
     assert header[1] == f"win rate against {small_model.parent.name}/small"
     assert (first[1], second[1]) == ("", f"{rate} {interval}")

@@ -101,6 +101,15 @@ def test_a_server_that_fails_at_first(prompts: Path, tmp_path: Path, monkeypatch
         assert sorted(out.read_text().splitlines(keepends=True)) == sorted(lines)
 
 
+def test_equal_answers_of_a_server_are_a_warning(prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, changes in (("equal", False), ("different", True)):
+        with serving(lambda body, changes=changes: f"Water {body['seed'] * changes}") as server:
+            run(prompts, "--endpoint", server.url, "--out", tmp_path / name, "-n", "2")
+            run(prompts, "--endpoint", server.url, "--out", tmp_path / f"{name} single", "-n", "1")
+        warned = Message("all answers to each prompt are equal", "most probable token") == capsys.readouterr().err
+        assert warned == (not changes)
+
+
 def test_an_error_does_not_wait_for_other_replies(prompts: Path, tmp_path: Path) -> None:
     given, waited = threading.Event(), list[bool]()
 
