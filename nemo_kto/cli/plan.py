@@ -36,9 +36,9 @@ _LAYOUT = tuple(f"model.{axis}_parallel_size" for axis in ("tensor_model", "pipe
 _SHOWN = 5
 _DESCRIPTION = """\
 Estimate the memory of each rank and the speed of a run; only config.json of the model is read.
-With --gpus and without a layout (model.{tensor_model,pipeline_model,context,expert_model}_parallel_size), list five layouts
-that fit, the preferred one first, or how many GPUs are missing. Without --gpus, plan for this machine. Exit status 1 if the
-run does not fit.
+With --gpus and without a layout (recipe, or model.{tensor_model,pipeline_model,context,expert_model}_parallel_size), list
+five layouts that fit, the preferred one first, or how many GPUs are missing. Without --gpus, plan for this machine. Exit
+status 1 if the run does not fit.
 """
 DOES_NOT_FIT = 1  # exit status
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     flags = _parser().parse_intermixed_args(list(argv))
     recipe, words = RECIPES[flags.algorithm], list(flags.words)
     given, _ = read_positions(words, recipe)
-    searches = flags.gpus is not None and not any(is_set(key, given) for key in _LAYOUT)
+    searches = flags.gpus is not None and not any(is_set(key, given) for key in (*_LAYOUT, "recipe"))
     if not is_set(_DATA, given):
         words.append(f"{_DATA}=rows.jsonl")  # required, but not read
     rules = partial(_errors, ranks=None if searches else flags.gpus)

@@ -193,8 +193,9 @@ def _store_merged(theirs: DictConfig, recipe: Recipe, *, name: str) -> str:
         data["seq_length"] = "${oc.select:model.encoder_seq_length}"
     merged = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(ours, given)))
     name = f"nemo_aligner_{name}"
-    # hardware=... on the command line takes precedence over both
-    ConfigStore.instance().store(name=name, node={"defaults": ["base/hydra", "_self_", {"hardware": None}], **merged})
+    # hardware=... and recipe=... on the command line take precedence over both
+    groups = [{"hardware": None}, {"recipe": None}]
+    ConfigStore.instance().store(name=name, node={"defaults": ["base/hydra", "_self_", *groups], **merged})
     return name
 
 
