@@ -9,6 +9,7 @@ import itertools
 import math
 import operator
 import os
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -219,9 +220,14 @@ def recipe_of(config: DictConfig) -> Recipe:
     return RECIPES[name]
 
 
+def is_auto(override: str) -> bool:
+    """Return whether an override is recipe=auto, in whose place planner/auto.py puts a layout."""
+    return re.fullmatch(r"""recipe=(['"]?)auto\1""", override) is not None
+
+
 def load(overrides: Sequence[str] = (), *, source: Source = DEFAULT_SOURCE) -> DictConfig:
-    """Compose the configuration, completed with our defaults, without resolving or checking it."""
-    return source.adopted.compose(overrides)
+    """Compose the configuration, completed with our defaults, without resolving or checking it; recipe=auto sets nothing."""
+    return source.adopted.compose([text for text in overrides if not is_auto(text)])
 
 
 def to_config(

@@ -190,6 +190,8 @@ def recipe_table() -> str:
     """Return the table of docs/scale/recipes.md with the files of conf/recipe that name a model."""
     rows, end = [], "_model_parallel_size"
     for file in sorted((config_folder() / "recipe").iterdir(), key=lambda file: file.name):
+        if file.name == "auto.yaml":
+            continue
         text = file.read_text(encoding="utf-8")
         model, title = load_yaml(text)["model"], text.splitlines()[1].removeprefix("# ")
         sizes = [f"{size} {key.removesuffix(end).replace('_', ' ')}" for key, size in model.items() if key.endswith(end)]
