@@ -154,6 +154,7 @@ def train(
     job = Job(recipe=recipe, source=source, world=None, objects=shared)
     with _CHECKING:
         ranks.register_objects(shared)
+        overrides = job.settled(overrides)
         run = job.checker(sweep=False).resolve(overrides)
     check_not_in_use(run.folder)
     return _run(job, run, overrides)

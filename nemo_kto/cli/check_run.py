@@ -24,7 +24,7 @@ from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.processes.ranks import World
 
 if TYPE_CHECKING:
-    from nemo_kto.planner.plan_run import Plan
+    from nemo_kto.planner.plan_run import Machines, Plan
 
 _DESCRIPTION = """\
 Check a run before it is started: every key, file and row, its folder, and its memory; no rank is started, no GPU is needed.
@@ -48,25 +48,40 @@ def main(argv: Sequence[str]) -> int:
         device.force_cpu()  # a login node may have other GPUs
     source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
     rules = partial(_errors, elsewhere=gpus is not None, set_twice=set_twice)
-    run = Checker(recipe=recipe, source=source, rules=rules, gpus=gpus, title=_TITLE).resolve(overrides)
-    from nemo_kto.planner.plan_run import gpus_elsewhere, make_plan, these_machines, with_precision
+    checker = Checker(recipe=recipe, source=source, rules=rules, gpus=gpus, title=_TITLE)
+    if any(map(compose.is_auto, overrides)):
+        from nemo_kto.planner.auto import settle
+
+        overrides, line = settle(overrides, checker, partial(_machines, flags, timed=False))
+        print(line)
+    run = checker.resolve(overrides)
+    from nemo_kto.planner.plan_run import make_plan, with_precision
     from nemo_kto.planner.report import plan_text
-    from nemo_kto.planner.speed import DEFAULT_GPU
 
     run = with_all_cores(with_precision(run, on_gpu=run.gpus > 0))
+    machines = _machines(flags, run)
     if gpus is None:
-        machines, computes = these_machines(run), computes_here(on_gpu=run.gpus > 0)
+        computes = computes_here(on_gpu=run.gpus > 0)
     else:
-        machines = gpus_elsewhere(run.world_size(), flags.gpu or DEFAULT_GPU)
         engine = transformer_engine_version() or OLDEST_ENGINE  # a container on those machines may have it
         computes = Computes(on_gpu=True, engine=engine, capability=machines.hardware.capability)
-    if flags.memory is not None:
-        machines = machines.with_memory(flags.memory * 1e9)
     if errors := list(model_gpu_rules(run, computes)):
         raise InvalidConfig(title=_TITLE, errors=errors)
     plan, lines = _prepare(make_plan(run, machines))
     print(plan_text(plan, checked=lines))
     return 0 if plan.fits else DOES_NOT_FIT
+
+
+def _machines(flags: argparse.Namespace, run: ResolvedRun, *, timed: bool = True) -> Machines:
+    """Return the machines of the flags; ``timed``: with the speed of a CPU, for which the precision must not be auto."""
+    from nemo_kto.planner.plan_run import gpus_elsewhere, these_machines
+    from nemo_kto.planner.speed import DEFAULT_GPU
+
+    if flags.gpus_per_node is None:
+        machines = these_machines(run, timed=timed)
+    else:
+        machines = gpus_elsewhere(run.world_size(), flags.gpu or DEFAULT_GPU)
+    return machines if flags.memory is None else machines.with_memory(flags.memory * 1e9)
 
 
 def _parser() -> argparse.ArgumentParser:

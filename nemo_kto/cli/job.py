@@ -53,6 +53,24 @@ class Job:
         leads = self.world is None or self.world.local_rank == 0
         return Checker(recipe=self.recipe, source=self.source, rules=rules, sweep=sweep, leads=leads)
 
+    def settled(self, overrides: Sequence[str], *, sweep: bool = False) -> list[str]:
+        """Return the overrides with a layout in the place of recipe=auto, and print it; raise InvalidConfig for mistakes."""
+        if not any(map(compose.is_auto, overrides)):
+            return list(overrides)
+        from nemo_kto.planner.auto import settle
+        from nemo_kto.planner.plan_run import Machines, these_machines
+        from nemo_kto.planner.speed import known_gpu
+
+        def machines_of(run: ResolvedRun) -> Machines:
+            machines = these_machines(run, ranks=run.world_size(self.world), timed=False)
+            known = known_gpu(machines.hardware.name)  # drivers may report slightly different sizes to the ranks
+            return machines if known is None else machines.with_memory(min(known.memory, machines.hardware.memory))
+
+        settled, line = settle(overrides, self.checker(sweep=sweep), machines_of)
+        if self.world is None or self.world.rank == 0:
+            print_error(f"nemo-kto: {line}")
+        return settled
+
     def refuse(self, overrides: Sequence[str], error: BaseException, *, sweep: bool) -> NoReturn:
         """Print why a command line does not compose, and exit."""
         refuse_mistakes(self.checker(sweep=sweep).errors(overrides) or [does_not_compose(error)], self.world)
@@ -87,6 +105,10 @@ class Job:
     def run(self, config: DictConfig, overrides: Sequence[str], *, sweep: bool = False) -> None:
         """Check ``config``, composed with ``overrides``, then train in this process or in ranks started for it."""
         try:
+            if any(map(compose.is_auto, overrides)):
+                overrides, folder = self.settled(overrides, sweep=sweep), config.exp_manager.explicit_log_dir
+                config = compose.load(overrides, source=self.source)
+                config.exp_manager.explicit_log_dir = folder
             run = self.checker(sweep=sweep).resolve(overrides, config)
         except InvalidConfig as error:
             refuse_mistakes(error.errors, self.world)

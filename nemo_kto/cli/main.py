@@ -127,6 +127,7 @@ _TRAINING_USAGE = """\
   Four ranks on this machine:       trainer.devices=4
   Several machines:                 torchrun --nproc-per-node 4 --no-python nemo-kto {recipe.name} ..., or srun
   No GPU:                           hardware=cpu
+  The layout for model and GPUs:    recipe=auto; for well-known models with batch and learning rate: recipe=llama3_8b, ...
   Print the configuration:          --cfg job
   Several runs, one for each value: --multirun lr=1e-6,3e-6
   Your own configuration file:      --config-dir FOLDER --config-name FILE

@@ -15,8 +15,10 @@ from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.gpu import OLDEST_ENGINE, Computes, computes_here, model_gpu_rules
 from nemo_kto.config.rules.training import run_errors
 from nemo_kto.errors import ConfigError, error_of
+from nemo_kto.planner.auto import settle
 from nemo_kto.planner.plan_run import (
     LORA,
+    Machines,
     Plan,
     best_layouts,
     gpus_elsewhere,
@@ -36,9 +38,9 @@ _LAYOUT = tuple(f"model.{axis}_parallel_size" for axis in ("tensor_model", "pipe
 _SHOWN = 5
 _DESCRIPTION = """\
 Estimate the memory of each rank and the speed of a run; only config.json of the model is read.
-With --gpus and without a layout (model.{tensor_model,pipeline_model,context,expert_model}_parallel_size), list five layouts
-that fit, the preferred one first, or how many GPUs are missing. Without --gpus, plan for this machine. Exit status 1 if the
-run does not fit.
+With --gpus and without a layout (recipe, or model.{tensor_model,pipeline_model,context,expert_model}_parallel_size), list
+five layouts that fit, the preferred one first, or how many GPUs are missing. Without --gpus, plan for this machine. Exit
+status 1 if the run does not fit.
 """
 DOES_NOT_FIT = 1  # exit status
 
@@ -48,18 +50,19 @@ def main(argv: Sequence[str]) -> int:
     flags = _parser().parse_intermixed_args(list(argv))
     recipe, words = RECIPES[flags.algorithm], list(flags.words)
     given, _ = read_positions(words, recipe)
-    searches = flags.gpus is not None and not any(is_set(key, given) for key in _LAYOUT)
+    searches = flags.gpus is not None and not any(is_set(key, given) for key in (*_LAYOUT, "recipe"))
     if not is_set(_DATA, given):
         words.append(f"{_DATA}=rows.jsonl")  # required, but not read
     rules = partial(_errors, ranks=None if searches else flags.gpus)
     source = compose.Source(config_name=flags.config_name or recipe.config_name, config_dir=flags.config_dir)
     title = "the run cannot be planned"
     gpus = None if flags.gpus is None else 0  # those of this machine, or of no particular one
-    run = Checker(recipe=recipe, source=source, rules=rules, gpus=gpus, title=title, weights=False).resolve(words)
-    run = with_precision(run, on_gpu=flags.gpus is not None)
-    machines = these_machines(run) if flags.gpus is None else gpus_elsewhere(flags.gpus, flags.gpu)
-    if flags.memory is not None:
-        machines = machines.with_memory(flags.memory * 1e9)
+    checker = Checker(recipe=recipe, source=source, rules=rules, gpus=gpus, title=title, weights=False)
+    if any(map(compose.is_auto, given)):
+        words, line = settle(words, checker, partial(_machines, flags, timed=False))
+        print(line)
+    run = with_precision(checker.resolve(words), on_gpu=flags.gpus is not None)
+    machines = _machines(flags, run)
     computes = computes_here(on_gpu=machines.on_gpu)
     if flags.gpus is not None:  # other machines are assumed to have a sufficient Transformer Engine
         computes = Computes(on_gpu=True, engine=OLDEST_ENGINE, capability=machines.hardware.capability)
@@ -75,6 +78,12 @@ def main(argv: Sequence[str]) -> int:
     shortage = find_shortage(plan)
     print(shortage_text(plan, shortage, lora_command=_lora_command(flags, words, shortage.lora)))
     return DOES_NOT_FIT
+
+
+def _machines(flags: argparse.Namespace, run: ResolvedRun, *, timed: bool = True) -> Machines:
+    """Return the machines of the flags; ``timed``: with the speed of a CPU, for which the precision must not be auto."""
+    machines = these_machines(run, timed=timed) if flags.gpus is None else gpus_elsewhere(flags.gpus, flags.gpu)
+    return machines if flags.memory is None else machines.with_memory(flags.memory * 1e9)
 
 
 def _lora_command(flags: argparse.Namespace, words: Sequence[str], lora: Plan | None) -> str:

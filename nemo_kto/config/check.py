@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from omegaconf import DictConfig
 
@@ -14,8 +15,8 @@ from nemo_kto.artifacts import hub
 from nemo_kto.config import compose
 from nemo_kto.config.mistakes import does_not_compose, find_mistakes
 from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of, with_value
-from nemo_kto.config.saved_config import saved_value
-from nemo_kto.config.schema import RunConfig, config_type
+from nemo_kto.config.saved_config import saved_value, settings_of_user
+from nemo_kto.config.schema import LAYOUT, RunConfig, config_type
 from nemo_kto.errors import ConfigError, UserError
 from nemo_kto.utils.field_errors import echo, names
 from nemo_kto.utils.text import redacted
@@ -111,6 +112,19 @@ def override_value(value: object) -> str:
     return text if is_plain else quoted(text)
 
 
+def given_keys(cfg: RunConfig, overrides: Sequence[str]) -> set[str]:
+    """Return the keys on a command line, and those with other values than our defaults."""
+    return {*settings_of_user(cfg), *(text.lstrip("+").partition("=")[0] for text in overrides)}
+
+
+def _open_keys(cfg: RunConfig, overrides: Sequence[str]) -> set[str]:
+    """Return the keys of the layout that recipe=auto will set; none without it."""
+    if not any(map(compose.is_auto, overrides)):
+        return set()
+    layout = {key for key, field in names(type(cfg)).items() if field.resume is LAYOUT and key.startswith("model.")}
+    return layout - given_keys(cfg, overrides)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checker:
     """Checks command lines of one algorithm."""
@@ -135,7 +149,7 @@ class Checker:
         except compose.WRONG as error:
             cfg, errors = None, [does_not_compose(error)]
         if cfg is not None:
-            run, errors = self._check(cfg)
+            run, errors = self._check(cfg, overrides)
             if not errors:
                 return run
         raise InvalidConfig(title=self.title, errors=self.errors(words) or errors)
@@ -143,16 +157,17 @@ class Checker:
     def errors(self, words: Sequence[str]) -> list[ConfigError]:
         """Find all errors in a command line; in a sweep, those of all jobs."""
         overrides, misplaced = read_positions(words, self.recipe)
-        source, recipe, rules = self.source, self.recipe, self.rule_errors
+        source, recipe, rules = self.source, self.recipe, partial(self.rule_errors, overrides=overrides)
         return [*misplaced, *find_mistakes(overrides, source=source, recipe=recipe, rules=rules, sweep=self.sweep)]
 
-    def rule_errors(self, cfg: RunConfig) -> list[ConfigError]:
-        return self._check(cfg)[1]
+    def rule_errors(self, cfg: RunConfig, overrides: Sequence[str] = ()) -> list[ConfigError]:
+        return self._check(cfg, overrides)[1]
 
-    def _check(self, cfg: RunConfig) -> tuple[ResolvedRun, list[ConfigError]]:
+    def _check(self, cfg: RunConfig, overrides: Sequence[str]) -> tuple[ResolvedRun, list[ConfigError]]:
         """Download the hub models of a configuration and apply the rules to it.
 
-        In the result, each hub model has the revision of which the run folder has a record, or the newest.
+        In the result, each hub model has the revision of which the run folder has a record, or the newest. Errors that
+        depend on what recipe=auto will set are left out.
         """
         failed: dict[str, ConfigError] = {}
         for key in MODEL_KEYS:
@@ -164,5 +179,6 @@ class Checker:
             except UserError as error:
                 failed[key] = ConfigError(key, str(error), about_files=True)
         run = ResolvedRun.of(cfg, gpus=self.gpus, weights=self.weights)
-        others = [error for error in self.rules(run) if error.key not in failed and not failed.keys() & set(error.reads)]
+        unknown = failed.keys() | _open_keys(cfg, overrides)
+        others = [error for error in self.rules(run) if unknown.isdisjoint({error.key, *error.reads})]
         return run, [*failed.values(), *others]

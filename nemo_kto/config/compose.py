@@ -9,6 +9,7 @@ import itertools
 import math
 import operator
 import os
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -193,8 +194,9 @@ def _store_merged(theirs: DictConfig, recipe: Recipe, *, name: str) -> str:
         data["seq_length"] = "${oc.select:model.encoder_seq_length}"
     merged = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(ours, given)))
     name = f"nemo_aligner_{name}"
-    # hardware=... on the command line takes precedence over both
-    ConfigStore.instance().store(name=name, node={"defaults": ["base/hydra", "_self_", {"hardware": None}], **merged})
+    # hardware=... and recipe=... on the command line take precedence over both
+    groups = [{"hardware": None}, {"recipe": None}]
+    ConfigStore.instance().store(name=name, node={"defaults": ["base/hydra", "_self_", *groups], **merged})
     return name
 
 
@@ -218,9 +220,14 @@ def recipe_of(config: DictConfig) -> Recipe:
     return RECIPES[name]
 
 
+def is_auto(override: str) -> bool:
+    """Return whether an override is recipe=auto, in whose place planner/auto.py puts a layout."""
+    return re.fullmatch(r"""recipe=(['"]?)auto\1""", override) is not None
+
+
 def load(overrides: Sequence[str] = (), *, source: Source = DEFAULT_SOURCE) -> DictConfig:
-    """Compose the configuration, completed with our defaults, without resolving or checking it."""
-    return source.adopted.compose(overrides)
+    """Compose the configuration, completed with our defaults, without resolving or checking it; recipe=auto sets nothing."""
+    return source.adopted.compose([text for text in overrides if not is_auto(text)])
 
 
 def to_config(

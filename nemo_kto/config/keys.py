@@ -22,6 +22,7 @@ from nemo_kto.config.compose import DEFAULT_LR, config_folder
 from nemo_kto.config.schema import config_type
 from nemo_kto.utils.field_errors import echo, names
 from nemo_kto.utils.fields import MayChange, MustStay
+from nemo_kto.utils.files import load_yaml
 
 _LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):(?P<value>.*)")
 _DEFAULTS = re.compile(r"^  - (base/(?!hydra$)\w+)(?:@([\w.]+))?$", re.MULTILINE)  # file, package
@@ -185,6 +186,21 @@ def metric_table() -> str:
     return table(("TRL and trainers that use it", "ours"), [(f"`{name}`", f"`{ours}`") for name, ours in metrics])
 
 
+def recipe_table() -> str:
+    """Return the table of docs/scale/recipes.md with the files of conf/recipe that name a model."""
+    rows, end = [], "_model_parallel_size"
+    for file in sorted((config_folder() / "recipe").iterdir(), key=lambda file: file.name):
+        if file.name == "auto.yaml":
+            continue
+        text = file.read_text(encoding="utf-8")
+        model, title = load_yaml(text)["model"], text.splitlines()[1].removeprefix("# ")
+        sizes = [f"{size} {key.removesuffix(end).replace('_', ' ')}" for key, size in model.items() if key.endswith(end)]
+        batch, rate = model["global_batch_size"], model["optim"]["lr"]
+        name, layout = file.name.removesuffix(".yaml"), ", ".join(sizes) or "one rank"
+        rows.append((f"`{name}`", title, layout, str(batch), str(rate)))
+    return table(("recipe", "for", "layout", "batch", "learning rate"), rows)
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
     return "\n".join([lines[0], f"|{'---|' * len(header)}", *lines[1:]])
@@ -200,6 +216,7 @@ TABLES = {
     "families": family_table,
     "quantized": lambda: table(("`quant_method`", "read"), [(f"`{name}`", formats) for name, formats in QUANTIZED.items()]),
     "lacking": lacking_table,
+    "recipes": recipe_table,
 }
 _TABLE = re.compile(r"(<!-- generated: ([\w -]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 

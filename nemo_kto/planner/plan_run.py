@@ -6,7 +6,7 @@ import functools
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from typing import Any
 
@@ -24,10 +24,11 @@ from nemo_kto.planner.micro_batches import MIN_TOKENS, SEPARATE, SharedPrompts, 
 from nemo_kto.planner.speed import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE, Hardware, Speed, Step, known_gpu, step_speed
 from nemo_kto.utils.field_errors import echo
 
+Values = dict[str, object]  # keys of the configuration, without "model." -> values
 # Part of the memory of a GPU that a run may need by the estimate with the reference in it, and with the default number of
 # tokens of a micro-batch. The rest is a reserve: an allocation that fails would end the run, and a swap from host memory or
 # a smaller micro-batch costs a few percent of a step.
-_ROOM = 0.9
+ROOM = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,7 @@ class Plan:
     limits: MicroBatchLimits
     shared: SharedPrompts | None = None  # None if the rows are not known
     steps: int | None = None  # of the whole run; None if the rows are not known
+    fixed: Values = field(default_factory=dict)  # model settings that a search for layouts keeps
 
     @property
     def largest(self) -> RankMemory:
@@ -97,7 +99,7 @@ def make_plan(run: ResolvedRun, machines: Machines) -> Plan:
         number *= 2
         plans.append(_plan(run.with_micro_batch_tokens(number * context, reason), machines))
     known = known_gpu(machines.hardware.name) or machines.hardware  # drivers report a little more than the data sheet
-    room = _ROOM * min(machines.hardware.memory, known.memory)
+    room = ROOM * min(machines.hardware.memory, known.memory)
     fitting = [index for index, plan in enumerate(plans) if plan.largest.device <= room]
     best = max(fitting, key=lambda index: (plans[index].training.reference_on_gpu, index), default=0)
     chosen = plans[best].run
@@ -184,7 +186,7 @@ def _plan(run: ResolvedRun, machines: Machines, shared: SharedPrompts = SEPARATE
         return plan
     training = replace(training, reference_on_gpu=True)
     with_reference = replace(plan, training=training, stages=stages_memory(training))
-    has_room = with_reference.largest.device <= _ROOM * machines.hardware.memory
+    has_room = with_reference.largest.device <= ROOM * machines.hardware.memory
     return with_reference if run.reference_on_gpu or has_room else plan
 
 
@@ -298,7 +300,6 @@ def size(count: float) -> str:
     return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"
 
 
-Values = dict[str, object]  # keys of the configuration, without "model." -> values
 _FULL: Values = {
     "activations_checkpoint_granularity": "full",
     "activations_checkpoint_method": "uniform",
@@ -311,6 +312,7 @@ LORA: Values = {"peft.peft_scheme": "lora"}
 _CLOSE = 0.9  # fraction of the best speed from which on the layout with more free memory is preferred
 _CHUNK = 2048  # minimum tokens: with shorter chunks, context-parallel ranks would wait for keys and values
 _CHUNKS = (1, 2, 4)  # candidate numbers of model chunks of a pipeline stage
+AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
 
 
 def layouts(plan: Plan) -> Iterator[Values]:
@@ -318,10 +320,11 @@ def layouts(plan: Plan) -> Iterator[Values]:
 
     Tensor parallelism stays within a machine and is always combined with sequence parallelism, which has no extra cost.
     Context parallelism is considered only for long sequences. Partitions into stages are even; embedding and loss may each
-    count as one layer.
+    count as one layer. Every layout has the settings in ``plan.fixed``.
     """
     ranks, architecture = plan.machines.ranks, plan.training.architecture
     of_row = plan.step.rows // plan.run.cfg.model.global_batch_size * plan.training.micro_batch_width
+    fixed_axes = {axis: size for axis, size in plan.fixed.items() if axis in AXES}
     for tensor, pipeline, context in product(_divisors(ranks), repeat=3):
         if ranks % (tensor * pipeline * context):
             continue
@@ -339,9 +342,11 @@ def layouts(plan: Plan) -> Iterator[Values]:
                 **of_experts,
                 **_NONE,
             }
-            if _is_possible(plan, plan.run.with_model(**layout)):
+            if any(layout.get(axis, size) != size for axis, size in fixed_axes.items()):
+                continue
+            if _is_possible(plan, plan.run.with_model(**{**layout, **plan.fixed})):
                 for recompute, rows in product(_RECOMPUTE, _ROWS):
-                    yield {**layout, **recompute, "micro_batch_tokens": rows * of_row}
+                    yield {**layout, **recompute, "micro_batch_tokens": rows * of_row, **plan.fixed}
 
 
 def _expert_degrees(architecture: Architecture, ranks: int) -> list[Values]:

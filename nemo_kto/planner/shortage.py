@@ -41,7 +41,9 @@ def find_shortage(plan: Plan) -> Shortage:
     sufficient = math.ceil((whole.weights + whole.gradients + whole.optimizer) / plan.machines.hardware.memory)
     counts = list(islice(_counts(max(plan.machines.ranks + 1, sufficient)), _COUNTS))
     larger = (replace(plan, machines=replace(plan.machines, ranks=count)) for count in counts)
-    lora = None if plan.training.adapters is not None else make_plan(changed(plan.run, LORA), plan.machines)
+    lora = None
+    if plan.training.adapters is None:
+        lora = replace(make_plan(changed(plan.run, LORA), plan.machines), fixed=plan.fixed)
     return Shortage(
         whole=whole,
         gpus=next((each.machines.ranks for each in larger if any(fitting_layouts(each))), None),

@@ -49,11 +49,12 @@ def test_a_training_after_tokenise_and_check_tokenises_nothing(login: Login) -> 
     assert shown["cache"] == "cache"
     filled = login.cached()
     assert len(filled) == 2
-    status, shown, said = login("check", "kto", *login.given, "--nodes", "2", "--gpus-per-node", "2", "--gpu", "a100")
+    machines = ["--nodes", "2", "--gpus-per-node", "2", "--gpu", "a100"]
+    status, shown, said = login("check", "kto", *login.given, *machines, "recipe=auto")
     assert status == 0, said
     assert "tokenis" not in said
     assert shown["train"] == rows
-    assert shown["layout"].startswith("4 ranks = 4 data x ")
+    assert shown["layout"].startswith("4 ranks = 2 data x 1 tensor x 2 pipeline parallel"), "chosen by recipe=auto"
     assert shown["total"].split(" of ")[1].startswith("80.0 GB")
     assert shown["verdict"] == "fits"
     assert not (login.folder / "results").exists(), "a check must write nothing but caches"

@@ -102,8 +102,9 @@ def test_ranks_are_started_and_get_the_same_command_line(tmp_path: Path, name: s
 def test_ranks_of_torchrun_are_used(tmp_path: Path, name: str) -> None:
     env = {**stub_training(tmp_path, TELL), "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_kto.cli.main", name]
-    done = run([*torchrun, *GOOD], cwd=tmp_path, env=env, fork_ranks=False)
+    done = run([*torchrun, *GOOD, "recipe=auto"], cwd=tmp_path, env=env, fork_ranks=False)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("nemo-kto: recipe=auto: hardware=cpu (no GPU)") == 1
     for rank in ("0", "1"):
         record = json.loads((tmp_path / f"rank{rank}-1234.json").read_text())
         assert (record["rank"], record["algorithm"], record["WORLD_SIZE"]) == (rank, name, "2")

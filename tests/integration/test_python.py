@@ -71,7 +71,7 @@ class Watch(Callback):
 
 
 if __name__ == "__main__":
-    settings = {"model.kto.tau": 0.25, "model.global_batch_size": 16, "model.data.cache_dir": "cache", "hardware": "cpu"}
+    settings = {"model.kto.tau": 0.25, "model.global_batch_size": 16, "model.data.cache_dir": "cache", "recipe": "auto"}
     settings["export.report"] = False
     with open("rows.jsonl") as file:
         rows = [json.loads(line) for line in file]

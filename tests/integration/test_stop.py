@@ -77,7 +77,7 @@ class Runs:
         data = f"{{train: {train}, validation: {validation}}}"
         self._words = [
             *CLI, "kto", f"pretrained_checkpoint.restore_from_path={model}", f"model.data.data_prefix={data}",
-            "model.data.seq_length=48", "model.global_batch_size=8", "model.micro_batch_size=4", "hardware=cpu",
+            "model.data.seq_length=48", "model.global_batch_size=8", "model.micro_batch_size=4", "recipe=auto",
             "trainer.devices=2", "trainer.precision=32", "trainer.kto.max_epochs=2", "trainer.kto.max_steps=5",
             "trainer.kto.val_check_interval=2", "trainer.kto.save_interval=0", "model.optim.lr=5e-4",
             "exp_manager.create_tensorboard_logger=false",

@@ -68,11 +68,12 @@ def test_a_failed_job_does_not_end_the_sweep(tmp_path: Path) -> None:
 def test_two_real_jobs(tmp_path: Path, tiny_llama: Path) -> None:
     """The figures are those that the jobs logged, and the command that is shown compares them."""
     write_rows(tmp_path / "rows.jsonl", make_rows(24))
-    given = [str(tiny_llama), "rows.jsonl", 'model.data.splits_string="80,20"', "model.data.seq_length=64", "hardware=cpu"]
+    given = [str(tiny_llama), "rows.jsonl", 'model.data.splits_string="80,20"', "model.data.seq_length=64", "recipe=auto"]
     given += ["batch=4", "steps=2", "beta=0.1,0.3", "lr=1e-3", "exp_manager.explicit_log_dir=runs", "export.report=false"]
     command = [*CLI, "kto", *given, "trainer.kto.val_check_interval=1", "--multirun"]
     done = run(command, cwd=tmp_path, env=environment(), preload=TRAINING, timeout=300)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("nemo-kto: recipe=auto: hardware=cpu (no GPU)") == 2
     rows = [re.split(r" {2,}", line.strip()) for line in done.stdout.splitlines()]
     columns = next(row for row in rows if row[0] == "job" and "run folder" in row)
     best = {}

@@ -71,6 +71,10 @@ def test_overrides_of_an_aligner_file(good: list[str]) -> None:
         Message("model.megatron_amp_O2", "bf16", "fp32"),
         Message("model.optim.overlap_param_sync", "model.optim.overlap"),
     ]
+    cfg, _, wrong = aligner(KTO, *good, "recipe=qwen3_8b_lora")
+    assert wrong == []
+    assert cfg is not None
+    assert (cfg.model.global_batch_size, cfg.model.peft.peft_scheme) == (32, "lora"), "and so does recipe="
 
 
 def test_required_overrides_of_an_aligner_file(recipe: Recipe) -> None:

@@ -23,15 +23,11 @@ from nemo_kto.planner import plan_run
 from nemo_kto.planner.shortage import _counts
 from nemo_kto.planner.speed import Hardware
 from tests.helpers.messages import Message, assert_names
+from tests.helpers.published_models import CONFIGS
 from tests.unit.conftest import Load
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-# The shape of Llama 3.1 8B.
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": False,
-}  # fmt: skip
+LLAMA = CONFIGS["Llama-3.1-8B"]
 ATTENTION = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=attention_qkv"]
 INSTANCES = "model.optim.num_distributed_optimizer_instances"
 MODEL, TENSOR = "pretrained_checkpoint.restore_from_path=llama", "model.tensor_model_parallel_size={}"
@@ -59,10 +55,9 @@ def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[s
 )
 def test_examples_of_the_documentation(here: Path, capsys: pytest.CaptureFixture[str], name: str, number: int) -> None:
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    larger, largest = (dict(zip(sizes, values, strict=True)) for values in ((8192, 28672, 80, 64), (16384, 53248, 126, 128)))
+    largest = LLAMA | dict(zip(sizes, (16384, 53248, 126, 128), strict=True))
     page = (REPOSITORY / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    for size, shape in {"8B": LLAMA, "70B": LLAMA | larger, "405B": LLAMA | largest}.items():
-        name = f"Llama-3.1-{size}"
+    for name, shape in {**CONFIGS, "Llama-3.1-405B": largest}.items():
         (here / name).mkdir()
         (here / name / "config.json").write_text(json.dumps(shape))
     shown_blocks = re.findall(r"^```console\n(\$ nemo-kto plan .*?)^```", page, re.M | re.S)
@@ -113,23 +108,9 @@ def test_a_mixture_of_experts(here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "model.expert_tensor_parallel_size=1" in best["use"].split()
 
 
-# The shape of DeepSeek V3.
-DEEPSEEK = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432,
-    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
-    "vocab_size": 129280, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000, "n_group": 8,
-    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "topk_group": 4,
-    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "tie_word_embeddings": False, "rope_scaling": {
-        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn",
-        "original_max_position_embeddings": 4096,
-    },
-}  # fmt: skip
-
-
 def test_latent_attention(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """DeepSeek V3 with LoRA on 64 GPUs."""
-    (here / "llama" / "config.json").write_text(json.dumps(DEEPSEEK))
+    (here / "llama" / "config.json").write_text(json.dumps(CONFIGS["DeepSeek-V3"]))
     whole = sum(each.total for each in rank_parameters(read_architecture(here / "llama", tensor_parallel=1)))
     assert whole == pytest.approx(671.026e9, rel=1e-5)
     layout = [TENSOR.format(8), "model.sequence_parallel=true", "model.expert_model_parallel_size=64"]
