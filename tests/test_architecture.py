@@ -50,7 +50,7 @@ PACKAGES = {
         outside=names("torch pytorch_lightning lightning_fabric tqdm rich psutil annotated_types"),
         never=names("torch.distributed torch.cuda"),
     ),
-    "device": Package(own=names("utils"), outside=names("torch megatron.core"), only_in=(("fla", names("kernels.py")),)),
+    "device": Package(own=names("utils"), outside=names("torch megatron.core")),
     "processes": Package(
         own=names("device utils"),
         outside=names("torch"),

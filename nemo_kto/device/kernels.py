@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import logging
 import os
@@ -98,13 +99,30 @@ def varlen_attention(dtype: torch.dtype) -> Callable[..., Any] | None:
 @functools.cache
 def delta_rule_kernel(dtype: torch.dtype) -> Callable[..., Any] | None:
     """Return fla's kernel of the gated delta rule, in bf16 on GPUs; None if unavailable."""
+    return _kernel(dtype, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+
+
+@functools.cache
+def scan_kernel(dtype: torch.dtype) -> Callable[..., Any] | None:
+    """Return mamba_ssm's kernel of the scan of Mamba-2, in bf16 on GPUs; None if unavailable.
+
+    It must not be ``mamba_split_conv1d_scan_combined``, which also multiplies by the weight of the output projection: that
+    projection's adapters would have no effect and get no gradient.
+    """
+    return _kernel(dtype, "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+
+
+def _kernel(dtype: torch.dtype, module: str, name: str) -> Callable[..., Any] | None:
+    """Return a function of a library of kernels, in bf16 on GPUs; None if unavailable, with a warning if it is broken."""
     if not device.on_gpu() or dtype != torch.bfloat16:
         return None
     try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    except Exception:  # Triton raises errors of several types where it does not fit torch or the driver
+        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+    except Exception as error:  # Triton raises errors of several types where it does not fit torch or the driver
+        if getattr(error, "name", None) != module.partition(".")[0]:  # not absent
+            reason = next(iter(str(error).strip().splitlines()), "")
+            logger.warning("%s cannot be imported (%s: %s); reinstall it", module, type(error).__name__, reason)
         return None
-    return chunk_gated_delta_rule  # type: ignore[no-any-return]
 
 
 def slow_paths(
@@ -113,6 +131,7 @@ def slow_paths(
     tensor_parallel: int,
     unsupported_by_te: Sequence[str] = (),  # features of the model that Transformer Engine's layers do not support
     delta_nets: bool = False,  # the model has some
+    mamba: bool = False,  # the model has layers with Mamba-2
     share_prompts: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> list[str]:
@@ -132,6 +151,8 @@ def slow_paths(
         )
     if delta_nets and dtype != torch.float32 and delta_rule_kernel(dtype) is None:
         found.append("gated delta nets without fla's kernel; install flash-linear-attention")
+    if mamba and dtype != torch.float32 and scan_kernel(dtype) is None:
+        found.append("Mamba-2 without mamba_ssm's kernel; install mamba-ssm")
     if share_prompts and dtype != torch.float32 and varlen_attention(dtype) is None:
         found.append("shared prompts: attention is computed answer by answer; install torch 2.11")
     if not compiles():

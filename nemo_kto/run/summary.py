@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.architecture.lora import adapted_modules
-from nemo_kto.architecture.mixers import GatedDeltaNet
+from nemo_kto.architecture.mixers import GatedDeltaNet, Mamba2
 from nemo_kto.artifacts.checkpoint_files import Checkpoint, find_checkpoints
 from nemo_kto.artifacts.content import auto_class
 from nemo_kto.config.compose import DEFAULT_LR
@@ -81,11 +81,13 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         **({} if data.samples is None else {"samples": samples_text(run, data.samples, data.splits)}),
         "run folder": str(run.folder),
     }
+    kinds = {mixer.kind for mixer in architecture.mixers}
     slow = slow_paths(
         run.dtype,
         tensor_parallel=model.tensor_model_parallel_size,
         unsupported_by_te=architecture.unsupported_by_te,
-        delta_nets=any(mixer.kind == GatedDeltaNet.kind for mixer in architecture.mixers),
+        delta_nets=GatedDeltaNet.kind in kinds,
+        mamba=Mamba2.kind in kinds,
         share_prompts=data.limits.share_prompts,
     )
     lines |= {f"slow path {number}": path for number, path in enumerate(slow, start=1)}

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.mixers.softmax_attention import QUERY_BLOCK
 from nemo_kto.device import device
-from nemo_kto.device.kernels import delta_rule_kernel, uses_transformer_engine
+from nemo_kto.device.kernels import delta_rule_kernel, scan_kernel, uses_transformer_engine
 from nemo_kto.distributed import state
 from nemo_kto.huggingface.weights import load_weights
 from nemo_kto.models.gpt import build_gpt
@@ -21,7 +21,9 @@ from nemo_kto.models.layers.attention import PackedSequences
 from nemo_kto.models.layers.block_attention import block_attention
 from nemo_kto.models.layers.delta_rule import gated_delta_rule
 from nemo_kto.models.layers.packing import Prompts, token_positions
+from nemo_kto.models.layers.state_space import state_space_scan
 from nemo_kto.models.mixers.delta_kernel import fastest_delta_rule
+from nemo_kto.models.mixers.scan_kernel import fastest_scan
 from tests.helpers import hf_jobs, hf_models
 from tests.helpers.engine_layers import engine_layers
 from tests.helpers.tiny_models import make_checkpoint
@@ -73,6 +75,12 @@ def test_logits_with_torch_layers_are_those_of_transformers(name: str, tmp_path:
 @pytest.mark.skipif(delta_rule_kernel(torch.bfloat16) is None, reason="needs flash-linear-attention")
 def test_the_kernel_of_fla_agrees_with_torch() -> None:
     assert fastest_delta_rule(torch.bfloat16, key_dim=128, value_dim=128, values_per_key=2) is not gated_delta_rule
+
+
+@pytest.mark.skipif(scan_kernel(torch.bfloat16) is None, reason="needs mamba-ssm")
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_the_kernel_of_mamba_ssm_agrees_with_torch(head_dim: int) -> None:
+    assert fastest_scan(torch.bfloat16, heads=16, head_dim=head_dim, state_dim=128) is not state_space_scan
 
 
 @pytest.mark.usefixtures("one_rank")

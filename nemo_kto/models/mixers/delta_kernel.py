@@ -6,7 +6,6 @@ Shape suffixes are those of models/layers/delta_rule.py.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -18,35 +17,21 @@ from nemo_kto.device import device
 from nemo_kto.device.kernels import delta_rule_kernel
 from nemo_kto.models.layers.delta_rule import gated_delta_rule
 from nemo_kto.models.layers.packing import Prompts
-
-logger = logging.getLogger(__name__)
-_CLOSE = 0.03  # relative to the norm of the values or of a gradient; bf16 has 8 bits
-
-
-DeltaRule = Callable[..., Tensor]
-"""A form of :func:`gated_delta_rule` with the same arguments, whose outputs may be in the dtype of the values."""
+from nemo_kto.models.mixers.kernel_check import Form, agreeing, draw_inputs
 
 
 @functools.cache
-def fastest_delta_rule(dtype: torch.dtype, *, key_dim: int, value_dim: int, values_per_key: int) -> DeltaRule:
+def fastest_delta_rule(dtype: torch.dtype, *, key_dim: int, value_dim: int, values_per_key: int) -> Form:
     """Return fla's kernel if it is installed and agrees with :func:`gated_delta_rule` on this device, else that function.
 
-    Values and gradients of a small pack are compared; a warning says why an installed kernel is not used.
+    The outputs of the kernel are in the dtype of the values.
     """
     if (kernel := delta_rule_kernel(dtype)) is None:
         return gated_delta_rule
-    rule = functools.partial(delta_rule_with, kernel)
-    try:
-        difference = _difference(rule, dtype, key_dim, value_dim, values_per_key)
-        if difference < _CLOSE:
-            return rule
-        got = f"results that differ by {difference:.2g} of their norm"
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # Triton and the C compiler raise errors of different types
-        got = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
-    logger.warning("fla's kernel must agree with torch's gated delta rule, got %s; torch's is used, which is slower", got)
-    return gated_delta_rule
+    shapes = [(key_dim,), (key_dim,), (values_per_key, value_dim), (values_per_key,), (values_per_key,)]
+    query, key, value, decay, strength = draw_inputs(*shapes)
+    inputs = [each.to(dtype) for each in (query, key, value, -0.1 * decay.square(), strength.sigmoid())]
+    return agreeing(functools.partial(delta_rule_with, kernel), gated_delta_rule, name="fla's kernel", inputs=inputs)
 
 
 def delta_rule_with(
@@ -90,24 +75,3 @@ def delta_rule_with(
         outputs, _ = compute(members, finals.index_select(0, place_n))
         found |= zip(members, outputs.split([lengths[number] for number in members]), strict=True)
     return torch.cat([found[number] for number in range(len(lengths))]).unflatten(1, value_tgrV.shape[1:3])
-
-
-def _difference(rule: DeltaRule, dtype: torch.dtype, key_dim: int, value_dim: int, values_per_key: int) -> float:
-    """Return how much outputs and gradients of a pack differ from torch's, at most, relative to their norms."""
-    lengths, prompts, draw = (150, 20, 70), (None, 0, None), torch.Generator().manual_seed(0)
-    tokens, groups = sum(lengths), 2
-    shapes = [(key_dim,), (key_dim,), (values_per_key, value_dim), (values_per_key,), (values_per_key,)]
-    query, key, value, decay, strength = (torch.randn(tokens, groups, *shape, generator=draw) for shape in shapes)
-    inputs = [query, key, value, -0.1 * decay.square(), strength.sigmoid()]
-    weight = torch.randn(value.shape, generator=draw)
-    *inputs, weight = device.upload([*(each.to(dtype) for each in inputs), weight])
-
-    def results(form: DeltaRule) -> list[Tensor]:
-        leaves = [each.detach().requires_grad_() for each in inputs]
-        output = form(*leaves, lengths=lengths, prompts=prompts).float()
-        return [each.float() for each in (output, *torch.autograd.grad((output * weight).sum(), leaves))]
-
-    with torch.enable_grad():
-        pairs = zip(results(rule), results(gated_delta_rule), strict=True)
-    # a maximum of tensors, because that of floats overlooks NaN
-    return float(torch.stack([(found - expected).norm() / expected.norm() for found, expected in pairs]).max())

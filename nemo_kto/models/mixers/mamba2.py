@@ -11,8 +11,8 @@ from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.mixers import Mamba2
 from nemo_kto.models.layers.delta_rule import causal_convolution
 from nemo_kto.models.layers.packing import Prompts
-from nemo_kto.models.layers.state_space import state_space_scan
 from nemo_kto.models.mixers.recurrent import RecurrentMixer
+from nemo_kto.models.mixers.scan_kernel import fastest_scan
 
 
 def mamba2(layer: ModuleSpec, mixer: Mamba2, architecture: Architecture, **_: object) -> None:
@@ -41,6 +41,12 @@ class Mamba2Mixer(RecurrentMixer):
             config=config, layer_number=layer_number, groups=groups, rows=sizes["mamba_in_group"], columns=inner
         )
         self.mixer = mixer
+        self.scan = fastest_scan(
+            config.params_dtype,
+            heads=sizes["mamba_heads_group"],
+            head_dim=mixer.head_dim,
+            state_dim=mixer.state_dim,
+        )
         self.add_parameter("convolution", self.groups * convolved, 1, mixer.kernel)
         self.add_parameter("convolution_bias", self.groups * convolved)
         for name in ("decay_log", "step_bias", "skip"):
@@ -60,7 +66,7 @@ class Mamba2Mixer(RecurrentMixer):
         inputs, into_tgN, out_of_tgN = F.silu(convolved_tc).unflatten(-1, (-1, parts[1])).split([inner, state, state], -1)
         input_tgrP = inputs.unflatten(-1, (heads, -1))
         decay_log, step_bias, skip = (each.view(-1, heads) for each in self.own("decay_log", "step_bias", "skip"))
-        output_tgrP = state_space_scan(
+        output_tgrP = self.scan(
             input_tgrP,
             F.softplus(step_tgr.float() + step_bias.float()).clamp(*mixer.step_limits),
             decay_log.float().exp(),

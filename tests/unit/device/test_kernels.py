@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,12 +111,42 @@ def test_a_model_without_transformer_engine_layers_names_the_reason(monkeypatch:
     assert kernels.slow_paths(FP32, tensor_parallel=1, unsupported_by_te=parts, environment={})[0] == SLOW_TYPE
 
 
-def test_delta_nets_without_the_kernel_of_fla(monkeypatch: pytest.MonkeyPatch) -> None:
+MIXERS = [
+    ("delta_nets", "delta_rule_kernel", "fla", Message("gated delta nets", "install flash-linear-attention")),
+    ("mamba", "scan_kernel", "mamba_ssm", Message("Mamba-2", "install mamba-ssm")),
+]
+
+
+@pytest.mark.parametrize(("mixer", "kernel", "library", "expected"), MIXERS)
+def test_mixers_without_the_kernel_of_a_library(
+    mixer: str,
+    kernel: str,
+    library: str,
+    expected: Message,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    """A library that is installed but fails when it is imported is named in a warning."""
     gpu(monkeypatch, **RICH)
-    found = kernels.slow_paths(BF16, tensor_parallel=1, delta_nets=True, environment={})
-    assert found == [Message("gated delta nets", "install flash-linear-attention")]
-    monkeypatch.setattr(kernels, "delta_rule_kernel", lambda dtype: print)
-    assert kernels.slow_paths(BF16, tensor_parallel=1, delta_nets=True, environment={}) == []
+    find = getattr(kernels, kernel)
+
+    options: dict[str, Any] = {mixer: True}
+
+    def slow(dtype: torch.dtype) -> list[str]:
+        find.cache_clear()
+        return kernels.slow_paths(dtype, tensor_parallel=1, environment={}, **options)
+
+    if importlib.util.find_spec(library) is None:
+        assert [slow(BF16), slow(FP32), caplog.messages] == [[expected], [SLOW_TYPE], []]
+    monkeypatch.delitem(sys.modules, library, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"{library}.py").write_text("raise ImportError('undefined symbol: c10\\nmore')")
+    assert slow(BF16) == [expected]
+    assert caplog.messages == [Message(library, "ImportError: undefined symbol: c10", "reinstall")]
+    monkeypatch.setattr(kernels, kernel, lambda dtype: print)
+    assert kernels.slow_paths(BF16, tensor_parallel=1, environment={}, **options) == []
+    find.cache_clear()
 
 
 @pytest.mark.parametrize(("apex", "wide"), [(False, False), (True, False), (False, True)])

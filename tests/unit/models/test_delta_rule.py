@@ -14,7 +14,8 @@ from nemo_kto.architecture.mixers.gated_delta_net import CHUNK
 from nemo_kto.models.layers.delta_rule import causal_convolution, gated_delta_rule
 from nemo_kto.models.layers.packing import Prompts
 from nemo_kto.models.mixers import delta_kernel
-from nemo_kto.models.mixers.delta_kernel import DeltaRule, delta_rule_with, fastest_delta_rule
+from nemo_kto.models.mixers.delta_kernel import delta_rule_with, fastest_delta_rule
+from nemo_kto.models.mixers.kernel_check import Form
 from tests.helpers.messages import Message
 
 GROUPS, HEADS, KEY, VALUE = 2, 3, 5, 4
@@ -62,7 +63,7 @@ def kernel(
     return torch.cat(outputs).flatten(1, 2).unsqueeze(0), torch.stack(finals).flatten(1, 2)
 
 
-FORMS: dict[str, DeltaRule] = {"chunks": gated_delta_rule, "kernel": functools.partial(delta_rule_with, kernel)}
+FORMS: dict[str, Form] = {"chunks": gated_delta_rule, "kernel": functools.partial(delta_rule_with, kernel)}
 
 
 def random_pack(seed: int) -> tuple[tuple[int, ...], Prompts]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +14,10 @@ from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 from nemo_kto.architecture.mixers.gated_delta_net import CHUNK
 from nemo_kto.models.layers.delta_rule import causal_convolution
 from nemo_kto.models.layers.state_space import state_space_scan
+from nemo_kto.models.mixers import scan_kernel
+from nemo_kto.models.mixers.kernel_check import Form
+from nemo_kto.models.mixers.scan_kernel import fastest_scan, scan_with
+from tests.helpers.messages import Message
 from tests.unit.models.test_delta_rule import random_pack, sequences
 
 GROUPS, HEADS, STATE, SIZE = 2, 3, 5, 4
@@ -38,12 +45,28 @@ def recurrence(values: Tensor, step: Tensor, rate: Tensor, into: Tensor, out_of:
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_packs_equal_the_recurrence_of_each_sequence(seed: int) -> None:
+def kernel(
+    values: Tensor, step: Tensor, rate: Tensor, into: Tensor, out_of: Tensor, *, chunk_size: int, seq_idx: Tensor
+) -> Tensor:
+    """The recurrence with the signature of mamba_ssm's kernel, in which the heads of all groups stand side by side."""
+    assert (step.dtype, rate.dtype, seq_idx.dtype, chunk_size) == (torch.float32, torch.float32, torch.int32, 128)
+    lengths = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
+    of_groups = (each[0].unflatten(1, (GROUPS, -1)) for each in (values, step.to(values.dtype)))
+    parts = zip(*(each.split(lengths) for each in (*of_groups, into[0], out_of[0])), strict=True)
+    rate_gr = -rate.view(GROUPS, -1).to(values.dtype)
+    return torch.cat([recurrence(x, d, rate_gr, b, c) for x, d, b, c in parts]).flatten(1, 2).unsqueeze(0)
+
+
+FORMS: dict[str, Form] = {"chunks": state_space_scan, "kernel": functools.partial(scan_with, kernel)}
+
+
+@pytest.mark.parametrize(("form", "seed"), [*(("chunks", seed) for seed in range(4)), ("kernel", 1), ("kernel", 2)])
+def test_packs_equal_the_recurrence_of_each_sequence(form: str, seed: int) -> None:
     lengths, prompts = random_pack(seed)
     inputs = draw_inputs(sum(lengths), seed)
+    atol = 1e-12 if form == "chunks" else 1e-5  # steps and rates are passed to the kernel in fp32
     leaves = [each.requires_grad_() for each in inputs]
-    output = state_space_scan(*inputs, lengths=lengths, prompts=prompts)
+    output = FORMS[form](*inputs, lengths=lengths, prompts=prompts)
     values, step, rate, into, out_of = inputs
     wanted = torch.cat(
         [
@@ -51,11 +74,27 @@ def test_packs_equal_the_recurrence_of_each_sequence(seed: int) -> None:
             for sequence, length in zip(sequences((values, step, into, out_of), lengths, prompts), lengths, strict=True)
         ]
     )
-    torch.testing.assert_close(output, wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(output.double(), wanted, rtol=0, atol=atol)
     weights = torch.sin(torch.arange(output.numel(), dtype=output.dtype)).view_as(output)
     found, expected = (torch.autograd.grad((each * weights).sum(), leaves) for each in (output, wanted))
     for gradient, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(gradient, other, rtol=0, atol=1e-11)
+        torch.testing.assert_close(gradient, other, rtol=0, atol=10 * atol)
+
+
+def test_a_kernel_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def without_boundaries(*inputs: Any, seq_idx: Tensor, **more: Any) -> Tensor:
+        return kernel(*inputs, seq_idx=torch.zeros_like(seq_idx), **more)
+
+    sizes = {"heads": HEADS, "head_dim": SIZE, "state_dim": STATE}
+    for each, names in {kernel: (), without_boundaries: ("mamba_ssm", "differ", "torch")}.items():
+        caplog.clear()
+        fastest_scan.cache_clear()
+        monkeypatch.setattr(scan_kernel, "scan_kernel", lambda dtype, each=each: each)
+        assert (fastest_scan(torch.float32, **sizes) is state_space_scan) is bool(names)
+        assert [record.getMessage() for record in caplog.records] == [Message(*names)] * bool(names)
+    fastest_scan.cache_clear()
+    monkeypatch.undo()
+    assert fastest_scan(torch.bfloat16, **sizes) is state_space_scan  # on the CPU
 
 
 @pytest.mark.parametrize("tokens", [1, CHUNK, 150])
