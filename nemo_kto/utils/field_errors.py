@@ -89,7 +89,9 @@ def _alternatives(annotation: object) -> Iterator[str]:
     elif origin is Literal:
         yield from map(str, parts)
     elif origin is list and parts != (object,):
-        yield f"a list of {' or '.join(word.split(maxsplit=1)[1] + 's' for word in _alternatives(parts[0]))}"
+        words = [*_alternatives(parts[0])]
+        is_literal = get_origin(parts[0]) is Literal
+        yield f"a list of {either(words if is_literal else [word.split(maxsplit=1)[1] + 's' for word in words])}"
     else:
         yield _WORDS.get(origin or annotation, str(annotation))
 

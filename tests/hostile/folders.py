@@ -40,6 +40,23 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": True,
     "rope_theta": 1e4,
 }
+# Mamba-2, attention, MLP
+NEMOTRON: dict[str, Any] = {
+    **{name: CONFIG[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")},
+    **{name: CONFIG[name] for name in ("vocab_size", "max_position_embeddings")},
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "num_hidden_layers": 3,
+    "hybrid_override_pattern": "M*-",
+    "head_dim": 4,
+    "layer_norm_epsilon": 1e-5,
+    "mlp_hidden_act": "relu2",
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 4,
+    "n_groups": 2,
+    "ssm_state_size": 3,
+    "conv_kernel": 4,
+}
 ADAPTED = LoRASettings(rank=2, alpha=4.0, target_modules=("q_proj", "v_proj"))
 ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
 
@@ -62,6 +79,12 @@ def make_adapter(folder: Path, model: Path) -> Path:
 
 def write(file: Path, content: object) -> None:
     file.write_text(json.dumps(content), encoding="utf-8")
+
+
+def make_nemotron(folder: Path) -> None:
+    """Replace the llama of a folder by a Nemotron of three layers."""
+    write(folder / "config.json", NEMOTRON)
+    write_safetensors(folder / "model.safetensors", wanted_weights(read_architecture(folder, tensor_parallel=1)))
 
 
 # Ways to break a folder. Each is called with the folder.

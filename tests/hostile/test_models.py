@@ -17,6 +17,7 @@ from nemo_kto.data.tokens.chat import load_tokenizer
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, assert_names, raises
 from tests.hostile.folders import (
+    GONE,
     Break,
     assert_harmless,
     both,
@@ -28,6 +29,7 @@ from tests.hostile.folders import (
     indexed,
     launcher_says,
     linked,
+    make_nemotron,
     ranks_say,
     removed,
     replaced_by_pipe,
@@ -40,6 +42,13 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 NO_MODEL = Message("folder", "config.json", "trainer.json")
+
+MIXER = "model.layers.0.mixer"
+
+
+def nemotron(damage: Break) -> Break:
+    return both(make_nemotron, damage)
+
 
 # The damage, and the launcher's error: the end of the line, or a part of it.
 AT_START: dict[str, tuple[Break, Message]] = {
@@ -123,6 +132,29 @@ AT_START: dict[str, tuple[Break, Message]] = {
         Message("hidden_size", "integer", "1", "2147483647", "8", "vocab_size", "0", "rope_theta", "float", "x",
                 "save_pretrained"),
     ),
+    # Mamba-2
+    "a pattern of fewer layers": (
+        nemotron(config(hybrid_override_pattern="M*")),
+        Message("hybrid_override_pattern", "3 layers", "num_hidden_layers", "2", "correct"),
+    ),
+    "a pattern with another letter": (
+        nemotron(config(hybrid_override_pattern="M*X")),
+        Message("hybrid_override_pattern", "M, *, -, E", "X", "choose"),
+    ),
+    "no pattern": (
+        nemotron(config(hybrid_override_pattern=GONE)),
+        Message("hybrid_override_pattern", "layers_block_type", "kind", "neither", "add"),
+    ),
+    "a kind of layers that is not there": (
+        nemotron(config(layers_block_type=["mamba", "attention", "x"])),
+        Message("layers_block_type", "a list of mamba, linear_attention", "or moe", "'x'", "save_pretrained"),
+    ),
+    **{
+        f"{name} is {value!r}": (nemotron(config(**{name: value})), Message(name, "integer", f"{value!r}", "save_pretrained"))
+        for name, value in (
+            ("mamba_num_heads", "4"), ("mamba_head_dim", 0), ("n_groups", 0), ("ssm_state_size", -3), ("conv_kernel", 1)
+        )
+    },
     # positions
     "rope of a type that is not there": (
         config(rope_scaling={"rope_type": "proportional", "factor": 4.0}),
@@ -212,6 +244,21 @@ ON_RANKS: dict[str, tuple[Break, Message]] = {
     "a weight is missing": (shapes({NORM: None}), Message("1", "differences", "missing", NORM)),
     "a weight of another shape": (shapes({NORM: (9,)}), Message(NORM, "[8]", "[9]")),
     "more layers than weights": (config(num_hidden_layers=9000), Message("80982", "differences")),
+    "heads that are no multiple of their groups": (
+        nemotron(config(n_groups=3)), Message("mamba_num_heads", "divisible", "n_groups", "4", "3", "correct")),
+    "limits of steps in the wrong order": (
+        nemotron(config(time_step_limit=[1.0, 0.5])), Message("time_step_limit", "smallest", "[1.0, 0.5]", "correct")),
+    "only one limit of steps": (nemotron(config(time_step_limit=[0.5])), Message("time_step_limit", "[0.5]", "correct")),
+    "Mamba-2 with biases": (nemotron(config(use_bias=True)), Message("use_bias", "false", "true", "choose")),
+    "no decays": (nemotron(shapes({f"{MIXER}.A_log": None})), Message("missing", f"{MIXER}.A_log", "download")),
+    "too many decays": (nemotron(shapes({f"{MIXER}.A_log": (5,)})), Message(f"{MIXER}.A_log", "[4]", "[5]", "download")),
+    "a convolution without its middle dimension": (
+        nemotron(shapes({f"{MIXER}.conv1d.weight": (28, 4)})), Message(f"{MIXER}.conv1d.weight", "[28, 1, 4]", "[28, 4]")),
+    "an input projection without the steps": (
+        nemotron(shapes({f"{MIXER}.in_proj.weight": (44, 8)})), Message(f"{MIXER}.in_proj.weight", "[48, 8]", "[44, 8]")),
+    "another size of the state": (
+        nemotron(config(ssm_state_size=4)),
+        Message(f"{MIXER}.in_proj.weight", "[52, 8]", "[48, 8]", f"{MIXER}.conv1d.bias", "[32]", "[28]")),
     "rope without its numbers": (
         config(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
         Message("config.json")),  # a set, in any order

@@ -61,7 +61,7 @@ def _renewed(config: Mapping[str, Any]) -> dict[str, Any]:
             letters = ", ".join(_LETTERS)
             raise ValueError(f"{name} must consist of {letters}, got {pattern[kinds.index(None)]!r}; choose another model")
     if kinds is None:
-        return {**config}
+        raise ValueError(f"hybrid_override_pattern or {name} must name the kind of each layer, got neither; add it")
     if layers is not None and len(kinds) != layers:
         raise ValueError(f"{name} must describe the {layers} layers of num_hidden_layers, got {len(kinds)}; correct one")
     return {**config, "layers_block_type": [_OLD_KINDS.get(kind, kind) for kind in kinds], "num_hidden_layers": len(kinds)}
@@ -75,14 +75,15 @@ def _mixers(config: PretrainedConfig) -> tuple[SequenceMixer, ...]:
     if (size := config.moe_latent_size) is not None:
         text = f"moe_latent_size must be null, got {size}: experts that process a projection of the hidden state"
         raise ValueError(f"{text} are not supported; choose another model")
-    smallest, largest = config.time_step_limit
+    if len(limits := config.time_step_limit) != 2 or not limits[0] < limits[1]:
+        raise ValueError(f"time_step_limit must be the smallest and the largest step, got {limits}; correct it")
     mamba = Mamba2(
         heads=config.mamba_num_heads,
         groups=config.n_groups,
         head_dim=config.mamba_head_dim,
         state_dim=config.ssm_state_size,
         kernel=config.conv_kernel,
-        step_limits=(smallest, largest),
+        step_limits=tuple(limits),
     )
     mixers = {"linear_attention": mamba, "full_attention": SOFTMAX_ATTENTION}
     return tuple(mixers.get(kind, NO_MIXER) for kind in config.layers_block_type)

@@ -44,8 +44,8 @@ class Mamba2(SequenceMixer):
     def __post_init__(self) -> None:
         if self.heads % self.groups:
             raise ValueError(
-                f"the number of Mamba-2 heads must be divisible by that of groups, got {self.heads} and {self.groups}; "
-                "correct one"
+                f"the number of Mamba-2 heads (mamba_num_heads) must be divisible by that of groups (n_groups), got "
+                f"{self.heads} and {self.groups}; correct one"
             )
 
     @property

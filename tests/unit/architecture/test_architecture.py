@@ -274,7 +274,7 @@ def test_nemotron_as_published(tmp_path: Path) -> None:
         ("num_hidden_layers", 8): ("hybrid_override_pattern", "8 layers", "7", "correct"),
         ("moe_latent_size", 64): ("moe_latent_size", "null", "64", "choose"),
         ("use_bias", True): ("use_bias", "false", "true", "choose"),
-        ("n_groups", 7): ("Mamba-2 heads", "groups", "64", "7", "correct"),
+        ("n_groups", 7): ("mamba_num_heads", "n_groups", "64", "7", "correct"),
     }.items():
         with raises(UserError, "config.json", *error):
             read_architecture(folder(tmp_path, **{**given, changes[0]: changes[1]}), tensor_parallel=1)
