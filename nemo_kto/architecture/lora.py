@@ -162,6 +162,12 @@ def few_adapted(architecture: Architecture, settings: LoRASettings) -> str | Non
     return f"adapters are on {few} of their parameters; {remedy}: model.peft.lora_tuning.target_modules=[all-linear]"
 
 
+def refused_by_peft(family: Family, settings: LoRASettings) -> str | None:
+    """Return a sentence if peft loads no adapters of some adapted modules, else None; nemo-kto itself loads them."""
+    modules = ", ".join(module for module in settings.modules if module in family.refused_by_peft)
+    return f"peft refuses adapters on {modules} of {family.name}" if modules else None
+
+
 def has_adaptable_experts(family: Family) -> bool:
     """Return whether the experts of a mixture-of-experts model can have adapters."""
     return any(mapping.of_expert for mapping in adaptable(family))

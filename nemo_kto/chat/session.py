@@ -387,5 +387,9 @@ def _load(folder: Path, *, adapters: Path | None, dtype: torch.dtype) -> Any:
             raise UserError(f"{text}; pip install peft, or name the run, whose merged model is used") from None
         config = PeftConfig.from_pretrained(str(adapters), local_files_only=True)
         config.megatron_config = None  # PEFT would import the module that megatron_core names
-        model = PeftModel.from_pretrained(model, str(adapters), config=config, local_files_only=True).merge_and_unload()
+        try:
+            model = PeftModel.from_pretrained(model, str(adapters), config=config, local_files_only=True).merge_and_unload()
+        except ValueError as error:  # for modules that it refuses, such as out_proj of Mamba-2
+            text = f"{adapters}: peft must load the adapters, got {printable(str(error))}"
+            raise UserError(f"{text}; name the run, whose merged model is used") from None
     return to_device(model)

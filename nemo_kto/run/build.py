@@ -26,7 +26,7 @@ from nemo_kto.algorithms.callbacks import (
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.algorithms.duration import fraction_of
 from nemo_kto.algorithms.stopping import BestValidation, SkippedSteps
-from nemo_kto.architecture.lora import few_adapted
+from nemo_kto.architecture.lora import few_adapted, refused_by_peft
 from nemo_kto.artifacts.checkpoint_files import INFO, named_checkpoints
 from nemo_kto.checkpoint.manager import CheckpointManager
 from nemo_kto.checkpoint.safe_loading import read_errors
@@ -126,6 +126,9 @@ def _train(run: ResolvedRun, warnings: WarningsFile) -> None:
     new_adapters = run.adapters if run.files.adapter_folder is None else None
     if state.is_rank_zero() and new_adapters is not None and (warning := few_adapted(run.architecture, new_adapters)):
         logger.warning(warning)
+    if state.is_rank_zero() and run.adapters and (refusal := refused_by_peft(run.architecture.family, run.adapters)):
+        remedy = "load the merged model, or adapt other modules: model.peft.lora_tuning.target_modules=[all-linear]"
+        logger.warning("%s, so that it will not load export.adapter_path; %s", refusal, remedy)
     with watchdog.phase("loading the model"):
         policy = build_policy(run)
     resumed_step, summary = start.resumption.resumed_step, dict[str, str]()

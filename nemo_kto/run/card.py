@@ -81,12 +81,14 @@ class CardSources:
         run: the run folder; None if the checkpoint is not in one.
         original: the Hugging Face folder of the original model, or a checkpoint's copy of its small files.
         adapters: whether the export holds only adapters.
+        refusal: why peft does not load the adapters of the model; None if it does.
     """
 
     info: Mapping[str, Any]
     run: Path | None
     original: Path
     adapters: bool
+    refusal: str | None = None
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -304,6 +306,8 @@ def _data_names(prefix: object) -> Iterator[str]:
 def _use(sources: CardSources) -> str:
     kind, tokenizer = auto_class(sources.original), THIS_MODEL
     imports, model = f"from transformers import {kind}, AutoTokenizer", f'{kind}.from_pretrained("{THIS_MODEL}")'
+    if sources.adapters and sources.refusal:
+        return f"## Use\n\n{sources.refusal}: load the merged model."
     if sources.adapters:
         tokenizer = sources.base[0] or BASE_MODEL
         if kind == "AutoModelForCausalLM":

@@ -14,7 +14,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from nemo_kto.architecture.architecture import Architecture
-from nemo_kto.architecture.lora import LoRASettings, adapts_experts
+from nemo_kto.architecture.lora import LoRASettings, adapts_experts, refused_by_peft
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
 from nemo_kto.artifacts.adapter_files import is_our_adapter, read_adapter_settings
 from nemo_kto.artifacts.checkpoint_files import CHECKPOINTS, INFO, check_checkpoint, is_checkpoint
@@ -190,8 +190,11 @@ def export_policy(
     """
     chunks, architecture, source = policy.chunks, policy.architecture, policy.files.hf_folder
 
+    refusal = None if policy.adapters is None else refused_by_peft(architecture.family, policy.adapters)
+
     def describe(folder: Path) -> None:
-        write_card(folder, CardSources(info=info, run=run_folder, original=source, adapters=is_peft_folder(folder)))
+        sources = CardSources(info=info, run=run_folder, original=source, adapters=is_peft_folder(folder), refusal=refusal)
+        write_card(folder, sources)
 
     if policy.adapters is not None and adapter_out is not None:
         export_adapter(chunks, architecture, out=adapter_out, base_model=policy.base_model, describe=describe)
@@ -229,6 +232,9 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> 
         raise UserError(f"{checkpoint} must contain adapters for --adapter, but it is a whole model; omit --adapter")
     files, dtype = ModelFiles(source=checkpoint), checkpoint_dtype(checkpoint)
     architecture = files.architecture
+    if adapter and saved is not None and (refusal := refused_by_peft(architecture.family, saved.settings)):
+        text = f"{checkpoint} must have adapters that peft loads for --adapter, but {refusal}"
+        raise UserError(f"{text}; omit --adapter, which merges them")
     need = 0 if adapter else export_bytes(architecture, dtype, files.original)
     check_target(out, is_ours=is_our_adapter if adapter else is_our_model, need=need)  # before the model is loaded
     state.init_distributed(layout=state.Layout(), seed=0)

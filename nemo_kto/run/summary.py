@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 
 from nemo_kto.algorithms.dpo import DPOTrainer
-from nemo_kto.architecture.lora import adapted_modules
+from nemo_kto.architecture.lora import adapted_modules, refused_by_peft
 from nemo_kto.architecture.mixers import GatedDeltaNet, Mamba2
 from nemo_kto.artifacts.checkpoint_files import Checkpoint, find_checkpoints
 from nemo_kto.artifacts.content import auto_class
@@ -198,4 +198,6 @@ def _export_lines(
     if policy.adapters is None:
         return model_lines(path, weights, auto_class=loader) | policy.weights_line
     merged = model_lines(path, f"{weights}, adapters merged", auto_class=loader) | policy.weights_line
+    if refusal := refused_by_peft(policy.architecture.family, policy.adapters):
+        return {**merged, "exported adapters": f"{export.adapter_path}; {refusal}"}
     return {**merged, **adapter_lines(Path(export.adapter_path), auto_class=loader)}

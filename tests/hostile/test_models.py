@@ -150,7 +150,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
         Message("layers_block_type", "a list of mamba, linear_attention", "or moe", "'x'", "save_pretrained"),
     ),
     **{
-        f"{name} is {value!r}": (nemotron(config(**{name: value})), Message(name, "integer", f"{value!r}", "save_pretrained"))
+        f"{name} is {value!r}": (nemotron(config(**{name: value})), Message(name, "integer", repr(value), "save_pretrained"))
         for name, value in (
             ("mamba_num_heads", "4"), ("mamba_head_dim", 0), ("n_groups", 0), ("ssm_state_size", -3), ("conv_kernel", 1)
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -236,6 +236,27 @@ def test_the_best_adapters_of_two_ranks_are_exported(tiny_llama: Path, tmp_path:
         done = run([*CLI, "export", *flags, checkpoint, again], cwd=tmp_path, env=environment(), preload=TRAINING)
         assert done.returncode == 0, done.stderr
         assert files_of(tmp_path / again.replace("again", "best")) == files_of(tmp_path / again)
+
+
+def test_adapters_that_peft_refuses(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """A warning at the start; nothing suggests to load them with peft, and they are not exported on demand."""
+    write_rows(tmp_path / "rows.jsonl", make_pairs(24))
+    (tmp_path / "model").symlink_to(tiny_checkpoint("nemotron_h"))
+    given = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all,out_proj]", "export.which=last"]
+    out, errors = train(tmp_path, Path("model"), "dpo", *given, "model.reference.mode=auto", "trainer.dpo.max_steps=1")
+    folder, refusal = "results/gpt_dpo/adapter", ("peft", "out_proj", "nemotron_h")
+    assert Message("warning", *refusal, "export.adapter_path", "merged", "target_modules=[all-linear]") in errors
+    assert [line for line in out if folder in line] == [Message("exported adapters", folder, *refusal)]
+    card = (tmp_path / folder / "README.md").read_text()
+    assert_names(card, *refusal, "merged")
+    assert "from_pretrained" not in card
+    for words, parts in {
+        ("export", "--adapter", "results/gpt_dpo", "again"): ("step_000001", *refusal, "omit --adapter"),
+        ("chat", folder): (folder, "peft", "out_proj", "name the run"),
+    }.items():
+        done = run([*CLI, *words], cwd=tmp_path, env=environment(), preload=TRAINING)
+        assert (done.returncode, done.stderr.splitlines()[-1]) == (2, Message(*parts))
+    assert not (tmp_path / "again").exists()
 
 
 def assert_the_report_of(folder: Path) -> None:
