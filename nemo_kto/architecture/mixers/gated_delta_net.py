@@ -110,11 +110,11 @@ class GatedDeltaNet(SequenceMixer):
     def backward_bytes(self, saving: Saving) -> float:
         """Return the bytes per token of what is recomputed, all in fp32 and with gradients.
 
-        These are two passes of convolved values and gates, and for each value head six matrices of a chunk's tokens by its
-        tokens, six of vectors, and the state at the end of each chunk.
+        These are two passes of convolved values and gates, and for each value head five matrices of a chunk's tokens by its
+        tokens, four of vectors, and the state at the end of each chunk. For full chunks the peak is a quarter less.
         """
         heads = self.divided_heads(saving.architecture)
-        of_head = 6 * CHUNK + 6 * (self.key_dim + self.value_dim) + self.key_dim * self.value_dim / CHUNK
+        of_head = 5 * CHUNK + 4 * (self.key_dim + self.value_dim) + self.key_dim * self.value_dim / CHUNK
         return 2 * FP32 * heads * (2 * self.sizes["delta_qkvz_group"] + self.values_per_key * of_head)
 
     def linear_layers(self, saving: Saving) -> tuple[LinearLayer, ...]:

@@ -96,7 +96,7 @@ class Mamba2(SequenceMixer):
         """Return the bytes per token of what is recomputed, all in fp32 and with gradients.
 
         These are two passes of the convolved values and gates, and for each head three matrices of a chunk's tokens by its
-        tokens, five of inputs, and the state at the end of each chunk.
+        tokens, five of inputs, and the state at the end of each chunk. For full chunks the peak is a quarter less.
         """
         groups, sizes = self.divided_heads(saving.architecture), self.sizes
         of_head = 3 * CHUNK + 5 * self.head_dim + self.head_dim * self.state_dim / CHUNK
