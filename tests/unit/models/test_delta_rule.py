@@ -91,7 +91,7 @@ def sequences(inputs: tuple[Tensor, ...], lengths: tuple[int, ...], prompts: Pro
     ]
 
 
-@pytest.mark.parametrize(("form", "seed"), [*(("chunks", seed) for seed in range(4)), ("kernel", 1), ("kernel", 2)])
+@pytest.mark.parametrize(("form", "seed"), [*(("chunks", seed) for seed in range(4)), ("kernel", 3), ("kernel", 4)])
 def test_packs_equal_the_recurrence_of_each_sequence(form: str, seed: int) -> None:
     lengths, prompts = random_pack(seed)
     inputs = draw_inputs(sum(lengths), seed)
@@ -115,6 +115,9 @@ def test_a_kernel_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatc
     def half_as_strong(query: Any, key: Any, value: Any, decay: Any, strength: Any, **more: Any) -> tuple[Tensor, Tensor]:
         return kernel(query, key, value, decay, strength / 2, **more)
 
+    def from_zero(*inputs: Any, initial_state: Tensor | None, **more: Any) -> tuple[Tensor, Tensor]:
+        return kernel(*inputs, initial_state=None if initial_state is None else 0 * initial_state, **more)
+
     def fails(*inputs: Any, **more: Any) -> tuple[Tensor, Tensor]:
         raise RuntimeError("no PTX for this device\nmore")
 
@@ -126,6 +129,7 @@ def test_a_kernel_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatc
     cases = {
         kernel: (),
         without_gradient: ("nan", "differ", "torch"),
+        from_zero: ("differ", "torch"),
         half_as_strong: ("differ", "torch"),
         fails: ("RuntimeError: no PTX for this device", "torch"),
     }

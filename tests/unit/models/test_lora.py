@@ -20,6 +20,7 @@ from nemo_kto.architecture.lora import (
     embedding_problem,
     few_adapted,
     linear_modules,
+    refused_by_peft,
     with_other_mixers,
 )
 from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION
@@ -191,6 +192,15 @@ def test_every_linear_layer_that_can_be_adapted_is_enough(family: str) -> None:
     architecture = tiny_architecture(family, experts=EXPERTS if is_mixture else None)
     for target in ("all-linear", "attention")[: 1 + ("q_proj" in linear_modules(FAMILIES[family]))]:
         assert few_adapted(architecture, settings(*with_other_mixers([target], FAMILIES[family]))) is None
+
+
+def test_all_leaves_out_what_peft_refuses() -> None:
+    mamba, delta_net = FAMILIES["NemotronHForCausalLM"], FAMILIES["Qwen3NextForCausalLM"]
+    assert with_other_mixers(["all"], mamba) == ("all", "in_proj")
+    assert with_other_mixers(["all"], delta_net) == ("all", "in_proj_qkvz", "in_proj_ba", "out_proj")
+    assert refused_by_peft(mamba, settings("all", "in_proj")) is None
+    assert refused_by_peft(mamba, settings("all", "out_proj")) == Message("peft", "out_proj", "nemotron_h")
+    assert refused_by_peft(delta_net, settings("out_proj")) is None
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def kernel(
 FORMS: dict[str, Form] = {"chunks": state_space_scan, "kernel": functools.partial(scan_with, kernel)}
 
 
-@pytest.mark.parametrize(("form", "seed"), [*(("chunks", seed) for seed in range(4)), ("kernel", 1), ("kernel", 2)])
+@pytest.mark.parametrize(("form", "seed"), [*(("chunks", seed) for seed in range(4)), ("kernel", 3), ("kernel", 4)])
 def test_packs_equal_the_recurrence_of_each_sequence(form: str, seed: int) -> None:
     lengths, prompts = random_pack(seed)
     inputs = draw_inputs(sum(lengths), seed)
