@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -410,8 +411,10 @@ MIXTURES = {
     "mixtral-window": lambda: MixtralConfig(
         **_SIZES, rope_parameters=_rope(1e5), num_local_experts=4, num_experts_per_tok=3, head_dim=16, sliding_window=7
     ),
+    # transformers raises steps to time_step_min, which is the smallest of time_step_limit here
     "nemotron-h-moe": lambda: NemotronHConfig(
-        **_MAMBA,
+        **{**_MAMBA, "time_step_min": 0.5},
+        time_step_limit=[0.5, math.inf],
         layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
         n_routed_experts=8,
         num_experts_per_tok=3,
