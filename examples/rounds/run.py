@@ -48,11 +48,11 @@ def is_ready(url: str) -> bool:
 
 
 @contextlib.contextmanager
-def serving(command: str, url: str, model: object) -> Iterator[None]:
+def serving(command: str, url: str, model: str) -> Iterator[None]:
     """Run a server of a model until the block ends."""
     if is_ready(url):
         raise SystemExit(f"--endpoint must be free for the server of each model, got {url}, where one answers; stop that")
-    words = [word.replace("{model}", str(model)) for word in shlex.split(command)]
+    words = [word.replace("{model}", model) for word in shlex.split(command)]
     print(f"\n$ {shlex.join(words)}", flush=True)
     with subprocess.Popen(words) as server:
         try:
@@ -68,7 +68,7 @@ def serving(command: str, url: str, model: object) -> Iterator[None]:
 def good_share(thumbs: Path) -> float:
     """Return the share of good answers."""
     labels = [json.loads(line)["label"] for line in thumbs.read_text(encoding="utf-8").split("\n") if line]
-    return float(fmean(labels))
+    return fmean(labels)
 
 
 def parse() -> argparse.Namespace:
@@ -93,7 +93,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     flags = parse()
     threshold = [] if flags.threshold is None else ["--threshold", flags.threshold]
-    model, shares, runs, first_answers = flags.model, [], [], flags.out / "1" / "answers.jsonl"
+    model, first_answers = flags.model, flags.out / "1" / "answers.jsonl"
+    shares, runs = list[float](), list[Path]()
     for number in range(1, flags.rounds + 2):
         folder = flags.out / str(number)
         answers, thumbs, run = (folder / name for name in ("answers.jsonl", "thumbs.jsonl", "run"))
@@ -111,7 +112,7 @@ def main() -> None:
             first = number > 1 and flags.reference == "first"
             reference = [f"model.reference.restore_from_path={flags.model}"] if first else []
             nemo_kto("kto", model, thumbs, f"exp_manager.explicit_log_dir={run}", *reference, *flags.overrides)
-            model = run / "hf"
+            model = str(run / "hf")
             runs.append(run)
     nemo_kto("report", *runs, "--out", flags.out / "report.html")
     print("\nafter round  good answers")
