@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from os.path import commonprefix
 from pathlib import PurePath
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from nemo_kto.artifacts.checkpoint_files import size_text
 from nemo_kto.data.rows.forms import data_name
 from nemo_kto.errors import plural
-from nemo_kto.report.record import RUNNING, RunRecord
+from nemo_kto.report.record import RUNNING, ComparisonResult, RunRecord
 from nemo_kto.telemetry.evaluations import Sample
 from nemo_kto.telemetry.timers import duration_text
 
@@ -139,7 +140,9 @@ def final_figures(runs: Mapping[str, RunRecord]) -> list[list[str | Best]]:
     compared = dict.fromkeys((each.base, each.by) for run in runs.values() for each in run.comparisons)
     several = len({by for _, by in compared}) > 1
     win_rates = [f"win rate against {_model_name(base)}" + (f" by {by}" if several else "") for base, by in compared]
-    rows: list[list[str | Best]] = [["run", *win_rates, *columns.values(), "steps", "time", "state"]]
+    lengths = [f"characters (of {_model_name(base)})" for base, _ in compared]
+    comparisons = chain(*zip(win_rates, lengths, strict=True))
+    rows: list[list[str | Best]] = [["run", *comparisons, *columns.values(), "steps", "time", "state"]]
     last = {
         column: {name: run.curves[column].last for name, run in runs.items() if column in run.curves} for column in columns
     }
@@ -152,16 +155,21 @@ def final_figures(runs: Mapping[str, RunRecord]) -> list[list[str | Best]]:
             best[column] = (min if column.endswith("loss") else max)(values.values())
     for name, run in runs.items():
         found = {(each.base, each.by): each for each in run.comparisons}
-        cells: list[str | Best] = [
-            f"{percent_text(found[each].rate)} {interval_text(found[each].interval)}" if each in found else ""
-            for each in compared
-        ]
+        cells: list[str | Best] = [text for each in compared for text in _comparison_cells(found.get(each))]
         for column, values in last.items():
             text = metric_text(column, values[name]) if name in values else ""
             cells.append(Best(text=text) if column in best and values.get(name) == best[column] else text)
         time = duration_text(run.seconds) if run.seconds else ""
         rows.append([name, *cells, f"{run.step:,}", time, run.state.word])
     return rows
+
+
+def _comparison_cells(found: ComparisonResult | None) -> tuple[str, str]:
+    """Return win rate and mean lengths of a comparison; empty if there is none."""
+    if found is None:
+        return "", ""
+    own, other = found.mean_lengths
+    return f"{percent_text(found.rate)} {interval_text(found.interval)}", f"{own:,.0f} ({other:,.0f})"
 
 
 def differing_settings(runs: Mapping[str, RunRecord]) -> list[list[str]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from nemo_kto.data.rows.records import Row, TextOrMessages
+from nemo_kto.data.rows.records import SOURCE, Row, TextOrMessages
 from nemo_kto.errors import UserError, show
 from nemo_kto.rounds.answers import VARIABLES, Sampled
 from nemo_kto.rounds.rows import RowFile
@@ -19,7 +19,7 @@ PERSON = "person"  # the labeller of rows by keys or on the page
 
 def thumb_row(prompt: TextOrMessages, answer: str, *, good: bool, source: Mapping[str, object]) -> dict[str, object]:
     """Return the row of a labelled answer; ``source``: model, labeller and more, which the training ignores."""
-    return {"prompt": prompt, "response": answer, "label": good, "source": source}
+    return {"prompt": prompt, "response": answer, "label": good, SOURCE: source}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Question:
             return {**thumb_row(self.prompt, first.text, good=verdict, source=source), **variables}
         chosen, rejected = self.answers if verdict else reversed(self.answers)
         source = {**first.source, "index": [chosen.key[1], rejected.key[1]], **about}
-        return {"prompt": self.prompt, "chosen": chosen.text, "rejected": rejected.text, "source": source, **variables}
+        return {"prompt": self.prompt, "chosen": chosen.text, "rejected": rejected.text, SOURCE: source, **variables}
 
 
 def single_questions(answers: Iterable[Sampled]) -> list[Question]:
@@ -96,10 +96,10 @@ class Labelling:
         labelled = [known.pop(key_of_row(row), None) for row in file.rows]
         for number, (row, question) in enumerate(zip(file.rows, labelled, strict=True), start=1):
             verdicts = () if question is None else [question.row(verdict) for verdict in (True, False)]
-            if not any({**row, "source": None} == {**verdict, "source": None} for verdict in verdicts):
+            if not any({**row, SOURCE: None} == {**verdict, SOURCE: None} for verdict in verdicts):
                 text = f"--out must have labels of these answers, each once, got {show(row, 200)} in {file.path}:{number}"
                 raise UserError(f"{text}; name another --out, or the answers that these labels are of")
-            source: Any = row["source"]
+            source: Any = row[SOURCE]
             differing = [name for name in _SETTINGS if source.get(name) != about.get(name)]
             if differing and source.get("labeller") == about.get("labeller"):
                 got = " and ".join(f"{name} {source.get(name)} instead of {about.get(name)}" for name in differing)
@@ -140,7 +140,7 @@ def _key(line: object, indices: Iterable[object]) -> str:
 
 def key_of_row(row: Row) -> str:
     """Return the key of the question that a row of a file answers; empty if it has none."""
-    source: Any = row.get("source")
+    source: Any = row.get(SOURCE)
     if not isinstance(source, dict):
         return ""
     index = source.get("index")

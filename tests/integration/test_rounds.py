@@ -1,26 +1,89 @@
-"""The script of examples/rounds: killed in a phase and started again, it continues."""
+"""The script of examples/rounds: killed in any phase and started again, it continues; the model learns from its thumbs."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.helpers.commands import environment
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "rounds" / "run.py"
-SAMPLE = "-n 4 --max-new-tokens 8 --temperature 1"
-TRAINING = ["hardware=cpu", "trainer.kto.max_steps=2", "model.global_batch_size=8", "export.report=false"]
+TINY = ["hardware=cpu", "trainer.kto.max_steps=2", "model.global_batch_size=8", "export.report=false"]
+REAL = [
+    "hardware=cpu",
+    "trainer.kto.max_epochs=2",
+    "model.global_batch_size=8",
+    "model.optim.lr=1e-5",
+    "export.report=false",
+]
+PROMPTS = """\
+What is the capital of France? Answer with one word.
+What colour is grass? Answer with one word.
+Say hello.
+What is two plus three? Answer with a number.
+Name one animal of the sea.
+How many days are in a week? Answer briefly.
+Say yes or no: is fire cold?
+What do bees make? One word.
+Name a yellow fruit.
+Who wrote Hamlet?
+Write a greeting for a friend.
+Name a month of the year.
+What is the opposite of hot?
+Give me a synonym of big.
+Thank me.
+What is your name?
+"""
 
 
-def rows(file: Path) -> list[dict[str, object]]:
+def rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def lines(file: Path) -> int:
+    """Whole lines of a file that may not exist yet."""
+    return file.read_bytes().count(b"\n") if file.is_file() else 0
+
+
+def run_and_kill(command: list[str], folder: Path, until: Callable[[], object]) -> None:
+    """Start the script, and kill it with all its processes as soon as ``until`` is true."""
+    with subprocess.Popen(
+        command, cwd=folder, env=environment(folder), stdout=subprocess.DEVNULL, start_new_session=True
+    ) as started:
+        while not until():
+            assert started.poll() is None
+            time.sleep(0.05)
+        os.killpg(started.pid, signal.SIGKILL)
+
+
+def run(command: list[str], folder: Path) -> str:
+    """What the script prints."""
+    return subprocess.run(command, cwd=folder, env=environment(folder), stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def assert_complete(rounds: Path, *, answers: int, output: str) -> list[float]:
+    """Each answer is drawn and labelled once; return the shares of good answers, which the script has printed."""
+    shares = []
+    for folder in (rounds / "1", rounds / "2", rounds / "3"):
+        sampled, thumbs = rows(folder / "answers.jsonl"), rows(folder / "thumbs.jsonl")
+        keys = {(row["line"], row["index"]) for row in sampled}
+        assert len(sampled) == len(thumbs) == len(keys) == answers
+        assert {(row["source"]["line"], row["source"]["index"]) for row in thumbs} == keys
+        shares.append(sum(row["label"] is True for row in thumbs) / answers)
+    for number, share in enumerate(shares):
+        assert f"{number:11}  {share:.1%}" in output
+    return shares
 
 
 @pytest.mark.slow
@@ -28,32 +91,58 @@ def test_rounds_continue_where_they_were_killed(tiny_llama: Path, tmp_path: Path
     (tmp_path / "prompts.txt").write_text("".join(f"question {number}\n" for number in range(6)))
     (tmp_path / "mine.py").write_text("def even(prompt, answer):\n    return len(answer) % 2 == 0\n")
     given = [str(tiny_llama), "prompts.txt", "--score", "mine.even", "--rounds", "2", "--reference", "first"]
-    command = [sys.executable, str(SCRIPT), *given, "--sample", SAMPLE, *TRAINING]
-    env = environment(tmp_path)
-    folders = [tmp_path / "runs" / "rounds" / str(number) for number in (1, 2, 3)]
-    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, start_new_session=True) as started:
-        while not (folders[0] / "run" / "metrics.jsonl").is_file():
-            assert started.poll() is None
-            time.sleep(0.05)
-        os.killpg(started.pid, signal.SIGKILL)
-    labelled = (folders[0] / "thumbs.jsonl").read_bytes()
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
-    assert (folders[0] / "thumbs.jsonl").read_bytes() == labelled
-    for folder in folders:
-        sampled, thumbs = rows(folder / "answers.jsonl"), rows(folder / "thumbs.jsonl")
-        keys = {(row["line"], row["index"]) for row in sampled}
-        assert len(sampled) == len(thumbs) == len(keys) == 24
-        assert {row["label"] for row in thumbs} == {True, False}
-    for folder in folders[:2]:
-        assert len(rows(folder / "run" / "metrics.jsonl")) >= 2
-        assert (folder / "run" / "hf" / "config.json").is_file()
-        (comparison,) = rows(folder / "run" / "comparisons.jsonl")
+    command = [sys.executable, str(SCRIPT), *given, "--sample", "-n 4 --max-new-tokens 8 --temperature 1", *TINY]
+    rounds = tmp_path / "runs" / "rounds"
+    run_and_kill(command, tmp_path, (rounds / "1" / "run" / "metrics.jsonl").is_file)
+    labelled = (rounds / "1" / "thumbs.jsonl").read_bytes()
+    output = run(command, tmp_path)
+    assert (rounds / "1" / "thumbs.jsonl").read_bytes() == labelled
+    assert_complete(rounds, answers=24, output=output)
+    for folder in (rounds / "1" / "run", rounds / "2" / "run"):
+        assert len(rows(folder / "metrics.jsonl")) >= 2
+        assert (folder / "hf" / "config.json").is_file()
+        (comparison,) = rows(folder / "comparisons.jsonl")
         assert comparison["base"] == str(tiny_llama)
-    assert {row["model"] for row in rows(folders[1] / "answers.jsonl")} == {"runs/rounds/1/run/hf"}
-    shares = [sum(row["label"] is True for row in rows(folder / "thumbs.jsonl")) / 24 for folder in folders]
-    for number, share in enumerate(shares):
-        assert f"{number:11}  {share:.1%}" in done.stdout
-    config = (folders[1] / "run" / "config.yaml").read_text(encoding="utf-8")
+    assert {row["model"] for row in rows(rounds / "2" / "answers.jsonl")} == {"runs/rounds/1/run/hf"}
+    config = (rounds / "2" / "run" / "config.yaml").read_text(encoding="utf-8")
     assert f"restore_from_path: {tiny_llama}" in config, "the reference of the second round"
-    again = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
-    assert "step 2/2  loss" not in again.stdout, "a finished round changes nothing"
+    assert "win rate against" in (rounds / "report.html").read_text(encoding="utf-8")
+    again = run(command, tmp_path)
+    assert "step 2/2  loss" not in again, "a finished round changes nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_rounds_with_a_server_raise_the_share_of_short_answers(smollm2: Path, tmp_path: Path) -> None:
+    """SmolLM2-135M, served by transformers, and killed in each phase."""
+    pytest.importorskip("openai", reason="transformers serve needs it")
+    model = tmp_path / "smollm2"
+    shutil.copytree(smollm2, model)
+    settings = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps({**settings, "do_sample": True}))
+    (tmp_path / "prompts.txt").write_text(PROMPTS)
+    (tmp_path / "mine.py").write_text("def short(prompt, answer):\n    return len(answer) <= 70\n")
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    serve = f"{Path(sys.executable).with_name('transformers')} serve {{model}} --port {port} --dtype float32 --device cpu"
+    given = ["smollm2", "prompts.txt", "--score", "mine.short", "--rounds", "2", "--serve", serve]
+    given += ["--endpoint", f"http://localhost:{port}", "--sample", "-n 2 --max-new-tokens 32 --concurrency 1"]
+    command = [sys.executable, str(SCRIPT), *given, *REAL]
+    rounds = tmp_path / "runs" / "rounds"
+    first, run_folder = rounds / "1", rounds / "1" / "run"
+    phases: list[Callable[[], object]] = [
+        lambda: lines(first / "answers.jsonl") >= 5,
+        (first / "thumbs.jsonl").is_file,
+        lambda: lines(run_folder / "metrics.jsonl") >= 2,
+        lambda: any(run_folder.glob("hf*")),
+        lambda: lines(rounds / "2" / "answers.jsonl") >= 5,
+    ]
+    for until in phases:
+        run_and_kill(command, tmp_path, until)
+    shares = assert_complete(rounds, answers=32, output=run(command, tmp_path))
+    assert shares[0] < 0.6
+    assert shares[2] > shares[0] + 0.2
+    (comparison,) = rows(rounds / "2" / "run" / "comparisons.jsonl")
+    assert comparison["rate"] > 0.5
+    own, other = comparison["mean_lengths"]
+    assert own < other

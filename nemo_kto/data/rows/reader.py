@@ -18,6 +18,7 @@ from nemo_kto.data.rows.records import (
     COLUMNS,
     COMMON_LABELS,
     LABEL_COLUMNS,
+    SOURCE,
     DataError,
     DPORecord,
     KTORecord,
@@ -107,11 +108,15 @@ class FileColumns:
     empty_answers: int = 0  # rows with an empty answer that were kept
 
     def add(self, row: Row, used: Set[str]) -> None:
-        """Count the columns of a row; ``used`` are the columns that the row uses. Unused ones may have no value."""
+        """Count the columns of a row; ``used`` are the columns that the row uses. Unused ones may have no value.
+
+        That nemo-kto label says how a row was labelled is not worth a note.
+        """
         self.rows += 1
         for column, value in row.items():
             self.found[column] = self.found.get(column, 0) + 1
-            if column not in used and value not in (None, ""):
+            of_label = column == SOURCE and isinstance(value, dict)
+            if column not in used and value not in (None, "") and not of_label:
                 self.unused[column] = self.unused.get(column, 0) + 1
 
     def merge(self, other: FileColumns) -> None:

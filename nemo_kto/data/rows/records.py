@@ -35,6 +35,7 @@ REWARDS = ("chosen_reward", "rejected_reward")
 ANSWERS = ("response", "completion")
 TEMPLATE_KEYS = ("tools", "chat_template_kwargs")
 WEIGHT = "weight"
+SOURCE = "source"  # how a row was labelled; an object in the files of nemo-kto label
 LABEL_COLUMNS = ("preference", "label")
 # The columns that are interpreted; model.data.fields maps columns of other names to them.
 COLUMNS = ("prompt", *ANSWERS, "messages", *LABEL_COLUMNS, *chain(*PAIR_KEYS), *REWARDS, *TEMPLATE_KEYS, WEIGHT)

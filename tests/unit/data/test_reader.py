@@ -186,6 +186,8 @@ def test_unused_columns_are_counted_per_row_format(tmp_path: Path) -> None:
     assert columns.unused_text() == "id (3 rows), source (2 rows), chosen_reward, rejected_reward (1 row)"
     _, columns, _ = read(tmp_path, pair, pairs=True)
     assert columns.unused == {"id": 1}
+    _, columns, _ = read(tmp_path, {**row, "source": {"labeller": "person"}})  # of nemo-kto label
+    assert columns.unused == {"id": 1}
     _, columns, _ = read(tmp_path, {"messages": [USER, assistant("a")], "prompt": QUESTION, "label": True})
     assert columns.unused_text() == "prompt (1 row)"
 

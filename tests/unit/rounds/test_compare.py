@@ -229,7 +229,9 @@ def test_models_are_sampled_and_the_report_of_a_run_shows_the_result(
     assert read_run(runs[1]).comparisons == [found]
     header, first, second = content_of([*map(read_run, runs)])["final_figures"]
     assert header[1] == f"win rate against {small_model.parent.name}/small"
-    assert (first[1], second[1]) == ("", f"{rate} {interval}")
+    assert header[2] == f"characters (of {small_model.parent.name}/small)"
+    own, other = found.mean_lengths
+    assert (first[1:3], second[1:3]) == (["", ""], [f"{rate} {interval}", f"{own:.0f} ({other:.0f})"])
 
 
 @pytest.mark.parametrize(
