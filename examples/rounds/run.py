@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -41,7 +42,7 @@ def nemo_kto(*words: object) -> None:
 def is_ready(url: str) -> bool:
     """Return whether a server answers at the path that vLLM, SGLang and transformers have for it."""
     try:
-        with urllib.request.urlopen(url.rstrip("/").removesuffix("/v1") + "/health", timeout=10) as reply:
+        with urllib.request.urlopen(url.rstrip("/").removesuffix("/v1") + "/health", timeout=10) as reply:  # nosec B310
             return bool(reply.status == 200)
     except OSError:
         return False
@@ -91,6 +92,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that a server is stopped, too
     flags = parse()
     threshold = [] if flags.threshold is None else ["--threshold", flags.threshold]
     model, first_answers = flags.model, flags.out / "1" / "answers.jsonl"
