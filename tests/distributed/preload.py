@@ -12,11 +12,8 @@ gc.disable()  # nothing of what an import leaves is garbage, and looking for it 
 import torch  # noqa: E402
 
 import nemo_kto.run.build  # noqa: E402, F401
-from nemo_kto.algorithms.recipes import RECIPES  # noqa: E402
-from nemo_kto.config.compose import our_source  # noqa: E402
+import tests.helpers.composed  # noqa: E402, F401
 
-for recipe in RECIPES.values():
-    our_source(recipe).compose()
 torch.set_num_threads(1)
 gc.freeze()  # megatron-core collects garbage at each save: a second of looking at modules otherwise
 gc.enable()
