@@ -150,7 +150,7 @@ def resolved(model: Path, rows: Path, folder: Path, world_size: int, overrides: 
         f"trainer.{algorithm}.limit_val_batches=1",
         f"trainer.{algorithm}.save_interval=0",
         "model.global_batch_size=16",
-        "model.micro_batch_size=4",
+        f"model.micro_batch_size={8 if world_size == 1 else 4}",  # two micro-batches at one rank
         "model.data.seq_length=64",
         "model.reference.mode=swap",  # each run evaluates its reference
         "model.optim.lr=5e-4",
