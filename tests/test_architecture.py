@@ -6,6 +6,7 @@ Every test gathers all offenders before it fails.
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "nemo_kto"
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_FILES = 600, 59, 12
+parsed = functools.cache(ast.parse)  # a file is read by several rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +209,7 @@ def scan_imports(root: Path) -> list[str]:
         if len(path.parts) == 1:  # the package itself, and modules that every package may import
             found += [
                 f"{path}:{line}: a module of every package must not import {module}"
-                for line, module in imports(ast.parse(file.read_text()))
+                for line, module in imports(parsed(file.read_text()))
                 if module.split(".")[0] not in sys.stdlib_module_names and not is_in(module, _TOP_LEVEL)
             ]
             continue
@@ -215,7 +217,7 @@ def scan_imports(root: Path) -> list[str]:
             found.append(f"{path}: there is no package {path.parts[0]}; add it here and to docs/internals/design.md")
             continue
         row = next(row for row in sorted(PACKAGES, reverse=True) if path.is_relative_to(row))
-        for line, module in imports(ast.parse(file.read_text())):
+        for line, module in imports(parsed(file.read_text())):
             offence = import_offence(row, PACKAGES[row], file, module)
             if offence:
                 found.append(f"{path}:{line}: {offence}")
@@ -229,7 +231,7 @@ def scan_device(root: Path) -> list[str]:
         path = file.relative_to(root)
         if path.as_posix() in DEVICE_FILES:
             continue
-        tree = ast.parse(file.read_text())
+        tree = parsed(file.read_text())
         for line, module in imports(tree):
             if is_in(module, names("torch.cuda")):
                 found.append(f"{path}:{line}: imports {module}; ask nemo_kto.device.device")
@@ -253,7 +255,7 @@ def scan_sizes(root: Path) -> list[str]:
         lines = len(text.splitlines())
         if lines > MAX_FILE_LINES:
             found.append(f"{path}: {lines} lines, at most {MAX_FILE_LINES}")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 documented = ast.get_docstring(node) is not None
                 first = node.body[0].end_lineno if documented else node.lineno - 1
@@ -276,7 +278,7 @@ def scan_constructors(root: Path) -> list[str]:
     found: list[str] = []
     for file in sorted(root.rglob("*.py")):
         path = file.relative_to(root)
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file.read_text())):
             if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
                 continue
             where = f"{path}:{node.lineno}: {node.name}"
@@ -301,7 +303,7 @@ def scan_inheritance(root: Path) -> list[str]:
     """Classes with more than one level of inheritance in the project."""
     bases: dict[str, tuple[str, list[str]]] = {}
     for file in sorted(root.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file.read_text())):
             if isinstance(node, ast.ClassDef):
                 parents = [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
                 bases[node.name] = (f"{file.relative_to(root)}:{node.lineno}", parents)
@@ -337,7 +339,7 @@ def arrows(root: Path) -> Arrows:
     found: Arrows = set()
     for file in sorted(root.rglob("*.py")):
         here = file.relative_to(root).parts[0].removesuffix(".py")
-        for _, module in imports(ast.parse(file.read_text())):
+        for _, module in imports(parsed(file.read_text())):
             there = module.split(".")[1] if module.startswith("nemo_kto.") else ""
             if there not in ("", here, "__version__"):
                 found.add((here, there))
@@ -388,7 +390,7 @@ SHARED = (
 @pytest.mark.parametrize("file", SHARED)
 def test_shared_code_does_not_depend_on_an_algorithm(file: str) -> None:
     """The loop, the engine, the reference and the command line are those of every algorithm: a name of KTO's is a leak."""
-    tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
+    tree = parsed((PACKAGE / file).read_text(encoding="utf-8"))
     found = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     found |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     found |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}

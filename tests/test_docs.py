@@ -49,7 +49,7 @@ def names(document: Path) -> str:
 
 @cache
 def known_keys() -> set[str]:
-    sources = [compose.Source(config_name=recipe.config_name) for recipe in RECIPES.values()]
+    sources = [compose.our_source(recipe) for recipe in RECIPES.values()]
     ours = {key for source in sources for key in compose.known_keys(compose.load(source=source), sections=True)}
     return ours | {*aligner_keys(), "model.kto.tau"}  # tau: the option of the loss that the pages write
 
@@ -162,8 +162,6 @@ def test_training_commands_compose(document: Path, tmp_path: Path, monkeypatch: 
         recipe = RECIPES[name]
         overrides, misplaced = read_positions(words, recipe)
         overrides = [word.removeprefix("+") for word in overrides if ".tau=" not in word]  # an option of a loss on that page
-        _, mistakes = compose.to_config(
-            compose.load(overrides, source=compose.Source(config_name=recipe.config_name)), recipe=recipe
-        )
+        _, mistakes = compose.to_config(compose.load(overrides, source=compose.our_source(recipe)), recipe=recipe)
         wrong += [f"{' '.join(words)}: {mistake}" for mistake in (*mistakes, *misplaced)]
     assert not wrong

@@ -131,7 +131,7 @@ def train(
     if ranks.detect_world() is not None:
         raise UserError(f"nemo_kto.train must not run in a rank of torchrun or srun; start `nemo-kto {algorithm}` with them")
     recipe, shared = RECIPES[algorithm], dict[str, object]()  # objects for the ranks, by name
-    source = compose.Source(config_name=recipe.config_name)
+    source = compose.our_source(recipe)
     loss_key, cache_key = f"model.{algorithm}.preference_loss", "model.data.cache_dir"
     arguments = {
         _MODEL: model,

@@ -216,6 +216,8 @@ def train(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     source = compose.Source(
         config_name=flags.config_name or recipe.config_name, config_path=flags.config_path, config_dir=flags.config_dir
     )
+    if source == (ours := compose.our_source(recipe)):
+        source = ours  # which the process may have composed already
     given, misplaced = read_positions(flags.words, recipe)
     elsewhere = any(text.startswith("hydra/launcher=") for text in given)
     job = Job(recipe=recipe, source=source, world=world, elsewhere=elsewhere)

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from nemo_kto.algorithms.recipes import Recipe
 from nemo_kto.config import migration
-from nemo_kto.config.compose import FREE_FORM, WRONG, Source, known_keys, load, reason, recipe_of, to_config
+from nemo_kto.config.compose import FREE_FORM, WRONG, Source, known_keys, load, our_source, reason, recipe_of, to_config
 from nemo_kto.config.schema import RunConfig, config_type
 from nemo_kto.errors import ConfigError, UserError, either
 from nemo_kto.utils.field_errors import names
@@ -39,7 +39,7 @@ def find_mistakes(
     if found is not recipe:
         text = f"must be a configuration for {recipe.name}, got one for {found.name}; run `nemo-kto {found.name}`"
         return [ConfigError(file, text)]
-    ours = Source(config_name=recipe.config_name)
+    ours = our_source(recipe)
     fallback = basis if source == ours else load(source=ours)
     known = [*names(config_type(recipe)), *known_keys(basis, sections=True)]
     command = _CommandLine(source.adopted, recipe, known, sweep)

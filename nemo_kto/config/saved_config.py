@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from nemo_kto.config.compose import FREE_FORM, Source, known_keys, load
+from nemo_kto.config.compose import FREE_FORM, known_keys, load, our_source
 from nemo_kto.config.schema import RunConfig
 from nemo_kto.utils.files import load_yaml, publish_file, read_bytes
 from nemo_kto.utils.text import print_error, redacted_value, terminal_line
@@ -25,7 +25,7 @@ def public_config(config: RunConfig) -> dict[str, object]:
 def settings_of_user(config: RunConfig) -> dict[str, object]:
     """Return the keys with other values than our defaults, or than the default expressions give for the user's values."""
     values = dict(_leaves(public_config(config)))
-    defaults = load(source=Source(config_name=config.recipe.config_name))
+    defaults = load(source=our_source(config.recipe))
     OmegaConf.set_struct(defaults, False)
     given = {}
     for expressions in (False, True):  # an expression is evaluated with the values that the user gave

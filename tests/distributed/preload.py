@@ -12,10 +12,8 @@ gc.disable()  # nothing of what an import leaves is garbage, and looking for it 
 import torch  # noqa: E402
 
 import nemo_kto.run.build  # noqa: E402, F401
-from tests.helpers.training_jobs import source  # noqa: E402
+import tests.helpers.composed  # noqa: E402, F401
 
-for algorithm in ("kto", "dpo"):
-    source(config_name=f"gpt_{algorithm}").compose()
 torch.set_num_threads(1)
 gc.freeze()  # megatron-core collects garbage at each save: a second of looking at modules otherwise
 gc.enable()

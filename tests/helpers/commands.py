@@ -82,6 +82,7 @@ _IMPORTED = (
     "nemo_kto.config.keys",
     "torch.distributed.elastic.multiprocessing.errors",
     "psutil",
+    "tests.helpers.composed",
 )
 # What training imports besides.
 TRAINING = (

@@ -58,7 +58,7 @@ def engine(
             context_parallel=context,
             group=group,
         ),
-        forward_micro_batch_size=3,
+        forward_micro_batch_size=5,
         average_log_probs=False,
         logprob_chunk_size=logprob_chunk_size,
         flops=ModelFlops.of_model(architecture),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.config import compose
 
 # Metrics of two runs of SmolLM2-135M: good.jsonl, bad.jsonl.
@@ -20,7 +21,7 @@ _BATCH = 16
 
 @cache
 def _defaults(algorithm: str) -> DictConfig:
-    return compose.load(source=compose.Source(config_name=f"gpt_{algorithm}"))
+    return compose.load(source=compose.our_source(RECIPES[algorithm]))
 
 
 def write_run(

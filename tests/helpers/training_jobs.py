@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from nemo_kto.config import compose, saved_config
+from nemo_kto.algorithms.recipes import RECIPES
+from nemo_kto.config import compose
 
 # What must agree between two runs, as they log it: losses, reference point, rewards, log-probs, gradient norms, experts;
 # of a validation set too, where it has one of these names.
@@ -123,12 +122,6 @@ def length(algorithm: str, steps: int) -> list[str]:
     ]
 
 
-@functools.cache
-def source(*, config_name: str) -> compose.Source:
-    """The source of a file of the package, whose files are composed once."""
-    return compose.Source(config_name=config_name)
-
-
 def train(model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str], algorithm: str = "kto") -> None:
     """Five steps in fp32 and a validation of one batch after the fifth, logged to ``folder``/metrics.jsonl.
 
@@ -136,8 +129,7 @@ def train(model: Path, rows: Path, folder: Path, world_size: int, overrides: lis
     """
     from nemo_kto.run import build
 
-    with mock.patch.object(saved_config, "Source", source):
-        build.train(resolved(model, rows, folder, world_size, overrides, algorithm))
+    build.train(resolved(model, rows, folder, world_size, overrides, algorithm))
 
 
 def resolved(model: Path, rows: Path, folder: Path, world_size: int, overrides: list[str], algorithm: str = "kto") -> Any:
@@ -158,7 +150,7 @@ def resolved(model: Path, rows: Path, folder: Path, world_size: int, overrides: 
         f"trainer.{algorithm}.limit_val_batches=1",
         f"trainer.{algorithm}.save_interval=0",
         "model.global_batch_size=16",
-        "model.micro_batch_size=4",
+        f"model.micro_batch_size={8 if world_size == 1 else 4}",  # two micro-batches at one rank
         "model.data.seq_length=64",
         "model.reference.mode=swap",  # each run evaluates its reference
         "model.optim.lr=5e-4",
@@ -168,7 +160,7 @@ def resolved(model: Path, rows: Path, folder: Path, world_size: int, overrides: 
         "export.report=false",
         "export.enabled=false",
     ]
-    given = compose.load([*defaults, *overrides], source=source(config_name=f"gpt_{algorithm}"))
+    given = compose.load([*defaults, *overrides], source=compose.our_source(RECIPES[algorithm]))
     cfg, problems = compose.to_config(given)
     assert cfg is not None, problems
     return ResolvedRun.of(cfg)

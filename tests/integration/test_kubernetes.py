@@ -59,7 +59,7 @@ def test_the_words_are_a_valid_command_line() -> None:
     assert WORDS[0] == "nemo-kto"
     recipe = RECIPES[WORDS[1]]
     overrides, wrong = read_positions(WORDS[2:], recipe)
-    cfg, errors = compose.to_config(compose.load(overrides, source=compose.Source(config_name=recipe.config_name)))
+    cfg, errors = compose.to_config(compose.load(overrides, source=compose.our_source(recipe)))
     assert (wrong, errors) == ([], [])
     assert cfg is not None
     assert Path(CONTAINER["workingDir"], cfg.exp_manager.explicit_log_dir).is_relative_to("/work")

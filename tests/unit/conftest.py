@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -36,28 +35,22 @@ class FindErrors(Protocol):
     ) -> list[str]: ...
 
 
-@cache
-def source_of(recipe: Recipe) -> compose.Source:
-    """Our files, which are composed once a process."""
-    return compose.Source(config_name=recipe.config_name)
-
-
 def composed(overrides: Sequence[str], recipe: Recipe = KTO) -> DictConfig:
-    return compose.load(overrides, source=source_of(recipe))
+    return compose.load(overrides, source=compose.our_source(recipe))
 
 
 def errors_of(
     config: DictConfig, recipe: Recipe, *, ranks: int = 1, sweep: bool = False, torchrun: bool = False
 ) -> list[str]:
     world = None if ranks == 1 else World(rank=0, size=ranks, local_rank=0, local_size=ranks, sees_same=torchrun)
-    job = Job(recipe=recipe, source=source_of(recipe), world=world)
+    job = Job(recipe=recipe, source=compose.our_source(recipe), world=world)
     rules = job.checker(sweep=sweep).rule_errors
     return [str(mistake) for mistake in judge(config, recipe=recipe, rules=rules, fallback=composed([], recipe))]
 
 
 def mistakes(overrides: Sequence[str], recipe: Recipe = KTO, *, sweep: bool = False) -> list[str]:
     """Errors of a command line, except for missing required keys."""
-    job = Job(recipe=recipe, source=source_of(recipe), world=None)
+    job = Job(recipe=recipe, source=compose.our_source(recipe), world=None)
     found = job.checker(sweep=sweep).errors(overrides)
     return [str(error) for error in found if not error.text.startswith("must be given, got n")]
 

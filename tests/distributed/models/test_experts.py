@@ -85,7 +85,14 @@ CASES = [
 def job(name: str, layout: str, steps: int) -> dict[str, Any]:
     """Arguments of :class:`JobCache`: checkpoints of every second step, and an export."""
     (world_size, of_layout), (algorithm, family, of_run) = LAYOUTS[layout], RUNS[name]
-    given = [*of_run, *of_layout, *length(algorithm, steps), f"trainer.{algorithm}.save_interval=2"]
+    given = [
+        "model.micro_batch_size=4",
+        *of_run,
+        *of_layout,
+        *length(algorithm, steps),
+        f"trainer.{algorithm}.save_interval=2",
+    ]
+    given += ["model.global_batch_size=8"] if steps < 10 else []
     given += ["exp_manager.checkpoint_callback_params.save_top_k=-1", "export.enabled=true"]
     # four for two stages of two chunks, or for a first layer without experts
     layers = 4 if name in ("kto", "kto_corrected", "kto_mamba") else 2

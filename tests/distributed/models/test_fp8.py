@@ -45,8 +45,8 @@ def entered(folder: Path, fp8: str | None) -> dict[str, Any]:
     gpt.embedding.register_forward_pre_hook(note("embedding"))
     linear.is_first_microbatch = False  # Transformer Engine's word for "quantise the weight again"
     runs = engines.engine(chunks, architecture)
-    tokens = torch.randint(0, architecture.vocab_size, (4, 16))
-    batch = SequenceBatch.of(tokens, tokens, torch.full((4,), 16), None, None)
+    tokens = torch.randint(0, architecture.vocab_size, (6, 16))
+    batch = SequenceBatch.of(tokens, tokens, torch.full((6,), 16), None, None)
     head = engine_module.vocab_parallel_logprobs
 
     def recorded(*arguments: Any, **options: Any) -> Any:

@@ -117,7 +117,7 @@ def test_communication_equals_the_formula(
         *(f"model.{axis}_parallel_size={degree}" for axis, degree in degrees.items()),
     ]
     counter = f"trainer.callbacks=[{{_target_: tests.distributed.planner.traffic.CountStep, folder: {tmp_path}}}]"
-    length = ["trainer.kto.max_steps=2", "trainer.kto.limit_val_batches=0"]
+    length = ["trainer.kto.max_steps=2", "trainer.kto.limit_val_batches=0", f"model.micro_batch_size={MICRO_BATCH}"]
     ranks.run(count, train, model, rows, tmp_path / "run", count, [*overrides, *length, counter])
     data = count // (tensor * pipeline * context)
     training = Training(

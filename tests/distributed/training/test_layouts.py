@@ -140,7 +140,7 @@ def job(name: str, layout: str, steps: int) -> dict[str, Any]:
         for number in re.findall(rf"(?<![a-z]){part}", layout)
         for text in texts
     ]
-    overrides = [*of_run, *of_layout, *length(algorithm, steps)]
+    overrides = ["model.micro_batch_size=4", *of_run, *of_layout, *length(algorithm, steps)]
     return {"algorithm": algorithm, "overrides": overrides, "world_size": ranks_of(layout), "layers": 4, "run": tour}
 
 

@@ -16,7 +16,7 @@ from nemo_kto.cli.job import Job
 from nemo_kto.config import compose
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message
-from tests.unit.conftest import Load, composed, mistakes, of, source_of
+from tests.unit.conftest import Load, composed, mistakes, of
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ from tests.unit.conftest import Load, composed, mistakes, of, source_of
     ids=["none", "many"],
 )
 def test_values_are_set_as_hydra_sets_them(recipe: Recipe, overrides: list[str]) -> None:
-    ours = compose.load(overrides, source=source_of(recipe))
+    ours = compose.load(overrides, source=compose.our_source(recipe))
     with initialize_config_module("nemo_kto.conf", version_base="1.3"):
         theirs = hydra_compose(recipe.config_name, overrides=overrides)
     assert OmegaConf.to_yaml(ours) == OmegaConf.to_yaml(theirs)  # nan is not equal to itself
@@ -134,7 +134,7 @@ def test_keys_of_the_other_algorithm(recipe: Recipe, override: str, text: str) -
 
 def test_errors_are_listed_in_the_order_of_the_command_line(recipe: Recipe) -> None:
     overrides = ["model.seed=x", "model.micro_batch_size=4", "foo=1", "hardware=tpu", "model.global_batch_size=6"]
-    job = Job(recipe=recipe, source=source_of(recipe), world=None)
+    job = Job(recipe=recipe, source=compose.our_source(recipe), world=None)
     found = job.checker(sweep=False).errors(overrides)
     keys = ["model.seed", "foo", "hardware", "model.global_batch_size"]  # which 4 does not divide
     assert [mistake.key for mistake in found] == [*keys, "pretrained_checkpoint.restore_from_path", "model.data.data_prefix"]
@@ -180,7 +180,7 @@ def test_forms_of_data_prefix(override: str, expected: object) -> None:
 
 
 def test_required_keys(recipe: Recipe) -> None:
-    cfg, found = compose.to_config(compose.load(source=source_of(recipe)))
+    cfg, found = compose.to_config(compose.load(source=compose.our_source(recipe)))
     assert cfg is None
     assert [str(mistake) for mistake in found] == [
         Message("pretrained_checkpoint.restore_from_path", "nothing", "folder"),

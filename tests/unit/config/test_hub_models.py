@@ -23,7 +23,7 @@ LORA = "model.peft.peft_scheme=lora"
 
 
 def resolve(*overrides: str) -> ResolvedRun:
-    checker = Checker(recipe=RECIPES["kto"], source=compose.Source(config_name="gpt_kto"), rules=run_errors)
+    checker = Checker(recipe=RECIPES["kto"], source=compose.our_source(RECIPES["kto"]), rules=run_errors)
     return checker.resolve(["trainer.accelerator=cpu", *overrides])
 
 
@@ -81,7 +81,7 @@ def test_a_command_that_needs_no_weights_does_not_miss_them(hub: Path, tmp_path:
     add_model(hub, "org/tokenizer", tmp_path / "model", commit=FIRST)
     rows = f"model.data.data_prefix={tmp_path}/rows.jsonl"
     overrides = ["pretrained_checkpoint.restore_from_path=hf:org/tokenizer", rows, "trainer.accelerator=cpu"]
-    checker = Checker(recipe=RECIPES["kto"], source=compose.Source(config_name="gpt_kto"), rules=run_errors)
+    checker = Checker(recipe=RECIPES["kto"], source=compose.our_source(RECIPES["kto"]), rules=run_errors)
     assert replace(checker, weights=False).resolve(overrides).files.source.name == FIRST
     with pytest.raises(InvalidConfig, match=r"model\.safetensors is missing"):
         checker.resolve(overrides)

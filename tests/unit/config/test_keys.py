@@ -21,7 +21,7 @@ def leaves(recipe: Recipe) -> list[str]:
 
 
 def defaults(recipe: Recipe, *overrides: str) -> DictConfig:
-    return compose.load(overrides, source=compose.Source(config_name=recipe.config_name))
+    return compose.load(overrides, source=compose.our_source(recipe))
 
 
 def test_files_types_and_comments_have_the_same_keys(recipe: Recipe) -> None:

@@ -42,11 +42,9 @@ def test_losses_of_pairs_accept_only_their_options(find_errors: FindErrors, name
         "cpo_alpha": 0.5,
         "alphapo_alpha": 0.5,
     }
-    assert find_errors(f"model.dpo.preference_loss={name}", recipe=DPO) == []
-    for option, value in values.items():
-        wrong = [] if option in LOSSES[name].options else [f"model.dpo.{option}"]
-        given = find_errors(f"model.dpo.preference_loss={name}", f"model.dpo.{option}={value}", recipe=DPO)
-        assert [line.split()[0] for line in given] == wrong
+    given = [f"model.dpo.preference_loss={name}", *(f"model.dpo.{option}={value}" for option, value in values.items())]
+    wrong = {f"model.dpo.{option}" for option in values if option not in LOSSES[name].options}
+    assert {line.split()[0] for line in find_errors(*given, recipe=DPO)} == wrong
 
 
 def test_unset_options_have_the_defaults_of_the_loss(load: Load) -> None:

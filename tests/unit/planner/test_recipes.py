@@ -11,14 +11,14 @@ import pytest
 from nemo_kto.algorithms.recipes import KTO, Recipe
 from nemo_kto.cli import plan
 from nemo_kto.cli.job import Job
-from nemo_kto.config.compose import config_folder
+from nemo_kto.config.compose import config_folder, our_source
 from nemo_kto.device import device
 from nemo_kto.errors import UserError
 from nemo_kto.planner.plan_run import ROOM
 from nemo_kto.processes.ranks import World
 from tests.helpers.messages import raises
 from tests.helpers.published_models import CONFIGS
-from tests.unit.conftest import composed, source_of
+from tests.unit.conftest import composed
 from tests.unit.device.test_kernels import RICH, gpu
 
 # Recipe -> its model, the number of GPUs, and parameters of the model as published.
@@ -156,7 +156,7 @@ def test_every_rank_finds_the_same(
     for rank, reported in ((0, 85.0e9), (9, 84.9e9)):
         monkeypatch.setattr(device, "total_memory_bytes", lambda reported=reported: reported)
         world = World(rank=rank, size=16, local_rank=rank % 8, local_size=8)
-        found.append(Job(recipe=KTO, source=source_of(KTO), world=world).settled(words))
+        found.append(Job(recipe=KTO, source=our_source(KTO), world=world).settled(words))
         said.append(capsys.readouterr().err)
     assert found[0] == found[1]
     assert "model.micro_batch_tokens=" in said[0]

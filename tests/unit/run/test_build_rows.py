@@ -24,7 +24,7 @@ from tests.helpers.tiny_models import make_checkpoint, make_tokenizer
 
 def resolved(*overrides: str, name: str = "kto") -> ResolvedRun:
     given = ["pretrained_checkpoint.restore_from_path=model", "model.data.data_prefix=rows.jsonl", *overrides]
-    cfg, mistakes = compose.to_config(compose.load(given, source=compose.Source(config_name=f"gpt_{name}")))
+    cfg, mistakes = compose.to_config(compose.load(given, source=compose.our_source(RECIPES[name])))
     assert cfg is not None, mistakes
     return ResolvedRun.of(cfg)
 

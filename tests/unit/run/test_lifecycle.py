@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_kto.algorithms.recipes import KTO
 from nemo_kto.config import compose
 from nemo_kto.config.saved_config import settings_of_user
 from nemo_kto.data.batches.dataset import LengthHistogram
@@ -45,7 +46,7 @@ def test_the_settings_of_the_user_are_those_that_differ_from_the_defaults() -> N
         "pretrained_checkpoint.restore_from_path=model",
         "trainer.kto.max_steps=5",
     ]
-    cfg, mistakes = compose.to_config(compose.load(given, source=compose.Source(config_name="gpt_kto")))
+    cfg, mistakes = compose.to_config(compose.load(given, source=compose.our_source(KTO)))
     assert cfg is not None, mistakes
     assert settings_of_user(cfg) == {
         "trainer.kto.max_steps": 5,

@@ -8,12 +8,12 @@ from nemo_kto.algorithms.recipes import KTO
 from nemo_kto.cli.job import Job
 from nemo_kto.config import compose
 from tests.helpers.messages import Message
-from tests.unit.conftest import composed, source_of
+from tests.unit.conftest import composed
 
 
 def test_checks_of_the_machine_are_done_by_the_job(good: list[str]) -> None:
     config = composed([*good, "trainer.num_nodes=2", "trainer.devices=2", "model.global_batch_size=3"])
-    here = Job(recipe=KTO, source=source_of(KTO), world=None)
+    here = Job(recipe=KTO, source=compose.our_source(KTO), world=None)
     cfg, _ = compose.to_config(config)
     assert cfg is not None
     texts = [
