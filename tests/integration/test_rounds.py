@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,20 +57,33 @@ def lines(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.is_file() else 0
 
 
-def run_and_kill(command: list[str], folder: Path, until: Callable[[], object]) -> None:
-    """Start the script, and kill it with all its processes as soon as ``until`` is true."""
+@contextlib.contextmanager
+def started(command: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run the script until the block ends, which kills it with all its processes."""
     with subprocess.Popen(
-        command, cwd=folder, env=environment(folder), stdout=subprocess.DEVNULL, start_new_session=True
-    ) as started:
+        command, cwd=folder, env=environment(folder), stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as script:
+        try:
+            yield script
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(script.pid, signal.SIGKILL)
+
+
+def run_and_kill(command: list[str], folder: Path, until: Callable[[], object]) -> None:
+    """Start the script, and kill it as soon as ``until`` is true."""
+    with started(command, folder) as script:
         while not until():
-            assert started.poll() is None
+            assert script.poll() is None
             time.sleep(0.05)
-        os.killpg(started.pid, signal.SIGKILL)
 
 
 def run(command: list[str], folder: Path) -> str:
     """What the script prints."""
-    return subprocess.run(command, cwd=folder, env=environment(folder), stdout=subprocess.PIPE, text=True, check=True).stdout
+    with started(command, folder) as script:
+        output, _ = script.communicate()
+        assert script.returncode == 0, output
+        return output
 
 
 def assert_complete(rounds: Path, *, answers: int, output: str) -> list[float]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from nemo_kto.data.rows.records import KTORecord, PromptRecord, RowError, pair_of_row, records_of_row
+from nemo_kto.data.rows.records import KTORecord, PromptRecord, RowError, TextOrMessages, pair_of_row, records_of_row
 from nemo_kto.data.rows.values import read_values
 from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
 from nemo_kto.data.tokens.content import as_parts
@@ -157,7 +157,13 @@ def test_prompts_are_those_of_inference_with_every_template_of_trl() -> None:
             assert all(str(turn["content"]) in shown for turn in prompt), file.name
             assert answer.count("No.") == 1, file.name
             (ids,) = RecordEncoder(tokenizer=made).encode_prompts([PromptRecord(prompt=[*prompt], line=1)])
-            assert made.decode(ids) == made.apply_chat_template(read, tokenize=False, add_generation_prompt=True), file.name
+            inference = made.apply_chat_template(read, tokenize=False, add_generation_prompt=True)
+            assert made.decode(ids) == inference, file.name
+            if inference.rstrip().endswith("<think>"):  # the model writes thoughts without their beginning
+                (record,) = records_of_row({"prompt": prompt, "response": "June\n</think>\n\nNo.", "label": True}, 1)
+                shown, answer = texts(made, record)
+                assert shown == inference, file.name
+                assert answer.startswith("June\n</think>\n\nNo."), file.name
 
 
 def test_an_answer_with_thoughts_follows_the_prompt_that_begins_them() -> None:
@@ -165,12 +171,25 @@ def test_an_answer_with_thoughts_follows_the_prompt_that_begins_them() -> None:
     trl = pytest.importorskip("trl", reason="TRL ships the templates")
     made = make_tokenizer()
     made.chat_template = (Path(trl.__file__).parent / "chat_templates" / "nemotron_3_nano.jinja").read_text()
-    thoughtful = {"role": "assistant", "content": "<think>\nIn June.\n</think>\n\nNo."}
+    thoughts = "<think>\nIn June.\n</think>\n\nNo."
     for prompt, answer, expected in (
         ([USER], "No.", ("<|im_start|>assistant\n<think></think>", "No.<|im_end|>")),
-        ([USER], thoughtful["content"], ("<|im_start|>assistant\n<think>\n", "In June.\n</think>\n\nNo.<|im_end|>")),
+        ([USER], thoughts, ("<|im_start|>assistant\n<think>\n", "In June.\n</think>\n\nNo.<|im_end|>")),
+        # as nemo-kto sample writes it, because the prompt begins the thoughts
+        ([USER], thoughts[8:], ("<|im_start|>assistant\n<think>\n", "In June.\n</think>\n\nNo.<|im_end|>")),
     ):
         (record,) = records_of_row({"prompt": prompt, "response": answer, "label": True}, 1)
         shown, rest = texts(made, record)
         assert shown.endswith(expected[0])
         assert rest == expected[1]
+    encoder = RecordEncoder(tokenizer=made, apply_chat_template=True)
+    prompts: list[TextOrMessages] = [str(USER["content"]), [USER]]
+    for given in prompts:
+        (ids,) = encoder.encode_prompts([PromptRecord(prompt=given, line=1)])
+        assert made.decode(ids).endswith("<|im_start|>assistant\n<think>\n")
+    row = {"prompt": [USER], "label": True, "chat_template_kwargs": {"enable_thinking": True}}
+    (record,) = records_of_row({**row, "response": "No."}, 1)
+    (wrong,) = encoder.encode([record])
+    assert isinstance(wrong, RowError)
+    assert "must render the prompt the same" in str(wrong)
+    assert "leave out enable_thinking" in str(wrong)

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from inspect import signature
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -177,8 +178,10 @@ def test_images_give_the_same_logits_until_the_text_is_trained(ranks: Any, folde
     names = [*hf_models.MULTIMODAL]
     ranks.run(1, hf_jobs.check_models, Layout(), folders.of(names), tmp_path)
     for name in names:
-        logits = [with_images(hf_models.load(folder))[1] for folder in (folders[name], tmp_path / name)]
-        assert torch.equal(*logits), name
+        models = [hf_models.load(folder) for folder in (folders[name], tmp_path / name)]
+        for parameter in chain(*(model.parameters() for model in models)):
+            parameter.data = parameter.data.clone()  # products of matrices that are aligned otherwise round otherwise
+        assert torch.equal(*(with_images(model)[1] for model in models)), name
 
 
 @pytest.mark.parametrize("case", LAYOUTS)

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_kto.artifacts.tokenizer_files import chat_template_file, check_ids, check_tokenizer, declared_stop_ids, image_ids
 from nemo_kto.data.rows.records import KTORecord, LastRowError, Message, PromptRecord, RowError, TextOrMessages
-from nemo_kto.data.tokens.content import MARK, in_form_of
+from nemo_kto.data.tokens.content import BEGIN_OF_THOUGHTS, MARK, has_thoughts, in_form_of, with_thoughts
 from nemo_kto.data.tokens.template_trial import REMEDY, Conversation, out_of_memory, try_template
 from nemo_kto.errors import UserError, printable, show
 
@@ -147,7 +147,7 @@ class RecordEncoder:
 
     def encode_prompts(self, records: Sequence[PromptRecord]) -> list[list[int] | RowError]:
         """Return the token ids of each prompt as inference renders it, or the error that makes it unusable."""
-        examples = self.encode([_with_answer(record, messages=[]) for record in records])
+        examples = self.encode([_unanswered(record, as_messages=self.apply_chat_template) for record in records])
         return [example if isinstance(example, RowError) else example.prompt_ids for example in examples]
 
     def stop_ids(self, *, trial: bool = True) -> frozenset[int]:
@@ -156,8 +156,8 @@ class RecordEncoder:
         The template's are the special tokens after the text of an answer. ``trial``: as for the first rows of data, which
         takes seconds.
         """
-        turn = PromptRecord(prompt=[{"role": "user", "content": "?"}], line=1)
-        answered = _with_answer(turn, messages=[{"role": "assistant", "content": "!"}])
+        turn: list[Message] = [{"role": "user", "content": "?"}]
+        answered = KTORecord(prompt=turn, response=[{"role": "assistant", "content": "!"}], desirable=True, line=1)
         ids = {self._eos_id, *(declared_stop_ids(self._folder) if self._tokenizer.name_or_path else ())}
         if not trial:
             _tried_templates.add(self._template)
@@ -237,13 +237,16 @@ class RecordEncoder:
     def _render_row(self, record: KTORecord) -> _Text | RowError:
         assert isinstance(record.prompt, list)
         assert isinstance(record.response, list)
+        response = record.response
         if "tools" in record.template and "tools" not in self._template:
             return RowError('"tools" is not used by the tokenizer\'s chat template; change the template or remove the key')
         try:
             prompt = self._render(record.prompt, record.template, add_generation_prompt=True)
             if not record.response:
                 return _Text(prompt, "", templated=True)
-            whole = self._render([*record.prompt, *record.response], record.template, add_generation_prompt=False)
+            if prompt.rstrip().endswith(BEGIN_OF_THOUGHTS):
+                response = with_thoughts(self._template, response)
+            whole = self._render([*record.prompt, *response], record.template, add_generation_prompt=False)
         except RowError as error:
             return error
         if len(whole) > _MAX_CHARACTERS:
@@ -251,12 +254,13 @@ class RecordEncoder:
             return LastRowError(f"{message}, got {len(whole):,}; {REMEDY}")
         answer: str | None = whole[len(prompt) :]
         if not whole.startswith(prompt) and (answer := self._answer_after(prompt, whole, record)) is None:
-            if _THINKING in self._template and _THINKING not in record.template:
+            if _THINKING in self._template and _THINKING not in record.template and not has_thoughts(response):
                 # Nemotron 3 begins thoughts in the prompt, but writes an answer that has none as one to another prompt
                 return self._render_row(replace(record, template={**record.template, _THINKING: False}))
+            remedy = f"leave out {_THINKING}, or {REMEDY}" if _THINKING in record.template else REMEDY
             return RowError(
                 f"the chat template must render the prompt the same with and without the answer after it, got "
-                f"{prompt[-60:]!r} without and {whole[: len(prompt)][-60:]!r} with it; {REMEDY}"
+                f"{prompt[-60:]!r} without and {whole[: len(prompt)][-60:]!r} with it; {remedy}"
             )
         assert answer is not None
         if answer.rstrip().endswith(self._special_tokens):
@@ -345,10 +349,13 @@ class RecordEncoder:
         return EncodedExample(prompt, answer if ended else [*answer, self._eos_id])
 
 
-def _with_answer(record: PromptRecord, *, messages: list[Message]) -> KTORecord:
-    """Return a prompt with an answer, which does not change the tokens of the prompt: ``messages``, or a text for a text."""
-    response: TextOrMessages = "!" if isinstance(record.prompt, str) else messages
-    return KTORecord(prompt=record.prompt, response=response, desirable=True, line=record.line, template=record.template)
+def _unanswered(record: PromptRecord, *, as_messages: bool) -> KTORecord:
+    """Return a prompt with no answer, or, if it is a text, with one that does not change its tokens."""
+    prompt = record.prompt
+    if isinstance(prompt, str) and as_messages:
+        prompt = [{"role": "user", "content": prompt}]
+    response: TextOrMessages = "!" if isinstance(prompt, str) else []
+    return KTORecord(prompt=prompt, response=response, desirable=True, line=record.line, template=record.template)
 
 
 def _as_messages(record: KTORecord) -> KTORecord:

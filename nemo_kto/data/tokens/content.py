@@ -6,6 +6,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+BEGIN_OF_THOUGHTS, _END_OF_THOUGHTS = "<think>", "</think>"
+_THOUGHTS = "reasoning_content"  # of a message, for templates that know it
 MARK = "8f14e45fceea167a"  # stands for a text in a rendering that shows where the template puts it
 _NAMES = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")  # which templates join to texts
 
@@ -31,14 +33,48 @@ def _reads_parts(template: str) -> bool:
     Such a template takes the characters of a text for parts, and writes nothing or raises an error.
     """
     turns: list[Mapping[str, Any]] = [{"role": "user", "content": MARK}, {"role": "assistant", "content": "!"}]
-    return not _writes(template, turns) and _writes(template, as_parts(turns))
+    as_texts, in_parts = (MARK in (_rendered(template, each) or "").lower() for each in (turns, as_parts(turns)))
+    return in_parts and not as_texts
 
 
-def _writes(template: str, turns: Sequence[Mapping[str, Any]]) -> bool:
+def _rendered(template: str, turns: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return turns as a template writes them; None if it refuses them."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
         (text,), _ = render_jinja_template([list(turns)], chat_template=template, **_NAMES)
     except Exception:  # a template is a program and may raise any exception
-        return False
-    return MARK in text.lower()
+        return None
+    return str(text)
+
+
+def has_thoughts(answer: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a message of an answer has thoughts, in its content or beside it."""
+    return any(message.get(_THOUGHTS) or _END_OF_THOUGHTS in str(message.get("content")) for message in answer)
+
+
+def with_thoughts(template: str, answer: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return an answer to a prompt that begins thoughts, with those in its content as the template reads them.
+
+    The model begins them in the prompt, so that what it wrote has only their end. Most templates read thoughts with their
+    beginning in the content, others (Qwen3.8) only beside it.
+    """
+    turns = []
+    for message in answer:
+        thoughts, end, text = str(message.get("content")).partition(_END_OF_THOUGHTS)
+        thoughts = thoughts.removeprefix(BEGIN_OF_THOUGHTS)
+        if not end:
+            turns.append(message)
+        elif _THOUGHTS in template and not _reads_thoughts(template):
+            turns.append({**message, _THOUGHTS: thoughts.strip("\n"), "content": text.lstrip("\n")})
+        else:
+            turns.append({**message, "content": f"{BEGIN_OF_THOUGHTS}\n{thoughts.lstrip()}{end}{text}"})
+    return turns
+
+
+@functools.cache
+def _reads_thoughts(template: str) -> bool:
+    """Return whether a template writes thoughts in the content of a message as they are, without others before them."""
+    content = f"{BEGIN_OF_THOUGHTS}\n{MARK}\n{_END_OF_THOUGHTS}\n\n!"
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]
+    return (_rendered(template, turns) or "").count(BEGIN_OF_THOUGHTS) == 1
