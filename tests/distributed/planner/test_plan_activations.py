@@ -147,6 +147,10 @@ MAMBA: dict[str, Any] = {
     "num_hidden_layers": 8, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2, "head_dim": 32,
     "mamba_head_dim": 40, "ssm_state_size": 48, "moe_intermediate_size": 160, "moe_shared_expert_intermediate_size": 320,
 }  # fmt: skip
+GRANITE_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 8, "layer_types": ["mamba", "attention"] * 4, "mamba_d_state": 48, "intermediate_size": 160,
+    "shared_intermediate_size": 320,
+}  # fmt: skip
 LLAMA4: dict[str, Any] = {"moe_layers": [0, 1, 2, 3], "no_rope_layers": [1, 1, 1, 1], "attention_chunk_size": 64}
 LATENTS: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 80, "qk_nope_head_dim": 48,
@@ -159,6 +163,7 @@ CHANGES = {
     "glm4_moe": {"n_routed_experts": 8, "moe_intermediate_size": 160, "first_k_dense_replace": 0},
     "deepseek_v3": LATENTS,
     "nemotron_h": MAMBA,
+    "granitemoehybrid": GRANITE_HYBRID,
     "qwen3_next": {**QWEN, **DELTA_NETS},
     "qwen3_5_text": DELTA_NETS,
     "llama4_text": {**LLAMA4, "intermediate_size_mlp": 512, "head_dim": 32},
@@ -167,7 +172,8 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def wide_model(tiny_checkpoint: Callable[..., Path]) -> Callable[[str], Path]:
-    return lambda family: tiny_checkpoint(family, hidden_size=256, intermediate_size=640, **CHANGES.get(family, {}))
+    wide = {"hidden_size": 256, "intermediate_size": 640}
+    return lambda family: tiny_checkpoint(family, **(wide | CHANGES.get(family, {})))
 
 
 SHARDED: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
@@ -214,6 +220,8 @@ FULL: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
     ("qwen3_next", {"packed": True, "context": 2}, "float32", ALL),
     ("nemotron_h", SHARDED, "float32", MAMBA_AND_ALL),
     ("nemotron_h", {"recompute": "selective"}, "float32", None),
+    ("granitemoehybrid", {}, "float32", None),
+    ("granitemoehybrid", SHARDED, "bfloat16", MAMBA_AND_ALL),
     ("nemotron_h", {"packed": True}, "bfloat16", replace(MAMBA_AND_ALL, dora=True)),
     ("hunyuan_v1_moe", {}, "float32", ALL),
     ("glm4_moe", {"tensor": 2, "sequence_parallel": True}, "bfloat16", None),
