@@ -401,14 +401,14 @@ def test_adapters_of_layers_that_phi3_fuses(here: Path) -> None:
         Message(
             "model.peft.lora_tuning.target_modules",
             "phi3",
-            "mlp",
-            "q_proj",
+            "got q_proj, ",
             "o_proj",
             "down_proj",
+            "gate_up_proj",
             "model.peft.peft_scheme=none",
         )
     ]
-    lora[1] = "model.peft.lora_tuning.target_modules=[attention_dense,down_proj]"
+    lora[1] = "model.peft.lora_tuning.target_modules=[attention_dense,mlp,gate_up_proj]"
     assert launcher_says(here / "model", here / "rows.jsonl", *lora) == []
 
 

@@ -49,10 +49,10 @@ DENSE = {
     "gemma2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "gemma3": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "mlp"), layers=(2, 3)),
     "cohere2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
-    "glm4": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "o_proj", "down_proj")),
+    "glm4": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "o_proj", "gate_up_proj", "down_proj")),
     "granite": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "granite-hybrid": LoRASettings(
-        rank=2, alpha=1, target_modules=("in_proj", "out_proj", "q_proj", "o_proj", "down_proj"), dora=True
+        rank=2, alpha=1, target_modules=("in_proj", "out_proj", "q_proj", "gate_up_proj", "down_proj"), dora=True
     ),
     "llama-odd-heads": LoRASettings(rank=4, alpha=8, target_modules=("all",)),
     "llama-one-kv-head": LoRASettings(
@@ -80,7 +80,9 @@ MIXTURES = {
     "deepseek-v3": LoRASettings(rank=2, alpha=4, target_modules=("q_a_proj", "q_b_proj", *_LATENT)),
     "deepseek-v3-direct-queries": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", *_LATENT), layers=(1, 3)),
     # the shared expert; routed experts are parameters without names for peft
-    "granite-hybrid-moe": LoRASettings(rank=2, alpha=4, target_modules=("in_proj", "out_proj", "v_proj", "down_proj")),
+    "granite-hybrid-moe": LoRASettings(
+        rank=2, alpha=4, target_modules=("in_proj", "out_proj", "v_proj", "gate_up_proj", "down_proj")
+    ),
     "hunyuan-moe": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "minimax-m2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "gpt-oss": LoRASettings(rank=2, alpha=4, target_modules=("attention",)),

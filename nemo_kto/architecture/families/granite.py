@@ -94,7 +94,7 @@ GRANITE_HYBRID = Family(
     fields=GraniteFields,
     flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias"},
     numbers=GRANITE.numbers,
-    module_names={"output_linear": "down_proj"},
+    module_names={"input_linear": "gate_up_proj", "output_linear": "down_proj"},
     window=LINEAR_LAYERS,
     no_rope=lambda config: config.position_embedding_type != "rope",
     dense_width="shared_intermediate_size",

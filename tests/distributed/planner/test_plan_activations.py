@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nemo_kto.architecture.families import FAMILIES
-from nemo_kto.architecture.lora import LoRASettings, with_other_mixers
+from nemo_kto.architecture.lora import LoRASettings, with_other_layers
 from tests.helpers.rank_pool import RankPool
 
 SEQUENCES, LENGTH = 2, 64
@@ -137,7 +137,10 @@ DROPPED = LoRASettings(rank=4, alpha=4, dropout=0.1, target_modules=("all",))
 LATENT = replace(ALL, target_modules=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
 DORA = replace(ALL, dora=True)
 MAMBA_AND_ALL = replace(ALL, target_modules=("all", "in_proj", "out_proj"))
-DELTA_NET = LoRASettings(rank=4, alpha=4, target_modules=with_other_mixers(["all"], FAMILIES["Qwen3_5ForCausalLM"]))
+DELTA_NET, GRANITE, GLM = (
+    replace(ALL, target_modules=with_other_layers(["all"], FAMILIES[name]))
+    for name in ("Qwen3_5ForCausalLM", "GraniteMoeHybridForCausalLM", "Glm4ForCausalLM")
+)
 
 
 EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3}
@@ -197,6 +200,7 @@ FULL: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
     ("ernie4_5", {"context": 2}, "float32", None),
     ("exaone4", {"packed": True}, "float32", None),
     ("glm4", {"packed": True, "context": 2}, "float32", None),
+    ("glm4", {}, "float32", replace(GLM, rank=256, dora=True)),  # gate and up projection with one A
     ("granite", {}, "float32", ALL),
     ("hunyuan_v1_dense", {}, "float32", None),
     ("ministral3", {}, "float32", None),
@@ -221,7 +225,8 @@ FULL: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
     ("nemotron_h", SHARDED, "float32", MAMBA_AND_ALL),
     ("nemotron_h", {"recompute": "selective"}, "float32", None),
     ("granitemoehybrid", {}, "float32", None),
-    ("granitemoehybrid", SHARDED, "bfloat16", MAMBA_AND_ALL),
+    ("granitemoehybrid", SHARDED, "bfloat16", GRANITE),
+    ("granitemoehybrid", {}, "float32", replace(GRANITE, dora=True)),
     ("nemotron_h", {"packed": True}, "bfloat16", replace(MAMBA_AND_ALL, dora=True)),
     ("hunyuan_v1_moe", {}, "float32", ALL),
     ("glm4_moe", {"tensor": 2, "sequence_parallel": True}, "bfloat16", None),
