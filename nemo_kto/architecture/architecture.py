@@ -200,6 +200,7 @@ class Architecture:
             "expert_ffn": 0 if self.experts is None else self.experts.ffn_hidden_size,
             "expert_gate_and_up": 0 if self.experts is None else 2 * self.experts.ffn_hidden_size,
             "shared_ffn": 0 if self.experts is None else self.experts.shared_ffn_hidden_size,
+            "shared_gate_and_up": 0 if self.experts is None else 2 * self.experts.shared_ffn_hidden_size,
         }
 
 
@@ -260,7 +261,7 @@ def _architecture(
     }
     rotates, values = family.rotates(config), config.to_dict()
     ropes = [Rope(frequencies=())]
-    if not family.no_rope:
+    if any(rotates):
         ropes = [read_rope(family.rope(values, "full_attention"), partial=family.partial_rotary)]
     if family.local_rope:
         ropes.append(read_rope(family.rope(values, "sliding_attention")))

@@ -26,8 +26,8 @@ LACKING = {
     "index_topk": "attention to keys that an indexer chooses, which is trained by a loss of its own",
     "hc_": "hyper-connections, several residual streams that each layer mixes",
     "linear_": "linear attention other than that of Qwen3-Next",
-    "mamba_": "Mamba layers other than those of Nemotron-H",
-    "ssm_": "Mamba layers other than those of Nemotron-H",
+    "mamba_": "Mamba layers other than those of Nemotron-H and Granite 4",
+    "ssm_": "Mamba layers other than those of Nemotron-H and Granite 4",
     "conv_L_cache": "short convolutions",
     "hidden_size_per_layer_input": "embeddings for each layer",
     "n_embd": "learned absolute positions",
@@ -69,8 +69,8 @@ def read_config_file(folder: Path) -> tuple[dict[str, Any], Family]:
             raise ValueError(_why_unknown(config, hf_architecture))
         _refuse_unsupported(config, given, family)
         _check_layers_and_heads(given, family)
-        if family.experts is not None:
-            _check_experts(given, family.experts, family.name)
+        if (experts := family.experts_of(given)) is not None:
+            _check_experts(given, experts, family.name)
         text = family.renewed(text)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None

@@ -120,6 +120,8 @@ class ExpertFields:
 
     def layers(self, config: Mapping[str, Any], num_layers: int) -> set[int]:
         """Return the numbers, from 0, of the layers with experts, from the fields of a configuration."""
+        if config.get(self.number) == 0:
+            return set()
         if (listed := config.get(self.sparse_layers)) is not None:
             return {layer for layer in listed if layer < num_layers}
         if (kinds := config.get(self.layer_kinds)) is not None:
@@ -128,6 +130,14 @@ class ExpertFields:
         first, last = config.get(self.first_layer) or 0, config.get(self.last_layer, -1)
         layers = range(first, num_layers if last == -1 else min(last + 1, num_layers))
         return {layer for layer in layers if layer not in dense and (layer + 1) % step == 0}
+
+
+def check_constants(config: PretrainedConfig, constants: Mapping[str, object]) -> None:
+    """Raise a ValueError if a setting of a configuration has another value than the only one that is supported."""
+    for name, value in constants.items():
+        if (got := getattr(config, name)) != value:
+            shown = [str(each).lower() for each in (value, got)]
+            raise ValueError(f"{name} must be {shown[0]} for {config.model_type}, got {shown[1]}; choose another model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +179,8 @@ class Family:
     window: tuple[str, str] = ("", "")
     one_part: bool = False  # a layer has either a sequence mixer or an MLP (or experts), with one norm
     gated_mlp: bool = True  # MLPs are down(activation(gate) * up), else down(activation(up))
-    no_rope: bool = False  # no layer has RoPE
+    # whether no layer has RoPE
+    no_rope: Callable[[PretrainedConfig], bool] = lambda config: False
     no_rope_layers: bool = False  # the configuration names layers without RoPE
     rope_in_windows: bool = False  # if some layers have a window, the others have no RoPE
     interleaved_rotary: bool = False  # neighbouring channels of a head are rotated together, not channels half a head apart
@@ -239,7 +250,7 @@ class Family:
         """Return whether each layer has RoPE; despite its name, ``no_rope_layers`` has a 1 for each that has it."""
         if self.rope_in_windows and any(windows := self.windows(config)):
             return tuple(window is not None for window in windows)
-        if self.no_rope:
+        if self.no_rope(config):
             return (False,) * config.num_hidden_layers
         marks = config.no_rope_layers if self.no_rope_layers else [1] * config.num_hidden_layers
         return tuple(map(bool, marks[: config.num_hidden_layers]))

@@ -14,6 +14,7 @@ from nemo_kto.architecture.segments import source_shapes, split_dimension
 
 # Names of linear layers in Hugging Face models, which PEFT uses; NEMO_TARGETS has NeMo's names for groups of them.
 _ATTENTION, _MLP = (*SoftmaxAttention.lora_inputs, *SoftmaxAttention.lora_outputs), ("gate_proj", "up_proj", "down_proj")
+GATE_UP = "gate_up_proj"  # gate and up projection of families that have both in one layer
 # layers of sequence mixers before and after the mixing, except those that have the names of softmax attention
 _OTHER_INPUTS, _OTHER_OUTPUTS = (
     tuple(dict.fromkeys(name for name in names if name not in _ATTENTION))
@@ -23,7 +24,7 @@ _OTHER_INPUTS, _OTHER_OUTPUTS = (
     )
 )
 OTHER_MIXERS = (*_OTHER_INPUTS, *_OTHER_OUTPUTS)
-HUGGING_FACE_TARGETS = (*_ATTENTION, *_MLP, *OTHER_MIXERS)
+HUGGING_FACE_TARGETS = (*_ATTENTION, *_MLP, GATE_UP, *OTHER_MIXERS)
 EMBEDDING = "embed_tokens"
 MAX_ALPHA = 1_000_000  # far above usual values, and far below the fp32 maximum
 NEMO_TARGETS: dict[str, tuple[str, ...]] = {
@@ -122,18 +123,21 @@ def modules_of(target: str, family: Family) -> set[str]:
     """Return the linear layers that a family must have for a target module; a group of NeMo's spans sequence mixers."""
     if target not in NEMO_TARGETS:
         return {target}
-    absent = {*SoftmaxAttention.lora_inputs} if "kv_b_proj" in linear_modules(family) else set[str]()
-    return {*NEMO_TARGETS[target]} - absent - ({"gate_proj"} if not family.gated_mlp else set())
+    modules = linear_modules(family)
+    absent = {*SoftmaxAttention.lora_inputs} if "kv_b_proj" in modules else set[str]()
+    absent |= {"gate_proj"} if not family.gated_mlp else {*NEMO_TARGETS["mlp_fc1"]} if GATE_UP in modules else set()
+    return {*NEMO_TARGETS[target]} - absent
 
 
-def with_other_mixers(targets: Sequence[str], family: Family) -> tuple[str, ...]:
-    """Return the target modules with the layers of other sequence mixers, if the family has any.
+def with_other_layers(targets: Sequence[str], family: Family) -> tuple[str, ...]:
+    """Return the target modules with the layers of the family that Llama lacks, except those that peft refuses.
 
-    A group of NeMo's that contains the input or output projections of attention also stands for those of such mixers, except
-    those that peft refuses.
+    A group of NeMo's that contains the input or output projections of attention also stands for those of other sequence
+    mixers, and one that contains the gate projection for a fused gate and up projection.
     """
     modules = {module for target in targets for module in NEMO_TARGETS.get(target, ())}
     others = (*_OTHER_INPUTS * ("q_proj" in modules), *_OTHER_OUTPUTS * ("o_proj" in modules))
+    others = (*[GATE_UP] * ("gate_proj" in modules), *others)
     usable = {*linear_modules(family)} - {*family.refused_by_peft}
     return (*targets, *(module for module in others if module in usable and module not in targets))
 

@@ -12,7 +12,7 @@ from nemo_kto.architecture.param_mapping import HF, MCORE, Layers, ParamMapping,
 Mappings = tuple[ParamMapping, ...]
 
 _MLP = HF + "mlp."
-_EXPERT = "mlp.experts.local_experts.{expert}."
+EXPERT = "mlp.experts.local_experts.{expert}."
 
 
 def _gate_and_up(kind: str, *sizes: str) -> dict[str, Shape]:
@@ -107,8 +107,8 @@ def separate_experts(block: str, *, gate: str, up: str, down: str) -> Mappings:
     expert, wide = block + ".experts.{expert}.", ("expert_ffn", "hidden")
     return (
         sparse("mlp.router.weight", {f"{block}.gate.weight": ("experts", "hidden")}, Split.REPLICATED),
-        sparse(_EXPERT + "linear_fc1.weight", {f"{expert}{part}.weight": wide for part in (gate, up)}, Split.GATED),
-        sparse(_EXPERT + "linear_fc2.weight", {f"{expert}{down}.weight": ("hidden", "expert_ffn")}, Split.ROW_PARALLEL),
+        sparse(EXPERT + "linear_fc1.weight", {f"{expert}{part}.weight": wide for part in (gate, up)}, Split.GATED),
+        sparse(EXPERT + "linear_fc2.weight", {f"{expert}{down}.weight": ("hidden", "expert_ffn")}, Split.ROW_PARALLEL),
     )
 
 
@@ -121,16 +121,16 @@ def joined_experts(block: str, split: Split, *, biases: bool = False) -> Mapping
     experts = block + ".experts."
     weights = (
         sparse("mlp.router.weight", {f"{block}.router.weight": ("experts", "hidden")}, Split.REPLICATED),
-        sparse(_EXPERT + "linear_fc1.weight", {experts + "gate_up_proj": gate_and_up}, split, transposed=True),
-        sparse(_EXPERT + "linear_fc2.weight", {experts + "down_proj": down}, Split.ROW_PARALLEL, transposed=True),
+        sparse(EXPERT + "linear_fc1.weight", {experts + "gate_up_proj": gate_and_up}, split, transposed=True),
+        sparse(EXPERT + "linear_fc2.weight", {experts + "down_proj": down}, Split.ROW_PARALLEL, transposed=True),
     )
     if not biases:
         return weights
     return (
         *weights,
         sparse("mlp.router.logit_bias", {f"{block}.router.bias": ("experts",)}, Split.REPLICATED),
-        sparse(_EXPERT + "linear_fc1.bias", {experts + "gate_up_proj_bias": gate_and_up[:1]}, split),
-        sparse(_EXPERT + "linear_fc2.bias", {experts + "down_proj_bias": down[:1]}, Split.REPLICATED),
+        sparse(EXPERT + "linear_fc1.bias", {experts + "gate_up_proj_bias": gate_and_up[:1]}, split),
+        sparse(EXPERT + "linear_fc2.bias", {experts + "down_proj_bias": down[:1]}, Split.REPLICATED),
     )
 
 

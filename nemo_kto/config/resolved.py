@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.architecture.config_file import CONFIG, read_config_file
-from nemo_kto.architecture.lora import LoRASettings, with_other_mixers
+from nemo_kto.architecture.lora import LoRASettings, with_other_layers
 from nemo_kto.architecture.rope import longest_sequence
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.artifacts.adapter_files import read_adapter_settings
@@ -299,7 +299,7 @@ class ResolvedRun:
             return replace(read_adapter_settings(self.files.adapter_folder), dropout=tuning.adapter_dropout)
         targets = tuple(tuning.target_modules)
         if (self.files.hf_folder / CONFIG).is_file():  # else another check reports it
-            targets = with_other_mixers(targets, self.files.config[1])
+            targets = with_other_layers(targets, self.files.config[1])
         return LoRASettings(
             rank=tuning.adapter_dim,
             alpha=tuning.alpha,

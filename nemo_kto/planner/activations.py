@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nemo_kto.architecture.lora import EMBEDDING, has_adaptable_experts
+from nemo_kto.architecture.lora import EMBEDDING, GATE_UP, has_adaptable_experts, linear_modules
 from nemo_kto.architecture.mixers import LinearLayer, Saving, SequenceMixer
 from nemo_kto.architecture.mixers.saving import FP32
 from nemo_kto.architecture.param_mapping import Layers
@@ -155,7 +155,7 @@ class Activations(Saving):
         ffn = self._ffn()
         saved = (self._inputs() + self.keeps_input("down_proj")) * ffn  # projections, and the down projection's input
         is_saved = self.architecture.parallel and self.keeps_input("q_proj", "k_proj", "v_proj")  # the same as attention's
-        return self.element_bytes * (saved + self.hidden * (self.keeps_input("gate_proj", "up_proj") and not is_saved))
+        return self.element_bytes * (saved + self.hidden * (self.keeps_input(*self._first()) and not is_saved))
 
     def _adapter_inputs(self, recomputed: Collection[str]) -> float:
         """Return the bytes per token that adapters save.
@@ -183,6 +183,11 @@ class Activations(Saving):
             layers += self._mlp_layers()
         return [adapted for adapted in layers if self.adapts(*adapted.layer.modules)]
 
+    def _first(self) -> tuple[str, ...]:
+        """Return the matrices of an MLP's first layer, by their names in LoRA's settings."""
+        is_fused = GATE_UP in linear_modules(self.architecture.family)
+        return (GATE_UP,) if is_fused else ("gate_proj", "up_proj")[-self._inputs() :]
+
     def _mlp_layers(self) -> tuple[_Adapted, _Adapted]:
         """Return the linear layers of MLPs, experts and shared experts, on average over all layers."""
         hidden, width, sizes = self.hidden, self.architecture.hidden_size, self.architecture.sizes
@@ -191,10 +196,10 @@ class Activations(Saving):
         products = self._mean(1, copies + (shared > 0))
         # a product for each copy of a token, a matrix for each expert of this rank, and DoRA only on the shared expert
         experts = adaptable * sizes["expert_ffn"] * sizes["experts"] / self.expert_parallel + shared
-        names, inner = ("gate_proj", "up_proj")[-self._inputs() :], self._inputs() * self._mean(self._ffn(), shared)
+        names, inner = self._first(), self._inputs() * self._mean(self._ffn(), shared)
         inputs = self._mean(hidden, copies * width + hidden * (shared > 0))
         first = LinearLayer(names, inputs, inner, inner)
         share = self._share(Layers.FEED_FORWARD)
         last = LinearLayer(("down_proj",), self._mean(self._ffn(), chosen + shared), share * width, share * hidden)
         rows = self._inputs() * self._mean(self._ffn(), experts)
-        return _Adapted(first, self._inputs() * products, rows), _Adapted(last, products, share * width)
+        return _Adapted(first, len(names) * products, rows), _Adapted(last, products, share * width)

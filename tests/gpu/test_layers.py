@@ -40,6 +40,7 @@ TORCH_MODELS = {
     "gemma2": 0.04,
     "gemma3": 0.04,
     "gpt-oss": 0.15,
+    "granite-hybrid": 0.08,
     "llama4": 0.15,
     "nemotron-h": 0.08,
     "olmo2": 0.06,

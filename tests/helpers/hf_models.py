@@ -30,6 +30,7 @@ from transformers import (
     Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
     Llama4TextConfig,
@@ -55,6 +56,7 @@ from transformers import (
     set_seed,
 )
 
+from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.lora import LoRASettings, hf_module
 
 SEQUENCE = 24
@@ -99,6 +101,13 @@ _DELTA_NET: dict[str, Any] = {
 _MAMBA: dict[str, Any] = {
     **_SIZES, **_NO_TOKENS, "initializer_range": 0.12, "head_dim": 16, "mamba_num_heads": 6, "n_groups": 3,
     "mamba_head_dim": 8, "ssm_state_size": 12, "time_step_min": 1e-30, "time_step_max": 1.0, "time_step_floor": 0.3,
+}  # fmt: skip
+# two heads in one group; no RoPE; the largest steps are limited, as sums of large decays are rounded beyond the tolerance
+_GRANITE_HYBRID: dict[str, Any] = {
+    **_SIZES, **_NO_TOKENS, "initializer_range": 0.12, "shared_intermediate_size": 40, "mamba_n_heads": 2,
+    "mamba_expand": 1, "mamba_d_head": "auto", "mamba_d_state": 12, "time_step_limit": [0.0, 1.5],
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 0.5,
+    "tie_word_embeddings": True, "layer_types": ["mamba", "attention", "mamba", "mamba"],
 }  # fmt: skip
 CONFIGS = {
     "deepseek-v3-dense": lambda: DeepseekV3Config(**{**_DEEPSEEK, "first_k_dense_replace": 4}, q_lora_rank=24),
@@ -233,6 +242,15 @@ CONFIGS = {
         logits_scaling=3.0,
         tie_word_embeddings=True,
         **_NO_TOKENS,
+    ),
+    "granite-hybrid": lambda: GraniteMoeHybridConfig(**_GRANITE_HYBRID, num_local_experts=0, num_experts_per_tok=0),
+    # as Granite 4.0 Micro
+    "granite-hybrid-attention": lambda: GraniteMoeHybridConfig(
+        **{**_GRANITE_HYBRID, "layer_types": ["attention"] * 4},
+        rope_parameters=_rope(1e5),
+        position_embedding_type="rope",
+        attention_bias=True,
+        num_local_experts=0,
     ),
     "glm4": lambda: Glm4Config(**_SIZES, rope_parameters=_rope(1e5, partial_rotary_factor=0.5), head_dim=16, **_NO_TOKENS),
     "ernie4-5": lambda: Ernie4_5Config(**_SIZES, rope_parameters=_rope(5e5), head_dim=16, use_bias=True, **_NO_TOKENS),
@@ -406,6 +424,11 @@ MIXTURES = {
         **{**_LLAMA4, "attn_temperature_tuning": False},
         rope_parameters=_yarn(1e5),
         no_rope_layers=[1, 1, 1, 1],
+    ),
+    "granite-hybrid-moe": lambda: GraniteMoeHybridConfig(
+        **{**_GRANITE_HYBRID, "tie_word_embeddings": False, "mamba_n_heads": 4, "mamba_n_groups": 2},
+        num_local_experts=8,
+        num_experts_per_tok=3,
     ),
     "mixtral": lambda: MixtralConfig(**_SIZES, rope_parameters=_rope(1e5), num_local_experts=4),
     "mixtral-window": lambda: MixtralConfig(
@@ -635,13 +658,15 @@ def peft_model(folder: Path, settings: LoRASettings) -> Any:
     """The model at ``folder`` under peft, with random A and B; magnitudes are scaled by random factors of 0.5 to 1.5."""
     from peft import LoraConfig, get_peft_model
 
+    family = read_architecture(folder, tensor_parallel=1).family
+    own = {usual: name for name, usual in family.module_names.items()}
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft computes with a float too
         use_rslora=settings.rslora,
         use_dora=settings.dora,
         lora_dropout=settings.dropout,
-        target_modules=list(settings.modules),
+        target_modules=[own.get(module, module) for module in settings.modules],
         layers_to_transform=None if settings.layers is None else [layer - 1 for layer in settings.layers],
         task_type="CAUSAL_LM",
     )
@@ -667,7 +692,7 @@ def write_adapters(base: Path, folder: Path, settings: LoRASettings) -> dict[str
     tensors: dict[str, torch.Tensor] = {}
     merged = weights(base)
     for weight, values in merged.items():
-        if values.dim() < 2 or hf_module(weight) not in settings.modules or "mixer.experts." in weight:
+        if values.dim() != 2 or hf_module(weight) not in settings.modules or "mixer.experts." in weight:
             continue
         if settings.layers is None or int(weight.split(".")[2]) + 1 in settings.layers:
             shapes = (settings.rank, values.size(1)), (values.size(0), settings.rank)

@@ -57,6 +57,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
     },
+    "granite-4.0-h-small": {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "hidden_size": 4096,
+        "num_hidden_layers": 40, "layer_types": [("mamba", "attention")[layer % 10 == 5] for layer in range(40)],
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 768, "shared_intermediate_size": 1536,
+        "num_local_experts": 72, "num_experts_per_tok": 10, "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128,
+        "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2, "position_embedding_type": "nope", "vocab_size": 100352,
+        "attention_multiplier": 0.0078125, "embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 16,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 10000, "tie_word_embeddings": True,
+    },
     "NVIDIA-Nemotron-3-Nano-30B-A3B": {
         "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 2688,
         "num_hidden_layers": 52, "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",

@@ -62,6 +62,14 @@ _MAMBA: dict[str, Any] = {  # three heads in each of two groups; time steps of 0
     "moe_shared_expert_intermediate_size": 48, "mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2,
     "ssm_state_size": 12, "time_step_min": 1e-30, "time_step_max": 1.0, "time_step_floor": 0.3,
 }  # fmt: skip
+_GRANITE_HYBRID: dict[str, Any] = {  # three heads in each of two groups; attention without RoPE in one layer
+    "layer_types": ["mamba", "mamba", "attention", "mamba"], "mamba_n_heads": 6, "mamba_d_head": "auto", "mamba_expand": 3,
+    "mamba_n_groups": 2, "mamba_d_state": 12, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32,
+    "shared_intermediate_size": 48,
+}  # fmt: skip
+_FACTORS: dict[str, Any] = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0,
+}  # fmt: skip
 _FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"tie_word_embeddings": False, **_ROUTED, **_LATENT},
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
@@ -72,7 +80,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "glm4": {"tie_word_embeddings": False, "head_dim": 16, "attention_bias": True},
     "glm4_moe": {"head_dim": 16, "use_qk_norm": True, **_ROUTED},
-    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+    "granite": _FACTORS,
+    "granitemoehybrid": {**_FACTORS, **_GRANITE_HYBRID},
     "hunyuan_v1_dense": {"tie_word_embeddings": False, "head_dim": 16, "eod_token_id": None},
     "hunyuan_v1_moe": {"head_dim": 16, "eod_token_id": None, "num_experts": 8, "moe_topk": 3},
     "llama": {"tie_word_embeddings": False},

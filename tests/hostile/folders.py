@@ -57,6 +57,20 @@ NEMOTRON: dict[str, Any] = {
     "ssm_state_size": 3,
     "conv_kernel": 4,
 }
+# experts, after Mamba-2 and after attention
+GRANITE: dict[str, Any] = {
+    **CONFIG,
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "layer_types": ["mamba", "attention"],
+    "position_embedding_type": "nope",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 6,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 4,
+    "mamba_d_state": 3,
+}
 ADAPTED = LoRASettings(rank=2, alpha=4.0, target_modules=("q_proj", "v_proj"))
 ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
 
@@ -81,10 +95,14 @@ def write(file: Path, content: object) -> None:
     file.write_text(json.dumps(content), encoding="utf-8")
 
 
-def make_nemotron(folder: Path) -> None:
-    """Replace the llama of a folder by a Nemotron of three layers."""
-    write(folder / "config.json", NEMOTRON)
-    write_safetensors(folder / "model.safetensors", wanted_weights(read_architecture(folder, tensor_parallel=1)))
+def made(fields: dict[str, Any]) -> Break:
+    """The model of these fields, all zeros, in the place of the llama."""
+
+    def make(folder: Path) -> None:
+        write(folder / "config.json", fields)
+        write_safetensors(folder / "model.safetensors", wanted_weights(read_architecture(folder, tensor_parallel=1)))
+
+    return make
 
 
 # Ways to break a folder. Each is called with the folder.

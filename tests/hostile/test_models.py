@@ -18,6 +18,8 @@ from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, assert_names, raises
 from tests.hostile.folders import (
     GONE,
+    GRANITE,
+    NEMOTRON,
     Break,
     assert_harmless,
     both,
@@ -29,7 +31,7 @@ from tests.hostile.folders import (
     indexed,
     launcher_says,
     linked,
-    make_nemotron,
+    made,
     ranks_say,
     removed,
     replaced_by_pipe,
@@ -44,10 +46,15 @@ NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 NO_MODEL = Message("folder", "config.json", "trainer.json")
 
 MIXER = "model.layers.0.mixer"
+MOE, SHARED = "model.layers.0.block_sparse_moe", "model.layers.0.shared_mlp.input_linear"
 
 
 def nemotron(damage: Break) -> Break:
-    return both(make_nemotron, damage)
+    return both(made(NEMOTRON), damage)
+
+
+def granite(damage: Break) -> Break:
+    return both(made(GRANITE), damage)
 
 
 # The damage, and the launcher's error: the end of the line, or a part of it.
@@ -155,6 +162,21 @@ AT_START: dict[str, tuple[Break, Message]] = {
             ("mamba_num_heads", "4"), ("mamba_head_dim", 0), ("n_groups", 0), ("ssm_state_size", -3), ("conv_kernel", 1)
         )
     },
+    "experts of a Granite that are fewer than chosen": (
+        granite(config(num_local_experts=1)), Message("num_experts_per_tok", "at most", "1", "2", "save_pretrained")),
+    "kinds of a Granite's layers that are fewer": (
+        granite(config(layer_types=["mamba"])), Message("layer_types", "2 layers", "1", "save_pretrained")),
+    **{
+        f"{name} of a Granite is {value!r}": (granite(config(**{name: value})), Message(name, *words, repr(value)))
+        for name, value, words in (
+            ("position_embedding_type", "alibi", ("rope", "nope")),
+            ("mamba_d_head", "x", ("integer", "auto")),
+            ("mamba_n_groups", 0, ("integer",)),
+            ("mamba_d_conv", 1, ("integer",)),
+            ("num_local_experts", -1, ("integer", "0")),
+            ("shared_intermediate_size", None, ("integer",)),
+        )
+    },
     # positions
     "rope of a type that is not there": (
         config(rope_scaling={"rope_type": "proportional", "factor": 4.0}),
@@ -259,6 +281,18 @@ ON_RANKS: dict[str, tuple[Break, Message]] = {
     "another size of the state": (
         nemotron(config(ssm_state_size=4)),
         Message(f"{MIXER}.in_proj.weight", "[52, 8]", "[48, 8]", f"{MIXER}.conv1d.bias", "[32]", "[28]")),
+    "a Granite with biases in Mamba-2": (
+        granite(config(mamba_proj_bias=True)), Message("mamba_proj_bias", "false", "true", "choose")),
+    "a Granite with another layer": (
+        granite(config(layer_types=["mamba", "conv"])), Message("config.json", "linear_attention", "conv")),
+    "a Granite whose heads do not fit": (granite(config(mamba_d_head=5)), Message("config.json", "transformers", "correct")),
+    "experts of a Granite without their router": (
+        granite(shapes({f"{MOE}.router.layer.weight": None})), Message("missing", f"{MOE}.router.layer.weight", "download")),
+    "experts of a Granite that are too few": (
+        granite(shapes({f"{MOE}.input_linear.weight": (3, 24, 8)})),
+        Message(f"{MOE}.input_linear.weight", "[4, 24, 8]", "[3, 24, 8]")),
+    "a shared expert of a Granite without its gate": (
+        granite(shapes({f"{SHARED}.weight": (6, 8)})), Message(f"{SHARED}.weight", "[12, 8]", "[6, 8]")),
     "rope without its numbers": (
         config(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
         Message("config.json")),  # a set, in any order
@@ -367,14 +401,14 @@ def test_adapters_of_layers_that_phi3_fuses(here: Path) -> None:
         Message(
             "model.peft.lora_tuning.target_modules",
             "phi3",
-            "mlp",
-            "q_proj",
+            "got q_proj, ",
             "o_proj",
             "down_proj",
+            "gate_up_proj",
             "model.peft.peft_scheme=none",
         )
     ]
-    lora[1] = "model.peft.lora_tuning.target_modules=[attention_dense,down_proj]"
+    lora[1] = "model.peft.lora_tuning.target_modules=[attention_dense,mlp,gate_up_proj]"
     assert launcher_says(here / "model", here / "rows.jsonl", *lora) == []
 
 

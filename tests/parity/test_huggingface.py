@@ -57,11 +57,12 @@ QUICK = {
             "granite",
         ),
         *("glm4", "ernie4-5", "exaone4", "hunyuan", "ministral3", "cohere2", "qwen3.5-text", "nemotron-h"),
+        *("granite-hybrid", "granite-hybrid-attention"),
     ),
     "mixtures": (
         *("gpt-oss", "llama4", "mixtral", "qwen2-moe", "qwen3-moe-dense-layers"),
         *("glm4-moe", "dots1", "minimax-m2", "ernie4-5-moe", "hunyuan-moe", "qwen3-next", "qwen3.5-moe-text"),
-        *("deepseek-v3", "deepseek-v2", "nemotron-h-moe"),
+        *("deepseek-v3", "deepseek-v2", "nemotron-h-moe", "granite-hybrid-moe"),
     ),
 }
 

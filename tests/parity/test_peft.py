@@ -49,8 +49,11 @@ DENSE = {
     "gemma2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "gemma3": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "mlp"), layers=(2, 3)),
     "cohere2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
-    "glm4": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "o_proj", "down_proj")),
+    "glm4": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "o_proj", "gate_up_proj", "down_proj")),
     "granite": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
+    "granite-hybrid": LoRASettings(
+        rank=2, alpha=1, target_modules=("in_proj", "out_proj", "q_proj", "gate_up_proj", "down_proj"), dora=True
+    ),
     "llama-odd-heads": LoRASettings(rank=4, alpha=8, target_modules=("all",)),
     "llama-one-kv-head": LoRASettings(
         rank=3, alpha=2, target_modules=("q_proj", "v_proj", "gate_proj"), layers=(1, 4), rslora=True
@@ -76,6 +79,10 @@ MIXTURES = {
     "glm4-moe": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "deepseek-v3": LoRASettings(rank=2, alpha=4, target_modules=("q_a_proj", "q_b_proj", *_LATENT)),
     "deepseek-v3-direct-queries": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", *_LATENT), layers=(1, 3)),
+    # the shared expert; routed experts are parameters without names for peft
+    "granite-hybrid-moe": LoRASettings(
+        rank=2, alpha=4, target_modules=("in_proj", "out_proj", "v_proj", "gate_up_proj", "down_proj")
+    ),
     "hunyuan-moe": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "minimax-m2": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
     "gpt-oss": LoRASettings(rank=2, alpha=4, target_modules=("attention",)),
@@ -98,8 +105,23 @@ EXPERTS = {
     "qwen3.5-moe-text": 4 * 8 * 3, "qwen3-moe": 2 * 8 * 3, "qwen3-moe-dense-layers": 1 * 8 * 3,
 }  # fmt: skip
 QUICK = {
-    ("dense", "tp2"): ("llama-odd-heads", "llama-all-biases-linear-rope", "mistral", "qwen2", "qwen3.5-text", "nemotron-h"),
-    ("mixtures", "tp2-ep2-whole-experts"): ("llama4", "mixtral", "qwen3-moe", "deepseek-v3", "nemotron-h-moe"),
+    ("dense", "tp2"): (
+        "llama-odd-heads",
+        "llama-all-biases-linear-rope",
+        "mistral",
+        "qwen2",
+        "qwen3.5-text",
+        "nemotron-h",
+        "granite-hybrid",
+    ),
+    ("mixtures", "tp2-ep2-whole-experts"): (
+        "llama4",
+        "mixtral",
+        "qwen3-moe",
+        "deepseek-v3",
+        "nemotron-h-moe",
+        "granite-hybrid-moe",
+    ),
 }
 CASES = [pytest.param((*case, names), id=f"{'-'.join(case)}-quick") for case, names in QUICK.items()]
 CASES += [

@@ -1,22 +1,25 @@
-"""Llama 1 to 3.x and models like it: SmolLM, Seed-OSS, Granite, Mistral, Ministral 3, Mixtral, MiniMax M2, Phi 3 to 4."""
+"""Llama 1 to 4, and models like Llama 3: SmolLM, Seed-OSS, Mistral, Ministral 3, Mixtral, MiniMax M2, Phi 3 to 4."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, Positive
-from nemo_kto.architecture.family import SLIDING, SLIDING_LAYERS, ExpertFields, Family, Temperature
+from nemo_kto.architecture.config_fields import ABSENT, Count, Indices, ModelFields, Positive
+from nemo_kto.architecture.family import CHUNKED_LAYERS, SLIDING, SLIDING_LAYERS, ExpertFields, Family, Temperature
 from nemo_kto.architecture.mappings import (
     DENSE,
     GATE_UP,
     LLAVA,
     correction_bias,
+    joined_experts,
     renamed,
     separate_experts,
+    shared_expert,
     with_experts,
 )
 from nemo_kto.architecture.mixers.softmax_attention import qk_norms
+from nemo_kto.architecture.param_mapping import Split
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,15 +29,24 @@ class SeedOssFields(ModelFields):
     attention_out_bias: bool = ABSENT
 
 
+class Llama4Fields(ModelFields):
+    intermediate_size_mlp: Count = ABSENT
+    moe_layers: Indices | None = None
+    interleave_moe_layer_step: Count = ABSENT
+    use_qk_norm: bool = ABSENT
+    attention_chunk_size: Count | None = None
+    attn_temperature_tuning: bool = ABSENT
+    floor_scale: Count = ABSENT
+    attn_scale: Positive = ABSENT
+
+
 class MiniMaxFields(ModelFields):
     rotary_dim: Count = ABSENT
 
 
-class GraniteFields(ModelFields):
-    embedding_multiplier: Positive = ABSENT
-    residual_multiplier: Positive = ABSENT
-    attention_multiplier: Positive = ABSENT
-    logits_scaling: Positive = ABSENT
+def _llama4_temperature(config: PretrainedConfig) -> Temperature | None:
+    tuned = config.attn_temperature_tuning
+    return Temperature(floor=config.floor_scale, scale=config.attn_scale) if tuned else None
 
 
 def _ministral_temperature(config: PretrainedConfig) -> Temperature:
@@ -70,20 +82,6 @@ SEED_OSS = replace(
     fields=SeedOssFields,
     flags={**LLAMA.flags, "output_bias": "attention_out_bias"},
     own_head_dim=True,
-)
-# Granite 3 and 4 without Mamba: embeddings, scores, outputs of attention and MLP, and logits have factors of their own
-GRANITE = replace(
-    LLAMA,
-    name="granite",
-    hf_architecture="GraniteForCausalLM",
-    published="Granite 3",
-    fields=GraniteFields,
-    numbers={
-        "embedding_multiplier": "embedding_multiplier",
-        "residual_multiplier": "residual_multiplier",
-        "attention_multiplier": "attention_multiplier",
-        "logit_multiplier": lambda config: 1 / config.logits_scaling,
-    },
 )
 # a sliding window in every layer if ``sliding_window`` is set; Mixtral: the same with experts
 MISTRAL = Family(
@@ -159,4 +157,41 @@ PHI3 = Family(
     window=SLIDING,
     yarn_is_longrope=True,
     partial_rotary=True,
+)
+# Llama 4: chunked attention in layers with RoPE, temperature scaling in others, routed and shared experts
+_BLOCK = "feed_forward"
+_LLAMA4_MLPS = tuple(
+    replace(mapping, hf_names={name.replace(".mlp.", f".{_BLOCK}."): shape for name, shape in mapping.hf_names.items()})
+    for mapping in DENSE
+)
+LLAMA4 = Family(
+    name="llama4_text",
+    hf_architecture="Llama4ForCausalLM",
+    published="Llama 4, text model",
+    mappings=with_experts(_LLAMA4_MLPS, (*joined_experts(_BLOCK, Split.GATED), *shared_expert(_BLOCK))),
+    fields=Llama4Fields,
+    flags={"qkv_bias": "attention_bias", "output_bias": "attention_bias", "rotated_norm": "use_qk_norm"},
+    window=CHUNKED_LAYERS,
+    no_rope_layers=True,
+    interleaved_rotary=True,
+    temperature=_llama4_temperature,
+    own_head_dim=True,
+    dense_width="intermediate_size_mlp",
+    experts=ExpertFields(
+        shared_ffn_hidden_size="intermediate_size",
+        normalized=False,
+        sparse_layers="moe_layers",
+        sparse_step="interleave_moe_layer_step",
+        shared_gate=False,
+        weighs_input=True,
+    ),
+)
+LLAMA4_VISION = replace(
+    LLAMA4,
+    name="llama4",
+    hf_architecture="Llama4ForConditionalGeneration",
+    published="Llama 4 Scout, Maverick",
+    text_type=LLAMA4.name,
+    ties_in_text=True,
+    **{**LLAVA, "module_prefix": "language_model.model."},
 )

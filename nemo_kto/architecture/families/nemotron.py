@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge
 
 from nemo_kto.architecture.config_fields import ABSENT, Count, ModelFields, PartCount, Positive
-from nemo_kto.architecture.family import ExpertFields, Family
+from nemo_kto.architecture.family import ExpertFields, Family, check_constants
 from nemo_kto.architecture.mappings import DENSE, MTP_LAYERS, correction_bias, sparse
 from nemo_kto.architecture.mixers import NO_MIXER, SOFTMAX_ATTENTION, Mamba2, SequenceMixer
 from nemo_kto.architecture.mixers.mamba2 import mamba2_weights
@@ -68,22 +68,17 @@ def _renewed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mixers(config: PretrainedConfig) -> tuple[SequenceMixer, ...]:
-    for name, value in _CONSTANT.items():
-        if (got := getattr(config, name)) != value:
-            shown = [str(each).lower() for each in (value, got)]
-            raise ValueError(f"{name} must be {shown[0]} for nemotron_h, got {shown[1]}; choose another model")
+    check_constants(config, _CONSTANT)
     if (size := config.moe_latent_size) is not None:
         text = f"moe_latent_size must be null, got {size}: experts that process a projection of the hidden state"
         raise ValueError(f"{text} are not supported; choose another model")
-    if len(limits := config.time_step_limit) != 2 or not limits[0] < limits[1]:
-        raise ValueError(f"time_step_limit must be the smallest and the largest step, got {limits}; correct it")
     mamba = Mamba2(
         heads=config.mamba_num_heads,
         groups=config.n_groups,
         head_dim=config.mamba_head_dim,
         state_dim=config.ssm_state_size,
         kernel=config.conv_kernel,
-        step_limits=tuple(limits),
+        step_limits=tuple(config.time_step_limit),
     )
     mixers = {"linear_attention": mamba, "full_attention": SOFTMAX_ATTENTION}
     return tuple(mixers.get(kind, NO_MIXER) for kind in config.layers_block_type)
@@ -130,7 +125,7 @@ NEMOTRON_H = Family(
     refused_by_peft=Mamba2.lora_outputs,  # whose weight fused kernels read
     one_part=True,
     gated_mlp=False,
-    no_rope=True,
+    no_rope=lambda config: True,
     own_head_dim=True,
     prefixes={"model.": ("backbone.", "model.")},
     untrained=MTP_LAYERS,

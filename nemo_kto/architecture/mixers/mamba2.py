@@ -39,14 +39,16 @@ class Mamba2(SequenceMixer):
     head_dim: int
     state_dim: int
     kernel: int  # tokens that the convolution combines
-    step_limits: tuple[float, float]  # smallest and largest step
+    step_limits: tuple[float, ...]  # smallest and largest step
 
     def __post_init__(self) -> None:
         if self.heads % self.groups:
             raise ValueError(
-                f"the number of Mamba-2 heads (mamba_num_heads) must be divisible by that of groups (n_groups), got "
-                f"{self.heads} and {self.groups}; correct one"
+                "the number of Mamba-2 heads (mamba_num_heads or mamba_n_heads) must be divisible by that of groups "
+                f"(n_groups or mamba_n_groups), got {self.heads} and {self.groups}; correct one"
             )
+        if len(limits := self.step_limits) != 2 or not limits[0] < limits[1]:
+            raise ValueError(f"time_step_limit must be the smallest and the largest step, got {[*limits]}; correct it")
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -107,7 +107,7 @@ def _instance_rules(model: GPTConfig, ranks: int, expert_ranks: int) -> Errors:
 
 
 def mixer_rules(run: ResolvedRun) -> Errors:
-    """Check that context-parallel ranks can divide the heads of sequence mixers.
+    """Check that tensor- and context-parallel ranks can divide the groups of heads of sequence mixers.
 
     Raises UserError if the architecture is needed and cannot be read.
     """
@@ -116,9 +116,15 @@ def mixer_rules(run: ResolvedRun) -> Errors:
         family, key = run.architecture.family.name, "model.data.reset_attention_mask"
         text = f"must be false for {family}, whose states pass across end-of-text tokens, got true; leave it out"
         yield ConfigError(key, text)
-    if (size := model.context_parallel_size) == 1:
+    tensor, size = model.tensor_model_parallel_size, model.context_parallel_size
+    if tensor == size == 1:
         return
     architecture = run.architecture
+    for groups in {mixer.divided_heads(replace(architecture, tensor_parallel=1)) for mixer in architecture.mixers} - {0}:
+        if tensor > groups:
+            text = f"must be at most {groups}, the groups of heads in {architecture.family.name} layers, got {tensor}"
+            remedy = f"use {groups}, and more pipeline stages ({_STAGES}), expert- or data-parallel ranks"
+            yield ConfigError(_TENSOR, f"{text}: ranks without one would idle; {remedy}", (_MODEL,))
     for heads in {mixer.divided_heads(architecture) for mixer in architecture.mixers}:
         if heads % size:
             text = f"must divide the {heads} heads of a tensor-parallel rank's {architecture.family.name} layers"

@@ -33,6 +33,8 @@ SETTINGS = {
     "deepseek-v3-dense": LoRASettings(rank=2, alpha=4, target_modules=(*LatentAttention.lora_inputs, "o_proj"), layers=(2,)),
     # stages without attention, and an output projection that peft refuses
     "nemotron-h": LoRASettings(rank=2, alpha=1, target_modules=("in_proj", "out_proj", "q_proj", "up_proj", "down_proj")),
+    # gate and up projection with one A
+    "granite-hybrid": LoRASettings(rank=2, alpha=1, target_modules=("in_proj", "q_proj", "gate_up_proj", "down_proj")),
     "mistral": LoRASettings(rank=3, alpha=5, target_modules=("embed_tokens", "o_proj")),
     "llama-odd-heads, dora": LoRASettings(rank=4, alpha=8, target_modules=("all",), dora=True),
     "llama-all-biases-linear-rope, dora": LoRASettings(

@@ -61,6 +61,7 @@ RUNS: dict[str, tuple[str, str, list[str]]] = {
     "dpo_states_lora": ("dpo", "qwen3_next", [*LORA, f"{TARGETS}=[attention]"]),
     # layers of one part; chunks that begin at the end of a shared prompt round differently from those of whole sequences
     "kto_mamba": ("kto", "nemotron_h", [BALANCE, "model.data.share_prompts=false"]),
+    "kto_mamba_everywhere": ("kto", "granitemoehybrid", [BALANCE, "model.data.share_prompts=false"]),
     "kto_sinks": ("kto", "gpt_oss", [BALANCE]),
     "kto_lora": ("kto", "qwen2_moe", [*LORA, f"{TARGETS}=[all]", BALANCE]),  # shared experts, and a layer without
     "kto_lora_experts": ("kto", "mixtral", [*LORA, f"{TARGETS}=[mlp]"]),  # nothing else is trained
@@ -95,7 +96,7 @@ def job(name: str, layout: str, steps: int) -> dict[str, Any]:
     given += ["model.global_batch_size=8"] if steps < 10 else []
     given += ["exp_manager.checkpoint_callback_params.save_top_k=-1", "export.enabled=true"]
     # four for two stages of two chunks, or for a first layer without experts
-    layers = 4 if name in ("kto", "kto_corrected", "kto_mamba") else 2
+    layers = 4 if name in ("kto", "kto_corrected", "kto_mamba", "kto_mamba_everywhere") else 2
     return {"algorithm": algorithm, "overrides": given, "world_size": world_size, "family": family, "layers": layers}
 
 

@@ -24,6 +24,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {}),
     "glm4": ("glm4", {}),
     "granite": ("granite", {}),
+    # without experts, as below
+    "granite_hybrid": ("granitemoehybrid", {"num_local_experts": 0, "mamba_n_heads": 12, "mamba_n_groups": 4}),
+    "granite_hybrid_attention": (
+        "granitemoehybrid",
+        {"num_local_experts": 0, "layer_types": ["attention"] * 4, "position_embedding_type": "rope"},
+    ),
     "hunyuan": ("hunyuan_v1_dense", {}),
     "llama": ("llama", {}),
     "ministral3": ("ministral3", {}),
@@ -179,6 +185,9 @@ QUICK = {
     ("gemma2", "tp2"),
     ("glm4", "packed_cp2"),
     ("granite", "pp2"),
+    ("granite_hybrid", "packed_cp2"),
+    ("granite_hybrid", "tp2_pp2_sequence_parallel"),
+    ("granite_hybrid_attention", "cp2_tp2_sequence_parallel"),
     ("hunyuan", "cp2_tp2_sequence_parallel"),
     ("ministral3", "cp2"),
     ("llama", "recompute"),

@@ -143,6 +143,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], int, dict[str, Any], bool, bool
     "mamba_tp2_ep2": ("nemotron_h", 2, {**TP2, "expert": 2, "expert_tensor": 1}, 2, {}, False, False),
     "mamba_pp2": ("nemotron_h", 2, {"pipeline": 2}, 2, {}, False, False),
     "mamba_recompute_lora": ("nemotron_h", 1, {"recompute": "full"}, 2, {}, False, True),
+    "mamba_in_layers_with_experts_ep2": ("granitemoehybrid", 2, {"expert": 2}, 2, {}, True, False),
     "norms_after_attention": ("exaone4", 1, {}, 1, {"prompts": None, "tokens": 90, "packed": True}, False, False),
     "part_of_each_head": ("glm4", 1, {}, 1, {}, False, False),
     "neighbouring_channels": ("ernie4_5", 1, {}, 1, {}, False, False),

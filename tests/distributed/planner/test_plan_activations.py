@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nemo_kto.architecture.families import FAMILIES
-from nemo_kto.architecture.lora import LoRASettings, with_other_mixers
+from nemo_kto.architecture.lora import LoRASettings, with_other_layers
 from tests.helpers.rank_pool import RankPool
 
 SEQUENCES, LENGTH = 2, 64
@@ -137,7 +137,10 @@ DROPPED = LoRASettings(rank=4, alpha=4, dropout=0.1, target_modules=("all",))
 LATENT = replace(ALL, target_modules=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
 DORA = replace(ALL, dora=True)
 MAMBA_AND_ALL = replace(ALL, target_modules=("all", "in_proj", "out_proj"))
-DELTA_NET = LoRASettings(rank=4, alpha=4, target_modules=with_other_mixers(["all"], FAMILIES["Qwen3_5ForCausalLM"]))
+DELTA_NET, GRANITE, GLM = (
+    replace(ALL, target_modules=with_other_layers(["all"], FAMILIES[name]))
+    for name in ("Qwen3_5ForCausalLM", "GraniteMoeHybridForCausalLM", "Glm4ForCausalLM")
+)
 
 
 EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3}
@@ -146,6 +149,10 @@ DELTA_NETS = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim"
 MAMBA: dict[str, Any] = {
     "num_hidden_layers": 8, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2, "head_dim": 32,
     "mamba_head_dim": 40, "ssm_state_size": 48, "moe_intermediate_size": 160, "moe_shared_expert_intermediate_size": 320,
+}  # fmt: skip
+GRANITE_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 8, "layer_types": ["mamba", "attention"] * 4, "mamba_d_state": 48, "intermediate_size": 160,
+    "shared_intermediate_size": 320,
 }  # fmt: skip
 LLAMA4: dict[str, Any] = {"moe_layers": [0, 1, 2, 3], "no_rope_layers": [1, 1, 1, 1], "attention_chunk_size": 64}
 LATENTS: dict[str, Any] = {
@@ -159,6 +166,7 @@ CHANGES = {
     "glm4_moe": {"n_routed_experts": 8, "moe_intermediate_size": 160, "first_k_dense_replace": 0},
     "deepseek_v3": LATENTS,
     "nemotron_h": MAMBA,
+    "granitemoehybrid": GRANITE_HYBRID,
     "qwen3_next": {**QWEN, **DELTA_NETS},
     "qwen3_5_text": DELTA_NETS,
     "llama4_text": {**LLAMA4, "intermediate_size_mlp": 512, "head_dim": 32},
@@ -167,7 +175,8 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def wide_model(tiny_checkpoint: Callable[..., Path]) -> Callable[[str], Path]:
-    return lambda family: tiny_checkpoint(family, hidden_size=256, intermediate_size=640, **CHANGES.get(family, {}))
+    wide = {"hidden_size": 256, "intermediate_size": 640}
+    return lambda family: tiny_checkpoint(family, **(wide | CHANGES.get(family, {})))
 
 
 SHARDED: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
@@ -191,6 +200,7 @@ FULL: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
     ("ernie4_5", {"context": 2}, "float32", None),
     ("exaone4", {"packed": True}, "float32", None),
     ("glm4", {"packed": True, "context": 2}, "float32", None),
+    ("glm4", {}, "float32", replace(GLM, rank=256, dora=True)),  # gate and up projection with one A
     ("granite", {}, "float32", ALL),
     ("hunyuan_v1_dense", {}, "float32", None),
     ("ministral3", {}, "float32", None),
@@ -214,6 +224,9 @@ FULL: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
     ("qwen3_next", {"packed": True, "context": 2}, "float32", ALL),
     ("nemotron_h", SHARDED, "float32", MAMBA_AND_ALL),
     ("nemotron_h", {"recompute": "selective"}, "float32", None),
+    ("granitemoehybrid", {}, "float32", None),
+    ("granitemoehybrid", SHARDED, "bfloat16", GRANITE),
+    ("granitemoehybrid", {}, "float32", replace(GRANITE, dora=True)),
     ("nemotron_h", {"packed": True}, "bfloat16", replace(MAMBA_AND_ALL, dora=True)),
     ("hunyuan_v1_moe", {}, "float32", ALL),
     ("glm4_moe", {"tensor": 2, "sequence_parallel": True}, "bfloat16", None),

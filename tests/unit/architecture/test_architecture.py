@@ -255,6 +255,47 @@ NEMOTRON_3_NANO = {
 }  # fmt: skip
 
 
+GRANITE_4_H_TINY = {
+    "num_hidden_layers": 4, "layer_types": ["mamba", "mamba", "attention", "mamba"], "hidden_size": 1536,
+    "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 512, "shared_intermediate_size": 1024,
+    "num_local_experts": 64, "num_experts_per_tok": 6, "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128,
+    "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 256, "mamba_conv_bias": True,
+    "mamba_proj_bias": False, "position_embedding_type": "nope", "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 6, "rope_theta": 10000, "rope_scaling": None,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def test_granite_4_as_published(tmp_path: Path) -> None:
+    """Layers have a mixer, and experts beside a shared one, or an MLP as wide; all of Granite 4.0 Micro's have attention."""
+    given = {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", **GRANITE_4_H_TINY}
+    read = read_architecture(folder(tmp_path, **given), tensor_parallel=1)
+    mamba = Mamba2(heads=48, groups=1, head_dim=64, state_dim=128, kernel=4, step_limits=(0.0, math.inf))
+    assert read.mixers == (mamba, mamba, SOFTMAX_ATTENTION, mamba)
+    assert (read.rotates, read.norms, read.softmax_scale, read.tied) == ((False,) * 4, 2, 0.0078125, True)
+    assert (read.embedding_multiplier, read.residual_multiplier, read.logit_multiplier) == (12, 0.22, 1 / 6)
+    assert (read.sizes["mamba_in"], read.sizes["mamba_convolved"]) == (6448, 3328)
+    assert read.experts is not None
+    assert (read.experts.number, read.experts.per_token, read.experts.ffn_hidden_size) == (64, 6, 512)
+    assert (read.experts.layers, read.experts.shared_ffn_hidden_size) == ((True,) * 4, 1024)
+    automatic = read_architecture(folder(tmp_path, **{**given, "mamba_d_head": "auto"}), tensor_parallel=1)
+    assert automatic == read
+    dense = {**given, "num_local_experts": 0, "num_experts_per_tok": 0}  # as Granite 4.0 H-Micro
+    read = read_architecture(folder(tmp_path, **dense), tensor_parallel=2)
+    assert (read.experts, read.ffn_hidden_size, read.mixers[0]) == (None, 1024, mamba)
+    micro = {**dense, "layer_types": ["attention"] * 4, "position_embedding_type": "rope"}
+    read = read_architecture(folder(tmp_path, **micro), tensor_parallel=2)
+    assert (read.mixers, read.rotates) == ((SOFTMAX_ATTENTION,) * 4, (True,) * 4)
+    assert read.rope.frequencies[:2] == (1.0, pytest.approx(10000 ** (-1 / 64)))
+    for changes, error in {
+        ("mamba_proj_bias", True): ("mamba_proj_bias", "false", "granitemoehybrid", "true", "choose"),
+        ("mamba_n_groups", 7): ("mamba_n_heads", "mamba_n_groups", "48", "7", "correct"),
+        ("num_experts_per_tok", 65): ("num_experts_per_tok", "64", "65"),
+    }.items():
+        with raises(UserError, "config.json", *error):
+            read_architecture(folder(tmp_path, **{**given, changes[0]: changes[1]}), tensor_parallel=1)
+
+
 def test_nemotron_as_published(tmp_path: Path) -> None:
     """Each layer has a mixer, or an MLP or experts; steps have the limits of time_step_limit, not time_step_min."""
     given = {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", **NEMOTRON_3_NANO}

@@ -161,12 +161,29 @@ def test_errors_on_the_command_line_on_a_rank_and_in_a_plan(
     assert find_errors("trainer.accelerator=gpu", setting.override) == without
 
 
-@pytest.mark.parametrize(("family", "refused"), [("qwen3_5_text", True), ("nemotron_h", True), ("llama", False)])
+STATES = {"qwen3_5_text": True, "nemotron_h": True, "granitemoehybrid": True, "llama": False}
+
+
+@pytest.mark.parametrize(("family", "refused"), STATES.items())
 def test_states_pass_across_documents(family: str, refused: bool, load: Load, tmp_path: Path) -> None:
     given = f"pretrained_checkpoint.restore_from_path={make_checkpoint(tmp_path / 'model', family)}"
     found = list(model_gpu_rules(ResolvedRun.of(load(given, "model.data.reset_attention_mask=true")), CPU))
     expected = Message("model.data.reset_attention_mask", "false", family, "end-of-text", "true", "leave it out")
     assert [str(error) for error in found] == [expected] * refused
+
+
+def test_tensor_parallel_ranks_have_groups_of_heads(load: Load, tmp_path: Path) -> None:
+    """Of a model with one group for all heads, as published Granites; attention divides its heads further."""
+    model = make_checkpoint(tmp_path / "model", "granitemoehybrid", mamba_n_groups=1)
+    attention = make_checkpoint(tmp_path / "attention", "granitemoehybrid", layer_types=["attention"] * 4)
+    for folder, tensor, refused in ((model, 1, False), (model, 2, True), (attention, 2, False)):
+        sizes = (f"model.tensor_model_parallel_size={tensor}", f"trainer.devices={tensor}")
+        run = ResolvedRun.of(load(f"pretrained_checkpoint.restore_from_path={folder}", *sizes))
+        expected = Message(
+            *("model.tensor_model_parallel_size", "at most 1", "granitemoehybrid", "got 2", "use 1"),
+            *("model.pipeline_model_parallel_size", "expert"),
+        )
+        assert [str(error) for error in model_gpu_rules(run, CPU)] == [expected] * refused
 
 
 def test_context_parallel_ranks_divide_the_heads_of_delta_nets(load: Load, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from nemo_kto.architecture.families import FAMILIES, MULTIMODAL, Experts
 from nemo_kto.architecture.lora import (
+    GATE_UP,
     HUGGING_FACE_TARGETS,
     OTHER_MIXERS,
     TARGET_MODULES,
@@ -20,8 +21,9 @@ from nemo_kto.architecture.lora import (
     embedding_problem,
     few_adapted,
     linear_modules,
+    modules_of,
     refused_by_peft,
-    with_other_mixers,
+    with_other_layers,
 )
 from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION
 from nemo_kto.architecture.param_mapping import Layers, Split
@@ -40,7 +42,7 @@ def settings(*target_modules: str) -> LoRASettings:
     return LoRASettings(rank=3, alpha=6, target_modules=target_modules)
 
 
-LLAMA_TARGETS = tuple(name for name in HUGGING_FACE_TARGETS if name not in OTHER_MIXERS)
+LLAMA_TARGETS = tuple(name for name in HUGGING_FACE_TARGETS if name not in (GATE_UP, *OTHER_MIXERS))
 
 
 def test_names_of_modules() -> None:
@@ -81,9 +83,16 @@ def test_impossible_settings(changes: dict[str, object], message: str) -> None:
     assert str(error.value) == message
 
 
-def test_phi3_has_only_the_modules_that_it_does_not_fuse() -> None:
-    mappings = adapted_mappings(replace(ARCHITECTURE, family=FAMILIES["Phi3ForCausalLM"]), settings("all"))
-    assert [mapping.mcore_name.split(".")[-2] for mapping in mappings] == ["linear_proj", "linear_fc2"]
+def test_phi3_has_a_fused_gate_and_up_projection() -> None:
+    phi3 = FAMILIES["Phi3ForCausalLM"]
+    assert with_other_layers(["mlp"], phi3) == ("mlp", "gate_up_proj")
+    assert (modules_of("mlp_fc1", phi3), modules_of("mlp", phi3)) == (set(), {"down_proj"})
+    adapted = settings(*with_other_layers(["all"], phi3))
+    mappings = adapted_mappings(replace(ARCHITECTURE, family=phi3), adapted)
+    assert [mapping.mcore_name.split(".")[-2] for mapping in mappings] == ["linear_proj", "linear_fc1", "linear_fc2"]
+    a, b = adapter_mappings(mappings[1], adapted)
+    assert [*a.hf_names, *b.hf_names] == [f"{INNER}mlp.gate_up_proj.lora_{name}.weight" for name in "AB"]
+    assert with_other_layers(["all"], FAMILIES["LlamaForCausalLM"]) == ("all",)
 
 
 @pytest.mark.parametrize(
@@ -191,13 +200,13 @@ def test_every_linear_layer_that_can_be_adapted_is_enough(family: str) -> None:
     is_mixture = FAMILIES[family].experts is not None
     architecture = tiny_architecture(family, experts=EXPERTS if is_mixture else None)
     for target in ("all-linear", "attention")[: 1 + ("q_proj" in linear_modules(FAMILIES[family]))]:
-        assert few_adapted(architecture, settings(*with_other_mixers([target], FAMILIES[family]))) is None
+        assert few_adapted(architecture, settings(*with_other_layers([target], FAMILIES[family]))) is None
 
 
 def test_all_leaves_out_what_peft_refuses() -> None:
     mamba, delta_net = FAMILIES["NemotronHForCausalLM"], FAMILIES["Qwen3NextForCausalLM"]
-    assert with_other_mixers(["all"], mamba) == ("all", "in_proj")
-    assert with_other_mixers(["all"], delta_net) == ("all", "in_proj_qkvz", "in_proj_ba", "out_proj")
+    assert with_other_layers(["all"], mamba) == ("all", "in_proj")
+    assert with_other_layers(["all"], delta_net) == ("all", "in_proj_qkvz", "in_proj_ba", "out_proj")
     assert refused_by_peft(mamba, settings("all", "in_proj")) is None
     assert refused_by_peft(mamba, settings("all", "out_proj")) == Message("peft", "out_proj", "nemotron_h")
     assert refused_by_peft(delta_net, settings("out_proj")) is None
