@@ -122,7 +122,7 @@ def _mistakes(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> Ite
 def _decider(flags: argparse.Namespace) -> Decider:
     """Return the function that decides; UserError if its function, server or model cannot be used."""
     if flags.score is not None:
-        return partial(_by_scores, Scorer(path=flags.score))
+        return Scorer(path=flags.score).votes
     if flags.judge is not None:
         return make_judge(flags, read_rubric(flags.rubric)).votes
     folder = find_model("--reward-model", flags.reward_model)
@@ -143,12 +143,6 @@ def _answers(name: str, given: str, flags: argparse.Namespace) -> list[Sampled]:
         file = out.with_name(f"{out.stem}_{name.lower()}.jsonl")
         write_answers(file, given, Path(flags.prompts), drawing_settings(flags))
     return read_answers(file)
-
-
-def _by_scores(scorer: Scorer, pairs: Sequence[Question]) -> Decided:
-    own, other = (scorer.scores([pair.answers[side] for pair in pairs]) for side in (0, 1))
-    for pair in pairs:
-        yield pair, (own[pair.answers[0].key], other[pair.answers[1].key])
 
 
 def _by_reward_model(model: RewardModel, pairs: Sequence[Question]) -> Decided:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from nemo_kto.artifacts.safetensors_files import INDEX, WRITTEN_BY
+from nemo_kto.artifacts.safetensors_files import INDEX, SINGLE, WRITTEN_BY
 from nemo_kto.chat.reward import RewardModel
 from nemo_kto.cli.rounds import compare, sample
 from nemo_kto.errors import UserError
@@ -37,6 +39,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"scores_{os.getpid()}_{time.monotonic_ns()}"
     (tmp_path / f"{name}.py").write_text(
         "def length(prompt, answer):\n    return len(answer) if answer != 'Yes.' else 1 / 0\n"
+        "def partly(prompt, answer):\n    return {'Never': 10**400, 'Water!': 'none'}.get(answer, 1)\n"
     )
     monkeypatch.setenv("SCORES", name)
     (tmp_path / "rubric.txt").write_text("Good answers are short.")
@@ -109,6 +112,12 @@ def test_a_function_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     with raises(UserError, "--out", "decisions of this command", "own.jsonl:1"):
         run(*words, "--out", "own.jsonl")
     assert out.read_bytes() == whole
+
+
+def test_a_function_without_a_score_for_some_answers(tmp_path: Path) -> None:
+    with raises(UserError, "2 answers", "own.jsonl:2", "'none'", "other.jsonl:4", "OverflowError", "correct the function"):
+        run(answers("own.jsonl", OWN), answers("other.jsonl", OTHER), "--score", "$SCORES.partly")
+    assert [row["scores"] for row in read(tmp_path / "out.jsonl")] == [None, [1, 1]]
 
 
 def shown_answers(body: dict[str, Any]) -> list[str]:
@@ -198,6 +207,20 @@ def test_answers_that_a_reward_model_cannot_score(reward_model: Path, capsys: py
     captured = capsys.readouterr()
     assert Message("1 pair", "own.jsonl:1", "256", str(reward_model)) == captured.err
     assert "0 ties" in captured.out
+
+
+@pytest.mark.parametrize(("given", "name"), [("--reward-model", "score.weight"), ("MODEL", "lm_head.weight")])
+def test_missing_weights_are_refused(
+    reward_model: Path, small_model: Path, prompts: Path, tmp_path: Path, given: str, name: str
+) -> None:
+    source = reward_model if given == "--reward-model" else small_model
+    broken = shutil.copytree(source, tmp_path / "broken")
+    weights = {each: value for each, value in load_file(source / SINGLE).items() if each != name}
+    save_file(weights, broken / SINGLE, metadata={"format": "pt"})
+    model, reward = (small_model, broken) if given == "--reward-model" else (broken, reward_model)
+    with raises(UserError, given if source == reward_model else "", str(broken), name, "download it again"):
+        run(model, small_model, prompts, "--reward-model", reward, "--max-new-tokens", "2")
+    assert not Path("out_model.jsonl").exists() or not read(Path("out_model.jsonl")), "nothing is sampled"
 
 
 def test_models_are_sampled_and_the_report_of_a_run_shows_the_result(
