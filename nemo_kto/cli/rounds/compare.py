@@ -44,8 +44,8 @@ _DESCRIPTION = """\
 Compare the answers of two models to the same prompts: the share of prompts for which a function (--score), a model that
 judges (--judge, asked in both orders) or a reward model (--reward-model) finds the answer of MODEL better than that of BASE;
 its 95 % interval; and the share that answers of equal length would have. MODEL and BASE are models, whose answers are drawn
-as by nemo-kto sample, or its files of answers. The same command continues after it was killed. The report of a run shows the
-result if MODEL is the run folder, or a file with answers of its model.
+as by nemo-kto sample, or its files of answers. The same command continues after it was killed. If MODEL is a run folder, or
+--run names one, the report of that run shows the result.
 """
 _DESCRIBED = "a run or a model, as in nemo-kto chat, or a file of nemo-kto sample"
 Decided = Iterator[tuple[Question, tuple[float, float] | str]]  # scores of both answers, or why there are none
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
     models = {name: given for name, given in (("MODEL", flags.folder), ("BASE", flags.base)) if not _is_file(given)}
     deciders = list[Decider]()
     checks: list[Callable[[], object]] = [lambda: deciders.append(_decider(flags))]
-    checks += [partial(find_model, *each) for each in models.items()]
+    checks += [partial(_run_folder, flags), *(partial(find_model, *each) for each in models.items())]
     if errors := [*filter(None, map(error_of, checks))]:
         raise UserError("\n  ".join(errors))
     model, base = _answers("MODEL", flags.folder, flags), _answers("BASE", flags.base, flags)
@@ -84,14 +84,25 @@ def main(argv: Sequence[str]) -> None:
     result = win_rate(decisions)
     names = [str(answers[0].source["model"]) for answers in (model, base)]
     _print(result, names, about["by"])
-    named = Path(names[0]).expanduser()
-    if (folder := next(filter(is_run, (named, named.parent)), None)) is not None:  # a run, or the export in its folder
-        try:
-            record_comparison(folder, ComparisonResult(base=names[1], by=about["by"], **asdict(result)))
-        except OSError as error:
-            text = f"MODEL must be a folder that can be written, got {folder}: {error.strerror}"
-            raise UserError(f"{text}; its report lacks the result above, until the same command can write it") from error
-        print(terminal_line(f"  nemo-kto report {folder} shows it"))
+    if (folder := _run_folder(flags)) is None:
+        print("  no report shows it, because MODEL is no run folder; --run names one")
+        return
+    try:
+        record_comparison(folder, ComparisonResult(base=names[1], by=about["by"], **asdict(result)))
+    except OSError as error:
+        text = f"the folder of the run must be one that can be written, got {folder}: {error.strerror}"
+        raise UserError(f"{text}; its report lacks the result above, until the same command can write it") from error
+    print(terminal_line(f"  nemo-kto report {folder} shows it"))
+
+
+def _run_folder(flags: argparse.Namespace) -> Path | None:
+    """Return the folder of the run whose report shows the result, None without one; UserError if --run names no run."""
+    folder = Path(flags.folder if flags.run is None else flags.run).expanduser()
+    if is_run(folder):
+        return folder
+    if flags.run is not None:
+        raise UserError(f"--run must be the folder of a run, got {flags.run}; correct the path, or leave it out")
+    return None
 
 
 def _is_file(given: str) -> bool:
@@ -181,6 +192,8 @@ def _parser() -> argparse.ArgumentParser:
     prompts = "a file of prompts, as in nemo-kto sample; left out if MODEL and BASE are both files of answers"
     parser.add_argument("prompts", nargs="?", metavar="PROMPTS", help=prompts)
     parser.add_argument("--out", required=True, metavar="FILE", help="file of the decisions, as JSON lines")
+    run = "folder of the run whose report shows the result; by default MODEL, if it is one"
+    parser.add_argument("--run", metavar="RUN", help=run)
     add_deciders(parser)
     reward = "a reward model in Hugging Face format (sequence classification with one output) with a chat template"
     parser.add_argument("--reward-model", metavar="MODEL", help=reward)

@@ -246,9 +246,13 @@ def test_models_are_sampled_and_the_report_of_a_run_shows_the_result(
     assert (figure.label, figure.value) == ("Win rate", rate)
     assert figure.detail == f"{interval} against {small_model.parent.name}/small by {found.by}"
     (runs[1] / COMPARISONS_FILE).unlink()
-    again = tmp_path / "again"
-    rows = [{**row, "model": str(export)} for row in read(tmp_path / "out_model.jsonl")]  # as a server names the export
-    run(write_rows(tmp_path / "answers.jsonl", rows), "out_base.jsonl", "--score", "$SCORES.length", "--out", again)
+    words = ["out_model.jsonl", "out_base.jsonl", "--score", "$SCORES.length"]
+    run(*words)
+    assert "no report shows it" in capsys.readouterr().out
+    assert not read_run(runs[1]).comparisons, "a name in a file of answers may be that of another run"
+    with raises(UserError, "--run must be the folder of a run", f"got {export}"):
+        run(*words, "--run", export)
+    run(*words, "--run", runs[1])
     assert read_run(runs[1]).comparisons == [found]
     header, first, second = content_of([*map(read_run, runs)])["final_figures"]
     assert header[1] == f"win rate against {small_model.parent.name}/small"
