@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_kto.errors import UserError, plural, show
-from nemo_kto.rounds.answers import Sampled, messages_of
+from nemo_kto.rounds.answers import VARIABLES, Sampled, messages_of
 from nemo_kto.rounds.labelling import Question, key_of_row
 from nemo_kto.rounds.rows import RowFile
 from nemo_kto.rounds.win_rate import Decision
@@ -18,8 +18,10 @@ _OUTCOMES = {"win": 1.0, "tie": 0.5, "loss": 0.0}
 def pair_answers(model: Sequence[Sampled], base: Sequence[Sampled]) -> list[Question]:
     """Return the answers of two models with the same line and index as questions, with the answer of the model first.
 
-    Raises UserError for all answers without a counterpart, or to another prompt.
+    Raises UserError for answers of several models on one side, or for all without a counterpart, or to another prompt.
     """
+    if mixed := [*_several_models("MODEL", model), *_several_models("BASE", base)]:
+        raise UserError("\n  ".join(mixed))
     others, pairs, faults = {answer.key: answer for answer in base}, [], []
     for answer in model:
         other = others.pop(answer.key, None)
@@ -27,6 +29,8 @@ def pair_answers(model: Sequence[Sampled], base: Sequence[Sampled]) -> list[Ques
             faults.append(f"{answer.place}: BASE has no answer with {_key_text(answer)}")
         elif messages_of(answer.prompt) != messages_of(other.prompt):
             faults.append(f"{answer.place}: another prompt than in {other.place}")
+        elif answer.variables != other.variables:
+            faults.append(f"{answer.place}: other {VARIABLES} than in {other.place}")
         else:
             pairs.append(Question(answers=(answer, other)))
     faults += [f"{other.place}: MODEL has no answer with {_key_text(other)}" for other in others.values()]
@@ -35,6 +39,14 @@ def pair_answers(model: Sequence[Sampled], base: Sequence[Sampled]) -> list[Ques
         title = f"MODEL and BASE must have answers to the same prompts, got {got}; sample both with the same options:"
         raise UserError("\n  ".join([title, *faults[:_MAX_FAULTS]]))
     return pairs
+
+
+def _several_models(name: str, answers: Sequence[Sampled]) -> Iterator[str]:
+    """Yield an error if the answers are not all of one model."""
+    first = answers[0]
+    if (other := next((each for each in answers if each.source["model"] != first.source["model"]), None)) is not None:
+        got = " and ".join(f"{each.source['model']} in {each.place}" for each in (first, other))
+        yield f"{name} must have the answers of one model, got {got}; write a file for each model"
 
 
 def _key_text(answer: Sampled) -> str:

@@ -59,13 +59,14 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def answers(file: str, texts: Sequence[str], *, each: int = 2, prompt: str = "Question {}?") -> str:
-    """A file of answers, ``each`` to a prompt."""
+def answers(file: str, texts: Sequence[str], *, each: int = 2, prompt: str = "Question {}?", **last: object) -> str:
+    """A file of answers, ``each`` to a prompt; ``last``: columns of the last line."""
     keys = [(1 + number // each, number % each) for number in range(len(texts))]
     rows: list[dict[str, Any]] = [
         {"prompt": prompt.format(line), "answer": text, "model": f"model of {file}", "line": line, "index": index}
         for (line, index), text in zip(keys, texts, strict=True)
     ]
+    rows[-1].update(last)
     write_rows(Path(file), rows)
     return file
 
@@ -278,6 +279,14 @@ def test_models_are_sampled_and_the_report_of_a_run_shows_the_result(
         ("own.jsonl few.jsonl --score $SCORES.length", Message("own.jsonl:4", "BASE has no answer", "line 2 and index 1")),
         ("few.jsonl own.jsonl --score $SCORES.length", Message("own.jsonl:4", "MODEL has no answer", "same options")),
         ("own.jsonl asked.jsonl --score $SCORES.length", Message("4 answers", "asked.jsonl:1", "own.jsonl:4")),
+        (
+            "mixed.jsonl mixed.jsonl --score $SCORES.length",
+            Message("MODEL must", "one model", "model of mixed.jsonl in mixed.jsonl:1 and m2 in mixed.jsonl:4", "BASE must"),
+        ),
+        (
+            "own.jsonl thinking.jsonl --score $SCORES.length",
+            Message("1 answer", "own.jsonl:4", "chat_template_kwargs", "thinking.jsonl:4"),
+        ),
         ("own.jsonl other.jsonl --judge http://x --rubric gone", Message("--rubric", "gone", "correct the path")),
         ("own.jsonl other.jsonl --reward-model {}", Message("--reward-model", "LlamaForCausalLM", "num_labels", "--judge")),
     ],
@@ -287,6 +296,8 @@ def test_mistakes(words: str, message: Message, small_model: Path) -> None:
     answers("other.jsonl", OTHER)
     answers("few.jsonl", OTHER[:3])
     answers("asked.jsonl", OTHER, prompt="Another {}?")
+    answers("mixed.jsonl", OTHER, model="m2")
+    answers("thinking.jsonl", OTHER, chat_template_kwargs={"enable_thinking": False})
     Path("p.txt").write_text("Question?\n")
     with raises(UserError, message):
         run(*words.format(small_model).split())
