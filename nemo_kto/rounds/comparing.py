@@ -36,8 +36,9 @@ def pair_answers(model: Sequence[Sampled], base: Sequence[Sampled]) -> list[Ques
     faults += [f"{other.place}: MODEL has no answer with {_key_text(other)}" for other in others.values()]
     if faults:
         got = f"{plural(len(faults), 'answer')} without a counterpart"
-        title = f"MODEL and BASE must have answers to the same prompts, got {got}; sample both with the same options:"
-        raise UserError("\n  ".join([title, *faults[:_MAX_FAULTS]]))
+        title = f"MODEL and BASE must have answers to the same prompts, got {got}"
+        remedy = "sample both with the same options (PROMPTS, -n, --system):"
+        raise UserError("\n  ".join([f"{title}; {remedy}", *faults[:_MAX_FAULTS]]))
     return pairs
 
 
@@ -67,21 +68,15 @@ class Comparison:
         ``about`` says what decides. Raises UserError if the file has rows of another command.
         """
         self._file, self._about = file, about
-        known = {key_of_row(self._row(pair, None)): pair for pair in pairs}
-        for number, row in enumerate(file.rows, start=1):
-            pair = known.pop(key_of_row(row), None)
-            if (got := show(row, 200) if pair is None else self._differences(pair, row)) != "":
-                text = f"--out must have decisions of this command, each once, got {got} in {file.path}:{number}"
-                raise UserError(f"{text}; repeat the command of that file, or name another --out")
         differ: dict[bool, list[Question]] = {True: [], False: []}
-        for pair in known.values():
+        for pair in undecided_pairs(pairs, file, about):
             differ[pair.answers[0].text != pair.answers[1].text].append(pair)
         self.left = differ[True]
-        file.append(*(self._row(pair, None) for pair in differ[False]))
+        file.append(*(_row(pair, None, about) for pair in differ[False]))
 
     def record(self, pair: Question, scores: Sequence[float]) -> None:
         """Write the decision on a pair: the answer with the higher score is better, equal scores are a tie."""
-        self._file.append(self._row(pair, list(scores)))
+        self._file.append(_row(pair, list(scores), self._about))
 
     def decisions(self) -> list[Decision]:
         """Return the decisions in the file."""
@@ -90,25 +85,45 @@ class Comparison:
             for row in self._file.rows
         ]
 
-    def _row(self, pair: Question, scores: list[float] | None) -> dict[str, Any]:
-        own, other = scores or (0, 0)
-        first, second = pair.answers
-        line, index = first.key
-        models = {"model": first.source["model"], "base": second.source["model"]}
-        return {
-            "prompt": pair.prompt,
-            "answers": [first.text, second.text],
-            "verdict": "win" if own > other else "loss" if own < other else "tie",
-            "scores": scores,
-            "lengths": [len(first.text), len(second.text)],
-            "source": {**models, "line": line, "index": index, **self._about},
-        }
 
-    def _differences(self, pair: Question, row: Mapping[str, Any]) -> str:
-        """Return what differs between a row of the file and the row of this command; empty if nothing does."""
-        scores = row.get("scores")
-        is_valid = isinstance(scores, list) and len(scores) == 2 and all(isinstance(each, int | float) for each in scores)
-        expected = self._row(pair, scores if is_valid else None)
-        expected, found = ({**each, **each["source"], "source": None} for each in (expected, row))
-        names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
-        return " and ".join(f"{name} {show(found.get(name))} instead of {show(expected.get(name))}" for name in names)
+def undecided_pairs(
+    pairs: Sequence[Question], file: RowFile, about: Mapping[str, object], *, drawn: bool = True
+) -> list[Question]:
+    """Return the pairs without a decision in a file; UserError if the file has rows of another command.
+
+    Only models, decider and keys are compared if the answers are not ``drawn`` yet.
+    """
+    known = {key_of_row(_row(pair, None, about)): pair for pair in pairs}
+    for number, row in enumerate(file.rows, start=1):
+        pair = known.pop(key_of_row(row), None)
+        if (got := show(row, 200) if pair is None else _differences(pair, row, about, drawn=drawn)) != "":
+            text = f"--out must have decisions of this command, each once, got {got} in {file.path}:{number}"
+            raise UserError(f"{text}; repeat the command of that file, or name another --out")
+    return [*known.values()]
+
+
+def _row(pair: Question, scores: list[float] | None, about: Mapping[str, object]) -> dict[str, Any]:
+    own, other = scores or (0, 0)
+    first, second = pair.answers
+    line, index = first.key
+    models = {"model": first.source["model"], "base": second.source["model"]}
+    return {
+        "prompt": pair.prompt,
+        "answers": [first.text, second.text],
+        "verdict": "win" if own > other else "loss" if own < other else "tie",
+        "scores": scores,
+        "lengths": [len(first.text), len(second.text)],
+        "source": {**models, "line": line, "index": index, **about},
+    }
+
+
+def _differences(pair: Question, row: Mapping[str, Any], about: Mapping[str, object], *, drawn: bool) -> str:
+    """Return what differs between a row of a file and the row of this command; empty if nothing does."""
+    scores = row.get("scores")
+    is_valid = isinstance(scores, list) and len(scores) == 2 and all(isinstance(each, int | float) for each in scores)
+    expected = _row(pair, scores if is_valid else None, about)
+    if not drawn:
+        expected, row = ({"source": each["source"]} for each in (expected, row))
+    expected, found = ({**each, **each["source"], "source": None} for each in (expected, row))
+    names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
+    return " and ".join(f"{name} {show(found.get(name))} instead of {show(expected.get(name))}" for name in names)

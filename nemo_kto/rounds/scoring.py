@@ -86,6 +86,7 @@ class Judge:
 
     def __init__(self, *, endpoint: Endpoint, rubric: str) -> None:
         self._endpoint, self._rubric = endpoint, rubric
+        self.model = endpoint.model
 
     def verdicts(self, questions: Sequence[Question]) -> Iterator[tuple[Question, bool | str]]:
         """Yield each question with its verdict, or, if the reply is none, a text with the reason."""

@@ -15,7 +15,6 @@ from nemo_kto.cli import aligned
 from nemo_kto.cli.chat import check_sampling, find_model
 from nemo_kto.cli.rounds import (
     add_deciders,
-    decider_name,
     judge_mistakes,
     make_judge,
     read_rubric,
@@ -26,8 +25,8 @@ from nemo_kto.cli.rounds.sample import add_drawing, check_drawing, drawing_setti
 from nemo_kto.errors import UserError, error_of, plural
 from nemo_kto.report.facts import interval_text, percent_text
 from nemo_kto.report.record import ComparisonResult, is_run, record_comparison
-from nemo_kto.rounds.answers import Sampled, messages_of, read_answers
-from nemo_kto.rounds.comparing import Comparison, pair_answers
+from nemo_kto.rounds.answers import Sampled, find_tasks, messages_of, planned_answers, read_answers
+from nemo_kto.rounds.comparing import Comparison, pair_answers, undecided_pairs
 from nemo_kto.rounds.labelling import Question
 from nemo_kto.rounds.rows import open_rows
 from nemo_kto.rounds.scoring import Scorer
@@ -60,18 +59,19 @@ def main(argv: Sequence[str]) -> None:
         raise UserError("\n  ".join(mistakes))
     set_up_logging(rank=0)
     models = {name: given for name, given in (("MODEL", flags.folder), ("BASE", flags.base)) if not _is_file(given)}
-    deciders = list[Decider]()
+    deciders = list[tuple[str, Decider]]()
     checks: list[Callable[[], object]] = [lambda: deciders.append(_decider(flags))]
     checks += [partial(_run_folder, flags), *(partial(find_model, *each) for each in models.items())]
     if errors := [*filter(None, map(error_of, checks))]:
         raise UserError("\n  ".join(errors))
-    model, base = _answers("MODEL", flags.folder, flags), _answers("BASE", flags.base, flags)
-    about, undecided = {"by": str(decider_name(flags))}, dict[str, str]()
-    if flags.rubric is not None:
-        about["rubric"] = rubric_hash(read_rubric(flags.rubric))
+    ((by, decider),) = deciders
+    about, undecided, given = {"by": by}, dict[str, str](), {"MODEL": flags.folder, "BASE": flags.base}
     with open_rows(Path(flags.out), option="--out") as file:
+        expected = {name: _expected(name, path, flags) for name, path in given.items()}
+        undecided_pairs(pair_answers(*expected.values()), file, about, drawn=False)  # before anything is drawn
+        model, base = (_draw(name, models[name], flags) if name in models else expected[name] for name in given)
         comparison = Comparison(pairs=pair_answers(model, base), file=file, about=about)
-        decided = deciders[0](comparison.left)
+        decided = decider(comparison.left)
         for pair, scores in progress_bar(decided, total=len(comparison.left), title="comparing", shown=True):
             if isinstance(scores, str):
                 undecided[pair.key] = scores
@@ -83,12 +83,12 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"there must be a verdict on at least one pair, got none of {plural(len(undecided), 'pair')}")
     result = win_rate(decisions)
     names = [str(answers[0].source["model"]) for answers in (model, base)]
-    _print(result, names, about["by"])
+    _print(result, names, by)
     if (folder := _run_folder(flags)) is None:
         print("  no report shows it, because MODEL is no run folder; --run names one")
         return
     try:
-        record_comparison(folder, ComparisonResult(base=names[1], by=about["by"], **asdict(result)))
+        record_comparison(folder, ComparisonResult(base=names[1], by=by, **asdict(result)))
     except OSError as error:
         text = f"the folder of the run must be one that can be written, got {folder}: {error.strerror}"
         raise UserError(f"{text}; its report lacks the result above, until the same command can write it") from error
@@ -130,30 +130,45 @@ def _mistakes(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> Ite
             yield f"{option} must be left out if MODEL and BASE are both files of answers, got {value}"
 
 
-def _decider(flags: argparse.Namespace) -> Decider:
-    """Return the function that decides; UserError if its function, server or model cannot be used."""
+def _decider(flags: argparse.Namespace) -> tuple[str, Decider]:
+    """Return name and function of the decider; UserError if its function, server or model cannot be used."""
     if flags.score is not None:
-        return Scorer(path=flags.score).votes
+        return f"score {flags.score}", Scorer(path=flags.score).votes
     if flags.judge is not None:
-        return make_judge(flags, read_rubric(flags.rubric)).votes
+        rubric = read_rubric(flags.rubric)
+        judge = make_judge(flags, rubric)
+        return f"judge {judge.model}, rubric {rubric_hash(rubric)}", judge.votes
     folder = find_model("--reward-model", flags.reward_model)
     gc.enable()  # `nemo-kto` disables it for commands that end soon
     from nemo_kto.chat.reward import RewardModel
 
     take_over()
     try:
-        return partial(_by_reward_model, RewardModel(folder=folder))
+        return f"reward-model {flags.reward_model}", partial(_by_reward_model, RewardModel(folder=folder))
     except UserError as error:
         raise UserError(f"--reward-model {error}") from None
 
 
-def _answers(name: str, given: str, flags: argparse.Namespace) -> list[Sampled]:
-    """Return the answers of a file, or those of a model, which are drawn into a file beside --out."""
-    file, out = Path(given).expanduser(), Path(flags.out)
-    if not file.is_file():
-        file = out.with_name(f"{out.stem}_{name.lower()}.jsonl")
-        write_answers(file, given, Path(flags.prompts), drawing_settings(flags))
-    return read_answers(file)
+def _expected(name: str, given: str, flags: argparse.Namespace) -> list[Sampled]:
+    """Return the answers of a file, or those that a model is to give; UserError if its file has others."""
+    if _is_file(given):
+        return read_answers(Path(given).expanduser())
+    prompts, settings = Path(flags.prompts), drawing_settings(flags)
+    with open_rows(_file_of(name, flags), option="--out") as file:
+        find_tasks(file, prompts=prompts, model=given, settings=settings)
+    return planned_answers(prompts, model=given, settings=settings)
+
+
+def _draw(name: str, given: str, flags: argparse.Namespace) -> list[Sampled]:
+    """Return the answers of a model, which are drawn into its file."""
+    write_answers(_file_of(name, flags), given, Path(flags.prompts), drawing_settings(flags))
+    return read_answers(_file_of(name, flags))
+
+
+def _file_of(name: str, flags: argparse.Namespace) -> Path:
+    """Return the file beside --out for the answers of MODEL or BASE."""
+    out = Path(flags.out)
+    return out.with_name(f"{out.stem}_{name.lower()}.jsonl")
 
 
 def _by_reward_model(model: RewardModel, pairs: Sequence[Question]) -> Decided:

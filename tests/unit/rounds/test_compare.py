@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,9 @@ def test_a_judge_is_asked_in_both_orders(tmp_path: Path, capsys: pytest.CaptureF
         assert len(server.requests) == 8, "only the pair without a decision"
         assert read(out)[-1]["scores"] == [1, 1]
         assert read(out)[-1]["verdict"] == "tie"
+        assert {row["source"]["by"] for row in read(out)} == {
+            f"judge served, rubric {zlib.crc32(b'Good answers are short.'):08x}"
+        }
         (tmp_path / "rubric.txt").write_text("Good answers are long.")
         with raises(UserError, "--out", "rubric", "out.jsonl:1"):
             run(*words)
@@ -222,6 +226,23 @@ def test_missing_weights_are_refused(
     with raises(UserError, given if source == reward_model else "", str(broken), name, "download it again"):
         run(model, small_model, prompts, "--reward-model", reward, "--max-new-tokens", "2")
     assert not Path("out_model.jsonl").exists() or not read(Path("out_model.jsonl")), "nothing is sampled"
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_drawn(small_model: Path, prompts: Path, tmp_path: Path) -> None:
+    words: list[object] = [prompts, "--score", "$SCORES.length", "--max-new-tokens", "2"]
+    out = tmp_path / "out.jsonl"
+    own = answers("own.jsonl", OWN)
+    with raises(UserError, "own.jsonl:2: MODEL has no answer", "options (PROMPTS, -n"):
+        run(small_model, own, *words)
+    write_rows(out, [{"prompt": "?", "source": {"model": "m", "base": "b", "line": 1, "index": 0, "by": "score s"}}])
+    with raises(UserError, "--out", "model 'm' instead of", "base 'b'", "by 'score s'", "out.jsonl:1", "another --out"):
+        run(small_model, small_model, *words)
+    out.unlink()
+    base = tmp_path / "out_base.jsonl"
+    write_rows(base, [{"prompt": "?", "answer": "", "model": "m", "line": 1, "index": 0, "settings": {"seed": 9}}])
+    with raises(UserError, "--out must have answers of this command", "out_base.jsonl", "model 'm' instead of"):
+        run(small_model, small_model, *words)
+    assert not read(tmp_path / "out_model.jsonl")
 
 
 def test_models_are_sampled_and_the_report_of_a_run_shows_the_result(
