@@ -16,6 +16,7 @@ from nemo_kto.errors import UserError, show
 from nemo_kto.rounds.rows import RowFile
 
 VARIABLES = "chat_template_kwargs"
+WEIGHTS = "weights"  # setting with a hash of the model's weights; a server does not tell it
 _MAX_DIFFERENCES = 5  # of a message
 _COLUMNS: Mapping[str, Any] = {"prompt": (str, list), "answer": str, "model": str, "line": int, "index": int}
 
@@ -116,7 +117,7 @@ def _differences(row: Row, task: Task | None, model: str, settings: Mapping[str,
     given = row.get("settings")
     found = {**given, "model": row.get("model")} if isinstance(given, dict) else {}
     for name, value in {"model": model, **settings}.items():
-        if found.get(name) != value:
+        if found.get(name) != value and (name != WEIGHTS or name in found):
             yield f"{name} {show(found.get(name))} instead of {show(value)}"
 
 

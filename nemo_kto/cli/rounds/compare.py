@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from nemo_kto.artifacts.content import quick_hash
 from nemo_kto.cli import aligned
 from nemo_kto.cli.chat import check_sampling, find_model
 from nemo_kto.cli.rounds import (
@@ -25,7 +26,7 @@ from nemo_kto.cli.rounds.sample import add_drawing, check_drawing, drawing_setti
 from nemo_kto.errors import UserError, error_of, plural
 from nemo_kto.report.facts import interval_text, percent_text
 from nemo_kto.report.record import ComparisonResult, is_run, record_comparison
-from nemo_kto.rounds.answers import Sampled, find_tasks, messages_of, planned_answers, read_answers
+from nemo_kto.rounds.answers import WEIGHTS, Sampled, find_tasks, messages_of, planned_answers, read_answers
 from nemo_kto.rounds.comparing import Comparison, pair_answers, undecided_pairs
 from nemo_kto.rounds.labelling import Question
 from nemo_kto.rounds.rows import open_rows
@@ -66,10 +67,13 @@ def main(argv: Sequence[str]) -> None:
         raise UserError("\n  ".join(errors))
     ((by, decider),) = deciders
     about, undecided, given = {"by": by}, dict[str, str](), {"MODEL": flags.folder, "BASE": flags.base}
+    drawing = {name: {**drawing_settings(flags), WEIGHTS: quick_hash(find_model(name, models[name]))} for name in models}
     with open_rows(Path(flags.out), option="--out") as file:
-        expected = {name: _expected(name, path, flags) for name, path in given.items()}
+        expected = {name: _expected(name, path, flags, drawing.get(name)) for name, path in given.items()}
         undecided_pairs(pair_answers(*expected.values()), file, about, drawn=False)  # before anything is drawn
-        model, base = (_draw(name, models[name], flags) if name in models else expected[name] for name in given)
+        for name, settings in drawing.items():
+            write_answers(_file_of(name, flags), models[name], Path(flags.prompts), settings)
+        model, base = (read_answers(_file_of(name, flags)) if name in models else expected[name] for name in given)
         comparison = Comparison(pairs=pair_answers(model, base), file=file, about=about)
         decided = decider(comparison.left)
         for pair, scores in progress_bar(decided, total=len(comparison.left), title="comparing", shown=True):
@@ -149,20 +153,14 @@ def _decider(flags: argparse.Namespace) -> tuple[str, Decider]:
         raise UserError(f"--reward-model {error}") from None
 
 
-def _expected(name: str, given: str, flags: argparse.Namespace) -> list[Sampled]:
-    """Return the answers of a file, or those that a model is to give; UserError if its file has others."""
-    if _is_file(given):
+def _expected(name: str, given: str, flags: argparse.Namespace, drawing: Mapping[str, Any] | None) -> list[Sampled]:
+    """Return the answers of a file, or those that a model is to give with its settings; UserError if its file has others."""
+    if drawing is None:
         return read_answers(Path(given).expanduser())
-    prompts, settings = Path(flags.prompts), drawing_settings(flags)
+    prompts = Path(flags.prompts)
     with open_rows(_file_of(name, flags), option="--out") as file:
-        find_tasks(file, prompts=prompts, model=given, settings=settings)
-    return planned_answers(prompts, model=given, settings=settings)
-
-
-def _draw(name: str, given: str, flags: argparse.Namespace) -> list[Sampled]:
-    """Return the answers of a model, which are drawn into its file."""
-    write_answers(_file_of(name, flags), given, Path(flags.prompts), drawing_settings(flags))
-    return read_answers(_file_of(name, flags))
+        find_tasks(file, prompts=prompts, model=given, settings=drawing)
+    return planned_answers(prompts, model=given, settings=drawing)
 
 
 def _file_of(name: str, flags: argparse.Namespace) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import time
@@ -21,7 +22,7 @@ from nemo_kto.cli.rounds import compare, sample
 from nemo_kto.errors import UserError
 from nemo_kto.report.facts import interval_text, percent_text
 from nemo_kto.report.page import content_of
-from nemo_kto.report.record import COMPARISONS_FILE, read_run
+from nemo_kto.report.record import COMPARISONS_FILE, ComparisonResult, read_run, record_comparison
 from tests.helpers.messages import Message, raises
 from tests.helpers.openai_server import OpenAIServer, serving
 from tests.helpers.run_folders import healthy, write_run
@@ -243,6 +244,54 @@ def test_what_does_not_fit_is_refused_before_anything_is_drawn(small_model: Path
     with raises(UserError, "--out must have answers of this command", "out_base.jsonl", "model 'm' instead of"):
         run(small_model, small_model, *words)
     assert not read(tmp_path / "out_model.jsonl")
+
+
+def test_answers_of_other_weights_are_refused(small_model: Path, prompts: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(small_model, tmp_path / "model")
+    words = [model, small_model, prompts, "--score", "$SCORES.length", "--max-new-tokens", "2"]
+    run(*words)
+    out = tmp_path / "out_model.jsonl"
+    whole, weights = out.read_bytes(), load_file(model / SINGLE)
+    save_file({name: value + 1e-3 for name, value in weights.items()}, model / SINGLE, metadata={"format": "pt"})
+    with raises(UserError, "out_model.jsonl with weights '", "another --out"):
+        run(*words)
+    assert out.read_bytes() == whole
+    save_file(weights, model / SINGLE, metadata={"format": "pt"})
+    rows = read(out)
+    run(*words)
+    for row in rows:
+        del row["settings"]["weights"]
+    write_rows(out, rows)  # of an earlier version
+    run(*words)
+
+
+def test_results_are_recorded_by_one_process_at_a_time(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", healthy(3))
+    fork = multiprocessing.get_context("fork")
+    start = fork.Barrier(2)
+    about: dict[str, Any] = {
+        "wins": 1,
+        "ties": 0,
+        "losses": 0,
+        "rate": 1,
+        "interval": (0, 1),
+        "length_controlled": 1,
+        "mean_lengths": (1, 1),
+    }
+
+    def record(base: str) -> None:
+        start.wait()
+        for number in range(20):
+            record_comparison(folder, ComparisonResult(base=f"{base}{number}", by="score", **about))
+
+    processes = [fork.Process(target=record, args=(base,)) for base in "ab"]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert {each.base for each in read_run(folder).comparisons} == {
+        f"{base}{number}" for base in "ab" for number in range(20)
+    }
 
 
 def test_models_are_sampled_and_the_report_of_a_run_shows_the_result(
