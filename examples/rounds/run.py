@@ -109,7 +109,8 @@ def main() -> None:
         nemo_kto("label", answers, "--out", thumbs, "--score", flags.score, *threshold, "--round", number)
         shares.append(good_share(thumbs))
         if runs:
-            nemo_kto("compare", answers, first_answers, "--score", flags.score, "--out", folder / "comparison.jsonl")
+            about = ["--score", flags.score, "--out", folder / "comparison.jsonl", "--run", runs[-1]]
+            nemo_kto("compare", answers, first_answers, *about)
         if number <= flags.rounds:
             first = number > 1 and flags.reference == "first"
             reference = [f"model.reference.restore_from_path={flags.model}"] if first else []

@@ -22,6 +22,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.utils.files import file_inside, read_bytes, read_json
 from nemo_kto.utils.hashes import hash_once
 
+_PARTS, _PART_BYTES = 128, 2**13  # of a file for quick_hash
 _THREADS = 8  # hashlib releases the GIL
 _TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "chat_template", "vocab", "merges", "spiece")
 
@@ -39,6 +40,22 @@ def model_files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         names = {CONFIG, INDEX, *json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()}
     return sorted(file for file in (folder / name for name in names) if file.is_file())
+
+
+def quick_hash(folder: Path) -> str:
+    """Return a hash of the sizes of the files of weights in a folder, and of evenly spaced parts, which training changes.
+
+    At most _PARTS * _PART_BYTES of each file are read.
+    """
+    found = hashlib.sha256()
+    for file in sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin") and file.is_file()):
+        size = file.stat().st_size
+        found.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as content:
+            for number in range(_PARTS):
+                content.seek(size * number // _PARTS)
+                found.update(content.read(_PART_BYTES))
+    return found.hexdigest()[:16]
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

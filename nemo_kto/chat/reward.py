@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig
@@ -20,10 +18,10 @@ _KIND = "ForSequenceClassification"  # end of the names of its class in transfor
 
 
 class RewardModel:
-    """A model for sequence classification with one output, whose weights are loaded when the first answer is scored."""
+    """A model for sequence classification with one output, which is in the memory of the CPU until it scores."""
 
     def __init__(self, *, folder: Path) -> None:
-        """Load the tokenizer and check the configuration; UserError if the folder has no reward model for conversations."""
+        """Load tokenizer and weights; UserError if the folder has no complete reward model for conversations."""
         self._folder, self._tokenizer = folder, load_tokenizer(folder)
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -38,6 +36,10 @@ class RewardModel:
             text = f"must be a reward model whose tokenizer has a chat template, got {folder}, which has none"
             raise UserError(f"{text}; add the template that it was trained with")
         self._limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+        dtype = torch.bfloat16 if device.on_gpu() and device.gpu_has_bf16() else torch.float32
+        remedy = "download it again, or name another model"
+        self._model = load_model(folder, class_name=f"AutoModel{_KIND}", dtype=dtype, remedy=remedy)
+        self._model.config.use_cache = False
 
     def encode(self, messages: Sequence[Message], answer: str) -> list[int]:
         """Return the token ids of a conversation with its answer, rendered by the chat template of the reward model.
@@ -58,6 +60,7 @@ class RewardModel:
 
     def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """Return the score of each sequence of token ids, which are one batch if the model has a padding token."""
+        to_device(self._model)
         padding = self._model.config.get_text_config().pad_token_id
         if padding is None and len(sequences) > 1:
             return [score for each in sequences for score in self.scores([each])]
@@ -70,10 +73,3 @@ class RewardModel:
             output = self._model(**{name: torch.tensor(rows, device=self._model.device) for name, rows in inputs.items()})
         scores: list[float] = output.logits[:, 0].tolist()
         return scores
-
-    @cached_property
-    def _model(self) -> Any:
-        dtype = torch.bfloat16 if device.on_gpu() and device.gpu_has_bf16() else torch.float32
-        model = to_device(load_model(self._folder, class_name=f"AutoModel{_KIND}", dtype=dtype))
-        model.config.use_cache = False
-        return model

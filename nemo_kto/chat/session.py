@@ -38,6 +38,7 @@ _HELP = """\
 _LABELS = ("\x1b[1;32m", "\x1b[1;36m")  # colour of the label of each model
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 _PROMPT = "> "
+_MAX_NAMES = 3  # of missing weights, in a message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,20 +356,24 @@ def faster_dtype() -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-def load_model(folder: Path, *, class_name: str, dtype: torch.dtype) -> Any:
+def load_model(folder: Path, *, class_name: str, dtype: torch.dtype, remedy: str) -> Any:
     """Load the weights of a folder with a class of transformers, without network access and without code from the folder.
 
-    Raises UserError if they cannot be loaded.
+    Raises UserError if they cannot be loaded, or some are missing.
     """
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     try:
-        return getattr(transformers, class_name).from_pretrained(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=False
+        model, info = getattr(transformers, class_name).from_pretrained(
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
     except Exception as error:  # for invalid files transformers may raise any exception
         text = f"{folder}: the model cannot be loaded: {type(error).__name__}: {printable(str(error))}"
-        raise UserError(f"{text}; download it again, or export it again with nemo-kto export") from error
+        raise UserError(f"{text}; {remedy}") from error
+    if missing := sorted(info["missing_keys"]):  # transformers draws them at random
+        shown = ", ".join([*missing[:_MAX_NAMES], *["..."] * (len(missing) > _MAX_NAMES)])
+        raise UserError(f"{folder} must have all weights of the model, got none for {shown}; {remedy}")
+    return model
 
 
 def to_device(model: Any) -> Any:
@@ -378,7 +383,8 @@ def to_device(model: Any) -> Any:
 
 
 def _load(folder: Path, *, adapters: Path | None, dtype: torch.dtype) -> Any:
-    model = load_model(folder, class_name=auto_class(folder), dtype=dtype)
+    remedy = "download it again, or export it again with nemo-kto export"
+    model = load_model(folder, class_name=auto_class(folder), dtype=dtype, remedy=remedy)
     if adapters is not None:
         try:
             from peft import PeftConfig, PeftModel

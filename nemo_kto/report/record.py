@@ -35,7 +35,7 @@ from nemo_kto.telemetry.evaluations import (
 )
 from nemo_kto.telemetry.loggers import METRICS_FILE, WARNINGS_FILE, LoggedWarning, read_metrics, read_warnings
 from nemo_kto.utils.files import publish_file
-from nemo_kto.utils.locks import certain_holder, last_holder
+from nemo_kto.utils.locks import certain_holder, last_holder, one_writer
 from nemo_kto.utils.saved_records import Count, Number, Record, read_lines_as, read_object_as
 from nemo_kto.utils.text import HIDDEN, mixture_name, terminal_text
 
@@ -315,9 +315,10 @@ def end_run(folder: Path, state: str, text: str = "") -> None:
 def record_comparison(folder: Path, compared: ComparisonResult) -> None:
     """Record the result of a comparison, instead of an earlier one with the same model by the same means."""
     file, key = folder / COMPARISONS_FILE, (compared.base, compared.by)
-    kept = [each for each in read_lines_as(ComparisonResult, file) if (each.base, each.by) != key]
-    with publish_file(file) as writing:
-        writing.write_text("".join(json.dumps(asdict(each)) + "\n" for each in [*kept, compared]), encoding="utf-8")
+    with one_writer(file, private=False):
+        kept = [each for each in read_lines_as(ComparisonResult, file) if (each.base, each.by) != key]
+        with publish_file(file) as writing:
+            writing.write_text("".join(json.dumps(asdict(each)) + "\n" for each in [*kept, compared]), encoding="utf-8")
 
 
 def first_date(folder: Path) -> datetime:

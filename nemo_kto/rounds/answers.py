@@ -16,6 +16,7 @@ from nemo_kto.errors import UserError, show
 from nemo_kto.rounds.rows import RowFile
 
 VARIABLES = "chat_template_kwargs"
+WEIGHTS = "weights"  # setting with a hash of the model's weights; a server does not tell it
 _MAX_DIFFERENCES = 5  # of a message
 _COLUMNS: Mapping[str, Any] = {"prompt": (str, list), "answer": str, "model": str, "line": int, "index": int}
 
@@ -54,10 +55,11 @@ def messages_of(prompt: TextOrMessages) -> list[Any]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
-def find_tasks(file: RowFile, *, prompts: Path, model: str, settings: Mapping[str, Any]) -> list[Task]:
-    """Return the prompts that lack answers in a file; ``settings`` have the ``count`` of answers and the ``system`` message.
+def read_tasks(prompts: Path, settings: Mapping[str, Any]) -> dict[int, Task]:
+    """Return the prompts of a file by their lines, without their answers.
 
-    Raises UserError for all prompts that cannot be answered, or if the file has answers of another command.
+    ``settings`` have the ``count`` of answers and the ``system`` message. Raises UserError for all prompts that cannot be
+    answered.
     """
     broken, tasks = RowErrors(), dict[int, Task]()
     for record in read_prompts(prompts, limit=None):
@@ -71,6 +73,15 @@ def find_tasks(file: RowFile, *, prompts: Path, model: str, settings: Mapping[st
         missing = range(settings["count"])
         tasks[record.line] = Task(place=place, line=record.line, prompt=prompt, missing=missing, variables=variables)
     broken.raise_if_any()
+    return tasks
+
+
+def find_tasks(file: RowFile, *, prompts: Path, model: str, settings: Mapping[str, Any]) -> list[Task]:
+    """Return the prompts that lack answers in a file, as :func:`read_tasks` does.
+
+    Raises UserError also if the file has answers of another command.
+    """
+    tasks = read_tasks(prompts, settings)
     differences, found = dict[str, None](), set[tuple[int, int]]()
     for row in file.rows:
         task = tasks.get(row["line"]) if isinstance(row.get("line"), int) else None
@@ -106,7 +117,7 @@ def _differences(row: Row, task: Task | None, model: str, settings: Mapping[str,
     given = row.get("settings")
     found = {**given, "model": row.get("model")} if isinstance(given, dict) else {}
     for name, value in {"model": model, **settings}.items():
-        if found.get(name) != value:
+        if found.get(name) != value and (name != WEIGHTS or name in found):
             yield f"{name} {show(found.get(name))} instead of {show(value)}"
 
 
@@ -124,6 +135,21 @@ class Sampled:
     def key(self) -> tuple[int, int]:
         """Line of the prompt and number of the answer, which are unique in a file."""
         return self.source["line"], self.source["index"]
+
+
+def planned_answers(prompts: Path, *, model: str, settings: Mapping[str, Any]) -> list[Sampled]:
+    """Return the answers that a model is to give to the prompts of a file, without their texts."""
+    return [
+        Sampled(
+            place=task.place,
+            prompt=task.prompt,
+            variables=task.variables,
+            text="",
+            source={"model": model, "line": task.line, "index": index},
+        )
+        for task in read_tasks(prompts, settings).values()
+        for index in task.missing
+    ]
 
 
 def read_answers(path: Path) -> list[Sampled]:

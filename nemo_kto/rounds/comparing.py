@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_kto.errors import UserError, plural, show
-from nemo_kto.rounds.answers import Sampled, messages_of
+from nemo_kto.rounds.answers import VARIABLES, Sampled, messages_of
 from nemo_kto.rounds.labelling import Question, key_of_row
 from nemo_kto.rounds.rows import RowFile
 from nemo_kto.rounds.win_rate import Decision
@@ -18,8 +18,10 @@ _OUTCOMES = {"win": 1.0, "tie": 0.5, "loss": 0.0}
 def pair_answers(model: Sequence[Sampled], base: Sequence[Sampled]) -> list[Question]:
     """Return the answers of two models with the same line and index as questions, with the answer of the model first.
 
-    Raises UserError for all answers without a counterpart, or to another prompt.
+    Raises UserError for answers of several models on one side, or for all without a counterpart, or to another prompt.
     """
+    if mixed := [*_several_models("MODEL", model), *_several_models("BASE", base)]:
+        raise UserError("\n  ".join(mixed))
     others, pairs, faults = {answer.key: answer for answer in base}, [], []
     for answer in model:
         other = others.pop(answer.key, None)
@@ -27,14 +29,25 @@ def pair_answers(model: Sequence[Sampled], base: Sequence[Sampled]) -> list[Ques
             faults.append(f"{answer.place}: BASE has no answer with {_key_text(answer)}")
         elif messages_of(answer.prompt) != messages_of(other.prompt):
             faults.append(f"{answer.place}: another prompt than in {other.place}")
+        elif answer.variables != other.variables:
+            faults.append(f"{answer.place}: other {VARIABLES} than in {other.place}")
         else:
             pairs.append(Question(answers=(answer, other)))
     faults += [f"{other.place}: MODEL has no answer with {_key_text(other)}" for other in others.values()]
     if faults:
         got = f"{plural(len(faults), 'answer')} without a counterpart"
-        title = f"MODEL and BASE must have answers to the same prompts, got {got}; sample both with the same options:"
-        raise UserError("\n  ".join([title, *faults[:_MAX_FAULTS]]))
+        title = f"MODEL and BASE must have answers to the same prompts, got {got}"
+        remedy = "sample both with the same options (PROMPTS, -n, --system):"
+        raise UserError("\n  ".join([f"{title}; {remedy}", *faults[:_MAX_FAULTS]]))
     return pairs
+
+
+def _several_models(name: str, answers: Sequence[Sampled]) -> Iterator[str]:
+    """Yield an error if the answers are not all of one model."""
+    first = answers[0]
+    if (other := next((each for each in answers if each.source["model"] != first.source["model"]), None)) is not None:
+        got = " and ".join(f"{each.source['model']} in {each.place}" for each in (first, other))
+        yield f"{name} must have the answers of one model, got {got}; write a file for each model"
 
 
 def _key_text(answer: Sampled) -> str:
@@ -55,21 +68,15 @@ class Comparison:
         ``about`` says what decides. Raises UserError if the file has rows of another command.
         """
         self._file, self._about = file, about
-        known = {key_of_row(self._row(pair, None)): pair for pair in pairs}
-        for number, row in enumerate(file.rows, start=1):
-            pair = known.pop(key_of_row(row), None)
-            if (got := show(row, 200) if pair is None else self._differences(pair, row)) != "":
-                text = f"--out must have decisions of this command, each once, got {got} in {file.path}:{number}"
-                raise UserError(f"{text}; repeat the command of that file, or name another --out")
         differ: dict[bool, list[Question]] = {True: [], False: []}
-        for pair in known.values():
+        for pair in undecided_pairs(pairs, file, about):
             differ[pair.answers[0].text != pair.answers[1].text].append(pair)
         self.left = differ[True]
-        file.append(*(self._row(pair, None) for pair in differ[False]))
+        file.append(*(_row(pair, None, about) for pair in differ[False]))
 
     def record(self, pair: Question, scores: Sequence[float]) -> None:
         """Write the decision on a pair: the answer with the higher score is better, equal scores are a tie."""
-        self._file.append(self._row(pair, list(scores)))
+        self._file.append(_row(pair, list(scores), self._about))
 
     def decisions(self) -> list[Decision]:
         """Return the decisions in the file."""
@@ -78,25 +85,45 @@ class Comparison:
             for row in self._file.rows
         ]
 
-    def _row(self, pair: Question, scores: list[float] | None) -> dict[str, Any]:
-        own, other = scores or (0, 0)
-        first, second = pair.answers
-        line, index = first.key
-        models = {"model": first.source["model"], "base": second.source["model"]}
-        return {
-            "prompt": pair.prompt,
-            "answers": [first.text, second.text],
-            "verdict": "win" if own > other else "loss" if own < other else "tie",
-            "scores": scores,
-            "lengths": [len(first.text), len(second.text)],
-            "source": {**models, "line": line, "index": index, **self._about},
-        }
 
-    def _differences(self, pair: Question, row: Mapping[str, Any]) -> str:
-        """Return what differs between a row of the file and the row of this command; empty if nothing does."""
-        scores = row.get("scores")
-        is_valid = isinstance(scores, list) and len(scores) == 2 and all(isinstance(each, int | float) for each in scores)
-        expected = self._row(pair, scores if is_valid else None)
-        expected, found = ({**each, **each["source"], "source": None} for each in (expected, row))
-        names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
-        return " and ".join(f"{name} {show(found.get(name))} instead of {show(expected.get(name))}" for name in names)
+def undecided_pairs(
+    pairs: Sequence[Question], file: RowFile, about: Mapping[str, object], *, drawn: bool = True
+) -> list[Question]:
+    """Return the pairs without a decision in a file; UserError if the file has rows of another command.
+
+    Only models, decider and keys are compared if the answers are not ``drawn`` yet.
+    """
+    known = {key_of_row(_row(pair, None, about)): pair for pair in pairs}
+    for number, row in enumerate(file.rows, start=1):
+        pair = known.pop(key_of_row(row), None)
+        if (got := show(row, 200) if pair is None else _differences(pair, row, about, drawn=drawn)) != "":
+            text = f"--out must have decisions of this command, each once, got {got} in {file.path}:{number}"
+            raise UserError(f"{text}; repeat the command of that file, or name another --out")
+    return [*known.values()]
+
+
+def _row(pair: Question, scores: list[float] | None, about: Mapping[str, object]) -> dict[str, Any]:
+    own, other = scores or (0, 0)
+    first, second = pair.answers
+    line, index = first.key
+    models = {"model": first.source["model"], "base": second.source["model"]}
+    return {
+        "prompt": pair.prompt,
+        "answers": [first.text, second.text],
+        "verdict": "win" if own > other else "loss" if own < other else "tie",
+        "scores": scores,
+        "lengths": [len(first.text), len(second.text)],
+        "source": {**models, "line": line, "index": index, **about},
+    }
+
+
+def _differences(pair: Question, row: Mapping[str, Any], about: Mapping[str, object], *, drawn: bool) -> str:
+    """Return what differs between a row of a file and the row of this command; empty if nothing does."""
+    scores = row.get("scores")
+    is_valid = isinstance(scores, list) and len(scores) == 2 and all(isinstance(each, int | float) for each in scores)
+    expected = _row(pair, scores if is_valid else None, about)
+    if not drawn:
+        expected, row = ({"source": each["source"]} for each in (expected, row))
+    expected, found = ({**each, **each["source"], "source": None} for each in (expected, row))
+    names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
+    return " and ".join(f"{name} {show(found.get(name))} instead of {show(expected.get(name))}" for name in names)

@@ -36,22 +36,49 @@ class Scorer:
         if not callable(self._function):
             raise UserError(f"--score must be the path of a function, got {path}, which is {show(self._function)}")
 
+    def score(self, answer: Sampled) -> bool | float:
+        """Return the score of an answer; UserError if the function has none."""
+        try:
+            value: Any = self._function(answer.prompt, answer.text)
+            value = value.item() if hasattr(value, "item") else value  # of numpy or torch
+            if isinstance(value, bool | int | float) and math.isfinite(value):
+                return value
+        except Exception as error:  # user code may raise anything
+            text = f"{answer.place}: {self._path} raised {type(error).__name__}: {printable(str(error))}"
+            raise UserError(text) from error
+        raise UserError(f"{answer.place}: {self._path} must return a finite number or a bool, got {show(value)}")
+
     def scores(self, answers: Sequence[Sampled]) -> Scores:
         """Return the score of each answer by its key; UserError with all answers for which the function has none."""
-        scores, faults = dict[tuple[int, int], bool | float](), []
+        scores, faults = dict[tuple[int, int], bool | float](), list[str]()
         for answer in answers:
             try:
-                value: Any = self._function(answer.prompt, answer.text)
-                scores[answer.key] = value = value.item() if hasattr(value, "item") else value  # of numpy or torch
-            except Exception as error:  # user code may raise anything
-                faults.append(f"{answer.place}: {self._path} raised {type(error).__name__}: {printable(str(error))}")
-                continue
-            if not isinstance(value, bool | int | float) or not math.isfinite(value):
-                faults.append(f"{answer.place}: {self._path} must return a finite number or a bool, got {show(value)}")
-        if faults:
-            title = f"{plural(len(faults), 'answer')} without a score; correct the function:"
-            raise UserError("\n  ".join([title, *faults[:_MAX_FAULTS]]))
+                scores[answer.key] = self.score(answer)
+            except UserError as error:
+                faults.append(str(error))
+        _refuse(faults)
         return scores
+
+    def votes(self, pairs: Sequence[Question]) -> Iterator[tuple[Question, tuple[float, float]]]:
+        """Yield each pair of answers with their scores; at the end UserError with all answers that have none."""
+        faults = list[str]()
+        for pair in pairs:
+            scores = list[float]()
+            for answer in pair.answers:
+                try:
+                    scores.append(self.score(answer))
+                except UserError as error:
+                    faults.append(str(error))
+            if len(scores) == 2:
+                yield pair, (scores[0], scores[1])
+        _refuse(faults)
+
+
+def _refuse(faults: Sequence[str]) -> None:
+    """Raise UserError if there are answers without a score."""
+    if faults:
+        title = f"{plural(len(faults), 'answer')} without a score; correct the function:"
+        raise UserError("\n  ".join([title, *faults[:_MAX_FAULTS]]))
 
 
 class Judge:
@@ -59,6 +86,7 @@ class Judge:
 
     def __init__(self, *, endpoint: Endpoint, rubric: str) -> None:
         self._endpoint, self._rubric = endpoint, rubric
+        self.model = endpoint.model
 
     def verdicts(self, questions: Sequence[Question]) -> Iterator[tuple[Question, bool | str]]:
         """Yield each question with its verdict, or, if the reply is none, a text with the reason."""

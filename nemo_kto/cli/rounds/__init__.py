@@ -32,8 +32,8 @@ def add_deciders(parser: argparse.ArgumentParser) -> None:
 
 def decider_name(flags: argparse.Namespace) -> str | None:
     """Return what decides, for the rows of a file: such as "score mine.short"; None if it is a person."""
-    given = next((name for name in ("score", "judge", "reward_model") if getattr(flags, name, None) is not None), None)
-    return given and f"{given.replace('_', '-')} {flags.model or getattr(flags, given)}"
+    given = next((name for name in ("score", "judge") if getattr(flags, name) is not None), None)
+    return given and f"{given} {flags.model or getattr(flags, given)}"
 
 
 def judge_mistakes(flags: argparse.Namespace) -> Iterator[str]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from nemo_kto.artifacts.content import quick_hash
 from nemo_kto.cli import aligned
 from nemo_kto.cli.chat import check_sampling, find_model
 from nemo_kto.cli.rounds import (
     add_deciders,
-    decider_name,
     judge_mistakes,
     make_judge,
     read_rubric,
@@ -26,8 +26,8 @@ from nemo_kto.cli.rounds.sample import add_drawing, check_drawing, drawing_setti
 from nemo_kto.errors import UserError, error_of, plural
 from nemo_kto.report.facts import interval_text, percent_text
 from nemo_kto.report.record import ComparisonResult, is_run, record_comparison
-from nemo_kto.rounds.answers import Sampled, messages_of, read_answers
-from nemo_kto.rounds.comparing import Comparison, pair_answers
+from nemo_kto.rounds.answers import WEIGHTS, Sampled, find_tasks, messages_of, planned_answers, read_answers
+from nemo_kto.rounds.comparing import Comparison, pair_answers, undecided_pairs
 from nemo_kto.rounds.labelling import Question
 from nemo_kto.rounds.rows import open_rows
 from nemo_kto.rounds.scoring import Scorer
@@ -44,8 +44,8 @@ _DESCRIPTION = """\
 Compare the answers of two models to the same prompts: the share of prompts for which a function (--score), a model that
 judges (--judge, asked in both orders) or a reward model (--reward-model) finds the answer of MODEL better than that of BASE;
 its 95 % interval; and the share that answers of equal length would have. MODEL and BASE are models, whose answers are drawn
-as by nemo-kto sample, or its files of answers. The same command continues after it was killed. The report of a run shows the
-result if MODEL is the run folder, or a file with answers of its model.
+as by nemo-kto sample, or its files of answers. The same command continues after it was killed. If MODEL is a run folder, or
+--run names one, the report of that run shows the result.
 """
 _DESCRIBED = "a run or a model, as in nemo-kto chat, or a file of nemo-kto sample"
 Decided = Iterator[tuple[Question, tuple[float, float] | str]]  # scores of both answers, or why there are none
@@ -60,18 +60,22 @@ def main(argv: Sequence[str]) -> None:
         raise UserError("\n  ".join(mistakes))
     set_up_logging(rank=0)
     models = {name: given for name, given in (("MODEL", flags.folder), ("BASE", flags.base)) if not _is_file(given)}
-    deciders = list[Decider]()
+    deciders = list[tuple[str, Decider]]()
     checks: list[Callable[[], object]] = [lambda: deciders.append(_decider(flags))]
-    checks += [partial(find_model, *each) for each in models.items()]
+    checks += [partial(_run_folder, flags), *(partial(find_model, *each) for each in models.items())]
     if errors := [*filter(None, map(error_of, checks))]:
         raise UserError("\n  ".join(errors))
-    model, base = _answers("MODEL", flags.folder, flags), _answers("BASE", flags.base, flags)
-    about, undecided = {"by": str(decider_name(flags))}, dict[str, str]()
-    if flags.rubric is not None:
-        about["rubric"] = rubric_hash(read_rubric(flags.rubric))
+    ((by, decider),) = deciders
+    about, undecided, given = {"by": by}, dict[str, str](), {"MODEL": flags.folder, "BASE": flags.base}
+    drawing = {name: {**drawing_settings(flags), WEIGHTS: quick_hash(find_model(name, models[name]))} for name in models}
     with open_rows(Path(flags.out), option="--out") as file:
+        expected = {name: _expected(name, path, flags, drawing.get(name)) for name, path in given.items()}
+        undecided_pairs(pair_answers(*expected.values()), file, about, drawn=False)  # before anything is drawn
+        for name, settings in drawing.items():
+            write_answers(_file_of(name, flags), models[name], Path(flags.prompts), settings)
+        model, base = (read_answers(_file_of(name, flags)) if name in models else expected[name] for name in given)
         comparison = Comparison(pairs=pair_answers(model, base), file=file, about=about)
-        decided = deciders[0](comparison.left)
+        decided = decider(comparison.left)
         for pair, scores in progress_bar(decided, total=len(comparison.left), title="comparing", shown=True):
             if isinstance(scores, str):
                 undecided[pair.key] = scores
@@ -83,15 +87,26 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"there must be a verdict on at least one pair, got none of {plural(len(undecided), 'pair')}")
     result = win_rate(decisions)
     names = [str(answers[0].source["model"]) for answers in (model, base)]
-    _print(result, names, about["by"])
-    named = Path(names[0]).expanduser()
-    if (folder := next(filter(is_run, (named, named.parent)), None)) is not None:  # a run, or the export in its folder
-        try:
-            record_comparison(folder, ComparisonResult(base=names[1], by=about["by"], **asdict(result)))
-        except OSError as error:
-            text = f"MODEL must be a folder that can be written, got {folder}: {error.strerror}"
-            raise UserError(f"{text}; its report lacks the result above, until the same command can write it") from error
-        print(terminal_line(f"  nemo-kto report {folder} shows it"))
+    _print(result, names, by)
+    if (folder := _run_folder(flags)) is None:
+        print("  no report shows it, because MODEL is no run folder; --run names one")
+        return
+    try:
+        record_comparison(folder, ComparisonResult(base=names[1], by=by, **asdict(result)))
+    except OSError as error:
+        text = f"the folder of the run must be one that can be written, got {folder}: {error.strerror}"
+        raise UserError(f"{text}; its report lacks the result above, until the same command can write it") from error
+    print(terminal_line(f"  nemo-kto report {folder} shows it"))
+
+
+def _run_folder(flags: argparse.Namespace) -> Path | None:
+    """Return the folder of the run whose report shows the result, None without one; UserError if --run names no run."""
+    folder = Path(flags.folder if flags.run is None else flags.run).expanduser()
+    if is_run(folder):
+        return folder
+    if flags.run is not None:
+        raise UserError(f"--run must be the folder of a run, got {flags.run}; correct the path, or leave it out")
+    return None
 
 
 def _is_file(given: str) -> bool:
@@ -119,36 +134,39 @@ def _mistakes(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> Ite
             yield f"{option} must be left out if MODEL and BASE are both files of answers, got {value}"
 
 
-def _decider(flags: argparse.Namespace) -> Decider:
-    """Return the function that decides; UserError if its function, server or model cannot be used."""
+def _decider(flags: argparse.Namespace) -> tuple[str, Decider]:
+    """Return name and function of the decider; UserError if its function, server or model cannot be used."""
     if flags.score is not None:
-        return partial(_by_scores, Scorer(path=flags.score))
+        return f"score {flags.score}", Scorer(path=flags.score).votes
     if flags.judge is not None:
-        return make_judge(flags, read_rubric(flags.rubric)).votes
+        rubric = read_rubric(flags.rubric)
+        judge = make_judge(flags, rubric)
+        return f"judge {judge.model}, rubric {rubric_hash(rubric)}", judge.votes
     folder = find_model("--reward-model", flags.reward_model)
     gc.enable()  # `nemo-kto` disables it for commands that end soon
     from nemo_kto.chat.reward import RewardModel
 
     take_over()
     try:
-        return partial(_by_reward_model, RewardModel(folder=folder))
+        return f"reward-model {flags.reward_model}", partial(_by_reward_model, RewardModel(folder=folder))
     except UserError as error:
         raise UserError(f"--reward-model {error}") from None
 
 
-def _answers(name: str, given: str, flags: argparse.Namespace) -> list[Sampled]:
-    """Return the answers of a file, or those of a model, which are drawn into a file beside --out."""
-    file, out = Path(given).expanduser(), Path(flags.out)
-    if not file.is_file():
-        file = out.with_name(f"{out.stem}_{name.lower()}.jsonl")
-        write_answers(file, given, Path(flags.prompts), drawing_settings(flags))
-    return read_answers(file)
+def _expected(name: str, given: str, flags: argparse.Namespace, drawing: Mapping[str, Any] | None) -> list[Sampled]:
+    """Return the answers of a file, or those that a model is to give with its settings; UserError if its file has others."""
+    if drawing is None:
+        return read_answers(Path(given).expanduser())
+    prompts = Path(flags.prompts)
+    with open_rows(_file_of(name, flags), option="--out") as file:
+        find_tasks(file, prompts=prompts, model=given, settings=drawing)
+    return planned_answers(prompts, model=given, settings=drawing)
 
 
-def _by_scores(scorer: Scorer, pairs: Sequence[Question]) -> Decided:
-    own, other = (scorer.scores([pair.answers[side] for pair in pairs]) for side in (0, 1))
-    for pair in pairs:
-        yield pair, (own[pair.answers[0].key], other[pair.answers[1].key])
+def _file_of(name: str, flags: argparse.Namespace) -> Path:
+    """Return the file beside --out for the answers of MODEL or BASE."""
+    out = Path(flags.out)
+    return out.with_name(f"{out.stem}_{name.lower()}.jsonl")
 
 
 def _by_reward_model(model: RewardModel, pairs: Sequence[Question]) -> Decided:
@@ -187,6 +205,8 @@ def _parser() -> argparse.ArgumentParser:
     prompts = "a file of prompts, as in nemo-kto sample; left out if MODEL and BASE are both files of answers"
     parser.add_argument("prompts", nargs="?", metavar="PROMPTS", help=prompts)
     parser.add_argument("--out", required=True, metavar="FILE", help="file of the decisions, as JSON lines")
+    run = "folder of the run whose report shows the result; by default MODEL, if it is one"
+    parser.add_argument("--run", metavar="RUN", help=run)
     add_deciders(parser)
     reward = "a reward model in Hugging Face format (sequence classification with one output) with a chat template"
     parser.add_argument("--reward-model", metavar="MODEL", help=reward)

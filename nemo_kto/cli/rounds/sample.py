@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_kto.artifacts.content import quick_hash
 from nemo_kto.cli import integer_from
 from nemo_kto.cli.chat import add_sampling, check_sampling, find_model, load_models
 from nemo_kto.cli.rounds import CONCURRENCY
 from nemo_kto.data.rows.reader import RowErrors
 from nemo_kto.errors import UserError, plural, refuse_broken
-from nemo_kto.rounds.answers import Task, find_tasks
+from nemo_kto.rounds.answers import WEIGHTS, Task, find_tasks
 from nemo_kto.rounds.rows import open_rows
 from nemo_kto.telemetry.console import set_up_logging
 from nemo_kto.telemetry.progress import progress_bar
@@ -49,7 +50,10 @@ def main(argv: Sequence[str]) -> None:
 
         endpoint = Endpoint(url=flags.endpoint, option="--endpoint", model=flags.model, concurrency=flags.concurrency)
     model = flags.folder if endpoint is None else endpoint.model
-    write_answers(Path(flags.out), model, Path(flags.prompts), drawing_settings(flags), endpoint=endpoint)
+    settings = drawing_settings(flags)
+    if endpoint is None:
+        settings[WEIGHTS] = quick_hash(find_model("MODEL", model))
+    write_answers(Path(flags.out), model, Path(flags.prompts), settings, endpoint=endpoint)
 
 
 def write_answers(

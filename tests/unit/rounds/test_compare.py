@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import shutil
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from nemo_kto.artifacts.safetensors_files import INDEX, WRITTEN_BY
+from nemo_kto.artifacts.safetensors_files import INDEX, SINGLE, WRITTEN_BY
 from nemo_kto.chat.reward import RewardModel
 from nemo_kto.cli.rounds import compare, sample
 from nemo_kto.errors import UserError
 from nemo_kto.report.facts import interval_text, percent_text
 from nemo_kto.report.page import content_of
-from nemo_kto.report.record import COMPARISONS_FILE, read_run
+from nemo_kto.report.record import COMPARISONS_FILE, ComparisonResult, read_run, record_comparison
 from tests.helpers.messages import Message, raises
 from tests.helpers.openai_server import OpenAIServer, serving
 from tests.helpers.run_folders import healthy, write_run
@@ -37,6 +41,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"scores_{os.getpid()}_{time.monotonic_ns()}"
     (tmp_path / f"{name}.py").write_text(
         "def length(prompt, answer):\n    return len(answer) if answer != 'Yes.' else 1 / 0\n"
+        "def partly(prompt, answer):\n    return {'Never': 10**400, 'Water!': 'none'}.get(answer, 1)\n"
     )
     monkeypatch.setenv("SCORES", name)
     (tmp_path / "rubric.txt").write_text("Good answers are short.")
@@ -56,13 +61,14 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def answers(file: str, texts: Sequence[str], *, each: int = 2, prompt: str = "Question {}?") -> str:
-    """A file of answers, ``each`` to a prompt."""
+def answers(file: str, texts: Sequence[str], *, each: int = 2, prompt: str = "Question {}?", **last: object) -> str:
+    """A file of answers, ``each`` to a prompt; ``last``: columns of the last line."""
     keys = [(1 + number // each, number % each) for number in range(len(texts))]
     rows: list[dict[str, Any]] = [
         {"prompt": prompt.format(line), "answer": text, "model": f"model of {file}", "line": line, "index": index}
         for (line, index), text in zip(keys, texts, strict=True)
     ]
+    rows[-1].update(last)
     write_rows(Path(file), rows)
     return file
 
@@ -111,6 +117,12 @@ def test_a_function_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert out.read_bytes() == whole
 
 
+def test_a_function_without_a_score_for_some_answers(tmp_path: Path) -> None:
+    with raises(UserError, "2 answers", "own.jsonl:2", "'none'", "other.jsonl:4", "OverflowError", "correct the function"):
+        run(answers("own.jsonl", OWN), answers("other.jsonl", OTHER), "--score", "$SCORES.partly")
+    assert [row["scores"] for row in read(tmp_path / "out.jsonl")] == [None, [1, 1]]
+
+
 def shown_answers(body: dict[str, Any]) -> list[str]:
     """The answers that a judge is asked about, in their order."""
     return [part.partition("\n</answer>")[0] for part in body["messages"][1]["content"].split("<answer>\n")[1:]]
@@ -141,6 +153,9 @@ def test_a_judge_is_asked_in_both_orders(tmp_path: Path, capsys: pytest.CaptureF
         assert len(server.requests) == 8, "only the pair without a decision"
         assert read(out)[-1]["scores"] == [1, 1]
         assert read(out)[-1]["verdict"] == "tie"
+        assert {row["source"]["by"] for row in read(out)} == {
+            f"judge served, rubric {zlib.crc32(b'Good answers are short.'):08x}"
+        }
         (tmp_path / "rubric.txt").write_text("Good answers are long.")
         with raises(UserError, "--out", "rubric", "out.jsonl:1"):
             run(*words)
@@ -200,6 +215,85 @@ def test_answers_that_a_reward_model_cannot_score(reward_model: Path, capsys: py
     assert "0 ties" in captured.out
 
 
+@pytest.mark.parametrize(("given", "name"), [("--reward-model", "score.weight"), ("MODEL", "lm_head.weight")])
+def test_missing_weights_are_refused(
+    reward_model: Path, small_model: Path, prompts: Path, tmp_path: Path, given: str, name: str
+) -> None:
+    source = reward_model if given == "--reward-model" else small_model
+    broken = shutil.copytree(source, tmp_path / "broken")
+    weights = {each: value for each, value in load_file(source / SINGLE).items() if each != name}
+    save_file(weights, broken / SINGLE, metadata={"format": "pt"})
+    model, reward = (small_model, broken) if given == "--reward-model" else (broken, reward_model)
+    with raises(UserError, given if source == reward_model else "", str(broken), name, "download it again"):
+        run(model, small_model, prompts, "--reward-model", reward, "--max-new-tokens", "2")
+    assert not Path("out_model.jsonl").exists() or not read(Path("out_model.jsonl")), "nothing is sampled"
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_drawn(small_model: Path, prompts: Path, tmp_path: Path) -> None:
+    words: list[object] = [prompts, "--score", "$SCORES.length", "--max-new-tokens", "2"]
+    out = tmp_path / "out.jsonl"
+    own = answers("own.jsonl", OWN)
+    with raises(UserError, "own.jsonl:2: MODEL has no answer", "options (PROMPTS, -n"):
+        run(small_model, own, *words)
+    write_rows(out, [{"prompt": "?", "source": {"model": "m", "base": "b", "line": 1, "index": 0, "by": "score s"}}])
+    with raises(UserError, "--out", "model 'm' instead of", "base 'b'", "by 'score s'", "out.jsonl:1", "another --out"):
+        run(small_model, small_model, *words)
+    out.unlink()
+    base = tmp_path / "out_base.jsonl"
+    write_rows(base, [{"prompt": "?", "answer": "", "model": "m", "line": 1, "index": 0, "settings": {"seed": 9}}])
+    with raises(UserError, "--out must have answers of this command", "out_base.jsonl", "model 'm' instead of"):
+        run(small_model, small_model, *words)
+    assert not read(tmp_path / "out_model.jsonl")
+
+
+def test_answers_of_other_weights_are_refused(small_model: Path, prompts: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(small_model, tmp_path / "model")
+    words = [model, small_model, prompts, "--score", "$SCORES.length", "--max-new-tokens", "2"]
+    run(*words)
+    out = tmp_path / "out_model.jsonl"
+    whole, weights = out.read_bytes(), load_file(model / SINGLE)
+    save_file({name: value + 1e-3 for name, value in weights.items()}, model / SINGLE, metadata={"format": "pt"})
+    with raises(UserError, "out_model.jsonl with weights '", "another --out"):
+        run(*words)
+    assert out.read_bytes() == whole
+    save_file(weights, model / SINGLE, metadata={"format": "pt"})
+    rows = read(out)
+    run(*words)
+    for row in rows:
+        del row["settings"]["weights"]
+    write_rows(out, rows)  # of an earlier version
+    run(*words)
+
+
+def test_results_are_recorded_by_one_process_at_a_time(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", healthy(3))
+    fork = multiprocessing.get_context("fork")
+    start = fork.Barrier(2)
+    about: dict[str, Any] = {
+        "wins": 1,
+        "ties": 0,
+        "losses": 0,
+        "rate": 1,
+        "interval": (0, 1),
+        "length_controlled": 1,
+        "mean_lengths": (1, 1),
+    }
+
+    def record(base: str) -> None:
+        start.wait()
+        for number in range(20):
+            record_comparison(folder, ComparisonResult(base=f"{base}{number}", by="score", **about))
+
+    processes = [fork.Process(target=record, args=(base,)) for base in "ab"]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert {each.base for each in read_run(folder).comparisons} == {
+        f"{base}{number}" for base in "ab" for number in range(20)
+    }
+
+
 def test_models_are_sampled_and_the_report_of_a_run_shows_the_result(
     small_model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,9 +317,13 @@ def test_models_are_sampled_and_the_report_of_a_run_shows_the_result(
     assert (figure.label, figure.value) == ("Win rate", rate)
     assert figure.detail == f"{interval} against {small_model.parent.name}/small by {found.by}"
     (runs[1] / COMPARISONS_FILE).unlink()
-    again = tmp_path / "again"
-    rows = [{**row, "model": str(export)} for row in read(tmp_path / "out_model.jsonl")]  # as a server names the export
-    run(write_rows(tmp_path / "answers.jsonl", rows), "out_base.jsonl", "--score", "$SCORES.length", "--out", again)
+    words = ["out_model.jsonl", "out_base.jsonl", "--score", "$SCORES.length"]
+    run(*words)
+    assert "no report shows it" in capsys.readouterr().out
+    assert not read_run(runs[1]).comparisons, "a name in a file of answers may be that of another run"
+    with raises(UserError, "--run must be the folder of a run", f"got {export}"):
+        run(*words, "--run", export)
+    run(*words, "--run", runs[1])
     assert read_run(runs[1]).comparisons == [found]
     header, first, second = content_of([*map(read_run, runs)])["final_figures"]
     assert header[1] == f"win rate against {small_model.parent.name}/small"
@@ -251,6 +349,14 @@ def test_models_are_sampled_and_the_report_of_a_run_shows_the_result(
         ("own.jsonl few.jsonl --score $SCORES.length", Message("own.jsonl:4", "BASE has no answer", "line 2 and index 1")),
         ("few.jsonl own.jsonl --score $SCORES.length", Message("own.jsonl:4", "MODEL has no answer", "same options")),
         ("own.jsonl asked.jsonl --score $SCORES.length", Message("4 answers", "asked.jsonl:1", "own.jsonl:4")),
+        (
+            "mixed.jsonl mixed.jsonl --score $SCORES.length",
+            Message("MODEL must", "one model", "model of mixed.jsonl in mixed.jsonl:1 and m2 in mixed.jsonl:4", "BASE must"),
+        ),
+        (
+            "own.jsonl thinking.jsonl --score $SCORES.length",
+            Message("1 answer", "own.jsonl:4", "chat_template_kwargs", "thinking.jsonl:4"),
+        ),
         ("own.jsonl other.jsonl --judge http://x --rubric gone", Message("--rubric", "gone", "correct the path")),
         ("own.jsonl other.jsonl --reward-model {}", Message("--reward-model", "LlamaForCausalLM", "num_labels", "--judge")),
     ],
@@ -260,6 +366,8 @@ def test_mistakes(words: str, message: Message, small_model: Path) -> None:
     answers("other.jsonl", OTHER)
     answers("few.jsonl", OTHER[:3])
     answers("asked.jsonl", OTHER, prompt="Another {}?")
+    answers("mixed.jsonl", OTHER, model="m2")
+    answers("thinking.jsonl", OTHER, chat_template_kwargs={"enable_thinking": False})
     Path("p.txt").write_text("Question?\n")
     with raises(UserError, message):
         run(*words.format(small_model).split())
