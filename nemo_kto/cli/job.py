@@ -108,7 +108,8 @@ class Job:
             if any(map(compose.is_auto, overrides)):
                 overrides, folder = self.settled(overrides, sweep=sweep), config.exp_manager.explicit_log_dir
                 config = compose.load(overrides, source=self.source)
-                config.exp_manager.explicit_log_dir = folder
+                if sweep:  # else it may be an expression of keys that were set
+                    config.exp_manager.explicit_log_dir = folder
             run = self.checker(sweep=sweep).resolve(overrides, config)
         except InvalidConfig as error:
             refuse_mistakes(error.errors, self.world)
