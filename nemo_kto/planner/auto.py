@@ -78,4 +78,5 @@ def _nothing_fits(plan: Plan) -> ConfigError:
     remedies += [] if shortage.lora is None else [f"use {plan_run.overrides(plan_run.LORA)}"]
     remedies += [f"leave out {kept}"] if kept else []
     remedy = ", or ".join(remedies) or "use larger GPUs, or a smaller model"
-    return ConfigError("recipe", f"must have a layout that fits, but auto found none for {got}; {remedy}")
+    text = f"must have a layout that fits and that `nemo-kto plan` considers, but auto found none for {got}"
+    return ConfigError("recipe", f"{text}; {remedy}")

@@ -129,6 +129,12 @@ def test_auto(command: str, rate: str | None, layout: str, capsys: pytest.Captur
             "kto Llama-3.1-8B --gpus 16 model.tensor_model_parallel_size=16",
             ("recipe", "16 x H100", "leave out model.tensor_model_parallel_size=16"),
         ),
+        # it would fit, but context parallelism is considered only for long sequences
+        (
+            "kto Llama-3.1-8B --gpus 8 model.context_parallel_size=8",
+            ("recipe", "fits and that `nemo-kto plan` considers", "leave out model.context_parallel_size=8"),
+        ),
+        ("kto Llama-3.1-8B --gpus 8 recipe=llama3_8b", ("recipe", "once", "recipe=llama3_8b and recipe=auto")),
         ("kto Llama-3.1-8B --gpus 8 lrr=1", ("lrr", "model.optim.lr")),
     ],
 )
