@@ -63,8 +63,9 @@ class Job:
 
         def machines_of(run: ResolvedRun) -> Machines:
             machines = these_machines(run, ranks=run.world_size(self.world), timed=False)
-            known = known_gpu(machines.hardware.name)  # drivers may report slightly different sizes to the ranks
-            return machines if known is None else machines.with_memory(min(known.memory, machines.hardware.memory))
+            memory = machines.hardware.memory  # drivers may report slightly different sizes to the ranks
+            known = known_gpu(machines.hardware.name)
+            return machines.with_memory((memory if known is None else min(known.memory, memory)) // 1e9 * 1e9)
 
         settled, line = settle(overrides, self.checker(sweep=sweep), machines_of)
         if self.world is None or self.world.rank == 0:

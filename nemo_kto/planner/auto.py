@@ -21,7 +21,7 @@ _TOGETHER = (
     ("micro_batch_size", "micro_batch_tokens"),
 )
 # Model settings that are chosen -> their values in the run from which the search starts.
-_START: Values = {
+START: Values = {
     **dict.fromkeys(plan_run.AXES, 1),
     **dict.fromkeys(("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")),
     **dict.fromkeys(f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")),
@@ -45,10 +45,10 @@ def settle(words: Sequence[str], checker: Checker, machines_of: Callable[[Resolv
         hardware = [] if any(text.startswith("hardware=") for text in others) else ["hardware=cpu"]
         return [*hardware, *others], f"recipe=auto: {' '.join(hardware) or 'nothing to set'} (no GPU)"
     keys = given_keys(run.cfg, given)
-    kept = {name for name in _START if f"model.{name}" in keys}
+    kept = {name for name in START if f"model.{name}" in keys}
     kept = kept.union(*(names for names in _TOGETHER if kept.intersection(names)))
-    fixed = {name: getattr(run.cfg.model, name) for name in _START if name in kept}
-    start = plan_run.make_plan(plan_run.with_precision(run.with_model(**_START), on_gpu=True), machines)
+    fixed = {name: getattr(run.cfg.model, name) for name in START if name in kept}
+    start = plan_run.make_plan(plan_run.with_precision(run.with_model(**START), on_gpu=True), machines)
     start = replace(start, fixed=fixed)
     found = _best(start)
     if found is None:
