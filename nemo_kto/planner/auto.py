@@ -35,8 +35,8 @@ _LR = "model.optim.lr"
 def settle(words: Sequence[str], checker: Checker, machines_of: Callable[[ResolvedRun], Machines]) -> tuple[list[str], str]:
     """Return the overrides of a command line with a layout in the place of recipe=auto, and a line that shows it.
 
-    Keys that the user has set are kept. The result depends only on the command line, its files and the machines, so that all
-    ranks of a launcher find the same. Raises InvalidConfig for any mistake, and if no layout fits.
+    Keys that the user has set are kept. The result depends only on the command line, its files and the machines, so that
+    ranks of a launcher with the same GPUs find the same. Raises InvalidConfig for any mistake, and if no layout fits.
     """
     run = checker.resolve(words)
     given, _ = read_positions(words, checker.recipe)
