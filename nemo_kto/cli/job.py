@@ -63,8 +63,9 @@ class Job:
 
         def machines_of(run: ResolvedRun) -> Machines:
             machines = these_machines(run, ranks=run.world_size(self.world), timed=False)
-            known = known_gpu(machines.hardware.name)  # drivers may report slightly different sizes to the ranks
-            return machines if known is None else machines.with_memory(min(known.memory, machines.hardware.memory))
+            memory = machines.hardware.memory  # drivers may report slightly different sizes to the ranks
+            known = known_gpu(machines.hardware.name)
+            return machines.with_memory((memory if known is None else min(known.memory, memory)) // 1e9 * 1e9)
 
         settled, line = settle(overrides, self.checker(sweep=sweep), machines_of)
         if self.world is None or self.world.rank == 0:
@@ -108,7 +109,8 @@ class Job:
             if any(map(compose.is_auto, overrides)):
                 overrides, folder = self.settled(overrides, sweep=sweep), config.exp_manager.explicit_log_dir
                 config = compose.load(overrides, source=self.source)
-                config.exp_manager.explicit_log_dir = folder
+                if sweep:  # else it may be an expression of keys that were set
+                    config.exp_manager.explicit_log_dir = folder
             run = self.checker(sweep=sweep).resolve(overrides, config)
         except InvalidConfig as error:
             refuse_mistakes(error.errors, self.world)

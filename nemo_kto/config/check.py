@@ -58,6 +58,10 @@ def read_positions(words: Sequence[str], recipe: Recipe) -> tuple[list[str], lis
             errors.append(ConfigError(key, text))
         else:
             overrides.append(f"{key}={_data_value(word) if name == 'DATA' else quoted(word)}")
+    for group in compose.GROUPS:
+        files = dict.fromkeys(text for text in overrides if text.startswith(f"{group}="))
+        if len(files) > 1:
+            errors.append(ConfigError(group, f"must be given once, got {' and '.join(files)}; leave one out"))
     if further := placed[len(POSITIONS) :]:
         text = f"must have two words without =, MODEL and DATA, got {', '.join(further)} after them"
         remedy = "write settings as KEY=VALUE, and several data files as FILE,FILE"

@@ -38,6 +38,7 @@ from nemo_kto.utils.field_errors import echo, mistakes, names
 from nemo_kto.utils.files import load_yaml
 
 PACKAGE = "nemo_kto.conf"
+GROUPS = ("hardware", "recipe")  # config groups, of which one file each may be chosen; a later one takes precedence
 # Raised by Hydra if files or overrides do not compose; the last three for a file that is not text or includes itself.
 WRONG = (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError)
 FREE_FORM = (  # may be mappings with arbitrary keys
@@ -201,8 +202,7 @@ def _store_merged(theirs: DictConfig, recipe: Recipe, *, name: str) -> str:
         data["seq_length"] = "${oc.select:model.encoder_seq_length}"
     merged = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(ours, given)))
     name = f"nemo_aligner_{name}"
-    # hardware=... and recipe=... on the command line take precedence over both
-    groups = [{"hardware": None}, {"recipe": None}]
+    groups = [{group: None} for group in GROUPS]  # on the command line they take precedence over both
     ConfigStore.instance().store(name=name, node={"defaults": ["base/hydra", "_self_", *groups], **merged})
     return name
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
@@ -21,6 +21,7 @@ from nemo_kto.device.patches import install_cpu_backend
 from nemo_kto.errors import UserError
 from nemo_kto.processes import rendezvous, watchdog
 from nemo_kto.processes.signals import Stopped
+from nemo_kto.utils.field_errors import echo
 
 Item = TypeVar("Item")
 _FOR_ALL = "working for all ranks"  # default description of work for which the other ranks wait
@@ -50,16 +51,20 @@ class Layout:
         return self.tensor * self.pipeline * self.context
 
 
-def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelta(minutes=30)) -> None:
+def init_distributed(
+    *, layout: Layout, seed: int, timeout: timedelta = timedelta(minutes=30), settings: Mapping[str, object] | None = None
+) -> None:
     """Initialise the process groups of ``layout`` and seed all random generators.
 
     A default process group that exists already is used. ``timeout`` is the time that a collective waits for a missing rank
-    before it fails. Raises ValueError if the world size does not fit the layout.
+    before it fails. Raises ValueError if the world size does not fit the layout, and UserError on every rank if
+    ``settings``, key -> value, are not the same on all ranks.
     """
     install_cpu_backend()
     device.select()
     if not dist.is_initialized():
         rendezvous.join("nccl" if device.on_gpu() else "gloo", timeout=timeout)
+    _check_same(settings or {})
     if world_size() % layout.model_ranks:
         raise ValueError(
             f"tensor ({layout.tensor}) x pipeline ({layout.pipeline}) x context ({layout.context}) = {layout.model_ranks} "
@@ -92,6 +97,19 @@ def init_distributed(*, layout: Layout, seed: int, timeout: timedelta = timedelt
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
+
+
+def _check_same(settings: Mapping[str, object]) -> None:
+    """Raise UserError if ranks have different settings: the groups of different layouts would wait for each other."""
+    of_ranks = gather(dict(settings))
+    differing = [key for key in settings if any(other[key] != of_ranks[0][key] for other in of_ranks)]
+    found: dict[str, list[int]] = {}  # values of the differing keys -> ranks with them
+    for rank, own in enumerate(of_ranks):
+        found.setdefault(" ".join(f"{key}={echo(own[key])}" for key in differing), []).append(rank)
+    if differing:
+        got = " and ".join(f"{values} on rank {', '.join(map(str, of_values))}" for values, of_values in found.items())
+        remedy = "set these keys on the command line, because recipe=auto chooses them for the GPU of each rank"
+        raise UserError(f"{', '.join(differing)} must be the same on all ranks, got {got}; {remedy}")
 
 
 def uses_gloo_groups() -> bool:

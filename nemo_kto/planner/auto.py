@@ -21,7 +21,7 @@ _TOGETHER = (
     ("micro_batch_size", "micro_batch_tokens"),
 )
 # Model settings that are chosen -> their values in the run from which the search starts.
-_START: Values = {
+START: Values = {
     **dict.fromkeys(plan_run.AXES, 1),
     **dict.fromkeys(("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")),
     **dict.fromkeys(f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")),
@@ -35,8 +35,8 @@ _LR = "model.optim.lr"
 def settle(words: Sequence[str], checker: Checker, machines_of: Callable[[ResolvedRun], Machines]) -> tuple[list[str], str]:
     """Return the overrides of a command line with a layout in the place of recipe=auto, and a line that shows it.
 
-    Keys that the user has set are kept. The result depends only on the command line, its files and the machines, so that all
-    ranks of a launcher find the same. Raises InvalidConfig for any mistake, and if no layout fits.
+    Keys that the user has set are kept. The result depends only on the command line, its files and the machines, so that
+    ranks of a launcher with the same GPUs find the same. Raises InvalidConfig for any mistake, and if no layout fits.
     """
     run = checker.resolve(words)
     given, _ = read_positions(words, checker.recipe)
@@ -45,10 +45,10 @@ def settle(words: Sequence[str], checker: Checker, machines_of: Callable[[Resolv
         hardware = [] if any(text.startswith("hardware=") for text in others) else ["hardware=cpu"]
         return [*hardware, *others], f"recipe=auto: {' '.join(hardware) or 'nothing to set'} (no GPU)"
     keys = given_keys(run.cfg, given)
-    kept = {name for name in _START if f"model.{name}" in keys}
+    kept = {name for name in START if f"model.{name}" in keys}
     kept = kept.union(*(names for names in _TOGETHER if kept.intersection(names)))
-    fixed = {name: getattr(run.cfg.model, name) for name in _START if name in kept}
-    start = plan_run.make_plan(plan_run.with_precision(run.with_model(**_START), on_gpu=True), machines)
+    fixed = {name: getattr(run.cfg.model, name) for name in START if name in kept}
+    start = plan_run.make_plan(plan_run.with_precision(run.with_model(**START), on_gpu=True), machines)
     start = replace(start, fixed=fixed)
     found = _best(start)
     if found is None:
@@ -78,4 +78,5 @@ def _nothing_fits(plan: Plan) -> ConfigError:
     remedies += [] if shortage.lora is None else [f"use {plan_run.overrides(plan_run.LORA)}"]
     remedies += [f"leave out {kept}"] if kept else []
     remedy = ", or ".join(remedies) or "use larger GPUs, or a smaller model"
-    return ConfigError("recipe", f"must have a layout that fits, but auto found none for {got}; {remedy}")
+    text = f"must have a layout that fits and that `nemo-kto plan` considers, but auto found none for {got}"
+    return ConfigError("recipe", f"{text}; {remedy}")

@@ -43,6 +43,7 @@ from nemo_kto.models.engine.optimizer import build_optimizer, build_scheduler
 from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.models.flops import ModelFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
+from nemo_kto.planner.auto import START
 from nemo_kto.planner.plan_run import check_memory, place_reference, size_micro_batches, these_machines
 from nemo_kto.processes import ranks, signals, watchdog
 from nemo_kto.run.data import RunData, build_data
@@ -90,7 +91,12 @@ def train(run: ResolvedRun) -> None:
         optimizer_instances=model.optim.num_distributed_optimizer_instances,
     )
     device.record_collectives(str(run.folder / "nccl_trace_rank_"))
-    state.init_distributed(layout=layout, seed=model.seed, timeout=timedelta(minutes=run.cfg.trainer.timeout_minutes))
+    state.init_distributed(
+        layout=layout,
+        seed=model.seed,
+        timeout=timedelta(minutes=run.cfg.trainer.timeout_minutes),
+        settings={f"model.{name}": getattr(model, name) for name in START},
+    )
     with hold_run_folder(run.folder), collect_warnings(redact=redacted) as warnings:
         _train(resolve_precision(agree_on_models(run)), warnings)
 

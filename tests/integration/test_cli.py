@@ -119,6 +119,13 @@ def test_one_rank_runs_in_the_same_process_and_lists_the_overrides(tmp_path: Pat
     assert again.stderr == Message("nemo-kto", "model.seed", "1234", "last", "7")
 
 
+def test_the_run_folder_may_depend_on_keys_that_recipe_auto_sets(tmp_path: Path) -> None:
+    """Without a GPU it sets hardware=cpu, which sets the precision."""
+    env = stub_training(tmp_path, "print(cfg.exp_manager.explicit_log_dir)")
+    words = [*GOOD, "recipe=auto", "exp_manager.explicit_log_dir='in_${trainer.precision}'"]
+    assert run([*CLI, "kto", *words], cwd=tmp_path, env=env).stdout == "in_32\n"
+
+
 _COUNT = """
 import sys
 sys.compositions = 0

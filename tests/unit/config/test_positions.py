@@ -49,6 +49,16 @@ def test_a_model_or_data_given_twice(good: list[str]) -> None:
     assert mistakes([model.partition("=")[2], "b.jsonl", data, *rest])[0] == Message(DATA, "b.jsonl", data, "DATA", "once")
 
 
+def test_a_config_group_given_twice(good: list[str]) -> None:
+    """Hydra would take the last file, and recipe=auto would be ignored beside another recipe."""
+    files = ["hardware=cpu", "recipe=qwen3_8b", "hardware=gpu_node", "recipe=auto"]
+    assert mistakes([*good, *files]) == [
+        Message("hardware", "once", "hardware=cpu and hardware=gpu_node", "leave one out"),
+        Message("recipe", "once", "recipe=qwen3_8b and recipe=auto", "leave one out"),
+    ]
+    assert mistakes([*good, "hardware=cpu", "hardware=cpu"]) == []
+
+
 def test_every_misplaced_word_is_named_with_the_other_mistakes(good: list[str]) -> None:
     places = [text.partition("=")[2] for text in good[:2]]
     assert mistakes([*places, "more.jsonl", "model.optim.lr", "1e-6", "model.optim.lr=fast"]) == [

@@ -129,6 +129,12 @@ def test_auto(command: str, rate: str | None, layout: str, capsys: pytest.Captur
             "kto Llama-3.1-8B --gpus 16 model.tensor_model_parallel_size=16",
             ("recipe", "16 x H100", "leave out model.tensor_model_parallel_size=16"),
         ),
+        # it would fit, but context parallelism is considered only for long sequences
+        (
+            "kto Llama-3.1-8B --gpus 8 model.context_parallel_size=8",
+            ("recipe", "fits and that `nemo-kto plan` considers", "leave out model.context_parallel_size=8"),
+        ),
+        ("kto Llama-3.1-8B --gpus 8 recipe=llama3_8b", ("recipe", "once", "recipe=llama3_8b and recipe=auto")),
         ("kto Llama-3.1-8B --gpus 8 lrr=1", ("lrr", "model.optim.lr")),
     ],
 )
@@ -144,22 +150,37 @@ def test_auto_in_a_file(tmp_path: Path) -> None:
         plan.main(["kto", "Llama-3.1-8B", "--gpus", "8", "--config-dir", str(tmp_path), "--config-name", "mine"])
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "shown"),
+    [
+        ("NVIDIA H100 80GB HBM3", (85.0e9, 84.9e9), "80.0"),
+        # the layouts for 29.0 GB and 29.6 GB differ
+        ("a GPU that is not listed", (29.6e9, 29.1e9), "29.0"),
+        ("NVIDIA H100 80GB HBM3 MIG", (29.1e9, 29.6e9), "29.0"),
+    ],
+)
 def test_every_rank_finds_the_same(
-    good: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    name: str,
+    sizes: tuple[float, float],
+    shown: str,
+    good: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     """The memory that a driver reports differs between GPUs of a kind; rank 0 prints the layout."""
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIGS["Llama-3.1-8B"]))
     gpu(monkeypatch, **RICH)
     monkeypatch.setattr(device, "device_count", lambda: 1)
-    monkeypatch.setattr(device, "device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(device, "device_name", lambda: name)
     words = [*(word for word in good if "accelerator" not in word), "recipe='auto'", "trainer.num_nodes=2"]
     found, said = [], []
-    for rank, reported in ((0, 85.0e9), (9, 84.9e9)):
+    for rank, reported in zip((0, 9), sizes, strict=True):
         monkeypatch.setattr(device, "total_memory_bytes", lambda reported=reported: reported)
         world = World(rank=rank, size=16, local_rank=rank % 8, local_size=8)
         found.append(Job(recipe=KTO, source=our_source(KTO), world=world).settled(words))
         said.append(capsys.readouterr().err)
     assert found[0] == found[1]
     assert "model.micro_batch_tokens=" in said[0]
-    assert "of 80.0 GB on each of 16 x NVIDIA H100 80GB HBM3" in said[0]
+    assert f"of {shown} GB on each of 16 x {name}" in said[0]
     assert said[1] == ""
