@@ -22,7 +22,7 @@ from nemo_kto.cli.rounds import (
     report_undecided,
     rubric_hash,
 )
-from nemo_kto.cli.rounds.sample import add_drawing, check_drawing, drawing_settings, write_answers
+from nemo_kto.cli.rounds.sample import add_drawing, check_drawing, check_template, drawing_settings, write_answers
 from nemo_kto.errors import UserError, error_of, plural
 from nemo_kto.report.facts import interval_text, percent_text
 from nemo_kto.report.record import ComparisonResult, is_run, record_comparison
@@ -159,7 +159,7 @@ def _expected(name: str, given: str, flags: argparse.Namespace, drawing: Mapping
         return read_answers(Path(given).expanduser())
     prompts = Path(flags.prompts)
     with open_rows(_file_of(name, flags), option="--out") as file:
-        find_tasks(file, prompts=prompts, model=given, settings=drawing)
+        check_template(find_model(name, given), find_tasks(file, prompts=prompts, model=given, settings=drawing))
     return planned_answers(prompts, model=given, settings=drawing)
 
 

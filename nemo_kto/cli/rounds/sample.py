@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_kto.artifacts.content import quick_hash
 from nemo_kto.cli import integer_from
-from nemo_kto.cli.chat import add_sampling, check_sampling, find_model, load_models
+from nemo_kto.cli.chat import add_sampling, base_of_adapters, check_sampling, find_model, load_models
 from nemo_kto.cli.rounds import CONCURRENCY
 from nemo_kto.data.rows.reader import RowErrors
 from nemo_kto.errors import UserError, plural, refuse_broken
@@ -90,12 +90,10 @@ def write_answers(
 
 def _on_this_machine(folder: Path, label: str, tasks: Sequence[Task], settings: Mapping[str, Any]) -> Iterator[Drawn]:
     """Yield the answers to each prompt, which are drawn as one batch with a seed of the prompt."""
+    check_template(folder, tasks)
     (model,) = load_models({label: folder})
     from nemo_kto.chat.session import Sampling
 
-    if not model.has_template and any(not isinstance(task.prompt, str) for task in tasks):
-        text = "prompts must be texts for a model without a chat template, which continues them, got messages"
-        raise UserError(f"{text}; use a model with a template, or texts without --system")
     for given in tasks:
         task = replace(given, prompt=given.messages) if model.has_template else given
         sampling = Sampling(
@@ -110,6 +108,17 @@ def _on_this_machine(folder: Path, label: str, tasks: Sequence[Task], settings: 
             yield task, error
         else:
             yield task, [(drawn[index].text, drawn[index].finish) for index in task.missing]
+
+
+def check_template(folder: Path, tasks: Sequence[Task]) -> None:
+    """Raise UserError if prompts are messages, and the model has no chat template."""
+    if all(isinstance(task.prompt, str) for task in tasks):
+        return
+    from nemo_kto.data.tokens.chat import load_tokenizer
+
+    if not load_tokenizer(base_of_adapters(folder) or folder).chat_template:
+        text = f"prompts must be texts for {folder}, which has no chat template and continues them, got messages"
+        raise UserError(f"{text}; use a model with a template, or texts without --system")
 
 
 def _from_server(endpoint: Endpoint, tasks: Sequence[Task], settings: Mapping[str, Any]) -> Iterator[Drawn]:

@@ -243,6 +243,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_drawn(small_model: Path
     write_rows(base, [{"prompt": "?", "answer": "", "model": "m", "line": 1, "index": 0, "settings": {"seed": 9}}])
     with raises(UserError, "--out must have answers of this command", "out_base.jsonl", "model 'm' instead of"):
         run(small_model, small_model, *words)
+    base.unlink()
+    bare = shutil.copytree(small_model, tmp_path / "bare")
+    about = json.loads((bare / "tokenizer_config.json").read_text())
+    (bare / "tokenizer_config.json").write_text(json.dumps({**about, "chat_template": None}))
+    (bare / "chat_template.jinja").unlink(missing_ok=True)
+    with raises(UserError, "prompts must be texts", str(bare), "no chat template"):
+        run(small_model, bare, *words)
     assert not read(tmp_path / "out_model.jsonl")
 
 
