@@ -60,7 +60,7 @@ def test_wandb_offline_does_not_record_the_command_line(tmp_path: Path, monkeypa
         [Sample(step=1, model="policy", index=0, prompt="p", messages=None, answer="*a*", tokens=2, ended=True)], 1
     )
     logger.finalize("success")
-    __import__("wandb").teardown()  # as at the end of the process, which waits for wandb's own
+    __import__("wandb").finish()  # as at the end of the process
     identity = (tmp_path / "wandb_run_id").read_text().strip()
     (file,) = (tmp_path / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb")
     while b"train/loss" not in file.read_bytes():  # wandb's own process may write it later
