@@ -30,12 +30,6 @@ def add_deciders(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=integer_from(1), default=CONCURRENCY, metavar="N", help=concurrency)
 
 
-def decider_name(flags: argparse.Namespace) -> str | None:
-    """Return what decides, for the rows of a file: such as "score mine.short"; None if it is a person."""
-    given = next((name for name in ("score", "judge") if getattr(flags, name) is not None), None)
-    return given and f"{given} {flags.model or getattr(flags, given)}"
-
-
 def judge_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     """Yield the mistakes in the options of a model that judges."""
     for name in ("rubric", "model"):

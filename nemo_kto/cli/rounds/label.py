@@ -10,7 +10,6 @@ from pathlib import Path
 from nemo_kto.cli import integer_from, number
 from nemo_kto.cli.rounds import (
     add_deciders,
-    decider_name,
     judge_mistakes,
     make_judge,
     read_rubric,
@@ -21,7 +20,7 @@ from nemo_kto.errors import UserError, plural
 from nemo_kto.rounds.answers import read_answers
 from nemo_kto.rounds.labelling import PERSON, Labelling, best_and_worst, pair_questions, single_questions
 from nemo_kto.rounds.rows import open_rows
-from nemo_kto.rounds.scoring import Scorer, Scores
+from nemo_kto.rounds.scoring import Judge, Scorer, Scores
 from nemo_kto.rounds.terminal import label_in_terminal, require_terminal
 from nemo_kto.telemetry.progress import progress_bar
 from nemo_kto.utils.text import terminal_line
@@ -43,9 +42,14 @@ def main(argv: Sequence[str]) -> None:
         questions = best_and_worst(answers, scores)
     else:
         questions = pair_questions(answers) if flags.pairs else single_questions(answers)
-    rubric = None if flags.rubric is None else read_rubric(flags.rubric)
+    labeller = PERSON if flags.score is None else f"score {flags.score}"
+    rubric = judge = None
+    if flags.judge is not None:
+        rubric = read_rubric(flags.rubric)
+        judge = make_judge(flags, rubric)
+        labeller = f"judge {judge.model}"
     given = {
-        "labeller": decider_name(flags) or PERSON,
+        "labeller": labeller,
         "round": flags.round,
         "threshold": flags.threshold,
         "rubric": None if rubric is None else rubric_hash(rubric),
@@ -55,8 +59,8 @@ def main(argv: Sequence[str]) -> None:
         labelling = Labelling(questions=questions, file=file, about=about)
         if scores is not None:
             _label_by_scores(labelling, scores, flags.threshold, pairs=flags.pairs)
-        elif rubric is not None:
-            _label_by_judge(labelling, flags, rubric)
+        elif judge is not None:
+            _label_by_judge(labelling, judge)
         elif flags.page:
             _label_on_page(labelling)
         else:
@@ -79,10 +83,10 @@ def _label_by_scores(labelling: Labelling, scores: Scores, threshold: float | No
         labelling.record(question, pairs or (score if isinstance(score, bool) else score >= (threshold or 0.0)))
 
 
-def _label_by_judge(labelling: Labelling, flags: argparse.Namespace, rubric: str) -> None:
+def _label_by_judge(labelling: Labelling, judge: Judge) -> None:
     undecided = dict[str, str]()
     left = labelling.left
-    verdicts = make_judge(flags, rubric).verdicts(left)
+    verdicts = judge.verdicts(left)
     for question, verdict in progress_bar(verdicts, total=len(left), title="judging", shown=True):
         if isinstance(verdict, bool):
             labelling.record(question, verdict)

@@ -184,7 +184,7 @@ def test_a_judge(answers_file: AnswersFile, tmp_path: Path, capsys: pytest.Captu
         run(*words)
         assert len(server.requests) == 10, "only the questions without a verdict"
         assert len(read(out)) == 8
-        assert read(out)[0]["source"]["labeller"] == f"judge {server.url}"
+        assert read(out)[0]["source"]["labeller"] == f"judge {server.models[0]}"
         server.answer = lambda body: "B"
         run(answers_file(), "--out", tmp_path / "pairs.jsonl", *words[3:], "--pairs")
         shown = pair_questions(read_answers(answers_file()))
