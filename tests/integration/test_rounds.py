@@ -26,6 +26,7 @@ REAL = [
     "trainer.kto.max_epochs=2",
     "model.global_batch_size=8",
     "model.optim.lr=1e-5",
+    "model.kto.auto_balance=true",
     "export.report=false",
 ]
 PROMPTS = """\
