@@ -64,7 +64,8 @@ def init_distributed(
     device.select()
     if not dist.is_initialized():
         rendezvous.join("nccl" if device.on_gpu() else "gloo", timeout=timeout)
-    _check_same(settings or {})
+    if settings is not None:
+        _check_same(settings)
     if world_size() % layout.model_ranks:
         raise ValueError(
             f"tensor ({layout.tensor}) x pipeline ({layout.pipeline}) x context ({layout.context}) = {layout.model_ranks} "

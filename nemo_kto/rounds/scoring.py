@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -41,7 +41,9 @@ class Scorer:
         try:
             value: Any = self._function(answer.prompt, answer.text)
             value = value.item() if hasattr(value, "item") else value  # of numpy or torch
-            if isinstance(value, bool | int | float) and math.isfinite(value):
+            if (
+                isinstance(value, bool | int | float) and abs(value) <= sys.float_info.max
+            ):  # neither inf nor nan, nor 10**400
                 return value
         except Exception as error:  # user code may raise anything
             text = f"{answer.place}: {self._path} raised {type(error).__name__}: {printable(str(error))}"

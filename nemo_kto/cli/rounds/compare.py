@@ -29,7 +29,7 @@ from nemo_kto.report.record import ComparisonResult, is_run, record_comparison
 from nemo_kto.rounds.answers import WEIGHTS, Sampled, find_tasks, messages_of, planned_answers, read_answers
 from nemo_kto.rounds.comparing import Comparison, pair_answers, undecided_pairs
 from nemo_kto.rounds.labelling import Question
-from nemo_kto.rounds.rows import open_rows
+from nemo_kto.rounds.rows import RowFile, open_rows
 from nemo_kto.rounds.scoring import Scorer
 from nemo_kto.rounds.win_rate import WinRate, win_rate
 from nemo_kto.telemetry.console import set_up_logging, take_over
@@ -59,28 +59,12 @@ def main(argv: Sequence[str]) -> None:
     if mistakes := [*_mistakes(flags, parser)]:
         raise UserError("\n  ".join(mistakes))
     set_up_logging(rank=0)
-    models = {name: given for name, given in (("MODEL", flags.folder), ("BASE", flags.base)) if not _is_file(given)}
-    deciders = list[tuple[str, Decider]]()
-    checks: list[Callable[[], object]] = [lambda: deciders.append(_decider(flags))]
-    checks += [partial(_run_folder, flags), *(partial(find_model, *each) for each in models.items())]
-    if errors := [*filter(None, map(error_of, checks))]:
-        raise UserError("\n  ".join(errors))
-    ((by, decider),) = deciders
-    about, undecided, given = {"by": by}, dict[str, str](), {"MODEL": flags.folder, "BASE": flags.base}
-    drawing = {name: {**drawing_settings(flags), WEIGHTS: quick_hash(find_model(name, models[name]))} for name in models}
+    by, decider = _check(flags)
+    about = {"by": by}
     with open_rows(Path(flags.out), option="--out") as file:
-        expected = {name: _expected(name, path, flags, drawing.get(name)) for name, path in given.items()}
-        undecided_pairs(pair_answers(*expected.values()), file, about, drawn=False)  # before anything is drawn
-        for name, settings in drawing.items():
-            write_answers(_file_of(name, flags), models[name], Path(flags.prompts), settings)
-        model, base = (read_answers(_file_of(name, flags)) if name in models else expected[name] for name in given)
+        model, base = _answers(flags, file, about)
         comparison = Comparison(pairs=pair_answers(model, base), file=file, about=about)
-        decided = decider(comparison.left)
-        for pair, scores in progress_bar(decided, total=len(comparison.left), title="comparing", shown=True):
-            if isinstance(scores, str):
-                undecided[pair.key] = scores
-            else:
-                comparison.record(pair, scores)
+        undecided = _decide(comparison, decider)
         decisions = comparison.decisions()
     report_undecided("compare", comparison.left, undecided, "pair")
     if not decisions:
@@ -88,11 +72,58 @@ def main(argv: Sequence[str]) -> None:
     result = win_rate(decisions)
     names = [str(answers[0].source["model"]) for answers in (model, base)]
     _print(result, names, by)
+    _record(flags, ComparisonResult(base=names[1], by=by, **asdict(result)))
+
+
+def _models(flags: argparse.Namespace) -> dict[str, str]:
+    """Return MODEL and BASE, except those that are files of answers."""
+    return {name: given for name, given in (("MODEL", flags.folder), ("BASE", flags.base)) if not _is_file(given)}
+
+
+def _check(flags: argparse.Namespace) -> tuple[str, Decider]:
+    """Return name and function of the decider; UserError if it, a model or the run cannot be used."""
+    deciders = list[tuple[str, Decider]]()
+    checks: list[Callable[[], object]] = [lambda: deciders.append(_decider(flags)), partial(_run_folder, flags)]
+    checks += [partial(find_model, *each) for each in _models(flags).items()]
+    if errors := [*filter(None, map(error_of, checks))]:
+        raise UserError("\n  ".join(errors))
+    return deciders[0]
+
+
+def _answers(flags: argparse.Namespace, file: RowFile, about: Mapping[str, object]) -> list[list[Sampled]]:
+    """Return the answers of MODEL and of BASE, of which those of models are drawn into files.
+
+    Raises UserError before anything is drawn if prompts or earlier decisions do not fit.
+    """
+    models, given = _models(flags), {"MODEL": flags.folder, "BASE": flags.base}
+    drawing = {name: {**drawing_settings(flags), WEIGHTS: quick_hash(find_model(name, models[name]))} for name in models}
+    answers = {name: _expected(name, path, flags, drawing.get(name)) for name, path in given.items()}
+    undecided_pairs(pair_answers(*answers.values()), file, about, drawn=False)
+    for name, settings in drawing.items():
+        write_answers(_file_of(name, flags), models[name], Path(flags.prompts), settings)
+        answers[name] = read_answers(_file_of(name, flags))
+    return [*answers.values()]
+
+
+def _decide(comparison: Comparison, decider: Decider) -> dict[str, str]:
+    """Record the decisions on the pairs that have none; return the keys of those without a verdict, and why."""
+    undecided = dict[str, str]()
+    decided = decider(comparison.left)
+    for pair, scores in progress_bar(decided, total=len(comparison.left), title="comparing", shown=True):
+        if isinstance(scores, str):
+            undecided[pair.key] = scores
+        else:
+            comparison.record(pair, scores)
+    return undecided
+
+
+def _record(flags: argparse.Namespace, result: ComparisonResult) -> None:
+    """Record the result in the run whose report shows it, and print which one that is."""
     if (folder := _run_folder(flags)) is None:
         print("  no report shows it, because MODEL is no run folder; --run names one")
         return
     try:
-        record_comparison(folder, ComparisonResult(base=names[1], by=by, **asdict(result)))
+        record_comparison(folder, result)
     except OSError as error:
         text = f"the folder of the run must be one that can be written, got {folder}: {error.strerror}"
         raise UserError(f"{text}; its report lacks the result above, until the same command can write it") from error

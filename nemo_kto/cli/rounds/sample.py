@@ -44,15 +44,14 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"--model must be used with --endpoint, got {flags.model} without it; leave it out")
     check_drawing(flags)
     set_up_logging(rank=0)
-    endpoint = None
-    if flags.endpoint is not None:
+    model, settings, endpoint = flags.folder, drawing_settings(flags), None
+    if flags.endpoint is None:
+        settings[WEIGHTS] = quick_hash(find_model("MODEL", model))
+    else:
         from nemo_kto.rounds.endpoint import Endpoint
 
         endpoint = Endpoint(url=flags.endpoint, option="--endpoint", model=flags.model, concurrency=flags.concurrency)
-    model = flags.folder if endpoint is None else endpoint.model
-    settings = drawing_settings(flags)
-    if endpoint is None:
-        settings[WEIGHTS] = quick_hash(find_model("MODEL", model))
+        model = endpoint.model
     write_answers(Path(flags.out), model, Path(flags.prompts), settings, endpoint=endpoint)
 
 

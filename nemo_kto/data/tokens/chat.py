@@ -245,7 +245,7 @@ class RecordEncoder:
             if not record.response:
                 return _Text(prompt, "", templated=True)
             if prompt.rstrip().endswith(BEGIN_OF_THOUGHTS):
-                response = with_thoughts(self._template, response)
+                response = with_thoughts(self._dated_template(record.template), response)
             whole = self._render([*record.prompt, *response], record.template, add_generation_prompt=False)
         except RowError as error:
             return error

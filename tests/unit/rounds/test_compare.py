@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from nemo_kto.artifacts.safetensors_files import INDEX, SINGLE, WRITTEN_BY
 from nemo_kto.chat.reward import RewardModel
 from nemo_kto.cli.rounds import compare, sample
-from nemo_kto.errors import UserError
+from nemo_kto.errors import UserError, show
 from nemo_kto.report.facts import interval_text, percent_text
 from nemo_kto.report.page import content_of
 from nemo_kto.report.record import COMPARISONS_FILE, ComparisonResult, read_run, record_comparison
@@ -118,7 +118,10 @@ def test_a_function_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_function_without_a_score_for_some_answers(tmp_path: Path) -> None:
-    with raises(UserError, "2 answers", "own.jsonl:2", "'none'", "other.jsonl:4", "OverflowError", "correct the function"):
+    finite = "must return a finite number or a bool"
+    with raises(
+        UserError, "2 answers", "own.jsonl:2", "'none'", "other.jsonl:4", finite, show(10**400), "correct the function"
+    ):
         run(answers("own.jsonl", OWN), answers("other.jsonl", OTHER), "--score", "$SCORES.partly")
     assert [row["scores"] for row in read(tmp_path / "out.jsonl")] == [None, [1, 1]]
 
