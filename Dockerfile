@@ -18,8 +18,8 @@ WORKDIR /opt/nemo_kto
 # must not change: with these constraints pip fails instead of replacing them. The others are those of our constraints, or what
 # the base image has if that will do.
 ARG EXTRAS=""
-COPY pyproject.toml constraints.txt constraints-py312.txt benchmarks/gpu_report.py ./
-RUN python3 gpu_report.py --pins > /opt/constraints.txt \
+COPY pyproject.toml constraints.txt constraints-py312.txt benchmarks/gpu_versions.py ./
+RUN python3 gpu_versions.py --pins > /opt/constraints.txt \
     && python3 -c 'import sys, tomllib; \
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 extras = project["optional-dependencies"]; \

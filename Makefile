@@ -173,13 +173,14 @@ audit: $(VENV)/.made
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/kto_vs_trl.py $(MODEL) $(if $(OTHER_TRL),--other-trl $(OTHER_TRL))
 
-# On a machine with a GPU, in less than 25 minutes besides installing; docs/gpu/README.md. In parts: PART=tests, llama-1b or
-# qwen-7b; without an index: WHEELS=FOLDER; a shorter part: MINUTES=M; results into FOLDER: OUT=FOLDER.
+# On a machine with a GPU, in 12 minutes besides installing; the same command continues what was stopped; docs/gpu/README.md.
+# One step: STEP=machine, kernels, llama-1b, qwen-7b, trl or tests; less time: MINUTES=M; without an index: WHEELS=FOLDER;
+# results into FOLDER: OUT=FOLDER.
 gpu:
-	@$(GPU_PYTHON) benchmarks/gpu_report.py --check
+	@$(GPU_PYTHON) benchmarks/gpu_versions.py --check
 	$(NOT_SILENT) .ci/gpu-environment $(GPU_PYTHON) $(VENV) '$(TRL)' $(WHEELS)
 	$(BIN)/python benchmarks/gpu_report.py --trl-python $(VENV)-trl/bin/python \
-		$(PART:%=--part %) $(MINUTES:%=--minutes %) $(OUT:%=--folder %)
+		$(STEP:%=--step %) $(MINUTES:%=--minutes %) $(OUT:%=--folder %)
 
 # On a machine with an index: the packages that `make gpu WHEELS=wheels` installs on one without.
 gpu-wheels:

@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py trains: models of known shapes with random weights, and rows as long as real preference data.
+"""What `make gpu` trains: models of known shapes with random weights, and rows as long as real preference data.
 
 No network and no files of others: a model is made in seconds, and its tokenizer has one token for each byte.
 """
@@ -9,11 +9,16 @@ import json
 import math
 import random
 import statistics
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from tests.helpers.tiny_models import make_tokenizer
+
+BETA, LR, STEPS = 0.1, 1e-6, 7
 
 _LLAMA_ROPE = {
     "rope_type": "llama3",
@@ -127,22 +132,20 @@ def row_lengths(rows: int, longest: int) -> list[int]:
     return [longest // 32, *lengths[1:-1], longest]
 
 
-def make_rows(size: Size, *, seed: int = 0) -> list[dict[str, Any]]:
-    """A global batch in TRL's form; three tenths of each row are its prompt.
+def make_rows(size: Size) -> list[dict[str, Any]]:
+    """STEPS global batches in TRL's form, each with the same lengths; three tenths of each row are its prompt.
 
     The longest prompt and the longest answer are those of one row, so no KL example is cut.
     """
-    draw = random.Random(seed)
+    draw = random.Random(0)
 
     def text(tokens: int) -> str:
         return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=tokens))
 
-    lengths = row_lengths(size.rows, size.longest)
     rows = []
-    for index, tokens in enumerate(lengths):
+    for index, tokens in enumerate(row_lengths(size.rows, size.longest) * STEPS):
         prompt = max(2, round(0.3 * tokens))
         rows.append({"prompt": text(prompt), "completion": text(tokens - prompt - 1), "label": index % 2 == 0})
-    draw.shuffle(rows)
     return rows
 
 
@@ -150,3 +153,16 @@ def write_rows(rows: list[dict[str, Any]], file: Path) -> Path:
     """A line of JSON for each."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+def main() -> None:
+    """Write a model and its rows into FOLDER, unless they are there: python benchmarks/gpu_models.py NAME FOLDER [--toy]."""
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    size = (TOYS if "--toy" in sys.argv else SIZES)[name]
+    if not (folder / "rows.jsonl").exists():
+        write_model(size, folder / "model")
+        write_rows(make_rows(size), folder / "rows.jsonl")  # last: it says that both are complete
+
+
+if __name__ == "__main__":
+    main()

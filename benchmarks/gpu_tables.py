@@ -1,183 +1,138 @@
-"""What benchmarks/gpu.py found: figures, tables, what was aimed at, and whether both trainers did the same work."""
+"""The page of `make gpu`, drawn from its lines."""
 
 from __future__ import annotations
 
-import statistics
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_models import Size, row_lengths
+from benchmarks.gpu_lines import END, HEADER, Lines, newest_of
 
-# Phases of a step that do not overlap; "reference" holds "reference_swap".
-_PHASES = ("data", "reference", "kl", "forward_backward", "optimizer")
-_SHOWN = {
-    "data": "rows, KL examples",
-    "reference": "reference, without its swap",
-    "reference_swap": "swap of the weights",
-    "kl": "KL examples under the policy",
-    "forward_backward": "forward and backward",
-    "optimizer": "optimizer",
-    "rest": "the rest",
+_TITLES = {
+    "machine": "The machine",
+    "kernels": "Kernels against fp64",
+    "llama-1b": "KTO of Llama-3.2-1B, all weights",
+    "qwen-7b": "KTO of Qwen2.5-7B, LoRA",
+    "trl": "TRL, KTO of Llama-3.2-1B",
+    "tests": "Tests",
 }
+_ABOUT = {
+    "kernels": "Errors are norms relative to the norm of the fp64 result, with operands in bf16.",
+    "llama-1b": "A step has 64 rows of 128 to 4,096 tokens, 33,000 in all, and as many tokens of KL examples; TRL gets "
+    "the same rows. What is not named is the default.",
+}
+SHOWN = 14  # kernels of a profile
+_PHASES = ("data", "reference", "reference_swap", "kl", "forward_backward", "optimizer")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contender:
-    """A trainer and its settings.
-
-    Attributes:
-        name: for the table.
-        ours: it is nemo_kto.
-        evaluates: it evaluates the reference in each step, which is work that counts; else that is done before.
-        settings: what its program is given besides the model and the rows.
-    """
-
-    name: str
-    ours: bool
-    evaluates: bool
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(kw_only=True)
-class Figures:
-    """What the runs of a contender gave; ``wrong`` says why there are none."""
-
-    runs: list[dict[str, Any]] = field(default_factory=list)
-    wrong: str | None = None
-
-    def steps(self, name: str) -> list[Any]:
-        """A figure of every step that counts."""
-        return [value for run in self.runs for value in run[name][1:]]
-
-    @property
-    def seconds(self) -> float:
-        """Of a step: the median."""
-        return statistics.median(self.steps("seconds"))
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of a step at the median."""
-        return statistics.median(self.steps("tokens")) / self.seconds
-
-    @property
-    def peak(self) -> float:
-        """GB that were held at most."""
-        return max(run["peak_bytes"] for run in self.runs) / 1e9
-
-    def share(self, phase: str) -> float:
-        """Of the time of the steps that count."""
-        return sum(step.get(phase, 0.0) for step in self.steps("phases")) / sum(self.steps("seconds"))
-
-    def phase_shares(self) -> dict[str, float]:
-        """Of all phases, and of the rest; together they are 1."""
-        shares = {phase: self.share(phase) for phase in _PHASES}
-        rest = 1 - sum(shares.values())
-        swap = self.share("reference_swap")
-        return {**shares, "reference": shares["reference"] - swap, "reference_swap": swap, "rest": rest}
+def page(file: Path) -> str:
+    """Return the page of a device as Markdown; each step is shown with the newest sources and versions that it ran with."""
+    steps = {step: lines for step in _TITLES if (lines := newest_of(file, step)) is not None}
+    headers = {step: lines.of(HEADER)[HEADER] for step, lines in steps.items()}
+    first = next(iter(headers.values()))
+    text = [f"# {first['device']}", "", "Written by `make gpu`; [README.md](README.md) says what it runs.", ""]
+    text += ["| | |", "|---|---|"]
+    for name in first:
+        values = {step: header.get(name, "not known") for step, header in headers.items()}
+        same = len(set(values.values())) == 1
+        shown = first[name] if same else "; ".join(f"{step}: {value}" for step, value in values.items())
+        text.append(f"| {name} | {shown} |")
+    for step, title in _TITLES.items():
+        found = dict(steps[step].of(step)) if step in steps else {}
+        end = found.pop(END, None)
+        ours = newest_of(file, "llama-1b") if step == "trl" else None
+        text += ["", f"## {title}", "", *_body(step, found, ours.of("llama-1b") if ours else {}), _ending(step, end)]
+    return "\n".join(text) + "\n"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """The runs on one model; ``tried`` are TRL's settings, of which the best is among the ``results``."""
-
-    size: Size
-    results: list[tuple[Contender, Figures]]
-    tried: list[tuple[Contender, Figures]]
-
-    def of(self, *, ours: bool, evaluates: bool) -> Figures | None:
-        """The figures of a contender; None where it failed or had no time."""
-        found = [figures for one, figures in self.results if (one.ours, one.evaluates) == (ours, evaluates)]
-        return found[0] if found and found[0].runs else None
-
-    def mfu(self, contender: Contender, figures: Figures) -> float | None:
-        """Of a contender, by the work that nemo_kto counts for the same step: what a trainer does besides does not count."""
-        counted = self.of(ours=True, evaluates=contender.evaluates)
-        if counted is None or not (peak := counted.runs[0]["peak_flops"]):
-            return None
-        return statistics.median(counted.steps("flops")) / figures.seconds / peak
-
-
-def report(found: Found) -> list[str]:
-    """The tables of a model, as Markdown."""
-    size, base = found.size, found.of(ours=False, evaluates=True)
-    tokens = sum(row_lengths(size.rows, size.longest))
-    repetitions = min((len(figures.runs) for _, figures in found.results), default=0)
-    lines = [
-        f"### {size.name}",
-        "",
-        f"{size.rows} rows of {size.longest // 32} to {size.longest} tokens, {tokens} in all, and as many of KL examples. "
-        f"Medians of {repetitions} repetitions or more. {_layers(found)}",
-        "",
-        "| trainer | tokens/s | times TRL's | s a step | MFU | peak memory | of TRL's |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for contender, figures in found.results:
-        if not figures.runs:
-            lines.append(f"| {contender.name} | {figures.wrong or 'no time was left'} | | | | | |")
-            continue
-        seconds, mfu = figures.steps("seconds"), found.mfu(contender, figures)
-        times = "" if base is None else f"{figures.tokens_per_second / base.tokens_per_second:.2f}"
-        memory = "" if base is None else f"{figures.peak / base.peak:.2f}"
-        lines.append(
-            f"| {contender.name} | {figures.tokens_per_second:.0f} | {times} "
-            f"| {figures.seconds:.3f} ({min(seconds):.3f} to {max(seconds):.3f}) | {'' if mfu is None else f'{mfu:.1%}'} "
-            f"| {figures.peak:.2f} GB | {memory} |"
-        )
-    return [*lines, "", *_breakdown(found), "", *_tried(found), "", *_goal_lines(found)]
-
-
-def _layers(found: Found) -> str:
-    engine = {run["engine"] for one, figures in found.results if one.ours for run in figures.runs}
-    return {(True,): "Layers of Transformer Engine.", (False,): "No layers of Transformer Engine."}.get((*engine,), "")
-
-
-def _breakdown(found: Found) -> list[str]:
-    columns = {one.name: figures.phase_shares() for one, figures in found.results if one.ours and figures.runs}
-    if not columns:
-        return ["No run of nemo_kto worked."]
-    lines = ["| share of a step | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
-    for phase, text in _SHOWN.items():
-        lines.append(f"| {text} | " + " | ".join(f"{shares[phase]:.1%}" for shares in columns.values()) + " |")
-    return lines
-
-
-def _tried(found: Found) -> list[str]:
-    tried = [(one, figures) for one, figures in found.tried if figures.runs or figures.wrong]
-    told = (f"{one.name}: {f'{figures.seconds:.2f} s' if figures.runs else figures.wrong}" for one, figures in tried)
-    return [f"Tried with one step: {'; '.join(told)}."] if tried else []
-
-
-def goals(found: Found) -> dict[str, tuple[float | None, float]]:
-    """What is aimed at, by its name: what was found, and the goal. Goals say themselves which way."""
-    live, theirs = found.of(ours=True, evaluates=True), found.of(ours=False, evaluates=True)
-    both = [[f.tokens_per_second for one, f in found.results if one.ours == ours and f.runs] for ours in (True, False)]
-    speed = max(both[0]) / max(both[1]) if all(both) else None
-    result: dict[str, tuple[float | None, float]] = {"tokens a second, best against best of TRL, at least": (speed, 2.0)}
-    memory = live.peak / theirs.peak if live and theirs else None
-    result["peak memory, of TRL's, at most"] = (memory, 0.5)
-    if not found.size.lora:
-        contenders = [one for one, _ in found.results if one.ours and one.evaluates]
-        result["MFU, at least"] = (found.mfu(contenders[0], live) if live else None, 0.45)
-        result["swap, of a step, at most"] = (live.share("reference_swap") if live else None, 0.03)
-    return result
-
-
-def _goal_lines(found: Found) -> list[str]:
-    lines = ["| goal | | found |", "|---|---|---|"]
-    for name, (value, goal) in goals(found).items():
-        met = "" if value is None else " met" if (value <= goal if "at most" in name else value >= goal) else " **missed**"
-        lines.append(f"| {name} | {goal:g} | {'not known' if value is None else f'{value:.3g},'}{met} |")
-    return lines
-
-
-def inconsistent(found: Found, *, tolerance: float) -> list[str]:
-    """What shows that the trainers did not do the same work, or that a run did not work."""
-    wrong = [f"{one.name}: {figures.wrong}" for one, figures in found.results if figures.wrong]
-    worked = [(one, figures) for one, figures in found.results if figures.runs]
-    tokens = {one.name: {int(count) for run in figures.runs for count in run["tokens"]} for one, figures in worked}
-    if len(set().union(*tokens.values())) > 1:
-        wrong.append(f"the tokens of a step must be the same everywhere, got {tokens}")
-    first = {one.name: figures.runs[0]["losses"][0] for one, figures in worked}
-    if first and max(first.values()) - min(first.values()) > tolerance:
-        wrong.append(f"the losses of the first step must agree to {tolerance:g}, got {first}")
+def failures(lines: Lines, steps: tuple[str, ...]) -> list[str]:
+    """Return a line for each step that did not end well, and each measurement or test that failed."""
+    wrong = []
+    for step in steps:
+        found = lines.of(step)
+        end = found.pop(END, {"status": "not run"})
+        wrong += [f"{step}, {name}: {each['error']}" for name, each in found.items() if "error" in each]
+        failed = [f"{name}: {each['result']}" for name, each in found.items() if str(each.get("result")).startswith("**")]
+        wrong += failed
+        if end["status"] != 0 and not failed:
+            wrong.append(f"{step}: {end['status']}; the same command continues")
     return wrong
+
+
+def _ending(step: str, end: Mapping[str, Any] | None) -> str:
+    if end is None:
+        return f"Not run: `make gpu STEP={step}`."
+    return f"Ended with status {end['status']} after {end['seconds']:.0f} s."
+
+
+def _body(step: str, found: Mapping[str, dict[str, Any]], ours: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    if not found:
+        return
+    if step in _ABOUT:
+        yield from (_ABOUT[step], "")
+    if step == "tests":
+        yield from _tests(found)
+    elif step in ("llama-1b", "qwen-7b", "trl"):
+        yield from _steps(found, ours)
+    else:
+        yield from ("| measurement | found |", "|---|---|")
+        yield from (f"| {name} | {'; '.join(_flat(each))} |" for name, each in found.items())
+    yield ""
+
+
+def _flat(found: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name} {f'{value:.3g}' if isinstance(value, float) else value}"
+
+
+def _steps(found: Mapping[str, dict[str, Any]], ours: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    """A table of settings, and what the profiled ones spend their time on."""
+    yield (
+        "| setting | tokens/s | s a step | MFU | peak GB (planned) | loss, first and last | "
+        + " | ".join(_PHASES)
+        + " | the rest |"
+    )
+    yield "|---" * (7 + len(_PHASES)) + "|"
+    for name, each in [*found.items(), *((f"nemo_kto, {name}", each) for name, each in ours.items() if name != END)]:
+        if "error" in each:
+            yield f"| {name} | **{each['error'].replace('|', '/')}** |" + " |" * (5 + len(_PHASES))
+            continue
+        seconds, phases = each["seconds"], dict(each.get("phases", {}))
+        if phases:  # the swap is a part of the reference's phase
+            phases["reference"] = phases.get("reference", 0.0) - phases.get("reference_swap", 0.0)
+        shares = [f"{phases.get(phase, 0.0) / seconds:.1%}" if phases else "" for phase in _PHASES]
+        rest = f"{1 - sum(phases.values()) / seconds:.1%}" if phases else ""
+        mfu = f"{each['MFU']:.1%}" if each.get("MFU") else ""
+        planned = f" ({each['planned GB']:.1f})" if "planned GB" in each else ""
+        yield (
+            f"| {name} | {each['tokens per second']:,.0f} | {seconds:.3f} | {mfu} | {each['peak GB']:.1f}{planned} | "
+            f"{each['losses'][0]:.4f}, {each['losses'][-1]:.4f} | " + " | ".join([*shares, rest]) + " |"
+        )
+    for name, each in found.items():
+        if profile := each.get("profile"):
+            yield from _profile(name, profile)
+
+
+def _profile(name: str, profile: Mapping[str, Any]) -> Iterator[str]:
+    total = profile["busy ms"] + profile["idle ms"]
+    gaps = ", ".join(f"{gap:.1f}" for gap in profile["longest gaps ms"])
+    yield ""
+    yield (
+        f"Profile of a step, {name}: {profile['kernels']} kernels and copies; the device is idle in "
+        f"{profile['idle ms'] / total:.1%} of {total:.0f} ms; longest gaps {gaps} ms."
+    )
+    yield from ("", "| kernel | ms | calls |", "|---|---|---|")
+    for kernel, each in [*profile["largest"].items()][:SHOWN]:
+        yield f"| `{kernel.replace('|', '/')}` | {each['ms']:.1f} | {each['calls']} |"
+
+
+def _tests(found: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    counts = Counter(each["result"].split(":")[0].strip("*") for each in found.values())
+    yield ", ".join(f"{count} {result}" for result, count in counts.items()) + "."
+    yield from ("", "| test | result | s |", "|---|---|---|")
+    for name, each in found.items():
+        yield f"| {name.removeprefix('tests/gpu/')} | {each['result']} | {each['seconds']:.1f} |"

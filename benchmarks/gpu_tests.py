@@ -1,82 +1,71 @@
-"""Pytest plugin: writes each result when the test ends, and leaves out tests whose results it has.
+"""Pytest plugin of `make gpu`: a line for each test when it ends, and no test again that has passed.
 
-    python -m pytest -p benchmarks.gpu_tests --results FILE tests/gpu
+    python -m pytest -p benchmarks.gpu_tests --lines FILE --key KEY -n 4 tests/gpu
 
-FILE is the JSON of benchmarks/gpu_report.py; in ``["tests"]["cases"]`` are the result and the seconds of each node id. A run
-that is interrupted loses only the test that it is in. The next run begins with the tests that have not run; failed ones, and
-those that did not end, run again after them.
+A run that is stopped loses only the tests that it is in. Tests of bf16 kernels come first.
 """
 
 from __future__ import annotations
 
-import json
-import signal
+from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-NOT_RUN = "not run"
-DID_NOT_END = "**did not end**"
+from benchmarks.gpu_lines import Lines
 
-
-def is_final(case: dict[str, Any]) -> bool:
-    """Whether a result is kept: passed or skipped."""
-    return bool(case["result"].startswith(("passed", "skipped")))
+STEP = "tests"
+FIRST = ("test_layers", "bf16")  # in the names of tests that no other machine runs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--results", type=Path, required=True, help="JSON file to read earlier results from and to update")
+    parser.addoption(
+        "--lines", type=Path, required=True, help="file of earlier results, to which those of this run are added"
+    )
+    parser.addoption("--key", required=True, help="of these sources and versions; results with another one do not count")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in what a shell runs in the background
-    config.pluginmanager.register(Results(config.getoption("--results")))
+    lines = Lines(file=config.getoption("--lines"), key=config.getoption("--key"))
+    config.pluginmanager.register(Results(lines, writes=not hasattr(config, "workerinput")))
 
 
 class Results:
-    """The results of all runs; ``file`` is replaced after each test."""
+    """Results of tests as lines, written by the process that started the workers."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.parts = json.loads(file.read_text())
-        self.cases: dict[str, dict[str, Any]] = self.parts["tests"]["cases"]
-
-    def note(self, nodeid: str, result: str, seconds: float) -> None:
-        self.cases[nodeid] = {"result": result, "seconds": round(seconds, 1)}
-        new = self.file.with_name(f"{self.file.name}.new")
-        new.write_text(json.dumps(self.parts, indent=1))
-        new.replace(self.file)
+    def __init__(self, lines: Lines, *, writes: bool) -> None:
+        self.lines, self.writes = lines, writes
+        self.reports: dict[str, list[pytest.TestReport]] = defaultdict(list)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        for item in items:
-            if item.nodeid not in self.cases:
-                self.note(item.nodeid, NOT_RUN, 0.0)
-        config.hook.pytest_deselected(items=[item for item in items if is_final(self.cases[item.nodeid])])
-        items[:] = [item for item in items if not is_final(self.cases[item.nodeid])]
-        items.sort(key=lambda item: self.cases[item.nodeid]["result"] != NOT_RUN)
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.note(nodeid, DID_NOT_END, 0.0)
+        known = {name for name, found in self.lines.of(STEP).items() if is_final(found["result"])}
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in known])
+        items[:] = [item for item in items if item.nodeid not in known]
+        items.sort(key=lambda item: not any(word in item.nodeid for word in FIRST))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Three for each test: setup, call, teardown. The first that has not passed is the result."""
-        before = self.cases[report.nodeid]
-        seconds = before["seconds"] + report.duration
-        if before["result"] not in (DID_NOT_END, "passed"):
-            self.note(report.nodeid, before["result"], seconds)
-        elif report.passed:
-            self.note(report.nodeid, "passed" if report.when != "setup" else DID_NOT_END, seconds)
-        else:
-            self.note(report.nodeid, describe(report), seconds)
+        """Called for setup, call and teardown; the first that has not passed is the result."""
+        if not self.writes:
+            return
+        reports = self.reports[report.nodeid]
+        reports.append(report)
+        if report.when == "teardown":
+            result = next((describe(each) for each in reports if not each.passed), "passed")
+            seconds = sum(each.duration for each in reports)
+            self.lines.append(STEP, report.nodeid, {"result": result, "seconds": round(seconds, 1)})
+
+
+def is_final(result: str) -> bool:
+    """Return whether a test need not run again."""
+    return result.startswith(("passed", "skipped"))
 
 
 def describe(report: pytest.TestReport) -> str:
-    """A failure or a skipped test as a cell of a Markdown table."""
+    """Return a failure or a skipped test as a cell of a Markdown table."""
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash else report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-    text = " ".join(text.removeprefix("Skipped: ").split())[:200].replace("|", "/")
+    text = " ".join(text.removeprefix("Skipped: ").split())[:400].replace("|", "/")
     if report.skipped:
         return f"skipped: {text}"
     return f"**{'failure' if report.when == 'call' else 'error'}**: {text}"

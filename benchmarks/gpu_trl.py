@@ -1,33 +1,55 @@
-"""One run of benchmarks/gpu.py with TRL's KTOTrainer, in whichever version this interpreter has (1.5 or 1.16).
+"""A step of `make gpu` with TRL's KTOTrainer (1.5 to 1.16): KTO of one model in one process, in several settings.
 
-    python benchmarks/gpu_trl.py SETTINGS.json RESULT.json
+    python benchmarks/gpu_trl.py LINES KEY --folder FOLDER [--toy]
 
-It imports nothing of nemo_kto, so that the interpreter needs torch and TRL alone.
+FOLDER has the model and the rows. The program imports nothing of nemo_kto: the interpreter needs torch and TRL alone.
+The first step of a setting is not counted.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
+import gc
 import json
 import resource
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
+
+from benchmarks.gpu_lines import Lines
 
 try:
     from trl.trainer.kto_trainer import KTOConfig, KTOTrainer
 except ImportError:
     from trl.experimental.kto import KTOConfig, KTOTrainer
 
+STEP = "trl"
 ON_GPU = torch.cuda.is_available()
+BETA, LR = 0.1, 1e-6
+STEPS = 3
+# Main weights in fp32 are its mixed precision and what nemo_kto does; weights in bf16 need less, and lose small updates.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp32 weights, 8 rows": {"dtype": "float32", "rows": 8},
+    "fp32 weights, 4 rows": {"dtype": "float32", "rows": 4},
+    "bf16 weights, 8 rows": {"dtype": "bfloat16", "rows": 8},
+    "fp32 weights, 8 rows, reference precomputed": {"dtype": "float32", "rows": 8, "precompute": True},
+    "bf16 weights, 8 rows, reference precomputed": {"dtype": "bfloat16", "rows": 8, "precompute": True},
+    "fp32 weights, 8 rows, liger": {"dtype": "float32", "rows": 8, "liger": True},
+    "fp32 weights, 16 rows, recomputed": {"dtype": "float32", "rows": 16, "recompute": True},
+}
 
 
 def now() -> float:
-    """Seconds, when the device has done what was asked of it."""
+    """Seconds, when the device has completed its work."""
     if ON_GPU:
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -45,7 +67,7 @@ class Counted(KTOTrainer):
 
 
 class Watch(TrainerCallback):
-    """Notes each step."""
+    """Records each step."""
 
     def __init__(self) -> None:
         self.found: dict[str, list[float]] = {"seconds": [], "tokens": [], "losses": [], "kls": []}
@@ -66,55 +88,70 @@ class Watch(TrainerCallback):
             self.found["kls"].append(float(logs["kl"]))
 
 
-def arguments(settings: dict[str, Any], folder: str) -> KTOConfig:
-    """Of the trainer; what is not given is its default."""
-    return KTOConfig(
-        output_dir=folder,
-        model_init_kwargs={"dtype": settings["dtype"], "attn_implementation": settings["attention"]},
-        use_cpu=not ON_GPU,
-        bf16=ON_GPU,
-        per_device_train_batch_size=settings["batch_size"],
-        gradient_accumulation_steps=settings["rows_of_a_step"] // settings["batch_size"],
-        gradient_checkpointing=settings["gradient_checkpointing"],
-        use_liger_kernel=settings["liger"],
-        precompute_ref_log_probs=settings["precompute"],
-        max_steps=settings["steps"],
-        max_length=settings["longest"],
-        beta=settings["beta"],
-        learning_rate=settings["lr"],
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-
-
-def run(settings: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Train, and say how it went."""
-    rows = [json.loads(line) for line in Path(settings["rows"]).read_text().splitlines()]
-    adapters = None
-    if settings["lora"]:
-        from peft import LoraConfig
-
-        adapters = LoraConfig(r=16, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+def train(
+    folder: Path, *, dtype: str, rows: int, toy: bool, precompute: bool = False, liger: bool = False, recompute: bool = False
+) -> dict[str, Any]:
+    """Train with micro-batches of ``rows``, and return what was measured."""
+    data = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     watch = Watch()
-    watch.trainer = trainer = Counted(
-        model=settings["model"],
-        args=arguments(settings, folder),
-        train_dataset=Dataset.from_list(rows * settings["steps"]),
-        processing_class=AutoTokenizer.from_pretrained(settings["model"]),
-        peft_config=adapters,
-        callbacks=[watch],
-    )
-    trainer.train()
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = KTOConfig(
+            output_dir=scratch,
+            model_init_kwargs={"dtype": dtype, "attn_implementation": "sdpa"},
+            use_cpu=not ON_GPU,
+            bf16=ON_GPU and not toy,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=(8 if toy else 64) // rows,
+            gradient_checkpointing=recompute,
+            use_liger_kernel=liger,
+            precompute_ref_log_probs=precompute,
+            max_steps=STEPS,
+            max_length=4096,
+            beta=BETA,
+            learning_rate=LR,
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        model = str(folder / "model")
+        watch.trainer = trainer = Counted(
+            model=model,
+            args=arguments,
+            train_dataset=Dataset.from_list(data),
+            processing_class=AutoTokenizer.from_pretrained(model),
+            callbacks=[watch],
+        )
+        trainer.train()
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {**watch.found, "peak_bytes": torch.cuda.max_memory_allocated() if ON_GPU else rss}
+    seconds, tokens = (sum(watch.found[name][1:]) for name in ("seconds", "tokens"))
+    return {
+        "seconds": seconds / (STEPS - 1),
+        "all seconds": watch.found["seconds"],
+        "tokens": watch.found["tokens"],
+        "tokens per second": tokens / seconds,
+        "losses": watch.found["losses"],
+        "peak GB": (torch.cuda.max_memory_allocated() if ON_GPU else rss) / 1e9,
+    }
 
 
 def main() -> None:
-    settings = json.loads(Path(sys.argv[1]).read_text())
-    Path(sys.argv[2]).write_text(json.dumps(run(settings, settings["folder"])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lines", type=Path)
+    parser.add_argument("key")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--toy", action="store_true")
+    arguments = parser.parse_args()
+    lines = Lines(file=arguments.lines, key=arguments.key)
+    for name, settings in SETTINGS.items():
+        if arguments.toy and settings != SETTINGS["fp32 weights, 4 rows"]:
+            continue
+        lines.measure(STEP, name, functools.partial(train, arguments.folder, toy=arguments.toy, **settings))
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ psutil
 cloudpickle
 pytest iniconfig pluggy
 pytest-timeout
+pytest-xdist execnet
+liger-kernel
 peft accelerate
 trl
 pip

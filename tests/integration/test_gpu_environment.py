@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from tests.conftest import REPOSITORY, load_script
 from tests.integration.test_wheel import pins
 
-gpu_report = load_script("benchmarks/gpu_report.py")
+gpu_versions = load_script("benchmarks/gpu_versions.py")
 gpu_wheels = load_script("benchmarks/gpu_wheels.py")
 
 
@@ -39,16 +39,16 @@ def test_the_wheels_exclude_torch_and_transformers_with_their_dependencies() -> 
 
 def test_every_environment_takes_megatron_core_from_the_constraints_of_its_python() -> None:
     """CI and `make gpu` by these files, the image by ``--pins``; the version is written nowhere else."""
-    installed = gpu_report.version_of("megatron-core")
+    installed = gpu_versions.version_of("megatron-core")
     for file in ("constraints.txt", "constraints-py312.txt"):
         version = pins(REPOSITORY / file)["megatron-core"]
-        found = [line for line in gpu_report.pins((REPOSITORY / file).read_text()) if line.startswith("megatron-core")]
+        found = [line for line in gpu_versions.pins((REPOSITORY / file).read_text()) if line.startswith("megatron-core")]
         assert found == [f"megatron-core=={version}"], f"whatever is installed, here {installed}"
     programs = ["Makefile", "Dockerfile", *(f".ci/{file.name}" for file in (REPOSITORY / ".ci").iterdir())]
     texts = {name: (REPOSITORY / name).read_text(encoding="utf-8") for name in programs}
     assert [name for name, text in texts.items() if re.search(r"megatron[-_]core\s*[=<>~]=?\s*\d", text)] == []
-    assert "gpu_report.py --pins >" in texts["Dockerfile"]
-    assert "gpu_report.py --pins >" in texts[".ci/gpu-environment"]
+    assert "gpu_versions.py --pins >" in texts["Dockerfile"]
+    assert "gpu_versions.py --pins >" in texts[".ci/gpu-environment"]
     assert "constraints-py312.txt" not in texts["Dockerfile"].split("RUN", 1)[1]
 
 
