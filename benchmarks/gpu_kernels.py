@@ -87,7 +87,8 @@ def copies(*, toy: bool) -> dict[str, float]:
             host.copy_(tensor, non_blocking=True)
 
     swap = functools.partial(device.swap_, tensors, hosts)
-    calls = {"to the device": (to_device, 1), "to the host": (to_host, 1), "swap_": (swap, 2)}
+    calls: dict[str, tuple[Callable[[], None], int]] = {"to the device": (to_device, 1), "to the host": (to_host, 1)}
+    calls["swap_"] = swap, 2
     return {name: times * size / milliseconds(call, repetitions=3) / 1e6 for name, (call, times) in calls.items()}
 
 
@@ -194,8 +195,9 @@ def logprobs(chunk: int, *, toy: bool) -> dict[str, Any]:
     from nemo_kto.distributed.logprobs import vocab_parallel_logprobs
 
     tokens, hidden, vocab = (256, 64, 1000) if toy else (8192, 2048, 128256)
-    states, weight = randn(tokens, hidden).requires_grad_(), randn(vocab, hidden, scale=0.02).requires_grad_()
-    weight.main_grad = torch.zeros(vocab, hidden, device=weight.device)
+    states, weight = randn(tokens, hidden).requires_grad_(), torch.nn.Parameter(randn(vocab, hidden, scale=0.02))
+    main_grad = torch.zeros(vocab, hidden, device=weight.device)
+    weight.__dict__["main_grad"] = main_grad
     target = torch.randint(vocab, (tokens,), device=weight.device)
     grad = torch.randn(tokens, device=weight.device) / 64
 
@@ -204,7 +206,7 @@ def logprobs(chunk: int, *, toy: bool) -> dict[str, Any]:
         return found, torch.autograd.grad(found, [states, weight], grad, allow_unused=True)[0]
 
     values, of_states = both()
-    of_weight, weight.main_grad = weight.main_grad, torch.zeros_like(weight.main_grad)
+    of_weight = main_grad.clone()
     exact = [each.detach().double().requires_grad_() for each in (states, weight)]
     expected = [torch.zeros(tokens, dtype=torch.float64, device=weight.device), *map(torch.zeros_like, exact)]
     for part in torch.arange(tokens, device=weight.device).split(512):  # the logits of all tokens in fp64 are too large

@@ -88,7 +88,7 @@ class Watch(Callback):
     def on_train_step_end(self, trainer: Any, event: Event) -> None:
         times = {name.removeprefix("timing/"): seconds for name, seconds in event.report.items() if "timing/" in name}
         sums, metrics = event.metrics.sums, event.metrics
-        found = {name: float(sums[name]) for name in ("tokens", "kl_tokens", "padded_tokens", "flops") if name in sums}
+        found: dict[str, Any] = {name: float(sums[name]) for name in ("tokens", "flops")}
         self.steps.append({"seconds": times.pop("step_time"), "phases": times, "loss": metrics["loss"], **found})
         if self._profiled and len(self.steps) == self._last - 1:
             device.synchronize()
