@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from nemo_kto.data.rows.forms import Form, find_form, open_text, skip_bytes
 from nemo_kto.data.rows.records import DataError, LastRowError, Row, RowError
@@ -31,6 +31,7 @@ _RATIO = 4  # typical of the compression of text
 _SCAN_BYTES = 2**20
 _MAX_BLANK_BYTES = 2**20  # in succession; a compressed file of a megabyte may contain a gigabyte of them
 _TABLE_ROWS = 1000  # rows of a table that are in memory at a time
+_EXTENSION = b"ARROW:extension:name"  # of a type that this version of pyarrow does not know
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -387,6 +388,7 @@ def _table_rows(path: str | Path, form: Form, part: FilePart) -> Iterator[tuple[
     number = part.first_line
     with _open_table(path, form) as table:
         class_names = table.class_names()
+        decoders = {field.name: decode for field in table.schema if (decode := _json_decoder(field)) is not None}
         try:
             for batch in table.read(part.start, part.stop):
                 batch.validate(full=True)
@@ -396,10 +398,39 @@ def _table_rows(path: str | Path, form: Form, part: FilePart) -> Iterator[tuple[
                             names, label = class_names[column], row[column]
                             if label is not None and label < len(names):  # the library writes -1 for a missing label
                                 row[column] = names[label] if label >= 0 else None
+                        row |= {column: decode(row[column]) for column, decode in decoders.items()}
                         yield number, _without_nested_nulls(row)
                         number += 1
         except Exception as error:  # for damaged files pyarrow may raise any exception
             yield number, RowError(f"the rest of the file is damaged ({printable(str(error))}); write it again")
+
+
+def _json_decoder(field: pyarrow.Field) -> Callable[[Any], Any] | None:
+    """Return a function that decodes all JSON in values of a column; None if its type has none.
+
+    The datasets library stores values of mixed types as JSON, also within lists and structures.
+    """
+    from pyarrow import types
+
+    kind = field.type
+    if "arrow.json" in (getattr(kind, "extension_name", None), (field.metadata or {}).get(_EXTENSION, b"").decode()):
+        return _decoded
+    if types.is_struct(kind):
+        decoders = {each.name: decode for each in kind.fields if (decode := _json_decoder(each)) is not None}
+        if not decoders:
+            return None
+        return lambda value: value and value | {name: decode(value[name]) for name, decode in decoders.items()}
+    if types.is_nested(kind) and hasattr(kind, "value_field"):
+        decode_item = _json_decoder(kind.value_field)
+        return decode_item and (lambda values: values and [decode_item(each) for each in values])
+    return None
+
+
+def _decoded(text: str | None) -> Any:
+    value = None if text is None else json.loads(text)
+    if "\\u" in (text or ""):  # see :func:`_parse_json`
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    return value
 
 
 def _without_nested_nulls(row: Row) -> Row:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ import datasets
 import pandas as pd
 import pyarrow
 import pytest
+from hypothesis import example, settings
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 from pyarrow import parquet
 
 from nemo_kto.data.rows.arguments import data_prefix_of
+from nemo_kto.data.rows.files import read_rows
 from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
 from nemo_kto.data.rows.records import DataError, KTORecord
 from nemo_kto.errors import UserError
@@ -74,6 +79,59 @@ def test_nulls_of_nested_structures_are_dropped_in_every_form(tmp_path: Path) ->
     expected = [([ASK, CALL, CHATS[0]["messages"][2]], TOOLS), ([ASK], TOOLS[:1])]
     for form, path in forms.items():
         assert [(record.prompt, record.template["tools"]) for record in read(path)] == expected, form
+
+
+# Strings are letters alone: a string that is itself JSON, such as "3", is another value in a Json column of datasets.
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**40), 2**40)
+    | st.text("abcé\u2028", min_size=1, max_size=4).filter("null".__ne__),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=2),
+    max_leaves=5,
+)
+ARGUMENTS = st.lists(st.dictionaries(st.sampled_from(["city", "days"]), VALUES, min_size=1), min_size=2, max_size=3)
+
+
+@settings(deadline=None, max_examples=25)
+@example([{"city": "Oslo", "days": 2}, {"days": "two", "city": ["x", 1]}])
+@example([{"city": {"type": "integer", "default": 3}}, {"city": {"type": ["string", "null"]}}])
+@drawn(ARGUMENTS)
+def test_json_columns_of_datasets_are_those_of_jsonl(arguments: list[dict]) -> None:
+    """The library stores values that differ in type as JSON; the text of that JSON is not the value."""
+    rows = [
+        {
+            "prompt": [ASK],
+            "response": [{**CALL, "tool_calls": [{"function": {"name": "f", "arguments": each}}]}],
+            "label": True,
+        }
+        for each in arguments
+    ]
+    text, whole = datasets.Value("string"), datasets.Json()
+    message = {"role": text, "content": text}
+    called = {"role": text, "tool_calls": datasets.List({"function": {"name": text, "arguments": whole}})}
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        expected = [row for _, row in read_rows(write_rows(folder / "a.jsonl", rows))]
+        for name, prompt, response in (("nested", datasets.List(message), datasets.List(called)), ("columns", whole, whole)):
+            features = datasets.Features(prompt=prompt, response=response, label=datasets.Value("bool"))
+            data = datasets.Dataset.from_list(rows, features=features)
+            data.to_parquet(folder / f"{name}.parquet")
+            data.save_to_disk(folder / name)
+            passed = Path(str(data_prefix_of(data, folder / "rows")))
+            for form in (folder / f"{name}.parquet", *(folder / name).glob("*.arrow"), passed):
+                assert [row for _, row in read_rows(form)] == expected, form.name
+
+
+def test_a_lone_surrogate_in_a_json_column_is_refused(tmp_path: Path) -> None:
+    column = pyarrow.array(['"fine"', '"\\ud800"'], pyarrow.json_())
+    parquet.write_table(
+        pyarrow.table({"prompt": ["a", "b"], "response": column, "label": [True, False]}), tmp_path / "a.parquet"
+    )
+    (_, first), (number, error) = read_rows(tmp_path / "a.parquet")
+    assert first == {"prompt": "a", "response": "fine", "label": True}
+    assert number == 2
+    assert "surrogates not allowed" in str(error)
 
 
 @pytest.mark.parametrize("names", [["undesirable", "desirable"], ["desirable", "undesirable"]])
