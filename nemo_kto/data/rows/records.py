@@ -16,6 +16,8 @@ row may have a "weight". ``reader.py`` defines how other columns are treated.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -305,7 +307,7 @@ def _messages(value: object, key: str) -> list[Message]:
             raise RowError(f'a message in "{key}" must be an object with "role" and "content", got {show(message)}')
         if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
             raise RowError(f'"content" of a message in "{key}" must be a string, got {show(message.get("content"))}')
-    return [_with_text(message, key) if isinstance(message.get("content"), list) else message for message in messages]
+    return [_with_arguments(_with_text(message, key), key) for message in messages]
 
 
 def _with_role(message: Any, key: str) -> Any:
@@ -326,9 +328,11 @@ def is_conversation_with_answer(value: object) -> bool:
 
 
 def _with_text(message: Message, key: str) -> Message:
-    """Return a message whose content, a list of text parts, is joined into one string."""
+    """Return a message whose content, if it is a list of text parts, is joined into one string."""
+    if not isinstance(content := message.get("content"), list):
+        return message
     texts = []
-    for part in cast(list[object], message["content"]):
+    for part in content:
         if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
             raise RowError(
                 f'"content" of a message in "{key}" must be a string, or a list of {{"type": "text", "text": ...}}, got '
@@ -336,3 +340,31 @@ def _with_text(message: Message, key: str) -> Message:
             )
         texts.append(part["text"])
     return {**message, "content": "".join(texts)}
+
+
+def _with_arguments(message: Message, key: str) -> Message:
+    """Return a message in which the arguments of tool calls are objects, as servers give them to a chat template.
+
+    OpenAI's form has them as JSON in a string, which most templates would write as a string with escapes.
+    """
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not any(isinstance(_function(call).get("arguments"), str) for call in calls):
+        return message
+    parsed = []
+    for call in calls:
+        function = _function(call)
+        if isinstance(text := function.get("arguments"), str):
+            with contextlib.suppress(ValueError, RecursionError):
+                function = {**function, "arguments": json.loads(text) if text.strip() else {}}
+            if not isinstance(function["arguments"], dict):
+                wanted = f'"arguments" of a tool call in "{key}" must be an object, or one in JSON'
+                raise RowError(f"{wanted}, got {show(text)}; correct it, or leave the row out")
+            call = {**call, "function": function} if "function" in call else function
+        parsed.append(call)
+    return {**message, "tool_calls": parsed}
+
+
+def _function(call: object) -> Mapping[str, Any]:
+    """Return name and arguments of a tool call, which are in its field "function" or beside its other fields."""
+    function = call.get("function", call) if isinstance(call, dict) else {}
+    return function if isinstance(function, dict) else {}

@@ -33,7 +33,7 @@ from nemo_kto.utils.locks import one_writer
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 6  # increase it if the same data and tokenizer give other token ids or columns
+_FORMAT = 7  # increase it if the same data and tokenizer give other token ids or columns
 _NOT_CONTENT = ("line", "prompt_cut", "response_cut")  # origin of an example, and whether it was truncated
 _DROPPED_LATER = {DUPLICATES, CONTRADICTIONS}  # the cached files have them
 _IDS = SequenceOf(Value("int32"))

@@ -89,6 +89,27 @@ def test_messages_of_sharegpt() -> None:
     assert record.response == [assistant("a")]
 
 
+def called(arguments: object) -> dict:
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": arguments}}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [('{"city": "Oslo", "days": 2}', {"city": "Oslo", "days": 2}), ("", {}), ("{}", {})]
+)
+def test_arguments_of_tool_calls_may_be_json(text: str, value: dict) -> None:
+    """OpenAI's form; beside the other fields of a call, too, as Mistral's templates read it."""
+    flat = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": text}]}
+    (record,) = records_of_row(
+        {"prompt": [USER, called(text), {"role": "tool", "content": "-"}], "response": [flat], "label": 1}, 1
+    )
+    assert record.prompt[1] == called(value)
+    assert record.response == [{**flat, "tool_calls": [{"name": "f", "arguments": value}]}]
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -119,6 +140,10 @@ def test_messages_of_sharegpt() -> None:
         ({"chosen": "yes", "rejected": "no"}, ["prompt", "yes"]),
         ({"chosen": "same text", "rejected": "same text"}, ["prompt"]),
         ({"chosen": [USER, assistant("a")], "rejected": [SYSTEM, assistant("b")]}, ["prompt"]),
+        *(
+            ({"messages": [USER, called(text)], "label": True}, ['"arguments"', '"messages"', text, "object"])
+            for text in ("{'city': 1}", "[1]", "3")
+        ),
     ],
 )
 def test_a_broken_row_names_key_value_and_remedy(row: dict, words: list[str]) -> None:
