@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from nemo_kto.errors import UserError, printable, show
@@ -22,9 +24,12 @@ VOCABULARIES = (
     ("like", "dislike"),
     ("chosen", "rejected"),
     ("desirable", "undesirable"),
+    ("\N{THUMBS UP SIGN}", "\N{THUMBS DOWN SIGN}"),
 )
 _KEY = "model.data.labels"
 _CLASSES = ("desirable", "undesirable")
+_UNLABELLED = "unlabelled"  # values that stand for no label
+_VARIANTS = re.compile("[\ufe0f\U0001f3fb-\U0001f3ff]")  # of emoji: coloured, and colours of skin
 _MAX_VALUES = 100  # maximum number of values of a column that are counted separately
 _OTHERS = "other values"
 _MAX_LISTED = 10
@@ -42,7 +47,7 @@ def label_text(value: object) -> str:
         value = int(value)
     if not isinstance(value, str | int):
         return show(value)
-    text = "_".join(value[:_MAX_CHARACTERS].split()).lower() if isinstance(value, str) else show(value)
+    text = _VARIANTS.sub("", "_".join(value[:_MAX_CHARACTERS].split()).lower()) if isinstance(value, str) else show(value)
     if re.fullmatch(r"[+-]?\d+(\.0+)?", text):
         return text.split(".")[0].removeprefix("+")
     return re.sub(r"(?<=[a-z])-(?=[a-z])", "_", text)
@@ -57,22 +62,24 @@ class Labels:
 
     desirable: tuple[str, ...] = ()
     undesirable: tuple[str, ...] = ()
+    unlabelled: tuple[str, ...] = ()  # besides a blank one; rows that ``model.data.drop`` leaves out
 
     def __post_init__(self) -> None:
         if bool(self.desirable) != bool(self.undesirable):
             missing = "undesirable" if self.desirable else "desirable"
             raise UserError(f"must have values for both classes, got none for {missing}; e.g. {_EXAMPLE}")
-        if twice := sorted(set(self.desirable) & set(self.undesirable)):
-            raise UserError(f"must have each value in one class, got {printable(twice[0])} in both; remove one")
+        counts = Counter(chain(*map(set, (self.desirable, self.undesirable, self.unlabelled))))
+        if twice := sorted(text for text, classes in counts.items() if classes > 1):
+            raise UserError(f"must have each value in one class, got {printable(twice[0])} in two; remove one")
 
     @classmethod
     def of(cls, values: Mapping[Any, Sequence[object]] | None) -> Labels:
         """Return the labels with the given values of "desirable" and "undesirable"; the common ones if None."""
         if values is None:
             return cls()
-        if unknown := sorted(set(map(str, values)) - set(_CLASSES)):
+        if unknown := sorted(set(map(str, values)) - {*_CLASSES, _UNLABELLED}):
             raise UserError(f"must be {_EXAMPLE}, got values for {printable(unknown[0], 60)}")
-        return cls(**{name: tuple(map(label_text, values.get(name, ()))) for name in _CLASSES})
+        return cls(**{name: tuple(map(label_text, values.get(name, ()))) for name in (*_CLASSES, _UNLABELLED)})
 
     @classmethod
     def parse(cls, text: str) -> Labels:
@@ -81,6 +88,10 @@ class Labels:
         if text and not found:
             raise UserError(f"must be {_EXAMPLE}, got {text}")
         return cls.of({name: [value.strip().strip("'\"") for value in values] for name, values in found.items()} or None)
+
+    def is_blank(self, value: object) -> bool:
+        """Return whether a value is no label."""
+        return value == "" or label_text(value) in self.unlabelled
 
     def find(self, text: str) -> bool | None:
         """Return whether a label means desirable; None if it is none of the values."""
@@ -116,6 +127,8 @@ class Labels:
             setting, remark = _setting(unknown[:1], unknown[1:]), " or the other way round"
         else:
             setting, remark = _setting(good or ["..."], bad or ["..."]), " with all values"
+            if good and bad and self.desirable == ():
+                setting, remark = _setting(good, bad, unknown), ", where unlabelled rows are left out"
         if unknown == [""]:
             return f"{got}; fill in the blank labels, or leave these rows out with 'model.data.drop=[unlabelled]'"
         return f"{got}; correct or remove the other rows, or set '{_KEY}={setting}'{remark}"
@@ -155,12 +168,12 @@ def _count(rows: int) -> str:
     return f"{rows:,} row{'s' * (rows != 1)}"
 
 
-def _setting(desirable: Sequence[str], undesirable: Sequence[str]) -> str:
-    good, bad = (
+def _setting(desirable: Sequence[str], undesirable: Sequence[str], unlabelled: Sequence[str] = ()) -> str:
+    good, bad, none = (
         ",".join(each if _PLAIN.fullmatch(each) else json.dumps(printable(each, 60), ensure_ascii=False) for each in texts)
-        for texts in (desirable, undesirable)
+        for texts in (desirable, undesirable, unlabelled)
     )
-    return f"{{desirable:[{good}],undesirable:[{bad}]}}"
+    return f"{{desirable:[{good}],undesirable:[{bad}]{f',unlabelled:[{none}]' if none else ''}}}"
 
 
 _EXAMPLE = _setting(["up"], ["down"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from nemo_kto.data.rows.files import read_rows
 from nemo_kto.data.rows.forms import find_form
+from nemo_kto.data.rows.other_formats import in_our_form
 from nemo_kto.data.rows.reader import RowErrors
 from nemo_kto.data.rows.records import DataError, PromptRecord, RowError, prompt_of_row
 from nemo_kto.data.rows.values import read_values
@@ -52,6 +53,6 @@ def _rows(path: str | Path, json_columns: Collection[str] | None, broken: RowErr
         try:
             if isinstance(row, RowError):
                 raise row
-            yield prompt_of_row(read_values(row, json_columns, has_cells=has_cells), line)
+            yield prompt_of_row(in_our_form(read_values(row, json_columns, has_cells=has_cells))[0], line)
         except RowError as error:
             broken.add(path, line, str(error))

@@ -14,6 +14,7 @@ from nemo_kto.data.rows.drops import DEFAULT_DROPS, EMPTY_ANSWERS, UNLABELLED, c
 from nemo_kto.data.rows.files import WHOLE_FILE, FilePart, read_rows
 from nemo_kto.data.rows.forms import find_form, row_place
 from nemo_kto.data.rows.labels import LabelCounts, Labels, add_label, label_text
+from nemo_kto.data.rows.other_formats import in_our_form, is_tie
 from nemo_kto.data.rows.records import (
     COLUMNS,
     COMMON_LABELS,
@@ -51,7 +52,7 @@ _CHOSEN_LIKE = frozenset("chosen_answer good_answer preferred winner better".spl
 _REJECTED_LIKE = frozenset("rejected_answer bad_answer dispreferred loser worse".split())
 _LABEL_LIKE = frozenset(
     "thumb thumbs vote feedback rating score verdict like liked good is_good desirable is_desirable accepted correct "
-    "sentiment judgement judgment annotation kto_tag".split()
+    "sentiment judgement judgment annotation kto_tag helpfulness overall_score quality".split()
 )
 # Parts of column names, such as user_question and bot_answer.
 _PARTS_OF_PROMPT = frozenset("question prompt instruction query".split())
@@ -238,7 +239,7 @@ class FileReader:
         *,
         as_pair: bool,
     ) -> Iterator[Record]:
-        has_cells = find_form(path).kind == "csv"
+        has_cells, labels = find_form(path).kind == "csv", self.fields.labels
         for line, given in read_rows(path, part):
             if columns.rows == self.max_rows:
                 return
@@ -247,10 +248,14 @@ class FileReader:
                     raise given
                 row, renamed = self.fields.rename(given)
                 row = read_values(row, self.fields.json_columns, has_cells=has_cells)
-                used = used_columns(tuple(row), as_pair=as_pair)
+                row, converted = in_our_form(row)
+                used = used_columns(tuple(row), as_pair=as_pair) | converted
                 columns.add(given, {renamed.get(name, name) for name in used} if renamed else used)
                 given_labels = () if as_pair else sorted(used.intersection(LABEL_COLUMNS, row))
-                if UNLABELLED in self.fields.drop and given_labels and all(row[name] == "" for name in given_labels):
+                if UNLABELLED in self.fields.drop and (
+                    (converted and is_tie(row))
+                    or (given_labels and all(labels.is_blank(row[name]) for name in given_labels))
+                ):
                     columns.drop(UNLABELLED)
                     continue
                 for column in given_labels:

@@ -49,6 +49,10 @@ _NOT_FOR_TEMPLATES = frozenset(
 COMMON_LABELS = Labels()
 # Roles of the senders of messages in ShareGPT's form.
 _SENDERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_SENDERS |= {"function_call": "assistant", "observation": "tool", "tool": "tool"}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_THOUGHTS = "reasoning_content"  # of a message, which templates read
+_THOUGHT_PARTS = ("thinking", "reasoning")
 _DIALOGUE_ANSWER = "\n\nAssistant:"  # begins an answer in a pair of strings without a "prompt", as in HH-RLHF
 _FP32_MIN, _FP32_MAX = 2.0**-126, 2.0**128 - 2.0**104  # losses and their weights are in fp32
 
@@ -318,7 +322,20 @@ def _with_role(message: Any, key: str) -> Any:
     if not isinstance(sender, str) or sender not in _SENDERS:
         senders = ", ".join(_SENDERS)
         raise RowError(f'"from" of a message in "{key}" must be one of {senders}, got {show(sender)}; write "role" instead')
-    return {"role": _SENDERS[sender], "content": message.get("value")}
+    if sender != "function_call":
+        return {"role": _SENDERS[sender], "content": message.get("value")}
+    calls: object = None
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        calls = json.loads(str(message.get("value")))
+    calls = [calls] if isinstance(calls, dict) else calls
+    if not isinstance(calls, list) or not all(isinstance(call, dict) and "name" in call for call in calls):
+        wanted = f'a function_call in "{key}" must be an object with "name" and "arguments" in JSON, or a list of them'
+        raise RowError(f"{wanted}, got {show(message.get('value'))}; correct it, or leave the row out")
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": call} for call in calls],
+    }
 
 
 def is_conversation_with_answer(value: object) -> bool:
@@ -328,18 +345,27 @@ def is_conversation_with_answer(value: object) -> bool:
 
 
 def _with_text(message: Message, key: str) -> Message:
-    """Return a message whose content, if it is a list of text parts, is joined into one string."""
+    """Return a message whose content is one string, joined from text parts, and whose thoughts are beside it."""
+    if isinstance(message.get("reasoning"), str) and _THOUGHTS not in message:  # as vLLM and OpenRouter name it
+        message = {
+            **{name: value for name, value in message.items() if name != "reasoning"},
+            _THOUGHTS: message["reasoning"],
+        }
     if not isinstance(content := message.get("content"), list):
         return message
-    texts = []
+    texts, thoughts = list[str](), list[str]()
     for part in content:
-        if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+        kind = part.get("type", "text") if isinstance(part, dict) else None
+        text = part.get(kind if kind in _THOUGHT_PARTS else "text") if isinstance(part, dict) else None
+        if kind == "thinking" and isinstance(text, list):  # Mistral's form has text parts there, too
+            text = "".join(str(each.get("text", "")) for each in text if isinstance(each, dict))
+        if kind not in (*_TEXT_PARTS, *_THOUGHT_PARTS) or not isinstance(text, str):
             raise RowError(
                 f'"content" of a message in "{key}" must be a string, or a list of {{"type": "text", "text": ...}}, got '
                 f"{show(part)}; models are trained on text only, leave such rows out"
             )
-        texts.append(part["text"])
-    return {**message, "content": "".join(texts)}
+        (thoughts if kind in _THOUGHT_PARTS else texts).append(text)
+    return {**message, "content": "".join(texts), **({_THOUGHTS: "".join(thoughts)} if thoughts else {})}
 
 
 def _with_arguments(message: Message, key: str) -> Message:

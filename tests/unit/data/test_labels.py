@@ -123,3 +123,16 @@ def test_unknown_columns_are_suggested_in_one_setting(row: dict, setting: str, t
         len([*FileReader(fields=Fields(columns=fields), broken=broken).kto_records(path, columns)]) + len(columns.labels) > 0
     )
     assert broken.total == 0
+
+
+def test_values_that_are_no_label_are_left_out_by_name(tmp_path: Path) -> None:
+    """The remedy of the error about them is executed."""
+    file = tmp_path / "rows.jsonl"
+    *_, error = read(file, ["👍", "👎🏽", "n/a", "skip it", "👍️"])
+    setting = '{desirable:[👍],undesirable:[👎],unlabelled:["n/a",skip_it]}'.replace("👍", '"👍"').replace("👎", '"👎"')
+    assert f"set 'model.data.labels={setting}'" in error
+    fields = Fields(labels=Labels.parse(setting))
+    found, _, error = read(file, ["👍", "👎🏽", "n/a", "skip it", "👍️"], fields)
+    assert (found, error) == ([True, False, True], "")
+    with pytest.raises(UserError, match="got n/a in two"):
+        Labels.of({"desirable": ["up"], "undesirable": ["n/a"], "unlabelled": ["n/a"]})

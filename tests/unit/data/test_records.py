@@ -126,8 +126,8 @@ def test_arguments_of_tool_calls_may_be_json(text: str, value: dict) -> None:
         ({"messages": [assistant("r")], "label": True}, ["messages", "answer"]),
         ({"messages": [assistant("r"), USER], "label": True}, ['role "assistant"', "['user']"]),
         (
-            {"messages": [{"from": "tool", "value": "x"}, assistant("r")], "label": True},
-            ["from", "human", "gpt", "tool", "role"],
+            {"messages": [{"from": "critic", "value": "x"}, assistant("r")], "label": True},
+            ["from", "human", "gpt", "critic", "role"],
         ),
         ({"messages": [{"from": "human"}, assistant("r")], "label": True}, ["content", "None"]),
         ({"messages": [{"role": "user", "content": 1}, assistant("r")], "label": True}, ['"content"', "1"]),

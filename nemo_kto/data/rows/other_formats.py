@@ -1,0 +1,163 @@
+"""Rows in the formats of other programs, converted to ours: OpenAI's preferences, NeMo-RL, ms-swift, arenas, scored answers.
+
+A preference becomes a pair ("chosen" and "rejected"). A tie becomes a row without a label, which ``model.data.drop`` leaves
+out by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+from nemo_kto.data.rows.labels import label_text
+from nemo_kto.data.rows.records import PAIR_KEYS, Row, RowError
+from nemo_kto.errors import show
+
+_FIRST, _SECOND = ("a", "response_a", "model_a"), ("b", "response_b", "model_b")
+_TIES = ("tie", "tie_(bothbad)", "both_bad", "bothbad", "both", "neither")
+
+
+class _Format(NamedTuple):
+    required: frozenset[str]  # columns by which the format is recognised
+    optional: frozenset[str]  # further columns that it reads
+    convert: Callable[[Row], Row]
+
+
+def in_our_form(row: Row) -> tuple[Row, frozenset[str]]:
+    """Return a row in our form, and the columns that were converted; the row itself and none if it is no other format.
+
+    RowError if a value of the other format is invalid.
+    """
+    if any(keys[0] in row for keys in PAIR_KEYS):
+        return row, frozenset()
+    for required, optional, convert in _FORMATS:
+        if required.issubset(row):
+            read = required | optional.intersection(row)
+            return {**{name: value for name, value in row.items() if name not in read}, **convert(row)}, read
+    return row, frozenset()
+
+
+def is_tie(row: Row) -> bool:
+    """Return whether a row that :func:`in_our_form` has converted prefers no answer."""
+    return row.get("label") == ""
+
+
+def _openai(row: Row) -> Row:
+    """{"input": {"messages", "tools"}, "preferred_output", "non_preferred_output"}."""
+    given = row["input"]
+    if not isinstance(given, dict) or "messages" not in given:
+        raise RowError(f'"input" must be an object with "messages", got {show(given)}')
+    tools = {"tools": given["tools"]} if given.get("tools") else {}
+    return {
+        "prompt": given["messages"],
+        "chosen": row["preferred_output"],
+        "rejected": row["non_preferred_output"],
+        **tools,
+    }
+
+
+def _nemo_rl(row: Row) -> Row:
+    """{"context", "completions": [{"rank", "completion"}, ...]}; the better rank is the smaller one."""
+    answers = _scored(row["completions"], "completions", answer="completion", score="rank", sign=-1)
+    return {"prompt": row["context"], **_preference(answers)}
+
+
+def _ultrafeedback(row: Row) -> Row:
+    """{"instruction", "completions": [{"response", "overall_score"}, ...]}."""
+    answers = _scored(row["completions"], "completions", answer="response", score="overall_score")
+    return {"prompt": row["instruction"], **_preference(answers)}
+
+
+def _scored_lists(row: Row) -> Row:
+    """{"prompt", "responses": [...], "scores": [...]}."""
+    responses, scores = row["responses"], row["scores"]
+    if not isinstance(responses, list) or not isinstance(scores, list) or len(responses) != len(scores):
+        raise RowError(f'"responses" and "scores" must be lists of the same length, got {show(responses)}, {show(scores)}')
+    pairs = [{"response": response, "score": score} for response, score in zip(responses, scores, strict=True)]
+    return {"prompt": row["prompt"], **_preference(_scored(pairs, "responses", answer="response", score="score"))}
+
+
+def _scored(value: object, key: str, *, answer: str, score: str, sign: int = 1) -> list[tuple[float, object]]:
+    """Return (score, answer) of two answers, RowError for other numbers of them."""
+    answers = value if isinstance(value, list) else []
+    if len(answers) != 2:
+        remedy = 'write the two that are compared as "chosen" and "rejected"'
+        raise RowError(f'"{key}" must have two answers, got {len(answers) or show(value)}; {remedy}')
+    found = []
+    for each in answers:
+        number = each.get(score) if isinstance(each, dict) else None
+        if isinstance(number, bool) or not isinstance(number, int | float) or answer not in each:
+            raise RowError(f'an answer in "{key}" must have "{answer}" and the number "{score}", got {show(each)}')
+        found.append((sign * float(number), each[answer]))
+    return found
+
+
+def _preference(answers: list[tuple[float, object]]) -> Row:
+    """Return the pair, or a row without a label if the scores are equal."""
+    (worse, rejected), (better, chosen) = sorted(answers, key=lambda each: each[0])
+    return {"response": chosen, "label": ""} if better == worse else {"chosen": chosen, "rejected": rejected}
+
+
+def _swift_messages(row: Row) -> Row:
+    """{"messages": [..., answer], "rejected_response": another answer} or "rejected_messages", a whole conversation."""
+    rejected = row["rejected_messages" if "rejected_messages" in row else "rejected_response"]
+    return {"prompt": _before_answer(row["messages"], "messages"), "chosen": row["messages"], "rejected": rejected}
+
+
+def _before_answer(messages: object, key: str) -> list[Any]:
+    if not isinstance(messages, list) or len(messages) < 2:
+        raise RowError(f'"{key}" must have at least one message before the answer, got {show(messages)}')
+    return messages[:-1]
+
+
+def _swift_query(row: Row) -> Row:
+    """{"query", "response", "rejected_response"}, with "system" and "history", a list of questions with their answers."""
+    asked = row["query"] if "query" in row else row["prompt"]
+    prompt: object = asked
+    history = cast(list[Any], row.get("history") or [])
+    if row.get("system") or history:
+        if not isinstance(history, list) or not all(isinstance(each, list) and len(each) == 2 for each in history):
+            raise RowError(f'"history" must be a list of [question, answer], got {show(history)}')
+        system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        turns = [
+            {"role": role, "content": text}
+            for each in history
+            for role, text in zip(("user", "assistant"), each, strict=True)
+        ]
+        prompt = [*system, *turns, {"role": "user", "content": asked}]
+    return {"prompt": prompt, "chosen": row["response"], "rejected": row["rejected_response"]}
+
+
+def _arena(first: str, second: str) -> Callable[[Row], Row]:
+    """{FIRST, SECOND, "winner": "a", "b" or "tie"}."""
+
+    def convert(row: Row) -> Row:
+        winner = label_text(row["winner"])
+        prompt = {} if "prompt" in row else {"prompt": _before_answer(row[first], first)}
+        if winner in _TIES:
+            return {**prompt, "response": row[first], "label": ""}
+        if winner not in (*_FIRST, *_SECOND):
+            wanted = ", ".join((*_FIRST, *_SECOND, *_TIES))
+            raise RowError(f'"winner" must be one of {wanted}, got {show(row["winner"])}; correct it')
+        names = (first, second) if winner in _FIRST else (second, first)
+        return {**prompt, "chosen": row[names[0]], "rejected": row[names[1]]}
+
+    return convert
+
+
+def _format(required: str, convert: Callable[[Row], Row], optional: str = "") -> _Format:
+    return _Format(frozenset(required.split()), frozenset(optional.split()), convert)
+
+
+_FORMATS = (
+    _format("input preferred_output non_preferred_output", _openai),
+    _format("context completions", _nemo_rl),
+    _format("instruction completions", _ultrafeedback),
+    _format("prompt responses scores", _scored_lists),
+    _format("messages rejected_response", _swift_messages),
+    _format("messages rejected_messages", _swift_messages),
+    _format("query response rejected_response", _swift_query, "system history"),
+    _format("prompt response rejected_response", _swift_query, "system history"),
+    _format("response_a response_b winner", _arena("response_a", "response_b")),
+    _format("conversation_a conversation_b winner", _arena("conversation_a", "conversation_b"), "model_a model_b"),
+)
