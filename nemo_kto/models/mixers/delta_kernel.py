@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from nemo_kto.device import device
+from nemo_kto.device.kernel_check import Form, agreeing, draw_inputs
 from nemo_kto.device.kernels import delta_rule_kernel
 from nemo_kto.models.layers.delta_rule import gated_delta_rule
 from nemo_kto.models.layers.packing import Prompts
-from nemo_kto.models.mixers.kernel_check import Form, agreeing, draw_inputs
 
 
 @functools.cache

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_kto.device import device
+from nemo_kto.device.kernel_check import Form, agreeing, draw_inputs
 from nemo_kto.device.kernels import scan_kernel
 from nemo_kto.models.layers.packing import Prompts
 from nemo_kto.models.layers.state_space import state_space_scan
-from nemo_kto.models.mixers.kernel_check import Form, agreeing, draw_inputs
 
 _CHUNK = 128  # tokens of a chunk in the kernel, as in the configurations of Nemotron
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_kto.architecture.mixers.gated_delta_net import CHUNK
+from nemo_kto.device.kernel_check import Form
 from nemo_kto.models.layers.delta_rule import causal_convolution, gated_delta_rule
 from nemo_kto.models.layers.packing import Prompts
 from nemo_kto.models.mixers import delta_kernel
 from nemo_kto.models.mixers.delta_kernel import delta_rule_with, fastest_delta_rule
-from nemo_kto.models.mixers.kernel_check import Form
 from tests.helpers.messages import Message
 
 GROUPS, HEADS, KEY, VALUE = 2, 3, 5, 4
@@ -52,7 +52,13 @@ def recurrence(
 def kernel(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, *, initial_state: Tensor | None, **more: Any
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence with the signature of fla's kernel, in which heads of values stand side by side."""
+    """The recurrence with signature and limits of fla's kernel, in which heads of values stand side by side."""
+    assert query.shape[-1] <= 256, "current kernel does not support head dimension larger than 256."
+    if query.shape != key.shape or value.shape[2] % query.shape[2] or query.shape[0] != 1:
+        raise ValueError(f"{query.shape}, {key.shape} and {value.shape}")
+    if initial_state is not None and len(initial_state) != len(more["cu_seqlens"]) - 1:
+        raise ValueError(f"{len(initial_state)} states of {len(more['cu_seqlens']) - 1} sequences")
+    assert query.dtype == key.dtype == value.dtype
     assert (more["use_qk_l2norm_in_kernel"], more["output_final_state"], decay.dtype) == (True, True, torch.float32)
     lengths = more["cu_seqlens"].diff().tolist()
     of_groups = (each[0].unflatten(1, (GROUPS, -1)) for each in (value, decay.to(value.dtype), strength))
@@ -137,9 +143,14 @@ def test_a_kernel_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatc
         caplog.clear()
         fastest_delta_rule.cache_clear()
         monkeypatch.setattr(delta_kernel, "delta_rule_kernel", lambda dtype, each=each: each)
-        rule = fastest_delta_rule(torch.float32, **sizes)
+        with torch.device("meta"):  # a model that is built without values
+            rule = fastest_delta_rule(torch.float32, **sizes)
         assert (rule is gated_delta_rule) is bool(names)
         assert [record.getMessage() for record in caplog.records] == [Message("fla", *names)] * bool(names)
+    caplog.clear()
+    monkeypatch.setattr(delta_kernel, "delta_rule_kernel", lambda dtype: kernel)
+    assert fastest_delta_rule(torch.float32, **sizes | {"key_dim": 264}) is gated_delta_rule
+    assert caplog.messages == [Message("fla", "AssertionError", "larger than 256", "torch")]
     fastest_delta_rule.cache_clear()
     monkeypatch.undo()
     assert fastest_delta_rule(torch.bfloat16, **sizes) is gated_delta_rule  # on the CPU

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 
 from nemo_kto.architecture.mixers.gated_delta_net import CHUNK
+from nemo_kto.device.kernel_check import Form
 from nemo_kto.models.layers.delta_rule import causal_convolution
 from nemo_kto.models.layers.state_space import state_space_scan
 from nemo_kto.models.mixers import scan_kernel
-from nemo_kto.models.mixers.kernel_check import Form
 from nemo_kto.models.mixers.scan_kernel import fastest_scan, scan_with
 from tests.helpers.messages import Message
 from tests.unit.models.test_delta_rule import random_pack, sequences
@@ -48,7 +48,14 @@ def recurrence(values: Tensor, step: Tensor, rate: Tensor, into: Tensor, out_of:
 def kernel(
     values: Tensor, step: Tensor, rate: Tensor, into: Tensor, out_of: Tensor, *, chunk_size: int, seq_idx: Tensor
 ) -> Tensor:
-    """The recurrence with the signature of mamba_ssm's kernel, in which the heads of all groups stand side by side."""
+    """The recurrence with the signature of mamba_ssm's kernel, in which the heads of all groups stand side by side.
+
+    The shapes are those that the kernel asserts; sizes of a head and of a state it takes as they are.
+    """
+    batch, tokens, heads, _ = values.shape
+    assert (heads % into.shape[2], step.shape, rate.shape) == (0, (batch, tokens, heads), (heads,))
+    assert into.shape == out_of.shape == (batch, tokens, *into.shape[2:])
+    assert seq_idx.shape == (batch, tokens)
     assert (step.dtype, rate.dtype, seq_idx.dtype, chunk_size) == (torch.float32, torch.float32, torch.int32, 128)
     lengths = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
     of_groups = (each[0].unflatten(1, (GROUPS, -1)) for each in (values, step.to(values.dtype)))
