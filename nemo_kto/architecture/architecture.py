@@ -97,6 +97,11 @@ class Architecture:
         return self.attention_softcap is not None or self.sinks
 
     @property
+    def largest_head(self) -> int:
+        """Size of the largest heads in softmax attention; 0 without it."""
+        return max(mixer.head_dim_of(self) for mixer in self.mixers)
+
+    @property
     def norms(self) -> int:
         """Number of norms of a hidden state in a layer."""
         return 1 if self.parallel or self.family.one_part else 2 * (self.pre_norm + self.post_norm)

@@ -70,8 +70,8 @@ def adds_wide_products() -> bool:
 def varlen_attention(dtype: torch.dtype) -> Callable[..., Any] | None:
     """Return torch's flash attention for sequences of different lengths, in half precision on GPUs; None if unavailable.
 
-    torch has it since 2.10, with sliding windows since 2.11, and with grouped heads (``enable_gqa``) in later releases.
-    Without support for grouped heads, keys and values are repeated for each query head.
+    torch has it since 2.10, and with sliding windows since 2.11. Its kernel takes grouped heads; 2.11 passes them on without
+    a check, and later releases want ``enable_gqa``.
     """
     if not device.on_gpu() or dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -82,18 +82,7 @@ def varlen_attention(dtype: torch.dtype) -> Callable[..., Any] | None:
     options = inspect.signature(varlen_attn).parameters
     if "window_size" not in options:
         return None
-    if "enable_gqa" in options:
-        return varlen_attn
-
-    def with_repeated_heads(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *lengths: Any, enable_gqa: bool, **options: Any
-    ) -> Any:
-        if enable_gqa:  # tensors are [tokens, heads, size]
-            repeats = query.size(1) // key.size(1)
-            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-        return varlen_attn(query, key, value, *lengths, **options)
-
-    return with_repeated_heads
+    return functools.partial(varlen_attn, enable_gqa=True) if "enable_gqa" in options else varlen_attn
 
 
 @functools.cache
@@ -133,6 +122,7 @@ def slow_paths(
     delta_nets: bool = False,  # the model has some
     mamba: bool = False,  # the model has layers with Mamba-2
     share_prompts: bool = False,
+    large_heads: int = 0,  # their size, if sequences are packed and no kernel attends to packs of such heads
     environment: Mapping[str, str] = os.environ,
 ) -> list[str]:
     """Return one line for each fast path that a run on this GPU cannot use, with its remedy; empty on the CPU."""
@@ -153,7 +143,11 @@ def slow_paths(
         found.append("gated delta nets without fla's kernel; install flash-linear-attention")
     if mamba and dtype != torch.float32 and scan_kernel(dtype) is None:
         found.append("Mamba-2 without mamba_ssm's kernel; install mamba-ssm")
-    if share_prompts and dtype != torch.float32 and varlen_attention(dtype) is None:
+    if large_heads and dtype != torch.float32:
+        found.append(
+            f"packs: attention is computed sequence by sequence, because no kernel takes heads of {large_heads} values"
+        )
+    elif share_prompts and dtype != torch.float32 and varlen_attention(dtype) is None:
         found.append("shared prompts: attention is computed answer by answer; install torch 2.11")
     if not compiles():
         missing = " and ".join(device.missing_for_compiling())

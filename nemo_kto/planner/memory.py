@@ -56,6 +56,7 @@ class Training:
     micro_batch_width: int  # tokens of its longest row, or of its longest sequence if ``packed``
     micro_batches: int  # per step and data-parallel rank
     packed: bool = False
+    repeats_keys: bool = False  # for each query head, in packed sequences
     logprob_chunk: int  # tokens whose logits exist at the same time
     largest_file: int = 0  # bytes of the largest file of weights, mapped while it is read; 0 if there is no file yet
     on_gpu: bool

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
+from nemo_kto.architecture.mixers.saving import MAX_HEAD_DIM
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
 from nemo_kto.device.precision import PRECISIONS
@@ -125,6 +126,8 @@ def packing_of(run: ResolvedRun, *, on_gpu: bool | None = None) -> Packing:
         return Packing(False, "fp32")
     if run.architecture.attends_in_blocks:
         return Packing(False, "a soft cap or sinks in the attention")
+    if (size := run.architecture.largest_head) > MAX_HEAD_DIM:
+        return Packing(False, f"heads of {size} values, of which kernels for packs take at most {MAX_HEAD_DIM}")
     windows = any(window is not None for window in run.architecture.windows)
     if model.context_parallel_size > 1 and (windows or run.architecture.unsupported_by_te):
         return Packing(False, "context parallelism with layers that Transformer Engine cannot pack")
@@ -140,6 +143,18 @@ def _attends_in_one_kernel(run: ResolvedRun) -> bool:
     if uses_transformer_engine(run.dtype) and not run.architecture.unsupported_by_te:
         return True
     return run.cfg.model.context_parallel_size == 1 and varlen_attention(run.dtype) is not None
+
+
+def repeats_keys(run: ResolvedRun) -> bool:
+    """Return whether attention of packs gets keys and values repeated for each query head, on the GPU of this rank."""
+    if not device.on_gpu():
+        return False
+    from nemo_kto.device.kernels import uses_transformer_engine
+    from nemo_kto.models.layers.attention import RepeatedHeads, packed_attention
+
+    if uses_transformer_engine(run.dtype) and not run.architecture.unsupported_by_te:
+        return False
+    return isinstance(packed_attention(run.dtype), RepeatedHeads)
 
 
 _BATCHES = 16  # global batches that are measured: the first ones of the first epoch, in its random order

@@ -38,6 +38,7 @@ class Machines:
     ranks: int
     hardware: Hardware  # device of each rank; its memory is that of one rank
     on_gpu: bool
+    repeats_keys: bool = False  # their attention of packed sequences gets keys and values repeated for each query head
 
     def with_memory(self, memory: float) -> Machines:
         """Return the same machines with another memory size per rank."""
@@ -165,6 +166,7 @@ def _plan(run: ResolvedRun, machines: Machines, shared: SharedPrompts = SEPARATE
         micro_batch_tokens=tokens,
         micro_batch_width=width,
         packed=limits.packed,
+        repeats_keys=machines.repeats_keys,
         micro_batches=math.ceil(model.global_batch_size / data / prompts),
         logprob_chunk=model.logprob_chunk_size,
         largest_file=run.files.largest_file,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.models.flops import ModelFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
 from nemo_kto.planner.auto import START
+from nemo_kto.planner.micro_batches import repeats_keys
 from nemo_kto.planner.plan_run import check_memory, place_reference, size_micro_batches, these_machines
 from nemo_kto.processes import ranks, signals, watchdog
 from nemo_kto.run.data import RunData, build_data
@@ -106,7 +108,7 @@ def _train(run: ResolvedRun, warnings: WarningsFile) -> None:
     state.raise_together(state.attempt(lambda: check_gpu(run)), "{}")
     world_size = state.world_size()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, world_size // run.cfg.trainer.num_nodes)))
-    machines = these_machines(run, ranks=world_size, local=local, timed=False)
+    machines = replace(these_machines(run, ranks=world_size, local=local, timed=False), repeats_keys=repeats_keys(run))
     if device.on_gpu():
         tokens = partial(size_micro_batches, run, machines)
         run = run.with_micro_batch_tokens(*state.from_rank_zero(tokens, doing="choosing the size of micro-batches"))

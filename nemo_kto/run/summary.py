@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from nemo_kto.algorithms.dpo import DPOTrainer
 from nemo_kto.architecture.lora import adapted_modules, refused_by_peft
 from nemo_kto.architecture.mixers import GatedDeltaNet, Mamba2
+from nemo_kto.architecture.mixers.saving import MAX_HEAD_DIM
 from nemo_kto.artifacts.checkpoint_files import Checkpoint, find_checkpoints
 from nemo_kto.artifacts.content import auto_class
 from nemo_kto.config.compose import DEFAULT_LR
@@ -89,9 +90,16 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         delta_nets=GatedDeltaNet.kind in kinds,
         mamba=Mamba2.kind in kinds,
         share_prompts=data.limits.share_prompts,
+        large_heads=_large_heads(run, data),
     )
     lines |= {f"slow path {number}": path for number, path in enumerate(slow, start=1)}
     return lines
+
+
+def _large_heads(run: ResolvedRun, data: RunData) -> int:
+    """Return the size of the heads if no kernel attends to packs of them, and sequences are packed; otherwise 0."""
+    size, packs = run.architecture.largest_head, data.limits.packed or data.limits.share_prompts
+    return size if packs and size > MAX_HEAD_DIM else 0
 
 
 def _micro_batches(run: ResolvedRun) -> dict[str, str]:

@@ -95,6 +95,39 @@ def _as_fused(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def _refuse_what_flash_refuses(q: Tensor, k: Tensor, v: Tensor, *, heads: int) -> None:
+    """As mha_fwd, mha_varlen_fwd and their backward passes do (aten/.../transformers/cuda/flash_attn/flash_api.cpp).
+
+    ``heads`` is the dimension of the heads.
+    """
+    if q.dtype not in (torch.bfloat16, torch.float16) or {k.dtype, v.dtype} != {q.dtype}:
+        raise RuntimeError(f"FlashAttention only supports fp16 and bf16, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if q.shape[-1] % 8 or q.shape[-1] > 256 or {k.shape[-1], v.shape[-1]} != {q.shape[-1]}:
+        sizes = f"{q.shape[-1]}, {k.shape[-1]} and {v.shape[-1]}"
+        raise RuntimeError(f"FlashAttention only supports equal head sizes of a multiple of 8 and at most 256, got {sizes}")
+    if any(each.stride(-1) != 1 for each in (q, k, v)):
+        raise RuntimeError("FlashAttention needs inputs with a contiguous last dimension")
+    if any(
+        number * each.element_size() % 16 for each in (q, k, v) for number in (each.storage_offset(), *each.stride()[:-1])
+    ):
+        raise RuntimeError(
+            "FlashAttention reads 16 bytes at a time: misaligned address"
+        )  # CUDA's error, which ends the process
+    if q.shape[heads] % k.shape[heads] or k.shape[heads] != v.shape[heads]:
+        of_each = f"{k.shape[heads]} and {v.shape[heads]} of {q.shape[heads]}"
+        raise RuntimeError(f"the number of heads of keys and values must divide that of queries, got {of_each}")
+
+
+def _refuse_what_efficient_refuses(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, heads: int) -> None:
+    """As _efficient_attention_forward does (aten/.../transformers/cuda/attention.cu)."""
+    if {k.dtype, v.dtype} != {q.dtype} or (bias is not None and bias.numel() and bias.dtype != q.dtype):
+        raise RuntimeError("memory-efficient attention needs inputs and a bias of one dtype")
+    if not q.shape[heads] == k.shape[heads] == v.shape[heads] or q.shape[-1] != k.shape[-1]:
+        raise RuntimeError(f"memory-efficient attention has no grouped heads, got {q.shape}, {k.shape} and {v.shape}")
+    if any(each.stride(-1) != 1 for each in (q, k, v)):
+        raise RuntimeError("memory-efficient attention needs inputs with a contiguous last dimension")
+
+
 # Sequences of equal length: torch's scaled_dot_product_attention, [batch, heads, tokens, size].
 
 
@@ -120,6 +153,7 @@ def _flash(
     *,
     scale: Any = None,
 ) -> tuple[Any, ...]:
+    _refuse_what_flash_refuses(q, k, v, heads=1)
     seed = torch.randint(2**31, ())
     found = _dense(q, k, v, None, is_causal, scale, dropout_p, int(seed), first=False)
     state = torch.stack([seed, seed]).to(torch.uint64)
@@ -147,6 +181,7 @@ def _efficient(
     *,
     scale: Any = None,
 ) -> tuple[Tensor, ...]:
+    _refuse_what_efficient_refuses(q, k, v, bias, heads=1)
     seed = torch.randint(2**31, ())
     found = _dense(q, k, v, bias, is_causal, scale, dropout_p, int(seed), first=True)
     return _as_fused(found.output(), q.dtype), found.logsumexp, seed, seed.clone()
@@ -170,6 +205,7 @@ def _lower_right(
     q: Tensor, k: Tensor, v: Tensor, bias: Any, starts_q: None, starts_k: None, max_q: Any, max_k: Any, dropout_p: float,
     order: int, logsumexp: bool = False, *, scale: Any = None, **_: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
+    _refuse_what_efficient_refuses(q, k, v, bias, heads=2)
     seed = torch.randint(2**31, ())
     first_q, first_k, first_v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     found = _dense(first_q, first_k, first_v, bias, order != _NO_ORDER, scale, dropout_p, int(seed), first=order == _FIRST)
@@ -195,12 +231,13 @@ def _packed(
     right: Any,
 ) -> Iterator[tuple[slice, slice, Attended]]:  # fmt: skip
     """Of each sequence its queries, its keys and its attention."""
-    if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] % 8 or q.shape[-1] > 256:
+    _refuse_what_flash_refuses(q, k, v, heads=1)
+    if not all(starts.dtype == torch.int32 and starts.is_contiguous() for starts in (starts_q, starts_k)):
+        raise RuntimeError(f"FlashAttention takes contiguous starts in int32, got {starts_q.dtype} and {starts_k.dtype}")
+    if not len(starts_q) == len(starts_k) > 1:
         raise RuntimeError(
-            f"flash attention takes fp16 or bf16 and heads of a multiple of 8 up to 256, got {q.dtype}, {q.shape}"
+            f"FlashAttention needs starts of one number of sequences, got {len(starts_q)} and {len(starts_k)}"
         )
-    if starts_q.dtype != torch.int32 or starts_k.dtype != torch.int32:
-        raise RuntimeError(f"flash attention takes starts in int32, got {starts_q.dtype} and {starts_k.dtype}")
     bounds = [list(zip(starts.tolist(), starts.tolist()[1:], strict=False)) for starts in (starts_q, starts_k)]
     for (a, b), (c, d) in zip(*bounds, strict=True):
         if b - a > longest[0] or d - c > longest[1]:

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.architecture.mixers.softmax_attention import QUERY_BLOCK
 from nemo_kto.device import device
-from nemo_kto.device.kernels import delta_rule_kernel, scan_kernel, uses_transformer_engine
+from nemo_kto.device.kernels import delta_rule_kernel, scan_kernel, uses_transformer_engine, varlen_attention
 from nemo_kto.distributed import state
 from nemo_kto.huggingface.weights import load_weights
 from nemo_kto.models.gpt import build_gpt
-from nemo_kto.models.layers.attention import PackedSequences
+from nemo_kto.models.layers.attention import PackedSequences, RepeatedHeads, TorchAttention, packed_attention
 from nemo_kto.models.layers.block_attention import block_attention
 from nemo_kto.models.layers.delta_rule import gated_delta_rule
 from nemo_kto.models.layers.packing import Prompts, token_positions
@@ -71,6 +73,76 @@ def relative_error_of_logits(name: str, folder: Path, *, linear: type[torch.nn.M
 @pytest.mark.parametrize("name", TORCH_MODELS)
 def test_logits_with_torch_layers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert relative_error_of_logits(name, tmp_path, linear=ColumnParallelLinear) < TORCH_MODELS[name]
+
+
+@pytest.mark.skipif(varlen_attention(torch.bfloat16) is None, reason="needs torch 2.11 or newer")
+@pytest.mark.parametrize(("size", "window"), [(2, None), (64, 5), (100, None), (100, 5), (256, None), (264, 5)])
+def test_packs_in_one_kernel_equal_sequences(size: int, window: int | None) -> None:
+    """Outputs and gradients of a prompt with two answers, and another sequence; only the largest heads do not fit."""
+    settings: dict[str, Any] = {"num_layers": 1, "hidden_size": 4 * size, "num_attention_heads": 4, "num_query_groups": 2}
+    settings |= {"kv_channels": size, "attention_dropout": 0.0, "params_dtype": torch.bfloat16}
+    settings |= {"window_size": None if window is None else (window - 1, 0)}
+    layer = TorchAttention(TransformerConfig(**settings), 1, AttnMaskType.causal, "self")
+    kernel, calls = layer.packed_kernel, list[int]()
+    assert kernel is not None
+    assert not isinstance(kernel, RepeatedHeads)
+
+    def counted(*heads: Any, **options: Any) -> Any:
+        calls.append(1)
+        return kernel(*heads, **options)
+
+    packed, draw = PackedSequences.of([(40, 9, 1, 30)], [(None, 0, 0, None)])[0], torch.Generator().manual_seed(0)
+    parts = [torch.randn(80, heads, size, generator=draw, dtype=torch.bfloat16) for heads in (4, 2, 2, 4)]
+    *heads, weight = device.upload(parts)
+    leaves, found = [each.requires_grad_() for each in heads], []
+    for layer.packed_kernel in (counted, None):
+        output = layer(*leaves, None, packed_seq_params=packed)
+        found.append([output, *torch.autograd.grad((output * weight.flatten(1)).sum(), leaves)])
+    assert len(calls) == (size <= 256)
+    for ours, theirs in zip(*found, strict=True):
+        assert float((ours - theirs).float().norm() / theirs.float().norm()) < 0.02
+
+
+@pytest.mark.skipif(varlen_attention(torch.bfloat16) is None, reason="needs torch 2.11 or newer")
+def test_grouped_heads_without_an_option_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch 2.11, whose call passes the heads on to the kernel without a check."""
+
+    def released(*inputs: Any, scale: float, window_size: tuple[int, int]) -> Any:
+        return torch.ops.torch_attn._varlen_attn(*inputs, window_size == (-1, 0), scale, [*window_size])[0]
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", released)
+    for each in (varlen_attention, packed_attention):
+        each.cache_clear()
+    chosen = packed_attention(torch.bfloat16)
+    for each in (varlen_attention, packed_attention):
+        each.cache_clear()
+    assert chosen is released
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "head size": ({"size": 12}, "multiple of 8"),
+    "large heads": ({"size": 264}, "256"),
+    "fp32": ({"dtype": torch.float32}, "fp16 and bf16"),
+    "groups": ({"groups": 3}, "divide|multiple"),
+    "starts": ({"starts": torch.int64}, "int32"),
+    "strides": ({"transposed": True}, "contiguous last dimension"),
+}
+
+
+@pytest.mark.skipif(varlen_attention(torch.bfloat16) is None, reason="needs torch 2.11 or newer")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_kernel_for_packs_refuses(case: str) -> None:
+    """torch's kernel and its emulation alike; grouped heads it takes."""
+    kernel, (changes, message) = varlen_attention(torch.bfloat16), REFUSED[case]
+    assert kernel is not None
+    for refused in (False, True):
+        given: dict[str, Any] = {"size": 8, "groups": 2, "dtype": torch.bfloat16, "starts": torch.int32, "transposed": False}
+        given |= changes if refused else {}
+        query, key = (torch.ones(5, heads, given["size"], dtype=given["dtype"]) for heads in (4, given["groups"]))
+        query, key, starts = device.upload([query, key, torch.tensor([0, 5], dtype=given["starts"])])
+        query = query.transpose(1, 2).contiguous().transpose(1, 2) if given["transposed"] else query
+        with pytest.raises((RuntimeError, ValueError), match=message) if refused else contextlib.nullcontext():
+            assert kernel(query, key, key, starts, starts, 5, 5, window_size=(-1, 0)).shape == query.shape
 
 
 @pytest.mark.skipif(delta_rule_kernel(torch.bfloat16) is None, reason="needs flash-linear-attention")

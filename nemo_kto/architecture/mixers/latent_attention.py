@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from nemo_kto.architecture.mixers.mixer import AttentionWindow, LinearLayer, SequenceMixer
-from nemo_kto.architecture.mixers.saving import FP32, Saving
+from nemo_kto.architecture.mixers.saving import FP32, HEAD_MULTIPLE, Saving
 from nemo_kto.architecture.param_mapping import HF, MCORE, ParamMapping, Shape, Split
 
 if TYPE_CHECKING:
@@ -125,11 +125,15 @@ class LatentAttention(SequenceMixer):
     def pair_flops(self, architecture: Architecture, layer: int) -> tuple[AttentionWindow, int]:
         return AttentionWindow(None), 2 * self.heads * (self.query_dim + self.value_dim)
 
+    def head_dim_of(self, architecture: Architecture) -> int:
+        return self.head_dim
+
     def context_values(self, architecture: Architecture, ranks: int) -> float:
         return 2 * self._heads(architecture) * self.head_dim * (ranks - 1)
 
     def saved_bytes(self, saving: Saving, *, core: bool) -> float:
-        heads, is_padded = self._heads(saving.architecture), self.head_dim > self.value_dim
+        heads, head_dim = self._heads(saving.architecture), saving.core_head_dim(self.head_dim)
+        is_padded = head_dim > self.value_dim
         share = saving.hidden / saving.architecture.hidden_size  # of a token's latents
         ranks = (self.query_rank or 0) + self.key_value_rank
         # latents, their norms, and the hidden state
@@ -138,17 +142,18 @@ class LatentAttention(SequenceMixer):
         values += share * (self.query_rank or 0) * saving.keeps_input("q_b_proj")
         values += share * self.key_value_rank * saving.keeps_input("kv_b_proj")
         values += saving.hidden * saving.keeps_input("q_a_proj", "q_proj", "kv_a_proj_with_mqa")
-        # queries and keys; values, a view of their projection unless they are padded; outputs
+        # queries and keys; values, a view of their projection unless they are copied; outputs
         keeps_output, joined = saving.keeps_input("o_proj"), saving.packed or saving.context_parallel > 1
         if not core:
             values += heads * (2 * self.query_dim + self.plain_dim + self.value_dim + self.value_dim * keeps_output)
             return saved + saving.element_bytes * values
-        value = self.head_dim if is_padded else self.plain_dim + self.value_dim
+        is_copied = is_padded or self.plain_dim % HEAD_MULTIPLE > 0
+        value = head_dim if is_copied else self.plain_dim + self.value_dim
         if saving.context_parallel > 1 and not saving.on_gpu:  # keys and values of all ranks
             values += heads * self.head_dim * 2 * saving.context_parallel
         else:
-            values += heads * (self.head_dim + value)
-        values += heads * 2 * self.head_dim
+            values += heads * (head_dim + value)
+        values += heads * 2 * head_dim
         # outputs without padding are another tensor, and so are joined ones
         values += heads * self.value_dim * (keeps_output and (is_padded or (joined and not saving.on_gpu)))
         return saved + saving.element_bytes * values + FP32 * heads  # log-sum-exp of each head
@@ -158,7 +163,7 @@ class LatentAttention(SequenceMixer):
 
     def backward_bytes(self, saving: Saving) -> float:
         """Return the bytes per token of the gradients of queries, keys, values and outputs."""
-        return saving.element_bytes * 4 * self._heads(saving.architecture) * self.head_dim
+        return saving.element_bytes * 4 * self._heads(saving.architecture) * saving.core_head_dim(self.head_dim)
 
     def linear_layers(self, saving: Saving) -> tuple[LinearLayer, ...]:
         heads, hidden = self._heads(saving.architecture), saving.architecture.hidden_size

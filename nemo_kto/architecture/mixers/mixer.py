@@ -83,6 +83,10 @@ class SequenceMixer(ABC):
     def context_values(self, architecture: Architecture, ranks: int) -> float:
         """Return the values per token that a rank sends to the others of its context-parallel group in a forward pass."""
 
+    def head_dim_of(self, architecture: Architecture) -> int:
+        """Return the size of its heads in softmax attention; 0 without it."""
+        return 0
+
     def divided_heads(self, architecture: Architecture) -> int:
         """Return the heads of a rank that context-parallel ranks divide among them; 0 if they divide tokens only."""
         return 0

@@ -10,6 +10,13 @@ if TYPE_CHECKING:
     from nemo_kto.architecture.lora import LoRASettings
 
 FP32 = 4  # bytes
+# Sizes of heads with which torch and Transformer Engine attend to packs in one kernel: multiples of it, and the largest.
+HEAD_MULTIPLE, MAX_HEAD_DIM = 8, 256
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Return the size to which zeros pad the heads of packed sequences for torch's kernel."""
+    return -(-head_dim // HEAD_MULTIPLE) * HEAD_MULTIPLE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +34,7 @@ class Saving:
     # both in fp32.
     on_gpu: bool = False
     packed: bool = False  # on the CPU attention processes packed sequences one by one and concatenates the outputs
+    repeats_keys: bool = False  # torch's kernel for packed sequences gets keys and values repeated for each query head
 
     @property
     def hidden(self) -> float:
@@ -37,6 +45,11 @@ class Saving:
     def norms_in_few_passes(self) -> bool:
         """Whether norms use the CPU function of models/layers/norm.py."""
         return not self.on_gpu and self.element_bytes == FP32
+
+    def core_head_dim(self, head_dim: int) -> int:
+        """Return the size of heads in the core attention, which pads those of packed sequences on GPUs."""
+        in_kernel = self.on_gpu and self.packed and self.element_bytes < FP32 and head_dim <= MAX_HEAD_DIM
+        return padded_head_dim(head_dim) if in_kernel else head_dim
 
     def norm(self, width: float, *, trained: bool) -> float:
         """Return the bytes per token that a norm of so many values saves."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from nemo_kto.architecture.mixers.mixer import AttentionWindow, LinearLayer, SequenceMixer
-from nemo_kto.architecture.mixers.saving import FP32, Saving
+from nemo_kto.architecture.mixers.saving import FP32, HEAD_MULTIPLE, MAX_HEAD_DIM, Saving
 from nemo_kto.architecture.param_mapping import HF, MCORE, ParamMapping, Shape, Split
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ class SoftmaxAttention(SequenceMixer):
             "query and key norms after RoPE": architecture.rotated_norm or architecture.qk_norm_after_rope,
             "attention temperature scaling": architecture.temperature is not None,
             "gated attention": architecture.output_gate,
+            f"heads whose size is not a multiple of {HEAD_MULTIPLE}": architecture.head_dim % HEAD_MULTIPLE > 0,
+            f"heads of more than {MAX_HEAD_DIM} values": architecture.head_dim > MAX_HEAD_DIM,
         }
 
     def products(self, architecture: Architecture) -> tuple[int, int]:
@@ -104,6 +106,9 @@ class SoftmaxAttention(SequenceMixer):
         size = architecture.windows[layer]
         window = AttentionWindow(size, chunked=architecture.family.chunked and size is not None)
         return window, 4 * architecture.num_attention_heads * architecture.head_dim
+
+    def head_dim_of(self, architecture: Architecture) -> int:
+        return architecture.head_dim
 
     def context_values(self, architecture: Architecture, ranks: int) -> float:
         groups = max(1, architecture.padded_query_groups // architecture.tensor_parallel)
@@ -128,6 +133,14 @@ class SoftmaxAttention(SequenceMixer):
             # queries, outputs, and the keys and values of all ranks; also the fused tensor if a norm saves views of it
             saved = saving.element_bytes * (query + output + 2 * saving.context_parallel * key_value)
             saved += saving.element_bytes * (query + 2 * key_value) * (architecture.qk_norm and saving.norms_in_few_passes)
+        padding = saving.core_head_dim(architecture.head_dim) / architecture.head_dim
+        repeats = saving.packed and saving.repeats_keys and query > key_value
+        if core and (padding > 1 or repeats):
+            # torch's kernel saves its own queries, keys, values and output, instead of the fused and the rotated ones
+            widened = 2 * query + 2 * (query if repeats else key_value)
+            saved = saving.element_bytes * (padding * widened + query * (padding > 1 and saving.keeps_input("o_proj")))
+            # keys and gates, counted below, are views of the fused tensor
+            saved += saving.element_bytes * (query + key_value) * (architecture.qk_norm or architecture.output_gate)
         if core:
             saved += 4 * architecture.padded_attention_heads / architecture.tensor_parallel  # log-sum-exp of each head
             joined = (saving.packed or saving.context_parallel > 1) and not saving.on_gpu

@@ -31,7 +31,9 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from nemo_kto.architecture.mixers.saving import HEAD_MULTIPLE, MAX_HEAD_DIM
 from nemo_kto.device import device
+from nemo_kto.device.kernel_check import agreeing, draw_inputs
 from nemo_kto.device.kernels import varlen_attention
 from nemo_kto.distributed.collectives import gather_shares
 from nemo_kto.models.layers.block_attention import block_attention
@@ -144,6 +146,8 @@ class TorchAttention(MegatronModule):
         self.temperature = (
             None if temperature is not None and temperature.with_rope != (self.rope is not None) else temperature
         )
+        in_one_kernel = self.context is None and not self.in_blocks
+        self.packed_kernel = packed_attention(config.params_dtype) if in_one_kernel else None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -200,25 +204,12 @@ class TorchAttention(MegatronModule):
         if kind == AttnMaskType.arbitrary:
             raise ValueError("attn_mask_type must be causal for packed sequences, got arbitrary")
         query, key = query.unsqueeze(1), key.unsqueeze(1)
-        in_one_kernel = self.context is None and not self.in_blocks
-        in_one_kernel &= self.chunk is None or packed_seq_params.max_seqlen_kv <= self.chunk
-        if not in_one_kernel or (kernel := varlen_attention(query.dtype)) is None:
+        one_chunk = self.chunk is None or packed_seq_params.max_seqlen_kv <= self.chunk
+        if self.packed_kernel is None or not one_chunk or query.size(-1) > MAX_HEAD_DIM:
             return self._attend(query, key, value.unsqueeze(1), packed_seq_params, None).squeeze(1)
         query, key = self._apply_positions(query, key, packed_seq_params)
-        key, value = _keys_of_segments(key.squeeze(1), value, packed_seq_params)
-        context: Tensor = kernel(
-            query.squeeze(1),
-            key,
-            value,
-            packed_seq_params.cu_seqlens_q,
-            packed_seq_params.cu_seqlens_kv,
-            packed_seq_params.max_seqlen_q,
-            packed_seq_params.max_seqlen_kv,
-            scale=self.scale,
-            window_size=(-1 if self.window is None else self.window - 1, 0),
-            enable_gqa=query.size(2) != key.size(1),
-        )
-        return context.flatten(1)
+        heads = query.squeeze(1), key.squeeze(1), value
+        return _attend_pack(self.packed_kernel, *heads, packed_seq_params, scale=self.scale, window=self.window).flatten(1)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences | None, masked: Tensor | None
@@ -296,6 +287,71 @@ class TorchAttention(MegatronModule):
             enable_gqa=query.size(2) != key.size(2),
         )
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+
+
+@functools.cache
+def packed_attention(dtype: torch.dtype) -> Callable[..., Tensor] | None:
+    """Return torch's kernel for packed sequences, which takes grouped heads; None if unavailable.
+
+    If the kernel does not compute the same with grouped heads as with keys and values that are repeated for each query head,
+    on this device, they are repeated. The host waits for this comparison; layers make it when they are built.
+    """
+    if (kernel := varlen_attention(dtype)) is None:
+        return None
+
+    def attend(
+        kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *, lengths: Sequence[int], prompts: Prompts
+    ) -> Tensor:
+        packed = PackedSequences.of([tuple(lengths)], [prompts])[0]
+        return _attend_pack(kernel, query.flatten(1, 2), key, value, packed, scale=0.125, window=None)
+
+    repeating = RepeatedHeads(kernel)
+    grouped, repeated = (functools.partial(attend, form) for form in (kernel, repeating))
+    inputs = [each.to(dtype) for each in draw_inputs((2, 64), (64,), (64,))]  # four query heads in two groups
+    name, own_name = "torch's attention of packs with grouped heads", "repeated heads"
+    chosen = agreeing(grouped, repeated, name=name, own_name=own_name, inputs=inputs)
+    return kernel if chosen is grouped else repeating
+
+
+@dataclass(frozen=True)
+class RepeatedHeads:
+    """Kernel for packed sequences that gets keys and values repeated for each query head."""
+
+    kernel: Callable[..., Tensor]
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *lengths: Any, **options: Any) -> Tensor:
+        if (repeats := query.size(1) // key.size(1)) > 1:
+            key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
+        return self.kernel(query, key, value, *lengths, **options)
+
+
+def _attend_pack(
+    kernel: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedSequences,
+    *,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Attend within all sequences of a pack in one kernel, [tokens, heads, size]; zeros pad heads of a size it lacks."""
+    size = query.size(-1)
+    if (missing := -size % HEAD_MULTIPLE) > 0:
+        query, key, value = (F.pad(each, (0, missing)) for each in (query, key, value))
+    key, value = _keys_of_segments(key, value, packed)
+    mixed = kernel(
+        query,
+        key,
+        value,
+        packed.cu_seqlens_q,
+        packed.cu_seqlens_kv,
+        packed.max_seqlen_q,
+        packed.max_seqlen_kv,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+    )
+    return mixed[..., :size]
 
 
 def _parts(values: Tensor, slices: list[slice]) -> Sequence[Tensor]:

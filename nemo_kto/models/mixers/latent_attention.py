@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.mixers import LatentAttention
+from nemo_kto.architecture.mixers.saving import HEAD_MULTIPLE
 from nemo_kto.models.layers.attention import PackedSequences, TorchAttention
 from nemo_kto.models.layers.linear import ReplicatedLinear
 from nemo_kto.models.layers.norm import TorchNorm
@@ -145,6 +146,8 @@ class MultiLatentAttention(MegatronModule):
     ) -> Tensor:
         """Return the values that the heads of this rank attend to, [sequence, batch, heads * size of a value]."""
         size = self.mixer.head_dim
+        if self.mixer.plain_dim % HEAD_MULTIPLE:  # kernels on GPUs cannot read values that begin there, after the keys
+            value = value.contiguous()
         parts = [each if each.size(-1) == size else F.pad(each, (0, size - each.size(-1))) for each in (query, key, value)]
         if packed is not None:
             parts = [each.squeeze(1) for each in parts]

@@ -149,6 +149,12 @@ def test_biases_and_norms(tmp_path: Path, architecture: str, changes: dict[str, 
     assert (read.qkv_bias, read.output_bias, read.mlp_bias, read.qk_norm) == flags
 
 
+@pytest.mark.parametrize(("head_dim", "names"), [(100, ("heads", "multiple of 8")), (264, ("heads", "more than 256"))])
+def test_head_sizes_that_transformer_engine_lacks(head_dim: int, names: tuple[str, ...], tmp_path: Path) -> None:
+    read = read_architecture(folder(tmp_path, **of("LlamaForCausalLM"), head_dim=head_dim), tensor_parallel=1)
+    assert (read.unsupported_by_te, read.largest_head) == ((Message(*names),), head_dim)
+
+
 def test_features_that_transformer_engine_lacks(tmp_path: Path) -> None:
     found = {
         name: read_architecture(folder(tmp_path, **of(name)), tensor_parallel=1).unsupported_by_te

@@ -99,6 +99,8 @@ def test_shared_prompts_without_a_kernel_for_packed_sequences(
     monkeypatch.setattr(kernels, "varlen_attention", lambda dtype: print if torch_has_it else None)
     found = kernels.slow_paths(BF16, tensor_parallel=1, share_prompts=share_prompts, environment={})
     assert found == [Message("shared prompts", "answer", "torch 2.11")] * (share_prompts and not torch_has_it)
+    options: dict[str, Any] = {"tensor_parallel": 1, "share_prompts": share_prompts, "large_heads": 264, "environment": {}}
+    assert kernels.slow_paths(BF16, **options) == [Message("packs", "sequence by sequence", "heads of 264")]
 
 
 def test_a_model_without_transformer_engine_layers_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_kto.architecture.families import Temperature
 from nemo_kto.architecture.rope import read_rope
 from nemo_kto.models.layers import rope_tables
-from nemo_kto.models.layers.attention import PackedSequences, TorchAttention
+from nemo_kto.models.layers.attention import PackedSequences, RepeatedHeads, TorchAttention, packed_attention
 from nemo_kto.models.layers.rope_tables import RopeTable, TemperatureTable
 from tests.helpers.messages import Message, raises
 
@@ -202,52 +203,83 @@ def test_packed_sequences_equal_separate_ones(window: tuple[int, int] | None) ->
         torch.testing.assert_close(found_grad, expected_grad.squeeze(1), rtol=1e-6, atol=1e-6)
 
 
+def described(
+    query: Any, key: Any, value: Any, begin_n: Any, begin_k_n: Any, *longest: int, scale: float, window_size: tuple[int, int]
+) -> torch.Tensor:
+    """The kernel for packed sequences by torch's description of its arguments; it takes grouped heads."""
+    left, right = window_size
+    assert (right, query.shape[2] % 8) == (0, 0)
+    assert longest == tuple(int(begin.diff().max()) for begin in (begin_n, begin_k_n))
+    parts = []
+    for (start, stop), (first, last) in zip(
+        *(itertools.pairwise(each.tolist()) for each in (begin_n, begin_k_n)), strict=True
+    ):
+        distance = torch.arange(last - first - stop + start, last - first)[:, None] - torch.arange(last - first)
+        seen = (distance >= 0) & ((distance <= left) | torch.tensor(left == -1))
+        q, k, v = (each.transpose(0, 1) for each in (query[start:stop], key[first:last], value[first:last]))
+        part = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
+        parts.append(part.transpose(0, 1))
+    return torch.cat(parts)
+
+
 @pytest.mark.parametrize(("window", "chunked"), [(None, False), ((2, 0), False), ((3, 0), True), ((5, 0), True)])
-def test_arguments_of_the_kernel_for_packed_sequences(
-    window: tuple[int, int] | None, chunked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only a GPU has the kernel. Here its result is computed from torch's description of its arguments. It is not
-    asked where a sequence has several chunks."""
+def test_packed_sequences_in_one_kernel(window: tuple[int, int] | None, chunked: bool) -> None:
+    """Only a GPU has the kernel. Heads of four values are padded with zeros to eight, which changes nothing; keys are not
+    repeated. It is not called where a sequence has several chunks, nor for heads that are too large for it."""
+    shapes = list[tuple[int, ...]]()
 
-    calls: list[int] = []
-
-    def described(query: Any, key: Any, value: Any, begin_n: Any, _: Any, longest: int, __: int, **options: Any) -> Any:
-        calls.append(longest)
-        left, right = options.pop("window_size")
-        assert (right, longest, options) == (0, 6, {"scale": 1 / math.sqrt(D), "enable_gqa": True})
-        parts = []
-        for start, stop in itertools.pairwise(begin_n.tolist()):
-            distance = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
-            seen = (distance >= 0) & ((distance <= left) | torch.tensor(left == -1))
-            q, k, v = (each[start:stop].transpose(0, 1) for each in (query, key, value))
-            part = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=seen, scale=options["scale"], enable_gqa=True
-            )
-            parts.append(part.transpose(0, 1))
-        return torch.cat(parts)
+    def kernel(*inputs: Any, **options: Any) -> torch.Tensor:
+        shapes.append((*inputs[0].shape, *inputs[1].shape))
+        return described(*inputs, **options)
 
     layer = attention(window_size=window, chunked=chunked)
     layer.rope = RopeTable(rope=read_rope({"rope_theta": 1e4, "hidden_size": D, "num_attention_heads": 1}))
     row = [each[:, 0] for each in heads()]
     expected = layer(*row, None, packed_seq_params=row_of((3, 6, 1)))
-    monkeypatch.setattr("nemo_kto.models.layers.attention.varlen_attention", lambda dtype: described)
+    layer.packed_kernel = kernel
     found = layer(*row, None, packed_seq_params=row_of((3, 6, 1)))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    assert len(calls) == (window != (3, 0))
+    assert shapes == [(S, HEADS, 8, S, GROUPS, 8)] * (window != (3, 0))
+    layer.rope = None
+    wide = [torch.randn(S, number, 264) for number in (HEADS, GROUPS, GROUPS)]
+    assert layer(*wide, None, packed_seq_params=row_of((3, 6, 1))).shape == (S, HEADS * 264)
+    assert len(shapes) == (window != (3, 0))
 
 
-@pytest.mark.parametrize("groups", [GROUPS, HEADS])
-def test_the_packed_kernel_knows_whether_heads_are_grouped(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    grouped: list[bool] = []
+def test_keys_are_repeated_only_if_the_kernel_takes_no_grouped_heads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def other_groups(query: Any, key: Any, value: Any, *lengths: Any, **options: Any) -> torch.Tensor:
+        if query.size(1) > key.size(1):  # head h attends to the keys h % groups instead of h // (heads / groups)
+            key, value = (each.repeat(1, query.size(1) // each.size(1), 1) for each in (key, value))
+        return described(query, key, value, *lengths, **options)
 
-    def kernel(query: Any, *_: Any, enable_gqa: bool, **options: Any) -> Any:
-        grouped.append(enable_gqa)
-        return query
+    def other_gradient(query: Any, key: Any, *others: Any, **options: Any) -> torch.Tensor:
+        key = key if query.size(1) == key.size(1) else 2 * key - key.detach()
+        return described(query, key, *others, **options)
 
-    monkeypatch.setattr("nemo_kto.models.layers.attention.varlen_attention", lambda dtype: kernel)
-    query, key = torch.zeros(S, HEADS, D), torch.zeros(S, groups, D)
-    attention()(query, key, key, None, packed_seq_params=row_of((3, 6, 1)))
-    assert grouped == [groups < HEADS]
+    def refuses(query: Any, key: Any, *others: Any, **options: Any) -> torch.Tensor:
+        if query.size(1) != key.size(1):
+            raise ValueError("Expect query and key/value to have the same number of heads\nmore")
+        return described(query, key, *others, **options)
+
+    cases = {described: (), other_groups: ("differ",), other_gradient: ("differ",), refuses: ("ValueError: Expect query",)}
+    row = [each[:, 0] for each in heads()]
+    expected = attention()(*row, None, packed_seq_params=row_of((3, 6, 1)))
+    assert attention().packed_kernel is None, "a CPU has no such kernel"
+    for each, names in cases.items():
+        caplog.clear()
+        packed_attention.cache_clear()
+        monkeypatch.setattr("nemo_kto.models.layers.attention.varlen_attention", lambda dtype, each=each: each)
+        with torch.device("meta"):  # a model that is built without values
+            layers = [attention(), attention()]
+        assert [layer.packed_kernel == (RepeatedHeads(each) if names else each) for layer in layers] == [True, True]
+        found = [record.getMessage() for record in caplog.records]
+        assert found == [Message("grouped heads", "repeated heads", *names)] * bool(names), "once a process"
+        torch.testing.assert_close(
+            layers[0](*row, None, packed_seq_params=row_of((3, 6, 1))), expected, rtol=1e-6, atol=1e-6
+        )
+    packed_attention.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nemo_kto.config.resolved import ResolvedRun
-from nemo_kto.planner import plan_run
+from nemo_kto.device import kernels
+from nemo_kto.models.layers import attention
+from nemo_kto.planner import micro_batches, plan_run
+from nemo_kto.planner.micro_batches import repeats_keys
 from nemo_kto.planner.plan_run import Machines, gpus_elsewhere, make_plan, size_micro_batches
 from nemo_kto.planner.speed import GPUS
 from tests.unit.conftest import Load
@@ -72,6 +76,27 @@ def test_the_number_follows_from_model_and_memory(
         assert planned.training.micro_batch_tokens == tokens
         assert planned.run.micro_batch_reason == why
         assert planned.training.packed
+
+
+@pytest.mark.parametrize(
+    ("engine", "grouped", "repeats"), [(False, True, False), (False, False, True), (True, False, False)]
+)
+def test_the_plan_counts_keys_that_are_repeated(
+    engine: bool, grouped: bool, repeats: bool, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer of the 1B shape saves queries and outputs of 2,048 values in both cases. With eight groups of 64 values it
+    saves keys of 512, and for the values the fused tensor of 3,072; without groups twice 2,048."""
+    monkeypatch.setattr(micro_batches.device, "on_gpu", lambda: True)
+    monkeypatch.setattr(kernels, "uses_transformer_engine", lambda dtype: engine)
+    kernel: Any = print
+    monkeypatch.setattr(attention, "packed_attention", lambda dtype: kernel if grouped else attention.RepeatedHeads(kernel))
+    run = resolved(load, "1B")
+    assert repeats_keys(run) is repeats
+    machines = replace(gpus_elsewhere(1, "h200"), repeats_keys=repeats_keys(run))
+    more = make_plan(run, machines).training.saved.layer() - make_plan(run, gpus_elsewhere(1, "h200")).training.saved.layer()
+    assert more == 2 * (2 * 2048 - 512 - 3072) * repeats
+    monkeypatch.setattr(micro_batches.device, "on_gpu", lambda: False)
+    assert repeats_keys(run) is False
 
 
 @pytest.mark.parametrize("key", ["model.micro_batch_tokens=3000", "model.micro_batch_size=3"])

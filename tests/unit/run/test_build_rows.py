@@ -96,6 +96,8 @@ CONTEXT = "model.context_parallel_size=2"
         ("gemma2", {}, [], True, False, "soft cap"),
         ("llama", {}, [CONTEXT], True, True, "GPU"),
         ("mistral", {"sliding_window": 16}, [CONTEXT], True, False, "context"),
+        ("llama", {"head_dim": 100}, [], True, True, "GPU"),  # padded to 104
+        ("llama", {"head_dim": 264}, [], True, False, "heads of 264 values"),
     ],
 )
 def test_rows_are_packed_on_gpus_where_one_kernel_attends_to_all(
