@@ -71,9 +71,9 @@ def varlen_attention(dtype: torch.dtype) -> Callable[..., Any] | None:
     """Return torch's flash attention for sequences of different lengths, in half precision on GPUs; None if unavailable.
 
     torch has it since 2.10, and with sliding windows since 2.11. Its kernel takes grouped heads; 2.11 passes them on without
-    a check, and later releases want ``enable_gqa``.
+    a check, and later releases want ``enable_gqa``. GPUs before Ampere, without bf16, have no such kernel.
     """
-    if not device.on_gpu() or dtype not in (torch.bfloat16, torch.float16):
+    if not device.on_gpu() or dtype not in (torch.bfloat16, torch.float16) or not device.gpu_has_bf16():
         return None
     try:
         from torch.nn.attention.varlen import varlen_attn

@@ -131,6 +131,8 @@ def packing_of(run: ResolvedRun, *, on_gpu: bool | None = None) -> Packing:
     windows = any(window is not None for window in run.architecture.windows)
     if model.context_parallel_size > 1 and (windows or run.architecture.unsupported_by_te):
         return Packing(False, "context parallelism with layers that Transformer Engine cannot pack")
+    if here and not device.gpu_has_bf16():
+        return Packing(False, "a GPU without bf16 instructions")
     if here and not _attends_in_one_kernel(run):
         return Packing(False, "neither Transformer Engine nor torch 2.11 is installed")
     return Packing(True, "the default on GPUs")

@@ -91,6 +91,20 @@ def test_each_slow_path_is_reported(
     assert kernels.slow_paths(dtype, tensor_parallel=tensor_parallel, environment=environment) == expected
 
 
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_torch_attends_to_packs_on_gpus_with_bf16_instructions(has_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    monkeypatch.setattr(device, "on_gpu", lambda: True)
+    monkeypatch.setattr(device, "gpu_has_bf16", lambda: has_bf16)
+    released: Any = lambda query, *, window_size=(-1, -1): query  # noqa: E731
+    for call, expected in ((released, released), (lambda query: query, None)):  # torch 2.11; 2.10, without windows
+        monkeypatch.setattr(varlen, "varlen_attn", call)
+        kernels.varlen_attention.cache_clear()
+        assert kernels.varlen_attention(BF16) is (expected if has_bf16 else None)
+        assert kernels.varlen_attention(FP32) is None
+    kernels.varlen_attention.cache_clear()
+
+
 @pytest.mark.parametrize(("share_prompts", "torch_has_it"), [(True, False), (True, True), (False, False)])
 def test_shared_prompts_without_a_kernel_for_packed_sequences(
     share_prompts: bool, torch_has_it: bool, monkeypatch: pytest.MonkeyPatch

@@ -112,22 +112,32 @@ def test_rows_are_packed_on_gpus_where_one_kernel_attends_to_all(
 
 
 @pytest.mark.parametrize(
-    ("engine", "kernel", "keys", "is_on"),
+    ("engine", "kernel", "has_bf16", "keys", "is_on"),
     [
-        (True, False, [], True),
-        (False, False, [], False),
-        (True, False, [CONTEXT], True),
-        (False, True, [CONTEXT], False),
+        (True, False, True, [], True),
+        (False, False, True, [], False),
+        (False, True, True, [], True),
+        (False, True, False, [], False),
+        (True, False, True, [CONTEXT], True),
+        (False, True, True, [CONTEXT], False),
     ],
 )
 def test_a_rank_packs_only_with_a_kernel(
-    engine: bool, kernel: bool, keys: list[str], is_on: bool, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    engine: bool,
+    kernel: bool,
+    has_bf16: bool,
+    keys: list[str],
+    is_on: bool,
+    tiny_llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = resolved("trainer.precision=bf16", f"pretrained_checkpoint.restore_from_path={tiny_llama}", *keys)
     monkeypatch.setattr(build.device, "on_gpu", lambda: True)
+    monkeypatch.setattr(build.device, "gpu_has_bf16", lambda: has_bf16)
     monkeypatch.setattr(kernels, "uses_transformer_engine", lambda dtype: engine)
     monkeypatch.setattr(kernels, "varlen_attention", lambda dtype: print if kernel else None)
     assert packing_of(run).is_on is is_on
+    assert ("bf16" in packing_of(run).reason) is not has_bf16
 
 
 def test_kto_needs_two_validation_rows_and_its_variant_without_z0_one() -> None:
