@@ -26,7 +26,7 @@ from nemo_kto.config.mistakes import does_not_compose
 from nemo_kto.config.resolved import MODEL_KEYS, ResolvedRun, value_of
 from nemo_kto.config.rules.gpu import check_transformer_engine
 from nemo_kto.config.rules.training import run_errors, unused_keys
-from nemo_kto.device import device
+from nemo_kto.device import device, environment
 from nemo_kto.errors import ConfigError, UserError, plural
 from nemo_kto.processes import ranks, signals
 from nemo_kto.telemetry.console import set_up_logging, take_over
@@ -172,6 +172,14 @@ class Job:
 
     def _train(self, run: ResolvedRun) -> None:
         ranks.raise_open_files()
+        model = run.cfg.model
+        variables = environment.of_run(
+            ranks=run.world_size(self.world),
+            tensor_parallel=model.tensor_model_parallel_size,
+            context_parallel=model.context_parallel_size,
+            deterministic=run.cfg.trainer.deterministic,
+        )
+        environment.set_defaults(variables)  # before Transformer Engine is imported and CUDA starts
         stop_signals, requeues = run.cfg.trainer.stop_signals, run.cfg.trainer.requeue
         try:
             signals.listen(stop_signals, has_launcher=ranks.has_launcher())

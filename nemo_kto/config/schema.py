@@ -105,6 +105,7 @@ class TrainerConfig(Section):
     requeue: Annotated[bool, TIMES]
     max_skipped_steps: Annotated[int, Ge(1), Remedy("1 ends the run at the first skipped step"), TIMES]
     timeout_minutes: Annotated[Count, check(lambda minutes: minutes <= 525_600, "be at most 525600 (a year)"), SPEED]
+    deterministic: Annotated[bool, MayChange("kernels: results agree within rounding")]
     callbacks: Annotated[list[str | dict[str, object]], TIMES]
 
 

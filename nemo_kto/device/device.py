@@ -77,6 +77,15 @@ def select() -> None:
         torch.cuda.set_device(current_device())
 
 
+def use_deterministic_kernels() -> None:
+    """Make torch's operations on a GPU bitwise reproducible, or raise RuntimeError; call before a model is built.
+
+    Libraries ask torch, and Transformer Engine also the environment (``device.environment``), when they build a layer.
+    """
+    if on_gpu():
+        torch.use_deterministic_algorithms(True)
+
+
 def gpu_has_bf16() -> bool:
     """Return whether the GPU of this rank has bf16 instructions (NVIDIA GPUs before Ampere do not)."""
     return torch.cuda.is_bf16_supported(including_emulation=False)

@@ -16,10 +16,10 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel import layers
 
 from nemo_kto.device import device
+from nemo_kto.device.environment import MAX_CONNECTIONS
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 

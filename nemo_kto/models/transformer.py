@@ -85,6 +85,7 @@ def transformer_config(
         masked_softmax_fusion=False,  # needs apex's extension; without it, it fails, but only at some lengths
         calculate_per_token_loss=True,  # gradients are sums; the training code divides by its own count
         variable_seq_lengths=True,
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         # "mlp" includes experts, which megatron-core calls "moe"
         recompute_modules=[*recompute_modules, *["moe"] * ("mlp" in recompute_modules and architecture.experts is not None)],
         **pipeline_settings(split),

@@ -92,6 +92,8 @@ def train(run: ResolvedRun) -> None:
         expert_tensor=model.expert_tensor_parallel_size,
         optimizer_instances=model.optim.num_distributed_optimizer_instances,
     )
+    if run.cfg.trainer.deterministic:
+        device.use_deterministic_kernels()
     device.record_collectives(str(run.folder / "nccl_trace_rank_"))
     state.init_distributed(
         layout=layout,

@@ -16,6 +16,9 @@ def start() -> None:
     """
     if "torch" in sys.modules:  # a virtual environment may run its .pth files twice
         return
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = (
+        "expandable_segments:False"  # the substitute for the driver has no virtual memory
+    )
     libraries.load()
     flags = sys.getdlopenflags()
     sys.setdlopenflags(os.RTLD_LAZY)  # most functions of NVIDIA's libraries are missing

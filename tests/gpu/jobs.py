@@ -28,8 +28,6 @@ LORA = (
 FAMILIES = {"experts": "qwen3_moe", "delta-nets": "qwen3_5_text", "latents": "deepseek_v3", "mamba": "nemotron_h"}
 OF_FAMILY = {name: (f"pretrained_checkpoint.restore_from_path={name}",) for name in FAMILIES}
 EXPERTS = OF_FAMILY["experts"]
-# The same bits from the same inputs, also where the libraries know faster kernels that sum in any order.
-DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 
 
 @dataclass(frozen=True, kw_only=True)

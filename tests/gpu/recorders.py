@@ -1,6 +1,4 @@
-"""Callbacks of the jobs of these tests: record the model, hashes of weights, and waits; deterministic kernels; stop after a
-step.
-"""
+"""Callbacks of the jobs of these tests: record the model, hashes of weights, and waits; stop after a step."""
 
 from __future__ import annotations
 
@@ -18,6 +16,8 @@ import torch
 from nemo_kto.algorithms.callbacks import Callback, Event
 from nemo_kto.distributed import state
 
+_ENGINE = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+
 
 class RecordModel(Callback):
     """Writes FILE: the kind of device, the dtype, and the classes of the layers of the model that trains."""
@@ -34,18 +34,10 @@ class RecordModel(Callback):
             "dtypes": sorted({str(weight.dtype).removeprefix("torch.") for weight in weights}),
             "backend": torch.distributed.get_backend(),
             "classes": sorted({type(part).__name__ for part in trainer.model.engine.chunks[0].modules()}),
+            # when the layers were built, and what Transformer Engine's then read
+            "deterministic": [str(trainer.model.engine.chunks[0].config.deterministic_mode), os.environ.get(_ENGINE, "")],
         }
         self.file.write_text(json.dumps(record))
-
-
-class Deterministic(Callback):
-    """Takes the kernels that give the same bits each time; an operation that has none is an error.
-
-    With ``warn_only`` torch's fused attention would warn and keep the others (aten/src/ATen/native/transformers/cuda).
-    """
-
-    def on_fit_start(self, trainer: Any) -> None:
-        torch.use_deterministic_algorithms(True)
 
 
 class RecordHashes(Callback):

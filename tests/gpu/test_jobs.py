@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from nemo_kto.telemetry.evaluations import SAMPLES_FILE, read_samples
-from tests.gpu.jobs import DETERMINISTIC, GPUS, IS_EMULATED, LORA, OF_FAMILY, STEPS, Workplace, assert_close, on
+from tests.gpu.jobs import GPUS, IS_EMULATED, LORA, OF_FAMILY, STEPS, Workplace, assert_close, on
 from tests.helpers.commands import CLI, environment
 from tests.helpers.hf_models import weights
 from tests.helpers.training_jobs import trajectory
@@ -151,16 +151,16 @@ def test_a_resumed_run_is_the_same_run(
 
     With deterministic kernels: others sum in any order in the backward passes of attention and of the embedding.
     """
-    always = "{_target_: tests.gpu.recorders.Deterministic}"
     stop = "{_target_: tests.gpu.recorders.StopAfter, step: 2}"
     name = f"{precision}-{ranks}-{optimizer.partition('=')[0]}"
-    settings = [*on(DEVICE, ranks=ranks), f"trainer.precision={precision}", *SAVING]
+    settings = [*on(DEVICE, ranks=ranks), f"trainer.precision={precision}", "trainer.deterministic=true", *SAVING]
     settings += [f"model.optim.{optimizer}"] if optimizer else []
     settings.append(f"model.tensor_model_parallel_size={ranks}")
-    whole = place.run(f"whole-{name}", *settings, callbacks=[always], env=DETERMINISTIC)
-    stopped = place.run(f"stopped-{name}", *settings, callbacks=[always, stop], env=DETERMINISTIC, status=85)
+    whole = place.run(f"whole-{name}", *settings)
+    stopped = place.run(f"stopped-{name}", *settings, callbacks=[stop], status=85)
     assert len(trajectory(stopped)) == 2
-    place.run(f"stopped-{name}", *settings, callbacks=[always], env=DETERMINISTIC)
+    place.run(f"stopped-{name}", *settings)
+    assert place.recorded(f"whole-{name}")["deterministic"] == [str(GPUS > 0), "0"]
     assert trajectory(stopped) == trajectory(whole)
     assert_same_files(stopped / "hf", whole / "hf")
     if precision == "32":

@@ -31,6 +31,7 @@ from tests.helpers.messages import Message, assert_names
 
 TELL = """
 names = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "NEMO_KTO_FORCE_CPU")
+names += ("NVTE_FWD_LAYERNORM_SM_MARGIN", "CUDA_DEVICE_MAX_CONNECTIONS")
 told = {"rank": rank, "algorithm": cfg.algorithm, "lr": cfg.model.optim.lr, "run": cfg.exp_manager.explicit_log_dir}
 told["export"] = cfg.export.path
 open(f"rank{rank}-{cfg.model.seed}.json", "w").write(__import__("json").dumps(told | {n: os.environ.get(n) for n in names}))
@@ -84,6 +85,8 @@ def test_ranks_are_started_and_get_the_same_command_line(tmp_path: Path, name: s
             "MASTER_ADDR": "127.0.0.1",
             "OMP_NUM_THREADS": threads,
             "NEMO_KTO_FORCE_CPU": "1",
+            "NVTE_FWD_LAYERNORM_SM_MARGIN": "16",
+            "CUDA_DEVICE_MAX_CONNECTIONS": None,
         }
     saved = yaml.safe_load((tmp_path / f"results/gpt_{name}/config.yaml").read_text())
     assert saved["model"]["optim"]["lr"] == 3e-6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ from functools import partial
 
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.layout import mixer_rules
-from nemo_kto.device import device
+from nemo_kto.device import device, environment
 from nemo_kto.device.precision import FP8_MULTIPLE, PRECISIONS
-from nemo_kto.errors import ConfigError, UserError
+from nemo_kto.errors import ConfigError, UserError, either
 
 
 def check_transformer_engine() -> None:
@@ -50,6 +51,7 @@ OLDEST_ENGINE = (2, 3)  # oldest Transformer Engine for fp8
 _FP8_CAPABILITY = (8, 9)  # NVIDIA Ada; Hopper is 9.0
 _SHARDED, _OFFLOAD = "model.optim.use_distributed_optimizer", "model.optim.offload_fraction"
 _MOMENTS, _FP8 = "model.optim.moments_dtype", "model.fp8"
+_DETERMINISTIC = "trainer.deterministic"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,8 @@ def model_gpu_rules(run: ResolvedRun, computes: Computes) -> Iterator[ConfigErro
     yield from gpu_rules(run, computes)
     yield from _fp8_rules(run)
     yield from mixer_rules(run)
+    if run.cfg.trainer.deterministic and computes.on_gpu:
+        yield from _deterministic_rules(run)
     model = run.cfg.model
     uses_engine = computes.engine is not None and PRECISIONS[run.cfg.trainer.precision] != "32"
     if model.context_parallel_size > 1 and model.data.packing is True and uses_engine:
@@ -147,6 +151,26 @@ def model_gpu_rules(run: ResolvedRun, computes: Computes) -> Iterator[ConfigErro
             )
             remedy = "Transformer Engine cannot combine the three; leave one out"
             yield ConfigError("model.data.packing", f"{text}; {remedy}", ("model.context_parallel_size",))
+
+
+def _deterministic_rules(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Find what has no deterministic kernel on a GPU, and environment variables that ask for others."""
+    for name, values in environment.DETERMINISTIC.items():
+        if (value := os.environ.get(name)) is not None and value not in values:
+            yield ConfigError(name, f"must be {either(values)} with {_DETERMINISTIC}=true, got {value}; unset it")
+    # torch has no deterministic cumulative sum on GPUs; fla and mamba_ssm choose among kernels by timing
+    if any(mixer.divided_heads(run.architecture) for mixer in run.architecture.mixers):
+        text = (
+            f"must be false on a GPU for {run.architecture.family.name}, whose recurrent layers have no deterministic kernel"
+        )
+        yield ConfigError(_DETERMINISTIC, f"{text}, got true; leave it out", ("pretrained_checkpoint.restore_from_path",))
+    samples = run.cfg.exp_manager.samples
+    if samples.enabled and samples.temperature:
+        text = f"must be 0.0 on a GPU with {_DETERMINISTIC}=true, because tokens are drawn with a cumulative sum"
+        remedy = "set one or the other"
+        yield ConfigError(
+            "exp_manager.samples.temperature", f"{text}, got {samples.temperature}; {remedy}", (_DETERMINISTIC,)
+        )
 
 
 def _fp8_rules(run: ResolvedRun) -> Iterator[ConfigError]:

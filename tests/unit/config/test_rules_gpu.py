@@ -11,7 +11,7 @@ import pytest
 from nemo_kto.cli import plan
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.config.rules.gpu import Computes, check_gpu, gpu_rules, model_gpu_rules
-from nemo_kto.device import device
+from nemo_kto.device import device, environment
 from nemo_kto.errors import UserError
 from tests.helpers.messages import Message, raises
 from tests.helpers.tiny_models import make_checkpoint
@@ -194,3 +194,54 @@ def test_context_parallel_ranks_divide_the_heads_of_delta_nets(load: Load, tmp_p
         found = list(model_gpu_rules(ResolvedRun.of(load(given, *sizes, f"trainer.devices={tensor * context}")), CPU))
         expected = Message("model.context_parallel_size", "divide", f"the {heads}", "qwen3_5_text", f"got {context}", "use")
         assert [str(error) for error in found] == [expected] * bool(heads)
+
+
+DRAWS = ("exp_manager.samples.count=1", "exp_manager.samples.temperature=0.7")
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "variables", "computes", "expected"),
+    [
+        ("llama", (), {}, HOPPER, None),
+        ("qwen3_moe", (), {}, BARE, None),  # torch and megatron-core have deterministic sums of the outputs of experts
+        ("qwen3_5_text", (), {}, HOPPER, Message("trainer.deterministic", "false", "GPU", "true", "qwen3_5_text")),
+        ("nemotron_h", (), {}, BARE, Message("trainer.deterministic", "false", "GPU", "true", "nemotron_h")),
+        ("nemotron_h", (), {}, CPU, None),
+        ("llama", DRAWS, {}, HOPPER, Message("exp_manager.samples.temperature", "0.0", "trainer.deterministic", "0.7")),
+        ("llama", DRAWS[1:], {}, HOPPER, None),  # no samples are taken
+        ("llama", DRAWS, {}, CPU, None),
+        ("llama", (), {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}, HOPPER, None),
+        (
+            "llama",
+            (),
+            {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"},
+            HOPPER,
+            Message("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", "trainer.deterministic", "1", "unset"),
+        ),
+        (
+            "llama",
+            (),
+            {"CUBLAS_WORKSPACE_CONFIG": ":0:0"},
+            HOPPER,
+            Message("CUBLAS_WORKSPACE_CONFIG", ":4096:8", ":16:8", "trainer.deterministic", ":0:0", "unset"),
+        ),
+    ],
+)
+def test_what_has_no_deterministic_kernel_on_a_gpu_is_refused(
+    family: str,
+    overrides: tuple[str, ...],
+    variables: dict[str, str],
+    computes: Computes,
+    expected: Message | None,
+    load: Load,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in environment.DETERMINISTIC:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    given = f"pretrained_checkpoint.restore_from_path={make_checkpoint(tmp_path / 'model', family)}", *overrides
+    found = [str(each) for each in model_gpu_rules(ResolvedRun.of(load(*given, "trainer.deterministic=true")), computes)]
+    assert found == ([] if expected is None else [expected])
+    assert list(model_gpu_rules(ResolvedRun.of(load(*given)), computes)) == []

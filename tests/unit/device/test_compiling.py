@@ -56,7 +56,7 @@ def test_missing_parts_of_a_compiler(
 
 # A rank on a GPU, as far as imports go: which functions megatron-core and others have compiled, and a product of theirs.
 RANK = """
-import json, os, warnings
+import json, warnings
 import torch
 import nemo_kto.device
 from nemo_kto.device import device
@@ -83,7 +83,6 @@ with warnings.catch_warnings(record=True) as seen:
     warnings.warn("torch.distributed.all_gather_into_tensor` is deprecated")
 result = {
     "warnings": len(seen),
-    "connections": os.environ["CUDA_DEVICE_MAX_CONNECTIONS"],
     "compiled": [is_compiled(each) for each in functions],
     "equal": [torch.equal(output, expected), torch.allclose(*gradients, atol=1e-6, rtol=0)],
 }
@@ -96,5 +95,5 @@ def test_nothing_is_compiled_without_a_compiler_and_warnings_of_gpus_are_shown()
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH", "CUDA", "NEMO_KTO"))}
     done = subprocess.run([sys.executable, "-c", RANK], env=kept, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    expected = {"warnings": 1, "connections": "1", "compiled": [False] * 3, "equal": [True, True]}
+    expected = {"warnings": 1, "compiled": [False] * 3, "equal": [True, True]}
     assert json.loads(done.stdout.splitlines()[-1]) == expected
