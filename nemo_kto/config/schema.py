@@ -252,6 +252,7 @@ class OptimConfig(Section):
     use_distributed_optimizer: Annotated[bool, SAME]
     num_distributed_optimizer_instances: Annotated[Count, LAYOUT]
     overlap: Annotated[bool | None, SPEED]
+    grad_reduce_in_fp32: Annotated[bool, NEXT_STEP]
     moments_dtype: Annotated[Literal["fp32", "bf16"], NEXT_STEP]
     offload_fraction: Annotated[float, Ge(0), Le(1), Remedy("0.0 offloads nothing"), SPEED]
     sched: Annotated[ScheduleConfig, NEXT_STEP]

@@ -237,7 +237,10 @@ def add_weight_gradients() -> None:
             torch.addmm(main_grad_OI, grad_output_TO.t(), input_TI, out_dtype=main_grad_OI.dtype, out=main_grad_OI)
 
     if not device.on_gpu() or not layers._grad_accum_fusion_available:
-        layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
+        layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
+            wgrad_gemm_accum_fp32=accumulate,
+            wgrad_gemm_accum_fp16=accumulate,  # for main_grad in bf16 too
+        )
 
 
 # ---- torch on the CPU ----

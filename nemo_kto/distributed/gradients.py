@@ -18,7 +18,8 @@ from nemo_kto.device import kernels
 def main_grad_of(weight: Tensor) -> Tensor | None:
     """Return the fp32 tensor that accumulates the gradient of a weight over the micro-batches; None if there is none.
 
-    A backward pass that adds to it must return :func:`added_to_main_grad` for the weight.
+    A backward pass that adds to it must return :func:`added_to_main_grad` for the weight. To a sum in bf16 a micro-batch
+    should add once: the backward pass returns a gradient, which DistributedDataParallel adds.
     """
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     return main_grad if main_grad is not None and main_grad.dtype == torch.float32 else None
@@ -35,17 +36,19 @@ def added_to_main_grad(weight: Tensor) -> Tensor:
     return torch.zeros(weight.shape, dtype=weight.dtype, layout=torch.sparse_coo, device=weight.device)
 
 
-def add_products_to_main_grads(chunk: torch.nn.Module) -> None:
+def add_products_to_main_grads(chunk: torch.nn.Module, *, reduce_in_fp32: bool = True) -> None:
     """Make the linear layers of a chunk accumulate weight gradients into main_grad inside the matrix product.
 
     Transformer Engine's layers support it. megatron-core's own layers call a kernel of apex, which ``device.patches``
     replaces where it is not installed. megatron-core's configuration option is not used, because it would apply to layers of
-    every kind.
+    every kind. A sum in the dtype of the weight (``reduce_in_fp32`` is False) needs no special product.
     """
     modules: Iterator[Any] = chunk.modules()
     for module in modules:
         if isinstance(module, layers.ColumnParallelLinear | layers.RowParallelLinear):
-            module.gradient_accumulation_fusion = module.weight is not None and kernels.adds_products(module.weight.dtype)
+            module.gradient_accumulation_fusion = module.weight is not None and (
+                not reduce_in_fp32 or kernels.adds_products(module.weight.dtype)
+            )
         elif hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
 

@@ -83,7 +83,9 @@ class _Lookup(torch.autograd.Function):
         if ctx.main_grad_VH is not None:
             ctx.main_grad_VH.index_add_(0, index_T, grad_TH.to(ctx.main_grad_VH.dtype))
             return added_to_main_grad(weight_VH), None, None
-        return torch.zeros_like(weight_VH).index_add_(0, index_T, grad_TH), None, None
+        wide = torch.promote_types(weight_VH.dtype, torch.float32)  # a frequent token's sum would stop growing in bf16
+        grad_VH = torch.zeros_like(weight_VH, dtype=wide).index_add_(0, index_T, grad_TH.to(wide))
+        return grad_VH.to(weight_VH.dtype), None, None
 
 
 class HiddenStateGPT(GPTModel):

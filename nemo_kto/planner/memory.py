@@ -40,6 +40,7 @@ class Training:
     adapters: LoRASettings | None = None  # None if all weights are trained
     distributed_optimizer: bool = True  # its state is sharded over the data- and context-parallel ranks
     optimizer_instances: int = 1  # groups of these ranks, each with the whole state
+    gradient_bytes: int = _FP32  # per value of the summed gradients
     moment_bytes: int = _FP32  # per value of each of Adam's two moments
     offload: float = 0.0  # fraction of the optimizer state that is stored in the host memory of a GPU
     swapped: str | None = None  # weights of which there is a copy for the reference, on the host: "all", "trained" or None
@@ -164,7 +165,7 @@ class RankMemory:
     parameters: int  # number of values
     trained: int  # number of trained values
     weights: float  # held during the whole run, as the next two
-    gradients: float  # summed in fp32
+    gradients: float  # summed over the micro-batches
     optimizer: float
     activations: float  # saved for the backward passes of all in-flight micro-batches
     logprobs: float  # hidden states and logits of the last stage
@@ -225,11 +226,11 @@ def rank_memory(training: Training, *, stage: int) -> RankMemory:
         parameters=count,
         trained=trained,
         weights=count * training.element_bytes + quantised,
-        gradients=trained * _FP32,
+        gradients=trained * training.gradient_bytes,
         optimizer=with_state * training.state_bytes(),
         activations=activations,
         logprobs=logprobs,
-        working=_working(training, parameters),
+        working=_working(training, stage, parameters),
         heap=0.0 if training.on_gpu else activations + logprobs,
         offloaded=training.offloaded_bytes(parameters),
         reference=swapped * (training.element_bytes + moving),
@@ -297,7 +298,8 @@ def _logprobs(training: Training) -> float:
 
     For a bf16 model a GPU multiplies the gradient of the logits as two bf16 matrices. The fp32 chunk is freed before their
     product with the hidden states is added to the gradient of the output weight: in place, or a block of rows at a time if
-    torch cannot. The planner does not know which applies; it counts the block, which is seldom larger than the chunk.
+    torch cannot. The planner does not know which applies; it counts the block, which is seldom larger than the chunk. If
+    gradients are summed in bf16, that of a micro-batch is first computed whole, in fp32.
     """
     rows = training.architecture.padded_vocab_size // training.tensor_parallel
     chunk = min(training.logprob_chunk, training.rank_tokens) * rows
@@ -305,25 +307,34 @@ def _logprobs(training: Training) -> float:
     if training.on_gpu and training.element_bytes < _FP32:
         block = min(rows, _PRODUCT_ROWS) * training.architecture.hidden_size * _FP32 if training.adapters is None else 0
         logits = max(logits, chunk * 2 * training.element_bytes + max(chunk * _FP32, block))
+    if training.gradient_bytes < _FP32 and training.adapters is None:
+        whole = rows * training.architecture.hidden_size
+        logits = max(logits + whole * _FP32, whole * (_FP32 + training.element_bytes))
     return training.saved.head() * training.rank_tokens + logits
 
 
-def _working(training: Training, parameters: list[RankParameter]) -> float:
+def _working(training: Training, stage: int, parameters: list[RankParameter]) -> float:
     """Return the bytes of the largest temporary of the reduction of gradients and the update of weights.
 
     On the CPU weights are updated one after the other, with two fp32 tensors each. On a GPU one kernel updates all weights,
     without temporaries. Both bf16 moments are converted to fp32 for the update, a slice of a weight at a time. An optimizer
     that is partly on the host is built twice, first from whole weights: during that time the weights that stay on the GPU
     exist there in fp32. gloo copies the tensors that it scatters and gathers, here the distributed optimizer's gradients and
-    weights, even in a group of one rank.
+    weights, even in a group of one rank. Gradients that are summed in bf16 are converted to fp32 for the update; before, the
+    gradient of the embedding is computed whole, in fp32, when most activations of its micro-batch are freed.
     """
     trained = sum(each.total for each in parameters if each.trained)
     share = training.share(parameters) if training.distributed_optimizer else trained
     updated = min(max((each.numel for each in parameters if each.trained), default=0), share)  # values at a time
-    widened = 0.0
+    whole, converted, widened = 0.0, 0.0, 0.0
+    if training.gradient_bytes < _FP32:
+        converted = share * _FP32
+        if stage == 0 and training.adapters is None:
+            table = training.architecture.padded_vocab_size // training.tensor_parallel * training.architecture.hidden_size
+            whole = table * (_FP32 + training.element_bytes)
     if training.moment_bytes < _FP32:
         updated = min(updated, _UPDATED_VALUES)
         widened = 2 * _FP32 * updated
     if training.on_gpu:
-        return max(widened, (1 - training.offload) * trained * _FP32 if training.offload else 0.0)
-    return max(2 * _FP32 * updated + widened, trained * _FP32 * training.distributed_optimizer)
+        return max(whole, converted + widened, (1 - training.offload) * trained * _FP32 if training.offload else 0.0)
+    return max(whole, converted + 2 * _FP32 * updated + widened, trained * _FP32 * training.distributed_optimizer)

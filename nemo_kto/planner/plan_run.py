@@ -154,6 +154,7 @@ def _plan(run: ResolvedRun, machines: Machines, shared: SharedPrompts = SEPARATE
         adapters=run.adapters,
         distributed_optimizer=model.optim.use_distributed_optimizer,
         optimizer_instances=model.optim.num_distributed_optimizer_instances,
+        gradient_bytes=4 if model.optim.grad_reduce_in_fp32 else run.dtype.itemsize,
         moment_bytes=dtype_of(model.optim.moments_dtype).itemsize,
         offload=model.optim.offload_fraction,
         swapped=run.swapped_weights,

@@ -113,7 +113,8 @@ def _tensor(training: Training, step: Step, stage: int) -> float:
         else:
             others += 2 * answers * width * _FP32
     if shards:  # gradients of replicated weights: each rank has those of its part of the sequence
-        others += 2 * _FP32 * sum(each.total for each in training.parameters[stage] if each.trained and each.is_replicated)
+        replicated = sum(each.total for each in training.parameters[stage] if each.trained and each.is_replicated)
+        others += 2 * training.gradient_bytes * replicated
     others += _adapters(training, step, stage)
     return (halves * hidden + others) * (training.tensor_parallel - 1) / training.tensor_parallel
 
@@ -161,7 +162,7 @@ def _pipeline(training: Training, step: Step, stage: int) -> float:
     times = (1 + step.forward_only) * (split.chunks - (stage == split.stages - 1)) + split.chunks - (stage == 0)
     shares_embedding = training.architecture.tied and training.adapters is None and stage in (0, split.stages - 1)
     rows = training.architecture.padded_vocab_size / training.tensor_parallel if shares_embedding else 0
-    return times * hidden + rows * width * _FP32
+    return times * hidden + rows * width * training.gradient_bytes
 
 
 def _context(training: Training, step: Step, stage: int) -> float:
@@ -189,21 +190,22 @@ def _context(training: Training, step: Step, stage: int) -> float:
 def _data(training: Training, stage: int) -> float:
     """Return the bytes sent between ranks that hold the same weights.
 
-    Gradients are reduced in fp32. Then the updated weights are gathered, or, without the distributed optimizer, the
+    Gradients are reduced. Then the updated weights are gathered, or, without the distributed optimizer, the
     gradients themselves, because each rank updates all weights. Gradients of experts go to fewer ranks. Experts also have a
     separate optimizer, and after the step of each of the two optimizers all weights are gathered, unless the gathers overlap
     with the next step, as on GPUs.
     """
     trained = [each for each in training.parameters[stage] if each.trained]
     gathers = 1 if training.on_gpu else len({each.of_expert for each in trained})
-    back = training.element_bytes * gathers if training.distributed_optimizer else _FP32
+    back = training.element_bytes * gathers if training.distributed_optimizer else training.gradient_bytes
     instances = training.optimizer_instances
-    return sum(each.total * (1 - instances / training.copies(each)) for each in trained) * (_FP32 + back)
+    return sum(each.total * (1 - instances / training.copies(each)) for each in trained) * (training.gradient_bytes + back)
 
 
 def _instances(training: Training, stage: int) -> float:
     """Return the bytes sent between optimizer instances: each rank's slices of the gradients are summed over them."""
-    return 2 * (1 - 1 / training.optimizer_instances) * training.share(training.parameters[stage]) * _FP32
+    share = training.share(training.parameters[stage])
+    return 2 * (1 - 1 / training.optimizer_instances) * share * training.gradient_bytes
 
 
 def _expert(training: Training, step: Step, stage: int) -> float:

@@ -99,7 +99,12 @@ def build_policy(run: ResolvedRun) -> Policy:
     overlap = cfg.optim.overlap
     if overlap is None:
         overlap = device.on_gpu() and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
-    chunks = wrap_data_parallel(chunks, use_distributed_optimizer=cfg.optim.use_distributed_optimizer, overlap=overlap)
+    chunks = wrap_data_parallel(
+        chunks,
+        use_distributed_optimizer=cfg.optim.use_distributed_optimizer,
+        overlap=overlap,
+        reduce_in_fp32=cfg.optim.grad_reduce_in_fp32,
+    )
     policy = Policy(files=files, chunks=chunks, split=run.split, adapters=adapters)
     load_policy_weights(policy)
     return policy

@@ -75,6 +75,7 @@ REPEATING = [
     *(Case(name=f"packed-{name}", overrides=(*OF_FAMILY[name], *PACKED), expected=name) for name in ("delta-nets", "mamba")),
     Case(name="bf16-lora", overrides=(*LORA, IN_BF16, ADAPTER), expected="lora"),
     Case(name="bf16-moments", overrides=(IN_BF16, "model.optim.moments_dtype=bf16")),
+    Case(name="bf16-gradients", overrides=(IN_BF16, "model.optim.grad_reduce_in_fp32=false")),
     Case(name="bf16-offload", overrides=(IN_BF16, OFFLOADED)),
 ]
 

@@ -50,6 +50,7 @@ def build(
     recompute: bool | str | None = False,
     distributed: bool = True,
     overlap: bool = False,
+    reduce_in_fp32: bool = True,
     dtype: torch.dtype = torch.float32,
     split: PipelineSplit | None = None,
     **options: Any,
@@ -81,7 +82,7 @@ def build(
     if settings is not None:
         for gpt in built:
             add_adapters(gpt, settings, architecture=architecture, seed=3)
-    chunks = wrap_data_parallel(built, use_distributed_optimizer=distributed, overlap=overlap)
+    chunks = wrap_data_parallel(built, use_distributed_optimizer=distributed, overlap=overlap, reduce_in_fp32=reduce_in_fp32)
     get_model_config(chunks[0]).finalize_model_grads_func = finalize_model_grads
     load_weights(chunks, architecture, folder)
     return chunks, architecture

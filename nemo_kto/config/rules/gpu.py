@@ -51,6 +51,7 @@ OLDEST_ENGINE = (2, 3)  # oldest Transformer Engine for fp8
 _FP8_CAPABILITY = (8, 9)  # NVIDIA Ada; Hopper is 9.0
 _SHARDED, _OFFLOAD = "model.optim.use_distributed_optimizer", "model.optim.offload_fraction"
 _MOMENTS, _FP8 = "model.optim.moments_dtype", "model.fp8"
+_REDUCE = "model.optim.grad_reduce_in_fp32"
 _DETERMINISTIC = "trainer.deterministic"
 
 
@@ -97,6 +98,9 @@ def gpu_rules(run: ResolvedRun, computes: Computes | None) -> Iterator[ConfigErr
         yield ConfigError("model.reference.device", text, ("trainer.accelerator",))
     if optim.moments_dtype != "fp32" and not optim.use_distributed_optimizer:
         yield _refused(_MOMENTS, "fp32", optim.moments_dtype, f"with {_SHARDED}=false", f"set {_SHARDED}=true", _SHARDED)
+    if not optim.grad_reduce_in_fp32 and PRECISIONS[run.cfg.trainer.precision] == "32":
+        remedy = "leave it out, or use trainer.precision=bf16"
+        yield _refused(_REDUCE, "true", "false", "with trainer.precision=32", remedy, "trainer.precision")
     options = {
         _OFFLOAD: (optim.offload_fraction or "0", "0"),
         _FP8: (model.fp8, "null"),

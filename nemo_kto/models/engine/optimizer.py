@@ -27,18 +27,18 @@ SCHEDULES = {
 
 
 def wrap_data_parallel(
-    chunks: Sequence[MegatronModule], *, use_distributed_optimizer: bool, overlap: bool = False
+    chunks: Sequence[MegatronModule], *, use_distributed_optimizer: bool, overlap: bool = False, reduce_in_fp32: bool = True
 ) -> list[MegatronModule]:
     """Wrap model chunks in megatron-core's DistributedDataParallel.
 
-    Gradients are summed in fp32 over the data-parallel group; ``finalize_model_grads`` divides them by the number of
-    examples of the global batch. With ``overlap``, gradients are summed during the backward pass, and sharded weights
+    Gradients are summed over the micro-batches and the data-parallel group, in fp32 or in the dtype of the weights;
+    ``finalize_model_grads`` divides them by the number of examples of the global batch. With ``overlap``, gradients are summed during the backward pass, and sharded weights
     gathered during the forward pass; the model must be run by a ``LogProbEngine``, or by one of megatron-core's schedules.
     With several optimizer instances (:class:`nemo_kto.distributed.state.Layout`), gradients are scattered over the ranks of
     an instance, then summed over the instances; weights are gathered within an instance.
     """
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=reduce_in_fp32,
         use_distributed_optimizer=use_distributed_optimizer,
         check_for_nan_in_grad=False,  # would stop only the rank with such gradients; see SkippingOptimizer
         average_in_collective=False,
@@ -51,7 +51,7 @@ def wrap_data_parallel(
         for index, chunk in enumerate(chunks)
     ]
     for chunk in wrapped:
-        add_products_to_main_grads(chunk)
+        add_products_to_main_grads(chunk, reduce_in_fp32=reduce_in_fp32)
     if overlap:
         schedule_reductions(wrapped)
         expect_whole_weights(wrapped)

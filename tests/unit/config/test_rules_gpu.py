@@ -82,6 +82,13 @@ def test_moments_in_bf16_need_the_distributed_optimizer(load: Load) -> None:
     assert found == [Message(moments, "fp32", f"{SHARDED}=false", "bf16", f"{SHARDED}=true")]
 
 
+@pytest.mark.parametrize(("precision", "refused"), [("bf16", False), ("auto", False), ("fp32", True)])
+def test_gradients_of_a_model_in_fp32_are_not_summed_in_bf16(precision: str, refused: bool, load: Load) -> None:
+    reduce = "model.optim.grad_reduce_in_fp32"
+    found = [str(each) for each in gpu_rules(ResolvedRun.of(load(f"{reduce}=false", f"trainer.precision={precision}")), CPU)]
+    assert found == [Message(reduce, "true", "trainer.precision=32", "false", "trainer.precision=bf16")] * refused
+
+
 @pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)])
 def test_gpus_with_fp8(capability: tuple[int, int], refused: bool, load: Load) -> None:
     computes = Computes(on_gpu=True, engine=(2, 9), capability=capability)

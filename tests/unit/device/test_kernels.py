@@ -175,6 +175,8 @@ def test_gradient_accumulation_is_fused_if_a_kernel_exists(apex: bool, wide: boo
     engines.fuse_wgrad_accumulation = False  # type: ignore[assignment]  # Transformer Engine's name
     gradients.add_products_to_main_grads(torch.nn.Sequential(own, engines))
     assert own.gradient_accumulation_fusion is (apex or wide)
+    gradients.add_products_to_main_grads(own, reduce_in_fp32=False)  # any torch can add bf16 to bf16
+    assert own.gradient_accumulation_fusion
     assert engines.fuse_wgrad_accumulation is True
 
 
@@ -191,10 +193,11 @@ def test_torch_adds_weight_gradients_without_apex(apex: bool, monkeypatch: pytes
     library.impl("addmm.dtype_out", lambda total, a, b, dtype, *, out, **_: out.add_(a.to(dtype) @ b.to(dtype)))
     draw = torch.Generator().manual_seed(0)
     inputs, grads = torch.randn(5, 3, generator=draw), torch.randn(5, 4, generator=draw)
-    for dtype in (FP32, BF16):
-        total, inputs, grads = torch.ones(4, 3), inputs.to(dtype), grads.to(dtype)
-        layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(inputs, grads, total)
-        torch.testing.assert_close(total, 1 + grads.float().t() @ inputs.float())
+    for dtype, of_sum in ((FP32, "fp32"), (BF16, "fp32"), (BF16, "fp16")):  # apex's name for sums in half precision
+        total = torch.ones(4, 3, dtype=FP32 if of_sum == "fp32" else BF16)
+        inputs, grads = inputs.to(dtype), grads.to(dtype)
+        getattr(layers.fused_weight_gradient_mlp_cuda, f"wgrad_gemm_accum_{of_sum}")(inputs, grads, total)
+        torch.testing.assert_close(total, (1 + grads.float().t() @ inputs.float()).to(total.dtype))
     library._destroy()
 
 

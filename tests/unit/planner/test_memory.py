@@ -70,6 +70,26 @@ def test_bytes_per_parameter(
     assert memory.static == number * (weights + 4 + optimizer)
 
 
+def test_gradients_in_bf16(architecture: Architecture) -> None:
+    """Half the bytes during the whole run. The update needs this rank's share in fp32; gradients of the embedding and of the
+    output weight are sums in fp32 over a micro-batch, then in bf16."""
+    changes: dict[str, Any] = {"element_bytes": 2, "data_parallel": 4, "on_gpu": True}
+    wide, narrow = first(architecture, **changes), first(architecture, **changes, gradient_bytes=2)
+    table = architecture.padded_vocab_size * HIDDEN
+    assert (wide.gradients, narrow.gradients) == (4 * wide.trained, 2 * wide.trained)
+    assert (wide.working, narrow.working) == (0, max(wide.trained, 6 * table))
+    assert (narrow.activations, narrow.optimizer) == (wide.activations, wide.optimizer)
+    assert narrow.logprobs - wide.logprobs == 4 * table
+    adapted = {**changes, "adapters": LoRASettings(rank=4, alpha=4)}
+    assert first(architecture, **adapted, gradient_bytes=2).logprobs == first(architecture, **adapted).logprobs
+    step = Step(rows=8, width=16, forward_only=0)
+    for instances in (1, 2):
+        several = {**changes, "optimizer_instances": instances}
+        traffic = [step_traffic(training(architecture, **several, gradient_bytes=size), step, stage=0) for size in (4, 2)]
+        assert traffic[0].data - traffic[1].data == 2 * wide.trained * (1 - instances / 4)
+        assert traffic[1].instances == traffic[0].instances / 2
+
+
 def test_replicas_of_experts_shard_their_state(tmp_path: Path) -> None:
     """A rank has 4 of the 8 experts of 3 matrices of 32 x 64 in 3 layers, which 4 of 8 ranks have; all have the others."""
     mixture = read_architecture(make_checkpoint(tmp_path, "qwen3_moe"), tensor_parallel=1)

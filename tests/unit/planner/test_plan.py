@@ -80,6 +80,17 @@ def test_the_needs_of_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
     assert table["expected"] == Message("tokens/s", "estimate")
 
 
+@pytest.mark.parametrize(("in_fp32", "gradients", "fits"), [("true", "32.1 GB", False), ("false", "16.1 GB", True)])
+def test_gradients_in_bf16_make_room_for_8b_without_tensor_parallelism(
+    in_fp32: str, gradients: str, fits: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All weights, on eight GPUs of 80 GB, with rows of 4,096 tokens and without recomputation."""
+    given = [TENSOR.format(1), "model.data.seq_length=4096", f"model.optim.grad_reduce_in_fp32={in_fp32}"]
+    status, table = planned(capsys, "kto", MODEL, "--gpus", "8", "--gpu", "h100", *given)
+    assert table["gradients"] == gradients
+    assert (status, table["verdict"] == "fits") == (0 if fits else plan.DOES_NOT_FIT, fits)
+
+
 # The shape of Mixtral 8x7B.
 MIXTRAL = LLAMA | {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2,
