@@ -14,6 +14,7 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.moe import moe_utils
 
 from nemo_kto.device import device
 from nemo_kto.device.environment import MAX_CONNECTIONS
@@ -32,6 +33,15 @@ def uses_transformer_engine(dtype: torch.dtype) -> bool:
 def fused_rope() -> bool:
     """Return whether Transformer Engine's fused rotary embedding is available, for layers of any kind."""
     return device.on_gpu() and rope_utils.fused_apply_rotary_pos_emb is not None
+
+
+def has_expert_kernel(name: str) -> bool:
+    """Return whether megatron-core has found a kernel of Transformer Engine for experts.
+
+    "unpermute" is in version 2.1 or newer, together with the others that sort tokens by expert and back;
+    "topk_with_score_function", a router in one kernel, in 2.7 or newer.
+    """
+    return device.on_gpu() and getattr(moe_utils, f"fused_{name}", None) is not None
 
 
 def compiles() -> bool:

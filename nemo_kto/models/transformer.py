@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.param_mapping import Layers
 from nemo_kto.architecture.stages import ONE_STAGE, PipelineSplit
-from nemo_kto.device.kernels import compiles, fused_rope
+from nemo_kto.device.kernels import compiles, fused_rope, has_expert_kernel
 from nemo_kto.models.layers.gated_activation import ClampedSwiGLU, GeGLU, SquaredReLU, SwiGLU
 from nemo_kto.models.layers.linear import with_bias
 from nemo_kto.models.layers.moe import BalancedRouter, BiasedExpertOutput, BiasedRouter, CorrectedRouter
@@ -133,6 +133,10 @@ def _expert_settings(architecture: Architecture, *, grouped: bool) -> dict[str, 
         "moe_router_pre_softmax": not experts.normalized,  # softmax over all experts, or over the chosen ones only
         "moe_router_dtype": "fp32" if experts.router_in_fp32 else None,
         "moe_grouped_gemm": grouped,
+        "moe_permute_fusion": has_expert_kernel("unpermute"),
+        # other routers are ours, or mask logits with -inf, whose sigmoid the kernel would have to order as torch does
+        "moe_router_fusion": has_expert_kernel("topk_with_score_function")
+        and not (experts.has_own_router or experts.weighs_input),
         "expert_tensor_parallel_size": architecture.expert_tensor_parallel,
     }
 

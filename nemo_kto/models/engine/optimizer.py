@@ -32,10 +32,11 @@ def wrap_data_parallel(
     """Wrap model chunks in megatron-core's DistributedDataParallel.
 
     Gradients are summed over the micro-batches and the data-parallel group, in fp32 or in the dtype of the weights;
-    ``finalize_model_grads`` divides them by the number of examples of the global batch. With ``overlap``, gradients are summed during the backward pass, and sharded weights
-    gathered during the forward pass; the model must be run by a ``LogProbEngine``, or by one of megatron-core's schedules.
-    With several optimizer instances (:class:`nemo_kto.distributed.state.Layout`), gradients are scattered over the ranks of
-    an instance, then summed over the instances; weights are gathered within an instance.
+    ``finalize_model_grads`` divides them by the number of examples of the global batch. With ``overlap``, gradients are
+    summed during the backward pass, and sharded weights gathered during the forward pass; the model must be run by a
+    ``LogProbEngine``, or by one of megatron-core's schedules. With several optimizer instances
+    (:class:`nemo_kto.distributed.state.Layout`), gradients are scattered over the ranks of an instance, then summed over the
+    instances; weights are gathered within an instance.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=reduce_in_fp32,

@@ -27,7 +27,7 @@ class Run(SavedRun):
 
 
 def gradients(model: Path, *, reduce_in_fp32: bool) -> dict[str, torch.Tensor]:
-    """The gradient of each weight, summed over the texts of all ranks, and whether linear layers add their products to it."""
+    """The gradient of each weight, summed over the texts of all ranks."""
     chunks, _ = lora_jobs.build(model, state.Layout(), dtype=BF16, distributed=False, reduce_in_fp32=reduce_in_fp32)
     lora_jobs.backward(chunks)
     linears = [each for each in chunks[0].modules() if isinstance(each, ColumnParallelLinear | RowParallelLinear)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_kto.architecture.architecture import Architecture, read_architecture
@@ -50,6 +51,34 @@ def test_a_gpu_gets_the_fusions_it_can_run(
     # of all layers of whichever kind: wrap_data_parallel switches it on for those whose kernel is there
     assert not config.gradient_accumulation_fusion
     assert not config.masked_softmax_fusion
+
+
+@pytest.mark.parametrize(
+    ("family", "engine", "fused"),
+    [
+        ("qwen3_moe", (2, 9), (True, True)),
+        ("qwen3_moe", (2, 6), (True, False)),  # without a fused router
+        ("qwen3_moe", None, (False, False)),
+        ("deepseek_v3", (2, 9), (True, False)),  # its router is ours
+        ("llama4_text", (2, 9), (True, False)),  # scores are sigmoids of all but the chosen logits' -inf
+        ("llama", (2, 9), (False, False)),
+    ],
+)
+def test_experts_get_the_fused_kernels_of_transformer_engine(
+    family: str,
+    engine: tuple[int, int] | None,
+    fused: tuple[bool, bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu(monkeypatch, **{**RICH, "te": engine is not None})  # type: ignore[arg-type]
+    names = ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute")
+    for name in names:
+        monkeypatch.setattr(moe_utils, f"fused_{name}", print if engine else None, raising=False)
+    router = print if engine and engine >= (2, 7) else None
+    monkeypatch.setattr(moe_utils, "fused_topk_with_score_function", router, raising=False)
+    config = config_of(read_architecture(make_checkpoint(tmp_path, family), tensor_parallel=1))
+    assert (config.moe_permute_fusion, config.moe_router_fusion) == fused
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
