@@ -1,9 +1,11 @@
 # nemo_kto on NVIDIA's PyTorch image, with CUDA, NCCL, torch and Transformer Engine that were built for each other.
 #
 #   docker build -t nemo_kto .
-#   docker build -t nemo_kto --build-arg BASE_IMAGE=nvcr.io/nvidia/nemo:26.02 --build-arg EXTRAS=wandb,mlflow .
-#   docker run --rm --gpus all -v "$PWD:/workspace" nemo_kto nemo-kto kto ...
-ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:25.11-py3
+#   docker build -t nemo_kto --build-arg EXTRAS=wandb,mlflow --build-arg KERNELS="flash-linear-attention mamba-ssm" .
+#   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 -v "$PWD:/workspace" nemo_kto nemo-kto kto ...
+#
+# docs/scale/kubernetes.md has a table of base images, and which of them this code can use.
+ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.06-py3
 FROM ${BASE_IMAGE}
 
 # The image's constraint file pins libraries that we need in other versions; the next step pins what must stay.
@@ -27,11 +29,20 @@ print(*project["dependencies"], *(each for name in sys.argv[1].split(",") if nam
         "${EXTRAS}" > /opt/requirements.txt \
     && python3 -m pip install --constraint /opt/constraints.txt --requirement /opt/requirements.txt
 
+# Kernels of hybrid models, compiled for this torch where there is no wheel.
+ARG KERNELS=""
+RUN python3 -c 'import sys; print(*sys.argv[1].split(), sep="\n")' "${KERNELS}" > /opt/kernels.txt \
+    && python3 -m pip install --no-build-isolation --constraint /opt/constraints.txt --requirement /opt/kernels.txt
+
 COPY setup.py README.md LICENSE ./
 COPY nemo_kto nemo_kto
 COPY conf conf
 COPY examples examples
-RUN python3 -m pip install --no-deps .
+# A package that does not fit torch fails here, where no GPU is needed, and not in a run.
+RUN python3 -m pip install --no-deps . \
+    && python3 -P -c 'from importlib import import_module, util; \
+engine = ["transformer_engine.pytorch"] if util.find_spec("transformer_engine") else []; \
+print(*(import_module(name).__name__ for name in ["torch", *engine, "megatron.core", "nemo_kto.cli.main"]))'
 
 ARG BASE_IMAGE
 ARG VERSION=""
