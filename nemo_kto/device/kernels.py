@@ -128,6 +128,7 @@ def slow_paths(
     dtype: torch.dtype,
     *,
     tensor_parallel: int,
+    reduce_in_fp32: bool = True,  # gradients are summed in fp32, not in the dtype of the weights
     unsupported_by_te: Sequence[str] = (),  # features of the model that Transformer Engine's layers do not support
     delta_nets: bool = False,  # the model has some
     mamba: bool = False,  # the model has layers with Mamba-2
@@ -145,7 +146,7 @@ def slow_paths(
         found.append(f"layers without Transformer Engine, which does not support {' and '.join(unsupported_by_te)}")
     elif not te_layers:
         found.append("layers without Transformer Engine; install transformer-engine[pytorch]")
-    if not te_layers and not adds_products(dtype):
+    if not te_layers and reduce_in_fp32 and not adds_products(dtype):
         found.append(
             "no fused accumulation of the gradients of linear layers; install torch 2.11, or apex with its extensions"
         )

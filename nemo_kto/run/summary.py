@@ -19,7 +19,8 @@ from nemo_kto.artifacts.content import auto_class
 from nemo_kto.config.compose import DEFAULT_LR
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
-from nemo_kto.device.kernels import MAX_CONNECTIONS, slow_paths
+from nemo_kto.device.environment import MAX_CONNECTIONS
+from nemo_kto.device.kernels import slow_paths
 from nemo_kto.errors import plural
 from nemo_kto.huggingface.mapping import Shapes, wanted_adapters, wanted_weights
 from nemo_kto.planner.micro_batches import packing_of
@@ -44,7 +45,8 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         origin = "" if run.files.adapter_folder is None else f", from {run.files.adapter_folder}"
         modules = ", ".join(adapted_modules(architecture, settings))
         adapters = f"{settings.kind} of rank {settings.rank}, {settings.scale_text}, on {modules}{layers}{origin}"
-    device_text = f"{device.device_name()}, {MAX_CONNECTIONS}={os.environ.get(MAX_CONNECTIONS)}"
+    connections = os.environ.get(MAX_CONNECTIONS)
+    device_text = f"{device.device_name()}{f', {MAX_CONNECTIONS}={connections}' if connections else ''}"
     if not device.on_gpu():
         device_text = f"CPU, {device.device_name()}, {plural(torch.get_num_threads(), 'thread')} a rank"
     source, steps = cfg.pretrained_checkpoint.restore_from_path, run.length.total_steps(batches)
@@ -86,6 +88,7 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
     slow = slow_paths(
         run.dtype,
         tensor_parallel=model.tensor_model_parallel_size,
+        reduce_in_fp32=model.optim.grad_reduce_in_fp32,
         unsupported_by_te=architecture.unsupported_by_te,
         delta_nets=GatedDeltaNet.kind in kinds,
         mamba=Mamba2.kind in kinds,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_kto.device import device
-from tests.gpu.jobs import DETERMINISTIC, LORA, STEPS, Workplace, on
+from tests.gpu.jobs import LORA, STEPS, Workplace, on
 from tests.gpu.test_jobs import HAS_ENGINE, IN_BF16, assert_same_files
 from tests.helpers.training_jobs import trajectory
 
@@ -30,11 +30,10 @@ def test_fp8_is_close_to_bf16(name: str, place: Workplace, expected: Callable[[s
 
 @pytest.mark.parametrize("name", IN_FP8)
 def test_a_resumed_run_is_the_same_run(name: str, place: Workplace) -> None:
-    always = "{_target_: tests.gpu.recorders.Deterministic}"
     stop = "{_target_: tests.gpu.recorders.StopAfter, step: 2}"
-    settings = [*on("gpu"), IN_BF16, *IN_FP8[name]]
-    whole = place.run(f"whole-{name}", *settings, callbacks=[always], env=DETERMINISTIC)
-    place.run(f"stopped-{name}", *settings, callbacks=[always, stop], env=DETERMINISTIC, status=85)
-    stopped = place.run(f"stopped-{name}", *settings, callbacks=[always], env=DETERMINISTIC)
+    settings = [*on("gpu"), IN_BF16, "trainer.deterministic=true", *IN_FP8[name]]
+    whole = place.run(f"whole-{name}", *settings)
+    place.run(f"stopped-{name}", *settings, callbacks=[stop], status=85)
+    stopped = place.run(f"stopped-{name}", *settings)
     assert trajectory(stopped) == trajectory(whole)
     assert_same_files(stopped / "hf", whole / "hf")

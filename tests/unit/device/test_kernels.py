@@ -124,6 +124,8 @@ def test_a_model_without_transformer_engine_layers_names_the_reason(monkeypatch:
         Message("layers", "Transformer Engine", *parts),
         NO_ADDING,
     ]
+    sums_in_bf16 = kernels.slow_paths(BF16, tensor_parallel=1, reduce_in_fp32=False, unsupported_by_te=parts, environment={})
+    assert sums_in_bf16 == [Message("layers", "Transformer Engine", *parts)], "any torch adds bf16 to bf16"
     assert kernels.slow_paths(FP32, tensor_parallel=1, unsupported_by_te=parts, environment={})[0] == SLOW_TYPE
 
 
