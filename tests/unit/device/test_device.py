@@ -26,6 +26,16 @@ def test_the_lowest_limit_of_all_control_groups_applies(tmp_path: Path, monkeypa
     assert least() == whole
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_deterministic_kernels_are_those_of_gpus(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU all are: the setting would only choose slower ones."""
+    chosen: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", chosen.append)
+    monkeypatch.setattr(device, "on_gpu", lambda: on_gpu)
+    device.use_deterministic_kernels()
+    assert chosen == [True] * on_gpu
+
+
 def test_fp32_products_do_not_use_tf32() -> None:
     """NVIDIA's images allow them by an environment variable."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
