@@ -30,8 +30,9 @@ _COLLECTIVES_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 _DRIVER_FILES = ("nvidia*", "nvhost*", "dxg", "kfd")  # in /dev: files of NVIDIA, Tegra, Windows Subsystem for Linux and AMD
 
 
+@functools.cache  # layers ask for it in each micro-batch
 def on_gpu() -> bool:
-    """Return whether CUDA is present and used (``NEMO_KTO_FORCE_CPU=1`` hides it)."""
+    """Return whether CUDA is present and used (``NEMO_KTO_FORCE_CPU=1``, or :func:`force_cpu`, hides it)."""
     if os.environ.get("NEMO_KTO_FORCE_CPU") == "1":
         return False
     # torch need not be imported to find no GPU on a machine without a driver
@@ -43,6 +44,7 @@ def force_cpu() -> None:
     """Make this process and its children use the CPU; call before torch looks for GPUs or megatron-core is imported."""
     os.environ["NEMO_KTO_FORCE_CPU"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    on_gpu.cache_clear()
 
 
 def current_device() -> torch.device:
@@ -96,7 +98,8 @@ def compute_capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability(current_device())
 
 
-def missing_for_compiling() -> list[str]:
+@functools.cache  # each call of a fused kernel asks for it
+def missing_for_compiling() -> tuple[str, ...]:
     """Return the missing requirements for compiling for a GPU, each with its package; empty if none is missing.
 
     torch.compile generates Triton kernels, and Triton builds their launchers with a C compiler and Python's headers. It
@@ -113,7 +116,7 @@ def missing_for_compiling() -> list[str]:
             sysconfig.get_paths(scheme)["include"], "Python.h"
         ).exists(),
     }
-    return [name for name, is_found in found.items() if not is_found]
+    return tuple(name for name, is_found in found.items() if not is_found)
 
 
 def upload(tensors: Sequence[torch.Tensor | None]) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.emulated_cuda import libraries, memory, waits
+from tests.emulated_cuda import host_work, libraries, memory, waits
 
 _RECORDS = 256  # taken at a time
 _POISON = 85  # of integers; floating-point memory is NaN
@@ -125,6 +125,8 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
     if waits.is_gloo():  # whose own waits are not those of NCCL
         target.copy_(source)
         return self
+    if from_host:
+        host_work.note("copy to the device")
     with waits.uncounted():
         stream = torch.cuda.current_stream(src.device if to_host else self.device).cuda_stream
         is_pinned = (self if to_host else src).is_pinned()

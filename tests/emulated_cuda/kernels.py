@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.emulated_cuda import attention, copies, memory, waits
+from tests.emulated_cuda import attention, copies, host_work, memory, waits
 
 # These kernels of CUDA need no arithmetic, and work with the substitute for the runtime.
 REAL = set(
@@ -98,6 +98,7 @@ class Kernel:
             named = [value for value in values.values() if isinstance(value, torch.device) and value.index is not None]
             device = named[0] if named else torch.device("cuda", torch.cuda.current_device())
         self.note_wait(values)
+        host_work.note_launch()
         arguments: memory.OnDevice = {}
         with waits.uncounted():
             host = {name: memory.as_host_argument(value, arguments) for name, value in values.items()}

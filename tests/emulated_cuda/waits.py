@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import sysconfig
 import threading
 import warnings
 from collections import Counter
@@ -18,7 +19,9 @@ import torch
 HELPERS = ("nemo_kto/device/device.py", "nemo_kto/distributed/collectives.py", "nemo_kto/distributed/state.py")
 MAX_LINES = 3
 _NOT_SHOWN = ("/torch/", "<frozen", "/threading.py", "/contextlib.py", "/functools.py")
-_OWN = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("waits", "copies", "memory", "kernels", "attention"))
+_MODULES = "waits", "copies", "memory", "kernels", "attention", "host_work"
+_OWN = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in _MODULES)
+_PYTHON = (sysconfig.get_paths()["stdlib"], "<frozen")
 
 
 class Wait(NamedTuple):
@@ -61,16 +64,38 @@ def note(kind: str, *, explicit: bool = False) -> None:
     Raises:
         RuntimeError: torch.cuda.set_sync_debug_mode("error") is set.
     """
-    if getattr(_quiet, "on", False):
+    if not is_counting():
         return
-    frames = _frames()
-    wait = Wait(kind, _site(frames), _in_micro_batch(frames))
+    wait = here(kind)
     counted[wait] += 1
     message = f"called a synchronizing CUDA operation: {kind} at {wait.site}"
     if _debug_mode == 2 and not explicit:
         raise RuntimeError(message)
     if _debug_mode == 1 and not explicit:
         warnings.warn(message, stacklevel=3)
+
+
+def is_counting() -> bool:
+    """Whether the current operation is the product's, not one of the emulation."""
+    return not getattr(_quiet, "on", False)
+
+
+def here(kind: str) -> Wait:
+    """An operation at the current line."""
+    frames = _frames()
+    return Wait(kind, _site(frames), _in_micro_batch(frames))
+
+
+def in_micro_batch() -> bool:
+    """Whether the current line is in the forward or backward pass of a micro-batch."""
+    return _in_micro_batch(_frames())
+
+
+def calls_from_package() -> bool:
+    """Whether the innermost line outside of Python's own modules is one of nemo_kto."""
+    files = (frame.f_code.co_filename for frame in _frames())
+    outside = next((file for file in files if "/site-packages/" in file or not file.startswith(_PYTHON)), "")
+    return "/nemo_kto/" in outside
 
 
 def site() -> str:

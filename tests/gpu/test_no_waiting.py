@@ -19,8 +19,8 @@ from nemo_kto.distributed import state
 from nemo_kto.models.engine import engine as engine_module
 from nemo_kto.models.engine.engine import MicroBatchLoss
 from nemo_kto.models.engine.sequences import SequenceBatch
-from tests.gpu.jobs import EXPERTS, IS_EMULATED, LORA, STEPS, Workplace, on
-from tests.gpu.test_jobs import RECOMPUTE
+from tests.gpu.jobs import EXPERTS, IS_EMULATED, LORA, OF_FAMILY, STEPS, Workplace, on
+from tests.gpu.test_jobs import PACKED, RECOMPUTE
 from tests.helpers import lora_jobs
 from tests.helpers.engines import engine
 
@@ -103,6 +103,7 @@ EMULATED_JOBS = {
     "adapter": ("kto", (*LORA, "model.reference.mode=adapter")),
     "dpo-recompute": ("dpo", RECOMPUTE),
     "experts": ("kto", EXPERTS),
+    "delta-nets": ("kto", (*OF_FAMILY["delta-nets"], *PACKED)),
 }
 # megatron-core's token dispatcher, in addition to MAX_WAITS: sizes of the permuted tokens and of their probabilities,
 # numbers of tokens on the host.
@@ -112,6 +113,9 @@ DISPATCHER = {
 }
 EXPERT_LAYERS = 3
 MICRO_BATCHES, PASSES = 2, 4  # the policy and the reference, each of the samples and of the KL examples
+# Copies to the device in micro-batches: of each pack, not of each layer or pass, the positions of its tokens and their
+# places in chunks.
+COPIES = {"delta-nets": 2 * 2 * MICRO_BATCHES}
 
 
 class Wait(NamedTuple):
@@ -149,6 +153,12 @@ def test_each_wait_of_a_step_is_known(name: str, place: Workplace) -> None:
         assert +in_micro_batch == +Counter({found: each * passes for found, each in DISPATCHER.items()})
         others = [wait for wait in step if not wait.in_micro_batch]
         assert sum(wait.times for wait in others) <= MAX_WAITS, "\n".join(map(str, others))
+    for step in json.loads(file.with_suffix(".work").read_text())[1:-1]:
+        work = [each for each in map(Wait._make, step["others"]) if each.in_micro_batch]
+        copies = sum(each.times for each in work if each.kind == "copy to the device")
+        assert copies <= COPIES.get(name, 0), "\n".join(map(str, work))
+        # a copy reads which device the rank has
+        assert sum(each.times for each in work if each.kind.startswith("probe")) <= copies, "\n".join(map(str, work))
 
 
 @needs_gpu

@@ -195,6 +195,8 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    if (device := sys.modules.get("nemo_kto.device.device")) is not None:
+        device.on_gpu.cache_clear()  # it depends on the environment
     searched = [folder for folder in request["env"].get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.path[:] = ["", *searched, *_INSTALLED]
     importlib.invalidate_caches()

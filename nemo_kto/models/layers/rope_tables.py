@@ -8,6 +8,7 @@ required. Values for the last pack are cached for the next layers.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -43,10 +44,17 @@ class TemperatureTable:
         if _end(lengths, prompts) + first <= floor:  # every factor is 1
             return query_sbhd
         if self._packed is None or self._packed[0] != (lengths, prompts):
-            position_s = token_positions(lengths, prompts=prompts, rank=rank, size=size)
-            (factor_s,) = device.upload([1 + scale * torch.log1p(torch.floor((position_s.float() + first) / floor))])
+            position_s = _positions(lengths, prompts, rank, size)
+            factor_s = 1 + scale * torch.log1p(torch.floor((position_s.float() + first) / floor))
             self._packed = (lengths, prompts), factor_s[:, None, None, None]
         return (query_sbhd * self._packed[1]).to(query_sbhd.dtype)
+
+
+@functools.lru_cache(maxsize=32)  # the same for all layers and passes
+def _positions(lengths: tuple[int, ...], prompts: Prompts, rank: int, size: int) -> Tensor:
+    """Return :func:`token_positions` on the device."""
+    (position_t,) = device.upload([token_positions(lengths, prompts=prompts, rank=rank, size=size)])
+    return position_t  # type: ignore[no-any-return]
 
 
 def _end(lengths: tuple[int, ...], prompts: Prompts) -> int:
@@ -87,7 +95,7 @@ class RopeTable:
             known = lengths, prompts, heads_sbhd.dtype
             if self._packed is None or self._packed[0] != known:
                 cos_s11d, sin_s11c = self._from_zero(_end(lengths, prompts), heads_sbhd)
-                (position_t,) = device.upload([token_positions(lengths, prompts=prompts, rank=rank, size=size)])
+                position_t = _positions(lengths, prompts, rank, size)
                 self._packed = known, (cos_s11d[position_t], sin_s11c[position_t])
             cos_s11d, sin_s11c = self._packed[1]
         first, rest = heads_sbhd.tensor_split([cos_s11d.size(-1)], dim=-1)
@@ -98,9 +106,10 @@ class RopeTable:
         """Return cosines [positions, 1, 1, rotated channels] and sines [..., rotated channels / 2], computed in fp32."""
         cached = self._cos_and_sin
         if cached is None or len(cached[0]) < positions or cached[0].dtype != like.dtype:
-            frequency_c = self._rope.inverse_frequencies().to(like.device)
-            position_s = torch.arange(positions, dtype=torch.float32, device=like.device)
-            angle_s11c = torch.outer(position_s, frequency_c)[:, None, None, :]
+            (frequency_c,) = device.upload([self._rope.inverse_frequencies()])
+            rows = 1 << (positions - 1).bit_length()  # so that a slightly longer sequence needs no new table
+            position_s = torch.arange(rows, dtype=torch.float32, device=like.device)
+            angle_s11c = torch.outer(position_s, frequency_c.to(like.device))[:, None, None, :]
             factor = self._rope.attention_factor if self._rope.factor_in_table else 1.0
             cos_s11c, sin_s11c = angle_s11c.cos() * factor, angle_s11c.sin() * factor
             cos_s11d = cos_s11c.repeat_interleave(2, dim=-1) if self._interleaved else cos_s11c.repeat(1, 1, 1, 2)

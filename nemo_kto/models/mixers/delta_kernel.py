@@ -6,6 +6,7 @@ Shape suffixes are those of models/layers/delta_rule.py.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -57,13 +58,12 @@ def delta_rule_with(
 
     def compute(members: Sequence[int], states: Tensor | None) -> tuple[Tensor, Tensor]:
         inputs = (torch.cat([segments[number] for number in members]).unsqueeze(0) for segments in parts)
-        offsets = torch.tensor([0, *accumulate(lengths[number] for number in members)])
         outputs, finals = kernel(
             *inputs,
             initial_state=states,
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,
-            cu_seqlens=device.upload([offsets])[0],
+            **_boundaries(kernel, tuple(lengths[number] for number in members)),
         )
         return outputs[0], finals
 
@@ -71,7 +71,27 @@ def delta_rule_with(
     found = dict(zip(roots, outputs.split([lengths[number] for number in roots]), strict=True))
     if others:
         members = [number for number, _ in others]
-        (place_n,) = device.upload([torch.tensor([roots.index(prompt) for _, prompt in others])])
-        outputs, _ = compute(members, finals.index_select(0, place_n))
+        outputs, _ = compute(members, finals.index_select(0, _on_device(tuple(roots.index(prompt) for _, prompt in others))))
         found |= zip(members, outputs.split([lengths[number] for number in members]), strict=True)
     return torch.cat([found[number] for number in range(len(lengths))]).unflatten(1, value_tgrV.shape[1:3])
+
+
+@functools.lru_cache(maxsize=32)
+def _boundaries(kernel: Callable[..., Any], lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return the arguments of ``kernel`` that say where sequences begin and end, the same tensors for all layers.
+
+    fla finds the chunks of the sequences again for each new tensor (fla/ops/utils/index.py): on the host if it gets a copy
+    there, for which older releases have no argument, otherwise the host waits for the device.
+    """
+    boundaries = 0, *accumulate(lengths)
+    arguments = {"cu_seqlens": _on_device(boundaries)}
+    if "cu_seqlens_cpu" in inspect.signature(kernel).parameters:
+        arguments["cu_seqlens_cpu"] = torch.tensor(boundaries)
+    return arguments
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(numbers: tuple[int, ...]) -> Tensor:
+    """Return ``numbers`` as a tensor on the device, the same for all layers."""
+    (uploaded,) = device.upload([torch.tensor(numbers)])
+    return uploaded  # type: ignore[no-any-return]

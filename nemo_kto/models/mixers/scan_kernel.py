@@ -55,7 +55,6 @@ def scan_with(
     The kernel returns no gradients of the states at the ends of packed sequences, so it starts all segments from zero. As
     outputs are linear in the state, those that an answer gets from the last state of its prompt are added to the kernel's.
     """
-    sequence_t = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
     output_tgrP = kernel(
         input_tgrP.flatten(1, 2).unsqueeze(0),
         step_tgr.float().flatten(1).unsqueeze(0),
@@ -63,7 +62,7 @@ def scan_with(
         into_tgN.unsqueeze(0),
         out_of_tgN.unsqueeze(0),
         chunk_size=_CHUNK,
-        seq_idx=device.upload([sequence_t.unsqueeze(0)])[0],
+        seq_idx=_sequence_1t(tuple(lengths)),
     )[0].unflatten(1, input_tgrP.shape[1:3])
     if prompts is None:
         return output_tgrP
@@ -80,6 +79,14 @@ def scan_with(
             output = output.float() + from_prompt_tgrP * decay.cumsum(0).exp().unsqueeze(-1)
         outputs.append(output)
     return torch.cat(outputs)
+
+
+@functools.lru_cache(maxsize=32)  # the layers of a model use the same
+def _sequence_1t(lengths: tuple[int, ...]) -> Tensor:
+    """Return the number of the segment of each token, [1, t], on the device."""
+    sequence_t = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
+    (uploaded,) = device.upload([sequence_t.unsqueeze(0)])
+    return uploaded  # type: ignore[no-any-return]
 
 
 def _last_state(decay_tgr: Tensor, added_tgrP: Tensor, into_tgN: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ TRITON, COMPILER, HEADERS = "triton (pip install triton)", "a C compiler (gcc)",
 
 
 @pytest.fixture
-def missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]]]:
     """``missing(*files, CC=...)``: parts that are missing on a machine without these of triton/, gcc and Python.h."""
     include = str(tmp_path / "include")
     monkeypatch.setattr(sysconfig, "get_default_scheme", lambda: "posix_local")  # Debian's, without headers
@@ -33,9 +33,11 @@ def missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).touch(mode=0o755)
         monkeypatch.setenv("CC", compiler or "")
-        return device.missing_for_compiling()
+        device.missing_for_compiling.cache_clear()  # as in a new process
+        return list(device.missing_for_compiling())
 
-    return found
+    yield found
+    device.missing_for_compiling.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,22 @@ def test_a_kernel_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatc
     assert fastest_delta_rule(torch.bfloat16, **sizes) is gated_delta_rule  # on the CPU
 
 
+def test_all_layers_pass_the_same_boundaries() -> None:
+    """fla keeps what it derives from a tensor of boundaries, and waits for the device if it has no copy on the host."""
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def recorded(*inputs: Any, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+        found.append((cu_seqlens, cu_seqlens_cpu))
+        return kernel(*inputs, cu_seqlens=cu_seqlens, **more)
+
+    lengths, prompts = (3, 2, 4), (None, 0, None)
+    for seed in range(2):
+        delta_rule_with(recorded, *draw_inputs(sum(lengths), seed), lengths=lengths, prompts=prompts)
+    assert [[tensor.tolist() for tensor in pair] for pair in found] == [[[0, 3, 7]] * 2, [[0, 2]] * 2] * 2
+    ids = [[id(tensor) for tensor in pair] for pair in found]
+    assert ids[:2] == ids[2:]
+
+
 def test_bf16_is_computed_in_fp32() -> None:
     inputs = draw_inputs(100, 0, torch.bfloat16)
     output = gated_delta_rule(*inputs, lengths=(100,))

@@ -104,6 +104,19 @@ def test_a_kernel_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatc
     assert fastest_scan(torch.bfloat16, **sizes) is state_space_scan  # on the CPU
 
 
+def test_all_layers_pass_the_same_numbers_of_sequences() -> None:
+    found: list[Tensor] = []
+
+    def recorded(*inputs: Any, seq_idx: Tensor, **more: Any) -> Tensor:
+        found.append(seq_idx)
+        return kernel(*inputs, seq_idx=seq_idx, **more)
+
+    for seed in range(2):
+        scan_with(recorded, *draw_inputs(5, seed), lengths=(3, 2))
+    assert found[0].tolist() == [[0, 0, 0, 1, 1]]
+    assert found[1] is found[0]
+
+
 @pytest.mark.parametrize("tokens", [1, CHUNK, 150])
 def test_equals_transformers(tokens: int) -> None:
     """transformers has the heads of all groups side by side, and computes in fp32."""
