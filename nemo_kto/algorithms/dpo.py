@@ -285,7 +285,7 @@ class DPOTrainer:
         for raw in self.timed(dataloader):
             batch: DPOBatch = self.collate_fn(raw)
             if self.model.uses_reference:
-                chosen, rejected = self.model.get_ref_policy_logprobs(batch).cpu().tensor_split(2)
+                chosen, rejected = self.model.get_ref_policy_logprobs(batch).tensor_split(2)
                 batch = {**batch, "ref_policy_log_probs_chosen": chosen, "ref_policy_log_probs_rejected": rejected}
             yield batch
 

@@ -30,7 +30,7 @@ class KTOTrainer(DPOTrainer):
         """Yield batches with the reference log-probs added if the loss uses a reference, one value per sequence."""
         for batch in self.timed(dataloader):
             if self.model.uses_reference:
-                reference = self.model.get_ref_policy_logprobs(batch).cpu()
+                reference = self.model.get_ref_policy_logprobs(batch)
                 examples = len(batch["preference"])
                 batch = {**batch, "ref_policy_log_probs_samples": reference[:examples]}
                 if "kl_samples" in batch:

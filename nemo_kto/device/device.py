@@ -288,8 +288,8 @@ def swap_(on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) ->
     On the CPU no value moves: each tensor refers to the memory of the other.
 
     On a GPU one stream copies to the device and another to the host, so that both directions of the bus are busy; no more
-    than two tensors are on the device twice. Work queued on the device afterwards waits for the swap, and so does the host,
-    once, because code on the host may read the host tensors next.
+    than two tensors are on the device twice. Work queued on the device afterwards waits for the swap. The host does not: it
+    must call :func:`synchronize` before it reads the host tensors.
     """
     if not on_gpu():
         for device_tensor, host_tensor in zip(on_device, on_host, strict=True):
@@ -309,7 +309,7 @@ def swap_(on_device: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]) ->
         with torch.cuda.stream(down):
             host_tensor.copy_(copy, non_blocking=True)
             in_flight.append((copy, down.record_event()))
-    down.synchronize()  # ``down`` has waited for all copies of ``up``
+    now.wait_stream(down)  # which has waited for all copies of ``up``
 
 
 def peak_memory_bytes() -> int:

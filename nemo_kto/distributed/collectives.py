@@ -18,8 +18,11 @@ from nemo_kto.distributed.state import max_over_ranks
 
 
 def sum_over_data_parallel(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sum 0-d tensors known on every pipeline stage over the data-parallel group, in float64 on the device; collective."""
-    (packed,) = device.upload([torch.stack([value.detach().double() for value in sums.values()])])
+    """Sum 0-d tensors known on every pipeline stage over the data-parallel group, in float64 on the device; collective.
+
+    Each may be on the device or on the host.
+    """
+    packed = torch.stack(device.upload([value.detach().double() for value in sums.values()]))
     dist.all_reduce(packed, group=parallel_state.get_data_parallel_group())
     return dict(zip(sums, packed.unbind(), strict=True))
 

@@ -37,6 +37,11 @@ class Copy:
     to_host: bool
     site: str
 
+    @property
+    def end(self) -> int:
+        """The address after the host's memory."""
+        return self.pinned.data_ptr() + self.pinned.nbytes
+
     def arrive(self) -> None:
         """Write the values to the host's memory, or verify that they are still those in it."""
         with waits.uncounted():
@@ -66,6 +71,14 @@ class CopiesInFlight:
         with self._lock:
             self.update()
             self._arrive({copy for copy in self._streams[stream] if not copy.to_host})
+
+    def read(self, stream: int, pinned: torch.Tensor) -> None:
+        """Write the copies to this memory of the host that a stream has waited for: its next operation reads it."""
+        begin, end = pinned.data_ptr(), pinned.data_ptr() + pinned.nbytes
+        with self._lock:
+            self.update()
+            known = [copy for copy in self._streams[stream] if copy.to_host]
+            self._arrive({copy for copy in known if begin < copy.end and copy.pinned.data_ptr() < end})
 
     def synchronized(self, stream: int) -> None:
         """The host has waited for the operations that are queued on a stream."""
@@ -139,6 +152,8 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
             target.copy_(source)
         return self
     with waits.uncounted():
+        if from_host:
+            in_flight.read(stream, src)
         copy = Copy(pinned=self if to_host else src, values=source.clone(), to_host=to_host, site=waits.site())
         if to_host:
             in_flight.finish_uploads(stream)

@@ -26,7 +26,7 @@ from tests.helpers.engines import engine
 
 needs_gpu = pytest.mark.skipif(not device.on_gpu(), reason="needs a GPU")
 ROWS, WIDTH = 6, 11
-MAX_WAITS = 15  # per step, for any number of micro-batches, tensors and parameters
+MAX_WAITS = 8  # per step, for any number of micro-batches, tensors and parameters
 
 
 @pytest.fixture
@@ -105,7 +105,10 @@ EMULATED_JOBS = {
     "experts": ("kto", EXPERTS),
     "delta-nets": ("kto", (*OF_FAMILY["delta-nets"], *PACKED)),
 }
-# megatron-core's token dispatcher, in addition to MAX_WAITS: sizes of the permuted tokens and of their probabilities,
+# Outside of micro-batches, after the last one of a step: for the number of examples, the loss, ranks whose gradient is not
+# finite, the norm of the gradient, and the signal of another rank; with experts also for their balance.
+WAITS, WAITS_WITH_EXPERTS = 5, 6
+# megatron-core's token dispatcher, in addition: sizes of the permuted tokens and of their probabilities,
 # numbers of tokens on the host.
 DISPATCHER = {
     "masked_select @ megatron/core/transformer/moe/moe_utils.py(permute)": 2,
@@ -152,7 +155,8 @@ def test_each_wait_of_a_step_is_known(name: str, place: Workplace) -> None:
             in_micro_batch[wait.place] += wait.times * wait.in_micro_batch
         assert +in_micro_batch == +Counter({found: each * passes for found, each in DISPATCHER.items()})
         others = [wait for wait in step if not wait.in_micro_batch]
-        assert sum(wait.times for wait in others) <= MAX_WAITS, "\n".join(map(str, others))
+        most = WAITS_WITH_EXPERTS if name == "experts" else WAITS
+        assert sum(wait.times for wait in others) <= most, "\n".join(map(str, others))
     for step in json.loads(file.with_suffix(".work").read_text())[1:-1]:
         work = [each for each in map(Wait._make, step["others"]) if each.in_micro_batch]
         copies = sum(each.times for each in work if each.kind == "copy to the device")

@@ -54,7 +54,7 @@ def test_a_swap_needs_memory_for_two_tensors() -> None:
     assert torch.cuda.max_memory_allocated() - before <= 3 * 4 * size
 
 
-def test_the_host_waits_once_in_a_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_does_not_wait_in_a_swap(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = [torch.nn.Parameter(torch.ones(1000, device=device.current_device())) for _ in range(9)]
     swapped, waits = SwappedWeights(parameters=parameters), []
 
@@ -69,7 +69,7 @@ def test_the_host_waits_once_in_a_swap(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, "synchronize", counted(owner.synchronize, owner.__name__))
     with swapped.active():
         pass
-    assert waits == ["Stream", "Stream"]
+    assert not waits
 
 
 # torch's sanitizer notes which stream reads and writes which memory, and fails where nothing orders two of them. It forgets
@@ -92,7 +92,9 @@ for step in range(3):
         parameter.data.add_(100)
     with held.active():
         assert [float(parameter[-1]) for parameter in parameters] == list(range(8))
+        torch.cuda.synchronize()
         assert [float(kept[-1]) for kept in held.kept] == [100 * (step + 1) + k for k in range(8)]
+    torch.cuda.synchronize()
     assert [float(kept[-1]) for kept in held.kept] == list(range(8))
 """
 

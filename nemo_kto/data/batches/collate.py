@@ -1,9 +1,9 @@
 """Collate functions of KTO and DPO, and the tensors of a batch.
 
 A batch is one rank's share of a global batch, with the names of NeMo-Aligner: B examples of this rank, S tokens of the
-longest one, all tensors on the CPU. The label of a position is its token id, -100 on prompt and padding. An attention mask
+longest one, on the CPU. The label of a position is its token id, -100 on prompt and padding. An attention mask
 is bool [B, S], True at tokens, or bool [B, 1, S, S], True where a query must NOT see a key. The reference log-probs are
-attached by ``augment_dataloader``.
+attached by ``augment_dataloader``, on the device of the rank.
 """
 
 from __future__ import annotations

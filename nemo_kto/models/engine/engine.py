@@ -93,8 +93,11 @@ class LogProbEngine:
                 group.check_grads = partial(self._note_gradients, group)
 
     def logprobs(self, *parts: SequenceBatch) -> Tensor:
-        """Return the log-prob of each response, part after part: [B], fp32, on the CPU, the same on every pipeline stage."""
-        return from_last_stage(torch.cat([self._local_logprobs(sequences) for sequences in self.joined(parts)])).cpu()
+        """Return the log-prob of each response, part after part: [B], fp32, on the device, the same on every pipeline stage.
+
+        The host does not wait for the device, so that it prepares the next pass while this one runs.
+        """
+        return from_last_stage(torch.cat([self._local_logprobs(sequences) for sequences in self.joined(parts)]))
 
     def joined(self, parts: Sequence[SequenceBatch]) -> Sequence[SequenceBatch]:
         """Return the batches in which the parts are evaluated, see :func:`joined`."""

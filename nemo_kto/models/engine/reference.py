@@ -39,7 +39,7 @@ Phase = Callable[[str], AbstractContextManager[object]]
 
 
 class ReferencePolicy(Protocol):
-    """Interface that returns the log-prob of each response under the reference, part after part: fp32, on the CPU."""
+    """Interface that returns the log-prob of each response under the reference, part after part: fp32, on the device."""
 
     @property
     def passes(self) -> Passes: ...  # passes through the model for the reference log-prob of one sequence
@@ -113,6 +113,7 @@ class SwappedWeights:
         TR-DPO (Gorbatovski et al. 2024, arXiv 2404.09656, equations 5 and 6): an alpha of 1 replaces the reference.
         """
         self._finish_gathers()
+        device.synchronize()  # the last swap may still be writing to ``kept``
         for parameter, value in zip(self.parameters, self.values, strict=True):
             value.lerp_(parameter.detach().to(value.device, torch.float32), mixup_alpha)
         self.round_values()
@@ -276,7 +277,8 @@ class CachedReference:
                     f"{self.cache.folder}; the data may have been changed during the run: start it again"
                 )
             found.append(torch.from_numpy(logps_B))
-        return torch.cat(found)
+        (logps_B,) = device.upload([torch.cat(found)])
+        return logps_B  # type: ignore[no-any-return]
 
     def precompute(
         self,
@@ -303,7 +305,7 @@ class CachedReference:
                     unknown = sequences if len(missing) == len(sequences) else sequences.take(torch.from_numpy(missing))
                     logps_B = engine.logprobs(unknown)  # collective, also on ranks that lack nothing
                     if len(missing):
-                        self.cache.add(keys_B2[missing], logps_B.numpy())
+                        self.cache.add(keys_B2[missing], logps_B.cpu().numpy())
                 if number % _FLUSH_EVERY == 0:
                     self.cache.flush()
         self.cache.flush()

@@ -31,14 +31,18 @@ def partners_here() -> dict[str, torch.Tensor]:
     rank = state.rank()
     first, second = (values.split(SIZES)[rank] for values in log_ratios())
     valid = torch.tensor(VALID).split(SIZES)[rank]
-    answers: Any = SimpleNamespace(valid_B=torch.cat([torch.ones_like(valid), valid]))  # whose rejected answer has no token
+    reference_and_valid = {
+        "reference_logps_B": torch.zeros(2 * len(first)),
+        "valid_B": torch.cat([torch.ones_like(valid), valid]),  # a pair whose rejected answer has no token
+    }
     model: Any = SimpleNamespace(
         objective=SimpleNamespace(loss=LOSSES["aot_unpaired"]),
         engine=SimpleNamespace(logprobs=lambda _: torch.cat([first, second])),
         phase=lambda _: contextlib.nullcontext(),
     )
     model._compared = MegatronGPTDPOModel._compared
-    partners = MegatronGPTDPOModel._rank_partners(model, answers, torch.zeros(2 * len(first)))
+    answers: Any = None
+    partners = MegatronGPTDPOModel._rank_partners(model, answers, reference_and_valid)
     state.destroy()
     return partners
 

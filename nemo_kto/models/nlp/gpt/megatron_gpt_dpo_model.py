@@ -77,7 +77,7 @@ class MegatronGPTDPOModel(MegatronGPTModel):
             reward_delta_P=batch["chosen_rewards"] - batch["rejected_rewards"],
             weights_P=batch.get("weights", torch.ones(pairs)),
         )
-        values |= self._rank_partners(answers, reference_logps_B)
+        values |= self._rank_partners(answers, values)
         if forward_only:
             values["log_ratios_B"] = torch.zeros(len(answers), device=device.current_device())  # filled by the forward pass
         micro_batch_loss = partial(self._micro_batch_loss, values, sft_scale, weighted=trained.weights_BS is not None)
@@ -94,7 +94,7 @@ class MegatronGPTDPOModel(MegatronGPTModel):
                 parts, loss=micro_batch_loss, batch_sums=batch_sums, derive=preference_metrics, rewards=evaluated
             )
 
-    def _rank_partners(self, answers: SequenceBatch, reference_logps_B: Tensor | None) -> dict[str, Tensor]:
+    def _rank_partners(self, answers: SequenceBatch, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the rank partners of each pair for a loss that sorts, [P] each on the device; {} for other losses.
 
         A partner is the value of equal rank to which the loss compares a value of the pair. To find them, the policy
@@ -104,8 +104,9 @@ class MegatronGPTDPOModel(MegatronGPTModel):
             return {}
         with self.phase("sort"):
             logps_B = self.engine.logprobs(answers)
-        compared_P2 = torch.stack(self._compared(self.objective.loss, logps_B, reference_logps_B), dim=1)
-        chosen_valid_P, rejected_valid_P = answers.valid_B.tensor_split(2)
+        compared = self._compared(self.objective.loss, logps_B, values.get("reference_logps_B"))
+        compared_P2 = torch.stack(compared, dim=1)
+        chosen_valid_P, rejected_valid_P = values["valid_B"].tensor_split(2)
         valid_P1 = (chosen_valid_P & rejected_valid_P).float()[:, None]
         gathered_N3, own = gather_over_data_parallel(torch.cat([compared_P2, valid_P1], dim=1))
         valid_N, partners_2N = gathered_N3[:, 2] > 0, torch.zeros_like(gathered_N3[:, :2]).T

@@ -65,23 +65,32 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         samples, *kl_samples = self.sequences(batch)
         loss, valid_B = self.objective.loss, samples.valid_B
         updates_delta = loss.needs_delta and not forward_only
+        values = upload_values(
+            desirable_B=batch["preference"],
+            valid_B=valid_B,
+            response_counts_B=samples.response_counts_B,
+            weights_B=batch.get("weights", torch.ones(len(samples))),
+            reference_logps_B=batch["ref_policy_log_probs_samples"] if self.uses_reference else None,
+            kl_valid_B=kl_samples[0].valid_B if loss.needs_z0 else None,
+            kl_reference_logps_B=batch["ref_policy_log_probs_kl_samples"] if loss.needs_z0 else None,
+        )
         sums = {"valid": valid_B.sum(), "valid_desirable": (valid_B & batch["preference"].bool()).sum()}
         others = [self.reference_work(samples, *kl_samples)]
         if updates_delta:
             with self.phase("delta"):
-                log_ratios_B = self.engine.logprobs(samples) - batch["ref_policy_log_probs_samples"]
-            sums |= reward_sums(log_ratios_B, valid_B, beta=self.objective.beta)
+                log_ratios_B = self.engine.logprobs(samples) - values["reference_logps_B"]
+            sums |= reward_sums(log_ratios_B, values["valid_B"], beta=self.objective.beta)
             others.append(self.engine.flops_sums(samples, passes=Passes(forward=1)))
         work = self.engine.work_sums(samples, passes=Passes(forward=1, backward=not forward_only))
         if loss.needs_z0:
             (kl_batch,) = kl_samples
             with self.phase("kl"):
-                log_ratios_B = self.engine.logprobs(kl_batch) - batch["ref_policy_log_probs_kl_samples"]
+                log_ratios_B = self.engine.logprobs(kl_batch) - values["kl_reference_logps_B"]
             kl_work = self.engine.work_sums(kl_batch, passes=Passes(forward=1))
             # "tokens" counts only the tokens trained on; the other sums include the KL examples
             sums["kl_tokens"] = kl_work.pop("tokens")
             others.append(kl_work)
-            sums |= kl_sums(log_ratios_B, kl_batch.valid_B)
+            sums |= kl_sums(log_ratios_B, values["kl_valid_B"])
             if "kl_same_prompt" in batch:
                 sums["same_prompt_pairs"] = batch["kl_same_prompt"].sum()
         batch_sums = sum_over_data_parallel(sums | add_work(work, *others))
@@ -95,13 +104,6 @@ class MegatronGPTKTOModel(MegatronGPTModel):
             delta = torch.full_like(batch_sums["valid"], self._rewards.mean)
             anchor["delta"] = delta.float()
             batch_sums |= {"delta_sum": delta, "delta_batches": torch.ones_like(delta)}
-        values = upload_values(
-            desirable_B=batch["preference"],
-            valid_B=valid_B,
-            response_counts_B=samples.response_counts_B,
-            weights_B=batch.get("weights", torch.ones(len(samples))),
-            reference_logps_B=batch["ref_policy_log_probs_samples"] if self.uses_reference else None,
-        )
         if forward_only:
             values["log_ratios_B"] = torch.zeros(len(samples), device=device.current_device())  # filled by the forward pass
         sft_scale = batch_sums["valid"] / batch_sums["valid_desirable"].clamp(min=1)

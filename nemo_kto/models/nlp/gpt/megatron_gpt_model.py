@@ -82,7 +82,7 @@ class MegatronGPTModel:
         raise NotImplementedError
 
     def get_ref_policy_logprobs(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return the reference log-prob of each response of :meth:`sequences`, one after the other: fp32, on the CPU.
+        """Return the reference log-prob of each response of :meth:`sequences`, one after the other: fp32, on the device.
 
         Raises RuntimeError if the loss needs no reference.
         """
