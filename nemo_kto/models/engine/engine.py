@@ -97,16 +97,18 @@ class LogProbEngine:
 
         The host does not wait for the device, so that it prepares the next pass while this one runs.
         """
-        return from_last_stage(torch.cat([self._local_logprobs(sequences) for sequences in self.joined(parts)]))
+        batches = self.joined(parts)
+        passes = [self._micro_batches(each, self._forward_limits(each)) for each in batches]  # before the first one runs
+        return from_last_stage(torch.cat([self._local_logprobs(*each) for each in zip(batches, passes, strict=True)]))
 
     def joined(self, parts: Sequence[SequenceBatch]) -> Sequence[SequenceBatch]:
         """Return the batches in which the parts are evaluated, see :func:`joined`."""
         return joined(parts, self.limits, in_fp32=self._config.params_dtype == torch.float32)
 
-    def _local_logprobs(self, sequences: SequenceBatch) -> Tensor:
+    def _local_logprobs(self, sequences: SequenceBatch, micro_batches: list[MicroBatch]) -> Tensor:
         """Return the log-probs of one part on the device; only the last pipeline stage computes them, others return 0."""
         logps_B = torch.zeros(len(sequences), device=device.current_device())
-        self._forward(sequences, self._forward_limits(sequences), self._sequence_logps, logps_B)
+        self._forward(micro_batches, self._sequence_logps, logps_B)
         return logps_B
 
     def next_token_logits(self, sequences: SequenceBatch) -> Tensor:
@@ -116,16 +118,16 @@ class LogProbEngine:
         it, others return 0.
         """
         logits_BV = torch.zeros(len(sequences), self.vocab_size, device=device.current_device())
-        self._forward(sequences, self.limits, self._response_logits, logits_BV)
+        self._forward(self._micro_batches(sequences, self.limits), self._response_logits, logits_BV)
         return logits_BV
 
-    def _forward(self, sequences: SequenceBatch, limits: MicroBatchLimits, head: Head, values_B: Tensor) -> None:
+    def _forward(self, micro_batches: list[MicroBatch], head: Head, values_B: Tensor) -> None:
         """Run forward passes without gradient, and write what ``head`` computes for each sequence to ``values_B``."""
 
         def collect(sequence_index_b: Tensor, values_b: Tensor, *, non_loss_data: bool) -> None:
             values_B[sequence_index_b] = values_b
 
-        if micro_batches := self._micro_batches(sequences, limits):
+        if micro_batches:
             schedule = self._schedule(micro_batches, collect, forward_only=True, head=head)
             with self._mode(forward_only=True):
                 schedule(collect_non_loss_data=True)
@@ -194,7 +196,8 @@ class LogProbEngine:
         ``tokens`` are without padding, ``padded_tokens`` with that of all micro-batches, including empty ones, and without
         the ``shared_tokens``, those of prompts that another sequence shares. See :meth:`flops_sums` for the others.
         """
-        padded = sequences.padded_tokens(self.limits, agree=self._agree())
+        count = len(self._micro_batches(sequences, self.limits))
+        padded = sequences.padded_tokens(self.limits, agree=lambda _: count)
         return {
             "tokens": sequences.lengths_B.sum(),
             "padded_tokens": torch.tensor(padded),
@@ -216,10 +219,16 @@ class LogProbEngine:
         return {"flops": flops.of(sequences) - saved, "saved_flops": saved}
 
     def _micro_batches(self, sequences: SequenceBatch, limits: MicroBatchLimits) -> list[MicroBatch]:
+        """Return the micro-batches on the device, which the sequences keep for further passes; collective at first."""
+        if (kept := sequences.kept.get(limits)) is not None:
+            return kept
         for labels_BS in sequences.label_sets:
             check_targets(labels_BS[labels_BS != IGNORED], vocab_size=self.vocab_size)
         rank = parallel_state.get_context_parallel_rank()
-        return sequences.micro_batches(limits, context_rank=rank, agree=self._agree())
+        micro_batches = sequences.micro_batches(limits, context_rank=rank, agree=self._agree())
+        if sequences.mask_B1SS is None:  # masks would need the memory of all passes at the same time
+            sequences.kept[limits] = micro_batches
+        return micro_batches
 
     def _agree(self) -> Callable[[int], int]:
         """Return a function from the number of micro-batches that this rank needs to the number that it runs; collective.

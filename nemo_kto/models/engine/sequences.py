@@ -9,7 +9,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -125,6 +125,8 @@ class SequenceBatch:
     answers: int = 1
     prompt_labels_BS: Tensor | None = None  # labels of a second log-prob of each sequence, over tokens outside its response
     weights_BS: Tensor | None = None  # factor of each token's log-prob in that of its response; None for 1
+    # micro-batches on the device, for all passes over these sequences
+    kept: dict[MicroBatchLimits, list[MicroBatch]] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @classmethod
     def of(
@@ -514,7 +516,7 @@ class MicroBatch:
         """Copy micro-batches to this rank's device, in one transfer per dtype; the host need not wait between them."""
         from nemo_kto.models.layers.attention import PackedSequences
 
-        names = [field.name for field in fields(cls) if field.name not in ("num_logprobs", "lengths", "prompts", "packed")]
+        names = [each.name for each in fields(cls) if each.name not in ("num_logprobs", "lengths", "prompts", "packed")]
         uploaded = iter(device.upload([getattr(micro_batch, name) for micro_batch in micro_batches for name in names]))
         packs = [(part.lengths, part.prompts) for part in micro_batches if part.lengths is not None]
         packed = iter(PackedSequences.of([lengths for lengths, _ in packs], [prompts for _, prompts in packs]))

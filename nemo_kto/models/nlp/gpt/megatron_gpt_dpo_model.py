@@ -48,7 +48,7 @@ class MegatronGPTDPOModel(MegatronGPTModel):
         ``ref_policy_log_probs_rejected``, [P] each. With ``forward_only`` the gradients are unchanged,
         and the metrics have rewards.
         """
-        (answers,) = self.sequences(batch)
+        (answers,) = self.kept_sequences(batch)
         pairs, trained = len(answers) // 2, answers
         if not self.sft_completion_only:
             trained = answers.with_prompts(torch.arange(len(answers)) < pairs)

@@ -62,7 +62,7 @@ class MegatronGPTKTOModel(MegatronGPTModel):
         All sums over the global batch are 0-d tensors on the device, known to every pipeline stage; only the rewards are
         copied to the host.
         """
-        samples, *kl_samples = self.sequences(batch)
+        samples, *kl_samples = self.kept_sequences(batch)
         loss, valid_B = self.objective.loss, samples.valid_B
         updates_delta = loss.needs_delta and not forward_only
         values = upload_values(

@@ -55,6 +55,7 @@ class MegatronGPTModel:
     reference: ReferencePolicy | None  # None for losses that need none
     objective: Objective
     phase: Phase = nullcontext  # reports a named phase of a step to a timer
+    _kept: tuple[Mapping[str, Any], tuple[SequenceBatch, ...]] | None = field(init=False, default=None)
     _local_loss: Tensor = field(init=False, default_factory=lambda: torch.zeros(()))  # this rank's part of the last loss
 
     @property
@@ -81,6 +82,13 @@ class MegatronGPTModel:
         """Return the sequences for which reference log-probs are needed."""
         raise NotImplementedError
 
+    def kept_sequences(self, batch: Mapping[str, Any]) -> tuple[SequenceBatch, ...]:
+        """Return :meth:`sequences`; for the same tensors as in the last call the same, which keep their micro-batches."""
+        tensors = {name: value for name, value in batch.items() if not name.startswith("ref_policy_log_probs")}
+        if self._kept is None or [*map(id, self._kept[0].values())] != [*map(id, tensors.values())]:
+            self._kept = tensors, self.sequences(batch)
+        return self._kept[1]
+
     def get_ref_policy_logprobs(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the reference log-prob of each response of :meth:`sequences`, one after the other: fp32, on the device.
 
@@ -89,7 +97,7 @@ class MegatronGPTModel:
         if self.reference is None:
             raise RuntimeError("the model has no reference policy, because its loss does not need one")
         with self.phase("reference"):
-            return self.reference.logprobs(*self.sequences(batch))
+            return self.reference.logprobs(*self.kept_sequences(batch))
 
     def ranks_not_finite(self) -> list[int]:
         """Return the ranks whose own contribution to the last loss or gradient is not finite; collective."""
