@@ -6,23 +6,23 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from nemo_kto.algorithms.callbacks import Callback, CheckpointCallback, Event, LoggerCallback, StepLog
 from nemo_kto.algorithms.duration import TrainerConfig, ValidationLoaders, interval_steps, validation_sets
+from nemo_kto.algorithms.prefetching import Prefetching
 from nemo_kto.algorithms.protocols import CheckpointWriter, Loader, MetricsLogger, Optimizer, PolicyModel, Scheduler
 from nemo_kto.algorithms.stopping import BestValidation, EarlyStopping, SkippedSteps
-from nemo_kto.data.batches.collate import DPOBatch, dpo_custom_collate
+from nemo_kto.data.batches.collate import dpo_custom_collate
 from nemo_kto.errors import UserError
 from nemo_kto.losses.metrics import Metrics, metrics_by_set
 from nemo_kto.telemetry.timers import PhaseTimers, RunTimer, StopReason
 
 __all__ = ["DPOTrainer", "TrainerConfig", "dpo_custom_collate"]
-
-Item = TypeVar("Item")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -53,6 +53,7 @@ class DPOTrainer:
     skipped: SkippedSteps = field(default_factory=SkippedSteps)  # by default the first skipped step ends the run
     early_stopping: EarlyStopping | None = None
     best_validation: BestValidation | None = None  # a checkpoint is saved whenever it improves; None for no such saves
+    prefetch: bool = False  # a thread collates the next batch while the device computes; the batches are the same
 
     def __post_init__(self) -> None:
         checkpoints = CheckpointCallback(writer=self.ckpt_callback, logger=self.logger)
@@ -282,22 +283,19 @@ class DPOTrainer:
 
     def augment_dataloader(self, dataloader: Iterable[Any]) -> Iterator[Any]:
         """Yield collated batches with the reference log-probs of both answers added if the loss uses a reference."""
-        for raw in self.timed(dataloader):
-            batch: DPOBatch = self.collate_fn(raw)
-            if self.model.uses_reference:
-                chosen, rejected = self.model.get_ref_policy_logprobs(batch).tensor_split(2)
-                batch = {**batch, "ref_policy_log_probs_chosen": chosen, "ref_policy_log_probs_rejected": rejected}
-            yield batch
+        with self.batches(dataloader) as batches:
+            for batch in batches:
+                if self.model.uses_reference:
+                    chosen, rejected = self.model.get_ref_policy_logprobs(batch).tensor_split(2)
+                    batch = {**batch, "ref_policy_log_probs_chosen": chosen, "ref_policy_log_probs_rejected": rejected}
+                batches.begin_next()
+                yield batch
 
-    def timed(self, dataloader: Iterable[Item]) -> Iterator[Item]:
-        """Yield the items of ``dataloader``; the time spent waiting for each counts as the phase "data"."""
-        iterator = iter(dataloader)
-        while True:
-            with self.timers.phase("data"):
-                batch = next(iterator, None)
-            if batch is None:
-                return
-            yield batch
+    def batches(self, dataloader: Iterable[Any]) -> Prefetching[Any]:
+        """Return the collated batches of ``dataloader``; the time spent waiting for each counts as the phase "data"."""
+        return Prefetching(
+            items=map(self.collate_fn, dataloader), waiting=partial(self.timers.phase, "data"), in_thread=self.prefetch
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of the run as integers, and the state of log, loss, best validation and early stopping."""

@@ -24,15 +24,17 @@ class KTOTrainer(DPOTrainer):
     the ranks.
     """
 
-    collate_fn: Callable[[KTOBatch], KTOBatch] = field(init=False, default=identity)
+    collate_fn: Callable[[KTOBatch], KTOBatch] = field(init=False, default_factory=lambda: identity)
 
     def augment_dataloader(self, dataloader: Iterable[KTOBatch]) -> Iterator[KTOBatch]:
         """Yield batches with the reference log-probs added if the loss uses a reference, one value per sequence."""
-        for batch in self.timed(dataloader):
-            if self.model.uses_reference:
-                reference = self.model.get_ref_policy_logprobs(batch)
-                examples = len(batch["preference"])
-                batch = {**batch, "ref_policy_log_probs_samples": reference[:examples]}
-                if "kl_samples" in batch:
-                    batch["ref_policy_log_probs_kl_samples"] = reference[examples:]
-            yield batch
+        with self.batches(dataloader) as batches:
+            for batch in batches:
+                if self.model.uses_reference:
+                    reference = self.model.get_ref_policy_logprobs(batch)
+                    examples = len(batch["preference"])
+                    batch = {**batch, "ref_policy_log_probs_samples": reference[:examples]}
+                    if "kl_samples" in batch:
+                        batch["ref_policy_log_probs_kl_samples"] = reference[examples:]
+                batches.begin_next()
+                yield batch

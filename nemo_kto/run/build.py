@@ -241,6 +241,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         skipped=build_skipping(run, data, checkpoints),
         early_stopping=build_early_stopping(cfg, agree=state.max_over_ranks),
         best_validation=build_best_validation(cfg),
+        prefetch=device.on_gpu() and cfg.model.data.num_workers == 0,  # worker processes prefetch themselves
     )
     if resumed is not None and resumption.checkpoint is not None:
         with read_errors(resumption.checkpoint.folder / INFO):

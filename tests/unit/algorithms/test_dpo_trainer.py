@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -91,13 +93,13 @@ def test_steps_equal_gradient_descent() -> None:
     assert run.model.zeroed == 20
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("workers", "prefetch"), [(0, False), (1, False), (0, True)])
 @pytest.mark.parametrize("stop", [1, 9, 10, 11, 19])
-def test_resumes_in_the_middle_of_an_epoch(stop: int, workers: int) -> None:
+def test_resumes_in_the_middle_of_an_epoch(stop: int, workers: int, prefetch: bool) -> None:
     whole = Run(max_epochs=2).fit()
-    first = Run(max_epochs=2, max_steps=stop, workers=workers).fit()
+    first = Run(max_epochs=2, max_steps=stop, workers=workers, prefetch=prefetch).fit()
     state, _ = first.notes.saved[-1]
-    second = Run(max_epochs=2, workers=workers)
+    second = Run(max_epochs=2, workers=workers, prefetch=prefetch)
     with torch.no_grad():
         second.model.weight.copy_(first.model.weight)  # the part of the checkpoint that is not the trainer's
     second.trainer.load_state_dict(state)
@@ -106,6 +108,26 @@ def test_resumes_in_the_middle_of_an_epoch(stop: int, workers: int) -> None:
     assert first.notes.series("train/loss") + second.notes.series("train/loss") == whole.notes.series("train/loss")
     assert float(second.model.weight) == float(whole.model.weight)
     assert second.notes.series("train/consumed_samples")[-1] == (20, 40)
+
+
+def test_a_thread_collates_the_next_batch_during_a_step() -> None:
+    run, collated = Run(prefetch=True), SimpleQueue[list[float]]()
+
+    def collate(raw: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        collated.put(raw["x"].tolist())
+        if 4.0 in raw["x"]:
+            raise ValueError("of the third batch")
+        return raw
+
+    run.trainer.collate_fn, loader = collate, run.trainer.val_dataloader
+    batches: Any = run.trainer.augment_dataloader(loader)  # type: ignore[arg-type]
+    assert next(batches)["x"].tolist() == [0.0, 1.0]
+    assert [collated.get(timeout=60) for _ in range(2)] == [[0.0, 1.0], [2.0, 3.0]]
+    assert next(batches)["x"].tolist() == [2.0, 3.0]
+    assert collated.get(timeout=60) == [4.0]
+    with pytest.raises(ValueError, match="of the third batch"):
+        next(batches)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
 
 
 def test_a_finished_run_takes_no_step() -> None:

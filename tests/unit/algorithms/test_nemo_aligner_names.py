@@ -117,7 +117,7 @@ def test_dpo_trainer() -> None:
 
 
 def test_constructor_arguments() -> None:
-    own = {"timers", "callbacks", "skipped", "early_stopping", "best_validation"}  # with defaults
+    own = {"timers", "callbacks", "skipped", "early_stopping", "best_validation", "prefetch"}  # with defaults
     for trainer, names in ((DPOTrainer, CONTRACT), (KTOTrainer, [name for name in CONTRACT if name != "collate_fn"])):
         arguments = inspect.signature(trainer).parameters
         assert [name for name in arguments if name not in own] == names

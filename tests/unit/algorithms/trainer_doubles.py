@@ -191,6 +191,7 @@ class Run:
         max_time: str | None = None,
         clock: Callable[[], float] = lambda: 0.0,
         workers: int = 0,
+        prefetch: bool = False,
         callbacks: Sequence[Callback] = (),
         max_skipped_steps: int = 3,
         early_stopping: EarlyStopping | None = None,
@@ -225,6 +226,7 @@ class Run:
             callbacks=callbacks,
             early_stopping=early_stopping,
             best_validation=best_validation,
+            prefetch=prefetch,
             skipped=SkippedSteps(
                 max_in_a_row=max_skipped_steps,
                 name_rows=lambda places: [f"rows.jsonl:{place + 1}" for place in places],
