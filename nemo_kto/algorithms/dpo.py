@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -293,9 +292,8 @@ class DPOTrainer:
 
     def batches(self, dataloader: Iterable[Any]) -> Prefetching[Any]:
         """Return the collated batches of ``dataloader``; the time spent waiting for each counts as the phase "data"."""
-        return Prefetching(
-            items=map(self.collate_fn, dataloader), waiting=partial(self.timers.phase, "data"), in_thread=self.prefetch
-        )
+        items = map(self.collate_fn, dataloader)
+        return Prefetching(items=items, waiting=lambda: self.timers.phase("data"), in_thread=self.prefetch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of the run as integers, and the state of log, loss, best validation and early stopping."""
