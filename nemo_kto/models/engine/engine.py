@@ -98,16 +98,19 @@ class LogProbEngine:
         The host does not wait for the device, so that it prepares the next pass while this one runs.
         """
         batches = self.joined(parts)
-        passes = [self._micro_batches(each, self._forward_limits(each)) for each in batches]  # before the first one runs
-        return from_last_stage(torch.cat([self._local_logprobs(*each) for each in zip(batches, passes, strict=True)]))
+        if experts_span_copies(self._config):  # the ranks agree on the numbers of micro-batches before the first pass runs
+            for sequences in batches:
+                self._micro_batches(sequences, self._forward_limits(sequences))
+        return from_last_stage(torch.cat([self._local_logprobs(sequences) for sequences in batches]))
 
     def joined(self, parts: Sequence[SequenceBatch]) -> Sequence[SequenceBatch]:
         """Return the batches in which the parts are evaluated, see :func:`joined`."""
         return joined(parts, self.limits, in_fp32=self._config.params_dtype == torch.float32)
 
-    def _local_logprobs(self, sequences: SequenceBatch, micro_batches: list[MicroBatch]) -> Tensor:
+    def _local_logprobs(self, sequences: SequenceBatch) -> Tensor:
         """Return the log-probs of one part on the device; only the last pipeline stage computes them, others return 0."""
         logps_B = torch.zeros(len(sequences), device=device.current_device())
+        micro_batches = self._micro_batches(sequences, self._forward_limits(sequences))
         self._forward(micro_batches, self._sequence_logps, logps_B)
         return logps_B
 
