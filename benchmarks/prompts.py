@@ -121,6 +121,7 @@ def build(folder: Path) -> tuple[Any, Any]:
         forward_micro_batch_size=None,
         average_log_probs=False,
         logprob_chunk_size=256,
+        logprob_gradient_summands=1,
         flops=ModelFlops.of_model(architecture),
     )
     swapped = SwappedWeights(parameters=[each for chunk in chunks for each in chunk.parameters()])

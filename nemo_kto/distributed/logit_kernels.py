@@ -3,12 +3,13 @@
 In eager mode each operation reads or writes the whole chunk, 4 bytes per logit; a compiled kernel reads it once. Passes over
 a chunk in fp32, without the products themselves (a soft cap costs no passes in a compiled kernel):
 
-=====================  ===================  ========
-kernel                 eager (soft cap)     compiled
-=====================  ===================  ========
-``softmax_sums``       6 (+ 6)              1
-``gradient_summands``  11.5 (+ 17)          2
-=====================  ===================  ========
+==========================  ===================  ========
+kernel                      eager (soft cap)     compiled
+==========================  ===================  ========
+``softmax_sums``            6 (+ 6)              1
+``gradient_summands``, one  7.5 (+ 17)           1.5
+``gradient_summands``, two  11.5 (+ 17)          2
+==========================  ===================  ========
 
 Shape suffixes: c tokens of a chunk, v this rank's logit columns.
 """
@@ -87,17 +88,20 @@ def _gradient_summands(
     normaliser_c: torch.Tensor,
     grad_c: torch.Tensor,
     softcap: float | None,
+    count: int,
 ) -> torch.Tensor:
     capped_cv = cap_logits(logits_cv, softcap)
     is_target_cv = (torch.arange(logits_cv.shape[1], device=logits_cv.device) == column_c[:, None]) & is_local_c[:, None]
     gradient_cv = (capped_cv - normaliser_c[:, None]).exp() - is_target_cv.to(logits_cv.dtype)
     if softcap is not None:
         gradient_cv = gradient_cv * (1 - (capped_cv / softcap).square())
-    return summands_by_bits(gradient_cv * grad_c[:, None])
+    return summands_by_bits(gradient_cv * grad_c[:, None], count)
 
 
-def summands_by_bits(values: torch.Tensor) -> torch.Tensor:
-    """Return fp32 values as two bf16 summands, exact to 16 bits, [2, ...]; rounding of the first one needs no bf16."""
+def summands_by_bits(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Return fp32 values as :func:`summands_`; rounding of the first of two summands needs no bf16."""
+    if count == 1:
+        return values.bfloat16().unsqueeze(0)
     # Rounded to 16 bits as integers: inductor computes in fp32 and would omit a rounding to bf16 between two operations.
     high = ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
     return torch.stack((high.bfloat16(), (values - high).bfloat16()))
@@ -110,21 +114,23 @@ def _gradient_summands_(
     normaliser_c: torch.Tensor,
     grad_c: torch.Tensor,
     softcap: float | None,
+    count: int,
 ) -> torch.Tensor:
-    return summands_(logit_slopes_(logits_cv, column_c, is_local_c, normaliser_c, softcap).mul_(grad_c[:, None]))
+    return summands_(logit_slopes_(logits_cv, column_c, is_local_c, normaliser_c, softcap).mul_(grad_c[:, None]), count)
 
 
-def summands_(values: torch.Tensor) -> torch.Tensor:
-    """Return fp32 values, which are overwritten, as two bf16 summands, exact to 16 bits: [2, ...]."""
-    summands = values.new_empty((2, *values.shape), dtype=torch.bfloat16)
+def summands_(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Return fp32 values, which are overwritten, as one bf16 matrix, exact to 8 bits, or two, exact to 16: [count, ...]."""
+    summands = values.new_empty((count, *values.shape), dtype=torch.bfloat16)
     summands[0] = values
-    summands[1] = values.sub_(summands[0])
+    if count == 2:
+        summands[1] = values.sub_(summands[0])
     return summands
 
 
 gradient_summands = FusedKernel(compiled=_gradient_summands, eager=_gradient_summands_)
-"""Gradient of fp32 logits as two summands in bf16, exact to 16 bits: [2, c, v].
+"""Gradient of fp32 logits, computed in fp32, as one or two summands in bf16, see :func:`summands_`: [count, c, v].
 
 The arguments are those of :func:`logit_slopes_`, with ``grad_c``, the gradient of each token's negative log-prob, before
-``softcap``.
+``softcap``, and the number of summands at the end.
 """

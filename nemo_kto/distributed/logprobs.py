@@ -5,15 +5,16 @@ per token and freed, and recomputed in the backward pass. On a CPU the last chun
 are kept; with a soft cap it is, because its slopes need the logits.
 
 Logits, their gradient and the accumulator of every product are fp32, also for a bf16 model. On a GPU the products multiply
-bf16 matrices and return fp32; the gradient of the logits enters as two bf16 summands. A CPU has no such product: the weight
-is converted to fp32 in blocks of rows, and fp32 matrices are multiplied.
+bf16 matrices and return fp32; the gradient of the logits is rounded to bf16 for them, or enters as two bf16 summands. A CPU
+has no such product: the weight is converted to fp32 in blocks of rows, and fp32 matrices are multiplied.
 
 Peak memory in addition to inputs and results, in fp32: in the forward pass one chunk of logits [c, v], which may be kept; in
 the backward pass the same (with a soft cap also its slopes) and the two gradients, [T, H] and, if the weight has no
-``main_grad``, [V, H]. A bf16 model also needs, on a GPU, two chunks in bf16 and, while the fp32 chunk is free, a block of
-rows of a product [v, H] if torch cannot add it in place; on a CPU, a block of the weight.
+``main_grad``, [V, H]. A bf16 model also needs, on a GPU, a chunk in bf16 for each summand and, while the fp32 chunk is free,
+a block of rows of a product [v, H] if torch cannot add it in place; on a CPU, a block of the weight.
 
-Shape suffixes: T tokens, H hidden size, V this rank's rows of the weight, v those that are not padding, c tokens of a chunk.
+Shape suffixes: T tokens, H hidden size, V this rank's rows of the weight, v those that are not padding, c tokens of a chunk,
+n summands of a gradient, r rows and i inner size of a product.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()  # type: ignore[no-untyped
 # Rows of the weight that are converted to fp32 at a time: few enough that the product reads them from the CPU cache
 _BLOCK_ROWS = 1024
 
-# Rows of the weight gradient that are computed at a time if torch cannot add them in place: enough to keep a GPU busy
+# Rows of a gradient that are computed at a time if torch cannot add them in place: enough to keep a GPU busy
 _PRODUCT_ROWS = 8192
 
 
@@ -54,6 +55,7 @@ def vocab_parallel_logprobs(
     softcap: float | None = None,
     reduce_hidden_grad: bool = True,
     square_sums: bool = False,
+    summands: int = 2,
 ) -> torch.Tensor:
     """Compute the log-softmax over the full vocabulary at the target tokens. Differentiable in hidden states and weight.
 
@@ -74,6 +76,8 @@ def vocab_parallel_logprobs(
             operation does so (the gather of sequence parallelism).
         square_sums: return [2, T]: the log-probs, then the log of the sum of all squared probabilities, which has no
             gradient. Needs another collective, and memory for another chunk of logits.
+        summands: number of bf16 matrices, 1 or 2, whose sum is the gradient of the logits where a GPU multiplies
+            bf16 matrices; without effect elsewhere.
 
     Raises:
         ValueError: ``chunk_size`` or ``softcap`` is not positive.
@@ -87,7 +91,17 @@ def vocab_parallel_logprobs(
     is_local_T = (target_T >= first) & (target_T < first + columns)
     column_T = torch.where(is_local_T, target_T - first, 0)
     logps_T, square_sums_T = _Logprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_TH, weight_VH, column_T, is_local_T, columns, group, chunk_size, softcap, reduce_hidden_grad, square_sums
+        hidden_TH,
+        weight_VH,
+        column_T,
+        is_local_T,
+        columns,
+        group,
+        chunk_size,
+        softcap,
+        reduce_hidden_grad,
+        square_sums,
+        summands,
     )
     result: torch.Tensor = logps_T if square_sums_T is None else torch.stack((logps_T, square_sums_T))
     return result
@@ -140,6 +154,7 @@ class _Logprobs(torch.autograd.Function):
         softcap: float | None,
         reduce_hidden_grad: bool,
         square_sums: bool,
+        summands: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         num_tokens, wide = len(hidden_TH), _wide(hidden_TH.dtype)
         maximum_T = hidden_TH.new_full((num_tokens,), float("-inf"), dtype=wide)
@@ -167,6 +182,7 @@ class _Logprobs(torch.autograd.Function):
         normaliser_T = exp_sum_T.log().add_(maximum_T)
         ctx.save_for_backward(hidden_TH, weight_VH, column_T, is_local_T, normaliser_T)
         ctx.columns, ctx.chunk_size, ctx.softcap, ctx.main_grad_VH = columns, chunk_size, softcap, main_grad_of(weight_VH)
+        ctx.summands = summands
         ctx.reduce_group = group if reduce_hidden_grad else None
         keeps = logits_cv is not None and _leaves_exponentials(hidden_TH, softcap)
         ctx.kept = (logits_cv, (own_maximum_T - normaliser_T)[chunk].exp_()) if keeps else None
@@ -197,6 +213,7 @@ class _Logprobs(torch.autograd.Function):
                 normaliser_T[chunk],
                 grad_T1[chunk],
                 softcap=ctx.softcap,
+                summands=ctx.summands,
                 kept=kept,
                 hidden_grad_cH=None if hidden_grad_TH is None else hidden_grad_TH[chunk],
                 weight_grad_vH=None if weight_grad_VH is None else weight_grad_VH[:columns],
@@ -208,7 +225,7 @@ class _Logprobs(torch.autograd.Function):
             hidden_grad_TH = hidden_grad_TH.to(dtype)
         if weight_grad_VH is not None:
             weight_grad_VH = added_to_main_grad(weight_VH) if is_summed else weight_grad_VH.to(weight_VH.dtype)
-        return hidden_grad_TH, weight_grad_VH, *[None] * 8
+        return hidden_grad_TH, weight_grad_VH, *[None] * 9
 
 
 def _chunks(num_tokens: int, chunk_size: int) -> list[slice]:
@@ -246,6 +263,7 @@ def _add_gradients(
     grad_c1: torch.Tensor,
     *,
     softcap: float | None,
+    summands: int,
     kept: tuple[torch.Tensor, torch.Tensor] | None,
     hidden_grad_cH: torch.Tensor | None,
     weight_grad_vH: torch.Tensor | None,
@@ -253,23 +271,25 @@ def _add_gradients(
     """Add (slope * grad) @ weight and (slope * grad)^T @ hidden to the two gradients, which are fp32 or wider.
 
     The slopes are those of :func:`~nemo_kto.distributed.logit_kernels.logit_slopes_`. ``kept`` are the exponentials of the
-    logits and their factors, for ``exponential_slopes_``; None to compute the logits again.
+    logits and their factors, for ``exponential_slopes_``; None to compute the logits again. ``summands`` is the number of
+    bf16 matrices that make up slope * grad.
     """
-    wide = _wide(hidden_cH.dtype)
     if _multiplies_to_fp32(hidden_cH):
         logits_cv = _logits(hidden_cH, weight_vH)
-        summands_2cv = gradient_summands(logits_cv, column_c, is_local_c, normaliser_c, grad_c1.squeeze(1), softcap)
-        del logits_cv  # frees memory for the products
-        slope_2cv = summands_2cv.flatten(0, 1)
-        if hidden_grad_cH is not None:
-            hidden_grad_cH += torch.mm(slope_2cv, weight_vH, out_dtype=wide).unflatten(0, (2, -1)).sum(dim=0)
-        if weight_grad_vH is not None:
-            _add_product(weight_grad_vH, slope_2cv.t(), hidden_cH.repeat(2, 1))
+        arguments = logits_cv, column_c, is_local_c, normaliser_c, grad_c1.squeeze(1), softcap, summands
+        gradients_ncv = gradient_summands(*arguments)
+        del logits_cv, arguments  # frees memory for the products
+        for gradient_cv in gradients_ncv:
+            if hidden_grad_cH is not None:
+                _add_product(hidden_grad_cH, gradient_cv, weight_vH)
+            if weight_grad_vH is not None:
+                _add_product(weight_grad_vH, gradient_cv.t(), hidden_cH)
         return
     if kept is not None:
         slope_cv = exponential_slopes_(*kept, column_c, is_local_c)
     else:
         slope_cv = logit_slopes_(_logits(hidden_cH, weight_vH), column_c, is_local_c, normaliser_c, softcap)
+    wide = _wide(hidden_cH.dtype)
     # The incoming gradient is one number per token: scaling matrices [c, H] costs less than scaling the slopes [c, v].
     if hidden_grad_cH is not None:
         for rows in _weight_blocks(weight_vH):
@@ -279,13 +299,13 @@ def _add_gradients(
         weight_grad_vH.addmm_(slope_cv.t(), hidden_cH.to(wide) * grad_c1)
 
 
-def _add_product(sum_vH: torch.Tensor, left_vc: torch.Tensor, right_cH: torch.Tensor) -> None:
-    """Add left @ right of bf16 matrices to an fp32 sum, without a whole product [v, H] in memory besides the sum."""
+def _add_product(sum_rH: torch.Tensor, left_ri: torch.Tensor, right_iH: torch.Tensor) -> None:
+    """Add left @ right of bf16 matrices to an fp32 sum, without a whole product [r, H] in memory besides the sum."""
     if kernels.adds_wide_products():
-        torch.addmm(sum_vH, left_vc, right_cH, out_dtype=sum_vH.dtype, out=sum_vH)
+        torch.addmm(sum_rH, left_ri, right_iH, out_dtype=sum_rH.dtype, out=sum_rH)
         return
-    for rows in _chunks(len(sum_vH), _PRODUCT_ROWS):
-        sum_vH[rows] += torch.mm(left_vc[rows], right_cH, out_dtype=sum_vH.dtype)
+    for rows in _chunks(len(sum_rH), _PRODUCT_ROWS):
+        sum_rH[rows] += torch.mm(left_ri[rows], right_iH, out_dtype=sum_rH.dtype)
 
 
 def _multiplies_to_fp32(factor: torch.Tensor) -> bool:

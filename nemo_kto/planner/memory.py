@@ -59,6 +59,7 @@ class Training:
     packed: bool = False
     repeats_keys: bool = False  # for each query head, in packed sequences
     logprob_chunk: int  # tokens whose logits exist at the same time
+    logprob_summands: int = 1  # bf16 matrices whose sum is the gradient of the logits on a GPU
     largest_file: int = 0  # bytes of the largest file of weights, mapped while it is read; 0 if there is no file yet
     on_gpu: bool
 
@@ -296,9 +297,9 @@ def _layer(training: Training) -> float:
 def _logprobs(training: Training) -> float:
     """Return the bytes of hidden states whose logits are computed, of a chunk of fp32 logits, and of a soft cap's slopes.
 
-    For a bf16 model a GPU multiplies the gradient of the logits as two bf16 matrices. The fp32 chunk is freed before their
-    product with the hidden states is added to the gradient of the output weight: in place, or a block of rows at a time if
-    torch cannot. The planner does not know which applies; it counts the block, which is seldom larger than the chunk. If
+    For a bf16 model a GPU multiplies the gradient of the logits as one or two bf16 matrices. The fp32 chunk is freed before
+    their product with the hidden states is added to the gradient of the output weight: in place, or a block of rows at a
+    time if torch cannot. The planner does not know which applies; it counts the block, seldom larger than the chunk. If
     gradients are summed in bf16, that of a micro-batch is first computed whole, in fp32.
     """
     rows = training.architecture.padded_vocab_size // training.tensor_parallel
@@ -306,7 +307,7 @@ def _logprobs(training: Training) -> float:
     logits = chunk * (_FP32 if training.architecture.logit_softcap is None else 2 * _FP32)
     if training.on_gpu and training.element_bytes < _FP32:
         block = min(rows, _PRODUCT_ROWS) * training.architecture.hidden_size * _FP32 if training.adapters is None else 0
-        logits = max(logits, chunk * 2 * training.element_bytes + max(chunk * _FP32, block))
+        logits = max(logits, chunk * training.logprob_summands * training.element_bytes + max(chunk * _FP32, block))
     if training.gradient_bytes < _FP32 and training.adapters is None:
         whole = rows * training.architecture.hidden_size
         logits = max(logits + whole * _FP32, whole * (_FP32 + training.element_bytes))

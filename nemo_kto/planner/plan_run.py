@@ -20,7 +20,14 @@ from nemo_kto.device.precision import PRECISIONS, bf16_support, cpu_speed, dtype
 from nemo_kto.errors import UserError
 from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.planner.memory import RankMemory, Training, stages_memory
-from nemo_kto.planner.micro_batches import MIN_TOKENS, SEPARATE, SharedPrompts, micro_batch_limits, sufficient_tokens
+from nemo_kto.planner.micro_batches import (
+    MIN_TOKENS,
+    SEPARATE,
+    SharedPrompts,
+    logprob_chunk,
+    micro_batch_limits,
+    sufficient_tokens,
+)
 from nemo_kto.planner.speed import DEFAULT_GPU, GPUS, GPUS_PER_MACHINE, Hardware, Speed, Step, known_gpu, step_speed
 from nemo_kto.utils.field_errors import echo
 
@@ -169,7 +176,8 @@ def _plan(run: ResolvedRun, machines: Machines, shared: SharedPrompts = SEPARATE
         packed=limits.packed,
         repeats_keys=machines.repeats_keys,
         micro_batches=math.ceil(model.global_batch_size / data / prompts),
-        logprob_chunk=model.logprob_chunk_size,
+        logprob_chunk=logprob_chunk(run, on_gpu=machines.on_gpu),
+        logprob_summands=model.logprob_gradient_summands,
         largest_file=run.files.largest_file,
         on_gpu=machines.on_gpu,
     )

@@ -61,6 +61,7 @@ def engine(
         forward_micro_batch_size=5,
         average_log_probs=False,
         logprob_chunk_size=logprob_chunk_size,
+        logprob_gradient_summands=1,
         flops=ModelFlops.of_model(architecture),
     )
 

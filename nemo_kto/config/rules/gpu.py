@@ -53,6 +53,7 @@ _SHARDED, _OFFLOAD = "model.optim.use_distributed_optimizer", "model.optim.offlo
 _MOMENTS, _FP8 = "model.optim.moments_dtype", "model.fp8"
 _REDUCE = "model.optim.grad_reduce_in_fp32"
 _DETERMINISTIC = "trainer.deterministic"
+_SUMMANDS = "model.logprob_gradient_summands"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +105,13 @@ def gpu_rules(run: ResolvedRun, computes: Computes | None) -> Iterator[ConfigErr
     options = {
         _OFFLOAD: (optim.offload_fraction or "0", "0"),
         _FP8: (model.fp8, "null"),
+        _SUMMANDS: (model.logprob_gradient_summands, 1),
     }
     for key, (value, off) in options.items():
         if value in (None, off):
             continue
         refused = partial(_refused, key, off, value)
-        if key != _FP8 and not optim.use_distributed_optimizer:
+        if key == _OFFLOAD and not optim.use_distributed_optimizer:
             yield refused(f"with {_SHARDED}=false", f"set {_SHARDED}=true", _SHARDED)
         if computes is not None and not computes.on_gpu:
             yield refused("on the CPU", "use a GPU, or leave it out", "trainer.accelerator")
@@ -127,7 +129,7 @@ def gpu_rules(run: ResolvedRun, computes: Computes | None) -> Iterator[ConfigErr
             yield refused(where, f"use one of {_version(_FP8_CAPABILITY)} or more, or leave it out")
 
 
-def _refused(key: str, off: str, value: object, where: str, remedy: str, *reads: str) -> ConfigError:
+def _refused(key: str, off: object, value: object, where: str, remedy: str, *reads: str) -> ConfigError:
     return ConfigError(key, f"must be {off} {where}, got {value}; {remedy}", reads)
 
 

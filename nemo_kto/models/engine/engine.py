@@ -76,6 +76,7 @@ class LogProbEngine:
     forward_micro_batch_size: int | None
     average_log_probs: bool  # a sequence's log-prob is the mean over its response tokens, instead of the sum
     logprob_chunk_size: int  # number of tokens whose logits exist at the same time
+    logprob_gradient_summands: int  # see ``vocab_parallel_logprobs``
     flops: ModelFlops
     moe_aux_loss_coeff: float = 0.0  # weight of the load-balancing loss of each layer with experts in the objective
     # Forward passes of this rank, in which only tensor- and context-parallel ranks wait for each other.
@@ -337,6 +338,7 @@ class LogProbEngine:
             softcap=self._last_gpt.logit_softcap,
             reduce_hidden_grad=not self._config.sequence_parallel,  # otherwise the backward pass of the gather sums it
             square_sums=square_sums,
+            summands=self.logprob_gradient_summands,
         )
 
     def _over_tokens(self, micro_batch: MicroBatch, values_T: Tensor, *, average: bool) -> Tensor:

@@ -47,12 +47,14 @@ def largest_errors(values: Chunk, softcap: float | None, *, form: str | None) ->
     both: list[Any] = [logit_kernels.softmax_sums, logit_kernels.gradient_summands]
     sums, summands = both if form is None else [getattr(kernel, form) for kernel in both]
     found_maximum_c, found_sum_c = sums(values[0].clone(), softcap)
-    summands_2cv = summands(values[0].clone(), *values[1:], softcap)
-    assert summands_2cv.dtype == torch.bfloat16
+    summands_1cv, summands_2cv = (summands(values[0].clone(), *values[1:], softcap, count) for count in (1, 2))
+    assert (len(summands_1cv), len(summands_2cv)) == (1, 2)
+    assert summands_1cv.dtype == summands_2cv.dtype == torch.bfloat16
     pairs = {
         (found_maximum_c, maximum_c): 1e-30,
         (found_sum_c, sum_c): 1e-30,
         (summands_2cv.double().sum(dim=0), gradient_cv): 1e-4,  # cancellation next to a target of probability one
+        (summands_1cv[0], gradient_cv): 1e-4,
     }
     return [float(((a.double() - b).abs() / (b.abs() + least)).max()) for (a, b), least in pairs.items()]
 
@@ -61,17 +63,18 @@ def largest_errors(values: Chunk, softcap: float | None, *, form: str | None) ->
 @pytest.mark.parametrize("tokens", [1, 33])
 @pytest.mark.parametrize("form", ["eager", "fusable"])
 def test_both_forms_are_the_same_function(form: str, tokens: int, softcap: float | None) -> None:
-    maximum, exp_sum, gradient = largest_errors(chunk(tokens, 501), softcap, form=form)
+    maximum, exp_sum, gradient, rounded = largest_errors(chunk(tokens, 501), softcap, form=form)
     assert maximum < 1e-6
     assert exp_sum < 1e-5
     assert gradient < 2**-16
+    assert 2**-10 < rounded < 1.01 * 2**-8, "half a unit in the last of 8 bits, and not less"
 
 
 def test_a_target_of_another_rank_has_no_one_hot() -> None:
     logits_cv, column_c, _, normaliser_c, grad_c = chunk(4, 50)
     for form in (logit_kernels.gradient_summands.eager, logit_kernels.gradient_summands.fusable):
         without, there = (
-            form(logits_cv.clone(), column_c, torch.full((4,), is_local), normaliser_c, grad_c, None).float().sum(dim=0)
+            form(logits_cv.clone(), column_c, torch.full((4,), is_local), normaliser_c, grad_c, None, 2).float().sum(dim=0)
             for is_local in (False, True)
         )
         difference_cv = without - there
@@ -114,24 +117,28 @@ for softcap in (None, 5.0):
     for tokens in (33, 64, 1):
         errors[f"{softcap}, {tokens}"] = largest_errors(chunk(tokens, 501), softcap, form=None)
 from nemo_kto.distributed.logit_kernels import gradient_summands
-torch._dynamo.reset()
-metrics.reset()
-gradient_summands(*chunk(33, 501), None)
-print(json.dumps([errors, metrics.generated_kernel_count]))
+counts = []
+for summands in (1, 2):
+    torch._dynamo.reset()
+    metrics.reset()
+    gradient_summands(*chunk(33, 501), None, summands)
+    counts.append(metrics.generated_kernel_count)
+print(json.dumps([errors, counts]))
 """
 
 
 @pytest.mark.slow
 def test_compiled_kernels() -> None:
-    """Compiled for the CPU the values are the same, and one kernel computes the gradient and reads the logits once."""
+    """Compiled for the CPU the values are the same, and one kernel computes each gradient and reads the logits once."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCH")}
     command = [sys.executable, "-W", "error::UserWarning:nemo_kto", "-c", COMPILED]
     done = subprocess.run(command, env=kept, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "torch.compile failed" not in done.stderr
     errors, gradient_kernels = json.loads(done.stdout.splitlines()[-1])
-    for maximum, exp_sum, gradient in errors.values():
+    for maximum, exp_sum, gradient, rounded in errors.values():
         assert maximum < 1e-6
         assert exp_sum < 1e-5
         assert gradient < 2**-16
-    assert gradient_kernels == 1
+        assert rounded < 1.01 * 2**-8
+    assert gradient_kernels == [1, 1]

@@ -65,22 +65,25 @@ def adds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 class Results(TorchDispatchMode):
-    """Records the shapes of newly allocated products."""
+    """Records the shapes of newly allocated products, and counts those that are added in place."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shapes: list[tuple[int, ...]] = []
+        self.added = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if function is torch.ops.aten.mm.dtype:
             self.shapes.append(tuple(result.shape))
+        self.added += function is torch.ops.aten.addmm.dtype_out
         return result
 
 
+@pytest.mark.parametrize("summands", [1, 2])
 @pytest.mark.parametrize("has_main_grad", [True, False], ids=["main_grad", "bf16_grad"])
-def test_no_product_is_as_large_as_the_weight(has_main_grad: bool, adds: bool) -> None:
-    """Products are of logits, of two rows a token for the hidden gradient, and of blocks of rows where torch cannot add."""
+def test_no_product_is_as_large_as_the_weight(has_main_grad: bool, summands: int, adds: bool) -> None:
+    """New products are logits and, where torch cannot add, hidden gradients and blocks of rows of the weight gradient."""
     draw = torch.Generator().manual_seed(0)
     hidden_TH, weight_VH = (torch.randn(rows, HIDDEN, generator=draw).bfloat16() for rows in (TOKENS, VOCAB))
     target_T = torch.randint(0, COLUMNS, (TOKENS,), generator=draw)
@@ -91,18 +94,25 @@ def test_no_product_is_as_large_as_the_weight(has_main_grad: bool, adds: bool) -
     if has_main_grad:
         weight_VH.main_grad = torch.zeros(VOCAB, HIDDEN)  # type: ignore[attr-defined]
     logps_T = logprobs.vocab_parallel_logprobs(
-        hidden_TH.requires_grad_(), weight_VH, target_T, vocab_size=COLUMNS, group=None, chunk_size=CHUNK
+        hidden_TH.requires_grad_(),
+        weight_VH,
+        target_T,
+        vocab_size=COLUMNS,
+        group=None,
+        chunk_size=CHUNK,
+        summands=summands,
     )
     with Results() as results:
         logps_T.sum().backward()
     chunks = [8, 8, 4]
-    logits, hidden_grads = [(chunk, COLUMNS) for chunk in chunks], [(2 * chunk, HIDDEN) for chunk in chunks]
-    blocks = [] if adds else [(8192, HIDDEN), (8192, HIDDEN), (COLUMNS - 2 * 8192, HIDDEN)] * len(chunks)
-    assert sorted(results.shapes) == sorted([*logits, *hidden_grads, *blocks])
+    blocks = [(8192, HIDDEN), (8192, HIDDEN), (COLUMNS - 2 * 8192, HIDDEN)] * len(chunks)
+    summed = [*blocks, *((chunk, HIDDEN) for chunk in chunks)] * summands
+    assert sorted(results.shapes) == sorted([*((chunk, COLUMNS) for chunk in chunks), *([] if adds else summed)])
+    assert results.added == (2 * summands * len(chunks) if adds else 0)
     found_VH = weight_VH.main_grad if has_main_grad else weight_VH.grad  # type: ignore[attr-defined]
     assert found_VH is not None
     error = torch.linalg.vector_norm(found_VH[:COLUMNS].double() - expected_vH) / torch.linalg.vector_norm(expected_vH)
-    assert error < (1e-5 if has_main_grad else 2**-8)
+    assert error < (1e-5 if has_main_grad and summands == 2 else 2**-8)
     assert not found_VH[COLUMNS:].any(), "padding of the vocabulary"
 
 

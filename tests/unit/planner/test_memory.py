@@ -215,17 +215,20 @@ def test_recomputed_layers_save_only_inputs(
 
 
 def test_memory_of_a_chunk_of_logits(architecture: Architecture) -> None:
-    """Logits are in fp32 for bf16 models too; a GPU multiplies their gradient as two bf16 matrices, 8192 rows at a time."""
+    """Logits are in fp32 for bf16 models too; a GPU multiplies their gradient in bf16, 8192 rows at a time."""
     rows, head = architecture.padded_vocab_size, HIDDEN * (4 + 3 * 4 + 4) + 4
     assert first(architecture).logprobs == TOKENS * head + 100 * rows * 4
     of_bf16 = TOKENS * (HIDDEN * (8 + 3 * 2 + 4) + 4)
     assert first(architecture, element_bytes=2).logprobs == of_bf16 + 100 * rows * 4
-    gpu = {"element_bytes": 2, "on_gpu": True}
+    gpu: dict[str, Any] = {"element_bytes": 2, "on_gpu": True}
     hidden = first(architecture, **gpu, adapters=LoRASettings(rank=4, alpha=4), logprob_chunk=0).logprobs
-    assert first(architecture, **gpu).logprobs == hidden + 100 * rows * 2 * 2 + rows * max(100, HIDDEN) * 4
-    assert first(architecture, **gpu, adapters=LoRASettings(rank=4, alpha=4)).logprobs == hidden + 100 * rows * (2 * 2 + 4)
-    large = first(replace(architecture, vocab_size=100_000), **gpu, logprob_chunk=1).logprobs
-    assert large == hidden + 100_000 * 2 * 2 + 8192 * HIDDEN * 4
+    for summands in (1, 2):
+        gpu["logprob_summands"], of_gradient = summands, summands * 2
+        assert first(architecture, **gpu).logprobs == hidden + 100 * rows * of_gradient + rows * max(100, HIDDEN) * 4
+        adapted = first(architecture, **gpu, adapters=LoRASettings(rank=4, alpha=4)).logprobs
+        assert adapted == hidden + 100 * rows * (of_gradient + 4)
+        large = first(replace(architecture, vocab_size=100_000), **gpu, logprob_chunk=1).logprobs
+        assert large == hidden + 100_000 * of_gradient + 8192 * HIDDEN * 4
     assert memory._PRODUCT_ROWS == logprobs._PRODUCT_ROWS
 
 

@@ -14,7 +14,7 @@ from nemo_kto.device import kernels
 from nemo_kto.models.layers import attention
 from nemo_kto.planner import micro_batches, plan_run
 from nemo_kto.planner.micro_batches import repeats_keys
-from nemo_kto.planner.plan_run import Machines, gpus_elsewhere, make_plan, size_micro_batches
+from nemo_kto.planner.plan_run import Machines, gpus_elsewhere, make_plan, size_micro_batches, these_machines
 from nemo_kto.planner.speed import GPUS
 from tests.unit.conftest import Load
 from tests.unit.planner.test_plan import LLAMA, MIXTRAL
@@ -61,8 +61,8 @@ def resolved(load: Load, model: str, *keys: str) -> ResolvedRun:
         ("1B", ["model.global_batch_size=2"], (1, "h200"), 4096, "share"),
         # 16 micro-batches for each of two stages: of 64 rows of 2,048 tokens, or fewer
         ("8B", ["model.global_batch_size=256", PIPELINE], (8, "h200"), 4096, "pipeline"),
-        ("8B", [], (8, "h200"), 8192, "144.7 GB of 141.0 GB"),
-        ("8B", [], (8, "h100"), 2048, "83.8 GB of 80.0 GB"),
+        ("8B", [], (8, "h200"), 8192, "146.8 GB of 141.0 GB"),
+        ("8B", [], (8, "h100"), 2048, "85.9 GB of 80.0 GB"),
         ("8B", [*TENSOR, CONTEXT], (8, "h200"), 32768, "weight gradients"),  # 16,384 on each of two ranks
     ],
 )
@@ -99,6 +99,27 @@ def test_the_plan_counts_keys_that_are_repeated(
     assert repeats_keys(run) is False
 
 
+@pytest.mark.parametrize(
+    ("keys", "machines", "chunk", "summands"),
+    [
+        ([], (1, "h200"), 4096, 1),
+        (["model.logprob_chunk_size=512", "model.logprob_gradient_summands=2"], (1, "h200"), 512, 2),
+        ([], None, 1024, 1),
+    ],
+)
+def test_the_plan_counts_the_chunk_of_logits_of_its_machines(
+    keys: list[str], machines: tuple[int, str] | None, chunk: int, summands: int, load: Load
+) -> None:
+    """Of a model of 1.24 billion parameters: 4,096 tokens with 128,256 logits each take 2.1 GB in fp32, 1.05 GB in bf16."""
+    run = resolved(load, "1B", *keys)
+    gpus = these_machines(run, timed=False) if machines is None else gpus_elsewhere(*machines)
+    plan = make_plan(run, gpus)
+    assert (plan.training.logprob_chunk, plan.training.logprob_summands) == (chunk, summands)
+    if machines is not None:
+        hidden = plan.training.saved.head() * plan.training.rank_tokens
+        assert plan.largest.logprobs - hidden == chunk * 128_256 * (4 + 2 * summands)
+
+
 @pytest.mark.parametrize("key", ["model.micro_batch_tokens=3000", "model.micro_batch_size=3"])
 def test_a_limit_of_the_user_is_kept(key: str, load: Load) -> None:
     run, machines = resolved(load, "1B", key), gpus_elsewhere(1, "h200")
@@ -108,8 +129,8 @@ def test_a_limit_of_the_user_is_kept(key: str, load: Load) -> None:
 
 
 def test_a_reference_in_gpu_memory_has_priority(load: Load) -> None:
-    """48.1 GB with 16,384 tokens; the copy of 1.24 billion weights takes 2.5 GB, and 50.4 of 56 GB may be used."""
-    machines = gpus_elsewhere(1, "h200").with_memory(56e9)
+    """50.2 GB with 16,384 tokens; the copy of 1.24 billion weights takes 2.5 GB, and 51.3 of 57 GB may be used."""
+    machines = gpus_elsewhere(1, "h200").with_memory(57e9)
     assert size_micro_batches(resolved(load, "1B"), machines)[0] == 16384
     run = resolved(load, "1B", "model.reference.mode=swap")
     found, why = size_micro_batches(run, machines)
@@ -120,12 +141,12 @@ def test_a_reference_in_gpu_memory_has_priority(load: Load) -> None:
 
 
 def test_a_machine_chooses_what_a_plan_of_its_kind_says(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drivers report more memory than the data sheet: with 85 GB, 8,192 tokens would need 75.8 of 76.5 GB."""
+    """Drivers report more memory than the data sheet: with 86 GB, 16,384 tokens would need 76.7 of 77.4 GB."""
     run = resolved(load, "8B", *TENSOR, "model.global_batch_size=64", "model.optim.moments_dtype=bf16")
     listed = gpus_elsewhere(8, "h100")
     monkeypatch.setitem(GPUS, "h100", listed.hardware)
     reported = Machines(
-        ranks=8, on_gpu=True, hardware=plan_run.replace(listed.hardware, name="NVIDIA H100 80GB HBM3", memory=85.0e9)
+        ranks=8, on_gpu=True, hardware=plan_run.replace(listed.hardware, name="NVIDIA H100 80GB HBM3", memory=86.0e9)
     )
     unknown = Machines(ranks=8, on_gpu=True, hardware=plan_run.replace(reported.hardware, name="NVIDIA X"))
     chosen = [size_micro_batches(run, machines)[0] for machines in (listed, reported, unknown)]
