@@ -55,6 +55,7 @@ class LoRASettings:
     layers: tuple[int, ...] | None = None  # numbers of the adapted layers, counted from 1; None for all
     rslora: bool = False  # rank-stabilised scale (Kalajdzievski 2023, arXiv 2312.03732)
     dora: bool = False  # each row of the sum of weight and adapter has a trained magnitude (``models.lora.layers``)
+    experts: bool = True  # the modules of an MLP include those of routed experts
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -142,6 +143,22 @@ def with_other_layers(targets: Sequence[str], family: Family) -> tuple[str, ...]
     return (*targets, *(module for module in others if module in usable and module not in targets))
 
 
+def names_experts(targets: Sequence[str]) -> bool:
+    """Return whether target modules include those of routed experts: if they name the MLP, and not only all linear layers.
+
+    Each expert has adapters of its own, which turn one grouped product of all experts into several small products of each.
+    """
+    named = {module for target in targets if target not in ALL_LINEAR for module in NEMO_TARGETS.get(target, (target,))}
+    return not named.isdisjoint(_MLP)
+
+
+def without_experts(architecture: Architecture, settings: LoRASettings) -> str:
+    """Return an addition to a list of adapted modules that says which experts have no adapters; empty if there are none."""
+    if not adapts_experts(architecture, replace(settings, experts=True)) or settings.experts:
+        return ""
+    return ", not on routed experts (model.peft.lora_tuning.target_modules=[all-linear,mlp] adapts them too)"
+
+
 def few_adapted(architecture: Architecture, settings: LoRASettings) -> str | None:
     """Return a warning if adapters are on less than a quarter of the linear layers of the selected layers, else None.
 
@@ -156,7 +173,8 @@ def few_adapted(architecture: Architecture, settings: LoRASettings) -> str | Non
             if not places or len(shape) < 2:
                 continue
             module = hf_module(name) if mapping in targets else ""
-            counts[is_adapted := module in settings.modules] += len({place["layer"] for place in places})
+            is_adapted = module in settings.modules and (settings.experts or not mapping.of_expert)
+            counts[is_adapted] += len({place["layer"] for place in places})
             values[is_adapted] += len(places) * math.prod(shape)
             others |= {module} - {"", *settings.modules}
     if not others or 4 * counts[True] >= sum(counts.values()):
@@ -183,6 +201,7 @@ def adapted_mappings(architecture: Architecture, settings: LoRASettings) -> list
         mapping
         for mapping in adaptable(architecture.family)
         if any(hf_module(name) in settings.modules for name in mapping.hf_names)
+        and (settings.experts or not mapping.of_expert)
     ]
 
 

@@ -124,6 +124,7 @@ def read_adapter_settings(folder: str | Path) -> LoRASettings:
         rslora=bool(config.get("use_rslora")),
         dora=bool(config.get("use_dora")),
         dropout=float(config.get("lora_dropout") or 0.0),
+        experts=any(".experts." in name for name in shapes),
         target_modules=tuple(module for module in (*HUGGING_FACE_TARGETS, EMBEDDING) if module in modules),
         layers=tuple(layer + 1 for layer in layers) if limited or layers != list(range(len(layers))) else None,
     )
@@ -173,7 +174,8 @@ def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set
         yield "at least one layer must be adapted, got no tensors of adapters"
     mixing = {*NEMO_TARGETS["attention"], *OTHER_MIXERS}
     mixers, mlps = {frozenset(each & mixing) for each in adapted}, {frozenset(each - mixing) for each in adapted}
-    one_part = not any(modules & mixing and modules - mixing for modules in adapted)
+    # layers with experts have no adapted MLP if experts have no adapters; our files then name parameters
+    one_part = bool(config.get("target_parameters")) or not any(modules & mixing and modules - mixing for modules in adapted)
     if len(mlps - {frozenset()} if one_part else mlps) > 1 or sum(map(len, mixers)) > len(frozenset().union(*mixers)):
         layers = "every adapted layer with the same sequence mixer"
         yield f"{layers} must have the same modules adapted, got {len(adapted)} layers that differ"

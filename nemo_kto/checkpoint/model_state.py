@@ -156,4 +156,5 @@ def _describe(settings: LoRASettings | None) -> str:
         return "none"
     layers = "all layers" if settings.layers is None else f"layers {', '.join(map(str, settings.layers))}"
     kind = "DoRA of " if settings.dora else ""
-    return f"{kind}rank {settings.rank}, {settings.scale_text}, {', '.join(settings.modules)} of {layers}"
+    modules = ", ".join(settings.modules) + ("" if settings.experts else " without routed experts")
+    return f"{kind}rank {settings.rank}, {settings.scale_text}, {modules} of {layers}"

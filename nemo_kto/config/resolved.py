@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from nemo_kto.algorithms.callbacks import Callback
 from nemo_kto.algorithms.duration import TrainerConfig
 from nemo_kto.architecture.config_file import CONFIG, read_config_file
-from nemo_kto.architecture.lora import LoRASettings, with_other_layers
+from nemo_kto.architecture.lora import LoRASettings, has_adaptable_experts, names_experts, with_other_layers
 from nemo_kto.architecture.rope import longest_sequence
 from nemo_kto.architecture.stages import PipelineSplit
 from nemo_kto.artifacts.adapter_files import read_adapter_settings
@@ -294,19 +294,21 @@ class ResolvedRun:
         """LoRA settings from the configuration or from an existing adapter; None without adapters."""
         if not self.has_adapters:
             return None
-        tuning = self.cfg.model.peft.lora_tuning
+        tuning, has_config = self.cfg.model.peft.lora_tuning, (self.files.hf_folder / CONFIG).is_file()
+        family = self.files.config[1] if has_config else None  # another check reports that there is none
+        always = family is None or not has_adaptable_experts(family)  # the settings of a model without experts are the same
         if self.files.adapter_folder is not None:
-            return replace(read_adapter_settings(self.files.adapter_folder), dropout=tuning.adapter_dropout)
+            saved = read_adapter_settings(self.files.adapter_folder)
+            return replace(saved, dropout=tuning.adapter_dropout, experts=always or saved.experts)
         targets = tuple(tuning.target_modules)
-        if (self.files.hf_folder / CONFIG).is_file():  # else another check reports it
-            targets = with_other_layers(targets, self.files.config[1])
         return LoRASettings(
             rank=tuning.adapter_dim,
             alpha=tuning.alpha,
             rslora=tuning.rslora,
             dora=tuning.dora,
             dropout=tuning.adapter_dropout,
-            target_modules=targets,
+            experts=always or names_experts(targets),
+            target_modules=targets if family is None else with_other_layers(targets, family),
             layers=None if tuning.layer_selection is None else tuple(tuning.layer_selection),
         )
 

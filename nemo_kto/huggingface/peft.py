@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.families import Family
-from nemo_kto.architecture.lora import NEMO_TARGETS, LoRASettings, adapted_mappings, has_adaptable_experts, hf_module
+from nemo_kto.architecture.lora import (
+    NEMO_TARGETS,
+    LoRASettings,
+    adapted_mappings,
+    adapted_modules,
+    has_adaptable_experts,
+    hf_module,
+)
 from nemo_kto.architecture.param_mapping import name_in_file
 from nemo_kto.artifacts.adapter_files import (
     ADAPTER_CONFIG,
@@ -133,7 +140,7 @@ def _config(settings: LoRASettings, architecture: Architecture, base_model: str 
         "r": settings.rank,
         "lora_alpha": int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,
         "lora_dropout": settings.dropout,
-        "target_modules": [family_names[module] for module in settings.modules if module in family_names],
+        "target_modules": [family_names[module] for module in adapted_modules(architecture, settings) if module in family_names],
         "layers_to_transform": None if settings.layers is None else [layer - 1 for layer in settings.layers],
         "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "modules_to_save": None,
         "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": settings.rslora, "use_dora": settings.dora,

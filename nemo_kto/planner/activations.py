@@ -142,7 +142,7 @@ class Activations(Saving):
         if (experts := self.architecture.experts) is None:
             return 0.0
         hidden, keeps_product = self.hidden, self.keeps_input("down_proj")
-        trained = self.adapters is None or has_adaptable_experts(self.architecture.family)
+        trained = self.adapters is None or self._adapts_experts()
         saved = (self._inputs() + (not experts.weighs_input) + (trained and keeps_product)) * self._chosen_ffn() + hidden
         copies = experts.weighs_input + (trained and self.keeps_input("gate_proj", "up_proj"))
         saved += self._copies() * self.architecture.hidden_size * copies
@@ -188,10 +188,14 @@ class Activations(Saving):
         is_fused = GATE_UP in linear_modules(self.architecture.family)
         return (GATE_UP,) if is_fused else ("gate_proj", "up_proj")[-self._inputs() :]
 
+    def _adapts_experts(self) -> bool:
+        """Return whether routed experts have adapters if their modules do."""
+        return self.adapters is not None and self.adapters.experts and has_adaptable_experts(self.architecture.family)
+
     def _mlp_layers(self) -> tuple[_Adapted, _Adapted]:
         """Return the linear layers of MLPs, experts and shared experts, on average over all layers."""
         hidden, width, sizes = self.hidden, self.architecture.hidden_size, self.architecture.sizes
-        adaptable, shared = has_adaptable_experts(self.architecture.family), self._shared_ffn()
+        adaptable, shared = self._adapts_experts(), self._shared_ffn()
         copies, chosen = adaptable * self._copies(), adaptable * self._chosen_ffn()
         products = self._mean(1, copies + (shared > 0))
         # a product for each copy of a token, a matrix for each expert of this rank, and DoRA only on the shared expert

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from nemo_kto.architecture.lora import adapted_modules
+from nemo_kto.architecture.lora import adapted_modules, without_experts
 from nemo_kto.architecture.parameters import rank_parameters
 from nemo_kto.planner.memory import CONTEXT
 from nemo_kto.planner.plan_run import Plan, overrides, remedies, remedy, size, values_of
@@ -116,6 +116,7 @@ def _run_lines(plan: Plan) -> dict[str, str]:
     how = "all trained"
     if adapters is not None:
         how = f"{adapters.kind} of rank {adapters.rank} on {', '.join(adapted_modules(architecture, adapters))}"
+        how += without_experts(architecture, adapters)
     rows = f"{cfg.model.global_batch_size:,} {cfg.recipe.unit}"
     model = f"{cfg.pretrained_checkpoint.restore_from_path} ({architecture.family.name})"
     return {

@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 
 from nemo_kto.algorithms.dpo import DPOTrainer
-from nemo_kto.architecture.lora import adapted_modules, refused_by_peft
+from nemo_kto.architecture.lora import adapted_modules, refused_by_peft, without_experts
 from nemo_kto.architecture.mixers import GatedDeltaNet, Mamba2
 from nemo_kto.architecture.mixers.saving import MAX_HEAD_DIM
 from nemo_kto.artifacts.checkpoint_files import Checkpoint, find_checkpoints
@@ -43,7 +43,7 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         trained = f"{short(_count(wanted_adapters(architecture, settings)))} in adapters trained"
         layers = "" if settings.layers is None else f" of layers {', '.join(map(str, settings.layers))}"
         origin = "" if run.files.adapter_folder is None else f", from {run.files.adapter_folder}"
-        modules = ", ".join(adapted_modules(architecture, settings))
+        modules = ", ".join(adapted_modules(architecture, settings)) + without_experts(architecture, settings)
         adapters = f"{settings.kind} of rank {settings.rank}, {settings.scale_text}, on {modules}{layers}{origin}"
     connections = os.environ.get(MAX_CONNECTIONS)
     device_text = f"{device.device_name()}{f', {MAX_CONNECTIONS}={connections}' if connections else ''}"

@@ -694,6 +694,8 @@ def write_adapters(base: Path, folder: Path, settings: LoRASettings) -> dict[str
     for weight, values in merged.items():
         if values.dim() != 2 or hf_module(weight) not in settings.modules or "mixer.experts." in weight:
             continue
+        if ".experts." in weight and not settings.experts:
+            continue
         if settings.layers is None or int(weight.split(".")[2]) + 1 in settings.layers:
             shapes = (settings.rank, values.size(1)), (values.size(0), settings.rank)
             lora_a, lora_b = (torch.randn(shape, generator=draw) * 0.2 for shape in shapes)
@@ -703,6 +705,8 @@ def write_adapters(base: Path, folder: Path, settings: LoRASettings) -> dict[str
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": settings.rank, "lora_alpha": settings.alpha, "use_rslora": settings.rslora}
+    if not settings.experts:  # of MLPs beside experts, whose modules would stand for the experts too
+        config["target_parameters"] = ["mlp.gate_proj.weight"]
     (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(base)}))
     return merged
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config, unwrap_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_kto.architecture.architecture import Architecture, read_architecture
 from nemo_kto.architecture.lora import LoRASettings
@@ -151,6 +153,41 @@ def backward(chunks: list[Any]) -> None:
         )
 
 
+def adding_in_place() -> Any:
+    """Context in which adapters are added on the CPU as on a GPU."""
+    return mock.patch("nemo_kto.models.lora.layers._adds_in_place", lambda product: True)
+
+
+_NO_KERNELS = ("::empty", "::new_empty", "::detach", "::_unsafe_view")
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that would start a kernel on a GPU: all but those that return a view or an empty tensor."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not function.is_view and not any(name in function.name() for name in _NO_KERNELS)
+        return function(*args, **(kwargs or {}))
+
+
+def launches(folder: Path, adapters: list[LoRASettings | None]) -> list[tuple[int, int]]:
+    """For each of the settings: kernels of the forward pass of a micro-batch, and those that a pass runs once."""
+    state.init_distributed(layout=state.Layout(), seed=3)
+    found, here = [], torch.arange(SEQUENCE)[None]
+    for settings in adapters:
+        chunks, _ = build(folder, state.Layout(), settings)
+        counts = []
+        for micro_batches in (1, 3):
+            with adding_in_place(), constant_weights(chunks), Launches() as counted:
+                for _ in range(micro_batches):
+                    chunks[0](tokens(0), here, None)
+            counts.append(counted.count)
+        each = (counts[1] - counts[0]) // 2
+        found.append((each, counts[0] - each))
+    return found
+
+
 def gradients_and_steps(
     layout: state.Layout,
     models: dict[str, tuple[Path, Path, LoRASettings]],
@@ -159,9 +196,15 @@ def gradients_and_steps(
 ) -> dict[str, list[float]]:
     """For each model (folder, adapter, settings): write the first gradients and the adapter after a few steps.
 
+    With ``in_place`` among the options, B A x is added as on a GPU.
+
     Returns:
         The norm of the gradient at each step; last, the largest value where there must be zeros.
     """
+    if options.get("in_place"):
+        rest = {name: value for name, value in options.items() if name != "in_place"}
+        with adding_in_place():
+            return gradients_and_steps(layout, models, out, rest)
     state.init_distributed(layout=layout, seed=3)
     result = {}
     for name, (folder, adapter, settings) in models.items():

@@ -77,7 +77,8 @@ _LATENT = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "mlp")
 MIXTURES = {
     "ernie4-5-moe": LoRASettings(rank=2, alpha=4, target_modules=("mlp",)),
     "glm4-moe": LoRASettings(rank=2, alpha=4, target_modules=("all",)),
-    "deepseek-v3": LoRASettings(rank=2, alpha=4, target_modules=("q_a_proj", "q_b_proj", *_LATENT)),
+    # dense MLPs and shared experts
+    "deepseek-v3": LoRASettings(rank=2, alpha=4, target_modules=("q_a_proj", "q_b_proj", *_LATENT), experts=False),
     "deepseek-v3-direct-queries": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", *_LATENT), layers=(1, 3)),
     # the shared expert; routed experts are parameters without names for peft
     "granite-hybrid-moe": LoRASettings(
@@ -95,14 +96,16 @@ MIXTURES = {
     "qwen3-next": LoRASettings(rank=2, alpha=4, target_modules=("all", "in_proj_qkvz", "in_proj_ba", "out_proj")),
     "qwen3.5-moe-text": LoRASettings(rank=2, alpha=4, target_modules=("in_proj_b", "q_proj", "mlp")),
     "qwen3-moe": LoRASettings(rank=3, alpha=2, target_modules=("mlp",), layers=(2, 3), rslora=True),
-    "qwen3-moe-dense-layers": LoRASettings(rank=2, alpha=4, dropout=0.25, target_modules=("q_proj", "mlp")),
+    "qwen3-moe-dense-layers": LoRASettings(
+        rank=2, alpha=4, dropout=0.25, target_modules=("q_proj", "mlp"), experts=False
+    ),
 }
 SETTINGS = {"dense": DENSE, "mixtures": MIXTURES}
 EXPERTS = {
-    "deepseek-v3": 3 * 8 * 3, "deepseek-v3-direct-queries": 8 * 3,
+    "deepseek-v3-direct-queries": 8 * 3,
     "ernie4-5-moe": 2 * 8 * 3, "glm4-moe": 3 * 8 * 3, "hunyuan-moe": 4 * 8 * 3, "minimax-m2": 4 * 8 * 3,
     "mixtral": 4 * 4 * 3, "qwen2-moe": 3 * 8 * 3, "qwen3-next": 3 * 8 * 3,
-    "qwen3.5-moe-text": 4 * 8 * 3, "qwen3-moe": 2 * 8 * 3, "qwen3-moe-dense-layers": 1 * 8 * 3,
+    "qwen3.5-moe-text": 4 * 8 * 3, "qwen3-moe": 2 * 8 * 3,
 }  # fmt: skip
 QUICK = {
     ("dense", "tp2"): (
@@ -224,6 +227,7 @@ def test_adapter_files_round_trip(outcome: Outcome, folders: Folders, adapters: 
         assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)
         settings = read_adapter_settings(again)
         assert (settings.rank, settings.modules, settings.layers) == (wanted.rank, wanted.modules, wanted.layers)
+        assert settings.experts == (name in EXPERTS)
         assert settings.scale == pytest.approx(wanted.scale)
         if outcome.kind == "dense":
             assert settings == read_adapter_settings(adapters[name])

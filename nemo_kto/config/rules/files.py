@@ -220,8 +220,8 @@ def _target_rules(run: ResolvedRun, config: Mapping[str, Any], family: Family) -
     of_experts = {hf_module(name) for mapping in adaptable(family) if mapping.of_expert for name in mapping.hf_names}
     chosen = {module for target in targets for module in NEMO_TARGETS.get(target, (target,))}
     if tuning.dora and chosen & of_experts:
-        text = "must be false with adapters on experts, for which peft has no DoRA, got true; adapt only the attention"
-        yield ConfigError(_DORA, text, (_MODEL, _SCHEME, _TARGETS))
+        text = "must be false with adapters on MLPs of a model with experts, for which peft has no DoRA, got true"
+        yield ConfigError(_DORA, f"{text}; adapt only the attention", (_MODEL, _SCHEME, _TARGETS))
     has_embedding = EMBEDDING in tuning.target_modules
     # whether embeddings are tied by default is known only once the model is loaded
     tied = has_embedding and bool(config.get("tie_word_embeddings")) and not run.files.has_own_output

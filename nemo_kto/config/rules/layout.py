@@ -229,7 +229,7 @@ def expert_rules(run: ResolvedRun, config: Mapping[str, Any], family: Family) ->
     except ValueError:
         return  # reported by the check of the adapters
     modules = [] if adapters is None else [name for name in adapters.modules if name in NEMO_TARGETS["mlp"]]
-    has_adapted_experts = bool(modules) and has_adaptable_experts(family)
+    has_adapted_experts = adapters is not None and adapters.experts and bool(modules) and has_adaptable_experts(family)
     if has_adapted_experts:
         yield from _adapted_expert_rules(run, modules, shards)
     if adapters is None or has_adapted_experts:

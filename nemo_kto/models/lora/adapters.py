@@ -154,15 +154,15 @@ def zero_adapters(chunks: Iterable[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def constant_weights(chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """Context manager for passes during which no weight changes, so that DoRA computes the row norms only once."""
-    adapters = [adapter for adapter in _adapters(chunks) if adapter.lora_magnitude is not None]
+    """Context manager for passes during which no weight changes: DoRA's row norms and full B are computed only once."""
+    adapters = [each for each in _adapters(chunks) if each.lora_magnitude is not None or each.adapter_parts > 1]
     for adapter in adapters:
         adapter.adapter_is_constant = True
     try:
         yield
     finally:
         for adapter in adapters:
-            adapter.adapter_is_constant, adapter.adapter_change = False, None
+            adapter.adapter_is_constant, adapter.adapter_change, adapter.adapter_full_b = False, None, None
 
 
 @torch.no_grad()

@@ -106,6 +106,38 @@ class Change(NamedTuple):
         return self.start + moved.float() * self.slope
 
 
+class _AddLowRank(torch.autograd.Function):
+    """Add B A x in place: (W x, A x, B, B for the stacked A, part of each row) -> W x + B A x; W x is overwritten."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, product: Tensor, low_rank: Tensor, lora_b: Tensor, full_b: Tensor, part_of_row: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(low_rank, full_b, part_of_row)
+        ctx.rank = lora_b.size(1)
+        # W x is the result of a function of megatron-core or Transformer Engine, which saves its input but not its result.
+        # It may be a view, to which autograd would not let us write. Had anything saved it, the version counter, which the
+        # detached tensor shares, would make the backward pass fail.
+        total = product.detach()
+        total.view(-1, total.size(-1)).addmm_(low_rank.flatten(0, -2), full_b.t())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        low_rank, full_b, part_of_row = ctx.saved_tensors
+        grad_to = grads[0].flatten(0, -2)
+        b_grad = grad_to.t() @ low_rank.flatten(0, -2)  # of B for the stacked A, [out, parts * rank]
+        if b_grad.size(1) > ctx.rank:
+            parts = part_of_row.view(-1, 1, 1).expand(-1, 1, ctx.rank)
+            b_grad = b_grad.unflatten(1, (-1, ctx.rank)).gather(1, parts).squeeze(1)
+        return grads[0], (grad_to @ full_b).view_as(low_rank), b_grad, None, None
+
+
+def _adds_in_place(product: Tensor) -> bool:
+    """Return whether B A x is added to a product in place; not on the CPU, where it saves no time and rounds differently."""
+    return product.is_cuda
+
+
 class Adapter:
     """Mixin for adapted layers of megatron-core or Transformer Engine; the frozen weight belongs to the other base class."""
 
@@ -128,8 +160,9 @@ class Adapter:
     adapter_parts: int
     adapter_is_on: bool
     adapter_is_merged: bool
-    adapter_is_constant: bool  # weights do not change, so adapter_change may be cached
-    adapter_change: Change | None  # the cached value
+    adapter_is_constant: bool  # weights do not change, so that these values are computed once
+    adapter_change: Change | None
+    adapter_full_b: Tensor | None
 
     def full_b(self) -> Tensor:
         """Return B for the stacked A, [out of this rank, parts * rank]; zero where a row does not belong to a part."""
@@ -137,6 +170,14 @@ class Adapter:
             return self.lora_b
         belongs = F.one_hot(self.part_of_row, self.adapter_parts).to(self.lora_b.dtype)
         return (belongs.unsqueeze(2) * self.lora_b.unsqueeze(1)).flatten(1)
+
+    @torch.no_grad()
+    def _constant_full_b(self) -> Tensor:
+        """Return :meth:`full_b`, which is not differentiable."""
+        full_b = self.full_b() if self.adapter_full_b is None else self.adapter_full_b
+        if self.adapter_is_constant:
+            self.adapter_full_b = full_b
+        return full_b
 
     def merge(self) -> None:
         """Merge the adapter into the weight, in fp32 arithmetic with a single rounding."""
@@ -211,15 +252,21 @@ class Adapter:
         if not self._is_active():
             return output
         dropped = self._dropout(input_)
-        low_rank = F.linear(dropped, self.lora_a) * self.adapter_scale  # [..., parts * rank]
-        adapter_output = F.linear(self._exchange(low_rank), self.full_b())
+        low_rank = F.linear(dropped, self.lora_a)  # [..., parts * rank]
+        if self.adapter_scale != 1:
+            low_rank = low_rank * self.adapter_scale
+        low_rank = self._exchange(low_rank)
+        product, bias = output
+        if self.lora_magnitude is None and _adds_in_place(product):
+            arguments = product, low_rank, self.lora_b, self._constant_full_b(), self.part_of_row
+            return _AddLowRank.apply(*arguments), bias  # type: ignore[no-untyped-call]
+        adapter_output = F.linear(low_rank, self.full_b())
         dropped_product = None  # W dropout(x), to which DoRA applies the magnitudes, as in PEFT; None if it equals W x
         if self.lora_magnitude is not None and dropped is not input_:
             if self.is_column:
                 dropped_product = F.linear(self._exchange(dropped), self.weight)
             else:
                 dropped_product = self._exchange(F.linear(dropped, self.weight))
-        product, bias = output
         total, change = product + adapter_output, self._change()
         if change is None:
             return total, bias
@@ -413,4 +460,4 @@ def adapt_linear(
     linear.register_buffer("part_of_row", part_of_row.to(device.current_device()), persistent=False)
     linear.adapter_scale, linear.adapter_dropout, linear.adapter_parts = scale, dropout, parts
     linear.adapter_is_on, linear.adapter_is_merged = True, False
-    linear.adapter_is_constant, linear.adapter_change = False, None
+    linear.adapter_is_constant, linear.adapter_change, linear.adapter_full_b = False, None, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ CASES: dict[str, tuple[int, Layout, dict[str, Any]]] = {
     "tp2_pp2": (4, Layout(tensor=2, pipeline=2), {}),
     "tp2_dp2": (4, Layout(tensor=2), {}),
     "tp2_sequence_parallel": (2, Layout(tensor=2, sequence_parallel=True), {}),
+    "in_place": (1, Layout(), {"in_place": True}),
+    "tp2_in_place_recompute": (2, Layout(tensor=2), {"in_place": True, "recompute": True}),
     "tp2_pp2_sequence_parallel_recompute": (4, Layout(tensor=2, pipeline=2, sequence_parallel=True), {"recompute": True}),
 }
 
@@ -148,6 +151,7 @@ QUICK = {
     ("tp2", "mistral"),
     ("pp2", "llama-one-kv-head"),
     ("tp2_sequence_parallel", "deepseek-v3-dense"),
+    ("tp2_in_place_recompute", "llama-odd-heads"),
 }
 
 
@@ -165,6 +169,26 @@ def test_gradients_and_steps_equal_peft(
     world_size, layout, options = CASES[case]
     results = ranks.run(world_size, lora_jobs.gradients_and_steps, layout, {name: models(name)}, tmp_path, options)
     check_steps([result[name] for result in results], tmp_path / name, models(name)[0], expected(name))
+
+
+def test_kernels_of_adapters_on_a_gpu(ranks: RankPool, tiny_checkpoint: Callable[..., Path]) -> None:
+    """In a micro-batch A x, and B A x added in place; B for the stacked A of fused layers is built once a pass."""
+    rows, everything = (LoRASettings(rank=2, alpha=2, target_modules=names) for names in (("o_proj", "mlp_fc2"), ("all",)))
+    ((base, of_rows, of_all),) = ranks.run(1, lora_jobs.launches, tiny_checkpoint("llama"), [None, rows, everything])
+    layers = 4
+    assert of_rows == (base[0] + layers * 2 * 2, base[1])
+    assert of_all[0] == base[0] + layers * 4 * 2
+    assert base[1] < of_all[1] <= base[1] + layers * 2 * 8
+
+
+def test_experts_without_adapters_run_no_more_kernels(ranks: RankPool, tiny_checkpoint: Callable[..., Path]) -> None:
+    """The default leaves experts out, whose adapters take four kernels each in every micro-batch."""
+    everything = LoRASettings(rank=2, alpha=2, target_modules=("all",))
+    settings = [None, replace(everything, experts=False), everything]
+    ((base, default, with_experts),) = ranks.run(1, lora_jobs.launches, tiny_checkpoint("mixtral"), settings)
+    layers, experts = 4, 4
+    assert default[0] == base[0] + layers * 2 * 2
+    assert with_experts[0] == default[0] + layers * experts * 2 * 2
 
 
 DROPOUT = LoRASettings(rank=4, alpha=8, dropout=0.3, target_modules=("all",))

@@ -188,6 +188,7 @@ QUICK: list[tuple[str, dict[str, Any], str, LoRASettings | None]] = [
     ("gemma3_text", {"tensor": 2}, "float32", ALL),
     ("gpt_oss", {}, "float32", None),
     ("qwen2_moe", {}, "float32", ALL),
+    ("qwen2_moe", {}, "float32", replace(ALL, experts=False)),
     ("llama4_text", {}, "float32", None),
     ("deepseek_v3", SHARDED, "float32", LATENT),
     ("qwen3_5_text", {}, "float32", None),

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from nemo_kto.config.resolved import ResolvedRun
 from tests.helpers.messages import Message, raises
 from tests.helpers.tiny_models import write_stub_model
-from tests.unit.conftest import FindErrors
+from tests.unit.conftest import FindErrors, Load
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "intermediate_size": 7}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -60,7 +61,10 @@ def model(folder: Path, name: str, **changes: object) -> Path:
         ("gpt_oss", [LORA, f"{TARGETS}=[attention]", f"{DORA}=true", f"{KEY}=2"], 2),
         ("qwen3_moe", [f"{TENSOR}=2", f"{SEQUENCE}=true", f"{KEY}=2", f"{SHARDS}=1"], 2),
         ("qwen3_moe", [LORA, f"{TARGETS}=[attention]", f"{TENSOR}=2", f"{SEQUENCE}=true"], 2),
-        ("mixtral", [LORA, f"{TARGETS}=[all]", f"{TENSOR}=2", f"{SEQUENCE}=true", f"{SHARDS}=1", f"{KEY}=2"], 2),
+        ("mixtral", [LORA, f"{TARGETS}=[all,mlp]", f"{TENSOR}=2", f"{SEQUENCE}=true", f"{SHARDS}=1", f"{KEY}=2"], 2),
+        # which leaves the experts out, so that they may be sharded, and on some stages only
+        ("mixtral", [LORA, f"{TENSOR}=2", f"{SEQUENCE}=true"], 2),
+        ("half_dense", [LORA, f"{TARGETS}=[all]", "model.pipeline_model_parallel_size=2"], 2),
         ("qwen3_moe", [LORA, f"{TARGETS}=[mlp_fc2]"], 1),
         ("gpt_oss", [LORA], 1),
         ("gpt_oss", [LORA, f"{DORA}=true", f"{TARGETS}=all-linear"], 1),
@@ -83,6 +87,24 @@ def test_valid_gpu_settings_give_no_error(
     folder = model(tmp_path / "mixture", family)
     given = [f"pretrained_checkpoint.restore_from_path={folder}", BATCH, ONE_BY_ONE, *overrides]
     assert find_errors(*given, ranks=ranks) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "experts"),
+    [
+        ("qwen3_moe", "[all-linear]", False),
+        ("qwen3_moe", "[all,attention]", False),
+        ("qwen3_moe", "[all-linear,mlp]", True),
+        ("qwen3_moe", "[mlp_fc2]", True),
+        ("llama", "[all-linear]", True),  # without experts the settings are those of earlier versions
+        ("gpt_oss", "[all-linear]", True),
+    ],
+)
+def test_all_linear_leaves_experts_out(family: str, targets: str, experts: bool, tmp_path: Path, load: Load) -> None:
+    folder = model(tmp_path / "mixture", family)
+    run = ResolvedRun.of(load(f"pretrained_checkpoint.restore_from_path={folder}", LORA, f"{TARGETS}={targets}"))
+    assert run.adapters is not None
+    assert run.adapters.experts == experts
 
 
 def test_queries_of_latent_attention_have_other_projections(find_errors: FindErrors, tmp_path: Path) -> None:

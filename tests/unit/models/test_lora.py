@@ -22,8 +22,10 @@ from nemo_kto.architecture.lora import (
     few_adapted,
     linear_modules,
     modules_of,
+    names_experts,
     refused_by_peft,
     with_other_layers,
+    without_experts,
 )
 from nemo_kto.architecture.mixers import SOFTMAX_ATTENTION
 from nemo_kto.architecture.param_mapping import Layers, Split
@@ -128,6 +130,20 @@ def test_which_settings_adapt_experts() -> None:
     assert not adapts_experts(mixture, settings("attention"))
     assert not adapts_experts(mixture, None)
     assert not adapts_experts(ARCHITECTURE, settings("all"))
+    left_out = replace(settings("all"), experts=False)
+    assert not adapts_experts(mixture, left_out)
+    assert not any(mapping.of_expert for mapping in adapted_mappings(mixture, left_out))
+    assert len(adapted_mappings(mixture, left_out)) == len(adapted_mappings(mixture, settings("all"))) - 2
+    assert_names(without_experts(mixture, left_out), "experts", "model.peft.lora_tuning.target_modules=[all-linear,mlp]")
+    for architecture, chosen in ((mixture, settings("all")), (ARCHITECTURE, left_out)):
+        assert without_experts(architecture, chosen) == ""
+    assert without_experts(mixture, replace(settings("attention"), experts=False)) == ""
+
+
+def test_target_modules_that_name_experts() -> None:
+    assert not names_experts(["all-linear"])
+    assert not names_experts(["all", "attention", "embed_tokens"])
+    assert all(names_experts(["all-linear", name]) for name in ("mlp", "mlp_fc1", "mlp_fc2", "gate_proj", "down_proj"))
 
 
 FUSED = ("Glm4ForCausalLM", "Phi3ForCausalLM")  # with gate and up projection in one tensor
