@@ -135,12 +135,13 @@ def _config(settings: LoRASettings, architecture: Architecture, base_model: str 
     mixture = _of_mixture(settings, architecture) if has_adaptable_experts(architecture.family) else {}
     dense = [mapping for mapping in adapted_mappings(architecture, settings) if not mapping.of_expert]
     family_names = {hf_module(name): name.split(".")[-2] for mapping in dense for name in mapping.hf_names}
+    modules = [module for module in adapted_modules(architecture, settings) if module in family_names]
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base_model), "inference_mode": True,
         "r": settings.rank,
         "lora_alpha": int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,
         "lora_dropout": settings.dropout,
-        "target_modules": [family_names[module] for module in adapted_modules(architecture, settings) if module in family_names],
+        "target_modules": [family_names[module] for module in modules],
         "layers_to_transform": None if settings.layers is None else [layer - 1 for layer in settings.layers],
         "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "modules_to_save": None,
         "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": settings.rslora, "use_dora": settings.dora,

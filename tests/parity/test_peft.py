@@ -96,9 +96,7 @@ MIXTURES = {
     "qwen3-next": LoRASettings(rank=2, alpha=4, target_modules=("all", "in_proj_qkvz", "in_proj_ba", "out_proj")),
     "qwen3.5-moe-text": LoRASettings(rank=2, alpha=4, target_modules=("in_proj_b", "q_proj", "mlp")),
     "qwen3-moe": LoRASettings(rank=3, alpha=2, target_modules=("mlp",), layers=(2, 3), rslora=True),
-    "qwen3-moe-dense-layers": LoRASettings(
-        rank=2, alpha=4, dropout=0.25, target_modules=("q_proj", "mlp"), experts=False
-    ),
+    "qwen3-moe-dense-layers": LoRASettings(rank=2, alpha=4, dropout=0.25, target_modules=("q_proj", "mlp"), experts=False),
 }
 SETTINGS = {"dense": DENSE, "mixtures": MIXTURES}
 EXPERTS = {

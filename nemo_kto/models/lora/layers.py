@@ -110,9 +110,7 @@ class _AddLowRank(torch.autograd.Function):
     """Add B A x in place: (W x, A x, B, B for the stacked A, part of each row) -> W x + B A x; W x is overwritten."""
 
     @staticmethod
-    def forward(
-        ctx: Any, product: Tensor, low_rank: Tensor, lora_b: Tensor, full_b: Tensor, part_of_row: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, product: Tensor, low_rank: Tensor, lora_b: Tensor, full_b: Tensor, part_of_row: Tensor) -> Tensor:
         ctx.save_for_backward(low_rank, full_b, part_of_row)
         ctx.rank = lora_b.size(1)
         # W x is the result of a function of megatron-core or Transformer Engine, which saves its input but not its result.

@@ -115,6 +115,9 @@ def test_a_mixture_of_experts(here: Path, capsys: pytest.CaptureFixture[str]) ->
     status, table = planned(capsys, "kto", MODEL, "--gpus", "8", *adapted, TENSOR.format(1))
     assert status == plan.DOES_NOT_FIT
     assert "tensor_model_parallel_size" not in table["verdict"]
+    _, table = planned(capsys, "kto", MODEL, "--gpus", "8", adapted[0], TENSOR.format(1))
+    assert_names(table["model"], "q_proj, k_proj, v_proj, o_proj, not on routed experts", "[all-linear,mlp]")
+    assert "gate_proj" not in table["model"]
     _, best = planned(capsys, "kto", MODEL, "--gpus", "8", "--memory", "400")
     assert "model.expert_tensor_parallel_size=1" in best["use"].split()
 
