@@ -239,7 +239,7 @@ def expert_rules(run: ResolvedRun, config: Mapping[str, Any], family: Family) ->
 def _adapted_expert_rules(run: ResolvedRun, modules: list[str], shards: int) -> Errors:
     if shards > 1:
         text = f"must be 1 with adapters on experts ({', '.join(modules)}), which cannot be sharded, got {shards}; set it"
-        remedy = f"or adapt only the attention: {_TARGETS}=[attention]"
+        remedy = f"or leave the experts out: {_TARGETS}=[all-linear]"
         yield ConfigError(_EXPERT_TENSOR, f"{text}, {remedy}", (_SCHEME, _TARGETS, _ADAPTER, _TENSOR, _MODEL))
     if run.files.adapter_folder is None and len({"gate_proj", "up_proj"}.intersection(modules)) == 1:
         got = ", ".join(run.cfg.model.peft.lora_tuning.target_modules)
