@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -115,11 +116,11 @@ def _prepare(plan: Plan) -> tuple[Plan, dict[str, str]]:
     Return the plan with the prompts that its rows share, and lines about its data and its folder.
     """
     from nemo_kto.planner.micro_batches import measure
-    from nemo_kto.planner.plan_run import with_counted_tokens, with_shared_prompts
+    from nemo_kto.planner.plan_run import make_plan, with_shared_prompts
     from nemo_kto.run.build import prepare
     from nemo_kto.run.lifecycle import check_export
     from nemo_kto.run.resume import check_validation_rows
-    from nemo_kto.run.rows import split_text
+    from nemo_kto.run.rows import counted_rows, split_text
     from nemo_kto.run.samples import samples_text
     from nemo_kto.telemetry.summary import epochs
 
@@ -130,12 +131,10 @@ def _prepare(plan: Plan) -> tuple[Plan, dict[str, str]]:
     batches, resumption = len(start.data.train.batch_sampler), start.resumption
     steps, splits = run.length.total_steps(batches), start.data.splits.in_use
     folder = "a new run" if resumption.resumed_step is None else f"resumes after step {resumption.resumed_step}"
+    plan = make_plan(counted_rows(plan.run, splits["train"].counts), plan.machines)
     if plan.limits.share_prompts:
         plan = with_shared_prompts(plan, measure(run, map(start.data.collate_fn, start.data.train), plan.limits))
-    counts = splits["train"].counts
-    tokens = counts.tokens / counts.rows * run.cfg.model.global_batch_size
-    plan = with_counted_tokens(plan, tokens=tokens, steps=steps)
-    return plan, {
+    return replace(plan, steps=steps), {
         **{name: split_text(run.cfg.recipe.unit, examples.counts) for name, examples in splits.items()},
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))})",
         **({} if start.data.samples is None else {"samples": samples_text(run, start.data.samples, start.data.splits)}),

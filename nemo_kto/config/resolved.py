@@ -168,6 +168,7 @@ class ResolvedRun:
     gpus: int  # number of GPUs of this machine that the run may use
     precision_reason: str = "set by the user"  # why trainer.precision has its value
     length_reason: str = "set by the user"  # why model.data.seq_length has its value
+    row_tokens: float | None = None  # mean over the training rows, of all answers together; None before they are read
     micro_batch_tokens: int | None = None  # default of model.micro_batch_tokens on GPUs; None before it is chosen
     micro_batch_reason: str = ""
     reference_memory: str = ""  # memory of swapped weights, "gpu" or "cpu"; empty before it is chosen
@@ -203,6 +204,9 @@ class ResolvedRun:
 
     def with_precision(self, precision: str, reason: str) -> ResolvedRun:
         return replace(self, cfg=with_value(self.cfg, "trainer.precision", precision), precision_reason=reason)
+
+    def with_row_tokens(self, row_tokens: float) -> ResolvedRun:
+        return replace(self, row_tokens=row_tokens)
 
     def with_micro_batch_tokens(self, tokens: int | None, reason: str) -> ResolvedRun:
         return replace(self, micro_batch_tokens=tokens, micro_batch_reason=reason)

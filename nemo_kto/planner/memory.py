@@ -55,7 +55,7 @@ class Training:
     recompute_layers: int | None = None
     micro_batch_tokens: int  # maximum, on all context-parallel ranks together
     micro_batch_width: int  # tokens of its longest row, or of its longest sequence if ``packed``
-    micro_batches: int  # per step and data-parallel rank
+    micro_batches: int  # per step and data-parallel rank, if all sequences have the maximum length
     packed: bool = False
     repeats_keys: bool = False  # for each query head, in packed sequences
     logprob_chunk: int  # tokens whose logits exist at the same time

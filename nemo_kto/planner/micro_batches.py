@@ -37,16 +37,15 @@ _LAUNCHES = 2e-4  # seconds in which the host launches the kernels of a layer's 
 _LAUNCH_SHARE = 0.5  # of the time in which the GPU runs them: the rest is a reserve for the host's other work
 _ACCUMULATION_SHARE = 0.01  # of a step, for adding the weight gradients of a micro-batch to their fp32 sums
 _SUM_BYTES = 8  # read and written per weight
-# Of a pipeline, per stage, if all sequences had the maximum length: usually they have about a quarter of it, so that four
-# micro-batches per stage remain, with a bubble of at most a fifth of the step.
-_IN_PIPELINE = 16
+_IN_PIPELINE = 4  # micro-batches of each stage: with these the bubble is at most a fifth of a step
+MEAN_LENGTH = 0.25  # of the rows, as a fraction of the maximum length, before they are read; an assumption
 
 
-def sufficient_tokens(training: Training, *, rank_tokens: float) -> tuple[int, str]:
+def sufficient_tokens(training: Training, *, longest: float, counted: float | None) -> tuple[int, str]:
     """Return the number of tokens on each rank from which on larger micro-batches would gain little, and why.
 
-    ``rank_tokens`` are those of a rank's share of the global batch if all sequences had the maximum length. The number of
-    tokens in ``training`` has no effect.
+    ``longest`` and ``counted`` are the tokens of a rank's share of the global batch if all sequences had the maximum length,
+    and on average over the training rows; None before they are read. The number of tokens in ``training`` has no effect.
     """
     flops, stages = training.flops, training.split.stages
     forward = flops.forward.per_token / training.tensor_parallel  # of all layers
@@ -60,10 +59,12 @@ def sufficient_tokens(training: Training, *, rank_tokens: float) -> tuple[int, s
     }
     largest = max(needs)
     number, reason = min(MAX_TOKENS, power_of_two(largest)), f"enough for {needs[largest]}"
-    limit, of_limit = power_of_two(rank_tokens), "a rank's share of the batch"
+    limit, of_limit = power_of_two(longest), "a rank's share of the batch"
     if stages > 1:  # rounded down
-        limit = power_of_two(rank_tokens / (_IN_PIPELINE * stages) + 1) // 2
-        of_limit = "more would leave too few micro-batches for the pipeline"
+        tokens = longest * MEAN_LENGTH if counted is None else counted
+        limit = power_of_two(tokens / (_IN_PIPELINE * stages) + 1) // 2
+        of_rows = "" if counted is not None else f", if rows have a mean of {MEAN_LENGTH:.0%} of the maximum length"
+        of_limit = f"more would leave too few micro-batches for the pipeline{of_rows}"
     return (number, reason) if number <= limit else (max(MIN_TOKENS, limit), of_limit)
 
 

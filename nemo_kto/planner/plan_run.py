@@ -21,6 +21,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.planner.memory import RankMemory, Training, stages_memory
 from nemo_kto.planner.micro_batches import (
+    MEAN_LENGTH,
     MIN_TOKENS,
     SEPARATE,
     SharedPrompts,
@@ -101,7 +102,9 @@ def make_plan(run: ResolvedRun, machines: Machines) -> Plan:
     context = model.context_parallel_size
     smallest = _plan(run.with_micro_batch_tokens(MIN_TOKENS * context, ""), machines)
     training, step = smallest.training, smallest.step
-    wanted, reason = sufficient_tokens(training, rank_tokens=step.tokens / training.replicas)
+    longest = step.rows * training.micro_batch_width / training.replicas
+    counted = None if run.row_tokens is None else step.tokens / training.replicas
+    wanted, reason = sufficient_tokens(training, longest=longest, counted=counted)
     plans, number = [smallest], MIN_TOKENS
     while number < wanted:
         number *= 2
@@ -124,12 +127,11 @@ def with_shared_prompts(plan: Plan, shared: SharedPrompts) -> Plan:
     return replace(_plan(plan.run, plan.machines, shared), shared=shared)
 
 
-def with_counted_tokens(plan: Plan, *, tokens: float, steps: int) -> Plan:
-    """Return the plan with the speed for ``tokens`` in a global batch, the mean over the rows, and the number of steps.
-
-    The memory remains that of sequences of the maximum length.
-    """
-    return replace(plan, step=replace(plan.step, width=max(2, math.ceil(tokens / plan.step.rows))), steps=steps)
+def bubble_of_shorter_rows(plan: Plan) -> float:
+    """Return the pipeline bubble with rows of the mean length that is assumed before they are read."""
+    of_row = plan.step.tokens / plan.run.cfg.model.global_batch_size
+    step = _plan(plan.run.with_row_tokens(MEAN_LENGTH * of_row), plan.machines).step
+    return plan.training.split.bubble(step.micro_batches)
 
 
 def size_micro_batches(run: ResolvedRun, machines: Machines) -> tuple[int | None, str]:
@@ -148,7 +150,8 @@ def _plan(run: ResolvedRun, machines: Machines, shared: SharedPrompts = SEPARATE
     limits, answers = micro_batch_limits(run, on_gpu=machines.on_gpu), 2 if cfg.recipe.unit == "pairs" else 1
     width = limits.width(cfg.seq_length)
     limits = replace(limits, packed=limits.packed or shared.trained < 1)
-    tokens, prompts = _micro_batch(limits, shared, share=model.global_batch_size // data, width=width, answers=answers)
+    share = model.global_batch_size // data
+    tokens, prompts = _micro_batch(limits, shared, share=share, width=width, answers=answers)
     training = Training(
         architecture=run.architecture,
         element_bytes=run.dtype.itemsize,
@@ -175,17 +178,20 @@ def _plan(run: ResolvedRun, machines: Machines, shared: SharedPrompts = SEPARATE
         micro_batch_width=width,
         packed=limits.packed,
         repeats_keys=machines.repeats_keys,
-        micro_batches=math.ceil(model.global_batch_size / data / prompts),
+        micro_batches=math.ceil(share / prompts),
         logprob_chunk=logprob_chunk(run, on_gpu=machines.on_gpu),
         logprob_summands=model.logprob_gradient_summands,
         largest_file=run.files.largest_file,
         on_gpu=machines.on_gpu,
     )
+    mean = width if run.row_tokens is None else max(2, math.ceil(run.row_tokens / answers))
+    _, mean_prompts = _micro_batch(limits, shared, share=share, width=mean, answers=answers)
     live, disabled = run.reference_passes
     with_kl = cfg.loss.record.needs_z0  # both the policy and a live reference evaluate the KL examples
     step = Step(
         rows=model.global_batch_size * answers,
-        width=width,
+        width=mean,
+        micro_batches=math.ceil(share / mean_prompts),
         forward_only=(live + disabled) * (1 + with_kl) + with_kl + cfg.loss.record.looks_ahead,
         disabled=disabled * (1 + with_kl),
         computed_tokens=shared.tokens,

@@ -8,7 +8,8 @@ from dataclasses import replace
 from nemo_kto.architecture.lora import adapted_modules, without_experts
 from nemo_kto.architecture.parameters import rank_parameters
 from nemo_kto.planner.memory import CONTEXT
-from nemo_kto.planner.plan_run import Plan, overrides, remedies, remedy, size, values_of
+from nemo_kto.planner.micro_batches import MEAN_LENGTH
+from nemo_kto.planner.plan_run import Plan, bubble_of_shorter_rows, overrides, remedies, remedy, size, values_of
 from nemo_kto.planner.shortage import Shortage
 from nemo_kto.telemetry.summary import layout_text, short, table
 from nemo_kto.telemetry.timers import duration_text
@@ -62,7 +63,7 @@ def plan_text(plan: Plan, *, checked: Mapping[str, str] | None = None) -> str:
         "total": f"{size(largest.device)} of {size(device.memory)} (static memory: {size(plan.static)})",
         "FLOPs": f"{speed.flops / 1e12:,.1f} TFLOP a step",
         "sent by a rank": ", ".join(f"{size(each)} {name}" for name, each in sent.items()) + f" parallel{between}, a step",
-        "pipeline bubble": f"{speed.bubble:.0%}",
+        "pipeline bubble": _bubble(plan),
         "expected": f"{_rate(plan)}, {seconds} a step{whole} ({_MEASURED if device.measured else _ESTIMATE})",
         **({"load": f"{_BUSY} {device.busy:.1f} times too high"} if device.busy > 1 else {}),
         "verdict": "fits" if plan.fits else f"does not fit: {remedy(plan)}",
@@ -119,12 +120,13 @@ def _run_lines(plan: Plan) -> dict[str, str]:
         how += without_experts(architecture, adapters)
     rows = f"{cfg.model.global_batch_size:,} {cfg.recipe.unit}"
     model = f"{cfg.pretrained_checkpoint.restore_from_path} ({architecture.family.name})"
+    counted = plan.run.row_tokens is not None
     return {
         "model": f"{model}, {short(whole)} parameters, {how}",
         **plan.run.files.output_line,
         "precision": cfg.trainer.precision + ("" if cfg.model.fp8 is None else f", fp8 {cfg.model.fp8}"),
-        "step": f"{rows}, {plan.step.tokens:,} tokens {'if all are' if plan.steps is None else 'in sequences of'} "
-        f"{plan.step.width:,} tokens{' long' if plan.steps is None else ', the mean of the training rows'}",
+        "step": f"{rows}, {plan.step.tokens:,} tokens {'in sequences of' if counted else 'if all are'} "
+        f"{plan.step.width:,} tokens{', the mean of the training rows' if counted else ' long'}",
     }
 
 
@@ -150,8 +152,15 @@ def _layout(plan: Plan) -> str:
 def _micro_batch(plan: Plan) -> str:
     training, reason = plan.training, plan.run.micro_batch_reason
     packed = ", packed" if training.packed else ""
-    text = f"up to {training.micro_batch_tokens:,} tokens{packed}, {training.micro_batches:,} a step"
+    text = f"up to {training.micro_batch_tokens:,} tokens{packed}, {plan.step.micro_batches:,} a step"
     return f"{text} ({reason})" if reason else text
+
+
+def _bubble(plan: Plan) -> str:
+    text = f"{plan.speed.bubble:.0%}"
+    if plan.run.row_tokens is not None or plan.training.split.stages == 1:
+        return text
+    return f"{text}, {bubble_of_shorter_rows(plan):.0%} with rows of {MEAN_LENGTH:.0%} of that length"
 
 
 def _shared_prompts(plan: Plan) -> dict[str, str]:

@@ -33,7 +33,8 @@ class Step:
     """Passes through the model in a step."""
 
     rows: int  # sequences of the global batch, each with a forward and a backward pass
-    width: int  # tokens per sequence
+    width: int  # tokens per sequence: the mean over the rows, or the maximum before they are read
+    micro_batches: int  # of a data-parallel rank, of rows of this length
     answer: int | None = None  # tokens per sequence whose log-prob is computed; None for all but the first
     # Forward passes without gradient, each over ``rows`` sequences: for KL examples, for a loss that looks ahead, and for a
     # reference that is evaluated.
@@ -224,7 +225,7 @@ def _expert(training: Training, step: Step, stage: int) -> float:
     hidden = architecture.hidden_size * training.element_bytes
     elsewhere = 1 - 1 / training.expert_parallel + architecture.expert_tensor_parallel - 1
     # the number of tokens that each rank has for each expert; the schedule also runs empty micro-batches
-    counts = forwards * training.split.micro_batches(training.micro_batches) * experts.number * (training.expert_ranks - 1)
+    counts = forwards * training.split.micro_batches(step.micro_batches) * experts.number * (training.expert_ranks - 1)
     return (gone * (hidden + _FP32) + back * hidden) * choices * elsewhere + counts * _INT64
 
 
@@ -311,7 +312,7 @@ def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
     of_stages = [(flops + again - of_logprobs) * size / sum(sizes) for size in sizes]
     of_stages[-1] += of_logprobs
     of_stage = training.tensor_parallel * training.replicas  # ranks
-    bubble = training.split.bubble(training.micro_batches)
+    bubble = training.split.bubble(step.micro_batches)
     seconds = max(of_stages) / of_stage / hardware.reached(training.element_bytes)
     stages = range(training.split.stages)
     traffic = max((step_traffic(training, step, stage=stage) for stage in stages), key=lambda each: each.total)

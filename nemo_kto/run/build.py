@@ -41,11 +41,10 @@ from nemo_kto.distributed import state
 from nemo_kto.errors import plural
 from nemo_kto.models.engine.engine import LogProbEngine
 from nemo_kto.models.engine.optimizer import build_optimizer, build_scheduler
-from nemo_kto.models.engine.sequences import MicroBatchLimits
 from nemo_kto.models.flops import ModelFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
 from nemo_kto.planner.auto import START
-from nemo_kto.planner.micro_batches import logprob_chunk, repeats_keys
+from nemo_kto.planner.micro_batches import logprob_chunk, micro_batch_limits, repeats_keys
 from nemo_kto.planner.plan_run import check_memory, place_reference, size_micro_batches, these_machines
 from nemo_kto.processes import ranks, signals, watchdog
 from nemo_kto.run.data import RunData, build_data
@@ -64,7 +63,7 @@ from nemo_kto.run.lifecycle import (
 from nemo_kto.run.policy import Policy, build_policy, check_sources
 from nemo_kto.run.reference import ReferenceSetup, build_reference
 from nemo_kto.run.resume import Resumption, build_early_stopping, check_validation_rows, look_for_run
-from nemo_kto.run.rows import model_tokenizer
+from nemo_kto.run.rows import counted_rows, model_tokenizer
 from nemo_kto.run.samples import Sampler, build_sampler, extreme_rows
 from nemo_kto.run.summary import start_lines
 from nemo_kto.telemetry.loggers import RunLogger, WarningsFile, check_loggers, collect_warnings
@@ -111,9 +110,6 @@ def _train(run: ResolvedRun, warnings: WarningsFile) -> None:
     world_size = state.world_size()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, world_size // run.cfg.trainer.num_nodes)))
     machines = replace(these_machines(run, ranks=world_size, local=local, timed=False), repeats_keys=repeats_keys(run))
-    if device.on_gpu():
-        tokens = partial(size_micro_batches, run, machines)
-        run = run.with_micro_batch_tokens(*state.from_rank_zero(tokens, doing="choosing the size of micro-batches"))
     state.raise_together(state.attempt(partial(check_memory, run, machines)), "{}")
     with watchdog.phase("opening the logs"):
         check_logs(run)
@@ -127,6 +123,9 @@ def _train(run: ResolvedRun, warnings: WarningsFile) -> None:
         return
     check_export(run)
     check_validation_rows(run.cfg, start.data)
+    if device.on_gpu():
+        tokens = partial(size_micro_batches, counted_rows(run, start.data.splits.in_use["train"].counts), machines)
+        run = run.with_micro_batch_tokens(*state.from_rank_zero(tokens, doing="choosing the size of micro-batches"))
     longest = min(max(examples.counts.longest for examples in start.data.splits.in_use.values()), run.cfg.seq_length)
     if run.swaps_reference:
         place = partial(place_reference, run, machines, longest=longest)
@@ -198,7 +197,7 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
         agree=state.max_over_ranks,
         requeue=cfg.trainer.requeue,
     )
-    engine = build_engine(run, policy, data.limits)
+    engine = build_engine(run, policy)
     sampler = build_sampler(run, engine, data.tokenizer, data.samples, run_timer, is_resumed=resumed_step is not None)
     reference = build_reference(run, policy, engine, data, timers, run_timer, first_step=resumed_step or 0, sampler=sampler)
     model = cfg.recipe.model_class()(
@@ -249,11 +248,11 @@ def build_trainer(run: ResolvedRun, policy: Policy, start: Start) -> DPOTrainer:
     return trainer
 
 
-def build_engine(run: ResolvedRun, policy: Policy, limits: MicroBatchLimits) -> LogProbEngine:
+def build_engine(run: ResolvedRun, policy: Policy) -> LogProbEngine:
     return LogProbEngine(
         chunks=list(policy.chunks),
         vocab_size=policy.architecture.vocab_size,
-        limits=limits,
+        limits=micro_batch_limits(run),
         forward_micro_batch_size=run.cfg.loss.log_prob_forward_micro_batch_size,
         average_log_probs=run.cfg.loss.preference_average_log_probs or run.cfg.loss.record.average_log_probs,
         logprob_chunk_size=logprob_chunk(run),

@@ -26,8 +26,7 @@ from nemo_kto.data.tokens.chat import RecordEncoder
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.models.engine.generation import Decoding
-from nemo_kto.models.engine.sequences import MicroBatchLimits
-from nemo_kto.planner.micro_batches import micro_batch_limits
+from nemo_kto.planner.micro_batches import multiple_of
 from nemo_kto.report.record import first_date
 from nemo_kto.run.rows import collate_settings, model_vocab_size, shares_of, source_settings
 from nemo_kto.telemetry.progress import progress_bar
@@ -45,7 +44,6 @@ class RunData:
     validation: Mapping[str, Loader[Any]]  # by the name of the set, as in ``Splits``
     splits: Splits[Any]
     collate_fn: Callable[[Any], Any]  # turns each item that a loader yields into a batch
-    limits: MicroBatchLimits
     tokenizer: PreTrainedTokenizerBase
     samples: SamplePrompts | None  # None without samples
     date: datetime  # for chat templates that write one
@@ -77,9 +75,8 @@ def build_data(
     of_loss = cfg.recipe.warnings(cfg.loss, splits.train, lr=cfg.model.optim.lr)
     for warning in chain(splits.warnings, *of_sets, of_loss) if state.is_rank_zero() else ():
         logger.warning(warning)
-    limits = micro_batch_limits(run)
     take, collate_fn = cfg.recipe.collation(
-        collate_settings(cfg, tokenizer, multiple=limits.multiple) | cfg.loss.collate_options(),
+        collate_settings(cfg, tokenizer, multiple=multiple_of(run)) | cfg.loss.collate_options(),
         with_kl=cfg.loss.record.needs_z0,
     )
 
@@ -106,7 +103,6 @@ def build_data(
         validation={name: loader(examples, training=False) for name, examples in splits.validation.items()},
         splits=splits,
         collate_fn=collate_fn,
-        limits=limits,
         tokenizer=tokenizer,
         samples=build_prompts(run, tokenizer, splits, date=date),
         date=date,

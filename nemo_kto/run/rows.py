@@ -59,6 +59,11 @@ def source_settings(run: ResolvedRun, tokenizer: PreTrainedTokenizerBase) -> dic
     }
 
 
+def counted_rows(run: ResolvedRun, counts: SplitCounts) -> ResolvedRun:
+    """Return the run with the mean number of tokens of its training rows, from which the size of micro-batches follows."""
+    return run.with_row_tokens(counts.tokens / counts.rows)
+
+
 def split_text(unit: str, counts: SplitCounts) -> str:
     """Describe the rows of a split; ``unit`` is rows or pairs."""
     kinds = ", ".join(f"{count:,} {name}" for name, count in counts.classes.items())

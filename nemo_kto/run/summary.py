@@ -23,7 +23,8 @@ from nemo_kto.device.environment import MAX_CONNECTIONS
 from nemo_kto.device.kernels import slow_paths
 from nemo_kto.errors import plural
 from nemo_kto.huggingface.mapping import Shapes, wanted_adapters, wanted_weights
-from nemo_kto.planner.micro_batches import packing_of
+from nemo_kto.models.engine.sequences import MicroBatchLimits
+from nemo_kto.planner.micro_batches import micro_batch_limits, packing_of
 from nemo_kto.run.data import RunData
 from nemo_kto.run.policy import Policy
 from nemo_kto.run.rows import split_text
@@ -51,6 +52,7 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         device_text = f"CPU, {device.device_name()}, {plural(torch.get_num_threads(), 'thread')} a rank"
     source, steps = cfg.pretrained_checkpoint.restore_from_path, run.length.total_steps(batches)
     resumed = "" if resumed_step is None else f", resumed after step {resumed_step}"
+    limits = micro_batch_limits(run)
     unit, rest = cfg.recipe.unit, data.splits.in_use["train"].counts.rows % model.global_batch_size
     omitted = f"; each epoch omits {rest:,} {unit}, different ones each time" if rest else ""
     lines = {
@@ -64,7 +66,7 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         **cfg.recipe.start_lines(cfg.loss, data.splits.train),
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))}){resumed}",
         "lr": _lr_text(run),
-        "batch": f"{model.global_batch_size:,} {unit} a step, micro-batches of {data.limits}{omitted}",
+        "batch": f"{model.global_batch_size:,} {unit} a step, micro-batches of {limits}{omitted}",
         **_micro_batches(run),
         "sequences": f"at most {cfg.seq_length:,} tokens ({run.length_reason})",
         "layout": layout_text(
@@ -92,16 +94,16 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         unsupported_by_te=architecture.unsupported_by_te,
         delta_nets=GatedDeltaNet.kind in kinds,
         mamba=Mamba2.kind in kinds,
-        share_prompts=data.limits.share_prompts,
-        large_heads=_large_heads(run, data),
+        share_prompts=limits.share_prompts,
+        large_heads=_large_heads(run, limits),
     )
     lines |= {f"slow path {number}": path for number, path in enumerate(slow, start=1)}
     return lines
 
 
-def _large_heads(run: ResolvedRun, data: RunData) -> int:
+def _large_heads(run: ResolvedRun, limits: MicroBatchLimits) -> int:
     """Return the size of the heads if no kernel attends to packs of them, and sequences are packed; otherwise 0."""
-    size, packs = run.architecture.largest_head, data.limits.packed or data.limits.share_prompts
+    size, packs = run.architecture.largest_head, limits.packed or limits.share_prompts
     return size if packs and size > MAX_HEAD_DIM else 0
 
 

@@ -120,6 +120,7 @@ def test_communication_equals_the_formula(
     length = ["trainer.kto.max_steps=2", "trainer.kto.limit_val_batches=0", f"model.micro_batch_size={MICRO_BATCH}"]
     ranks.run(count, train, model, rows, tmp_path / "run", count, [*overrides, *length, counter])
     data = count // (tensor * pipeline * context)
+    micro_batches = ROWS // data // MICRO_BATCH
     training = Training(
         architecture=read_architecture(model, tensor_parallel=tensor, expert_tensor_parallel=expert_tensor),
         element_bytes=4,
@@ -128,14 +129,16 @@ def test_communication_equals_the_formula(
         data_parallel=data,
         micro_batch_tokens=MICRO_BATCH * WIDTH,
         micro_batch_width=WIDTH,
-        micro_batches=ROWS // data // MICRO_BATCH,
+        micro_batches=micro_batches,
         logprob_chunk=1024,
         on_gpu=False,
         **options,
     )
     prompt = len(AutoTokenizer.from_pretrained(model)("a")["input_ids"])
     # KL, and two of the reference, which is swapped or the model with its adapters disabled
-    step = Step(rows=ROWS, width=WIDTH, answer=WIDTH - prompt, forward_only=3, disabled=disabled)
+    step = Step(
+        rows=ROWS, width=WIDTH, micro_batches=micro_batches, answer=WIDTH - prompt, forward_only=3, disabled=disabled
+    )
     for rank in range(count):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         wanted = step_traffic(training, step, stage=found["stage"])

@@ -102,7 +102,7 @@ def test_replicas_of_experts_shard_their_state(tmp_path: Path) -> None:
     halved = first(replace(mixture, tensor_parallel=2, expert_tensor_parallel=2), data_parallel=4, expert_parallel=2)
     assert halved.parameters < memory.parameters
     split = training(mixture, data_parallel=8, expert_parallel=2)
-    traffic = step_traffic(split, Step(rows=8, width=16, forward_only=0), stage=0)
+    traffic = step_traffic(split, Step(rows=8, width=16, micro_batches=8, forward_only=0), stage=0)
     of_token = 2 * HIDDEN * 4 + 4  # there and back, and its weight
     counts = split.micro_batches * 8 * 8  # integers of 8 bytes, for 8 experts
     assert traffic.expert == 3 * (2 * 3 * (1 / 2) * of_token * 16 + counts), "layers; passes, top-k, half sent away"
@@ -254,7 +254,7 @@ def test_memory_of_an_optimizer_step(architecture: Architecture, monkeypatch: py
 
 def test_bytes_sent_for_adapters(architecture: Architecture) -> None:
     """Backward, the gradient of A x of three parts in each layer, and none of the input of the first one."""
-    step, settings = Step(rows=32, width=WIDTH, forward_only=1, disabled=1), LoRASettings(rank=4, alpha=4)
+    step, settings = Step(rows=32, width=WIDTH, micro_batches=8, forward_only=1, disabled=1), LoRASettings(rank=4, alpha=4)
     shared = training(replace(architecture, tensor_parallel=2), data_parallel=4, adapters=settings)
     tokens, answers = 32 * WIDTH / 4, 32 * (WIDTH - 1) / 4
     all_reduce, of_logprobs = 2 * (2 - 1) / 2 * tokens * HIDDEN * 4, 2 * 3 * 4 * answers + HIDDEN * 4 * answers
@@ -270,7 +270,7 @@ def test_bytes_sent_for_adapters(architecture: Architecture) -> None:
 
 
 def test_estimated_seconds_of_a_step(architecture: Architecture) -> None:
-    step, gpu = Step(rows=32, width=WIDTH, forward_only=1), GPUS["h100"]
+    step, gpu = Step(rows=32, width=WIDTH, micro_batches=8, forward_only=1), GPUS["h100"]
     alone = step_speed(training(architecture, element_bytes=2, on_gpu=True), step, gpu)
     forward = ModelFlops.of_model(architecture).forward.of_sequences(32, WIDTH)
     assert (alone.flops, alone.bubble) == (4 * forward, 0)
@@ -285,7 +285,7 @@ def test_estimated_seconds_of_a_step(architecture: Architecture) -> None:
 
 
 def test_the_slowest_stage_determines_the_time_of_a_pipeline(architecture: Architecture) -> None:
-    step, gpu = Step(rows=32, width=WIDTH, forward_only=0), replace(GPUS["h100"], link=None)
+    step, gpu = Step(rows=32, width=WIDTH, micro_batches=8, forward_only=0), replace(GPUS["h100"], link=None)
     forward = ModelFlops.of_model(architecture).forward
     head = 3 * 32 * (WIDTH - 1) * forward.per_response_token
     layers = 3 * forward.of_sequences(32, WIDTH) - head

@@ -14,7 +14,14 @@ from nemo_kto.device import kernels
 from nemo_kto.models.layers import attention
 from nemo_kto.planner import micro_batches, plan_run
 from nemo_kto.planner.micro_batches import repeats_keys
-from nemo_kto.planner.plan_run import Machines, gpus_elsewhere, make_plan, size_micro_batches, these_machines
+from nemo_kto.planner.plan_run import (
+    Machines,
+    bubble_of_shorter_rows,
+    gpus_elsewhere,
+    make_plan,
+    size_micro_batches,
+    these_machines,
+)
 from nemo_kto.planner.speed import GPUS
 from tests.unit.conftest import Load
 from tests.unit.planner.test_plan import LLAMA, MIXTRAL
@@ -59,10 +66,10 @@ def resolved(load: Load, model: str, *keys: str) -> ResolvedRun:
         # a rank has one expert of eight, and its tokens choose two: 7 billion weights for the FLOPs of 12.9 billion
         ("8x7B", [*EXPERTS, SELECTIVE, "model.global_batch_size=1024"], (64, "h200"), 8192, "matrix products"),
         ("1B", ["model.global_batch_size=2"], (1, "h200"), 4096, "share"),
-        # 16 micro-batches for each of two stages: of 64 rows of 2,048 tokens, or fewer
-        ("8B", ["model.global_batch_size=256", PIPELINE], (8, "h200"), 4096, "pipeline"),
-        ("8B", [], (8, "h200"), 8192, "146.8 GB of 141.0 GB"),
-        ("8B", [], (8, "h100"), 2048, "85.9 GB of 80.0 GB"),
+        # four micro-batches for each of two stages: of 64 rows with a mean of 2,048 / 4 tokens, or fewer
+        ("8B", ["model.global_batch_size=256", PIPELINE], (8, "h200"), 4096, "25%"),
+        ("8B", [], (8, "h200"), 8192, "144.7 GB of 141.0 GB"),
+        ("8B", [], (8, "h100"), 2048, "83.8 GB of 80.0 GB"),
         ("8B", [*TENSOR, CONTEXT], (8, "h200"), 32768, "weight gradients"),  # 16,384 on each of two ranks
     ],
 )
@@ -118,6 +125,39 @@ def test_the_plan_counts_the_chunk_of_logits_of_its_machines(
     if machines is not None:
         hidden = plan.training.saved.head() * plan.training.rank_tokens
         assert plan.largest.logprobs - hidden == chunk * 128_256 * (4 + 2 * summands)
+
+
+@pytest.mark.parametrize(
+    ("row_tokens", "tokens", "count"),
+    [
+        (None, 8192, 32),  # 64 rows / 8,192 tokens if all have 4,096; with a mean of 1,024 four for each stage
+        (1024, 8192, 8),
+        # 64 rows of 500 tokens are 32,000: four for each stage are 4,000 tokens, rounded down
+        (500, 2048, 16),
+        (2048, 16384, 8),
+        (100, 2048, 4),  # at least 2,048 tokens: 20 rows
+    ],
+)
+def test_a_pipeline_has_enough_micro_batches_for_the_counted_rows(
+    row_tokens: int | None, tokens: int, count: int, load: Load
+) -> None:
+    of_pipeline = [PIPELINE, "model.tensor_model_parallel_size=4", "model.sequence_parallel=true"]
+    keys = ["model.data.seq_length=4096", "model.global_batch_size=64", "model.optim.moments_dtype=bf16"]
+    run, gpus = resolved(load, "8B", *of_pipeline, *keys), gpus_elsewhere(8, "h200")
+    if row_tokens is not None:
+        run = run.with_row_tokens(row_tokens)
+    assert size_micro_batches(run, gpus)[0] == tokens
+    plan = make_plan(run, gpus)
+    assert (plan.limits.tokens, plan.step.micro_batches) == (tokens, count)
+    assert plan.training.micro_batches == 64 * 4096 // max(tokens, 4096), "memory is that of the longest rows"
+    assert plan.speed.bubble == 1 / (count + 1)
+    if row_tokens is None:
+        assert bubble_of_shorter_rows(plan) == 1 / (8 + 1)
+
+
+def test_counted_rows_change_nothing_without_a_pipeline(load: Load) -> None:
+    run, gpus = resolved(load, "1B"), gpus_elsewhere(1, "h200")
+    assert size_micro_batches(run.with_row_tokens(100), gpus) == size_micro_batches(run, gpus)
 
 
 @pytest.mark.parametrize("key", ["model.micro_batch_tokens=3000", "model.micro_batch_size=3"])
