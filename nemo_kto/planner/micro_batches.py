@@ -20,6 +20,7 @@ from nemo_kto.device.precision import PRECISIONS
 from nemo_kto.models.engine.sequences import MicroBatchLimits, SequenceBatch, joined, width_multiple
 from nemo_kto.models.flops import ModelFlops, Passes
 from nemo_kto.planner.memory import Training, power_of_two
+from nemo_kto.planner.speed import FORWARD_LAUNCHES
 
 # Number of tokens per micro-batch and rank. On a GPU, small micro-batches waste time on kernel launches and gradient
 # accumulation; :func:`sufficient_tokens` derives the number, and this one is for a run that was not planned. A CPU has no
@@ -33,7 +34,6 @@ MIN_TOKENS, MAX_TOKENS = 2048, 65536  # of a rank
 _PRODUCTS = 8192
 _FLOPS = 0.45 * 989e12  # reached in training, per second
 _BANDWIDTH = 0.85 * 4.8e12  # bytes per second
-_LAUNCHES = 2e-4  # seconds in which the host launches the kernels of a layer's forward pass: about 30, 6 to 7 us each
 _LAUNCH_SHARE = 0.5  # of the time in which the GPU runs them: the rest is a reserve for the host's other work
 _ACCUMULATION_SHARE = 0.01  # of a step, for adding the weight gradients of a micro-batch to their fp32 sums
 _SUM_BYTES = 8  # read and written per weight
@@ -53,7 +53,7 @@ def sufficient_tokens(training: Training, *, longest: float, counted: float | No
     accumulation = _SUM_BYTES * trained * stages / _BANDWIDTH  # seconds
     of_training = (flops.forward.per_token + flops.backward.per_token) / training.tensor_parallel
     needs = {
-        _LAUNCHES / _LAUNCH_SHARE * _FLOPS * training.architecture.num_layers / forward: "kernel launches",
+        FORWARD_LAUNCHES / _LAUNCH_SHARE * _FLOPS * training.architecture.num_layers / forward: "kernel launches",
         accumulation / _ACCUMULATION_SHARE * _FLOPS / of_training: "adding up weight gradients",
         float(_PRODUCTS): "matrix products",
     }

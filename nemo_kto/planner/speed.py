@@ -1,7 +1,7 @@
 """Estimate of the time of a step from its FLOPs, its communication and the pipeline bubble, and the figures of GPUs.
 
 Communication is assumed not to overlap with computation. Not included are reading data, the optimizer update, swaps of the
-reference, validation and checkpoints.
+reference, validation and checkpoints. tests/unit/planner/test_published.py compares the estimates with published figures.
 
 The bytes that each rank sends have a closed form. In a ring of k ranks each rank sends 2 n (k - 1) / k bytes for an
 all-reduce of n bytes, and half of that for each of its halves, an all-gather or a reduce-scatter.
@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 from nemo_kto.architecture.lora import adapted_mappings
 from nemo_kto.architecture.param_mapping import Split
 from nemo_kto.architecture.segments import split_dimension
-from nemo_kto.models.flops import EXPERTS, MIXER, Block, Passes
+from nemo_kto.models.flops import EXPERTS, MIXER, Block, Flops, Passes
 from nemo_kto.planner.memory import Training
 
 _FP32, _FP64, _INT64 = 4, 8, 8
@@ -237,9 +237,15 @@ def _again(training: Training, block: Block) -> int:
 # Fraction of its peak that a GPU reaches in large bf16 matrix products, without waiting for other ranks: Megatron-LM's own
 # tables (Narayanan et al. 2021, arXiv 2104.04473, table 1) show 44 to 52 % with all waiting included.
 EFFICIENCY = 0.5
-# Fraction of its peak bandwidth that a link reaches; an assumption.
-LINK_EFFICIENCY = 0.6
+# Fraction of its peak bandwidth that a link, and the memory of a GPU, reaches; assumptions.
+LINK_EFFICIENCY, MEMORY_EFFICIENCY = 0.6, 0.85
 GPUS_PER_MACHINE = 8
+# Seconds in which the host launches the kernels of a layer, forward (about 30, 6 to 7 microseconds each) and backward, and
+# how many times longer that takes with adapters; assumptions.
+FORWARD_LAUNCHES, BACKWARD_LAUNCHES, ADAPTER_LAUNCHES = 2e-4, 3e-4, 2
+# Tokens of an expert in a micro-batch with which its products are half as fast as large ones: fitted to the published
+# figures of experts in tests/unit/planner/test_published.py.
+_SMALL_PRODUCT = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,12 +254,13 @@ class Hardware:
 
     name: str
     memory: float  # bytes
-    flops: dict[int, float]  # bytes per value -> peak FLOP/s: 2 for bf16, 4 for fp32 without TF32
+    flops: dict[int, float]  # bytes per value -> peak FLOP/s: 1 for fp8, 2 for bf16, 4 for fp32 without TF32
     capability: tuple[int, int] | None = None  # CUDA compute capability; None if unknown
     # Bytes per second that a GPU can send to GPUs of its machine and to other machines; None on a CPU, whose ranks share one
     # memory.
     link: float | None = None
     network: float | None = None
+    bandwidth: float | None = None  # bytes per second of a GPU's memory
     measured: bool = False  # ``flops`` was measured on this machine just now, and is not a peak
     busy: float = 1.0  # how many times slower it is while other programs use it; 1 if none do, or if it was not measured
 
@@ -262,18 +269,48 @@ class Hardware:
         return self.flops[element_bytes] * (1.0 if self.measured else EFFICIENCY)
 
 
-_AMPERE, _HOPPER = {2: 312e12, 4: 19.5e12}, {2: 989e12, 4: 67e12}
+_AMPERE, _HOPPER = {2: 312e12, 4: 19.5e12}, {1: 1979e12, 2: 989e12, 4: 67e12}
 # A more specific name stands before the name that it contains.
 GPUS = {
-    "a100-40": Hardware(name="A100 40GB", memory=40e9, flops=_AMPERE, capability=(8, 0), link=300e9, network=25e9),
-    "a100": Hardware(name="A100 80GB", memory=80e9, flops=_AMPERE, capability=(8, 0), link=300e9, network=25e9),
-    "h100": Hardware(name="H100 80GB", memory=80e9, flops=_HOPPER, capability=(9, 0), link=450e9, network=50e9),
-    "h200": Hardware(name="H200", memory=141e9, flops=_HOPPER, capability=(9, 0), link=450e9, network=50e9),
-    "gb200": Hardware(
-        name="GB200", memory=186e9, flops={2: 2500e12, 4: 80e12}, capability=(10, 0), link=900e9, network=50e9
+    "a100-40": Hardware(
+        name="A100 40GB", memory=40e9, flops=_AMPERE, capability=(8, 0), link=300e9, network=25e9, bandwidth=1.56e12
     ),
-    "b200": Hardware(name="B200", memory=180e9, flops={2: 2250e12, 4: 80e12}, capability=(10, 0), link=900e9, network=50e9),
-    "l40s": Hardware(name="L40S", memory=48e9, flops={2: 362e12, 4: 91.6e12}, capability=(8, 9), link=32e9, network=25e9),
+    "a100": Hardware(
+        name="A100 80GB", memory=80e9, flops=_AMPERE, capability=(8, 0), link=300e9, network=25e9, bandwidth=2.04e12
+    ),
+    "h100": Hardware(
+        name="H100 80GB", memory=80e9, flops=_HOPPER, capability=(9, 0), link=450e9, network=50e9, bandwidth=3.35e12
+    ),
+    "h200": Hardware(
+        name="H200", memory=141e9, flops=_HOPPER, capability=(9, 0), link=450e9, network=50e9, bandwidth=4.8e12
+    ),
+    "gb200": Hardware(
+        name="GB200",
+        memory=186e9,
+        flops={1: 5000e12, 2: 2500e12, 4: 80e12},
+        capability=(10, 0),
+        link=900e9,
+        network=50e9,
+        bandwidth=8e12,
+    ),
+    "b200": Hardware(
+        name="B200",
+        memory=180e9,
+        flops={1: 4500e12, 2: 2250e12, 4: 80e12},
+        capability=(10, 0),
+        link=900e9,
+        network=50e9,
+        bandwidth=8e12,
+    ),
+    "l40s": Hardware(
+        name="L40S",
+        memory=48e9,
+        flops={1: 733e12, 2: 362e12, 4: 91.6e12},
+        capability=(8, 9),
+        link=32e9,
+        network=25e9,
+        bandwidth=0.864e12,
+    ),
 }
 DEFAULT_GPU = "h100"
 
@@ -296,9 +333,26 @@ class Speed:
 def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
     """Estimate the speed of a step; a pipeline is as fast as its slowest stage."""
     passes = Passes(forward=1 + step.forward_only - step.disabled, disabled=step.disabled, backward=1)
-    operations, forward = training.flops.of_passes(passes), training.flops.forward
-    # without recomputation
-    flops = round(operations.of_sequences(step.rows, step.width) * step.computed_flops)
+    operations = training.flops.of_passes(passes)
+    sent = [step_traffic(training, step, stage=stage) for stage in range(training.split.stages)]
+    flops = enumerate(zip(_stage_flops(training, step, operations, hardware), sent, strict=True))
+    seconds = max(_stage_seconds(training, step, hardware, stage, of_stage, traffic) for stage, (of_stage, traffic) in flops)
+    bubble = training.split.bubble(step.micro_batches)
+    return Speed(
+        flops=round(operations.of_sequences(step.rows, step.width) * step.computed_flops),  # without recomputation
+        traffic=max(sent, key=lambda each: each.total),
+        bubble=bubble,
+        seconds=seconds / (1 - bubble),
+    )
+
+
+def _stage_flops(training: Training, step: Step, operations: Flops, hardware: Hardware) -> list[float]:
+    """Return the FLOPs of each stage, on all its ranks; ``operations`` are those of all passes, without recomputation.
+
+    In fp8 the linear layers count as the FLOPs that take as long in bf16. With experts they take as long as in bf16: their
+    products are small, and tests/unit/planner/test_published.py has figures of the same model in both.
+    """
+    forward = training.flops.forward
     again = 0.0  # recomputation: of all layers, of the MLPs, or of the products of the core attention
     if training.recompute == "full":
         again = step.rows * forward.of_tokens(step.width)
@@ -306,27 +360,76 @@ def step_speed(training: Training, step: Step, hardware: Hardware) -> Speed:
         again += step.tokens * forward.per_token_mlp
     if "core_attn" in training.recomputed:
         again += step.rows * forward.attention(step.width)
-    again *= step.computed_tokens
-    of_logprobs = operations.per_response_token * step.rows * (step.width - 1) * step.computed_flops  # on the last stage
+    of_layers = step.rows * operations.of_tokens(step.width) * step.computed_flops + again * step.computed_tokens
+    if training.fp8 and training.architecture.experts is None and 1 in hardware.flops:
+        linear = operations.per_token * step.computed_flops
+        linear += forward.per_token * step.computed_tokens if training.recompute == "full" else 0
+        of_layers -= step.tokens * linear * (1 - hardware.flops[2] / hardware.flops[1])
     sizes = training.split.stage_sizes(training.architecture.num_layers)
-    of_stages = [(flops + again - of_logprobs) * size / sum(sizes) for size in sizes]
-    of_stages[-1] += of_logprobs
-    of_stage = training.tensor_parallel * training.replicas  # ranks
-    bubble = training.split.bubble(step.micro_batches)
-    seconds = max(of_stages) / of_stage / hardware.reached(training.element_bytes)
-    stages = range(training.split.stages)
-    traffic = max((step_traffic(training, step, stage=stage) for stage in stages), key=lambda each: each.total)
-    if hardware.link is not None and hardware.network is not None:
-        # Number of consecutive ranks that contain a group; on one machine if they fit. Megatron numbers tensor-parallel
-        # ranks first, then context- and data-parallel ones, and the stages of the pipeline last.
-        for sent, reach in (
-            (traffic.tensor, training.tensor_parallel),
-            (traffic.context, training.tensor_parallel * training.context_parallel),
-            (traffic.pipeline, of_stage * training.split.stages),
-            (traffic.data, of_stage // training.optimizer_instances),
-            (traffic.instances, of_stage),
-            (traffic.expert, training.expert_ranks),
-        ):
-            bandwidth = hardware.link if reach <= GPUS_PER_MACHINE else hardware.network
-            seconds += sent / (bandwidth * LINK_EFFICIENCY)
-    return Speed(flops=flops, traffic=traffic, bubble=bubble, seconds=seconds / (1 - bubble))
+    of_stages = [of_layers * size / sum(sizes) for size in sizes]
+    of_stages[-1] += operations.per_response_token * step.rows * (step.width - 1) * step.computed_flops  # log-probs
+    return of_stages
+
+
+def _stage_seconds(training: Training, step: Step, hardware: Hardware, stage: int, flops: float, traffic: Traffic) -> float:
+    """Return the seconds of a rank of a stage without the bubble; ``flops`` are those of all ranks of the stage.
+
+    A GPU waits for the host if launching the kernels takes longer than running them.
+    """
+    seconds = flops / (training.tensor_parallel * training.replicas) / hardware.reached(training.element_bytes)
+    if hardware.link is None or hardware.network is None or hardware.bandwidth is None:
+        return seconds
+    seconds += _experts_seconds(training, step, hardware, stage)
+    seconds += _sending_seconds(training, traffic, hardware.link * LINK_EFFICIENCY, hardware.network * LINK_EFFICIENCY)
+    passes = 1 + step.forward_only + (training.recompute == "full")
+    layers = len({block.layer for block in training.blocks[stage]})
+    launches = (passes * FORWARD_LAUNCHES + BACKWARD_LAUNCHES) * (1 if training.adapters is None else ADAPTER_LAUNCHES)
+    return max(seconds, layers * training.split.micro_batches(step.micro_batches) * launches)
+
+
+def _experts_seconds(training: Training, step: Step, hardware: Hardware, stage: int) -> float:
+    """Return the seconds of a rank for small products of experts and for moving tokens to them, beyond those of the FLOPs.
+
+    A product of few tokens is less efficient. Each layer moves the copies of its tokens within the memory of the GPU four
+    times, forward and backward: into the order of the ranks, of the experts, back, and to their sum.
+    """
+    experts, architecture = training.architecture.experts, training.architecture
+    blocks = [block for block in training.blocks[stage] if block.name == EXPERTS]
+    if experts is None or not blocks:
+        return 0.0
+    assert hardware.bandwidth is not None, "only for GPUs"
+    choices = experts.per_token * step.computed / training.replicas / training.tensor_parallel  # of this rank
+    tokens = choices / step.micro_batches * training.expert_ranks / experts.number  # of an expert
+    passes = sum(1 + step.forward_only + _again(training, block) for block in blocks)
+    weights = (2 + architecture.family.gated_mlp) * architecture.hidden_size * experts.ffn_hidden_size
+    products = 2 * weights * choices * (passes + len(blocks) * (2 if training.adapters is None else 1))
+    lost = products * _SMALL_PRODUCT / tokens / hardware.reached(training.element_bytes)
+    moved = 4 * 2 * architecture.hidden_size * training.element_bytes * choices * (passes + len(blocks))
+    return lost + moved / (hardware.bandwidth * MEMORY_EFFICIENCY)
+
+
+def _sending_seconds(training: Training, traffic: Traffic, link: float, network: float) -> float:
+    """Return the seconds for sending; ``link`` and ``network``: bytes per second that a GPU reaches.
+
+    Megatron numbers tensor-parallel ranks first, then context- and data-parallel ones, and the stages of the pipeline last.
+    A group is on one machine if the ranks that it spans are. The ring of a larger group leaves each machine over the network
+    ports of all its ranks there. A rank sends tokens to experts on its machine and on others separately.
+    """
+
+    def ring(spans: int, *, apart: int) -> float:
+        return link if spans <= GPUS_PER_MACHINE else min(link, max(1, GPUS_PER_MACHINE // apart) * network)
+
+    def neighbour(spans: int) -> float:
+        return link if spans <= GPUS_PER_MACHINE else network
+
+    of_stage, tensor = training.tensor_parallel * training.replicas, training.tensor_parallel
+    instance, experts = of_stage // training.optimizer_instances, training.expert_ranks
+    here = (min(experts, GPUS_PER_MACHINE) - 1) / max(1, experts - 1)  # of the other ranks with experts
+    return (
+        traffic.tensor / ring(tensor, apart=1)
+        + traffic.context / neighbour(tensor * training.context_parallel)
+        + traffic.pipeline / neighbour(of_stage * training.split.stages)
+        + traffic.data / ring(instance, apart=tensor)
+        + traffic.instances / ring(of_stage, apart=instance)
+        + traffic.expert * (here / link + (1 - here) / network)
+    )

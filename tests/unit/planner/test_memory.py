@@ -270,7 +270,7 @@ def test_bytes_sent_for_adapters(architecture: Architecture) -> None:
 
 
 def test_estimated_seconds_of_a_step(architecture: Architecture) -> None:
-    step, gpu = Step(rows=32, width=WIDTH, micro_batches=8, forward_only=1), GPUS["h100"]
+    step, gpu = Step(rows=32, width=WIDTH, micro_batches=8, forward_only=1), replace(GPUS["h100"], link=None)
     alone = step_speed(training(architecture, element_bytes=2, on_gpu=True), step, gpu)
     forward = ModelFlops.of_model(architecture).forward.of_sequences(32, WIDTH)
     assert (alone.flops, alone.bubble) == (4 * forward, 0)

@@ -86,9 +86,9 @@ FIXED = "model.pipeline_model_parallel_size=2 model.micro_batch_size=1 model.seq
         ("kto Llama-3.1-8B --gpus 8", "1e-06", "2 data x 2 tensor x 2 pipeline parallel (4 chunks"),
         ("kto Qwen3-8B --gpus 1 model.peft.peft_scheme=lora", "1e-05", "1 rank"),
         ("dpo Qwen3-30B-A3B --gpus 16 lr=3e-6", None, "experts over 8"),
-        ("kto granite-4.0-h-small --gpus 16", "1e-06", "2 data x 1 tensor x 8 pipeline"),  # one group of heads
+        ("kto granite-4.0-h-small --gpus 16", "1e-06", "8 data x 1 tensor x 2 pipeline"),  # one group of heads
         # settings that are kept; a batch of 32 is too small for as many data-parallel ranks as there are GPUs
-        (f"dpo Llama-3.1-8B --gpus 64 batch=32 {FIXED}", "1e-06", "4 data x 8 tensor x 2 pipeline"),
+        (f"dpo Llama-3.1-8B --gpus 64 batch=32 {FIXED}", "1e-06", "8 data x 4 tensor x 2 pipeline"),
         ("kto Llama-3.1-8B --gpus 16 hardware=gpu_node", "1e-06", "1 data x 8 tensor x 2 pipeline"),
         ("kto Llama-3.1-8B --gpus 8 model.activations_checkpoint_granularity=full", "1e-06", "full recomputation"),
         (
