@@ -6,6 +6,7 @@ The rows are tokenised into the cache, and weights are hashed into it, so that t
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         overrides, line = settle(overrides, checker, partial(_machines, flags, timed=False))
         print(line)
     run = checker.resolve(overrides)
-    from nemo_kto.planner.plan_run import make_plan, with_precision
+    from nemo_kto.planner.plan_run import with_precision
     from nemo_kto.planner.report import plan_text
 
     run = with_all_cores(with_precision(run, on_gpu=run.gpus > 0))
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         computes = Computes(on_gpu=True, engine=engine, capability=machines.hardware.capability)
     if errors := list(model_gpu_rules(run, computes)):
         raise InvalidConfig(title=_TITLE, errors=errors)
-    plan, lines = _prepare(make_plan(run, machines))
+    plan, lines = _prepare(run, machines)
     print(plan_text(plan, checked=lines))
     return 0 if plan.fits else DOES_NOT_FIT
 
@@ -110,13 +111,13 @@ def _errors(run: ResolvedRun, *, elsewhere: bool, set_twice: Sequence[str]) -> l
     return [*errors, *(ConfigError(key, f"must not be given twice, got a flag too; {remedy}") for key in set_twice)]
 
 
-def _prepare(plan: Plan) -> tuple[Plan, dict[str, str]]:
+def _prepare(run: ResolvedRun, machines: Machines) -> tuple[Plan, dict[str, str]]:
     """Prepare the run as its ranks do before they load the model.
 
-    Return the plan with the prompts that its rows share, and lines about its data and its folder.
+    Return its plan, with the lengths of its rows and the prompts that they share, and lines about its data and its folder.
     """
     from nemo_kto.planner.micro_batches import measure
-    from nemo_kto.planner.plan_run import make_plan, with_shared_prompts
+    from nemo_kto.planner.plan_run import degrees, make_plan, with_shared_prompts
     from nemo_kto.run.build import prepare
     from nemo_kto.run.lifecycle import check_export
     from nemo_kto.run.resume import check_validation_rows
@@ -124,14 +125,14 @@ def _prepare(plan: Plan) -> tuple[Plan, dict[str, str]]:
     from nemo_kto.run.samples import samples_text
     from nemo_kto.telemetry.summary import epochs
 
-    run = plan.run.with_model(data=plan.run.cfg.model.data.model_copy(update={"num_workers": 0}))
-    start = prepare(run, data_parallel=(0, plan.training.data_parallel))
+    run = run.with_model(data=run.cfg.model.data.model_copy(update={"num_workers": 0}))
+    start = prepare(run, data_parallel=(0, machines.ranks // math.prod(degrees(run.cfg.model))))
     check_export(run)
     check_validation_rows(run.cfg, start.data)
     batches, resumption = len(start.data.train.batch_sampler), start.resumption
     steps, splits = run.length.total_steps(batches), start.data.splits.in_use
     folder = "a new run" if resumption.resumed_step is None else f"resumes after step {resumption.resumed_step}"
-    plan = make_plan(counted_rows(plan.run, splits["train"].counts), plan.machines)
+    plan = make_plan(counted_rows(run, splits["train"].counts), machines)
     if plan.limits.share_prompts:
         plan = with_shared_prompts(plan, measure(run, map(start.data.collate_fn, start.data.train), plan.limits))
     return replace(plan, steps=steps), {

@@ -54,9 +54,15 @@ def test_a_training_after_tokenise_and_check_tokenises_nothing(login: Login) -> 
     assert status == 0, said
     assert "tokenis" not in said
     assert shown["train"] == rows
-    assert shown["layout"].startswith("4 ranks = 2 data x 1 tensor x 2 pipeline parallel"), "chosen by recipe=auto"
+    assert shown["layout"].startswith("4 ranks = 4 data x 1 tensor x 1 pipeline parallel")
+    assert "(" not in shown["micro-batch"], "chosen by recipe=auto, and not by the check"
     assert shown["total"].split(" of ")[1].startswith("80.0 GB")
     assert shown["verdict"] == "fits"
+    # the size of micro-batches follows from the counted rows, as in the run, and not from the assumption of a plan
+    status, shown, said = login("check", "kto", *login.given, *machines, "model.pipeline_model_parallel_size=2")
+    assert status == 0, said
+    assert "too few micro-batches for the pipeline)" in shown["micro-batch"]
+    assert "mean of the training rows" in shown["step"]
     assert not (login.folder / "results").exists(), "a check must write nothing but caches"
     words = ["hardware=cpu", "trainer.kto.max_steps=1", "export.enabled=false"]
     status, shown, said = login("kto", *login.given, *words)
