@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def plan(load: Load, tmp_path: Path) -> Callable[..., Plan]:
     return of
 
 
-def seconds(plan: Plan, **changes: float) -> float:
+def seconds(plan: Plan, **changes: Any) -> float:
     """Seconds of a step without the bubble, with other figures of the GPU."""
     found = step_speed(plan.training, plan.step, replace(plan.machines.hardware, **changes))
     return found.seconds * (1 - found.bubble)
