@@ -55,7 +55,7 @@ CASES: dict[str, tuple[int, Layout, dict[str, Any]]] = {
     "tp2_dp2": (4, Layout(tensor=2), {}),
     "tp2_sequence_parallel": (2, Layout(tensor=2, sequence_parallel=True), {}),
     "in_place": (1, Layout(), {"in_place": True}),
-    "tp2_in_place_recompute": (2, Layout(tensor=2), {"in_place": True, "recompute": True}),
+    "tp2_sequence_parallel_in_place": (2, Layout(tensor=2, sequence_parallel=True), {"in_place": True, "recompute": True}),
     "tp2_pp2_sequence_parallel_recompute": (4, Layout(tensor=2, pipeline=2, sequence_parallel=True), {"recompute": True}),
 }
 
@@ -151,7 +151,7 @@ QUICK = {
     ("tp2", "mistral"),
     ("pp2", "llama-one-kv-head"),
     ("tp2_sequence_parallel", "deepseek-v3-dense"),
-    ("tp2_in_place_recompute", "llama-odd-heads"),
+    ("tp2_sequence_parallel_in_place", "llama-odd-heads"),
 }
 
 
