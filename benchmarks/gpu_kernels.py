@@ -14,6 +14,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,9 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.gpu_lines import Lines
+from benchmarks.gpu_models import LLAMA_1B, TINY
 from nemo_kto.device import device, kernels
 
 BF16 = torch.bfloat16
+LAYERS = 4
 
 
 def milliseconds(call: Callable[[], Any], *, repetitions: int = 10) -> float:
@@ -153,7 +156,9 @@ def exact_attention(parts: list[torch.Tensor], lengths: list[int]) -> torch.Tens
 
 def attention(heads: int, groups: int, size: int, *, toy: bool) -> dict[str, Any]:
     """Packed attention with grouped heads: errors of values and gradients, milliseconds and memory of both passes."""
-    call = kernels.varlen_attention(BF16)
+    from nemo_kto.models.layers.attention import packed_attention
+
+    call = packed_attention(BF16)
     if call is None:
         raise RuntimeError("torch has no attention for packed sequences here")
     lengths = [7, 128, 65, 300] if toy else [400, 128, 1500, 64, 700, 256, 500, 548]
@@ -190,7 +195,7 @@ def head_sizes() -> dict[str, str]:
     return found
 
 
-def logprobs(chunk: int, *, toy: bool) -> dict[str, Any]:
+def logprobs(chunk: int, summands: int, *, toy: bool) -> dict[str, Any]:
     """Log-probs of 8,192 tokens of Llama-3.2-1B's vocabulary: errors of values and gradients, time and memory."""
     from nemo_kto.distributed.logprobs import vocab_parallel_logprobs
 
@@ -202,7 +207,9 @@ def logprobs(chunk: int, *, toy: bool) -> dict[str, Any]:
     grad = torch.randn(tokens, device=weight.device) / 64
 
     def both() -> tuple[torch.Tensor, torch.Tensor]:
-        found = vocab_parallel_logprobs(states, weight, target, vocab_size=vocab, group=None, chunk_size=chunk)
+        found = vocab_parallel_logprobs(
+            states, weight, target, vocab_size=vocab, group=None, chunk_size=chunk, summands=summands
+        )
         return found, torch.autograd.grad(found, [states, weight], grad, allow_unused=True)[0]
 
     values, of_states = both()
@@ -259,6 +266,60 @@ def added_products(*, toy: bool) -> dict[str, Any]:
     return found
 
 
+@functools.cache
+def layers_of(*, toy: bool) -> tempfile.TemporaryDirectory[str]:
+    """A model of LAYERS layers of Llama-3.2-1B, in a folder that is removed at the end."""
+    from tests.helpers.tiny_models import make_checkpoint
+
+    folder = tempfile.TemporaryDirectory()
+    config = {**LLAMA_1B, **(TINY if toy else {}), "num_hidden_layers": LAYERS, "vocab_size": 1024}
+    make_checkpoint(Path(folder.name), "llama", dtype="bfloat16", **config)
+    return folder
+
+
+def layer(tokens: int, *, lora: bool, toy: bool) -> dict[str, float]:
+    """A layer in rows of 512 tokens, the mean of four: time of the host to launch the passes, and of the device for both.
+
+    With few tokens the device waits for the host, and the times are those of the launches.
+    """
+    from nemo_kto.architecture.lora import LoRASettings
+    from nemo_kto.distributed import state
+    from nemo_kto.models.layers.attention import PackedSequences
+    from tests.helpers import lora_jobs
+
+    size = min(512, tokens)
+    state.init_distributed(layout=state.Layout(), seed=1)
+    try:
+        settings = LoRASettings(rank=16, alpha=16, target_modules=("all",)) if lora else None
+        (chunk,), architecture = lora_jobs.build(Path(layers_of(toy=toy).name), state.Layout(), settings, dtype=BF16)
+        packed = PackedSequences.of([(size,) * (tokens // size)])[0]
+        ids, positions = device.upload([torch.randint(1000, (1, tokens)), torch.arange(size).repeat(tokens // size)[None]])
+        grad = randn(1, tokens, architecture.hidden_size)
+        forward, backward = list[float](), list[float]()
+
+        def both() -> None:
+            began = time.perf_counter()
+            hidden = chunk(ids, positions, None, packed_seq_params=packed)
+            launched = time.perf_counter()
+            torch.autograd.backward(hidden, grad)
+            forward.append(launched - began)
+            backward.append(time.perf_counter() - launched)
+
+        ms = milliseconds(both) / LAYERS
+        weights = (
+            sum(each.numel() for name, each in chunk.named_parameters() if "layers" in name and each.dim() == 2) / LAYERS
+        )
+        products = 2 * tokens * weights * (2 if lora else 3)  # without those of attention scores
+        return {
+            "host ms, forward": 1000 * statistics.median(forward) / LAYERS,
+            "host ms, backward": 1000 * statistics.median(backward) / LAYERS,
+            "device ms": ms,
+            "TFLOP/s of products with weights": products / ms / 1e9,
+        }
+    finally:
+        state.destroy()
+
+
 def measurements(step: str, *, toy: bool) -> dict[str, Callable[[], Any]]:
     """The measurements of a step by name."""
     if step == "machine":
@@ -276,7 +337,18 @@ def measurements(step: str, *, toy: bool) -> dict[str, Callable[[], Any]]:
     return {
         **{f"attention, {name}": functools.partial(attention, *shape, toy=toy) for name, shape in shapes.items()},
         "sizes of heads": head_sizes,
-        **{f"log-probs, chunks of {chunk}": functools.partial(logprobs, chunk, toy=toy) for chunk in (1024, 4096)},
+        **{
+            f"log-probs, chunks of {chunk}, {summands} bf16 summand{'s' * (summands > 1)}": functools.partial(
+                logprobs, chunk, summands, toy=toy
+            )
+            for chunk, summands in ((4096, 1), (4096, 2), (1024, 1), (1024, 2))
+        },
+        **{
+            f"a layer of Llama-3.2-1B{' with LoRA' * lora}, {tokens} tokens": functools.partial(
+                layer, tokens, lora=lora, toy=toy
+            )
+            for tokens, lora in ((256, False), (256, True), (2048, False), (8192, False), (16384, False))
+        },
         "weight gradients": functools.partial(added_products, toy=toy),
     }
 

@@ -80,16 +80,16 @@ QWEN_7B: dict[str, Any] = {
     "use_sliding_window": False,
     "tie_word_embeddings": False,
 }
-_TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-_TINY |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 16384}
+TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 16384}
 SIZES = {
     "llama-1b": Size(name="Llama-3.2-1B, all weights", family="llama", config=LLAMA_1B, lora=False),
     "qwen-7b": Size(name="Qwen2.5-7B, LoRA", family="qwen2", config=QWEN_7B, lora=True),
 }
 _TOY: dict[str, Any] = {"longest": 256, "rows": 8, "dtype": "float32"}
 TOYS = {
-    "llama-1b": Size(name="tiny llama, all weights", family="llama", config={**LLAMA_1B, **_TINY}, lora=False, **_TOY),
-    "qwen-7b": Size(name="tiny qwen2, LoRA", family="qwen2", config={**QWEN_7B, **_TINY}, lora=True, **_TOY),
+    "llama-1b": Size(name="tiny llama, all weights", family="llama", config={**LLAMA_1B, **TINY}, lora=False, **_TOY),
+    "qwen-7b": Size(name="tiny qwen2, LoRA", family="qwen2", config={**QWEN_7B, **TINY}, lora=True, **_TOY),
 }
 
 

@@ -62,7 +62,7 @@ SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
         "swap": (SWAP,),
         "swap from the host": (SWAP, "model.reference.device=cpu"),
         "cached, chunks of 1024": (CACHED, chunk(1024)),
-        "cached, chunks of 4096": (CACHED, chunk(4096)),
+        "cached, two summands": (CACHED, "model.logprob_gradient_summands=2"),
         "cached, 8k tokens": (CACHED, tokens(8192)),
         "cached, 32k tokens": (CACHED, tokens(32768)),
         "swap, 32k tokens": (SWAP, tokens(32768)),

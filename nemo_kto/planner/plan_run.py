@@ -186,16 +186,8 @@ def _plan(run: ResolvedRun, machines: Machines, shared: SharedPrompts = SEPARATE
     )
     mean = width if run.row_tokens is None else max(2, math.ceil(run.row_tokens / answers))
     _, mean_prompts = _micro_batch(limits, shared, share=share, width=mean, answers=answers)
-    live, disabled = run.reference_passes
-    with_kl = cfg.loss.record.needs_z0  # both the policy and a live reference evaluate the KL examples
-    step = Step(
-        rows=model.global_batch_size * answers,
-        width=mean,
-        micro_batches=math.ceil(share / mean_prompts),
-        forward_only=(live + disabled) * (1 + with_kl) + with_kl + cfg.loss.record.looks_ahead,
-        disabled=disabled * (1 + with_kl),
-        computed_tokens=shared.tokens,
-        computed_flops=shared.flops,
+    step = _step(
+        run, shared, rows=model.global_batch_size * answers, width=mean, micro_batches=math.ceil(share / mean_prompts)
     )
     stages = stages_memory(training)
     plan = Plan(run=run, machines=machines, training=training, step=step, stages=stages, limits=limits)
@@ -205,6 +197,21 @@ def _plan(run: ResolvedRun, machines: Machines, shared: SharedPrompts = SEPARATE
     with_reference = replace(plan, training=training, stages=stages_memory(training))
     has_room = with_reference.largest.device <= ROOM * machines.hardware.memory
     return with_reference if run.reference_on_gpu or has_room else plan
+
+
+def _step(run: ResolvedRun, shared: SharedPrompts, *, rows: int, width: int, micro_batches: int) -> Step:
+    """Return the work of a step with rows of ``width`` tokens."""
+    live, disabled = run.reference_passes
+    with_kl = run.cfg.loss.record.needs_z0  # both the policy and a live reference evaluate the KL examples
+    return Step(
+        rows=rows,
+        width=width,
+        micro_batches=micro_batches,
+        forward_only=(live + disabled) * (1 + with_kl) + with_kl + run.cfg.loss.record.looks_ahead,
+        disabled=disabled * (1 + with_kl),
+        computed_tokens=shared.tokens,
+        computed_flops=shared.flops,
+    )
 
 
 def _micro_batch(

@@ -11,6 +11,7 @@ import torch
 from megatron.core import parallel_state
 
 from nemo_kto.algorithms.dpo import DPOTrainer
+from nemo_kto.architecture.architecture import Architecture
 from nemo_kto.architecture.lora import adapted_modules, refused_by_peft, without_experts
 from nemo_kto.architecture.mixers import GatedDeltaNet, Mamba2
 from nemo_kto.architecture.mixers.saving import MAX_HEAD_DIM
@@ -86,25 +87,23 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         **({} if data.samples is None else {"samples": samples_text(run, data.samples, data.splits)}),
         "run folder": str(run.folder),
     }
-    kinds = {mixer.kind for mixer in architecture.mixers}
-    slow = slow_paths(
+    slow = _slow_paths(run, architecture, limits)
+    return lines | {f"slow path {number}": path for number, path in enumerate(slow, start=1)}
+
+
+def _slow_paths(run: ResolvedRun, architecture: Architecture, limits: MicroBatchLimits) -> list[str]:
+    """Return :func:`~nemo_kto.device.kernels.slow_paths` of a run."""
+    kinds, size = {mixer.kind for mixer in architecture.mixers}, run.architecture.largest_head
+    return slow_paths(
         run.dtype,
-        tensor_parallel=model.tensor_model_parallel_size,
-        reduce_in_fp32=model.optim.grad_reduce_in_fp32,
+        tensor_parallel=run.cfg.model.tensor_model_parallel_size,
+        reduce_in_fp32=run.cfg.model.optim.grad_reduce_in_fp32,
         unsupported_by_te=architecture.unsupported_by_te,
         delta_nets=GatedDeltaNet.kind in kinds,
         mamba=Mamba2.kind in kinds,
         share_prompts=limits.share_prompts,
-        large_heads=_large_heads(run, limits),
+        large_heads=size if (limits.packed or limits.share_prompts) and size > MAX_HEAD_DIM else 0,
     )
-    lines |= {f"slow path {number}": path for number, path in enumerate(slow, start=1)}
-    return lines
-
-
-def _large_heads(run: ResolvedRun, limits: MicroBatchLimits) -> int:
-    """Return the size of the heads if no kernel attends to packs of them, and sequences are packed; otherwise 0."""
-    size, packs = run.architecture.largest_head, limits.packed or limits.share_prompts
-    return size if packs and size > MAX_HEAD_DIM else 0
 
 
 def _micro_batches(run: ResolvedRun) -> dict[str, str]:

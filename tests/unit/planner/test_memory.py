@@ -82,7 +82,7 @@ def test_gradients_in_bf16(architecture: Architecture) -> None:
     assert narrow.logprobs - wide.logprobs == 4 * table
     adapted = {**changes, "adapters": LoRASettings(rank=4, alpha=4)}
     assert first(architecture, **adapted, gradient_bytes=2).logprobs == first(architecture, **adapted).logprobs
-    step = Step(rows=8, width=16, forward_only=0)
+    step = Step(rows=8, width=16, micro_batches=8, forward_only=0)
     for instances in (1, 2):
         several = {**changes, "optimizer_instances": instances}
         traffic = [step_traffic(training(architecture, **several, gradient_bytes=size), step, stage=0) for size in (4, 2)]

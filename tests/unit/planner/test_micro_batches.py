@@ -68,8 +68,8 @@ def resolved(load: Load, model: str, *keys: str) -> ResolvedRun:
         ("1B", ["model.global_batch_size=2"], (1, "h200"), 4096, "share"),
         # four micro-batches for each of two stages: of 64 rows with a mean of 2,048 / 4 tokens, or fewer
         ("8B", ["model.global_batch_size=256", PIPELINE], (8, "h200"), 4096, "25%"),
-        ("8B", [], (8, "h200"), 8192, "144.7 GB of 141.0 GB"),
-        ("8B", [], (8, "h100"), 2048, "83.8 GB of 80.0 GB"),
+        ("8B", [], (8, "h200"), 8192, "146.8 GB of 141.0 GB"),
+        ("8B", [], (8, "h100"), 2048, "85.9 GB of 80.0 GB"),
         ("8B", [*TENSOR, CONTEXT], (8, "h200"), 32768, "weight gradients"),  # 16,384 on each of two ranks
     ],
 )
