@@ -47,10 +47,6 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         origin = "" if run.files.adapter_folder is None else f", from {run.files.adapter_folder}"
         modules = ", ".join(adapted_modules(architecture, settings)) + without_experts(architecture, settings)
         adapters = f"{settings.kind} of rank {settings.rank}, {settings.scale_text}, on {modules}{layers}{origin}"
-    connections = os.environ.get(MAX_CONNECTIONS)
-    device_text = f"{device.device_name()}{f', {MAX_CONNECTIONS}={connections}' if connections else ''}"
-    if not device.on_gpu():
-        device_text = f"CPU, {device.device_name()}, {plural(torch.get_num_threads(), 'thread')} a rank"
     source, steps = cfg.pretrained_checkpoint.restore_from_path, run.length.total_steps(batches)
     resumed = "" if resumed_step is None else f", resumed after step {resumed_step}"
     limits = micro_batch_limits(run)
@@ -80,7 +76,7 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
             experts="" if architecture.experts is None else str(model.expert_model_parallel_size),
             optimizer_instances=model.optim.num_distributed_optimizer_instances,
         ),
-        "device": device_text,
+        "device": _device_text(),
         "precision": f"{cfg.trainer.precision} ({run.precision_reason})",
         "reference": reference if run.reference_model is None else f"{reference}, {run.reference_model}",
         **_reference_memory(run),
@@ -104,6 +100,13 @@ def _slow_paths(run: ResolvedRun, architecture: Architecture, limits: MicroBatch
         share_prompts=limits.share_prompts,
         large_heads=size if (limits.packed or limits.share_prompts) and size > MAX_HEAD_DIM else 0,
     )
+
+
+def _device_text() -> str:
+    if not device.on_gpu():
+        return f"CPU, {device.device_name()}, {plural(torch.get_num_threads(), 'thread')} a rank"
+    connections = os.environ.get(MAX_CONNECTIONS)
+    return device.device_name() + (f", {MAX_CONNECTIONS}={connections}" if connections else "")
 
 
 def _micro_batches(run: ResolvedRun) -> dict[str, str]:
