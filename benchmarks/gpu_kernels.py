@@ -27,6 +27,7 @@ import torch
 from benchmarks.gpu_lines import Lines
 from benchmarks.gpu_models import LLAMA_1B, TINY
 from nemo_kto.device import device, kernels
+from nemo_kto.device.environment import MAX_CONNECTIONS
 
 BF16 = torch.bfloat16
 LAYERS = 4
@@ -98,7 +99,7 @@ def copies(*, toy: bool) -> dict[str, float]:
 def copies_with(connections: int, *, toy: bool) -> dict[str, float]:
     """:func:`copies` in a process with this number of connections, which CUDA reads when it starts."""
     command = [sys.executable, __file__, "copies", "-", "-", *["--toy"] * toy]
-    given = {**os.environ, kernels.MAX_CONNECTIONS: str(connections)}
+    given = {**os.environ, MAX_CONNECTIONS: str(connections)}
     done = subprocess.run(command, env=given, capture_output=True, text=True, check=False, timeout=120)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1])

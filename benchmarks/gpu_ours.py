@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,12 @@ from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.device import device
 from nemo_kto.distributed import state
 from nemo_kto.planner.memory import CONTEXT
-from nemo_kto.planner.plan_run import make_plan, place_reference, size_micro_batches, these_machines
+from nemo_kto.planner.micro_batches import repeats_keys
+from nemo_kto.planner.plan_run import make_plan, these_machines
 from nemo_kto.run import build
+from nemo_kto.run.rows import counted_rows
+from nemo_kto.run.summary import start_lines
+from nemo_kto.telemetry.summary import table
 from nemo_kto.telemetry.throughput import device_peak_flops
 
 UNCOUNTED = 2  # steps of a setting in which kernels are compiled and memory is first allocated
@@ -164,13 +169,10 @@ def train(words: list[str], *, steps: int, profiled: bool) -> dict[str, Any]:
     state.init_distributed(layout=state.Layout(), seed=cfg.model.seed)
     try:
         run = ResolvedRun.of(cfg)
-        machines = these_machines(run, ranks=1, local=1, timed=False)
-        run = run.with_micro_batch_tokens(*size_micro_batches(run, machines))
+        machines = replace(these_machines(run, ranks=1, local=1, timed=False), repeats_keys=repeats_keys(run))
         start = build.prepare(run)
-        longest = min(max(each.counts.longest for each in start.data.splits.in_use.values()), run.cfg.seq_length)
-        if run.swaps_reference:
-            run = run.with_reference_memory(*place_reference(run, machines, longest=longest))
-        plan = make_plan(run, machines)
+        run = build.fit_to_memory(run, start.data, machines)
+        plan = make_plan(counted_rows(run, start.data.splits.in_use["train"].counts), machines)
         gc.collect()
         if device.on_gpu():
             torch.cuda.empty_cache()
@@ -178,6 +180,7 @@ def train(words: list[str], *, steps: int, profiled: bool) -> dict[str, Any]:
         policy = build.build_policy(run)
         device.synchronize()
         loaded = time.perf_counter()
+        print(table("nemo-kto kto", start_lines(run, policy, start.data, resumed_step=None)), file=sys.stderr)
         trainer = build.build_trainer(run, policy, start)
         watch = Watch(steps=steps, profiled=profiled)
         trainer.callbacks = [*(each for each in trainer.callbacks if isinstance(each, PrecomputeReference)), watch]

@@ -64,17 +64,17 @@ _TESTS = ("-m", "pytest", "-q", "-p", "benchmarks.gpu_tests", "--lines", "{lines
 STEPS = {
     "machine": Step(seconds=60, command=("benchmarks/gpu_kernels.py", "machine", "{lines}", "{key}", "{toy}")),
     "kernels": Step(seconds=90, command=("benchmarks/gpu_kernels.py", "kernels", "{lines}", "{key}", "{toy}")),
-    "llama-1b": Step(seconds=180, command=_OURS, model="llama-1b"),
-    "qwen-7b": Step(seconds=150, command=_OURS, model="qwen-7b"),
+    "llama-1b": Step(seconds=150, command=_OURS, model="llama-1b"),
+    "qwen-7b": Step(seconds=110, command=_OURS, model="qwen-7b"),
     "trl": Step(
-        seconds=150,
+        seconds=100,
         command=("benchmarks/gpu_trl.py", "{lines}", "{key}", "--folder", "{folder}", "{toy}"),
         model="llama-1b",
         by_trl=True,
     ),
     "tests": Step(seconds=400, command=(*_TESTS, "-n", "{workers}", "tests/gpu")),
 }
-WORKERS = 8  # processes with tests on one GPU, at most one for two processors
+WORKERS = 14  # processes with tests on one GPU, at most one for a processor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class Bench:
         self.lines.append(name, END, {"status": status, "seconds": round(time.monotonic() - began, 1)})
 
     def _command(self, name: str, step: Step) -> list[str]:
-        workers = min(WORKERS, max(1, len(os.sched_getaffinity(0)) // 2))
+        workers = min(WORKERS, len(os.sched_getaffinity(0)))
         values = {"step": name, "lines": str(self.lines.file.resolve()), "key": self.lines.key, "workers": str(workers)}
         values |= {"folder": str(self.scratch / (step.model or "")), "toy": "--toy" if self.toy else ""}
         words = [word for word in (each.format(**values) for each in step.command) if word]

@@ -45,7 +45,7 @@ from nemo_kto.models.flops import ModelFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
 from nemo_kto.planner.auto import START
 from nemo_kto.planner.micro_batches import logprob_chunk, micro_batch_limits, repeats_keys
-from nemo_kto.planner.plan_run import check_memory, place_reference, size_micro_batches, these_machines
+from nemo_kto.planner.plan_run import Machines, check_memory, place_reference, size_micro_batches, these_machines
 from nemo_kto.processes import ranks, signals, watchdog
 from nemo_kto.run.data import RunData, build_data
 from nemo_kto.run.lifecycle import (
@@ -123,13 +123,8 @@ def _train(run: ResolvedRun, warnings: WarningsFile) -> None:
         return
     check_export(run)
     check_validation_rows(run.cfg, start.data)
-    if device.on_gpu():
-        tokens = partial(size_micro_batches, counted_rows(run, start.data.splits.in_use["train"].counts), machines)
-        run = run.with_micro_batch_tokens(*state.from_rank_zero(tokens, doing="choosing the size of micro-batches"))
-    longest = min(max(examples.counts.longest for examples in start.data.splits.in_use.values()), run.cfg.seq_length)
-    if run.swaps_reference:
-        place = partial(place_reference, run, machines, longest=longest)
-        run = run.with_reference_memory(*state.from_rank_zero(place, doing="placing the reference"))
+    longest = longest_row(run, start.data)
+    run = fit_to_memory(run, start.data, machines)
     if state.is_rank_zero() and (warning := check_memory(run, machines, longest=longest)):
         logger.warning(warning)
     new_adapters = run.adapters if run.files.adapter_folder is None else None
@@ -165,6 +160,22 @@ def _train(run: ResolvedRun, warnings: WarningsFile) -> None:
             with watchdog.phase("export"):
                 finish(run, policy, trainer, seconds=time.monotonic() - began)
     state.destroy()
+
+
+def longest_row(run: ResolvedRun, data: RunData) -> int:
+    """Return the number of tokens of the longest sequence of a run."""
+    return min(max(examples.counts.longest for examples in data.splits.in_use.values()), run.cfg.seq_length)
+
+
+def fit_to_memory(run: ResolvedRun, data: RunData, machines: Machines) -> ResolvedRun:
+    """Choose the size of micro-batches on GPUs and the memory of swapped reference weights, on rank 0; collective."""
+    if device.on_gpu():
+        tokens = partial(size_micro_batches, counted_rows(run, data.splits.in_use["train"].counts), machines)
+        run = run.with_micro_batch_tokens(*state.from_rank_zero(tokens, doing="choosing the size of micro-batches"))
+    if run.swaps_reference:
+        place = partial(place_reference, run, machines, longest=longest_row(run, data))
+        run = run.with_reference_memory(*state.from_rank_zero(place, doing="placing the reference"))
+    return run
 
 
 class Start(NamedTuple):
