@@ -63,11 +63,11 @@ def chunk(number: int) -> str:
 # What is varied, around the defaults: the key words of a name are those of the table. Those that matter most come first.
 SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
     "llama-1b": {
-        "cached": (CACHED,),
         "swap": (SWAP,),
+        "cached": (CACHED,),
         "swap from the host": (SWAP, "model.reference.device=cpu"),
-        "cached, chunks of 1024": (CACHED, chunk(1024)),
         "cached, two summands": (CACHED, "model.logprob_gradient_summands=2"),
+        "cached, chunks of 1024": (CACHED, chunk(1024)),
         "cached, 8k tokens": (CACHED, tokens(8192)),
         "cached, 32k tokens": (CACHED, tokens(32768)),
         "swap, 32k tokens": (SWAP, tokens(32768)),

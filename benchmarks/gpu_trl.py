@@ -39,8 +39,8 @@ STEPS = 3
 # Main weights in fp32 are its mixed precision and what nemo_kto does; weights in bf16 need less, and lose small updates.
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32 weights, 8 rows": {"dtype": "float32", "rows": 8},
-    "fp32 weights, 4 rows": {"dtype": "float32", "rows": 4},
     "bf16 weights, 8 rows": {"dtype": "bfloat16", "rows": 8},
+    "fp32 weights, 4 rows": {"dtype": "float32", "rows": 4},
     "fp32 weights, 8 rows, reference precomputed": {"dtype": "float32", "rows": 8, "precompute": True},
     "bf16 weights, 8 rows, reference precomputed": {"dtype": "bfloat16", "rows": 8, "precompute": True},
     "fp32 weights, 8 rows, liger": {"dtype": "float32", "rows": 8, "liger": True},
