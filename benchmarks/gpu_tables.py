@@ -42,7 +42,7 @@ def page(file: Path) -> str:
         found = dict(steps[step].of(step)) if step in steps else {}
         end = found.pop(END, None)
         ours = newest_of(file, "llama-1b") if step == "trl" else None
-        text += ["", f"## {title}", "", *_body(step, found, ours.of("llama-1b") if ours else {}), _ending(step, end)]
+        text += ["", f"## {title}", "", *_body(step, found, ours.of("llama-1b") if ours else {}), _ending(step, end, found)]
     return "\n".join(text) + "\n"
 
 
@@ -60,9 +60,9 @@ def failures(lines: Lines, steps: tuple[str, ...]) -> list[str]:
     return wrong
 
 
-def _ending(step: str, end: Mapping[str, Any] | None) -> str:
+def _ending(step: str, end: Mapping[str, Any] | None, found: Mapping[str, Any]) -> str:
     if end is None:
-        return f"Not run: `make gpu STEP={step}`."
+        return f"{'Stopped before its end' if found else 'Not run'}: `make gpu STEP={step}`."
     return f"Ended with status {end['status']} after {end['seconds']:.0f} s."
 
 

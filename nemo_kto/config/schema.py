@@ -320,7 +320,7 @@ class GPTConfig(Section):
     activations_checkpoint_method: Annotated[Literal["uniform", "block"] | None, SPEED]
     activations_checkpoint_num_layers: Annotated[Count | None, SPEED]
     recompute_modules: Annotated[RecomputeModules | None, SPEED]
-    logprob_chunk_size: Annotated[Count | Literal["auto"], SPEED]
+    logprob_chunk_size: Annotated[Count, SPEED]
     logprob_gradient_summands: Annotated[Literal[1, 2], SPEED]
     reference: ReferenceConfig
     peft: PeftConfig

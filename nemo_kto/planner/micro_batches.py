@@ -28,7 +28,6 @@ from nemo_kto.planner.speed import FORWARD_LAUNCHES
 # gained.
 _GPU_TOKENS, _CPU_TOKENS = 8192, 512
 # Tokens of a chunk of logits. A GPU reads and writes the fp32 gradient of the output weight once a chunk.
-_GPU_CHUNK, _CPU_CHUNK = 4096, 1024
 MIN_TOKENS, MAX_TOKENS = 2048, 65536  # of a rank
 # With fewer tokens, the matrix products of most models have too few tiles for all processors of a GPU.
 _PRODUCTS = 8192
@@ -101,14 +100,6 @@ def micro_batch_limits(run: ResolvedRun, *, on_gpu: bool | None = None) -> Micro
         group=run.split.group,
         share_prompts=shares,
     )
-
-
-def logprob_chunk(run: ResolvedRun, *, on_gpu: bool | None = None) -> int:
-    """Return the number of tokens whose logits exist at the same time; ``on_gpu`` as for :func:`micro_batch_limits`."""
-    size = run.cfg.model.logprob_chunk_size
-    if size != "auto":
-        return size
-    return _GPU_CHUNK if (device.on_gpu() if on_gpu is None else on_gpu) else _CPU_CHUNK
 
 
 class Packing(NamedTuple):

@@ -25,7 +25,6 @@ from nemo_kto.planner.micro_batches import (
     MIN_TOKENS,
     SEPARATE,
     SharedPrompts,
-    logprob_chunk,
     micro_batch_limits,
     sufficient_tokens,
 )
@@ -179,7 +178,7 @@ def _plan(run: ResolvedRun, machines: Machines, shared: SharedPrompts = SEPARATE
         packed=limits.packed,
         repeats_keys=machines.repeats_keys,
         micro_batches=math.ceil(share / prompts),
-        logprob_chunk=logprob_chunk(run, on_gpu=machines.on_gpu),
+        logprob_chunk=model.logprob_chunk_size,
         logprob_summands=model.logprob_gradient_summands,
         largest_file=run.files.largest_file,
         on_gpu=machines.on_gpu,

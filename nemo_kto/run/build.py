@@ -44,7 +44,7 @@ from nemo_kto.models.engine.optimizer import build_optimizer, build_scheduler
 from nemo_kto.models.flops import ModelFlops
 from nemo_kto.models.nlp.gpt.megatron_gpt_model import Objective
 from nemo_kto.planner.auto import START
-from nemo_kto.planner.micro_batches import logprob_chunk, micro_batch_limits, repeats_keys
+from nemo_kto.planner.micro_batches import micro_batch_limits, repeats_keys
 from nemo_kto.planner.plan_run import Machines, check_memory, place_reference, size_micro_batches, these_machines
 from nemo_kto.processes import ranks, signals, watchdog
 from nemo_kto.run.data import RunData, build_data
@@ -266,7 +266,7 @@ def build_engine(run: ResolvedRun, policy: Policy) -> LogProbEngine:
         limits=micro_batch_limits(run),
         forward_micro_batch_size=run.cfg.loss.log_prob_forward_micro_batch_size,
         average_log_probs=run.cfg.loss.preference_average_log_probs or run.cfg.loss.record.average_log_probs,
-        logprob_chunk_size=logprob_chunk(run),
+        logprob_chunk_size=run.cfg.model.logprob_chunk_size,
         logprob_gradient_summands=run.cfg.model.logprob_gradient_summands,
         flops=ModelFlops.of_model(policy.architecture, adapters=unwrap_model(policy.chunks[0]).adapters),
         moe_aux_loss_coeff=run.cfg.model.moe_aux_loss_coeff,

@@ -103,7 +103,8 @@ def test_the_page_shows_each_step_with_its_newest_sources(tmp_path: Path) -> Non
     assert "| cached | **OutOfMemoryError: 80 GB** |" in text
     assert "| nemo_kto, swap | 1,234 |" in text.split("## TRL")[1]
     assert "| test_x.py::test_y | **failure**: a / b | 1.5 |" in text
-    assert text.count("Not run: `make gpu STEP=") == 5  # those without a last line
+    assert text.count("Not run: `make gpu STEP=") == 2
+    assert text.count("Stopped before its end: `make gpu STEP=") == 3  # without a last line
     assert "1.0 |" not in text
     newest = newest_of(file, "llama-1b")
     assert newest is not None
