@@ -80,7 +80,7 @@ PACKAGES = {
         only_in=(
             # not where a command line is checked, which would take a third longer
             ("numpy", names("blend.py cache.py check.py collate.py dataset.py drops.py loader.py")),
-            ("transformers", names("chat.py content.py dataset.py template_trial.py")),
+            ("transformers", names("chat.py content.py dataset.py drawn.py template_trial.py")),
             ("datasets", names("cache.py dataset.py part_files.py sources.py")),
             ("fsspec", names("sources.py")),
             ("pyarrow", names("arguments.py files.py forms.py part_files.py")),

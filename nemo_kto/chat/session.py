@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,15 +21,16 @@ from transformers.utils import logging as transformers_logging
 
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
 from nemo_kto.artifacts.content import auto_class
+from nemo_kto.data.rows.records import PromptRecord, RowError, TextOrMessages
 from nemo_kto.data.tokens.chat import RecordEncoder, load_tokenizer
-from nemo_kto.data.tokens.content import in_form_of
+from nemo_kto.data.tokens.drawn import DrawnAnswer, drawn_text, read_drawn
 from nemo_kto.device import device
 from nemo_kto.device.precision import bf16_slowdown, bf16_support
 from nemo_kto.errors import UserError, either, plural, printable, refuse_broken, show
 from nemo_kto.utils.text import terminal_line, terminal_text
 
 DEFAULT_NEW_TOKENS = 512  # if neither the command nor generation_config.json limits an answer
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 _HELP = """\
 /reset          forget the conversation; the system message stays
 /system TEXT    set the system message, and forget the conversation; without TEXT, remove it
@@ -48,17 +50,35 @@ class Sampling:
     max_new_tokens: int | None = None
     temperature: float | None = None  # 0 takes the most probable token
     top_p: float | None = None
+    top_k: int | None = None  # 0 draws from all tokens
     seed: int | None = None  # every answer is drawn with this seed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """An answer of a model, complete or interrupted."""
+    """An answer of a model, complete or interrupted.
+
+    Attributes:
+        text: what the model wrote, with special tokens, before the token that ends it.
+        drawn: the same as the answer of a row.
+        ids: its tokens.
+    """
 
     text: str
-    tokens: int
+    drawn: DrawnAnswer
+    ids: Sequence[int]
     seconds: float
     finish: str  # "stop" at an end-of-turn token, "length" at the limit, "interrupted"
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def message(self) -> Message:
+        """The answer as a message of a conversation."""
+        answer = self.drawn.answer
+        return {"role": "assistant", "content": answer} if isinstance(answer, str) else answer[0]
 
     def describe(self) -> str:
         """Return length and speed of the answer as text."""
@@ -83,17 +103,21 @@ class ChatModel:
         self.label = label
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(whole)
         self._model = _load(whole, adapters=None if base is None else folder, dtype=dtype)
+        # generate would take each setting that is None from the model
+        self._defaults, self._model.generation_config = self._model.generation_config, GenerationConfig()
         self.has_template = bool(self._tokenizer.chat_template)
         self._limit: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        self.stop_ids = sorted(RecordEncoder(tokenizer=self._tokenizer).stop_ids(trial=False))
+        self._encoder = RecordEncoder(tokenizer=self._tokenizer)
+        self.stop_ids = sorted(self._encoder.stop_ids(trial=False))
 
     def answer(self, messages: Sequence[Message], sampling: Sampling, *, show: Callable[[str], object]) -> Answer:
         """Answer a conversation; ``show`` gets the text as it is generated. KeyboardInterrupt ends the answer.
 
         Raises UserError if the chat template rejects the messages, or they leave no room for an answer.
         """
-        prompt_ids, settings = self._prepare(messages, sampling)
-        stream, start = _Stream(self._tokenizer, show), time.perf_counter()
+        prompt_ids, settings = self._prepare(messages, sampling, copy.deepcopy(self._defaults))
+        read = partial(drawn_text, self._tokenizer, stop_ids=self.stop_ids, before=prompt_ids[0].tolist())
+        stream, start = _Stream(read, show), time.perf_counter()
         try:
             with torch.inference_mode():
                 self._model.generate(
@@ -106,27 +130,47 @@ class ChatModel:
             finish = "interrupted"
         else:
             finish = "stop" if stream.ids and stream.ids[-1] in self.stop_ids else "length"
-        seconds = time.perf_counter() - start
-        return Answer(text=stream.finish(), tokens=len(stream.ids), seconds=seconds, finish=finish)
+        seconds, text = time.perf_counter() - start, stream.finish()
+        drawn = self._read(messages, {}, prompt_ids, stream.ids)
+        return Answer(text=text, drawn=drawn, ids=stream.ids, seconds=seconds, finish=finish)
 
     def draw(
         self, messages: Sequence[Message], sampling: Sampling, *, count: int, variables: Mapping[str, object]
     ) -> list[Answer]:
         """Draw several answers to a conversation as one batch; ``variables`` are arguments of the chat template.
 
+        The settings of the model's generation_config.json do not count.
+
         Raises UserError as :meth:`answer` does.
         """
-        prompt_ids, settings = self._prepare(messages, sampling, variables)
-        prompt_ids, start = prompt_ids.repeat(count, 1), time.perf_counter()
+        prompt_ids, settings = self._prepare(messages, sampling, GenerationConfig(), variables)
+        prompt_ids, before, start = prompt_ids.repeat(count, 1), prompt_ids[0].tolist(), time.perf_counter()
         with torch.inference_mode():
             ids = self._model.generate(prompt_ids, attention_mask=torch.ones_like(prompt_ids), generation_config=settings)
         seconds, answers = time.perf_counter() - start, []
         for row in ids[:, prompt_ids.shape[1] :].tolist():
             end = next((number for number, token in enumerate(row, start=1) if token in self.stop_ids), None)
-            text = str(self._tokenizer.decode(row[:end], skip_special_tokens=True))
+            text, drawn = (
+                drawn_text(self._tokenizer, row, self.stop_ids, before=before),
+                self._read(messages, variables, prompt_ids, row),
+            )
             finish = "length" if end is None else "stop"
-            answers.append(Answer(text=text, tokens=end or len(row), seconds=seconds, finish=finish))
+            answers.append(Answer(text=text, drawn=drawn, ids=row[:end], seconds=seconds, finish=finish))
         return answers
+
+    def _read(
+        self, messages: Sequence[Message], variables: Mapping[str, object], prompt_ids: torch.Tensor, ids: Sequence[int]
+    ) -> DrawnAnswer:
+        """Return an answer to a conversation as that of a row."""
+        return read_drawn(
+            self._encoder,
+            self._tokenizer,
+            list(messages) if self.has_template else messages[-1]["content"],
+            ids,
+            prompt_ids=prompt_ids[0].tolist(),
+            stop_ids=self.stop_ids,
+            variables=variables,
+        )
 
     def describe(self) -> str:
         """Return family, size, dtype and device of the model."""
@@ -136,9 +180,13 @@ class ChatModel:
         return f"{self._model.config.model_type}, {size} parameters, {dtype}, {device.device_name()}"
 
     def _prepare(
-        self, messages: Sequence[Message], sampling: Sampling, variables: Mapping[str, object] = MappingProxyType({})
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling,
+        settings: GenerationConfig,
+        variables: Mapping[str, object] = MappingProxyType({}),
     ) -> tuple[torch.Tensor, GenerationConfig]:
-        """Return the token ids of a conversation and the settings for its answer, and set the seed."""
+        """Return the token ids of a conversation and ``settings`` with those of the command, and set the seed."""
         prompt_ids = self._prompt_ids(messages, variables)
         room = None if self._limit is None else self._limit - prompt_ids.shape[1]
         if room is not None and room < 1:
@@ -146,28 +194,19 @@ class ChatModel:
             raise UserError(f"{text}, got {prompt_ids.shape[1]:,}; write less, or start again (in a chat with /reset)")
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
-        return prompt_ids, self._settings(sampling, room)
+        return prompt_ids, self._settings(sampling, room, settings)
 
     def _prompt_ids(self, messages: Sequence[Message], variables: Mapping[str, object]) -> torch.Tensor:
         if not self.has_template:
             ids = self._tokenizer(messages[-1]["content"])["input_ids"] or [self._tokenizer.eos_token_id]
             return torch.tensor([ids], device=self._model.device)
-        try:
-            template = self._tokenizer.get_chat_template(tools=None)
-            text = self._tokenizer.apply_chat_template(
-                in_form_of(template, messages), tokenize=False, add_generation_prompt=True, **variables
-            )
-        except Exception as error:  # a template is a program and may raise any exception
-            remedy = "leave out the system message, or correct the template"
-            raise UserError(
-                f"{self.label}: the chat template rejects the messages: {printable(str(error))}; {remedy}"
-            ) from error
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        (ids,) = self._encoder.encode_prompts([PromptRecord(prompt=list(messages), line=1, template=variables)])
+        if isinstance(ids, RowError):
+            raise UserError(f"{self.label}: {ids}; perhaps the system message must be left out")
         return torch.tensor([ids], device=self._model.device)
 
-    def _settings(self, sampling: Sampling, room: int | None) -> GenerationConfig:
-        """Return the model's generation settings with those of the command; ``room`` is the maximum length of an answer."""
-        settings = copy.deepcopy(self._model.generation_config)
+    def _settings(self, sampling: Sampling, room: int | None, settings: GenerationConfig) -> GenerationConfig:
+        """Return generation settings with those of the command; ``room`` is the maximum length of an answer."""
         wanted = sampling.max_new_tokens or settings.max_new_tokens or DEFAULT_NEW_TOKENS
         settings.max_new_tokens, settings.max_length = wanted if room is None else min(wanted, room), None
         settings.eos_token_id = self.stop_ids
@@ -175,21 +214,23 @@ class ChatModel:
             settings.pad_token_id = self._tokenizer.eos_token_id
         if sampling.temperature == 0:
             settings.do_sample = False
-        elif sampling.temperature is not None or sampling.top_p is not None:
+        elif any(value is not None for value in (sampling.temperature, sampling.top_p, sampling.top_k)):
             settings.do_sample = True
         if not settings.do_sample:  # transformers warns about settings that have no effect
             settings.temperature = settings.top_p = settings.top_k = None
         else:
             settings.temperature = sampling.temperature or settings.temperature
             settings.top_p = sampling.top_p or settings.top_p
+            # generate would take 50 for None
+            settings.top_k = (settings.top_k or 0) if sampling.top_k is None else sampling.top_k
         return settings
 
 
 class _Stream:
     """Receiver of ``generate``'s tokens, which shows their text as soon as its last character is complete."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, show: Callable[[str], object]) -> None:
-        self._tokenizer, self._show = tokenizer, show
+    def __init__(self, read: Callable[[Sequence[int]], str], show: Callable[[str], object]) -> None:
+        self._read, self._show = read, show
         self._prompt_seen, self._shown = False, ""
         self.ids: list[int] = []
 
@@ -198,7 +239,7 @@ class _Stream:
             self._prompt_seen = True
             return
         self.ids += ids.tolist()
-        text = self._text()
+        text = self._read(self.ids)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may have several tokens
             self._extend(text)
 
@@ -207,12 +248,9 @@ class _Stream:
 
     def finish(self) -> str:
         """Show the rest, and return the whole text."""
-        text = self._text()
+        text = self._read(self.ids)
         self._extend(text)
         return text
-
-    def _text(self) -> str:
-        return str(self._tokenizer.decode(self.ids, skip_special_tokens=True))
 
     def _extend(self, text: str) -> None:
         if len(text) > len(self._shown) and text.startswith(self._shown):
@@ -224,7 +262,7 @@ class Session:
     """A conversation, whose answers are printed to stdout: as text while they are generated, or as lines of JSON.
 
     Each model has a history of its own, with its own answers. ``collect`` gets each complete answer after it is printed: the
-    name of its model, the prompt that the model has seen (a text, if it has no chat template), and the answer.
+    name of its model, the prompt that the model has seen (a text, if it has no chat template), and the answer of a row.
     """
 
     def __init__(
@@ -234,7 +272,7 @@ class Session:
         sampling: Sampling,
         system: str | None = None,
         as_json: bool,
-        collect: Callable[[str, Any, str], None] | None = None,
+        collect: Callable[[str, Any, TextOrMessages], None] | None = None,
     ) -> None:
         self._collect = collect
         self._models, self._sampling, self._as_json = models, sampling, as_json
@@ -270,18 +308,19 @@ class Session:
             answer = model.answer([*history, {"role": "user", "content": prompt}], self._sampling, show=show_text)
             if self._as_json:
                 fields = {"tokens": answer.tokens, "seconds": round(answer.seconds, 3), "finish": answer.finish}
-                line = {"model": model.label, "prompt": prompt, "answer": answer.text, **fields}
+                message = {} if isinstance(answer.drawn.answer, str) else {"message": answer.message}
+                line = {"model": model.label, "prompt": prompt, "answer": answer.text, **message, **fields}
                 text = json.dumps(line, ensure_ascii=False)
                 self._write((text if text == terminal_text(text) else json.dumps(line)) + "\n")
             else:
                 details = f"  {self._marked(f'({answer.describe()})', _DIM)}" if sys.stdout.isatty() else ""
                 self._write(f"{details}\n")
-            added.append([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer.text}])
+            added.append([{"role": "user", "content": prompt}, answer.message])
             if answer.finish == "interrupted":
                 break
             if self._collect is not None:
                 seen = [*history, {"role": "user", "content": prompt}] if model.has_template else prompt
-                self._collect(model.label, seen, answer.text)
+                self._collect(model.label, seen, answer.drawn.answer)
         for history, messages in zip(self._histories, added, strict=False):
             history += messages
         return answer.finish != "interrupted"

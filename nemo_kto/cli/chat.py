@@ -72,7 +72,11 @@ def _talk(flags: argparse.Namespace, models: Sequence[ChatModel], prompts: Seque
     from nemo_kto.chat.session import Sampling, Session
 
     sampling = Sampling(
-        max_new_tokens=flags.max_new_tokens, temperature=flags.temperature, top_p=flags.top_p, seed=flags.seed
+        max_new_tokens=flags.max_new_tokens,
+        temperature=flags.temperature,
+        top_p=flags.top_p,
+        top_k=flags.top_k,
+        seed=flags.seed,
     )
     session = Session(models=models, sampling=sampling, system=flags.system, as_json=flags.json, collect=collect)
     for prompt in prompts:
@@ -119,14 +123,17 @@ def add_sampling(parser: argparse.ArgumentParser, *, length: str, temperature: s
     top_p = "draw from the most probable tokens whose probabilities sum to P"
     probability = number("above 0 and at most 1", lambda value: 0 < value <= 1)
     parser.add_argument("--top-p", type=probability, metavar="P", help=top_p)
+    top_k = "draw from the K most probable tokens; 0: from all"
+    parser.add_argument("--top-k", type=integer_from(0), metavar="K", help=top_k)
     parser.add_argument("--seed", type=integer_from(0), metavar="N", help=seed)
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: a GPU if there is one")
 
 
 def check_sampling(flags: argparse.Namespace) -> None:
     """Select the device of the options; UserError if they contradict each other or the machine."""
-    if flags.temperature == 0 and flags.top_p is not None:
-        raise UserError("--top-p must be used with a temperature above 0, got --temperature 0; leave one out")
+    for option, value, everything in (("--top-p", flags.top_p, 1), ("--top-k", flags.top_k, 0)):
+        if flags.temperature == 0 and value not in (None, everything):
+            raise UserError(f"{option} must be used with a temperature above 0, got --temperature 0; leave one out")
     if flags.device == "cpu":
         device.force_cpu()
     elif flags.device == "gpu" and not device.device_count():

@@ -153,6 +153,7 @@ class SamplesConfig(Section):
     max_new_tokens: Count
     temperature: Annotated[float, Ge(0), Remedy("0.0 chooses the most probable token")]
     top_p: Annotated[float, Gt(0), Le(1), Remedy("1.0 draws from all tokens")]
+    top_k: Annotated[int, Ge(0), Remedy("0 draws from all tokens")]
     seed: Annotated[int, Ge(0), Le(2**32 - 1), Remedy("e.g. {key}=1234")]
 
     @property

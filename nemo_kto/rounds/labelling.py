@@ -17,7 +17,9 @@ _SETTINGS = ("round", "threshold", "rubric")  # in the source of a row, beside t
 PERSON = "person"  # the labeller of rows by keys or on the page
 
 
-def thumb_row(prompt: TextOrMessages, answer: str, *, good: bool, source: Mapping[str, object]) -> dict[str, object]:
+def thumb_row(
+    prompt: TextOrMessages, answer: TextOrMessages, *, good: bool, source: Mapping[str, object]
+) -> dict[str, object]:
     """Return the row of a labelled answer; ``source``: model, labeller and more, which the training ignores."""
     return {"prompt": prompt, "response": answer, "label": good, SOURCE: source}
 
@@ -43,10 +45,10 @@ class Question:
         first, variables = self.answers[0], {VARIABLES: self.answers[0].variables} if self.answers[0].variables else {}
         if len(self.answers) == 1:
             source = {**first.source, **about}
-            return {**thumb_row(self.prompt, first.text, good=verdict, source=source), **variables}
+            return {**thumb_row(self.prompt, first.answer, good=verdict, source=source), **variables}
         chosen, rejected = self.answers if verdict else reversed(self.answers)
         source = {**first.source, "index": [chosen.key[1], rejected.key[1]], **about}
-        return {"prompt": self.prompt, "chosen": chosen.text, "rejected": rejected.text, SOURCE: source, **variables}
+        return {"prompt": self.prompt, "chosen": chosen.answer, "rejected": rejected.answer, SOURCE: source, **variables}
 
 
 def single_questions(answers: Iterable[Sampled]) -> list[Question]:
@@ -64,7 +66,7 @@ def pair_questions(answers: Sequence[Sampled]) -> list[Question]:
         for pair in zip(group[::2], group[1::2], strict=False):
             draw = random.Random(f"{pair[0].key} {pair[1].key}")  # nosec B311
             shown = pair if draw.random() < 0.5 else pair[::-1]
-            if pair[0].text != pair[1].text:
+            if pair[0].answer != pair[1].answer:
                 questions.append(Question(answers=shown))
     return questions
 

@@ -173,6 +173,7 @@ def build_prompts(
             seq_length=run.cfg.seq_length,
             temperature=settings.temperature,
             top_p=settings.top_p,
+            top_k=settings.top_k,
             seed=settings.seed,
         )
         return SamplePrompts(found, decoding)

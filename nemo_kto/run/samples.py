@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from nemo_kto.algorithms.duration import interval_steps
 from nemo_kto.config.resolved import ResolvedRun
 from nemo_kto.data.batches.dataset import SplitCounts, Splits
 from nemo_kto.data.batches.loader import gathered_examples
+from nemo_kto.data.tokens.drawn import drawn_text
 from nemo_kto.distributed import state
 from nemo_kto.errors import plural
 from nemo_kto.losses.rewards import Rewards
@@ -61,7 +62,7 @@ class Sampler:
                 index=index,
                 prompt=prompt.text,
                 messages=prompt.messages,
-                answer=self.tokenizer.decode(tokens, skip_special_tokens=True),
+                answer=drawn_text(self.tokenizer, tokens, decoding.stop_ids, before=prompt.ids),
                 tokens=len(tokens),
                 ended=tokens[-1] in decoding.stop_ids,
             )
@@ -127,16 +128,25 @@ def extreme_rows(run: ResolvedRun, data: RunData, set_name: str, rewards: Reward
             row=dataset.names([order[k]])[0],
             reward=agreement[k] if better in answers else -agreement[k],
             prompt=data.tokenizer.decode(examples[k].prompt_ids),
-            answers={name: data.tokenizer.decode(tokens, skip_special_tokens=True) for name, tokens in answers.items()},
+            answers={name: _row_text(data.tokenizer, tokens, examples[k].prompt_ids) for name, tokens in answers.items()},
         )
 
     return [record(k, best=False) for k in ranked[:shown]] + [record(k, best=True) for k in ranked[::-1][:shown]]
 
 
+def _row_text(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int], prompt_ids: Iterable[int]) -> str:
+    """Return the text of a row's answer without the special tokens at its end."""
+    special, kept = set(tokenizer.all_special_ids), [*map(int, ids)]
+    while kept and kept[-1] in special:
+        kept.pop()
+    return drawn_text(tokenizer, kept, (), before=[*map(int, prompt_ids)])
+
+
 def samples_text(run: ResolvedRun, samples: SamplePrompts, splits: Splits[Any]) -> str:
     """Describe the samples, and their work compared with the training between two validations."""
     (prompts, decoding), share = samples, _relative_work(run, samples, splits.in_use["train"].counts)
-    drawn = f"temperature {decoding.temperature:g}, top_p {decoding.top_p:g}" if decoding.temperature else "greedy"
+    top_k = f", top_k {decoding.top_k}" if decoding.top_k else ""
+    drawn = f"temperature {decoding.temperature:g}, top_p {decoding.top_p:g}{top_k}" if decoding.temperature else "greedy"
     work = "less than 1%" if share < 0.01 else f"at most {share:.0%}"
     text = f"{plural(len(prompts), 'prompt')}, up to {plural(decoding.max_new_tokens, 'token')} each, {drawn}"
     return f"{text}; {work} more work (timing/samples)"

@@ -17,6 +17,7 @@ from nemo_kto.cli.data import check
 from nemo_kto.cli.entry import look_at_checkpoints, main
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.rows.sources import read_data_prefix
+from nemo_kto.data.tokens.drawn import DrawnAnswer
 from nemo_kto.telemetry.console import set_up_logging
 from nemo_kto.utils.text import html_text, markdown_code, markdown_text, terminal_line, terminal_text
 from tests.helpers.messages import raises
@@ -126,7 +127,8 @@ class Echo:
 
     def answer(self, messages: object, sampling: object, *, show: object) -> Answer:
         show(FOREIGN)  # type: ignore[operator]
-        return Answer(text=FOREIGN, tokens=1, seconds=0.0, finish="stop")
+        drawn = DrawnAnswer(answer=FOREIGN, is_same=True)
+        return Answer(text=FOREIGN, drawn=drawn, ids=[1], seconds=0.0, finish="stop")
 
 
 @pytest.mark.parametrize("as_json", [True, False])

@@ -14,6 +14,7 @@ from nemo_kto.cli import integer_from
 from nemo_kto.cli.chat import add_sampling, base_of_adapters, check_sampling, find_model, load_models
 from nemo_kto.cli.rounds import CONCURRENCY
 from nemo_kto.data.rows.reader import RowErrors
+from nemo_kto.data.rows.records import TextOrMessages
 from nemo_kto.errors import UserError, plural, refuse_broken
 from nemo_kto.rounds.answers import WEIGHTS, Task, find_tasks
 from nemo_kto.rounds.rows import open_rows
@@ -25,12 +26,15 @@ if TYPE_CHECKING:
     from nemo_kto.rounds.endpoint import Endpoint
 
 _COUNT, _LENGTH, _TEMPERATURE, _SEED = 4, 512, 1.0, 0
+_ALL: Mapping[str, Any] = {"top_p": 1.0, "top_k": 0}  # draws from all tokens, whatever the model's own settings are
+_DRAWING = ("count", "max_new_tokens", "temperature", *_ALL, "seed", "system")
 _DESCRIPTION = """\
 Write answers of a model to the prompts of a file, a line for each answer. The same command continues after it was killed,
 with the answers that it would have drawn. With --endpoint a server with OpenAI's interface answers (vLLM, SGLang), which
 gets the key in OPENAI_API_KEY; RUN|MODEL is then left out.
 """
-Drawn = tuple[Task, list[tuple[str, str]] | UserError]  # texts and reasons of their ends, or why there is none
+# answers and reasons of their ends, or why there is none
+Drawn = tuple[Task, Sequence[tuple[TextOrMessages, str]] | UserError]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -78,7 +82,7 @@ def write_answers(
                 file.append(*(task.row(index, *answer, model=model, settings=settings) for index, answer in numbered))
         refused.raise_if_any()
         cut = sum(row.get("finish") == "length" for row in file.rows)
-        different = len({(row["line"], row["answer"]) for row in file.rows})
+        different = len({(row["line"], repr(row["answer"])) for row in file.rows})
     added = "" if missing == len(file.rows) else f" ({missing:,} new)"
     limit = settings["max_new_tokens"]
     print(terminal_line(f"{out}: {plural(len(file.rows), 'answer')}{added}, {cut:,} cut at {limit:,} tokens"))
@@ -93,12 +97,14 @@ def _on_this_machine(folder: Path, label: str, tasks: Sequence[Task], settings: 
     (model,) = load_models({label: folder})
     from nemo_kto.chat.session import Sampling
 
+    changed = total = 0
     for given in tasks:
         task = replace(given, prompt=given.messages) if model.has_template else given
         sampling = Sampling(
             max_new_tokens=settings["max_new_tokens"],
             temperature=settings["temperature"],
             top_p=settings["top_p"],
+            top_k=settings["top_k"],
             seed=_seed(settings["seed"], task.line),
         )
         try:
@@ -106,7 +112,13 @@ def _on_this_machine(folder: Path, label: str, tasks: Sequence[Task], settings: 
         except UserError as error:  # such as a prompt above the context length
             yield task, error
         else:
-            yield task, [(drawn[index].text, drawn[index].finish) for index in task.missing]
+            yield task, [(drawn[index].drawn.answer, drawn[index].finish) for index in task.missing]
+            changed += sum(not drawn[index].drawn.is_same for index in task.missing)
+            total += len(task.missing)
+    if changed:
+        text = f"{changed:,} of {plural(total, 'answer')} would be trained as other tokens than were drawn"
+        reason = "the chat template changes them, such as their last white space, or text has other tokens"
+        print_error(f"nemo-kto sample: {text}: {reason}")
 
 
 def check_template(folder: Path, tasks: Sequence[Task]) -> None:
@@ -123,12 +135,20 @@ def check_template(folder: Path, tasks: Sequence[Task]) -> None:
 def _from_server(endpoint: Endpoint, tasks: Sequence[Task], settings: Mapping[str, Any]) -> Iterator[Drawn]:
     """Yield each answer of a server as it comes."""
     single = [replace(task, prompt=task.messages, missing=[index]) for task in tasks for index in task.missing]
-    given = {name: settings[name] for name in ("temperature", "top_p")}
+    given = {name: settings[name] for name in ("temperature", "top_p", "top_k")}
+    given["top_k"] = given["top_k"] or -1  # all tokens, for vLLM, SGLang and llama.cpp
 
     def ask(task: Task) -> Any:
         variables = {"chat_template_kwargs": task.variables} if task.variables else {}
         seed = _seed(settings["seed"], task.line, task.missing[0])
-        return endpoint.complete(task.messages, max_tokens=settings["max_new_tokens"], seed=seed, **given, **variables)
+        sent = {**given, **variables}
+        try:
+            return endpoint.complete(task.messages, max_tokens=settings["max_new_tokens"], seed=seed, **sent)
+        except UserError as error:
+            if settings["top_k"] or "top_k" not in sent or "top_k" not in str(error):
+                raise
+            given.pop("top_k", None)  # a server that does not know it, such as OpenAI's, draws from all tokens
+            return ask(task)
 
     for task, reply in endpoint.map(ask, single):
         yield task, reply if isinstance(reply, UserError) else [reply]
@@ -160,12 +180,12 @@ def add_drawing(parser: argparse.ArgumentParser, *, count: int) -> None:
     temperature = f"0 takes the most probable token ({_TEMPERATURE:g})"
     length, seed = f"maximum length of an answer ({_LENGTH})", f"answers with another seed differ ({_SEED})"
     add_sampling(parser, length=length, temperature=temperature, seed=seed)
-    parser.set_defaults(max_new_tokens=_LENGTH, temperature=_TEMPERATURE, seed=_SEED)
+    parser.set_defaults(max_new_tokens=_LENGTH, temperature=_TEMPERATURE, seed=_SEED, **_ALL)
 
 
 def drawing_settings(flags: argparse.Namespace) -> dict[str, Any]:
     """Return the values of these options, which each answer of a file records."""
-    return {name: getattr(flags, name) for name in ("count", "max_new_tokens", "temperature", "top_p", "seed", "system")}
+    return {name: getattr(flags, name) for name in _DRAWING}
 
 
 def check_drawing(flags: argparse.Namespace) -> None:

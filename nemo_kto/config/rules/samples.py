@@ -23,9 +23,10 @@ def sample_rules(run: ResolvedRun) -> Errors:
     if samples.max_new_tokens >= length:
         text = f"must leave room for a prompt in model.data.seq_length={length}, got {samples.max_new_tokens}; lower it"
         yield ConfigError(f"{_SAMPLES}.max_new_tokens", text, ("model.data.seq_length", _MODEL))
-    if samples.temperature == 0 and samples.top_p < 1:
-        text = f"must be 1.0 with temperature=0.0, which does not draw, got {samples.top_p}"
-        yield ConfigError(f"{_SAMPLES}.top_p", f"{text}; set {_SAMPLES}.temperature=1.0", (f"{_SAMPLES}.temperature",))
+    for name, given, everything in (("top_p", samples.top_p, 1.0), ("top_k", samples.top_k, 0)):
+        if samples.temperature == 0 and given != everything:
+            text = f"must be {everything} with temperature=0.0, which does not draw, got {given}"
+            yield ConfigError(f"{_SAMPLES}.{name}", f"{text}; set {_SAMPLES}.temperature=1.0", (f"{_SAMPLES}.temperature",))
     if samples.prompts is not None:
         yield from _file_rules(run, samples.prompts)
     loop, section = run.cfg.loop, f"trainer.{run.cfg.recipe.name}"

@@ -35,6 +35,7 @@ class Decoding:
     seq_length: int  # maximum number of tokens of prompt and answer together
     temperature: float = 0.0  # the logits are divided by it; 0 chooses the most probable token
     top_p: float = 1.0  # only the most probable tokens, which together have at least this probability, are drawn
+    top_k: int = 0  # only so many of the most probable tokens are drawn; 0 draws from all
     seed: int = 0
 
     def is_complete(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
@@ -73,7 +74,9 @@ def generate(
         uniform_B = torch.tensor(
             [uniform(decoding.seed, number, len(answers[number])) for number in active], dtype=torch.float64
         )
-        chosen_B = choose_tokens(logits_BV.cpu(), uniform_B, temperature=decoding.temperature, top_p=decoding.top_p)
+        chosen_B = choose_tokens(
+            logits_BV.cpu(), uniform_B, temperature=decoding.temperature, top_p=decoding.top_p, top_k=decoding.top_k
+        )
         tokens = from_last_stage(chosen_B.to(device.current_device())).tolist()
         for number, token in zip(active, tokens, strict=True):
             answers[number].append(token)
@@ -95,13 +98,14 @@ def _batch(sequences: Sequence[Sequence[int]], collate: dict[str, Any]) -> Seque
     )
 
 
-def choose_tokens(logits_BV: Tensor, uniform_B: Tensor, *, temperature: float, top_p: float) -> Tensor:
+def choose_tokens(logits_BV: Tensor, uniform_B: Tensor, *, temperature: float, top_p: float, top_k: int = 0) -> Tensor:
     """Choose one token for each row of logits: [B] int64. All computations are in float64.
 
     With ``temperature`` 0 it is the most probable token, of equal ones the first. Otherwise it is drawn from the softmax of
-    logits / temperature, restricted to the fewest tokens whose probabilities sum to ``top_p`` or more (nucleus sampling,
-    Holtzman et al. 2019, arXiv 1904.09751), by inverting the distribution function at ``uniform_B``, in [0, 1). Tokens are
-    in the order of their ids, so that rounding of the logits rarely changes the choice.
+    logits / temperature, restricted to the ``top_k`` most probable tokens (0: all), and then to the fewest whose
+    probabilities sum to ``top_p`` or more (nucleus sampling, Holtzman et al. 2019, arXiv 1904.09751), by inverting the
+    distribution function at ``uniform_B``, in [0, 1). Tokens are in the order of their ids, so that rounding of the logits
+    rarely changes the choice.
 
     Examples:
         >>> logits_BV, uniform_B = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([0.79])
@@ -113,6 +117,9 @@ def choose_tokens(logits_BV: Tensor, uniform_B: Tensor, *, temperature: float, t
     logits_BV = logits_BV.double()
     if temperature == 0:
         return logits_BV.argmax(dim=1)
+    if 0 < top_k < logits_BV.shape[1]:
+        order_BV = logits_BV.argsort(dim=1, descending=True, stable=True)
+        logits_BV = logits_BV.scatter(1, order_BV[:, top_k:], -torch.inf)
     probs_BV = torch.softmax(logits_BV / temperature, dim=1)
     if top_p < 1:
         sorted_BV, order_BV = probs_BV.sort(dim=1, descending=True, stable=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from nemo_kto.artifacts.safetensors_files import INDEX, WRITTEN_BY
-from nemo_kto.chat.session import ChatModel
+from nemo_kto.chat.session import ChatModel, Sampling
 from nemo_kto.cli.chat import find_model, main
 from nemo_kto.errors import UserError
 from nemo_kto.processes.ranks import INTERRUPTED
@@ -54,11 +55,11 @@ def generated_ids(folder: Path, messages: list[dict[str, str]], length: int = 12
 
 
 def generated(folder: Path, messages: list[dict[str, str]], length: int = 12, **settings: Any) -> str:
-    """The answer of transformers' generate."""
+    """The answer of transformers' generate, without the token that ends it."""
     from transformers import AutoTokenizer
 
     ids = generated_ids(folder, messages, length, **settings)
-    return str(AutoTokenizer.from_pretrained(folder).decode(ids, skip_special_tokens=True))
+    return str(AutoTokenizer.from_pretrained(folder).decode(ids).removesuffix(TURN_END))
 
 
 def user(text: str) -> dict[str, str]:
@@ -108,15 +109,46 @@ def test_settings_are_those_of_the_model_and_then_those_of_the_command(
     drawing = changed(folders[0], tmp_path / "drawing", do_sample=True, temperature=2.0, max_new_tokens=9)
     same, again = (answers(capsys, [drawing, "-p", "Hello", "--seed", "3"])[0] for _ in range(2))
     torch.manual_seed(3)
-    expected = generated(folders[0], [user("Hello")], 9, do_sample=True, temperature=2.0)
+    expected = generated(folders[0], [user("Hello")], 9, do_sample=True, temperature=2.0, top_k=0)
     assert same["answer"] == again["answer"] == expected
     greedy = generated(folders[0], [user("Hello")], 12)
     assert expected != greedy
     assert answers(capsys, [drawing, "-p", "Hello", "--temperature", "0", *LENGTH])[0]["answer"] == greedy
     torch.manual_seed(4)
-    nucleus = generated(folders[0], [user("Hello")], 12, do_sample=True, temperature=0.7, top_p=0.5)
+    nucleus = generated(folders[0], [user("Hello")], 12, do_sample=True, temperature=0.7, top_p=0.5, top_k=0)
     words = [folders[0], "-p", "Hello", "--temperature", "0.7", "--top-p", "0.5", "--seed", "4", *LENGTH]
     assert answers(capsys, words)[0]["answer"] == nucleus
+    narrow = changed(folders[0], tmp_path / "narrow", do_sample=True, top_k=2)
+    for top_k, given in ((2, []), (3, ["--top-k", "3"])):
+        torch.manual_seed(4)
+        drawn = generated(folders[0], [user("Hello")], 12, do_sample=True, top_k=top_k)
+        assert answers(capsys, [narrow, "-p", "Hello", "--seed", "4", *given, *LENGTH])[0]["answer"] == drawn
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.8, "top_k": 70}], ids=["all", "narrowed"])
+def test_answers_are_drawn_from_the_documented_distribution(
+    folders: tuple[Path, Path], tmp_path: Path, sampling: dict[str, Any]
+) -> None:
+    """Neither settings of the model nor defaults of transformers count."""
+    own = changed(folders[0], tmp_path / "own", do_sample=True, top_k=3, top_p=0.5, repetition_penalty=5.0, min_p=0.4)
+    model, draws = ChatModel(label="", folder=own, dtype=torch.float32), 4000
+    settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **sampling}
+    drawn = model.draw([user("?")], Sampling(max_new_tokens=1, seed=1, **settings), count=draws, variables={})
+    ids = make_tokenizer().apply_chat_template([user("?")], add_generation_prompt=True)["input_ids"]
+    with torch.inference_mode():
+        probs_V = (model._model(torch.tensor([ids])).logits[0, -1].double() / settings["temperature"]).softmax(0)
+    most_probable = sorted(range(len(probs_V)), key=lambda token: -probs_V[token])[: settings["top_k"] or None]
+    kept, total = dict[int, float](), sum(float(probs_V[token]) for token in most_probable)
+    for token in most_probable:
+        if sum(kept.values()) < settings["top_p"]:
+            kept[token] = float(probs_V[token]) / total
+    counts = Counter(token for answer in drawn for token in answer.ids)
+    assert counts.keys() <= kept.keys()
+    expected = {token: draws * share / sum(kept.values()) for token, share in kept.items()}
+    chi_square = sum((counts[token] - number) ** 2 / number for token, number in expected.items())
+    freedom = len(expected) - 1
+    assert freedom > 35
+    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5
 
 
 def test_an_answer_ends_at_the_end_of_a_turn(
@@ -130,7 +162,7 @@ def test_an_answer_ends_at_the_end_of_a_turn(
     assert answer["finish"] == "stop"
     count = ids.index(ids[2]) + 1
     assert answer["tokens"] == count
-    assert answer["answer"] == AutoTokenizer.from_pretrained(ending).decode(ids[:count], skip_special_tokens=True)
+    assert answer["answer"] == AutoTokenizer.from_pretrained(ending).decode(ids[: count - 1])
 
 
 def test_an_answer_ends_at_a_token_of_the_template_before_the_eos(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -233,6 +265,7 @@ def test_thumbs_of_a_chat_are_rows_with_the_conversation_so_far(
         (["{model}", "--against"], ("--against", "belongs to no run", "hf:ORGANISATION/NAME")),
         (["{model}", "--against", "{model}"], ("--against", "another model")),
         (["{model}", "--temperature", "0", "--top-p", "0.5"], ("--top-p", "--temperature 0")),
+        (["{model}", "--temperature", "0", "--top-k", "5"], ("--top-k", "--temperature 0")),
         (["{model}", "--collect", "thumbs.jsonl"], ("--collect", "terminal", "nemo-kto label")),
         (["hf:org/absent", "-p", "x"], ("MODEL", "hf:org/absent", "HF_HUB_OFFLINE=1")),
     ],

@@ -27,14 +27,16 @@ def file(tmp_path: Path) -> Path:
     [
         ([f"{KEY}.count=-1"], [Message(f"{KEY}.count", "0", "-1")]),
         (
-            [f"{KEY}={{max_new_tokens: 0, temperature: -1, top_p: 0}}"],
+            [f"{KEY}={{max_new_tokens: 0, temperature: -1, top_p: 0, top_k: -1}}"],
             [
                 Message(f"{KEY}.max_new_tokens", "1", "0"),
                 Message(f"{KEY}.temperature", "0", "-1"),
                 Message(f"{KEY}.top_p", "0", "1"),
+                Message(f"{KEY}.top_k", "0", "-1"),
             ],
         ),
         ([ON, f"{KEY}.top_p=0.9"], [Message(f"{KEY}.top_p", "1.0", "temperature=0.0", "0.9", f"{KEY}.temperature=1.0")]),
+        ([ON, f"{KEY}.top_k=9"], [Message(f"{KEY}.top_k", "must be 0", "temperature=0.0", "9", f"{KEY}.temperature=1.0")]),
         (
             [ON, "model.data.seq_length=64"],
             [Message(f"{KEY}.max_new_tokens", "model.data.seq_length=64", "64", "lower")],
@@ -47,7 +49,7 @@ def file(tmp_path: Path) -> Path:
             ],
         ),
         ([f"{KEY}.prompts=absent.txt"], [Message(f"{KEY}.prompts", "absent.txt", "cannot be read", "correct")]),
-        ([ON, f"{KEY}.temperature=0.7", f"{KEY}.top_p=0.9"], []),
+        ([ON, f"{KEY}.temperature=0.7", f"{KEY}.top_p=0.9", f"{KEY}.top_k=9"], []),
         ([f"{KEY}.top_p=0.9"], []),  # not used
     ],
     ids=lambda value: str(value)[:50],

@@ -13,27 +13,33 @@ PARTS = 10_000
 PROBS = [0.1, 0.4, 0.2, 0.3]
 
 
-def frequencies(probs: list[float], *, temperature: float, top_p: float) -> list[float]:
+def frequencies(probs: list[float], *, temperature: float, top_p: float, top_k: int) -> list[float]:
     """How often each token is chosen if the deciding number is in the middle of each of many equal parts of [0, 1)."""
     uniform_B = (torch.arange(PARTS) + 0.5) / PARTS
     logits_BV = torch.tensor(probs).log().expand(PARTS, -1) + 3.0
-    chosen_B = choose_tokens(logits_BV, uniform_B, temperature=temperature, top_p=top_p)
+    chosen_B = choose_tokens(logits_BV, uniform_B, temperature=temperature, top_p=top_p, top_k=top_k)
     return (torch.bincount(chosen_B, minlength=len(probs)) / PARTS).tolist()
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "expected"),
+    ("temperature", "top_p", "top_k", "expected"),
     [
-        (1.0, 1.0, PROBS),
-        (0.5, 1.0, [float(Fraction(part, 30)) for part in (1, 16, 4, 9)]),  # squares: 0.01, 0.16, 0.04, 0.09
-        (1.0, 0.7, [0.0, 4 / 7, 0.0, 3 / 7]),  # just enough with two
-        (1.0, 0.71, [0.0, 4 / 9, 2 / 9, 3 / 9]),
-        (0.5, 0.5, [0.0, 1.0, 0.0, 0.0]),  # 16 / 30 is enough
-        (1.0, 1e-6, [0.0, 1.0, 0.0, 0.0]),
+        (1.0, 1.0, 0, PROBS),
+        (1.0, 1.0, 9, PROBS),
+        (0.5, 1.0, 0, [float(Fraction(part, 30)) for part in (1, 16, 4, 9)]),  # squares: 0.01, 0.16, 0.04, 0.09
+        (1.0, 0.7, 0, [0.0, 4 / 7, 0.0, 3 / 7]),  # just enough with two
+        (1.0, 0.71, 0, [0.0, 4 / 9, 2 / 9, 3 / 9]),
+        (0.5, 0.5, 0, [0.0, 1.0, 0.0, 0.0]),  # 16 / 30 is enough
+        (1.0, 1e-6, 0, [0.0, 1.0, 0.0, 0.0]),
+        (0.5, 1.0, 2, [0.0, 16 / 25, 0.0, 9 / 25]),
+        (1.0, 0.75, 3, [0.0, 4 / 7, 0.0, 3 / 7]),  # of the sum of three, 0.9, two are 7 / 9; of all they are 0.7
     ],
 )
-def test_tokens_are_drawn_with_their_probabilities(temperature: float, top_p: float, expected: list[float]) -> None:
-    assert frequencies(PROBS, temperature=temperature, top_p=top_p) == pytest.approx(expected, abs=2 / PARTS)
+def test_tokens_are_drawn_with_their_probabilities(
+    temperature: float, top_p: float, top_k: int, expected: list[float]
+) -> None:
+    found = frequencies(PROBS, temperature=temperature, top_p=top_p, top_k=top_k)
+    assert found == pytest.approx(expected, abs=2 / PARTS)
 
 
 def test_without_temperature_the_first_of_the_most_probable_tokens_is_chosen() -> None:

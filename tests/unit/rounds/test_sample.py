@@ -54,7 +54,7 @@ def test_answers_are_draws_of_transformers_and_a_cut_file_is_continued(
         rows[3]["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     torch.manual_seed(sample._seed(5, 2))
-    ids = model.generate(**inputs, do_sample=True, num_return_sequences=3, max_new_tokens=8, min_new_tokens=8)
+    ids = model.generate(**inputs, do_sample=True, top_k=0, num_return_sequences=3, max_new_tokens=8, min_new_tokens=8)
     texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert [row["answer"] for row in rows[3:]] == texts
 
@@ -87,11 +87,8 @@ def test_a_server_that_fails_at_first(prompts: Path, tmp_path: Path, monkeypatch
         run(prompts, "--endpoint", f"{server.url}/v1", "--out", out, *SHORT, "--system", "Be brief.", "--concurrency", "2")
         assert len(server.requests) == 6
         assert set(server.keys) == {"Bearer key-of-a-test"}
-        assert {key: server.requests[0][key] for key in ("model", "max_tokens", "temperature")} == {
-            "model": "served",
-            "max_tokens": 8,
-            "temperature": 1.0,
-        }
+        settings = {"model": "served", "max_tokens": 8, "temperature": 1.0, "top_p": 1.0, "top_k": -1}
+        assert {key: server.requests[0][key] for key in settings} == settings
         rows = read(out)
         assert len({row["answer"] for row in rows}) == 6, "each has a seed of its own"
         assert all(row["prompt"][0] == {"role": "system", "content": "Be brief."} for row in rows)
@@ -100,6 +97,19 @@ def test_a_server_that_fails_at_first(prompts: Path, tmp_path: Path, monkeypatch
         run(prompts, "--endpoint", server.url, "--out", out, *SHORT, "--system", "Be brief.")
         assert len(server.requests) == 8
         assert sorted(out.read_text().splitlines(keepends=True)) == sorted(lines)
+
+
+@pytest.mark.parametrize(("given", "sent"), [([], [None] * 4), (["--top-k", "9"], [])])
+def test_a_server_that_does_not_know_top_k(prompts: Path, tmp_path: Path, given: list[str], sent: list[int | None]) -> None:
+    """It draws from all tokens, unless it should not."""
+    with serving(lambda body: f"REFUSED top_k is unknown, got {body['top_k']}" if "top_k" in body else "Lake.") as server:
+        words = [prompts, "--endpoint", server.url, "--out", tmp_path / "answers.jsonl", "-n", "2", *given]
+        if given:
+            with raises(UserError, f"{prompts}:1", "--endpoint", "400", "top_k is unknown, got 9"):
+                run(*words)
+        else:
+            run(*words)
+        assert [body.get("top_k") for body in server.requests] == sent
 
 
 def test_equal_answers_of_a_server_are_a_warning(prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,9 @@ from nemo_kto.data.batches.dataset import KTOExample
 from nemo_kto.errors import UserError
 from nemo_kto.run.data import SamplePrompts, build_prompts
 from nemo_kto.run.resume import check_validation_rows
+from nemo_kto.run.samples import Sampler, _row_text
 from tests.helpers.messages import raises
-from tests.helpers.tiny_models import TURN_END, make_tokenizer
+from tests.helpers.tiny_models import EOS, TURN_END, TURN_START, make_tokenizer
 from tests.unit.run.test_build_rows import resolved
 
 KEY = "exp_manager.samples"
@@ -60,6 +61,20 @@ def test_prompts_that_leave_no_room_are_errors(tmp_path: Path) -> None:
         prompts_of(f"prompts={file}")
     with raises(UserError, f"{KEY}.max_new_tokens", "10", "model.data.seq_length=30", "lower"):
         prompts_of("count=1", rows=examples("x" * 21))
+
+
+def test_answers_are_shown_with_special_tokens_but_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tokenizer()
+    found = prompts_of("count=1", rows=examples("a"))
+    assert found is not None
+    ids = tokenizer([f"{TURN_START}Why?{EOS} Ok{TURN_END}", f" Cut{EOS}"], add_special_tokens=False)["input_ids"]
+    monkeypatch.setattr("nemo_kto.run.samples.generate", lambda *_, **__: ids)
+    prompts = SamplePrompts([found.prompts[0]] * 2, found.decoding)
+    given: Any = {"engine": None, "collate": {}, "must_stop": None, "is_policy": True, "has_initial": False}
+    sampler = Sampler(tokenizer=tokenizer, samples=prompts, starts_as="policy", **given)
+    answers = sampler.answers(3)
+    assert [(each.answer, each.ended) for each in answers] == [(f"{TURN_START}Why?{EOS} Ok", True), (f" Cut{EOS}", False)]
+    assert _row_text(tokenizer, ids[0], [1]) == f"{TURN_START}Why?{EOS} Ok"
 
 
 @pytest.mark.parametrize(("key", "value", "without"), [("count", "3", "0"), ("prompts", "asked.txt", "null")])
