@@ -23,6 +23,7 @@ from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
 from nemo_kto.artifacts.content import auto_class
 from nemo_kto.data.rows.records import PromptRecord, RowError, TextOrMessages
 from nemo_kto.data.tokens.chat import RecordEncoder, load_tokenizer
+from nemo_kto.data.tokens.content import TOKEN_IDS
 from nemo_kto.data.tokens.drawn import DrawnAnswer, drawn_text, read_drawn
 from nemo_kto.device import device
 from nemo_kto.device.precision import bf16_slowdown, bf16_support
@@ -59,12 +60,10 @@ class Answer:
     """An answer of a model, complete or interrupted.
 
     Attributes:
-        text: what the model wrote, with special tokens, before the token that ends it.
-        drawn: the same as the answer of a row.
+        drawn: what the model wrote, as text and as the answer of a row.
         ids: its tokens.
     """
 
-    text: str
     drawn: DrawnAnswer
     ids: Sequence[int]
     seconds: float
@@ -77,8 +76,9 @@ class Answer:
     @property
     def message(self) -> Message:
         """The answer as a message of a conversation."""
-        answer = self.drawn.answer
-        return {"role": "assistant", "content": answer} if isinstance(answer, str) else answer[0]
+        given = self.drawn.answer
+        message: Message = {"content": given} if isinstance(given, str) else given[0]
+        return {"role": "assistant", **{name: value for name, value in message.items() if name != TOKEN_IDS}}
 
     def describe(self) -> str:
         """Return length and speed of the answer as text."""
@@ -130,9 +130,10 @@ class ChatModel:
             finish = "interrupted"
         else:
             finish = "stop" if stream.ids and stream.ids[-1] in self.stop_ids else "length"
-        seconds, text = time.perf_counter() - start, stream.finish()
+        seconds = time.perf_counter() - start
+        stream.finish()
         drawn = self._read(messages, {}, prompt_ids, stream.ids)
-        return Answer(text=text, drawn=drawn, ids=stream.ids, seconds=seconds, finish=finish)
+        return Answer(drawn=drawn, ids=stream.ids, seconds=seconds, finish=finish)
 
     def draw(
         self, messages: Sequence[Message], sampling: Sampling, *, count: int, variables: Mapping[str, object]
@@ -144,18 +145,14 @@ class ChatModel:
         Raises UserError as :meth:`answer` does.
         """
         prompt_ids, settings = self._prepare(messages, sampling, GenerationConfig(), variables)
-        prompt_ids, before, start = prompt_ids.repeat(count, 1), prompt_ids[0].tolist(), time.perf_counter()
+        prompt_ids, start = prompt_ids.repeat(count, 1), time.perf_counter()
         with torch.inference_mode():
             ids = self._model.generate(prompt_ids, attention_mask=torch.ones_like(prompt_ids), generation_config=settings)
         seconds, answers = time.perf_counter() - start, []
         for row in ids[:, prompt_ids.shape[1] :].tolist():
             end = next((number for number, token in enumerate(row, start=1) if token in self.stop_ids), None)
-            text, drawn = (
-                drawn_text(self._tokenizer, row, self.stop_ids, before=before),
-                self._read(messages, variables, prompt_ids, row),
-            )
-            finish = "length" if end is None else "stop"
-            answers.append(Answer(text=text, drawn=drawn, ids=row[:end], seconds=seconds, finish=finish))
+            drawn, finish = self._read(messages, variables, prompt_ids, row), "length" if end is None else "stop"
+            answers.append(Answer(drawn=drawn, ids=row[:end], seconds=seconds, finish=finish))
         return answers
 
     def _read(
@@ -246,11 +243,9 @@ class _Stream:
     def end(self) -> None:
         """Called by ``generate`` after the last token."""
 
-    def finish(self) -> str:
-        """Show the rest, and return the whole text."""
-        text = self._read(self.ids)
-        self._extend(text)
-        return text
+    def finish(self) -> None:
+        """Show the rest."""
+        self._extend(self._read(self.ids))
 
     def _extend(self, text: str) -> None:
         if len(text) > len(self._shown) and text.startswith(self._shown):
@@ -308,8 +303,8 @@ class Session:
             answer = model.answer([*history, {"role": "user", "content": prompt}], self._sampling, show=show_text)
             if self._as_json:
                 fields = {"tokens": answer.tokens, "seconds": round(answer.seconds, 3), "finish": answer.finish}
-                message = {} if isinstance(answer.drawn.answer, str) else {"message": answer.message}
-                line = {"model": model.label, "prompt": prompt, "answer": answer.text, **message, **fields}
+                message = {"message": answer.message} if answer.message.keys() - {"role", "content"} else {}
+                line = {"model": model.label, "prompt": prompt, "answer": answer.drawn.text, **message, **fields}
                 text = json.dumps(line, ensure_ascii=False)
                 self._write((text if text == terminal_text(text) else json.dumps(line)) + "\n")
             else:

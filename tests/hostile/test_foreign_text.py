@@ -127,8 +127,8 @@ class Echo:
 
     def answer(self, messages: object, sampling: object, *, show: object) -> Answer:
         show(FOREIGN)  # type: ignore[operator]
-        drawn = DrawnAnswer(answer=FOREIGN, is_same=True)
-        return Answer(text=FOREIGN, drawn=drawn, ids=[1], seconds=0.0, finish="stop")
+        drawn = DrawnAnswer(text=FOREIGN, answer=FOREIGN, is_same=True)
+        return Answer(drawn=drawn, ids=[1], seconds=0.0, finish="stop")
 
 
 @pytest.mark.parametrize("as_json", [True, False])

@@ -16,7 +16,7 @@ from nemo_kto.cli.rounds import CONCURRENCY
 from nemo_kto.data.rows.reader import RowErrors
 from nemo_kto.data.rows.records import TextOrMessages
 from nemo_kto.errors import UserError, plural, refuse_broken
-from nemo_kto.rounds.answers import WEIGHTS, Task, find_tasks
+from nemo_kto.rounds.answers import WEIGHTS, Task, find_tasks, text_of
 from nemo_kto.rounds.rows import open_rows
 from nemo_kto.telemetry.console import set_up_logging
 from nemo_kto.telemetry.progress import progress_bar
@@ -82,7 +82,7 @@ def write_answers(
                 file.append(*(task.row(index, *answer, model=model, settings=settings) for index, answer in numbered))
         refused.raise_if_any()
         cut = sum(row.get("finish") == "length" for row in file.rows)
-        different = len({(row["line"], repr(row["answer"])) for row in file.rows})
+        different = len({(row["line"], text_of(row["answer"])) for row in file.rows})
     added = "" if missing == len(file.rows) else f" ({missing:,} new)"
     limit = settings["max_new_tokens"]
     print(terminal_line(f"{out}: {plural(len(file.rows), 'answer')}{added}, {cut:,} cut at {limit:,} tokens"))
@@ -117,7 +117,7 @@ def _on_this_machine(folder: Path, label: str, tasks: Sequence[Task], settings: 
             total += len(task.missing)
     if changed:
         text = f"{changed:,} of {plural(total, 'answer')} would be trained as other tokens than were drawn"
-        reason = "the chat template changes them, such as their last white space, or text has other tokens"
+        reason = "the chat template cannot write them, such as thoughts that were cut"
         print_error(f"nemo-kto sample: {text}: {reason}")
 
 

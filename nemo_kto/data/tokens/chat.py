@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +18,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_kto.artifacts.tokenizer_files import chat_template_file, check_ids, check_tokenizer, declared_stop_ids, image_ids
 from nemo_kto.data.rows.records import KTORecord, LastRowError, Message, PromptRecord, RowError, TextOrMessages
-from nemo_kto.data.tokens.content import BEGIN_OF_THOUGHTS, MARK, has_thoughts, in_form_of, with_thoughts
+from nemo_kto.data.tokens.content import BEGIN_OF_THOUGHTS, MARK, TOKEN_IDS, has_thoughts, in_form_of, with_thoughts
 from nemo_kto.data.tokens.template_trial import REMEDY, Conversation, out_of_memory, try_template
 from nemo_kto.errors import UserError, printable, show
 
 _TRIAL_ROWS = 100  # number of rows on which a chat template is tried
 _MAX_CHARACTERS = 10**7  # of a rendered row
+_MAX_END = 8  # tokens that may follow the text of an answer
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # a call in a chat template
 _THINKING = "enable_thinking"  # variable of many templates
 _tried_templates: set[str] = set()  # by this process, without reaching a limit
@@ -41,6 +43,7 @@ class _Text(NamedTuple):
     prompt: str
     answer: str
     templated: bool
+    drawn: object = ()  # TOKEN_IDS of the answer
 
 
 def load_tokenizer(folder: str | Path, *, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
@@ -265,7 +268,7 @@ class RecordEncoder:
         assert answer is not None
         if answer.rstrip().endswith(self._special_tokens):
             answer = answer.rstrip()
-        return _Text(prompt, answer, templated=True)
+        return _Text(prompt, answer, templated=True, drawn=response[0].get(TOKEN_IDS, ()))
 
     def _dated_template(self, variables: Mapping[str, Any]) -> str:
         """Return the chat template with the date in the place of the function that writes the current one."""
@@ -285,7 +288,7 @@ class RecordEncoder:
         assert isinstance(record.response, list)
         message, last = record.response[0], str(record.prompt[-1].get("content") or "").strip()
         content = message.get("content")
-        if not isinstance(content, str) or message.keys() - {"role", "content"}:
+        if not isinstance(content, str) or message.keys() - {"role", "content", TOKEN_IDS}:
             return None
         marked: list[Message] = [{"role": "assistant", "content": MARK}]
         try:
@@ -310,7 +313,7 @@ class RecordEncoder:
         try:
             template = self._dated_template(variables)
             rendered = self._tokenizer.apply_chat_template(
-                in_form_of(template, messages),
+                in_form_of(template, [_without_ids(message) for message in messages]),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 chat_template=template,
@@ -325,7 +328,20 @@ class RecordEncoder:
             raise RowError("the tokenizer's chat template must produce text, got none; correct the template")
         return rendered
 
+    def _as_drawn(self, answer: list[int], drawn: Any) -> list[int]:
+        """Return an answer with the tokens that were drawn, if they have its text, apart from white space around it."""
+        size = len(self._tokenizer)
+        if not drawn or not isinstance(drawn, list) or not all(type(each) is int and 0 <= each < size for each in drawn):
+            return answer
+        decode = partial(self._tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = str(decode(drawn)).strip()
+        for end in range(len(answer), max(len(answer) - _MAX_END, 0), -1):
+            if str(decode(answer[:end])).strip() == text:
+                return [*drawn, *answer[end:]]
+        return answer
+
     def _finish(self, text: _Text, prompt: list[int], answer: list[int]) -> EncodedExample | RowError:
+        answer = self._as_drawn(answer, text.drawn)
         if text.templated:
             ended = bool(answer) and answer[-1] in self._special_ids
         else:
@@ -347,6 +363,10 @@ class RecordEncoder:
             token = show(self._tokenizer.convert_ids_to_tokens(min(images)))
             return RowError(f"each token must be of text, got {token}, which stands for an image; leave such rows out")
         return EncodedExample(prompt, answer if ended else [*answer, self._eos_id])
+
+
+def _without_ids(message: Message) -> Message:
+    return {name: value for name, value in message.items() if name != TOKEN_IDS}
 
 
 def _unanswered(record: PromptRecord, *, as_messages: bool) -> KTORecord:

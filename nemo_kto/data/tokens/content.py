@@ -8,6 +8,7 @@ from typing import Any
 
 BEGIN_OF_THOUGHTS, _END_OF_THOUGHTS = "<think>", "</think>"
 _THOUGHTS = "reasoning_content"  # of a message, for templates that know it
+TOKEN_IDS = "token_ids"  # of a drawn message: its tokens before the one that ends it, if its text alone gives others
 MARK = "8f14e45fceea167a"  # stands for a text in a rendering that shows where the template puts it
 _NAMES = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")  # which templates join to texts
 

@@ -7,13 +7,14 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from nemo_kto.data.rows.records import KTORecord, Message, TextOrMessages
 from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
-from nemo_kto.data.tokens.content import MARK
+from nemo_kto.data.tokens.content import MARK, TOKEN_IDS
 
 _THOUGHTS = ("reasoning_content", "thinking")  # names of the field in chat templates
 _CONTENT, _THOUGHT, _NAME = (f"{MARK}{letter}" for letter in "CTN")
@@ -35,10 +36,12 @@ class DrawnAnswer:
     """An answer that was drawn.
 
     Attributes:
-        answer: its text, or a message with thoughts and tool calls in a list, as the answer of a row.
-        is_same: whether the row has the tokens that were drawn. Others have the same text, if a template can write it.
+        text: what the model wrote before the token that ends the answer, with all special tokens.
+        answer: the answer of a row: the text, or a message with thoughts and tool calls in a list.
+        is_same: whether the row has the tokens that were drawn.
     """
 
+    text: str
     answer: TextOrMessages
     is_same: bool
 
@@ -51,11 +54,9 @@ def drawn_text(
     ``before`` are the tokens of the prompt: some decoders leave out the space before the first word of a text.
     """
     last, (drawn, _) = list(before[-1:]), _cut(ids, stop_ids)
-    known, whole, alone = (
-        str(tokenizer.decode(each, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        for each in (last, last + drawn, drawn)
-    )
-    return whole.removeprefix(known) if whole.startswith(known) else alone
+    decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    known, whole = str(decode(last)), str(decode(last + drawn))
+    return whole.removeprefix(known) if whole.startswith(known) else str(decode(drawn))
 
 
 def _cut(ids: Sequence[int], stop_ids: Collection[int]) -> tuple[list[int], list[int]]:
@@ -77,35 +78,43 @@ def read_drawn(
     """Return a drawn answer in the form that the chat template writes as the same text after the same prompt.
 
     This is its text, or else the message that the tokenizer's response template or the rendering of a message with marks
-    finds in it. If the template cannot write the answer, it stays a text.
+    finds in it; with its tokens, if the text alone would become others, because it can be divided into tokens in several
+    ways or the template removes white space around it. If the template cannot write the answer, it stays a text.
     """
 
-    def encoded(answer: TextOrMessages) -> list[int] | None:
+    def encoded(answer: TextOrMessages) -> list[int]:  # without tokens if the template refuses it, or changes the prompt
         response = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
         given: Any = {"prompt": prompt, "response": answer if isinstance(prompt, str) else response, "template": variables}
         (example,) = encoder.encode([KTORecord(**given, desirable=True, line=1)])
         if not isinstance(example, EncodedExample) or example.prompt_ids != list(prompt_ids):
-            return None
+            return []
         return example.response_ids
 
-    def written(answer: TextOrMessages) -> str | None:
-        return None if (found := encoded(answer)) is None else drawn_text(tokenizer, found, stop_ids, before=prompt_ids)
-
-    (drawn, stop), text = _cut(ids, stop_ids), drawn_text(tokenizer, ids, stop_ids, before=prompt_ids)
+    read = partial(drawn_text, tokenizer, stop_ids=stop_ids, before=prompt_ids)
+    (drawn, stop), text = _cut(ids, stop_ids), read(ids)
     prefix = str(tokenizer.decode(prompt_ids, skip_special_tokens=False))
-    best = DrawnAnswer(answer=text, is_same=False)
-    for answer in [text] if isinstance(prompt, str) else _forms(text, tokenizer, prefix, written):
-        if (found := encoded(answer)) is None or drawn_text(tokenizer, found, stop_ids, before=prompt_ids) != text:
+    nearest: TextOrMessages | None = None
+    for answer in [text] if isinstance(prompt, str) else _forms(text, tokenizer, prefix, lambda each: read(encoded(each))):
+        if (found := read(ids_of := encoded(answer))).strip() != text.strip():
             continue
-        body, end = _cut(found, stop_ids)
-        best = DrawnAnswer(answer=answer, is_same=body == drawn and stop in ([], end))
-        if stop in ([], end):  # a text may have several divisions into tokens, of which a file keeps none
+        body, end = _cut(ids_of, stop_ids)
+        if body == drawn and stop in ([], end):
+            return DrawnAnswer(text=text, answer=answer, is_same=True)
+        nearest = answer if nearest is None else nearest
+        if found == text and stop in ([], end):  # only the division into tokens differs
+            nearest = answer
             break
-    return best
+    if nearest is None or isinstance(prompt, str):
+        return DrawnAnswer(text=text, answer=text, is_same=False)
+    message = {"role": "assistant", "content": nearest} if isinstance(nearest, str) else nearest[0]
+    with_ids: TextOrMessages = [{**message, TOKEN_IDS: drawn}]
+    body, end = _cut(encoded(with_ids), stop_ids)
+    is_same = body == drawn and stop in ([], end)
+    return DrawnAnswer(text=text, answer=with_ids if body == drawn else nearest, is_same=is_same)
 
 
 def _forms(
-    text: str, tokenizer: PreTrainedTokenizerBase, prompt: str, written: Callable[[list[Message]], str | None]
+    text: str, tokenizer: PreTrainedTokenizerBase, prompt: str, written: Callable[[list[Message]], str]
 ) -> Iterator[TextOrMessages]:
     """Yield the forms that a drawn text may have in a row; ``written`` returns the text of a message after the prompt."""
     yield from dict.fromkeys((text.strip(), text))
@@ -113,10 +122,8 @@ def _forms(
         with contextlib.suppress(Exception):  # it has patterns and conversions of the model's author
             yield _plain({"content": "", **tokenizer.parse_response(text, prefix=prompt)})
     for message in _PROBES:
-        rendered = written([message])
-        if rendered is None or (found := _parts(rendered, text)) is None:
-            continue
-        if all(part in found for name, part in _PARTS.items() if message.get(name)):
+        found = _parts(written([message]), text)
+        if found and all(part in found for name, part in _PARTS.items() if message.get(name)):
             yield _plain({name: found.get(part, "") for name, part in _PARTS.items() if name in message})
 
 
@@ -126,8 +133,8 @@ def _plain(message: Message) -> TextOrMessages:
     return str(message["content"]) if message.keys() == {"role", "content"} else [message]
 
 
-def _parts(rendered: str, text: str) -> dict[str, Any] | None:
-    """Return the parts of a text that are where marks are in a rendered message; None if the text differs elsewhere."""
+def _parts(rendered: str, text: str) -> dict[str, Any]:
+    """Return the parts of a text that are where marks are in a rendered message; none if the text differs elsewhere."""
     pattern, between, after = re.escape(rendered), "", ""
     for mark, name in ((_CONTENT, "content"), (_THOUGHT, "thoughts"), (_NAME, "name")):
         pattern = pattern.replace(mark, f"(?P<{name}>.*?)", 1).replace(mark, f"(?P={name})")
@@ -136,21 +143,16 @@ def _parts(rendered: str, text: str) -> dict[str, Any] | None:
         in_json = re.search(rf"\{{\s*\"{first}\".*\"{value}\"\s*\}}", rendered, re.DOTALL)
         in_tags = re.search(rf"{first}(?P<between>.*){_VALUES[0]}(.*){second}(?P=between){value}", rendered, re.DOTALL)
         if (arguments := in_json or in_tags) is None:
-            return None
+            return {}
         pattern = pattern.replace(re.escape(arguments[0]), "(?P<arguments>.*)", 1)
         between, after = arguments.groups() or ("", "")
     if MARK in pattern or (match := re.fullmatch(pattern, text, re.DOTALL)) is None:
-        return None
+        return {}
     found: dict[str, Any] = match.groupdict()
-    if "arguments" in found:
+    if (values := found.get("arguments")) is not None:
         try:
-            values = _values(found["arguments"], between, after) if between else json.loads(found["arguments"])
+            values = dict(each.split(between, 1) for each in values.split(after)) if between else json.loads(values)
         except ValueError:
-            return None
+            return {}
         found["calls"] = [{"type": "function", "function": {"name": found["name"], "arguments": values}}]
     return found
-
-
-def _values(arguments: str, between: str, after: str) -> dict[str, str]:
-    """Return the values of arguments by their names: ``between`` separates both, ``after`` one from the next."""
-    return dict(argument.split(between, 1) for argument in arguments.split(after))

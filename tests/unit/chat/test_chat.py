@@ -18,6 +18,7 @@ from nemo_kto.chat.session import ChatModel, Sampling
 from nemo_kto.cli.chat import find_model, main
 from nemo_kto.errors import UserError
 from nemo_kto.processes.ranks import INTERRUPTED
+from nemo_kto.rounds.answers import text_of
 from tests.helpers.messages import Message, raises
 from tests.helpers.run_folders import write_run
 from tests.helpers.tiny_models import CHATML, EOS, TURN_END, TURN_START, make_checkpoint, make_tokenizer
@@ -253,7 +254,7 @@ def test_thumbs_of_a_chat_are_rows_with_the_conversation_so_far(
     assert [row["label"] for row in rows] == [True, True, False]
     system = {"role": "system", "content": "Be brief."}
     assert rows[1]["prompt"] == [system, user("Hello")]
-    assert rows[1]["response"] == generated(folders[0], rows[1]["prompt"])
+    assert text_of(rows[1]["response"]) == generated(folders[0], rows[1]["prompt"])
     assert [turn["content"] for turn in rows[2]["prompt"][1::2]] == ["Hello", "And then?", "Why?"]
     assert rows[2]["source"] == {"model": str(folders[0]), "labeller": "person"}
 

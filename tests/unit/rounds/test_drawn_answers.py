@@ -17,8 +17,9 @@ from nemo_kto.cli import chat
 from nemo_kto.cli.rounds import compare, label, sample
 from nemo_kto.data.rows.records import RowError, TextOrMessages, pair_of_row, records_of_row
 from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
+from nemo_kto.data.tokens.content import TOKEN_IDS
 from nemo_kto.data.tokens.drawn import drawn_text, read_drawn
-from tests.helpers.tiny_models import TURN_END, make_tokenizer, write_rows
+from tests.helpers.tiny_models import CHATML, TURN_END, make_tokenizer, write_rows
 from tests.unit.rounds.conftest import read
 
 PROMPT = [{"role": "user", "content": "Is it warm in Paris?"}]
@@ -94,7 +95,7 @@ FUNCTION = {"type": "function", "function": {"name": "weather", "arguments": {"c
         (GPT_OSS, "<|channel|>analysis<|message|>Seven has", "<|channel|>analysis<|message|>Seven has", False),
         (MISTRAL, " [THINK]Look.[/THINK]Yes.</s>", "[THINK]Look.[/THINK]Yes.", True),
         (MISTRAL, ' [TOOL_CALLS][{"name": "f"}]</s>', '[TOOL_CALLS][{"name": "f"}]', True),
-        (MISTRAL, " Yes.\n</s>", " Yes.\n", False),  # the template removes the line break
+        (MISTRAL, " Yes.\n</s>", [{"role": "assistant", "content": "Yes."}], True),  # the template removes the line break
         (PLAIN, f"<|python_tag|>f(1){TURN_END}", "<|python_tag|>f(1)", True),
         (PLAIN, " Yes .\n", " Yes .\n", True),  # cut by its length
     ],
@@ -106,13 +107,43 @@ def test_the_form_of_a_drawn_answer(template: str, text: str, answer: TextOrMess
     given: Any = {"prompt_ids": prompt_ids, "stop_ids": stop_ids, "variables": {}}
     drawn = read_drawn(encoder, made, [*PROMPT], ids, **given)
     found = json.loads(json.dumps(drawn.answer).replace('"thinking":', '"reasoning_content":'))  # before transformers 5.23
+    tokens = found[0].pop(TOKEN_IDS, None) if isinstance(found, list) else None
     assert (found, drawn.is_same) == (answer, same)
+    assert tokens == (ids[:-1] if text.endswith(".\n</s>") else None)
     ended = ids[-1] in stop_ids
     assert drawn_text(made, ids, stop_ids) == (made.decode(ids[:-1]) if ended else text)
     if same:
         again = encoded(encoder, drawn.answer)
         assert isinstance(again, EncodedExample)
         assert again.response_ids[: len(ids)] == ids
+
+
+def test_a_text_keeps_the_division_into_tokens_that_was_drawn() -> None:
+    made = tokenizer_of(CHATML)
+    made.add_tokens(["Yes"])
+    encoder = RecordEncoder(tokenizer=made)
+    stop_ids = encoder.stop_ids(trial=False)
+    prompt_ids = made(made.apply_chat_template(PROMPT, tokenize=False, add_generation_prompt=True))["input_ids"]
+    letters = made.convert_tokens_to_ids(["Y", "e", "s", "."])
+    drawn = read_drawn(
+        encoder, made, [*PROMPT], [*letters, *stop_ids], prompt_ids=prompt_ids, stop_ids=stop_ids, variables={}
+    )
+    assert drawn.answer == [{"role": "assistant", "content": "Yes.", TOKEN_IDS: letters}]
+    assert drawn.is_same
+    rest = made.convert_tokens_to_ids([TURN_END])
+    usual = made("Yes.")["input_ids"]
+    assert usual != letters
+    for content, tokens, expected in (
+        ("Yes.", letters, letters),
+        ("Yes!", letters, made("Yes!")["input_ids"]),  # the text was changed
+        ("Yes.", [*letters, 10**6], usual),  # of another tokenizer
+        ("Yes.", [str(each) for each in letters], usual),
+        ("Yes.", [], usual),
+        ("Yes.", "Yes.", usual),
+    ):
+        found = encoded(encoder, [{"role": "assistant", "content": content, TOKEN_IDS: tokens}])
+        assert isinstance(found, EncodedExample)
+        assert found.response_ids == [*expected, *rest]
 
 
 DRAWN = (

@@ -16,6 +16,7 @@ import torch
 from nemo_kto.cli.rounds import sample
 from nemo_kto.errors import UserError
 from nemo_kto.rounds import endpoint
+from nemo_kto.rounds.answers import text_of
 from nemo_kto.rounds.rows import open_rows
 from tests.helpers.commands import environment
 from tests.helpers.messages import Message, raises
@@ -48,7 +49,7 @@ def test_answers_are_draws_of_transformers_and_a_cut_file_is_continued(
     assert [(row["line"], row["index"]) for row in rows] == [(line, index) for line in (1, 2) for index in range(3)]
     assert rows[0]["prompt"] == [{"role": "user", "content": "What is a lake?"}]
     assert rows[3]["model"] == str(small_model)
-    assert len({row["answer"] for row in rows}) == 6
+    assert len({text_of(row["answer"]) for row in rows}) == 6
     tokenizer, model = AutoTokenizer.from_pretrained(small_model), AutoModelForCausalLM.from_pretrained(small_model)
     inputs = tokenizer.apply_chat_template(
         rows[3]["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -56,7 +57,7 @@ def test_answers_are_draws_of_transformers_and_a_cut_file_is_continued(
     torch.manual_seed(sample._seed(5, 2))
     ids = model.generate(**inputs, do_sample=True, top_k=0, num_return_sequences=3, max_new_tokens=8, min_new_tokens=8)
     texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert [row["answer"] for row in rows[3:]] == texts
+    assert [text_of(row["answer"]) for row in rows[3:]] == texts
 
     whole = out.read_bytes()
     ends = [place for place, byte in enumerate(whole, start=1) if byte == ord("\n")]
