@@ -25,6 +25,7 @@ from nemo_kto.data.rows.records import PromptRecord, RowError, TextOrMessages
 from nemo_kto.data.tokens.chat import RecordEncoder, load_tokenizer
 from nemo_kto.data.tokens.content import TOKEN_IDS
 from nemo_kto.data.tokens.drawn import DrawnAnswer, drawn_text, read_drawn
+from nemo_kto.data.tokens.template_trial import REMEDY
 from nemo_kto.device import device
 from nemo_kto.device.precision import bf16_slowdown, bf16_support
 from nemo_kto.errors import UserError, either, plural, printable, refuse_broken, show
@@ -199,7 +200,8 @@ class ChatModel:
             return torch.tensor([ids], device=self._model.device)
         (ids,) = self._encoder.encode_prompts([PromptRecord(prompt=list(messages), line=1, template=variables)])
         if isinstance(ids, RowError):
-            raise UserError(f"{self.label}: {ids}; perhaps the system message must be left out")
+            reason, remedy = str(ids).removesuffix(f"; {REMEDY}"), "leave out the system message, or correct the template"
+            raise UserError(f"{self.label}: {reason}; {remedy}")
         return torch.tensor([ids], device=self._model.device)
 
     def _settings(self, sampling: Sampling, room: int | None, settings: GenerationConfig) -> GenerationConfig:

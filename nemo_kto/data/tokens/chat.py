@@ -335,7 +335,7 @@ class RecordEncoder:
             return answer
         decode = partial(self._tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         text = str(decode(drawn)).strip()
-        for end in range(len(answer), max(len(answer) - _MAX_END, 0), -1):
+        for end in range(len(answer), max(len(answer) - _MAX_END, 0) - 1, -1):
             if str(decode(answer[:end])).strip() == text:
                 return [*drawn, *answer[end:]]
         return answer

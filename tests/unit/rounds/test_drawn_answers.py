@@ -19,6 +19,8 @@ from nemo_kto.data.rows.records import RowError, TextOrMessages, pair_of_row, re
 from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
 from nemo_kto.data.tokens.content import TOKEN_IDS
 from nemo_kto.data.tokens.drawn import drawn_text, read_drawn
+from nemo_kto.errors import UserError
+from tests.helpers.messages import raises
 from tests.helpers.tiny_models import CHATML, TURN_END, make_tokenizer, write_rows
 from tests.unit.rounds.conftest import read
 
@@ -139,6 +141,7 @@ def test_a_text_keeps_the_division_into_tokens_that_was_drawn() -> None:
         ("Yes.", [*letters, 10**6], usual),  # of another tokenizer
         ("Yes.", [str(each) for each in letters], usual),
         ("Yes.", [], usual),
+        ("", made.convert_tokens_to_ids(["\u0120"]), made.convert_tokens_to_ids(["\u0120"])),  # a space
         ("Yes.", "Yes.", usual),
     ):
         found = encoded(encoder, [{"role": "assistant", "content": content, TOKEN_IDS: tokens}])
@@ -214,3 +217,6 @@ def test_a_chat_goes_on_after_an_answer_with_thoughts(
     assert [line["answer"] for line in lines] == [DRAWN[0].removesuffix("<|return|>")] * 2
     assert lines[1]["message"]["content"] == "Yes."
     assert lines[1]["finish"] == "stop"
+    (model / "chat_template.jinja").write_text("{{ raise_exception('no system message') }}")
+    with raises(UserError, str(model), "no system message; leave out the system message, or correct the template"):
+        chat.main([str(model), "-p", "Hello", "--system", "Be brief."])
