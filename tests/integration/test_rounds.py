@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from nemo_kto.chat.session import Answer, ChatModel
+from nemo_kto.cli.rounds import compare, label, sample
 from tests.helpers.commands import environment
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "rounds" / "run.py"
@@ -161,3 +163,37 @@ def test_rounds_with_a_server_raise_the_share_of_short_answers(smollm2: Path, tm
     assert comparison["rate"] > 0.5
     own, other = comparison["mean_lengths"]
     assert own < other
+
+
+@pytest.mark.slow
+def test_a_run_trains_the_tokens_that_a_real_model_has_drawn(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SmolLM2-135M at temperature 1 writes texts that its tokenizer divides otherwise."""
+    from datasets import Dataset
+
+    draw, drawn = ChatModel.draw, list[Any]()
+
+    def noted(*arguments: Any, **named: Any) -> list[Answer]:
+        drawn.extend(answers := draw(*arguments, **named))
+        return answers
+
+    monkeypatch.setattr(ChatModel, "draw", noted)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS.splitlines()[:4]))
+    (tmp_path / "half.py").write_text("def good(prompt, answer):\n    return len(answer) % 2 == 0\n")
+    sample.main([str(smollm2), "prompts.txt", "--out", "answers.jsonl", "-n", "4", "--max-new-tokens", "48"])
+    label.main(["answers.jsonl", "--out", "thumbs.jsonl", "--score", "half.good"])
+    compare.main(["answers.jsonl", "answers.jsonl", "--out", "compared.jsonl", "--score", "half.good"])
+    assert "other tokens" not in capsys.readouterr().err
+    thumbs = rows(tmp_path / "thumbs.jsonl")
+    assert sum(isinstance(row["response"], list) for row in thumbs) > 0
+    assert [row["verdict"] for row in rows(tmp_path / "compared.jsonl")] == ["tie"] * 16
+    words = [str(smollm2), "thumbs.jsonl", *TINY, "trainer.kto.max_steps=1", "model.data.splits_string=null"]
+    words += ["trainer.kto.limit_val_batches=0", "export.enabled=false", "exp_manager.explicit_log_dir=run"]
+    words.append("model.data.cache_dir=cache")
+    subprocess.run([sys.executable, "-m", "nemo_kto.cli.main", "kto", *words], env=environment(), check=True)
+    (cache,) = (tmp_path / "cache").rglob("kto-*.arrow")
+    trained = [list(ids) for ids in Dataset.from_file(str(cache))["response_ids"]]
+    assert [ids[: len(answer.ids)] for ids, answer in zip(trained, drawn, strict=True)] == [each.ids for each in drawn]
