@@ -13,6 +13,7 @@ from nemo_kto.data.rows.prompts import read_prompts
 from nemo_kto.data.rows.reader import RowErrors
 from nemo_kto.data.rows.records import PromptRecord, Row, RowError, TextOrMessages
 from nemo_kto.errors import UserError, show
+from nemo_kto.rounds.replies import THOUGHTS, Reply
 from nemo_kto.rounds.rows import RowFile
 
 VARIABLES = "chat_template_kwargs"
@@ -43,11 +44,12 @@ class Task:
         """The prompt as messages."""
         return messages_of(self.prompt)
 
-    def row(self, index: int, text: str, finish: str, *, model: str, settings: Mapping[str, object]) -> dict[str, object]:
+    def row(self, index: int, reply: Reply, *, model: str, settings: Mapping[str, object]) -> dict[str, object]:
         """Return the line of an answer in the file."""
-        variables = {VARIABLES: self.variables} if self.variables else {}
-        source = {"model": model, "line": self.line, "index": index, "finish": finish, "settings": settings}
-        return {"prompt": self.prompt, **variables, "answer": text, **source}
+        optional = {THOUGHTS: reply.thoughts, "left_out": reply.left_out}
+        source = {"model": model, "line": self.line, "index": index, "finish": reply.finish, "settings": settings}
+        found = {"answer": reply.text, **{name: value for name, value in optional.items() if value}}
+        return {"prompt": self.prompt, **({VARIABLES: self.variables} if self.variables else {}), **found, **source}
 
 
 def messages_of(prompt: TextOrMessages) -> list[Any]:
@@ -130,6 +132,12 @@ class Sampled:
     variables: Mapping[str, object]
     text: str
     source: Mapping[str, Any]  # model, line of the prompt, index
+    thoughts: str = ""
+
+    @property
+    def message(self) -> dict[str, str]:
+        """The answer as a message, with its thoughts."""
+        return {"role": "assistant", "content": self.text, **({THOUGHTS: self.thoughts} if self.thoughts else {})}
 
     @property
     def key(self) -> tuple[int, int]:
@@ -160,6 +168,7 @@ def read_answers(path: Path) -> list[Sampled]:
             broken.add(path, line, str(row))
             continue
         wrong = [name for name, kind in _COLUMNS.items() if not isinstance(row.get(name), kind)]
+        wrong += [THOUGHTS] * (not isinstance(row.get(THOUGHTS, ""), str))
         if wrong:
             got = f"got {show(row.get(wrong[0]))} as {wrong[0]}"
             broken.add(path, line, f"must be an answer with {', '.join(_COLUMNS)}, {got}; write it with nemo-kto sample")
@@ -168,7 +177,12 @@ def read_answers(path: Path) -> list[Sampled]:
         source = {name: value[name] for name in ("model", "line", "index")}
         variables = value.get(VARIABLES) or {}
         answer = Sampled(
-            place=row_place(path, line), prompt=value["prompt"], variables=variables, text=value["answer"], source=source
+            place=row_place(path, line),
+            prompt=value["prompt"],
+            variables=variables,
+            text=value["answer"],
+            source=source,
+            thoughts=value.get(THOUGHTS, ""),
         )
         if (earlier := answers.setdefault(answer.key, answer)) is not answer:
             key = f"line {source['line']} and index {source['index']}"

@@ -25,6 +25,7 @@ from nemo_kto.rounds.page import PageServer
 from nemo_kto.rounds.rows import open_rows
 from tests.helpers.messages import Message, raises
 from tests.helpers.openai_server import serving
+from tests.helpers.tiny_models import write_rows
 from tests.unit.rounds.conftest import ANSWERS, read, run_and_kill
 
 AnswersFile = Callable[..., Path]
@@ -144,6 +145,26 @@ def test_scores(words: list[str], expected: list[Any], answers_file: AnswersFile
     assert len(records(out, as_pairs="--pairs" in words)) == len(expected)
 
 
+def test_thoughts_stay_with_their_answers(tmp_path: Path) -> None:
+    thoughts = {"reasoning_content": "Two and two."}
+    both = [{"answer": "Four.", **thoughts}, {"answer": "It is five."}]
+    answers = write_rows(
+        tmp_path / "answers.jsonl",
+        [{"prompt": "2 + 2?", **each, "model": "m", "line": 1, "index": index} for index, each in enumerate(both)],
+    )
+    prompt = [{"role": "user", "content": "2 + 2?"}]
+    good, bad = (
+        [{"role": "assistant", "content": text, **more}] for text, more in (("Four.", thoughts), ("It is five.", {}))
+    )
+    singles, pairs = tmp_path / "singles.jsonl", tmp_path / "pairs.jsonl"
+    for out, words in ((singles, ["--score", "$SCORES.short"]), (pairs, ["--score", "$SCORES.short", "--pairs"])):
+        run(answers, "--out", out, *words)
+        run(answers, "--out", out, *words)  # the same command continues
+    found = [(record.prompt, record.response, record.desirable) for record in records(singles, as_pairs=False)]
+    assert found == [(prompt, good, True), ("2 + 2?", "It is five.", False)]
+    assert [(pair.prompt, pair.chosen, pair.rejected) for pair in records(pairs, as_pairs=True)] == [(prompt, good, bad)]
+
+
 def test_a_killed_command_continues(answers_file: AnswersFile, tmp_path: Path) -> None:
     answers = answers_file(*(f"answer {number}" for number in range(10)))
     words, whole, killed = ["--score", "$SCORES.short"], tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
@@ -244,8 +265,10 @@ def test_answers_of_two_files_in_one_are_refused(answers_file: AnswersFile, tmp_
 def test_lines_that_are_no_answers(tmp_path: Path) -> None:
     (tmp_path / "answers.jsonl").write_text(
         '{"prompt": "p", "answer": 3, "model": "m", "line": 1, "index": 0}\n{"a": 1}\nx\n'
+        '{"prompt": "p", "answer": "a", "reasoning_content": [], "model": "m", "line": 1, "index": 0}\n'
     )
-    with raises(UserError, "answers.jsonl:1", "3 as answer", "answers.jsonl:2", "None as prompt", "answers.jsonl:3", "JSON"):
+    wrong = ["3 as answer", "None as prompt", "JSON", "[] as reasoning_content"]
+    with raises(UserError, *wrong, *(f"answers.jsonl:{line}" for line in range(1, 5))):
         read_answers(tmp_path / "answers.jsonl")
 
 
