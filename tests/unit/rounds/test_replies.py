@@ -16,6 +16,7 @@ from tests.helpers.tiny_models import write_rows
 from tests.unit.rounds.conftest import read
 
 ATTEMPTS = 6
+DATA = Path(__file__).parents[2] / "data"
 THOUGHTS = "Two and two make four."
 ANSWER = {"answer": "Four."}
 WITH_THOUGHTS = {**ANSWER, "reasoning_content": THOUGHTS}
@@ -243,3 +244,52 @@ def test_the_version_in_a_url(given: str, asked: str) -> None:
         client = endpoint.Endpoint(url=f"{server.url}{given}", option="--endpoint", concurrency=1)
         assert client.complete([]).text == "Water."
         assert server.paths == [f"{asked}/models", f"{asked}/chat/completions"]
+
+
+@pytest.mark.parametrize("kind", ["single", "pair"])
+def test_verdicts_in_the_replies_of_a_judge(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each reply is about a prompt of its own, with one answer or with two."""
+    cases = [case for case in read(DATA / "judge_replies.jsonl") if case["question"] == kind]
+    texts, words = (["one"], []) if kind == "single" else (["one", "another"], ["--pairs"])
+    answers = [
+        {"prompt": f"<{line}>", "answer": text, "model": "m", "line": line, "index": index}
+        for line in range(len(cases))
+        for index, text in enumerate(texts)
+    ]
+    rubric, out, first = tmp_path / "rubric.txt", tmp_path / "rows.jsonl", dict[int, str]()
+    rubric.write_text("Good answers are short.")
+
+    def answer(body: dict[str, Any]) -> str:
+        asked = body["messages"][1]["content"]
+        line = int(asked.partition("<user>\n<")[2].partition(">")[0])
+        first[line] = asked.partition("<answer>\n")[2].partition("\n")[0]
+        return str(cases[line]["reply"])
+
+    with serving(answer) as server:
+        given = [str(write_rows(tmp_path / "answers.jsonl", answers)), "--out", str(out), *words]
+        label.main([*given, "--judge", server.url, "--rubric", str(rubric)])
+    found = ["no verdict" for _ in cases]
+    for row in read(out):
+        line = row["source"]["line"]
+        is_first = row["label"] if kind == "single" else row["chosen"] == first[line]
+        found[line] = {"single": ("bad", "good"), "pair": ("B", "A")}[kind][is_first]
+    assert [{**case, "right": verdict} for case, verdict in zip(cases, found, strict=True)] == cases
+    assert Message(f"{found.count('no verdict')} questions without a verdict") == capsys.readouterr().err
+
+
+def test_a_judge_without_any_verdict_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"prompt": "p", "answer": "a", "model": "m", "line": 1, "index": 0}
+    rubric = tmp_path / "rubric.txt"
+    rubric.write_text("Good answers are short.")
+    out = tmp_path / "rows.jsonl"
+    with serving(lambda body: (200, message(None, "length", reasoning=THOUGHTS))) as server:
+        given = [str(write_rows(tmp_path / "answers.jsonl", [row])), "--out", str(out)]
+        judge = ["--judge", server.url, "--rubric", str(rubric)]
+        with raises(UserError, "the judge", "at least one question", "none on 1 question"):
+            label.main([*given, *judge])
+        assert Message("1 question", "answers.jsonl:1", "thoughts", "--leave-out max_tokens") == capsys.readouterr().err
+        assert server.requests[0]["max_tokens"] > 0
+        server.answer = lambda body: "good"
+        label.main([*given, *judge, "--leave-out", "max_tokens"])
+        assert "max_tokens" not in server.requests[-1]
+    assert [row["label"] for row in read(out)] == [True]
