@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,13 +14,12 @@ from nemo_kto.data.rows.prompts import read_prompts
 from nemo_kto.data.rows.reader import RowErrors
 from nemo_kto.data.rows.records import PromptRecord, Row, RowError, TextOrMessages
 from nemo_kto.errors import UserError, show
-from nemo_kto.rounds.replies import THOUGHTS, Reply
 from nemo_kto.rounds.rows import RowFile
 
 VARIABLES = "chat_template_kwargs"
 WEIGHTS = "weights"  # setting with a hash of the model's weights; a server does not tell it
 _MAX_DIFFERENCES = 5  # of a message
-_COLUMNS: Mapping[str, Any] = {"prompt": (str, list), "answer": str, "model": str, "line": int, "index": int}
+_COLUMNS: Mapping[str, Any] = {"prompt": (str, list), "answer": (str, list), "model": str, "line": int, "index": int}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +44,38 @@ class Task:
         """The prompt as messages."""
         return messages_of(self.prompt)
 
-    def row(self, index: int, reply: Reply, *, model: str, settings: Mapping[str, object]) -> dict[str, object]:
-        """Return the line of an answer in the file."""
-        optional = {THOUGHTS: reply.thoughts, "left_out": reply.left_out}
-        source = {"model": model, "line": self.line, "index": index, "finish": reply.finish, "settings": settings}
-        found = {"answer": reply.text, **{name: value for name, value in optional.items() if value}}
-        return {"prompt": self.prompt, **({VARIABLES: self.variables} if self.variables else {}), **found, **source}
+    def row(
+        self,
+        index: int,
+        answer: TextOrMessages,
+        finish: str,
+        left_out: Sequence[str] = (),
+        *,
+        model: str,
+        settings: Mapping[str, object],
+    ) -> dict[str, object]:
+        """Return the line of an answer in the file; ``left_out``: settings that a server was not given."""
+        variables = {VARIABLES: self.variables} if self.variables else {}
+        source = {"model": model, "line": self.line, "index": index, "finish": finish, "settings": settings}
+        source |= {"left_out": left_out} if left_out else {}
+        return {"prompt": self.prompt, **variables, "answer": answer, **source}
 
 
 def messages_of(prompt: TextOrMessages) -> list[Any]:
     """Return a prompt as messages; a text is a message of the user."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+def text_of(answer: TextOrMessages) -> str:
+    """Return an answer as text for people, functions and judges: thoughts, content and calls as most models write them."""
+    if isinstance(answer, str):
+        return answer
+    message = answer[0]
+    thoughts = [str(message[name]) for name in ("reasoning_content", "thinking") if message.get(name)]
+    calls: Any = message.get("tool_calls") or []
+    parts = [*(f"<think>\n{each}\n</think>" for each in thoughts), str(message.get("content") or "")]
+    parts += [f"<tool_call>\n{json.dumps(each.get('function', each), ensure_ascii=False)}\n</tool_call>" for each in calls]
+    return "\n\n".join(filter(None, parts))
 
 
 def read_tasks(prompts: Path, settings: Mapping[str, Any]) -> dict[int, Task]:
@@ -125,19 +146,18 @@ def _differences(row: Row, task: Task | None, model: str, settings: Mapping[str,
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """An answer of a file, with the place of its line."""
+    """An answer of a file, with the place of its line: a text, or a list with a message that has thoughts or tool calls."""
 
     place: str
     prompt: TextOrMessages
     variables: Mapping[str, object]
-    text: str
+    answer: TextOrMessages
     source: Mapping[str, Any]  # model, line of the prompt, index
-    thoughts: str = ""
 
     @property
-    def message(self) -> dict[str, str]:
-        """The answer as a message, with its thoughts."""
-        return {"role": "assistant", "content": self.text, **({THOUGHTS: self.thoughts} if self.thoughts else {})}
+    def text(self) -> str:
+        """The answer as text."""
+        return text_of(self.answer)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -152,7 +172,7 @@ def planned_answers(prompts: Path, *, model: str, settings: Mapping[str, Any]) -
             place=task.place,
             prompt=task.prompt,
             variables=task.variables,
-            text="",
+            answer="",
             source={"model": model, "line": task.line, "index": index},
         )
         for task in read_tasks(prompts, settings).values()
@@ -168,7 +188,8 @@ def read_answers(path: Path) -> list[Sampled]:
             broken.add(path, line, str(row))
             continue
         wrong = [name for name, kind in _COLUMNS.items() if not isinstance(row.get(name), kind)]
-        wrong += [THOUGHTS] * (not isinstance(row.get(THOUGHTS, ""), str))
+        if isinstance(answer := row.get("answer"), list) and not (len(answer) == 1 and isinstance(answer[0], dict)):
+            wrong = ["answer"]
         if wrong:
             got = f"got {show(row.get(wrong[0]))} as {wrong[0]}"
             broken.add(path, line, f"must be an answer with {', '.join(_COLUMNS)}, {got}; write it with nemo-kto sample")
@@ -176,15 +197,10 @@ def read_answers(path: Path) -> list[Sampled]:
         value: Any = row
         source = {name: value[name] for name in ("model", "line", "index")}
         variables = value.get(VARIABLES) or {}
-        answer = Sampled(
-            place=row_place(path, line),
-            prompt=value["prompt"],
-            variables=variables,
-            text=value["answer"],
-            source=source,
-            thoughts=value.get(THOUGHTS, ""),
+        sampled = Sampled(
+            place=row_place(path, line), prompt=value["prompt"], variables=variables, answer=value["answer"], source=source
         )
-        if (earlier := answers.setdefault(answer.key, answer)) is not answer:
+        if (earlier := answers.setdefault(sampled.key, sampled)) is not sampled:
             key = f"line {source['line']} and index {source['index']}"
             text = f"must be the only answer with its line and index, got {key}, as in {earlier.place}"
             broken.add(path, line, f"{text}; label files of different commands one after the other")

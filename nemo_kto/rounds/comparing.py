@@ -70,7 +70,7 @@ class Comparison:
         self._file, self._about = file, about
         differ: dict[bool, list[Question]] = {True: [], False: []}
         for pair in undecided_pairs(pairs, file, about):
-            differ[pair.answers[0].text != pair.answers[1].text].append(pair)
+            differ[pair.answers[0].answer != pair.answers[1].answer].append(pair)
         self.left = differ[True]
         file.append(*(_row(pair, None, about) for pair in differ[False]))
 
@@ -109,7 +109,7 @@ def _row(pair: Question, scores: list[float] | None, about: Mapping[str, object]
     models = {"model": first.source["model"], "base": second.source["model"]}
     return {
         "prompt": pair.prompt,
-        "answers": [first.text, second.text],
+        "answers": [first.answer, second.answer],
         "verdict": "win" if own > other else "loss" if own < other else "tie",
         "scores": scores,
         "lengths": [len(first.text), len(second.text)],

@@ -28,7 +28,7 @@ _TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # an answer may wait behind many 
 _CHAT = "/chat/completions"
 _VERSION = re.compile(r"[^/]/v\d+\w*(?=/|$)")  # in the path of a URL: /v1, /api/paas/v4, /v1beta/openai
 # Settings that some models refuse, and the names that these have for them
-_OTHER_NAMES = {"max_tokens": "max_completion_tokens", "seed": None, "temperature": None, "top_p": None, "top_k": None}
+_OTHER_NAMES = {"max_tokens": "max_completion_tokens", "seed": None, "temperature": None, "top_p": None}
 _UNKNOWN = re.compile("unsupported|not supported|unrecogni[sz]ed|unknown|unexpected|extra|not permitted", re.IGNORECASE)
 
 T = TypeVar("T")

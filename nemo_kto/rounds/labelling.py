@@ -10,14 +10,16 @@ from typing import Any
 
 from nemo_kto.data.rows.records import SOURCE, Row, TextOrMessages
 from nemo_kto.errors import UserError, show
-from nemo_kto.rounds.answers import VARIABLES, Sampled, messages_of
+from nemo_kto.rounds.answers import VARIABLES, Sampled
 from nemo_kto.rounds.rows import RowFile
 
 _SETTINGS = ("round", "threshold", "rubric")  # in the source of a row, beside the labeller
 PERSON = "person"  # the labeller of rows by keys or on the page
 
 
-def thumb_row(prompt: TextOrMessages, answer: TextOrMessages, *, good: bool, source: Row) -> dict[str, object]:
+def thumb_row(
+    prompt: TextOrMessages, answer: TextOrMessages, *, good: bool, source: Mapping[str, object]
+) -> dict[str, object]:
     """Return the row of a labelled answer; ``source``: model, labeller and more, which the training ignores."""
     return {"prompt": prompt, "response": answer, "label": good, SOURCE: source}
 
@@ -41,15 +43,12 @@ class Question:
     def row(self, verdict: bool, **about: object) -> dict[str, object]:
         """Return the row of a verdict; ``about``: labeller and round."""
         first, variables = self.answers[0], {VARIABLES: self.answers[0].variables} if self.answers[0].variables else {}
-        prompt, given = self.prompt, list[TextOrMessages](each.text for each in self.answers)
-        if any(each.thoughts for each in self.answers):  # which only a message can have
-            prompt, given = messages_of(prompt), [[each.message] for each in self.answers]
         if len(self.answers) == 1:
             source = {**first.source, **about}
-            return {**thumb_row(prompt, given[0], good=verdict, source=source), **variables}
-        chosen, rejected = (0, 1) if verdict else (1, 0)
-        source = {**first.source, "index": [self.answers[each].key[1] for each in (chosen, rejected)], **about}
-        return {"prompt": prompt, "chosen": given[chosen], "rejected": given[rejected], SOURCE: source, **variables}
+            return {**thumb_row(self.prompt, first.answer, good=verdict, source=source), **variables}
+        chosen, rejected = self.answers if verdict else reversed(self.answers)
+        source = {**first.source, "index": [chosen.key[1], rejected.key[1]], **about}
+        return {"prompt": self.prompt, "chosen": chosen.answer, "rejected": rejected.answer, SOURCE: source, **variables}
 
 
 def single_questions(answers: Iterable[Sampled]) -> list[Question]:
@@ -67,7 +66,7 @@ def pair_questions(answers: Sequence[Sampled]) -> list[Question]:
         for pair in zip(group[::2], group[1::2], strict=False):
             draw = random.Random(f"{pair[0].key} {pair[1].key}")  # nosec B311
             shown = pair if draw.random() < 0.5 else pair[::-1]
-            if pair[0].text != pair[1].text:
+            if pair[0].answer != pair[1].answer:
                 questions.append(Question(answers=shown))
     return questions
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from nemo_kto.data.rows.records import TextOrMessages
 from nemo_kto.errors import show
 
 THOUGHTS = "reasoning_content"  # of a message, as chat templates read it
@@ -18,12 +19,16 @@ _LEAVE_OUT = "leave the prompt out"
 
 
 class Reply(NamedTuple):
-    """An answer of a model."""
+    """An answer of a server: a text, or a list with a message that has thoughts."""
 
-    text: str
+    answer: TextOrMessages
     finish: str  # "stop", "length" or another reason of the server
-    thoughts: str = ""
     left_out: Sequence[str] = ()  # settings that the server was not given
+
+    @property
+    def text(self) -> str:
+        """The answer without its thoughts."""
+        return self.answer if isinstance(self.answer, str) else str(self.answer[0]["content"])
 
 
 class NoAnswer(NamedTuple):
@@ -68,7 +73,8 @@ def read_reply(content: Any) -> Reply | NoAnswer:
         return NoAnswer(f"thoughts without an answer: finish_reason {finish}", _LEAVE_OUT)
     if message.get("content") is None:
         return NoAnswer(f"null as content: finish_reason {finish}", _LEAVE_OUT)
-    return Reply(_writable(text), finish, _writable(thoughts))
+    text, thoughts = (each.encode("utf-8", "replace").decode() for each in (text, thoughts))  # without lone surrogates
+    return Reply([{"role": "assistant", "content": text, THOUGHTS: thoughts}] if thoughts else text, finish)
 
 
 def _parts(content: Any) -> tuple[list[str], list[str], list[str]]:
@@ -85,8 +91,3 @@ def _parts(content: Any) -> tuple[list[str], list[str], list[str]]:
         else:
             raise ValueError(f"content with a part of the type {show(kind)}, which is no text")
     return texts, thoughts, refusals
-
-
-def _writable(text: str) -> str:
-    """Return a text without lone surrogates, which could not be written."""
-    return text.encode("utf-8", "replace").decode()

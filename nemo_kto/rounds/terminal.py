@@ -62,7 +62,7 @@ class Collector:
     def __init__(self, *, file: RowFile) -> None:
         self._file = file
 
-    def __call__(self, model: str, prompt: TextOrMessages, answer: str) -> None:
+    def __call__(self, model: str, prompt: TextOrMessages, answer: TextOrMessages) -> None:
         """Ask whether the answer above is good, and append its row unless it is skipped."""
         _write(f"  [g]ood  [b]ad  [{SKIP}]kip ")
         key = read_key([*THUMBS, SKIP, QUIT], forgets_earlier=True)  # keys pressed during the answer are no thumbs

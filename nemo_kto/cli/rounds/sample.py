@@ -16,7 +16,6 @@ from nemo_kto.cli.rounds import add_server, make_endpoint, server_mistakes
 from nemo_kto.data.rows.reader import RowErrors
 from nemo_kto.errors import UserError, plural, refuse_broken
 from nemo_kto.rounds.answers import WEIGHTS, Task, find_tasks
-from nemo_kto.rounds.replies import THOUGHTS, Reply
 from nemo_kto.rounds.rows import open_rows
 from nemo_kto.telemetry.console import set_up_logging
 from nemo_kto.telemetry.progress import progress_bar
@@ -31,7 +30,8 @@ Write answers of a model to the prompts of a file, a line for each answer. The s
 with the answers that it would have drawn. With --endpoint a server with OpenAI's interface answers (vLLM, SGLang), which
 gets the key in OPENAI_API_KEY; RUN|MODEL is then left out.
 """
-Drawn = tuple[Task, list[Reply] | UserError]  # answers, or why there is none
+# answers, reasons of their ends and settings that were left out, or why there is none
+Drawn = tuple[Task, Sequence[tuple[Any, ...]] | UserError]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -74,10 +74,10 @@ def write_answers(
                 refused.add(prompts, task.line, str(answers))
             else:
                 numbered = zip(task.missing, answers, strict=True)
-                file.append(*(task.row(index, answer, model=model, settings=settings) for index, answer in numbered))
+                file.append(*(task.row(index, *answer, model=model, settings=settings) for index, answer in numbered))
         refused.raise_if_any()
         cut = sum(row.get("finish") == "length" for row in file.rows)
-        different = len({(row["line"], row["answer"], row.get(THOUGHTS)) for row in file.rows})
+        different = len({(row["line"], repr(row["answer"])) for row in file.rows})
     added = "" if missing == len(file.rows) else f" ({missing:,} new)"
     is_limited = not any("max_tokens" in row.get("left_out", ()) for row in file.rows)
     limit = f" at {settings['max_new_tokens']:,} tokens" if is_limited else ""
@@ -106,7 +106,7 @@ def _on_this_machine(folder: Path, label: str, tasks: Sequence[Task], settings: 
         except UserError as error:  # such as a prompt above the context length
             yield task, error
         else:
-            yield task, [Reply(drawn[index].text, drawn[index].finish) for index in task.missing]
+            yield task, [(drawn[index].text, drawn[index].finish) for index in task.missing]
 
 
 def check_template(folder: Path, tasks: Sequence[Task]) -> None:

@@ -36,6 +36,9 @@ def length(prompt, answer):
 def short(prompt, answer):
     return len(answer) < 8
 
+def brief(prompt, answer):
+    return len(answer) < 40
+
 def broken(prompt, answer):
     return None if answer == "Why?" else 1 / (len(answer) - 6)
 """
@@ -146,23 +149,21 @@ def test_scores(words: list[str], expected: list[Any], answers_file: AnswersFile
 
 
 def test_thoughts_stay_with_their_answers(tmp_path: Path) -> None:
-    thoughts = {"reasoning_content": "Two and two."}
-    both = [{"answer": "Four.", **thoughts}, {"answer": "It is five."}]
+    prompt = [{"role": "user", "content": "2 + 2?"}]
+    good = [{"role": "assistant", "content": "Four.", "reasoning_content": "Hm."}]
+    bad = "It must be five, I think, although I have not counted."
     answers = write_rows(
         tmp_path / "answers.jsonl",
-        [{"prompt": "2 + 2?", **each, "model": "m", "line": 1, "index": index} for index, each in enumerate(both)],
-    )
-    prompt = [{"role": "user", "content": "2 + 2?"}]
-    good, bad = (
-        [{"role": "assistant", "content": text, **more}] for text, more in (("Four.", thoughts), ("It is five.", {}))
+        [{"prompt": prompt, "answer": each, "model": "m", "line": 1, "index": i} for i, each in enumerate((good, bad))],
     )
     singles, pairs = tmp_path / "singles.jsonl", tmp_path / "pairs.jsonl"
-    for out, words in ((singles, ["--score", "$SCORES.short"]), (pairs, ["--score", "$SCORES.short", "--pairs"])):
-        run(answers, "--out", out, *words)
-        run(answers, "--out", out, *words)  # the same command continues
+    for out, words in ((singles, []), (pairs, ["--pairs"])):
+        for _ in range(2):  # the same command continues
+            run(answers, "--out", out, "--score", "$SCORES.brief", *words)
     found = [(record.prompt, record.response, record.desirable) for record in records(singles, as_pairs=False)]
-    assert found == [(prompt, good, True), ("2 + 2?", "It is five.", False)]
-    assert [(pair.prompt, pair.chosen, pair.rejected) for pair in records(pairs, as_pairs=True)] == [(prompt, good, bad)]
+    other = [{"role": "assistant", "content": bad}]
+    assert found == [(prompt, good, True), (prompt, other, False)]
+    assert [(pair.prompt, pair.chosen, pair.rejected) for pair in records(pairs, as_pairs=True)] == [(prompt, good, other)]
 
 
 def test_a_killed_command_continues(answers_file: AnswersFile, tmp_path: Path) -> None:
@@ -265,9 +266,9 @@ def test_answers_of_two_files_in_one_are_refused(answers_file: AnswersFile, tmp_
 def test_lines_that_are_no_answers(tmp_path: Path) -> None:
     (tmp_path / "answers.jsonl").write_text(
         '{"prompt": "p", "answer": 3, "model": "m", "line": 1, "index": 0}\n{"a": 1}\nx\n'
-        '{"prompt": "p", "answer": "a", "reasoning_content": [], "model": "m", "line": 1, "index": 0}\n'
+        '{"prompt": "p", "answer": [], "model": "m", "line": 1, "index": 0}\n'
     )
-    wrong = ["3 as answer", "None as prompt", "JSON", "[] as reasoning_content"]
+    wrong = ["3 as answer", "None as prompt", "JSON", "[] as answer"]
     with raises(UserError, *wrong, *(f"answers.jsonl:{line}" for line in range(1, 5))):
         read_answers(tmp_path / "answers.jsonl")
 
