@@ -66,10 +66,11 @@ def read_reply(content: Any) -> Reply | NoAnswer:
         return NoAnswer(f"a refusal: {show(refusal, 200)}", _LEAVE_OUT)
     if finish in _FILTERED:
         return NoAnswer(f"an answer that a filter has cut: finish_reason {finish}", _LEAVE_OUT)
-    if not text.strip() and finish == _CUT:
+    is_empty = not (text.strip() if thoughts else text)
+    if is_empty and finish == _CUT:
         remedy = "allow more tokens, or any number with --leave-out max_tokens"
         return NoAnswer(f"thoughts that are cut before the answer: finish_reason {finish}", remedy)
-    if not text.strip() and thoughts:
+    if is_empty and thoughts:
         return NoAnswer(f"thoughts without an answer: finish_reason {finish}", _LEAVE_OUT)
     if message.get("content") is None:
         return NoAnswer(f"null as content: finish_reason {finish}", _LEAVE_OUT)
