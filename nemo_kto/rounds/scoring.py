@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from nemo_kto.data.rows.records import TextOrMessages
 from nemo_kto.errors import UserError, import_object, plural, printable, show
-from nemo_kto.rounds.answers import Sampled, messages_of
+from nemo_kto.rounds.answers import Sampled, messages_of, text_of
 from nemo_kto.rounds.endpoint import Endpoint, RefusedError
 from nemo_kto.rounds.labelling import Question
 from nemo_kto.rounds.replies import Reply
@@ -117,7 +117,7 @@ class Judge:
 
     def _ask(self, question: Question) -> Reply:
         names = ("",) if len(question.answers) == 1 else (" A", " B")
-        turns = [f"<{each['role']}>\n{each.get('content')}\n</{each['role']}>" for each in messages_of(question.prompt)]
+        turns = [f"<{each['role']}>\n{text_of([each])}\n</{each['role']}>" for each in messages_of(question.prompt)]
         shown = [
             f"Answer{name}:\n<answer>\n{each.text}\n</answer>" for name, each in zip(names, question.answers, strict=True)
         ]

@@ -166,6 +166,24 @@ def test_thoughts_stay_with_their_answers(tmp_path: Path) -> None:
     assert [(pair.prompt, pair.chosen, pair.rejected) for pair in records(pairs, as_pairs=True)] == [(prompt, good, other)]
 
 
+def test_calls_of_earlier_turns_are_shown(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "lake"}}}
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    row = {"prompt": [*turns, {"role": "tool", "content": "water"}], "answer": "a", "model": "m", "line": 1, "index": 0}
+    answers, rubric = write_rows(tmp_path / "answers.jsonl", [row]), tmp_path / "rubric.txt"
+    rubric.write_text("Good answers are short.")
+    with serving(lambda body: "good") as server:
+        run(answers, "--out", tmp_path / "rows.jsonl", "--judge", server.url, "--rubric", rubric)
+        shown = [server.requests[0]["messages"][1]["content"]]
+    with open_rows(tmp_path / "page.jsonl", option="--out") as file:
+        questions = single_questions(read_answers(answers))
+        with PageServer(labelling=Labelling(questions=questions, file=file, about={})) as page:
+            shown.append(str(page.state()["prompt"]))
+    for text in shown:
+        assert "look_up" in text
+        assert "None" not in text
+
+
 def test_a_killed_command_continues(answers_file: AnswersFile, tmp_path: Path) -> None:
     answers = answers_file(*(f"answer {number}" for number in range(10)))
     words, whole, killed = ["--score", "$SCORES.short"], tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
