@@ -55,8 +55,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._reply(status, {"error": {"message": "as the test wants"}})
             return
         text = self.server.answer(body)
-        if text == "REFUSED":
-            self._reply(400, {"error": {"message": "maximum context length"}})
+        if isinstance(text, str) and text.startswith("REFUSED"):
+            self._reply(400, {"error": {"message": text[8:] or "maximum context length"}})
             return
         self.server.requests.append(body)
         self.server.keys.append(self.headers.get("Authorization"))
