@@ -45,11 +45,19 @@ class Task:
         return messages_of(self.prompt)
 
     def row(
-        self, index: int, answer: TextOrMessages, finish: str, *, model: str, settings: Mapping[str, object]
+        self,
+        index: int,
+        answer: TextOrMessages,
+        finish: str,
+        left_out: Sequence[str] = (),
+        *,
+        model: str,
+        settings: Mapping[str, object],
     ) -> dict[str, object]:
-        """Return the line of an answer in the file."""
+        """Return the line of an answer in the file; ``left_out``: settings that a server was not given."""
         variables = {VARIABLES: self.variables} if self.variables else {}
         source = {"model": model, "line": self.line, "index": index, "finish": finish, "settings": settings}
+        source |= {"left_out": left_out} if left_out else {}
         return {"prompt": self.prompt, **variables, "answer": answer, **source}
 
 

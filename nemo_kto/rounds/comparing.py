@@ -70,7 +70,7 @@ class Comparison:
         self._file, self._about = file, about
         differ: dict[bool, list[Question]] = {True: [], False: []}
         for pair in undecided_pairs(pairs, file, about):
-            differ[pair.answers[0].text != pair.answers[1].text].append(pair)
+            differ[pair.answers[0].answer != pair.answers[1].answer].append(pair)
         self.left = differ[True]
         file.append(*(_row(pair, None, about) for pair in differ[False]))
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 try:
     import httpx2 as httpx  # the name in huggingface_hub from version 2 on
@@ -14,26 +15,31 @@ except ImportError:
     import httpx
 
 from nemo_kto.errors import UserError, printable, show
+from nemo_kto.rounds.replies import NoAnswer, Reply, read_reply
+from nemo_kto.utils.text import print_error
 
 API_KEY = "OPENAI_API_KEY"
 _ATTEMPTS = 6
 _FIRST_DELAY, _MAX_DELAY = 0.5, 60.0  # seconds before the second attempt, doubled before each further one
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses of a server that may answer later
 _ABOUT_THE_PROMPT = frozenset({400, 413, 422})  # such as one above the context length
+_MAX_UNANSWERED = 10  # tasks in a row
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # an answer may wait behind many others
+_CHAT = "/chat/completions"
+_VERSION = re.compile(r"[^/]/v\d+\w*(?=/|$)")  # in the path of a URL: /v1, /api/paas/v4, /v1beta/openai
+# Settings that some models refuse, and the names that these have for them
+_OTHER_NAMES = {"max_tokens": "max_completion_tokens", "seed": None, "temperature": None, "top_p": None}
+_UNKNOWN = re.compile("unsupported|not supported|unrecogni[sz]ed|unknown|unexpected|extra|not permitted", re.IGNORECASE)
 
 T = TypeVar("T")
 
 
-class Reply(NamedTuple):
-    """An answer of a server."""
-
-    text: str
-    finish: str  # "stop", "length" or another reason of the server
-
-
 class RefusedError(UserError):
     """Error about one request, such as a prompt above the context length; others may succeed."""
+
+
+class UnansweredError(RefusedError):
+    """Error about one request that has no answer after all attempts."""
 
 
 class Endpoint:
@@ -43,36 +49,45 @@ class Endpoint:
         model: name of the model for the server.
     """
 
-    def __init__(self, *, url: str, option: str, model: str | None = None, concurrency: int) -> None:
+    def __init__(
+        self, *, url: str, option: str, model: str | None = None, concurrency: int, left_out: Sequence[str] = ()
+    ) -> None:
         """Find the model, if the server has only one; ``option`` names the URL in messages.
 
-        Raises UserError if the URL is none, or the server does not answer, or has several models.
+        Settings that are ``left_out`` are not sent. Raises UserError if the URL is none, or the server does not answer, or
+        has several models.
         """
-        self._base, self._option, self._concurrency = url.rstrip("/").removesuffix("/v1"), option, concurrency
+        self._base, self._option, self._concurrency = _base(url), option, concurrency
         if not self._base.startswith(("http://", "https://")):
             raise UserError(f"{option} must be a URL, got {url}; e.g. {option} http://localhost:8000")
         key = os.environ.get(API_KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_connections=concurrency)
         self._client = httpx.Client(headers=headers, timeout=_TIMEOUT, limits=limits)
-        self._stopped = threading.Event()
+        self._stopped, self._lock = threading.Event(), threading.Lock()
+        self._names = dict[str, str | None].fromkeys(left_out)  # of settings for this server; None: not sent
         self.model = self._only_model() if model is None else model
 
     def complete(self, messages: Sequence[Any], **settings: object) -> Reply:
         """Return the answer to a conversation; settings that are None are left to the server.
 
-        Raises RefusedError if the server refuses this request, UserError if it cannot be used.
+        A setting that the server refuses is sent under its other name, or left out of all further requests, with a warning.
+        Raises RefusedError if this request has no answer, UserError if the server cannot be used.
         """
+        names = dict(self._names)
         given = {name: value for name, value in settings.items() if value is not None}
-        body = {"model": self.model, "messages": list(messages), **given}
-        content = self._request("POST", "/v1/chat/completions", json=body)
-        try:
-            (choice,) = content["choices"]
-            text = choice["message"].get("content") or ""
-            # a lone surrogate in an answer could not be written
-            return Reply(text.encode("utf-8", "replace").decode(), str(choice.get("finish_reason")))
-        except (LookupError, TypeError, ValueError, AttributeError):
-            raise self._no_server(show(content, 200)) from None
+        while True:
+            sent = {names.get(name, name): value for name, value in given.items()}
+            body = {"model": self.model, "messages": list(messages), **{name: sent[name] for name in sent if name}}
+            reply = self._request("POST", _CHAT, read_reply, json=body)
+            if isinstance(reply, Reply):
+                self._remember(names, given)
+                return reply._replace(left_out=[name for name in given if names.get(name, name) is None])
+            other = next((each for each in given if each not in names and _is_refused(each, reply.refusal)), None)
+            if other is None:
+                error = UnansweredError if reply.may_pass else RefusedError
+                raise error(f"{self._option} must give an answer, got {reply.got}; {reply.remedy}")
+            names[other] = _OTHER_NAMES[other]
 
     def map(self, ask: Callable[[T], Reply], tasks: Sequence[T]) -> Iterator[tuple[T, Reply | RefusedError]]:
         """Yield each task with its reply, or the server's refusal, in the order in which they come."""
@@ -93,16 +108,30 @@ class Endpoint:
         try:
             for _ in range(min(self._concurrency, len(tasks))):
                 threading.Thread(target=work, daemon=True).start()  # the command ends without the replies to come
+            unanswered = 0
             for _ in tasks:
                 task, reply = done.get()
                 if not isinstance(reply, Reply | RefusedError):
                     raise reply
+                unanswered = unanswered + 1 if isinstance(reply, UnansweredError) else 0
+                if unanswered == _MAX_UNANSWERED:
+                    raise self._silent(f"{unanswered} requests in a row without an answer, the last: {reply}")
                 yield task, reply
         finally:
             self._stopped.set()  # ends the delays before further attempts
 
+    def _remember(self, names: Mapping[str, str | None], given: Mapping[str, object]) -> None:
+        """Keep the names with which the server has answered, and warn of those that are new."""
+        with self._lock:
+            for name in [*names.keys() - self._names.keys()]:
+                self._names[name] = names[name]
+                instead = f"{names[name]} is sent instead" if names[name] else "it is left out of all requests"
+                print_error(f"nemo-kto: warning: {self._option} refuses {name} {given[name]}; {instead}")
+
     def _only_model(self) -> str:
-        content = self._request("GET", "/v1/models")
+        content: Any = self._request("GET", "/models", lambda content: content)
+        if isinstance(content, NoAnswer):
+            raise self._silent(content.got) if content.may_pass else self._no_server(content.got)
         try:
             names = [str(each["id"]) for each in content["data"]]
         except (LookupError, TypeError):
@@ -111,33 +140,63 @@ class Endpoint:
             raise UserError(f"--model must name one of the models of {self._base}, got none; it has {', '.join(names)}")
         return names[0]
 
-    def _request(self, method: str, path: str, **arguments: Any) -> Any:
+    def _request(self, method: str, path: str, read: Callable[[Any], T | NoAnswer], **arguments: Any) -> T | NoAnswer:
+        """Return what ``read`` finds in the server's reply; why there is no answer, if that may be due to this request.
+
+        Raises UserError if the server cannot be used.
+        """
         for attempt in range(_ATTEMPTS):
+            wait, reply = "", None
             try:
                 response = self._client.request(method, self._base + path, **arguments)
-            except httpx.TransportError as error:
-                problem, wait = f"{type(error).__name__}: {error}", ""
+            except httpx.RequestError as error:
+                problem = f"{type(error).__name__}: {error}"
             except httpx.InvalidURL as error:
                 raise self._no_server(str(error)) from error
             else:
-                if response.is_success:
-                    try:
-                        return response.json()
-                    except ValueError:
-                        raise self._no_server(f"a reply that is not JSON: {show(response.text, 200)}") from None
-                problem = f"status {response.status_code}: {printable(response.text.strip())}"
-                if response.status_code in _ABOUT_THE_PROMPT:
-                    text = f"{self._option} refuses the request, {problem}"
-                    raise RefusedError(f"{text}; correct it as the server says, or leave the prompt out")
-                if response.status_code not in _BUSY:
-                    raise self._no_server(problem)
+                reply = self._read(response, read)
+                if not (isinstance(reply, NoAnswer) and reply.may_pass):
+                    return reply
                 wait = response.headers.get("retry-after", "")
             delay = min(float(wait) if wait.isdecimal() else _FIRST_DELAY * 2**attempt, _MAX_DELAY)
             if attempt + 1 < _ATTEMPTS and self._stopped.wait(delay):
                 break
-        text = f"{self._option} must be a server that answers, got {self._base}{path} with {problem}"
-        raise UserError(f"{text} in {_ATTEMPTS} attempts; start the server, and repeat the command, which continues")
+        if isinstance(reply, NoAnswer):
+            return reply._replace(got=f"{reply.got} in {_ATTEMPTS} attempts")
+        raise self._silent(f"{problem} in {_ATTEMPTS} attempts")
+
+    def _read(self, response: httpx.Response, read: Callable[[Any], T | NoAnswer]) -> T | NoAnswer:
+        status, text = response.status_code, response.text
+        if response.is_success:
+            try:
+                return read(response.json())
+            except ValueError:
+                return NoAnswer(f"a reply that is not JSON: {show(text, 200)}", may_pass=True)
+        problem = f"status {status}: {printable(text.strip())}"
+        if status in _BUSY:
+            return NoAnswer(problem, may_pass=True)
+        if status in _ABOUT_THE_PROMPT or (status == 403 and "flagged" in text):  # by OpenRouter's filter
+            return NoAnswer(problem, "correct the request as the server says, or leave the prompt out", refusal=text)
+        raise self._no_server(problem)
+
+    def _silent(self, problem: str) -> UserError:
+        text = f"{self._option} must be a server that answers, got {self._base} with {problem}"
+        return UserError(f"{text}; start the server, and repeat the command, which continues")
 
     def _no_server(self, problem: str) -> UserError:
         text = f"{self._option} must be a server with OpenAI's interface, got {self._base} with {problem}"
         return UserError(f"{text}; correct the URL, --model or {API_KEY}")
+
+
+def _base(url: str) -> str:
+    """Return the address before "/chat/completions", with a version: /v1, if the URL has none and does not end so."""
+    base = url.rstrip("/")
+    is_whole = base.endswith(_CHAT)
+    return base.removesuffix(_CHAT) if is_whole or _VERSION.search(base) else f"{base}/v1"
+
+
+def _is_refused(name: str, refusal: str) -> bool:
+    """Return whether a server's text about a request may refuse a setting, not only its value if it has another name."""
+    other = _OTHER_NAMES.get(name, name)
+    is_unknown = other is None or other in refusal or _UNKNOWN.search(refusal)
+    return other != name and re.search(rf"\b{name}\b", refusal) is not None and bool(is_unknown)

@@ -66,7 +66,7 @@ def pair_questions(answers: Sequence[Sampled]) -> list[Question]:
         for pair in zip(group[::2], group[1::2], strict=False):
             draw = random.Random(f"{pair[0].key} {pair[1].key}")  # nosec B311
             shown = pair if draw.random() < 0.5 else pair[::-1]
-            if pair[0].text != pair[1].text:
+            if pair[0].answer != pair[1].answer:
                 questions.append(Question(answers=shown))
     return questions
 

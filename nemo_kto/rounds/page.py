@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from nemo_kto.rounds.answers import messages_of
+from nemo_kto.rounds.answers import messages_of, text_of
 from nemo_kto.rounds.labelling import Labelling
 
 _PAGE = Path(__file__).with_name("page.html")
@@ -48,7 +48,7 @@ class PageServer(ThreadingHTTPServer):
                 "position": self._labelling.position,
                 "total": self._labelling.total,
                 "key": left[0].key if left else None,
-                "prompt": [{"role": str(turn["role"]), "content": str(turn.get("content", ""))} for turn in prompt],
+                "prompt": [{"role": str(turn["role"]), "content": text_of([turn])} for turn in prompt],
                 "answers": [answer.text for answer in left[0].answers] if left else [],
             }
 

@@ -8,14 +8,15 @@ from typing import Any, cast
 
 from nemo_kto.data.rows.records import TextOrMessages
 from nemo_kto.errors import UserError, import_object, plural, printable, show
-from nemo_kto.rounds.answers import Sampled, messages_of
-from nemo_kto.rounds.endpoint import Endpoint, RefusedError, Reply
+from nemo_kto.rounds.answers import Sampled, messages_of, text_of
+from nemo_kto.rounds.endpoint import Endpoint, RefusedError
 from nemo_kto.rounds.labelling import Question
+from nemo_kto.rounds.replies import Reply
+from nemo_kto.rounds.verdicts import read_verdict
 
 Scores = Mapping[tuple[int, int], bool | float]
 _MAX_FAULTS = 10
 _JUDGE_TOKENS = 2048  # with the thoughts of a model that reasons
-_END_OF_THOUGHTS = "</think>"  # the template of some models begins them
 _WORDS = {1: ("good", "bad"), 2: ("A", "B")}  # the verdict that is true first
 _ASK = {
     1: "Is the answer good or bad by the rubric? Reply with one word: good or bad.",
@@ -96,9 +97,8 @@ class Judge:
             if isinstance(reply, RefusedError):
                 yield question, str(reply)
                 continue
-            words = [word.lower() for word in _WORDS[len(question.answers)]]
-            said = reply.text.rpartition(_END_OF_THOUGHTS)[2].strip(" \t\r\n.*\"'`").lower()
-            yield question, words.index(said) == 0 if said in words else f"the verdict is {show(reply.text)}"
+            verdict = read_verdict(reply.text, _WORDS[len(question.answers)])
+            yield question, f"no clear verdict in {printable(reply.text, 120)!r}" if verdict is None else verdict
 
     def votes(self, pairs: Sequence[Question]) -> Iterator[tuple[Question, tuple[float, float] | str]]:
         """Yield each pair of answers with the number of orders in which each of them is better, or why there is no verdict.
@@ -117,7 +117,7 @@ class Judge:
 
     def _ask(self, question: Question) -> Reply:
         names = ("",) if len(question.answers) == 1 else (" A", " B")
-        turns = [f"<{each['role']}>\n{each.get('content')}\n</{each['role']}>" for each in messages_of(question.prompt)]
+        turns = [f"<{each['role']}>\n{text_of([each])}\n</{each['role']}>" for each in messages_of(question.prompt)]
         shown = [
             f"Answer{name}:\n<answer>\n{each.text}\n</answer>" for name, each in zip(names, question.answers, strict=True)
         ]

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from nemo_kto.data.rows.records import TextOrMessages
 from nemo_kto.errors import UserError
-from nemo_kto.rounds.answers import messages_of
+from nemo_kto.rounds.answers import messages_of, text_of
 from nemo_kto.rounds.labelling import PERSON, Labelling, thumb_row
 from nemo_kto.rounds.rows import RowFile
 from nemo_kto.utils.text import terminal_line, terminal_text
@@ -85,7 +85,7 @@ def label_in_terminal(labelling: Labelling) -> None:
             if question.prompt != shown:
                 shown = question.prompt
                 for message in messages_of(shown):
-                    _write(f"{terminal_line(message['role'])}: {terminal_text(str(message.get('content')))}\n")
+                    _write(f"{terminal_line(message['role'])}: {terminal_text(text_of([message]))}\n")
             for number, answer in enumerate(question.answers, start=1):
                 _write(f"\n{f'answer {number}' if is_pair else 'answer'}:\n{terminal_text(answer.text)}\n")
         _write(f"\n  {choice} [{UNDO}]ndo  [{QUIT}]uit ")

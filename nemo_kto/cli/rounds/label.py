@@ -65,6 +65,9 @@ def main(argv: Sequence[str]) -> None:
             _label_on_page(labelling)
         else:
             label_in_terminal(labelling)
+        if judge is not None and labelling.left and not file.rows:
+            got = f"got none on {plural(labelling.total, 'question')}"
+            raise UserError(f"the judge must give a verdict on at least one question, {got}; remove the reason above")
         good = sum(row.get("label") is True for row in file.rows)
         kinds = "" if flags.pairs else f": {good:,} good, {len(file.rows) - good:,} bad"
         left = labelling.total - len(file.rows)

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from nemo_kto.artifacts.content import quick_hash
 from nemo_kto.cli import integer_from
 from nemo_kto.cli.chat import add_sampling, base_of_adapters, check_sampling, find_model, load_models
-from nemo_kto.cli.rounds import CONCURRENCY
+from nemo_kto.cli.rounds import add_server, make_endpoint, server_mistakes
 from nemo_kto.data.rows.reader import RowErrors
-from nemo_kto.data.rows.records import TextOrMessages
 from nemo_kto.errors import UserError, plural, refuse_broken
 from nemo_kto.rounds.answers import WEIGHTS, Task, find_tasks, text_of
 from nemo_kto.rounds.rows import open_rows
@@ -33,8 +32,8 @@ Write answers of a model to the prompts of a file, a line for each answer. The s
 with the answers that it would have drawn. With --endpoint a server with OpenAI's interface answers (vLLM, SGLang), which
 gets the key in OPENAI_API_KEY; RUN|MODEL is then left out.
 """
-# answers and reasons of their ends, or why there is none
-Drawn = tuple[Task, Sequence[tuple[TextOrMessages, str]] | UserError]
+# answers, reasons of their ends and settings that were left out, or why there is none
+Drawn = tuple[Task, Sequence[tuple[Any, ...]] | UserError]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -44,17 +43,15 @@ def main(argv: Sequence[str]) -> None:
     if (flags.folder is None) == (flags.endpoint is None):
         got = "neither" if flags.folder is None else f"{flags.folder} and {flags.endpoint}"
         raise UserError(f"one of RUN|MODEL and --endpoint must be given, got {got}; --model names a model of the server")
-    if flags.model is not None and flags.endpoint is None:
-        raise UserError(f"--model must be used with --endpoint, got {flags.model} without it; leave it out")
+    if mistakes := [*server_mistakes(flags, "endpoint", "model", "leave_out")]:
+        raise UserError("\n  ".join(mistakes))
     check_drawing(flags)
     set_up_logging(rank=0)
     model, settings, endpoint = flags.folder, drawing_settings(flags), None
     if flags.endpoint is None:
         settings[WEIGHTS] = quick_hash(find_model("MODEL", model))
     else:
-        from nemo_kto.rounds.endpoint import Endpoint
-
-        endpoint = Endpoint(url=flags.endpoint, option="--endpoint", model=flags.model, concurrency=flags.concurrency)
+        endpoint = make_endpoint(flags, "endpoint")
         model = endpoint.model
     write_answers(Path(flags.out), model, Path(flags.prompts), settings, endpoint=endpoint)
 
@@ -84,8 +81,9 @@ def write_answers(
         cut = sum(row.get("finish") == "length" for row in file.rows)
         different = len({(row["line"], text_of(row["answer"])) for row in file.rows})
     added = "" if missing == len(file.rows) else f" ({missing:,} new)"
-    limit = settings["max_new_tokens"]
-    print(terminal_line(f"{out}: {plural(len(file.rows), 'answer')}{added}, {cut:,} cut at {limit:,} tokens"))
+    is_limited = not any("max_tokens" in row.get("left_out", ()) for row in file.rows)
+    limit = f" at {settings['max_new_tokens']:,} tokens" if is_limited else ""
+    print(terminal_line(f"{out}: {plural(len(file.rows), 'answer')}{added}, {cut:,} cut{limit}"))
     if settings["count"] > 1 and file.rows and different == len({row["line"] for row in file.rows}):
         reason = "perhaps the server takes the most probable token, whatever it is asked for"
         print_error(f"nemo-kto sample: warning: all answers to each prompt are equal; {reason}")
@@ -166,9 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", required=True, metavar="FILE", help="file of the answers, as JSON lines")
     add_drawing(parser, count=_COUNT)
     parser.add_argument("--endpoint", metavar="URL", help="ask this server, such as http://localhost:8000")
-    parser.add_argument("--model", metavar="NAME", help="name of the model for the server; not needed if it has only one")
-    concurrency = f"requests to the server at the same time ({CONCURRENCY})"
-    parser.add_argument("--concurrency", type=integer_from(1), default=CONCURRENCY, metavar="N", help=concurrency)
+    add_server(parser)
     return parser
 
 

@@ -25,6 +25,7 @@ from nemo_kto.rounds.page import PageServer
 from nemo_kto.rounds.rows import open_rows
 from tests.helpers.messages import Message, raises
 from tests.helpers.openai_server import serving
+from tests.helpers.tiny_models import write_rows
 from tests.unit.rounds.conftest import ANSWERS, read, run_and_kill
 
 AnswersFile = Callable[..., Path]
@@ -34,6 +35,9 @@ def length(prompt, answer):
 
 def short(prompt, answer):
     return len(answer) < 8
+
+def brief(prompt, answer):
+    return len(answer) < 40
 
 def broken(prompt, answer):
     return None if answer == "Why?" else 1 / (len(answer) - 6)
@@ -144,6 +148,42 @@ def test_scores(words: list[str], expected: list[Any], answers_file: AnswersFile
     assert len(records(out, as_pairs="--pairs" in words)) == len(expected)
 
 
+def test_thoughts_stay_with_their_answers(tmp_path: Path) -> None:
+    prompt = [{"role": "user", "content": "2 + 2?"}]
+    good = [{"role": "assistant", "content": "Four.", "reasoning_content": "Hm."}]
+    bad = "It must be five, I think, although I have not counted."
+    answers = write_rows(
+        tmp_path / "answers.jsonl",
+        [{"prompt": prompt, "answer": each, "model": "m", "line": 1, "index": i} for i, each in enumerate((good, bad))],
+    )
+    singles, pairs = tmp_path / "singles.jsonl", tmp_path / "pairs.jsonl"
+    for out, words in ((singles, []), (pairs, ["--pairs"])):
+        for _ in range(2):  # the same command continues
+            run(answers, "--out", out, "--score", "$SCORES.brief", *words)
+    found = [(record.prompt, record.response, record.desirable) for record in records(singles, as_pairs=False)]
+    other = [{"role": "assistant", "content": bad}]
+    assert found == [(prompt, good, True), (prompt, other, False)]
+    assert [(pair.prompt, pair.chosen, pair.rejected) for pair in records(pairs, as_pairs=True)] == [(prompt, good, other)]
+
+
+def test_calls_of_earlier_turns_are_shown(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "lake"}}}
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    row = {"prompt": [*turns, {"role": "tool", "content": "water"}], "answer": "a", "model": "m", "line": 1, "index": 0}
+    answers, rubric = write_rows(tmp_path / "answers.jsonl", [row]), tmp_path / "rubric.txt"
+    rubric.write_text("Good answers are short.")
+    with serving(lambda body: "good") as server:
+        run(answers, "--out", tmp_path / "rows.jsonl", "--judge", server.url, "--rubric", rubric)
+        shown = [server.requests[0]["messages"][1]["content"]]
+    with open_rows(tmp_path / "page.jsonl", option="--out") as file:
+        questions = single_questions(read_answers(answers))
+        with PageServer(labelling=Labelling(questions=questions, file=file, about={})) as page:
+            shown.append(str(page.state()["prompt"]))
+    for text in shown:
+        assert "look_up" in text
+        assert "None" not in text
+
+
 def test_a_killed_command_continues(answers_file: AnswersFile, tmp_path: Path) -> None:
     answers = answers_file(*(f"answer {number}" for number in range(10)))
     words, whole, killed = ["--score", "$SCORES.short"], tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
@@ -244,8 +284,10 @@ def test_answers_of_two_files_in_one_are_refused(answers_file: AnswersFile, tmp_
 def test_lines_that_are_no_answers(tmp_path: Path) -> None:
     (tmp_path / "answers.jsonl").write_text(
         '{"prompt": "p", "answer": 3, "model": "m", "line": 1, "index": 0}\n{"a": 1}\nx\n'
+        '{"prompt": "p", "answer": [], "model": "m", "line": 1, "index": 0}\n'
     )
-    with raises(UserError, "answers.jsonl:1", "3 as answer", "answers.jsonl:2", "None as prompt", "answers.jsonl:3", "JSON"):
+    wrong = ["3 as answer", "None as prompt", "JSON", "[] as answer"]
+    with raises(UserError, *wrong, *(f"answers.jsonl:{line}" for line in range(1, 5))):
         read_answers(tmp_path / "answers.jsonl")
 
 
