@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -56,8 +56,7 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         **run.files.output_line,
         "adapters": adapters,
         **{name: split_text(unit, examples.counts) for name, examples in data.splits.in_use.items()},
-        **({"labels": data.splits.labels} if data.splits.labels else {}),
-        **({"prompts": data.splits.prompts} if data.splits.prompts else {}),
+        **{name: text for name, text in _rows(data) if text},
         **cfg.recipe.start_lines(cfg.loss, data.splits.train),
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))}){resumed}",
         "lr": _lr_text(run),
@@ -92,6 +91,14 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
     )
     lines |= {f"slow path {number}": path for number, path in enumerate(slow, start=1)}
     return lines
+
+
+def _rows(data: RunData) -> Iterator[tuple[str, str]]:
+    """Yield how rows are read, by label; texts that do not apply are empty."""
+    yield "labels", data.splits.labels
+    yield "prompts", data.splits.prompts
+    yield "left out", data.splits.left_out
+    yield "special tokens", data.splits.special_tokens
 
 
 def _micro_batches(run: ResolvedRun) -> dict[str, str]:
