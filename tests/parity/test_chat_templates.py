@@ -307,7 +307,7 @@ NANO = (
 )
 # As in MiniMax M2: the prompt begins thoughts, which are written only if there are any.
 MINIMAX = (
-    "{% for message in messages %}[{{ message.role }}]\n{% set content = message.content or '' %}"
+    "{# interleaved thinking #}{% for message in messages %}[{{ message.role }}]\n{% set content = message.content or '' %}"
     "{% set thoughts = message.reasoning_content or '' %}{% if '</think>' in content and not thoughts %}"
     "{% set thoughts = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
     "{% set content = content.split('</think>')[-1].strip('\n') %}{% endif %}"
@@ -321,6 +321,14 @@ DEEPSEEK = (
     "{{ message.content.split('</think>')[-1] }}<E>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<A>{{ '<think>' if thinking is defined and thinking else '</think>' }}{% endif %}"
 )
+# As in GigaChat 3: a call follows the text after a token that also ends the turn.
+GIGACHAT = (
+    "{% for message in messages %}{{ message.role }}<R>\n{{ message.content }}<M>\n"
+    "{% for call in message.tool_calls or [] %}function call<R>\n{{ call.function | tojson }}<M>\n{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant<R>\n{% endif %}"
+)
+# As in Command R7B: the beginning of an answer is always written.
+ALWAYS = "{% for message in messages %}<START_OF_TURN>{{ message.content }}<E>{% endfor %}<START_OF_TURN><CHATBOT>"
 QWEN = "qwen3_5_nothink"  # prompts have closed thoughts
 THOUGHTS = {**GOOD, "reasoning_content": "31 degrees"}
 BESIDE = assistant(content="<think>\n31 degrees\n</think>\n\nYes, it is.")
@@ -348,6 +356,15 @@ ASKED = "<|im_start|>user\nIs it warm in Paris?<|im_end|>\n<|im_start|>assistant
                 '\n</think>\n\n<call>{"name": "CALLNAME", "arguments": {"city": "CALLVALUE"}}[e]\n<|im_end|>',
             ),
         ),
+        (
+            GIGACHAT,
+            {**CALLED, "content": "Yes."},
+            (
+                "assistant<R>\n",
+                'Yes.<M>\nfunction call<R>\n{"name": "CALLNAME", "arguments": {"city": "CALLVALUE"}}<M>\n<|im_end|>',
+            ),
+        ),
+        (ALWAYS, GOOD, None),
         (DEEPSEEK, GOOD, ("?<A></think>", "Yes, it is.<E><|im_end|>")),
         (DEEPSEEK, THOUGHTS, ("?<A><think>", "31 degrees\n</think>\n\nYes, it is.<E><|im_end|>")),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -24,7 +25,8 @@ from nemo_kto.data.tokens.content import (
 )
 from nemo_kto.data.tokens.continuation import Messages, Render, begins_thoughts, continue_prompt
 
-_SWITCH = re.compile(r"""(?<![.\w"'])(enable_thinking|thinking)\b""")  # a variable that selects prompts with thoughts
+_SWITCHES = ("enable_thinking", "thinking")  # variables that select prompts with thoughts
+_OPENING = 16  # characters that tell the beginning of an answer from the end of one
 DROP_REMEDY = f"leave such rows out with model.data.drop=[{','.join((*DEFAULT_DROPS, LOST_TEXT))}]"
 
 
@@ -130,19 +132,15 @@ def find_plan(
     if probe.tools:
         variables = {**variables, "tools": probe.tools}
     prompt, answer = (probe.messages[:-1], probe.messages[-1]) if is_answered else (probe.messages, None)
-    for more in _modes(template, variables, answer):
-        given = {**variables, **more}
-        reading = _Reading(render, probe, given)
-        try:
-            shown = render(prompt, given, add_generation_prompt=True)
-            if answer is None:
-                return reading.lost(shown) or Plan()
-        except RowError:
-            faults.append(None)
-            continue
-        for form in _forms(template, shown, answer):
+    prompts = _prompts(render, prompt, variables, template=template, thoughts=answer is not None and has_thoughts(answer))
+    if answer is None:
+        return next((_Reading(render, probe, variables).lost(shown) for shown in prompts), None) or Plan()
+    has_switch = len(prompts) > 1 or not variables.keys().isdisjoint(_SWITCHES)
+    for shown, more in prompts.items():
+        reading = _Reading(render, probe, {**variables, **more})
+        for form in _forms(template, shown, answer, has_switch=has_switch):
             try:
-                text = continue_prompt(render, prompt, in_form(answer, form), given, shown=shown)[1]
+                text = continue_prompt(render, prompt, in_form(answer, form), reading.variables, shown=shown)[1]
             except RowError:
                 text = None
             fault = None if text is None else reading.lost(shown + text) or reading.misplaced(shown, text)
@@ -150,18 +148,21 @@ def find_plan(
                 ended = text.rstrip().endswith(special)
                 return Plan(form, more, "" if ended else reading.next_turn(in_form(answer, form), text, stops))
             faults.append(fault)
-    return faults[0] or Plan()
+    return next(iter(faults), None) or Plan()
 
 
-def _modes(template: str, variables: Mapping[str, Any], answer: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield template variables to add: none, then those that select the prompt of an answer with or without thoughts."""
-    yield {}
-    for name in dict.fromkeys(_SWITCH.findall(template)):
-        if name not in variables and answer is not None:
-            yield {name: has_thoughts(answer)}
+def _prompts(
+    render: Render, prompt: Messages, variables: Mapping[str, Any], *, template: str, thoughts: bool
+) -> dict[str, Mapping[str, Any]]:
+    """Return the prompt of inference, and that of an answer with or without thoughts, with the variables that they need."""
+    prompts: dict[str, Mapping[str, Any]] = {}
+    for more in ({}, *({name: thoughts} for name in _SWITCHES if name in template and name not in variables)):
+        with contextlib.suppress(RowError):
+            prompts.setdefault(render(prompt, {**variables, **more}, add_generation_prompt=True), more)
+    return prompts
 
 
-def _forms(template: str, shown: str, answer: Mapping[str, Any]) -> Iterator[str]:
+def _forms(template: str, shown: str, answer: Mapping[str, Any], *, has_switch: bool) -> Iterator[str]:
     """Yield forms of the answer after the prompt ``shown``, the preferred one first."""
     begun = begins_thoughts(shown)
     if has_thoughts(answer):
@@ -172,7 +173,7 @@ def _forms(template: str, shown: str, answer: Mapping[str, Any]) -> Iterator[str
             yield from (CONTINUED, WITH_BEGINNING) if begun else (WITH_BEGINNING,)
     else:
         yield GIVEN
-        if begun and not _SWITCH.search(template):  # the model closes thoughts that it does not have
+        if begun and not has_switch:  # the model closes thoughts that it does not have
             yield from (FIELDS[0], CONTINUED, WITH_BEGINNING)
 
 
@@ -209,7 +210,7 @@ class _Reading(NamedTuple):
         return is_earlier and part.mark in self.written(*upto).lower()
 
     def misplaced(self, prompt: str, answer: str) -> LostTextError | None:
-        """Return an error about an answer that leaves thoughts open, begins them again, or ends its turn twice."""
+        """Return an error about an answer that leaves thoughts open, begins them again, or has another turn."""
         begins, ends = answer.count(BEGIN_OF_THOUGHTS), answer.count(END_OF_THOUGHTS)
         plain = self.written(*self.probe.messages[:-1], {"role": "assistant", "content": MARK})
         end = plain.rpartition(MARK)[2].strip()
@@ -217,7 +218,10 @@ class _Reading(NamedTuple):
             is_right = (begins, ends) == (0, 1)
         else:
             is_right = begins <= 1 and not (begins + ends and prompt.rstrip().endswith(END_OF_THOUGHTS))
-        if is_right and not (end and end in answer.rstrip().removesuffix(end)):
+        opened = prompt.removeprefix(self.written(*self.probe.messages[:-1])).strip().removesuffix(BEGIN_OF_THOUGHTS).strip()
+        is_again = bool(end and opened) and opened in answer and end in answer.rstrip().removesuffix(end)
+        is_next = answer.rstrip().endswith(prompt.rstrip()[-_OPENING:])  # the template begins it without being asked to
+        if is_right and not (is_again or is_next):
             return None
         before, after = (re.sub(f"{MARK}\\w*", "...", text) for text in (prompt, answer))
         got = f"{after!r} after {before[-40:]!r}"
