@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -17,6 +18,7 @@ from nemo_kto.artifacts.checkpoint_files import Checkpoint, find_checkpoints
 from nemo_kto.artifacts.content import auto_class
 from nemo_kto.config.compose import DEFAULT_LR
 from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.data.batches.dataset import Splits
 from nemo_kto.device import device
 from nemo_kto.device.kernels import MAX_CONNECTIONS, slow_paths
 from nemo_kto.errors import plural
@@ -56,7 +58,7 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         **run.files.output_line,
         "adapters": adapters,
         **{name: split_text(unit, examples.counts) for name, examples in data.splits.in_use.items()},
-        **{name: text for name, text in _rows(data) if text},
+        **row_lines(data.splits),
         **cfg.recipe.start_lines(cfg.loss, data.splits.train),
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))}){resumed}",
         "lr": _lr_text(run),
@@ -93,12 +95,10 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
     return lines
 
 
-def _rows(data: RunData) -> Iterator[tuple[str, str]]:
-    """Yield how rows are read, by label; texts that do not apply are empty."""
-    yield "labels", data.splits.labels
-    yield "prompts", data.splits.prompts
-    yield "left out", data.splits.left_out
-    yield "special tokens", data.splits.special_tokens
+def row_lines(splits: Splits[Any]) -> dict[str, str]:
+    """Return the lines about how rows are read, by label, without those that do not apply."""
+    lines = {"labels": splits.labels, "prompts": splits.prompts, "left out": splits.left_out}
+    return {name: text for name, text in {**lines, "special tokens": splits.special_tokens}.items() if text}
 
 
 def _micro_batches(run: ResolvedRun) -> dict[str, str]:

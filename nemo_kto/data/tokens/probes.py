@@ -26,6 +26,8 @@ from nemo_kto.data.tokens.content import (
 from nemo_kto.data.tokens.continuation import Messages, Render, begins_thoughts, continue_prompt
 
 _SWITCHES = ("enable_thinking", "thinking")  # variables that select prompts with thoughts
+_NOT_CHECKED = f"{MARK}t"  # thoughts of earlier answers, which templates leave out as servers do
+_OLD_CALL = "function_call"  # of a message, before OpenAI introduced tool_calls
 _OPENING = 16  # characters that tell the beginning of an answer from the end of one
 DROP_REMEDY = f"leave such rows out with model.data.drop=[{','.join((*DEFAULT_DROPS, LOST_TEXT))}]"
 
@@ -62,10 +64,15 @@ def signature(messages: Messages, variables: Mapping[str, Any], *, is_answered: 
 
 
 def _shape(message: Mapping[str, Any]) -> Hashable:
-    content, calls = message.get("content"), message.get("tool_calls") or ()
+    content = message.get("content")
     kind = (content.strip() and (END_OF_THOUGHTS in content) + 1) if isinstance(content, str) else type(content)
-    of_calls = tuple((len(call), "function" in call, bool(_function(call).get("arguments"))) for call in calls)
+    of_calls = tuple((frozenset(call), bool(_function(call).get("arguments"))) for call in _calls(message))
     return message["role"], kind, of_calls, frozenset((name, bool(value)) for name, value in message.items())
+
+
+def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    calls = message.get("tool_calls")
+    return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
 
 
 def _function(tool: Any) -> Mapping[str, Any]:
@@ -80,11 +87,13 @@ def _probe(messages: Messages, variables: Mapping[str, Any], *, is_answered: boo
         parts.append(_Part(f"{MARK}x{len(parts)}x", name, message))
         return parts[-1].mark
 
-    def with_name(tool: Any, name: str, message: int, **changes: object) -> Any:
-        if not (function := _function(tool)).get("name"):
-            return tool
-        function = {**function, "name": mark(name, message), **changes}
-        return {**tool, "function": function} if "function" in tool else function
+    def call(given: Any, name: str, message: int) -> Any:
+        function = {**_function(given)}
+        if function.get("name"):
+            function["name"] = mark(name, message)
+        if message >= 0 and isinstance(function.get("arguments"), dict) and function["arguments"]:
+            function["arguments"] = {mark(name, message): mark(name, message)}
+        return {**given, "function": function} if "function" in given else function
 
     marked: list[Mapping[str, Any]] = []
     for index, message in enumerate(messages):
@@ -92,25 +101,21 @@ def _probe(messages: Messages, variables: Mapping[str, Any], *, is_answered: boo
         whose = "the answer" if is_answer else f'messages of the role "{message["role"]}"'
         new, content = {**message}, message.get("content")
         if isinstance(content, str) and content.strip():
-            thoughts, end, text = content.partition(END_OF_THOUGHTS)
-            thoughts, text = (thoughts, text) if end else ("", content)
-            if end:  # a template may leave out those of earlier messages
+            head, text = "", content
+            if END_OF_THOUGHTS in content and message["role"] == "assistant":
+                thoughts, _, text = content.partition(END_OF_THOUGHTS)
                 begin = f"{BEGIN_OF_THOUGHTS}\n" if BEGIN_OF_THOUGHTS in thoughts else ""
-                thoughts = begin + (mark(f"the thoughts of {whose}", index) if is_answer else f"{MARK}t") + "\n"
-            new["content"] = (
-                thoughts + end + ("\n\n" * bool(end) + mark(f"the content of {whose}", index) if text.strip() else "")
-            )
+                marks = mark(f"the thoughts of {whose}", index) if is_answer else _NOT_CHECKED
+                head = f"{begin}{marks}\n{END_OF_THOUGHTS}\n\n"
+            new["content"] = head + (mark(f"the content of {whose}", index) if text.strip() else "")
         if (field := field_of_thoughts(message)) is not None:
-            new[field] = mark(f'"{field}" of {whose}', index) if is_answer else f"{MARK}t"
-        name, calls = f'"tool_calls" of {whose}', []
-        for call in message.get("tool_calls") or ():
-            arguments = {mark(name, index): mark(name, index)} if _function(call).get("arguments") else None
-            calls.append(with_name(call, name, index, **({} if arguments is None else {"arguments": arguments})))
-        if calls:
-            new["tool_calls"] = calls
+            new[field] = mark(f'"{field}" of {whose}', index) if is_answer else _NOT_CHECKED
+        if calls := _calls(message):
+            new["tool_calls"] = [call(each, f'"tool_calls" of {whose}', index) for each in calls]
+        if isinstance(message.get(_OLD_CALL), dict):
+            new[_OLD_CALL] = call(message[_OLD_CALL], f'"{_OLD_CALL}" of {whose}', index)
         marked.append(new)
-    tools = [with_name(tool, '"tools"', -1) for tool in variables.get("tools") or ()]
-    return _Probe(marked, tools, parts)
+    return _Probe(marked, [call(tool, '"tools"', -1) for tool in variables.get("tools") or ()], parts)
 
 
 def find_plan(
@@ -233,7 +238,7 @@ class _Reading(NamedTuple):
         marks = [part.mark for part in self.probe.parts if part.mark in text]
         if not marks:
             return ""
-        calls = answer.get("tool_calls") or ()
+        calls = _calls(answer)
         of_tool = {"role": "tool", "tool_call_id": calls[-1].get("id")} if calls else {"role": "user"}
         last = max(marks, key=text.rindex)
         tail = text.rpartition(last)[2].rstrip()

@@ -144,6 +144,12 @@ def test_rows_whose_text_the_template_leaves_out(tmp_path: Path) -> None:
         f"{tmp_path}/rows.jsonl: the texts of 2 rows contain special tokens of the model; remove them unless the model "
         "shall read them as its own",
     )
+    old = {"function_call": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    with raises(DataError, "rows.jsonl:1", '"function_call" of the answer', remedy):
+        split(tmp_path, [row([turn("a")], [turn("1", role="assistant", **old)], True)])  # type: ignore[arg-type]
+    odd: tuple[object, ...] = (5, ["x"], {})  # no calls; the template would not get one
+    answers = [turn("1", role="assistant", tool_calls=value) for value in odd]
+    assert lines(split(tmp_path, [row([turn("a")], [each], True) for each in answers]).train) == [1, 2, 3]  # type: ignore[arg-type]
     pairs: list[dict[str, object]] = [
         {"prompt": [turn("a")], "chosen": [turn("1", role="assistant")], "rejected": [turn("2", role="assistant", **more)]}
         for more in ({}, {"tool_calls": CALLS})
