@@ -141,11 +141,12 @@ class RecordEncoder:
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._special_tokens = tuple(dict.fromkeys([*map(str, tokenizer.all_special_tokens), *added]))
         self._special_ids = set(tokenizer.convert_tokens_to_ids(list(self._special_tokens)))
-        texts = sorted({*self._special_tokens} - {BEGIN_OF_THOUGHTS, END_OF_THOUGHTS, ""}, key=len, reverse=True)
-        self._special_text = re.compile("|".join(map(re.escape, texts)))
-        declared = set(tokenizer.convert_ids_to_tokens(sorted(self._declared_stop_ids())))
-        candidates = (token for token in self._special_tokens if token != tokenizer.bos_token)
-        self._stops = sorted((token for token in candidates if not declared or token in declared), key=len, reverse=True)
+        texts = {*self._special_tokens} - {BEGIN_OF_THOUGHTS, END_OF_THOUGHTS, ""}
+        longest_first = sorted(texts, key=lambda text: (-len(text), text))
+        self._special_text = re.compile("|".join(map(re.escape, longest_first)))
+        stop_ids = self._declared_stop_ids() or self._special_ids
+        is_stop = {text: tokenizer.convert_tokens_to_ids(text) in stop_ids for text in texts - {tokenizer.bos_token}}
+        self._stops = [text for text in longest_first if is_stop.get(text)]
         with _panics_named(self._folder):
             adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
         self.bos_id: int | None = tokenizer.bos_token_id if adds_bos else None
@@ -298,22 +299,25 @@ class RecordEncoder:
         return any(self._special_text.search(text) for text in texts)
 
     def _plan(self, prompt: list[Message], response: list[Message], variables: Mapping[str, Any]) -> Plan | LostTextError:
-        """Return how rows of this shape are rendered; found for the first of them."""
+        """Return how rows of this shape are rendered; found for the first of them that the template does not refuse."""
         messages, is_answered = [*prompt, *response], bool(response)
         shape = signature(messages, variables, is_answered=is_answered)
         if shape not in self._plans:
+            found = None
             with contextlib.suppress(ValueError):  # no template: the rendering names the reason
-                template = self._dated_template(variables)
-                self._plans[shape] = find_plan(
+                found = find_plan(
                     self._render,
                     messages,
                     variables,
                     is_answered=is_answered,
-                    template=template,
+                    template=self._dated_template(variables),
                     special=self._special_tokens,
                     stops=self._stops,
                 )
-        return self._plans.get(shape, Plan())
+            if found is None:
+                return Plan()
+            self._plans[shape] = found
+        return self._plans[shape]
 
     def _dated_template(self, variables: Mapping[str, Any]) -> str:
         """Return the chat template with the date in the place of the function that writes the current one."""

@@ -127,11 +127,11 @@ def find_plan(
     template: str,
     special: tuple[str, ...] = (),
     stops: Sequence[str] = (),
-) -> Plan | LostTextError:
-    """Return how rows of the shape of this one are rendered, or the error of all of them.
+) -> Plan | LostTextError | None:
+    """Return how rows of the shape of this one are rendered, or the error of all of them; None if the template refuses it.
 
-    A row that the template refuses, or that has no continuation of the prompt, gets a plan of which rendering it says why.
-    ``special`` are the tokens that may end an answer in a template, ``stops`` those that a model may write to end it.
+    If the shape has no continuation of the prompt, rendering a row by the plan gives the error. ``special`` are the tokens
+    that may end an answer in a template, ``stops`` those that a model may write to end it.
     """
     probe, faults = _probe(messages, variables, is_answered=is_answered), list[LostTextError | None]()
     if probe.tools:
@@ -139,13 +139,15 @@ def find_plan(
     prompt, answer = (probe.messages[:-1], probe.messages[-1]) if is_answered else (probe.messages, None)
     prompts = _prompts(render, prompt, variables, template=template, thoughts=answer is not None and has_thoughts(answer))
     if answer is None:
-        return next((_Reading(render, probe, variables).lost(shown) for shown in prompts), None) or Plan()
+        return next((_Reading(render, probe, variables).lost(shown) or Plan() for shown in prompts), None)
     has_switch = len(prompts) > 1 or not variables.keys().isdisjoint(_SWITCHES)
+    is_read = False
     for shown, more in prompts.items():
         reading = _Reading(render, probe, {**variables, **more})
         for form in _forms(template, shown, answer, has_switch=has_switch):
             try:
                 text = continue_prompt(render, prompt, in_form(answer, form), reading.variables, shown=shown)[1]
+                is_read = True
             except RowError:
                 text = None
             fault = None if text is None else reading.lost(shown + text) or reading.misplaced(shown, text)
@@ -153,7 +155,7 @@ def find_plan(
                 ended = text.rstrip().endswith(special)
                 return Plan(form, more, "" if ended else reading.next_turn(in_form(answer, form), text, stops))
             faults.append(fault)
-    return next(iter(faults), None) or Plan()
+    return next(iter(faults), None) or (Plan() if is_read else None)
 
 
 def _prompts(
