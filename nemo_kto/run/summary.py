@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -19,6 +20,7 @@ from nemo_kto.artifacts.checkpoint_files import Checkpoint, find_checkpoints
 from nemo_kto.artifacts.content import auto_class
 from nemo_kto.config.compose import DEFAULT_LR
 from nemo_kto.config.resolved import ResolvedRun
+from nemo_kto.data.batches.dataset import Splits
 from nemo_kto.device import device
 from nemo_kto.device.environment import MAX_CONNECTIONS
 from nemo_kto.device.kernels import slow_paths
@@ -58,8 +60,7 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
         **run.files.output_line,
         "adapters": adapters,
         **{name: split_text(unit, examples.counts) for name, examples in data.splits.in_use.items()},
-        **({"labels": data.splits.labels} if data.splits.labels else {}),
-        **({"prompts": data.splits.prompts} if data.splits.prompts else {}),
+        **row_lines(data.splits),
         **cfg.recipe.start_lines(cfg.loss, data.splits.train),
         "steps": f"{steps:,} ({epochs(steps, run.length.steps_per_epoch(batches))}){resumed}",
         "lr": _lr_text(run),
@@ -107,6 +108,12 @@ def _device_text() -> str:
         return f"CPU, {device.device_name()}, {plural(torch.get_num_threads(), 'thread')} a rank"
     connections = os.environ.get(MAX_CONNECTIONS)
     return device.device_name() + (f", {MAX_CONNECTIONS}={connections}" if connections else "")
+
+
+def row_lines(splits: Splits[Any]) -> dict[str, str]:
+    """Return the lines about how rows are read, by label, without those that do not apply."""
+    lines = {"labels": splits.labels, "prompts": splits.prompts, "left out": splits.left_out}
+    return {name: text for name, text in {**lines, "special tokens": splits.special_tokens}.items() if text}
 
 
 def _micro_batches(run: ResolvedRun) -> dict[str, str]:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from nemo_kto.data.rows.records import KTORecord, PromptRecord, RowError, TextOrMessages, pair_of_row, records_of_row
+from nemo_kto.data.rows.records import (
+    KTORecord,
+    LostTextError,
+    PromptRecord,
+    RowError,
+    TextOrMessages,
+    pair_of_row,
+    records_of_row,
+)
 from nemo_kto.data.rows.values import read_values
 from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
 from nemo_kto.data.tokens.content import as_parts
@@ -113,7 +122,7 @@ R1 = (
                 " No.</s><|im_end|>",
             ),
         ),
-        (R1, [USER], "Yes.", ("<|User|>Is it warm in Paris?<|Assistant|><think>\n", "Yes.<|im_end|>")),
+        (R1, [USER], "Yes.", ("<|User|>Is it warm in Paris?<|Assistant|><think>\n", "\n</think>\n\nYes.<|im_end|>")),
         (
             R1,
             [SYSTEM, USER],
@@ -193,3 +202,233 @@ def test_an_answer_with_thoughts_follows_the_prompt_that_begins_them() -> None:
     assert isinstance(wrong, RowError)
     assert "must render the prompt the same" in str(wrong)
     assert "leave out enable_thinking" in str(wrong)
+
+
+def assistant(**fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", **fields}
+
+
+def call(name: str, value: str) -> dict[str, Any]:
+    return {"id": "abcdefghi", "type": "function", "function": {"name": name, "arguments": {"city": value}}}
+
+
+QUESTION, FIRST = {"role": "user", "content": "USERTEXT"}, {"role": "user", "content": "FIRSTTEXT"}
+ANSWER, MIDDLE = assistant(content="ANSWERTEXT"), assistant(content="MIDDLETEXT")
+CALLED = assistant(tool_calls=[call("CALLNAME", "CALLVALUE")])
+RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "content": "RESULTTEXT"}
+IN_CONTENT = "<think>\nTHOUGHTTEXT\n</think>\n\n"
+KINDS: dict[str, tuple[list[dict], dict]] = {
+    "question": ([QUESTION], ANSWER),
+    "turns": ([FIRST, MIDDLE, QUESTION], ANSWER),
+    "developer": ([{"role": "developer", "content": "DEVTEXT"}, QUESTION], ANSWER),
+    "system": ([{"role": "system", "content": "SYSTEXT"}, QUESTION], ANSWER),
+    "late system": ([FIRST, MIDDLE, {"role": "system", "content": "SYSTEXT"}, QUESTION], ANSWER),
+    "two systems": (
+        [{"role": "system", "content": "SYSTEXT"}, {"role": "system", "content": "OTHERTEXT"}, QUESTION],
+        ANSWER,
+    ),
+    "function": ([QUESTION, MIDDLE, {"role": "function", "name": "f", "content": "RESULTTEXT"}], ANSWER),
+    "result": ([QUESTION, CALLED, RESULT], ANSWER),
+    "call": ([QUESTION], CALLED),
+    "two calls": ([QUESTION], assistant(tool_calls=[call("CALLNAME", "CALLVALUE"), call("SECONDNAME", "SECONDVALUE")])),
+    "call with text": ([QUESTION], {**CALLED, "content": "ANSWERTEXT"}),
+    "thoughts": ([QUESTION], {**ANSWER, "reasoning_content": "THOUGHTTEXT"}),
+    "thoughts in content": ([QUESTION], assistant(content=f"{IN_CONTENT}ANSWERTEXT")),
+    "thoughts and call": ([QUESTION], {**CALLED, "reasoning_content": "THOUGHTTEXT"}),
+    "thoughts in content and call": ([QUESTION], {**CALLED, "content": IN_CONTENT}),
+    "tools": ([QUESTION], ANSWER),
+}
+
+
+def texts_of(*messages: dict) -> set[str]:
+    """The words in capitals of a row, which are all of its texts."""
+    return set(re.findall(r"[A-Z]{4,}", json.dumps(messages)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_template_of_trl_loses_text(kind: str) -> None:
+    """A row is trained whole, as the continuation of a prompt of inference, or refused because a text would be lost."""
+    trl = pytest.importorskip("trl", reason="TRL ships the templates")
+    files = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+    assert len(files) > 60
+    prompt, answer = KINDS[kind]
+    row: dict[str, Any] = {"prompt": prompt, "response": [answer], "label": True}
+    tools = [{"type": "function", "function": {"name": "TOOLNAME", "description": "", "parameters": {}}}]
+    tools = tools if kind == "tools" else []
+    (record,) = records_of_row({**row, "tools": tools}, 1)
+    wanted, trained = texts_of(*prompt, answer, *tools), 0
+    made = make_tokenizer()
+    for file in files:
+        made.chat_template = file.read_text()
+        encoder = RecordEncoder(tokenizer=made)
+        encoder.stop_ids(trial=False)
+        (example,) = encoder.encode([record])
+        of_parts = file.stem.removesuffix("_training") in OF_PARTS
+
+        def written(messages: list[dict], of_parts: bool = of_parts, **mode: Any) -> str:
+            read = as_parts(messages) if of_parts else messages
+            return str(made.apply_chat_template(read, tokenize=False, tools=tools or None, **mode))
+
+        if isinstance(example, LostTextError):
+            assert str(example) == Message("chat template", "model.data.drop=[unlabelled,lost_text]")
+            whole = written([*prompt, answer])
+            is_lost = not wanted <= texts_of({"": whole})
+            assert is_lost or not whole.startswith(written(prompt, add_generation_prompt=True)), file.name
+        elif isinstance(example, RowError):
+            assert str(example) == Message("chat template", "refuses")
+            with pytest.raises(Exception):  # noqa: B017  # of any kind, see the message
+                written([*prompt, answer])
+        else:
+            trained += 1
+            shown, rest = made.decode(example.prompt_ids), made.decode(example.response_ids)
+            modes = [{}, {"enable_thinking": True}, {"enable_thinking": False}]
+            assert shown in [written(prompt, add_generation_prompt=True, **mode) for mode in modes], file.name
+            assert wanted <= texts_of({"": f"{shown}{rest}"}), (file.name, rest)
+            assert texts_of(answer) <= texts_of({"": rest}), (file.name, rest)
+            begun, closed = (shown.rstrip().endswith(tag) for tag in ("<think>", "</think>"))
+            tags = rest.count("<think>"), rest.count("</think>")
+            assert tags == (0, 1) if begun else tags in ([(0, 0)] if closed else [(0, 0), (1, 1)]), (file.name, rest)
+            assert not is_only_end(made, example.response_ids), file.name
+    assert trained >= 14
+
+
+def is_only_end(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> bool:
+    return not tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+
+# As in Nemotron Nano 2: the prompt begins thoughts, and the last answer follows it as it is; a call begins another turn.
+NANO = (
+    "{% set answer = messages[-1] if messages[-1].role == 'assistant' else none %}"
+    "{% for message in (messages[:-1] if answer else messages) %}<S>{{ message.role }}\n"
+    "{{ message.content.split('</think>')[-1].strip() }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<S>Assistant\n<think>\n\n"
+    "{% elif answer %}{% if answer.content %}<S>Assistant\n<think>\n\n{{ answer.content.strip() }}\n<E>\n{% endif %}"
+    "{% if answer.tool_calls %}<S>Assistant\n{{ answer.tool_calls[0].function | tojson }}\n<E>\n{% endif %}{% endif %}"
+)
+# As in MiniMax M2: the prompt begins thoughts, which are written only if there are any.
+MINIMAX = (
+    "{# interleaved thinking #}{% for message in messages %}[{{ message.role }}]\n{% set content = message.content or '' %}"
+    "{% set thoughts = message.reasoning_content or '' %}{% if '</think>' in content and not thoughts %}"
+    "{% set thoughts = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set content = content.split('</think>')[-1].strip('\n') %}{% endif %}"
+    "{% if thoughts and loop.last %}<think>\n{{ thoughts }}\n</think>\n\n{% endif %}{{ content }}"
+    "{% for call in message.tool_calls or [] %}\n<call>{{ call.function | tojson }}{% endfor %}[e]\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]\n<think>\n{% endif %}"
+)
+# As in DeepSeek V3.1: a variable decides whether the prompt begins or closes thoughts, and answers are written without.
+DEEPSEEK = (
+    "{% for message in messages %}{% if message.role == 'user' %}<U>{{ message.content }}{% else %}<A></think>"
+    "{{ message.content.split('</think>')[-1] }}<E>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<A>{{ '<think>' if thinking is defined and thinking else '</think>' }}{% endif %}"
+)
+# As in GigaChat 3: a call follows the text after a token that also ends the turn.
+GIGACHAT = (
+    "{% for message in messages %}{{ message.role }}<R>\n{{ message.content }}<M>\n"
+    "{% for call in message.tool_calls or [] %}function call<R>\n{{ call.function | tojson }}<M>\n{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant<R>\n{% endif %}"
+)
+# As in Command R7B: the beginning of an answer is always written.
+ALWAYS = "{% for message in messages %}<START_OF_TURN>{{ message.content }}<E>{% endfor %}<START_OF_TURN><CHATBOT>"
+QWEN = "qwen3_5_nothink"  # prompts have closed thoughts
+THOUGHTS = {**GOOD, "reasoning_content": "31 degrees"}
+BESIDE = assistant(content="<think>\n31 degrees\n</think>\n\nYes, it is.")
+ASKED = "<|im_start|>user\nIs it warm in Paris?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "expected"),
+    [
+        (QWEN, GOOD, (f"{ASKED}<think>\n\n</think>\n\n", "Yes, it is.<|im_end|>")),
+        (QWEN, THOUGHTS, (f"{ASKED}<think>\n", "31 degrees\n</think>\n\nYes, it is.<|im_end|>")),
+        (QWEN, BESIDE, (f"{ASKED}<think>\n", "31 degrees\n</think>\n\nYes, it is.<|im_end|>")),
+        (NANO, GOOD, ("<S>Assistant\n<think>\n\n", "\n</think>\n\nYes, it is.\n<E>\n<|im_end|>")),
+        (NANO, THOUGHTS, ("<S>Assistant\n<think>\n\n", "31 degrees\n</think>\n\nYes, it is.\n<E>\n<|im_end|>")),
+        (NANO, BESIDE, ("<S>Assistant\n<think>\n\n", "31 degrees\n</think>\n\nYes, it is.\n<E>\n<|im_end|>")),
+        (NANO, CALLED, None),
+        (NANO, {**CALLED, "content": "Yes."}, None),
+        (MINIMAX, GOOD, ("[assistant]\n<think>\n", "\n</think>\n\nYes, it is.[e]\n<|im_end|>")),
+        (MINIMAX, THOUGHTS, ("[assistant]\n<think>\n", "31 degrees\n</think>\n\nYes, it is.[e]\n<|im_end|>")),
+        (
+            MINIMAX,
+            CALLED,
+            (
+                "[assistant]\n<think>\n",
+                '\n</think>\n\n<call>{"name": "CALLNAME", "arguments": {"city": "CALLVALUE"}}[e]\n<|im_end|>',
+            ),
+        ),
+        (
+            GIGACHAT,
+            {**CALLED, "content": "Yes."},
+            (
+                "assistant<R>\n",
+                'Yes.<M>\nfunction call<R>\n{"name": "CALLNAME", "arguments": {"city": "CALLVALUE"}}<M>\n<|im_end|>',
+            ),
+        ),
+        (ALWAYS, GOOD, None),
+        (DEEPSEEK, GOOD, ("?<A></think>", "Yes, it is.<E><|im_end|>")),
+        (DEEPSEEK, THOUGHTS, ("?<A><think>", "31 degrees\n</think>\n\nYes, it is.<E><|im_end|>")),
+        (
+            DEEPSEEK,
+            assistant(content="<think>31 degrees</think>Yes."),
+            ("?<A><think>", "31 degrees</think>Yes.<E><|im_end|>"),
+        ),
+    ],
+)
+def test_thoughts_continue_the_prompt_of_inference(template: str, answer: dict, expected: tuple[str, str] | None) -> None:
+    made = make_tokenizer()
+    if template == QWEN:
+        trl = pytest.importorskip("trl", reason="TRL ships the templates")
+        template = (Path(trl.__file__).parent / "chat_templates" / f"{QWEN}.jinja").read_text()
+    made.chat_template = template
+    (record,) = records_of_row({"prompt": [USER], "response": [answer], "label": True}, 1)
+    if expected is not None:
+        shown, rest = texts(made, record)
+        assert shown.endswith(expected[0])
+        assert rest == expected[1]
+        return
+    encoder = RecordEncoder(tokenizer=made)
+    encoder.stop_ids(trial=False)
+    (wrong,) = encoder.encode([record])
+    assert isinstance(wrong, LostTextError)
+    assert str(wrong) == Message("chat template", "model.data.drop=[unlabelled,lost_text]")
+
+
+@pytest.mark.parametrize("declared", [["<|im_end|>", "<|user|>", "<|observation|>"], ["<|im_end|>"], None])
+def test_an_answer_ends_with_the_token_that_begins_the_next_turn_if_no_other_ends_it(
+    declared: list[str] | None, tmp_path: Path
+) -> None:
+    """GLM 4.5 stops at the role of the next turn, which its generation_config.json declares."""
+    trl = pytest.importorskip("trl", reason="TRL ships the templates")
+    made = make_tokenizer()
+    made.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|observation|>"]})
+    made.chat_template = (Path(trl.__file__).parent / "chat_templates" / "glm4moe.jinja").read_text()
+    if declared is not None:
+        made.save_pretrained(tmp_path)
+        made.name_or_path = str(tmp_path)
+        ids = made.convert_tokens_to_ids(declared)
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    for answer, end in ((GOOD, "<|user|>"), (THOUGHTS, "<|user|>"), (CALLED, "<|observation|>")):
+        for prompt in ([USER], [USER, GOOD, AGAIN]):
+            (record,) = records_of_row({"prompt": prompt, "response": [answer], "label": True}, 1)
+            _, rest = texts(made, record)
+            assert rest.endswith(
+                ("is." if answer is not CALLED else "</tool_call>") + (end if declared != ["<|im_end|>"] else "<|im_end|>")
+            )
+
+
+def test_texts_of_earlier_answers_that_a_template_takes_for_thoughts_are_not_lost() -> None:
+    """gpt-oss leaves the text beside a call out once an answer follows; Llama 3.1 never writes it."""
+    trl = pytest.importorskip("trl", reason="TRL ships the templates")
+    made, folder = make_tokenizer(), Path(trl.__file__).parent / "chat_templates"
+    spoken = {**CALLED, "content": "Let me see."}
+    for prompt, is_shown in (([USER, spoken, RESULT], True), ([USER, spoken, RESULT, GOOD, AGAIN], False)):
+        (record,) = records_of_row({"prompt": prompt, "response": [BAD], "label": True}, 1)
+        made.chat_template = (folder / "gptoss.jinja").read_text()
+        shown, answer = texts(made, record)
+        assert shown == made.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        assert ("Let me see." in shown) is is_shown
+        assert answer == "<|channel|>final<|message|>No.<|return|><|im_end|>"
+        made.chat_template = (folder / "llama3_1.jinja").read_text()
+        (wrong,) = RecordEncoder(tokenizer=made).encode([record])
+        assert isinstance(wrong, LostTextError)
+        assert str(wrong) == Message('the content of messages of the role "assistant"', "chat template")

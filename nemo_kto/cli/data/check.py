@@ -26,7 +26,8 @@ from nemo_kto.utils.text import terminal_line
 
 _DESCRIPTION = """\
 Statistics of data files: rows and their balance, lengths, duplicates, contradictions, invalid rows. Exit status 2 if rows
-are invalid. With --model, lengths are also counted in tokens, with the rows that --seq-length would truncate.
+are invalid. With --model, lengths are also counted in tokens, with the rows that --seq-length would truncate, and rows whose
+text the model's chat template leaves out are found.
 """
 
 
@@ -103,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--labels", default="", metavar="{CLASS:[VALUE,...]}", help="values of labels (model.data.labels)")
     parser.add_argument("--json-columns", metavar="COLUMN,...", help="columns of messages as text: model.data.json_columns")
     parser.add_argument(
-        "--drop", metavar="KIND,...", help="rows left out (model.data.drop): unlabelled, empty_answers; others are counted"
+        "--drop", metavar="KIND,...", help="rows left out (model.data.drop): unlabelled, empty_answers, lost_text"
     )
     parser.add_argument("--workers", type=integer_from(1), metavar="N", help="processes for large files (one for each core)")
     names = list(RECIPES)

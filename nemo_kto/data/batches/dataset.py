@@ -303,6 +303,8 @@ class Splits(Generic[AnyDataset]):
     test: AnyDataset | None
     labels: str = ""  # which values of the label columns mean desirable and undesirable; empty for pairs
     prompts: str = ""  # whether prompts of plain text use the chat template; empty if there are none, or no template
+    left_out: str = ""  # numbers of rows that were left out, by kind; empty if there are none
+    special_tokens: str = ""  # number of rows with special tokens within their texts; empty if there are none
     warnings: tuple[str, ...] = ()  # unexpected treatment of columns and rows, one line each
 
     @property
@@ -385,6 +387,7 @@ def build_splits(
     kept = {}
     for split, group in sources.items():
         kept[split], counts = _kept(group, tables, drop)
+        total.dropped = {**total.dropped, **{each: total.dropped.get(each, 0) + counts[each] for each in counts}}
         if left_out := drop_text(counts):
             warnings.append(f"{'rows' if split == WHOLE else split}: left out: {left_out} (model.data.drop)")
     ranges: dict[str, list[Range]]
@@ -411,6 +414,8 @@ def build_splits(
         test=built.get("test"),
         labels=cache.fields.labels.text(total.labels),
         prompts=_prompts_text(encoder, built.get("train")) if total.texts else "",
+        left_out=drop_text(total.dropped),
+        special_tokens=total.special_tokens_text(),
         warnings=tuple(warnings),
     )
 

@@ -129,13 +129,14 @@ class PartCheck:
             encoded = iter([] if self.encoder is None else self.encoder.encode([side for each in sides for side in each]))
             for each in sides:
                 results = list(islice(encoded, len(each)))
-                if errors := [result for result in results if isinstance(result, RowError)]:
+                usable = [result for result in results if not isinstance(result, RowError)]
+                errors = [result for result in results if isinstance(result, RowError)]
+                if errors and not counted.columns.leaves_out(errors[0], self.fields.drop):
                     broken.add(self.path, each[0].line, str(errors[0]))
                     if isinstance(errors[0], LastRowError):
                         counted.is_last = True
                         break
-                else:
-                    usable = [result for result in results if not isinstance(result, RowError)]
+                elif not errors and counted.columns.keeps(usable, self.fields.drop):
                     counted.add(each, usable, self.truncation)
                     if self.encoder is not None and isinstance(each[0].prompt, str):
                         counted.untemplated += self.encoder.is_untemplated(usable[0].prompt_ids)

@@ -8,9 +8,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from nemo_kto.data.rows.drops import DEFAULT_DROPS, EMPTY_ANSWERS, UNLABELLED, check_drops, drop_text
+from nemo_kto.data.rows.drops import (
+    DEFAULT_DROPS,
+    EMPTY_ANSWERS,
+    LOST_TEXT,
+    UNLABELLED,
+    check_drops,
+    drop_text,
+    is_empty_answer,
+)
 from nemo_kto.data.rows.files import WHOLE_FILE, FilePart, read_rows
 from nemo_kto.data.rows.forms import find_form, row_place
 from nemo_kto.data.rows.labels import LabelCounts, Labels, add_label, label_text
@@ -25,9 +33,9 @@ from nemo_kto.data.rows.records import (
     KTORecord,
     LabelError,
     LastRowError,
+    LostTextError,
     Row,
     RowError,
-    TextOrMessages,
     is_conversation_with_answer,
     pair_of_row,
     records_of_row,
@@ -35,6 +43,9 @@ from nemo_kto.data.rows.records import (
 )
 from nemo_kto.data.rows.values import check_json_columns, read_values
 from nemo_kto.errors import printable
+
+if TYPE_CHECKING:
+    from nemo_kto.data.tokens.chat import EncodedExample
 
 Record = TypeVar("Record", KTORecord, DPORecord)
 
@@ -107,6 +118,7 @@ class FileColumns:
     texts: int = 0  # rows whose prompt is a string, not messages
     dropped: dict[str, int] = field(default_factory=dict)  # kind (``drops.DROPS``) -> rows that were left out
     empty_answers: int = 0  # rows with an empty answer that were kept
+    special_tokens: int = 0  # examples or pairs with special tokens of the model within their texts
 
     def add(self, row: Row, used: Set[str]) -> None:
         """Count the columns of a row; ``used`` are the columns that the row uses. Unused ones may have no value.
@@ -125,6 +137,7 @@ class FileColumns:
         self.rows += other.rows
         self.texts += other.texts
         self.empty_answers += other.empty_answers
+        self.special_tokens += other.special_tokens
         for counts, more in ((self.found, other.found), (self.unused, other.unused), (self.dropped, other.dropped)):
             for column, count in more.items():
                 counts[column] = counts.get(column, 0) + count
@@ -147,8 +160,24 @@ class FileColumns:
         """Count a row that is left out."""
         self.dropped[kind] = self.dropped.get(kind, 0) + 1
 
+    def leaves_out(self, error: RowError, drop: Collection[str]) -> bool:
+        """Return whether a row with this error is left out; count it then."""
+        if is_left_out := isinstance(error, LostTextError) and LOST_TEXT in drop:
+            self.drop(LOST_TEXT)
+        return is_left_out
+
+    def keeps(self, answers: Collection[EncodedExample], drop: Collection[str]) -> bool:
+        """Return whether a tokenised row with these answers is kept; count what is special about it."""
+        is_empty = any(answer.is_empty for answer in answers)
+        if is_empty and EMPTY_ANSWERS in drop:
+            self.drop(EMPTY_ANSWERS)
+            return False
+        self.empty_answers += is_empty
+        self.special_tokens += any(answer.has_special_tokens for answer in answers)
+        return True
+
     def notes(self) -> Iterator[str]:
-        """Yield what was not used as it is: unused columns, rows that were left out, and empty answers."""
+        """Yield what was not used as it is: unused columns, rows that were left out, empty answers, special tokens."""
         if self.unused:
             yield f"columns that are not used: {self.unused_text()}"
         if left_out := drop_text(self.dropped):
@@ -156,6 +185,13 @@ class FileColumns:
         if self.empty_answers:
             which = f"{self.empty_answers:,} row{'s' * (self.empty_answers != 1)}"
             yield f"an answer is empty in {which}; model.data.drop=[{UNLABELLED},{EMPTY_ANSWERS}] leaves them out"
+        if self.special_tokens:
+            yield f"{self.special_tokens_text()}; remove them unless the model shall read them as its own"
+
+    def special_tokens_text(self) -> str:
+        """Return the number of rows with special tokens within their texts as text; empty if there are none."""
+        rows = f"{self.special_tokens:,} row{'s' * (self.special_tokens != 1)}"
+        return f"the texts of {rows} contain special tokens of the model" if self.special_tokens else ""
 
     def unused_text(self) -> str:
         """Return the unused columns as text, such as "id, source (1200 rows)"; empty if all columns are used."""
@@ -304,13 +340,7 @@ def _complete_records(row: Row, line: int, records_of: Callable[[Row, int], list
 
 def _has_empty_answer(record: KTORecord | DPORecord) -> bool:
     answers = (record.chosen, record.rejected) if isinstance(record, DPORecord) else (record.response,)
-    return any(_is_empty(answer) for answer in answers)
-
-
-def _is_empty(answer: TextOrMessages) -> bool:
-    if isinstance(answer, str):
-        return not answer.strip()
-    return not any(message.get("tool_calls") or str(message.get("content") or "").strip() for message in answer)
+    return any(map(is_empty_answer, answers))
 
 
 def _naming_remedy(row: Row, *, as_pair: bool) -> str:

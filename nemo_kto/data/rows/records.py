@@ -69,6 +69,10 @@ class LastRowError(RowError):
     """Error in one row that ends reading, because further rows could take as much time or memory."""
 
 
+class LostTextError(RowError):
+    """Error in one row, parts of which would not be trained, or not where the model writes them."""
+
+
 class LabelError(RowError):
     """Error about a label that has none of the known values; it is reported once for all rows of a file."""
 

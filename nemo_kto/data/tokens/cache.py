@@ -22,7 +22,7 @@ from nemo_kto.data.rows.drops import CONTRADICTIONS, DEFAULT_DROPS, DUPLICATES
 from nemo_kto.data.rows.files import FilePart, file_parts, number_of_parts
 from nemo_kto.data.rows.reader import Fields, FileColumns, FileReader, RowErrors
 from nemo_kto.data.rows.records import COMMON_LABELS, DataError, DPORecord, KTORecord, LastRowError, RowError
-from nemo_kto.data.tokens.chat import RecordEncoder
+from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
 from nemo_kto.data.tokens.part_files import PARTS, PartResult, PartWriter, Tokeniser
 from nemo_kto.data.tokens.parts import map_parts, number_of_processes, size_groups
 from nemo_kto.data.tokens.truncation import Truncation
@@ -33,11 +33,12 @@ from nemo_kto.utils.locks import one_writer
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 7  # increase it if the same data and tokenizer give other token ids or columns
+_FORMAT = 8  # increase it if the same data and tokenizer give other token ids or columns
 _NOT_CONTENT = ("line", "prompt_cut", "response_cut")  # origin of an example, and whether it was truncated
 _DROPPED_LATER = {DUPLICATES, CONTRADICTIONS}  # the cached files have them
 _IDS = SequenceOf(Value("int32"))
 Columns = dict[str, object]  # column name -> value, for one example
+Tokenised = tuple[list[EncodedExample], Columns] | RowError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -63,28 +64,34 @@ class ExampleKind:
     name: str  # prefix of the names of the cached files
     features: Features  # of the cached examples; ``prompt_cut`` and ``response_cut``: whether it was truncated
     read: Callable[[FileReader, Path, FileColumns, FilePart], Iterator[Any]]  # updates the column counts
-    tokenise: Callable[[list[Any], RecordEncoder, Truncation], Iterator[Columns | RowError]]  # one item per record
+    tokenise: Callable[[list[Any], RecordEncoder, Truncation], Iterator[Tokenised]]  # one item per record
 
     def examples(
-        self, records: list[Any], encoder: RecordEncoder, cut: Truncation, path: Path, broken: RowErrors
+        self, records: list[Any], work: Tokeniser, path: Path, columns: FileColumns, broken: RowErrors
     ) -> Iterator[Columns]:
-        """Yield the columns of usable records and add others to ``broken``; DataError if an error is a LastRowError."""
-        for record, example in zip(records, self.tokenise(records, encoder, cut), strict=True):
-            if isinstance(example, RowError):
+        """Yield the columns of usable records; DataError if an error is a LastRowError.
+
+        Others are added to ``broken``, or counted in ``columns`` if they are of a kind that is left out.
+        """
+        drop, tokenised = work.fields.drop, self.tokenise(records, work.encoder, work.truncation)
+        for record, example in zip(records, tokenised, strict=True):
+            if not isinstance(example, RowError):
+                answers, of_example = example
+                if columns.keeps(answers, drop):
+                    yield of_example
+            elif not columns.leaves_out(example, drop):
                 broken.add(path, record.line, str(example))
                 if isinstance(example, LastRowError):
                     broken.raise_if_any()
-            else:
-                yield example
 
 
-def _tokenise_kto(records: list[KTORecord], encoder: RecordEncoder, cut: Truncation) -> Iterator[Columns | RowError]:
+def _tokenise_kto(records: list[KTORecord], encoder: RecordEncoder, cut: Truncation) -> Iterator[Tokenised]:
     for record, example in zip(records, encoder.encode(records), strict=True):
         if isinstance(example, RowError):
             yield example
             continue
         prompt, response = cut.truncate(example.prompt_ids, example.response_ids)
-        yield {
+        columns: Columns = {
             "prompt_ids": prompt,
             "response_ids": response,
             "prompt_cut": len(prompt) < len(example.prompt_ids),
@@ -93,16 +100,17 @@ def _tokenise_kto(records: list[KTORecord], encoder: RecordEncoder, cut: Truncat
             "line": record.line,
             "weight": record.weight,
         }
+        yield [example], columns
 
 
-def _tokenise_dpo(records: list[DPORecord], encoder: RecordEncoder, cut: Truncation) -> Iterator[Columns | RowError]:
+def _tokenise_dpo(records: list[DPORecord], encoder: RecordEncoder, cut: Truncation) -> Iterator[Tokenised]:
     encoded = iter(encoder.encode([side for record in records for side in record.sides]))
     for record, chosen, rejected in zip(records, encoded, encoded, strict=True):
         if isinstance(chosen, RowError) or isinstance(rejected, RowError):
             yield chosen if isinstance(chosen, RowError) else rejected  # type: ignore[misc]  # one of them is an error
             continue
         prompt, good, bad = cut.truncate_pair(chosen.prompt_ids, chosen.response_ids, rejected.response_ids)
-        yield {
+        columns: Columns = {
             "prompt_ids": prompt,
             "chosen_ids": good,
             "rejected_ids": bad,
@@ -113,6 +121,7 @@ def _tokenise_dpo(records: list[DPORecord], encoder: RecordEncoder, cut: Truncat
             "line": record.line,
             "weight": record.weight,
         }
+        yield [chosen, rejected], columns
 
 
 _FLAG, _INTEGER, _FLOAT = Value("bool"), Value("int64"), Value("float64")

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -17,8 +17,19 @@ from typing import Any, NamedTuple
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_kto.artifacts.tokenizer_files import chat_template_file, check_ids, check_tokenizer, declared_stop_ids, image_ids
-from nemo_kto.data.rows.records import KTORecord, LastRowError, Message, PromptRecord, RowError, TextOrMessages
-from nemo_kto.data.tokens.content import BEGIN_OF_THOUGHTS, MARK, TOKEN_IDS, has_thoughts, in_form_of, with_thoughts
+from nemo_kto.data.rows.drops import is_empty_answer
+from nemo_kto.data.rows.records import (
+    KTORecord,
+    LastRowError,
+    LostTextError,
+    Message,
+    PromptRecord,
+    RowError,
+    TextOrMessages,
+)
+from nemo_kto.data.tokens.content import BEGIN_OF_THOUGHTS, END_OF_THOUGHTS, NO_THOUGHTS, TOKEN_IDS, in_form, in_form_of
+from nemo_kto.data.tokens.continuation import continue_prompt
+from nemo_kto.data.tokens.probes import DROP_REMEDY, Plan, find_plan, signature
 from nemo_kto.data.tokens.template_trial import REMEDY, Conversation, out_of_memory, try_template
 from nemo_kto.errors import UserError, printable, show
 
@@ -31,12 +42,14 @@ _tried_templates: set[str] = set()  # by this process, without reaching a limit
 _AGAIN = "download the tokenizer's files again, or write them with save_pretrained"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EncodedExample:
     """Token ids of one example before truncation; both lists are non-empty."""
 
     prompt_ids: list[int]
     response_ids: list[int]
+    is_empty: bool = False  # the answer has text that becomes only the end of its turn
+    has_special_tokens: bool = False  # within its texts: of a row of messages, or the EOS in an answer of plain text
 
 
 class _Text(NamedTuple):
@@ -44,6 +57,8 @@ class _Text(NamedTuple):
     answer: str
     templated: bool
     drawn: object = ()  # TOKEN_IDS of the answer
+    is_empty: bool = False
+    has_special_tokens: bool = False
 
 
 def load_tokenizer(folder: str | Path, *, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
@@ -90,11 +105,10 @@ class RecordEncoder:
 
     A row of strings gets a BOS (``bos_id``) if the tokenizer adds one itself, and an EOS after the answer. If
     ``apply_chat_template`` is set, it is treated as a user message and the assistant message that answers it. A row of
-    messages is rendered by the chat template; white space after the end-of-turn token is removed, and an EOS is added only
-    if the template ends a turn without any special token. Where a template has other prompts for answers with and without
-    thoughts, an answer without thoughts follows the prompt of ``enable_thinking=false``. The answer is tokenised as the
-    continuation of the prompt. If this would change the tokens of the prompt (which the model is given unchanged), the
-    answer is tokenised separately.
+    messages is rendered by the chat template, as the first row of its shape is found to lose nothing (``probes.py``); white
+    space after the end-of-turn token is removed, and an EOS is added only if neither the template nor the next turn ends a
+    turn with a special token. The answer is tokenised as the continuation of the prompt. If this would change the tokens of
+    the prompt (which the model is given unchanged), the answer is tokenised separately.
     """
 
     def __init__(
@@ -116,10 +130,12 @@ class RecordEncoder:
         self._beyond = {number: token for token, number in beyond.items() if number >= (vocab_size or 0)}
         self._image_ids = image_ids(Path(tokenizer.name_or_path)) if tokenizer.name_or_path else set()
         self._eos_id: int = tokenizer.eos_token_id
+        self._eos = str(tokenizer.eos_token)
         self.apply_chat_template = apply_chat_template
         self.has_chat_template = tokenizer.chat_template is not None
         self._template = str(tokenizer.chat_template)
         self._date = date or datetime.now()
+        self._plans: dict[Hashable, Plan | LostTextError] = {}  # signature of rows -> how they are rendered
         self._dated: dict[str, str] = {}  # chat template -> the same with the date in it
         self._folder = Path(tokenizer.name_or_path)
         file = chat_template_file(self._folder) if tokenizer.name_or_path else None
@@ -128,6 +144,12 @@ class RecordEncoder:
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._special_tokens = tuple(dict.fromkeys([*map(str, tokenizer.all_special_tokens), *added]))
         self._special_ids = set(tokenizer.convert_tokens_to_ids(list(self._special_tokens)))
+        texts = {*self._special_tokens} - {BEGIN_OF_THOUGHTS, END_OF_THOUGHTS, ""}
+        longest_first = sorted(texts, key=lambda text: (-len(text), text))
+        self._special_text = re.compile("|".join(map(re.escape, longest_first)))
+        stop_ids = self._declared_stop_ids() or self._special_ids
+        is_stop = {text: tokenizer.convert_tokens_to_ids(text) in stop_ids for text in texts - {tokenizer.bos_token}}
+        self._stops = [text for text in longest_first if is_stop.get(text)]
         with _panics_named(self._folder):
             adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
         self.bos_id: int | None = tokenizer.bos_token_id if adds_bos else None
@@ -161,7 +183,7 @@ class RecordEncoder:
         """
         turn: list[Message] = [{"role": "user", "content": "?"}]
         answered = KTORecord(prompt=turn, response=[{"role": "assistant", "content": "!"}], desirable=True, line=1)
-        ids = {self._eos_id, *(declared_stop_ids(self._folder) if self._tokenizer.name_or_path else ())}
+        ids = {self._eos_id, *self._declared_stop_ids()}
         if not trial:
             _tried_templates.add(self._template)
         for example in self.encode([answered] if self.has_chat_template else []):
@@ -171,6 +193,9 @@ class RecordEncoder:
                 elif self._tokenizer.decode([number]).strip():
                     break
         return frozenset(ids)
+
+    def _declared_stop_ids(self) -> set[int]:
+        return declared_stop_ids(self._folder) if self._tokenizer.name_or_path else set()
 
     def fingerprint(self) -> str:
         """Return a hash of all tokenizer properties that determine the token ids of an example."""
@@ -183,7 +208,7 @@ class RecordEncoder:
         else:
             content = sorted(tokenizer.get_vocab().items())
         parts = [type(tokenizer).__name__, content, tokenizer.chat_template, self.bos_id, self._eos_id]
-        parts += [tokenizer.special_tokens_map, sorted(self._special_tokens), *sorted(self._beyond)]
+        parts += [tokenizer.special_tokens_map, sorted(self._special_tokens), self._stops, *sorted(self._beyond)]
         if self.apply_chat_template:  # otherwise the hash is the one from before this setting was introduced
             parts.append("apply_chat_template")
         if "strftime_now" in self._template:
@@ -213,7 +238,8 @@ class RecordEncoder:
         for record in records:
             text: _Text | RowError
             if isinstance(record.prompt, str) and isinstance(record.response, str):
-                text = _Text(record.prompt, record.response, templated=False)
+                has_eos = self._eos in record.response.rstrip().removesuffix(self._eos)
+                text = _Text(record.prompt, record.response, templated=False, has_special_tokens=has_eos)
             elif last is not None:
                 text = last
             else:
@@ -240,35 +266,62 @@ class RecordEncoder:
     def _render_row(self, record: KTORecord) -> _Text | RowError:
         assert isinstance(record.prompt, list)
         assert isinstance(record.response, list)
-        response = record.response
-        if "tools" in record.template and "tools" not in self._template:
-            return RowError('"tools" is not used by the tokenizer\'s chat template; change the template or remove the key')
+        messages, response = ([_without_ids(each) for each in part] for part in (record.prompt, record.response))
+        plan = self._plan(messages, response, record.template)
+        if isinstance(plan, LostTextError):
+            return plan
+        variables = {**record.template, **plan.variables}
         try:
-            prompt = self._render(record.prompt, record.template, add_generation_prompt=True)
+            prompt = self._render(messages, variables, add_generation_prompt=True)
             if not record.response:
                 return _Text(prompt, "", templated=True)
-            if prompt.rstrip().endswith(BEGIN_OF_THOUGHTS):
-                response = with_thoughts(self._dated_template(record.template), response)
-            whole = self._render([*record.prompt, *response], record.template, add_generation_prompt=False)
+            answered = in_form(response[0], plan.form)
+            whole, answer = continue_prompt(self._render, messages, answered, variables, shown=prompt)
         except RowError as error:
             return error
         if len(whole) > _MAX_CHARACTERS:
             message = f"{self._template_name} must render a row as at most {_MAX_CHARACTERS:,} characters"
             return LastRowError(f"{message}, got {len(whole):,}; {REMEDY}")
-        answer: str | None = whole[len(prompt) :]
-        if not whole.startswith(prompt) and (answer := self._answer_after(prompt, whole, record)) is None:
-            if _THINKING in self._template and _THINKING not in record.template and not has_thoughts(response):
-                # Nemotron 3 begins thoughts in the prompt, but writes an answer that has none as one to another prompt
-                return self._render_row(replace(record, template={**record.template, _THINKING: False}))
+        if answer is None:
             remedy = f"leave out {_THINKING}, or {REMEDY}" if _THINKING in record.template else REMEDY
-            return RowError(
+            return LostTextError(
                 f"the chat template must render the prompt the same with and without the answer after it, got "
-                f"{prompt[-60:]!r} without and {whole[: len(prompt)][-60:]!r} with it; {remedy}"
+                f"{prompt[-60:]!r} without and {whole[: len(prompt)][-60:]!r} with it; {remedy}; or {DROP_REMEDY}"
             )
-        assert answer is not None
+        answer = answer.replace(NO_THOUGHTS, "")
         if answer.rstrip().endswith(self._special_tokens):
             answer = answer.rstrip()
-        return _Text(prompt, answer, templated=True, drawn=response[0].get(TOKEN_IDS, ()))
+        elif plan.end:
+            answer = answer.rstrip() + plan.end
+        is_empty = not is_empty_answer(record.response) and not self._special_text.sub("", answer).strip()
+        found, drawn = self._has_special_tokens([*messages, *response]), record.response[0].get(TOKEN_IDS, ())
+        return _Text(prompt, answer, templated=True, drawn=drawn, is_empty=is_empty, has_special_tokens=found)
+
+    def _has_special_tokens(self, messages: Sequence[Message]) -> bool:
+        values = (value for message in messages for value in message.values() if value)
+        texts = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str) for value in values)
+        return any(self._special_text.search(text) for text in texts)
+
+    def _plan(self, prompt: list[Message], response: list[Message], variables: Mapping[str, Any]) -> Plan | LostTextError:
+        """Return how rows of this shape are rendered; found for the first of them that the template does not refuse."""
+        messages, is_answered = [*prompt, *response], bool(response)
+        shape = signature(messages, variables, is_answered=is_answered)
+        if shape not in self._plans:
+            found = None
+            with contextlib.suppress(ValueError):  # no template: the rendering names the reason
+                found = find_plan(
+                    self._render,
+                    messages,
+                    variables,
+                    is_answered=is_answered,
+                    template=self._dated_template(variables),
+                    special=self._special_tokens,
+                    stops=self._stops,
+                )
+            if found is None:
+                return Plan()
+            self._plans[shape] = found
+        return self._plans[shape]
 
     def _dated_template(self, variables: Mapping[str, Any]) -> str:
         """Return the chat template with the date in the place of the function that writes the current one."""
@@ -277,43 +330,11 @@ class RecordEncoder:
             self._dated[template] = _NOW.sub(lambda match: json.dumps(self._date.strftime(match[2])), template)
         return self._dated[template]
 
-    def _answer_after(self, prompt: str, whole: str, record: KTORecord) -> str | None:
-        """Return the answer as it follows the prompt of inference, if the template renders the prompt otherwise before it.
-
-        Such a template puts the system message into the last message (Mistral), or begins the answer in the prompt and
-        leaves its reasoning out afterwards (DeepSeek-R1). The answer ends as the template ends it. None if it is ambiguous
-        where the answer begins.
-        """
-        assert isinstance(record.prompt, list)
-        assert isinstance(record.response, list)
-        message, last = record.response[0], str(record.prompt[-1].get("content") or "").strip()
-        content = message.get("content")
-        if not isinstance(content, str) or message.keys() - {"role", "content", TOKEN_IDS}:
-            return None
-        marked: list[Message] = [{"role": "assistant", "content": MARK}]
-        try:
-            head, *tails = self._render([*record.prompt, *marked], record.template, add_generation_prompt=False).split(MARK)
-        except RowError:
-            return None
-        if len(tails) != 1:
-            return None
-        (tail,) = tails
-        rendered = whole[len(head) : len(whole) - len(tail)] if whole.startswith(head) and whole.endswith(tail) else content
-        rendered = rendered if rendered.strip() == content.strip() else content
-        if prompt.startswith(head):  # the prompt also has the beginning of the answer
-            begun = prompt[len(head) :]
-            return rendered.removeprefix(begun if rendered.startswith(begun) else begun.rstrip()) + tail
-        before, after = (text[len(text.rstrip()) :] for text in (prompt, head))
-        end = prompt.rstrip()[prompt.rfind(last) :] if last in prompt else ""
-        if not last or not end or not head.rstrip().endswith(end) or not after.startswith(before):
-            return None
-        return after.removeprefix(before) + rendered + tail
-
-    def _render(self, messages: list[Message], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
+    def _render(self, messages: Sequence[Message], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
         try:
             template = self._dated_template(variables)
             rendered = self._tokenizer.apply_chat_template(
-                in_form_of(template, [_without_ids(message) for message in messages]),
+                in_form_of(template, messages),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 chat_template=template,
@@ -362,7 +383,9 @@ class RecordEncoder:
         if images := self._image_ids & {*prompt, *answer}:
             token = show(self._tokenizer.convert_ids_to_tokens(min(images)))
             return RowError(f"each token must be of text, got {token}, which stands for an image; leave such rows out")
-        return EncodedExample(prompt, answer if ended else [*answer, self._eos_id])
+        response = answer if ended else [*answer, self._eos_id]
+        counted = {"is_empty": text.is_empty, "has_special_tokens": text.has_special_tokens}
+        return EncodedExample(prompt_ids=prompt, response_ids=response, **counted)
 
 
 def _without_ids(message: Message) -> Message:

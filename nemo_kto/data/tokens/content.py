@@ -1,4 +1,4 @@
-"""Content of messages in the form that a chat template reads: a text, or a list of parts, as for models with image input."""
+"""Content of messages as chat templates read it: a text or a list of parts, with thoughts in it or in a field beside it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-BEGIN_OF_THOUGHTS, _END_OF_THOUGHTS = "<think>", "</think>"
-_THOUGHTS = "reasoning_content"  # of a message, for templates that know it
+BEGIN_OF_THOUGHTS, END_OF_THOUGHTS = "<think>", "</think>"
+FIELDS = ("reasoning_content", "reasoning", "thinking")  # of a message with thoughts beside its content
+# Forms of an answer: as it is in the row; thoughts in its content, with their beginning or (as a model writes them after a
+# prompt that begins them) without; or in one of FIELDS.
+GIVEN, WITH_BEGINNING, CONTINUED = "given", "with_beginning", "continued"
 TOKEN_IDS = "token_ids"  # of a drawn message: its tokens before the one that ends it, if its text alone gives others
 MARK = "8f14e45fceea167a"  # stands for a text in a rendering that shows where the template puts it
+NO_THOUGHTS = f"{MARK}n"  # stands for the thoughts of an answer that has none
 _NAMES = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")  # which templates join to texts
 
 
@@ -49,33 +53,31 @@ def _rendered(template: str, turns: Sequence[Mapping[str, Any]]) -> str | None:
     return str(text)
 
 
-def has_thoughts(answer: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a message of an answer has thoughts, in its content or beside it."""
-    return any(message.get(_THOUGHTS) or _END_OF_THOUGHTS in str(message.get("content")) for message in answer)
+def field_of_thoughts(message: Mapping[str, Any]) -> str | None:
+    """Return the field beside the content that has the thoughts of a message; None if there is none."""
+    return next((name for name in FIELDS if isinstance(message.get(name), str) and message[name].strip()), None)
 
 
-def with_thoughts(template: str, answer: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return an answer to a prompt that begins thoughts, with those in its content as the template reads them.
+def has_thoughts(message: Mapping[str, Any]) -> bool:
+    """Return whether a message has thoughts, in its content or beside it."""
+    return field_of_thoughts(message) is not None or END_OF_THOUGHTS in str(message.get("content"))
 
-    The model begins them in the prompt, so that what it wrote has only their end. Most templates read thoughts with their
-    beginning in the content, others (Qwen3.8) only beside it.
-    """
-    turns = []
-    for message in answer:
-        thoughts, end, text = str(message.get("content")).partition(_END_OF_THOUGHTS)
+
+def in_form(message: Mapping[str, Any], form: str) -> Mapping[str, Any]:
+    """Return an answer with its thoughts in a form; ``NO_THOUGHTS`` if it has none, unless the form is ``GIVEN``."""
+    if form == GIVEN:
+        return message
+    rest, content = {**message}, str(message.get("content") or "")
+    if (name := field_of_thoughts(message)) is not None:
+        thoughts, text = rest[name].strip("\n") + "\n", f"\n\n{content}"
+    elif END_OF_THOUGHTS in content:
+        thoughts, _, text = content.partition(END_OF_THOUGHTS)
         thoughts = thoughts.removeprefix(BEGIN_OF_THOUGHTS)
-        if not end:
-            turns.append(message)
-        elif _THOUGHTS in template and not _reads_thoughts(template):
-            turns.append({**message, _THOUGHTS: thoughts.strip("\n"), "content": text.lstrip("\n")})
-        else:
-            turns.append({**message, "content": f"{BEGIN_OF_THOUGHTS}\n{thoughts.lstrip()}{end}{text}"})
-    return turns
-
-
-@functools.cache
-def _reads_thoughts(template: str) -> bool:
-    """Return whether a template writes thoughts in the content of a message as they are, without others before them."""
-    content = f"{BEGIN_OF_THOUGHTS}\n{MARK}\n{_END_OF_THOUGHTS}\n\n!"
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]
-    return (_rendered(template, turns) or "").count(BEGIN_OF_THOUGHTS) == 1
+    else:
+        thoughts, text = f"{NO_THOUGHTS}\n", f"\n\n{content}"
+    for each in FIELDS:
+        rest.pop(each, None)
+    if form in FIELDS:
+        return {**rest, form: thoughts.strip("\n"), "content": text.lstrip("\n")}
+    begin = f"{BEGIN_OF_THOUGHTS}\n" if form == WITH_BEGINNING else ""
+    return {**rest, "content": f"{begin}{thoughts.lstrip()}{END_OF_THOUGHTS}{text}"}

@@ -64,7 +64,7 @@ class Tokeniser:
         with ArrowWriter(path=str(examples), features=self.kind.features, writer_batch_size=_BATCH) as writer:
             try:
                 while batch := list(islice(records, _BATCH)):
-                    for example in self.kind.examples(batch, self.encoder, self.truncation, path, broken):
+                    for example in self.kind.examples(batch, self, path, columns, broken):
                         writer.write(example)
             except DataError:  # of a broken row that ends reading, or of a file that cannot be read further
                 if not broken.total:

@@ -1,9 +1,9 @@
 """Trial of a chat template on the first rows, in a new interpreter with limits on time and memory.
 
 A chat template is a program that is distributed with a model. The sandbox of jinja2 prevents access to files and to Python,
-but not the computation of 9**9**9, which nothing in the same process can interrupt. The first rows are therefore rendered in
-a process that the kernel ends at a limit, before any row is rendered in this process. A template that loops only in a later
-row is not interrupted: the run then hangs, as docs/scale/hangs.md describes.
+but not the computation of 9**9**9, which nothing in the same process can interrupt. The first rows and their probes
+(``probes.py``) are therefore rendered in a process that the kernel ends at a limit, before any row is rendered in this
+process. A template that loops only in a later row is not interrupted: the run then hangs, as docs/scale/hangs.md describes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import os
 import resource
 import signal
 from collections.abc import Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from nemo_kto.data.rows.records import LastRowError, TextOrMessages
+from nemo_kto.data.rows.records import LastRowError, RowError, TextOrMessages
 from nemo_kto.data.tokens.content import in_form_of
 from nemo_kto.data.tokens.parts import JOB_SIGNALS, isolated_starts
+from nemo_kto.data.tokens.probes import find_plan, signature
 
 MAX_SECONDS: float = 2  # of CPU time per row; a typical row takes a ten-thousandth of it
 _MAX_BYTES = 2**30  # of memory, in addition to the memory of the interpreter
@@ -88,19 +90,26 @@ def _render(rows: Sequence[Conversation], max_seconds: float, writer: Connection
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     limit = used + _MAX_BYTES if most == resource.RLIM_INFINITY else min(used + _MAX_BYTES, most)
     resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+
+    def render(template: str, messages: Sequence[Any], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
+        turns, given = [in_form_of(template, messages)], {"chat_template": template, **variables}
+        try:
+            (text,), _ = render_jinja_template(turns, add_generation_prompt=add_generation_prompt, **given)
+        except MemoryError:
+            os._exit(_OUT_OF_MEMORY)
+        except Exception as error:  # refused by the template: the rendering in the run names the reason
+            raise RowError from error
+        return str(text)
+
+    shapes = set()
     for row in rows:
         signal.setitimer(signal.ITIMER_PROF, max_seconds)
-        whole = [*row.prompt, *row.response]
-        with contextlib.suppress(Exception):  # refused by the template: the rendering in the run names the reason
-            try:
-                for messages, is_prompt in (([*row.prompt], True), (whole, False)):
-                    render_jinja_template(
-                        [in_form_of(row.template, messages)],
-                        chat_template=row.template,
-                        add_generation_prompt=is_prompt,
-                        **dict(row.variables),
-                    )
-            except MemoryError:
-                os._exit(_OUT_OF_MEMORY)
+        whole, is_answered, of_template = [*row.prompt, *row.response], bool(row.response), partial(render, row.template)
+        with contextlib.suppress(RowError):
+            of_template([*row.prompt], row.variables, add_generation_prompt=True)
+            of_template(whole, row.variables, add_generation_prompt=False)
+            if (shape := signature(whole, row.variables, is_answered=is_answered)) not in shapes:
+                shapes.add(shape)
+                find_plan(of_template, whole, row.variables, is_answered=is_answered, template=row.template)
         writer.send_bytes(b".")
     signal.setitimer(signal.ITIMER_PROF, 0)

@@ -121,3 +121,22 @@ def test_invalid_command_lines() -> None:
         with pytest.raises(SystemExit) as ended:
             check.main(["rows.jsonl", option])
         assert ended.value.code == 2
+
+
+def test_rows_that_the_template_cannot_write(tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    answers: list[dict[str, Any]] = [{"content": "<|im_end|>"}, {"content": "", "tool_calls": [call]}, {"content": "yes"}]
+    rows = [{"prompt": HELLO, "response": [{"role": "assistant", **each}], "label": True} for each in answers]
+    write_rows(Path("rows.jsonl"), rows)
+    argv = ("rows.jsonl", "--model", str(tokenizer_folder))
+    _, error = refused(*argv)
+    assert error.startswith("  rows.jsonl:2: ")
+    assert error == Message('"tool_calls" of the answer', "chat template", "model.data.drop=[unlabelled,lost_text]")
+    capsys.readouterr()
+    report = shown(capsys, *argv, "model.data.drop=[unlabelled,lost_text]")
+    assert report[1:4] == [
+        Message("left out", "1 row", "chat template", "model.data.drop"),
+        Message("empty", "1 row", "empty_answers"),
+        Message("special tokens", "1 row", "remove"),
+    ]
+    assert "examples        2: 2 desirable, 0 undesirable" in report

@@ -52,6 +52,7 @@ def test_unpaired_rows_with_their_kl_examples(model: str, capsys: pytest.Capture
         Message("rows.jsonl", f"{model}", "kto"),
         Message("Marks", "prompt"),
         Message("first", "used", "1"),
+        Message("first", "1 row", "special tokens", "remove"),
         Message("KL", "examples", "first", "4", "training"),
         "",
         Message("1", "desirable", "21", "6", "27", "32"),

@@ -121,6 +121,19 @@ def test_a_template_error_is_a_broken_row() -> None:
     assert isinstance(fine, EncodedExample)
 
 
+def test_a_row_that_is_refused_decides_nothing_about_others() -> None:
+    """Mistral's templates refuse a call by the length of its id."""
+    template = (
+        "{% if messages[-1].tool_calls and messages[-1].tool_calls[0].id != '1' %}{{ raise_exception('id') }}{% endif %}"
+    )
+    encoder = RecordEncoder(tokenizer=chatml_tokenizer(template + CHATML))
+    calls = ([{"id": number, "function": {"name": "f", "arguments": {}}}] for number in ("2", "1"))
+    rows = [record([USER], [{**ANSWER, "tool_calls": each}], True, 1) for each in calls]
+    refused, lost = encoder.encode(rows)
+    assert_names(refused, "refuses the messages", "id")
+    assert_names(lost, '"tool_calls" of the answer')
+
+
 def test_no_template_and_a_template_without_a_stable_prompt_are_broken_rows() -> None:
     assert problem(chatml_tokenizer(None), [USER], [ANSWER]) == Message("chat template")
     unstable = "{{ messages | length }}{% for message in messages %}{{ message.content | upper }}{% endfor %}"

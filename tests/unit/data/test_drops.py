@@ -53,6 +53,21 @@ def split(folder: Path, rows: list[dict[str, object]], *, pairs: bool = False, *
     return build_splits(**given | {"tokenizer": chatml_tokenizer(), "seq_length": 64, "cache_dir": folder} | settings)
 
 
+def turn(text: str, *, role: str = "user", **fields: object) -> dict[str, object]:
+    return {"role": role, "content": text, **fields}
+
+
+CALLS = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}]
+# With a template that writes role and content of each message, and nothing else.
+WITH_LOSSES = [
+    row([turn("a")], [turn("1", role="assistant")], True),  # type: ignore[arg-type]
+    row([turn("a")], [turn("", role="assistant", tool_calls=CALLS)], True),  # type: ignore[arg-type]
+    row([turn("b")], [turn("2", role="assistant", reasoning_content="because")], False),  # type: ignore[arg-type]
+    row([turn("c<|im_end|>")], [turn("3", role="assistant")], True),  # type: ignore[arg-type]
+    row([turn("d")], [turn("<|im_end|>", role="assistant")], False),  # type: ignore[arg-type]
+]
+
+
 def lines(examples: Any) -> list[int]:
     return [origin.line for origin in examples.origins(range(len(examples)))]
 
@@ -65,6 +80,8 @@ def lines(examples: Any) -> list[int]:
         (ROWS, ["unlabelled", "duplicates"], [1, 2, 4, 6, 8]),
         (ROWS, ["unlabelled", "contradictions"], [1, 2, 5, 8]),
         (ROWS, ALL, [1, 8]),
+        (WITH_LOSSES, ["lost_text"], [1, 4, 5]),
+        (WITH_LOSSES, ["lost_text", "empty_answers"], [1, 4]),
         (PAIRS, None, [1, 2, 3, 4, 5]),
         (PAIRS, ALL, [1]),
     ],
@@ -111,3 +128,48 @@ def test_blank_labels_and_files_without_rows_are_errors_with_a_remedy(tmp_path: 
         split(tmp_path, [ROWS[2], ROWS[6]])
     with raises(UserError, "unlabelled", "contradictions", "unlabeled"):
         split(tmp_path, ROWS, drop=["unlabeled"])
+
+
+def test_rows_whose_text_the_template_leaves_out(tmp_path: Path) -> None:
+    """They are refused by what is lost, or left out and counted; pairs by either of their sides."""
+    remedy = "model.data.drop=[unlabelled,lost_text]"
+    with raises(DataError, "rows.jsonl:2", '"tool_calls" of the answer', "rows.jsonl:3", "reasoning_content", remedy):
+        split(tmp_path, WITH_LOSSES)
+    splits = split(tmp_path, WITH_LOSSES, drop=["unlabelled", "lost_text"])
+    assert splits.left_out == f"2 rows {DROPS['lost_text']}"
+    assert splits.special_tokens == "the texts of 2 rows contain special tokens of the model"
+    assert splits.warnings == (
+        f"{tmp_path}/rows.jsonl: left out: 2 rows {DROPS['lost_text']} (model.data.drop)",
+        f"{tmp_path}/rows.jsonl: an answer is empty in 1 row; model.data.drop=[unlabelled,empty_answers] leaves them out",
+        f"{tmp_path}/rows.jsonl: the texts of 2 rows contain special tokens of the model; remove them unless the model "
+        "shall read them as its own",
+    )
+    old = {"function_call": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    with raises(DataError, "rows.jsonl:1", '"function_call" of the answer', remedy):
+        split(tmp_path, [row([turn("a")], [turn("1", role="assistant", **old)], True)])  # type: ignore[arg-type]
+    odd: tuple[object, ...] = (5, ["x"], {})  # no calls; the template would not get one
+    answers = [turn("1", role="assistant", tool_calls=value) for value in odd]
+    assert lines(split(tmp_path, [row([turn("a")], [each], True) for each in answers]).train) == [1, 2, 3]  # type: ignore[arg-type]
+    pairs: list[dict[str, object]] = [
+        {"prompt": [turn("a")], "chosen": [turn("1", role="assistant")], "rejected": [turn("2", role="assistant", **more)]}
+        for more in ({}, {"tool_calls": CALLS})
+    ]
+    kept = split(tmp_path, pairs, pairs=True, drop=["lost_text"])
+    assert (lines(kept.train), kept.left_out) == ([1], f"1 row {DROPS['lost_text']}")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "settings", "is_found"),
+    [
+        ("a<|im_end|>", "1", {}, False),  # a prompt of plain text may be rendered already
+        ("a<|im_end|>", "1", {"apply_chat_template": True}, True),
+        ("a", "1<|im_end|>2", {}, True),
+        ("a", "1<|im_end|>", {}, False),
+        ("a", "1<|im_start|>", {}, False),
+    ],
+)
+def test_special_tokens_within_plain_text(
+    prompt: str, answer: str, settings: dict[str, Any], is_found: bool, tmp_path: Path
+) -> None:
+    found = split(tmp_path, [row(prompt, answer, True)], **settings).special_tokens
+    assert found == ("the texts of 1 row contain special tokens of the model" if is_found else "")

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.data.rows.reader import RowErrors
+from nemo_kto.data.rows.reader import Fields, FileColumns, RowErrors
 from nemo_kto.data.rows.records import DataError, KTORecord, LastRowError, RowError
 from nemo_kto.data.tokens import chat, template_trial
 from nemo_kto.data.tokens.cache import KTO_EXAMPLES
 from nemo_kto.data.tokens.chat import EncodedExample, RecordEncoder
+from nemo_kto.data.tokens.content import MARK
+from nemo_kto.data.tokens.part_files import Tokeniser
 from nemo_kto.data.tokens.template_trial import Conversation, try_template
 from nemo_kto.data.tokens.truncation import Truncation
 from tests.helpers.messages import Message, assert_names
@@ -62,10 +64,12 @@ def test_an_endless_template_is_one_error_with_file_and_row(
     tokenizer = chatml_tokenizer("{% if 'now' in messages[0]['content'] %}" + template + "{% endif %}" + CHATML)
     tokenizer.name_or_path = str(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("as in the tokenizer")
-    encoder, broken, rows = RecordEncoder(tokenizer=tokenizer), RowErrors(), tmp_path / "rows.jsonl"
-    truncation = Truncation(64, "keep_end", None)
+    encoder, rows = RecordEncoder(tokenizer=tokenizer), tmp_path / "rows.jsonl"
+    cut, broken = Truncation(64, "keep_end", None), RowErrors()
+    work = Tokeniser(kind=KTO_EXAMPLES, fields=Fields(), encoder=encoder, truncation=cut, private=True)
+    records = [record("hi", 1), record("now", 2), record("now", 3)]
     with pytest.raises(DataError) as error:
-        list(KTO_EXAMPLES.examples([record("hi", 1), record("now", 2), record("now", 3)], encoder, truncation, rows, broken))
+        list(KTO_EXAMPLES.examples(records, work, rows, FileColumns(), broken))
     file = tmp_path / "chat_template.jinja"
     line = 1 if kind.endswith("compiled") else 2
     assert str(error.value) == Message(f"{rows}:{line}", f"{file}", *names)
@@ -125,6 +129,15 @@ def test_a_killed_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = try_template([looping], name="T")
     assert failed is not None
     assert str(failed[1]) == Message("T", "-9", "template", "strings")
+
+
+def test_probes_of_rows_have_the_limits_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_trial, "MAX_SECONDS", 0.2)
+    endless, _ = WITHOUT_END["nested ranges"]
+    template = "{% if '" + MARK + "x0x' in messages[0]['content'] %}" + endless + "{% endif %}" + CHATML
+    failed = try_template([conversation("hi", template)], name="T")
+    assert failed is not None
+    assert str(failed[1]) == Message("T", *TIME)
 
 
 def test_an_interrupted_parent_kills_the_child(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from nemo_kto.data.batches.dataset import SplitCounts
+from nemo_kto.data.batches.dataset import SplitCounts, Splits
 from nemo_kto.run.rows import split_text
+from nemo_kto.run.summary import row_lines
 
 
 @pytest.mark.parametrize(
@@ -25,3 +27,10 @@ from nemo_kto.run.rows import split_text
 def test_rows_of_a_split(counts: dict[str, Any], text: str) -> None:
     plain: dict[str, Any] = {"rows": 5, "desirable": None, "tokens": 70, "longest": 9, "cut_prompts": 0, "cut_responses": 0}
     assert split_text("pairs", SplitCounts(**plain | counts)) == text
+
+
+def test_rows_that_are_left_out_are_in_the_table() -> None:
+    nothing: Splits[Any] = Splits(train=None, validation={}, test=None)
+    assert row_lines(nothing) == {}
+    splits = replace(nothing, labels="l", left_out="3 rows without a label", special_tokens="of 2 rows")
+    assert row_lines(splits) == {"labels": "l", "left out": "3 rows without a label", "special tokens": "of 2 rows"}
