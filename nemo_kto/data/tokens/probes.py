@@ -140,7 +140,7 @@ def find_plan(
     prompts = _prompts(render, prompt, variables, template=template, thoughts=answer is not None and has_thoughts(answer))
     if answer is None:
         return next((_Reading(render, probe, variables).lost(shown) or Plan() for shown in prompts), None)
-    has_switch = len(prompts) > 1 or not variables.keys().isdisjoint(_SWITCHES)
+    has_switch = len(prompts) > 1 or any(name in variables and name in template for name in _SWITCHES)
     is_read = False
     for shown, more in prompts.items():
         reading = _Reading(render, probe, {**variables, **more})
@@ -204,7 +204,7 @@ class _Reading(NamedTuple):
         if not lost:
             return None
         names = " and ".join(dict.fromkeys(part.name for part in lost))
-        remedy = "remove it, write it where the template reads it, or use another template"
+        remedy = "remove that, write it where the template reads it, or use another template"
         return LostTextError(f"the tokenizer's chat template leaves out {names}; {remedy}; or {DROP_REMEDY}")
 
     def _is_removed_later(self, part: _Part) -> bool:
