@@ -11,7 +11,8 @@ FIELDS = ("reasoning_content", "reasoning", "thinking")  # of a message with tho
 # Forms of an answer: as it is in the row; thoughts in its content, with their beginning or (as a model writes them after a
 # prompt that begins them) without; or in one of FIELDS.
 GIVEN, WITH_BEGINNING, CONTINUED = "given", "with_beginning", "continued"
-TOKEN_IDS = "token_ids"  # of a drawn message: its tokens before the one that ends it, if its text alone gives others
+# Of a drawn message: its tokens before the one that ends it, if its text alone gives others.
+TOKEN_IDS = "token_ids"  # nosec B105
 MARK = "8f14e45fceea167a"  # stands for a text in a rendering that shows where the template puts it
 NO_THOUGHTS = f"{MARK}n"  # stands for the thoughts of an answer that has none
 _NAMES = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")  # which templates join to texts
