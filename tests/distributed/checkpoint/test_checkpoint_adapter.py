@@ -122,7 +122,7 @@ def test_a_checkpoint_contains_only_adapters_and_their_optimizer(checkpoints: di
     info = {name: json.loads((checkpoint / "trainer.json").read_text()) for name, checkpoint in checkpoints.items()}
     settings = {"rank": 3, "alpha": 6, "dropout": 0.0, "target_modules": ["q_proj", "v_proj", "mlp"], "layers": [4]}
     assert info["adapters"]["adapters"] == {
-        "base_model": str(folder), "settings": {**settings, "rslora": False, "dora": False},
+        "base_model": str(folder), "settings": {**settings, "rslora": False, "dora": False, "experts": True},
     }  # fmt: skip
     assert "adapters" not in info["model"]
     sizes = {
