@@ -352,7 +352,8 @@ def _naming_remedy(row: Row, *, as_pair: bool) -> str:
         if len(prompts) > 1:
             return f'; join {" and ".join(prompts)} into one "prompt" (or "messages" with their roles)'
         is_conversation = [is_conversation_with_answer(row[column]) for column in prompts] == [True]
-        names += [f"{'messages' if is_conversation else 'prompt'}:{column}" for column in prompts]
+        name = "messages" if is_conversation else "prompt"
+        names += [f"{name}:{column}" for column in prompts if column != name]
     if not has_pair and not is_conversation and not any(name in row for name in ("response", "completion", "messages")):
         pair = [*_columns_like(row, _CHOSEN_LIKE)[:1], *_columns_like(row, _REJECTED_LIKE)[:1]]
         has_pair = len(pair) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,34 @@ def test_plain_strings_cannot_have_tools(tmp_path: Path) -> None:
             _, _, wrong = read(tmp_path, row | given, pairs=pairs)
             assert wrong == Message(name, "template", "prompt", "list")
     assert read(tmp_path, row | {"tools": [], "chat_template_kwargs": None})[2] == ""
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": QUESTION, "answer": PARIS, "thumb": "up"},
+        {"user_question": QUESTION, "bot_answer": PARIS, "customer_rating": "good"},
+        {"query": QUESTION, "output": PARIS, "is_good": 1},
+        {"conversations": [USER, assistant(PARIS)], "feedback": True},
+        {"input": QUESTION, "preferred": PARIS, "dispreferred": LYON},
+        {"instruction": QUESTION, "winner": PARIS, "loser": LYON},
+        {"prompt": QUESTION, "response": PARIS, "helpfulness": 1},
+        {"messages": [USER, assistant(PARIS)], "liked": True},
+        {"messages": [USER, assistant(PARIS)], "chosen": PARIS},
+        {"messages": [USER], "chosen": PARIS, "rejected": LYON},
+    ],
+    ids=lambda row: ",".join(row),
+)
+def test_the_mapping_that_an_error_prints_reads_the_row(tmp_path: Path, row: dict, pairs: bool) -> None:
+    """None is printed that changes nothing, and no error leads back to itself."""
+    _, _, wrong = read(tmp_path, row, pairs=pairs)
+    if (found := re.search(r"'model\.data\.fields=\{(.*)\}'", wrong)) is None:
+        assert "chosen" in wrong, "a labelled answer is no pair, and a pair without one side has no remedy but this side"
+        return
+    fields = dict(each.split(":") for each in found[1].split(","))
+    assert all(name != column for name, column in fields.items())
+    records, _, left = read(tmp_path, row, fields=fields, pairs=pairs)
+    is_pair = {"chosen", "rejected"} <= {*row, *fields}
+    assert (bool(records), left == "") == ((True, True) if is_pair or not pairs else (False, False))
+    assert "model.data.fields" not in left
