@@ -169,7 +169,7 @@ def attention(heads: int, groups: int, size: int, *, toy: bool) -> dict[str, Any
     begins = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=weight.device)
 
     def forward() -> torch.Tensor:
-        return call(*parts, begins, begins, max(lengths), max(lengths), window_size=(-1, 0), enable_gqa=heads != groups)
+        return call(*parts, begins, begins, max(lengths), max(lengths), window_size=(-1, 0))
 
     def both() -> list[torch.Tensor]:
         values = forward()
