@@ -221,7 +221,8 @@ class RowErrors:
         """Record that line or row ``line`` (counted from 1) of ``path`` cannot be used, or ``count`` rows from there on."""
         self.total += count
         if (fault := (str(path), what)) in self.shown:
-            self.shown[fault][1:] = [line, self.shown[fault][2] + count]
+            first, last, rows = self.shown[fault]
+            self.shown[fault] = [min(first, line), max(last, line), rows + count]  # answers of a server come in any order
         elif len(self.shown) < self.SHOWN:
             self.shown[fault] = [line, line, count]
 

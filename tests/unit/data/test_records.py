@@ -167,6 +167,14 @@ def test_the_first_row_of_each_error_is_shown(tmp_path: Path) -> None:
         read(path)
 
 
+def test_errors_that_come_in_any_order_name_the_first_row() -> None:
+    broken = RowErrors()
+    for line in (3, 1, 2):
+        broken.add("rows.jsonl", line, "wrong")
+    with raises(DataError, "3", "rows.jsonl:1", "wrong", "2", "line 3"):
+        broken.raise_if_any()
+
+
 def test_broken_rows_of_several_files_are_reported_together(tmp_path: Path) -> None:
     broken = RowErrors()
     for name in ("a.jsonl", "b.jsonl"):
