@@ -128,7 +128,7 @@ def test_commands_of_the_readme(files: Path, tmp_path: Path) -> None:
         complete = [line for line in block.code.replace("\\\n", " ").splitlines() if not re.search(r"\bFILE\b", line)]
         shell("\n".join(complete), folder)
         count += len(complete)
-    assert count == 9
+    assert count == 10
 
 
 def test_logged_metrics_are_documented(files: Path) -> None:
