@@ -39,7 +39,7 @@ def in_our_form(row: Row) -> tuple[Row, frozenset[str]]:
 
 def is_tie(row: Row) -> bool:
     """Return whether a row that :func:`in_our_form` has converted prefers no answer."""
-    return row.get("label") == ""
+    return "chosen" not in row  # a blank label alone may be that of a file which also has unpaired rows
 
 
 def _openai(row: Row) -> Row:

@@ -56,6 +56,11 @@ PAIRS: dict[str, tuple[dict, tuple[Any, Any, Any], set[str]]] = {
         ([SYSTEM, USER], [said(GOOD)], [said(BAD)]),
         set(),
     ),
+    "ms-swift, with the column of unpaired rows": (
+        {"messages": [USER, said(GOOD)], "rejected_response": BAD, "label": None},
+        TURNS,
+        set(),
+    ),
     "ms-swift, messages": ({"messages": [USER, said(GOOD)], "rejected_messages": [USER, said(BAD)]}, TURNS, set()),
     "ms-swift, query": ({"query": QUESTION, "response": GOOD, "rejected_response": BAD}, TEXTS, set()),
     "ms-swift, history": (
