@@ -55,7 +55,6 @@ from nemo_kto.checkpoint.model_state import get_rng_state, set_rng_state
 from nemo_kto.checkpoint.optimizer import is_distributed, load_optimizer_state, load_schedule, optimizer_state
 from nemo_kto.checkpoint.safe_loading import load_plain, load_state, read_errors
 from nemo_kto.checkpoint.writer import (
-    NO_ROOM,
     FileWriter,
     PlannedSave,
     Write,
@@ -67,7 +66,7 @@ from nemo_kto.checkpoint.writer import (
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.models.engine.reference import SwappedWeights
-from nemo_kto.utils.files import REMOVING, WRITING, partial_folder, publish_folder, start_folder
+from nemo_kto.utils.files import NO_ROOM, REMOVING, WRITING, partial_folder, publish_folder, start_folder
 
 _NOT_WRITTEN = "the checkpoint could not be written: {}; earlier checkpoints are untouched"
 _MORE_ROOM = "free some space, or keep fewer checkpoints with exp_manager.checkpoint_callback_params.save_top_k"

@@ -7,7 +7,6 @@ the values of one step, and its work (writing, hashing, waiting for the disk) re
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import logging
 import os
@@ -33,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 Write = Callable[[IO[bytes]], object]
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PER_ENTRY_BYTES = 4096  # upper bound of the overhead of torch's format per tensor
 
 

@@ -60,6 +60,9 @@ def install_import_hook() -> None:
 
 class _MegatronFinder(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> ModuleSpec | None:
+        if name == "wandb" and _importing_module().startswith("megatron."):
+            # Used for inference only. The import takes half a second, and makes temporary folders that a kill leaves behind.
+            raise ModuleNotFoundError(f"No module named {name!r} for megatron-core", name=name)
         if name not in ("megatron.core", "megatron.core.jit"):
             return None
         on_gpu = device.on_gpu()
@@ -74,6 +77,14 @@ class _MegatronFinder(MetaPathFinder):
         elif not compiles:
             _disable_compiling()
         return None
+
+
+def _importing_module() -> str:
+    """Return the name of the module whose import statement is being executed."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and "importlib" in frame.f_code.co_filename:  # "<frozen importlib._bootstrap>"
+        frame = frame.f_back
+    return "" if frame is None else frame.f_globals.get("__name__", "")
 
 
 def silence_warnings(on_gpu: bool) -> None:

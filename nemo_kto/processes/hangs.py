@@ -77,8 +77,8 @@ def doing(frame: FrameType | None, *, device_busy: bool) -> str:
     ``device_busy``: the device has unfinished work; a collective on the device waits for the other ranks.
     """
     if frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(_TORCH_DISTRIBUTED) or _WAIT.search(linecache.getline(file, frame.f_lineno)):
+        file = frame.f_code.co_filename  # f_lineno may be None, between two lines
+        if file.startswith(_TORCH_DISTRIBUTED) or _WAIT.search(linecache.getline(file, frame.f_lineno or 0)):
             return WAITING
     return WAITING if device_busy else BUSY
 

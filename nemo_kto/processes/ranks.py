@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import json
 import logging
 import multiprocessing
@@ -29,7 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from nemo_kto.errors import UserError
+from nemo_kto.errors import UserError, plural
 from nemo_kto.processes import signals
 from nemo_kto.utils.text import print_error, redacted, terminal_text
 
@@ -50,6 +51,7 @@ _MAX_RANKS = 10**6
 _UNSET = "start the ranks with torchrun or srun, or unset their variables"
 _PR_SET_PDEATHSIG = 1
 _SCONTROL_SECONDS = 60
+_THREAD_SECONDS = 10  # for which a finished rank waits for threads before it names them
 MIN_FILES = 256  # a run of two ranks has a hundred files and sockets open, and each further rank adds about ten
 _MAX_FILES = 2**16
 _RAISE_FILES = "raise it before the start, e.g. ulimit -n 4096"
@@ -241,6 +243,23 @@ def confirm_end() -> None:
     """Tell the launcher that this rank ends as it should: a callback may end it with status 0 before."""
     if has_launcher():
         _record(ENDED)
+    _watch_threads()
+
+
+@functools.cache
+def _watch_threads() -> None:
+    """Name the threads that keep this process alive _THREAD_SECONDS after its main thread has ended."""
+
+    def watch() -> None:
+        threading.main_thread().join()
+        time.sleep(_THREAD_SECONDS)
+        if names := [repr(thread.name) for thread in threading.enumerate() if not thread.daemon and thread.is_alive()]:
+            print_error(
+                f"nemo-kto: rank {os.environ.get('RANK', '0')} is finished, but waits for {plural(len(names), 'thread')}: "
+                f"{', '.join(names)}; end the threads of a callback in on_fit_end, or start them with daemon=True"
+            )
+
+    threading.Thread(target=watch, name="thread watch", daemon=True).start()
 
 
 def _record(message: str) -> None:

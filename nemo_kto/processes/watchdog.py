@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import socket
@@ -29,6 +30,7 @@ from nemo_kto.processes import hangs, ranks
 from nemo_kto.utils.text import redacted
 
 Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
 
 WAIT_FRACTION = 0.75  # of the timeout, spent in one collective: then the rank starts an investigation
 PATIENCE_SECONDS = 24 * 3600.0  # the same limit for a rank that waits in a section
@@ -150,6 +152,7 @@ class Watchdog:
         self._stopped, self._wake = False, threading.Event()
         self._failing, self._ending, self._found = False, False, threading.Event()
         self._finding: str | None = None
+        self._reported: set[type[Exception]] = set()  # errors of this thread
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -201,17 +204,26 @@ class Watchdog:
             self._wake.wait(self._tick)
             self._wake.clear()
             now = time.monotonic()
-            # A longer interval means that this process itself was stopped, and perhaps all others too.
-            self._observe_main(min(now - before, 2 * self._tick))
-            before = now
             try:
-                for section in [*self.sections]:
-                    self._store.call(section.beat)
-                self._check_store()
-            except StoreLost as error:  # no rank can be queried, but this rank continues unless it waits or has failed
-                if self._waits_too_long() or self._failing:
-                    place = f"in phase '{phase}'" if (phase := self._phase()) else "between phases"
-                    self._end(f"{self.lost_store(error)} waits {place}", reported_by_others=False)
+                # A longer interval means that this process itself was stopped, and perhaps all others too.
+                self._observe(min(now - before, 2 * self._tick))
+            except Exception as error:  # of any kind: without this thread, nobody would notice that this rank hangs
+                if type(error) not in self._reported:
+                    self._reported.add(type(error))
+                    logger.exception("the watchdog failed, and continues")
+            before = now
+
+    def _observe(self, seconds: float) -> None:
+        """Check the main thread and the store; ``seconds`` have passed since the last time."""
+        self._observe_main(seconds)
+        try:
+            for section in [*self.sections]:
+                self._store.call(section.beat)
+            self._check_store()
+        except StoreLost as error:  # no rank can be queried, but this rank continues unless it waits or has failed
+            if self._waits_too_long() or self._failing:
+                place = f"in phase '{phase}'" if (phase := self._phase()) else "between phases"
+                self._end(f"{self.lost_store(error)} waits {place}", reported_by_others=False)
 
     def lost_store(self, error: StoreLost) -> str:
         """Return the beginning of a message, which ends with this rank."""

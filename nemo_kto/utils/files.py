@@ -28,6 +28,7 @@ MAX_FILE_BYTES = 2**28  # limit for files read as a whole; the largest tokenizer
 MAX_LINE_BYTES = 2**26  # limit for one line; a row of ten million tokens fits
 _MAX_YAML_BYTES = 2**20
 _MAX_YAML_VALUES = 50_000  # a configuration has a hundredth of this number
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, and limits of a user and of a process
 _KINDS = {
     stat.S_IFIFO: "a named pipe (FIFO)",
     stat.S_IFSOCK: "a socket",

@@ -12,8 +12,10 @@ import pytest
 from nemo_kto.data.rows import files
 from nemo_kto.data.rows.records import DataError
 from nemo_kto.data.tokens.chat import RecordEncoder
+from nemo_kto.errors import UserError
 from nemo_kto.utils import hashes
-from tests.helpers.messages import assert_names
+from tests.helpers.full_disk import files_of_at_most
+from tests.helpers.messages import assert_names, raises
 from tests.unit.data.test_dataset import prompts, splits
 from tests.unit.data.tiny_data import numbered_rows, write_rows
 
@@ -160,3 +162,17 @@ def test_broken_rows_of_many_files_are_one_error(folder: Path, tmp_path: Path) -
         splits(folder, tmp_path)
     assert_names(error.value, "3 broken rows", "03.jsonl:3:", "05.jsonl:1:", "07.jsonl:1:", "perhaps")
     assert len(list((tmp_path / "cache").glob("*.arrow"))) == FILES - 3
+
+
+def test_a_full_disk_is_named_and_the_next_start_gives_the_same_rows(folder: Path, tmp_path: Path) -> None:
+    """Whichever file the disk has no room for: one of the locks, of the examples, or about the columns."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for size in (0, 60, 300, 1000, 1500):
+        with (
+            files_of_at_most(size),
+            raises(UserError, str(cache), "File too large", "free space", "model.data.cache_dir"),
+        ):
+            splits(folder, tmp_path)
+        assert not [file for file in cache.rglob("*") if file.suffix == ".json"], "no file appears complete"
+    assert prompts(splits(folder, tmp_path).train) == expected()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
+
+import pytest
 
 # In a separate process: the backend is installed permanently, and here before other uses of torch.
 CODE = """
@@ -34,3 +37,14 @@ def test_a_default_device_is_respected_and_values_of_the_user_are_kept() -> None
         "['another'] backend:native",
         "['meta', 'meta', 'meta', 'meta'] ['cpu', 'cpu', 'cpu']",
     ]
+
+
+def test_megatron_core_does_not_import_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would make temporary folders, which a killed process leaves behind; Lightning's logger finds it as before."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "wandb"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError, match="wandb"):
+        exec("import wandb", {"__name__": "megatron.core.timers"})
+    space: dict[str, Any] = {"__name__": "lightning_fabric"}
+    exec("import importlib.util; spec = importlib.util.find_spec('wandb')", space)
+    assert space["spec"].name == "wandb"

@@ -8,6 +8,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed
@@ -77,6 +78,8 @@ def test_states_of_a_thread() -> None:
     assert hangs.doing(frame_in("/x/schedule.py", "frame = handle.wait()"), device_busy=False) == WAITING
     assert hangs.doing(frame_in(inside, ours), device_busy=False) == WAITING
     assert hangs.doing(None, device_busy=False) == BUSY
+    between_lines: Any = SimpleNamespace(f_code=SimpleNamespace(co_filename="/x/callback.py"), f_lineno=None)
+    assert hangs.doing(between_lines, device_busy=False) == BUSY
 
 
 def test_the_main_thread_is_busy_in_a_loop_but_not_inside_one_call() -> None:

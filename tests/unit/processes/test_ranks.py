@@ -8,6 +8,8 @@ import json
 import logging
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,3 +152,18 @@ def test_too_many_open_files_are_found_among_the_causes_of_an_error() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__context__ = second, first  # a cycle
     assert explain_open_files(first) is first
+
+
+def test_threads_that_keep_a_finished_rank_are_named() -> None:
+    code = (
+        "import sys, threading; from nemo_kto.processes import ranks; ranks._THREAD_SECONDS = 0;"
+        "threading.Thread(target=sys.stdin.read, name='upload').start(); ranks.confirm_end()"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "RANK": "3"}) as rank:
+        assert rank.stdin is not None
+        assert rank.stderr is not None
+        line = rank.stderr.readline().decode()
+        rank.stdin.close()  # the thread ends
+        assert rank.wait() == 0
+    assert_names(line, "rank 3", "1 thread", "'upload'", "on_fit_end", "daemon=True")

@@ -164,3 +164,28 @@ def test_only_the_same_process_is_continued(child: psutil.Process, monkeypatch: 
     assert not resumed(parent=os.getpid(), host="elsewhere")
     for process in (-1, 0, 2**40):  # not of a process
         ranks.resume_sibling(process, host=socket.gethostname(), created=child.create_time())
+
+
+def test_an_error_of_the_watchdog_does_not_end_it(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 is found although its watchdog failed before; its error is logged once."""
+    monkeypatch.setattr(watchdog, "TICK_SECONDS", 0.05)
+    observe, failures = Watchdog._observe_main, list[int]()
+
+    def failing(dog: Watchdog, seconds: float) -> None:
+        if dog.rank == 0 and len(failures) < 5:
+            failures.append(0)
+            raise TypeError("f_lineno")
+        observe(dog, seconds)
+
+    monkeypatch.setattr(Watchdog, "_observe_main", failing)
+    world.start(world.stay, world.stay)
+    while len(failures) < 5:
+        time.sleep(0.01)
+    world.store.set("verdict", "rank 1 has ended")
+    deadline = time.monotonic() + 20
+    while len(world.ended) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert world.ended == {0: "rank 1 has ended", 1: "rank 1 has ended"}
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [TypeError]

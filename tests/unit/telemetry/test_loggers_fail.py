@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import json
 import os
-import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,22 +15,12 @@ from nemo_kto.errors import UserError
 from nemo_kto.telemetry import loggers
 from nemo_kto.telemetry.loggers import RunLogger
 from nemo_kto.telemetry.progress import Progress
+from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.messages import Message
 
 
 def steps(file: Path) -> list[int]:
     return [json.loads(line)["step"] for line in file.read_text().splitlines()]
-
-
-@contextlib.contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Simulate a full disk: a write ends in the middle, and the next one fails."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_lines_are_kept_until_a_full_disk_has_space(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
