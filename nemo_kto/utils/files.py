@@ -188,6 +188,18 @@ def publish_file(target: Path, *, private: bool = False, durable: bool = True) -
         writing.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def writing_cache(folder: Path) -> Iterator[None]:
+    """Raise a UserError with the remedy if the disk of the cache ``folder`` is full in the block."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        text = f"{error.filename or folder} cannot be written: {os.strerror(error.errno)}"
+        raise UserError(f"{text}; free space, or set model.data.cache_dir to a folder on another disk") from error
+
+
 def remove_unpublished(folder: Path, names: Collection[str] | None = None) -> None:
     """Remove temporary files of :func:`publish_file` that killed processes left in a folder.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -28,7 +27,7 @@ from nemo_kto.data.tokens.part_files import PARTS, PartResult, PartWriter, Token
 from nemo_kto.data.tokens.parts import map_parts, number_of_processes, size_groups
 from nemo_kto.data.tokens.truncation import Truncation
 from nemo_kto.errors import UserError
-from nemo_kto.utils.files import NO_ROOM, make_folder, publish_file, remove_unpublished
+from nemo_kto.utils.files import make_folder, publish_file, remove_unpublished, writing_cache
 from nemo_kto.utils.hashes import MIN_KEPT_BYTES, hash_once, stored_hash
 from nemo_kto.utils.locks import one_writer
 
@@ -180,13 +179,8 @@ class TokenCache:
         The examples of a file with broken rows, which are added to ``broken``, are None. Raises UserError if a cached file
         cannot be read, or the disk is full.
         """
-        try:
+        with writing_cache(self.folder):
             return self._open(paths, broken)
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            text = f"{error.filename or self.folder} cannot be written: {os.strerror(error.errno)}"
-            raise UserError(f"{text}; free space, or set model.data.cache_dir to a folder on another disk") from error
 
     def _open(self, paths: Sequence[Path], broken: RowErrors) -> dict[Path, Opened]:
         cached = {path: self.folder / self._name(path) for path in paths}

@@ -26,7 +26,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.models.engine.engine import LogProbEngine
 from nemo_kto.models.engine.sequences import SequenceBatch
 from nemo_kto.models.flops import Passes
-from nemo_kto.utils.files import make_folder, publish_file
+from nemo_kto.utils.files import make_folder, publish_file, writing_cache
 from nemo_kto.utils.locks import one_writer
 
 logger = logging.getLogger(__name__)
@@ -222,15 +222,17 @@ class ReferenceCache:
         with state.main_process_first(doing="writing reference log-probs"):
             if state.is_first_of_machine():
                 target = self.folder / f"part-{_digest(part)}.npy"
-                with publish_file(target, private=self._private) as writing, writing.open("wb") as file:
+                publishing = publish_file(target, private=self._private)
+                with writing_cache(self.folder), publishing as writing, writing.open("wb") as file:
                     np.save(file, part)
         self.refresh()
 
     def _prepare(self, about: Mapping[str, object]) -> None:
         """Create the folder with its description, and remove damaged files."""
-        make_folder(self.folder, private=self._private)
-        with publish_file(self.folder / "about.json", private=self._private) as writing:
-            writing.write_text(json.dumps(about, indent=2), encoding="utf-8")
+        with writing_cache(self.folder):
+            make_folder(self.folder, private=self._private)
+            with publish_file(self.folder / "about.json", private=self._private) as writing:
+                writing.write_text(json.dumps(about, indent=2), encoding="utf-8")
         for file in sorted(self.folder.glob("part-*.npy")):
             try:
                 is_whole = file.name == f"part-{_digest(np.load(file, mmap_mode='r'))}.npy"
