@@ -29,7 +29,6 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from nemo_kto.architecture.mixers.saving import HEAD_MULTIPLE, MAX_HEAD_DIM
 from nemo_kto.device import device
@@ -273,10 +272,9 @@ class TorchAttention(MegatronModule):
             if masked is None:  # in causal order, block attention applies the window itself
                 options["window"], window = window, None
             attention = functools.partial(block_attention, **options)
-        lower_right: Callable[[int, int], Tensor] = causal_lower_right
-        if not self.in_blocks and not query.is_cuda:
-            lower_right = functools.partial(_lower_right, dtype=query.dtype, known=known)
-        mask = _attention_mask(query, key, masked, window, lower_right)
+        mask = _attention_mask(query, key, masked, window)
+        if mask is None and query.size(0) != key.size(0) and not self.in_blocks:
+            mask = _lower_right(query, key.size(0), known)
         context = attention(
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
@@ -369,28 +367,31 @@ def _keys_of_segments(key: Tensor, value: Tensor, packed: PackedSequences | None
     return key.index_select(0, packed.key_index_k), value.index_select(0, packed.key_index_k)
 
 
-def _lower_right(queries: int, keys: int, *, dtype: torch.dtype, known: dict[tuple[int, int], Tensor]) -> Tensor:
-    """Return ``causal_lower_right`` as values that are added to the scores: [queries, keys], from ``known`` if it is there.
+def _lower_right(query: Tensor, keys: int, known: dict[tuple[int, int], Tensor]) -> Tensor:
+    """Return the bias of causal attention with more keys than queries: [queries, keys], from ``known`` if it is there.
 
-    On the CPU torch would make this tensor in every layer, and each layer would save one for its backward pass.
+    On the CPU torch would make a tensor of its own bias in every layer, and each layer would save one for its backward pass.
     """
-    if (size := (queries, keys)) not in known:
-        is_later = torch.ones(size, dtype=torch.bool).triu(keys - queries + 1)
-        known[size] = torch.zeros(size, dtype=dtype).masked_fill_(is_later, float("-inf"))
+    size = query.size(0), keys
+    if query.is_cuda:
+        from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler, which takes a second
+
+        return causal_lower_right(*size)
+    if size not in known:
+        is_later = torch.ones(size, dtype=torch.bool).triu(keys - query.size(0) + 1)
+        known[size] = torch.zeros(size, dtype=query.dtype).masked_fill_(is_later, float("-inf"))
     return known[size]
 
 
-def _attention_mask(
-    query: Tensor, key: Tensor, masked: Tensor | None, window: int | None, lower_right: Callable[[int, int], Tensor]
-) -> Tensor | None:
+def _attention_mask(query: Tensor, key: Tensor, masked: Tensor | None, window: int | None) -> Tensor | None:
     """Return the mask, True where a query (row) may attend to a key (column); the last query may attend to all keys.
 
-    For plain causal attention it is None, or with more keys than queries ``lower_right``.
+    It is None for plain causal attention.
     """
     queries, keys = query.size(0), key.size(0)
     allowed = None if masked is None else ~masked
     if window is None or keys <= window:
-        return allowed if queries == keys else lower_right(queries, keys)
+        return allowed
     key_index = torch.arange(keys, device=query.device)
     distance = key_index[keys - queries :, None] - key_index[None, :]
     in_window = (distance >= 0) & (distance < window)

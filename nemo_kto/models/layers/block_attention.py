@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from nemo_kto.architecture.mixers.softmax_attention import QUERY_BLOCK
 
@@ -39,15 +38,10 @@ def block_attention(
 ) -> Tensor:
     """Compute softmax(scores) v, scores = scale * q k^T; other arguments as for torch's scaled_dot_product_attention.
 
-    ``attn_mask`` may be a causal bias of ``torch.nn.attention.bias``, which is not turned into a tensor. The result is
-    stored in memory as [sequence, batch, heads, head size]. Raises ValueError if there is neither a mask nor ``is_causal``
-    or both, a window together with a mask, or query and key-value heads that differ in number without ``enable_gqa``.
+    In causal attention the last query attends to all keys, also if there are fewer queries than keys. The result is stored
+    in memory as [sequence, batch, heads, head size]. Raises ValueError if there is neither a mask nor ``is_causal`` or both,
+    a window together with a mask, or query and key-value heads that differ in number without ``enable_gqa``.
     """
-    offset = 0  # index of a query's own key minus index of the query
-    if isinstance(attn_mask, CausalBias):
-        is_lower_right = attn_mask.variant == CausalVariant.LOWER_RIGHT
-        offset = key_bgsd.size(2) - query_bhsd.size(2) if is_lower_right else 0
-        attn_mask, is_causal = None, True
     if is_causal == (attn_mask is not None):
         where = "without a mask" if attn_mask is None else "with a mask"
         raise ValueError(f"is_causal must be {attn_mask is None} {where}, got {is_causal}")
@@ -55,20 +49,24 @@ def block_attention(
         raise ValueError(f"window must be None with a mask, got {window}")
     if not enable_gqa and query_bhsd.size(1) != key_bgsd.size(1):
         raise ValueError(f"enable_gqa must be set for {query_bhsd.size(1)} heads and {key_bgsd.size(1)} key-value heads")
-    blocks = _Blocks(queries=query_bhsd.size(2), keys=key_bgsd.size(2), seen=attn_mask, offset=offset, window=window)
+    blocks = _Blocks(queries=query_bhsd.size(2), keys=key_bgsd.size(2), seen=attn_mask, window=window)
     out: Tensor = _Attention.apply(query_bhsd, key_bgsd, value_bgsd, sinks_h, blocks, scale, cap)  # type: ignore[no-untyped-call]
     return out
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Blocks:
-    """Blocks of queries, with the keys they attend to; ``offset`` and ``window`` apply to causal attention only."""
+    """Blocks of queries, with the keys they attend to; ``window`` applies to causal attention only."""
 
     queries: int
     keys: int
     seen: Tensor | None  # mask, True where a query attends to a key, broadcastable to [b, h, queries, keys]; None: causal
-    offset: int  # index of a query's own key minus index of the query
     window: int | None  # number of keys a query attends to, including its own; None for all earlier ones
+
+    @property
+    def offset(self) -> int:
+        """Index of a query's own key in causal attention, minus the index of the query."""
+        return self.keys - self.queries
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
         """Yield each block of queries with a range of keys that contains all keys it may attend to."""

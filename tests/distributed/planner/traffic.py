@@ -10,11 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_kto.algorithms.callbacks import Callback, Event
 from nemo_kto.distributed import state
-from nemo_kto.models.layers import attention
 
 # Bytes that each of k ranks sends for a byte, by rings: of the input of a reduction, of the output of a gather.
 _SENT = {
@@ -90,16 +89,6 @@ def _bytes(value: Any) -> int:
     return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
-def _without_modes(make: Any) -> Any:
-    """torch cannot create a tensor subclass under a dispatch mode."""
-
-    def call(*arguments: int) -> Any:
-        with _disable_current_modes():
-            return make(*arguments)
-
-    return call
-
-
 class CountStep(Callback):
     """Writes FOLDER/RANK.json: what this rank sends between the ends of the first and the second step."""
 
@@ -108,7 +97,6 @@ class CountStep(Callback):
 
     def on_train_step_end(self, trainer: Any, event: Event) -> None:
         if event.step == 1:
-            attention.causal_lower_right = _without_modes(attention.causal_lower_right)
             self.counter = Counter()
             self.counter.__enter__()
         elif event.step == 2:
