@@ -26,17 +26,18 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"--out must be a file in a folder that exists, got {out}; create the folder, or choose another")
     if out.suffix != ".html":
         raise UserError(f"--out must be a file that ends in .html, got {out}; e.g. --out {out.with_suffix('.html')}")
-    print(*(terminal_line(str(file)) for file in _write(runs, out, arguments.watch)), sep="\n", flush=True)
+    _write(runs, out, arguments.watch)
+    print(terminal_line(str(out)), flush=True)
     while arguments.watch is not None and any(run.state.word == RUNNING for run in runs):
         time.sleep(arguments.watch)
         runs = [read_run(run.folder) for run in runs]
         _write(runs, out, arguments.watch)
 
 
-def _write(runs: Sequence[RunRecord], out: Path, watch: float | None) -> list[Path]:
+def _write(runs: Sequence[RunRecord], out: Path, watch: float | None) -> None:
     in_progress = any(run.state.word == RUNNING for run in runs)
     try:
-        return write_report(runs, out, refresh=watch if in_progress else None)
+        write_report(runs, out, refresh=watch if in_progress else None)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror}; choose another file with --out") from error
 

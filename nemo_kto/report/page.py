@@ -1,9 +1,9 @@
-"""The report as an HTML page, which needs no other file, and as Markdown with the same facts."""
+"""The report as an HTML page, which needs no other file."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
@@ -26,22 +26,19 @@ from nemo_kto.report.plots import (
 from nemo_kto.report.record import RunRecord
 from nemo_kto.utils.files import publish_file
 from nemo_kto.utils.locks import one_writer
-from nemo_kto.utils.text import html_text, markdown_text
+from nemo_kto.utils.text import html_text
 
 _MAX_ANSWERS = 50  # prompts that are shown
 
 
-def write_report(runs: Sequence[RunRecord], out: Path, *, refresh: float | None = None) -> list[Path]:
-    """Write the report of one run, or the comparison of several, as HTML to ``out`` and as Markdown next to it.
+def write_report(runs: Sequence[RunRecord], out: Path, *, refresh: float | None = None) -> None:
+    """Write the report of one run, or the comparison of several, as HTML to ``out``.
 
-    Return the paths of both. A browser loads the page again after ``refresh`` seconds; None: it does not.
+    A browser loads the page again after ``refresh`` seconds; None: it does not.
     """
-    content = content_of(runs) | {"refresh": None if refresh is None else round(refresh)}
-    markdown_file = out.with_suffix(".md")
-    for file, text in ((out, html(content)), (markdown_file, markdown(content))):
-        with one_writer(file, private=False), publish_file(file, durable=False) as writing:
-            writing.write_text(text, encoding="utf-8")
-    return [out, markdown_file]
+    page = html(content_of(runs) | {"refresh": None if refresh is None else round(refresh)})
+    with one_writer(out, private=False), publish_file(out, durable=False) as writing:
+        writing.write_text(page, encoding="utf-8")
 
 
 def content_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
@@ -146,18 +143,6 @@ def _parts(run: RunRecord) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         yield "Versions and hashes", [{"title": "Packages, and content hashes", "folded": True, "lines": origin}]
 
 
-def markdown(content: Mapping[str, Any]) -> str:
-    """Return the content of a report as Markdown, with the main values of each curve in a table."""
-    curves = [
-        [f"{plot.title}, {series.label}", *map(facts.number_text, (curve.first, *curve.extremes, curve.last))]
-        for plot in content["plots"]
-        for series in plot.series
-        for curve in [series.curve]
-    ]
-    table = [["curve", "first", "lowest", "highest", "last"], *curves]
-    return _render("page.md.jinja", {**content, "curve_table": table}, escape=markdown_text)
-
-
 def html(content: Mapping[str, Any]) -> str:
     """Return the content of a report as a page that loads nothing and runs no script."""
     from markupsafe import Markup
@@ -185,7 +170,7 @@ def html(content: Mapping[str, Any]) -> str:
         "rewards": rewards,
         "lengths": [of_histogram(each, "guides/data.md") for each in content.get("lengths", ())],
     }
-    return _render("page.html", {**content, **drawings, "docs": _docs_address()}, escape=html_text)
+    return _render({**content, **drawings, "docs": _docs_address()})
 
 
 def _docs_address() -> str:
@@ -197,18 +182,18 @@ def _docs_address() -> str:
     return f"{urls['Repository']}/blob/main/docs/" if "Repository" in urls else ""
 
 
-def _render(template: str, content: Mapping[str, Any], *, escape: Callable[[str], str]) -> str:
-    """Fill in a template; ``escape`` is applied to every text that is not Markup, such as a drawing or a macro's output."""
+def _render(content: Mapping[str, Any]) -> str:
+    """Fill in the template; every text is escaped that is not Markup, such as a drawing or a macro's output."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
     def finalize(value: object) -> object:
-        return Markup(escape(value)) if type(value) is str else value  # nosec B704  # escaped
+        return Markup(html_text(value)) if type(value) is str else value  # nosec B704  # escaped
 
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=finalize
     )
-    text = resources.files(__package__).joinpath(template).read_text(encoding="utf-8")
+    text = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     absent = dict.fromkeys(
         ("state", "figures", "final_figures", "different", "is_sound", "extremes", "answers", "data", "warnings")
     )

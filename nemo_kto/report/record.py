@@ -43,7 +43,7 @@ from nemo_kto.utils.text import HIDDEN, mixture_name, terminal_text
 RUN_FILE = "run.json"  # state, settings and versions of the run
 DATA_FILE = "data.json"  # statistics of its data
 COMPARISONS_FILE = "comparisons.jsonl"  # results of nemo-kto compare
-REPORT_FILE = "report.html"  # written beside report.md
+REPORT_FILE = "report.html"
 RUN_LOCK = ".lock"  # held by a run while it uses its folder
 _OF_EVERY_RUN = (RUN_FILE, METRICS_FILE, CONFIG_FILE)  # at least one of them
 

@@ -305,7 +305,7 @@ def _end(run: ResolvedRun, word: str, text: str = "") -> None:
 
 def complete_record(run: ResolvedRun) -> None:
     """Record the end of a finished run, and write its report, if it was killed before it had done so."""
-    record, report = run.folder / RUN_FILE, run.folder / REPORT_FILE.replace(".html", ".md")  # the last file of a report
+    record, report = run.folder / RUN_FILE, run.folder / REPORT_FILE
     if read_object_as(RunFile, record).get("state") in (RUNNING, FAILED):
         _end(run, FINISHED)
     if not report.exists() or (record.exists() and report.stat().st_mtime_ns < record.stat().st_mtime_ns):
@@ -322,7 +322,8 @@ def make_report(run: ResolvedRun) -> Path | None:
     try:
         from nemo_kto.report.page import write_report
 
-        return write_report([read_run(run.folder)], run.folder / REPORT_FILE)[0]
+        write_report([read_run(run.folder)], out := run.folder / REPORT_FILE)
+        return out
     except Exception as error:  # matplotlib and jinja2 may raise anything
         text = "the report could not be written (%s: %s); `nemo-kto report %s` writes it later"
         logger.warning(text, type(error).__name__, error, run.folder)

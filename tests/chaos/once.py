@@ -218,7 +218,7 @@ def command_of(kind: str, job: Job, whole: Path, place: Path) -> list[str]:
     shutil.copytree(
         whole / "run",
         place / "run",
-        ignore=lambda folder, _: {"hf", "report.html", "report.md"} if folder.endswith("/run") else set(),
+        ignore=lambda folder, _: {"hf", "report.html"} if folder.endswith("/run") else set(),
         dirs_exist_ok=True,
     )
     source = whole.parent / "model.nemo" if kind == "import" else place / "run"

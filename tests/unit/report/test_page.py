@@ -18,9 +18,9 @@ from nemo_kto.cli import report
 from nemo_kto.distributed import state
 from nemo_kto.errors import UserError
 from nemo_kto.report.facts import MINUS, answers
-from nemo_kto.report.page import write_report
+from nemo_kto.report.page import content_of, html
 from nemo_kto.report.plots import common_bins
-from nemo_kto.report.record import FINISHED, RUN_FILE, RUNNING, begin_run, end_run, read_run
+from nemo_kto.report.record import FINISHED, RUN_FILE, RUNNING, RunRecord, begin_run, end_run, read_run
 from nemo_kto.run import lifecycle
 from nemo_kto.telemetry.evaluations import RewardHistogram
 from nemo_kto.utils.locks import this_process
@@ -33,8 +33,18 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_extras(write_run(tmp_path_factory.mktemp("runs") / "complete", healthy(), data=data_of(cut=30)))
 
 
-def test_a_page_shows_everything_and_loads_nothing(complete: Path, tmp_path: Path) -> None:
-    html, text = (file.read_text() for file in write_report([read_run(complete)], tmp_path / "page.html"))
+def html_of(*runs: RunRecord) -> str:
+    return html(content_of(runs) | {"refresh": None})
+
+
+def rows_of(page: str) -> list[list[str]]:
+    """The cells of each row of the tables, and of each figure."""
+    rows = re.findall(r"<tr>(.*?)</tr>|<div>(<dt>.*?)</div>", page, re.DOTALL)
+    return [re.findall(r"<(?:t[hd]|dt|dd)[^>]*>(.*?)</(?:t[hd]|dt|dd)>", cells or figure) for cells, figure in rows]
+
+
+def test_a_page_shows_everything_and_loads_nothing(complete: Path) -> None:
+    html = html_of(read_run(complete))
     assert [link for link in re.findall(r'(?:src|href)="([^"]*)"', html) if not link.startswith(("data:", "#"))] == []
     assert "<script" not in html
     assert "url(" not in html.replace("url(#", "")
@@ -57,18 +67,15 @@ def test_a_page_shows_everything_and_loads_nothing(complete: Path, tmp_path: Pat
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
     assert "&lt;b&gt;answer&lt;/b&gt; 1 of policy &amp; step 200 …" in html
     assert html.count("<h3>step 200</h3>") == html.count("<h3>step 200 (cut after 4 tokens)</h3>") == 1
-    for fact in (
-        "# complete",
-        "| Win rate | 62.5 % | \\[55.5, 69.0\\] against models/start by judge \\<b\\>large\\</b\\> |",
-        "| models/last | judge \\<b\\>large\\</b\\> | 51.0 % \\[44.0, 57.5\\] | 58.0 % | 120 / 10 / 70 | 310 / 280 |",
-        "| AUC |",
-        "| 0.880 | held-out, 200 rows, from 0.500 at step 0 |",
-        "Many rows are truncated",
-        "step 200",
-        r"\<script\>",
-        "Prompt 1?",
+    judge = "judge &lt;b&gt;large&lt;/b&gt;"
+    for row in (
+        ["Win rate", "62.5 %", f"[55.5, 69.0] against models/start by {judge}"],
+        ["models/last", judge, "51.0 % [44.0, 57.5]", "58.0 %", "120 / 10 / 70", "310 / 280"],
+        ["AUC", "0.880", "held-out, 200 rows, from 0.500 at step 0"],
     ):
-        assert fact in text, fact
+        assert row in rows_of(html)
+    for fact in ("<h1>complete</h1>", "Many rows are truncated", "Prompt 1?"):
+        assert fact in html, fact
 
 
 def labels(html: str, title: str) -> list[list[str]]:
@@ -81,7 +88,7 @@ def test_axes(tmp_path: Path) -> None:
     """Curves have one range of steps, histograms before and after one scale; counts have ticks at integers only."""
     lines = [line for line in healthy() if "val/loss" not in line or line["step"] <= 40]
     folder = write_extras(write_run(tmp_path / "short", lines, data=data_of()))
-    html = write_report([read_run(folder)], tmp_path / "page.html")[0].read_text()
+    html = html_of(read_run(folder))
     steps = ["0", "50", "100", "150", "200"]
     assert [each[:5] for title in ("Rewards in validation", "AUC", "Learning rate") for each in labels(html, title)] == [
         steps
@@ -108,15 +115,13 @@ def test_axes(tmp_path: Path) -> None:
 def test_captions_lead_to_pages_of_the_documentation(
     complete: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown = re.findall(
-        r'<span class="page">([^<]+)</span>', write_report([read_run(complete)], tmp_path / "a.html")[0].read_text()
-    )
+    shown = re.findall(r'<span class="page">([^<]+)</span>', html_of(read_run(complete)))
     assert len(shown) > 12
     assert [page for page in {*shown} if not (DOCS.parent / page).is_file()] == []
     described = Message()
     described["Project-URL"] = "Repository, https://host/owner/nemo_kto"
     monkeypatch.setattr("nemo_kto.report.page.metadata", {"nemo-kto": described}.__getitem__)
-    html = write_report([read_run(complete)], tmp_path / "b.html")[0].read_text()
+    html = html_of(read_run(complete))
     link = "https://host/owner/nemo_kto/blob/main/docs/reference/metrics.md"
     assert f'<a href="{link}">docs/reference/metrics.md</a>' in html
 
@@ -139,9 +144,9 @@ def test_a_finished_run_that_was_killed_before_its_report(tmp_path: Path, monkey
     run: Any = SimpleNamespace(folder=folder, cfg=SimpleNamespace(export=SimpleNamespace(report=True)))
     lifecycle.complete_record(run)
     assert (read_run(folder).state.word, left.exists()) == (FINISHED, False)
-    written = (folder / "report.md").stat().st_mtime_ns
+    written = (folder / "report.html").stat().st_mtime_ns
     lifecycle.complete_record(run)
-    assert (folder / "report.md").stat().st_mtime_ns == written, "once"
+    assert (folder / "report.html").stat().st_mtime_ns == written, "once"
 
 
 @pytest.mark.parametrize(
@@ -167,13 +172,13 @@ def test_a_comparison_of_runs(complete: Path, tmp_path: Path) -> None:
     other = write_run(
         tmp_path / "other", healthy(100, seed=1), model__optim__lr=3e-6, run={"state": "failed", "text": "no memory"}
     )
-    html, text = (file.read_text() for file in write_report([read_run(complete), read_run(other)], tmp_path / "page.html"))
-    assert "| model.optim.lr | 1e-06 | 3e-06 |" in text.replace(r"\_", "_")
-    assert "seed" not in text
+    html = html_of(read_run(complete), read_run(other))
+    assert ["model.optim.lr", "1e-06", "3e-06"] in rows_of(html)
+    assert "model.seed" not in html
     assert "no memory" in html
     assert "<h3>Validation AUC</h3>" in html
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| complete", "| other"))]
-    assert [(row[-3], row[-1]) for row in rows[:2]] == [("200", "finished |"), ("100", "failed |")]
+    rows = [row for row in rows_of(html) if row[0] in ("complete", "other")]
+    assert [(row[-3], row[-1]) for row in rows[:2]] == [("200", "finished"), ("100", "failed")]
     assert "up to 11 logged steps." in html
 
 
@@ -189,15 +194,16 @@ def test_runs_are_compared_where_they_can_be(tmp_path: Path) -> None:
             tmp_path / f"sweep_lr_{name}", lines, run=facts, model__optim__lr=lr, model__data__data_prefix=data
         )
         runs.append(read_run(folder))
-    text = write_report(runs, tmp_path / "page.html")[1].read_text()
-    assert "| low | 0.880 | 1.235 | **0.3** |" in text
-    assert "| high | 0.880 | 1.235 | 0.4 |" in text, "equal values are not marked"
-    assert "| model.data.data\\_prefix | low.jsonl | high.jsonl |" in text
+    text = html_of(*runs)
+    found = [row[:4] for row in rows_of(text)]
+    assert ["low", "0.880", "1.235", '<strong class="best">0.3</strong>'] in found
+    assert ["high", "0.880", "1.235", "0.4"] in found, "equal values are not marked"
+    assert ["model.data.data_prefix", "low.jsonl", "high.jsonl"] in found
     assert "The runs used different data" not in text, "equal rows in other files"
     other = dataclasses.replace(
         runs[1], run={**runs[1].run, "facts": {"validation rows": {"sha256": "b" * 64, "from": "9 rows"}}}
     )
-    html = write_report([runs[0], other], tmp_path / "page.html")[0].read_text()
+    html = html_of(runs[0], other)
     for fact in ("Advice about the comparison", "The runs used different data", "low: low.jsonl (96 rows for training"):
         assert fact in html
     assert "high: high.jsonl (9 rows for validation)" in html
@@ -237,7 +243,7 @@ def test_a_run_in_progress_is_watched_until_it_ends(tmp_path: Path, monkeypatch:
 
 def test_the_command(complete: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report.main([str(complete)])
-    assert capsys.readouterr().out.splitlines() == [str(complete / "report.html"), str(complete / "report.md")]
+    assert capsys.readouterr().out.splitlines() == [str(complete / "report.html")]
     assert json.loads((complete / "run.json").read_text())["state"] == "finished"
     for out in (tmp_path / "a.pdf", tmp_path / "absent" / "a.html"):
         with pytest.raises(UserError) as raised:
