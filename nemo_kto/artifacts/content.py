@@ -15,9 +15,11 @@ from typing import Any
 
 from nemo_kto.architecture.config_fields import quantization_settings
 from nemo_kto.architecture.config_file import CONFIG
+from nemo_kto.architecture.families import ALIASES
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from nemo_kto.artifacts.checkpoint_files import INFO, config_folder, is_checkpoint
 from nemo_kto.artifacts.safetensors_files import INDEX, SINGLE
+from nemo_kto.artifacts.tokenizer_files import TOKENIZER_CONFIG, without_class
 from nemo_kto.errors import UserError
 from nemo_kto.utils.files import file_inside, read_bytes, read_json
 from nemo_kto.utils.hashes import hash_once
@@ -131,6 +133,16 @@ def model_config(source: Path, *, tied: bool) -> dict[str, Any]:
     return config if tied else {**config, "tie_word_embeddings": False}
 
 
+def transformers_fields(folder: Path) -> tuple[dict[str, Any], bool]:
+    """Return the fields of config.json, if it exists, and whether an alias of its ``model_type`` had to be replaced.
+
+    transformers does not know the aliases of a family.
+    """
+    fields = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    known = ALIASES.get(str(fields.get("model_type")))
+    return fields | ({} if known is None else {"model_type": known}), known is not None
+
+
 def is_quantized(folder: Path) -> bool:
     """Return whether the config.json of a folder says that its weights are quantized; False if it cannot be read."""
     with contextlib.suppress(UserError):
@@ -160,11 +172,15 @@ def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 def copy_companions(source: Path, target: Path) -> None:
     """Copy all companions but the configuration and the model card into an export, with default permissions.
 
-    Both are written for the exported model. Like :func:`read_companions` otherwise.
+    Both are written for the exported model, and tokenizer_config.json without code, which is not copied. Like
+    :func:`read_companions` otherwise.
 
     Raises OSError if ``target`` cannot be written.
     """
-    for name, content in read_companions(source, into="the export").items():
+    companions, plain = read_companions(source, into="the export"), without_class(source)
+    if plain is not None:
+        companions[TOKENIZER_CONFIG] = (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode()
+    for name, content in companions.items():
         if name not in (CONFIG, CARD):
             (target / name).parent.mkdir(exist_ok=True)
             (target / name).write_bytes(content)

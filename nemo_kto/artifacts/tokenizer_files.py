@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +13,24 @@ from nemo_kto.errors import UserError, show
 from nemo_kto.utils.files import irregular, open_file, other_format, read_json, refuse_code
 
 _REMEDY = "download the tokenizer's files again, or write them with save_pretrained"
-_TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+_TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _STOPS = ("generation_config.json", "config.json")  # transformers reads eos_token_id in the first that exists
 _IMAGES = ("image_token_id", "image_token_index", "video_token_id")
+_CONVERSION = f"write {_TOKENIZER} with the lines of docs/guides/models.md, section Tokenizers"
 _FORMAT_BYTES = 64  # enough to recognise a file of another format
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
-_VOCABULARIES = (_TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+_SENTENCEPIECE, _TEKKEN = "tokenizer.model", "tekken.json"
+_RANKS = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s")  # first line of a file of tiktoken
+_VOCABULARIES = (_TOKENIZER, _SENTENCEPIECE, "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 
 
 def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
     """Check that a folder holds a tokenizer that fits its model.
 
-    Raises UserError if there is none, a file is damaged, it brings its own code, it has no EOS token, or a token that
-    training needs has no row in the embedding (:func:`check_ids`).
+    Raises UserError if there is none, a file is damaged, only code or another package can read it, it has no EOS token, or a
+    token that training needs has no row in the embedding (:func:`check_ids`).
     """
+    _refuse_other_forms(folder)
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         others = (f"{name}, which is {kind}" for name in _VOCABULARIES if (kind := irregular(folder / name)))
         message = f"{folder} must hold a tokenizer ({_TOKENIZER} or tokenizer.model), got {next(others, 'none')}"
@@ -42,9 +49,8 @@ def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
         if other is not None:
             raise UserError(f"{file} must be a file of the tokenizer, but it is {other}")
     config = _tokenizer_config(folder)
-    refuse_code(folder / _CONFIG, config)
     if "eos_token" in config and config["eos_token"] is None:
-        raise UserError(f"{folder / _CONFIG}: the tokenizer must have an EOS token, got none; set eos_token there")
+        raise UserError(f"{folder / TOKENIZER_CONFIG}: the tokenizer must have an EOS token, got none; set eos_token there")
     if (folder / _TOKENIZER).is_file():
         ids, added = _ids(folder / _TOKENIZER)
         # tokens that every data row gets, independent of its text
@@ -55,7 +61,42 @@ def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
         check_ids(ids, vocab_size=vocab_size, file=folder / _TOKENIZER)
         following = max([*ids.values(), *added.values()]) + 1  # the id that transformers gives to a token without one
         new = {token: following for token in every_row if token not in ids}
-        check_ids(new, vocab_size=vocab_size, file=folder / _CONFIG)
+        check_ids(new, vocab_size=vocab_size, file=folder / TOKENIZER_CONFIG)
+
+
+def _refuse_other_forms(folder: Path) -> None:
+    """Raise a UserError if the tokenizer has no tokenizer.json, and needs code or a package that is not installed.
+
+    transformers would take the first vocabulary that it finds, and read one of tiktoken with the splitting rule of Llama 3.
+    """
+    if (folder / _TOKENIZER).exists():
+        return
+    if (folder / _TEKKEN).exists():
+        command = f"from transformers.integrations.mistral import *; convert_tekken_tokenizer({str(folder / _TEKKEN)!r})"
+        remedy = f'pip install mistral-common, and write it: python -c "{command}.save_pretrained({str(folder)!r})"'
+        raise UserError(f"{folder} must hold {_TOKENIZER}, got {_TEKKEN}, the form of mistral-common; {remedy}")
+    for file in (*folder.glob("*.tiktoken"), folder / "tiktoken.model", folder / _SENTENCEPIECE):
+        with contextlib.suppress(OSError), open_file(file) as handle:
+            if _RANKS.match(handle.read(_FORMAT_BYTES)) is not None:
+                reason = (
+                    "a form of tiktoken: only code that comes with the model, which is not run, knows how it splits text"
+                )
+                raise UserError(f"{folder} must hold {_TOKENIZER}, got {file.name}, {reason}; {_CONVERSION}")
+    refuse_code(folder / TOKENIZER_CONFIG, _tokenizer_config(folder))
+    if (folder / _SENTENCEPIECE).is_file() and find_spec("sentencepiece") is None:
+        text = f"{folder / _SENTENCEPIECE}: the package sentencepiece must be installed to read it, got none"
+        raise UserError(f"{text}; pip install sentencepiece")
+
+
+def without_class(folder: Path) -> dict[str, Any] | None:
+    """Return tokenizer_config.json without code of the model or a class of mistral-common, if tokenizer.json needs neither.
+
+    None if it names none of them, or there is no tokenizer.json.
+    """
+    config = _tokenizer_config(folder) if (folder / _TOKENIZER).exists() else {}
+    if not config.get("auto_map") and not str(config.get("tokenizer_class")).startswith("MistralCommon"):
+        return None
+    return {name: config[name] for name in config if name != "auto_map"} | {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 
 def check_ids(ids: Mapping[str, int], *, vocab_size: int | None, file: Path) -> None:
@@ -86,16 +127,16 @@ def image_ids(folder: Path) -> set[int]:
 
 def has_chat_template(folder: Path) -> bool:
     """Return whether any file of a folder holds a chat template; raises like :func:`check_tokenizer`."""
-    return chat_template_file(folder).name != _CONFIG or bool(_tokenizer_config(folder).get("chat_template"))
+    return chat_template_file(folder).name != TOKENIZER_CONFIG or bool(_tokenizer_config(folder).get("chat_template"))
 
 
 def chat_template_file(folder: Path) -> Path:
     """Return the file that holds the folder's chat template, if it has one."""
-    return next((folder / name for name in _TEMPLATES if (folder / name).is_file()), folder / _CONFIG)
+    return next((folder / name for name in _TEMPLATES if (folder / name).is_file()), folder / TOKENIZER_CONFIG)
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    return read_json(folder / _CONFIG, remedy=_REMEDY) if (folder / _CONFIG).exists() else {}
+    return read_json(folder / TOKENIZER_CONFIG, remedy=_REMEDY) if (folder / TOKENIZER_CONFIG).exists() else {}
 
 
 def _ids(file: Path) -> tuple[dict[str, int], dict[str, int]]:

@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
 from nemo_kto.artifacts.content import auto_class
 from nemo_kto.data.rows.records import PromptRecord, RowError, TextOrMessages
-from nemo_kto.data.tokens.chat import RecordEncoder, load_tokenizer
+from nemo_kto.data.tokens.chat import RecordEncoder, hf_config, load_tokenizer
 from nemo_kto.data.tokens.content import TOKEN_IDS
 from nemo_kto.data.tokens.drawn import DrawnAnswer, drawn_text, read_drawn
 from nemo_kto.data.tokens.template_trial import REMEDY
@@ -401,7 +401,12 @@ def load_model(folder: Path, *, class_name: str, dtype: torch.dtype, remedy: str
     transformers_logging.set_verbosity_error()
     try:
         model, info = getattr(transformers, class_name).from_pretrained(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            folder,
+            config=hf_config(folder),
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
     except Exception as error:  # for invalid files transformers may raise any exception
         text = f"{folder}: the model cannot be loaded: {type(error).__name__}: {printable(str(error))}"
