@@ -19,11 +19,11 @@ from nemo_kto.architecture.families import ALIASES
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from nemo_kto.artifacts.checkpoint_files import INFO, config_folder, is_checkpoint
 from nemo_kto.artifacts.safetensors_files import INDEX, SINGLE
-from nemo_kto.artifacts.tokenizer_files import TOKENIZER_CONFIG, without_class
 from nemo_kto.errors import UserError
 from nemo_kto.utils.files import file_inside, read_bytes, read_json
 from nemo_kto.utils.hashes import hash_once
 
+_CLASS = "tokenizer_config.json"  # may name the class of a tokenizer
 _PARTS, _PART_BYTES = 128, 2**13  # of a file for quick_hash
 _THREADS = 8  # hashlib releases the GIL
 _TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "chat_template", "vocab", "merges", "spiece")
@@ -134,13 +134,18 @@ def model_config(source: Path, *, tied: bool) -> dict[str, Any]:
 
 
 def transformers_fields(folder: Path) -> tuple[dict[str, Any], bool]:
-    """Return the fields of config.json, if it exists, and whether an alias of its ``model_type`` had to be replaced.
-
-    transformers does not know the aliases of a family.
-    """
+    """Return the fields of config.json, if it exists, and whether an alias had to be replaced in its ``model_type``."""
     fields = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
     known = ALIASES.get(str(fields.get("model_type")))
     return fields | ({} if known is None else {"model_type": known}), known is not None
+
+
+def without_class(folder: Path) -> dict[str, Any] | None:
+    """Return tokenizer_config.json without code or a class of mistral-common, None if no tokenizer.json replaces them."""
+    config = read_json(folder / _CLASS) if all((folder / name).is_file() for name in (_CLASS, "tokenizer.json")) else {}
+    if not config.get("auto_map") and not str(config.get("tokenizer_class")).startswith("MistralCommon"):
+        return None
+    return {name: config[name] for name in config if name != "auto_map"} | {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 
 def is_quantized(folder: Path) -> bool:
@@ -179,7 +184,7 @@ def copy_companions(source: Path, target: Path) -> None:
     """
     companions, plain = read_companions(source, into="the export"), without_class(source)
     if plain is not None:
-        companions[TOKENIZER_CONFIG] = (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode()
+        companions[_CLASS] = (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode()
     for name, content in companions.items():
         if name not in (CONFIG, CARD):
             (target / name).parent.mkdir(exist_ok=True)

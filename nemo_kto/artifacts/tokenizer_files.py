@@ -13,7 +13,7 @@ from nemo_kto.errors import UserError, show
 from nemo_kto.utils.files import irregular, open_file, other_format, read_json, refuse_code
 
 _REMEDY = "download the tokenizer's files again, or write them with save_pretrained"
-_TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+_TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 _STOPS = ("generation_config.json", "config.json")  # transformers reads eos_token_id in the first that exists
 _IMAGES = ("image_token_id", "image_token_index", "video_token_id")
 _CONVERSION = f"write {_TOKENIZER} with the lines of docs/guides/models.md, section Tokenizers"
@@ -50,7 +50,7 @@ def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
             raise UserError(f"{file} must be a file of the tokenizer, but it is {other}")
     config = _tokenizer_config(folder)
     if "eos_token" in config and config["eos_token"] is None:
-        raise UserError(f"{folder / TOKENIZER_CONFIG}: the tokenizer must have an EOS token, got none; set eos_token there")
+        raise UserError(f"{folder / _CONFIG}: the tokenizer must have an EOS token, got none; set eos_token there")
     if (folder / _TOKENIZER).is_file():
         ids, added = _ids(folder / _TOKENIZER)
         # tokens that every data row gets, independent of its text
@@ -61,7 +61,7 @@ def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
         check_ids(ids, vocab_size=vocab_size, file=folder / _TOKENIZER)
         following = max([*ids.values(), *added.values()]) + 1  # the id that transformers gives to a token without one
         new = {token: following for token in every_row if token not in ids}
-        check_ids(new, vocab_size=vocab_size, file=folder / TOKENIZER_CONFIG)
+        check_ids(new, vocab_size=vocab_size, file=folder / _CONFIG)
 
 
 def _refuse_other_forms(folder: Path) -> None:
@@ -82,21 +82,10 @@ def _refuse_other_forms(folder: Path) -> None:
                     "a form of tiktoken: only code that comes with the model, which is not run, knows how it splits text"
                 )
                 raise UserError(f"{folder} must hold {_TOKENIZER}, got {file.name}, {reason}; {_CONVERSION}")
-    refuse_code(folder / TOKENIZER_CONFIG, _tokenizer_config(folder))
+    refuse_code(folder / _CONFIG, _tokenizer_config(folder))
     if (folder / _SENTENCEPIECE).is_file() and find_spec("sentencepiece") is None:
         text = f"{folder / _SENTENCEPIECE}: the package sentencepiece must be installed to read it, got none"
         raise UserError(f"{text}; pip install sentencepiece")
-
-
-def without_class(folder: Path) -> dict[str, Any] | None:
-    """Return tokenizer_config.json without code of the model or a class of mistral-common, if tokenizer.json needs neither.
-
-    None if it names none of them, or there is no tokenizer.json.
-    """
-    config = _tokenizer_config(folder) if (folder / _TOKENIZER).exists() else {}
-    if not config.get("auto_map") and not str(config.get("tokenizer_class")).startswith("MistralCommon"):
-        return None
-    return {name: config[name] for name in config if name != "auto_map"} | {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 
 def check_ids(ids: Mapping[str, int], *, vocab_size: int | None, file: Path) -> None:
@@ -127,16 +116,16 @@ def image_ids(folder: Path) -> set[int]:
 
 def has_chat_template(folder: Path) -> bool:
     """Return whether any file of a folder holds a chat template; raises like :func:`check_tokenizer`."""
-    return chat_template_file(folder).name != TOKENIZER_CONFIG or bool(_tokenizer_config(folder).get("chat_template"))
+    return chat_template_file(folder).name != _CONFIG or bool(_tokenizer_config(folder).get("chat_template"))
 
 
 def chat_template_file(folder: Path) -> Path:
     """Return the file that holds the folder's chat template, if it has one."""
-    return next((folder / name for name in _TEMPLATES if (folder / name).is_file()), folder / TOKENIZER_CONFIG)
+    return next((folder / name for name in _TEMPLATES if (folder / name).is_file()), folder / _CONFIG)
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    return read_json(folder / TOKENIZER_CONFIG, remedy=_REMEDY) if (folder / TOKENIZER_CONFIG).exists() else {}
+    return read_json(folder / _CONFIG, remedy=_REMEDY) if (folder / _CONFIG).exists() else {}
 
 
 def _ids(file: Path) -> tuple[dict[str, int], dict[str, int]]:
