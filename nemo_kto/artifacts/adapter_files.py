@@ -140,12 +140,18 @@ def beginning_of(names: Iterable[str]) -> str | None:
 
 
 def key_mapping(folder: Path, base: Path) -> dict[str, str] | None:
-    """Return how PEFT must rename the tensors for the modules of the base model; None if they have its names."""
+    """Return how PEFT must rename the tensors for the modules of the base model; None if they have its names.
+
+    Raises UserError for names without PEFT's prefix, whose adapters it would leave without effect.
+    """
     names, of_base = read_json(base / CONFIG).get("architectures") or [], (*FAMILIES.values(), *MULTIMODAL)
     prefix = next((family.module_prefix for family in of_base if family.hf_architecture in names), None)
     start = beginning_of(read_header(folder / ADAPTER_WEIGHTS)[0])
     if prefix is None or start in (None, MODULES + prefix):
         return None
+    if not start.startswith(MODULES):
+        text = f"{folder / ADAPTER_WEIGHTS}: names of tensors must begin with {MODULES}, got {start or 'layers.'}"
+        raise UserError(f"{text}; rename them, or train from these adapters, which exports them with such names")
     return {f"^{re.escape(start.removeprefix(MODULES))}(?=layers|embed)": prefix}
 
 

@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 
 from nemo_kto.architecture.families import MULTIMODAL
 from nemo_kto.architecture.lora import LoRASettings
-from nemo_kto.artifacts.adapter_files import beginning_of, key_mapping
+from nemo_kto.artifacts.adapter_files import beginning_of
 from nemo_kto.artifacts.content import auto_class
+from nemo_kto.chat.session import ChatModel
 from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.data.rows.records import KTORecord, RowError
 from nemo_kto.data.tokens.chat import RecordEncoder, load_tokenizer
@@ -291,11 +292,12 @@ BEGINNINGS = {
 
 
 def test_adapters_under_other_names(ranks: Any, folders: Any, tmp_path: Path) -> None:
-    """They are read bit for bit, and exported and given to PEFT under the names of its modules."""
+    """They are read bit for bit, and exported and given to PEFT, as in chat, under the names of its modules."""
     names = [*ADAPTED, "qwen2.5-vl"]
     settings = {**ADAPTED, "qwen2.5-vl": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "embed_tokens"))}
     ranks.run(1, hf_jobs.new_adapters, folders.of(names), settings, tmp_path / "new")
     own, adapters, models = {}, {}, {}
+    merged = dict[str, dict[str, torch.Tensor]]()
     for name in names:
         draw = torch.Generator().manual_seed(3)
         kept = weights(tmp_path / "new" / name)
@@ -313,12 +315,16 @@ def test_adapters_under_other_names(ranks: Any, folders: Any, tmp_path: Path) ->
         again = weights(tmp_path / "out" / case / "again")
         assert again.keys() == own[name].keys()
         assert all(torch.equal(again[key], each) for key, each in own[name].items()), case
-        if kind != "without_prefix":
-            read = {"key_mapping": key_mapping(adapters[case], base)}
-            model = PeftModel.from_pretrained(hf_models.load(base), str(adapters[case]), **read)
-            loaded = {key.replace(".default", ""): each for key, each in model.state_dict().items() if ".lora_" in key}
-            loaded = {key.removesuffix(".weight") if "embedding" in key else key: each for key, each in loaded.items()}
-            assert {key for key, each in own[name].items() if torch.equal(loaded[key], each)} == own[name].keys(), case
+        if kind == "without_prefix":
+            with raises(UserError, f"{adapters[case]}", "base_model.model.", "language_model.model.", "rename"):
+                ChatModel(label="", folder=adapters[case], base=base, dtype=torch.float32)
+            continue
+        chat = ChatModel(label="", folder=adapters[case], base=base, dtype=torch.float32)
+        plain = hf_models.load(base).state_dict()
+        changed = {key: each for key, each in chat._model.state_dict().items() if not torch.equal(each, plain[key])}
+        assert len(changed) == len(own[name]) / 2
+        expected = merged.setdefault(name, changed)
+        assert all(torch.equal(each, expected[key]) for key, each in changed.items())
 
 
 def test_every_weight_is_trained_copied_or_refused(folders: Any, tmp_path: Path) -> None:
