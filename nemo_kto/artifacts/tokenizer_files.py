@@ -75,17 +75,16 @@ def _refuse_other_forms(folder: Path) -> None:
         command = f"from transformers.integrations.mistral import *; convert_tekken_tokenizer({str(folder / _TEKKEN)!r})"
         remedy = f'pip install mistral-common, and write it: python -c "{command}.save_pretrained({str(folder)!r})"'
         raise UserError(f"{folder} must hold {_TOKENIZER}, got {_TEKKEN}, the form of mistral-common; {remedy}")
-    for file in (*folder.glob("*.tiktoken"), folder / "tiktoken.model", folder / _SENTENCEPIECE):
+    for file in (*sorted(folder.glob("*.tiktoken")), folder / "tiktoken.model", folder / _SENTENCEPIECE):
         with contextlib.suppress(OSError), open_file(file) as handle:
             if _RANKS.match(handle.read(_FORMAT_BYTES)) is not None:
-                reason = (
-                    "a form of tiktoken: only code that comes with the model, which is not run, knows how it splits text"
-                )
+                reason = "a form of tiktoken: how it splits text is only in code of the model, which is not run"
                 raise UserError(f"{folder} must hold {_TOKENIZER}, got {file.name}, {reason}; {_CONVERSION}")
     refuse_code(folder / _CONFIG, _tokenizer_config(folder))
-    if (folder / _SENTENCEPIECE).is_file() and find_spec("sentencepiece") is None:
-        text = f"{folder / _SENTENCEPIECE}: the package sentencepiece must be installed to read it, got none"
-        raise UserError(f"{text}; pip install sentencepiece")
+    for file in (folder / name for name in _VOCABULARIES if name.endswith(".model")):
+        if file.is_file() and find_spec("sentencepiece") is None:
+            text = f"{file}: the package sentencepiece must be installed to read it, got none"
+            raise UserError(f"{text}; pip install sentencepiece")
 
 
 def check_ids(ids: Mapping[str, int], *, vocab_size: int | None, file: Path) -> None:

@@ -155,11 +155,12 @@ def test_the_lines_of_the_page_convert_the_vocabulary_of_kimi_k2(tmp_path: Path,
     assert load_tokenizer(tmp_path)("a\u4f60[EOS]")["input_ids"] == [ord("a"), *"\u4f60".encode(), 258]
 
 
-def test_a_sentencepiece_model_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["tokenizer.model", "spiece.model"])
+def test_a_sentencepiece_model_needs_its_package(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it, transformers reads the file as one of tiktoken."""
-    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    (tmp_path / name).write_bytes(b"\n\x0e\n\x05<unk>")
     monkeypatch.setattr(tokenizer_files, "find_spec", lambda name: None)
-    with raises(UserError, f"{tmp_path / 'tokenizer.model'}", "sentencepiece", "installed", "none", "pip install"):
+    with raises(UserError, f"{tmp_path / name}", "sentencepiece", "installed", "none", "pip install"):
         load_tokenizer(tmp_path)
     shutil.copytree(write(tmp_path / "other", MISTRAL, {}), tmp_path, dirs_exist_ok=True)
     assert load_tokenizer(tmp_path)(TEXT)["input_ids"] == chatml_tokenizer()(TEXT)["input_ids"]
