@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, Field
 
+from nemo_kto.architecture.config_file import CONFIG
 from nemo_kto.architecture.families import FAMILIES, MULTIMODAL
 from nemo_kto.architecture.lora import (
     EMBEDDING,
@@ -50,8 +51,11 @@ def _tensor_pattern() -> re.Pattern[str]:
     return re.compile(rf"{_START}layers\.(?P<layer>\d+)\.(?:{'|'.join(sorted(modules))})\.{ends}")
 
 
-_PREFIXES = sorted({re.escape(family.module_prefix) for family in (*FAMILIES.values(), *MULTIMODAL)})
-_START = rf"base_model\.model\.(?:{'|'.join(_PREFIXES)})"
+MODULES = "base_model.model."  # of PEFT, before the names of transformers' modules; vLLM also reads names without it
+# in a model with image input as transformers 5, 4 and a text model have it, and without the class that has the output layer
+_MODELS = ("model.", "model.language_model.", "language_model.model.", "language_model.", "backbone.", "")
+_START = rf"(?:{re.escape(MODULES)})?(?:{'|'.join(map(re.escape, _MODELS))})"
+_BEGINNING = re.compile(rf"{_START}(?=layers\.|{EMBEDDING}\.|embeddings\.)")
 _TENSOR = _tensor_pattern()
 _EMBEDDING = re.compile(rf"{_START}(?:{EMBEDDING}|embeddings)\.({EMBEDDING_A}|{EMBEDDING_B})")
 # transformers' name for the joined gate and up projections of experts, and peft's pattern for that name.
@@ -130,12 +134,41 @@ def read_adapter_settings(folder: str | Path) -> LoRASettings:
     )
 
 
+def beginning_of(names: Iterable[str]) -> str | None:
+    """Return what the names of tensors have before ``layers.``; None if no tensor belongs to a layer or the embedding."""
+    return next((found[0] for found in map(_BEGINNING.match, names) if found), None)
+
+
+def key_mapping(folder: Path, base: Path) -> dict[str, str] | None:
+    """Return how PEFT must rename the tensors for the modules of the base model; None if they have its names.
+
+    Raises UserError for names without PEFT's prefix, whose adapters it would leave without effect.
+    """
+    names, of_base = read_json(base / CONFIG).get("architectures") or [], (*FAMILIES.values(), *MULTIMODAL)
+    prefix = next((family.module_prefix for family in of_base if family.hf_architecture in names), None)
+    start = beginning_of(read_header(folder / ADAPTER_WEIGHTS)[0])
+    if prefix is None or start in (None, MODULES + prefix):
+        return None
+    if not start.startswith(MODULES):
+        text = f"{folder / ADAPTER_WEIGHTS}: names of tensors must begin with {MODULES}, got {start or 'layers.'}"
+        raise UserError(f"{text}; rename them, or train from these adapters, which exports them with such names")
+    return {f"^{re.escape(start.removeprefix(MODULES))}(?=layers|embed)": prefix}
+
+
 def is_our_adapter(folder: Path) -> bool:
     """Return whether this program wrote the folder."""
     try:
         return read_header(folder / ADAPTER_WEIGHTS)[1].get("written_by") == WRITTEN_BY
     except UserError:
         return False
+
+
+def _may_match(pattern: str, names: Iterable[str]) -> bool:
+    """Return whether a pattern of modules may match one of the tensors, however the names of both begin."""
+    if pattern == JOINED_PATTERN or re.fullmatch(r"[\w.]+", pattern) is None:
+        return pattern != JOINED_PATTERN
+    end = "." + _BEGINNING.sub("", pattern)
+    return any(f".{_BEGINNING.sub('', name)}".partition(".lora_")[0].endswith(end) for name in names)
 
 
 def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set[str]]) -> Iterator[str]:
@@ -147,7 +180,8 @@ def _refusals(config: Mapping[str, Any], shapes: Shapes, adapted: Collection[set
     yield from file_errors(_Config, config)
     for key, value in config.items():
         if key in ("rank_pattern", "alpha_pattern") and isinstance(value, dict):
-            value = {name: number for name, number in value.items() if name != JOINED_PATTERN}  # matches no tensor
+            usual = config.get({"rank_pattern": "r", "alpha_pattern": "lora_alpha"}[key])
+            value = {name: each for name, each in value.items() if each != usual and _may_match(name, shapes)}
         if value and key not in _HARMLESS:
             yield f"{printable(key, 60)} must not be set, got {printable(str(value), 60)}"
     if others := [name for name in shapes if not (_TENSOR.fullmatch(name) or _EMBEDDING.fullmatch(name))]:

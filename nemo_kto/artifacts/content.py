@@ -15,6 +15,7 @@ from typing import Any
 
 from nemo_kto.architecture.config_fields import quantization_settings
 from nemo_kto.architecture.config_file import CONFIG
+from nemo_kto.architecture.families import ALIASES
 from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from nemo_kto.artifacts.checkpoint_files import INFO, config_folder, is_checkpoint
 from nemo_kto.artifacts.safetensors_files import INDEX, SINGLE
@@ -22,6 +23,7 @@ from nemo_kto.errors import UserError
 from nemo_kto.utils.files import file_inside, read_bytes, read_json
 from nemo_kto.utils.hashes import hash_once
 
+_CLASS = "tokenizer_config.json"  # may name the class of a tokenizer
 _PARTS, _PART_BYTES = 128, 2**13  # of a file for quick_hash
 _THREADS = 8  # hashlib releases the GIL
 _TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "chat_template", "vocab", "merges", "spiece")
@@ -131,6 +133,21 @@ def model_config(source: Path, *, tied: bool) -> dict[str, Any]:
     return config if tied else {**config, "tie_word_embeddings": False}
 
 
+def transformers_fields(folder: Path) -> tuple[dict[str, Any], bool]:
+    """Return the fields of config.json, if it exists, and whether an alias had to be replaced in its ``model_type``."""
+    fields = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    known = ALIASES.get(str(fields.get("model_type")))
+    return fields | ({} if known is None else {"model_type": known}), known is not None
+
+
+def without_class(folder: Path) -> dict[str, Any] | None:
+    """Return tokenizer_config.json without code or a class of mistral-common, None if no tokenizer.json replaces them."""
+    config = read_json(folder / _CLASS) if all((folder / name).is_file() for name in (_CLASS, "tokenizer.json")) else {}
+    if not config.get("auto_map") and not str(config.get("tokenizer_class")).startswith("MistralCommon"):
+        return None
+    return {name: config[name] for name in config if name != "auto_map"} | {"tokenizer_class": "PreTrainedTokenizerFast"}
+
+
 def is_quantized(folder: Path) -> bool:
     """Return whether the config.json of a folder says that its weights are quantized; False if it cannot be read."""
     with contextlib.suppress(UserError):
@@ -160,11 +177,15 @@ def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 def copy_companions(source: Path, target: Path) -> None:
     """Copy all companions but the configuration and the model card into an export, with default permissions.
 
-    Both are written for the exported model. Like :func:`read_companions` otherwise.
+    Both are written for the exported model, and tokenizer_config.json without code, which is not copied. Like
+    :func:`read_companions` otherwise.
 
     Raises OSError if ``target`` cannot be written.
     """
-    for name, content in read_companions(source, into="the export").items():
+    companions, plain = read_companions(source, into="the export"), without_class(source)
+    if plain is not None:
+        companions[_CLASS] = (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode()
+    for name, content in companions.items():
         if name not in (CONFIG, CARD):
             (target / name).parent.mkdir(exist_ok=True)
             (target / name).write_bytes(content)

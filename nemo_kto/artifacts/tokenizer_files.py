@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +16,21 @@ _REMEDY = "download the tokenizer's files again, or write them with save_pretrai
 _TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 _STOPS = ("generation_config.json", "config.json")  # transformers reads eos_token_id in the first that exists
 _IMAGES = ("image_token_id", "image_token_index", "video_token_id")
+_CONVERSION = f"write {_TOKENIZER} with the lines of docs/guides/models.md, section Tokenizers"
 _FORMAT_BYTES = 64  # enough to recognise a file of another format
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
-_VOCABULARIES = (_TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+_SENTENCEPIECE, _TEKKEN = "tokenizer.model", "tekken.json"
+_RANKS = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s")  # first line of a file of tiktoken
+_VOCABULARIES = (_TOKENIZER, _SENTENCEPIECE, "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 
 
 def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
     """Check that a folder holds a tokenizer that fits its model.
 
-    Raises UserError if there is none, a file is damaged, it brings its own code, it has no EOS token, or a token that
-    training needs has no row in the embedding (:func:`check_ids`).
+    Raises UserError if there is none, a file is damaged, only code or another package can read it, it has no EOS token, or a
+    token that training needs has no row in the embedding (:func:`check_ids`).
     """
+    _refuse_other_forms(folder)
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         others = (f"{name}, which is {kind}" for name in _VOCABULARIES if (kind := irregular(folder / name)))
         message = f"{folder} must hold a tokenizer ({_TOKENIZER} or tokenizer.model), got {next(others, 'none')}"
@@ -42,7 +49,6 @@ def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
         if other is not None:
             raise UserError(f"{file} must be a file of the tokenizer, but it is {other}")
     config = _tokenizer_config(folder)
-    refuse_code(folder / _CONFIG, config)
     if "eos_token" in config and config["eos_token"] is None:
         raise UserError(f"{folder / _CONFIG}: the tokenizer must have an EOS token, got none; set eos_token there")
     if (folder / _TOKENIZER).is_file():
@@ -56,6 +62,29 @@ def check_tokenizer(folder: Path, *, vocab_size: int | None = None) -> None:
         following = max([*ids.values(), *added.values()]) + 1  # the id that transformers gives to a token without one
         new = {token: following for token in every_row if token not in ids}
         check_ids(new, vocab_size=vocab_size, file=folder / _CONFIG)
+
+
+def _refuse_other_forms(folder: Path) -> None:
+    """Raise a UserError if the tokenizer has no tokenizer.json, and needs code or a package that is not installed.
+
+    transformers would take the first vocabulary that it finds, and read one of tiktoken with the splitting rule of Llama 3.
+    """
+    if (folder / _TOKENIZER).exists():
+        return
+    if (folder / _TEKKEN).exists():
+        command = f"from transformers.integrations.mistral import *; convert_tekken_tokenizer({str(folder / _TEKKEN)!r})"
+        remedy = f'pip install mistral-common, and write it: python -c "{command}.save_pretrained({str(folder)!r})"'
+        raise UserError(f"{folder} must hold {_TOKENIZER}, got {_TEKKEN}, the form of mistral-common; {remedy}")
+    for file in (*sorted(folder.glob("*.tiktoken")), folder / "tiktoken.model", folder / _SENTENCEPIECE):
+        with contextlib.suppress(OSError), open_file(file) as handle:
+            if _RANKS.match(handle.read(_FORMAT_BYTES)) is not None:
+                reason = "a form of tiktoken: how it splits text is only in code of the model, which is not run"
+                raise UserError(f"{folder} must hold {_TOKENIZER}, got {file.name}, {reason}; {_CONVERSION}")
+    refuse_code(folder / _CONFIG, _tokenizer_config(folder))
+    for file in (folder / name for name in _VOCABULARIES if name.endswith(".model")):
+        if file.is_file() and find_spec("sentencepiece") is None:
+            text = f"{file}: the package sentencepiece must be installed to read it, got none"
+            raise UserError(f"{text}; pip install sentencepiece")
 
 
 def check_ids(ids: Mapping[str, int], *, vocab_size: int | None, file: Path) -> None:

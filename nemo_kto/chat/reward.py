@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
 from nemo_kto.chat.session import Message, load_model, to_device
-from nemo_kto.data.tokens.chat import load_tokenizer
+from nemo_kto.data.tokens.chat import hf_config, load_tokenizer
 from nemo_kto.data.tokens.content import in_form_of
 from nemo_kto.device import device
 from nemo_kto.errors import UserError, printable
@@ -24,7 +23,7 @@ class RewardModel:
         """Load tokenizer and weights; UserError if the folder has no complete reward model for conversations."""
         self._folder, self._tokenizer = folder, load_tokenizer(folder)
         try:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            config = hf_config(folder)
         except Exception as error:  # for invalid files transformers may raise any exception
             raise UserError(f"{folder}: config.json cannot be read: {printable(str(error))}; download it again") from error
         names = getattr(config, "architectures", None) or ["no class"]

@@ -19,10 +19,10 @@ import transformers
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG
+from nemo_kto.artifacts.adapter_files import ADAPTER_CONFIG, key_mapping
 from nemo_kto.artifacts.content import auto_class
 from nemo_kto.data.rows.records import PromptRecord, RowError, TextOrMessages
-from nemo_kto.data.tokens.chat import RecordEncoder, load_tokenizer
+from nemo_kto.data.tokens.chat import RecordEncoder, hf_config, load_tokenizer
 from nemo_kto.data.tokens.content import TOKEN_IDS
 from nemo_kto.data.tokens.drawn import DrawnAnswer, drawn_text, read_drawn
 from nemo_kto.data.tokens.template_trial import REMEDY
@@ -400,9 +400,9 @@ def load_model(folder: Path, *, class_name: str, dtype: torch.dtype, remedy: str
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     try:
-        model, info = getattr(transformers, class_name).from_pretrained(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
-        )
+        options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
+        loader = getattr(transformers, class_name)
+        model, info = loader.from_pretrained(folder, config=hf_config(folder), dtype=dtype, **options)
     except Exception as error:  # for invalid files transformers may raise any exception
         text = f"{folder}: the model cannot be loaded: {type(error).__name__}: {printable(str(error))}"
         raise UserError(f"{text}; {remedy}") from error
@@ -430,7 +430,8 @@ def _load(folder: Path, *, adapters: Path | None, dtype: torch.dtype) -> Any:
         config = PeftConfig.from_pretrained(str(adapters), local_files_only=True)
         config.megatron_config = None  # PEFT would import the module that megatron_core names
         try:
-            model = PeftModel.from_pretrained(model, str(adapters), config=config, local_files_only=True).merge_and_unload()
+            named = {"config": config, "key_mapping": key_mapping(adapters, folder), "local_files_only": True}
+            model = PeftModel.from_pretrained(model, str(adapters), **named).merge_and_unload()
         except ValueError as error:  # for modules that it refuses, such as out_proj of Mamba-2
             text = f"{adapters}: peft must load the adapters, got {printable(str(error))}"
             raise UserError(f"{text}; name the run, whose merged model is used") from None

@@ -72,9 +72,11 @@ class Run:
             raise UserError(f"{text}; train to the end with export.enabled=true, or: nemo-kto export {self.folder} FOLDER")
         import transformers
 
+        from nemo_kto.data.tokens.chat import load_tokenizer
+
         loader = getattr(transformers, auto_class(self.model_path))
         model = loader.from_pretrained(self.model_path, local_files_only=True, **options)
-        return model, transformers.AutoTokenizer.from_pretrained(self.model_path, local_files_only=True)
+        return model, load_tokenizer(self.model_path)
 
     def _model_lines(self) -> dict[str, str]:
         if not self.model_path.is_dir():

@@ -151,6 +151,11 @@ class ModelFiles:
         """Source of the initial weights; adapters that exist before the run are also part of the reference."""
         return self.own if self.adapter_folder is None else replace(self.own, adapters=self.adapter_folder)
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the run starts from adapters, which the reference has too."""
+        return self.adapter_folder is not None or bool(self.is_checkpoint and read_json(self.source / INFO).get("adapters"))
+
 
 class ReferenceMode(NamedTuple):
     """Mode of the reference and why it was chosen."""
@@ -341,7 +346,8 @@ class ResolvedRun:
         if settings.sync_interval:
             return ReferenceMode("swap", "synchronised with the policy, so that its log-probs change")
         if self.has_adapters and settings.restore_from_path is None:
-            return ReferenceMode("adapter", "the model with its adapters disabled; costs almost no memory")
+            given, none = "the given adapters; costs a copy of them", "its adapters disabled; costs almost no memory"
+            return ReferenceMode("adapter", f"the model with {given if self.files.has_adapters else none}")
         return ReferenceMode("cached", f"precomputed before training{f'; {later}' if later else ''}")
 
     @property
@@ -363,7 +369,7 @@ class ResolvedRun:
     def reference_passes(self) -> tuple[int, int]:
         """Number of passes per step in which the model serves as the reference: with swapped weights, without adapters."""
         # If training starts from existing adapters, the reference is the model with those, which are swapped in.
-        disables_adapters = self.reference.name == "adapter" and self.files.adapter_folder is None
+        disables_adapters = self.reference.name == "adapter" and not self.files.has_adapters
         return int(self.reference.name in ("swap", "adapter") and not disables_adapters), int(disables_adapters)
 
     @property
@@ -385,7 +391,7 @@ class ResolvedRun:
         if mode == "swap":
             return "trained" if self.has_adapters and not has_other else "all"
         # the reference is the model with the adapters with which training starts
-        return "trained" if mode == "adapter" and self.files.adapter_folder is not None else None
+        return "trained" if mode == "adapter" and self.files.has_adapters else None
 
 
 def find_callback(spec: str | Mapping[str, object]) -> Callable[[], Callback]:

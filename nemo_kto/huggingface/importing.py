@@ -122,6 +122,7 @@ def _convert_sentencepiece(file: Path, folder: Path, archive: Path) -> None:
     settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}  # nosec B105  # no passwords
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     try:
+        check_tokenizer(folder)
         LlamaTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(folder)
     except Exception as error:  # of the libraries that read it, or because they are missing
         text = f"FILE must have a tokenizer that transformers reads, got {archive} with {file.name}"

@@ -31,6 +31,8 @@ from nemo_kto.artifacts.adapter_files import (
     ADAPTER_WEIGHTS,
     JOINED,
     JOINED_PATTERN,
+    MODULES,
+    beginning_of,
     is_our_adapter,
     read_adapter_settings,
 )
@@ -43,8 +45,6 @@ from nemo_kto.huggingface.stored import StoredWeight
 from nemo_kto.huggingface.stream import gather_weights
 from nemo_kto.huggingface.weights import read_weights
 from nemo_kto.models.lora.adapters import magnitudes, set_magnitudes
-
-_MODULES = "base_model.model."  # of PEFT, before the names of transformers' modules
 
 
 def export_adapter(
@@ -60,7 +60,8 @@ def export_adapter(
     ``base_model`` (folder or name) is recorded in the configuration. Raises like ``export``, and ValueError for a model
     without adapters.
     """
-    settings, instead, prefixes = _settings(chunks), magnitudes(chunks), _prefixes(architecture)
+    settings, instead = _settings(chunks), magnitudes(chunks)
+    prefixes = {MODULES + "model.": MODULES + architecture.family.module_prefix}
 
     def write(folder: Path, stream: Iterator[tuple[str, Tensor]]) -> None:
         # the parts of a fused layer that are not adapted are zero here and do not exist in PEFT
@@ -81,20 +82,16 @@ def export_adapter(
     )
 
 
-def _prefixes(architecture: Architecture) -> dict[str, str]:
-    """Return the beginning of names in PEFT's files that replaces that of adapters of a text model."""
-    return {_MODULES + "model.": _MODULES + architecture.family.module_prefix}
-
-
 def check_adapter(architecture: Architecture, settings: LoRASettings, folder: str | Path) -> dict[str, StoredWeight]:
     """Compare an adapter in PEFT's format with the model, by the header of its file, and return each tensor by its name.
 
     Raises UserError if it is not an adapter, or one with other tensors than ``settings`` need; lists all differences.
     """
     saved, file = read_adapter_settings(folder), Path(folder) / ADAPTER_WEIGHTS
-    prefixes, (found, _) = _prefixes(architecture), read_header(file)
-    names = {name: name_in_file(name, prefixes) for name in wanted_adapters(architecture, settings)}
-    wanted = {names[name]: shape for name, shape in wanted_adapters(architecture, settings).items()}
+    found, shapes = read_header(file)[0], wanted_adapters(architecture, settings)
+    prefixes = {MODULES + "model.": beginning_of(found) or MODULES + architecture.family.module_prefix}
+    names = {name: name_in_file(name, prefixes) for name in shapes}
+    wanted = {names[name]: shape for name, shape in shapes.items()}
     count, problems = differences(wanted, {name: tensor.shape for name, tensor in found.items()})
     if not math.isclose(settings.scale, saved.scale):
         divisor = f"sqrt({saved.rank})" if saved.rslora else saved.rank

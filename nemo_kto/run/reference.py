@@ -136,7 +136,7 @@ def _live_reference(
     run: ResolvedRun, policy: Policy, engine: LogProbEngine, timers: PhaseTimers, *, disables_adapters: bool
 ) -> ReferenceSetup:
     """Build a reference from the current weights of the model."""
-    if disables_adapters and run.files.initial.adapters is None:
+    if disables_adapters and not run.files.has_adapters:
         without = partial(disable_adapters, policy.chunks)
         return ReferenceSetup(LiveReference(engine=engine, active=without, passes=Passes(disabled=1)))
     # Only parameters that differ from the policy's are swapped. Without another model, these are the trained ones: all

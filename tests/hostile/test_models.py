@@ -43,6 +43,7 @@ from tests.hostile.folders import (
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
+CODE = fields("tokenizer_config.json", tokenizer_class="Mine", auto_map={"AutoTokenizer": ["mine.Mine", None]})
 NO_MODEL = Message("folder", "config.json", "trainer.json")
 
 MIXER = "model.layers.0.mixer"
@@ -213,7 +214,7 @@ AT_START: dict[str, tuple[Break, Message]] = {
         Message("config.json", "auto_map", "AutoConfig", "mine.Mine", "remove"),
     ),
     "the tokenizer has code of its own": (
-        fields("tokenizer_config.json", tokenizer_class="Mine", auto_map={"AutoTokenizer": ["mine.Mine", None]}),
+        both(CODE, content("tokenizer.model", b"\n\x0e\n\x05<unk>"), removed(TOKENIZER)),
         Message("tokenizer_config.json", "auto_map", "AutoTokenizer", "mine.Mine", "None"),
     ),
     "weights are a pickle": (content(WEIGHTS, b"PK\x03\x04" + bytes(200)), Message("model.safetensors")),
@@ -244,6 +245,22 @@ AT_START: dict[str, tuple[Break, Message]] = {
     "no tokenizer": (
         removed(TOKENIZER),
         Message("tokenizer", "tokenizer.json", "tokenizer.model", "none", "files"),
+    ),
+    "a vocabulary of tiktoken, as of Kimi": (
+        both(CODE, content("tiktoken.model", b"IQ== 0\nIg== 1\n"), removed(TOKENIZER)),
+        Message("tokenizer.json", "tiktoken.model", "code", "docs/guides/models.md"),
+    ),
+    "a vocabulary of tiktoken under the name of SentencePiece": (
+        both(content("tokenizer.model", b"IQ== 0\nIg== 1\n"), removed(TOKENIZER)),
+        Message("tokenizer.json", "tokenizer.model", "tiktoken", "docs/guides/models.md"),
+    ),
+    "a vocabulary of tiktoken, as of Qwen": (
+        both(content("qwen.tiktoken", b"IQ== 0\nIg== 1\n"), removed(TOKENIZER)),
+        Message("tokenizer.json", "qwen.tiktoken", "docs/guides/models.md"),
+    ),
+    "a vocabulary of mistral-common": (
+        both(content("tekken.json", b"{}"), removed(TOKENIZER)),
+        Message("tokenizer.json", "tekken.json", "mistral-common", "pip install", "python -c", "save_pretrained"),
     ),
     "tokenizer is a named pipe": (replaced_by_pipe(TOKENIZER), Message("tokenizer.json", "FIFO", "copy")),
     "tokenizer is cut": (cut(TOKENIZER, 0.5), Message("tokenizer.json", "JSON", "valid")),
@@ -478,6 +495,9 @@ def test_code_of_a_model_is_never_run(here: Path, monkeypatch: pytest.MonkeyPatc
     assert launcher_says(here / "model", here / "rows.jsonl") == []
     assert ranks_say(here / "model") is None
     fields("tokenizer_config.json", tokenizer_class="Tokenizer", auto_map=names)(here / "model")
+    assert launcher_says(here / "model", here / "rows.jsonl") == []  # tokenizer.json needs no code
+    assert ranks_say(here / "model") is None
+    both(removed(TOKENIZER), content("vocab.json", b"{}"))(here / "model")
     (line,) = launcher_says(here / "model", here / "rows.jsonl")
     assert_names(line, "tokenizer_config.json", "auto_map")
     assert_names(ranks_say(here / "model"), "tokenizer_config.json", "auto_map")

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from nemo_kto.architecture.architecture import read_architecture
 from nemo_kto.artifacts.safetensors_files import INDEX
+from nemo_kto.chat.reward import RewardModel
+from nemo_kto.chat.session import ChatModel
 from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.distributed.state import Layout
 from nemo_kto.errors import UserError
@@ -227,6 +229,10 @@ def test_code_beside_a_model_is_not_used(ranks: Any, tmp_path: Path) -> None:
     expected = hf_models.transformers_logits(folder)
     code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": "modeling_deepseek.Model"}
     hf_models.edit_config(folder, model_type="kimi_k2", auto_map=code)
+    chat = ChatModel(label="kimi", folder=folder, dtype=torch.float32)
+    assert torch.equal(chat._model(hf_models.tokens()).logits, expected)
+    with raises(UserError, "a reward model", f"{folder}", "DeepseekV3ForCausalLM"):
+        RewardModel(folder=folder)
     (result,) = ranks.run(1, hf_jobs.check_models, Layout(), {"kimi": folder}, tmp_path / "out")
     torch.testing.assert_close(torch.from_numpy(result["kimi"]), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
     exported = json.loads((tmp_path / "out" / "kimi" / "config.json").read_text())

@@ -12,11 +12,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from nemo_kto.artifacts import tokenizer_files
 from nemo_kto.cli.convert import import_model as main
 from nemo_kto.distributed.state import Layout
+from nemo_kto.errors import UserError
 from tests.helpers import hf_models
 from tests.helpers import megatron_checkpoints as megatron
 from tests.helpers.hf_models import weights
+from tests.helpers.messages import raises
 
 TP1, TP2 = Layout(), Layout(tensor=2)
 Source = Callable[[str], Path]
@@ -109,12 +112,17 @@ def test_an_output_weight_that_the_settings_tie_to_the_embedding(source: Source,
             assert torch.equal(found["lm_head.weight"], output)
 
 
-def test_the_sentencepiece_model_of_a_nemo_archive(source: Source, tmp_path: Path) -> None:
+def test_the_sentencepiece_model_of_a_nemo_archive(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its package, transformers would read the file as one of tiktoken if that is installed."""
     pytest.importorskip("sentencepiece")
     model, stored = source("mistral"), tmp_path / "unpacked" / "model_weights.ckpt"
     stored.parent.mkdir()
     torch.save(megatron.state_dict(model), stored)
     megatron.write_nemo(model, stored, tmp_path / "model.nemo", sentencepiece=megatron.sentencepiece_model())
+    with monkeypatch.context() as without:
+        without.setattr(tokenizer_files, "find_spec", lambda name: None)
+        with raises(UserError, f"{tmp_path}/model.nemo", "sentencepiece", "pip install sentencepiece", "--tokenizer FOLDER"):
+            main([f"{tmp_path}/model.nemo", f"{tmp_path}/out"])
     main([f"{tmp_path}/model.nemo", f"{tmp_path}/out"])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.convert_ids_to_tokens(tokenizer("a cab").input_ids) == ["<s>", "▁", "a", "▁", "c", "a", "b"]

@@ -18,7 +18,9 @@ from safetensors.torch import save_file
 
 from nemo_kto.architecture.families import MULTIMODAL
 from nemo_kto.architecture.lora import LoRASettings
+from nemo_kto.artifacts.adapter_files import beginning_of
 from nemo_kto.artifacts.content import auto_class
+from nemo_kto.chat.session import ChatModel
 from nemo_kto.config.resolved import ModelFiles
 from nemo_kto.data.rows.records import KTORecord, RowError
 from nemo_kto.data.tokens.chat import RecordEncoder, load_tokenizer
@@ -276,6 +278,53 @@ def test_adapters_fit_the_whole_model_in_peft(ranks: Any, folders: Any, tmp_path
         hf_models.assert_adapted_logits([result[name] for result in results], expected, plain, rtol=0, atol=atol)
         merged = hf_models.load(tmp_path / "out" / name / "merged").eval()
         np.testing.assert_allclose(merged(hf_models.tokens()).logits.detach().numpy(), expected, rtol=0, atol=atol)
+
+
+# How the names of a text model's tensors begin in files of PEFT: with transformers 5 and 4, of the text model, and with the
+# class without output layer; vLLM reads names without the prefix too.
+BEGINNINGS = {
+    "transformers_5": "base_model.model.model.language_model.",
+    "transformers_4.4x": "base_model.model.language_model.model.",
+    "text_only": "base_model.model.model.",
+    "without_output_layer": "base_model.model.language_model.",
+    "without_prefix": "language_model.model.",
+}
+
+
+def test_adapters_under_other_names(ranks: Any, folders: Any, tmp_path: Path) -> None:
+    """They are read bit for bit, and exported and given to PEFT, as in chat, under the names of its modules."""
+    names = [*ADAPTED, "qwen2.5-vl"]
+    settings = {**ADAPTED, "qwen2.5-vl": LoRASettings(rank=2, alpha=4, target_modules=("q_proj", "embed_tokens"))}
+    ranks.run(1, hf_jobs.new_adapters, folders.of(names), settings, tmp_path / "new")
+    own, adapters, models = {}, {}, {}
+    merged = dict[str, dict[str, torch.Tensor]]()
+    for name in names:
+        draw = torch.Generator().manual_seed(3)
+        kept = weights(tmp_path / "new" / name)
+        own[name] = {key: torch.randn(kept[key].shape, generator=draw) * 0.2 for key in sorted(kept)}
+        usual = beginning_of(kept) or ""
+        for kind, beginning in BEGINNINGS.items():
+            shutil.copytree(tmp_path / "new" / name, folder := tmp_path / kind / name)
+            tensors = {key.replace(usual, beginning): each for key, each in own[name].items()}
+            save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            adapters[f"{kind}/{name}"], models[f"{kind}/{name}"] = folder, folders[name]
+    chosen = {case: settings[case.partition("/")[2]] for case in models}
+    ranks.run(2, hf_jobs.check_adapters, TP2, models, adapters, chosen, tmp_path / "out")
+    for case, base in models.items():
+        kind, _, name = case.partition("/")
+        again = weights(tmp_path / "out" / case / "again")
+        assert again.keys() == own[name].keys()
+        assert all(torch.equal(again[key], each) for key, each in own[name].items()), case
+        if kind == "without_prefix":
+            with raises(UserError, f"{adapters[case]}", "base_model.model.", "language_model.model.", "rename"):
+                ChatModel(label="", folder=adapters[case], base=base, dtype=torch.float32)
+            continue
+        chat = ChatModel(label="", folder=adapters[case], base=base, dtype=torch.float32)
+        plain = hf_models.load(base).state_dict()
+        changed = {key: each for key, each in chat._model.state_dict().items() if not torch.equal(each, plain[key])}
+        assert len(changed) == len(own[name]) / 2
+        expected = merged.setdefault(name, changed)
+        assert all(torch.equal(each, expected[key]) for key, each in changed.items())
 
 
 def test_every_weight_is_trained_copied_or_refused(folders: Any, tmp_path: Path) -> None:

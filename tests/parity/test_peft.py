@@ -310,7 +310,7 @@ def test_all_unsupported_settings_are_in_one_error(adapters: Any, tmp_path: Path
         "init_lora_weights": "pissa",
         "modules_to_save": ["lm_head"],
         "rank_pattern": {"q_proj": 8},
-        "alpha_pattern": {"q_proj": 8},
+        "alpha_pattern": {"q_proj": 16},
         "fan_in_fan_out": True,
         "something_new": 1,
     }
@@ -321,7 +321,7 @@ def test_all_unsupported_settings_are_in_one_error(adapters: Any, tmp_path: Path
         Message(f"{folder}", "adapters", "LoRA", "DoRA", "otherwise"),
         Message("none", "all"),
         Message("init_lora_weights", "pissa"),
-        Message("alpha_pattern", "q_proj", "8"),
+        Message("alpha_pattern", "q_proj", "16"),
         Message("fan_in_fan_out", "True"),
         Message("modules_to_save", "['lm_head']"),
         Message("rank_pattern", "q_proj", "8"),

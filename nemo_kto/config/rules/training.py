@@ -169,7 +169,7 @@ def _reference_rules(run: ResolvedRun) -> Errors:
     if settings.mode == "adapter" and not run.has_adapters:
         text = f"must be auto, swap or cached without adapters, got adapter; or set {scheme}=lora"
         yield ConfigError(mode, text, (scheme,))
-    if settings.mode == "adapter" and settings.sync_interval and adapter is None:
+    if settings.mode == "adapter" and settings.sync_interval and not run.files.has_adapters:
         text = f"must be 0 with {mode}=adapter, where the reference is the model without adapters"
         yield ConfigError(f"{prefix}.sync_interval", f"{text}, got {settings.sync_interval}; use {mode}=swap", (mode,))
     if settings.mode == "adapter" and settings.restore_from_path is not None:

@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from nemo_kto.artifacts.content import transformers_fields, without_class
 from nemo_kto.artifacts.tokenizer_files import chat_template_file, check_ids, check_tokenizer, declared_stop_ids, image_ids
 from nemo_kto.data.rows.drops import is_empty_answer
 from nemo_kto.data.rows.records import (
@@ -69,7 +70,7 @@ def load_tokenizer(folder: str | Path, *, vocab_size: int | None = None) -> PreT
     check_tokenizer(Path(folder), vocab_size=vocab_size)
     try:
         with _panics_named(Path(folder)):
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            tokenizer = _read(Path(folder))
     except UserError:
         raise
     except Exception as error:  # for invalid files transformers and tokenizers may raise any exception
@@ -86,6 +87,31 @@ def load_tokenizer(folder: str | Path, *, vocab_size: int | None = None) -> PreT
     }
     check_ids(ids, vocab_size=vocab_size, file=Path(folder))  # because files other than tokenizer.json may define them too
     return tokenizer
+
+
+def hf_config(folder: Path) -> PretrainedConfig:
+    """Return config.json as transformers reads it, also with an alias of a ``model_type``; raises as AutoConfig does."""
+    fields, is_alias = transformers_fields(folder)
+    if is_alias:
+        return AutoConfig.for_model(**fields)
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _read(folder: Path) -> Any:
+    """Return the tokenizer of a folder, whose class does not depend on the packages that are installed.
+
+    Of config.json only the type of the model counts, because transformers refuses other fields of published files.
+    """
+    if without_class(folder) is not None:
+        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    given = transformers_fields(folder)[0]
+    fields = {name: given[name] for name in ("model_type", "model_name", "tokenizer_class") if name in given}
+    try:
+        config = AutoConfig.for_model(**fields)
+    except (TypeError, ValueError):  # no type, or one that transformers does not know
+        config = PretrainedConfig(**fields)
+    options = {"local_files_only": True, "trust_remote_code": False, "mistral_format": False}
+    return AutoTokenizer.from_pretrained(str(folder), config=config, **options)
 
 
 @contextlib.contextmanager

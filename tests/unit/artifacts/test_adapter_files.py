@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_kto.artifacts.adapter_files import read_adapter_settings
+from nemo_kto.architecture.families import FAMILIES, MULTIMODAL
+from nemo_kto.artifacts.adapter_files import beginning_of, read_adapter_settings
 from nemo_kto.errors import UserError
 from tests.helpers.messages import raises
 from tests.helpers.tiny_models import write_safetensors
@@ -24,6 +25,37 @@ def write(folder: Path, *modules: tuple[str, ...]) -> Path:
     write_safetensors(folder / "adapter_model.safetensors", tensors)
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1}))
     return folder
+
+
+# adapters of a model with image input, by transformers 5 and 4, of its text model, and as vLLM and AutoModel name them
+WRAPPED = ("model.language_model.", "language_model.model.", "model.", "language_model.", "")
+PUBLISHED = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+VISION = {"vision_tower.encoder.layers.0.self_attn.q_proj": 8, "visual": 8}
+
+
+@pytest.mark.parametrize("prefix", ["base_model.model.", ""])
+@pytest.mark.parametrize("beginning", WRAPPED)
+def test_names_may_begin_as_in_other_versions(tmp_path: Path, beginning: str, prefix: str) -> None:
+    """Also in patterns, of which those without effect are none."""
+    module = f"{beginning}layers.1.self_attn.q_proj"
+    tensors = {f"{prefix}{module}.lora_{end}.weight": {"A": (2, 4), "B": (4, 2)}[end] for end in "AB"}
+    write_safetensors(tmp_path / "adapter_model.safetensors", tensors)
+    usual = {"rank_pattern": {module: 2, **VISION}, "alpha_pattern": {module: 4.0, **VISION}, "modules_to_save": []}
+    for given in (PUBLISHED, {**PUBLISHED, **usual, "target_modules": [module]}):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(given))
+        settings = read_adapter_settings(tmp_path)
+        assert (settings.rank, settings.alpha, settings.modules, settings.layers) == (2, 4.0, ("q_proj",), (2,))
+    for other in WRAPPED:
+        for pattern in (f"{other}layers.1.self_attn.q_proj", "q_proj", ".*"):
+            (tmp_path / "adapter_config.json").write_text(json.dumps({**PUBLISHED, "alpha_pattern": {pattern: 8}}))
+            with raises(UserError, f"{tmp_path}", "alpha_pattern", "not be set", pattern, "8", "merge"):
+                read_adapter_settings(tmp_path)
+
+
+def test_every_family_has_a_known_beginning() -> None:
+    for family in (*FAMILIES.values(), *MULTIMODAL):
+        name = f"base_model.model.{family.module_prefix}layers.0.self_attn.q_proj.lora_A.weight"
+        assert beginning_of(["lm_head.lora_A.weight", name]) == f"base_model.model.{family.module_prefix}"
 
 
 @pytest.mark.parametrize("mixers", [(DELTA_NET, ATTENTION), ((), ATTENTION), (ATTENTION, ATTENTION), (ATTENTION, ())])

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from nemo_kto.architecture.lora import LoRASettings
+from tests.helpers.messages import assert_names
+from tests.helpers.tiny_models import write_stub_model
+from tests.unit.config.test_rules_model import checkpoint_of_adapters
 from tests.unit.run.test_build_rows import resolved
 
 LORA, TUNING = "model.peft.peft_scheme=lora", "model.peft.lora_tuning"
@@ -41,6 +46,21 @@ def test_a_cached_reference_is_evaluated_per_epoch_for_new_kl_examples() -> None
         run = resolved(*overrides)
         found = (run.reference.name, short in run.reference.reason, run.swapped_weights)
         assert found == ("cached", by_epoch, swapped), overrides
+
+
+def test_given_adapters_are_those_of_the_reference(tmp_path: Path) -> None:
+    """In PEFT's format or in a checkpoint: the start table names them, and the plan counts their copy."""
+    write_stub_model(tmp_path / "model")
+    trained = checkpoint_of_adapters(tmp_path / "step", tmp_path / "model")
+    for overrides, words, passes, swapped in (
+        ([], ("adapters disabled", "almost no memory"), (0, 1), None),
+        (["model.peft.restore_from_path=ADAPTER"], ("the given adapters", "a copy"), (1, 0), "trained"),
+        ([f"pretrained_checkpoint.restore_from_path={trained}"], ("the given adapters", "a copy"), (1, 0), "trained"),
+    ):
+        run = resolved(LORA, *overrides)
+        assert run.reference.name == "adapter"
+        assert_names(run.reference.reason, *words)
+        assert (run.reference_passes, run.swapped_weights) == (passes, swapped)
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ def test_adapters_of_the_policy_that_would_be_ignored_are_refused(
     trained = checkpoint_of_adapters(tmp_path / "step", tmp_path / "model")
     named, adapter = f"{key}={trained}", f"model.peft.restore_from_path={tmp_path}/adapter"
     assert find_errors(named, LORA, recipe=recipe) == []
+    assert find_errors(named, LORA, "model.reference.mode=adapter", "model.reference.sync_interval=5", recipe=recipe) == []
     assert find_errors(named, recipe=recipe) == [
         Message(f"{key}", "adapters", f"{trained}", "model.peft.peft_scheme=lora", "first", "FOLDER")
     ]
