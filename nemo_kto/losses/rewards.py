@@ -21,7 +21,7 @@ def without_rounding_errors(log_ratios_N: Tensor, logps_N: Tensor) -> Tensor:
     """Return the log-ratios, with 0 for those that are within the rounding errors of their log-probs.
 
     Where policy and reference are equal, but are evaluated in different micro-batches, rounding errors would otherwise order
-    the examples, and an AUC before training would be arbitrary instead of 0.5.
+    the examples, and before training an AUC would be arbitrary instead of 0.5, an accuracy instead of 0.
     """
     return torch.where(log_ratios_N.abs() > _ROUNDING * logps_N.abs(), log_ratios_N, 0.0)
 
