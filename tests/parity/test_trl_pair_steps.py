@@ -185,6 +185,22 @@ def test_optimizer_steps_of_a_real_model(ranks: RankPool, smollm2: Path, tmp_pat
     compare_dpo(ranks, smollm2, tmp_path / "reference", tmp_path, loss="sigmoid", lr=2e-6)
 
 
+def test_the_load_balancing_loss_of_config_json(
+    ranks: RankPool, tiny_checkpoint: Callable[..., Path], pairs: list[dict[str, str]], tmp_path: Path
+) -> None:
+    """TRL adds it although `output_router_logits` is false; here it is not used."""
+    policy, reference = (tiny_checkpoint("mixtral", seed=seed, router_aux_loss_coef=0.5) for seed in range(2))
+    config = json.loads((policy / "config.json").read_text())
+    assert config["output_router_logits"] is False
+    theirs = trl_dpo_steps(policy, reference, pairs, tmp_path, lr=LR)
+    ours = our_log(ranks, 1, policy, reference, pairs, tmp_path, LR, [])
+    assert ours[0]["train/loss"] == pytest.approx(float(theirs[0]["loss"]) - 0.5 * theirs[0]["aux_loss"], rel=1e-4)
+    evenness = (
+        theirs[0]["aux_loss"] / config["num_experts_per_tok"]
+    )  # over all tokens, thus nearer to 1 than over each sequence
+    assert 1 < evenness < ours[0]["train/moe_aux_loss"] < 1.5
+
+
 # SFT terms that are one mean over the tokens of the global batch. Answers have different lengths, and each of two
 # data-parallel ranks has micro-batches of one pair.
 ORPO = [
