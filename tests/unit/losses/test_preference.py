@@ -515,7 +515,8 @@ def test_equal_rewards_do_not_count_as_correct() -> None:
     chosen, rejected, valid = torch.tensor([1.0, 2.0, 3.0, 0.0]), torch.tensor([1.0, 1.0, 4.0, 0.0]), torch.ones(4).bool()
     assert preference_metrics(sums_of(chosen, rejected, chosen, rejected, valid))["acc"] == 0.25
     # a policy that equals its reference up to the rounding of log-probs, and a pair whose answers differ
-    chosen, rejected, logps = torch.tensor([3e-5, 0.0, 3e-5, 1e-3]), torch.tensor([-3e-5, -3e-5, 1e-5, 0.0]), -150 * torch.ones(4)
+    chosen, rejected = torch.tensor([3e-5, 0.0, 3e-5, 1e-3]), torch.tensor([-3e-5, -3e-5, 1e-5, 0.0])
+    logps = torch.full((4,), -150.0)
     assert preference_metrics(sums_of(chosen, rejected, logps, logps, valid))["acc"] == 0.25
 
 
