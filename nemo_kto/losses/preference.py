@@ -578,8 +578,7 @@ def preference_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Compute the metrics from the sums of :func:`preference_metric_sums` over the global batch.
 
     loss is the mean preference term plus the mean SFT term, 0 if no pair is valid; acc the fraction of the pairs whose
-    chosen answer has the higher reward, beyond rounding errors. Standard deviations are those of a sample. Metrics without
-    pairs are left out.
+    chosen answer has the higher reward. Standard deviations are those of a sample. Metrics without pairs are left out.
     """
     rows, sft_count = sums["rows"], max(sums["sft_count"], 1)
     metrics = {"loss": sums["weighted_preference_loss_sum"] / max(rows, 1) + sums["weighted_sft_loss_sum"] / sft_count}

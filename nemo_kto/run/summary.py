@@ -77,11 +77,7 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
             experts="" if architecture.experts is None else str(model.expert_model_parallel_size),
             optimizer_instances=model.optim.num_distributed_optimizer_instances,
         ),
-        **(
-            {}
-            if architecture.experts is None
-            else {"load balance": balance_text(model.moe_aux_loss_coeff, run.files.config[0])}
-        ),
+        **({} if architecture.experts is None else balance_line(model.moe_aux_loss_coeff, run.files.config[0])),
         "device": _device_text(),
         "precision": f"{cfg.trainer.precision} ({run.precision_reason})",
         "reference": reference if run.reference_model is None else f"{reference}, {run.reference_model}",
@@ -121,12 +117,12 @@ def row_lines(splits: Splits[Any]) -> dict[str, str]:
     return {name: text for name, text in {**lines, "special tokens": splits.special_tokens}.items() if text}
 
 
-def balance_text(weight: float, config: Mapping[str, Any]) -> str:
-    """Describe the load-balancing loss of a mixture of experts, and the coefficient in its config.json."""
+def balance_line(weight: float, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the line about the load-balancing loss of a mixture of experts, with the coefficient in its config.json."""
     unused, text = config.get("router_aux_loss_coef"), f"loss of weight {weight:g}" if weight else "no loss"
     is_number = isinstance(unused, int | float) and unused
-    reason = f"; router_aux_loss_coef={unused:g} of config.json, for another loss, is not used" if is_number else ""
-    return f"{text} (model.moe_aux_loss_coeff={weight:g}{reason})"
+    note = f"; router_aux_loss_coef={unused:g} of config.json, for another loss, is not used" if is_number else ""
+    return {"load balance": f"{text} (model.moe_aux_loss_coeff={weight:g}{note})"}
 
 
 def _micro_batches(run: ResolvedRun) -> dict[str, str]:

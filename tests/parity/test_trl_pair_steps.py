@@ -195,9 +195,8 @@ def test_the_load_balancing_loss_of_config_json(
     theirs = trl_dpo_steps(policy, reference, pairs, tmp_path, lr=LR)
     ours = our_log(ranks, 1, policy, reference, pairs, tmp_path, LR, [])
     assert ours[0]["train/loss"] == pytest.approx(float(theirs[0]["loss"]) - 0.5 * theirs[0]["aux_loss"], rel=1e-4)
-    evenness = (
-        theirs[0]["aux_loss"] / config["num_experts_per_tok"]
-    )  # over all tokens, thus nearer to 1 than over each sequence
+    # over all tokens together, and thus nearer to 1 than over those of each sequence
+    evenness = theirs[0]["aux_loss"] / config["num_experts_per_tok"]
     assert 1 < evenness < ours[0]["train/moe_aux_loss"] < 1.5
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_kto.data.batches.dataset import SplitCounts, Splits
 from nemo_kto.run.rows import split_text
-from nemo_kto.run.summary import balance_text, row_lines
+from nemo_kto.run.summary import balance_line, row_lines
 
 
 @pytest.mark.parametrize(
@@ -45,10 +45,10 @@ OFF = {"Qwen3-Coder-480B-A35B": {"router_aux_loss_coef": 0.0}, "DeepSeek-V3": {}
 def test_a_coefficient_that_is_not_used_is_in_the_table(unused: float) -> None:
     config = {"router_aux_loss_coef": unused, "output_router_logits": False}
     rest = f"; router_aux_loss_coef={unused:g} of config.json, for another loss, is not used)"
-    assert balance_text(0.0, config) == f"no loss (model.moe_aux_loss_coeff=0{rest}"
-    assert balance_text(0.01, config) == f"loss of weight 0.01 (model.moe_aux_loss_coeff=0.01{rest}"
+    assert balance_line(0.0, config)["load balance"] == f"no loss (model.moe_aux_loss_coeff=0{rest}"
+    assert balance_line(0.01, config)["load balance"] == f"loss of weight 0.01 (model.moe_aux_loss_coeff=0.01{rest}"
 
 
 @pytest.mark.parametrize("config", OFF.values(), ids=OFF)
 def test_models_without_a_coefficient(config: dict[str, Any]) -> None:
-    assert balance_text(0.0, config) == "no loss (model.moe_aux_loss_coeff=0)"
+    assert balance_line(0.0, config)["load balance"] == "no loss (model.moe_aux_loss_coeff=0)"
