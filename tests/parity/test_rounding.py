@@ -31,8 +31,8 @@ CASES = [(family, name) for family in ("qwen3_5", "granite_hybrid", "nemotron_h"
 @contextlib.contextmanager
 def everything_in_fp64() -> Any:
     """Lets transformers compute in fp64 where it asks for fp32, such as in norms and delta rules."""
-    wide = {"float32": torch.float64, "float": torch.float64}
-    with mock.patch.multiple(torch, **wide), mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+    wide = mock.patch.multiple(torch, float32=torch.float64, float=torch.float64)
+    with wide, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
         yield
 
 
