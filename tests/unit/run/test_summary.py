@@ -45,10 +45,10 @@ OFF = {"Qwen3-Coder-480B-A35B": {"router_aux_loss_coef": 0.0}, "DeepSeek-V3": {}
 def test_a_coefficient_that_is_not_used_is_in_the_table(unused: float) -> None:
     config = {"router_aux_loss_coef": unused, "output_router_logits": False}
     rest = f"; router_aux_loss_coef={unused:g} of config.json, for another loss, is not used)"
-    assert balance_line(0.0, config)["load balance"] == f"no loss (model.moe_aux_loss_coeff=0{rest}"
-    assert balance_line(0.01, config)["load balance"] == f"loss of weight 0.01 (model.moe_aux_loss_coeff=0.01{rest}"
+    assert balance_line(0.0, config)["experts"] == f"no load-balancing loss (model.moe_aux_loss_coeff=0{rest}"
+    assert balance_line(0.01, config)["experts"] == f"load-balancing loss (model.moe_aux_loss_coeff=0.01{rest}"
 
 
 @pytest.mark.parametrize("config", OFF.values(), ids=OFF)
 def test_models_without_a_coefficient(config: dict[str, Any]) -> None:
-    assert balance_line(0.0, config)["load balance"] == "no loss (model.moe_aux_loss_coeff=0)"
+    assert balance_line(0.0, config)["experts"] == "no load-balancing loss (model.moe_aux_loss_coeff=0)"
