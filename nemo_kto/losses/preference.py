@@ -17,6 +17,7 @@ from annotated_types import Ge, Gt, Lt
 
 from nemo_kto.losses.loss import Loss
 from nemo_kto.losses.metrics import masked_sum, sample_std
+from nemo_kto.losses.rewards import without_rounding_errors
 from nemo_kto.utils import lazy_import
 
 if TYPE_CHECKING:
@@ -548,6 +549,8 @@ def preference_metric_sums(
     chosen_rewards_P = beta * chosen_logratios_P.detach().double()
     rejected_rewards_P = beta * rejected_logratios_P.detach().double()
     margins_P = chosen_rewards_P - rejected_rewards_P
+    sides = (chosen_logratios_P, chosen_logps_P), (rejected_logratios_P, rejected_logps_P)
+    chosen_P, rejected_P = (without_rounding_errors(*side) for side in sides)  # the ties of an AUC
     return {
         "loss_sum": torch.where(valid_P, weighted_preference_losses_P + sft_scale * weighted_sft_losses_P, 0).sum(),
         "weighted_preference_loss_sum": masked_sum(weighted_preference_losses_P, valid_P),
@@ -555,7 +558,7 @@ def preference_metric_sums(
         "sft_count": masked_sum(sft_counts_P, valid_P),
         "rows": valid_P.sum(),
         "invalid_rows": (~valid_P).sum(),
-        "correct": (valid_P & (margins_P > 0)).sum(),
+        "correct": (valid_P & (chosen_P > rejected_P)).sum(),
         "preference_loss_sum": masked_sum(preference_losses_P, valid_P),
         "sft_loss_sum": masked_sum(sft_losses_P, valid_P),
         "rewards_chosen_sum": masked_sum(chosen_rewards_P, valid_P),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ def start_lines(run: ResolvedRun, policy: Policy, data: RunData, *, resumed_step
             experts="" if architecture.experts is None else str(model.expert_model_parallel_size),
             optimizer_instances=model.optim.num_distributed_optimizer_instances,
         ),
+        **({} if architecture.experts is None else balance_line(model.moe_aux_loss_coeff, run.files.config[0])),
         "device": _device_text(),
         "precision": f"{cfg.trainer.precision} ({run.precision_reason})",
         "reference": reference if run.reference_model is None else f"{reference}, {run.reference_model}",
@@ -114,6 +115,14 @@ def row_lines(splits: Splits[Any]) -> dict[str, str]:
     """Return the lines about how rows are read, by label, without those that do not apply."""
     lines = {"labels": splits.labels, "prompts": splits.prompts, "left out": splits.left_out}
     return {name: text for name, text in {**lines, "special tokens": splits.special_tokens}.items() if text}
+
+
+def balance_line(weight: float, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the line about the load-balancing loss of a mixture of experts, with the coefficient in its config.json."""
+    unused, text = config.get("router_aux_loss_coef"), "load-balancing loss" if weight else "no load-balancing loss"
+    is_number = isinstance(unused, int | float) and unused
+    note = f"; router_aux_loss_coef={unused:g} of config.json, for another loss, is not used" if is_number else ""
+    return {"experts": f"{text} (model.moe_aux_loss_coeff={weight:g}{note})"}
 
 
 def _micro_batches(run: ResolvedRun) -> dict[str, str]:

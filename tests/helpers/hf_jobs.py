@@ -149,12 +149,14 @@ def new_adapters(folders: dict[str, Path], settings: dict[str, LoRASettings], ou
         export_adapter([model], architecture, out=out / name, base_model=folder)
 
 
-def check_gradients(layout: Layout, folders: dict[str, Path], out: Path) -> dict[str, float]:
+def check_gradients(
+    layout: Layout, folders: dict[str, Path], out: Path, dtype: torch.dtype = torch.float32
+) -> dict[str, float]:
     """Write the gradients of sum(logits * hf_models.cotangent()) as if they were weights."""
     state.init_distributed(layout=layout, seed=3)
     largest: dict[str, float] = {}
     for name, folder in folders.items():
-        model, architecture = build(folder, layout)
+        model, architecture = build(folder, layout, params_dtype=dtype)
         load_weights([model], architecture, folder)
         wrapped = wrap_data_parallel([model], use_distributed_optimizer=False)
         model.config.finalize_model_grads_func = finalize_model_grads

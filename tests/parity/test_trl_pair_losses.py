@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nemo_kto.losses.loss import mixture
-from nemo_kto.losses.preference import LOSSES, preference_metric_sums, preference_metrics, rank_partners
+from nemo_kto.losses.preference import LOSSES, divergence_margins, preference_metric_sums, preference_metrics, rank_partners
 from tests.helpers.trl_losses import ACCELERATOR, VOCABULARY, WIDTH, KnownLogits, answer_logps, random_tokens
 
 dpo_trainer = pytest.importorskip("trl.trainer.dpo_trainer", reason="TRL is the reference implementation")
@@ -205,6 +205,27 @@ def test_divergences(name: str, divergence: str) -> None:
     theirs, _ = trl_loss(policy, reference, tokens, mask, beta=0.5, **of_trl)
     chosen, rejected = (answer_logps(policy, tokens, mask) - answer_logps(reference, tokens, mask)).chunk(2)
     assert_same(LOSSES[name].function(chosen, rejected, beta=0.5, **settings, **options).mean(), theirs, policy)
+
+
+@pytest.mark.parametrize("name", ["ipo", "sigmoid_norm"])
+@pytest.mark.parametrize("divergence", ["forward_kl", "js_divergence", "alpha_divergence"])
+def test_divergences_of_means(name: str, divergence: str) -> None:
+    """u is the exponential of the mean log-ratio; TRL divides f' of the exponential of the sum by the number of tokens."""
+    policy, reference, tokens, mask = logits_and_tokens()
+    policy, reference = (0.1 * policy).detach().requires_grad_(), 0.1 * reference
+    settings: dict[str, Any] = {"f_divergence_type": divergence, "f_alpha_divergence_coef": 0.3}
+    theirs, _ = trl_loss(policy, reference, tokens, mask, beta=0.5, loss_types=[name], **settings)
+    summed, means = (
+        answer_logps(policy, tokens, mask, average=average) - answer_logps(reference, tokens, mask, average=average)
+        for average in (False, True)
+    )
+    scores, of_means = (divergence_margins(each, torch.zeros_like(each), divergence, 0.3) for each in (summed, means))  # type: ignore[arg-type]
+    chosen, rejected = (scores / mask.sum(1)).chunk(2)
+    assert_same(LOSSES[name].function(chosen, rejected, beta=0.5).mean(), theirs, policy)
+    ours = LOSSES[name].function(*means.chunk(2), beta=0.5, **settings)
+    chosen, rejected = of_means.chunk(2)
+    assert_same(ours.mean(), LOSSES[name].function(chosen, rejected, beta=0.5).mean(), policy)
+    assert abs(ours.mean().item() - theirs.item()) > 1e-4
 
 
 def test_a_mixture() -> None:

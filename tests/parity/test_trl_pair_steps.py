@@ -45,6 +45,10 @@ COMBINED: dict[str, tuple[dict[str, Any], dict[str, object]]] = {
         {"loss_type": ["sigmoid"], "use_weighting": True, "f_divergence_type": "js_divergence"},
         {"use_weighting": "true", "f_divergence_type": "js_divergence"},
     ),
+    "normed": (  # weighted log-probs divided by all tokens
+        {"loss_type": ["sigmoid_norm"], "ld_alpha": 0.5},
+        {"preference_loss": "sigmoid_norm", "ld_alpha": 0.5},
+    ),
 }
 
 
@@ -109,8 +113,8 @@ def compare_dpo(
     theirs = trl_dpo_steps(policy, reference, pairs, folder, lr=lr, **their_settings)
     ours = our_log(ranks, tensor_parallel, policy, reference, pairs, folder, lr, overrides)
 
-    clipped = max if loss == "wpo" else min  # the weights of pairs make its gradients smaller
-    assert clipped(step["grad_norm"] for step in theirs) > MAX_GRAD_NORM
+    clipped = max if loss in ("wpo", "normed") else min  # weights of pairs, and means, make gradients smaller
+    assert clipped(step["grad_norm"] for step in theirs) > (MAX_GRAD_NORM if loss != "normed" else 0)
     assert abs(theirs[0]["rewards/margins"]) > 1e-3, "the reference is another model from the first step on"
     names = {"loss": "loss", "grad_norm": "grad_norm"}
     if loss == "mpo":  # TRL logs the weighted log-probs of LD-DPO
@@ -118,8 +122,9 @@ def compare_dpo(
     for step in ours if loss == "mpo" else ():
         parts = 0.8 * step["train/dpo_loss"] + 0.2 * step["train/bco_pair_loss"]
         assert step["train/preference_loss"] == pytest.approx(parts, rel=1e-6)
+        assert step["train/logps_chosen_mean"] < theirs[0]["logps/chosen"] - 1, "the weighted sum is nearer to 0"
     assert all(("train/wpo_weight_mean" in step) == (loss == "wpo") for step in ours)
-    assert_same_steps(ours, theirs, names if loss in ("ipo", "mpo") else COMPARED)
+    assert_same_steps(ours, theirs, names if loss in ("ipo", "mpo", "normed") else COMPARED)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +133,7 @@ def compare_dpo(
         ("sigmoid", 2),
         ("mpo", 2),
         ("wpo", 2),
-        *(pytest.param(loss, tensor, marks=pytest.mark.full) for loss in ("ipo", "hinge") for tensor in (1, 2)),
+        *(pytest.param(loss, tensor, marks=pytest.mark.full) for loss in ("ipo", "hinge", "normed") for tensor in (1, 2)),
         pytest.param("sigmoid", 1, marks=pytest.mark.full),
     ],
 )
@@ -137,6 +142,29 @@ def test_optimizer_steps(
 ) -> None:
     policy, reference = tiny_checkpoint("llama"), tiny_checkpoint("llama", seed=1)
     compare_dpo(ranks, policy, reference, tmp_path, loss=loss, lr=LR, tensor_parallel=tensor_parallel)
+
+
+def test_rewards_of_means_and_without_a_reference(
+    ranks: RankPool, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Rewards are beta r, with r as in the loss: TRL logs sums for `sigmoid_norm`, whose r is a mean."""
+    policy, reference = tiny_checkpoint("llama"), tiny_checkpoint("llama", seed=1)
+    words = zip("amber birch cedar ember".split(), "delta fjord grove heath".split(), strict=True)
+    pairs = [{"prompt": f"{first}:", "chosen": f" {first}", "rejected": f" {second}"} for first, second in words]
+    pairs, tokens = [*pairs, *pairs][:PAIRS], len(" amber") + 1
+    theirs = trl_dpo_steps(policy, reference, pairs, tmp_path, lr=LR, loss_type=["sigmoid_norm"])
+    (tmp_path / "free").mkdir()
+    normed = our_log(ranks, 1, policy, reference, pairs, tmp_path, LR, ["model.dpo.preference_loss=sigmoid_norm"])
+    no_reference = ["model.dpo.reference_free=true", "model.reference.restore_from_path=null", "model.reference.mode=auto"]
+    free = our_log(ranks, 1, policy, reference, pairs, tmp_path / "free", LR, no_reference)
+    figures = [name for name in COMPARED if name.startswith(("rewards/c", "rewards/r", "rewards/m", "logps"))]
+    assert_same_steps(normed, theirs, {name: name for name in ("loss", "grad_norm")} | {"rewards/accuracies": "acc"})
+    for our_step, their_step in zip(normed, theirs, strict=True):
+        for name in figures:
+            assert tokens * our_step[f"train/{COMPARED[name]}"] == pytest.approx(their_step[name], rel=1e-4, abs=1e-6)
+    for side in ("chosen", "rejected"):
+        assert free[0][f"train/logps_{side}_mean"] == pytest.approx(theirs[0][f"logps/{side}"], rel=1e-5), "sums"
+        assert free[0][f"train/rewards_{side}_mean"] == pytest.approx(BETA * theirs[0][f"logps/{side}"], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -155,6 +183,21 @@ def test_optimizer_steps_of_a_real_model(ranks: RankPool, smollm2: Path, tmp_pat
     model.save_pretrained(tmp_path / "reference")
     AutoTokenizer.from_pretrained(smollm2).save_pretrained(tmp_path / "reference")
     compare_dpo(ranks, smollm2, tmp_path / "reference", tmp_path, loss="sigmoid", lr=2e-6)
+
+
+def test_the_load_balancing_loss_of_config_json(
+    ranks: RankPool, tiny_checkpoint: Callable[..., Path], pairs: list[dict[str, str]], tmp_path: Path
+) -> None:
+    """TRL adds it although `output_router_logits` is false; here it is not used."""
+    policy, reference = (tiny_checkpoint("mixtral", seed=seed, router_aux_loss_coef=0.5) for seed in range(2))
+    config = json.loads((policy / "config.json").read_text())
+    assert config["output_router_logits"] is False
+    theirs = trl_dpo_steps(policy, reference, pairs, tmp_path, lr=LR)
+    ours = our_log(ranks, 1, policy, reference, pairs, tmp_path, LR, [])
+    assert ours[0]["train/loss"] == pytest.approx(float(theirs[0]["loss"]) - 0.5 * theirs[0]["aux_loss"], rel=1e-4)
+    # over all tokens together, and thus nearer to 1 than over those of each sequence
+    evenness = theirs[0]["aux_loss"] / config["num_experts_per_tok"]
+    assert 1 < evenness < ours[0]["train/moe_aux_loss"] < 1.5
 
 
 # SFT terms that are one mean over the tokens of the global batch. Answers have different lengths, and each of two
@@ -195,6 +238,8 @@ def test_orpo(ranks: RankPool, tiny_checkpoint: Callable[..., Path], pairs: list
     ours = our_log(ranks, 2, policy, policy, pairs, tmp_path, LR, ["model.micro_batch_size=1", *ORPO])
     names = {name: COMPARED[name] for name in ("loss", "grad_norm", "rewards/margins", "logps/chosen", "logps/rejected")}
     assert_same_steps(ours, theirs, names | {"nll_loss": "sft_loss"})
+    for step in ours:  # both are of mean log-probs
+        assert step["train/rewards_chosen_mean"] == pytest.approx(BETA * step["train/logps_chosen_mean"], rel=1e-6)
 
 
 @pytest.mark.full

@@ -514,6 +514,10 @@ def test_only_the_loss_of_valid_pairs_has_a_gradient() -> None:
 def test_equal_rewards_do_not_count_as_correct() -> None:
     chosen, rejected, valid = torch.tensor([1.0, 2.0, 3.0, 0.0]), torch.tensor([1.0, 1.0, 4.0, 0.0]), torch.ones(4).bool()
     assert preference_metrics(sums_of(chosen, rejected, chosen, rejected, valid))["acc"] == 0.25
+    # a policy that equals its reference up to the rounding of log-probs, and a pair whose answers differ
+    chosen, rejected = torch.tensor([3e-5, 0.0, 3e-5, 1e-3]), torch.tensor([-3e-5, -3e-5, 1e-5, 0.0])
+    logps = torch.full((4,), -150.0)
+    assert preference_metrics(sums_of(chosen, rejected, logps, logps, valid))["acc"] == 0.25
 
 
 def test_statistics_of_one_pair_and_of_none() -> None:

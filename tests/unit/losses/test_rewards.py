@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import math
 from itertools import product
 
 import pytest
@@ -83,6 +84,8 @@ def test_log_ratios_within_rounding_errors_are_ties() -> None:
     log_ratios_N = torch.tensor([3e-5, -1e-4, 1e-3, -1e-5, 1e-3])
     assert without_rounding_errors(log_ratios_N, logps_N).tolist() == pytest.approx([0.0, 0.0, 1e-3, -1e-5, 0.0])
     assert without_rounding_errors(logps_N, logps_N).tolist() == logps_N.tolist(), "of a loss without a reference"
+    broken_N = torch.tensor([math.nan, -math.inf, 0.0])
+    torch.testing.assert_close(without_rounding_errors(broken_N, broken_N), broken_N, equal_nan=True, rtol=0, atol=0)
 
 
 def test_validation_sets_have_separate_aucs() -> None:
