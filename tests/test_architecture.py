@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -407,3 +408,11 @@ def test_shared_code_does_not_depend_on_an_algorithm(file: str) -> None:
 
 
 _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
+
+
+def test_the_deliberate_faults_apply_to_the_code_as_it_is() -> None:
+    """Each text of mutants.toml occurs once in its file; `make mutants` runs too rarely to notice."""
+    mutants = tomllib.loads((REPOSITORY / "tests/mutants.toml").read_text())["mutant"]
+    stale = [each["name"] for each in mutants if (REPOSITORY / each["file"]).read_text().count(each["text"]) != 1]
+    assert len(mutants) > 100
+    assert stale == []
