@@ -86,7 +86,7 @@ nemo-kto: alignment training of large language models on human feedback, on one 
       Check every key, file and row of a run, and plan it, on a machine without its GPUs; the rows are tokenised.
 
   nemo-kto translate FILE
-      Print the command for a configuration of TRL, ms-swift, LLaMA-Factory or axolotl.
+      Print the command for a configuration of TRL or ms-swift.
 
   nemo-kto data preview FILE --model MODEL
       Show the first rows of a data file as the model sees them.

@@ -1,4 +1,4 @@
-"""Options of TRL, ms-swift, LLaMA-Factory and axolotl as keys of this project."""
+"""Options of TRL and ms-swift as keys of this project."""
 
 from __future__ import annotations
 
@@ -26,20 +26,6 @@ from tests.helpers.messages import Message, raises
 
 TUNING, SCHEDULE = "model.peft.lora_tuning", "model.optim.sched"
 
-LLAMA_FACTORY = """
-model_name_or_path: Qwen/Qwen3-4B-Instruct-2507
-stage: kto
-do_train: true
-kto_chosen_weight: 1.33
-dataset: mine
-template: qwen3_nothink
-per_device_train_batch_size: 1
-gradient_accumulation_steps: 8
-val_size: 0.1
-eval_strategy: steps
-eval_steps: 500
-report_to: none
-"""
 MEGATRON_SWIFT = r"""
 NPROC_PER_NODE=4 \
 CUDA_VISIBLE_DEVICES=0,1,2,3 \
@@ -60,32 +46,10 @@ megatron rlhf \
 def values_of(text: str, name: str, folder: Path, **options: Any) -> tuple[str, dict[str, object], list[str]]:
     """The algorithm, our keys, and the remarks of a file."""
     (folder / name).write_text(text)
-    found = translate(read_options(folder / name), folder=folder, **options)
+    given = read_options(folder / name)
+    found = translate(given.values, trainer=given.trainer, method=given.method, **options)
     assert command.remaining_errors(found) == []
     return found.recipe.name, found.overrides, found.remarks()
-
-
-def test_a_file_of_llama_factory(tmp_path: Path) -> None:
-    entry = {"file_name": "mine.jsonl", "columns": {"prompt": "question"}, "ranking": False}
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/dataset_info.json").write_text(json.dumps({"mine": entry}))
-    algorithm, keys, remarks = values_of(LLAMA_FACTORY, "lf.yaml", tmp_path, ranks=4)
-    assert algorithm == "kto"
-    expected = {
-        "pretrained_checkpoint.restore_from_path": "hf:Qwen/Qwen3-4B-Instruct-2507",
-        "model.data.data_prefix": str(tmp_path / "data/mine.jsonl"),
-        "model.global_batch_size": 32,
-        "trainer.kto.val_check_interval": 500,
-        "model.kto.desirable_loss_weight": 1.33,
-        "exp_manager.create_tensorboard_logger": False,
-    }
-    assert {key: keys.get(key) for key in expected} == expected
-    assert [line for line in remarks if "no counterpart" in line] == [
-        Message("mine.columns={prompt:question}", "model.data.fields"),
-        Message("do_train=true", "trains"),
-        Message("template=qwen3_nothink", "tokenizer"),
-    ]
-    assert [line for line in remarks if "model.global_batch_size" in line] == [Message("1", "8", "4")]
 
 
 def test_a_script_of_megatron_swift(tmp_path: Path) -> None:
@@ -122,25 +86,6 @@ def test_names_on_modelscope(options: dict[str, object], data: object, remarks: 
 
 
 @pytest.mark.parametrize(
-    ("entry", "keys", "said"),
-    [
-        ({"path": "a/b", "type": "chatml.icr"}, {"fields": {"prompt": "input"}, "apply_chat_template": True}, []),
-        ({"path": "json", "data_files": ["a.jsonl", "b.jsonl"]}, {"data_prefix": ["a.jsonl", "b.jsonl"]}, []),
-        ({"path": "a/b", "data_files": "x.parquet"}, {"data_prefix": "hf:a/b"}, [Message("datasets.data_files=x.parquet")]),
-        (
-            {"path": "a/b", "type": "chat_template.default", "field_messages": "turns"},
-            {"data_prefix": "hf:a/b", "apply_chat_template": None},
-            [Message("datasets.type=chat_template.default"), Message("datasets.field_messages=turns")],
-        ),
-    ],
-)
-def test_data_sets_of_axolotl(entry: dict[str, object], keys: dict[str, object], said: list[Message]) -> None:
-    found = translate({"rl": "dpo", "datasets": [entry]}, trainer="axolotl")
-    assert {key: found.overrides.get(f"model.data.{key}") for key in keys} == keys
-    assert [line for line in found.remarks() if "no counterpart" in line] == said
-
-
-@pytest.mark.parametrize(
     ("losses", "weights", "reason"),
     [
         (["sft"], None, "a preference loss"),
@@ -162,7 +107,6 @@ CONVERTED: list[tuple[dict[str, object], dict[str, object]]] = [
     ({"max_steps": 100}, {"trainer.dpo.max_steps": 100, "trainer.dpo.max_epochs": 1_000_000}),
     ({"num_train_epochs": 2.5}, {"trainer.dpo.max_epochs": 3}),
     ({"warmup_steps": 20}, {f"{SCHEDULE}.warmup_ratio": None, f"{SCHEDULE}.warmup_steps": 20}),
-    ({"evals_per_epoch": 4}, {"trainer.dpo.val_check_interval": 0.25}),
     ({"rpo_alpha": 2}, {"model.dpo.sft_loss_weight": 2, "model.dpo.sft_token_mean": True}),
     (
         {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},  # MPO
@@ -228,7 +172,7 @@ def test_values_are_converted(options: dict[str, object], expected: dict[str, ob
         ({"gradient_checkpointing": {"a": 1}}, Message("gradient_checkpointing={a:1}", "not supported")),
         ({"loss_type": "sigmoid sft", "rpo_alpha": 2}, Message("loss_type", "sft_loss_weight", "rpo_alpha=2")),
         ({"dtype": "bfloat16", "torch_dtype": "float32"}, Message("torch_dtype=float32", "dtype")),
-        ({"datasets": ["e.jsonl"]}, Message("dataset_name=d.jsonl", "datasets is used")),
+        ({"datasets": ["e.jsonl"]}, Message("dataset_name=d.jsonl", "datasets is used", "model.data.data_prefix")),
         ({"lr_scheduler_kwargs": {"num_cycles": 2}}, Message("lr_scheduler_kwargs", "min_lr_rate")),
         ({"use_peft": True, "layers_to_transform": "0 all"}, Message("layers_to_transform", "numbers")),
         ({"shuffle_dataset": False}, Message("shuffle_dataset=false", "no option of TRL")),
@@ -281,20 +225,24 @@ def test_the_algorithm_is_found_or_asked_for() -> None:
     assert translate({"model": "m", "dataset": "d", "rlhf_type": "orpo"}).overrides["model.dpo.preference_loss"] == "orpo"
     key = "model.dpo.ref_policy_kl_penalty"
     assert translate({"model": "m", "dataset": "d", "rlhf_type": "simpo"}).overrides[key] == 2.0
-    assert translate({"base_model": "m", "rl": "simpo"}).overrides[key] == 0.1, "the default of TRL's CPOConfig"
+    assert translate(TRL | {"loss_type": "simpo"}, method="cpo").overrides[key] == 0.1, "the default of TRL's CPOConfig"
     with pytest.raises(UserError) as error:
         translate(TRL)
     assert str(error.value) == Message("--algorithm", "kto", "dpo", "none")
     with pytest.raises(UserError) as error:
+        translate({"rlhf_type": "grpo", "model": "m"})
+    assert str(error.value) == Message("method", "kto", "grpo")
+    with pytest.raises(UserError) as error:
         translate({"stage": "sft", "cutoff_len": 5})
-    assert str(error.value) == Message("stage", "kto", "sft")
+    assert str(error.value) == Message("TRL or ms-swift", "cutoff_len, stage of LLaMA-Factory", "from-llama-factory.md")
 
 
 def test_every_key_in_the_tables_exists() -> None:
     known = set().union(*(names(config_type(recipe)) for recipe in RECIPES.values())) | {"hardware"}
-    found = {text.split("=")[0] for values in table()["values"].values() for texts in values.values() for text in texts}
+    tables = [*table()["values"].values(), table()["losses"]]
+    found = {text.split("=")[0] for values in tables for texts in values.values() for text in texts}
     found |= {key.replace("NAME", name) for key in table()["keys"].values() for name in RECIPES}
-    assert len(found) > 50
+    assert len(found) >= 50
     assert found - known == set()
     for trainer in table()["trainers"].values():
         assert trainer["title"]
@@ -385,7 +333,6 @@ def test_a_program_that_uses_trl_is_read_and_not_run(tmp_path: Path, capsys: pyt
         ("def f(lr):\n    KTOConfig(learning_rate=lr)\nlr = 1e-5", ["learning_rate=lr", "literal"]),
         ("KTOConfig(beta=0.1)\nKTOConfig(beta=0.2)", ["KTOConfig", "several"]),
         ("KTOConfig()\nDPOConfig()", ["KTOConfig and DPOConfig"]),
-        ("KTOConfig(); LoraConfig(16)", ["**=16", "literal"]),
         ("DPOConfig(**settings)", ["**=settings", "literal"]),
         ("SFTConfig(learning_rate=1e-5)", ["KTOConfig", "DPOConfig", "train.py"]),
         ("KTOConfig(", ["Python program", "train.py"]),
