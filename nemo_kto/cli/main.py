@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import sys
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -304,15 +305,15 @@ def _other_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate the arguments for Hydra from options in the style of other trainers, returned as --NAME=VALUE."""
     known = {"--info", *(names.split()[0] for names in (*_SOURCE, *_SWITCHES, *_VALUED))}
     words, others = [], list[str]()
-    rest = list(argv)
+    rest = deque(argv)
     while rest:
-        word = rest.pop(0)
+        word = rest.popleft()
         if not word.startswith("--") or word.split("=")[0] in known:
             words.append(word)
             continue
         values = []
         while rest and "=" not in word and not rest[0].startswith("-") and "=" not in rest[0]:
-            values.append(rest.pop(0))
+            values.append(rest.popleft())
         others.append(word if "=" in word else f"{word}={' '.join(values) or 'true'}")
     return words, others
 

@@ -116,7 +116,7 @@ def _script_options(text: str, file: Path) -> GivenOptions | None:
     notes = [f"{place} is translated, and the training in line {', '.join(others[:9])} is not"] if others else []
     environment = script.variables | command.assigned
     values: dict[str, Any] = {name: environment[name.upper()] for name in _ENVIRONMENT if name.upper() in environment}
-    for name, value in read_command_line(command.words[:start]):
+    for name, value in read_command_line(command.words[: max(0, start - 1)]):
         if any(name in names for names in _RANKS):
             values[name] = value
         elif name:

@@ -107,7 +107,7 @@ def translate(
     _loss_of_method(options, loss)
     for convert in (_model, _data, _loss, _batch, _length, _schedule, _adapters, _precision, _intervals):
         convert(options, recipe)
-    if trainer == "trl":
+    if trainer == "trl" and with_defaults:
         _experts(options, method)
     _same_values(options, recipe)
     _settle_others(options, recipe)

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from nemo_kto.algorithms.recipes import DPO, KTO, RECIPES
 from nemo_kto.cli import translate as command
+from nemo_kto.cli.job import Job
+from nemo_kto.config.compose import our_source
 from nemo_kto.config.option_files import read_options
 from nemo_kto.config.saved_config import read_saved
 from nemo_kto.config.schema import config_type
@@ -342,3 +344,84 @@ def test_programs_that_cannot_be_read(program: str, words: list[str], tmp_path: 
     (tmp_path / "train.py").write_text(program)
     with raises(UserError, *words):
         command.main([str(tmp_path / "train.py")])
+
+
+DATA, MODEL = "model.data.data_prefix", "pretrained_checkpoint.restore_from_path"
+LOAD = "rows = load_dataset('json', data_files={'train': 'a.jsonl', 'test': 'b.jsonl'})\n"
+# Programs and scripts, the values that their commands have, and the parts of remarks; None for a key that is not set.
+READ: list[tuple[str, str, dict[str, object], list[Message]]] = [
+    ("a.py", f"{LOAD}KTOTrainer(model='o/m', train_dataset=rows['train'], eval_dataset=rows['test'])",
+     {DATA: {"train": "a.jsonl", "validation": "b.jsonl"}, MODEL: "hf:o/m", "model.global_batch_size": 8,
+      "trainer.kto.val_check_interval": 0}, []),
+    ("a.py", f"{LOAD}KTOTrainer('o/m', train_dataset=rows['train'], callbacks=[mine()])",
+     {DATA: "a.jsonl"},
+     [Message("data_files.test=b.jsonl"), Message("callbacks=[mine()]", "docs/guides/python.md")]),
+    ("a.py", "rows = load_dataset('o/d', split='train[:1000]')\nDPOTrainer('o/m', train_dataset=rows.map(f))",
+     {DATA: "hf:o/d"},
+     [Message("split=train[:1000]", "all rows"), Message("map in", "a.py:2", "not applied")]),
+    ("a.py", "a = DPOConfig('o', max_length=None, model_init_kwargs={'dtype': 'bfloat16', 'foo': 1})\na.beta = 0.5\n"
+     "m = AutoModelForCausalLM.from_pretrained('o/m', revision='r').to('cuda')\nDPOTrainer(m, ref_model='o/n', args=a)",
+     {MODEL: "hf:o/m@r", "model.reference.restore_from_path": "hf:o/n", "model.dpo.ref_policy_kl_penalty": 0.5,
+      "model.data.seq_length": None, "trainer.precision": "bf16"}, [Message("model_init_kwargs.foo=1")]),
+    ("a.py", "rows = load_dataset('o/d')\nrows = rows['train'].train_test_split(test_size=0.1)\n"
+     "ORPOTrainer('o/m', args=ORPOConfig(), train_dataset=rows['train'], eval_dataset=rows['test'])",
+     {DATA: "hf:o/d", "model.data.splits_string": "90,10", "model.dpo.preference_loss": "orpo"}, []),
+    ("a.sh", "accelerate launch --num_processes 8 --num_machines 2 --mixed_precision bf16 scripts/run_kto.py "
+     "--dataset_name o/d --eval_strategy epoch --no_remove_unused_columns 2>&1 | tee log &",
+     {DATA: {"train": "hf:o/d", "validation": "hf:o/d:test"}, "trainer.devices": 4, "trainer.num_nodes": 2},
+     [Message("--mixed_precision", "launcher"), Message("remove_unused_columns=false")]),
+    ("a.sh", "torchrun --nproc_per_node 2 mine.py --config a.yaml --beta 0.3",
+     {"model.kto.ref_policy_kl_penalty": 0.3, "model.optim.lr": 5e-7, "model.global_batch_size": 16}, []),
+    ("a.sh", "export NPROC_PER_NODE=2\nLR=1e-5 # it's fast\nswift rlhf --rlhf_type kto --dataset 'a#b.jsonl' c.jsonl#20 \\\n"
+     " --lr $LR --beta $NONE --output_dir \"out/${SIZE:-7b}/$((4 / 2))\"",
+     {DATA: ["a", "c.jsonl"], "model.optim.lr": 1e-5, "trainer.devices": 2, "exp_manager.explicit_log_dir": "out/7b/2",
+      "model.kto.ref_policy_kl_penalty": 0.1}, [Message("beta=$NONE", "a.sh:3"), Message("c.jsonl", "20")]),
+    ("a.sh", "trl kto --dataset_name a.jsonl --max_steps 1\ntrl dpo --dataset_name b.jsonl", {DATA: "a.jsonl"},
+     [Message("line 2")]),
+    ("a.yaml", "{loss_type: [exo_pair, robust], label_smoothing: 0.1}",
+     {"model.dpo.label_smoothing": 0.1, "model.dpo.exo_label_smoothing": 0.1}, []),
+    ("a.yaml", "{loss_type: [sigmoid, aot], label_smoothing: 0.1}", {"model.dpo.label_smoothing": 0.1},
+     [Message("label_smoothing", "sigmoid is smoothed as well")]),
+    ("a.yaml", "{loss_type: hinge, label_smoothing: 0.1, warmup_ratio: 0.1, warmup_steps: 5}",
+     {"model.dpo.label_smoothing": None},
+     [Message("label_smoothing=0.1", "ignores"), Message("warmup_ratio=0.1", "warmup_steps")]),
+    ("a.yaml", "{loss_type: kto, model_name_or_path: experts}", {"model.moe_aux_loss_coeff": 0.001},
+     [Message("experts/config.json")]),
+    ("a.yaml", "{loss_type: kto, model_name_or_path: o/m}", {"model.moe_aux_loss_coeff": None},
+     [Message("router_aux_loss_coef")]),
+    ("a.yaml", "{loss_type: kto, router_aux_loss_coef: 0.02}", {"model.moe_aux_loss_coeff": 0.02}, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "values", "remarks"), READ)
+def test_programs_and_scripts_are_read(
+    name: str, text: str, values: dict[str, object], remarks: list[Message], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text("{learning_rate: 5.0e-7, beta: 0.2}")
+    (tmp_path / "mine.py").write_text("TrlParser((ScriptArguments, KTOConfig))")
+    (tmp_path / "experts").mkdir()
+    (tmp_path / "experts/config.json").write_text('{"router_aux_loss_coef": 0.001, "output_router_logits": false}')
+    (tmp_path / name).write_text(text)
+    given = read_options(Path(name))
+    found = translate(given.values, trainer=given.trainer, method=given.method)
+    lines = [*given.notes, *found.remarks(), *(f"{option}: {reason}" for option, reason in given.without.items())]
+    assert {key: found.overrides.get(key) for key in values} == values
+    assert [remark for remark in remarks if remark not in lines] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "title", "key"),
+    [
+        (["--lr=3"], "the options as keys", "model.optim.lr=3"),
+        (["--learning_rate=3"], "the options of TRL as keys", "model.optim.lr=3"),
+        (["--lora_rank=3"], "the options of ms-swift as keys", "adapter_dim=3"),
+    ],
+)
+def test_options_on_our_command_line_are_refused_with_their_keys(
+    options: list[str], title: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(recipe=KTO, source=our_source(KTO), world=None, elsewhere=False)
+    with pytest.raises(SystemExit):
+        command.refuse_options(job, options, ["m", "d.jsonl"])
+    assert Message(title, key, "data_prefix='d.jsonl'") == capsys.readouterr().err
