@@ -151,11 +151,6 @@ class Options:
             self.without.setdefault(self.shown(name), reason)
             self.settled.add(name)
 
-    def note(self, text: str, *names: str) -> None:
-        """Add a remark, which settles the options ``names``."""
-        self.notes.append(text)
-        self.settled.update(names)
-
     def agree(self, *names: str) -> None:
         """Settle options whose values need no key, because this program does the same."""
         for name in names:

@@ -202,7 +202,8 @@ def _data(options: Options, recipe: Recipe) -> None:
     if train:
         both = [places[0] if len(places) == 1 else places for places in (train, test) if places]
         options.set(key, {"train": both[0], "validation": both[1]} if test else both[0], "datasets", others[0])
-        options.note(f"{key}: {recipe.data}; other columns are named in model.data.fields", "test_datasets")
+        options.notes.append(f"{key}: {recipe.data}; other columns are named in model.data.fields")
+        options.settled.add("test_datasets")
     if test and not validates:
         options.set(f"trainer.{recipe.name}.val_check_interval", 0, "test_datasets", others[3])
     fraction, splits = options.get("validation_fraction") or 0, "model.data.splits_string"
@@ -541,7 +542,7 @@ def _experts(options: Options, method: str | None) -> None:
         return
     key, file = "model.moe_aux_loss_coeff", Path(str(options.get("model_name_or_path"))) / "config.json"
     if not file.is_file():
-        options.note(f"{key}: if the model has experts, TRL adds router_aux_loss_coef of its config.json; set it")
+        options.notes.append(f"{key}: if the model has experts, TRL adds router_aux_loss_coef of its config.json; set it")
         return
     values = read_json(file)
     values = values.get("text_config") or values if isinstance(values, dict) else {}
@@ -552,7 +553,7 @@ def _experts(options: Options, method: str | None) -> None:
     )
     if is_finite(weight) and is_on:
         options.set(key, weight)
-        options.note(f"{key}: that of {file}, which TRL adds", "output_router_logits")
+        options.notes.append(f"{key}: that of {file}, which TRL adds")
 
 
 def _same_values(options: Options, recipe: Recipe) -> None:
@@ -578,4 +579,4 @@ def _same_values(options: Options, recipe: Recipe) -> None:
         options.notes.append(f"model.data.seq_length: longer rows, which {options.title} does not use, are truncated")
     if options.get("max_length") is None:
         limit = "no limit" if options.trainer == "trl" else "the limit of the model"
-        options.note(f"model.data.seq_length: {limit} in {options.title}, here at most 2048 tokens", "max_length")
+        options.notes.append(f"model.data.seq_length: {limit} in {options.title}, here at most 2048 tokens")

@@ -30,6 +30,7 @@ _CHANGES = tuple(
     "map filter select take skip shard rename_column rename_columns remove_columns cast concatenate_datasets "
     "interleave_datasets train_test_split from_list from_dict from_generator from_pandas from_json from_csv".split()
 )
+_DATA = ("load_dataset", "load_from_disk")
 _MAX_STEPS = 20  # calls, names and indices between a trainer's argument and the call that loads it
 
 
@@ -186,12 +187,12 @@ class _Program:
                 split, found = found.slice, self.value(found.value)
             elif isinstance(found, ast.IfExp):
                 found = self.value(found.body)
-            elif isinstance(found, ast.Call) and isinstance(found.func, ast.Attribute) and not _loads(found):
+            elif isinstance(found, ast.Call) and isinstance(found.func, ast.Attribute) and _called(found) not in _DATA:
                 found = self.value(found.func.value)  # such as ROWS.map(...)
         if isinstance(found, ast.Constant):
             return {}
-        if not isinstance(found, ast.Call) or not _loads(found):
-            found = self.only("load_dataset") or self.only("load_from_disk")
+        if not isinstance(found, ast.Call) or _called(found) not in _DATA:
+            found = next(filter(None, map(self.only, _DATA)), None)
         given = self.arguments(found, _DATA_ARGUMENTS)
         return self.literals(given | ({} if split is None or parted or not given else {"split": split}))
 
@@ -215,20 +216,12 @@ class _Program:
         return found
 
 
-def _loads(call: ast.Call) -> bool:
-    return _called(call) in ("load_dataset", "load_from_disk")
-
-
-def _shape(call: ast.Call) -> tuple[object, ...]:
-    """Return the types, names and values of the nodes of a call, which equal calls share."""
-    return tuple(
-        (type(node), *(getattr(node, name, None) for name in ("id", "attr", "arg")), type(value := _constant(node)), value)
-        for node in ast.walk(call)
-    )
-
-
-def _constant(node: ast.AST) -> object:
-    return node.value if isinstance(node, ast.Constant) else None
+def _shape(call: ast.Call) -> object:
+    """Return what equal calls share; a call that is nested too deeply equals only itself."""
+    try:
+        return ast.dump(call)
+    except (RecursionError, ValueError):
+        return call
 
 
 def _called(call: ast.Call) -> str:
