@@ -29,18 +29,14 @@ def is_finite(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and -(2**63) < value < 2**63
 
 
-def too_large(value: object) -> str | None:
+def too_large(value: object, depth: int = 0) -> str | None:
     """Return the constraint that a value, or one of its parts, violates; None for a value of ordinary size."""
-    parts = [(value, 0)]
-    while parts:
-        part, depth = parts.pop()
-        if isinstance(part, int | float) and abs(part) >= 2**63:
-            return "numbers below 2^63"
-        if depth > _MAX_DEPTH:
-            return f"lists and mappings within at most {_MAX_DEPTH} others"
-        inner = [*part, *part.values()] if isinstance(part, Mapping) else part if isinstance(part, list | tuple) else []
-        parts += [(each, depth + 1) for each in inner]
-    return None
+    if isinstance(value, int | float) and abs(value) >= 2**63:
+        return "numbers below 2^63"
+    if depth > _MAX_DEPTH:
+        return f"lists and mappings within at most {_MAX_DEPTH} others"
+    parts = [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else []
+    return next((wrong for part in parts if (wrong := too_large(part, depth + 1)) is not None), None)
 
 
 def as_list(value: object) -> list[Any]:

@@ -66,11 +66,7 @@ def find_trainer(options: Mapping[str, object]) -> str:
 
 
 def find_recipe(options: Mapping[str, object], method: str | None) -> tuple[Recipe, str | None]:
-    """Return the algorithm for a method, or that the options name, and the loss that the method implies.
-
-    Raises:
-        UserError: If they name no algorithm of this program.
-    """
+    """Return the algorithm for a method, or that the options name, and the loss that it implies; UserError if none."""
     if method is not None:
         if method not in table()["methods"]:
             text = f"must be {either(list(table()['methods']))}, got {method}"
@@ -107,7 +103,7 @@ def translate(
     _loss_of_method(options, loss)
     for convert in (_model, _data, _loss, _batch, _length, _schedule, _adapters, _precision, _intervals):
         convert(options, recipe)
-    if trainer == "trl" and with_defaults:
+    if trainer == "trl" and with_defaults and not options.has("router_aux_loss_coef"):
         _experts(options, method)
     _same_values(options, recipe)
     _settle_others(options, recipe)
@@ -168,12 +164,9 @@ def _place(options: Options, name: object, *, config: object = None, split: obje
 
 
 def _model(options: Options, recipe: Recipe) -> None:
-    options.agree("use_hf")
     if options.has("model_name_or_path"):
         revision, model = options.get("model_revision"), _place(options, options.get("model_name_or_path"))
-        if revision in (None, "main"):
-            options.agree("model_revision")
-        elif model.startswith("hf:"):
+        if revision not in (None, "main") and model.startswith("hf:"):
             model = f"{model}@{revision}"
             options.settled.add("model_revision")
         options.set("pretrained_checkpoint.restore_from_path", model, "model_name_or_path")
@@ -190,8 +183,6 @@ def _data(options: Options, recipe: Recipe) -> None:
         if not test and (validates or options.has(others[3])):
             test = _rows(options, name, options.get(others[3], "test"))
         options.settled.update(others[1:])
-    elif name == others[0] and options.trainer == "trl" and validates and not test:
-        options.notes.append(f"{key}: TRL validates with another split; name its file as validation")
     for other in others[name == others[0] :]:
         if other not in options.settled:
             options.reject(other, f"{name} is used, and all of its rows; name other files in {key}")
@@ -462,11 +453,9 @@ def _schedule(options: Options, recipe: Recipe) -> None:
 
 def _adapters(options: Options, recipe: Recipe) -> None:
     tuning, names = "model.peft.lora_tuning", ("tuner", "use_peft")
-    if options.get("tuner") not in (None, "lora", "full"):
-        options.reject("tuner", "only LoRA adapters or all weights are trained")
     keys = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "layers_to_transform", "use_rslora", "use_dora")
     if not trains_adapters(options.defaults | options.given):
-        options.agree(*names)
+        options.agree(names[1])
         for name in (*keys, "adapter_name_or_path"):
             if options.given.get(name) is not False:
                 options.reject(name, "all weights are trained, because no option selects LoRA")
@@ -538,8 +527,6 @@ def _intervals(options: Options, recipe: Recipe) -> None:
 
 def _experts(options: Options, method: str | None) -> None:
     """Set the weight of the load-balancing loss that TRL takes from config.json if no option sets it."""
-    if options.has("router_aux_loss_coef"):
-        return
     key, file = "model.moe_aux_loss_coeff", Path(str(options.get("model_name_or_path"))) / "config.json"
     if not file.is_file():
         options.notes.append(f"{key}: if the model has experts, TRL adds router_aux_loss_coef of its config.json; set it")

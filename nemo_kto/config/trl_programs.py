@@ -16,14 +16,11 @@ from nemo_kto.errors import UserError
 # Positional arguments of the trainers, which have no ref_model if the method has no reference, and of load_dataset.
 _ARGUMENTS = ("model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class")
 _DATA_ARGUMENTS = ("path", "name", "data_dir", "data_files")
-# Arguments of peft's LoraConfig: TRL's option, and peft's default.
-_LORA: dict[str, tuple[str, float | None]] = {
-    "r": ("lora_r", 8),
-    "lora_alpha": ("lora_alpha", 8),
-    "lora_dropout": ("lora_dropout", 0.0),
-    "target_modules": ("lora_target_modules", None),
-}
-_OWN_NAMES = {"revision": "model_revision", "torch_dtype": "dtype", "modules_to_save": "lora_modules_to_save"}
+_LORA = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # defaults of peft's LoraConfig
+_OWN_NAMES = {  # of LoraConfig and from_pretrained -> TRL's
+    "r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
+    "revision": "model_revision", "torch_dtype": "dtype",
+}  # fmt: skip
 _LOADERS = ("AutoModel", "FastLanguageModel")  # beginnings of classes with from_pretrained
 # Functions and methods that change the rows of a data set, or make one.
 _CHANGES = tuple(
@@ -44,8 +41,7 @@ def find_method(text: str) -> str | None:
 def read_program(text: str, file: Path) -> tuple[dict[str, Any], str, str, dict[str, str], list[str]]:
     """Return the options, trainer, method, unread options with the reason, and notes on a program that uses TRL.
 
-    The calls of the trainer, its configuration and LoraConfig are read, and from_pretrained and load_dataset, whose results
-    they get. Values must be literals, or names that are assigned a literal once.
+    Values of the calls of the trainer and of those whose results it gets must be literals, or names of a literal.
     """
     program = _Program(text=text, file=file)
     names = [name for name in program.calls if find_method(name) is not None]
@@ -165,10 +161,8 @@ class _Program:
             found = None if isinstance(found, ast.Constant) else self.only("LoraConfig")
         if found is None or _called(found) != "LoraConfig":
             return {} if found is None else {"peft_config": found}
-        given = self.arguments(found)
-        lora = {name: given.pop(theirs, ast.Constant(default)) for theirs, (name, default) in _LORA.items()}
-        lora = {name: node for name, node in lora.items() if getattr(node, "value", 0) is not None}
-        return {**lora, "use_peft": ast.Constant(True), **given}
+        lora = {name: ast.Constant(default) for name, default in _LORA.items()}
+        return {**lora, "use_peft": ast.Constant(True), **self.arguments(found)}
 
     def rows(self, train: ast.expr | None, test: ast.expr | None) -> dict[str, Any]:
         """Return the options datasets and test_datasets, with the arguments of load_dataset."""
@@ -204,10 +198,8 @@ class _Program:
             try:
                 if isinstance(value, ast.Attribute) and self.segment(value).startswith("torch."):
                     found[name] = value.attr
-                elif name != "**" and value is not None:
-                    found[name] = ast.literal_eval(value)
                 else:
-                    raise ValueError("arguments without names")
+                    found[name] = ast.literal_eval("**" if name == "**" or value is None else value)
             except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
                 wrong.append(f"{name}={self.segment(node)} (line {node.lineno})")
         if wrong:
