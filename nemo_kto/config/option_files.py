@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ _RANKS = (("nproc_per_node", "num_gpus"), ("nnodes", "num_machines"), ("num_proc
 _ENVIRONMENT = ("nproc_per_node", "nnodes", "use_hf")  # variables that ms-swift reads, in capitals
 _VALUE = r"\$(?:\w+|\{[^{}\n]*\}|\((?:[^()\n]|\([^()\n]*\))*\)|[@*#?!$])"
 _PIECE = re.compile(
-    rf"""\\\r?\n | \\(?P<escaped>.) | '(?P<single>[^']*)' | "(?P<double>[^"\\]*(?:\\.[^"\\]*)*)" | (?P<value>{_VALUE})
+    rf"""\\(?:\r?\n|\Z) | \\(?P<escaped>.) | '(?P<single>[^']*)' | "(?P<double>[^"\\]*(?:\\.[^"\\]*)*)" | (?P<value>{_VALUE})
     | (?P<end>[\n;&|()<>`]+) | (?P<space>[ \t\r]+) | (?P<plain>[^\s\\'"$;&|()<>`]+|[$\f\v])""",
     re.VERBOSE | re.DOTALL,
 )
@@ -133,7 +134,7 @@ def _script_options(text: str, file: Path) -> GivenOptions | None:
     if trainer not in (None, "trl"):
         values.setdefault("rlhf_type", "dpo")  # the default of ms-swift
     program = file.parent / command.words[max(0, start - 1)]
-    if start and method is None and trainer is None and program.is_file():
+    if start and method is None and trainer is None and os.path.isfile(program):
         method = find_method(_read(program))
     return GivenOptions(values, trainer, method, without, notes)
 
@@ -147,7 +148,7 @@ def _config_file(words: Sequence[str], place: str, file: Path) -> tuple[list[str
         return list(words), {}
     index = rest.index("--config")
     name = rest[index + 1]
-    found = next((path for path in (file.parent / name, Path(name)) if path.is_file()), None)
+    found = next((path for path in (file.parent / name, Path(name)) if os.path.isfile(path)), None)
     if found is None:
         raise UserError(f"{place} must name a --config that exists, got {name}; put it beside the script, or translate it")
     return rest[:index] + rest[index + 2 :], _yaml_options(_read(found), found)

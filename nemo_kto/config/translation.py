@@ -528,7 +528,7 @@ def _intervals(options: Options, recipe: Recipe) -> None:
 def _experts(options: Options, method: str | None) -> None:
     """Set the weight of the load-balancing loss that TRL takes from config.json if no option sets it."""
     key, file = "model.moe_aux_loss_coeff", Path(str(options.get("model_name_or_path"))) / "config.json"
-    if not file.is_file():
+    if not os.path.isfile(file):  # also for a name that is too long
         options.notes.append(f"{key}: if the model has experts, TRL adds router_aux_loss_coef of its config.json; set it")
         return
     values = read_json(file)

@@ -45,8 +45,14 @@ def fields(module: str) -> Iterator[tuple[str, str, object]]:
     assert spec.submodule_search_locations is not None
     file = Path(spec.submodule_search_locations[0], *inner).with_suffix(".py")
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        for each in node.body if isinstance(node, ast.ClassDef) and node.name.endswith(("Config", "Arguments")) else ():
-            if not isinstance(each, ast.AnnAssign) or not isinstance(each.target, ast.Name) or node.name == "DatasetConfig":
+        if (
+            not isinstance(node, ast.ClassDef)
+            or not node.name.endswith(("Config", "Arguments"))
+            or node.name == "DatasetConfig"
+        ):
+            continue
+        for each in node.body:
+            if not isinstance(each, ast.AnnAssign) or not isinstance(each.target, ast.Name):
                 continue
             keywords = each.value.keywords if isinstance(each.value, ast.Call) else []
             given = next((each.value for each in keywords if each.arg == "default"), each.value)
@@ -196,6 +202,9 @@ LARGE: dict[str, tuple[str, str]] = {
     "braces.sh": ("${" * 300_000, "got none"),
     "quotes.sh": ("\n\ntrl kto --a '" + "a" * 2**19, "quotes.sh:3"),
     "quotient.sh": (f"trl kto --beta $(expr {'9' * 5000} / 3)", ""),
+    "config.sh": ("trl kto --config " + "a" * 5000, "put it beside the script"),
+    "program.sh": ("python " + "a" * 5000 + ".py --beta 1 --desirable_weight 1", ""),
+    "model.yaml": ("loss_type: kto\nmodel_name_or_path: " + "a" * 5000, ""),
     "operators.py": ("KTOConfig(beta=" + "+".join(["x"] * 500) + ")", "line 1"),
     "calls.py": ("KTOConfig(beta=f" + "()" * 500 + ")\nKTOConfig(beta=g" + "()" * 500 + ")", "several"),
     "subscripts.py": ("KTOTrainer(train_dataset=load_dataset('a/b')" + "[0]" * 500 + ")", ""),
