@@ -150,7 +150,8 @@ def _config_file(words: Sequence[str], place: str, file: Path) -> tuple[list[str
     name = rest[index + 1]
     found = next((path for path in (file.parent / name, Path(name)) if os.path.isfile(path)), None)
     if found is None:
-        raise UserError(f"{place} must name a --config that exists, got {name}; put it beside the script, or translate it")
+        got = printable(name, 200)
+        raise UserError(f"{place} must name a --config that exists, got {got}; put it beside the script, or translate it")
     return rest[:index] + rest[index + 2 :], _yaml_options(_read(found), found)
 
 
