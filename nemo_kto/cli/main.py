@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import sys
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,7 +87,7 @@ nemo-kto: alignment training of large language models on human feedback, on one 
       Check every key, file and row of a run, and plan it, on a machine without its GPUs; the rows are tokenised.
 
   nemo-kto translate FILE
-      Print the command for a configuration of TRL, ms-swift, LLaMA-Factory or axolotl.
+      Print the command for a configuration of TRL or ms-swift.
 
   nemo-kto data preview FILE --model MODEL
       Show the first rows of a data file as the model sees them.
@@ -304,15 +305,15 @@ def _other_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate the arguments for Hydra from options in the style of other trainers, returned as --NAME=VALUE."""
     known = {"--info", *(names.split()[0] for names in (*_SOURCE, *_SWITCHES, *_VALUED))}
     words, others = [], list[str]()
-    rest = list(argv)
+    rest = deque(argv)
     while rest:
-        word = rest.pop(0)
+        word = rest.popleft()
         if not word.startswith("--") or word.split("=")[0] in known:
             words.append(word)
             continue
         values = []
         while rest and "=" not in word and not rest[0].startswith("-") and "=" not in rest[0]:
-            values.append(rest.pop(0))
+            values.append(rest.popleft())
         others.append(word if "=" in word else f"{word}={' '.join(values) or 'true'}")
     return words, others
 

@@ -1,4 +1,4 @@
-"""Command `nemo-kto translate`: a configuration of TRL, ms-swift, LLaMA-Factory or axolotl as a command of this program."""
+"""Command `nemo-kto translate`: a configuration of TRL or ms-swift as a command of this program."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from nemo_kto.algorithms.recipes import RECIPES
 from nemo_kto.cli import integer_from
 from nemo_kto.cli.job import Job, refuse_mistakes
 from nemo_kto.config import compose
-from nemo_kto.config.check import read_positions
+from nemo_kto.config.check import SHORT, read_positions
 from nemo_kto.config.mistakes import find_mistakes
-from nemo_kto.config.option_files import ALGORITHM, read_options
+from nemo_kto.config.option_files import read_options
 from nemo_kto.config.schema import config_type
 from nemo_kto.config.trainer_options import table
 from nemo_kto.config.translation import Translation, translate
@@ -21,21 +21,20 @@ from nemo_kto.utils.field_errors import names
 from nemo_kto.utils.text import shell_comment
 
 _DESCRIPTION = """\
-Print the command of this program for a configuration of TRL, ms-swift, LLaMA-Factory or axolotl: a YAML or JSON file, a
-shell script with its command line, or a Python program that uses TRL, which is not run. The command also sets the defaults
-of the other trainer. Options without a counterpart are listed with the reason, as comments.
+Print the command of this program for a configuration of TRL or ms-swift: a YAML or JSON file, a shell script with its
+command line, or a Python program that uses TRL, which is not run. The command also sets the defaults of the other trainer.
+Options without a counterpart are listed with the reason, as comments.
 """
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the command; raise UserError if the file cannot be translated."""
     flags = _parser().parse_args(list(argv))
-    options, folder = read_options(flags.file), flags.file.parent
-    algorithm = options.pop(ALGORITHM, None) if flags.file.suffix == ".py" else None
-    recipe = RECIPES.get(flags.algorithm or algorithm or "")
-    if flags.ranks is not None:
-        options["nproc_per_node"] = flags.ranks
-    found = translate(options, trainer=flags.trainer, recipe=recipe, folder=folder)
+    given = read_options(flags.file)
+    values = given.values | ({} if flags.ranks is None else {"nproc_per_node": flags.ranks})
+    trainer, recipe = flags.trainer or given.trainer, RECIPES.get(flags.algorithm or "")
+    found = translate(values, trainer=trainer, method=given.method, recipe=recipe)
+    found = found._replace(without=given.without | found.without, notes=[*given.notes, *found.notes])
     print(f"{shell_comment(f'{flags.file}, of {found.trainer}')}\n{found.command()}")
     comments = [*found.remarks(), *(f"to be corrected: {error}" for error in remaining_errors(found))]
     if comments:
@@ -54,19 +53,19 @@ def refuse_options(job: Job, others: Sequence[str], words: Sequence[str]) -> NoR
 
     ``words`` are the positions and overrides in our form; they take precedence.
     """
-    given, _ = read_positions(words, job.recipe)
     options = dict(option[2:].split("=", 1) for option in others)
-    ours = names(config_type(job.recipe))
-    given += [f"{key}={options.pop(key)}" for key in list(options) if key in ours]
-    found = translate(options, recipe=job.recipe, with_defaults=False)
+    ours = names(config_type(job.recipe)).keys() | SHORT
+    given, _ = read_positions([*words, *(f"{key}={options.pop(key)}" for key in list(options) if key in ours)], job.recipe)
+    known = {name: {*entry["names"], *entry["signs"]} for name, entry in table()["trainers"].items()}
+    trainer = max(known, key=lambda name: len(known[name] & options.keys()))
+    found = translate(options, trainer=trainer, recipe=job.recipe, with_defaults=False)
     own = {text.lstrip("+").partition("=")[0] for text in given}
     found = found._replace(overrides={key: value for key, value in found.overrides.items() if key not in own})
     recipe, source = job.recipe, job.source
     errors = find_mistakes([*others, *found.words(), *given], source=source, recipe=recipe, rules=lambda cfg: [])
     remarks = "".join(f"\n  {line}" for line in found.remarks())
-    refuse_mistakes(
-        errors, job.world, remedy=f"the options of {found.trainer} as keys:\n\n{found.command(given)}\n{remarks}"
-    )
+    title = f"the options of {found.trainer}" if options else "the options"
+    refuse_mistakes(errors, job.world, remedy=f"{title} as keys:\n\n{found.command(given)}\n{remarks}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,168 +2,259 @@
 
 from __future__ import annotations
 
-import ast
-import itertools
+import os
 import re
-import shlex
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from nemo_kto.algorithms.recipes import RECIPES
-from nemo_kto.errors import UserError
+from nemo_kto.config.trainer_options import table, too_large
+from nemo_kto.config.trl_programs import find_method, read_program
+from nemo_kto.errors import UserError, printable, show
 from nemo_kto.utils.files import load_yaml, read_bytes
 
-# Such as $(expr 16 / 4) in a script.
-_QUOTIENT = re.compile(r"\$\((?:expr|\() *(\d+) */ *(\d+) *\)\)?")
-_RANKS = ("nproc_per_node", "num_processes")  # of torchrun, ms-swift and accelerate
-_MAX_BYTES = 2**20
-ALGORITHM = "algorithm"  # option of a program that uses TRL: the algorithm of its configuration
-_CONFIGS = {f"{name.upper()}Config": name for name in RECIPES}  # TRL's class -> algorithm
-# Arguments of peft's LoraConfig: TRL's option, and peft's default.
-_LORA: dict[str, tuple[str, float | None]] = {
-    "r": ("lora_r", 8),
-    "lora_alpha": ("lora_alpha", 8),
-    "lora_dropout": ("lora_dropout", 0.0),
-    "target_modules": ("lora_target_modules", None),
-    "use_rslora": ("use_rslora", None),
-    "use_dora": ("use_dora", None),
-}
-_FILE_LOADERS = ("json", "csv", "parquet", "arrow", "text")  # of load_dataset, with data_files
+_MAX_BYTES = 2**20  # of a file; a script may have twice that with the values of its variables
+# Names in torchrun, deepspeed, ms-swift and accelerate: processes of each machine, machines, and processes of all machines.
+_RANKS = (("nproc_per_node", "num_gpus"), ("nnodes", "num_machines"), ("num_processes",))
+_ENVIRONMENT = ("nproc_per_node", "nnodes", "use_hf")  # variables that ms-swift reads, in capitals
+_VALUE = r"\$(?:\w+|\{[^{}\n]*\}|\((?:[^()\n]|\([^()\n]*\))*\)|[@*#?!$])"
+_PIECE = re.compile(
+    rf"""\\(?:\r?\n|\Z) | \\(?P<escaped>.) | '(?P<single>[^']*)' | "(?P<double>[^"\\]*(?:\\.[^"\\]*)*)" | (?P<value>{_VALUE})
+    | (?P<end>[\n;&|()<>`]+) | (?P<space>[ \t\r]+) | (?P<plain>[^\s\\'"$;&|()<>`]+|[$\f\v])""",
+    re.VERBOSE | re.DOTALL,
+)
+_IN_QUOTES = re.compile(rf'\\(?P<escaped>[$`"\\\n])|(?P<value>{_VALUE})')
+_VARIABLE = re.compile(r"\$\{?(?P<name>\w+)(?::?-(?P<default>[^{}$`]*))?\}?")
+_QUOTIENT = re.compile(r"(?:expr\s|\()\s*(\d{1,15})\s*/\s*(\d{1,15})\s*\)?")  # of $(expr 16 / 4) and $((16 / 4))
+_ASSIGNMENT = re.compile(r"(\w+)=(.*)", re.DOTALL)
 
 
-def read_options(file: Path) -> dict[str, Any]:
+class GivenOptions(NamedTuple):
+    """Options in a file of another trainer; the trainer and method if its command or program implies them."""
+
+    values: dict[str, Any]
+    trainer: str | None
+    method: str | None
+    without: dict[str, str]  # option as given -> why its value cannot be read
+    notes: list[str]
+
+
+def read_options(file: Path) -> GivenOptions:
     """Return the options in a file of another trainer; raise UserError if there are none."""
+    text = _read(file)
+    given = None
+    if file.suffix == ".py":
+        given = GivenOptions(*read_program(text, file))
+    elif file.suffix not in (".yaml", ".yml", ".json"):
+        given = _script_options(text, file)
+    given = given or GivenOptions(_yaml_options(text, file), None, None, {}, [])
+    for name, value in given.values.items():
+        if (wrong := too_large(value)) is not None:
+            line = next((number for number, each in enumerate(text.split("\n"), 1) if name in each), 1)
+            raise UserError(f"FILE must have {wrong}, got others in {name} ({file}:{line}); correct them")
+    return given._replace(values=_with_ranks(given.values))
+
+
+def _read(file: Path) -> str:
     try:
-        text = read_bytes(file, limit=_MAX_BYTES).decode("utf-8")
+        return read_bytes(file, limit=_MAX_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"FILE must be a text file that can be read, got {file}: {error}") from error
-    if file.suffix == ".py":
-        return _program_options(text, file)
-    is_script = file.suffix not in (".yaml", ".yml", ".json")
-    content: Any = dict(_script_options(text)) if is_script else None
+
+
+def _yaml_options(text: str, file: Path) -> dict[str, Any]:
     try:
-        content = content or load_yaml(text)
+        content = load_yaml(text)
     except ValueError as error:
-        if not is_script:
-            raise UserError(f"FILE must be valid YAML, got {file}: {error}") from error
+        raise UserError(f"FILE must be valid YAML, got {file}: {error}") from error
     if not isinstance(content, dict) or not content:
         raise UserError(f"FILE must have options KEY: VALUE, or a command line with --KEY VALUE, got none in {file}")
-    ranks = next((content.pop(name) for name in _RANKS if name in content), None)
-    return {str(name): value for name, value in content.items()} | ({} if ranks is None else {"nproc_per_node": ranks})
+    return {str(name): value for name, value in content.items()}
 
 
-def _program_options(text: str, file: Path) -> dict[str, Any]:
-    """Return the options of a Python program that uses TRL, from the calls in it; the program is not run.
-
-    The configuration of the algorithm, LoraConfig, and the names in from_pretrained and load_dataset are read. Values must
-    be literals, or names that are assigned a literal once.
-    """
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UserError(f"FILE must be a Python program, got {file}: {error}") from error
-    calls: dict[str, list[ast.Call]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            calls.setdefault(_called(node.func), []).append(node)
-    configs = [name for name in _CONFIGS if name in calls]
-    if len(configs) != 1:
-        got = " and ".join(configs) or "no such call"
-        raise UserError(f"FILE must call one of {', '.join(_CONFIGS)} if it is a Python program, got {got} in {file}")
-    model = next((name for name in calls if name.startswith("AutoModel")), "")
-    read = {name: calls[name] for name in (*configs, "LoraConfig", "load_dataset", model) if name in calls}
-    for name, found in read.items():
-        if len({ast.dump(call) for call in found}) > 1:
-            raise UserError(f"FILE must call {name} with one set of arguments, got several in {file}; leave the others out")
-    config, lora, data, of_model = (read.get(name, [None])[0] for name in (configs[0], "LoraConfig", "load_dataset", model))
-    assert config is not None
-    given = {f"argument {number}": value for number, value in enumerate(config.args)} | _keywords(config) | _data_of(data)
-    if config.args:
-        given["output_dir"] = given.pop("argument 0")
-    if lora is not None:
-        arguments = _keywords(lora) | ({"**": lora.args[0]} if lora.args else {})
-        given |= {name: arguments.pop(theirs, ast.Constant(default)) for theirs, (name, default) in _LORA.items()}
-        given |= {"use_peft": ast.Constant(True)} | {name: value for name, value in arguments.items() if name == "**"}
-    if of_model is not None and of_model.args:
-        given["model_name_or_path"] = of_model.args[0]
-    return {ALGORITHM: _CONFIGS[configs[0]], **_literals(given, tree, file)}
+def _with_ranks(values: dict[str, Any]) -> dict[str, Any]:
+    """Name the numbers of machines, and of processes on each, as ms-swift names them."""
+    ranks, nodes, total = (next((values.pop(name) for name in names if name in values), None) for names in _RANKS)
+    if ranks is None and all(re.fullmatch(r"\d{1,9}", str(number)) for number in (total, nodes or 1)):
+        ranks = int(str(total)) // max(1, int(str(nodes or 1)))
+    found = {"nproc_per_node": total if ranks is None else ranks, "nnodes": nodes}
+    return values | {name: value for name, value in found.items() if value is not None}
 
 
-def _literals(given: Mapping[str, ast.expr], tree: ast.Module, file: Path) -> dict[str, Any]:
-    """Return the values of literals, and of names that the program assigns a literal once; UserError lists all others."""
-    values, assigned = dict[str, ast.expr](), Counter[str]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            values[node.targets[0].id] = node.value
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            assigned[node.id] += 1
-        elif isinstance(node, ast.arg):
-            assigned[node.arg] += 1
-    wrong, found = [], dict[str, Any]()
-    for name, value in given.items():
-        variable = value.id if isinstance(value, ast.Name) else ""
-        try:
-            if name == "**":
-                raise ValueError("arguments without names")
-            found[name] = ast.literal_eval(values.get(variable, value) if assigned[variable] == 1 else value)
-        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            wrong.append(f"{name}={ast.unparse(value)[:60]} (line {value.lineno})")
-    if wrong:
-        raise UserError(f"FILE must have literal values, got {', '.join(wrong)}; write these values into a copy of {file}")
-    return {name: value for name, value in found.items() if value is not None}
+class _Command(NamedTuple):
+    """A command of a shell script."""
+
+    line: int
+    words: list[str]
+    assigned: dict[str, str]  # variables before it
+    open: set[str]  # words of the script with a part whose value it does not show
+
+    def entry(self) -> tuple[int, str | None, str | None]:
+        """Return the number of words before the options of a training, 0 if it is none, its trainer and its method."""
+        for index, word in enumerate(self.words):
+            program, following = word.rpartition("/")[2], "".join(self.words[index + 1 : index + 2])
+            if program in ("swift", "megatron") and following == "rlhf":
+                return index + 2, "megatron-swift" if program == "megatron" else "ms-swift", None
+            if program == "trl" and following in table()["methods"]:
+                return index + 2, "trl", following
+            if program.endswith(".py") and not word.startswith("-"):
+                named = [part for part in re.split(r"[^a-z]+", program.lower()) if part in table()["methods"]]
+                return index + 1, None, next(iter(named), None)
+        return 0, None, None
 
 
-def _called(function: ast.expr) -> str:
-    """Return the name of a called function, or of the class whose from_pretrained is called."""
-    if isinstance(function, ast.Attribute):
-        return _called(function.value) if function.attr == "from_pretrained" else function.attr
-    return function.id if isinstance(function, ast.Name) else ""
+def _script_options(text: str, file: Path) -> GivenOptions | None:
+    """Return the options of the training command of a shell script, which is not run; None if it has no options."""
+    script = _Script(file=file)
+    script.read(text)
+    commands = [(each.entry(), each) for each in script.commands if any(word.startswith("--") for word in each.words)]
+    if not commands:
+        return None
+    (start, trainer, method), command = max(commands, key=lambda each: (each[0][0] > 0, len(each[1].words)))
+    place, without = f"{file}:{command.line}", dict[str, str]()
+    others = [str(each.line) for entry, each in commands if entry[0] and each is not command]
+    notes = [f"{place} is translated, and the training in line {', '.join(others[:9])} is not"] if others else []
+    environment = script.variables | command.assigned
+    values: dict[str, Any] = {name: environment[name.upper()] for name in _ENVIRONMENT if name.upper() in environment}
+    for name, value in read_command_line(command.words[: max(0, start - 1)]):
+        if any(name in names for names in _RANKS):
+            values[name] = value
+        elif name:
+            notes.append(f"--{name} of the launcher is not read; --ranks N is the number of GPUs")
+    words, config = _config_file(command.words[start:], place, file)
+    values |= config
+    for name, value in read_command_line(words):
+        parts = [str(value), f"--{name}={value}"] if not isinstance(value, list) else [*value, f"--{name}={value[-1]}"]
+        if not name or not command.open.isdisjoint(parts):
+            reason = "does not show its value; write it there" if name else "has it before the options"
+            without[printable(f"{name}={value}" if name else str(value))] = f"{place} {reason}"
+        else:
+            values[name] = value
+    if trainer not in (None, "trl"):
+        values.setdefault("rlhf_type", "dpo")  # the default of ms-swift
+    program = file.parent / command.words[max(0, start - 1)]
+    if start and method is None and trainer is None and os.path.isfile(program):
+        method = find_method(_read(program))
+    return GivenOptions(values, trainer, method, without, notes)
 
 
-def _keywords(call: ast.Call) -> dict[str, ast.expr]:
-    """Return the keyword arguments of a call; ** is an argument without a literal value."""
-    return {keyword.arg or "**": keyword.value for keyword in call.keywords}
-
-
-def _data_of(call: ast.Call | None) -> dict[str, ast.expr]:
-    """Return TRL's options for the data that load_dataset loads."""
-    if call is None or not call.args:
-        return {}
-    keywords, (name, *others) = _keywords(call), call.args
-    if isinstance(name, ast.Constant) and name.value in _FILE_LOADERS and "data_files" in keywords:
-        return {"dataset_name": keywords["data_files"]}
-    options = {"dataset_name": name, "dataset_train_split": keywords.get("split")}
-    options["dataset_config"] = keywords.get("name", next(iter(others), None))
-    return {option: value for option, value in options.items() if value is not None}
-
-
-def _script_options(text: str) -> Iterator[tuple[str, object]]:
-    """Yield the options of the longest command line of a shell script, with the algorithm in its name and its ranks."""
-    lines = text.replace("\\\n", " ").splitlines()
-    line = max(lines, key=lambda each: each.count(" --"), default="")
-    assigned = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=(\S+)\s*$", text, re.MULTILINE))
-    line = re.sub(r"\$\{?(\w+)\}?", lambda match: assigned.get(match[1], match[0]), line)
-    line = _QUOTIENT.sub(lambda match: str(int(match[1]) // max(1, int(match[2]))), line)
-    try:
-        words = shlex.split(line, comments=True) if " --" in line else []
-    except ValueError as error:
-        raise UserError(f"FILE must be a shell script with closed quotes, got {line.strip()[:80]}: {error}") from error
-    for word in words:
-        name, separator, value = word.partition("=")
-        if separator and name.lower() in (*_RANKS, "use_hf"):
-            yield name.lower(), value
-    yield from read_command_line(words)
+def _config_file(words: Sequence[str], place: str, file: Path) -> tuple[list[str], dict[str, Any]]:
+    """Return a command line without --config FILE, or FILE as its first word, and the options in that YAML file."""
+    rest = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    if rest[:1] and rest[0].endswith((".yaml", ".yml", ".json")):
+        rest.insert(0, "--config")
+    if "--config" not in rest[:-1]:
+        return list(words), {}
+    index = rest.index("--config")
+    name = rest[index + 1]
+    found = next((path for path in (file.parent / name, Path(name)) if os.path.isfile(path)), None)
+    if found is None:
+        got = printable(name, 200)
+        raise UserError(f"{place} must name a --config that exists, got {got}; put it beside the script, or translate it")
+    return rest[:index] + rest[index + 2 :], _yaml_options(_read(found), found)
 
 
 def read_command_line(words: Sequence[str]) -> Iterator[tuple[str, object]]:
-    """Yield the options --NAME VALUE ... and --NAME=VALUE of a command line; an option without a value is true."""
-    rest = list(itertools.dropwhile(lambda word: not word.startswith("--"), words))
-    while rest:
-        name, separator, value = rest.pop(0).partition("=")
-        values = [value] if separator else []
-        while rest and not rest[0].startswith("--"):
-            values.append(rest.pop(0))
-        if name.startswith("--"):
-            yield name[2:].replace("-", "_"), (values[0] if len(values) == 1 else values or True)
+    """Yield the options --NAME VALUE ... and --NAME=VALUE; one without a value is true, and words before have no name."""
+    name, values = "", list[str]()
+    for word in [*words, "--"]:
+        if not word.startswith("--"):
+            values.append(word)
+            continue
+        if name or values:
+            yield name, (values[0] if len(values) == 1 else values or True)
+        name, separator, value = word[2:].partition("=")
+        name, values = name.replace("-", "_"), [value] if separator else []
+
+
+@dataclass(kw_only=True)
+class _Script:
+    """Splits a shell script into commands and replaces the variables that it assigns."""
+
+    file: Path
+    commands: list[_Command] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+    line: int = 1
+    start: int = 1  # line in which the command begins
+    size: int = 0
+    words: list[str] = field(default_factory=list)
+    word: list[str] | None = None  # parts of the word that is read
+    is_open: bool = False  # the word has a part without a value
+    open: set[str] = field(default_factory=set)
+
+    def read(self, text: str) -> None:
+        position = 0
+        while position < len(text):
+            piece = _PIECE.match(text, position)
+            if piece is None:
+                got = show(text[position : position + 40])
+                raise UserError(f"FILE must have closed quotes, got {got} in {self.file}:{self.line}; close them")
+            if piece["plain"] is not None and self.word is None and piece[0].startswith("#"):
+                end = text.find("\n", position)
+                position = len(text) if end < 0 else end
+                continue
+            self._add(piece)
+            position = piece.end()
+            self.line += piece[0].count("\n")
+        self._end_command()
+
+    def _add(self, piece: re.Match[str]) -> None:
+        text = next((piece[kind] for kind in ("escaped", "single", "plain") if piece[kind] is not None), None)
+        if text is not None:
+            self._append(text)
+        elif piece["double"] is not None:
+            self._append(_IN_QUOTES.sub(lambda part: part["escaped"] or self._expand(part["value"]), piece["double"]))
+        elif piece["value"] is not None:
+            value = self._expand(piece["value"])
+            for number, part in enumerate([value] if value == piece[0] else value.split()):
+                if number:
+                    self._end_word()
+                self._append(part)
+        elif piece["space"] is not None:
+            self._end_word()
+        elif piece["end"] is not None:
+            if piece[0][0] in "<>" and "".join(self.word or ()).isdecimal():
+                self.word = None  # 2> is no word
+            self._end_command()
+
+    def _append(self, text: str) -> None:
+        self.word = [] if self.word is None else self.word
+        self.word.append(text)
+        self.size += len(text)
+        if self.size > 2 * _MAX_BYTES:
+            limit = f"{2 * _MAX_BYTES:,} bytes with the values of its variables"
+            raise UserError(f"FILE must have at most {limit}, got more in {self.file}:{self.line}; shorten it")
+
+    def _expand(self, text: str) -> str:
+        """Return the value for $NAME, ${NAME:-DEFAULT} or $(expr A / B); others as they are written."""
+        variable = _VARIABLE.fullmatch(text)
+        if variable is not None and (value := self.variables.get(variable["name"], variable["default"])) is not None:
+            return value
+        inner = re.sub(r"\$\{?(\w+)\}?", lambda part: self.variables.get(part[1], part[0]), text[2:-1])
+        numbers = _QUOTIENT.fullmatch(inner.strip()) if text.startswith("$(") else None
+        if numbers is not None and int(numbers[2]):
+            return str(int(numbers[1]) // int(numbers[2]))
+        self.is_open = True
+        return text
+
+    def _end_word(self) -> None:
+        if self.word is not None:
+            self.start = self.start if self.words else self.line
+            self.words.append("".join(self.word))
+            if self.is_open:
+                self.open.add(self.words[-1])
+        self.word, self.is_open = None, False
+
+    def _end_command(self) -> None:
+        self._end_word()
+        rest = self.words[1:] if self.words[:1] in (["export"], ["declare"], ["local"], ["readonly"]) else self.words
+        given = dict[str, str]()
+        while rest and (assigned := _ASSIGNMENT.fullmatch(rest[0])) is not None:
+            given |= {} if rest[0] in self.open else {assigned[1]: assigned[2]}
+            rest = rest[1:]
+        if rest:
+            self.commands.append(_Command(self.start, rest, given, self.open))
+        else:
+            self.variables |= given
+        self.words = []

@@ -85,7 +85,7 @@ def test_a_report_of_foreign_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ["translate", "lf.yaml"],
+        ["translate", "swift.yaml"],
         ["translate", FOREIGN],
         ["data", "preview", "rows.jsonl", "--model", "{model}"],
         ["data", "preview", FOREIGN, "--model", "{model}"],
@@ -110,8 +110,8 @@ def test_output_and_errors_of_commands(
 ) -> None:
     row = {"prompt": FOREIGN, "response": FOREIGN, "label": True, FOREIGN: 1}
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n")
-    (tmp_path / "lf.yaml").write_text(
-        json.dumps({"stage": "kto", "dataset": FOREIGN, FOREIGN: FOREIGN, "lora_rank": FOREIGN})
+    (tmp_path / "swift.yaml").write_text(
+        json.dumps({"rlhf_type": "kto", "dataset": FOREIGN, FOREIGN: FOREIGN, "lora_rank": FOREIGN})
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["nemo-kto", *(word.format(model=tiny_llama) for word in command)])

@@ -22,7 +22,7 @@ COMMANDS = [
     ["import", "missing.nemo", "out"],
     ["label", "answers.jsonl", "--out", "thumbs.jsonl", "--score", "os.path.samefile"],
     ["check", "--help"],
-    ["translate", "lf.yaml"],
+    ["translate", "swift.yaml"],
     ["data", "tokenise", "--help"],
     ["check", "kto", "model.optim.lr=fast", "--nodes", "2", "--gpus-per-node", "8"],
     ["chat", "nowhere"],
@@ -53,7 +53,7 @@ MAX_MODULES = 800  # 388 before anything is composed and 620 after it; with torc
 
 def test_commands_without_a_model_import_no_torch(tmp_path: Path, tiny_llama: Path) -> None:
     rows = [{"prompt": f"p{number}", "response": "r", "preference": "chosen"} for number in range(3)]
-    (tmp_path / "lf.yaml").write_text("stage: kto\ndataset: rows.jsonl\nmodel_name_or_path: m\n")
+    (tmp_path / "swift.yaml").write_text("rlhf_type: kto\ndataset: rows.jsonl\nmodel: m\n")
     (tmp_path / "answers.jsonl").write_text('{"prompt": "p", "answer": "a", "model": "m", "line": 1, "index": 0}')
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     environment = {**os.environ, "PYTHONPATH": fork_server.search_path(REPOSITORY), "NEMO_KTO_FORCE_CPU": "1"}

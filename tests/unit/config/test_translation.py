@@ -1,4 +1,4 @@
-"""Options of TRL, ms-swift, LLaMA-Factory and axolotl as keys of this project."""
+"""Options of TRL and ms-swift as keys of this project."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from nemo_kto.algorithms.recipes import DPO, KTO, RECIPES
 from nemo_kto.cli import translate as command
+from nemo_kto.cli.job import Job
+from nemo_kto.config.compose import our_source
 from nemo_kto.config.option_files import read_options
 from nemo_kto.config.saved_config import read_saved
 from nemo_kto.config.schema import config_type
@@ -26,20 +28,6 @@ from tests.helpers.messages import Message, raises
 
 TUNING, SCHEDULE = "model.peft.lora_tuning", "model.optim.sched"
 
-LLAMA_FACTORY = """
-model_name_or_path: Qwen/Qwen3-4B-Instruct-2507
-stage: kto
-do_train: true
-kto_chosen_weight: 1.33
-dataset: mine
-template: qwen3_nothink
-per_device_train_batch_size: 1
-gradient_accumulation_steps: 8
-val_size: 0.1
-eval_strategy: steps
-eval_steps: 500
-report_to: none
-"""
 MEGATRON_SWIFT = r"""
 NPROC_PER_NODE=4 \
 CUDA_VISIBLE_DEVICES=0,1,2,3 \
@@ -60,32 +48,10 @@ megatron rlhf \
 def values_of(text: str, name: str, folder: Path, **options: Any) -> tuple[str, dict[str, object], list[str]]:
     """The algorithm, our keys, and the remarks of a file."""
     (folder / name).write_text(text)
-    found = translate(read_options(folder / name), folder=folder, **options)
+    given = read_options(folder / name)
+    found = translate(given.values, trainer=given.trainer, method=given.method, **options)
     assert command.remaining_errors(found) == []
     return found.recipe.name, found.overrides, found.remarks()
-
-
-def test_a_file_of_llama_factory(tmp_path: Path) -> None:
-    entry = {"file_name": "mine.jsonl", "columns": {"prompt": "question"}, "ranking": False}
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/dataset_info.json").write_text(json.dumps({"mine": entry}))
-    algorithm, keys, remarks = values_of(LLAMA_FACTORY, "lf.yaml", tmp_path, ranks=4)
-    assert algorithm == "kto"
-    expected = {
-        "pretrained_checkpoint.restore_from_path": "hf:Qwen/Qwen3-4B-Instruct-2507",
-        "model.data.data_prefix": str(tmp_path / "data/mine.jsonl"),
-        "model.global_batch_size": 32,
-        "trainer.kto.val_check_interval": 500,
-        "model.kto.desirable_loss_weight": 1.33,
-        "exp_manager.create_tensorboard_logger": False,
-    }
-    assert {key: keys.get(key) for key in expected} == expected
-    assert [line for line in remarks if "no counterpart" in line] == [
-        Message("mine.columns={prompt:question}", "model.data.fields"),
-        Message("do_train=true", "trains"),
-        Message("template=qwen3_nothink", "tokenizer"),
-    ]
-    assert [line for line in remarks if "model.global_batch_size" in line] == [Message("1", "8", "4")]
 
 
 def test_a_script_of_megatron_swift(tmp_path: Path) -> None:
@@ -122,25 +88,6 @@ def test_names_on_modelscope(options: dict[str, object], data: object, remarks: 
 
 
 @pytest.mark.parametrize(
-    ("entry", "keys", "said"),
-    [
-        ({"path": "a/b", "type": "chatml.icr"}, {"fields": {"prompt": "input"}, "apply_chat_template": True}, []),
-        ({"path": "json", "data_files": ["a.jsonl", "b.jsonl"]}, {"data_prefix": ["a.jsonl", "b.jsonl"]}, []),
-        ({"path": "a/b", "data_files": "x.parquet"}, {"data_prefix": "hf:a/b"}, [Message("datasets.data_files=x.parquet")]),
-        (
-            {"path": "a/b", "type": "chat_template.default", "field_messages": "turns"},
-            {"data_prefix": "hf:a/b", "apply_chat_template": None},
-            [Message("datasets.type=chat_template.default"), Message("datasets.field_messages=turns")],
-        ),
-    ],
-)
-def test_data_sets_of_axolotl(entry: dict[str, object], keys: dict[str, object], said: list[Message]) -> None:
-    found = translate({"rl": "dpo", "datasets": [entry]}, trainer="axolotl")
-    assert {key: found.overrides.get(f"model.data.{key}") for key in keys} == keys
-    assert [line for line in found.remarks() if "no counterpart" in line] == said
-
-
-@pytest.mark.parametrize(
     ("losses", "weights", "reason"),
     [
         (["sft"], None, "a preference loss"),
@@ -162,7 +109,6 @@ CONVERTED: list[tuple[dict[str, object], dict[str, object]]] = [
     ({"max_steps": 100}, {"trainer.dpo.max_steps": 100, "trainer.dpo.max_epochs": 1_000_000}),
     ({"num_train_epochs": 2.5}, {"trainer.dpo.max_epochs": 3}),
     ({"warmup_steps": 20}, {f"{SCHEDULE}.warmup_ratio": None, f"{SCHEDULE}.warmup_steps": 20}),
-    ({"evals_per_epoch": 4}, {"trainer.dpo.val_check_interval": 0.25}),
     ({"rpo_alpha": 2}, {"model.dpo.sft_loss_weight": 2, "model.dpo.sft_token_mean": True}),
     (
         {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},  # MPO
@@ -228,7 +174,7 @@ def test_values_are_converted(options: dict[str, object], expected: dict[str, ob
         ({"gradient_checkpointing": {"a": 1}}, Message("gradient_checkpointing={a:1}", "not supported")),
         ({"loss_type": "sigmoid sft", "rpo_alpha": 2}, Message("loss_type", "sft_loss_weight", "rpo_alpha=2")),
         ({"dtype": "bfloat16", "torch_dtype": "float32"}, Message("torch_dtype=float32", "dtype")),
-        ({"datasets": ["e.jsonl"]}, Message("dataset_name=d.jsonl", "datasets is used")),
+        ({"datasets": ["e.jsonl"]}, Message("dataset_name=d.jsonl", "datasets is used", "model.data.data_prefix")),
         ({"lr_scheduler_kwargs": {"num_cycles": 2}}, Message("lr_scheduler_kwargs", "min_lr_rate")),
         ({"use_peft": True, "layers_to_transform": "0 all"}, Message("layers_to_transform", "numbers")),
         ({"shuffle_dataset": False}, Message("shuffle_dataset=false", "no option of TRL")),
@@ -281,20 +227,24 @@ def test_the_algorithm_is_found_or_asked_for() -> None:
     assert translate({"model": "m", "dataset": "d", "rlhf_type": "orpo"}).overrides["model.dpo.preference_loss"] == "orpo"
     key = "model.dpo.ref_policy_kl_penalty"
     assert translate({"model": "m", "dataset": "d", "rlhf_type": "simpo"}).overrides[key] == 2.0
-    assert translate({"base_model": "m", "rl": "simpo"}).overrides[key] == 0.1, "the default of TRL's CPOConfig"
+    assert translate(TRL | {"loss_type": "simpo"}, method="cpo").overrides[key] == 0.1, "the default of TRL's CPOConfig"
     with pytest.raises(UserError) as error:
         translate(TRL)
     assert str(error.value) == Message("--algorithm", "kto", "dpo", "none")
     with pytest.raises(UserError) as error:
+        translate({"rlhf_type": "grpo", "model": "m"})
+    assert str(error.value) == Message("method", "kto", "grpo")
+    with pytest.raises(UserError) as error:
         translate({"stage": "sft", "cutoff_len": 5})
-    assert str(error.value) == Message("stage", "kto", "sft")
+    assert str(error.value) == Message("TRL or ms-swift", "cutoff_len, stage of LLaMA-Factory", "from-llama-factory.md")
 
 
 def test_every_key_in_the_tables_exists() -> None:
     known = set().union(*(names(config_type(recipe)) for recipe in RECIPES.values())) | {"hardware"}
-    found = {text.split("=")[0] for values in table()["values"].values() for texts in values.values() for text in texts}
+    tables = [*table()["values"].values(), table()["losses"]]
+    found = {text.split("=")[0] for values in tables for texts in values.values() for text in texts}
     found |= {key.replace("NAME", name) for key in table()["keys"].values() for name in RECIPES}
-    assert len(found) > 50
+    assert len(found) >= 50
     assert found - known == set()
     for trainer in table()["trainers"].values():
         assert trainer["title"]
@@ -385,7 +335,6 @@ def test_a_program_that_uses_trl_is_read_and_not_run(tmp_path: Path, capsys: pyt
         ("def f(lr):\n    KTOConfig(learning_rate=lr)\nlr = 1e-5", ["learning_rate=lr", "literal"]),
         ("KTOConfig(beta=0.1)\nKTOConfig(beta=0.2)", ["KTOConfig", "several"]),
         ("KTOConfig()\nDPOConfig()", ["KTOConfig and DPOConfig"]),
-        ("KTOConfig(); LoraConfig(16)", ["**=16", "literal"]),
         ("DPOConfig(**settings)", ["**=settings", "literal"]),
         ("SFTConfig(learning_rate=1e-5)", ["KTOConfig", "DPOConfig", "train.py"]),
         ("KTOConfig(", ["Python program", "train.py"]),
@@ -395,3 +344,85 @@ def test_programs_that_cannot_be_read(program: str, words: list[str], tmp_path: 
     (tmp_path / "train.py").write_text(program)
     with raises(UserError, *words):
         command.main([str(tmp_path / "train.py")])
+
+
+DATA, MODEL = "model.data.data_prefix", "pretrained_checkpoint.restore_from_path"
+LOAD = "rows = load_dataset('json', data_files={'train': 'a.jsonl', 'test': 'b.jsonl'})\n"
+# Programs and scripts, the values that their commands have, and the parts of remarks; None for a key that is not set.
+READ: list[tuple[str, str, dict[str, object], list[Message]]] = [
+    ("a.py", f"{LOAD}KTOTrainer(model='o/m', train_dataset=rows['train'], eval_dataset=rows['test'])",
+     {DATA: {"train": "a.jsonl", "validation": "b.jsonl"}, MODEL: "hf:o/m", "model.global_batch_size": 8,
+      "trainer.kto.val_check_interval": 0}, []),
+    ("a.py", f"{LOAD}KTOTrainer('o/m', train_dataset=rows['train'], callbacks=[mine()])",
+     {DATA: "a.jsonl"},
+     [Message("data_files.test=b.jsonl"), Message("callbacks=[mine()]", "docs/guides/python.md")]),
+    ("a.py", "rows = load_dataset('o/d', split='train[:1000]')\nDPOTrainer('o/m', train_dataset=rows.map(f))",
+     {DATA: "hf:o/d"},
+     [Message("split=train[:1000]", "all rows"), Message("map in", "a.py:2", "not applied")]),
+    ("a.py", "a = DPOConfig('o', max_length=None, model_init_kwargs={'dtype': 'bfloat16', 'foo': 1})\na.beta = 0.5\n"
+     "m = AutoModelForCausalLM.from_pretrained('o/m', revision='r').to('cuda')\nDPOTrainer(m, ref_model='o/n', args=a)",
+     {MODEL: "hf:o/m@r", "model.reference.restore_from_path": "hf:o/n", "model.dpo.ref_policy_kl_penalty": 0.5,
+      "model.data.seq_length": None, "trainer.precision": "bf16"}, [Message("model_init_kwargs.foo=1")]),
+    ("a.py", "rows = load_dataset('o/d')\nrows = rows['train'].train_test_split(test_size=0.1)\n"
+     "ORPOTrainer('o/m', args=ORPOConfig(), train_dataset=rows['train'], eval_dataset=rows['test'])",
+     {DATA: "hf:o/d", "model.data.splits_string": "90,10", "model.dpo.preference_loss": "orpo"}, []),
+    ("a.sh", "accelerate launch --num_processes 8 --num_machines 2 --mixed_precision bf16 scripts/run_kto.py "
+     "--dataset_name o/d --eval_strategy epoch --no_remove_unused_columns 2>&1 | tee log &",
+     {DATA: {"train": "hf:o/d", "validation": "hf:o/d:test"}, "trainer.devices": 4, "trainer.num_nodes": 2},
+     [Message("--mixed_precision", "launcher"), Message("remove_unused_columns=false")]),
+    ("a.sh", "torchrun --nproc_per_node 2 mine.py --config a.yaml --beta 0.3",
+     {"model.kto.ref_policy_kl_penalty": 0.3, "model.optim.lr": 5e-7, "model.global_batch_size": 16}, []),
+    ("a.sh", "export NPROC_PER_NODE=2\nLR=1e-5 # it's fast\nswift rlhf --rlhf_type kto --dataset 'a#b.jsonl' c.jsonl#20 \\\n"
+     " --lr $LR --beta $NONE --output_dir \"out/${SIZE:-7b}/$((4 / 2))\"",
+     {DATA: ["a", "c.jsonl"], "model.optim.lr": 1e-5, "trainer.devices": 2, "exp_manager.explicit_log_dir": "out/7b/2",
+      "model.kto.ref_policy_kl_penalty": 0.1}, [Message("beta=$NONE", "a.sh:3"), Message("c.jsonl", "20")]),
+    ("a.sh", "trl kto --dataset_name a.jsonl --max_steps 1 2>&1 | tee log\ntrl dpo --dataset_name b.jsonl",
+     {DATA: "a.jsonl", "trainer.kto.max_steps": 1},
+     [Message("line 2")]),
+    ("a.yaml", "{loss_type: [exo_pair, robust], label_smoothing: 0.1}",
+     {"model.dpo.label_smoothing": 0.1, "model.dpo.exo_label_smoothing": 0.1}, []),
+    ("a.yaml", "{loss_type: [sigmoid, aot], label_smoothing: 0.1}", {"model.dpo.label_smoothing": 0.1},
+     [Message("label_smoothing", "sigmoid is smoothed as well")]),
+    ("a.yaml", "{loss_type: hinge, label_smoothing: 0.1, warmup_ratio: 0.1, warmup_steps: 5}",
+     {"model.dpo.label_smoothing": None},
+     [Message("label_smoothing=0.1", "ignores"), Message("warmup_ratio=0.1", "warmup_steps")]),
+    ("a.yaml", "{loss_type: kto, model_name_or_path: experts}", {"model.moe_aux_loss_coeff": 0.001},
+     [Message("experts/config.json")]),
+    ("a.yaml", "{loss_type: kto, model_name_or_path: o/m}", {"model.moe_aux_loss_coeff": None},
+     [Message("router_aux_loss_coef")]),
+    ("a.yaml", "{loss_type: kto, router_aux_loss_coef: 0.02}", {"model.moe_aux_loss_coeff": 0.02}, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "values", "remarks"), READ)
+def test_programs_and_scripts_are_read(
+    name: str, text: str, values: dict[str, object], remarks: list[Message], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text("{learning_rate: 5.0e-7, beta: 0.2}")
+    (tmp_path / "mine.py").write_text("TrlParser((ScriptArguments, KTOConfig))")
+    (tmp_path / "experts").mkdir()
+    (tmp_path / "experts/config.json").write_text('{"router_aux_loss_coef": 0.001, "output_router_logits": false}')
+    (tmp_path / name).write_text(text)
+    given = read_options(Path(name))
+    found = translate(given.values, trainer=given.trainer, method=given.method)
+    lines = [*given.notes, *found.remarks(), *(f"{option}: {reason}" for option, reason in given.without.items())]
+    assert {key: found.overrides.get(key) for key in values} == values
+    assert [remark for remark in remarks if remark not in lines] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "title", "key"),
+    [
+        (["--lr=3"], "the options as keys", "model.optim.lr=3"),
+        (["--learning_rate=3"], "the options of TRL as keys", "model.optim.lr=3"),
+        (["--lora_rank=3"], "the options of ms-swift as keys", "adapter_dim=3"),
+    ],
+)
+def test_options_on_our_command_line_are_refused_with_their_keys(
+    options: list[str], title: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(recipe=KTO, source=our_source(KTO), world=None, elsewhere=False)
+    with pytest.raises(SystemExit):
+        command.refuse_options(job, options, ["m", "d.jsonl"])
+    assert Message(title, key, "data_prefix='d.jsonl'") == capsys.readouterr().err

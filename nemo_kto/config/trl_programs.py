@@ -1,0 +1,224 @@
+"""Python programs that use TRL: their options, read from the syntax tree; the program is not run."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_kto.algorithms.recipes import RECIPES
+from nemo_kto.config.trainer_options import table
+from nemo_kto.errors import UserError
+
+# Positional arguments of the trainers, which have no ref_model if the method has no reference, and of load_dataset.
+_ARGUMENTS = ("model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class")
+_DATA_ARGUMENTS = ("path", "name", "data_dir", "data_files")
+_LORA = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # defaults of peft's LoraConfig
+_OWN_NAMES = {  # of LoraConfig and from_pretrained -> TRL's
+    "r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
+    "revision": "model_revision", "torch_dtype": "dtype",
+}  # fmt: skip
+_LOADERS = ("AutoModel", "FastLanguageModel")  # beginnings of classes with from_pretrained
+# Functions and methods that change the rows of a data set, or make one.
+_CHANGES = tuple(
+    "map filter select take skip shard rename_column rename_columns remove_columns cast concatenate_datasets "
+    "interleave_datasets train_test_split from_list from_dict from_generator from_pandas from_json from_csv".split()
+)
+_DATA = ("load_dataset", "load_from_disk")
+_MAX_STEPS = 20  # calls, names and indices between a trainer's argument and the call that loads it
+
+
+def find_method(text: str) -> str | None:
+    """Return the method whose configuration or trainer the text of a program names, if it names one."""
+    methods = "|".join(table()["methods"])
+    found = {match[1].lower() for match in re.finditer(rf"\b({methods.upper()})(Config|Trainer)\b", text)}
+    return found.pop() if len(found) == 1 else None
+
+
+def read_program(text: str, file: Path) -> tuple[dict[str, Any], str, str, dict[str, str], list[str]]:
+    """Return the options, trainer, method, unread options with the reason, and notes on a program that uses TRL.
+
+    Values of the calls of the trainer and of those whose results it gets must be literals, or names of a literal.
+    """
+    program = _Program(text=text, file=file)
+    names = [name for name in program.calls if find_method(name) is not None]
+    method = find_method(" ".join(names))
+    parsers = [program.calls[name][0] for name in ("TrlParser", "HfArgumentParser") if name in program.calls]
+    if parsers and not any(name.endswith("Config") for name in names) and find_method(text) is not None:
+        got = f"a program that reads them from its command line ({file}:{parsers[0].lineno})"
+        remedy = "translate the shell script with this command line, or the YAML file of --config"
+        raise UserError(f"FILE must have the options, got {got}; {remedy}")
+    if method is None:
+        known, got = ", ".join(f"{name.upper()}Config" for name in RECIPES), " and ".join(names) or "no such call"
+        raise UserError(f"FILE must call one of {known}, or a trainer, if it is a Python program, got {got} in {file}")
+    order = [name for name in _ARGUMENTS if name != "ref_model" or method not in ("cpo", "orpo")]
+    arguments = program.arguments(program.only(f"{method.upper()}Trainer"), order)
+    config = program.value(arguments.pop("args", None))
+    config = config if isinstance(config, ast.Call) else program.only(f"{method.upper()}Config")
+    given = program.arguments(config, ("output_dir",)) | program.assigned_to(config)
+    given |= program.model(arguments.pop("model", None)) | program.adapters(arguments.pop("peft_config", None))
+    reference = program.model(arguments.pop("ref_model", ast.Constant(None))).get("model_name_or_path")
+    if reference is not None and program.segment(reference) != program.segment(given.get("model_name_or_path", reference)):
+        given["ref_model"] = reference
+    train, test = (arguments.pop(name, None) for name in ("train_dataset", "eval_dataset"))
+    arguments.pop("processing_class", None)
+    simple = {name: node for name, node in arguments.items() if isinstance(node, ast.Constant)}
+    values = program.literals(simple | given) | program.rows(train, test)
+    reason = "objects are not translated; callbacks are in docs/guides/python.md"
+    without = {f"{name}={program.segment(node)}": reason for name, node in arguments.items() if name not in simple}
+    lines = {name: program.calls[name][0].lineno for name in _CHANGES if name in program.calls}
+    notes = [f"rows: {name} in {file}:{line} is not applied; write the rows that it returns" for name, line in lines.items()]
+    return values, "trl", method, without, notes
+
+
+class _Program:
+    """The syntax tree of a program, with its calls and assignments by name."""
+
+    def __init__(self, *, text: str, file: Path) -> None:
+        try:
+            tree = ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise UserError(f"FILE must be a Python program, got {file}: {error}") from error
+        self.file, self.lines, self.assigned = file, re.split(rb"\r\n?|\n", text.encode()), Counter[str]()
+        self.calls: dict[str, list[ast.Call]] = {}
+        self.values: dict[str, ast.expr] = {}
+        self.attributes: dict[str, dict[str, ast.expr]] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                self.calls.setdefault(_called(node), []).append(node)
+            elif isinstance(node, ast.Assign) and len(node.targets) == 1:
+                target = node.targets[0]
+                if isinstance(target, ast.Name):
+                    self.values[target.id] = node.value
+                elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+                    self.attributes.setdefault(target.value.id, {})[target.attr] = node.value
+            elif isinstance(node, ast.arg) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)):
+                self.assigned[node.arg if isinstance(node, ast.arg) else node.id] += 1
+
+    def segment(self, node: ast.expr) -> str:
+        """Return the beginning of an expression as the program has it, in one line."""
+        end = node.end_col_offset if node.end_lineno == node.lineno else None
+        return self.lines[node.lineno - 1][node.col_offset : end][:60].decode("utf-8", errors="ignore")
+
+    def value(self, node: ast.expr | None) -> ast.expr | None:
+        """Return the value of a name that is assigned once; other expressions as they are."""
+        for _ in range(_MAX_STEPS):
+            if isinstance(node, ast.Name) and self.assigned[node.id] == 1:
+                node = self.values.get(node.id, node)
+        return node
+
+    def only(self, name: str) -> ast.Call | None:
+        """Return the call of a function that all its calls are equal to; None if there is none."""
+        found = self.calls.get(name, [])
+        if len({_shape(call) for call in found}) > 1:
+            text = f"FILE must call {name} with one set of arguments, got several in {self.file}"
+            raise UserError(f"{text}; leave the others out")
+        return found[0] if found else None
+
+    def arguments(self, node: ast.expr | None, order: Sequence[str] = ()) -> dict[str, ast.expr]:
+        """Return the arguments of a call by name; further positional ones as "argument N", and ** as "**"."""
+        if not isinstance(node, ast.Call):
+            return {}
+        names = [*order, *(f"argument {number}" for number in range(len(order), len(node.args)))]
+        given = dict(zip(names, node.args, strict=False)) | {each.arg or "**": each.value for each in node.keywords}
+        return {_OWN_NAMES.get(name, name): value for name, value in given.items()}
+
+    def assigned_to(self, config: ast.expr | None) -> dict[str, ast.expr]:
+        """Return the values that the program assigns to attributes of a configuration."""
+        names = [name for name in self.attributes if config is not None and self.values.get(name) is config]
+        return {attribute: value for name in names for attribute, value in self.attributes[name].items()}
+
+    def model(self, node: ast.expr | None) -> dict[str, ast.expr]:
+        """Return the name of a model, which may be the argument of from_pretrained, and the other arguments as options."""
+        found, adapters = self.value(node), dict[str, ast.expr]()
+        for _ in range(_MAX_STEPS):
+            name = _called(found) if isinstance(found, ast.Call) else ""
+            if isinstance(found, ast.Call) and found.args and name in ("PeftModel", "get_peft_model"):
+                if name == "PeftModel" and len(found.args) > 1:
+                    adapters["adapter_name_or_path"] = found.args[1]
+                found = self.value(found.args[0])
+            elif (
+                isinstance(found, ast.Call)
+                and isinstance(found.func, ast.Attribute)
+                and found.func.attr != "from_pretrained"
+            ):
+                found = self.value(found.func.value)  # such as MODEL.to("cuda")
+        if isinstance(found, ast.Constant):
+            return {"model_name_or_path": found} if isinstance(found.value, str) else {}
+        if not isinstance(found, ast.Call):
+            found = next((self.only(name) for name in self.calls if name.startswith(_LOADERS)), None)
+        given = self.arguments(found, ("pretrained_model_name_or_path",))
+        own = [given.pop(name) for name in ("pretrained_model_name_or_path", "model_name") if name in given]
+        return given | adapters | ({"model_name_or_path": own[0]} if own else {})
+
+    def adapters(self, node: ast.expr | None) -> dict[str, ast.expr]:
+        """Return TRL's options for LoraConfig."""
+        found = self.value(node)
+        if not isinstance(found, ast.Call):
+            found = None if isinstance(found, ast.Constant) else self.only("LoraConfig")
+        if found is None or _called(found) != "LoraConfig":
+            return {} if found is None else {"peft_config": found}
+        lora = {name: ast.Constant(default) for name, default in _LORA.items()}
+        return {**lora, "use_peft": ast.Constant(True), **self.arguments(found)}
+
+    def rows(self, train: ast.expr | None, test: ast.expr | None) -> dict[str, Any]:
+        """Return the options datasets and test_datasets, with the arguments of load_dataset."""
+        parted, found = self.only("train_test_split"), dict[str, Any]()
+        for option, node in {"datasets": train, "test_datasets": test}.items():
+            if (option == "datasets" or (test is not None and parted is None)) and (entry := self._entry(node, parted)):
+                found[option] = [entry]
+        if (size := self.arguments(parted, ("test_size",)).get("test_size")) is not None:
+            found["test_split_size"] = size.value if isinstance(size, ast.Constant) else self.segment(size)
+        return found
+
+    def _entry(self, node: ast.expr | None, parted: ast.Call | None) -> dict[str, Any]:
+        split, found = None, self.value(node)
+        for _ in range(_MAX_STEPS):
+            if isinstance(found, ast.Subscript):
+                split, found = found.slice, self.value(found.value)
+            elif isinstance(found, ast.IfExp):
+                found = self.value(found.body)
+            elif isinstance(found, ast.Call) and isinstance(found.func, ast.Attribute) and _called(found) not in _DATA:
+                found = self.value(found.func.value)  # such as ROWS.map(...)
+        if isinstance(found, ast.Constant):
+            return {}
+        if not isinstance(found, ast.Call) or _called(found) not in _DATA:
+            found = next(filter(None, map(self.only, _DATA)), None)
+        given = self.arguments(found, _DATA_ARGUMENTS)
+        return self.literals(given | ({} if split is None or parted or not given else {"split": split}))
+
+    def literals(self, given: Mapping[str, ast.expr]) -> dict[str, Any]:
+        """Return the values of literals and of types such as torch.bfloat16; UserError lists all other values."""
+        wrong, found = [], dict[str, Any]()
+        for name, node in given.items():
+            value = self.value(node)
+            try:
+                if isinstance(value, ast.Attribute) and self.segment(value).startswith("torch."):
+                    found[name] = value.attr
+                else:
+                    found[name] = ast.literal_eval("**" if name == "**" or value is None else value)
+            except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+                wrong.append(f"{name}={self.segment(node)} (line {node.lineno})")
+        if wrong:
+            listed = ", ".join(wrong[:9] + ([f"{len(wrong) - 9} more"] if len(wrong) > 9 else []))
+            raise UserError(f"FILE must have literal values, got {listed}; write these values into a copy of {self.file}")
+        return found
+
+
+def _shape(call: ast.Call) -> object:
+    """Return what equal calls share; a call that is nested too deeply equals only itself."""
+    try:
+        return ast.dump(call)
+    except (RecursionError, ValueError):
+        return call
+
+
+def _called(call: ast.Call) -> str:
+    """Return the name of a called function, or of the class whose from_pretrained is called."""
+    function = call.func
+    while isinstance(function, ast.Attribute) and function.attr == "from_pretrained":
+        function = function.value
+    return function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
