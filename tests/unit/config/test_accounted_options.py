@@ -170,7 +170,7 @@ def printed(file: Path, method: str, capsys: pytest.CaptureFixture[str]) -> tupl
     return shlex.split(script.replace("\\\n", ""), comments=True)[1:], comments
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3, 10))])
 def test_a_printed_command_passes_the_check_of_a_run(
     seed: int, tiny_llama: Path, kto_rows: Path, dpo_rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,11 +195,11 @@ LARGE: dict[str, tuple[str, str]] = {
     "blank.sh": ("\n" * 2**20, "got none"),
     "spaces.sh": ((" " * 120 + "\n") * 8000, "got none"),
     "comments.sh": ("#\n" * 2**19, "got none"),
-    "words.sh": ("trl kto --report_to " + "a " * 500_000, ""),
+    "words.sh": ("trl kto --report_to " + "a " * 150_000, ""),
     "variables.sh": ("a=" + "x" * 400_000 + "\ntrl kto --a " + "$a" * 200_000, "variables.sh:2"),
     "doubled.sh": ("a=xx\n" + "a=$a$a\n" * 60 + "trl kto --a $a", "values of its variables"),
-    "dollars.sh": ("trl kto --a " + "$(" * 300_000, ""),
-    "braces.sh": ("${" * 300_000, "got none"),
+    "dollars.sh": ("trl kto --a " + "$(" * 100_000, ""),
+    "braces.sh": ("${" * 100_000, "got none"),
     "quotes.sh": ("\n\ntrl kto --a '" + "a" * 2**19, "quotes.sh:3"),
     "quotient.sh": (f"trl kto --beta $(expr {'9' * 5000} / 3)", ""),
     "config.sh": ("trl kto --config " + "a" * 5000, "put it beside the script"),
@@ -209,7 +209,7 @@ LARGE: dict[str, tuple[str, str]] = {
     "calls.py": ("KTOConfig(beta=f" + "()" * 500 + ")\nKTOConfig(beta=g" + "()" * 500 + ")", "several"),
     "subscripts.py": ("KTOTrainer(train_dataset=load_dataset('a/b')" + "[0]" * 500 + ")", ""),
     "names.py": ("a=b['x']\nb=a['y']\nm=get_peft_model(n, 1)\nn=get_peft_model(m, 1)\nKTOTrainer(a, train_dataset=a)", ""),
-    "arguments.py": ("KTOConfig(" + ",".join(f"a{n}=x" for n in range(50_000)) + ")", "49991 more"),
+    "arguments.py": ("KTOConfig(" + ",".join(f"a{n}=x" for n in range(10_000)) + ")", "9991 more"),
     "digits.py": ("\nKTOConfig(beta=0x" + "f" * 5000 + ")", "digits.py:2"),
     "digits.yaml": ("loss_type: kto\nbeta: 0x" + "f" * 5000, "digits.yaml:2"),
     "list.yaml": ("loss_type: kto\na: [0x" + "f" * 300 + "]", "list.yaml:2"),
@@ -229,7 +229,7 @@ from pathlib import Path
 from nemo_kto.cli import translate
 from nemo_kto.errors import UserError
 
-resource.setrlimit(resource.RLIMIT_CPU, (240, 240))
+resource.setrlimit(resource.RLIMIT_CPU, (100, 100))
 resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
 for file in sorted(Path(sys.argv[1]).iterdir()):
     with contextlib.redirect_stdout(io.StringIO()) as out:
