@@ -58,8 +58,7 @@ def _forms(char: str) -> list[str]:
     raw = char.encode("utf-8", "surrogateescape")
     decoded = [char, raw.decode("latin-1"), raw.decode("utf-8", "replace")]
     texts = [*decoded, *(written(each)[1:-1] for each in decoded for written in (repr, ascii, json.dumps)), repr(raw)[2:-1]]
-    texts += [html.escape(char), quote(raw, safe="")]
-    texts += [] if char.isascii() or char.isspace() else ["?"]  # of an encoder that lacks it
+    texts += [html.escape(char), quote(raw, safe=""), *([] if char.isascii() or char.isspace() else ["?"])]
     return [rf"\\*+{re.escape(text.lstrip(chr(92))).replace(chr(92) * 2, _BACKSLASHES)}" for text in texts]
 
 

@@ -165,7 +165,7 @@ def _print(command: str, arguments: Sequence[str]) -> None:
     commands = "\n".join(_COMMAND_USAGE.format(recipe=recipe) for recipe in RECIPES.values())
     usage = _USAGE.format(commands=commands, names="|".join(RECIPES))
     if command in _PRINTING:
-        if command in ("plan", "check", "data tokenise"):
+        if command in ("plan", "check", "data tokenise", "chat", "sample", "label", "compare"):
             set_up_logging(rank=0)
         try:
             module, _, function = _PRINTING[command].partition(":")

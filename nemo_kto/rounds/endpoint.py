@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 try:
@@ -32,10 +32,8 @@ _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses of a server t
 _ABOUT_THE_PROMPT = frozenset({400, 413, 422})  # such as one above the context length
 _MAX_UNANSWERED = 10  # tasks in a row
 _MAX_SECONDS = 600.0  # of an attempt, after which there is no further one; an answer may wait behind many others
-_CONNECT_SECONDS = 10.0
 _REPORT_SECONDS = 10.0  # between two lines about a server that sends nothing
 _MAX_BYTES = 2**24  # of a reply
-_PROXY_AND_TLS = "HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, SSL_CERT_FILE and SSL_CERT_DIR"
 _CHAT = "/chat/completions"
 _VERSION = re.compile(r"[^/]/v\d+\w*(?=/|$)")  # in the path of a URL: /v1, /api/paas/v4, /v1beta/openai
 # Settings that some models refuse, and the names that these have for them
@@ -51,12 +49,6 @@ class RefusedError(UserError):
 
 class UnansweredError(RefusedError):
     """Error about one request that has no answer after all attempts."""
-
-
-class _Response(NamedTuple):
-    status: int
-    retry_after: str
-    body: bytes  # above _MAX_BYTES, a part of it
 
 
 class Endpoint:
@@ -76,14 +68,14 @@ class Endpoint:
         """
         refuse_broken("--model", model or "")
         self._base, self._option, self._concurrency, self._key = _base(url, option), option, concurrency, _key()
-        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
-        timeout, limits = httpx.Timeout(_MAX_SECONDS, connect=_CONNECT_SECONDS), httpx.Limits(max_connections=None)
+        headers = {"Accept-Encoding": "gzip, deflate"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
+        timeout, limits = httpx.Timeout(_MAX_SECONDS, connect=10.0), httpx.Limits(max_connections=None)
         no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
         try:
             self._client = httpx.Client(headers=headers, timeout=timeout, limits=limits, cookies=no_cookies)
         except Exception as error:  # of httpx and the packages for proxies and certificates
-            got = f"got {describe(error)}; correct them, or leave them unset"
-            raise UserError(f"{_PROXY_AND_TLS} must be usable for {option}, {got}") from error
+            text = f"HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, SSL_CERT_FILE and SSL_CERT_DIR must be usable for {option}"
+            raise UserError(f"{text}, got {describe(error)}; correct them, or leave them unset") from error
         self._stopped, self._lock = threading.Event(), threading.Lock()
         self._heard = self._reported = time.monotonic()  # last reply; last line about its absence
         self._names = dict[str, str | None].fromkeys(left_out)  # of settings for this server; None: not sent
@@ -171,38 +163,37 @@ class Endpoint:
         for attempt in range(1, _ATTEMPTS + 1):
             wait, reply = "", None
             try:
-                response = self._exchange(method, path, **arguments)
+                response, body = self._exchange(method, path, **arguments)
             except Exception as error:  # of httpx, proxies, TLS and codecs
                 problem = describe(error)
             else:
-                reply = self._read(response, read)
+                reply = self._read(response, body, read)
                 if not (isinstance(reply, NoAnswer) and reply.may_pass):
                     return reply
-                wait = response.retry_after
+                wait = response.headers.get("retry-after", "")
             delay = min(float(wait) if wait.isdecimal() else _FIRST_DELAY * 2 ** (attempt - 1), _MAX_DELAY)
-            is_last = attempt == _ATTEMPTS or time.monotonic() - began >= _MAX_SECONDS
-            if is_last or self._wait(self._stopped, delay):
+            if attempt == _ATTEMPTS or time.monotonic() - began >= _MAX_SECONDS or self._wait(self._stopped, delay):
                 break
         count = f"in {plural(attempt, 'attempt')}"
         if isinstance(reply, NoAnswer):
             return reply._replace(got=f"{reply.got} {count}")
         raise self._silent(f"{problem} {count}")
 
-    def _exchange(self, method: str, path: str, **arguments: Any) -> _Response:
-        """Return a reply, received in a thread: the timeouts of httpx do not end one that comes byte by byte."""
-        done, found = threading.Event(), list[_Response | Exception]()
+    def _exchange(self, method: str, path: str, **arguments: Any) -> tuple[httpx.Response, bytes]:
+        """Return a reply and its content, received in a thread, because a timeout of httpx starts again with each byte."""
+        done, found = threading.Event(), list[tuple[httpx.Response, bytes] | Exception]()
 
         def receive() -> None:
             try:
                 with self._client.stream(method, self._base + path, **arguments) as response:
-                    if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
-                        raise ValueError(f"a reply with Content-Encoding {encoding} instead of identity")
+                    if re.search("br|zstd", encoding := response.headers.get("content-encoding", "")):
+                        raise ValueError(f"a reply with Content-Encoding {encoding}, whose size is unlimited")
                     body = bytearray()
-                    for chunk in response.iter_raw():
+                    for chunk in response.iter_bytes():
                         body += chunk
                         if len(body) > _MAX_BYTES:
                             break
-                    found.append(_Response(response.status_code, response.headers.get("retry-after", ""), bytes(body)))
+                    found.append((response, bytes(body)))
             except Exception as error:
                 found.append(error)
             done.set()
@@ -211,9 +202,9 @@ class Endpoint:
         if not self._wait(done, _MAX_SECONDS):
             raise TimeoutError(f"no complete reply in {_MAX_SECONDS:g} s")
         self._heard = self._reported = time.monotonic()
-        if isinstance(found[0], Exception):
-            raise found[0]
-        return found[0]
+        if isinstance(reply := found[0], Exception):
+            raise reply
+        return reply
 
     def _wait(self, event: threading.Event, seconds: float) -> bool:
         """Wait for an event, and log at intervals that the server sends nothing; return whether it came in time."""
@@ -227,13 +218,13 @@ class Endpoint:
                     logger.info("waiting for %s, which has sent no reply for %.0f s", self._base, now - self._heard)
         return True
 
-    def _read(self, response: _Response, read: Callable[[Any], T | NoAnswer]) -> T | NoAnswer:
-        if len(response.body) > _MAX_BYTES:
+    def _read(self, response: httpx.Response, body: bytes, read: Callable[[Any], T | NoAnswer]) -> T | NoAnswer:
+        if len(body) > _MAX_BYTES:
             return NoAnswer(f"a reply of more than {_MAX_BYTES:,} bytes", "allow fewer tokens, or leave the prompt out")
-        status, text = response.status, without_secret(response.body.decode("utf-8", "replace"), self._key)
-        if 200 <= status < 300:
+        status, text = response.status_code, without_secret(body.decode("utf-8", "replace"), self._key)
+        if response.is_success:
             try:
-                return read(self._public(json.loads(response.body)))
+                return read(self._public(json.loads(body)))
             except (ValueError, RecursionError):
                 return NoAnswer(f"a reply that is not JSON: {show(text, 200)}", may_pass=True)
         problem = f"status {status}: {printable(text.strip())}"

@@ -35,8 +35,12 @@ class RowFile:
         reader, line = io.BufferedReader(file), b"\n"
         for number, line in enumerate(read_lines(reader), start=1):
             try:
-                row = _parse(line)
-            except ValueError as error:
+                if len(line) > MAX_LINE_BYTES:
+                    raise ValueError(f"it has more than {MAX_LINE_BYTES:,} bytes")
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError("it is no object")
+            except (ValueError, RecursionError) as error:
                 is_cut = not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES
                 if is_cut and line[: len(_START)] == _START[: len(line)]:  # written when the command was killed
                     file.truncate(self._ends[-1])
@@ -70,8 +74,7 @@ class RowFile:
             self._ends.pop()
 
     def _line(self, row: Mapping[str, Any]) -> bytes:
-        text = json.dumps(row, ensure_ascii=False) + "\n"
-        refuse_broken(f"{self.path}: a row", text)
+        refuse_broken(f"{self.path}: a row", text := json.dumps(row, ensure_ascii=False) + "\n")
         if len(line := text.encode()) > MAX_LINE_BYTES:
             got = f"got {len(line):,}; leave its prompt out, or allow shorter answers"
             raise UserError(f"{self.path}: a row must have at most {MAX_LINE_BYTES:,} bytes, {got}")
@@ -93,21 +96,8 @@ class RowFile:
                 self._file.truncate(self._ends[-1])  # the next row must not follow a part of this one
             if not isinstance(error, OSError):
                 raise
-            remedy = "make room, and repeat the command, which continues"
-            raise UserError(f"{self.path} cannot be written: {error.strerror}; {remedy}") from error
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    """Return the object in a line; ValueError if there is none."""
-    if len(line) > MAX_LINE_BYTES:
-        raise ValueError(f"it has more than {MAX_LINE_BYTES:,} bytes")
-    try:
-        row = json.loads(line)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if not isinstance(row, dict):
-        raise ValueError("it is no object")
-    return row
+            text = f"{self.path} cannot be written: {error.strerror}; make room, and repeat the command, which continues"
+            raise UserError(text) from error
 
 
 @contextlib.contextmanager

@@ -80,11 +80,8 @@ class _Tolerant:
 
 
 def protect() -> None:
-    """Make stdout and stderr of this process fault-tolerant; a second call has no effect.
-
-    Warnings are written as after :func:`set_up_logging`, also by commands without it.
-    """
-    logging.lastResort = _Handler(stream=None, rank=0)
+    """Make stdout, stderr and warnings of this process fault-tolerant and readable; a second call has no effect."""
+    logging.lastResort = _Handler(stream=None, rank=0)  # of commands that do not set up logging
     logging.lastResort.setLevel(logging.WARNING)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:

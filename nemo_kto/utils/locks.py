@@ -35,7 +35,6 @@ _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 3.0  # for an owner that is exiting, as after a kill, or has not written its owner file yet
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # errors of file systems without locks
 _HELD_BY_OTHERS = (errno.EAGAIN, errno.EACCES, errno.ESTALE)  # ESTALE: the file was removed in the meantime
-_MAX_OWNER_BYTES = 2**16
 _JOBS = {"SLURM_JOB_ID": "SLURM job", "PBS_JOBID": "PBS job", "LSB_JOBID": "LSF job"}
 
 
@@ -201,10 +200,7 @@ def _acquire(file: Path, when_held: Callable[[str], None], mode: int) -> int:
 
 
 def _lock(handle: int, lock: Callable[[int, int], object] = fcntl.lockf) -> bool | None:
-    """Try to take the kernel's lock; return whether that succeeded, or None if the file system has no locks.
-
-    ``lockf`` locks for the process, until it closes any handle of the file; ``flock`` for the handle.
-    """
+    """Try to take the kernel's lock; return whether that succeeded, or None if the file system has no locks."""
     try:
         lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -265,6 +261,6 @@ def _read(owner: Path) -> tuple[str, int]:
     """
     try:
         with open_file(owner) as handle:
-            return handle.read(_MAX_OWNER_BYTES).decode(), os.fstat(handle.fileno()).st_mtime_ns
+            return handle.read(2**16).decode(), os.fstat(handle.fileno()).st_mtime_ns
     except (OSError, ValueError):
         return "", 0

@@ -7,11 +7,10 @@ import json
 import multiprocessing
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,18 +25,7 @@ from tests.helpers.commands import environment
 from tests.helpers.messages import raises
 from tests.helpers.openai_server import serving
 from tests.helpers.tiny_models import write_rows
-from tests.unit.rounds.conftest import read
-
-
-@contextlib.contextmanager
-def full_disk(file: Path, *, room: int) -> Iterator[None]:
-    """No file may have more than so many bytes above the size of this one; the kernel writes the part that fits."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + room, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+from tests.unit.rounds.conftest import full_disk, read
 
 
 def row(number: int) -> dict[str, object]:
@@ -103,7 +91,7 @@ def test_lines_that_are_no_rows_are_kept(
 def test_a_line_that_is_nested_too_deeply(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b"[" * 100_000)
-    with raises(UserError, f"{file}:1", "nested too deeply", "remove the line"), open_rows(file, option="--out"):
+    with raises(UserError, f"{file}:1", "recursion", "remove the line"), open_rows(file, option="--out"):
         pass
 
 
