@@ -69,7 +69,7 @@ class Endpoint:
         refuse_broken("--model", model or "")
         self._base, self._option, self._concurrency, self._key = _base(url, option), option, concurrency, _key()
         headers = {"Accept-Encoding": "gzip, deflate"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
-        timeout, limits = httpx.Timeout(_MAX_SECONDS, connect=10.0), httpx.Limits(max_connections=None)
+        timeout, limits = httpx.Timeout(None, connect=10.0), httpx.Limits(max_connections=None)
         no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
         try:
             self._client = httpx.Client(headers=headers, timeout=timeout, limits=limits, cookies=no_cookies)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 import json
+import logging
+import os
 import random
 import subprocess
 import sys
@@ -19,9 +21,11 @@ from nemo_kto.config.saved_config import save_config
 from nemo_kto.distributed import state
 from nemo_kto.errors import ConfigError, UserError, describe, printable, redacted, show
 from nemo_kto.run.build import build_logger
+from nemo_kto.telemetry import loggers
+from nemo_kto.telemetry.loggers import WARNINGS_FILE, RunLogger, check_loggers, collect_warnings
 from nemo_kto.utils.text import redact_file
 from tests.helpers.commands import environment
-from tests.helpers.messages import Message
+from tests.helpers.messages import Message, raises
 from tests.unit.conftest import Load
 
 KEY = "exp_manager.mlflow_logger_kwargs.tracking_uri"
@@ -138,6 +142,28 @@ fail()
     assert "secret" not in done.stderr.replace('"refused: Bearer the-secret-key"', "").replace("the-secret-key is", "")
     assert done.stderr.count("refused: Bearer ***") == 2
     assert "warning: refused \\x1b]0;: '***'" in done.stderr
+
+
+def test_the_key_of_a_tracker_with_a_line_break_is_redacted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As requests quotes it, at the check of a run, at its start, and in its file of warnings."""
+    monkeypatch.setenv("WANDB_API_KEY", "the-secret-é\rkey\n")
+
+    def refuse(*_: object) -> None:
+        raise ValueError(f"Illegal header value {os.environ['WANDB_API_KEY'].encode()!r}\nsee {os.environ['WANDB_API_KEY']}")
+
+    for name in ("_check_wandb", "_wandb"):
+        monkeypatch.setattr(loggers, name, refuse)
+    with raises(UserError, "wandb", "Illegal header value b'***"):
+        check_loggers(folder=tmp_path, tensorboard=False, wandb={})
+    with raises(UserError, "wandb", "Illegal header value b'***"):
+        RunLogger(folder=tmp_path, enabled=True, resumed_step=None, wandb={})
+    with collect_warnings() as warnings:
+        warnings.open_file(tmp_path, step=lambda: 1, resumed_step=None)
+        RunLogger(folder=tmp_path, enabled=True, resumed_step=1, wandb={}).finalize("success")
+        logging.getLogger("library").error("cannot log in with %r", os.environ["WANDB_API_KEY"])
+    written = (tmp_path / WARNINGS_FILE).read_text()
+    assert written.count("***") == 3
+    assert "secret" not in written
 
 
 def test_secrets_in_a_hydra_file(tmp_path: Path) -> None:
