@@ -153,8 +153,8 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP):  # so that a server is stopped, too
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # so that a server is stopped, too
+        signal.signal(ending, lambda number, _: sys.exit(128 + number))
     flags = parse()
     threshold = [] if flags.threshold is None else ["--threshold", flags.threshold]
     model, first_answers = flags.model, flags.out / "1" / "answers.jsonl"

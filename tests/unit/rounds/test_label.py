@@ -409,7 +409,7 @@ def test_rubbish_and_browsers_that_close_early_are_passed_over(
         requests.append(b"GET /?" + query + b" HTTP/1.1\r\n\r\n")
         requests.append(b"POST /verdict?" + query + b" HTTP/1.1\r\nContent-Length: 9\r\n\r\n{")
         for request in requests * 4:
-            with socket.create_connection(server.server_address[:2]) as connection:
+            with socket.create_connection(("127.0.0.1", server.server_address[1])) as connection:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
                 connection.sendall(request)
         with urllib.request.urlopen(server.address) as reply:
@@ -441,7 +441,8 @@ def test_the_page_over_http(answers_file: AnswersFile, tmp_path: Path) -> None:
         fetch(server.address, "verdict", {"key": questions[1].key, "action": "second"})
         assert fetch(server.address, "verdict", {"key": questions[2].key, "action": "undo"})["position"] == 1
         assert [row["label"] for row in read(out)] == [True]
-        for body in (0, [], {"action": []}, {"action": {}}, {"key": questions[1].key, "action": []}):
+        rubbish: list[object] = [0, [], {"action": []}, {"action": {}}, {"key": questions[1].key, "action": []}]
+        for body in rubbish:
             with contextlib.suppress(urllib.error.HTTPError):
                 fetch(server.address, "verdict", body)
             assert len(read(out)) == 1

@@ -250,7 +250,7 @@ def _run_killed(run: Callable[[], None], draw: random.Random) -> int | None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return written
 
-        rows.os = type("os", (), {**vars(os), "write": staticmethod(cut_write)})  # type: ignore[attr-defined]
+        rows.os = type("os", (), {**vars(os), "write": staticmethod(cut_write)})  # type: ignore[assignment]
         with contextlib.suppress(UserError):
             run()
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import itertools
 import json
+import random
 import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -87,11 +90,11 @@ def no_answer(charset: str) -> list[bytes]:
 
 BROKEN: dict[str, tuple[Callable[[], Sequence[bytes] | Iterator[bytes]], list[str]]] = {
     **{
-        f"encoded as {name}": (lambda name=name: body(ANSWER, f"Content-Encoding: {name}"), [part, "6 attempts"])
+        f"encoded as {name}": (partial(body, ANSWER, f"Content-Encoding: {name}"), [part, "6 attempts"])
         for name, part in {"gzip": "DecodingError", "deflate": "DecodingError", "br": "br", "x, zstd": "zstd"}.items()
     },
     **{
-        f"in {name}": (lambda name=name: no_answer(name), ["not JSON", "'+AOQ- no answer'", "6 attempts"])
+        f"in {name}": (partial(no_answer, name), ["not JSON", "'+AOQ- no answer'", "6 attempts"])
         for name in ("zlib", "hex", "rot13", "undefined", "idna", "base64", "uu", "nowhere")
     },
     "nested": (lambda: body(b"[" * 4000), ["not JSON", "[[[["]),
@@ -217,7 +220,29 @@ QUOTED: dict[str, tuple[int, Callable[[str], object]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["sample", "label", "compare"])
+COMMANDS = ["sample", "label", "compare"]
+
+
+def shown_by(command: str, url: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command that asks a server writes, in the working directory: its output, its error and its file."""
+    Path("rubric.txt").write_text("Good answers are short.")
+    write_rows(Path("prompts.jsonl"), [{"prompt": "?"}])
+    for file in ("a", "b"):
+        write_rows(Path(file), [{"prompt": "?", "answer": f"in {file}", "model": file, "line": 1, "index": 0}])
+    judge, error = ["--judge", url, "--rubric", "rubric.txt", "--out", "out"], ""
+    run: dict[str, Callable[[], None]] = {
+        "sample": lambda: sample.main(["prompts.jsonl", "--endpoint", url, "-n", "1", "--out", "out"]),
+        "label": lambda: label.main(["a", *judge]),
+        "compare": lambda: compare.main(["a", "b", *judge]),
+    }
+    try:
+        run[command]()
+    except UserError as raised:
+        error = str(raised)
+    return error + "".join(capsys.readouterr()) + (Path("out").read_text() if Path("out").exists() else "")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("name", QUOTED)
 def test_a_key_that_a_server_quotes_is_not_written(
     name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -226,27 +251,29 @@ def test_a_key_that_a_server_quotes_is_not_written(
     monkeypatch.setattr(endpoint, "_MAX_BYTES", 20_000)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.chdir(tmp_path)
-    Path("rubric.txt").write_text("Good answers are short.")
-    write_rows(Path("prompts.jsonl"), [{"prompt": "?"}])
-    for file in ("a", "b"):
-        write_rows(Path(file), [{"prompt": "?", "answer": f"in {file}", "model": file, "line": 1, "index": 0}])
-
-    def reply(body: dict[str, Any]) -> tuple[int, object]:
-        return status, content(KEY)
-
-    with serving(reply) as server:
+    with serving(lambda body: (status, content(KEY))) as server:
         server.models = [f"served {KEY}"]
-        judge = ["--judge", server.url, "--rubric", "rubric.txt", "--out", "out"]
-        run: dict[str, Callable[[], None]] = {
-            "sample": lambda: sample.main(["prompts.jsonl", "--endpoint", server.url, "-n", "1", "--out", "out"]),
-            "label": lambda: label.main(["a", *judge]),
-            "compare": lambda: compare.main(["a", "b", *judge]),
-        }
-        shown = ""
-        try:
-            run[command]()
-        except UserError as error:
-            shown = str(error)
-    shown += "".join(capsys.readouterr()) + "".join(file.read_text() for file in tmp_path.iterdir() if file.name == "out")
+        shown = shown_by(command, server.url, capsys)
     assert not re.search("Q7x|sk-", shown), shown
     assert "***" in shown or command == "compare"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_key_of_any_characters_is_not_written(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A key that cannot be sent is refused; any other one is quoted by the server in several ways."""
+    monkeypatch.chdir(tmp_path)
+    draw, sent = random.Random(command), 0
+    for number in range(24):
+        special = "\r\n\t \x01\x1b\x7fé日\u2028" if number % 2 else "\"'\\%&<>{}[]$^*?+/=~`"
+        key = f"begin{''.join(draw.choices('aZ09-_.' + special, k=12))}ended"
+        monkeypatch.setenv("OPENAI_API_KEY", f"{key}{draw.choice(['', ' ', chr(13) + chr(10)])}")
+        texts = f"{key} {key!r} {json.dumps(key)} {quote(key)} {html.escape(key)} {key.encode()!r}"
+        replies = iter([(400, {"error": texts}), (200, {"error": texts})])
+        with serving(lambda body, key=key, replies=replies: next(replies, (401, key))) as server:  # type: ignore[misc]
+            shown = shown_by(command, server.url, capsys)
+            sent += bool(server.keys)
+        assert not re.search("begin|ended", shown), (key, shown)
+        Path("out").unlink(missing_ok=True)
+    assert 6 < sent < 24
