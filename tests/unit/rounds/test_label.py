@@ -265,11 +265,13 @@ def test_a_judge(answers_file: AnswersFile, tmp_path: Path, capsys: pytest.Captu
         (["--score", "$SCORES.unshown"], ["8 answers", "a finite number or a bool", "a value of the type Silent"]),
         (["--score", "ends_at_import.f"], ["--score", "ends_at_import.f", "can be imported", "SystemExit: 0"]),
         (["--score", "$SCORES.broken"], ["4 answers", "answers.jsonl:1", "ZeroDivisionError", "answers.jsonl:3", "None"]),
+        (["--judge", "http://x", "--rubric", "pipe"], ["--rubric", "pipe", "a named pipe", "correct the path"]),
         (["--judge", "http://x", "--rubric", "gone"], ["--rubric", "gone", "correct the path"]),
         (["--score", "$SCORES.short", "--out", "answers.jsonl"], ["--out", "labels of these answers", "answers.jsonl:1"]),
     ],
 )
 def test_mistakes(words: list[str], parts: list[str], answers_file: AnswersFile, tmp_path: Path) -> None:
+    os.mkfifo("pipe")
     with raises(UserError, *parts):
         run(answers_file(), "--out", tmp_path / "rows.jsonl", *words)
 
